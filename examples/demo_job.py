@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import nxd_ckpt
-from nxd_ckpt.layout import names
-from nxd_ckpt.layout.directory import list_tags
-from nxd_ckpt.runtime import paths
+from nxd_ckpt.core import names
+from nxd_ckpt.tag.directory import list_tags
+from nxd_ckpt.coordination import paths
 from nxd_ckpt.storage.base import Storage
 from nxd_ckpt.storage.urls import open_storage
 

@@ -35,10 +35,10 @@ from nxd_ckpt import errors
 from nxd_ckpt.version import __version__
 
 if TYPE_CHECKING:
-    from nxd_ckpt.adapters.data_position import capture_data_position, restore_data_position
-    from nxd_ckpt.adapters.data_streams import DataStreams
-    from nxd_ckpt.adapters.elastic_sampler import ElasticSampler
-    from nxd_ckpt.adapters.random_state import capture_random_state, restore_random_state
+    from nxd_ckpt.live.data_position import capture_data_position, restore_data_position
+    from nxd_ckpt.live.data_streams import DataStreams
+    from nxd_ckpt.live.elastic_sampler import ElasticSampler
+    from nxd_ckpt.live.random_state import capture_random_state, restore_random_state
     from nxd_ckpt.api import (
         close_checkpointers,
         finalize_checkpoint,
@@ -53,14 +53,14 @@ if TYPE_CHECKING:
     from nxd_ckpt.core.retention import Best, Every, Last, Within
     from nxd_ckpt.core.section import Section
     from nxd_ckpt.core.topology import Topology
-    from nxd_ckpt.diff import diff_checkpoints
-    from nxd_ckpt.doctor import examine_checkpoint
-    from nxd_ckpt.listing import list_checkpoints
-    from nxd_ckpt.resume_probe import ResumeProbe
-    from nxd_ckpt.runtime.save.pending import PendingSave
-    from nxd_ckpt.runtime.tier import Tier
-    from nxd_ckpt.runtime.views.whole_tag import GlobalTensor
-    from nxd_ckpt.statistics import checkpoint_statistics
+    from nxd_ckpt.examine.diff import diff_checkpoints
+    from nxd_ckpt.examine.doctor import examine_checkpoint
+    from nxd_ckpt.tag.listing import list_checkpoints
+    from nxd_ckpt.examine.resume_probe import ResumeProbe
+    from nxd_ckpt.save.pending import PendingSave
+    from nxd_ckpt.commit.tier import Tier
+    from nxd_ckpt.reshard.whole_tag import GlobalTensor
+    from nxd_ckpt.examine.statistics import checkpoint_statistics
 
 __all__ = [
     "Best",
@@ -104,20 +104,20 @@ _MODULE_OF = {
     "Best": "core.retention",
     "Checkpoint": "checkpoint",
     "Checkpointer": "checkpointer",
-    "DataStreams": "adapters.data_streams",
-    "ElasticSampler": "adapters.elastic_sampler",
+    "DataStreams": "live.data_streams",
+    "ElasticSampler": "live.elastic_sampler",
     "Every": "core.retention",
-    "GlobalTensor": "runtime.views.whole_tag",
+    "GlobalTensor": "reshard.whole_tag",
     "Last": "core.retention",
     "Partition": "core.partition",
-    "PendingSave": "runtime.save.pending",
+    "PendingSave": "save.pending",
     "ResumeProbe": "resume_probe",
     "Section": "core.section",
-    "Tier": "runtime.tier",
+    "Tier": "commit.tier",
     "Topology": "core.topology",
     "Within": "core.retention",
-    "capture_data_position": "adapters.data_position",
-    "capture_random_state": "adapters.random_state",
+    "capture_data_position": "live.data_position",
+    "capture_random_state": "live.random_state",
     "checkpoint_statistics": "statistics",
     "close_checkpointers": "api",
     "diff_checkpoints": "diff",
@@ -130,8 +130,8 @@ _MODULE_OF = {
     "load_keys": "checkpoint",
     "open_checkpoint": "checkpoint",
     "remove_checkpoint": "api",
-    "restore_data_position": "adapters.data_position",
-    "restore_random_state": "adapters.random_state",
+    "restore_data_position": "live.data_position",
+    "restore_random_state": "live.random_state",
     "save_checkpoint": "api",
 }
 

@@ -18,26 +18,26 @@ from typing import Any
 from typing_extensions import Unpack
 
 from nxd_ckpt.checkpointer import Checkpointer
-from nxd_ckpt.core.options import parted, takes
+from nxd_ckpt.core.option_classes import parted, takes
 from nxd_ckpt.core.tags import Tag
 from nxd_ckpt.core.topology import Topology
 from nxd_ckpt.errors import CheckpointError, InvalidArgument, as_checkpoint_errors
-from nxd_ckpt.host import in_forked_children
-from nxd_ckpt.runtime.checkpointer_options import (
+from nxd_ckpt.effects import in_forked_children
+from nxd_ckpt.options.checkpointer_options import (
     DEFAULT_TIMEOUT,
     CheckpointerKeywords,
     CheckpointerOptions,
     DirectoryKeywords,
     DirectoryOptions,
 )
-from nxd_ckpt.runtime.coordination.meeting import meet
-from nxd_ckpt.runtime.environment import default_topology, topology_of
-from nxd_ckpt.runtime.load.options import LoadOptions, OurLoadKeywords
-from nxd_ckpt.runtime.save.options import OurSaveKeywords, SaveOptions
-from nxd_ckpt.runtime.save.pending import PendingSave
-from nxd_ckpt.runtime.tier import Tier, checked_tiers
+from nxd_ckpt.coordination.meeting import meet
+from nxd_ckpt.coordination.environment import default_topology, topology_of
+from nxd_ckpt.load.options import LoadOptions, OurLoadKeywords
+from nxd_ckpt.save.options import OurSaveKeywords, SaveOptions
+from nxd_ckpt.save.pending import PendingSave
+from nxd_ckpt.commit.tier import Tier, checked_tiers
 from nxd_ckpt.storage.urls import StorageOptions, StrPath, normalised
-from nxd_ckpt.tiers import Tiers
+from nxd_ckpt.tiers.tiers import Tiers
 
 _Key = tuple[str, Topology]
 _open: dict[_Key, Checkpointer] = {}
@@ -92,8 +92,8 @@ def save_checkpoint(
     """Save a checkpoint; every rank calls this with the same arguments.
 
     Positional parameters are neuronx_distributed's; the keywords are the fields of
-    :class:`~nxd_ckpt.runtime.save.options.SaveOptions` and, at a directory's first save in a process, of
-    :class:`~nxd_ckpt.runtime.checkpointer_options.CheckpointerOptions`. The returned future can be awaited.
+    :class:`~nxd_ckpt.save.options.SaveOptions` and, at a directory's first save in a process, of
+    :class:`~nxd_ckpt.options.checkpointer_options.CheckpointerOptions`. The returned future can be awaited.
 
     Args:
         checkpoint_dir_str: the directory, created by the first save; or the URL of one in a store (``s3://bucket/run``).
@@ -144,8 +144,8 @@ def load_checkpoint(
     """Load a checkpoint into live objects and return its user content; every rank calls this with the same arguments.
 
     Positional parameters are neuronx_distributed's; the keywords are the fields of
-    :class:`~nxd_ckpt.runtime.load.options.LoadOptions` and of
-    :class:`~nxd_ckpt.runtime.checkpointer_options.DirectoryOptions`. Only what is not None is loaded, and empty dicts
+    :class:`~nxd_ckpt.load.options.LoadOptions` and of
+    :class:`~nxd_ckpt.options.checkpointer_options.DirectoryOptions`. Only what is not None is loaded, and empty dicts
     are filled.
 
     Args:
@@ -213,7 +213,7 @@ def remove_checkpoint(path: StrPath, tag: Tag, **options: Unpack[DirectoryKeywor
     """Remove one complete tag, once no save into the directory is in flight; every rank calls this.
 
     Whether this rank, which is rank 0, removed it: it was there, is a checkpoint, and is not pinned. The keywords are
-    the fields of :class:`~nxd_ckpt.runtime.checkpointer_options.DirectoryOptions`.
+    the fields of :class:`~nxd_ckpt.options.checkpointer_options.DirectoryOptions`.
 
     Args:
         path: the directory or URL.

@@ -20,18 +20,18 @@ from typing_extensions import Unpack
 from nxd_ckpt.core.box import Box, box_of
 from nxd_ckpt.core.html_table import html_table
 from nxd_ckpt.core.manifest import Manifest, Parts
-from nxd_ckpt.core.options import takes
+from nxd_ckpt.core.option_classes import takes
 from nxd_ckpt.core.tags import Tag
 from nxd_ckpt.core.topology import Topology
 from nxd_ckpt.errors import CheckpointError, PartNotFound, as_checkpoint_errors
 from nxd_ckpt.formats.tensors import Assembly, TensorStub, map_tensors
-from nxd_ckpt.layout.files import MissingTensor
+from nxd_ckpt.tag.files import MissingTensor
 from nxd_ckpt.options.opening import OpenKeywords, OpenOptions
-from nxd_ckpt.runtime.tag.choosing import choose_tag
-from nxd_ckpt.runtime.tag.identity import of_latest
-from nxd_ckpt.runtime.tag.opened import OpenTag
-from nxd_ckpt.runtime.tag.opening import open_complete_tag
-from nxd_ckpt.runtime.views.whole_tag import GlobalTensor, WholeTag
+from nxd_ckpt.tag.choosing import choose_tag
+from nxd_ckpt.tag.identity import of_latest
+from nxd_ckpt.tag.opened import OpenTag
+from nxd_ckpt.tag.opening import open_complete_tag
+from nxd_ckpt.reshard.whole_tag import GlobalTensor, WholeTag
 from nxd_ckpt.storage.urls import StorageOptions, StrPath, is_url, local_path, open_storage
 
 

@@ -10,34 +10,34 @@ from typing import Any
 
 from typing_extensions import Unpack
 
-from nxd_ckpt import host
-from nxd_ckpt.core.options import options_of, parted, takes
+from nxd_ckpt import effects
+from nxd_ckpt.core.option_classes import options_of, parted, takes
 from nxd_ckpt.core.tags import Tag, validate_tag
 from nxd_ckpt.errors import CheckpointError, as_checkpoint_errors
-from nxd_ckpt.runtime.at_exit import close_at_exit, forget
-from nxd_ckpt.runtime.checkpointer_options import CheckpointerOptions, PreemptionOptions, WholeKeywords
-from nxd_ckpt.runtime.coordination.agreement import Agreement
-from nxd_ckpt.runtime.coordination.meeting import meet
-from nxd_ckpt.runtime.coordination.preemption import Preemption
-from nxd_ckpt.runtime.environment import topology_of, versions
-from nxd_ckpt.runtime.forks import require_own
-from nxd_ckpt.runtime.load.loading import load
-from nxd_ckpt.runtime.load.options import LoadKeywords, LoadOptions
-from nxd_ckpt.runtime.save.capture import capture
-from nxd_ckpt.runtime.save.commit import clean_up, retire
-from nxd_ckpt.runtime.save.failures import Failures
-from nxd_ckpt.runtime.save.options import SaveKeywords, SaveOptions, understood
-from nxd_ckpt.runtime.save.pending import InFlight, PendingSave, SaveProgress
-from nxd_ckpt.runtime.save.pipeline import Pipeline, Planned, await_decided
-from nxd_ckpt.runtime.save.plan import SaveState
-from nxd_ckpt.runtime.save.saving import Saving
-from nxd_ckpt.runtime.save.session import Session, open_session
-from nxd_ckpt.runtime.tier import Tier
-from nxd_ckpt.runtime.turns import Turns
+from nxd_ckpt.coordination.at_exit import close_at_exit, forget
+from nxd_ckpt.options.checkpointer_options import CheckpointerOptions, PreemptionOptions, WholeKeywords
+from nxd_ckpt.coordination.agreement import Agreement
+from nxd_ckpt.coordination.meeting import meet
+from nxd_ckpt.coordination.preemption import Preemption
+from nxd_ckpt.coordination.environment import topology_of, versions
+from nxd_ckpt.coordination.forks import require_own
+from nxd_ckpt.load.loading import load
+from nxd_ckpt.load.options import LoadKeywords, LoadOptions
+from nxd_ckpt.save.capture import capture
+from nxd_ckpt.commit.commit import clean_up, retire
+from nxd_ckpt.save.failures import Failures
+from nxd_ckpt.save.options import SaveKeywords, SaveOptions, understood
+from nxd_ckpt.save.pending import InFlight, PendingSave, SaveProgress
+from nxd_ckpt.save.pipeline import Pipeline, Planned, await_decided
+from nxd_ckpt.save.plan import SaveState
+from nxd_ckpt.save.saving import Saving
+from nxd_ckpt.commit.session import Session, open_session
+from nxd_ckpt.commit.tier import Tier
+from nxd_ckpt.coordination.fair_turns import Turns
 from nxd_ckpt.storage.base import Storage
 from nxd_ckpt.storage.system import require_locks
 from nxd_ckpt.storage.urls import StrPath
-from nxd_ckpt.tiers import Tiers
+from nxd_ckpt.tiers.tiers import Tiers
 
 _GRACE = 5.0
 """Seconds that an exit after an exception gives the other ranks, beyond writing this rank's own bytes."""
@@ -135,7 +135,7 @@ class Checkpointer:
             CheckpointError: see :mod:`nxd_ckpt.errors`; on every rank, and nothing became visible.
         """
         require_own(self._pid, self.storage.url)
-        started = host.monotonic()
+        started = effects.monotonic()
         name, chosen, refused = understood(tag, tag_values, options)
 
         def captured() -> SaveState:
@@ -247,7 +247,7 @@ class Checkpointer:
             saving.error = saving.error or problem
             error = problem
         finally:
-            saving.timings["stage_seconds"] = host.monotonic() - started
+            saving.timings["stage_seconds"] = effects.monotonic() - started
             pending.staged.set()
             # This rank's vote tells the others of an error; here its own, more telling one is raised at once. But where
             # only the copy of an async save failed, the others train on, and so does this rank until all of them wait.
@@ -380,7 +380,7 @@ class Checkpointer:
     def _shut(self, grace: float | None) -> None:
         with self._preemption.leaving():
             if grace is not None and self._session is not None:
-                self._session.leaves_at = host.monotonic() + grace
+                self._session.leaves_at = effects.monotonic() + grace
             with suppress(TimeoutError), self._turns.taken("close", grace):
                 if self._in_flight.finish(grace):
                     self._tear_down(grace)

@@ -8,7 +8,7 @@ import threading
 
 import pytest
 
-from nxd_ckpt.garbage import garbage_left
+from nxd_ckpt.gc_paused import garbage_left
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]
 

@@ -48,10 +48,10 @@ IMPURE = {
     *("time", "datetime", "random", "threading", "asyncio", "concurrent"),
 }
 
-# What runs in a simulated world asks nxd_ckpt.host for time and threads; peers watches connections of the system's.
+# What runs in a simulated world asks nxd_ckpt.effects for time and threads; peers watches connections of the system's.
 SIMULATED = ("runtime", "layout", "checkpointer")
 TIME_AND_THREADS = {"time", "threading", "queue"}
-NOT_SIMULATED = ("nxd_ckpt.runtime.coordination.peers",)
+NOT_SIMULATED = ("nxd_ckpt.coordination.peers",)
 
 DEVICE_LIBRARIES = {"torch_xla", "torch_neuronx", "libneuronxla", "neuronx_distributed"}
 MAY_USE_DEVICE = ("adapters", "emulation")
@@ -148,10 +148,10 @@ def violations(module: str, source: str, is_package: bool = False) -> list[str]:
         where, top = f"{module}:{line} imports {target}", target.split(".")[0]
         if top == "nxd_ckpt" and not _may_import(module, target):
             found.append(f"{where}: imports point down, from {_place(module)!r} to {_place(target)!r} is not down")
-        if layer in PURE and (top in IMPURE or target == "nxd_ckpt.host"):
+        if layer in PURE and (top in IMPURE or target == "nxd_ckpt.effects"):
             found.append(f"{where}: {layer!r} is pure, it knows no torch, no IO and no clock")
         if layer in SIMULATED and top in TIME_AND_THREADS and module not in NOT_SIMULATED:
-            found.append(f"{where}: nxd_ckpt.host gives time and threads")
+            found.append(f"{where}: nxd_ckpt.effects gives time and threads")
         if top in DEVICE_LIBRARIES and layer not in MAY_USE_DEVICE:
             found.append(f"{where}: only {', '.join(MAY_USE_DEVICE)} may")
         elif top in DEVICE_LIBRARIES and at_import_time and layer not in MAY_USE_DEVICE_AT_IMPORT:
@@ -193,22 +193,22 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
     [
         ("nxd_ckpt.core.box", "from nxd_ckpt.storage.local import LocalStorage", "imports point down"),
         ("nxd_ckpt.core.box", "from ..layout import names", "imports point down"),
-        ("nxd_ckpt.layout.names", "def f():\n    import nxd_ckpt.adapters.hf", "imports point down"),
-        ("nxd_ckpt.runtime.save.commit", "from nxd_ckpt import save_checkpoint", "imports point down"),
+        ("nxd_ckpt.core.names", "def f():\n    import nxd_ckpt.adapters.hf", "imports point down"),
+        ("nxd_ckpt.commit.commit", "from nxd_ckpt import save_checkpoint", "imports point down"),
         ("nxd_ckpt.api", "from nxd_ckpt.testing import faulty", "imports point down"),
         ("nxd_ckpt.testing.faulty", "from nxd_ckpt.emulation import install", "imports point down"),
         ("nxd_ckpt.emulation.install", "from nxd_ckpt.runtime import writer", "imports point down"),
-        ("nxd_ckpt.core.plan", "import torch", "is pure"),
-        ("nxd_ckpt.core.plan", "def f():\n    from os.path import join", "is pure"),
+        ("nxd_ckpt.core.reads", "import torch", "is pure"),
+        ("nxd_ckpt.core.reads", "def f():\n    from os.path import join", "is pure"),
         ("nxd_ckpt.formats.xser", "def f():\n    import torch_xla", "only adapters"),
-        ("nxd_ckpt.runtime.save.staging", "importlib.import_module('torch_xla')", "only adapters"),
+        ("nxd_ckpt.save.staging", "importlib.import_module('torch_xla')", "only adapters"),
         ("nxd_ckpt.adapters.nxd", "from neuronx_distributed import trainer", "into the function"),
         ("nxd_ckpt.adapters.nxd", "class A:\n    import torch_xla", "into the function"),
-        ("nxd_ckpt.runtime.save.plan", "from nxd_ckpt.runtime.tag.opened import OpenTag", "imports point down"),
-        ("nxd_ckpt.runtime.coordination.lease", "from nxd_ckpt.runtime.save import voting", "imports point down"),
-        ("nxd_ckpt.runtime.load.loading", "from nxd_ckpt.adapters.dcp import StorageReader", "imports point down"),
-        ("nxd_ckpt.adapters.dcp", "from nxd_ckpt import api", "imports point down"),
-        ("nxd_ckpt.runtime.save.voting", "import time", "host gives time"),
+        ("nxd_ckpt.save.plan", "from nxd_ckpt.tag.opened import OpenTag", "imports point down"),
+        ("nxd_ckpt.coordination.lease", "from nxd_ckpt.commit import voting", "imports point down"),
+        ("nxd_ckpt.load.loading", "from nxd_ckpt.torch_dcp.storage_reader import StorageReader", "imports point down"),
+        ("nxd_ckpt.torch_dcp.storage_reader", "from nxd_ckpt import api", "imports point down"),
+        ("nxd_ckpt.commit.voting", "import time", "host gives time"),
         ("nxd_ckpt.utils", "", "is in no layer"),
     ],
 )
@@ -222,12 +222,12 @@ def test_a_wrong_import_is_named(module: str, source: str, complaint: str) -> No
 @pytest.mark.parametrize(
     ("module", "source"),
     [
-        ("nxd_ckpt.core.plan", "from nxd_ckpt.core.box import Box\nimport nxd_ckpt.errors"),
-        ("nxd_ckpt.core.plan", "from . import box\nfrom ..errors import ShapeMismatch"),
+        ("nxd_ckpt.core.reads", "from nxd_ckpt.core.box import Box\nimport nxd_ckpt.errors"),
+        ("nxd_ckpt.core.reads", "from . import box\nfrom ..errors import ShapeMismatch"),
         ("nxd_ckpt.cli", "from nxd_ckpt import api, convert, errors"),
         ("nxd_ckpt", "from nxd_ckpt.api import save_checkpoint"),
-        ("nxd_ckpt.runtime.load.loading", "from nxd_ckpt.runtime.tag.opened import OpenTag"),
-        ("nxd_ckpt.adapters.dcp", "from nxd_ckpt.convert.source import open_source"),
+        ("nxd_ckpt.load.loading", "from nxd_ckpt.tag.opened import OpenTag"),
+        ("nxd_ckpt.torch_dcp.storage_reader", "from nxd_ckpt.output.source import open_source"),
         ("nxd_ckpt.adapters.nxd", "def f():\n    import torch_xla"),
         ("nxd_ckpt.adapters.nxd", "if TYPE_CHECKING:\n    import torch_xla"),
         ("nxd_ckpt.emulation.install", "import torch_xla\nfrom nxd_ckpt.storage import local"),

@@ -16,16 +16,9 @@ from typing import Any, get_args, get_type_hints
 import pytest
 
 import nxd_ckpt.options
-from nxd_ckpt import (
-    Checkpointer,
-    convert,
-    get_checkpoint_metadata,
-    load_checkpoint,
-    load_keys,
-    open_checkpoint,
-    save_checkpoint,
-)
-from nxd_ckpt.core.options import docs_of, names_of
+from nxd_ckpt import Checkpointer, get_checkpoint_metadata, load_checkpoint, load_keys, open_checkpoint, save_checkpoint
+from nxd_ckpt import convert
+from nxd_ckpt.core.option_classes import docs_of, names_of
 from nxd_ckpt.errors import InvalidArgument
 from nxd_ckpt.options.tags import CopyOptions
 from tests.docs.markdown import REPOSITORY
@@ -35,9 +28,9 @@ pytestmark = [pytest.mark.plain, pytest.mark.once]
 MODULES = [
     import_module(name)
     for name in (
-        "nxd_ckpt.runtime.checkpointer_options",
-        "nxd_ckpt.runtime.save.options",
-        "nxd_ckpt.runtime.load.options",
+        "nxd_ckpt.options.checkpointer_options",
+        "nxd_ckpt.save.options",
+        "nxd_ckpt.load.options",
         *(f"nxd_ckpt.options.{module.name}" for module in iter_modules(nxd_ckpt.options.__path__)),
     )
 ]

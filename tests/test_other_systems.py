@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from nxd_ckpt import Partition, Topology
-from nxd_ckpt.runtime.coordination.lease import Lease
+from nxd_ckpt.coordination.lease import Lease
 from tests.docs.markdown import REPOSITORY
 from tests.interop.saving import save_as_every_rank
 

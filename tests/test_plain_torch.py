@@ -46,7 +46,7 @@ def test_the_package_imports_without_torch_xla() -> None:
 
 def test_every_reader_and_tool_imports_without_torch_xla() -> None:
     """Each module but the emulation, the XLA adapter, integrations and the ``__main__`` entry points does the same."""
-    others = ("nxd_ckpt.emulation", "nxd_ckpt.adapters.torch_xla", "nxd_ckpt.integrations.")
+    others = ("nxd_ckpt.emulation", "nxd_ckpt.live.torch_xla", "nxd_ckpt.integrations.")
     names = (
         ".".join(path.relative_to(REPOSITORY).with_suffix("").parts).removesuffix(".__init__")
         for path in sorted((REPOSITORY / "nxd_ckpt").rglob("*.py"))

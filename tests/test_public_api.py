@@ -21,7 +21,7 @@ from nxd_ckpt import (
     save_checkpoint,
 )
 from nxd_ckpt.errors import InvalidTag, TagReplaced
-from nxd_ckpt.verify import verify_checkpoint
+from nxd_ckpt.tag.verify import verify_checkpoint
 from tests.golden.checkpoints import CONFIGURATIONS, saved
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]

@@ -13,7 +13,7 @@ import torch
 
 import nxd_ckpt
 from nxd_ckpt.cli.inspection import inspection
-from nxd_ckpt.verify import verify_checkpoint
+from nxd_ckpt.tag.verify import verify_checkpoint
 from tests.golden.checkpoints import CONFIGURATIONS, saved
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]

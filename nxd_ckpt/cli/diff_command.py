@@ -13,9 +13,9 @@ from nxd_ckpt.options.opening import OpenOptions
 
 if TYPE_CHECKING:
     from nxd_ckpt.checkpoint import Checkpoint
-    from nxd_ckpt.diff import Difference, TensorDifference, ValueDifference
-    from nxd_ckpt.listing import Options
-    from nxd_ckpt.runtime.views.whole_tag import GlobalTensor
+    from nxd_ckpt.examine.diff import Difference, TensorDifference, ValueDifference
+    from nxd_ckpt.tag.listing import Options
+    from nxd_ckpt.reshard.whole_tag import GlobalTensor
 
 NAME = "diff"
 EXAMPLE = "nxd-ckpt diff run1/step_200 run1/step_300"
@@ -53,8 +53,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from nxd_ckpt.diff import diff_checkpoints
-    from nxd_ckpt.runtime.tag.identity import of_latest
+    from nxd_ckpt.examine.diff import diff_checkpoints
+    from nxd_ckpt.tag.identity import of_latest
 
     places = [_locate(path, args) for path in (args.a, args.b)]
 
@@ -89,7 +89,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _locate(path: str, args: argparse.Namespace) -> tuple[str, str | None, Options]:
     """Directory (or URL), tag if one is named, and what it is opened with."""
-    from nxd_ckpt.listing import locate
+    from nxd_ckpt.tag.listing import locate
     from nxd_ckpt.storage.urls import options_for
 
     options = options_for(path, args.storage_options)
@@ -133,7 +133,7 @@ def _form(told: GlobalTensor | None) -> dict[str, Any] | None:
 
 def _value(difference: ValueDifference) -> dict[str, Any]:
     from nxd_ckpt.cli.values import short
-    from nxd_ckpt.diff import ABSENT
+    from nxd_ckpt.examine.diff import ABSENT
 
     a, b = (None if value is ABSENT else short(value) for value in (difference.a, difference.b))
     return {"name": difference.name, "a": a, "b": b}

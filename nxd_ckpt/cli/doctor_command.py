@@ -14,7 +14,7 @@ from nxd_ckpt.options.opening import OpenOptions
 
 if TYPE_CHECKING:
     from nxd_ckpt.checkpoint import Checkpoint
-    from nxd_ckpt.doctor import Examination
+    from nxd_ckpt.examine.doctor import Examination
 
 NAME = "doctor"
 EXAMPLE = "nxd-ckpt doctor run1"
@@ -39,8 +39,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from nxd_ckpt.doctor import examine_checkpoint
-    from nxd_ckpt.runtime.tag.identity import of_latest
+    from nxd_ckpt.examine.doctor import examine_checkpoint
+    from nxd_ckpt.tag.identity import of_latest
 
     if args.alone and args.before is not None:
         raise argparse.ArgumentTypeError("--alone examines one tag: leave out BEFORE")
@@ -60,7 +60,7 @@ def run(args: argparse.Namespace) -> int:
 def _opened(args: argparse.Namespace) -> tuple[Checkpoint, Checkpoint | None]:
     """The tag, and the one before it if there is one and it is wanted."""
     from nxd_ckpt.checkpoint import open_checkpoint
-    from nxd_ckpt.listing import locate, tag_before
+    from nxd_ckpt.tag.listing import locate, tag_before
     from nxd_ckpt.storage.urls import options_for
 
     def opened(path: str) -> Checkpoint:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from nxd_ckpt.cli import text
-from nxd_ckpt.cli.alike import alike
+from nxd_ckpt.cli.name_patterns import alike
 from nxd_ckpt.cli.storage_options import add_storage_option
 from nxd_ckpt.core.mesh import Mesh
 from nxd_ckpt.core.units import size

@@ -28,7 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from nxd_ckpt.listing import directory_document
+    from nxd_ckpt.tag.listing import directory_document
 
     document = directory_document(args.directory, args.storage_options)
     width = None if args.wide else text.width()

@@ -6,7 +6,7 @@ from typing import Any
 
 from nxd_ckpt.cli.values import plain
 from nxd_ckpt.core.topology import Coordinates
-from nxd_ckpt.runtime.tag.opened import OpenTag
+from nxd_ckpt.tag.opened import OpenTag
 
 
 def optimizer(opened: OpenTag, at: Coordinates) -> dict[str, Any] | None:

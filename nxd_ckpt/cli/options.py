@@ -11,7 +11,7 @@ from typing import Any, Literal, NamedTuple, Union, get_args, get_origin, get_ty
 from nxd_ckpt.cli import text
 from nxd_ckpt.cli.json_files import nested_lists, partitions_in
 from nxd_ckpt.cli.storage_options import add_output_option, add_storage_option
-from nxd_ckpt.core.options import docs_of, fields_of
+from nxd_ckpt.core.option_classes import docs_of, fields_of
 from nxd_ckpt.core.partition import Partition
 from nxd_ckpt.options.opening import OpenOptions
 

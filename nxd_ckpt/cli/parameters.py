@@ -8,8 +8,8 @@ from nxd_ckpt.core.manifest import ParameterSpec
 from nxd_ckpt.core.partition import Partition
 from nxd_ckpt.core.topology import Coordinates, Topology
 from nxd_ckpt.formats.tensors import TensorStub, iter_tensors
-from nxd_ckpt.layout.files import MissingTensor
-from nxd_ckpt.runtime.tag.opened import OpenTag
+from nxd_ckpt.tag.files import MissingTensor
+from nxd_ckpt.tag.opened import OpenTag
 
 
 def parameters(opened: OpenTag) -> list[dict[str, Any]]:

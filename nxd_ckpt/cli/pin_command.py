@@ -24,7 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from nxd_ckpt.retention import pin_checkpoint
+    from nxd_ckpt.prune import pin_checkpoint
 
     pin_checkpoint(args.directory, args.tag, storage_options=args.storage_options)
     text.show({"tag": args.tag, "pinned": True}, [f"{args.tag} is pinned"], as_json=args.json)

@@ -5,12 +5,12 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from nxd_ckpt.cli.alike import alike
+from nxd_ckpt.cli.name_patterns import alike
 from nxd_ckpt.cli.parameters import in_words
 from nxd_ckpt.core.topology import Topology
 from nxd_ckpt.errors import InvalidArgument
-from nxd_ckpt.runtime.tag.opened import OpenTag
-from nxd_ckpt.runtime.views.whole_tag import GlobalTensor, WholeTag
+from nxd_ckpt.tag.opened import OpenTag
+from nxd_ckpt.reshard.whole_tag import GlobalTensor, WholeTag
 
 _PART = re.compile(r"[^./]+[./]?")
 

@@ -45,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from nxd_ckpt.retention import prune_checkpoints
+    from nxd_ckpt.prune import prune_checkpoints
 
     if not args.retain:
         raise argparse.ArgumentTypeError("give at least one rule: --last, --every, --best or --within")

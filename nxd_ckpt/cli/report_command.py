@@ -11,7 +11,7 @@ from nxd_ckpt.cli.storage_options import add_storage_option
 from nxd_ckpt.core.units import size
 
 if TYPE_CHECKING:
-    from nxd_ckpt.convert.locations import Location
+    from nxd_ckpt.output.locations import Location
 
 NAME = "report"
 EXAMPLE = "nxd-ckpt report run1 -o report.html"
@@ -52,10 +52,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from nxd_ckpt.cli.report_document import report_document
-    from nxd_ckpt.cli.report_page import page_of
-    from nxd_ckpt.convert.locations import location_of, refuse_inside_tag
-    from nxd_ckpt.runtime.tag.identity import of_latest
+    from nxd_ckpt.examine.report_document import report_document
+    from nxd_ckpt.examine.report_page import page_of
+    from nxd_ckpt.output.locations import location_of, refuse_inside_tag
+    from nxd_ckpt.tag.identity import of_latest
 
     if args.output is None and not args.json:
         raise argparse.ArgumentTypeError("say where the page belongs: -o report.html; or --json for the numbers")

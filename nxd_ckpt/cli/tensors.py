@@ -10,9 +10,9 @@ from typing import Any
 from nxd_ckpt.core.manifest import TensorEntry
 from nxd_ckpt.core.topology import Coordinates
 from nxd_ckpt.formats.tensors import Assembly, Path, TensorStub, iter_tensors
-from nxd_ckpt.layout import names
-from nxd_ckpt.layout.files import MissingTensor
-from nxd_ckpt.runtime.tag.opened import OpenTag
+from nxd_ckpt.core import names
+from nxd_ckpt.tag.files import MissingTensor
+from nxd_ckpt.tag.opened import OpenTag
 
 
 def tensors(opened: OpenTag, at: Coordinates, pattern: str) -> list[dict[str, Any]]:

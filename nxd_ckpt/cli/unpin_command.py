@@ -15,7 +15,7 @@ add_arguments = pin_command.add_arguments
 
 
 def run(args: argparse.Namespace) -> int:
-    from nxd_ckpt.retention import unpin_checkpoint
+    from nxd_ckpt.prune import unpin_checkpoint
 
     was_pinned = unpin_checkpoint(args.directory, args.tag, storage_options=args.storage_options)
     line = f"{args.tag} is no longer pinned" if was_pinned else f"{args.tag} was not pinned"

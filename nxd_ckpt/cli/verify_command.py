@@ -32,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from nxd_ckpt.listing import locate, tags_to_verify
+    from nxd_ckpt.tag.listing import locate, tags_to_verify
 
     options = args.storage_options
     if not args.all:
@@ -53,7 +53,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _verified(directory: str, tag: str | None, args: argparse.Namespace) -> dict[str, Any]:
     from nxd_ckpt.storage.fsspec_storage import without_password
-    from nxd_ckpt.verify import Verification, verify_checkpoint
+    from nxd_ckpt.tag.verify import Verification, verify_checkpoint
 
     try:
         found = verify_checkpoint(directory, tag, storage_options=args.storage_options, progress=not args.quiet)

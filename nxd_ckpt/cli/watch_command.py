@@ -13,7 +13,7 @@ from nxd_ckpt.cli.storage_options import add_storage_option
 from nxd_ckpt.core.units import size
 
 if TYPE_CHECKING:
-    from nxd_ckpt.listing import Told
+    from nxd_ckpt.tag.listing import Told
 
 NAME = "watch"
 EXAMPLE = "nxd-ckpt watch /fsx/run7"
@@ -60,9 +60,9 @@ def run(args: argparse.Namespace) -> int:
 def _look(directory: str, options: Any, told: Told, may_be_absent: bool) -> dict[str, Any]:
     from dataclasses import asdict
 
-    from nxd_ckpt.layout.directory import require_directory
-    from nxd_ckpt.listing import watched_document
-    from nxd_ckpt.runtime.save.in_flight import saves_in_flight
+    from nxd_ckpt.tag.directory import require_directory
+    from nxd_ckpt.tag.listing import watched_document
+    from nxd_ckpt.commit.saves_in_flight import saves_in_flight
     from nxd_ckpt.storage.urls import open_storage
 
     storage = open_storage(directory, storage_options=options)

@@ -14,7 +14,7 @@ from typing import Any
 
 from nxd_ckpt.core.limits import shown
 from nxd_ckpt.errors import MalformedFile
-from nxd_ckpt.garbage import garbage_left
+from nxd_ckpt.gc_paused import garbage_left
 
 quoted: Callable[[str], str] = json.encoder.encode_basestring_ascii
 """A string as JSON."""

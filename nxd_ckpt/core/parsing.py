@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from nxd_ckpt.errors import CheckpointError, HostExhausted, MalformedFile
-from nxd_ckpt.garbage import garbage_left
+from nxd_ckpt.gc_paused import garbage_left
 
 _LONGEST = 300
 

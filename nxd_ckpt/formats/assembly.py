@@ -15,7 +15,7 @@ import torch
 
 from nxd_ckpt.core.box import Box, boxes_of_run
 from nxd_ckpt.core.manifest import CRC_BLOCK
-from nxd_ckpt.core.plan import contiguous_runs
+from nxd_ckpt.core.reads import contiguous_runs
 from nxd_ckpt.formats.tensors import (
     Assembly,
     Fragment,

@@ -7,7 +7,7 @@ those of ``weights_only``, with these rules:
 
 - a key holds few values (:data:`~nxd_ckpt.core.limits.KEY_VALUES`), counted before it is hashed, and few have the same
   hash (:data:`~nxd_ckpt.core.limits.KEYS_OF_ONE_HASH`);
-- what is called is a :class:`~nxd_ckpt.formats.sealed.Call`, or one of few builtin types with arguments that they are
+- what is called is a :class:`~nxd_ckpt.formats.inert.Call`, or one of few builtin types with arguments that they are
   written with; all calls together get little more to work on than the pickle has bytes, so that a long value that the
   pickle names again and again is not copied again and again;
 - state is set on those objects only that are written with one, and what stands for a numpy object is replaced by it
@@ -30,7 +30,7 @@ from nxd_ckpt.core import limits
 from nxd_ckpt.core.limits import check_count, shown
 from nxd_ckpt.errors import MalformedFile, UnsafePickle
 from nxd_ckpt.formats.safe_globals import Keys, made, set_state
-from nxd_ckpt.formats.sealed import Call, StandIn
+from nxd_ckpt.formats.inert import Call, StandIn
 from nxd_ckpt.formats.tensors import CONTAINERS, TensorStub
 
 _REUSE = 4

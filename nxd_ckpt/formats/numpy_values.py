@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from nxd_ckpt.core.limits import check_form, shown
 from nxd_ckpt.errors import CheckpointError, MalformedFile, UnsafePickle
-from nxd_ckpt.formats.sealed import Marker, StandIn
+from nxd_ckpt.formats.inert import Marker, StandIn
 
 if TYPE_CHECKING:
     import numpy as np

@@ -4,7 +4,7 @@ An unpickler *calls* what a pickle names and *sets the state* of what it made. S
 name that either could misuse: it gets builtin types, values, and :class:`Call` objects, which can only be called, check
 their arguments, and refuse attributes. Arguments are those that the object is written with, and as large as what is
 made of them: a ``Fraction("1e999999999")`` would take all memory, and so would a set of a range. numpy arrays and
-dtypes are :class:`~nxd_ckpt.formats.sealed.StandIn` objects, which are replaced once their state is set.
+dtypes are :class:`~nxd_ckpt.formats.inert.StandIn` objects, which are replaced once their state is set.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from nxd_ckpt.core import limits
 from nxd_ckpt.core.limits import check_sizes, shown
 from nxd_ckpt.errors import MalformedFile, UnsafePickle
 from nxd_ckpt.formats.numpy_values import NumpyArray, NumpyDtype, numpy_scalar
-from nxd_ckpt.formats.sealed import Call, Marker, Sealed
+from nxd_ckpt.formats.inert import Call, Marker, Sealed
 from nxd_ckpt.formats.tensors import TensorReference
 
 KindT = TypeVar("KindT")

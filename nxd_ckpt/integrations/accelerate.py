@@ -32,16 +32,16 @@ from nxd_ckpt.errors import (
     OptimizerMismatch,
     UnsupportedState,
 )
-from nxd_ckpt.integrations.same_run import WORLD_SIZE, require_same, require_same_setting
-from nxd_ckpt.integrations.sealed import SealedDirectory, is_ours, verify_files
-from nxd_ckpt.runtime.checkpointer_options import DEFAULT_TIMEOUT
-from nxd_ckpt.runtime.coordination.agreement import Alone, on_all
-from nxd_ckpt.runtime.coordination.meeting import meet
-from nxd_ckpt.runtime.environment import default_topology
-from nxd_ckpt.runtime.load.loading import require_fit
-from nxd_ckpt.runtime.save.pending import PendingSave
+from nxd_ckpt.integrations.resume_checks import WORLD_SIZE, require_same, require_same_setting
+from nxd_ckpt.integrations.sealed_directory import SealedDirectory, is_ours, verify_files
+from nxd_ckpt.options.checkpointer_options import DEFAULT_TIMEOUT
+from nxd_ckpt.coordination.agreement import Alone, on_all
+from nxd_ckpt.coordination.meeting import meet
+from nxd_ckpt.coordination.environment import default_topology
+from nxd_ckpt.load.loading import require_fit
+from nxd_ckpt.save.pending import PendingSave
 from nxd_ckpt.storage.local import LocalStorage
-from nxd_ckpt.verify import verify_checkpoint
+from nxd_ckpt.tag.verify import verify_checkpoint
 
 STATE = "training_state"
 """The tag of the first model in a checkpoint's directory."""

@@ -17,7 +17,7 @@ from typing import Any
 from torch.distributed.device_mesh import init_device_mesh
 
 from nxd_ckpt.errors import InvalidArgument, UnsupportedState
-from nxd_ckpt.integrations import first_fsdp
+from nxd_ckpt.integrations import fsdp1
 from nxd_ckpt.integrations.lightning import CheckpointIO, is_lightnings, package
 from nxd_ckpt.storage.urls import StrPath
 
@@ -153,17 +153,17 @@ class FSDPStrategy(_Tags, _strategies.FSDPStrategy):  # type: ignore[misc,name-d
             self.kwargs["device_mesh"] = init_device_mesh(self.root_device.type, (self.world_size,))
 
     def _state_now(self) -> dict[str, Any]:
-        return first_fsdp.model_state(self.model)
+        return fsdp1.model_state(self.model)
 
     def _to_save(self, optimizer: Any) -> dict[str, Any]:
-        made = None if optimizer is None else first_fsdp.Unflattened(self.model, optimizer, self._state)
+        made = None if optimizer is None else fsdp1.Unflattened(self.model, optimizer, self._state)
         return {"model": self._state, "optimizer": made}
 
     def _load(self, path: StrPath, optimizer: Any, weights_only: bool | None, strict: bool) -> dict[str, Any]:
         state = self._state_now()
-        made = None if optimizer is None else first_fsdp.Unflattened(self.model, optimizer, state)
+        made = None if optimizer is None else fsdp1.Unflattened(self.model, optimizer, state)
         _, loaded, content = self.checkpoint_io.load(path, state, made, weights_only, strict=strict)
-        first_fsdp.put_back(self.model, state)
+        fsdp1.put_back(self.model, state)
         if loaded is not None:
             loaded.put_back(self.model, optimizer)
         return content

@@ -9,7 +9,7 @@ import wandb
 from nxd_ckpt.core.tags import Tag
 from nxd_ckpt.errors import InvalidArgument
 from nxd_ckpt.integrations.reference import Reference, reference_to
-from nxd_ckpt.layout.names import MANIFEST
+from nxd_ckpt.core.names import MANIFEST
 from nxd_ckpt.storage.urls import StorageOptions, StrPath
 
 

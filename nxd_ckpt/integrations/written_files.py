@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from nxd_ckpt.core.manifest import CRC_BLOCK
 from nxd_ckpt.errors import SaveFailed
-from nxd_ckpt.runtime.tag.seal import file_digest
+from nxd_ckpt.tag.seal import file_digest
 from nxd_ckpt.storage.local import LocalStorage
 
 _CAUSE = (

@@ -9,7 +9,7 @@ from typing_extensions import TypedDict
 
 from nxd_ckpt.core.topology import Topology
 from nxd_ckpt.errors import InvalidArgument
-from nxd_ckpt.runtime.checkpointer_options import DEFAULT_TIMEOUT
+from nxd_ckpt.options.checkpointer_options import DEFAULT_TIMEOUT
 from nxd_ckpt.storage.urls import StorageOptions
 
 Names = Sequence[Sequence[str]]

@@ -9,7 +9,7 @@ from typing_extensions import TypedDict
 
 from nxd_ckpt.core.heads import Hardware
 from nxd_ckpt.errors import InvalidArgument
-from nxd_ckpt.layout.mappings import Given
+from nxd_ckpt.tag.find_mapping import Given
 from nxd_ckpt.options.execution import NewJobKeywords, NewJobOptions, SavedNames, SharedKeywords, SharedOptions
 from nxd_ckpt.storage.urls import StrPath
 

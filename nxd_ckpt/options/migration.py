@@ -7,7 +7,7 @@ from typing import Literal, get_args
 
 from nxd_ckpt.core.heads import Hardware
 from nxd_ckpt.errors import InvalidArgument
-from nxd_ckpt.layout.mappings import Given
+from nxd_ckpt.tag.find_mapping import Given
 from nxd_ckpt.options.execution import OutputKeywords, OutputOptions, SavedNames
 from nxd_ckpt.options.hugging_face import Dtype
 from nxd_ckpt.storage.urls import StrPath

@@ -18,7 +18,7 @@ from nxd_ckpt.options.execution import (
     SavedNames,
     check_workers,
 )
-from nxd_ckpt.runtime.checkpointer_options import DEFAULT_TIMEOUT
+from nxd_ckpt.options.checkpointer_options import DEFAULT_TIMEOUT
 from nxd_ckpt.storage.urls import StorageOptions
 
 

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-from nxd_ckpt import host
+from nxd_ckpt import effects
 from nxd_ckpt.storage.base import Reader, Storage
 from nxd_ckpt.storage.wrapper import StorageWrapper
 
@@ -52,7 +52,7 @@ def pause_after(tries: int) -> float:
     """Seconds to wait until an operation is repeated that has been repeated ``tries`` times: longer each time, and not
     in step with others."""
     doubled: float = _FIRST_PAUSE * 2 ** min(tries, 10)
-    return host.uniform(0, min(doubled, _LONGEST_PAUSE))
+    return effects.uniform(0, min(doubled, _LONGEST_PAUSE))
 
 
 class _RetryingReader:

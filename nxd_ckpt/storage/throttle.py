@@ -9,7 +9,7 @@ from functools import cache
 from typing import NamedTuple
 
 from nxd_ckpt.errors import InvalidArgument
-from nxd_ckpt.host import in_forked_children
+from nxd_ckpt.effects import in_forked_children
 
 
 class Throttle:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from nxd_ckpt.adapters.models import open_model
-from nxd_ckpt.adapters.optimizer import open_optimizer
-from nxd_ckpt.adapters.state import StateTensor
+from nxd_ckpt.live.models import open_model
+from nxd_ckpt.live.optimizer import open_optimizer
+from nxd_ckpt.live.state import StateTensor
 from nxd_ckpt.core.manifest import ParameterSpec
 from nxd_ckpt.core.partition import Partition
 from nxd_ckpt.core.topology import Topology

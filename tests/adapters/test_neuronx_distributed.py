@@ -7,7 +7,7 @@ import sys
 import pytest
 import torch
 
-from nxd_ckpt.adapters.neuronx_distributed import live_topology
+from nxd_ckpt.live.neuronx_distributed import live_topology
 from nxd_ckpt.core.topology import Topology
 from nxd_ckpt.errors import InvalidArgument, UnsupportedState
 from tests.interop.saving import save_as_every_rank

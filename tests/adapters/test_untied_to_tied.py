@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 
 from nxd_ckpt import load_checkpoint, save_checkpoint
 from nxd_ckpt.errors import IncompatibleState
-from nxd_ckpt.runtime.load import tied
+from nxd_ckpt.load import tied
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]
 

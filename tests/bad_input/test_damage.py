@@ -14,7 +14,7 @@ import torch
 from nxd_ckpt import Topology, load_checkpoint
 from nxd_ckpt.core.manifest import load_index
 from nxd_ckpt.errors import CheckpointError, CorruptCheckpoint, DigestMismatch, PartNotFound
-from nxd_ckpt.verify import verify_checkpoint
+from nxd_ckpt.tag.verify import verify_checkpoint
 from tests.bad_input.live import Job, jobs, topologies
 from tests.interop.saving import save_as_every_rank
 

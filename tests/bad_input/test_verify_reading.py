@@ -27,7 +27,7 @@ from nxd_ckpt.errors import (
     MalformedFile,
     StorageError,
 )
-from nxd_ckpt.runtime.load.options import Verify
+from nxd_ckpt.load.options import Verify
 from nxd_ckpt.storage.local import LocalStorage
 from nxd_ckpt.testing.storage import HookedStorage, Operation, recording
 from tests.damage import flip

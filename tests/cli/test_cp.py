@@ -102,7 +102,7 @@ def test_options_are_nested_by_dots(monkeypatch: pytest.MonkeyPatch, run: Run, s
         seen.append(storage_options)
         raise OSError("seen")
 
-    monkeypatch.setattr("nxd_ckpt.listing.open_storage", open_storage)
+    monkeypatch.setattr("nxd_ckpt.tag.listing.open_storage", open_storage)
     words = ["key=a=b", "client_kwargs.region_name=us-west-2", "client_kwargs.retries=3", "anon=true", 'secret="12"']
     run("list", store, *(word for text in words for word in ("--storage-option", text)))
     nested = {"region_name": "us-west-2", "retries": 3}

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from nxd_ckpt.runtime.paths import trash_file
+from nxd_ckpt.coordination.paths import trash_file
 from tests.cli.conftest import Run
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]

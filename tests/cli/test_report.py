@@ -16,8 +16,9 @@ from typing import Any
 import pytest
 import torch
 
-from nxd_ckpt import Topology, listing, save_checkpoint
-from nxd_ckpt.cli import report_document
+from nxd_ckpt import Topology, save_checkpoint
+from nxd_ckpt.tag import listing
+from nxd_ckpt.examine import report_document
 from nxd_ckpt.cli.main import main
 from nxd_ckpt.core.manifest import dump_manifest, load_manifest
 from nxd_ckpt.core.units import size

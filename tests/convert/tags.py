@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from nxd_ckpt import Topology, open_checkpoint
-from nxd_ckpt.verify import verify_checkpoint
+from nxd_ckpt.tag.verify import verify_checkpoint
 from tests.interop.saving import save_as_every_rank
 
 Tree = dict[str, Any]

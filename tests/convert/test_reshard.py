@@ -12,7 +12,7 @@ import torch
 from nxd_ckpt import Partition, Topology, load_checkpoint, open_checkpoint
 from nxd_ckpt.convert import reshard
 from nxd_ckpt.errors import InvalidArgument, OptimizerMismatch, TopologyMismatch
-from nxd_ckpt.verify import verify_checkpoint
+from nxd_ckpt.tag.verify import verify_checkpoint
 from tests.convert.tags import as_nxd, contents, save_example
 from tests.elastic.ranks import fresh, load_rank, save_job
 from tests.elastic.transformer import layout_of, weights_of

@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 from safetensors.torch import load, load_file
 
 from nxd_ckpt import save_checkpoint
-from nxd_ckpt.convert import UnshardStrategy, image_writer, unshard_checkpoint
+from nxd_ckpt.convert import UnshardStrategy, unshard_checkpoint
+from nxd_ckpt.output import image_writer
 from nxd_ckpt.errors import DigestMismatch, InvalidArgument, PartNotFound, TopologyMismatch, UnsupportedState
 from tests.convert.tags import SHAPES, Tree, contents, model, save_example, whole
 from tests.elastic.ranks import save_job
@@ -211,7 +212,7 @@ def test_what_an_interrupted_one_left_is_removed(tmp_path: Path, monkeypatch: py
     """A killed one leaves nothing visible; the next one starts anew."""
     tag = save_example(tmp_path, 2)
     with monkeypatch.context() as patch:
-        patch.setattr("nxd_ckpt.convert.output.Output.discard", lambda self: None)  # as if it had been killed
+        patch.setattr("nxd_ckpt.output.output.Output.discard", lambda self: None)  # as if it had been killed
         patch.setattr(image_writer, "FileWriter", _no_memory)
         with pytest.raises(MemoryError):
             unshard_checkpoint(tag, tmp_path / "out")

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from nxd_ckpt.core.box import Box
 from nxd_ckpt.core.partition import Partition, Piece, zero1_pieces
-from nxd_ckpt.core.plan import Cut, CutIndex
+from nxd_ckpt.core.reads import Cut, CutIndex
 from nxd_ckpt.core.section import Section
 
 PADDING = -1

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nxd_ckpt.core.box import Box
-from nxd_ckpt.core.plan import contiguous_runs
+from nxd_ckpt.core.reads import contiguous_runs
 from tests.core.cuts import numbered, part_of
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]

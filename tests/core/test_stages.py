@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from nxd_ckpt.core.stages import interleaved, restaged
+from nxd_ckpt.reshard.stages import interleaved, restaged
 from nxd_ckpt.errors import TopologyMismatch
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]

@@ -11,7 +11,7 @@ from dataclasses import MISSING
 from importlib import import_module
 from typing import Any
 
-from nxd_ckpt.core.options import described, docs_of, fields_of
+from nxd_ckpt.core.option_classes import described, docs_of, fields_of
 from nxd_ckpt.options.execution import ExecutionOptions
 from tests.docs.markdown import DOCS
 

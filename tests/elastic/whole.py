@@ -14,7 +14,7 @@ from zlib import crc32
 import torch
 
 from nxd_ckpt import Partition, Topology
-from nxd_ckpt.core.plan import Cut, CutIndex
+from nxd_ckpt.core.reads import Cut, CutIndex
 from tests.core import cuts
 
 OPTIONS: tuple[dict[str, Any], ...] = (

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from nxd_ckpt.emulation.launcher import free_ports
-from nxd_ckpt.verify import verify_checkpoint
+from nxd_ckpt.tag.verify import verify_checkpoint
 
 pytestmark = [pytest.mark.plain, pytest.mark.once, pytest.mark.soak]
 

@@ -24,7 +24,7 @@ from hypothesis import strategies as st
 
 from nxd_ckpt.errors import CorruptCheckpoint, MalformedFile, UnsafePickle, UnsupportedState
 from nxd_ckpt.formats import safe_globals
-from nxd_ckpt.formats.sealed import Sealed
+from nxd_ckpt.formats.inert import Sealed
 from nxd_ckpt.formats.tensors import StorageSpan, TensorReference, TensorStub, map_tensors
 from nxd_ckpt.formats.torch_zip import read_tensor, read_tree
 from nxd_ckpt.formats.torch_zip_writer import image_of

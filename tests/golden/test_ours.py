@@ -10,8 +10,8 @@ import torch
 
 from nxd_ckpt import load_checkpoint, open_checkpoint
 from nxd_ckpt.convert import reshard
-from nxd_ckpt.diff import diff_checkpoints
-from nxd_ckpt.verify import verify_checkpoint
+from nxd_ckpt.examine.diff import diff_checkpoints
+from nxd_ckpt.tag.verify import verify_checkpoint
 from tests.golden.write_ours import SETUPS
 from tests.layout.equality import difference
 

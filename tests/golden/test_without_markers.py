@@ -12,7 +12,7 @@ from nxd_ckpt import has_checkpoint, load_checkpoint, open_checkpoint, save_chec
 from nxd_ckpt.cli.main import main
 from nxd_ckpt.convert import reshard
 from nxd_ckpt.errors import CheckpointNotFound
-from nxd_ckpt.verify import verify_checkpoint
+from nxd_ckpt.tag.verify import verify_checkpoint
 from tests.golden.checkpoints import saved
 from tests.layout.equality import difference
 

@@ -23,7 +23,7 @@ import torch
 from nxd_ckpt import Checkpointer, Topology, has_checkpoint
 from nxd_ckpt.cli.main import main
 from nxd_ckpt.errors import CheckpointError
-from nxd_ckpt.verify import verify_checkpoint
+from nxd_ckpt.tag.verify import verify_checkpoint
 
 MEMORY = 3 * 2**30
 """Bytes of address space beyond what the process has when it begins: a sparse file of 1 TB does not fit."""

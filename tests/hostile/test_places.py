@@ -20,7 +20,7 @@ import torch
 from nxd_ckpt import Checkpointer
 from nxd_ckpt.core.manifest import RankLine, dump_manifest, load_manifest
 from nxd_ckpt.errors import MalformedFile
-from nxd_ckpt.verify import verify_checkpoint
+from nxd_ckpt.tag.verify import verify_checkpoint
 from tests.hostile.places import KINDS, model
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from nxd_ckpt import Checkpointer, Tier
-from nxd_ckpt.verify import verify_checkpoint
+from nxd_ckpt.tag.verify import verify_checkpoint
 from tests.hosts.jobs import RANKS, TIMEOUT, host_of, of, tier
 from tests.rigs.rank_pool import RankPool
 

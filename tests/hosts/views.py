@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from nxd_ckpt.runtime.paths import ON_HOSTS
+from nxd_ckpt.coordination.paths import ON_HOSTS
 from nxd_ckpt.storage.hosts.directory import Directory, OwnDirectory
 from nxd_ckpt.storage.hosts.remote import Address, RemoteDirectory
 from nxd_ckpt.storage.hosts.server import HostServer, copy_nothing

@@ -15,7 +15,7 @@ from nxd_ckpt import load_checkpoint
 from nxd_ckpt.convert import export_checkpoint, import_checkpoint
 from nxd_ckpt.errors import MalformedFile
 from nxd_ckpt.formats.mxfp4 import dequantized
-from nxd_ckpt.layout import quantized
+from nxd_ckpt.tag.foreign import quantized
 from tests.hugging_face.reference import State
 from tests.hugging_face.saved import differences, live, weights
 

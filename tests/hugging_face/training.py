@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 import nxd_ckpt
 from nxd_ckpt import Topology
-from nxd_ckpt.adapters import torch_xla as device
+from nxd_ckpt.live import torch_xla as device
 from tests.elastic.ranks import Pipeline
 from tests.hugging_face.layers import place
 from tests.hugging_face.reference import Job, State

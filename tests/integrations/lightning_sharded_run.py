@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
 from examples.train_lightning_fsdp2 import main
-from nxd_ckpt.adapters.dtensor import local_of
+from nxd_ckpt.live.dtensor import local_of
 from nxd_ckpt.errors import CheckpointError
 from nxd_ckpt.integrations.lightning import CheckpointIO, ExactResume
 from nxd_ckpt.integrations.lightning_sharded import FSDPStrategy, ModelParallelStrategy

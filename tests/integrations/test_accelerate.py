@@ -23,7 +23,7 @@ from nxd_ckpt.errors import (
     ShapeMismatch,
 )
 from nxd_ckpt.integrations.accelerate import Accelerator
-from nxd_ckpt.verify import verify_checkpoint
+from nxd_ckpt.tag.verify import verify_checkpoint
 from tests.integrations.accelerate_run import Background, Job
 from tests.integrations.killed import in_a_process
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from nxd_ckpt.errors import IncompatibleState
-from nxd_ckpt.verify import verify_checkpoint
+from nxd_ckpt.tag.verify import verify_checkpoint
 from tests.integrations import accelerate_run, transformers_ranks
 from tests.rigs.rank_pool import RankPool, WorkerError
 

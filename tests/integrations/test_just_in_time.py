@@ -15,8 +15,8 @@ import pytest
 import transformers
 
 from nxd_ckpt.errors import CheckpointNotFound
-from nxd_ckpt.integrations.just_in_time import SENTINEL
-from nxd_ckpt.verify import verify_checkpoint
+from nxd_ckpt.integrations.transformers_sigterm import SENTINEL
+from nxd_ckpt.tag.verify import verify_checkpoint
 from tests.integrations.killed import in_a_process
 from tests.integrations.transformers_run import Background, Quick, trained, weights
 

@@ -27,9 +27,9 @@ from nxd_ckpt.errors import (
     UnsupportedState,
 )
 from nxd_ckpt.integrations.lightning import CheckpointIO
-from nxd_ckpt.retention import pin_checkpoint
+from nxd_ckpt.prune import pin_checkpoint
 from nxd_ckpt.storage.local import LocalStorage
-from nxd_ckpt.verify import verify_checkpoint
+from nxd_ckpt.tag.verify import verify_checkpoint
 from tests.integrations.killed import in_a_process
 from tests.integrations.lightning_run import BATCHES, Module, ResumableLoader, every_epoch, fit, weights
 

@@ -10,8 +10,8 @@ import pytest
 import torch.distributed as dist
 
 from nxd_ckpt import open_checkpoint
-from nxd_ckpt.diff import diff_checkpoints
-from nxd_ckpt.verify import verify_checkpoint
+from nxd_ckpt.examine.diff import diff_checkpoints
+from nxd_ckpt.tag.verify import verify_checkpoint
 from tests.integrations import lightning_sharded_run as runs
 from tests.integrations.lightning_run import BATCHES, every_epoch, fit, weights
 from tests.rigs.rank_pool import RankPool, WorkerDied

@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from nxd_ckpt import load_checkpoint, open_checkpoint, save_checkpoint
 from nxd_ckpt.core.manifest import Manifest
 from nxd_ckpt.integrations.torchtitan import CheckpointManager
-from nxd_ckpt.verify import verify_checkpoint
+from nxd_ckpt.tag.verify import verify_checkpoint
 from tests.integrations import titan
 from tests.rigs.rank_pool import RankPool
 

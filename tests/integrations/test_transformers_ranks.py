@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from nxd_ckpt import load_checkpoint, open_checkpoint
-from nxd_ckpt.verify import verify_checkpoint
+from nxd_ckpt.tag.verify import verify_checkpoint
 from tests.integrations import transformers_ranks as runs
 from tests.integrations.transformers_run import Tiny, TinyConfig
 from tests.rigs.rank_pool import RankPool, WorkerDied

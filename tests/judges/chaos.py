@@ -29,7 +29,7 @@ from nxd_ckpt.errors import CheckpointError
 from nxd_ckpt.integrations.accelerate import Accelerator
 from nxd_ckpt.integrations.lightning import CheckpointIO
 from nxd_ckpt.integrations.transformers import Trainer
-from nxd_ckpt.verify import verify_checkpoint
+from nxd_ckpt.tag.verify import verify_checkpoint
 
 LASTS = 600.0
 """Seconds after which a run hangs."""

@@ -12,8 +12,8 @@ import torch
 
 from nxd_ckpt.core.topology import Coordinates
 from nxd_ckpt.formats.tensors import TensorStub, iter_tensors, map_tensors
-from nxd_ckpt.layout.files import MissingTensor
-from nxd_ckpt.layout.tag import NxdTag, TagLayout, open_tag, restore_types
+from nxd_ckpt.tag.files import MissingTensor
+from nxd_ckpt.tag.nxd_tag import NxdTag, TagLayout, open_tag, restore_types
 from nxd_ckpt.storage.local import LocalStorage
 from tests.layout.equality import difference
 

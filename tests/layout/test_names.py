@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nxd_ckpt.core.topology import Coordinates, Topology
-from nxd_ckpt.layout import names
-from nxd_ckpt.layout.names import ParsedName
+from nxd_ckpt.core import names
+from nxd_ckpt.core.names import ParsedName
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]
 

@@ -18,23 +18,14 @@ from hypothesis import strategies as st
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save as save_dcp
 
-from nxd_ckpt import (
-    Checkpointer,
-    Every,
-    Last,
-    Within,
-    host,
-    list_checkpoints,
-    load_checkpoint,
-    open_checkpoint,
-    save_checkpoint,
-)
+from nxd_ckpt import Checkpointer, Every, Last, Within, list_checkpoints, load_checkpoint, open_checkpoint, save_checkpoint
+from nxd_ckpt import effects
 from nxd_ckpt.api import close_checkpointers
 from nxd_ckpt.core.retention import Rule
 from nxd_ckpt.core.tags import in_order, undecided
 from nxd_ckpt.errors import CheckpointError
-from nxd_ckpt.layout.directory import list_tags
-from nxd_ckpt.retention import prune_checkpoints
+from nxd_ckpt.tag.directory import list_tags
+from nxd_ckpt.prune import prune_checkpoints
 from nxd_ckpt.storage.local import LocalStorage
 from tests.protocol.states import visible_tags
 
@@ -256,7 +247,7 @@ def test_a_whole_second_of_another_program_is_a_tie_with_ours_in_that_second(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """It was saved somewhen in it: the steps tell, or it is said, and retention removes neither."""
-    with mock.patch.object(host, "time", return_value=1795600000.4):
+    with mock.patch.object(effects, "time", return_value=1795600000.4):
         save(tmp_path, 8)
     save_as_nxd(tmp_path, "step_9", 9.0, at=1795600000.0)
     assert ["step_8", "step_9"] == order(tmp_path)
@@ -274,7 +265,7 @@ def test_a_save_is_later_than_the_whole_second_of_another_program(tmp_path: Path
     """Else it would be a tie: the commit waits for the end of that second."""
     save_as_nxd(tmp_path, "other", 9.0, at=1795600000.0)
     slept = list[float]()
-    with mock.patch.object(host, "time", return_value=1795600000.4), mock.patch.object(host, "sleep", slept.append):
+    with mock.patch.object(effects, "time", return_value=1795600000.4), mock.patch.object(effects, "sleep", slept.append):
         save(tmp_path, 1)
     assert ["other", "step_1"] == order(tmp_path)
     assert [] == undecided(list_tags(LocalStorage(tmp_path)))
@@ -338,7 +329,7 @@ def test_the_latest_is_the_newest_save(events: list[tuple[str, float]]) -> None:
         for number, (event, value) in enumerate(events):
             clock += 1.5
             if event == "ours":
-                with mock.patch.object(host, "time", lambda clock=clock: clock), mock.patch.object(host, "sleep"):
+                with mock.patch.object(effects, "time", lambda clock=clock: clock), mock.patch.object(effects, "sleep"):
                     save(directory, int(value))
                 expected, sure, ours = f"step_{int(value)}", True, True
             elif event == "nxd":
@@ -379,8 +370,8 @@ def test_whole_seconds_hide_no_newest_save(events: list[tuple[str, float]], step
                 save_as_nxd(directory, newest, float(number), at=float(int(clock[0])))
                 continue
             with (
-                mock.patch.object(host, "time", side_effect=lambda: clock[0]),
-                mock.patch.object(host, "sleep", side_effect=lambda s: clock.__setitem__(0, clock[0] + s)),
+                mock.patch.object(effects, "time", side_effect=lambda: clock[0]),
+                mock.patch.object(effects, "sleep", side_effect=lambda s: clock.__setitem__(0, clock[0] + s)),
                 Checkpointer(directory, durable=False) as saver,
             ):
                 saver.save(newest, {"w": torch.ones(4)})

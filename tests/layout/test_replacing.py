@@ -10,7 +10,7 @@ import torch
 
 import nxd_ckpt
 from nxd_ckpt.errors import SaveFailed
-from nxd_ckpt.layout.directory import list_tags, may_be_replaced
+from nxd_ckpt.tag.directory import list_tags, may_be_replaced
 from nxd_ckpt.storage.local import LocalStorage
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]

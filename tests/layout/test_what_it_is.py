@@ -19,7 +19,7 @@ from nxd_ckpt.cli.main import main
 from nxd_ckpt.convert import copy_checkpoint, export_checkpoint, from_dcp, migrate, reshard
 from nxd_ckpt.errors import CheckpointError, CheckpointNotFound, InvalidArgument
 from nxd_ckpt.storage.urls import normalised, overlap
-from nxd_ckpt.verify import verify_checkpoint
+from nxd_ckpt.tag.verify import verify_checkpoint
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]
 

@@ -22,10 +22,10 @@ from nxd_ckpt import (
     open_checkpoint,
     save_checkpoint,
 )
-from nxd_ckpt.layout.directory import list_tags
-from nxd_ckpt.runtime.paths import SUMMARIES
-from nxd_ckpt.runtime.summary import Summary
-from nxd_ckpt.statistics import Statistics
+from nxd_ckpt.tag.directory import list_tags
+from nxd_ckpt.coordination.paths import SUMMARIES
+from nxd_ckpt.reshard.summary import Summary
+from nxd_ckpt.examine.statistics import Statistics
 from nxd_ckpt.storage.local import LocalStorage
 from nxd_ckpt.testing.storage import HookedStorage, Operation
 from tests.elastic.ranks import save_job
@@ -328,7 +328,7 @@ def test_a_save_never_waits_for_what_is_counted(tmp_path: Path, monkeypatch: pyt
         wait(tasks)
 
     monkeypatch.setattr(Summary, "add", slow)
-    monkeypatch.setattr("nxd_ckpt.runtime.save.counting.wait", waited)
+    monkeypatch.setattr("nxd_ckpt.save.counting.wait", waited)
     with Checkpointer(tmp_path, durable=False) as saver:
         for tag in ("first", "second"):
             saver.save(tag, {"v": torch.ones(3), "w": torch.ones(4)}, async_save=True, stats=True).wait()

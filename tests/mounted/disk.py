@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from random import Random
 from typing import NamedTuple
 
-from nxd_ckpt.testing.simulation.disk import Disk, File, Folder, Node
+from tests.simulation.world.disk import Disk, File, Folder, Node
 from tests.mounted.fuse import OPENED, ROOT, Attributes, Request, listing, opened
 
 EFFECTS = ("create", "write", "fsync", "fsyncdir", "mkdir", "rename", "rename2", "link", "unlink", "rmdir", "setattr")

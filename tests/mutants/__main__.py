@@ -35,14 +35,14 @@ TESTS: dict[str, list[str]] = {
     "formats/machine": _PICKLES,
     "formats/plain_data": _PICKLES,
     "formats/safe_globals": _PICKLES,
-    "formats/sealed": _PICKLES,
+    "formats/inert": _PICKLES,
     "formats/unpickle": _PICKLES,
-    "runtime/coordination/journal": ["tests/runtime/test_journal.py", "tests/runtime/test_taken_over.py"],
-    "runtime/coordination/lease": ["tests/runtime/test_lease.py"],
-    "runtime/ignoring": _FILTERS,
-    "runtime/load/filters": _FILTERS,
-    "runtime/save/commit": _COMMIT,
-    "runtime/save/publication": ["tests/runtime/test_publication.py", "tests/runtime/test_taken_over.py"],
+    "coordination/journal": ["tests/runtime/test_journal.py", "tests/runtime/test_taken_over.py"],
+    "coordination/lease": ["tests/runtime/test_lease.py"],
+    "live/ignoring": _FILTERS,
+    "load/filters": _FILTERS,
+    "commit/commit": _COMMIT,
+    "commit/publication": ["tests/runtime/test_publication.py", "tests/runtime/test_taken_over.py"],
 }
 
 

@@ -64,17 +64,17 @@ ACCEPTED: Mapping[str, Mapping[str, str]] = {
     "formats/unpickle": {
         "_are_counts: return False -> return None": "as little true, for those who ask",
     },
-    "formats/sealed": {
+    "formats/inert": {
         "StandIn.real: raise NotImplementedError -> (removed)": "abstract: every subclass has its own",
     },
-    "runtime/coordination/lease": {
+    "coordination/lease": {
         "acquire: DirectoryInUse -> (not caught)": "what is given back then is not this run's, so nothing is",
     },
-    "runtime/save/publication": {
+    "commit/publication": {
         "InPlace.begin: storage.make_dir(self.tag) -> (removed)": "the marker, written next, makes it as well",
         "InPlace._empty: storage.make_dir(self.tag) -> (removed)": "the marker, written next, makes it as well",
     },
-    "runtime/save/commit": {
+    "commit/commit": {
         "commit: 0.0 -> 1.0": "the clock says more than a second after 1970",
         "_clean_up: int(number) < counter -> int(number) <= counter": "on that attempt all have voted, which is enough",
     },

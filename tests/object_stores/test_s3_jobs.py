@@ -13,10 +13,10 @@ import torch
 
 import nxd_ckpt
 from nxd_ckpt import Checkpointer, Topology
-from nxd_ckpt.layout import names
-from nxd_ckpt.layout.directory import list_tags
-from nxd_ckpt.runtime.paths import STAGING, TRASH
-from nxd_ckpt.runtime.tag.opening import open_complete_tag
+from nxd_ckpt.core import names
+from nxd_ckpt.tag.directory import list_tags
+from nxd_ckpt.coordination.paths import STAGING, TRASH
+from nxd_ckpt.tag.opening import open_complete_tag
 from nxd_ckpt.storage.s3 import upload
 from nxd_ckpt.storage.urls import open_storage
 from tests.object_stores.conftest import SMALLEST_PART

@@ -9,7 +9,7 @@ import torch
 
 from nxd_ckpt import Checkpointer
 from nxd_ckpt.storage.s3 import upload
-from nxd_ckpt.verify import verify_checkpoint
+from nxd_ckpt.tag.verify import verify_checkpoint
 from tests.conftest import BUCKET
 from tests.rigs.s3_server import S3Server
 

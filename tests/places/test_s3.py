@@ -32,7 +32,7 @@ from nxd_ckpt.convert import (
 )
 from nxd_ckpt.errors import CheckpointError
 from nxd_ckpt.storage.urls import open_storage
-from nxd_ckpt.verify import verify_checkpoint
+from nxd_ckpt.tag.verify import verify_checkpoint
 from tests.convert.tags import contents, optimizers, plainly, save_example, sharded, whole
 from tests.hugging_face.reference import Job, Model
 from tests.hugging_face.saved import save_job, write_config

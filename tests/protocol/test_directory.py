@@ -24,8 +24,8 @@ from nxd_ckpt.errors import (
     RanksDisagree,
     SaveFailed,
 )
-from nxd_ckpt.runtime.paths import HEARTBEAT, LEASE, VOTES
-from nxd_ckpt.runtime.save import session
+from nxd_ckpt.coordination.paths import HEARTBEAT, LEASE, VOTES
+from nxd_ckpt.commit import session
 from nxd_ckpt.storage.local import LocalStorage
 from nxd_ckpt.testing.storage import HookedStorage, Operation, failing
 from tests.protocol.job import HANGS, Died, Job, Raised, until

@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.plain, pytest.mark.once]
 PROLOGUE = """
 import sys, torch, nxd_ckpt
 from nxd_ckpt import Checkpointer, Topology, finalize_checkpoint, save_checkpoint
-from nxd_ckpt.runtime import tier
+from nxd_ckpt.commit import tier
 from nxd_ckpt.storage.local import LocalStorage
 from nxd_ckpt.testing.storage import HookedStorage, delaying, failing
 

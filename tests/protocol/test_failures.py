@@ -18,10 +18,10 @@ import pytest
 import torch
 
 from nxd_ckpt.errors import OutcomeUnknown, PeerTimeout, SaveFailed
-from nxd_ckpt.runtime.paths import JOURNAL
-from nxd_ckpt.runtime.save.planned_file import PlannedFile
-from nxd_ckpt.runtime.save.staging import Stager
-from nxd_ckpt.runtime.save.waves import Wave
+from nxd_ckpt.coordination.paths import JOURNAL
+from nxd_ckpt.save.planned_file import PlannedFile
+from nxd_ckpt.save.staging import Stager
+from nxd_ckpt.save.waves import Wave
 from nxd_ckpt.storage import local
 from nxd_ckpt.testing.storage import Operation, failing, killing
 from tests.protocol.job import Died, Job, outcome_of
@@ -268,7 +268,7 @@ def test_a_live_rank_that_never_votes_is_not_waited_for_for_ever(
 
 def reports_of_a_slow_save(rank: int, path: Path, slow_rank: int) -> list[str]:
     """What ``slow_rank`` said of its progress before each chunk of its file, and at the end of it."""
-    from nxd_ckpt.runtime.save import writing
+    from nxd_ckpt.save import writing
 
     writing._CHUNK = 4096
     found: list[str] = []

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from nxd_ckpt import Checkpointer, Topology, api, close_checkpointers, finalize_checkpoint, save_checkpoint
-from nxd_ckpt.runtime.coordination import lease
+from nxd_ckpt.coordination import lease
 from nxd_ckpt.storage.local import LocalStorage
 from nxd_ckpt.testing.storage import HookedStorage
 from tests.protocol.hooks import Gate

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from nxd_ckpt.runtime.paths import PLACE
+from nxd_ckpt.coordination.paths import PLACE
 from nxd_ckpt.storage import local
 from nxd_ckpt.storage.system import exchange
 from nxd_ckpt.testing.storage import Operation

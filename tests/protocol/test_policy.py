@@ -14,37 +14,28 @@ import pytest
 import torch
 from torch.distributed.checkpoint.state_dict_saver import save as save_dcp
 
-from nxd_ckpt import (
-    Best,
-    Checkpointer,
-    Every,
-    Last,
-    Within,
-    has_checkpoint,
-    list_checkpoints,
-    load_checkpoint,
-    open_checkpoint,
-    retention,
-    save_checkpoint,
-)
-from nxd_ckpt.adapters.dcp import StorageWriter
+from nxd_ckpt import Best, Checkpointer, Every, Last, Within, has_checkpoint, list_checkpoints, load_checkpoint, open_checkpoint, save_checkpoint
+from nxd_ckpt import prune
+from nxd_ckpt.torch_dcp.storage_reader import StorageWriter
 from nxd_ckpt.core.manifest import load_manifest
 from nxd_ckpt.core.retention import Rule
 from nxd_ckpt.errors import CheckpointNotFound, CorruptCheckpoint, DirectoryInUse, InvalidArgument
-from nxd_ckpt.layout.directory import list_tags
-from nxd_ckpt.layout.names import MANIFEST
-from nxd_ckpt.retention import pin_checkpoint, prune_checkpoints, unpin_checkpoint
-from nxd_ckpt.runtime.coordination import intents, journal, pins
-from nxd_ckpt.runtime.coordination.pins import pin
-from nxd_ckpt.runtime.paths import TRASH, trash_file
-from nxd_ckpt.runtime.save import commit
-from nxd_ckpt.runtime.save import retention as save_retention
-from nxd_ckpt.runtime.tag.choosing import settled_tags
+from nxd_ckpt.tag.directory import list_tags
+from nxd_ckpt.core.names import MANIFEST
+from nxd_ckpt.prune import pin_checkpoint, prune_checkpoints, unpin_checkpoint
+from nxd_ckpt.coordination import intents
+from nxd_ckpt.coordination import journal
+from nxd_ckpt.coordination import pins
+from nxd_ckpt.coordination.pins import pin
+from nxd_ckpt.coordination.paths import TRASH, trash_file
+from nxd_ckpt.commit import commit
+from nxd_ckpt.commit import retention as save_retention
+from nxd_ckpt.tag.choosing import settled_tags
 from nxd_ckpt.storage.base import Storage
 from nxd_ckpt.storage.local import LocalStorage
 from nxd_ckpt.testing.memory import MemoryStorage
 from nxd_ckpt.testing.storage import HookedStorage, Operation, failing
-from nxd_ckpt.verify import verify_checkpoint
+from nxd_ckpt.tag.verify import verify_checkpoint
 from tests.protocol.states import moments, visible_tags, weights
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]
@@ -132,7 +123,7 @@ def test_prune_works_on_stores(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing of a removed tag is left there."""
     store = MemoryStorage()
     save_all(store)
-    monkeypatch.setattr(retention, "open_storage", lambda path, storage_options: store)
+    monkeypatch.setattr(prune, "open_storage", lambda path, storage_options: store)
     assert ("step_1", "step_2", "step_3") == prune_checkpoints("memory://run", [Last(2)]).removed
     assert {"step_4", "step_5"} == {entry.name for entry in store.list() if entry.name[0] != "."}
 
@@ -281,7 +272,7 @@ def test_what_is_being_removed_is_not_pinned(monkeypatch: pytest.MonkeyPatch) ->
     store = MemoryStorage()
     save_all(store)
     intents.declare(store, ".nxd_ckpt/trash/run-1-0", "step_2")
-    monkeypatch.setattr(retention, "open_storage", lambda path, storage_options: store)
+    monkeypatch.setattr(prune, "open_storage", lambda path, storage_options: store)
     pin_checkpoint("memory://run", "step_1")
     with pytest.raises(CheckpointNotFound, match="step_2 is being removed by the rules of a job"):
         pin_checkpoint("memory://run", "step_2")

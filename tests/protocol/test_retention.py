@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from nxd_ckpt import Checkpointer, close_checkpointers, host, load_checkpoint, remove_checkpoint, save_checkpoint
+from nxd_ckpt import Checkpointer, close_checkpointers, load_checkpoint, remove_checkpoint, save_checkpoint
+from nxd_ckpt import effects
 from nxd_ckpt.errors import DirectoryInUse, SaveFailed
-from nxd_ckpt.retention import pin_checkpoint
+from nxd_ckpt.prune import pin_checkpoint
 from nxd_ckpt.storage.local import LocalStorage
 from nxd_ckpt.testing.storage import HookedStorage, Operation, failing
 from tests.protocol.states import visible_tags
@@ -110,7 +111,7 @@ def test_a_clock_that_jumps_back_reorders_nothing(tmp_path: Path, monkeypatch: p
     with Checkpointer(tmp_path) as saver:
         for value, tag in enumerate(["a", "b", "c", "d"]):
             moment = next(clock)
-            monkeypatch.setattr(host, "time", lambda moment=moment: moment)
+            monkeypatch.setattr(effects, "time", lambda moment=moment: moment)
             saver.save(tag, {"weight": torch.tensor([value])}, num_kept_ckpts=3)
     assert ["b", "c", "d"] == visible_tags(tmp_path)
     assert 3 == value_of(tmp_path)

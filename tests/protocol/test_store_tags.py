@@ -14,10 +14,10 @@ import torch
 
 from nxd_ckpt import Checkpointer, load_checkpoint
 from nxd_ckpt.errors import InvalidArgument, SaveFailed, TagReplaced
-from nxd_ckpt.layout import names
-from nxd_ckpt.layout.directory import list_tags
-from nxd_ckpt.runtime.tag.choosing import choose_tag
-from nxd_ckpt.runtime.tag.opening import open_complete_tag
+from nxd_ckpt.core import names
+from nxd_ckpt.tag.directory import list_tags
+from nxd_ckpt.tag.choosing import choose_tag
+from nxd_ckpt.tag.opening import open_complete_tag
 from nxd_ckpt.testing.memory import MemoryStorage
 from nxd_ckpt.testing.storage import HookedStorage, Operation, failing, recording
 from tests.protocol.stores import Process, complete_tags, strays, value_in, values

@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
-from nxd_ckpt import host
+from nxd_ckpt import effects
 from nxd_ckpt.errors import CheckpointError
-from nxd_ckpt.runtime.save import session
+from nxd_ckpt.commit import session
 from nxd_ckpt.testing.storage import Operation
 from tests.protocol.job import HANGS, Job
 from tests.protocol.states import checkpointer, lose_patience, save, saved_value, visible_tags
@@ -75,7 +75,7 @@ def stops(rank: int, path: Path, at: int | str) -> Told:
 
 def takes_over(rank: int, path: Path, pause: float) -> Told:
     """A job on another host, which goes on saving after it has told that it took over."""
-    host.processes = lambda: "elsewhere/boot/namespace"
+    effects.processes = lambda: "elsewhere/boot/namespace"
     session._PATIENCE = SILENCE  # type: ignore[assignment]
     saver = checkpointer(path, rank, WORLD)
     found = told(saver, [("t", 5, {})])

@@ -11,7 +11,7 @@ from nxd_ckpt import Checkpointer
 from nxd_ckpt.errors import StagingTooLarge
 from nxd_ckpt.testing.memory import MemoryStorage
 from nxd_ckpt.testing.storage import HookedStorage, Operation, recording
-from nxd_ckpt.verify import verify_checkpoint
+from nxd_ckpt.tag.verify import verify_checkpoint
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]
 
@@ -76,7 +76,7 @@ def test_an_async_save_in_waves_is_the_same(tmp_path: Path) -> None:
 
 def test_the_cap_holds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """No save asks the arena for more than the cap, whatever the state's size."""
-    from nxd_ckpt.runtime.arena import Arena
+    from nxd_ckpt.storage.arena import Arena
 
     asked: list[int] = []
     reserve = Arena.reserve

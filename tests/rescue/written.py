@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from nxd_ckpt.layout.names import rank_file
+from nxd_ckpt.core.names import rank_file
 from tests.hugging_face.reference import State
 from tests.layout.xser_files import save_xser
 from tests.rescue.old_run import ADAMW, GROUPS, STEPS, OldRun, is_decayed

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from nxd_ckpt.layout.names import rank_file
+from nxd_ckpt.core.names import rank_file
 from tests.hugging_face.reference import Job
 from tests.lora.adapters import ALPHA, RANK, adapters_of_rank
 from tests.rescue.old_run import STEPS, OldRun

@@ -9,7 +9,7 @@ from nxd_ckpt.testing.storage import Operation
 
 
 class Clock:
-    """Stands in for ``nxd_ckpt.host`` in a module that waits, in one thread.
+    """Stands in for ``nxd_ckpt.effects`` in a module that waits, in one thread.
 
     ``listing`` seconds pass with each listing of a storage whose hook is :meth:`looked`; ``slept`` are the sleeps.
     """

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from nxd_ckpt.runtime.coordination.agreement import Agreement, StoreAgreement
-from nxd_ckpt.runtime.coordination.peers import Peers
+from nxd_ckpt.coordination.agreement import Agreement, StoreAgreement
+from nxd_ckpt.coordination.peers import Peers
 
 
 def on_ranks(

@@ -9,8 +9,8 @@ import pytest
 import torch.distributed as dist
 
 from nxd_ckpt.errors import CheckpointError, DigestMismatch, PeerTimeout
-from nxd_ckpt.runtime.coordination.agreement import Agreement, Alone, StoreAgreement, decided_by_rank0, on_all
-from nxd_ckpt.runtime.coordination.meeting import meet
+from nxd_ckpt.coordination.agreement import Agreement, Alone, StoreAgreement, decided_by_rank0, on_all
+from nxd_ckpt.coordination.meeting import meet
 from tests.runtime.clock import Clock
 from tests.runtime.ranks import on_ranks
 
@@ -92,8 +92,8 @@ def test_who_does_not_come_is_named(absent: int) -> None:
 def test_who_shows_that_it_is_at_work_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """For longer than the timeout, which counts from the last sign."""
     store, clock = dist.HashStore(), Clock()  # type: ignore[attr-defined]
-    monkeypatch.setattr("nxd_ckpt.host.monotonic", clock.monotonic)
-    monkeypatch.setattr("nxd_ckpt.host.sleep", clock.sleep)
+    monkeypatch.setattr("nxd_ckpt.effects.monotonic", clock.monotonic)
+    monkeypatch.setattr("nxd_ckpt.effects.sleep", clock.sleep)
     working, waiting = (StoreAgreement(store, rank, 2, 10.0) for rank in range(2))
     for second in range(0, 30, 5):
         clock.at(second, working.sign)

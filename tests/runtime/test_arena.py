@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from nxd_ckpt.runtime.arena import PAGE, Arena, available_memory, default_cap
+from nxd_ckpt.storage.arena import PAGE, Arena, available_memory, default_cap
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]
 

@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from nxd_ckpt import Checkpointer, host
-from nxd_ckpt.runtime.save.background import Helpers
+from nxd_ckpt import Checkpointer
+from nxd_ckpt import effects
+from nxd_ckpt.save.background import Helpers
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]
 
@@ -69,7 +70,7 @@ def test_without_threads_the_caller_does_it(monkeypatch: pytest.MonkeyPatch) -> 
         def start(self) -> None:
             raise RuntimeError("can't create new thread at interpreter shutdown")
 
-    monkeypatch.setattr(host, "Thread", Refused)
+    monkeypatch.setattr(effects, "Thread", Refused)
     helpers = Helpers(2, "refused")
     assert threading.get_ident() == helpers.submit(threading.get_ident).result(0)
     helpers.shutdown()

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from nxd_ckpt import host
+from nxd_ckpt import effects
 from nxd_ckpt.core.manifest import Manifest, ParameterSpec, Parts, RankIndex, RankLine, dump_index, load_manifest
 from nxd_ckpt.core.mesh_groups import MeshGroup
 from nxd_ckpt.core.partition import Partition
@@ -21,12 +21,12 @@ from nxd_ckpt.core.tags import same_time
 from nxd_ckpt.core.topology import Topology
 from nxd_ckpt.core.votes import Vote
 from nxd_ckpt.errors import DirectoryInUse, RanksDisagree, SaveFailed
-from nxd_ckpt.layout import names
-from nxd_ckpt.layout.names import MANIFEST
-from nxd_ckpt.runtime.coordination.pins import pin
-from nxd_ckpt.runtime.paths import STAGING, TRASH, VOTES, rank_file, staging_dir
-from nxd_ckpt.runtime.save.commit import Commit, clean_up, commit, retire
-from nxd_ckpt.runtime.save.publication import Staged
+from nxd_ckpt.core import names
+from nxd_ckpt.core.names import MANIFEST
+from nxd_ckpt.coordination.pins import pin
+from nxd_ckpt.coordination.paths import STAGING, TRASH, VOTES, rank_file, staging_dir
+from nxd_ckpt.commit.commit import Commit, clean_up, commit, retire
+from nxd_ckpt.commit.publication import Staged
 from nxd_ckpt.storage.base import Storage
 from nxd_ckpt.storage.local import LocalStorage
 from nxd_ckpt.testing.memory import MemoryStorage
@@ -101,7 +101,7 @@ def test_a_manifest_says_how_long_the_commit_took(
     disk: LocalStorage, monkeypatch: pytest.MonkeyPatch, earlier: dict[str, float], seconds: float
 ) -> None:
     """Since the votes were there, beside what it took before."""
-    monkeypatch.setattr(host, "monotonic", lambda: 100.0)
+    monkeypatch.setattr(effects, "monotonic", lambda: 100.0)
     prepared(disk, TP)
     found = committed(disk, TP, votes(TP), timings=earlier, voted=97.1234567)
     assert seconds == found.timings["commit_seconds"]
@@ -135,8 +135,8 @@ def test_a_rank_without_an_index_has_an_empty_line(disk: LocalStorage) -> None:
 def test_a_tag_is_later_than_all_before(disk: LocalStorage, monkeypatch: pytest.MonkeyPatch) -> None:
     """By a microsecond at least, whatever the clock says; a clock that is a little behind is waited for."""
     clock = [1000.25]
-    monkeypatch.setattr(host, "time", lambda: clock[0])
-    monkeypatch.setattr(host, "sleep", lambda seconds: clock.append(clock.pop() + seconds))
+    monkeypatch.setattr(effects, "time", lambda: clock[0])
+    monkeypatch.setattr(effects, "sleep", lambda seconds: clock.append(clock.pop() + seconds))
     prepared(disk, TP)
     assert 1000.25 == committed(disk, TP, votes(TP)).order_time
     disk.write("other/done", b"1")

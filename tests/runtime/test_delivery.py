@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from nxd_ckpt.formats.tensors import Assembly
-from nxd_ckpt.runtime.load.delivery import Delivery
-from nxd_ckpt.runtime.tag.reading import Leaf, LeafReader
+from nxd_ckpt.load.delivery import Delivery
+from nxd_ckpt.tag.reading import Leaf, LeafReader
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]
 

@@ -18,11 +18,11 @@ import pytest
 
 from nxd_ckpt import Topology
 from nxd_ckpt.errors import DirectoryInUse, StorageError
-from nxd_ckpt.runtime.coordination import lease
-from nxd_ckpt.runtime.coordination.agreement import Alone
-from nxd_ckpt.runtime.coordination.lease import Heartbeat, Lease
-from nxd_ckpt.runtime.paths import HEARTBEAT, LEASE, PLACE, STAGING, staging_dir
-from nxd_ckpt.runtime.save.session import open_session
+from nxd_ckpt.coordination import lease
+from nxd_ckpt.coordination.agreement import Alone
+from nxd_ckpt.coordination.lease import Heartbeat, Lease
+from nxd_ckpt.coordination.paths import HEARTBEAT, LEASE, PLACE, STAGING, staging_dir
+from nxd_ckpt.commit.session import open_session
 from nxd_ckpt.storage.base import Storage
 from nxd_ckpt.storage.local import LocalStorage
 from nxd_ckpt.testing.memory import MemoryStorage
@@ -139,7 +139,7 @@ def test_a_holder_whose_first_beat_comes_while_one_watches_lives(
         storage.remove(HEARTBEAT)
         if before is not None:
             storage.write(HEARTBEAT, before)
-        monkeypatch.setattr("nxd_ckpt.host.sleep", lambda seconds: beat(storage, ABROAD, 1))
+        monkeypatch.setattr("nxd_ckpt.effects.sleep", lambda seconds: beat(storage, ABROAD, 1))
         assert lease.job_lives(storage, 60.0)
 
 
@@ -161,8 +161,8 @@ def test_what_is_no_beat_of_the_holder_is_no_sign_of_its_life(
     write(storage, ABROAD)
     beat(storage, ABROAD, 6)
     slept = list[float]()
-    monkeypatch.setattr("nxd_ckpt.host.monotonic", lambda: sum(slept))
-    monkeypatch.setattr("nxd_ckpt.host.sleep", become)
+    monkeypatch.setattr("nxd_ckpt.effects.monotonic", lambda: sum(slept))
+    monkeypatch.setattr("nxd_ckpt.effects.sleep", become)
     assert not lease.job_lives(storage, 10.0)
     assert 20 == len(slept)
 
@@ -422,8 +422,8 @@ def test_a_holder_is_watched_for_the_whole_patience(storage: LocalStorage, monke
     """Twenty times in it, and at least once a second."""
     write(storage, ABROAD)
     slept = list[float]()
-    monkeypatch.setattr("nxd_ckpt.host.monotonic", lambda: sum(slept))
-    monkeypatch.setattr("nxd_ckpt.host.sleep", slept.append)
+    monkeypatch.setattr("nxd_ckpt.effects.monotonic", lambda: sum(slept))
+    monkeypatch.setattr("nxd_ckpt.effects.sleep", slept.append)
     for patience, naps in ((10.0, [0.5] * 20), (40.0, [1.0] * 40)):
         slept.clear()
         assert False is lease.job_lives(storage, patience)
@@ -435,7 +435,7 @@ def test_a_lease_that_is_given_back_while_it_is_watched_is_taken(
 ) -> None:
     """Its holder ended well: that is no sign of life."""
     write(storage, ABROAD)
-    monkeypatch.setattr("nxd_ckpt.host.sleep", lambda seconds: storage.remove(LEASE))
+    monkeypatch.setattr("nxd_ckpt.effects.sleep", lambda seconds: storage.remove(LEASE))
     assert lease.acquire(storage, "new", 60.0) == lease.read(storage)
 
 
@@ -444,7 +444,7 @@ def test_a_lease_that_another_job_takes_while_it_is_watched_is_held(
 ) -> None:
     """Whoever is faster lives."""
     write(storage, ABROAD)
-    monkeypatch.setattr("nxd_ckpt.host.sleep", lambda seconds: write(storage, replace(ABROAD, run_id="faster")))
+    monkeypatch.setattr("nxd_ckpt.effects.sleep", lambda seconds: write(storage, replace(ABROAD, run_id="faster")))
     assert True is lease.job_lives(storage, 60.0)
 
 
@@ -514,8 +514,8 @@ def three_beats(monkeypatch: pytest.MonkeyPatch) -> list[AtOnce]:
         threads.append(AtOnce(**options))
         return threads[-1]
 
-    monkeypatch.setattr("nxd_ckpt.host.Event", lambda: SimpleNamespace(wait=lambda seconds: next(waits), set=list))
-    monkeypatch.setattr("nxd_ckpt.host.Thread", thread)
+    monkeypatch.setattr("nxd_ckpt.effects.Event", lambda: SimpleNamespace(wait=lambda seconds: next(waits), set=list))
+    monkeypatch.setattr("nxd_ckpt.effects.Thread", thread)
     return threads
 
 

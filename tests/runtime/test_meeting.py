@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from nxd_ckpt import host
+from nxd_ckpt import effects
 from nxd_ckpt.errors import PeerTimeout
-from nxd_ckpt.runtime.coordination.agreement import StoreAgreement
-from nxd_ckpt.runtime.coordination.meeting import Venue
+from nxd_ckpt.coordination.agreement import StoreAgreement
+from nxd_ckpt.coordination.meeting import Venue
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]
 
@@ -65,7 +65,7 @@ def test_an_interrupted_rank_meets_the_others_at_the_next_call(monkeypatch: pyte
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(host, "sleep", interrupted)  # while it waits for an answer
+        patch.setattr(effects, "sleep", interrupted)  # while it waits for an answer
         with pytest.raises(KeyboardInterrupt):
             ranks.venues[1].meet(LONG, "save")
     threads = [ranks.meeting(rank, LONG) for rank in (1, 0)]

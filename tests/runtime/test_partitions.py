@@ -10,9 +10,9 @@ from nxd_ckpt.core.partition import Partition, Piece
 from nxd_ckpt.core.section import Section
 from nxd_ckpt.core.topology import Topology
 from nxd_ckpt.errors import InvalidArgument
-from nxd_ckpt.runtime.save.capture import capture
-from nxd_ckpt.runtime.save.options import SaveOptions
-from nxd_ckpt.runtime.save.plan import plan_save
+from nxd_ckpt.save.capture import capture
+from nxd_ckpt.save.options import SaveOptions
+from nxd_ckpt.save.plan import plan_save
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]
 

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from nxd_ckpt.runtime.coordination import peers
-from nxd_ckpt.runtime.coordination.peers import Hub, Spoke, _Lines
+from nxd_ckpt.coordination import peers
+from nxd_ckpt.coordination.peers import Hub, Spoke, _Lines
 from nxd_ckpt.storage.hosts.wire import NONCE
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]

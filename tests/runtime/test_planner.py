@@ -24,10 +24,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from nxd_ckpt import Checkpointer, Partition, Topology, open_checkpoint
 from nxd_ckpt.errors import SaveFailed, UnsupportedState
-from nxd_ckpt.runtime.save.plan import SavePlan, SaveState, plan_save
+from nxd_ckpt.save.plan import SavePlan, SaveState, plan_save
 from nxd_ckpt.storage.local import LocalStorage
 from nxd_ckpt.testing.storage import Hook, HookedStorage, Operation
-from nxd_ckpt.verify import verify_checkpoint
+from nxd_ckpt.tag.verify import verify_checkpoint
 from tests.adapters.doubles import ExpertShardedOptimizer, ShardedOptimizer
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]
@@ -495,7 +495,7 @@ def test_a_plan_is_made_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         planned.append(state)
         return plan_save(state, *where)
 
-    monkeypatch.setattr("nxd_ckpt.runtime.save.planner.plan_save", counted_plan)
+    monkeypatch.setattr("nxd_ckpt.save.planner.plan_save", counted_plan)
     found = trained()
     with Checkpointer(tmp_path, durable=False) as saver:
         for number in range(4):

@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 
 from nxd_ckpt.errors import DirectoryInUse, OutcomeUnknown, SaveFailed
-from nxd_ckpt.layout.names import DONE, MANIFEST, MARKER
-from nxd_ckpt.runtime.coordination import intents, journal
-from nxd_ckpt.runtime.paths import COPIES, STAGING, TRASH, staging_dir
-from nxd_ckpt.runtime.save import voting
-from nxd_ckpt.runtime.save.publication import (
+from nxd_ckpt.core.names import DONE, MANIFEST, MARKER
+from nxd_ckpt.coordination import intents
+from nxd_ckpt.coordination import journal
+from nxd_ckpt.coordination.paths import COPIES, STAGING, TRASH, staging_dir
+from nxd_ckpt.commit import voting
+from nxd_ckpt.commit.publication import (
     InPlace,
     Staged,
     copy_publication,

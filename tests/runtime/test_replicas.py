@@ -17,9 +17,9 @@ from nxd_ckpt import Topology
 from nxd_ckpt.core.box import Box
 from nxd_ckpt.errors import CheckpointError, DigestMismatch
 from nxd_ckpt.formats.tensors import Assembly, Fragment, StorageSpan, TensorStub
-from nxd_ckpt.runtime.coordination.agreement import Agreement
-from nxd_ckpt.runtime.load.replicas import FAST, WORTH_IT, Broadcast, ReplicaShares, agree_on_shares, open_broadcast
-from nxd_ckpt.runtime.tag.reading import Leaf
+from nxd_ckpt.coordination.agreement import Agreement
+from nxd_ckpt.load.replicas import FAST, WORTH_IT, Broadcast, ReplicaShares, agree_on_shares, open_broadcast
+from nxd_ckpt.tag.reading import Leaf
 from tests.runtime.ranks import on_ranks
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]
@@ -255,7 +255,7 @@ def test_who_does_not_say_is_measured(
 ) -> None:
     """Two thirds of the reading are saved; they must take longer than the broadcast, on the slowest rank."""
     monkeypatch.setattr(Broadcast, "rate", lambda group: broadcast_rate)
-    monkeypatch.setattr("nxd_ckpt.runtime.load.replicas._PROBE_SECONDS", 300.0)  # a busy machine is not in a hurry
+    monkeypatch.setattr("nxd_ckpt.load.replicas._PROBE_SECONDS", 300.0)  # a busy machine is not in a hurry
     assert [shared] * 3 == opened([None] * 3, rates, nbytes)
 
 

@@ -10,8 +10,8 @@ import torch
 
 from nxd_ckpt import open_checkpoint
 from nxd_ckpt.errors import OptimizerMismatch, TopologyMismatch
-from nxd_ckpt.runtime.tag.opening import open_complete_tag
-from nxd_ckpt.runtime.views.whole_tag import WholeTag
+from nxd_ckpt.tag.opening import open_complete_tag
+from nxd_ckpt.reshard.whole_tag import WholeTag
 from nxd_ckpt.storage.urls import open_storage
 from tests.cli.checkpoints import CUTS, save_examples, whole
 from tests.convert.tags import unsharded

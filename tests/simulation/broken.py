@@ -31,9 +31,9 @@ _JOURNAL, _LEASE, _REPLACEMENT = (f"{_COORDINATION}/{name}.py" for name in ("jou
 _COMMIT, _PUBLICATION, _SAVING, _VOTING, _WRITING = (
     f"{_SAVE}/{name}.py" for name in ("commit", "publication", "saving", "voting", "writing")
 )
-_IDENTITY = "nxd_ckpt/runtime/tag/identity.py"
-_CHOOSING = "nxd_ckpt/runtime/tag/choosing.py"
-_DISK, _S3 = "nxd_ckpt/testing/simulation/disk_storage.py", "nxd_ckpt/storage/s3/storage.py"
+_IDENTITY = "nxd_ckpt/tag/identity.py"
+_CHOOSING = "nxd_ckpt/tag/choosing.py"
+_DISK, _S3 = "tests/simulation/world/disk_storage.py", "nxd_ckpt/storage/s3/storage.py"
 _LOCAL, _FILES, _SYSTEM = (f"nxd_ckpt/storage/{name}.py" for name in ("local", "local_files", "system"))
 
 
@@ -232,10 +232,10 @@ BREAKS = [
     Break(
         "Neither tensors nor files are compared with their digests when they are loaded.", "disk",
         {
-            "nxd_ckpt/runtime/tag/range_reader.py": (
+            "nxd_ckpt/tag/range_reader.py": (
                 "                raise mismatch(where", "                mismatch(where"
             ),
-            "nxd_ckpt/runtime/tag/verification.py": (_MISMATCH, ""),
+            "nxd_ckpt/tag/verification.py": (_MISMATCH, ""),
         },
         lambda schedule: getattr(schedule, "rots", False),
     ),
@@ -362,7 +362,7 @@ BREAKS += [
     Break(
         "Retention does not look whether a surplus tag is still the one that was judged.", "disk",
         {
-            "nxd_ckpt/runtime/save/retention.py": (
+            "nxd_ckpt/commit/retention.py": (
                 "return info.tag in pinned(storage) or not is_same", "return info.tag in pinned(storage)"
             )
         },

@@ -16,10 +16,11 @@ from typing import Any
 
 import pytest
 
-from nxd_ckpt.convert import copy_checkpoint, reshard, unshard_checkpoint, worker_pool
-from nxd_ckpt.convert.locations import location_of, settle
+from nxd_ckpt.convert import copy_checkpoint, reshard, unshard_checkpoint
+from nxd_ckpt.conversion import worker_pool
+from nxd_ckpt.output.locations import location_of, settle
 from nxd_ckpt.storage.base import Storage
-from nxd_ckpt.testing.simulation import DiskStorage
+from tests.simulation.world import DiskStorage
 from tests.simulation.crashes import Recording
 from tests.simulation.job import TIMEOUT, Job, Save, run_to_end
 from tests.simulation.stage import DiskStage
@@ -113,11 +114,11 @@ def _tools_on(stage: DiskStage) -> Iterator[None]:
 
     name = SimpleNamespace(hex=f"{len(stage.jobs):012x}")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("nxd_ckpt.convert.locations.open_storage", open_storage)
+        patch.setattr("nxd_ckpt.output.locations.open_storage", open_storage)
         if stage.calls is None:
-            patch.setattr("nxd_ckpt.convert.cp_files.sync", sync)
-        patch.setattr("nxd_ckpt.convert.conversion.versions", dict)
-        patch.setattr("nxd_ckpt.runtime.save.session.uuid", SimpleNamespace(uuid4=lambda: name))
+            patch.setattr("nxd_ckpt.output.cp_files.sync", sync)
+        patch.setattr("nxd_ckpt.conversion.conversion.versions", dict)
+        patch.setattr("nxd_ckpt.commit.session.uuid", SimpleNamespace(uuid4=lambda: name))
         patch.setattr("concurrent.futures._base.threading", threading)  # nobody waits for what is done at once
         patch.setattr(worker_pool, "_own", worker_pool._Own())
         for module in ("cp", "image_writer", "prefetch", "worker_pool"):

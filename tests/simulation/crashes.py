@@ -2,7 +2,7 @@
 
 The work is done once, and nothing happens to it. Before each of its system calls that change something, the disk is
 kept as it is then. Of each of these *moments*, all states are looked at that a loss of power may leave (see
-``nxd_ckpt.testing.simulation.crash_states``), each in a world of its own.
+``tests.simulation.world.crash_states``), each in a world of its own.
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import NamedTuple, Protocol
 
-from nxd_ckpt.runtime.paths import PROBES, RUNS, VOTES
-from nxd_ckpt.testing.simulation import EPOCH, Disk, Killed, Process, Remains, Seen, World, crash_states, inhabited
+from nxd_ckpt.coordination.paths import PROBES, RUNS, VOTES
+from tests.simulation.world import EPOCH, Disk, Killed, Process, Remains, Seen, World, inhabited
+from tests.simulation.world import crash_states
 from tests.simulation.job import Job, among
 from tests.simulation.stage import DiskStage
 

@@ -10,9 +10,9 @@ from random import Random
 from typing import NoReturn
 
 from nxd_ckpt.errors import CheckpointError
-from nxd_ckpt.layout.names import HIDDEN
+from nxd_ckpt.core.names import HIDDEN
 from nxd_ckpt.storage.local import LocalStorage
-from nxd_ckpt.testing.simulation import EPOCH, Disk, DiskStorage, Killed, Process, SystemCalls
+from tests.simulation.world import EPOCH, Disk, DiskStorage, Killed, Process, SystemCalls
 from tests.simulation.job import WORLD_SIZE, Reader, Save, loaded, run_to_end
 from tests.simulation.schedule import Run, Schedule, drawn
 from tests.simulation.stage import disk_storage

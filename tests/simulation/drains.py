@@ -10,10 +10,10 @@ from functools import cache, partial
 
 import pytest
 
-from nxd_ckpt.convert.drain import Drains
-from nxd_ckpt.runtime.tier import Tier
+from nxd_ckpt.tiers.drain import Drains
+from nxd_ckpt.commit.tier import Tier
 from nxd_ckpt.storage.base import Storage
-from nxd_ckpt.testing.simulation import EPOCH, Disk, DiskStorage, World, inhabited
+from tests.simulation.world import EPOCH, Disk, DiskStorage, World, inhabited
 from tests.simulation.crashes import Recording
 from tests.simulation.job import TIMEOUT, Job, Save, among, run_to_end
 from tests.simulation.stage import DiskStage
@@ -57,7 +57,7 @@ class Draining:
             stage.jobs.append(job)
             with pytest.MonkeyPatch.context() as patch:
                 if stage.calls is None:
-                    patch.setattr("nxd_ckpt.convert.cp_files.sync", DiskStorage.sync_file)
+                    patch.setattr("nxd_ckpt.output.cp_files.sync", DiskStorage.sync_file)
                 drain = partial(job.do, save, partial(_drain, save, stage.storage(process)))
                 run_to_end(stage.world, [stage.world.spawn(process, drain)])
 

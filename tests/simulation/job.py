@@ -14,12 +14,12 @@ import torch.distributed as dist
 
 from nxd_ckpt import Checkpointer, Topology
 from nxd_ckpt.errors import CheckpointError, CheckpointNotFound, OutcomeUnknown, TagReplaced
-from nxd_ckpt.runtime import at_exit
-from nxd_ckpt.runtime.coordination.agreement import Agreement, Alone, Words
-from nxd_ckpt.runtime.coordination.meeting import Venue
-from nxd_ckpt.runtime.coordination.peers import Address
+from nxd_ckpt.coordination import at_exit
+from nxd_ckpt.coordination.agreement import Agreement, Alone, Words
+from nxd_ckpt.coordination.meeting import Venue
+from nxd_ckpt.coordination.peers import Address
 from nxd_ckpt.storage.base import Storage
-from nxd_ckpt.testing.simulation import Process, Task, World
+from tests.simulation.world import Process, Task, World
 
 WORLD_SIZE = 2
 TIMEOUT = 8.0
@@ -262,8 +262,8 @@ def among(jobs: list[Job], world: World) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("nxd_ckpt.checkpointer.meet", meet)
         patch.setattr("nxd_ckpt.checkpointer.versions", dict)
-        patch.setattr("nxd_ckpt.runtime.save.pipeline.WRITERS", WRITERS)
-        patch.setattr("nxd_ckpt.runtime.save.session.forget_slots", lambda run_id: None)
+        patch.setattr("nxd_ckpt.save.pipeline.WRITERS", WRITERS)
+        patch.setattr("nxd_ckpt.commit.session.forget_slots", lambda run_id: None)
         yield
 
 

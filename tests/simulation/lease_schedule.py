@@ -7,8 +7,8 @@ from functools import partial
 from random import Random
 
 from nxd_ckpt.errors import DirectoryInUse
-from nxd_ckpt.runtime.coordination import lease
-from nxd_ckpt.testing.simulation import Process, inhabited
+from nxd_ckpt.coordination import lease
+from tests.simulation.world import Process, inhabited
 from tests.simulation.disk_schedule import DiskRun, DiskSchedule
 from tests.simulation.job import run_to_end
 

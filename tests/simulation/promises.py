@@ -7,7 +7,7 @@ from itertools import combinations, pairwise
 from math import inf
 
 from nxd_ckpt.storage.base import Storage
-from nxd_ckpt.testing.simulation import World
+from tests.simulation.world import World
 from tests.simulation import oracle
 from tests.simulation.job import TIMEOUT, Job, Outcome, Reader, Save
 

@@ -7,10 +7,10 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 
-from nxd_ckpt.runtime.tag.choosing import settled_tags
+from nxd_ckpt.tag.choosing import settled_tags
 from nxd_ckpt.storage.base import Storage
 from nxd_ckpt.storage.local import LocalStorage
-from nxd_ckpt.testing.simulation import Disk, DiskStorage, Process, SystemCalls, Task, World
+from tests.simulation.world import Disk, DiskStorage, Process, SystemCalls, Task, World
 from tests.simulation.job import Job, Reader, Save, run_to_end, saving
 from tests.simulation.promises import Promises
 

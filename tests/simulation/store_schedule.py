@@ -11,9 +11,9 @@ from random import Random
 import pytest
 
 from nxd_ckpt.storage.base import Storage
-from nxd_ckpt.testing.simulation import EPOCH, Killed, Process
-from nxd_ckpt.testing.simulation.store import ObjectStore, Refused, Reply
-from nxd_ckpt.testing.simulation.store_client import ConnectionLost, store_storage
+from tests.simulation.world import EPOCH, Killed, Process
+from tests.simulation.world.store import ObjectStore, Refused, Reply
+from tests.simulation.world.store_client import ConnectionLost, store_storage
 from tests.simulation import oracle
 from tests.simulation.job import Save
 from tests.simulation.schedule import Run, Schedule, drawn

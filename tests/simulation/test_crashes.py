@@ -6,7 +6,8 @@ import time
 
 import pytest
 
-from nxd_ckpt.testing.simulation import Disk, DiskStorage, Seen, crash_states
+from tests.simulation.world import Disk, DiskStorage, Seen
+from tests.simulation.world import crash_states
 from tests.simulation.conversions import CONVERSIONS
 from tests.simulation.crashes import Work, enumerated
 from tests.simulation.drains import DRAINS

@@ -10,7 +10,7 @@ import pytest
 
 from nxd_ckpt.storage.base import Storage
 from nxd_ckpt.testing.contract import StorageContract
-from nxd_ckpt.testing.simulation import Change, Disk, DiskStorage, contents
+from tests.simulation.world import Change, Disk, DiskStorage, contents
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]
 

@@ -8,8 +8,8 @@ import pytest
 
 from nxd_ckpt.storage.base import DirEntry, Storage
 from nxd_ckpt.testing.contract import StorageContract
-from nxd_ckpt.testing.simulation.store import ObjectStore, Refused, Reply
-from nxd_ckpt.testing.simulation.store_client import ConnectionLost, store_storage
+from tests.simulation.world.store import ObjectStore, Refused, Reply
+from tests.simulation.world.store_client import ConnectionLost, store_storage
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]
 
@@ -41,7 +41,7 @@ class Losing:
 
 @pytest.fixture(autouse=True)
 def _no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("nxd_ckpt.host.sleep", lambda seconds: None)
+    monkeypatch.setattr("nxd_ckpt.effects.sleep", lambda seconds: None)
 
 
 def test_a_request_whose_reply_is_lost_is_made_again_and_finds_its_own_object() -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from nxd_ckpt.storage.local import LocalStorage
-from nxd_ckpt.testing.simulation import Disk, DiskStorage, SystemCalls
+from tests.simulation.world import Disk, DiskStorage, SystemCalls
 from tests.simulation.__main__ import counted
 from tests.simulation.crashes import enumerated
 from tests.simulation.disk_schedule import DiskSchedule

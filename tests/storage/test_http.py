@@ -21,7 +21,7 @@ from nxd_ckpt.convert import copy_checkpoint, pack_checkpoint, unshard_checkpoin
 from nxd_ckpt.errors import CheckpointError, CheckpointNotFound
 from nxd_ckpt.storage import http_storage
 from nxd_ckpt.storage.urls import open_storage
-from nxd_ckpt.verify import verify_checkpoint
+from nxd_ckpt.tag.verify import verify_checkpoint
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]
 

@@ -8,10 +8,10 @@ from pathlib import Path
 import torch
 
 from nxd_ckpt import Checkpointer
-from nxd_ckpt.layout.directory import list_tags
+from nxd_ckpt.tag.directory import list_tags
 from nxd_ckpt.storage.base import Storage
 from nxd_ckpt.storage.local import LocalStorage
-from nxd_ckpt.verify import verify_checkpoint
+from nxd_ckpt.tag.verify import verify_checkpoint
 
 
 def state(step: int) -> dict[str, torch.Tensor]:

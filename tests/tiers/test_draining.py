@@ -13,7 +13,7 @@ import pytest
 
 from nxd_ckpt import Checkpointer, Tier, checkpointer, load_checkpoint, save_checkpoint
 from nxd_ckpt.api import close_checkpointers
-from nxd_ckpt.convert import drain
+from nxd_ckpt.tiers import drain
 from nxd_ckpt.errors import CheckpointError, DirectoryInUse, InvalidArgument, StorageError
 from nxd_ckpt.storage.local import LocalStorage
 from nxd_ckpt.storage.retrying import RetryingStorage

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from nxd_ckpt import Checkpointer, Tier, Topology, has_checkpoint, load_checkpoint
-from nxd_ckpt.convert.drain import Drains
-from nxd_ckpt.convert.pack import pack_checkpoint
+from nxd_ckpt.tiers.drain import Drains
+from nxd_ckpt.conversion.pack import pack_checkpoint
 from nxd_ckpt.errors import CorruptCheckpoint, DigestMismatch, PartLost
 from nxd_ckpt.storage.base import Storage
 from nxd_ckpt.storage.local import LocalStorage

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from nxd_ckpt import Checkpointer, Tier, Topology, has_checkpoint, host, load_checkpoint
+from nxd_ckpt import Checkpointer, Tier, Topology, has_checkpoint, load_checkpoint
+from nxd_ckpt import effects
 from nxd_ckpt.errors import CheckpointNotFound, PeerTimeout, RanksDisagree, StorageError
 from nxd_ckpt.storage.local import LocalStorage
 from nxd_ckpt.testing.memory import MemoryStorage
@@ -122,8 +123,8 @@ def test_what_is_saved_after_the_first_tier_was_lost_is_the_newest(
 ) -> None:
     """Though the clock of the host that replaces the lost one is behind."""
     shutil.rmtree(tiers[0].path)
-    now = host.time()
-    monkeypatch.setattr(host, "time", lambda: now - 7200)
+    now = effects.time()
+    monkeypatch.setattr(effects, "time", lambda: now - 7200)
     with Checkpointer(tiers=[tiers[0], Tier(tiers[1].path, every=99)]) as saver:
         saver.load(model={})
         save(saver, 3, 4)

@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor, zeros
 
-from nxd_ckpt.adapters.dcp import StorageReader
+from nxd_ckpt.torch_dcp.storage_reader import StorageReader
 from tests.bad_input.live import Net
 from tests.cli.checkpoints import CUTS, whole
 

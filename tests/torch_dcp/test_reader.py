@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadIte
 from torch.distributed.checkpoint.state_dict_loader import load
 
 from nxd_ckpt import open_checkpoint
-from nxd_ckpt.adapters.dcp import StorageReader
+from nxd_ckpt.torch_dcp.storage_reader import StorageReader
 from nxd_ckpt.errors import DigestMismatch
 from tests.bad_input.live import jobs
 from tests.cli.checkpoints import CONTENT, CUTS, save_examples, whole

@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor, zeros
 
-from nxd_ckpt.adapters.dcp import StorageReader, StorageWriter
+from nxd_ckpt.torch_dcp.storage_reader import StorageReader, StorageWriter
 from nxd_ckpt.storage.local import LocalStorage
 from nxd_ckpt.testing.storage import HookedStorage, Operation
 from tests.bad_input.live import Net

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 import nxd_ckpt
-from nxd_ckpt.adapters import torch_xla as device
+from nxd_ckpt.live import torch_xla as device
 from tests.training.model import Setup, Trainer
 
 

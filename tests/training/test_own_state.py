@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from nxd_ckpt import Topology, load_checkpoint, save_checkpoint
 from nxd_ckpt.api import close_checkpointers
 from nxd_ckpt.errors import OptimizerMismatch, UnsafePickle, UnsupportedState
-from nxd_ckpt.verify import verify_checkpoint
+from nxd_ckpt.tag.verify import verify_checkpoint
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]
 

@@ -13,7 +13,7 @@ from weakref import WeakSet
 
 from nxd_ckpt.core.limits import DOCUMENT
 from nxd_ckpt.core.manifest import FileEntry
-from nxd_ckpt.host import in_forked_children
+from nxd_ckpt.effects import in_forked_children
 from nxd_ckpt.storage.base import DirEntry, Reader, Version, Writer
 from nxd_ckpt.storage.hosts.server import PIECE
 from nxd_ckpt.storage.hosts.wire import NAMED, Channel, Fields

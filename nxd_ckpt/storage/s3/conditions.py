@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Sequence
 
-from nxd_ckpt import host
+from nxd_ckpt import effects
 from nxd_ckpt.storage.retrying import pause_after
 from nxd_ckpt.storage.s3.body import Body, crc32
 from nxd_ckpt.storage.s3.bucket import TOKEN, Bucket
@@ -43,7 +43,7 @@ def put_if(bucket: Bucket, key: str, views: Sequence[memoryview], token: str, **
                 raise
             if not error.conflict:
                 return False
-            host.sleep(pause_after(tries))
+            effects.sleep(pause_after(tries))
     raise AssertionError("unreachable")
 
 

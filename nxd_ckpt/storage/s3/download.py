@@ -7,7 +7,7 @@ from contextlib import closing
 from http.client import HTTPException, HTTPResponse
 from typing import Any
 
-from nxd_ckpt import host
+from nxd_ckpt import effects
 from nxd_ckpt.core.limits import DOCUMENT
 from nxd_ckpt.storage.base import checked_length
 from nxd_ckpt.storage.ranges import HOLE, ByteRun, Range, runs
@@ -94,7 +94,7 @@ class S3Reader:
                     if tries > self._bucket.options.retries:
                         where = f"{self._url}: broke off at byte {done} {tries} times"
                         raise ConnectionError(f"{where}: {error}") from error
-                    host.sleep(pause_after(tries))
+                    effects.sleep(pause_after(tries))
 
     def _request(self, begin: int, end: int) -> Any:
         """The body of bytes ``begin`` to ``end``."""

@@ -15,8 +15,8 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from nxd_ckpt import host
-from nxd_ckpt.host import in_forked_children
+from nxd_ckpt import effects
+from nxd_ckpt.effects import in_forked_children
 from nxd_ckpt.storage.s3.body import Body, crc32
 from nxd_ckpt.storage.s3.bucket import TOKEN, Bucket
 from nxd_ckpt.storage.s3.conditions import put_if, written_by
@@ -42,12 +42,12 @@ class _Lanes:
     before the last save is finished."""
 
     def __init__(self) -> None:
-        self._tasks: host.SimpleQueue[Callable[[], None]] = host.SimpleQueue()
-        self._free = host.Semaphore(IN_FLIGHT)
+        self._tasks: effects.SimpleQueue[Callable[[], None]] = effects.SimpleQueue()
+        self._free = effects.Semaphore(IN_FLIGHT)
         self._running = 0
         for number in range(IN_FLIGHT):
             with contextlib.suppress(RuntimeError):  # the system gives no more, or the interpreter is exiting
-                host.Thread(target=self._run, name=f"nxd_ckpt-upload-{number}", daemon=True).start()
+                effects.Thread(target=self._run, name=f"nxd_ckpt-upload-{number}", daemon=True).start()
                 self._running += 1
 
     def submit(self, task: Callable[[], None]) -> None:
@@ -76,9 +76,9 @@ _making = threading.Lock()
 def _shared_lanes() -> _Lanes:
     """Those of this process."""
     with _making:
-        if host.pid() not in _lanes:
-            _lanes[host.pid()] = _Lanes()
-        return _lanes[host.pid()]
+        if effects.pid() not in _lanes:
+            _lanes[effects.pid()] = _Lanes()
+        return _lanes[effects.pid()]
 
 
 def _start_anew() -> None:
@@ -104,7 +104,7 @@ class S3Writer:
         self._upload_id: str | None = None
         self._partial: dict[int, list[_Piece]] = {}  # of parts that are not complete, in order
         self._written = 0
-        self._changed = host.Condition()
+        self._changed = effects.Condition()
         self._on_their_way = 0
         self._sent: dict[int, dict[str, Any]] = {}
         self._error: BaseException | None = None

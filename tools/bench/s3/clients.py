@@ -14,8 +14,8 @@ import torch
 
 from nxd_ckpt.formats.crc32 import crc32
 from nxd_ckpt.formats.tensors import StorageSpan, TensorStub
-from nxd_ckpt.layout.files import TagFiles
-from nxd_ckpt.runtime.tag.reading import LeafReader
+from nxd_ckpt.tag.files import TagFiles
+from nxd_ckpt.tag.reading import LeafReader
 
 BUCKET, REGION, KEY, SECRET = "bucket", "us-east-1", "access", "not-so-secret"
 PART = 16 * 2**20

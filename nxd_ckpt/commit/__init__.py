@@ -1,0 +1,1 @@
+"""Publishing a tag: the session of a job in a directory, votes, commit, publication and retention."""

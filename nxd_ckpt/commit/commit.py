@@ -1,0 +1,284 @@
+"""Rank 0's part of a save: judge the votes, complete the tag, make it visible, apply retention.
+
+The order is derived from *visible means complete*: all data and indexes are durable before the last vote; the manifest
+is durable before the publication makes the tag visible (see runtime.save.publication); that is durable before the
+verdict is written.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from nxd_ckpt import effects
+from nxd_ckpt.core.manifest import (
+    Manifest,
+    ParameterSpec,
+    Parts,
+    RankIndex,
+    RankLine,
+    dump_manifest,
+    load_index,
+    load_parameters,
+)
+from nxd_ckpt.core.mesh_groups import MeshGroup
+from nxd_ckpt.core.phases import RankPhases
+from nxd_ckpt.core.retention import Metrics, Rule
+from nxd_ckpt.core.tags import next_order_time, seconds_until_after
+from nxd_ckpt.core.topology import Coordinates, Topology
+from nxd_ckpt.core.votes import Vote, judge, tp_groups_that_differ
+from nxd_ckpt.errors import CheckpointError
+from nxd_ckpt.core import names
+from nxd_ckpt.tag.directory import find_tag, is_checkpoint_of_ours_or_nxd, list_tags
+from nxd_ckpt.coordination import intents
+from nxd_ckpt.coordination import journal
+from nxd_ckpt.coordination.paths import STAGING, VOTES, staging_dir, votes_dir
+from nxd_ckpt.commit import voting
+from nxd_ckpt.commit.publication import Publication, publication_of
+from nxd_ckpt.commit.retention import judged, retire_unpinned
+from nxd_ckpt.commit.session import Session
+from nxd_ckpt.commit.tier import Draining
+from nxd_ckpt.storage.base import Storage
+
+logger = logging.getLogger("nxd_ckpt")
+
+_CATCHES_UP = 2.0
+"""Seconds for which a commit waits until the clock is past the newest tag."""
+
+
+@dataclass(frozen=True)
+class Commit:
+    """What rank 0 knows of an attempt that is about to be decided.
+
+    ``rules`` say which tags stay, None that all do. ``parameters`` are those of its own index, ``groups`` those of a
+    mesh job; ``draining`` is there if there are more tiers than this one. ``voted`` is when rank 0 had voted itself
+    (seconds, as host.monotonic()).
+    """
+
+    publication: Publication
+    parts: Parts
+    rules: Sequence[Rule] | None = None
+    timings: Mapping[str, float] = field(default_factory=dict)
+    versions: Mapping[str, str] = field(default_factory=dict)
+    parameters: Mapping[str, ParameterSpec] | None = None
+    groups: Sequence[MeshGroup] | None = None
+    metrics: Metrics = field(default_factory=dict)
+    draining: Draining | None = None
+    voted: float | None = None
+
+    def leaders(self, topology: Topology) -> list[int]:
+        """One rank of each pipeline stage and expert group, or of each group of a mesh job: together they hold every
+        parameter."""
+        if self.groups is not None:
+            return [group.ranks[0] for group in self.groups]
+        places = (Coordinates(pp_rank, ep_rank) for pp_rank in range(topology.pp) for ep_rank in range(topology.ep))
+        return list(map(topology.rank_of, places))
+
+
+def commit(session: Session, topology: Topology, votes: Sequence[Vote], request: Commit) -> None:
+    """Make the tag visible, complete and durable; then apply retention. ``topology`` is that of the tag's ranks.
+
+    Raises:
+        DirectoryInUse: another job took the directory over.
+        SaveFailed, RanksDisagree, OutcomeUnknown: see core.votes.judge and Publication.publish.
+    """
+    session.require()
+    leader_of = None
+    if request.groups is not None:
+        leader_of = {rank: group.ranks[0] for group in request.groups for rank in group.ranks}
+    judge(votes, topology, leader_of)
+    storage, publication = session.storage, request.publication
+    folder, leaders = publication.folder, request.leaders(topology)
+    parameters = _parameters(storage, folder, topology, leaders, request.parameters)
+    parameters.update(_unknown_where_replicas_differ(storage, folder, topology, votes, parameters))
+    lines = tuple(vote.index or RankLine(0, 0) for vote in votes)
+    order_time = _order_time(storage, 0.0 if request.draining is None else request.draining.newest)
+    manifest = Manifest(
+        tag=publication.tag,
+        attempt=publication.attempt,
+        order_time=order_time,
+        topology=topology,
+        parts=request.parts,
+        ranks=lines,
+        parameters=parameters,
+        timings=_timings(votes, request),
+        versions=request.versions,
+        leaders=None if request.groups is None else tuple(leaders),
+        metrics=request.metrics,
+        phases=_phases(votes),
+    )
+    indexes = [names.index_file(topology.coordinates_of(rank)) for rank in range(topology.world_size)]
+    session.require()  # again: in place, what is written may get into the way of who saves the same tag by now
+    publication.put(storage, names.MANIFEST, dump_manifest(manifest))
+    publication.publish(session, order_time, indexes)
+    if request.rules is not None:
+        held = () if request.draining is None else request.draining.held
+        retain(session, publication, request.rules, held)
+
+
+def _order_time(storage: Storage, elsewhere: float) -> float:
+    """Later than that of every tag, those ``elsewhere`` included.
+
+    What other programs save next is dated by the clock: so the order times do not run ahead of it, and a clock that is
+    a little behind is waited for. So is the end of a whole second that is all that is known of another program's tag.
+    """
+    tags, now = list_tags(storage), effects.time()
+    newest = max([elsewhere, *(info.order_time for info in tags)])
+    end = max([elsewhere, *(info.latest_time for info in tags)])
+    ahead = newest - now
+    if 0 < ahead <= _CATCHES_UP:
+        effects.sleep(ahead)
+        return next_order_time(newest, newest)  # not more, else it might lie within such a second
+    if ahead > 0:
+        logger.warning(
+            "%s: the newest tag is dated %.0f s after the clock of this host. This save is dated after it; a tag that "
+            "another program saves before that time counts as older. Set the clock right",
+            storage.url,
+            ahead,
+        )
+    elif (seconds := seconds_until_after(end, now)) > 0:
+        effects.sleep(seconds)
+        newest = end
+    return next_order_time(effects.time(), newest)
+
+
+def _timings(votes: Sequence[Vote], request: Commit) -> dict[str, float]:
+    """What a manifest can tell: the commit is told up to the manifest itself."""
+    found = {**request.timings, "write_seconds": round(max(vote.seconds for vote in votes), 6)}
+    if request.voted is not None:
+        before = found.get("commit_seconds", 0.0)
+        found["commit_seconds"] = round(before + effects.monotonic() - request.voted, 6)
+    duplicated = sum(vote.duplicated for vote in votes)
+    nbytes = {"bytes": sum(vote.nbytes for vote in votes)}
+    return {**found, **nbytes, **({"duplicated_bytes": duplicated} if duplicated else {})}
+
+
+def _phases(votes: Sequence[Vote]) -> tuple[RankPhases, ...]:
+    """How each of several ranks took part; empty where nothing live was saved. Of a single one the timings say it."""
+    if len(votes) < 2 or not all(vote.host for vote in votes):
+        return ()
+    return tuple(RankPhases(vote.stage_seconds, vote.seconds, vote.nbytes, vote.host) for vote in votes)
+
+
+def retire(session: Session, tag: str) -> bool:
+    """Remove a tag on request, outside of a save; False for one that is pinned, absent, or no checkpoint.
+
+    Raises DirectoryInUse where another job took the directory over.
+    """
+    storage, found = session.storage, find_tag(session.storage, tag)
+    if found is None or not is_checkpoint_of_ours_or_nxd(storage, tag):
+        return False
+    session.require()
+    removed = retire_unpinned(session, publication_of(session, session.counter, tag, None), found)
+    journal.discard_trash(storage, session.run_id, session.confirm)
+    return removed
+
+
+def clean_up(session: Session, counter: int) -> None:
+    """Remove what this run's attempts left behind, as far as no rank can still be writing to it.
+
+    That is every attempt before ``counter`` once all ranks voted on ``counter``, and any on which all ranks voted.
+    What cannot be removed is logged: nobody waits for it, and the next job sweeps.
+    """
+    try:
+        _clean_up(session, counter)
+    except (OSError, CheckpointError) as error:
+        logger.warning("could not clean up %s: %s", session.storage.url, error)
+
+
+def _clean_up(session: Session, counter: int) -> None:
+    """Raises DirectoryInUse where another job took over a storage on which it may be writing the same tags."""
+    storage, run_id, world_size = session.storage, session.run_id, session.topology.world_size
+    if not storage.renames:
+        session.require()
+    everyone_is_past = voting.all_voted(storage, session.attempt(counter), world_size)
+    for entry in storage.list(STAGING):
+        run, _, number = entry.name.rpartition("-")
+        if run != run_id or not number.isdigit():
+            continue
+        if (everyone_is_past and int(number) < counter) or voting.all_voted(storage, entry.name, world_size):
+            _clear(session, staging_dir(entry.name))
+    if everyone_is_past:
+        # Not those of ``counter`` itself: the other ranks may still have to read its verdict.
+        for entry in storage.list(VOTES):
+            run, _, number = entry.name.rpartition("-")
+            if run == run_id and number.isdigit() and int(number) < counter:
+                _clear(session, votes_dir(entry.name))
+    journal.discard_trash(storage, session.run_id, session.confirm)
+
+
+def _clear(session: Session, key: str) -> None:
+    try:
+        intents.clear(session.storage, key, session.confirm)
+    except OSError as error:
+        logger.warning("could not remove %s/%s: %s", session.storage.url, key, error)
+
+
+def _parameters(
+    storage: Storage, folder: str, topology: Topology, leaders: Sequence[int], own: Mapping[str, ParameterSpec] | None
+) -> dict[str, ParameterSpec]:
+    """Every parameter. Rank 0 need not read what it has just written itself."""
+    found: dict[str, ParameterSpec] = {}
+    for rank in leaders:
+        at = topology.coordinates_of(rank)
+        found.update(own if rank == 0 and own is not None else load_parameters(*_read(storage, folder, at)))
+    return found
+
+
+def _unknown_where_replicas_differ(
+    storage: Storage,
+    folder: str,
+    topology: Topology,
+    votes: Sequence[Vote],
+    parameters: Mapping[str, ParameterSpec],
+) -> dict[str, ParameterSpec]:
+    """Parameters believed replicated over tp whose content differs: their partition attributes were lost."""
+    unknown: dict[str, ParameterSpec] = {}
+    for ranks in tp_groups_that_differ(votes, topology):
+        content: dict[str, set[tuple[int, ...]]] = {}
+        for rank in ranks:
+            for entry in _index(storage, folder, topology.coordinates_of(rank)).tensors:
+                name = entry.name.removeprefix("model/")
+                spec = parameters.get(name) if entry.name.startswith("model/") else None
+                if spec is not None and spec.partition.replicated_over_tp:
+                    content.setdefault(name, set()).add(entry.crc32)
+        for name in (name for name, digests in content.items() if len(digests) > 1):
+            spec = parameters[name]
+            unknown[name] = replace(spec, partition=replace(spec.partition, known=False))
+    if unknown:
+        logger.warning(
+            "these parameters carry no tensor-parallel attributes, but differ between tp ranks: %s. They load on the "
+            "same topology only, until partitions= says how they are cut (attributes are lost when .to(device) "
+            "replaces a parameter: set them again after it)",
+            ", ".join(sorted(unknown)),
+        )
+    return unknown
+
+
+def _index(storage: Storage, folder: str, at: Coordinates) -> RankIndex:
+    return load_index(*_read(storage, folder, at))
+
+
+def _read(storage: Storage, folder: str, at: Coordinates) -> tuple[bytes, str]:
+    """The bytes of a rank's index file, and its name for errors."""
+    key = f"{folder}/{names.index_file(at)}"
+    return storage.read(key), f"{storage.url}/{key}"
+
+
+def retain(
+    session: Session, publication: Publication, rules: Sequence[Rule], held: Collection[str] = ()
+) -> None:
+    """Make surplus tags invisible, but those that are ``held``. Never fails the save: the new tag is already safe."""
+    storage = session.storage
+    try:
+        tags = {info.tag: info for info in list_tags(storage)}
+        judgement = judged(storage, tags.values(), rules)
+        for sentence in judgement.unknown_metrics:
+            logger.warning("%s: retention by this rule removes nothing. %s", storage.url, sentence)
+        for tag in judgement.retention.surplus:
+            if tag not in (publication.tag, *held):
+                session.require()
+                retire_unpinned(session, publication, tags[tag])
+    except (OSError, CheckpointError) as error:
+        logger.warning("retention in %s failed, the next save tries again: %s", storage.url, error)

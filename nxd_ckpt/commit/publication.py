@@ -1,0 +1,356 @@
+"""How an attempt becomes a tag: where its files are written, what comes before the first and what makes them visible.
+
+Where directories can be renamed, an attempt is *staged*: written out of sight, and renamed when it is complete. Where
+they cannot (object stores, and some ways to mount them), it is written *in place*, and the tag is there from ``done``
+on, which comes last when a tag is made and goes first when it is removed.
+
+One that ``resumes`` a copy keeps what an interrupted try brought: it gathers where no claim of the directory sweeps, in
+a folder named after the tag, or in place without any intent.
+
+A publication is plain data, so that processes that only write files (a conversion's workers) can have it too.
+"""
+
+from __future__ import annotations
+
+import posixpath
+from collections import Counter
+from collections.abc import Callable, Collection
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import ClassVar, Protocol
+
+from nxd_ckpt import effects
+from nxd_ckpt.core.manifest import load_manifest
+from nxd_ckpt.core.tags import order_text
+from nxd_ckpt.errors import CheckpointError, DirectoryInUse, MalformedFile, OutcomeUnknown, SaveFailed
+from nxd_ckpt.tag.directory import may_be_replaced
+from nxd_ckpt.core.names import DONE, MANIFEST, MARKER
+from nxd_ckpt.coordination import intents
+from nxd_ckpt.coordination import journal
+from nxd_ckpt.coordination.paths import COPIES, staging_dir, trash_file
+from nxd_ckpt.commit import voting
+from nxd_ckpt.commit.session import Session
+from nxd_ckpt.storage.base import Storage, remove_if
+
+_FEW = 8
+"""So many files of a directory, in which all ranks may have some, are asked for one by one."""
+
+
+class Publication(Protocol):
+    """One attempt's way to its tag.
+
+    ``overwrite`` says whether a complete tag may be replaced; None means where it stays until its successor is
+    complete.
+    """
+
+    in_place: ClassVar[bool]
+    """Whether no rank may write before rank 0 has begun: what is there is not the attempt's own until then."""
+
+    @property
+    def attempt(self) -> str: ...
+
+    @property
+    def tag(self) -> str: ...
+
+    @property
+    def folder(self) -> str:
+        """Where the attempt's files are written."""
+
+    def begin(self, session: Session) -> None:
+        """Rank 0, before anything is written: make room. Raises SaveFailed where the tag must not be saved."""
+
+    def put(self, storage: Storage, name: str, data: bytes) -> None:
+        """Write a small file into the folder; never over that of another job."""
+
+    def must_hold(self, storage: Storage, files: Collection[str]) -> None:
+        """Raise DirectoryInUse unless these names, which were written into the folder, are there.
+
+        Where a folder is staged, whoever takes the directory over moves it away, all of it at once. What is written
+        after that makes it anew, with nothing in it but that.
+        """
+
+    def publish(self, session: Session, order_time: float, files: Collection[str]) -> None:
+        """Rank 0, when all else is complete and durable: make the tag visible, and that durable.
+
+        ``files`` are names of what was written into the folder, of every rank one that it wrote after its others.
+
+        Raises, with nothing visible but what was before:
+            SaveFailed, OSError: it cannot be done.
+            DirectoryInUse: another job took the directory over, and may have removed some of it.
+        Raises, where the tag may be visible:
+            OutcomeUnknown: the storage does not say.
+        """
+
+    def retire(self, session: Session, tag: str, spared: Callable[[str], bool] = lambda key: False) -> bool:
+        """Make another tag invisible at once; journal.discard_trash deletes it.
+
+        False where it is ``spared``, which is told where the tag lies, and is asked once others can see that it goes:
+        who says so then or before, and finds that it is still there, is heard.
+        """
+
+
+@dataclass(frozen=True)
+class Staged:
+    """For file systems: one rename makes it visible, and an old tag stays until then (see runtime.journal)."""
+
+    attempt: str
+    tag: str
+    overwrite: bool | None = None
+    resumes: bool = False
+    in_place: ClassVar[bool] = False
+
+    @property
+    def folder(self) -> str:
+        return f"{COPIES}/{self.tag}" if self.resumes else staging_dir(self.attempt)
+
+    def begin(self, session: Session) -> None:
+        if self.overwrite is False:
+            _refuse_existing(session.storage, self.tag)
+
+    def put(self, storage: Storage, name: str, data: bytes) -> None:
+        storage.write(f"{self.folder}/{name}", data)
+
+    def publish(self, session: Session, order_time: float, files: Collection[str]) -> None:
+        storage = session.storage
+        if self.overwrite is False:
+            _refuse_existing(storage, self.tag)
+        _refuse_what_is_no_checkpoint(storage, self.tag)
+        if self.resumes:
+            self._publish_copy(session, order_time, files)
+            return
+        self.put(storage, MARKER, b"1")
+        self.put(storage, DONE, b"1")
+        storage.set_time(f"{self.folder}/{DONE}", order_time)
+        storage.sync_dir(self.folder)
+        self.must_hold(storage, self._not_listed(storage, files))
+        try:
+            journal.publish(storage, self.attempt, self.tag)
+        except (FileNotFoundError, FileExistsError):
+            # Another job took this one for dead while it stood still, and may have finished the replacement for it.
+            if not is_visible(storage, self.tag, self.attempt):
+                raise
+
+    def _publish_copy(self, session: Session, order_time: float, files: Collection[str]) -> None:
+        """As an attempt. Where it gathers nobody sweeps, and another job may copy the same tag: whoever looks at the
+        lease after it was moved away, and holds it, has all of it for itself."""
+        storage, staged = session.storage, replace(self, resumes=False)
+        session.require(strictly=True)
+        storage.rename(self.folder, staged.folder)
+        try:
+            session.require(strictly=True)
+            staged.publish(session, order_time, files)
+        except BaseException:
+            with suppress(OSError):  # else the next copy begins anew
+                if not journal.is_open(storage):  # else it is the old tag, or needed to finish the replacement
+                    storage.rename(staged.folder, self.folder)
+            raise
+
+    def must_hold(self, storage: Storage, files: Collection[str]) -> None:
+        folders = Counter(map(posixpath.dirname, files))
+        few = [name for name in files if folders[posixpath.dirname(name)] <= _FEW]
+        many = [name for name in files if folders[posixpath.dirname(name)] > _FEW]
+        for name in [*few, *self._not_listed(storage, many)]:
+            key = f"{self.folder}/{name}"
+            if not storage.is_file(key):
+                raise DirectoryInUse(
+                    f"{storage.url}/{key} was written, and is gone: another job took the directory over, because this "
+                    "one gave no sign of life for too long, or somebody removed it. Stop one of two jobs"
+                )
+
+    def _not_listed(self, storage: Storage, files: Collection[str]) -> list[str]:
+        """A network file system may show an old listing: those have to be asked for."""
+        there = {
+            posixpath.join(folder, entry.name)
+            for folder in {posixpath.dirname(name) for name in files}
+            for entry in storage.list(f"{self.folder}/{folder}".rstrip("/"))
+        }
+        return [name for name in files if name not in there]
+
+    def retire(self, session: Session, tag: str, spared: Callable[[str], bool] = lambda key: False) -> bool:
+        return journal.remove_tag(session.storage, tag, self.attempt, spared)
+
+
+@dataclass(frozen=True)
+class InPlace:
+    """For stores without renames: keys are claimed by creating them, never written over, and ``done`` is the commit.
+
+    ``done`` holds the tag's order time, because its own cannot be set there, and the attempt, which tells whose it is.
+    Without an attempt it is a tag of NxD's that is copied, and so is its ``done``: ours says that there is a manifest.
+    """
+
+    attempt: str
+    tag: str
+    overwrite: bool | None = None
+    resumes: bool = False
+    in_place: ClassVar[bool] = True
+
+    @property
+    def folder(self) -> str:
+        return self.tag
+
+    def begin(self, session: Session) -> None:
+        storage = session.storage
+        session.require()
+        if not self.overwrite:
+            _refuse_existing(storage, self.tag)
+        if self.resumes:
+            _refuse_what_is_no_checkpoint(storage, self.tag)
+            remove_if(storage, f"{self.tag}/{DONE}", session.confirm)  # what is to be replaced is a checkpoint no more
+            session.require()
+            storage.discard_unfinished(self.tag)
+            storage.make_dir(self.tag)
+            storage.link_new(f"{self.tag}/{MARKER}", b"1")  # says of what an interruption leaves whose it is
+            return
+        earlier = intents.saves_of(storage, self.tag)
+        if not earlier:
+            _refuse_what_is_no_checkpoint(storage, self.tag)
+        self._await_writers(session, earlier)
+        session.require()  # again: that may have taken long
+        intents.declare(storage, staging_dir(self.attempt), self.tag)
+        if earlier or storage.is_dir(self.tag):
+            self._empty(session)
+        for attempt in earlier:
+            storage.remove(staging_dir(attempt))
+        session.require()
+        # Not just "1": a late request that was to remove the marker of the tag before would take this one for it.
+        if not storage.link_new(f"{self.tag}/{MARKER}", f"1 {self.attempt}".encode()):
+            raise self._another_job(session)
+
+    def put(self, storage: Storage, name: str, data: bytes) -> None:
+        key = f"{self.folder}/{name}"
+        # What is there may be what an earlier try of the storage's wrote, whose reply was lost.
+        if not storage.link_new(key, data) and storage.read(key) != data:
+            raise FileExistsError(f"{storage.url}/{key} was written by somebody else meanwhile")
+
+    def publish(self, session: Session, order_time: float, files: Collection[str]) -> None:
+        storage, done = session.storage, f"{self.tag}/{DONE}"
+        mark = f"{order_text(order_time)} {self.attempt}".encode() if self.attempt else b"1"
+        storage.sync_dir(self.tag)
+        session.require()
+        try:
+            created = storage.link_new(done, mark)
+        except OSError as error:
+            if not self._is_there(storage, error):
+                raise
+            created = False  # the reply was lost, or somebody else's is there
+        if not created and storage.read(done) != mark:
+            raise self._another_job(session)
+        try:
+            storage.sync_dir(self.tag)
+        except OSError:
+            self._withdraw(storage, mark)
+            raise
+        self._withdraw_if_swept(session, mark)
+
+    def must_hold(self, storage: Storage, files: Collection[str]) -> None:
+        """Nothing: whoever takes over takes the lease, which is looked at before ``done`` is created and after it."""
+
+    def retire(self, session: Session, tag: str, spared: Callable[[str], bool] = lambda key: False) -> bool:
+        storage, intent = session.storage, trash_file(self.attempt, tag)
+        intents.declare(storage, intent, tag)
+        goes = remove_if(storage, f"{tag}/{DONE}", lambda: not spared(tag))
+        if not goes:
+            storage.remove(intent)
+        return goes
+
+    def _empty(self, session: Session) -> None:
+        """Remove all there is of the tag, its ``done`` first: from then on nobody takes it for a checkpoint."""
+        storage = session.storage
+        remove_if(storage, f"{self.tag}/{DONE}", session.confirm)
+        remove_if(storage, self.tag, session.confirm)
+        session.require()  # again: listing may have taken long
+        storage.discard_unfinished(self.tag)
+        storage.make_dir(self.tag)
+
+    def _await_writers(self, session: Session, attempts: list[str]) -> None:
+        """Until nobody of this run writes to the tag any more for an earlier attempt, which failed elsewhere."""
+        storage, ranks = session.storage, session.topology.world_size
+
+        voting.report_progress(storage, self.attempt, 0, effects.monotonic_ns())
+        for attempt in (attempt for attempt in attempts if attempt.rpartition("-")[0] == session.run_id):
+            if not voting.await_votes(storage, attempt, ranks, session.timeout, self.attempt, session.is_leaving):
+                raise SaveFailed(
+                    f"{storage.url}/{self.tag}: an earlier save of this tag failed, and not all ranks have left it "
+                    f"after {session.timeout:.0f} s without progress; save under another tag"
+                )
+
+    def _is_there(self, storage: Storage, error: OSError) -> bool:
+        """Whether ``done`` is, after an ``error`` that may be about the reply only."""
+        done = f"{self.tag}/{DONE}"
+        try:
+            return storage.is_file(done)
+        except OSError:
+            raise OutcomeUnknown(
+                f"{storage.url}/{done} may or may not have been written ({type(error).__name__}: {error}): look for it"
+            ) from error
+
+    def _withdraw(self, storage: Storage, mark: bytes) -> None:
+        """Remove ``done``, unless it is that of another job by now."""
+        done = f"{self.tag}/{DONE}"
+        with suppress(FileNotFoundError):
+            remove_if(storage, done, lambda: storage.read(done) == mark)
+
+    def _withdraw_if_swept(self, session: Session, mark: bytes) -> None:
+        """Whoever took over the directory before ``done`` was there removed what it would have completed."""
+        try:
+            session.require()
+        except OSError:
+            return  # a lease that cannot be read says nothing against a tag that is complete
+        except DirectoryInUse:
+            if not _is_of(session.storage, self.tag, self.attempt):
+                self._withdraw(session.storage, mark)
+                raise
+
+    def _another_job(self, session: Session) -> SaveFailed:
+        return SaveFailed(
+            f"{session.storage.url}/{self.tag} is being written by another job at the same time; its files are left "
+            "alone. Stop one of the two jobs"
+        )
+
+
+def publication_of(session: Session, counter: int, tag: str, overwrite: bool | None) -> Publication:
+    """That of this run's attempt ``counter``, as the session's storage allows it."""
+    kind = Staged if session.storage.renames else InPlace
+    return kind(session.attempt(counter), tag, overwrite)
+
+
+def copy_publication(
+    session: Session, tag: str, overwrite: bool | None, saved: str | None, counter: int = 1
+) -> Publication:
+    """That of this session's copy ``counter``, of the attempt ``saved``. Whether a tag may be replaced was asked
+    before."""
+    if session.storage.renames:
+        return Staged(session.attempt(counter), tag, overwrite, resumes=True)
+    return InPlace(saved or "", tag, overwrite, resumes=True)
+
+
+def is_visible(storage: Storage, tag: str, attempt: str) -> bool:
+    """Whether the tag is complete, and of that attempt. False also where the storage does not say."""
+    try:
+        return storage.is_file(f"{tag}/{DONE}") and _is_of(storage, tag, attempt)
+    except (OSError, CheckpointError):
+        return False
+
+
+def _is_of(storage: Storage, tag: str, attempt: str) -> bool:
+    key = f"{tag}/{MANIFEST}"
+    try:
+        return load_manifest(storage.read(key), f"{storage.url}/{key}").attempt == attempt
+    except (FileNotFoundError, MalformedFile):
+        return False
+
+
+def _refuse_existing(storage: Storage, tag: str) -> None:
+    if storage.is_file(f"{tag}/{DONE}"):
+        raise SaveFailed(
+            f"{storage.url}/{tag} exists: it is left as it is. Save under another tag, or pass overwrite=True"
+            + ("" if storage.renames else ", which removes it before the new one is complete")
+        )
+
+
+def _refuse_what_is_no_checkpoint(storage: Storage, tag: str) -> None:
+    if storage.is_file(tag) or not may_be_replaced(storage, tag):
+        raise SaveFailed(
+            f"{storage.url}/{tag} exists and is not a checkpoint; it is left alone. Save under another tag, or "
+            "move that directory away"
+        )

@@ -1,0 +1,176 @@
+"""Tiers: the places that a job's checkpoints go to, from the nearest to the one that lasts longest."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from nxd_ckpt.core.retention import Rule, rules_of
+from nxd_ckpt.core.units import bytes_of
+from nxd_ckpt.errors import InvalidArgument
+from nxd_ckpt.coordination.paths import ON_HOSTS
+from nxd_ckpt.storage.base import Storage
+from nxd_ckpt.storage.fsspec_storage import without_password
+from nxd_ckpt.storage.hosts.directory import OwnDirectory
+from nxd_ckpt.storage.hosts.storage import HostsStorage
+from nxd_ckpt.storage.urls import StorageOptions, StrPath, is_url, local_path, open_storage, options_for, overlap
+
+
+@dataclass(frozen=True)
+class Tier:
+    """One of the places that a job's checkpoints go to. Every rank can reach it, unless it is ``per_host``.
+
+    Attributes:
+        path: the directory or URL.
+        every: the first save of a launch goes there, and of those after it every so many. The first tier takes all.
+        keep: complete tags to keep there, at least 1; None keeps all.
+        retain: rules for which tags to keep there, as of a save. ``keep`` beside it is one rule more.
+        max_bytes_per_second: how fast tags are copied there at most, as a number or such as "20MB"; by default as fast
+            as it goes.
+        storage_options: what a URL is opened with; by default what the Checkpointer was given.
+        storage: where the files go, in place of what ``path`` names: one of your own (``docs/own-storage.md``).
+        per_host: the directory is each host's own, on a disk that only its ranks see. Each rank writes on its own host,
+            and reads what the others have from them. Only for the first tier.
+        replicas: with ``per_host``, on how many hosts each file is: with 2, none is lost with a host.
+        replica_jump: the replica of a rank's files is on the host of the rank so many further; by default on the next
+            host.
+        interface: the address or network interface on which a host serves its directory to the others of the job; by
+            default on all of them.
+    """
+
+    path: StrPath
+    every: int = 1
+    keep: int | None = None
+    retain: Sequence[Rule] | None = None
+    max_bytes_per_second: int | str | None = None
+    storage_options: StorageOptions | None = field(default=None, repr=False)
+    storage: Storage | None = None
+    per_host: bool = False
+    replicas: int = 1
+    replica_jump: int | None = None
+    interface: str | None = None
+
+    @property
+    def name(self) -> str:
+        """As errors and logs name it."""
+        return without_password(os.fspath(self.path))
+
+    @property
+    def rules(self) -> tuple[Rule, ...] | None:
+        """Which complete tags stay; None keeps all."""
+        return rules_of(self.keep, self.retain)
+
+    @property
+    def rate(self) -> int | None:
+        """Bytes per second at most."""
+        limit = self.max_bytes_per_second
+        return None if limit is None else bytes_of(limit, f"max_bytes_per_second of tier {self.name}")
+
+    def open(self, durable: bool, storage_options: StorageOptions | None) -> Storage:
+        """Its storage; ``storage_options`` are for a URL that has none of its own."""
+        if self.storage is not None:
+            return self.storage
+        if self.per_host:
+            return HostsStorage(OwnDirectory(local_path(self.path), durable), ON_HOSTS)
+        own = self.storage_options
+        return open_storage(self.path, durable, options_for(self.path, storage_options) if own is None else own)
+
+    def validate(self) -> None:
+        """Raises InvalidArgument for what has no meaning."""
+        if not isinstance(self.path, (str, os.PathLike)) or not os.fspath(self.path):
+            raise InvalidArgument(f"the path of a tier must be a directory or URL, found {self.path!r}")
+        if not _is_positive(self.every):
+            raise InvalidArgument(f"every of tier {self.name} must be a number of saves, at least 1: {self.every!r}")
+        if self.keep is not None and not _is_positive(self.keep):
+            raise InvalidArgument(
+                f"keep of tier {self.name} must be None (keep all) or at least 1, found {self.keep!r}; 0 would keep "
+                "nothing"
+            )
+        _ = self.rules, self.rate
+        self._validate_hosts()
+
+    def _validate_hosts(self) -> None:
+        jump = self.replica_jump
+        if not _is_positive(self.replicas) or not (jump is None or _is_positive(jump)):
+            raise InvalidArgument(
+                f"replicas and replica_jump of tier {self.name}: expected at least 1, found {self.replicas!r}, {jump!r}"
+            )
+        if not self.per_host and (self.replicas, self.replica_jump, self.interface) != (1, None, None):
+            raise InvalidArgument(
+                f"replicas=, replica_jump= and interface= of tier {self.name} are for per_host=True: a place that all "
+                "hosts share is on none of them"
+            )
+        if self.per_host and (is_url(self.path) or self.storage is not None):
+            raise InvalidArgument(
+                f"per_host=True of tier {self.name}: expected a directory on each host's own disk, no URL or storage="
+            )
+
+
+class Draining(Protocol):
+    """What copies tags of the first tier to the others, as a save sees it."""
+
+    @property
+    def held(self) -> Collection[str]:
+        """Tags of the first tier that are still to be read: retention leaves them."""
+
+    @property
+    def newest(self) -> float:
+        """The order time of the newest tag on the other tiers: what is saved from now on comes after it."""
+
+    def saved(self, tag: str, nbytes: int, overwrite: bool | None) -> None:
+        """A save is visible on the first tier; ``overwrite`` is what it was told."""
+
+
+def checked_tiers(path: StrPath | None, tiers: object) -> tuple[Tier, ...]:
+    """``tiers``, or where there are none the directory ``path`` as the only one.
+
+    Raises InvalidArgument: no tier at all, one that has no meaning, two that are the same place or lie in each other,
+    a first one that is not ``path``, or that leaves saves out.
+    """
+    if tiers is None:
+        if path is None:
+            raise InvalidArgument("pass the checkpoint directory, or tiers=, the first of which is that directory")
+        return (Tier(path),)
+    if not isinstance(tiers, (list, tuple)) or not tiers or not all(isinstance(one, Tier) for one in tiers):
+        raise InvalidArgument(
+            f"tiers={tiers!r:.200}: expected a list of at least one Tier, such as [Tier('/mnt/nvme/run7', keep=2), "
+            "Tier('s3://bucket/run7', every=10)]"
+        )
+    for tier in tiers:
+        tier.validate()
+    first = tiers[0]
+    if first.every != 1 or first.max_bytes_per_second is not None:
+        raise InvalidArgument(
+            f"the first tier, {first.name}, is where every save is written, as fast as it goes: every= and "
+            "max_bytes_per_second= are for the tiers after it"
+        )
+    later = next((tier for tier in tiers[1:] if tier.per_host), None)
+    if later is not None:
+        raise InvalidArgument(f"tier {later.name}: per_host=True is for the first tier, which every rank writes itself")
+    if path is not None and not overlap(path, first.path, inside=False):
+        raise InvalidArgument(
+            f"the checkpoint directory {without_password(os.fspath(path))} is not the first tier, {first.name}; leave "
+            "one of them out, or make them the same"
+        )
+    _refuse_overlaps(tiers)
+    return tuple(tiers)
+
+
+def _refuse_overlaps(tiers: Sequence[Tier]) -> None:
+    for later, tier in enumerate(tiers):
+        for earlier in range(later):
+            if overlap(tier.path, tiers[earlier].path) or _same_storage(tier, tiers[earlier]):
+                raise InvalidArgument(
+                    f"tiers {tiers[earlier].name} and {tiers[later].name} are the same place, or one lies inside the "
+                    "other: each tier needs a directory of its own, else what is lost in one is lost in both"
+                )
+
+
+def _is_positive(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+
+
+def _same_storage(one: Tier, other: Tier) -> bool:
+    return one.storage is not None and one.storage is other.storage

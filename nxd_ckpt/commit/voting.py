@@ -1,0 +1,333 @@
+"""The votes of one attempt on disk: casting, collecting them, announcing and awaiting the verdict.
+
+Files are found by *listing* the votes directory, with back-off, never by asking for an expected name: NFS clients
+cache the absence of a name, but a changed directory is seen.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
+from functools import partial
+from typing import TypeVar
+
+from nxd_ckpt import effects
+from nxd_ckpt.core import votes
+from nxd_ckpt.core.limits import NOTE
+from nxd_ckpt.core.suggestions import first_of
+from nxd_ckpt.core.votes import Verdict, Vote
+from nxd_ckpt.errors import MalformedFile, OutcomeUnknown, RanksDisagree, SaveFailed
+from nxd_ckpt.coordination.backoff import Backoff
+from nxd_ckpt.coordination.paths import alive_file, begin_file, left_file, rank_file, verdict_dir, verdict_file, votes_dir
+from nxd_ckpt.storage.base import Storage
+
+ResultT = TypeVar("ResultT")
+
+_PAUSES = (0.1, 0.5, 2.0)
+"""Seconds between tries of what must not fail because of a transient error."""
+
+_LAST_WORDS = 3.0
+"""Seconds after the end of a process in which a shared file system may still show what it wrote."""
+
+
+def open_vote(storage: Storage, attempt: str, tag: str) -> None:
+    """Rank 0: tell the others that the attempt's files may be written into ``tag`` itself."""
+    storage.write(begin_file(attempt), tag.encode())
+    storage.sync_dir(verdict_dir(attempt))
+
+
+def await_opening(
+    storage: Storage, attempt: str, tag: str, timeout: float, leaving: Callable[[], bool]
+) -> Verdict | None:
+    """Return None once rank 0 opened the vote; or its verdict, if that came first because it refused or a rank failed.
+
+    Raises:
+        RanksDisagree: rank 0 opened it for another tag.
+        SaveFailed: no new vote, and no progress of rank 0 with this save, for ``timeout`` seconds; or this rank is
+            ``leaving`` the job. Without its vote no tag becomes visible.
+    """
+    key = verdict_file(attempt)
+    found = _first_of([key, begin_file(attempt)], storage, attempt, timeout, leaving)
+    if found is None:
+        raise SaveFailed(
+            f"rank 0 did not begin it: for {timeout:.0f} s it made no progress, or this rank is about to end; see the "
+            "log of rank 0"
+        )
+    if found == key:
+        return votes.load_verdict(storage.read(key, NOTE), f"{storage.url}/{key}")
+    opened_for = storage.read(found, NOTE).decode(errors="replace")
+    if opened_for != tag:
+        raise RanksDisagree(
+            f"rank 0 saves {opened_for!r}, this rank {tag!r}; all ranks must call save_checkpoint with the same "
+            "arguments, in the same order"
+        )
+    return None
+
+
+def all_voted(storage: Storage, attempt: str, world_size: int) -> bool:
+    """Whether no rank writes for the attempt any more: each has finished or failed."""
+    return _votes(_listed(storage, votes_dir(attempt))) == world_size
+
+
+def await_votes(
+    storage: Storage,
+    attempt: str,
+    world_size: int,
+    timeout: float,
+    waiting_in: str,
+    leaving: Callable[[], bool],
+) -> bool:
+    """Wait until all ranks have voted on an attempt, whatever they voted. Rank 0 only.
+
+    Meanwhile it shows them that it is working on the attempt ``waiting_in``. False ``timeout`` seconds after the last
+    progress of any rank, or when this rank is ``leaving`` the job.
+    """
+    patience, backoff, sign = _Patience(timeout), Backoff(storage), _Sign(storage, waiting_in, timeout)
+    while True:
+        sign.give()
+        names = backoff.timed(lambda: _listed(storage, votes_dir(attempt)))
+        if _votes(names) == world_size:
+            return True
+        if leaving() or patience.is_over(_votes(names), partial(_progress, storage, attempt, names, range(world_size))):
+            return False
+        backoff.pause()
+
+
+def cast(storage: Storage, attempt: str, vote: Vote) -> None:
+    """Make this rank's vote durable: the last thing it does for an attempt before it waits."""
+    storage.write(rank_file(attempt, vote.rank, "vote"), votes.dump(vote))
+    storage.sync_dir(votes_dir(attempt))
+
+
+def has_cast(storage: Storage, attempt: str, rank: int) -> bool:
+    """True if the vote of this rank is there, also one whose writer met an error after that."""
+    return storage.is_file(rank_file(attempt, rank, "vote"))
+
+
+def report_progress(storage: Storage, attempt: str, rank: int, amount: int) -> None:
+    """Show the others that this rank makes progress; ``amount`` is any number that changes."""
+    key = rank_file(attempt, rank, "progress") if rank > 0 else alive_file(attempt)
+    storage.write(key, str(amount).encode())
+
+
+def collect(
+    storage: Storage,
+    attempt: str,
+    world_size: int,
+    timeout: float,
+    *,
+    first: int = 0,
+    gone: Callable[[int], bool] = lambda rank: False,
+) -> list[Vote]:
+    """The votes of all ranks from ``first`` on, by rank. Rank 0 only.
+
+    Meanwhile it shows the other ranks that rank 0 is at work: they wait as long as it does, and no longer.
+
+    Raises:
+        SaveFailed: at once when a vote is an error; a few seconds after a rank that has not voted was known to be
+            ``gone``; else ``timeout`` seconds after the last progress of any rank, naming the ranks that did not vote.
+    """
+    found: dict[int, Vote] = {}
+    missing = {_name(rank_file(attempt, rank, "vote")): rank for rank in range(first, world_size)}
+    backoff = Backoff(storage)
+    patience, sign, last_words = _Patience(timeout), _Sign(storage, attempt, timeout), _LastWords()
+    while True:
+        sign.give()
+        names = backoff.timed(lambda: _listed(storage, votes_dir(attempt)))
+        for name in sorted(names & missing.keys()):
+            rank = missing.pop(name)
+            key = rank_file(attempt, rank, "vote")
+            found[rank] = votes.load_vote(storage.read(key), f"{storage.url}/{key}")
+            votes.raise_error_of(found[rank])
+            backoff.reset()
+        if not missing:
+            return [found[rank] for rank in sorted(found)]
+        ranks = list(missing.values())
+        if last_words.are_over(dead := [rank for rank in ranks if gone(rank)]):
+            raise SaveFailed(f"no vote from {_ranks(dead)} of {world_size}: the process ended; see its log")
+        if patience.is_over(len(found), partial(_progress, storage, attempt, names, ranks)):
+            raise SaveFailed(
+                f"no vote from {_ranks(ranks)} of {world_size} within {timeout:.0f} s of the last progress: "
+                "dead, stuck, or not in this save; see the logs of those ranks"
+            )
+        backoff.pause()
+
+
+def announce(storage: Storage, attempt: str, verdict: Verdict, *, awaited: bool = True) -> None:
+    """Publish rank 0's decision; with more tries if other ranks wait for it (``awaited``)."""
+
+    def write() -> None:
+        storage.write(verdict_file(attempt), votes.dump(verdict))
+
+    _retried(write) if awaited else write()
+    storage.sync_dir(verdict_dir(attempt))
+
+
+def await_verdict(
+    storage: Storage, attempt: str, tag: str, timeout: float, gone: Callable[[], bool] = lambda: False
+) -> Verdict:
+    """Rank 0's decision, as the other ranks learn it. The cost does not depend on the number of ranks.
+
+    Raises:
+        OutcomeUnknown: rank 0 is known to be ``gone``, or showed no sign of working on this save for ``timeout``
+            seconds. That its process lives is no such sign: it may be doing something else.
+    """
+    key = verdict_file(attempt)
+    if _first_of([key], storage, attempt, timeout, gone=gone) is None:
+        why = "its process ended" if gone() else f"no sign of it for {timeout:.0f} s; it may never have made this save"
+        raise OutcomeUnknown(
+            f"save of {tag!r}: rank 0 gave no verdict: {why}. The tag may or may not have become visible: look for "
+            f"{storage.url}/{tag}/done"
+        )
+    return votes.load_verdict(_retried(lambda: storage.read(key, NOTE)), f"{storage.url}/{key}")
+
+
+def ended_with(storage: Storage, attempt: str) -> str | None:
+    """The tag that rank 0 has saved, or failed to save, with this attempt; None while it has not ended."""
+    key = verdict_file(attempt)
+    if _name(key) not in _listed(storage, verdict_dir(attempt)):
+        return None
+    return votes.load_verdict(storage.read(key, NOTE), f"{storage.url}/{key}").tag
+
+
+def leave(storage: Storage, attempt: str, rank: int, tag: str) -> None:
+    """Tell rank 0, should it ever come, that this rank no longer waits for its verdict on the save of ``tag``."""
+    storage.write(left_file(attempt, rank), tag.encode())
+
+
+def left_with(storage: Storage, attempt: str) -> str | None:
+    """The tag that another rank was saving with this attempt when it gave up on rank 0; None if none did."""
+    left = sorted(name for name in _listed(storage, votes_dir(attempt)) if name.endswith(".left"))
+    return storage.read(f"{votes_dir(attempt)}/{left[0]}", NOTE).decode(errors="replace") if left else None
+
+
+def _first_of(
+    keys: Sequence[str],
+    storage: Storage,
+    attempt: str,
+    timeout: float,
+    leaving: Callable[[], bool] = lambda: False,
+    gone: Callable[[], bool] = lambda: False,
+) -> str | None:
+    """The first of ``keys``, all in the verdict's directory, that exists; None once rank 0 has timed out.
+
+    While a storage cannot be read, it counts as unchanged.
+    """
+    patience, backoff, last_words = _Patience(timeout), Backoff(storage), _LastWords()
+    listed: set[str] = set()
+
+    def signs() -> dict[str, bytes]:
+        alive = alive_file(attempt)
+        with suppress(OSError):
+            return {alive: _said(storage, alive)} if _name(alive) in listed else {}
+        return {}
+
+    while True:
+        with suppress(OSError):
+            listed = backoff.timed(lambda: _listed(storage, verdict_dir(attempt)))
+        for key in keys:
+            if _name(key) in listed:
+                return key
+        if leaving() or last_words.are_over([0] if gone() else []) or patience.is_over(len(listed), signs):
+            return None
+        backoff.pause()
+
+
+class _Sign:
+    """Rank 0's sign to the others that it is working on an attempt, renewed every tenth of the timeout, at least every
+    5 seconds."""
+
+    def __init__(self, storage: Storage, attempt: str, timeout: float) -> None:
+        self._storage, self._attempt, self._interval = storage, attempt, min(timeout / 10, 5.0)
+        self._given = effects.monotonic()
+
+    def give(self) -> None:
+        now = effects.monotonic()
+        if now - self._given >= self._interval:
+            self._given = now
+            with suppress(OSError):  # the next may succeed
+                report_progress(self._storage, self._attempt, 0, effects.monotonic_ns())
+
+
+class _LastWords:
+    """A few seconds of grace after a process ended: file systems may show what it wrote last only later."""
+
+    def __init__(self) -> None:
+        self._since = math.inf
+
+    def are_over(self, gone: Collection[int]) -> bool:
+        """Whether ranks are ``gone``, and the grace is over."""
+        if not gone:
+            self._since = math.inf
+            return False
+        self._since = min(self._since, effects.monotonic())
+        return effects.monotonic() - self._since >= _LAST_WORDS
+
+
+class _Patience:
+    """A timeout in seconds that counts from the last sign of progress, not from the start.
+
+    ``count`` is a cheap sign of progress. ``look_closer`` gives more expensive ones: it is called every two seconds or
+    less often, so that it takes at most a twentieth of the time, but at least four times within the timeout, and at its
+    end.
+    """
+
+    def __init__(self, timeout: float) -> None:
+        self._timeout = timeout
+        self._since = self._looked = effects.monotonic()
+        self._interval = min(timeout / 4, 2.0)
+        self._seen: Mapping[str, bytes] = {}
+        self._count = 0
+
+    def is_over(self, count: int, look_closer: Callable[[], Mapping[str, bytes]]) -> bool:
+        now = effects.monotonic()
+        if count != self._count:
+            self._count, self._since = count, now
+        if now - self._looked >= self._interval or now - self._since >= self._timeout:
+            seen = look_closer()
+            if seen != self._seen:
+                self._since = now
+            self._seen, self._looked = seen, now
+            self._interval = min(self._timeout / 4, max(2.0, 20 * (effects.monotonic() - now)))
+        return now - self._since >= self._timeout
+
+
+def _retried(act: Callable[[], ResultT]) -> ResultT:
+    """For what only this rank can do: it is tried again if the storage fails for a moment."""
+    for pause in _PAUSES:
+        try:
+            return act()
+        except OSError:
+            effects.sleep(pause)
+    return act()
+
+
+def _listed(storage: Storage, folder: str) -> set[str]:
+    return {entry.name for entry in storage.list(folder)}
+
+
+def _votes(names: Collection[str]) -> int:
+    return sum(name.endswith(".vote.json") for name in names)
+
+
+def _name(key: str) -> str:
+    return key.rpartition("/")[2]
+
+
+def _progress(storage: Storage, attempt: str, names: Collection[str], ranks: Sequence[int]) -> dict[str, bytes]:
+    """The progress that ``ranks`` reported last, as far as the listing ``names`` of the votes directory shows it."""
+    keys = [rank_file(attempt, rank, "progress") for rank in ranks]
+    return {_name(key): _said(storage, key) for key in keys if _name(key) in names}
+
+
+def _said(storage: Storage, key: str) -> bytes:
+    """What a progress file says; nothing if it is damaged."""
+    try:
+        return storage.read(key, NOTE)
+    except MalformedFile:
+        return b""
+
+
+def _ranks(ranks: list[int]) -> str:
+    return f"rank{'s' if len(ranks) > 1 else ''} {first_of(map(str, ranks))}"

@@ -1,0 +1,207 @@
+"""One conversion from beginning to end: claim the directory, write, vote, commit. One that fails leaves nothing
+behind.
+
+The order is that of a save (see runtime.save.saving), with the ranks of the result in place of live ones: whoever
+writes a rank's files votes for it.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager, suppress
+from functools import partial
+
+from nxd_ckpt.conversion.job import Converted, Job
+from nxd_ckpt.conversion.worker_pool import WorkerPool, joined
+from nxd_ckpt.core.topology import Topology
+from nxd_ckpt.core.votes import Verdict, Vote
+from nxd_ckpt.errors import (
+    CheckpointError,
+    DirectoryInUse,
+    PeerTimeout,
+    RanksDisagree,
+    from_wire,
+    to_wire,
+)
+from nxd_ckpt.options.execution import ExecutionOptions
+from nxd_ckpt.coordination import intents
+from nxd_ckpt.coordination import journal
+from nxd_ckpt.coordination.agreement import Agreement, decided_by_rank0, on_all
+from nxd_ckpt.coordination.environment import versions
+from nxd_ckpt.coordination.paths import JOURNAL, staging_dir, verdict_dir, verdict_file, votes_dir
+from nxd_ckpt.storage.progress import report, watched
+from nxd_ckpt.commit import voting
+from nxd_ckpt.commit.commit import Commit, commit
+from nxd_ckpt.commit.publication import publication_of
+from nxd_ckpt.commit.session import Session, open_session
+
+logger = logging.getLogger("nxd_ckpt")
+
+
+def convert(prepare: Callable[[int, int], Job], execution: ExecutionOptions) -> Converted:
+    """Do the job that ``prepare(process, processes)`` describes: alone, or with ``execution.all_ranks`` together.
+
+    Raises CheckpointError, on every process, and then nothing is left but what was there before.
+    """
+    started = time.monotonic()
+    with joined(execution.all_ranks, execution.timeout) as agreement:
+        job = on_all(agreement, lambda: prepare(agreement.rank, agreement.world_size))
+        words = agreement.gather(repr((job.what, job.parts, job.save)))
+        decided_by_rank0(agreement, lambda: _must_agree(words))
+        with closing(WorkerPool(job, execution.num_workers)) as workers:
+            ranks = range(agreement.rank, job.topology.world_size, agreement.world_size)
+            nbytes = on_all(agreement, lambda: workers.survey(ranks))
+            reports_progress = agreement.rank == 0
+            planned = agreement.gather(nbytes)
+            whole = decided_by_rank0(agreement, lambda: sum(planned or ()))
+            done = Converted(job.source.path, job.target.path, job.topology.sizes, whole)
+            if execution.dry_run:
+                return done
+            with (
+                _claimed(job, agreement, execution.timeout, workers) as session,
+                watched("convert", nbytes, lambda: workers.written, execution.progress and reports_progress),
+            ):
+                attempt = _Attempt(job, session, workers, ranks)
+                decided_by_rank0(agreement, attempt.begin)
+                attempt.run()
+            if reports_progress:
+                report("converted", f"{job.source.path} to {job.target.path}", workers.written, started)
+            return done
+
+
+def _must_agree(words: Sequence[str] | None) -> None:
+    if len(set(words or ())) > 1:
+        raise RanksDisagree(
+            "the processes of this conversion were given different inputs or arguments; start all of them alike"
+        )
+
+
+@contextmanager
+def _claimed(job: Job, agreement: Agreement, timeout: float, workers: WorkerPool) -> Iterator[Session]:
+    """Hold the result's directory; at the end, remove what the attempt left there."""
+    storage = job.target.open(job.durable)
+    processes = Topology(dp=agreement.world_size, rank=agreement.rank)
+    session = open_session(storage, processes, agreement, None, timeout)
+    try:
+        yield session
+    finally:
+        workers.close()
+        with suppress(PeerTimeout):
+            agreement.gather(None)  # from here on nobody writes
+        if agreement.rank == 0:
+            _clean_up(session)
+        with suppress(PeerTimeout):
+            agreement.broadcast(None)
+        session.close()
+
+
+def _clean_up(session: Session) -> None:
+    storage, attempt = session.storage, session.attempt(1)
+    try:
+        if storage.is_file(JOURNAL):
+            return  # a swap that could not be finished: whoever opens the directory next needs what is there
+        session.require()
+        intents.clear(storage, staging_dir(attempt), session.confirm)
+        storage.remove(votes_dir(attempt))
+        journal.discard_trash(storage, session.run_id, session.confirm)
+    except (OSError, DirectoryInUse) as error:
+        logger.warning("could not clean up %s: %s", storage.url, error)
+
+
+class _Attempt:
+    """This process's part in writing one tag: the ranks ``ranks`` of the result; process 0 also decides."""
+
+    def __init__(self, job: Job, session: Session, workers: WorkerPool, ranks: range) -> None:
+        self._job, self._session, self._workers = job, session, workers
+        self._storage, self._attempt = session.storage, session.attempt(1)
+        # Asked again, though it was answered before anything was read: another job may have saved there since.
+        self._publication = publication_of(session, 1, job.target.name, job.overwrite)
+        self._unwritten = list(ranks)
+        self._failure_told = False
+        self._looked = time.monotonic()
+
+    def begin(self) -> None:
+        """Make room: on process 0, before any process writes."""
+        self._publication.begin(self._session)
+
+    def run(self) -> None:
+        """Write, then decide or learn the verdict. Raises this process's own error where it has one."""
+        own: BaseException | None = None
+        try:
+            self._write()
+        except BaseException as error:
+            own = error  # the others must hear of it, even of an interrupt
+        if self._session.topology.rank == 0:
+            own = self._decide(own)
+            verdict = Verdict()
+        else:
+            verdict = self._learn(own)
+        if own is not None:
+            raise own
+        if verdict.error is not None:
+            raise from_wire(*verdict.error, verdict.rank)
+
+    def _write(self) -> None:
+        self._storage.make_dir(verdict_dir(self._attempt))
+        self._storage.make_dir(self._publication.folder)
+        for vote in self._workers.write(tuple(self._unwritten), self._publication, self._tick):
+            self._cast(vote)
+            self._unwritten.remove(vote.rank)
+
+    def _cast(self, vote: Vote) -> None:
+        try:
+            voting.cast(self._storage, self._attempt, vote)
+            self._failure_told = vote.error is not None
+        except OSError:
+            if vote.error is None:
+                raise
+            # The error itself, perhaps a full disk, is raised next: it says more.
+
+    def _tick(self) -> None:
+        """Show the other processes that this one makes progress, and stop if one of them has failed."""
+        now = time.monotonic()
+        if self._session.topology.world_size == 1 or now - self._looked < min(5.0, self._session.timeout / 10):
+            return
+        self._looked = now
+        if self._unwritten:
+            rank = self._unwritten[0] if self._session.topology.rank > 0 else 0  # process 0's sign, not the target's
+            voting.report_progress(self._storage, self._attempt, rank, self._workers.written)
+        if self._storage.is_file(verdict_file(self._attempt)):  # before all ranks voted: it can only be a failure
+            raise CheckpointError("stopped: another process of this conversion failed")
+
+    def _decide(self, own: BaseException | None) -> BaseException | None:
+        """Process 0: collect the votes, commit and announce. Returns the error if the tag did not become visible."""
+        if own is None:
+            try:
+                self._commit()
+            except BaseException as error:
+                own = error
+        try:
+            voting.announce(self._storage, self._attempt, Verdict(None if own is None else to_wire(own)))
+        except OSError as error:
+            logger.error("%s: cannot tell the other processes the outcome: %s", self._storage.url, error)
+        return own
+
+    def _commit(self) -> None:
+        session, job = self._session, self._job
+
+        def gone(rank: int) -> bool:
+            return session.is_gone(rank % session.topology.world_size)  # the process that writes it
+
+        votes = voting.collect(self._storage, self._attempt, job.topology.world_size, session.timeout, gone=gone)
+        request = Commit(self._publication, job.parts, versions=versions(), metrics=job.metrics)
+        try:
+            commit(session, job.topology, votes, request)
+        except OSError as error:
+            raise CheckpointError(f"could not complete {job.target.path}: {type(error).__name__}: {error}") from error
+
+    def _learn(self, own: BaseException | None) -> Verdict:
+        if own is None:
+            session = self._session
+            gone = partial(session.is_gone, 0)
+            return voting.await_verdict(self._storage, self._attempt, self._job.target.name, session.timeout, gone)
+        if self._unwritten and not self._failure_told:
+            self._cast(Vote(self._unwritten[0], error=to_wire(own)))
+        return Verdict()

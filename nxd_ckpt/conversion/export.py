@@ -1,0 +1,275 @@
+"""``export_checkpoint``: the model of a tag as a Hugging Face directory."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+from typing_extensions import Unpack
+
+from nxd_ckpt.output.peft_files import ADAPTER_MODEL, adapter_config, settings_of
+from nxd_ckpt.conversion.head_copies import are_converted
+from nxd_ckpt.output.image_writer import write_images
+from nxd_ckpt.output.locations import Location, locate_any, locate_apart
+from nxd_ckpt.output.model_files import ModelFile, config_in, read_config, read_tokenizer, with_dtype
+from nxd_ckpt.output.output import Output
+from nxd_ckpt.output.source import open_any
+from nxd_ckpt.output.weight_files import WeightFile, index_of, plan_weight_files
+from nxd_ckpt.conversion.worker_pool import joined
+from nxd_ckpt.hugging_face.adapter_mapping import AdapterMapping, adapter_mapping
+from nxd_ckpt.core.mapping import ModelMapping
+from nxd_ckpt.core.option_classes import takes
+from nxd_ckpt.core.units import bytes_of
+from nxd_ckpt.errors import PartNotFound, as_checkpoint_errors
+from nxd_ckpt.formats.safetensors import TensorForm
+from nxd_ckpt.formats.tensors import cast_dtype
+from nxd_ckpt.tag.foreign.hugging_face_directory import INDEX, OPTIMIZER, OPTIMIZER_DOCUMENT, OPTIMIZER_INDEX
+from nxd_ckpt.tag.find_mapping import find_mapping
+from nxd_ckpt.options.hugging_face import ExportKeywords, ExportOptions
+from nxd_ckpt.coordination.agreement import Agreement, decided_by_rank0, on_all
+from nxd_ckpt.storage.progress import Counter, report, watched
+from nxd_ckpt.save.planned_file import PlannedFile
+from nxd_ckpt.tag.opened import OpenTag
+from nxd_ckpt.hugging_face.hugging_face_tag import HuggingFaceTag, HuggingFaceTerms
+from nxd_ckpt.hugging_face.mapped_optimizer import MappedOptimizer
+from nxd_ckpt.hugging_face.mapped_tag import MappedTag
+from nxd_ckpt.hugging_face.mapped_tensors import HfTensor
+from nxd_ckpt.hugging_face.packed_tensors import PackedTensor
+from nxd_ckpt.hugging_face.presharded_model import Presharded, forms_of, presharded
+from nxd_ckpt.storage.urls import StrPath
+
+
+@dataclass(frozen=True)
+class ExportedTensor:
+    """A Hugging Face tensor, and where it comes from: the ``source`` of the tag, whose whole shape is
+    ``source_shape``."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    source: str
+    source_shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Export:
+    """What was exported, or would be.
+
+    Attributes:
+        source, target: as given.
+        mapping: the mapping's name.
+        tensors: what the target holds, the optimizer's after the model's.
+        unknown: names in the tag that no rule maps, each with the closest rules. Empty unless nothing was written.
+        missing: tensors that the model should have and the tag does not. Empty unless nothing was written.
+        files: weight files and their bytes.
+    """
+
+    source: str
+    target: str
+    mapping: str
+    tensors: tuple[ExportedTensor, ...]
+    unknown: Mapping[str, tuple[str, ...]]
+    missing: tuple[str, ...]
+    files: Mapping[str, int]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all weight files."""
+        return sum(self.files.values())
+
+
+@as_checkpoint_errors()
+@takes(ExportOptions)
+def export_checkpoint(tag: StrPath, out: StrPath, **options: Unpack[ExportKeywords]) -> Export:
+    """Make ``out``, a directory that ``transformers.AutoModelForCausalLM.from_pretrained`` loads, of a tag's model.
+
+    Any tag, of nxd_ckpt or NxD, of any sizes. The input is only read and its digests are verified on the way; the
+    directory appears when all of it is written. Extra memory: below 200 MiB, whatever the size of the model. Keywords
+    are the fields of :class:`~nxd_ckpt.options.hugging_face.ExportOptions`.
+
+    Args:
+        tag: a tag's directory or URL.
+        out: the directory or URL that is made.
+
+    Raises:
+        KeyMismatch: names that no rule maps, with the closest rules; or tensors that the tag lacks.
+        ShapeMismatch, TopologyMismatch: tensors or sizes that are not those of this config.json and mapping, or copies
+            of key-value heads that differ.
+        DtypeMismatch: a value does not fit into ``dtype``.
+        InvalidArgument: arguments that cannot be, or an ``out`` that must not be touched.
+        PartNotFound, OptimizerMismatch: the optimizer was not saved, or nothing says whose its state is.
+        UnsupportedState, IncompatibleState: the optimizer has state of another kind, or not the same on all ranks.
+        CheckpointNotFound, CorruptCheckpoint: as for ``reshard``.
+    """
+    started = time.monotonic()
+    chosen = ExportOptions(**options)
+
+    def prepare(converted: bool = False) -> _Job:
+        return _prepared(tag, out, chosen, converted)
+
+    with joined(chosen.all_ranks, chosen.timeout) as agreement:
+        job = on_all(agreement, prepare)
+        save = agreement.broadcast(job.opened.save)
+        on_all(agreement, lambda: job.opened.require_save(save))
+        if chosen.dry_run:
+            return on_all(agreement, job.summary)
+        by_converter = partial(prepare, converted=True)
+        if chosen.kv_size_multiplier > 1 and decided_by_rank0(
+            agreement, lambda: are_converted(job.opened, job.mapped, lambda: by_converter().mapped)
+        ):
+            job = on_all(agreement, by_converter)
+        output = on_all(agreement, lambda: _ready(job, chosen.overwrite, chosen.durable))
+        _write(job, output, agreement, chosen.progress)
+        if agreement.rank == 0:
+            report("exported", f"{job.source.path} to {job.target.path}", job.summary().nbytes, started)
+        return job.summary()
+
+
+def _prepared(tag: StrPath, out: StrPath, chosen: ExportOptions, converted: bool) -> _Job:
+    """The export, planned; ``converted``: key-value heads lie in the order of NxD's converter."""
+    chosen.validate()
+    size = bytes_of(chosen.size_per_shard)
+    source = locate_any(tag, chosen.storage_options)
+    target = locate_apart(out, source, chosen.written_with)
+    files = [] if chosen.config is None else read_config(os.fspath(chosen.config), chosen.storage_options)
+    mapping = find_mapping(chosen.mapping, config_in(files))
+    if chosen.tokenizer is not None:
+        files += read_tokenizer(os.fspath(chosen.tokenizer), chosen.storage_options)
+    sizes = mapping.sizes(config_in(files), chosen.kv_size_multiplier, chosen.hardware)
+    opened = open_any(source)
+    sizes = replace(sizes, converted=converted, heads_of=opened.topology.tp if chosen.pad_attn_heads else 1)
+    with opened.kept():
+        settings = settings_of(opened)
+        if settings is not None:
+            mapping = adapter_mapping(mapping, settings)
+        names = chosen.saved_param_names
+        mapped = MappedTag(opened, mapping, sizes, master_weights=chosen.master_weights, param_names=names)
+        mapped_optimizer = MappedOptimizer(opened, mapped) if chosen.optimizer else None
+        ranks = None
+        if chosen.presharded:
+            terms = HuggingFaceTerms(mapping, sizes, names, dtype=chosen.dtype, optimizer=chosen.master_weights)
+            ranks = presharded(HuggingFaceTag(opened, terms), config_in(files), chosen.tp)
+    return _Job(source, target, opened, mapping, mapped, mapped_optimizer, files, size, chosen.dtype, ranks)
+
+
+class _Job:
+    """One export, as each of its processes knows it."""
+
+    def __init__(
+        self,
+        source: Location,
+        target: Location,
+        opened: OpenTag,
+        mapping: ModelMapping,
+        mapped: MappedTag,
+        optimizer: MappedOptimizer | None,
+        files: Sequence[ModelFile],
+        size_per_shard: int,
+        dtype: str | None,
+        presharded: Presharded | None,
+    ) -> None:
+        self.source, self.target, self.opened, self.mapped = source, target, opened, mapped
+        self._mapping, self._optimizer, self._files = mapping, optimizer, files
+        self._forms = [TensorForm(one.name, cast_dtype(one.dtype, dtype), one.shape) for one in mapped.file_tensors]
+        self._adapters = mapping if isinstance(mapping, AdapterMapping) else None
+        one_file = [WeightFile(ADAPTER_MODEL, tuple(self._forms))]
+        self._weights = plan_weight_files(self._forms, size_per_shard) if self._adapters is None else one_file
+        entries = [] if optimizer is None else optimizer.tensors
+        self._state = [TensorForm(one.name, one.dtype, one.shape) for one in entries]
+        self._moments = plan_weight_files(self._state, size_per_shard, OPTIMIZER) if self._state else []
+        self._presharded = presharded
+        self.weight_files: list[WeightFile] = [*self._weights, *self._moments]
+        if presharded is not None:
+            self.weight_files = [WeightFile(name, forms_of(held)) for name, held in presharded.items()]
+        self.tensors: dict[str, HfTensor | PackedTensor] = {
+            one.name: one for one in (*mapped.file_tensors, *entries)
+        }
+
+    def planned(self, file: WeightFile) -> PlannedFile:
+        """The file with what each of its tensors is made of."""
+        if self._presharded is not None:
+            return file.planned(self._presharded[file.name].__getitem__)
+        return file.planned(lambda name: self.mapped.assembly(self.tensors[name]))
+
+    def require_all(self) -> None:
+        """Raise what ``MappedTag.require_all`` and ``MappedOptimizer.require_all`` raise."""
+        self.mapped.require_all()
+        if self._optimizer is not None:
+            self._optimizer.require_all()
+
+    def summary(self) -> Export:
+        tensors = tuple(
+            ExportedTensor(form.name, form.dtype, form.shape, one.source_name, one.source.shape)
+            for form, one in zip([*self._forms, *self._state], self.tensors.values(), strict=True)
+        )
+        return Export(
+            self.source.path,
+            self.target.path,
+            self._mapping.name,
+            tensors,
+            {name: tuple(self._mapping.closest(name)) for name in self.mapped.unknown},
+            tuple(self.mapped.missing),
+            {file.name: file.image.nbytes for file in self.weight_files},
+        )
+
+    def last_files(self) -> Iterator[ModelFile]:
+        """What is written when all weight files are."""
+        if self._presharded is not None:
+            return
+        if self._adapters is None:
+            sizes: dict[str, int] = {}
+            for form in self._forms:
+                sizes[form.dtype] = sizes.get(form.dtype, 0) + form.nbytes
+            yield from with_dtype(self._files, max(sizes, key=sizes.__getitem__))
+        else:
+            base_model = config_in(self._files).get("_name_or_path")
+            yield adapter_config(self._adapters.settings, [form.name for form in self._forms], base_model)
+        if self._optimizer is not None:
+            yield ModelFile(OPTIMIZER_DOCUMENT, json.dumps(self._optimizer.document, indent=2).encode() + b"\n")
+        if len(self._moments) > 1:
+            yield ModelFile(OPTIMIZER_INDEX, index_of(self._moments))
+        # Some readers take every safetensors file for the model's where no index says which are.
+        if len(self.weight_files) > 1 and self._adapters is None:
+            yield ModelFile(INDEX, index_of(self._weights))
+
+
+def _ready(job: _Job, overwrite: bool, durable: bool) -> Output:
+    """Where to write to, once it is known that all can be."""
+    if not job.opened.parts.model:
+        raise PartNotFound(f"{job.opened.where} was saved without a model: there is nothing to export")
+    job.require_all()
+    return Output(job.target, overwrite=overwrite, durable=durable)
+
+
+def _write(job: _Job, output: Output, agreement: Agreement, progress: bool) -> None:
+    decided_by_rank0(agreement, output.begin)
+    mine = job.weight_files[agreement.rank :: agreement.world_size]
+    nbytes, written = sum(file.image.nbytes for file in mine), Counter()
+    try:
+        with watched("export", nbytes, lambda: written.nbytes, progress and agreement.rank == 0):
+            for turn in range(-(-len(job.weight_files) // agreement.world_size)):
+                # One file each at a time: nobody waits for others longer than a file takes.
+                on_all(agreement, partial(_write_files, job, output, mine[turn : turn + 1], written))
+        decided_by_rank0(agreement, lambda: _finish(job, output))
+    except BaseException:
+        if agreement.rank == 0:
+            output.discard()
+        raise
+
+
+def _write_files(job: _Job, output: Output, files: Sequence[WeightFile], written: Counter) -> None:
+    with job.opened.kept(), job.opened.reader() as reader:
+        planned = [job.planned(file) for file in files]
+        write_images(reader, output.storage, output.folder, [planned], written.add)
+
+
+def _finish(job: _Job, output: Output) -> None:
+    for file in job.last_files():
+        output.storage.write(f"{output.folder}/{file.name}", file.content)
+    output.publish()
+
+

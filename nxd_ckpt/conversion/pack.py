@@ -1,0 +1,179 @@
+"""``pack_checkpoint``: a whole tag as one tar file, which is read without unpacking it, or compressed."""
+
+from __future__ import annotations
+
+import tarfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from typing_extensions import Unpack
+
+from nxd_ckpt.conversion.compressed_writer import CompressedWriter
+from nxd_ckpt.output.cp_files import files_to_copy, verify
+from nxd_ckpt.output.locations import locate_apart, locate_input
+from nxd_ckpt.output.output import Output
+from nxd_ckpt.output.source import open_source
+from nxd_ckpt.output.tag_file import TagFile
+from nxd_ckpt.output.transfer import pour
+from nxd_ckpt.core.option_classes import takes
+from nxd_ckpt.errors import InvalidArgument, PartNotFound, as_checkpoint_errors
+from nxd_ckpt.core import names
+from nxd_ckpt.options.tags import PackKeywords, PackOptions
+from nxd_ckpt.storage.progress import Counter, report, watched
+from nxd_ckpt.tag.opened import OpenTag
+from nxd_ckpt.storage.archive import member_list
+from nxd_ckpt.storage.archive.compression import compression_of
+from nxd_ckpt.storage.base import Writer, completed
+from nxd_ckpt.storage.urls import ARCHIVES, StrPath
+
+_PAGE = 4096
+"""Where the members' bytes begin is a multiple of this: they are written and read directly, as the files were."""
+
+
+@dataclass(frozen=True)
+class Packed:
+    """What was packed: ``files`` of the tag, into an archive of ``nbytes`` bytes."""
+
+    source: str
+    target: str
+    files: int
+    nbytes: int
+
+
+@as_checkpoint_errors()
+@takes(PackOptions)
+def pack_checkpoint(tag: StrPath, out: StrPath, **options: Unpack[PackKeywords]) -> Packed:
+    """Make ``out``, a tar file that holds a tag, exactly as it is: of nxd_ckpt or NxD, from and to a directory or URL.
+
+    ``load_checkpoint``, ``open_checkpoint`` and every conversion take the archive in place of a checkpoint directory,
+    and read the ranges that they need; a compressed one is unpacked first, to the system's temporary directory. Any tar
+    unpacks it. Every file is verified on the way, those of NxD by the digests that they carry; the archive appears when
+    it is whole. The manifest and indexes come first, ``done`` last; the same tag gives the same bytes. Extra memory:
+    16 MiB, about 100 with zstd. What is compressed for a store goes through the system's temporary directory. Keywords
+    are the fields of :class:`~nxd_ckpt.options.tags.PackOptions`.
+
+    Args:
+        tag: a tag's directory or URL.
+        out: the archive that is made; its name ends in ``.tar``, ``.tar.gz``, ``.tgz``, or ``.tar.zst`` (which needs
+            ``nxd_ckpt[zstd]``).
+
+    Raises:
+        InvalidArgument: ``out`` must not be written, or zstandard is missing.
+        CheckpointNotFound: no such tag, or an incomplete one.
+        CorruptCheckpoint: a file is not what was saved; nothing appears.
+        TagReplaced: the tag was removed, or saved anew, while it was packed; nothing appears.
+    """
+    chosen = PackOptions(**options)
+    started = time.monotonic()
+    source = locate_input(tag, chosen.storage_options)
+    target = locate_apart(out, source, chosen.written_with)
+    if not target.name.endswith(ARCHIVES):
+        raise InvalidArgument(f"output {target.path}: expected a name that ends in {' or '.join(ARCHIVES)}")
+    compression_of(target.name)
+    output = Output(target, overwrite=chosen.overwrite, durable=chosen.durable, kind=None)
+    opened = open_source(source)
+    with opened.kept():
+        members = list(_members(opened))
+    head = _list_of(opened.tag, members)
+    members = [replace(member, at=member.at + len(head)) for member in members]
+    nbytes = members[-1].end + member_list.END
+    if chosen.dry_run:
+        return Packed(source.path, target.path, len(members), nbytes)
+    written = Counter()
+    with output.made(), opened.kept(verified=True), watched("pack", nbytes, lambda: written.nbytes, chosen.progress):
+        _write(opened, head, members, nbytes, output, written)
+    report("packed", f"{source.path} as {target.path}", nbytes, started)
+    return Packed(source.path, target.path, len(members), output.storage.size(target.name))
+
+
+@dataclass(frozen=True)
+class _Member:
+    """One file of the tag, and its header, which begins at ``at`` of the archive."""
+
+    file: TagFile
+    time: float
+    header: bytes
+    at: int
+
+    @property
+    def offset(self) -> int:
+        return self.at + len(self.header)
+
+    @property
+    def end(self) -> int:
+        """Where the next header begins."""
+        return self.offset + self.file.nbytes + -self.file.nbytes % tarfile.BLOCKSIZE
+
+
+def _members(opened: OpenTag) -> Iterator[_Member]:
+    """In the archive's order, from its list's end on, which is that of a page."""
+    at = 0
+    for file in sorted([*files_to_copy(opened), *_markers(opened)], key=_order):
+        key = f"{opened.tag}/{file.name}"
+        seconds = opened.storage.time(key)
+        member = _Member(file, float(seconds), _header(key, file.nbytes, seconds, at), at)
+        yield member
+        at = member.end
+
+
+def _list_of(tag: str, members: Sequence[_Member]) -> bytes:
+    """The list of the members, as a member: pages, so that the others' bytes begin on pages too."""
+    data = member_list.dump((f"{tag}/{one.file.name}", one.offset, one.file.nbytes, one.time) for one in members)
+    data += b" " * (-len(data) % _PAGE)
+    return _header(member_list.NAME, len(data), members[0].time, 0) + data
+
+
+def _markers(opened: OpenTag) -> Iterator[TagFile]:
+    for name in (names.MARKER, names.DONE):
+        key = f"{opened.tag}/{name}"
+        if opened.storage.is_file(key):
+            yield TagFile(name, opened.storage.size(key))
+
+
+def _order(file: TagFile) -> tuple[int, str]:
+    """First what tells of the rest, last what says that all is there."""
+    ranks = {names.MANIFEST: 0, names.MARKER: 3, names.DONE: 4}
+    return ranks.get(file.name, 1 if file.name.startswith(f"{names.INDEX_DIR}/") else 2), file.name
+
+
+def _header(name: str, nbytes: int, seconds: float, at: int) -> bytes:
+    """A member's header, padded by a comment so that its bytes begin on a page, if it begins at byte ``at``."""
+    info = tarfile.TarInfo(name)
+    info.size, info.mtime, info.mode = nbytes, seconds, 0o644
+    info.pax_headers = {"mtime": str(float(seconds))}
+    header = info.tobuf(tarfile.PAX_FORMAT)
+    missing = -(at + len(header)) % _PAGE
+    if not missing:
+        return header
+    frame = len(f"{missing} comment=\n")  # the record counts itself
+    info.pax_headers = {**info.pax_headers, "comment": " " * (missing - frame)}
+    return info.tobuf(tarfile.PAX_FORMAT)
+
+
+def _write(
+    opened: OpenTag, head: bytes, members: Sequence[_Member], nbytes: int, output: Output, written: Counter
+) -> None:
+    storage, key, compressed = output.storage, output.folder, compression_of(output.place.name)
+    writer = CompressedWriter(storage, key, compressed, nbytes) if compressed else storage.create(key, nbytes)
+    with completed(writer):
+        writer.write_at(0, head)
+        for member in members:
+            _put(opened, member, writer, written)
+        writer.write_at(members[-1].end, bytes(nbytes - members[-1].end))
+        if opened.manifest is None:  # no digest tells its files from those of a later save
+            opened.require_kept()
+
+
+def _put(opened: OpenTag, member: _Member, writer: Writer, written: Counter) -> None:
+    """Write the member's header, its bytes, verified, and what fills the last block."""
+    file, key = member.file, f"{opened.tag}/{member.file.name}"
+    where = f"{opened.storage.url}/{key}"
+    writer.write_at(member.at, member.header)
+    try:
+        found, blocks = pour(opened.storage, key, writer, member.offset, file.records, written.add)
+    except FileNotFoundError as error:
+        raise PartNotFound(f"{where} is missing: the tag lost files since it was saved") from error
+    verify(file, found, blocks, where)
+    end = member.offset + file.nbytes
+    writer.write_at(end, bytes(member.end - end))

@@ -1,0 +1,200 @@
+"""The workers of a conversion on this host, and the job's other ranks that share in it."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import (
+    FIRST_COMPLETED,
+    BrokenExecutor,
+    Executor,
+    Future,
+    ProcessPoolExecutor,
+    ThreadPoolExecutor,
+    wait,
+)
+from contextlib import contextmanager
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+from nxd_ckpt.output.image_writer import TOGETHER
+from nxd_ckpt.conversion.job import Job
+from nxd_ckpt.conversion.rank_writer import RankWriter
+from nxd_ckpt.core.votes import Vote
+from nxd_ckpt.errors import CheckpointError, InvalidArgument, PeerTimeout, to_wire
+from nxd_ckpt.coordination.agreement import Agreement, Alone
+from nxd_ckpt.coordination.meeting import meet
+from nxd_ckpt.commit.publication import Publication
+
+_TICK = 0.2
+"""Seconds between two looks at how far the workers are."""
+
+
+class WorkerPool:
+    """Runs the steps of a job on ranks of its result: one at a time, or ``num_workers`` in processes of their own.
+
+    Worker processes import the caller's main module again (multiprocessing's "spawn"): a script that wants several
+    must call from below ``if __name__ == "__main__":``.
+    """
+
+    def __init__(self, job: Job, num_workers: int) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._num_workers = num_workers
+        self._written, self._stop = context.Value("q", 0), context.Event()
+        entry = (job, self._written, self._stop)
+        self._executor: Executor
+        if num_workers > 1:
+            self._executor = ProcessPoolExecutor(num_workers, context, _enter_process, entry)
+        else:
+            self._executor = ThreadPoolExecutor(1, "nxd_ckpt-worker", _enter, entry)
+
+    @property
+    def written(self) -> int:
+        """Bytes that all workers wrote so far."""
+        return int(self._written.value)
+
+    def survey(self, ranks: Iterable[int]) -> int:
+        """The bytes of these ranks' files. Raises what makes the conversion impossible."""
+        calls = {rank: partial(_survey, rank) for rank in ranks}
+        found: list[int] = [_result(future) for _, future in self._run(calls, lambda: None)]
+        return sum(found)
+
+    def write(self, ranks: Sequence[int], publication: Publication, tick: Callable[[], None]) -> Iterator[Vote]:
+        """Write these ranks; the vote of each as it is done. ``tick`` is called several times a second.
+
+        If a rank fails, its vote comes first, and then its error is raised.
+        """
+        # Neighbours hold parts of the same tensors: a worker that writes them side by side reads those once.
+        together = min(TOGETHER, max(len(ranks) // self._num_workers, 1))
+        groups = [ranks[at : at + together] for at in range(0, len(ranks), together)]
+        calls = {group[0]: partial(_write, group, publication) for group in groups}
+        for rank, future in self._run(calls, tick):
+            try:
+                votes: list[Vote] = _result(future)
+            except Exception as error:
+                yield Vote(rank, error=to_wire(error))
+                raise
+            yield from votes
+
+    def close(self) -> None:
+        """Stop what is still running; afterwards nobody writes."""
+        self._stop.set()
+        self._executor.shutdown(cancel_futures=True)
+
+    def _run(
+        self, calls: Mapping[int, Callable[[], Any]], tick: Callable[[], None]
+    ) -> Iterator[tuple[int, Future[Any]]]:
+        ranks = {self._executor.submit(call): rank for rank, call in calls.items()}
+        waiting = set(ranks)
+        while waiting:
+            done, waiting = wait(waiting, timeout=_TICK, return_when=FIRST_COMPLETED)
+            tick()
+            yield from ((ranks[future], future) for future in done)
+
+
+def _result(future: Future[Any]) -> Any:
+    try:
+        return future.result()
+    except BrokenExecutor as error:
+        raise CheckpointError(
+            "a worker process died: look in the system's log whether it was killed for want of memory, and use fewer "
+            "workers (num_workers=)"
+        ) from error
+
+
+class _Own(threading.local):
+    """What a worker (a process, or the one thread) keeps from task to task."""
+
+    job: Job
+    writer: RankWriter | None = None
+    written: Any
+    stop: Any
+
+
+_own = _Own()
+
+
+def _enter(job: Job, written: Any, stop: Any) -> None:
+    _own.job, _own.written, _own.stop = job, written, stop
+
+
+def _enter_process(job: Job, written: Any, stop: Any) -> None:
+    _enter(job, written, stop)
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent gets it too, and says when to stop
+
+    def follow() -> None:
+        parent.join()
+        os._exit(1)  # nobody is left to use what this process would write
+
+    threading.Thread(target=follow, daemon=True).start()
+
+
+def _survey(rank: int) -> int:
+    return _writer().survey(rank)
+
+
+def _write(ranks: Sequence[int], publication: Publication) -> list[Vote]:
+    # Bound here: several threads may write a rank's files, and each would find an ``_own`` of its own.
+    return _writer().write(ranks, publication, partial(_count, _own.written, _own.stop))
+
+
+def _writer() -> RankWriter:
+    if _own.writer is None:
+        _own.writer = RankWriter(_own.job)
+    return _own.writer
+
+
+def _count(written: Any, stop: Any, nbytes: int) -> None:
+    if stop.is_set():
+        raise CheckpointError("stopped: another rank's conversion failed, or it was interrupted")
+    with written.get_lock():
+        written.value += nbytes
+
+
+@contextmanager
+def joined(all_ranks: bool, timeout: float) -> Iterator[Agreement]:
+    """The agreement of this process alone; with ``all_ranks`` of all ranks of the job, each of which must call this.
+
+    The ranks are those of the process group. Where there is none yet, they are those that torchrun started: a gloo
+    group is made for them, and closed again.
+
+    Raises InvalidArgument where the environment describes no job, PeerTimeout where a rank does not come.
+    """
+    if not all_ranks:
+        yield Alone()
+        return
+    import torch.distributed as dist
+
+    own = not dist.is_initialized()
+    if own:
+        _start_group(timeout)
+    try:
+        agreement = meet(dist.get_rank(), dist.get_world_size(), timeout, "conversion")
+        assert agreement is not None  # there is a group of just that size
+        yield agreement
+    finally:
+        if own:
+            dist.destroy_process_group()
+
+
+def _start_group(timeout: float) -> None:
+    import torch.distributed as dist
+
+    try:
+        dist.init_process_group("gloo", timeout=timedelta(seconds=timeout))
+    except ValueError as error:
+        raise InvalidArgument(
+            "all_ranks=True is for a job whose ranks all make this call: start it with torchrun, or join "
+            f"the ranks in a process group first; found neither ({str(error).splitlines()[0]})"
+        ) from error
+    except RuntimeError as error:  # torch's DistError among others
+        raise PeerTimeout(
+            "all_ranks=True: the ranks did not all come together; each must make the same call (found "
+            f"WORLD_SIZE={os.environ.get('WORLD_SIZE')}; {str(error).splitlines()[0]})"
+        ) from error

@@ -1,0 +1,37 @@
+"""Conversions, on any CPU host and without a cluster: tags for other sizes, in other places or as one archive, from and
+to Hugging Face directories and torch DCP, and as plain files of whole tensors."""
+
+from nxd_ckpt.conversion.cp import Copy, copy_checkpoint
+from nxd_ckpt.conversion.export import Export, export_checkpoint
+from nxd_ckpt.conversion.from_dcp import from_dcp
+from nxd_ckpt.conversion.import_plan import Import
+from nxd_ckpt.conversion.importing import import_checkpoint
+from nxd_ckpt.conversion.job import Converted
+from nxd_ckpt.migrate.migrate import Migration, migrate
+from nxd_ckpt.conversion.pack import Packed, pack_checkpoint
+from nxd_ckpt.conversion.reshard import reshard
+from nxd_ckpt.conversion.to_dcp import to_dcp
+from nxd_ckpt.conversion.unshard import Unsharded, unshard_checkpoint
+from nxd_ckpt.conversion.unsharded import UnshardStrategy
+from nxd_ckpt.conversion.zero1 import convert_zero1
+
+__all__ = [
+    "Converted",
+    "Copy",
+    "Export",
+    "Import",
+    "Migration",
+    "Packed",
+    "UnshardStrategy",
+    "Unsharded",
+    "convert_zero1",
+    "copy_checkpoint",
+    "export_checkpoint",
+    "from_dcp",
+    "import_checkpoint",
+    "migrate",
+    "pack_checkpoint",
+    "reshard",
+    "to_dcp",
+    "unshard_checkpoint",
+]

@@ -1,0 +1,1 @@
+"""Agreement between ranks, and exclusion between jobs: lease, journal, intents, stopping."""

@@ -1,0 +1,278 @@
+"""Agreement of all ranks on the caller's thread, through the process group's key-value store.
+
+Never through XLA (its rendezvous gathers device tensors) and never through object collectives (they fail on the
+"xla" backend). Each round costs O(ranks) messages: every rank hands its word to rank 0, rank 0 answers all.
+"""
+
+from __future__ import annotations
+
+import hmac
+import json
+import math
+import secrets
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any, Protocol, TypeVar
+
+from nxd_ckpt import errors
+from nxd_ckpt import effects
+from nxd_ckpt.errors import CheckpointError, PeerTimeout, TagReplaced
+from nxd_ckpt.coordination.backoff import pause_after
+from nxd_ckpt.coordination.peers import Peers
+
+T = TypeVar("T")
+
+_own_secret = secrets.token_bytes(32)
+"""The secret of a process that is alone."""
+
+_SLICE = 1.0
+"""Seconds of a wait for another rank's word, after which it is checked whether the word can still come."""
+
+
+class Agreement(Protocol):
+    """What the ranks need to agree: JSON values from all to rank 0, and from rank 0 to all."""
+
+    rank: int
+    world_size: int
+    peers: Peers | None
+    """This rank's end of the connections between the ranks' processes; None where there is none."""
+
+    def gather(self, value: Any) -> list[Any] | None:
+        """Every rank's value, by rank, on rank 0; None elsewhere."""
+
+    def broadcast(self, value: Any) -> Any:
+        """Rank 0's value, on every rank."""
+
+    def is_gone(self, rank: int) -> bool:
+        """Whether that rank's process is known to have ended. False does not mean that it lives."""
+
+    def sign(self) -> None:
+        """Show those who wait for rank 0 that it is at work on its word; nothing on other ranks."""
+
+    def secret_for(self, purpose: str) -> bytes:
+        """32 bytes that only the ranks of this job know, others for each purpose."""
+
+    def store(self, name: str) -> Any:
+        """A c10d store of that name, for some of the ranks to meet in; never called by a process alone."""
+
+
+class Alone:
+    """One process that agrees with itself: a single-process job, or a tool that acts as one rank."""
+
+    rank = 0
+    world_size = 1
+    peers: Peers | None = None
+
+    def gather(self, value: Any) -> list[Any] | None:
+        return [value]
+
+    def broadcast(self, value: Any) -> Any:
+        return value
+
+    def is_gone(self, rank: int) -> bool:
+        return False
+
+    def sign(self) -> None:
+        """Nobody waits."""
+
+    def secret_for(self, purpose: str) -> bytes:
+        return hmac.digest(_own_secret, purpose.encode(), "sha256")
+
+    def store(self, name: str) -> Any:
+        raise CheckpointError(f"a single process has no other ranks to meet in {name!r}")
+
+
+class Words:
+    """The words (JSON) that ranks leave for each other in a c10d store: TCPStore, FileStore, HashStore, PrefixStore.
+
+    A wait ends when the word is there, after ``timeout`` seconds without a sign of the rank that should leave it, or as
+    soon as that rank, or the store itself, is known to be ``gone``. While rank 0 waits, for other ranks or for what is
+    not theirs, it gives signs of life, so that those who wait for its word do not give up before it does.
+    """
+
+    def __init__(self, store: Any, rank: int, timeout: float, gone: Callable[[int], bool] = lambda rank: False) -> None:
+        self.store, self._rank, self._timeout, self._gone = store, rank, timeout, gone
+        self._signed = -math.inf
+
+    def leave(self, key: str, word: Any) -> None:
+        """Leave a word under ``key``."""
+        self._ask(self.store.set, key, json.dumps(word))
+
+    def take(self, key: str, rank: int) -> Any:
+        """The word that ``rank`` leaves under ``key``, for nobody else. Raises PeerTimeout."""
+        word = self.read(key, rank)
+        # A long job must not fill the store. Stores that cannot delete (FileStore) keep a few bytes a word.
+        with suppress(RuntimeError):
+            self.store.delete_key(key)
+        return word
+
+    def read(self, key: str, rank: int) -> Any:
+        """The word that ``rank`` leaves under ``key``. Raises PeerTimeout."""
+        began = since = effects.monotonic()
+        sign = self._sign_of(rank)
+        while not self._comes(key, began):
+            if self._gone(rank) and not self.has(key):  # leaving the word may have been the last thing that it did
+                raise PeerTimeout(f"rank {self._rank} waited for rank {rank}: its process ended; look at its log")
+            if sign != (sign := self._sign_of(rank)):
+                since = effects.monotonic()
+            elif effects.monotonic() - since >= self._timeout:
+                raise PeerTimeout(
+                    f"rank {self._rank} waited {self._timeout:.0f} s for rank {rank}: it is gone, slow, or did not "
+                    "make the same nxd_ckpt call; look at its log"
+                )
+        return json.loads(self._ask(self.store.get, key))
+
+    def add(self, key: str, amount: int) -> int:
+        """Add to the number under ``key``, which begins at 0, and return it; no two ranks get the same."""
+        return int(self._ask(self.store.add, key, amount))
+
+    def sign(self) -> None:
+        """Rank 0: show that it is alive, and at work on what the others wait for. Nothing on other ranks."""
+        now = effects.monotonic()
+        if self._rank == 0 and now - self._signed >= _SLICE / 2:
+            self._signed = now
+            self.leave("waiting", now)
+
+    def _comes(self, key: str, began: float) -> bool:
+        """Whether it is there within a slice of the time; pauses grow with the time since the wait ``began``."""
+        started = effects.monotonic()
+        within = min(_SLICE, self._timeout)
+        self.sign()
+        # Not store.wait: where it times out, torch prints two warnings.
+        while not self.has(key):
+            now = effects.monotonic()
+            if now - started >= within:
+                return False
+            effects.sleep(min(pause_after(now - began), within))
+        return True
+
+    def has(self, key: str) -> bool:
+        """Whether there is a word under ``key`` by now."""
+        return bool(self._ask(self.store.check, [key]))
+
+    def _sign_of(self, rank: int) -> bytes | None:
+        if rank != 0 or not self.has("waiting"):
+            return None
+        return bytes(self._ask(self.store.get, "waiting"))
+
+    def _ask(self, request: Callable[..., Any], *words: Any) -> Any:
+        try:
+            return request(*words)
+        except RuntimeError as error:
+            raise self._lost(error) from error
+
+    def _lost(self, error: RuntimeError) -> PeerTimeout:
+        return PeerTimeout(
+            f"rank {self._rank} cannot reach the process group's store, which usually lives in rank 0's process: that "
+            f"is gone; look at its log ({str(error).splitlines()[0]})"
+        )
+
+
+class StoreAgreement:
+    """Agreement through a c10d store that nobody else uses: that of one call which all ranks make.
+
+    All ranks must call the same methods in the same order: :meth:`broadcast` is what follows a :meth:`gather`. Raises
+    PeerTimeout, on all ranks, naming the rank that was waited for, after ``timeout`` seconds without its word, or as
+    soon as it is known to be gone.
+    """
+
+    def __init__(
+        self,
+        store: Any,
+        rank: int,
+        world_size: int,
+        timeout: float,
+        peers: Peers | None = None,
+        secret: bytes | None = None,
+    ) -> None:
+        self.rank, self.world_size, self.peers, self._secret = rank, world_size, peers, secret
+        self._words = Words(store, rank, timeout, self.is_gone)
+        self._round = 0
+
+    def gather(self, value: Any) -> list[Any] | None:
+        self._round += 1
+        if self.rank != 0:
+            self._words.leave(self._key(self.rank), value)
+            return None
+        try:
+            return [value, *(self._words.take(self._key(rank), rank) for rank in range(1, self.world_size))]
+        except PeerTimeout as error:
+            with suppress(PeerTimeout):  # the ranks that came wait for rank 0's word now
+                self._round += 1
+                self._words.leave(self._key(0), {"error": errors.to_wire(error)})
+            raise
+
+    def broadcast(self, value: Any) -> Any:
+        self._round += 1
+        if self.rank == 0:
+            self._words.leave(self._key(0), {"value": value})
+            return value
+        return answer_of(self._words.read(self._key(0), 0))
+
+    def is_gone(self, rank: int) -> bool:
+        return self.peers is not None and self.peers.is_gone(rank)
+
+    def sign(self) -> None:
+        self._words.sign()
+
+    def secret_for(self, purpose: str) -> bytes:
+        if self._secret is None:
+            raise CheckpointError("the ranks of this job did not agree on a secret when they met")
+        return hmac.digest(self._secret, purpose.encode(), "sha256")
+
+    def store(self, name: str) -> Any:
+        from torch.distributed import PrefixStore  # type: ignore[attr-defined]
+
+        return PrefixStore(f"{self._round}/{name}", self._words.store)
+
+    def _key(self, rank: int) -> str:
+        return f"{self._round}/{rank}"
+
+
+def answer_of(word: dict[str, Any]) -> Any:
+    """What rank 0 answered: its ``value``, or raised here, its ``error``."""
+    if "error" in word:
+        name, message = word["error"]
+        raise errors.from_wire(name, message, 0)
+    return word["value"]
+
+
+def on_all(agreement: Agreement, step: Callable[[], T]) -> T:
+    """Run ``step`` on every rank; if it raised on any, raise on all.
+
+    A rank raises its own error if it has one, otherwise that of the first rank that failed, as the same class. If any
+    raised TagReplaced, all do.
+    """
+    own: Exception | None = None
+    try:
+        result = step()
+    except Exception as error:
+        own = error
+    words = agreement.gather(None if own is None else errors.to_wire(own))
+    failures = [[rank, *word] for rank, word in enumerate(words or ()) if word]
+    # If a tag was replaced, all ranks raise that: it explains the errors that others met in it.
+    replaced = [failure for failure in failures if failure[1] == TagReplaced.__name__]
+    failed = agreement.broadcast(next(iter(replaced + failures), None))
+    if own is not None and (isinstance(own, TagReplaced) or failed[1] != TagReplaced.__name__):
+        raise own
+    if failed is not None:
+        rank, name, message = failed
+        raise errors.from_wire(name, message, rank) from own
+    return result
+
+
+def decided_by_rank0(agreement: Agreement, decide: Callable[[], T]) -> T:
+    """Run ``decide`` on rank 0 alone and give its (JSON) result, or its error, to every rank."""
+    word: Any = None
+    own: Exception | None = None
+    if agreement.rank == 0:
+        try:
+            word = {"value": decide()}
+        except Exception as error:
+            own = error
+            word = {"error": errors.to_wire(error)}
+    word = agreement.broadcast(word)
+    if own is not None:
+        raise own
+    value: T = answer_of(word)
+    return value

@@ -1,0 +1,62 @@
+"""The end of the process: what is open is closed, and a failure that nobody was told of becomes the exit code."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import sys
+from contextlib import suppress
+from typing import Protocol
+
+from nxd_ckpt.effects import in_forked_children
+
+logger = logging.getLogger("nxd_ckpt")
+
+
+class Closable(Protocol):
+    """What a Checkpointer offers."""
+
+    def close(self) -> None:
+        """Finish, and raise what failed and was not raised."""
+
+    def abandon(self) -> None:
+        """Finish this rank's part after an exception; never raises."""
+
+
+_open: dict[int, Closable] = {}
+# In a forked child what is open is its parent's, and so are the threads.
+in_forked_children(_open.clear)
+
+
+def close_at_exit(what: Closable) -> None:
+    """Keep ``what``, and close it when the process ends, unless :func:`forget` comes first."""
+    _open[id(what)] = what
+
+
+def forget(what: Closable) -> None:
+    """``what`` was closed."""
+    _open.pop(id(what), None)
+
+
+@atexit.register
+def _at_exit() -> None:
+    """Close everything; after an exception give the other ranks a short grace only."""
+    crashed = getattr(sys, "last_value", None) is not None and not hasattr(sys, "ps1")
+    failed = False
+    for what in list(_open.values()):
+        if crashed:
+            what.abandon()
+            continue
+        try:
+            what.close()
+        except Exception as error:  # whatever it is, it must reach the exit code
+            failed = True
+            logger.critical("nxd_ckpt: a checkpoint was not saved: %s: %s", type(error).__name__, error)
+    if failed:
+        # An exception in an exit handler is only printed: a scheduler would take the job for a success.
+        logging.shutdown()
+        with suppress(Exception):
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(1)

@@ -1,0 +1,74 @@
+"""The job's own small files.
+
+A damaged one must never keep anybody from using a directory: it is renamed out of the way, with a warning.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import uuid
+from collections.abc import Callable
+from typing import Any
+
+from nxd_ckpt.core import document
+from nxd_ckpt.core.limits import NOTE
+from nxd_ckpt.core.names import HIDDEN
+from nxd_ckpt.coordination.paths import PROBES, RUNS, STAGING, TRASH, VOTES
+from nxd_ckpt.storage.base import Storage
+
+logger = logging.getLogger("nxd_ckpt")
+
+_NO_DIRECTORY = {errno.EEXIST, errno.ENOTDIR, errno.ELOOP}
+"""Errors of making a directory where something else, or a link, is in its place."""
+
+
+def read_note(storage: Storage, key: str) -> dict[str, Any] | None:
+    """The fields of a small document, or None if there is none. Raises MalformedFile for anything else."""
+    try:
+        data = storage.read(key, NOTE)
+    except FileNotFoundError:
+        return None
+    return document.small(data, f"{storage.url}/{key}")
+
+
+def set_aside(storage: Storage, key: str, why: object) -> None:
+    """Rename what lies under ``key``, with a warning; remove it in a store, which renames nothing.
+
+    It may be gone already. Raises OSError if it cannot be moved.
+    """
+    other = f"{key}.damaged-{uuid.uuid4().hex[:8]}"
+    try:
+        if storage.renames:
+            storage.rename(key, other)
+        else:
+            storage.remove(key)
+    except FileNotFoundError:
+        return  # another process was faster
+    became = f"moved to {other}: remove it once it is of no use" if storage.renames else "removed"
+    logger.warning("%s/%s is not what it should be, and was %s (%s)", storage.url, key, became, why)
+
+
+def drop_those_of_lost_tags(storage: Storage, folder: str, place: Callable[[str], str]) -> None:
+    """Remove from ``folder``, where each tag has its own ``place(tag)``, what was kept of tags that are gone.
+
+    Two listings, however many tags there are.
+    """
+    kept = {place(entry.name) for entry in storage.list() if entry.is_dir}
+    for entry in storage.list(folder):
+        if f"{folder}/{entry.name}" not in kept:
+            storage.remove(f"{folder}/{entry.name}")
+
+
+def make_places(storage: Storage) -> None:
+    """Make the directories that a job works in, so that they last. Anything else in place of one, a link too, is set
+    aside."""
+    storage.make_dir("")
+    for folder in (HIDDEN, STAGING, VOTES, TRASH, RUNS, PROBES):
+        try:
+            storage.make_dir(folder)
+        except OSError as error:
+            if error.errno not in _NO_DIRECTORY:
+                raise
+            set_aside(storage, folder, error)
+            storage.make_dir(folder)

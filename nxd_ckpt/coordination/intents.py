@@ -1,0 +1,79 @@
+"""Intents: notes of what is about to happen to a tag, for storages that rename nothing.
+
+Without renames a tag is filled, and emptied, one key after the other. So a small file names the tag before that begins,
+and is removed when it is finished: in ``staging`` for a save, in ``trash`` for a removal. Whoever finds the intent of a
+dead job looks for the tag's ``done``. If it is there, the tag is complete: the save was committed, or its removal had
+not begun. If it is not, everything in the tag is removed. On a file system there is a directory under the same name,
+with what is not a tag yet, or no longer; :func:`clear` removes either.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from contextlib import suppress
+
+from nxd_ckpt.core.tags import validate_tag
+from nxd_ckpt.errors import MalformedFile
+from nxd_ckpt.core.names import DONE
+from nxd_ckpt.coordination.control_files import read_note
+from nxd_ckpt.coordination.paths import COPIES, STAGING, TRASH, unfinished_dir
+from nxd_ckpt.storage.base import Storage, remove_if
+
+
+def declare(storage: Storage, key: str, tag: str) -> None:
+    """Note under ``key`` that ``tag`` is about to be filled or emptied."""
+    folder = key.rpartition("/")[0]
+    storage.make_dir(folder)
+    storage.write(key, json.dumps({"tag": tag}).encode())
+    storage.sync_dir(folder)
+
+
+def saves_of(storage: Storage, tag: str) -> list[str]:
+    """The attempts whose saves of ``tag`` are under way, or ended without being cleared."""
+    return _of(storage, STAGING, tag)
+
+
+def is_being_removed(storage: Storage, tag: str) -> bool:
+    """Whether the removal of ``tag`` is under way, or ended without being cleared."""
+    return bool(_of(storage, TRASH, tag))
+
+
+def _of(storage: Storage, folder: str, tag: str) -> list[str]:
+    found = [entry.name for entry in storage.list(folder) if not entry.is_dir]
+    return [name for name in found if _tag(storage, f"{folder}/{name}") == tag]
+
+
+def clear(storage: Storage, key: str, confirm: Callable[[], bool]) -> None:
+    """Finish what an intent announced, or remove a directory. Safe to repeat.
+
+    Nobody may be working there any more. ``confirm`` says whether that still holds, once it is known what an intent's
+    tag consists of.
+    """
+    tag = _tag(storage, key) if storage.is_file(key) else None
+    if tag is not None and not storage.is_file(f"{tag}/{DONE}"):
+        if not (remove_if(storage, tag, confirm) and confirm()):
+            return
+        storage.discard_unfinished(tag)
+    if storage.renames and key.rpartition("/")[0] in (STAGING, COPIES) and storage.is_dir(key):
+        key = _moved_away(storage, key)
+    storage.remove(key)
+
+
+def _moved_away(storage: Storage, key: str) -> str:
+    """Where a directory is that was removed from its place: all of it at once, since a rank that wakes up there must
+    find all its files, or none."""
+    away = unfinished_dir(key)
+    storage.remove(away)  # an earlier one
+    with suppress(FileNotFoundError):
+        storage.rename(key, away)
+    return away
+
+
+def _tag(storage: Storage, key: str) -> str | None:
+    """The tag that an intent names; None if the intent is gone, or damaged."""
+    try:
+        fields = read_note(storage, key)
+        return None if fields is None else validate_tag(fields["tag"])
+    except (MalformedFile, KeyError, ValueError):
+        return None

@@ -1,0 +1,217 @@
+"""Putting a finished staging directory into place, also over an existing tag.
+
+A new tag is one atomic rename. Replacing a tag takes two steps (see runtime.coordination.replacement), so the swap is
+announced in a journal first: it holds the names. Whoever opens or lists the directory after a crash settles it.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import logging
+from collections.abc import Callable, Collection
+from contextlib import suppress
+
+from nxd_ckpt.core.keys import checked_name
+from nxd_ckpt.core.tags import validate_tag
+from nxd_ckpt.errors import DirectoryInUse, MalformedFile
+from nxd_ckpt.core.names import DONE, HIDDEN
+from nxd_ckpt.coordination import intents
+from nxd_ckpt.coordination.control_files import read_note, set_aside
+from nxd_ckpt.coordination.pins import pinned
+from nxd_ckpt.coordination.replacement import Replacement
+from nxd_ckpt.coordination.paths import JOURNAL, STAGING, TRASH, UNFINISHED, is_trash_of, staging_dir, trash_file
+from nxd_ckpt.storage.base import Storage
+
+logger = logging.getLogger("nxd_ckpt")
+
+
+def publish(storage: Storage, attempt: str, tag: str) -> None:
+    """Rename the complete, synced staging directory of ``attempt`` to ``tag`` and make that durable.
+
+    Raises OSError, and leaves things as they were: what is not durable must not stay visible, and the tag that it was
+    to replace must not stay away.
+    """
+    recover(storage)  # an earlier swap of this job may not be finished yet
+    replacement, replaces = _replacement(storage, attempt, tag), storage.is_dir(tag)
+    restore = replacement.put_back
+    try:
+        if replaces:
+            storage.make_dir(TRASH)
+            storage.write(JOURNAL, json.dumps({"attempt": attempt, "tag": tag}).encode())
+            storage.sync_dir(HIDDEN)
+        replacement.make()
+        restore = replacement.undo
+        _sync(storage)
+    except OSError:
+        _restore(replacement, restore)
+        raise
+    if replaces:
+        try:
+            _forget(storage)
+        except OSError as error:
+            # The new tag is in place and durable: a journal that stays moves nothing.
+            logger.warning("%s: could not drop %s: %s", storage.url, JOURNAL, error)
+        discard_trash(storage, attempt.rpartition("-")[0])
+
+
+def _replacement(storage: Storage, attempt: str, tag: str) -> Replacement:
+    return Replacement(storage, staging_dir(attempt), tag, trash_file(attempt, tag))
+
+
+def _restore(replacement: Replacement, moves: Callable[[], None]) -> None:
+    """The journal stays if this fails: whoever opens the directory next tries again."""
+    storage = replacement.storage
+    try:
+        moves()
+        _sync(storage)
+        _forget(storage)
+    except OSError as error:
+        logger.error("%s: a failed save of %r could not be undone yet: %s", storage.url, replacement.target, error)
+
+
+def recover(storage: Storage) -> None:
+    """Finish or undo a swap that a crash interrupted. Safe to call at any time, by several processes at once.
+
+    A journal that names no swap is set aside, and so is the trash, where the tag that it was about may lie.
+    """
+    try:
+        announced = _announced(storage)
+        if announced is None:
+            return
+        _replacement(storage, *announced).settle()
+    except (MalformedFile, OSError) as error:
+        if isinstance(error, OSError) and error.errno != errno.ELOOP:
+            raise
+        set_aside(storage, JOURNAL, error)
+        if storage.is_dir(TRASH) and storage.list(TRASH):
+            set_aside(storage, TRASH, f"a tag that was being replaced may be in it, as {JOURNAL} does not tell")
+        return
+    _sync(storage)
+    _forget(storage)
+
+
+def is_open(storage: Storage) -> bool:
+    """Whether a swap was announced, and not finished yet; also where the journal is damaged."""
+    try:
+        storage.size(JOURNAL)
+    except FileNotFoundError:
+        return False
+    except MalformedFile:
+        return True
+    return True
+
+
+def _announced(storage: Storage) -> tuple[str, str] | None:
+    """Attempt and tag of the swap in the journal. Raises MalformedFile."""
+    fields = read_note(storage, JOURNAL)
+    if fields is None:
+        return None
+    try:
+        return checked_name(fields["attempt"]), validate_tag(fields["tag"])
+    except (KeyError, ValueError) as error:
+        raise MalformedFile(f"{storage.url}/{JOURNAL}: it names no swap ({type(error).__name__}: {error})") from error
+
+
+def remove_tag(storage: Storage, tag: str, attempt: str, spared: Callable[[str], bool] = lambda key: False) -> bool:
+    """Make a tag invisible with one rename; False where it is ``spared``, which is told where it lies then: it has its
+    name again."""
+    key, goes = trash_file(attempt, tag), False
+    storage.make_dir(TRASH)
+    storage.rename(tag, key)
+    try:
+        goes = not spared(key)
+    finally:
+        if not goes:
+            storage.rename(key, tag)
+    if goes:
+        storage.sync_dir("")
+    return goes
+
+
+def discard_trash(storage: Storage, run_id: str, confirm: Callable[[], bool] = lambda: True) -> None:
+    """Delete what this run has renamed away. Failures are left for the next time, because nothing visible depends on
+    it. Nothing is deleted while there is a journal: an old tag may have to be put back.
+
+    In a store the intents there are finished; see intents.clear for ``confirm``. What another run has left is swept
+    when a lease is taken: of one that stood still until it was taken over, it may be a tag that is about to get its
+    name back. What was no tag yet never does.
+    """
+    with suppress(OSError):
+        if is_open(storage):
+            return
+        names = [entry.name for entry in storage.list(TRASH)]
+        names = [name for name in names if name.rsplit("-", 2)[0] == run_id or name.endswith(UNFINISHED)]
+        settle_losses(storage, names)
+        for name in names:
+            with suppress(OSError, DirectoryInUse):
+                discard(storage, name, confirm)
+
+
+def settle_losses(storage: Storage, names: Collection[object]) -> None:
+    """Make it durable that tags in the trash have lost their names, before any is deleted. Raises OSError.
+
+    Whoever renamed one may have died, or met an error, before that was durable: a power cut would give what is left of
+    it its name again.
+    """
+    if names and storage.renames:
+        storage.sync_dir("")
+        storage.sync_dir(TRASH)
+
+
+def discard(storage: Storage, name: str, confirm: Callable[[], bool]) -> None:
+    """Delete what is called ``name`` in the trash, see `settle_losses`. Raises OSError.
+
+    If it is a tag that is pinned, it gets its name back: whoever was to remove it ended before that saw the pin.
+    """
+    key = f"{TRASH}/{name}"
+    if storage.is_dir(key):  # in a store it is an intent
+        for tag in pinned(storage):
+            if is_trash_of(name, tag):
+                _put_back(storage, key, tag)
+    intents.clear(storage, key, confirm)
+
+
+def pinned_in_trash(storage: Storage) -> dict[str, str]:
+    """The tags that are pinned and have lost their names, each with the key that it has in the trash, of several the
+    newest. A live job that moved one away sees the pin, and gives it its name back; a dead one does not."""
+    try:
+        away = {tag for tag in pinned(storage) if not storage.is_dir(tag)} if storage.renames else set()
+    except MalformedFile:  # pins that cannot be read keep nobody from reading tags
+        return {}
+    found = dict[str, tuple[float, str]]()
+    for entry in storage.list(TRASH) if away else ():
+        for tag in (tag for tag in away if is_trash_of(entry.name, tag)):
+            key = f"{TRASH}/{entry.name}"
+            with suppress(FileNotFoundError, MalformedFile):  # half deleted, or no tag
+                found[tag] = max(found.get(tag, (0.0, "")), (storage.time(f"{key}/{DONE}"), key))
+    return {tag: key for tag, (_, key) in found.items()}
+
+
+def put_back_pinned(storage: Storage) -> None:
+    """Give them their names back. Safe by several processes at once, while no job lives. Raises OSError."""
+    for tag, key in pinned_in_trash(storage).items():
+        with suppress(FileNotFoundError, FileExistsError):  # another process was faster
+            _put_back(storage, key, tag)
+            logger.warning(
+                "%s/%s is pinned, and a job that was to remove it ended before it saw that: it is back",
+                storage.url,
+                tag,
+            )
+
+
+def _put_back(storage: Storage, key: str, tag: str) -> None:
+    Replacement(storage, key, tag, key).put_back()
+    _sync(storage)
+
+
+def _sync(storage: Storage) -> None:
+    storage.sync_dir("")
+    for source in (STAGING, TRASH):
+        if storage.is_dir(source):
+            storage.sync_dir(source)
+
+
+def _forget(storage: Storage) -> None:
+    storage.remove(JOURNAL)
+    storage.sync_dir(HIDDEN)

@@ -1,0 +1,331 @@
+"""The lease: at most one live job writes to a checkpoint directory.
+
+The holder is alive while its heartbeat changes. Clocks are never compared: a job on another host is judged by whether
+the heartbeat *changes* while one watches, and one on this host by whether its process still runs.
+
+The heartbeat is a file of its own. The lease is written once, so a holder that stood still until another job took over
+cannot bring its own back when it wakes.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import uuid
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
+
+from nxd_ckpt import effects as host
+from nxd_ckpt.core import document
+from nxd_ckpt.core.entries import integers
+from nxd_ckpt.core.keys import checked_text
+from nxd_ckpt.core.limits import NOTE
+from nxd_ckpt.errors import DirectoryInUse, MalformedFile, StorageError
+from nxd_ckpt.coordination.control_files import set_aside
+from nxd_ckpt.coordination.paths import HEARTBEAT, LEASE, PLACE
+from nxd_ckpt.storage.base import Storage, is_mounted, remove_if, without_links
+
+logger = logging.getLogger("nxd_ckpt")
+
+
+@dataclass(frozen=True)
+class Lease:
+    """Who writes here. ``host`` identifies a process namespace, not just a machine; ``born`` tells reused pids apart.
+
+    ``place`` is the mark of the directory where it was taken, see :func:`place_of`. It is not part of the file.
+    """
+
+    run_id: str
+    host: str
+    pid: int
+    born: str
+    known: bool = True
+    """False for a damaged lease: its holder is not known, and it does not beat."""
+    place: bytes | None = field(default=None, compare=False)
+    taken_in: Storage | None = field(default=None, compare=False)
+    """That directory by its path without links; None where a path cannot come to lead elsewhere. Not part of the file
+    either."""
+
+    @staticmethod
+    def of_this_process(run_id: str) -> Lease:
+        return Lease(run_id, host.processes(), host.pid(), host.born(host.pid()) or "")
+
+    def is_of_process_of(self, other: Lease) -> bool:
+        return (self.host, self.pid, self.born) == (other.host, other.pid, other.born)
+
+    def holder_runs_here(self) -> bool | None:
+        """Whether the holder still runs; None if it is not of this host, or this system (without /proc) cannot tell."""
+        if self.host != host.processes() or not self.born:
+            return None
+        born = host.born(self.pid)
+        return born is not None and born == self.born
+
+    def describe(self) -> str:
+        return f"run {self.run_id} (pid {self.pid} on {self.host.partition('/')[0]})"
+
+
+def acquire(storage: Storage, run_id: str, patience: float, sign: Callable[[], None] = lambda: None) -> Lease:
+    """Take the lease, also from a dead holder.
+
+    Args:
+        patience: seconds without a heartbeat after which a holder on another host counts as dead; a live one beats
+            several times in it.
+        sign: called again and again while it waits for that.
+
+    Raises:
+        DirectoryInUse: another live job holds it.
+    """
+    mine = Lease.of_this_process(run_id)
+    try:
+        taken = _acquired(storage, mine, patience, sign)
+        return replace(taken, place=place_of(storage), taken_in=without_links(storage))
+    except DirectoryInUse:
+        raise
+    except BaseException:  # an interrupt too: otherwise nobody would give back what may have been taken
+        with suppress(OSError):
+            release(storage, mine)
+        raise
+
+
+def _acquired(storage: Storage, mine: Lease, patience: float, sign: Callable[[], None]) -> Lease:
+    if is_mounted(storage):
+        storage.link_new(PLACE, uuid.uuid4().hex.encode())
+    # Before the lease: NFS goes on to miss a file, for up to a minute, that was not there when it was asked for first.
+    storage.link_new(HEARTBEAT, _encode(mine, beat=0))
+    while not storage.link_new(LEASE, _encode(mine)):
+        record = _read(storage)
+        if record is None:
+            continue  # released in between
+        data, holder = record
+        if holder.is_of_process_of(mine):
+            if holder.run_id == mine.run_id:
+                return mine
+            raise DirectoryInUse(
+                f"{storage.url}: this process already saves here as {holder.describe()}; use one Checkpointer for "
+                "one directory, or close the other first"
+            )
+        if _lives(storage, holder, patience, sign):
+            raise DirectoryInUse(
+                f"{storage.url} is being written by another live job, {holder.describe()}; stop it, or save to a "
+                f"directory of your own (if you are sure that it is gone, remove {storage.url}/{LEASE})"
+            )
+        if data is None:  # a live holder would have written it anew
+            set_aside(storage, LEASE, "it cannot be read, and nobody renews it")
+        elif storage.exchange(LEASE, data, _encode(mine)):
+            if not holder.known:
+                logger.warning("%s/%s was damaged, and nobody renewed it: replaced", storage.url, LEASE)
+            break
+    with suppress(OSError):
+        _beat(storage, mine, 0)  # instead of the last one of a dead job; the next one comes soon
+    storage.sync_dir(os.path.dirname(LEASE))
+    return mine
+
+
+def read(storage: Storage) -> Lease | None:
+    """The lease in force, or None; a damaged one counts as one whose holder is unknown and does not beat."""
+    record = _read(storage)
+    return None if record is None else record.lease
+
+
+def release(storage: Storage, lease: Lease) -> None:
+    """Give the lease back, if it is still ours. One that was damaged meanwhile would keep the next job waiting."""
+    storage = directory_of(storage, lease)
+    if _repaired(storage, lease) == lease:
+        with suppress(OSError):
+            storage.remove(HEARTBEAT)  # before the lease: after that it may be the next holder's
+        remove_if(storage, LEASE, lambda: read(storage) == lease)
+
+
+def directory_of(storage: Storage, mine: Lease) -> Storage:
+    """The directory in which the lease was taken, also where a link of its path leads elsewhere by now."""
+    if mine.taken_in is None or place_of(storage) == mine.place:
+        return storage
+    return mine.taken_in if place_of(mine.taken_in) == mine.place else storage
+
+
+def require(storage: Storage, mine: Lease, *, strictly: bool = False) -> None:
+    """Raise DirectoryInUse if another job took the lease over while this one gave no sign of life.
+
+    That job may have given it back since. On a file system that shows, because the staging directory was removed. Where
+    tags are written in place, and ``strictly`` of a copy, which gathers elsewhere, nothing would show it, so a lease
+    that is gone counts as lost. A damaged lease counts as gone where that does no harm, until the next heartbeat writes
+    it anew, which it does not where the path leads to another file system. Where a lease is needed it is written anew
+    here, if the last heartbeat is this job's: who takes over leaves one.
+    """
+    is_needed = strictly or not storage.renames
+    holder = _repaired(storage, mine) if is_needed else read(storage)
+    holder = holder if holder is not None and holder.known else None
+    if holder is None:
+        require_place(storage, mine.run_id, mine.place)
+    if holder is None and is_needed:
+        raise DirectoryInUse(
+            f"{storage.url}/{LEASE} is gone: another job took over from {mine.describe()}, which gave no sign of life "
+            "for too long, and has ended since, or somebody removed it. This job must not save there any more; start "
+            "it anew"
+        )
+    if holder is not None and holder != mine:
+        if holder.is_of_process_of(mine):
+            raise DirectoryInUse(
+                f"{storage.url} leads to a directory that this process saves to as another one, {holder.describe()}: a "
+                "link to it, or a mount of it, came in its place. Nothing is saved there until it leads to where it did"
+            )
+        raise DirectoryInUse(
+            f"{storage.url} was taken over by {holder.describe()}, because {mine.describe()} gave no sign of life for "
+            "too long; it must not publish there any more. Stop one of the two jobs"
+        )
+
+
+def _repaired(storage: Storage, mine: Lease) -> Lease | None:
+    """The lease in force; a damaged one is written anew, if the last heartbeat is this job's."""
+    record = _read(storage)
+    if record is None or record.lease.known or last_beat(storage, mine) is None:
+        return None if record is None else record.lease
+    with suppress(FileNotFoundError):
+        _write_anew(storage, mine, record)
+    return read(storage)
+
+
+def place_of(storage: Storage) -> bytes | None:
+    """The mark that tells a mounted directory from any that is mounted in its place later; None where there is none."""
+    if not is_mounted(storage):
+        return None
+    try:
+        return storage.read(PLACE, NOTE)
+    except FileNotFoundError:
+        return None
+
+
+def require_place(storage: Storage, run_id: str, place: bytes | None) -> None:
+    """Raise StorageError unless the path still leads to the directory with this mark, or with the lease of this run."""
+    if place is None or place_of(storage) == place:
+        return
+    holder = read(storage)
+    if holder is None or holder.run_id != run_id:
+        raise StorageError(
+            f"{storage.url} is not the directory that this job took: its mark {PLACE} and its lease are not there. It "
+            "was unmounted, or something else is mounted or linked in its place, or both files were removed. Nothing "
+            "is saved there until it is back; to use what is there now, start the job anew"
+        )
+
+
+def job_lives(storage: Storage, patience: float) -> bool:
+    """Whether a live job holds the lease; used before rolling a journal forward or back from outside."""
+    holder = read(storage)
+    return holder is not None and _lives(storage, holder, patience)
+
+
+def last_beat(storage: Storage, holder: Lease) -> int | None:
+    """The number of the holder's last heartbeat; None if there is none, or another job's came after it."""
+    try:
+        data = storage.read(HEARTBEAT, NOTE)
+        [beat] = integers([document.small(data, HEARTBEAT)["beat"]])
+    except (FileNotFoundError, MalformedFile, KeyError, ValueError):
+        return None
+    return beat if holder.known and _decode(data) == holder else None
+
+
+class Heartbeat:
+    """Shows that the holder lives, from a daemon thread, so that it stops with the process and not before."""
+
+    def __init__(self, storage: Storage, lease: Lease, interval: float) -> None:
+        self._storage, self._lease, self._interval = storage, lease, interval
+        self._stop = host.Event()
+        self._thread = host.Thread(target=self._run, name="nxd_ckpt-lease", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        self._stop.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        beat = 0
+        while not self._stop.wait(self._interval):
+            beat += 1
+            try:
+                if self._holds():
+                    _beat(self._storage, self._lease, beat)
+            except (OSError, MalformedFile):
+                continue  # a full or absent disk shows in the save itself; the next beat may succeed
+
+    def _holds(self) -> bool:
+        """Whether the lease is ours; a damaged one is written anew. If it was taken over, the next save says so."""
+        storage, mine, record = self._storage, self._lease, _read(self._storage)
+        if record is not None and record.lease.known:
+            return record.lease == mine
+        return _write_anew(storage, mine, record)
+
+
+def _write_anew(storage: Storage, mine: Lease, record: _LeaseFile | None) -> bool:
+    """Write the lease again, of which ``record``, nothing or something damaged, is left; False if it is not ours."""
+    if record is not None and record.data is not None:
+        return storage.exchange(LEASE, record.data, _encode(mine))
+    if record is not None:
+        set_aside(storage, LEASE, "it cannot be read; its holder writes it anew")
+    # On a store it was lost, see require; and what a path leads to after it was unmounted is not ours to take.
+    return storage.renames and place_of(storage) == mine.place and storage.link_new(LEASE, _encode(mine))
+
+
+def _beat(storage: Storage, mine: Lease, number: int) -> None:
+    data = _encode(mine, beat=number)
+    try:
+        if storage.renames:
+            storage.write(HEARTBEAT, data)
+        else:
+            # On the disks of hosts that file which the others read: one that is written anew may be on another disk.
+            storage.exchange(HEARTBEAT, storage.read(HEARTBEAT, NOTE), data)
+    except FileNotFoundError:
+        storage.link_new(HEARTBEAT, data)
+    except (IsADirectoryError, MalformedFile) as error:
+        set_aside(storage, HEARTBEAT, error)
+        storage.link_new(HEARTBEAT, data)
+
+
+def _lives(storage: Storage, holder: Lease, patience: float, sign: Callable[[], None] = lambda: None) -> bool:
+    runs = holder.holder_runs_here()
+    if runs is not None:
+        return runs
+    deadline, beat = host.monotonic() + patience, last_beat(storage, holder)
+    while host.monotonic() < deadline:
+        host.sleep(min(patience / 20, 1.0))
+        sign()
+        now = read(storage)
+        if now != holder:
+            return now is not None  # else it was given back
+        if last_beat(storage, holder) not in (None, beat):
+            return True
+    return False
+
+
+class _LeaseFile(NamedTuple):
+    """The lease's file: its bytes, None where it cannot be read, and what they say."""
+
+    data: bytes | None
+    lease: Lease
+
+
+def _read(storage: Storage) -> _LeaseFile | None:
+    try:
+        data = storage.read(LEASE, NOTE)
+    except FileNotFoundError:
+        return None
+    except MalformedFile:
+        return _LeaseFile(None, _decode(b""))
+    return _LeaseFile(data, _decode(data))
+
+
+def _encode(lease: Lease, **more: int) -> bytes:
+    fields = {name: value for name, value in vars(lease).items() if name not in ("known", "place", "taken_in")}
+    return json.dumps({**fields, **more}).encode()
+
+
+def _decode(data: bytes) -> Lease:
+    try:
+        fields = document.small(data, LEASE)
+        run_id, host, born = (checked_text(fields[name]) for name in ("run_id", "host", "born"))
+        [pid] = integers([fields["pid"]])
+        return Lease(run_id, host, pid, born)
+    except (MalformedFile, KeyError, ValueError):
+        return Lease("unknown", "unknown", 0, "", known=False)

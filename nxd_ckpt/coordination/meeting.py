@@ -1,0 +1,233 @@
+"""How the ranks of a job meet for one call that all of them make: the first save to a directory, a load, a conversion.
+
+Every rank but rank 0 asks for an answer to each of its calls, by number. Rank 0 waits for the next of each, and answers
+all with the number of the meeting, under which they then agree. A rank that waited in vain withdraws what it asked, and
+rank 0 passes over what was withdrawn: so ranks that were out of step, because some of them made a call that others did
+not, are in step again at the next one that all make.
+"""
+
+from __future__ import annotations
+
+import logging
+from contextlib import suppress
+from hashlib import sha256
+from typing import Any
+
+from nxd_ckpt import errors
+from nxd_ckpt.errors import CheckpointError, PeerTimeout, RanksDisagree
+from nxd_ckpt.effects import in_forked_children
+from nxd_ckpt.coordination.agreement import Agreement, Alone, StoreAgreement, Words, answer_of
+from nxd_ckpt.coordination.key_exchange import job_secret, new_secret
+from nxd_ckpt.coordination.peers import Address, Hub, Spoke
+from nxd_ckpt.coordination.fair_turns import Turns
+
+logger = logging.getLogger("nxd_ckpt")
+
+
+def meet(
+    rank: int, world_size: int, timeout: float, call: str, members: tuple[int, ...] | None = None
+) -> Agreement | None:
+    """The agreement of a job of this size, for one ``call``, or None where no process group joins the ranks.
+
+    ``members`` are the ranks in the whole job of those that make the call; None for all of them.
+
+    Reads ``torch.distributed`` only; the group may use any backend, its store is what counts.
+
+    Raises:
+        RanksDisagree: another rank made another call: load against save.
+        PeerTimeout: a rank did not come within ``timeout`` seconds, or is gone.
+    """
+    if world_size == 1:
+        return Alone()
+    import torch.distributed as dist
+
+    if not (dist.is_available() and dist.is_initialized()):
+        return None
+    if members is None and dist.get_world_size() != world_size:
+        return None
+    if dist.get_rank() != (rank if members is None else members[rank]):
+        raise CheckpointError(
+            f"this process is rank {dist.get_rank()} of its process group, but rank {rank} of the topology given"
+        )
+    from torch.distributed.distributed_c10d import _get_default_store
+
+    store = _get_default_store()
+    if any(store is inherited for inherited in _inherited):
+        raise CheckpointError(
+            f"{call}: this process was forked from rank {rank}, whose connections to the other ranks it must not use; "
+            "with topology=Topology() it saves and loads alone"
+        )
+    return _venue(store, rank, world_size, members).meet(timeout, call)
+
+
+class Venue:
+    """Where this process meets the other ranks: their process group's ``store``.
+
+    Threads take turns. If threads come in another order on another rank, what each is about to do shows it.
+    """
+
+    def __init__(self, store: Any, rank: int, world_size: int, members: tuple[int, ...] | None = None) -> None:
+        from torch.distributed import PrefixStore  # type: ignore[attr-defined]
+
+        self.group_store = store
+        of_members = "" if members is None else f"/{sha256(repr(members).encode()).hexdigest()[:16]}"
+        self._store = PrefixStore(f"nxd_ckpt{of_members}", store)
+        self._rank, self._world_size = rank, world_size
+        self._turns = Turns()
+        self._peers: Hub | Spoke | None = None
+        self._secret = new_secret() if rank == 0 else None
+
+    def meet(self, timeout: float, call: str) -> Agreement:
+        """See :func:`meet`."""
+        from torch.distributed import PrefixStore  # type: ignore[attr-defined]
+
+        words = Words(self._store, self._rank, timeout, self._is_gone)
+        with self._turns.taken(call):
+            if self._rank == 0:
+                number, hub, all_know = _call_in(words, self._world_size, call, self._hub())
+            else:
+                number, hub, all_know = _ask(words, self._rank, call, self._secret is not None)
+            store = PrefixStore(f"meeting/{number}", self._store)
+            if not all_know:
+                self._secret = self._exchange(Words(store, self._rank, timeout, self._is_gone))
+            self._connect(hub)
+        return StoreAgreement(store, self._rank, self._world_size, timeout, self._peers, self._secret)
+
+    def leave(self) -> None:
+        """In a forked child: its parent's connections are not the child's."""
+        if self._peers is not None:
+            self._peers.leave()
+
+    def _is_gone(self, rank: int) -> bool:
+        return self._peers is not None and self._peers.is_gone(rank)
+
+    def _exchange(self, words: Words) -> bytes:
+        return job_secret(words, self._rank, self._world_size, self._secret or b"")
+
+    def _hub(self) -> Address | None:
+        try:
+            self._peers = self._peers or Hub(self._secret or b"")
+        except OSError as error:  # a host that allows no listening: dead ranks are noticed after the timeout
+            logger.debug("the end of other ranks will not be noticed at once: %s", error)
+        return self._peers.address() if isinstance(self._peers, Hub) else None
+
+    def _connect(self, hub: Address | None) -> None:
+        if self._peers is None and hub is not None:
+            try:
+                self._peers = Spoke(self._rank, hub, self._secret or b"")
+            except OSError as error:
+                logger.debug("the end of rank 0 will not be noticed at once: %s", error)
+
+
+_Answer = tuple[int, Address | None, bool]
+"""The number of the meeting, where the ranks may connect, and whether all of them know the job's secret."""
+
+
+def _call_in(words: Words, world_size: int, call: str, hub: Address | None) -> _Answer:
+    """Rank 0: wait for the other ranks' calls, and answer each, or tell why there is no meeting."""
+    asked: dict[int, int] = {}
+    try:
+        calls = {0: [call, True]}
+        for rank in range(1, world_size):
+            asked[rank], calls[rank] = _next_call(words, rank)
+        for rank, (other, _) in calls.items():
+            if other != call:
+                raise RanksDisagree(
+                    f"rank 0 makes a {call}, rank {rank} a {other}; all ranks must make the same calls, in the same "
+                    "order"
+                )
+        number = words.add("meetings", 1)
+    except BaseException as error:
+        for rank in range(1, world_size):
+            if rank not in asked and (came := _came(words, rank)) is not None:
+                asked[rank] = came
+        _answer(words, asked, {"error": errors.to_wire(error)})
+        raise
+    all_know = all(knows for _, knows in calls.values())
+    _answer(words, asked, {"value": [number, hub, all_know]})
+    return number, hub, all_know
+
+
+def _answer(words: Words, asked: dict[int, int], answer: dict[str, Any]) -> None:
+    for rank, number in asked.items():
+        with suppress(PeerTimeout):  # the store is gone, which the other ranks notice by themselves
+            words.leave(f"answer/{rank}/{number}", answer)
+
+
+def _next_call(words: Words, rank: int) -> tuple[int, list[Any]]:
+    """The number of the next call of ``rank`` that it has not withdrawn; the call, and whether it knows the secret."""
+    while True:
+        number, call = _number_of_next(words, rank), _taken(words, rank)
+        if call is not None:
+            return number, call
+
+
+def _came(words: Words, rank: int) -> int | None:
+    """The number of the call of a rank that waits for its answer by now; None if it does not."""
+    with suppress(PeerTimeout):  # the store is gone
+        while words.has(_call_key(rank, number := _number_of_next(words, rank))):
+            if _taken(words, rank) is not None:
+                return number
+    return None
+
+
+def _taken(words: Words, rank: int) -> list[Any] | None:
+    """The next call of ``rank``, None if it is withdrawn; from now on the next is another."""
+    number = _number_of_next(words, rank)
+    call: list[Any] = words.take(_call_key(rank, number), rank)
+    words.add(f"taken/{rank}", 1)
+    return call if words.add(f"claim/{rank}/{number}", 1) == 1 else None
+
+
+def _number_of_next(words: Words, rank: int) -> int:
+    return words.add(f"taken/{rank}", 0) + 1
+
+
+def _call_key(rank: int, number: int) -> str:
+    return f"call/{rank}/{number}"
+
+
+def _ask(words: Words, rank: int, call: str, knows: bool) -> _Answer:
+    """Another rank: rank 0's answer to this call."""
+    number = words.add(f"calls/{rank}", 1)
+    answer = f"answer/{rank}/{number}"
+    try:
+        words.leave(_call_key(rank, number), [call, knows])
+        word = words.take(answer, 0)
+    except BaseException as error:  # an interrupt too: rank 0 must not answer a rank that has left
+        if words.add(f"claim/{rank}/{number}", 1) == 1 or not isinstance(error, PeerTimeout):  # now it is withdrawn
+            raise
+        word = words.take(answer, 0)  # rank 0 has just come
+    meeting, hub, all_know = answer_of(word)
+    return int(meeting), hub, all_know
+
+
+_here: dict[tuple[int, ...] | None, Venue] = {}
+"""Venues of this process's default process group, by the members that meet there; None for all of its ranks."""
+
+
+_inherited: list[Any] = []
+"""In a forked child: the store of its parent's process group."""
+
+
+def _begin_anew() -> None:
+    import torch.distributed as dist
+
+    for venue in _here.values():
+        venue.leave()
+    _here.clear()
+    if dist.is_available() and dist.is_initialized():
+        from torch.distributed.distributed_c10d import _get_default_store
+
+        _inherited.append(_get_default_store())
+
+
+in_forked_children(_begin_anew)
+
+
+def _venue(store: Any, rank: int, world_size: int, members: tuple[int, ...] | None) -> Venue:
+    if any(venue.group_store is not store for venue in _here.values()):
+        _here.clear()
+    if members not in _here:
+        _here[members] = Venue(store, rank, world_size, members)
+    return _here[members]

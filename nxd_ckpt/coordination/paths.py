@@ -1,0 +1,107 @@
+"""Where the job's own files lie: all below one hidden directory that NxD's listing never sees."""
+
+from __future__ import annotations
+
+import zlib
+
+from nxd_ckpt.core.names import DONE, HIDDEN, MARKER
+from nxd_ckpt.storage.hosts.keys import Names
+
+LEASE = f"{HIDDEN}/lease.json"
+HEARTBEAT = f"{HIDDEN}/heartbeat.json"
+PLACE = f"{HIDDEN}/place"
+JOURNAL = f"{HIDDEN}/journal.json"
+STAGING = f"{HIDDEN}/staging"
+VOTES = f"{HIDDEN}/votes"
+TRASH = f"{HIDDEN}/trash"
+RUNS = f"{HIDDEN}/runs"
+PROBES = f"{HIDDEN}/probes"
+COPIES = f"{HIDDEN}/copies"
+PINS = f"{HIDDEN}/pins"
+FETCHED = f"{HIDDEN}/fetched"
+STATISTICS = f"{HIDDEN}/statistics"
+SUMMARIES = f"{HIDDEN}/summaries"
+
+UNFINISHED = ".unfinished"
+"""Ends the name in the trash of what was no tag yet."""
+
+ON_HOSTS = Names(HIDDEN, (STAGING, TRASH, PINS), MARKER, DONE)
+"""Where the files go if each host has a disk of its own. Intents and pins outlive the host of rank 0: they say what a
+later job must finish, or leave."""
+
+
+def spare_file(run_id: str, rank: int) -> str:
+    """Kept so that its space and name are there for a vote once the disk is full."""
+    return f"{PROBES}/{run_id}-rank_{rank}.spare"
+
+
+def statistics_file(tag: str) -> str:
+    return f"{STATISTICS}/{tag}.json"
+
+
+def summaries_dir(tag: str) -> str:
+    return f"{SUMMARIES}/{tag}"
+
+
+def summaries_file(tag: str, rank: int) -> str:
+    return f"{summaries_dir(tag)}/rank_{rank:05d}.json"
+
+
+def staging_dir(attempt: str) -> str:
+    return f"{STAGING}/{attempt}"
+
+
+def votes_dir(attempt: str) -> str:
+    return f"{VOTES}/{attempt}"
+
+
+def verdict_dir(attempt: str) -> str:
+    """Apart from the votes: every rank lists it again and again, and thousands of ranks vote."""
+    return f"{votes_dir(attempt)}/verdict"
+
+
+def verdict_file(attempt: str) -> str:
+    return f"{verdict_dir(attempt)}/verdict.json"
+
+
+def begin_file(attempt: str) -> str:
+    """Rank 0 has made room for the attempt; beside the verdict, for the ranks that wait for either."""
+    return f"{verdict_dir(attempt)}/begin"
+
+
+def rank_file(attempt: str, rank: int, kind: str) -> str:
+    """``kind`` is ``vote`` or ``progress``."""
+    return f"{votes_dir(attempt)}/rank_{rank:05d}.{kind}.json"
+
+
+def alive_file(attempt: str) -> str:
+    """Changes while rank 0 is at the attempt; beside the verdict, for the ranks that wait for that."""
+    return f"{verdict_dir(attempt)}/alive"
+
+
+def left_file(attempt: str, rank: int) -> str:
+    """The rank no longer waits for rank 0's verdict. Holds the tag that it was saving."""
+    return f"{votes_dir(attempt)}/rank_{rank:05d}.left"
+
+
+def spared_file(attempt: str) -> str:
+    """A later job has found the attempt decided, and left it to ranks that may still read the verdict."""
+    return f"{votes_dir(attempt)}/spared"
+
+
+def unfinished_dir(key: str) -> str:
+    """Where an unfinished tag, or copy of one, goes at once that is to be deleted."""
+    return f"{TRASH}/{zlib.crc32(key.encode()):08x}{UNFINISHED}"
+
+
+def trash_file(attempt: str, tag: str) -> str:
+    return f"{TRASH}/{attempt}{_trash_end(tag)}"
+
+
+def is_trash_of(name: str, tag: str) -> bool:
+    """Whether ``tag`` gets such a name in the trash."""
+    return name.endswith(_trash_end(tag))
+
+
+def _trash_end(tag: str) -> str:
+    return f"-{zlib.crc32(tag.encode()):08x}"  # a tag may be as long as a name may be

@@ -1,0 +1,352 @@
+"""Which ranks of the job are gone, by their connections; and words between rank 0 and the others, over the same.
+
+Every other rank keeps one connection to rank 0, over which hardly anything is sent. When a process ends, in whatever
+way, its system closes the connection, and the other end learns of it at once. A process that is stopped, or gets no
+time to run, keeps its connection, so that it is not taken for dead. A host that loses its power is silent, and counts
+as lost after the timeout; so does a rank that could not be connected.
+
+Who connects proves that it knows the job's secret, and so does rank 0. Strangers hold few connections, and not for
+long.
+
+A word is any JSON value. It goes to who listens to its channel, a number that both ends know, on a thread of its own.
+"""
+
+from __future__ import annotations
+
+import hmac
+import json
+import logging
+import os
+import selectors
+import socket
+import struct
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol
+
+from nxd_ckpt import effects
+from nxd_ckpt.storage.hosts.interface import group_addresses, listen
+from nxd_ckpt.storage.hosts.wire import NONCE, proof
+
+logger = logging.getLogger("nxd_ckpt")
+
+Address = dict[str, Any]
+"""What another rank needs to connect to rank 0 (JSON)."""
+
+_CONNECTING = 2.0
+"""Seconds that connecting to one address may take."""
+_JOINING = 10.0
+"""Seconds for which a connection that is dropped is tried again."""
+_NO_ROOM = 0.1
+"""Seconds to wait where no connection can be taken."""
+_STRANGERS = 64
+"""Connections that may be about to prove to be a rank's. The oldest is dropped for a further one."""
+_LINE = 2**20
+"""Bytes of a word, at most."""
+_HELLO = struct.Struct(f">I{NONCE}s{NONCE}s")
+"""The rank, its random number, and its proof."""
+
+Heard = Callable[[int, Any], None]
+"""Is called with the rank that a word came from, and the word: None once that rank is gone. It must be quick."""
+
+
+class Peers(Protocol):
+    """One end of the connections: rank 0's, or another rank's."""
+
+    def is_gone(self, rank: int) -> bool:
+        """Whether that rank is known to have ended."""
+
+    def listen(self, channel: int, heard: Heard | None) -> None:
+        """From now on words of this channel go to ``heard``; None ends that."""
+
+    def tell(self, channel: int, word: Any) -> None:
+        """Send a word: rank 0 to all others, the others to rank 0. Who is gone does not get it."""
+
+
+@dataclass
+class _Stranger:
+    """A connection that has not proved to be a rank's: since when (s), our random number, and the bytes that came."""
+
+    since: float
+    nonce: bytes
+    received: bytearray
+
+
+class Hub:
+    """Rank 0's end of the connections, watched by a thread of its own."""
+
+    def __init__(self, secret: bytes) -> None:
+        """Raises OSError where this host allows no listening."""
+        self._secret = secret
+        self._doors = listen(group_addresses())
+        self._selector = selectors.DefaultSelector()
+        for door in self._doors.values():
+            door.setblocking(False)
+            self._selector.register(door, selectors.EVENT_READ)
+        self._strangers: dict[socket.socket, _Stranger] = {}
+        self._ranks: dict[socket.socket, int] = {}
+        self._telling = threading.RLock()  # signal handlers make steps too
+        self._lines: dict[socket.socket, _Lines] = {}
+        self._gone: set[int] = set()
+        self._listeners: dict[int, Heard] = {}
+        threading.Thread(target=self._watch, name="nxd_ckpt-peers", daemon=True).start()
+
+    def address(self) -> Address:
+        return {"hosts": list(self._doors), "port": next(iter(self._doors.values())).getsockname()[1]}
+
+    def is_gone(self, rank: int) -> bool:
+        """Whether that rank was connected and has ended."""
+        return rank in self._gone
+
+    def listen(self, channel: int, heard: Heard | None) -> None:
+        _set(self._listeners, channel, heard)
+
+    def tell(self, channel: int, word: Any) -> None:
+        with self._telling:
+            for connection in list(self._ranks):
+                _send(connection, channel, word)
+
+    def leave(self) -> None:
+        """In a forked child: close what is the parent's, which keeps it open."""
+        for held in (*self._strangers, *self._ranks, *self._doors.values()):
+            held.close()
+
+    def _watch(self) -> None:
+        while True:
+            for key, _ in self._selector.select(_CONNECTING if self._strangers else None):
+                ready: Any = key.fileobj
+                if ready in self._strangers:
+                    self._admit(ready)
+                elif ready in self._ranks:
+                    if not self._lines[ready].read(partial(self._hear, self._ranks[ready])):
+                        self._lose(ready)
+                elif ready in self._doors.values():
+                    self._meet(ready)
+            self._forget_silent()
+
+    def _hear(self, rank: int, channel: int, word: Any) -> None:
+        _call(self._listeners.get(channel), rank, word)
+
+    def _lose(self, connection: socket.socket) -> None:
+        self._selector.unregister(connection)
+        rank = self._ranks.pop(connection)
+        del self._lines[connection]
+        connection.close()
+        if rank not in self._ranks.values():  # else it has connected anew
+            self._gone.add(rank)
+            for channel in list(self._listeners):
+                self._hear(rank, channel, None)
+
+    def _meet(self, door: socket.socket) -> None:
+        """Take a connection, for which the oldest of too many strangers is given up. Nobody is waited for."""
+        try:
+            connection, _ = door.accept()
+        except BlockingIOError:  # who connected has gone
+            return
+        except OSError:  # no descriptors are left; who connects stays ready
+            effects.sleep(_NO_ROOM)
+            return
+        if len(self._strangers) >= _STRANGERS:
+            self._forget(next(iter(self._strangers))).close()
+        connection.setblocking(False)
+        nonce = os.urandom(NONCE)
+        self._strangers[connection] = _Stranger(effects.monotonic(), nonce, bytearray())
+        self._selector.register(connection, selectors.EVENT_READ)
+        with suppress(OSError):
+            connection.send(nonce)
+
+    def _admit(self, connection: socket.socket) -> None:
+        """Read what a stranger says. It is a rank if it proves to know the secret."""
+        stranger = self._strangers[connection]
+        try:
+            data = connection.recv(_HELLO.size - len(stranger.received))
+        except BlockingIOError:
+            return
+        except OSError:
+            data = b""
+        stranger.received += data
+        if data and len(stranger.received) < _HELLO.size:
+            return
+        self._forget(connection)
+        if not (data and self._is_admitted(connection, stranger)):
+            connection.close()
+
+    def _is_admitted(self, connection: socket.socket, stranger: _Stranger) -> bool:
+        rank, nonce, proven = _HELLO.unpack(stranger.received)
+        if not hmac.compare_digest(proven, proof(self._secret, b"rank", rank, stranger.nonce + nonce)):
+            return False
+        with self._telling, suppress(OSError):
+            connection.sendall(proof(self._secret, b"hub", rank, stranger.nonce + nonce))
+            self._lines[connection] = _Lines(connection)  # from now on it gets every word
+            self._ranks[connection] = rank
+            self._gone.discard(rank)  # another process group, in the same processes
+            self._selector.register(connection, selectors.EVENT_READ)
+            return True
+        return False
+
+    def _forget(self, stranger: socket.socket) -> socket.socket:
+        del self._strangers[stranger]
+        self._selector.unregister(stranger)
+        return stranger
+
+    def _forget_silent(self) -> None:
+        now = effects.monotonic()
+        for silent in [one for one, stranger in self._strangers.items() if now - stranger.since > _CONNECTING]:
+            self._forget(silent).close()
+
+
+class Spoke:
+    """Another rank's end of its connection to rank 0."""
+
+    def __init__(self, rank: int, address: Address, secret: bytes) -> None:
+        """Raises OSError where rank 0 cannot be reached."""
+        self._connection = _connected(rank, address, secret)
+        self._lines = _Lines(self._connection)
+        self._ended = False
+        self._listeners: dict[int, Heard] = {}
+        self._watched = False
+
+    def is_gone(self, rank: int) -> bool:
+        """Whether rank 0 ended; this end knows nothing of others."""
+        if rank == 0 and not self._ended and not self._watched and not self._lines.read(self._hear):
+            self._ended = True
+        return rank == 0 and self._ended
+
+    def listen(self, channel: int, heard: Heard | None) -> None:
+        _set(self._listeners, channel, heard)
+        if not self._watched:
+            self._watched = True
+            selector = selectors.DefaultSelector()
+            selector.register(self._connection, selectors.EVENT_READ)
+            threading.Thread(target=self._watch, args=(selector,), name="nxd_ckpt-peers", daemon=True).start()
+
+    def tell(self, channel: int, word: Any) -> None:
+        _send(self._connection, channel, word)
+
+    def leave(self) -> None:
+        """In a forked child: close what is the parent's, which keeps it open."""
+        self._connection.close()
+
+    def _watch(self, selector: selectors.BaseSelector) -> None:
+        with selector:
+            while not self._ended:
+                selector.select()
+                if not self._lines.read(self._hear):
+                    self._ended = True
+
+    def _hear(self, channel: int, word: Any) -> None:
+        _call(self._listeners.get(channel), 0, word)
+
+
+def _connected(rank: int, address: Address, secret: bytes) -> socket.socket:
+    """A connection to rank 0. One that is dropped, where strangers keep rank 0 busy, is tried again for a while."""
+    deadline = effects.monotonic() + _JOINING
+    while True:
+        problem, dropped = OSError("no answer"), False
+        for name in address["hosts"]:
+            try:
+                connection = socket.create_connection((name, address["port"]), timeout=_CONNECTING)
+            except OSError as error:
+                problem = error
+                continue
+            try:
+                _prove(connection, rank, secret)
+            except OSError as error:
+                connection.close()
+                problem, dropped = error, True
+                continue
+            connection.setblocking(False)
+            return connection
+        if not dropped or effects.monotonic() > deadline:
+            raise problem
+        effects.sleep(_NO_ROOM)
+
+
+def _prove(connection: socket.socket, rank: int, secret: bytes) -> None:
+    """Prove to know the secret, and have it proved. Raises OSError where the other end does not."""
+    theirs, ours = _take(connection, NONCE), os.urandom(NONCE)
+    connection.sendall(_HELLO.pack(rank, ours, proof(secret, b"rank", rank, theirs + ours)))
+    if not hmac.compare_digest(_take(connection, NONCE), proof(secret, b"hub", rank, theirs + ours)):
+        raise OSError("who answers there does not prove to be rank 0 of this job")
+
+
+def _take(connection: socket.socket, nbytes: int) -> bytes:
+    data = b""
+    while len(data) < nbytes:
+        part = connection.recv(nbytes - len(data))
+        if not part:
+            raise OSError("no answer")
+        data += part
+    return data
+
+
+class _Lines:
+    """What arrives over a connection: a line for each word."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection, self._rest = connection, bytearray()
+        self._reading = threading.Lock()
+
+    def read(self, heard: Callable[[int, Any], None]) -> bool:
+        """Give what has arrived to ``heard``: channel and word. Whether the other end is still there.
+
+        One that sends what is no word counts as gone: nothing after it could be understood.
+        """
+        if not self._reading.acquire(blocking=False):
+            return True  # another thread reads, and will see
+        try:
+            return self._read(heard)
+        finally:
+            self._reading.release()
+
+    def _read(self, heard: Callable[[int, Any], None]) -> bool:
+        try:
+            data = self._connection.recv(4096)
+        except BlockingIOError:
+            return True
+        except OSError:
+            return False
+        first, *others = data.split(b"\n")
+        self._rest += first
+        if len(self._rest) > _LINE:
+            return False
+        if not others:
+            return bool(data)
+        *lines, rest = [bytes(self._rest), *others]
+        self._rest = bytearray(rest)
+        for line in lines:
+            match _parsed(line):
+                case [int(channel), word]:
+                    heard(channel, word)
+                case _:
+                    return False
+        return bool(data)
+
+
+def _parsed(line: bytes) -> Any:
+    with suppress(ValueError, RecursionError):
+        return json.loads(line)
+    return None
+
+
+def _send(connection: socket.socket, channel: int, word: Any) -> None:
+    with suppress(OSError):  # it is gone, which is noticed by itself
+        connection.sendall(json.dumps([channel, word]).encode() + b"\n")
+
+
+def _set(listeners: dict[int, Heard], channel: int, heard: Heard | None) -> None:
+    if heard is None:
+        listeners.pop(channel, None)
+    else:
+        listeners[channel] = heard
+
+
+def _call(heard: Heard | None, rank: int, word: Any) -> None:
+    try:
+        if heard is not None:
+            heard(rank, word)
+    except Exception:  # a defect of ours must not end the thread, by which the end of ranks is noticed
+        logger.exception("nxd_ckpt: unexpected error at a word of rank %d", rank)

@@ -1,0 +1,76 @@
+"""A signal that sets a flag, and does nothing else, as long as a flag of this process waits for it."""
+
+from __future__ import annotations
+
+import os
+import signal
+from contextlib import suppress
+from types import FrameType
+from typing import Any
+
+from nxd_ckpt.errors import InvalidArgument
+from nxd_ckpt.coordination import worker_shield
+
+
+class SignalFlag:
+    """Whether this process got the signal since the flag was made."""
+
+    def __init__(self, number: int) -> None:
+        self.number, self.pid = number, os.getpid()
+        self.is_set = False
+
+    @property
+    def name(self) -> str:
+        return signal.Signals(self.number).name
+
+    def install(self) -> None:
+        """Take the place of the signal's handler. Raises InvalidArgument where this thread, or no handler, may not."""
+        if self in _installed:
+            return
+        try:
+            present: Any = signal.getsignal(self.number)
+            signal.signal(self.number, present if isinstance(present, _Handler) else _Handler(present))
+        except (ValueError, OSError) as error:
+            raise InvalidArgument(
+                f"preemption: the signal {self.number} cannot be handled here ({error}): make the Checkpointer on the "
+                "main thread, or give a function that says whether to stop"
+            ) from error
+        _installed.append(self)
+        worker_shield.keep(self.number)
+
+    def remove(self) -> None:
+        """Put back the handler that was there before, once no other flag waits. Where ours cannot be taken away, it
+        passes the signal on.
+        """
+        if self in _installed:
+            _installed.remove(self)
+            if self.pid == os.getpid():
+                worker_shield.release(self.number)
+        present: Any = signal.getsignal(self.number)
+        if isinstance(present, _Handler) and not _waiting(self.number):
+            with suppress(ValueError):  # not on the main thread: it stays
+                signal.signal(self.number, present.before)
+
+
+_installed: list[SignalFlag] = []
+"""Of all signals. There is no lock: handlers read it, and every change of it is atomic."""
+
+
+def _waiting(number: int) -> list[SignalFlag]:
+    """This process's flags for the signal: in a forked child those of its parent are not."""
+    return [flag for flag in list(_installed) if flag.number == number and flag.pid == os.getpid()]
+
+
+class _Handler:
+    """Sets all flags that wait for the signal. ``before`` never changes and is none of ours: no two call each other."""
+
+    def __init__(self, before: Any) -> None:
+        self.before = signal.SIG_DFL if before is None else before  # None: it was not installed by Python
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        """It may interrupt anything, so it takes no lock and logs nothing."""
+        waiting = _waiting(number)
+        for flag in waiting:
+            flag.is_set = True
+        if not waiting:
+            worker_shield.pass_on(self.before, number, frame)

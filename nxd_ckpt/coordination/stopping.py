@@ -1,0 +1,174 @@
+"""A rank that is told to stop tells the others, and all stop at the same step (see :mod:`nxd_ckpt.core.stopping`).
+
+Words go over the connections of :mod:`nxd_ckpt.coordination.peers`, and are answered on their thread. While
+nobody is told to stop, none are sent: a step costs a look at a flag.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Callable
+from typing import Any
+
+from nxd_ckpt import effects
+from nxd_ckpt.core.stopping import Member, Tally
+from nxd_ckpt.core.suggestions import first_of
+from nxd_ckpt.errors import CheckpointError, PeerTimeout
+from nxd_ckpt.coordination.agreement import Agreement, decided_by_rank0, on_all
+
+logger = logging.getLogger("nxd_ckpt")
+
+_channels = itertools.count(1)
+"""In rank 0's process: no two of them hear each other's words."""
+
+_SLICE = 1.0
+"""Seconds of a wait, after which it is checked whether rank 0 is still there."""
+
+
+class Stopping:
+    """One rank's part in it. Its calls are those of one thread."""
+
+    def __init__(self, agreement: Agreement, notice: Callable[[], str | None], grace: float) -> None:
+        """All ranks at once.
+
+        Args:
+            notice: says why this rank is to stop; None while it is not.
+            grace: seconds within which all ranks must have agreed.
+
+        Raises:
+            CheckpointError: on all ranks, where one has no connection to rank 0.
+        """
+        self._rank, self._world_size = agreement.rank, agreement.world_size
+        self._peers = agreement.peers
+        self._notice, self._grace = notice, grace
+        self._changed = effects.Condition()
+        self._member = Member()
+        self._tally = Tally(agreement.world_size)
+        self._source: tuple[int, str] | None = None
+        """Which rank was told to stop, and by what."""
+        self._since = 0.0
+        self._lost: list[int] = []
+        self._said = False
+        self._channel: int = decided_by_rank0(agreement, lambda: next(_channels))
+        on_all(agreement, self._listen)
+
+    def step(self, number: int) -> bool:
+        """Whether all ranks stop after step ``number``. See ``Checkpointer.step``."""
+        why = None if self._source else self._notice()
+        with self._changed:
+            if why is not None:
+                self._learn(self._rank, why)
+                self._tell_rank0("preempted", why)
+            while not self._member.may_go_on():
+                self._changed.wait(min(self._left(), _SLICE))
+                self._require_others()
+            stops = self._member.pass_on()
+            if stops and not self._said:
+                self._say(number)
+            return stops
+
+    def leave(self) -> None:
+        """This rank calls step no more: the others need not wait for its answer."""
+        with self._changed:
+            self._tell_rank0("passed", self._member.hold())
+            if self._rank > 0 and self._peers is not None:
+                self._peers.listen(self._channel, None)
+
+    def _listen(self) -> None:
+        if self._world_size == 1:
+            return
+        if self._peers is None:
+            raise CheckpointError(
+                f"preemption: rank {self._rank} has no connection to rank 0, over which it would hear of a rank that "
+                "is told to stop; see whether a firewall keeps the hosts' processes from connecting to each other"
+            )
+        self._peers.listen(self._channel, self._heard)
+
+    def _heard(self, rank: int, word: list[Any] | None) -> None:
+        """On the thread of the connections: what ``rank`` says; None once it is gone."""
+        with self._changed:
+            if self._rank == 0:
+                self._count(rank, word)
+            elif word is not None:
+                self._obey(word)
+
+    def _count(self, rank: int, word: list[Any] | None) -> None:
+        """Rank 0: one rank's word changes what it knows of all, and all are told."""
+        tally = self._tally
+        if self._member.stop_at is not None:
+            return  # it is known, and does not change
+        match word:
+            case ["preempted", str(why)] if not tally.asked:
+                tally.asked = True
+                self._tell_all("asked", rank, why)
+            case ["passed", int(calls)]:
+                tally.passed[rank] = calls
+        stop_at = tally.stop_at()
+        if stop_at is not None and self._member.stop_at is None:
+            self._tell_all("stop_at", stop_at)
+        elif tally.asked and self._peers is not None:
+            gone = [missing for missing in tally.missing() if self._peers.is_gone(missing)]
+            if gone:
+                self._tell_all("lost", gone)
+
+    def _obey(self, word: list[Any]) -> None:
+        """Any rank: what rank 0 tells all."""
+        match word:
+            case ["asked", int(rank), str(why)]:
+                self._learn(rank, why)
+                self._tell_rank0("passed", self._member.passed)
+            case ["stop_at", int(call)]:
+                self._member.stop_at = call
+            case ["lost", list(ranks)]:
+                self._lost = ranks
+        self._changed.notify_all()
+
+    def _learn(self, rank: int, why: str) -> None:
+        if self._source is None:
+            self._source, self._since = (rank, why), effects.monotonic()
+            self._member.hold()
+
+    def _tell_rank0(self, *word: Any) -> None:
+        if self._rank == 0:
+            self._count(0, list(word))
+        elif self._peers is not None:
+            self._peers.tell(self._channel, list(word))
+
+    def _tell_all(self, *word: Any) -> None:
+        if self._peers is not None:
+            self._peers.tell(self._channel, list(word))
+        self._obey(list(word))
+
+    def _require_others(self) -> None:
+        """Raise PeerTimeout where it is not known where to stop, and will not be."""
+        if self._member.may_go_on():
+            return
+        if self._rank > 0 and self._peers is not None and self._peers.is_gone(0):
+            raise PeerTimeout(f"{self._told()}, but rank 0 ended, which has to say at which step; look at its log")
+        if self._lost:
+            raise PeerTimeout(f"{self._told()}, but no step is common to all: {_ranks(self._lost)} ended; see its log")
+        if self._left() == 0:
+            missing = "rank 0 did not say where" if self._rank else f"no answer from {_ranks(self._tally.missing())}"
+            raise PeerTimeout(f"{self._told()}, but {missing} within {self._grace:g} s (preemption_grace)")
+
+    def _left(self) -> float:
+        """Seconds of the grace that are left."""
+        return max(self._since + self._grace - effects.monotonic(), 0.0)
+
+    def _told(self) -> str:
+        assert self._source is not None
+        return f"rank {self._source[0]} was told to stop ({self._source[1]})"
+
+    def _say(self, number: int) -> None:
+        self._said = True
+        logger.warning(
+            "nxd_ckpt: %s: all ranks stop after step %d, and save it; %.0f s of grace are left",
+            self._told(),
+            number,
+            self._left(),
+        )
+
+
+def _ranks(ranks: list[int]) -> str:
+    return f"rank{'s' if len(ranks) > 1 else ''} {first_of(map(str, ranks))}"

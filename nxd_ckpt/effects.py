@@ -1,0 +1,94 @@
+"""What the system gives a job: time, threads, their priority, chance, and which process this is.
+
+All of ``runtime``, ``layout``, ``storage.s3`` and the ``Checkpointer`` ask for them here, as ``host.sleep(1)``, so that
+a simulation can put its own in their place (:mod:`tests.simulation.world`). Two places do not, and are not
+simulated: ``coordination/peers.py``, which watches connections of the system's, and the pool of
+``compare/side_by_side.py``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import platform
+from collections.abc import Callable
+from pathlib import Path
+from queue import SimpleQueue
+from random import uniform
+from threading import Condition, Event, Lock, Semaphore, Thread, current_thread, get_ident, get_native_id, local
+from time import monotonic, monotonic_ns, sleep, time
+
+__all__ = [
+    "Condition",
+    "Event",
+    "Lock",
+    "Semaphore",
+    "SimpleQueue",
+    "Thread",
+    "born",
+    "current_thread",
+    "get_ident",
+    "in_forked_children",
+    "local",
+    "monotonic",
+    "monotonic_ns",
+    "pid",
+    "processes",
+    "sleep",
+    "time",
+    "uniform",
+    "yield_disk_to_others",
+    "yield_processor_to_others",
+]
+
+pid = os.getpid
+
+_NICENESS = 10
+_IOPRIO_SET = {"x86_64": 251, "aarch64": 30}
+_THIS_THREAD = 1, 0  # IOPRIO_WHO_PROCESS, and of those the calling one
+_BEST_EFFORT_LOWEST = 2 << 13 | 7  # class and level; the idle class could wait for ever
+
+
+def yield_disk_to_others() -> None:
+    """Lower the calling thread's priority for the disk, where threads have their own (Linux)."""
+    call = _IOPRIO_SET.get(platform.machine()) if platform.system() == "Linux" else None
+    if call is not None:
+        with contextlib.suppress(OSError, AttributeError):
+            ctypes.CDLL(None).syscall(call, *_THIS_THREAD, _BEST_EFFORT_LOWEST)
+
+
+def yield_processor_to_others() -> None:
+    """Lower the calling thread's priority for the processor, where threads have their own (Linux).
+
+    Not for a thread that runs Python for long: preempted, it would still hold the interpreter.
+    """
+    if platform.system() == "Linux":
+        with contextlib.suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, get_native_id(), _NICENESS)
+
+
+def in_forked_children(call: Callable[[], object]) -> None:
+    """Have every child that is forked from now on call it first, where a system forks at all."""
+    if hasattr(os, "register_at_fork"):
+        os.register_at_fork(after_in_child=call)
+
+
+def processes() -> str:
+    """This machine's boot and process namespace: pids mean the same within it and nothing outside."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        namespace = os.readlink("/proc/self/ns/pid")
+    except OSError:
+        boot, namespace = "", ""
+    return f"{platform.node()}/{boot}/{namespace}"
+
+
+def born(pid: int) -> str | None:
+    """When the process started (clock ticks since boot, from /proc), or None if it does not run."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+    # Field 3 (state) follows the command: a zombie no longer runs. Field 22 is the start time.
+    return None if fields[0] in "ZX" else fields[19]

@@ -1,0 +1,73 @@
+"""What the report says of saves: how long each rank took, who was late, and how far the weights moved between two."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from nxd_ckpt.checkpoint import Checkpoint
+from nxd_ckpt.core.phases import straggler
+from nxd_ckpt.core.units import size
+from nxd_ckpt.examine.diff import diff_checkpoints
+
+_ALWAYS = 3
+"""In so many saves, one after the other, a rank is late before it is always late."""
+_LAYERS, _MODULES = 200, 40
+"""Rows and columns of the comparison, at most."""
+_OTHER = "other"
+
+
+def timeline(tag: Checkpoint) -> list[dict[str, Any]]:
+    """How each rank took part in the save of a tag; empty where that was not recorded."""
+    phases = () if tag.manifest is None else tag.manifest.phases
+    late = straggler(phases)
+    return [
+        {
+            "rank": rank,
+            "host": one.host,
+            "stage_seconds": one.stage_seconds,
+            "write_seconds": one.write_seconds,
+            "nbytes": one.nbytes,
+            "straggler": rank == late,
+        }
+        for rank, one in enumerate(phases)
+    ]
+
+
+def stragglers(tags: Sequence[Checkpoint]) -> Iterator[tuple[str, str]]:
+    """Where, and what: the rank that the latest save waited for, and one that was late in each of the last saves."""
+    recorded = [tag for tag in tags if tag.manifest is not None and tag.manifest.phases]
+    late = [straggler(tag.manifest.phases) for tag in recorded if tag.manifest is not None]
+    if not late or late[-1] is None or recorded[-1] is not tags[-1] or recorded[-1].manifest is None:
+        return
+    rank, phases = late[-1], recorded[-1].manifest.phases
+    one, others = phases[rank], sorted(other.write_seconds for other in phases)
+    median = others[(len(others) - 1) // 2]
+    always = len(late) >= _ALWAYS and set(late[-_ALWAYS:]) == {rank}
+    yield (
+        f"the last {_ALWAYS} saves" if always else recorded[-1].tag,
+        f"{'always ' if always else ''}waited for rank {rank} on {one.host}: it wrote {size(one.nbytes)} in "
+        f"{one.write_seconds:.1f} s, half of the ranks in {median:.1f} s or less",
+    )
+
+
+def differences(before: Checkpoint, after: Checkpoint, progress: bool) -> dict[str, Any]:
+    """``||a - b|| / ||a||`` of every weight, by layer and by its name inside of that; None where it is not known."""
+    found = diff_checkpoints(before, after, prefix="model/", progress=progress)
+    moved = {one.name: one.relative_norm for one in found.tensors}
+    cells: dict[str, dict[str, float | None]] = {}
+    for name in after.metadata:
+        if name.startswith("model/") and name in before.metadata:
+            layer, module = _place(name.removeprefix("model/"))
+            cells.setdefault(layer, {})[module] = moved.get(name, 0.0)
+    layers = list(cells)[:_LAYERS]
+    modules = list(dict.fromkeys(module for layer in layers for module in cells[layer]))[:_MODULES]
+    rows = [[cells[layer].get(module) for module in modules] for layer in layers]
+    return {"tags": [before.tag, after.tag], "layers": layers, "modules": modules, "cells": rows}
+
+
+def _place(name: str) -> tuple[str, str]:
+    """``model.layers.3`` and ``mlp.up.weight``; what is in no layer is among the others."""
+    layer = re.match(r"(.*?\.?\d+)\.(.*)", name)
+    return (layer[1], layer[2]) if layer else (_OTHER, name)

@@ -1,0 +1,135 @@
+"""Every tensor of a tag in a few numbers: norm, mean, largest value, zeros, NaN and infinite ones."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+import torch
+
+from nxd_ckpt import effects
+from nxd_ckpt.checkpoint import Checkpoint
+from nxd_ckpt.errors import IncompatibleState, PartLost, PartNotFound, as_checkpoint_errors
+from nxd_ckpt.formats.tensors import itemsize
+from nxd_ckpt.examine.statistics_cache import keeps_statistics, read_statistics, write_statistics
+from nxd_ckpt.storage.progress import watched
+from nxd_ckpt.reshard.summary import PART, Summary, TensorStatistics
+from nxd_ckpt.tag.reading import Leaf
+from nxd_ckpt.reshard.whole_tag import WholeTag
+
+__all__ = ["Statistics", "TensorStatistics", "checkpoint_statistics"]
+
+_AHEAD = 64 * 2**20
+"""Bytes that are asked for before the earlier ones are waited for: what is asked for takes memory, too."""
+
+
+@dataclass(frozen=True)
+class Statistics:
+    """What is known of the tensors of a tag.
+
+    Attributes:
+        tensors: by name, as :attr:`Checkpoint.metadata` has them, in its order.
+        problems: why a tensor has none, by name.
+        cached: whether they were kept beside the tag, and no tensor was read.
+    """
+
+    tensors: Mapping[str, TensorStatistics]
+    problems: Mapping[str, str]
+    cached: bool
+
+
+@as_checkpoint_errors()
+def checkpoint_statistics(checkpoint: Checkpoint, *, cache: bool = True, progress: bool = False) -> Statistics:
+    """Read a tag once, in some 10 MiB of memory for each of the threads that read, and count. Its digests are verified.
+
+    A tensor of which it is not known how ranks cut it is counted as the ranks hold it, one after the other.
+
+    Args:
+        checkpoint: opened by :func:`open_checkpoint`.
+        cache: use what an earlier call kept in ``.nxd_ckpt/statistics`` beside the tag, and keep what is found there,
+            where that can be written. Not of a checkpoint that was opened with ``partitions`` or
+            ``saved_param_names``, nor of a tag without markers.
+        progress: show a bar on a terminal.
+
+    Raises:
+        CorruptCheckpoint, PartLost: the tag is not what was written, or lost a file.
+        TagReplaced: it was removed, or saved again, since it was opened.
+    """
+    opened = checkpoint.opened
+    cache = cache and checkpoint.as_recorded and keeps_statistics(opened)
+    with opened.kept():
+        kept = read_statistics(opened) if cache else None
+        if kept is not None:
+            return Statistics(MappingProxyType(kept), {}, cached=True)
+        found = _count(checkpoint.whole, progress)
+        opened.require_kept()
+    if cache and not found.problems:
+        write_statistics(opened, found.tensors)
+    return found
+
+
+def _count(whole: WholeTag, progress: bool) -> Statistics:
+    tensors: dict[str, list[Leaf]] = {}
+    problems: dict[str, str] = {}
+    for name in whole.tensors:
+        try:
+            tensors[name] = list(_leaves(whole, name))
+        except PartLost:
+            raise
+        except (IncompatibleState, PartNotFound) as error:
+            problems[name] = str(error)
+    found = {name: [_Counted() for _ in leaves] for name, leaves in tensors.items()}
+    total = sum(itemsize(leaf.dtype) * leaf.numel for leaves in tensors.values() for leaf in leaves)
+    with (
+        whole.opened.reader() as reader,
+        watched("statistics", total, lambda: reader.done.nbytes, progress),
+    ):
+        asked = nbytes = 0
+        for name, leaves in tensors.items():
+            for leaf, counted in zip(leaves, found[name], strict=True):
+                reader.visit(leaf, name, counted.add)
+                nbytes += itemsize(leaf.dtype) * leaf.numel
+                if nbytes > _AHEAD:
+                    reader.wait(asked)
+                    asked, nbytes = reader.asked, 0
+        reader.finish()
+    statistics = {name: _together(leaves).statistics for name, leaves in found.items()}
+    return Statistics(MappingProxyType(statistics), MappingProxyType(problems), cached=False)
+
+
+class _Counted:
+    """What is counted of a leaf so far, its parts added in their order, whichever is counted first: so the last digits
+    are the same whenever it is counted, and those of the ranks that count the same parts at the save."""
+
+    def __init__(self) -> None:
+        self.summary = Summary()
+        self._lock = effects.Lock()
+        self._next, self._waiting = 0, dict[int, list[Summary]]()
+
+    def add(self, number: int, values: list[torch.Tensor]) -> None:
+        """Count a part, and add it once those before it are: from any thread."""
+        counted = [Summary.of(part) for one in values for part in torch.split(one, PART)]
+        with self._lock:
+            self._waiting[number] = counted
+            while self._next in self._waiting:
+                for one in self._waiting.pop(self._next):
+                    self.summary.add_all(one)
+                self._next += 1
+
+
+def _together(leaves: list[_Counted]) -> Summary:
+    whole = Summary()
+    for one in leaves:
+        whole.add_all(one.summary)
+    return whole
+
+
+def _leaves(whole: WholeTag, name: str) -> Iterator[Leaf]:
+    """The tensor; where its cut is not known, what each rank held that holds another part of it."""
+    try:
+        yield whole.leaf(name)
+    except PartLost:
+        raise
+    except (IncompatibleState, PartNotFound):
+        yield from dict.fromkeys(whole.leaves_by_rank(name))

@@ -1,0 +1,101 @@
+"""The mapping of a model's LoRA adapters, as PEFT names them, made of that of the model. Pure.
+
+A B of rank r is cut, ordered and fused along its rows as the weight that it is added to, an A along its columns. So
+where several Hugging Face tensors lie side by side in one of NxD's, each has its part of B, and all have the same A.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from nxd_ckpt.live.lora_names import CONFIG, is_adapter, without_base_layer
+from nxd_ckpt.core.mapping import Match, ModelMapping, Rule, RuleMember
+from nxd_ckpt.core.pattern import Pattern
+from nxd_ckpt.core.sizes import Sizes
+from nxd_ckpt.errors import UnsupportedState
+
+PREFIX = "base_model.model."
+"""What names in PEFT's files begin with."""
+
+_WEIGHT = ".weight"
+
+
+@dataclass(frozen=True)
+class AdapterMapping(ModelMapping):
+    """``rules`` of adapters, and ``base`` for what else was trained; the ``settings`` are NxD's ``LoraConfig``."""
+
+    base: ModelMapping = field(default_factory=lambda: ModelMapping("", ()))
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+    def split(self, names: Iterable[str]) -> tuple[list[Match], list[str]]:
+        found: list[Match] = []
+        unknown: list[str] = []
+        for name in names:
+            if is_adapter(name) and name != CONFIG:
+                numbers = [(rule, rule.nxd.match(name)) for rule in self.rules]
+                matches = [Match(name, rule, given) for rule, given in numbers if given is not None]
+            elif name != CONFIG and self._is_trained(name):
+                matches = [self._as_peft(name, match) for match in self.base.split([without_base_layer(name)])[0]]
+            else:
+                continue  # of the base, which is not exported
+            found += matches
+            unknown += [] if matches else [name]
+        return found, unknown
+
+    def required(self, sizes: Sizes) -> list[str]:
+        return []
+
+    def _is_trained(self, name: str) -> bool:
+        modules = self.settings.get("modules_to_save") or ()
+        return any(key in name for key in modules) or (self.settings.get("bias") == "all" and "bias" in name)
+
+    def _as_peft(self, name: str, match: Match) -> Match:
+        """A bias of a wrapped layer is its base layer's at PEFT too."""
+        wrapped = without_base_layer(name) != name
+
+        def named(text: str) -> str:
+            layer, _, last = text.rpartition(".")
+            return f"{PREFIX}{layer}.base_layer.{last}" if wrapped else f"{PREFIX}{text}"
+
+        return Match(name, _renamed(match.rule, match.rule.nxd.text, named), match.numbers)
+
+
+def adapter_mapping(base: ModelMapping, settings: Mapping[str, Any]) -> AdapterMapping:
+    """The mapping of the adapters of such a model, saved with these settings.
+
+    Raises UnsupportedState for a model whose files hold several layers in one tensor: PEFT has one adapter for that.
+    """
+    if base.packed:
+        raise UnsupportedState(
+            f"LoRA adapters of {base.name!r} models cannot be exported: {base.packed[0].hf.text} is one layer for "
+            "PEFT, and several for NxD; save with merge_lora, and export that"
+        )
+    rules = {(rule.nxd.text, rule.members): rule for one in base.rules for rule in _rules_of(one)}
+    return AdapterMapping(base.name, tuple(rules.values()), keys=base.keys, base=base, settings=settings)
+
+
+def _rules_of(rule: Rule) -> Iterator[Rule]:
+    """A and B of the layer whose weight the rule is about; none of what is no linear layer's weight."""
+    layer, found, which = rule.nxd.text.rpartition(_WEIGHT)
+    if not found or rule.stacked is not None or rule.transposed:
+        return
+
+    def as_peft(letter: str) -> Any:
+        return lambda text: f"{PREFIX}{text.removesuffix(_WEIGHT)}.lora_{letter}.weight"
+
+    names = {"A": f"{layer}.lora_A.weight", "B": f"{layer}.lora_B.weight{which}"}
+    cut = "A" if rule.dim == 1 else "B"
+    for letter, name in names.items():
+        whole = replace(_renamed(rule, name, as_peft(letter)), variant=None)
+        if letter == cut:
+            yield whole
+            continue
+        for member in whole.members:
+            yield replace(whole, members=(RuleMember(member.name),), dim=None, interleaved=False)
+
+
+def _renamed(rule: Rule, nxd: str, name: Any) -> Rule:
+    members = tuple(replace(member, name=Pattern(name(member.name.text))) for member in rule.members)
+    return replace(rule, nxd=Pattern(nxd), members=members)

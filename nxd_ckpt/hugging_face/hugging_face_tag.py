@@ -1,0 +1,164 @@
+"""A tag in Hugging Face's terms, as a tag again: as a job on one rank that trains transformers' model would save it.
+
+So whatever can be made of a tag can be made of this: another tag, a torch DCP directory. Its optimizer is a plain one,
+and where NxD's kept master weights in float32, these are the model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
+from typing import Any
+
+from nxd_ckpt.live.optimizer_state import STEP
+from nxd_ckpt.live.state import MASTER_WEIGHTS
+from nxd_ckpt.core.box import Box
+from nxd_ckpt.core.manifest import Parts
+from nxd_ckpt.core.mapping import ModelMapping
+from nxd_ckpt.core.sizes import Sizes
+from nxd_ckpt.core.topology import Coordinates, Topology
+from nxd_ckpt.core.torchtitan_names import TorchTitanNames
+from nxd_ckpt.errors import PartNotFound, UnsupportedState
+from nxd_ckpt.formats.tensors import DeferredAssembly, Fragment, cast_dtype
+from nxd_ckpt.tag.nxd_tag import restore_types
+from nxd_ckpt.tag.opened import OpenTag
+from nxd_ckpt.tag.reading import LeafReader
+from nxd_ckpt.hugging_face.mapped_optimizer import MappedOptimizer
+from nxd_ckpt.hugging_face.mapped_tag import MappedTag
+from nxd_ckpt.hugging_face.mapped_tensors import HfTensor
+from nxd_ckpt.hugging_face.packed_tensors import PackedTensor
+
+
+@dataclass(frozen=True)
+class HuggingFaceTerms:
+    """How a tag is translated, and what goes with it. Plain data: it is handed to worker processes.
+
+    Attributes:
+        mapping, sizes: of the model.
+        param_names: the optimizer's parameter names as saved, by stage and group, where the tag does not say.
+        torchtitan: TorchTitan's names, where it is to have those in place of Hugging Face's.
+        both_names: what is tied is there under both names, as in the state dict of a module, and not as in files.
+        dtype: what the model's numbers of floating point are cast to, if anything.
+        optimizer: whether the optimizer is wanted, where there is one.
+        scheduler, content: the scheduler's state dict and the user content, None for none.
+    """
+
+    mapping: ModelMapping
+    sizes: Sizes
+    param_names: Sequence[Sequence[Sequence[str]]] | None = None
+    torchtitan: TorchTitanNames | None = None
+    both_names: bool = False
+    dtype: str | None = None
+    optimizer: bool = True
+    scheduler: Any = field(default=None, repr=False)
+    content: Mapping[str, Any] | None = field(default=None, repr=False)
+
+
+class HuggingFaceTag(OpenTag):
+    """The tag ``opened`` by ``terms``.
+
+    Raises as MappedTag, and MappedOptimizer where an optimizer is wanted.
+    """
+
+    def __init__(self, opened: OpenTag, terms: HuggingFaceTerms) -> None:
+        super().__init__(opened.storage, opened.tag, opened._layout, None, opened.identity)
+        self._opened, self._terms = opened, terms
+        names = terms.param_names
+        self._mapped = MappedTag(opened, terms.mapping, terms.sizes, master_weights=terms.optimizer, param_names=names)
+        wanted = terms.optimizer and opened.parts.optimizer is not None
+        self._optimizer = MappedOptimizer(opened, self._mapped) if wanted else None
+
+    def require_all(self) -> None:
+        """Raise what MappedTag.require_all and MappedOptimizer.require_all raise; PartNotFound without a model."""
+        if not self._opened.parts.model:
+            raise PartNotFound(f"{self.where} was saved without a model")
+        self._mapped.require_all()
+        if self._optimizer is not None:
+            self._optimizer.require_all()
+
+    @property
+    def general(self) -> bool:
+        """Whether the optimizer has state that belongs to no parameter."""
+        return self._optimizer is not None and "general" in self._optimizer.document
+
+    @property
+    def steps(self) -> int | None:
+        """How many steps the optimizer has made; None where it does not count them."""
+        state = {} if self._optimizer is None else self._optimizer.document["state"]
+        counts = [entries[STEP] for entries in state.values() if STEP in entries]
+        return int(max(counts)) if counts else None
+
+    @cached_property
+    def topology(self) -> Topology:
+        return Topology()
+
+    @cached_property
+    def parts(self) -> Parts:
+        return Parts(
+            model=True,
+            optimizer=None if self._optimizer is None else "plain",
+            scheduler=self._terms.scheduler is not None,
+            user_content=self._terms.content is not None,
+        )
+
+    def scheduler(self) -> Any:
+        return self._terms.scheduler
+
+    def user_content(self) -> Any:
+        return self._terms.content
+
+    def optimizer_names(self, at: Coordinates) -> list[str] | None:
+        return [name for group in self._groups for name in group["params"]]
+
+    def reader(self) -> LeafReader:
+        return self._opened.reader()
+
+    def _model_tree(self, at: Coordinates) -> dict[str, Any]:
+        dtype = self._terms.dtype
+        held = {one.name: one for one in self._mapped.file_tensors}
+        if self._terms.both_names:
+            ties = self._mapped.ties.items()
+            held |= {name: held[other] for name, other in ties if other in held and name not in held}
+        return {self._name(name): self._leaf(one, cast_dtype(one.dtype, dtype)) for name, one in held.items()}
+
+    def _optimizer_tree(self, at: Coordinates, param_names: Sequence[str] | None) -> dict[str, Any]:
+        if self._optimizer is None:
+            raise PartNotFound(f"{self.where}: no optimizer is taken from it")
+        document, numbers = self._optimizer.document, dict[str, int]()
+        groups = []
+        for group in self._groups:
+            own = range(len(numbers), len(numbers) + len(group["params"]))
+            numbers.update(zip(group["params"], own, strict=True))
+            groups.append({**group, "params": list(own)})
+        state: dict[Any, Any] = {
+            numbers[self._name(name)]: dict(entries) for name, entries in document["state"].items()
+        }
+        for one in self._optimizer.tensors:
+            if one.entry != MASTER_WEIGHTS:
+                state.setdefault(numbers[self._name(one.weight)], {})[one.entry] = self._leaf(one, one.dtype)
+        return restore_types({"state": {**state, **document.get("general", {})}, "param_groups": groups})
+
+    @property
+    def _groups(self) -> list[dict[str, Any]]:
+        groups = [] if self._optimizer is None else self._optimizer.document["param_groups"]
+        return [{**group, "params": [self._name(name) for name in group["params"]]} for group in groups]
+
+    def _name(self, name: str) -> str:
+        titan = self._terms.torchtitan
+        return name if titan is None else titan.name(name)
+
+    def _leaf(self, tensor: HfTensor | PackedTensor, dtype: str) -> DeferredAssembly:
+        if isinstance(tensor, PackedTensor) and tensor.alternates:
+            raise UnsupportedState(
+                f"{self.where}: in {tensor.name} two tensors alternate, element by element, which only an export to "
+                "Hugging Face's files can write; make another form of those"
+            )
+        return DeferredAssembly(dtype, tensor.shape, partial(self._fragments_of, tensor))
+
+    def _fragments_of(self, tensor: HfTensor | PackedTensor, box: Box) -> tuple[Fragment, ...]:
+        whole = self._mapped.assembly(tensor)
+        if len(whole.shape) > len(tensor.shape):
+            fragments = tuple(fragment.without(0) for fragment in whole.fragments)
+            whole = replace(whole, shape=tensor.shape, fragments=fragments)
+        return whole.within(box).fragments

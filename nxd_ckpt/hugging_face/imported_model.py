@@ -1,0 +1,135 @@
+"""A Hugging Face directory as a job of given sizes would hold it: what each of its ranks would save."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from nxd_ckpt.live.state import ModelState, StateTensor
+from nxd_ckpt.core.entries import ParameterSpec
+from nxd_ckpt.hugging_face.hf_slice import partition_of, whole_shape
+from nxd_ckpt.core.mapping import Match, ModelMapping
+from nxd_ckpt.hugging_face.selection import Selection, selected, selection
+from nxd_ckpt.core.sizes import Sizes
+from nxd_ckpt.reshard.stages import interleaved, restaged
+from nxd_ckpt.core.topology import Topology
+from nxd_ckpt.errors import DtypeMismatch, KeyMismatch, TopologyMismatch
+from nxd_ckpt.formats.tensors import cast_dtype
+from nxd_ckpt.save.plan import SaveState
+from nxd_ckpt.hugging_face.mapped_directory import HuggingFaceTensors, MappedDirectory
+from nxd_ckpt.hugging_face.packed_tensors import UnpackedTensors
+
+
+@dataclass(frozen=True)
+class ImportTarget:
+    """What to make of a Hugging Face directory for the rank that ``topology`` is seen from.
+
+    Attributes:
+        mapping, sizes: of the model.
+        variants: the options that choose among the mapping's rules.
+        dtype: what numbers of floating point are cast to; None keeps theirs.
+        use_xser: write xser files.
+        virtual_pp: chunks of the model that each pipeline rank holds.
+        stages: the names of each pipeline stage; by default as core.stages has it.
+        model_key: where a pickled file has the model's state dict.
+    """
+
+    topology: Topology
+    mapping: ModelMapping
+    sizes: Sizes
+    variants: tuple[str, ...] = ()
+    dtype: str | None = None
+    use_xser: bool = False
+    virtual_pp: int = 1
+    stages: Sequence[Sequence[str]] | None = None
+    model_key: str = "model"
+
+
+class ImportedModel:
+    """The model of ``directory`` on any rank of ``target``. Reads headers only, each once."""
+
+    def __init__(self, directory: HuggingFaceTensors, target: ImportTarget) -> None:
+        self._directory, self._target = UnpackedTensors(directory, target.mapping, target.sizes), target
+
+    @property
+    def selection(self) -> Selection:
+        """What becomes of the directory's tensors, and what hinders it."""
+        target = self._target
+        return selection(target.mapping, self._directory.names, target.sizes, target.variants)
+
+    @cached_property
+    def matches(self) -> dict[str, Match]:
+        """The NxD tensors by name, in the model's order. Raises as :func:`~nxd_ckpt.hugging_face.selection.selected`."""
+        target, directory = self._target, self._directory
+        try:
+            found = selected(target.mapping, directory.names, target.sizes, target.variants)
+        except KeyMismatch as error:
+            raise KeyMismatch(f"{directory.where}: {error}") from None
+        return {match.name: match for match in found}
+
+    @cached_property
+    def stages(self) -> Sequence[Sequence[str]]:
+        """The names of each pipeline stage."""
+        given, pp = self._target.stages, self._target.topology.pp
+        if given is None:
+            return self.staged(list(self.matches))
+        if len(given) != pp:
+            raise TopologyMismatch(f"stages= lists {len(given)} pipeline stages, but pp is {pp}")
+        listed = {name for names in given for name in names}
+        if listed != set(self.matches):
+            wrong = ", ".join(sorted(listed ^ set(self.matches))[:5])
+            raise KeyMismatch(f"{self._directory.where}: stages= must list every NxD tensor, and no other: {wrong}")
+        return given
+
+    def staged(self, names: Sequence[str]) -> list[list[str]]:
+        """These names on the pipeline stages where layers are spread evenly."""
+        pp = self._target.topology.pp
+        return interleaved(restaged([names], pp * self._target.virtual_pp), pp)
+
+    def state(self, topology: Topology) -> SaveState:
+        """What the rank that ``topology`` is seen from would save, its leaves assemblies of the directory's tensors.
+
+        Raises:
+            TopologyMismatch: sizes that do not divide a tensor.
+            ShapeMismatch, InvalidArgument: tensors that are not those of a model with this config.json.
+            KeyMismatch, PartNotFound, MalformedFile: the directory lacks a tensor, or is damaged.
+        """
+        mapped = MappedDirectory(self._directory, self._target.mapping, self._target.sizes, topology)
+        mine = [self.matches[name] for name in self.stages[topology.pp_rank]]
+        specs = {match.name: self.spec(match, topology) for match in mine}
+        tree: dict[str, Any] = {
+            match.name: mapped.assembly(match, specs[match.name].dtype, specs[match.name].shape) for match in mine
+        }
+        tensors = {
+            (name,): StateTensor(f"model/{name}", spec, expert=spec.partition.expert) for name, spec in specs.items()
+        }
+        return SaveState(
+            model=ModelState(tree, lambda: dict(tensors), specify=lambda: dict(specs)), use_xser=self._target.use_xser
+        )
+
+    def spec(self, match: Match, topology: Topology) -> ParameterSpec:
+        """The tensor as each rank holds it."""
+        rule, sizes, tied = match.rule, self._target.sizes, self._target.mapping.tied
+        stubs = [self._directory.tensor(name, tied) for name in rule.names(match.numbers, sizes)]
+        shape = list(whole_shape(match, [stub.shape for stub in stubs], sizes, multiple=topology.tp))
+        partition = partition_of(match, tuple(shape), sizes, topology.tp)
+        if rule.dim is not None:
+            shape[rule.dim] //= topology.tp
+        if rule.stacked is not None:
+            if shape[0] % topology.ep:
+                raise TopologyMismatch(
+                    f"{match.name}: {shape[0]} experts cannot be divided equally among {topology.ep} expert-parallel "
+                    "ranks; choose another size"
+                )
+            shape[0] //= topology.ep
+        return ParameterSpec(self._dtype(match, {stub.dtype for stub in stubs}), tuple(shape), partition)
+
+    def _dtype(self, match: Match, dtypes: set[str]) -> str:
+        dtypes = {cast_dtype(dtype, self._target.dtype) for dtype in dtypes}
+        if len(dtypes) > 1:
+            raise DtypeMismatch(
+                f"{match.name} is made of tensors of {' and '.join(sorted(dtypes))}; choose the dtype to cast them to"
+            )
+        return dtypes.pop()

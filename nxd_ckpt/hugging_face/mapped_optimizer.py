@@ -1,0 +1,199 @@
+"""A tag's optimizer in Hugging Face's terms: state tensors cut as the weights that they belong to, and all the rest as
+one plain document. Reads trees, and of tensors only scalars.
+
+Of the copies that NxD keeps of a key-value head the first one's state is taken, as its weights are: NxD sums the
+gradients of the copies (over its kv-shared groups), so each has the gradient, and the moments, of the one head that
+Hugging Face has. Adding them up, or taking their mean, would be wrong.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from functools import cached_property
+from itertools import product
+from typing import Any
+
+from nxd_ckpt.live.optimizer_state import STEP
+from nxd_ckpt.live.parameters import form_of, is_tensor
+from nxd_ckpt.core.optimizer_bounds import FIRST
+from nxd_ckpt.core.reads import CutIndex
+from nxd_ckpt.core.topology import Coordinates
+from nxd_ckpt.errors import IncompatibleState, KeyMismatch, MalformedFile, UnsupportedState
+from nxd_ckpt.formats.tensors import allocated
+from nxd_ckpt.tag.opened import OpenTag
+from nxd_ckpt.tag.reading import LeafReader
+from nxd_ckpt.hugging_face.mapped_tag import MappedTag
+from nxd_ckpt.hugging_face.mapped_tensors import HfTensor, NxdTensor
+from nxd_ckpt.hugging_face.packed_tensors import PackedTensor
+from nxd_ckpt.reshard.saved_optimizer import SavedSlot
+
+FORMAT_VERSION = 1
+_SHOWN = 8
+
+
+class MappedOptimizer:
+    """The optimizer of the tag ``opened``, whose model is ``mapped``.
+
+    Raises:
+        PartNotFound: there is none.
+        OptimizerMismatch: nothing says which parameters its entries belong to.
+    """
+
+    def __init__(self, opened: OpenTag, mapped: MappedTag) -> None:
+        self._opened, self._mapped, self._saved = opened, mapped, mapped.named_optimizer()
+
+    @cached_property
+    def tensors(self) -> list[HfTensor | PackedTensor]:
+        """One for each state of each Hugging Face tensor that is shaped like it, in the model's order.
+
+        Raises:
+            IncompatibleState: ranks, or parts of one tensor, have different kinds of state.
+        """
+        states = [
+            HfTensor(tensor.hf_slice, form_of(leaf)[0], tensor.source, key)
+            for tensor in self._mapped.tensors
+            if (slot := self._slots.get(tensor.source.name)) is not None
+            for key, leaf in slot.state.items()
+            if not _is_scalar(key, leaf, tensor.source)
+        ]
+        return self._mapped.packed(states)
+
+    @cached_property
+    def document(self) -> dict[str, Any]:
+        """Param groups with the Hugging Face tensors in each, and by tensor the state that is a number, as steps.
+
+        Raises:
+            UnsupportedState: an option, or general state, is no plain value.
+            IncompatibleState: parts of one Hugging Face tensor are in different groups, or have made different steps.
+        """
+        groups: dict[tuple[int, str], dict[str, Any]] = {}
+        placed: dict[str, tuple[tuple[int, str], dict[str, Any]]] = {}
+        with self._opened.reader() as reader:
+            values = _PlainValues(self._opened.where, reader)
+            for tensor in self._mapped.tensors:
+                slot = self._slots.get(tensor.source.name)
+                if slot is None:
+                    continue
+                name, options = self._mapped.in_file(tensor.name), values.of(slot.options, "param_groups")
+                scalars = {key: leaf for key, leaf in slot.entries.items() if _is_scalar(key, leaf, tensor.source)}
+                # Stages, and experts, have groups of their own of each number: with the same options they are one.
+                found = ((slot.group, repr(options)), values.of(scalars, name))
+                if name not in placed:
+                    groups.setdefault(found[0], {**options, "params": []})["params"].append(name)
+                if placed.setdefault(name, found) != found:
+                    raise IncompatibleState(
+                        f"{self._opened.where}: {name} is one tensor in Hugging Face's files, and its parts, such as "
+                        f"{tensor.name}, are in different param groups, or have made different numbers of steps"
+                    )
+            general = values.of(self._saved.general, "state")
+        in_order = [group for _, group in sorted(groups.items(), key=lambda each: each[0][0])]
+        state = {name: scalars for name, (_, scalars) in placed.items() if scalars}
+        document = {"format_version": FORMAT_VERSION, "param_groups": in_order, "state": state}
+        return {**document, "general": general} if general else document
+
+    def require_all(self) -> None:
+        """Check that all of it can be exported, as far as trees and scalars tell.
+
+        Raises:
+            KeyMismatch: the optimizer has parameters that are no Hugging Face tensor.
+            OptimizerMismatch: state of another shape than its parameter.
+            MalformedFile: state that is a tensor for some parameters, and a number for others.
+            UnsupportedState: an option, or state, that is neither a tensor nor plain.
+        """
+        taken = {tensor.source.name for tensor in self._mapped.tensors}
+        names = [name for name in self._saved.slots if name not in taken | self._mapped.left_out]
+        if names:
+            raise KeyMismatch(
+                f"{self._opened.where}: the optimizer has state of {', '.join(names[:_SHOWN])} ({len(names)} "
+                "parameters), which the model in this tag does not have; are param_names those that it was saved with?"
+            )
+        self._refuse_numbers()
+        for tensor in self.tensors:
+            self._mapped.assembly(tensor)
+        packed = [tensor for tensor in self.tensors if isinstance(tensor, PackedTensor)]
+        parts = [part for tensor in packed for part, _ in tensor.parts]
+        single = [tensor for tensor in self.tensors if not isinstance(tensor, PackedTensor)]
+        self._mapped.refuse_lost_values([*single, *parts])
+        self.document  # noqa: B018
+
+    def _refuse_numbers(self) -> None:
+        shaped = {
+            key: name
+            for name, slot in self._slots.items()
+            for key, leaf in slot.state.items()
+            if key != STEP and is_tensor(leaf) and form_of(leaf)[1]
+        }
+        shapes = {tensor.source.name: tensor.source.local_shape for tensor in self._mapped.tensors}
+        for name, slot in self._slots.items():
+            for key in (shaped.keys() | FIRST) & slot.state.keys():
+                value = slot.state[key]
+                is_one_number = is_tensor(value) and not form_of(value)[1] and bool(shapes[name])
+                if is_one_number or not (is_tensor(value) or value is None):
+                    found = "a tensor of one number" if is_one_number else f"the number {value!r:.80}"
+                    other = f"as {key} of {shaped[key]!r} is" if key in shaped else "like the parameter"
+                    raise MalformedFile(
+                        f"{self._opened.where}: optimizer, {key} of {name!r} is {found}, expected a tensor, {other}; "
+                        "the file is damaged, or was changed"
+                    )
+
+    @cached_property
+    def _slots(self) -> dict[str, SavedSlot]:
+        """What was saved for each of the tag's tensors that is a parameter of the optimizer's."""
+        sources = {tensor.source.name: tensor.source for tensor in self._mapped.tensors}
+        found = {name: self._slot(source) for name, source in sources.items()}
+        return {name: slot for name, slot in found.items() if slot is not None}
+
+    def _slot(self, source: NxdTensor) -> SavedSlot | None:
+        """Of the first rank that holds the parameter; the others must have the same kinds of state."""
+        stage, sizes = source.pp_rank, self._opened.topology
+        experts = range(sizes.ep if source.match.rule.stacked else 1)
+        places = [CutIndex(tp_rank, ep_rank) for ep_rank, tp_rank in product(experts, range(sizes.tp))]
+        slots = {
+            Coordinates(stage, place.ep_rank, place.tp_rank): self._mapped.slot(source, place) for place in places
+        }
+        first, *others = slots.items()
+        for at, slot in others:
+            if _keys(slot) != _keys(first[1]):
+                raise IncompatibleState(
+                    f"{self._opened.where}: the rank at {first[0]} saved {_in_words(first[1])} for {source.name!r}, "
+                    f"the one at {at} {_in_words(slot)}; the parameter had a gradient on some ranks only"
+                )
+        return first[1]
+
+
+class _PlainValues:
+    """JSON values of what an optimizer keeps beside tensors; of tensors with one element, that."""
+
+    def __init__(self, where: str, reader: LeafReader) -> None:
+        self._where, self._reader = where, reader
+
+    def of(self, value: Any, name: str) -> Any:
+        """Raises UnsupportedState for what is neither."""
+        if is_tensor(value) and value.numel == 1:
+            found = allocated(value.shape, value.dtype)
+            self._reader.read_into(value, found, f"optim/{name}", compare=True, verified=False)
+            self._reader.finish()
+            return found.item()
+        if isinstance(value, (list, tuple)):
+            return [self.of(item, name) for item in value]
+        if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
+            return {key: self.of(item, f"{name}/{key}") for key, item in value.items()}
+        if value is None or isinstance(value, (bool, int, float, str)):
+            return value
+        raise UnsupportedState(
+            f"{self._where}: optimizer, {name}: {type(value).__name__} is neither state shaped like its "
+            "parameter nor a plain value; such an optimizer cannot be exported"
+        )
+
+
+def _is_scalar(key: str, leaf: Any, source: NxdTensor) -> bool:
+    return key == STEP or not is_tensor(leaf) or (not form_of(leaf)[1] and bool(source.local_shape))
+
+
+def _keys(slot: SavedSlot | None) -> set[str] | None:
+    return None if slot is None else {str(key) for key, value in slot.state.items() if value is not None}
+
+
+def _in_words(slot: SavedSlot | None) -> str:
+    keys: Iterable[str] = _keys(slot) or ()
+    return ", ".join(sorted(keys)) or "nothing"

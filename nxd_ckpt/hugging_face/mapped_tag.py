@@ -1,0 +1,343 @@
+"""A tag as Hugging Face tensors: which parts of which saved tensors make up each. Reads trees only, no tensor.
+
+How the tag's ranks cut a parameter comes from the mapping, not from what was recorded: attributes get lost, and those
+of replicated heads do not tell all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import cached_property
+from typing import Any
+
+from nxd_ckpt.live.parameters import form_of, is_tensor
+from nxd_ckpt.core.box import Box
+from nxd_ckpt.hugging_face.hf_slice import hf_slices, partition_of
+from nxd_ckpt.core.manifest import ParameterSpec
+from nxd_ckpt.core.mapping import Match, ModelMapping
+from nxd_ckpt.core.partition import Piece
+from nxd_ckpt.core.reads import Cut, CutIndex, holders, plan_reads
+from nxd_ckpt.core.sizes import Sizes
+from nxd_ckpt.core.topology import Coordinates, Topology
+from nxd_ckpt.errors import (
+    IncompatibleState,
+    KeyMismatch,
+    MalformedFile,
+    OptimizerMismatch,
+    PartNotFound,
+    TopologyMismatch,
+)
+from nxd_ckpt.formats.tensors import Assembly, Fragment, TensorStub, digest_of
+from nxd_ckpt.tag.foreign.quantization import refuse_quantized_dtype
+from nxd_ckpt.tag.opened import OpenTag
+from nxd_ckpt.hugging_face.mapped_tensors import HfTensor, NxdTensor
+from nxd_ckpt.reshard.optimizer_names import is_number
+from nxd_ckpt.hugging_face.packed_tensors import PackedTensor, packed
+from nxd_ckpt.hugging_face.padding import refuse_lost_values
+from nxd_ckpt.reshard.resharded_model import ReshardedModel
+from nxd_ckpt.reshard.resharded_optimizer import ReshardedOptimizer
+from nxd_ckpt.reshard.resharded_state import ReshardedState, recorded_state
+from nxd_ckpt.reshard.saved_optimizer import SavedSlot
+
+_SHOWN = 8
+
+
+class MappedTag:
+    """The model of the tag ``opened`` as Hugging Face tensors, by ``mapping``.
+
+    Args:
+        sizes: of the model, and how often its key-value heads were kept.
+        master_weights: take the optimizer's master weights, in float32, where it has them.
+        param_names: the optimizer's parameter names as saved, by stage and group, where the tag does not say.
+    """
+
+    def __init__(
+        self,
+        opened: OpenTag,
+        mapping: ModelMapping,
+        sizes: Sizes,
+        *,
+        master_weights: bool = False,
+        param_names: Sequence[Sequence[Sequence[str]]] | None = None,
+    ) -> None:
+        self._opened, self._mapping, self.sizes = opened, mapping, sizes
+        self._prefers_masters = master_weights
+        self._first = recorded_state(opened, opened.topology, saved_names=param_names)
+        self._states = {CutIndex(): self._first}
+
+    @cached_property
+    def _model(self) -> ReshardedModel:
+        if not self._opened.parts.model:
+            raise PartNotFound(f"{self._opened.where} was saved without a model")
+        return self._first.model
+
+    def _state(self, place: CutIndex) -> ReshardedState:
+        """What the ranks at this place held, before ZeRO-1."""
+        if place not in self._states:
+            sizes = self._opened.topology
+            here = Topology(sizes.dp, sizes.tp, sizes.pp, sizes.ep, dp_rank=place.ep_rank, tp_rank=place.tp_rank)
+            self._states[place] = self._first.seen_from(here)
+        return self._states[place]
+
+    @cached_property
+    def unknown(self) -> list[str]:
+        """The names in the tag that no rule maps."""
+        return self._mapping.split(self._model.stages)[1]
+
+    @cached_property
+    def tensors(self) -> list[HfTensor]:
+        """The Hugging Face tensors of what rules map, in the tag's order; tied ones as files hold them.
+
+        Raises:
+            ShapeMismatch, TopologyMismatch, InvalidArgument: shapes and sizes that do not fit; says which.
+            IncompatibleState: two tensors of the tag are the same Hugging Face tensor, or tied ones differ.
+        """
+        return [tensor for tensor in self._mapped.values() if not self._is_left_out(tensor)]
+
+    @property
+    def file_tensors(self) -> list[HfTensor | PackedTensor]:
+        """The same as files have them, several parts in one tensor. Raises as :func:`.packed` too."""
+        return self.packed(self.tensors)
+
+    def packed(self, tensors: Sequence[HfTensor]) -> list[HfTensor | PackedTensor]:
+        """``tensors``, or state of the optimizer's for them, as files have them. Raises as :func:`.packed`."""
+        return packed(tensors, self._mapping, self.sizes)
+
+    def in_file(self, name: str) -> str:
+        """Under which name files have what rules call ``name``."""
+        return self._mapping.in_files([name])[0]
+
+    @property
+    def ties(self) -> Mapping[str, str]:
+        """Of tied tensors the one that files leave out, and the one that they hold."""
+        return self._mapping.tied if self._mapping.are_tied(self.sizes) else {}
+
+    @property
+    def left_out(self) -> set[str]:
+        """The tensors of the tag that files leave out, because they are tied to others."""
+        return {tensor.source.name for tensor in self._mapped.values() if self._is_left_out(tensor)}
+
+    @property
+    def missing(self) -> list[str]:
+        """Hugging Face tensors that every such model has, and the tag does not."""
+        held = {tensor.name for tensor in self.tensors}
+        absent = self._mapping.in_files(name for name in self._mapping.required(self.sizes) if name not in held)
+        return [name for name in absent if name not in held]
+
+    def require_all(self) -> None:
+        """Check that this is the tag of such a model, as far as names and digests tell; reads padding only.
+
+        Raises:
+            KeyMismatch: names are not mapped, or tensors are missing.
+            MalformedFile: a rank lacks a tensor that others have.
+            ShapeMismatch: rows or heads that are no padding would be left out.
+            TopologyMismatch: ranks that should hold the same hold different values.
+            OptimizerMismatch: master weights are wanted, and nothing says whose they are.
+        """
+        if self._prefers_masters and self._opened.parts.master_weights:
+            self.named_optimizer()
+        if self.unknown:
+            self._mapping.matches(self.unknown)
+        if self.missing:
+            raise KeyMismatch(
+                f"{self._opened.where} lacks {', '.join(self.missing[:_SHOWN])} ({len(self.missing)} tensors), which "
+                f"every model of mapping {self._mapping.name!r} has with this config.json; is it this model's?"
+            )
+        for source in {tensor.source.name: tensor.source for tensor in self.tensors}.values():
+            self._refuse_holes(source)
+            self._refuse_unequal_copies(source)
+        self.refuse_lost_values(self.tensors)
+
+    def refuse_lost_values(self, tensors: Sequence[HfTensor]) -> None:
+        """Raise ShapeMismatch where more than padding of zeros would be left out of ``tensors``; reads only that."""
+        refuse_lost_values(self._opened, self.sizes, tensors, self.assembly)
+
+    def named_optimizer(self) -> ReshardedOptimizer:
+        """The optimizer; raises PartNotFound without one, OptimizerMismatch if its parameters have no names."""
+        optimizer = self._first.optimizer
+        if self._opened.parts.optimizer is None:
+            raise PartNotFound(f"{self._opened.where} was saved without an optimizer")
+        if any(map(is_number, optimizer.slots)):
+            raise OptimizerMismatch(
+                f"{self._opened.where} does not say which parameters the entries of its optimizer belong to; pass "
+                "saved_param_names=: for each pipeline stage, for each param group (experts' last), the names in order"
+            )
+        return optimizer
+
+    def slot(self, source: NxdTensor, place: CutIndex) -> SavedSlot | None:
+        """What the ranks at this place saved of the optimizer for the tensor; None without.
+
+        Raises IncompatibleState where those that hold its other shards saved more.
+        """
+        return self._state(place).optimizer.slot(source.name, self._spec(source, source.dtype))
+
+    def assembly(self, tensor: HfTensor | PackedTensor) -> Assembly:
+        """What the Hugging Face tensor is made of, row-major as in its file; stacked ones have a 1 in front.
+
+        Raises:
+            PartNotFound: a tensor is in no file.
+        """
+        if isinstance(tensor, PackedTensor):
+            return tensor.assembly([self.assembly(part) for part, _ in tensor.parts])
+        source, transposed = tensor.source, tensor.source.match.rule.transposed
+        cut = Cut(self._opened.topology.tp, self._opened.topology.ep)
+        held = [
+            place
+            for piece in tensor.hf_slice.once
+            for place in holders(source.partition, source.local_shape, piece.box, cut) or ()
+        ]
+        fragments: list[Fragment] = []
+        for read in plan_reads(tensor.hf_slice.once, list(dict.fromkeys(held)), tensor.name):
+            leaf = Assembly.of(self._leaf(tensor, read.holder)).within(read.source)
+            fragments += [fragment.moved(read.target.offset) for fragment in leaf.fragments]
+        shape = tensor.shape if source.match.rule.stacked is None else (1, *tensor.shape)
+        if transposed:
+            order = (*range(len(shape) - 2), len(shape) - 1, len(shape) - 2)
+            fragments = [fragment.permuted(order) for fragment in fragments]
+        return Assembly(tensor.dtype, shape, tuple(fragments))
+
+    @cached_property
+    def _mapped(self) -> dict[str, HfTensor]:
+        """All Hugging Face tensors of what rules map, by name."""
+        found: dict[str, HfTensor] = {}
+        for match in self._mapping.split(self._model.stages)[0]:
+            source = self._source(match)
+            for one in hf_slices(match, source.shape, self.sizes):
+                if one.name in found:
+                    raise IncompatibleState(
+                        f"{self._opened.where}: {one.name} would come from {found[one.name].source.name} and from "
+                        f"{match.name}; the mapping must choose one"
+                    )
+                found[one.name] = HfTensor(one, source.dtype, source)
+        return found
+
+    def _source(self, match: Match) -> NxdTensor:
+        leaf, form = self._model.value(match.name), self._model.form(match.name)
+        if form is None:
+            raise MalformedFile(f"{self._opened.where}: {match.name} is {type(leaf).__name__}, expected a tensor")
+        dtype, shape = form
+        tp = self._opened.topology.tp
+        whole = self._whole(match, shape, tp)
+        # A vocabulary that every rank holds all of was never cut.
+        partition = partition_of(match, whole, self.sizes, 1 if whole == shape else tp)
+        source = NxdTensor(match, self._model.stages[match.name][0], dtype, shape, whole, partition)
+        if self._preferred(source, CutIndex()) is not None:
+            return replace(source, dtype="float32")
+        refuse_quantized_dtype(match.name, dtype, self._opened.where)
+        return source
+
+    def _whole(self, match: Match, local: tuple[int, ...], tp: int) -> tuple[int, ...]:
+        rule, shape = match.rule, list(local)
+        if rule.dim is not None and rule.dim < len(shape):
+            rows = rule.members[0].rows
+            if rows is None or shape[rule.dim] < self.sizes.get(rows):
+                shape[rule.dim] *= tp
+        if rule.stacked is not None and shape:
+            shape[0] *= self._opened.topology.ep
+        return tuple(shape)
+
+    def _is_left_out(self, tensor: HfTensor) -> bool:
+        """Whether it is tied to another one that files hold in its place."""
+        other = self._mapped.get(self.ties.get(tensor.name, ""))
+        if other is None:
+            return False
+        digests = [digest_of(self._model.value(one.source.name)) for one in (tensor, other)]
+        if digests[0] != digests[1]:
+            raise IncompatibleState(
+                f"{self._opened.where}: config.json ties {tensor.name} to {other.name}, but the tag holds different "
+                "values; set tie_word_embeddings to false in the config.json that goes with this model"
+            )
+        return True
+
+    def _leaf(self, tensor: HfTensor, place: CutIndex) -> TensorStub | Assembly:
+        """What the rank at ``place`` holds: from its model's file, or from the optimizer's."""
+        source, entry = tensor.source, tensor.entry
+        if entry is None:
+            return self._weight(source, place)
+        found = self._state(place).optimizer.value(source.name, entry, self._spec(source, tensor.dtype))
+        if not isinstance(found, (TensorStub, Assembly)):
+            at = Coordinates(source.pp_rank, place.ep_rank, place.tp_rank)
+            raise PartNotFound(f"{self._opened.where}: no file holds optim/{source.name}/{entry} of the rank at {at}")
+        self._refuse_other_form(tensor.source_name, found, (tensor.dtype, found.shape))
+        return found
+
+    def _weight(self, source: NxdTensor, place: CutIndex) -> TensorStub | Assembly:
+        leaf = self._model.saved_by(source.pp_rank, place).get(source.name)
+        if isinstance(leaf, (TensorStub, Assembly)):
+            self._refuse_other_form(source.name, leaf, self._model.form(source.name))
+        found = self._preferred(source, place)
+        if found is None:
+            found = self._state(place).weight(source.name, leaf)
+        if not isinstance(found, (TensorStub, Assembly)):
+            raise PartNotFound(f"{self._opened.where}: no file holds model/{source.name}, nor its master weights")
+        return found
+
+    def _refuse_other_form(self, name: str, leaf: Any, first: tuple[str, tuple[int, ...]] | None) -> None:
+        """Raise MalformedFile where a rank has a tensor of other dtype or shape than the ``first`` one."""
+        found = form_of(leaf)
+        if first is not None and found != first:
+            where = f"{leaf.file}: " if isinstance(leaf, TensorStub) else ""
+            (dtype, shape), (expected, whole) = found, first
+            raise MalformedFile(
+                f"{self._opened.where}/{where}{name} is {dtype} {shape}, on the first rank {expected} {whole}; the tag "
+                "mixes files of two saves"
+            )
+
+    def _preferred(self, source: NxdTensor, place: CutIndex) -> Assembly | None:
+        """The master weights of a rank, where they are preferred and there are any."""
+        if not self._prefers_masters:
+            return None
+        return self._state(place).master_weight(source.name, self._spec(source, "float32"))
+
+    def _spec(self, source: NxdTensor, dtype: str) -> ParameterSpec:
+        """The tensor as each rank held it, in ``dtype``."""
+        spec = self._first.context.as_recorded(source.name, dtype, source.local_shape)
+        return replace(spec, dtype=dtype)
+
+    def _refuse_holes(self, source: NxdTensor) -> None:
+        """Tensor-parallel ranks have tensors of the same names, also where the first one's is all that is read."""
+        for tp_rank in range(self._opened.topology.tp):
+            if not is_tensor(self._model.saved_by(source.pp_rank, CutIndex(tp_rank)).get(source.name)):
+                raise MalformedFile(
+                    f"{self._opened.where}: tensor-parallel rank {tp_rank} of pipeline stage {source.pp_rank} has no "
+                    f"tensor {source.name}, the first rank has; the tag mixes files of two saves"
+                )
+
+    def _refuse_unequal_copies(self, source: NxdTensor) -> None:
+        """Ranks that by the mapping hold the same part of Hugging Face's tensors must have saved the same bytes.
+
+        That is where a wrong kv_size_multiplier, hardware or mapping shows. Digests tell, as far as files have them.
+        """
+        members = [
+            (one.name, piece)
+            for one in hf_slices(source.match, source.shape, self.sizes)
+            for piece in one.pieces
+        ]
+        first: dict[Any, tuple[int, Any]] = {}
+        for tp_rank in range(self._opened.topology.tp):
+            found = digest_of(self._model.saved_by(source.pp_rank, CutIndex(tp_rank)).get(source.name))
+            if found is None:
+                return
+            held = tuple(self._held(source, members, tp_rank))
+            if not held:  # padding
+                continue
+            other, digest = first.setdefault(held, (tp_rank, found))
+            if digest != found:
+                raise TopologyMismatch(
+                    f"{self._opened.where}: by the mapping, tensor-parallel ranks {other} and {tp_rank} hold the same "
+                    f"of {source.name}, but they saved other values; are kv_size_multiplier="
+                    f"{self.sizes.kv_size_multiplier}, hardware={self.sizes.hardware!r} and the mapping those of the "
+                    "job that saved it?"
+                )
+
+    def _held(
+        self, source: NxdTensor, members: Sequence[tuple[str, Piece]], tp_rank: int
+    ) -> Iterator[tuple[Box, str, Box]]:
+        """What a rank holds, in terms of Hugging Face's tensors: (its box, theirs); equal for equal parts."""
+        for piece in source.partition.pieces(source.local_shape, tp_rank, self._opened.topology.tp, 0) or ():
+            for name, member in members:
+                common = piece.box.intersect(member.box)
+                if common is not None:
+                    yield piece.local_of(common), name, member.local_of(common)
+

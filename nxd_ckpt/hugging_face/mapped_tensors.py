@@ -1,0 +1,56 @@
+"""The two sides of an export: a tensor of the tag, and the Hugging Face tensors that it holds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from nxd_ckpt.hugging_face.hf_slice import HfSlice
+from nxd_ckpt.core.mapping import Match
+from nxd_ckpt.core.partition import Partition
+
+
+@dataclass(frozen=True)
+class NxdTensor:
+    """A tensor of the tag, all of it: its rule, the pipeline stage that holds it, and how the ranks of that cut it.
+
+    ``local_shape`` is what each rank holds, ``shape`` the whole one.
+    """
+
+    match: Match
+    pp_rank: int
+    dtype: str
+    local_shape: tuple[int, ...]
+    shape: tuple[int, ...]
+    partition: Partition
+
+    @property
+    def name(self) -> str:
+        return self.match.name
+
+
+@dataclass(frozen=True)
+class HfTensor:
+    """A Hugging Face tensor, and the tensor of the tag that holds it; with ``entry``, that state of the optimizer's
+    for it, which is cut as it is."""
+
+    hf_slice: HfSlice
+    dtype: str
+    source: NxdTensor
+    entry: str | None = None
+
+    @property
+    def weight(self) -> str:
+        """The Hugging Face tensor that it is, or is the state of."""
+        return self.hf_slice.name
+
+    @property
+    def name(self) -> str:
+        return self.weight if self.entry is None else f"{self.weight}/{self.entry}"
+
+    @property
+    def source_name(self) -> str:
+        return self.source.name if self.entry is None else f"{self.source.name}/{self.entry}"
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.hf_slice.shape

@@ -1,0 +1,86 @@
+"""Padding that a tag has and Hugging Face's files have not: it is cut off only where nothing is lost by that."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+
+import torch
+
+from nxd_ckpt.hugging_face.padding_rules import is_rounded, padding_of
+from nxd_ckpt.hugging_face.hf_slice import HfSlice
+from nxd_ckpt.core.sizes import Sizes
+from nxd_ckpt.errors import ShapeMismatch
+from nxd_ckpt.formats.tensors import Assembly
+from nxd_ckpt.tag.opened import OpenTag
+from nxd_ckpt.hugging_face.mapped_tensors import HfTensor
+
+logger = logging.getLogger("nxd_ckpt")
+
+
+def refuse_lost_values(
+    opened: OpenTag, sizes: Sizes, tensors: Iterable[HfTensor], assembly: Callable[[HfTensor], Assembly]
+) -> None:
+    """Check that what is cut off from ``tensors`` is padding: explained by the sizes, and zero. Bounded memory.
+
+    Raises:
+        ShapeMismatch: it may be trained rows or heads; names them, what config.json says, and the remedy.
+    """
+    sources = {tensor.source_name: tensor for tensor in tensors}
+    cut: list[str] = []
+    with opened.reader() as reader:
+        for name, tensor in sources.items():
+            for padding in padding_of(tensor.source.match, tensor.source.shape, sizes):
+                _refuse_unexplained(opened, name, tensor, padding, sizes)
+                nonzero: list[int] = []
+
+                def look(number: int, parts: list[torch.Tensor], nonzero: list[int] = nonzero) -> None:
+                    if any(bool((part != 0).any()) for part in parts):
+                        nonzero.append(number)
+
+                reader.visit(assembly(replace(tensor, hf_slice=padding)), name, look)
+                reader.finish()
+                if nonzero:
+                    raise ShapeMismatch(
+                        f"{_described(opened, name, tensor, padding, sizes)} They are not zero, so they are no "
+                        f"padding, and would be lost; {_remedy(tensor, sizes)}"
+                    )
+                cut.append(f"{name} {_range(tensor, padding)}")
+    if cut:
+        logger.info("%s: padding of zeros is left out: %s", opened.where, "; ".join(cut[:5]))
+
+
+def _refuse_unexplained(opened: OpenTag, name: str, tensor: HfTensor, padding: HfSlice, sizes: Sizes) -> None:
+    rule, rows = tensor.source.match.rule, tensor.source.match.rule.members[0].rows
+    if rows is None or rule.dim is None:
+        return
+    if not is_rounded(tensor.source.shape[rule.dim], sizes.get(rows), opened.topology.tp):
+        raise ShapeMismatch(
+            f"{_described(opened, name, tensor, padding, sizes)} No rounding of the vocabulary explains so many, so "
+            f"they may be trained; {_remedy(tensor, sizes)}"
+        )
+
+
+def _described(opened: OpenTag, name: str, tensor: HfTensor, padding: HfSlice, sizes: Sizes) -> str:
+    rule = tensor.source.match.rule
+    length = tensor.source.shape[rule.dim or 0]
+    rows = rule.members[0].rows
+    said = f"{sizes.key(rows)} {sizes.get(rows)}" if rows else f"{sizes.key('heads')} {sizes.get('heads')}"
+    return (
+        f"{opened.where}: {name} has {length} rows along dimension {rule.dim}, but config.json says {said}: "
+        f"{_range(tensor, padding)} are in no tensor of the result."
+    )
+
+
+def _range(tensor: HfTensor, padding: HfSlice) -> str:
+    box, dim = padding.pieces[0].box, tensor.source.match.rule.dim or 0
+    return f"rows {box.offset[dim]} to {box.offset[dim] + box.size[dim] - 1}"
+
+
+def _remedy(tensor: HfTensor, sizes: Sizes) -> str:
+    rule = tensor.source.match.rule
+    rows = rule.members[0].rows
+    if rows:
+        return f"pass a config.json with {sizes.key(rows)} {tensor.source.shape[rule.dim or 0]}, which keeps all rows"
+    return f"pass the config.json of the model that was trained, with all of its {sizes.key('heads')}"

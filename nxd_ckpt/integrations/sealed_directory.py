@@ -1,0 +1,373 @@
+"""A directory of another library's files that appears as a whole: with tags in it, and digests of all other files.
+
+The order is derived from *visible means complete*: the library's files are written out of sight, to a directory of this
+attempt alone. While tags are saved, they are sealed: synced, and their digests taken. When all of that is done, the
+tags join them, the digests are written with those of the tags' manifests, which say which save each is of, and one
+rename makes the directory visible. What it replaces stays until then. The training thread reads and syncs none of the
+files.
+
+Nothing is made, moved or removed but under a lease, which rank 0 holds from the beginning to the end. What is sealed is
+what the library wrote: a file that vanished, appeared or changed meanwhile is refused.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+import uuid
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, wait
+from contextlib import contextmanager, suppress
+from fnmatch import fnmatchcase
+from functools import partial
+
+from nxd_ckpt.output.transfer import sync
+from nxd_ckpt.core.manifest import CRC_BLOCK
+from nxd_ckpt.errors import CheckpointError, InvalidArgument, OutcomeUnknown, SaveFailed, as_checkpoint_errors
+from nxd_ckpt.integrations.output_lease import Holding, OutputLease
+from nxd_ckpt.integrations.written_files import WrittenFiles
+from nxd_ckpt.core.names import DONE, HIDDEN, MANIFEST
+from nxd_ckpt.coordination.at_exit import close_at_exit, forget
+from nxd_ckpt.coordination.agreement import Agreement, Alone, decided_by_rank0
+from nxd_ckpt.coordination.replacement import Replacement
+from nxd_ckpt.save.background import Helpers
+from nxd_ckpt.save.pending import PendingSave
+from nxd_ckpt.tag.seal import DIGESTS, file_digest, read_seal, seal_problems
+from nxd_ckpt.storage.local import LocalStorage
+from nxd_ckpt.tag.verify import require_all_files
+
+logger = logging.getLogger("nxd_ckpt")
+
+_INCOMPLETE = ".incomplete"
+"""Where directories are written, in the root of those that they are published to."""
+_ASIDE = ".replaced"
+"""Ends the name, there, of what a directory takes the place of."""
+
+_NEWS = 5.0
+"""Seconds after which rank 0 says again that it is at work."""
+
+
+_ATTEMPT = "attempt-"
+"""Begins the name, there, of what one attempt writes to."""
+
+_leases = Holding()
+"""One for each directory that this process writes to; their users are the attempts whose files are being sealed."""
+
+
+class SealedDirectory:
+    """One directory, ``name`` in ``root``, on its way from where it is written to where it is seen.
+
+    Rank 0 calls :meth:`begin` and :meth:`retire`. ``durable=False`` syncs nothing.
+    """
+
+    def __init__(self, root: str, name: str, durable: bool = True) -> None:
+        self._storage = LocalStorage(os.path.abspath(root), durable)
+        self._name, self._folder = name, os.path.dirname(name)
+        self._attempt = ""
+        self._saves: list[PendingSave] = []
+        self._lease: OutputLease | None = None
+        self._written = WrittenFiles("")
+        self._replaced = WrittenFiles("")
+        """What has its name when the attempt begins."""
+        self._published: Future[None] | None = None
+        """On rank 0: when it is visible, or cannot become so."""
+        self.path = os.path.join(self._storage.url, name)
+        self.staged = ""
+        """Where the library writes its files, once it has begun."""
+        self.tags = os.path.join(self._storage.url, _INCOMPLETE, "tags")
+        """The directory that tags are saved to, before they become part of this one."""
+        self._output = LocalStorage(os.path.join(self._storage.url, _INCOMPLETE), durable=False)
+        # A lease is of living processes: what a power cut takes away is nobody's.
+        self._claimed = LocalStorage(os.path.join(self.tags, HIDDEN, "output"), durable=False)
+
+    def refuse_a_file(self) -> None:
+        """Raise InvalidArgument where a file has its name. Any rank may call this."""
+        if os.path.isfile(self.path):
+            raise InvalidArgument(f"{self.path} is a file, expected a checkpoint or nothing; choose another name")
+
+    def refuse_to_replace(self, patterns: Sequence[str]) -> None:
+        """Raise InvalidArgument where a file has its name, or a directory that is no checkpoint: what it holds was
+        neither sealed nor is it called as in ``patterns``. Any rank may call this; nothing is changed."""
+        self.refuse_a_file()
+        # Whoever looked at its statistics left them in a hidden directory.
+        names, sealed = [entry.name for entry in self._storage.list(self._name)], {DIGESTS, HIDDEN}
+        with suppress(CheckpointError):  # of another's, or damaged: then the patterns tell
+            sealed |= {name.partition("/")[0] for name in read_seal(LocalStorage(self.path))}
+        others = [name for name in names if name not in sealed and not is_sealed(self.path, name)]
+        foreign = [name for name in others if not any(fnmatchcase(name, pattern) for pattern in patterns)]
+        if foreign:
+            raise InvalidArgument(
+                f"{self.path} holds {', '.join(foreign[:5])}, which no checkpoint has, and would replace all of it: "
+                "save to a directory of its own"
+            )
+
+    def begin_together(self, agreement: Agreement) -> None:
+        """All ranks: rank 0's :meth:`begin`, after which each of them may write to :attr:`staged`."""
+        self._enter(decided_by_rank0(agreement, self.begin))
+
+    def begin(self) -> str:
+        """Finish what a killed run was about to replace, remove what else it left, and make room; the attempt's name.
+
+        Raises DirectoryInUse, before anything is touched, where another live job saves there.
+        """
+        self._lease = _leases.take(self._claimed, LocalStorage(self.tags), shown=self._storage.url)
+        for folder in dict.fromkeys(("", self._folder)):  # often one: what leads to it is synced once
+            self._storage.make_dir(folder)
+        self._storage.sync_dir("")  # the library may have made the folder
+        self._clear()
+        self._replaced = WrittenFiles(self.path)
+        self._replaced.record()
+        self._enter(f"{_ATTEMPT}{uuid.uuid4().hex[:12]}")
+        # Its name here need not be durable. What a power cut loses is not visible yet; by the time it is, it has been
+        # synced itself, and its new name after the rename.
+        for folder in ("tags", f"{self._attempt}/{os.path.basename(self._name)}"):
+            self._output.make_dir(folder)
+        return self._attempt
+
+    def _enter(self, attempt: str) -> None:
+        if attempt != self._attempt:
+            self._attempt = attempt
+            self.staged = os.path.join(self._output.url, attempt, os.path.basename(self._name))
+            self._written = WrittenFiles(self.staged)
+
+    def _clear(self) -> None:
+        """Under the lease: what is here is of dead jobs, or of attempts of this one that failed."""
+        used = {"tags", *_leases.users(self._claimed)}
+        leftover = [entry.name for entry in self._output.list() if entry.name not in used]
+        for name in leftover:
+            # Names may be free: not all file systems exchange two at once. Older versions had no attempts.
+            inside = self._output.list(name) if name.startswith(_ATTEMPT) else ()
+            for staged in (name, *(f"{name}/{entry.name}" for entry in inside)):
+                if staged.endswith(_ASIDE):
+                    self._require_lease()
+                    self._replacement(staged.removesuffix(_ASIDE)).settle()
+                    self._storage.sync_dir(self._folder)
+        for name in leftover:
+            self._require_lease()
+            self._output.remove(name)
+
+    def _require_lease(self) -> None:
+        if self._lease is not None:
+            self._lease.require()
+
+    def record(self, other_ranks: str = "", required: Iterable[str] = ()) -> None:
+        """Rank 0: what it wrote is complete.
+
+        Args:
+            other_ranks: glob pattern of files that are others', and may be incomplete.
+            required: files that the library has written, by their names; the others are those that are there.
+        """
+        self._written.record(other_ranks, required)
+
+    def complete(self, agreement: Agreement, own: str = "", *, shared: bool = False) -> None:
+        """All ranks: their files are complete, on every rank.
+
+        Args:
+            own: the name of the file that this rank writes alone.
+            shared: several ranks write the same files, too.
+        """
+        words = agreement.gather(self._written.digest_of(own) if own and agreement.rank else {})
+        if agreement.rank == 0 and agreement.world_size > 1:
+            for word in (words or [])[1:]:
+                self._written.require(word)
+            if shared:
+                self._written.forget_content()
+            self._written.record()  # a trainer that extends another may write more on other ranks
+        agreement.broadcast(None)
+
+    @contextmanager
+    def publishing(self, is_rank_0: bool) -> Iterator[list[PendingSave]]:
+        """All files are there. Within, tags are saved and added to what is given; with them it becomes visible."""
+        if not is_rank_0:
+            with suppress(OutcomeUnknown):  # rank 0 knows it, and says so in :meth:`wait`
+                yield self._saves
+            return
+        if self._written.is_empty:
+            self._written.record()
+        _leases.users(self._claimed).add(self._attempt)
+        threads = Helpers(1, "nxd_ckpt-seal")
+        try:
+            sealed = threads.submit(self._seal)
+            yield self._saves
+            self._published = threads.submit(self._publish, sealed)
+            close_at_exit(self)
+        except BaseException:
+            self._give_back()
+            raise
+        finally:
+            threads.shutdown(wait=False)
+
+    @as_checkpoint_errors()
+    def wait(self, agreement: Agreement | None, retire: Callable[[], None] = lambda: None) -> None:
+        """Until it is visible: all ranks call this, and rank 0 tells the others. None: this rank learns it alone.
+
+        Rank 0 then calls ``retire``, still under the lease. Raises, on all ranks, what failed; if it is not visible,
+        nothing is visible but what was before.
+        """
+        agreement = agreement or Alone()
+        try:
+            while not decided_by_rank0(agreement, partial(self._is_visible, retire)):
+                pass
+        finally:
+            for save in self._saves:
+                # Not raised: a rank that cannot read the verdict looks for the tag, which rank 0 may have moved since.
+                save.exception()
+
+    def close(self, retire: Callable[[], None] = lambda: None) -> None:
+        """The tags are saved, or failed: wait until it is visible, too. Raises OSError, SaveFailed, DirectoryInUse."""
+        forget(self)
+        try:
+            if self._published is not None:
+                self._published.result()
+                retire()
+                self._output.remove(self._attempt)
+        finally:
+            self._give_back()
+
+    def _give_back(self) -> None:
+        _leases.users(self._claimed).discard(self._attempt)
+        if self._lease is not None:
+            _leases.release_unused(self._claimed)
+
+    def _is_visible(self, retire: Callable[[], None]) -> bool:
+        """Whether it is by now, or soon. Raises what failed."""
+        for save in self._saves:
+            if not save.wait_decided(_NEWS):
+                return False
+            save.wait()
+        if self._published is not None and not wait([self._published], _NEWS).done:
+            return False
+        self.close(retire)
+        return True
+
+    def abandon(self) -> None:
+        """The process ends by an exception: as :meth:`close`, if the tags are saved. Never raises."""
+        if all(save.done() for save in self._saves):
+            with suppress(Exception):  # it was logged
+                self.close()
+
+    def retire(self, pattern: str, limit: int | None, stay: Sequence[str] = ()) -> None:
+        """Remove the oldest of the directories beside it whose whole name ``pattern`` matches, down to ``limit`` (None
+        or 0: none), but this one and those called as in ``stay``: each is out of sight at once.
+
+        The first group of ``pattern`` is the number that tells the order. Raises DirectoryInUse where another job took
+        over.
+        """
+        folder, own = self._folder, os.path.basename(self._name)
+        found = (re.fullmatch(pattern, entry.name) for entry in self._storage.list(folder) if entry.is_dir)
+        names = [match[0] for match in sorted(filter(None, found), key=lambda match: int(match[1]))]
+        kept = {own, *stay} & {*names}
+        surplus = [name for name in names if name not in kept] if limit else []
+        for name in surplus[: max(len(names) - max(limit or 0, len(kept)), 0)]:
+            self._require_lease()
+            away = f"{_INCOMPLETE}/{self._attempt}/{name}"
+            self._storage.rename(os.path.join(folder, name), away)
+            self._storage.remove(away)
+
+    def _seal(self) -> dict[str, list[int]]:
+        """Sync what the library wrote; its digests. Raises SaveFailed where that is not what is there."""
+        digests = self._written.seal()
+        for folder, _, names in os.walk(self.staged):
+            for name in sorted(names):
+                sync(self._storage, os.path.relpath(os.path.join(folder, name), self._storage.url))
+            self._storage.sync_dir(os.path.relpath(folder, self._storage.url))
+        return digests
+
+    def _publish(self, sealed: Future[dict[str, list[int]]]) -> None:
+        """Make it visible, if all tags are complete."""
+        for save in self._saves:
+            save.wait_decided()
+        if any(save.error is not None for save in self._saves):
+            return
+        try:
+            self._make_visible(sealed.result())
+        except BaseException as error:
+            logger.error("%s was not saved: %s: %s", self.path, type(error).__name__, error)
+            raise
+
+    def _make_visible(self, digests: dict[str, list[int]]) -> None:
+        storage, output = self._storage, LocalStorage(self._output.url, self._storage.durable)
+        staged, memory = f"{self._attempt}/{os.path.basename(self._name)}", memoryview(bytearray(CRC_BLOCK))
+        replacement = self._replacement(staged)
+        self._require_lease()
+        self._written.require_unchanged()
+        for save in self._saves:
+            output.rename(f"tags/{save.tag}", f"{staged}/{save.tag}")
+            require_all_files(LocalStorage(self.staged), save.tag)
+            manifest = f"{save.tag}/{MANIFEST}"
+            digests[manifest] = file_digest(output, f"{staged}/{manifest}", memory)
+        output.write(f"{staged}/{DIGESTS}", json.dumps(digests, indent=1).encode())
+        output.sync_dir(staged)
+        storage.make_dir(self._folder)
+        self._refuse_two_of_a_name()
+        self._require_lease()
+        try:
+            replacement.make()
+        except OSError:
+            replacement.put_back()
+            raise
+        storage.sync_dir(self._folder)
+        self._keep_added(replacement.aside)
+        storage.remove(replacement.aside)
+
+    def _refuse_two_of_a_name(self) -> None:
+        """Raise SaveFailed where a callback has written a file to where the directory is to be, and the library one of
+        the same name."""
+        for name in self._replaced.added(self.path):
+            if os.path.lexists(os.path.join(self.staged, name)):
+                raise SaveFailed(
+                    f"{os.path.join(self.path, name)} was written there while the checkpoint was being saved, which "
+                    "has a file of that name. It was left alone, and the checkpoint was not made visible. A callback "
+                    "must give its files other names"
+                )
+
+    def _keep_added(self, aside: str) -> None:
+        """What callbacks have written while it was being saved, to where it was not yet, becomes part of it."""
+        added = self._replaced.added(os.path.join(self._storage.url, aside))
+        for name in added:
+            kept = os.path.join(self._name, name)
+            if os.path.lexists(os.path.join(self._storage.url, kept)):
+                kept = f"{kept}.{self._attempt}"  # it came after the last look
+            self._storage.make_dir(os.path.dirname(kept))
+            self._storage.rename(os.path.join(aside, name), kept)
+            self._storage.sync_dir(os.path.dirname(kept))
+        if added:
+            logger.warning(
+                "%s: %s was written there before the checkpoint was visible. It is kept beside the checkpoint's files, "
+                "but is not one of them: a resume refuses it, unless files_added_later names it",
+                self.path,
+                ", ".join(added[:5]) + (f" and {len(added) - 5} more files" if len(added) > 5 else ""),
+            )
+
+    def _replacement(self, staged: str) -> Replacement:
+        """Of the directory of the same name as ``staged``, a key below where directories are written."""
+        finished, target = f"{_INCOMPLETE}/{staged}", os.path.join(self._folder, os.path.basename(staged))
+        return Replacement(self._storage, finished, target, f"{finished}{_ASIDE}")
+
+
+def is_sealed(directory: str, tag: str) -> bool:
+    """Whether it is one of ours, and complete."""
+    return os.path.isfile(os.path.join(directory, tag, DONE))
+
+
+def is_ours(directory: str, tag: str) -> bool:
+    """Whether it holds that tag, even if that has lost files since, so that opening it raises."""
+    return os.path.isdir(os.path.join(directory, tag))
+
+
+@as_checkpoint_errors()
+def verify_files(directory: str, tag: str, ignored: Sequence[str] = ()) -> None:
+    """Compare the files beside the tag with those that were sealed with it.
+
+    Args:
+        ignored: glob patterns of files that may have been added since.
+
+    Raises:
+        PartLost, DigestMismatch, CorruptCheckpoint: a file is gone, has other bytes or was added, or a tag is of
+            another save; the message names each.
+    """
+    problems = list(seal_problems(LocalStorage(directory), tag, ignored))
+    if problems:
+        raise type(problems[0])("; ".join(map(str, problems)))

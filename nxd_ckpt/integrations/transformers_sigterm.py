@@ -1,0 +1,57 @@
+"""What transformers 5 leaves of a checkpoint that it makes at SIGTERM (``enable_jit_checkpoint``) and cannot finish.
+
+It makes the directory ``checkpoint-N`` with a sentinel in it, saves, and removes the sentinel. It never looks for one
+afterwards: :func:`last_complete` and :func:`refuse_interrupted` do.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+
+from nxd_ckpt.errors import CheckpointNotFound
+from nxd_ckpt.integrations.sealed_directory import is_sealed
+
+SENTINEL = "checkpoint-is-incomplete.txt"
+
+_NUMBERED = re.compile(r"checkpoint-(\d+)")
+
+
+def make_way(directory: str, tag: str) -> None:
+    """Remove what transformers has made for a checkpoint that is now written out of sight; never a checkpoint."""
+    if not os.path.isfile(sentinel := os.path.join(directory, SENTINEL)):
+        return
+    if os.listdir(directory) == [SENTINEL]:
+        os.remove(sentinel)
+        os.rmdir(directory)
+    elif is_sealed(directory, tag):
+        os.remove(sentinel)
+
+
+def last_complete(run: str, tag: str) -> str | None:
+    """The directory of the highest number in ``run`` that is not interrupted; None where there is none at all.
+
+    Raises:
+        CheckpointNotFound: all that are there are interrupted.
+    """
+    names = [name for name in os.listdir(run) if _NUMBERED.fullmatch(name)] if os.path.isdir(run) else []
+    found = [os.path.join(run, name) for name in names if os.path.isdir(os.path.join(run, name))]
+    found.sort(key=lambda path: int(path.rpartition("-")[2]))
+    complete = [path for path in found if not _is_interrupted(path, tag)]
+    if found and not complete:
+        refuse_interrupted(found[-1], tag)
+    return complete[-1] if complete else None
+
+
+def refuse_interrupted(directory: str, tag: str) -> None:
+    """Raise CheckpointNotFound for a directory whose save was interrupted."""
+    if _is_interrupted(directory, tag):
+        raise CheckpointNotFound(
+            f"{directory} holds {SENTINEL}: transformers began to save it at SIGTERM, and was ended before it was "
+            "complete. Remove the directory, and resume from the checkpoint before it"
+        )
+
+
+def _is_interrupted(directory: str, tag: str) -> bool:
+    """One of ours is complete, whatever else lies in it."""
+    return os.path.isfile(os.path.join(directory, SENTINEL)) and not is_sealed(directory, tag)

@@ -1,0 +1,139 @@
+"""The place of a live data loader, as plain data, and back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch.utils.data import DataLoader
+
+from nxd_ckpt.live.data_streams import DataStreams
+from nxd_ckpt.live.elastic_sampler import ElasticSampler
+from nxd_ckpt.core.data_position import Position, check_position, is_data_position, position
+from nxd_ckpt.errors import IncompatibleState, InvalidArgument
+
+_STEPS_SINCE = "_steps_since_snapshot"
+_DATASET_STATE = "dataset_state"
+"""What torchdata calls them: batches that were delivered after the state was taken; state of the dataset's own."""
+
+
+def capture_data_position(loader: Any) -> Position:
+    """Where ``loader`` is, as plain data, for ``rank_content=``. A load on other dp re-splits it, if it can.
+
+    It can for :class:`DataStreams`, and for torchdata's StatefulDataLoader over an :class:`ElasticSampler`. The state
+    of any other object with ``state_dict()`` is one rank's own: a load on other sizes refuses it.
+
+    Raises:
+        InvalidArgument: an object without ``state_dict`` and ``load_state_dict``.
+    """
+    if not hasattr(loader, "state_dict") or not hasattr(loader, "load_state_dict"):
+        raise InvalidArgument(
+            f"{type(loader).__name__} has no state_dict() and load_state_dict(): expected a loader that has, such as "
+            "torchdata.stateful_dataloader.StatefulDataLoader"
+        )
+    state = loader.state_dict()
+    if isinstance(loader, DataStreams):
+        return position(loader.dp, loader.dp_rank, None, state)
+    sampler = _sampler_of(loader)
+    if sampler is None:
+        return position(None, None, state, None, "as nothing tells how its loader shares the data out among ranks")
+    shared, alone = _place(loader, sampler, state), ""
+    if shared is None:
+        alone = "as its loader does not tell which samples it has delivered"
+    elif any(value is not None for value in _all(state, _DATASET_STATE)):
+        shared, alone = None, "as its dataset has state of its own"
+    return position(sampler.dp, sampler.dp_rank, state, shared, alone)
+
+
+def restore_data_position(loader: Any, saved: Position) -> None:
+    """Put ``loader`` where :func:`capture_data_position` found it, or where all ranks' positions leave this one.
+
+    Raises:
+        InvalidArgument: not a data position.
+        MalformedFile: one that no capture_data_position() gave.
+        IncompatibleState: one of another kind of loader, or of other data; or another rank's that cannot be re-split.
+    """
+    if not is_data_position(saved):
+        raise InvalidArgument(
+            f"expected what capture_data_position() gave, found {type(saved).__name__}; a load fills "
+            "rank_content= with it"
+        )
+    check_position(saved, "data position")
+    running = getattr(loader, "_iterator", None)  # torchdata's
+    if running is not None and not getattr(running, "_finished", False):
+        raise InvalidArgument(
+            f"{type(loader).__name__} is being iterated, and its iterator would go on from the old place: restore the "
+            "data position before iter(), or into a new loader"
+        )
+    shared, sampler = saved["shared"], _sampler_of(loader)
+    kind = None if shared is None else shared["kind"]
+    if isinstance(loader, DataStreams) and kind == "streams":
+        loader.load_state_dict(shared)
+    elif sampler is not None and kind == "samples" and _place_of(saved) != (sampler.dp, sampler.dp_rank):
+        sampler.load_state_dict(shared)
+        if loader is not sampler:
+            loader.load_state_dict({})  # a new iterator, which asks the sampler
+    elif not isinstance(loader, DataStreams) and kind != "streams" and _is_own(saved, sampler):
+        loader.load_state_dict(saved["state"])
+    else:
+        told = f"one rank's own, {saved['alone']}" if kind is None else f"of {kind}"
+        raise IncompatibleState(
+            f"a {type(loader).__name__} cannot go on from this data position, which is {told}; make the loader as it "
+            "was at the save, for the same rank of as many"
+        )
+
+
+def _is_own(saved: Position, sampler: ElasticSampler | None) -> bool:
+    """Whether it is the state of a loader that reads the same share, as far as both tell.
+
+    Positions that were put together are no rank's own.
+    """
+    if saved["dp"] is None and saved["shared"] is not None:
+        return False
+    return _place_of(saved) == (None if sampler is None else (sampler.dp, sampler.dp_rank))
+
+
+def _place_of(saved: Position) -> tuple[int, int] | None:
+    return None if saved["dp"] is None else (saved["dp"], saved["dp_rank"])
+
+
+def _sampler_of(loader: Any) -> ElasticSampler | None:
+    """The ElasticSampler that tells ``loader`` what to read."""
+    if isinstance(loader, ElasticSampler):
+        return loader
+    if not isinstance(loader, DataLoader):
+        return None
+    for one in (loader.sampler, getattr(loader.batch_sampler, "sampler", None)):
+        if isinstance(one, ElasticSampler):
+            return one
+    return None
+
+
+def _place(loader: Any, sampler: ElasticSampler, state: Any) -> dict[str, Any] | None:
+    """The sampler's state as of the last batch that ``loader`` delivered; None where that cannot be told."""
+    told = next(_samplers(state), None)
+    later = sum(_all(state, _STEPS_SINCE))
+    if told is None or not later:
+        return told
+    size = 1 if loader.batch_sampler is None else getattr(loader.batch_sampler, "batch_size", None)
+    return None if size is None else told | {"consumed": told["consumed"] + later * size * sampler.dp}
+
+
+def _samplers(state: Any) -> Iterator[dict[str, Any]]:
+    """What ElasticSampler.state_dict() gave, anywhere in a loader's state."""
+    if isinstance(state, dict):
+        if state.get("kind") == "samples" and "consumed" in state:
+            yield dict(state)
+        else:
+            for value in state.values():
+                yield from _samplers(value)
+
+
+def _all(state: Any, name: str) -> Iterator[Any]:
+    """Every value of that name in nested dicts."""
+    if isinstance(state, dict):
+        for key, value in state.items():
+            if key == name:
+                yield value
+            else:
+                yield from _all(value, name)

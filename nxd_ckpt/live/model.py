@@ -1,0 +1,582 @@
+"""Models: the names, tensors and specifications that a module or a state dict holds."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable, Mapping
+from dataclasses import replace
+from functools import cached_property
+from typing import Any, NoReturn
+
+import torch
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
+
+from nxd_ckpt.live.dtensor import Placed, canonical, is_dtensor, like, local_of, placed_of
+from nxd_ckpt.live.load_hooks import ModuleHooks, loads_as_a_whole, own_root
+from nxd_ckpt.live.parameters import (
+    form_of,
+    has_address,
+    is_tensor,
+    materialize,
+    memory_for,
+    memory_of,
+    overlapping,
+    own_stride,
+    refuse_unsupported,
+    spec_of,
+    traits_of,
+)
+from nxd_ckpt.live.shared_heads import partitions_of
+from nxd_ckpt.live.stage_names import name_in_stage, names_in_stage
+from nxd_ckpt.live.state import Frozen, ModelState, StateTensor
+from nxd_ckpt.live.torch_xla import copy_in
+from nxd_ckpt.core.manifest import ParameterSpec
+from nxd_ckpt.core.partition import Partition
+from nxd_ckpt.core.suggestions import listed, prefix_advice
+from nxd_ckpt.errors import DtypeMismatch, InvalidArgument, KeyMismatch, ShapeMismatch, UnsupportedState
+from nxd_ckpt.formats.strides import Stride
+from nxd_ckpt.formats.tensors import Path, itemsize, iter_tensors
+
+logger = logging.getLogger(__name__)
+
+_LOOSE = "load with strict=False to take the names that both have"
+
+_WITHOUT_SHAPE = (UninitializedParameter, UninitializedBuffer)
+"""Parameters and buffers of a lazy module before its first batch, or its load."""
+
+_EXTRA_STATE = "_extra_state"  # torch: the name of what nn.Module.get_extra_state() returns
+
+
+class ModelAdapter:
+    """Named live values: tensors (parameters as such, with NxD's attributes on them), and others as extra state."""
+
+    def __init__(self, live: dict[str, Any], may_be_meta: bool = False) -> None:
+        self._live, self._may_be_meta = live, may_be_meta
+        self._incompatible: tuple[list[str], list[str]] = ([], [])
+        """Names that are missing from what is loaded, and that are unexpected in it."""
+
+    def capture(self, tp: int) -> ModelState:
+        """The state of the model on this rank, for ``tp`` tensor-parallel ranks. Nothing is copied.
+
+        Raises UnsupportedState, naming the tensor, for SPMD, meta and sparse ones, and for ``Partial`` DTensors.
+        """
+        ties, tensors, kept = self._ties, self._tensors, self.kept()
+        frozen = Frozen({name: self._live[live] for name, live in kept.items()} | self.notes(), _stride_to_note)
+
+        def describe() -> dict[Path, StateTensor]:
+            described = {}
+            for path, leaf in iter_tensors(frozen.tree, torch.Tensor):
+                name = "/".join(map(str, path))
+                spec = state.parameters.get(name)
+                expert = spec is not None and spec.partition.expert
+                about = StateTensor(f"model/{name}", spec, tie=ties.get(kept.get(name, name)), expert=expert)
+                described[path] = frozen.placed(about, leaf)
+            return described
+
+        def specify() -> dict[str, ParameterSpec]:
+            specs = self.parameters(tp)
+            return {name: specs[live] for name, live in kept.items() if live in specs}
+
+        grounds = tp, [traits_of(tensor) for tensor in tensors.values()], ties, frozen.grounds()
+        state = ModelState(frozen.tree, describe, grounds, frozen.is_placed, specify)
+        return state
+
+    def kept(self) -> dict[str, str]:
+        """What a save keeps: saved names, each with its live name."""
+        return {name: name for name in self._live}
+
+    def notes(self) -> dict[str, Any]:
+        """What a save keeps in addition, and a load ignores."""
+        return {}
+
+    def partitions(self, tp: int) -> dict[str, Partition]:
+        """How parameters are cut, by name, if their own attributes say it wrongly."""
+        return {name: cut for name, cut in self._shared_heads(tp).items() if cut is not None}
+
+    def base_names(self) -> dict[str, str]:
+        """Live names that have another name in a tag of the model before it was wrapped: that name, by the live one."""
+        return {}
+
+    def parameters(self, tp: int) -> dict[str, ParameterSpec]:
+        """The parameters and buffers that this rank holds, by name. Raises as :meth:`capture`."""
+        ties = self._ties
+        specs = {
+            name: replace(spec_of(self._attributed(name), tp), dtype=form_of(tensor)[0])
+            for name, tensor in self._tensors.items()
+            if not _is_extra_state(name)
+        }
+        for name, partition in self._shared_heads(tp).items():
+            if partition is None and name in specs:
+                specs[name] = replace(specs[name], explicit=False)
+        return {name: replace(spec, tie=ties[name]) if name in ties else spec for name, spec in specs.items()}
+
+    def _attributed(self, name: str) -> torch.Tensor:
+        """The live tensor that has NxD's attributes for ``name``."""
+        return self._tensors[name]
+
+    def _shared_heads(self, tp: int) -> dict[str, Partition | None]:
+        """Cuts of grouped-query attention's parameters, by name; None where only the values tell."""
+        return {}
+
+    def parameter_names(self) -> dict[int, str]:
+        """Names by the id of the live parameter; of tied names, the first."""
+        names: dict[int, str] = {}
+        for name, value in self._live.items():
+            names.setdefault(id(value), name)
+        return names
+
+    def names(self) -> list[str]:
+        """The names of everything it holds, in order."""
+        return list(self._live)
+
+    def aliases(self, name: str) -> list[str]:
+        """All names of the parameter that ``name`` is one of (tied weights have several), in order."""
+        return self._names_by_tie.get(self._ties.get(name, name), [name])
+
+    def validate(
+        self, saved: Mapping[str, Any], strict: bool, ignores: Callable[[str], bool] | None = None
+    ) -> list[str]:
+        """The names of ``saved`` (to tensors, or to what stands for them) that are to be assigned. Changes nothing.
+
+        A live name may be absent from ``saved`` if one that it is tied to is there, or if ``ignores`` says so.
+
+        Raises:
+            KeyMismatch: under ``strict``, for names that are missing or unexpected; without it they are logged.
+            ShapeMismatch, DtypeMismatch: for a name that both have.
+            UnsupportedState: for a tensor that could not be written to.
+        """
+        ties = self._ties
+        given = {ties.get(name, name) for name in saved}
+        missing = [
+            name for name in self.expected(saved) if ties.get(name, name) not in given and not self.takes_any(name)
+        ]
+        if ignores is not None:
+            missing = [name for name in missing if not ignores(name)]
+        unexpected = [name for name in saved if name not in self._live and not self.takes_any(name)]
+        self._incompatible = missing, unexpected
+        if missing or unexpected:
+            if strict:
+                _raise_key_mismatch(missing, unexpected, len(missing) == len(self._live))
+            logger.warning("loading with strict=False: left as they are: %s; not in the model: %s", missing, unexpected)
+        names = [name for name in saved if name in self._live or self.takes_any(name)]
+        for name in names:
+            if self.takes_any(name):
+                continue
+            self.check_writable(name)
+            if not _is_extra_state(name):
+                _check_form(name, saved[name], self._live[name])
+        return names
+
+    def owns(self, name: str) -> bool:
+        """True for a name whose module loads it by itself; see :class:`~nxd_ckpt.live.load_hooks.ModuleHooks`."""
+        return False
+
+    def takes_any(self, name: str) -> bool:
+        """True for a name of which that module alone knows what it may be, and whether it must be there."""
+        return False
+
+    def require_loadable(self, names: Iterable[str]) -> None:
+        """Raise UnsupportedState for one of ``names``, which are saved, that a load could not give back."""
+
+    def load_own(self, values: dict[str, Any], strict: bool) -> None:
+        """Hand modules what they load by themselves: the CPU tensors, or other values, of all that :meth:`owns` says.
+
+        Raises KeyMismatch or ShapeMismatch where one of them refuses it.
+        """
+
+    def after_load(self) -> None:
+        """Call what torch calls after a load; all is in its place."""
+
+    def expected(self, saved: Mapping[str, Any]) -> Iterable[str]:
+        """The live names that ``saved`` must have to hold the whole model."""
+        return self._live
+
+    def assign(self, name: str, value: Any) -> None:
+        """Overwrite what ``name`` is live with a CPU tensor (or other value) that :meth:`validate` accepted.
+
+        Tensors are written in place and may be reused afterwards. No device computation, nothing compiled.
+        """
+        copy_in(self._live[name], value)
+
+    def ids(self, names: Iterable[str]) -> set[int]:
+        """The ids of the live tensors with these names."""
+        return {id(self._live[name]) for name in names if name in self._live}
+
+    def on_meta(self) -> dict[int, str]:
+        """What is on the meta device, by id; also what is in no state dict, such as buffers that a module computes."""
+        return {id(tensor): name for name, tensor in self._tensors.items() if tensor.is_meta}
+
+    def materialize(self, names: Iterable[str]) -> None:
+        """Give those of ``names`` that are on the meta device memory on the CPU, uninitialised."""
+        for name in names:
+            if name in self._tensors and self._tensors[name].is_meta:  # of tied names, at the first
+                materialize(self._tensors[name])
+
+    def destination(self, name: str) -> torch.Tensor | None:
+        """The live tensor, if the bytes of the saved one can be read straight into it: contiguous, on the CPU."""
+        return None if _is_extra_state(name) else memory_for(self._live.get(name))
+
+    def may_hold(self, parameter: torch.Tensor) -> bool:
+        """Whether assigning to one of its names may be assigning to that live parameter."""
+        return True
+
+    @property
+    def is_placed(self) -> bool:
+        """Whether DTensors are among its tensors."""
+        return any(map(is_dtensor, self._tensors.values()))
+
+    def placed(self, names: Iterable[str]) -> dict[Path, Placed]:
+        """How those of ``names`` that are DTensors lie on their meshes, by path. Raises as :meth:`capture`."""
+        live = {name: self._tensors[name] for name in names if is_dtensor(self._tensors.get(name))}
+        return {(name,): placed_of(f"model/{name}", tensor) for name, tensor in live.items()}
+
+    def has_values(self, name: str, dim: int, start: int) -> bool:
+        """True if the live tensor has anything but zeros from ``start`` on along ``dim``; what is on meta has not."""
+        live = self._tensors[name].detach()
+        if live.is_meta or start >= live.shape[dim]:
+            return False
+        on_host = live.cpu()  # as a whole: a slice on the device would be compiled
+        return bool((on_host.narrow(dim, start, on_host.shape[dim] - start) != 0).any())
+
+    def is_on_host(self, name: str) -> bool:
+        """Whether it is a live tensor on the CPU."""
+        live = self._live.get(name)
+        return isinstance(live, torch.Tensor) and live.device.type == "cpu"
+
+    @cached_property
+    def _ties(self) -> dict[str, str]:
+        for name, tensor in self._tensors.items():
+            if not (tensor.is_meta and self._may_be_meta) or is_dtensor(tensor):
+                refuse_unsupported(f"model/{name}", tensor)
+        return _find_ties(self._tensors)
+
+    @cached_property
+    def _names_by_tie(self) -> dict[str, list[str]]:
+        names: dict[str, list[str]] = {}
+        for name, tie in self._ties.items():
+            names.setdefault(tie, []).append(name)
+        return names
+
+    @cached_property
+    def _tensors(self) -> dict[str, torch.Tensor]:
+        tensors = {name: value for name, value in self._live.items() if isinstance(value, torch.Tensor)}
+        return {name: tensor for name, tensor in tensors.items() if not isinstance(tensor, _WITHOUT_SHAPE)}
+
+    def check_writable(self, name: str) -> None:
+        """Raise UnsupportedState if assigning to ``name`` would be lost."""
+
+
+class ModuleModel(ModelAdapter):
+    """A module. Values go straight into parameters and buffers, and not by ``load_state_dict``, but what that would
+    call of a user's own is called.
+
+    Pipeline models are recognised by ``local_state_dict``: it holds this stage under the whole model's names.
+    """
+
+    def __init__(self, model: Any, may_be_meta: bool = False) -> None:
+        model = own_root(model)
+        local = getattr(model, "local_state_dict", None)
+        self._is_stage = callable(local)
+        if self._is_stage and not getattr(model, "partitioned", True):
+            raise InvalidArgument(
+                f"{type(model).__name__} is not partitioned yet, so it is not known what this stage holds: before "
+                "saving or loading call its partition(), or run a first step, in which it partitions itself"
+            )
+        # keep_vars gives the parameters themselves: identity (ties, the optimizer's names) and NxD's attributes.
+        live = local(keep_vars=True) if local is not None and self._is_stage else _state_with_identity(model)
+        super().__init__({}, may_be_meta)
+        self._model = self._root = model
+        if self._is_stage:
+            self._root = torch.nn.ModuleList(model.local_modules())
+            self._modules, self._wrapped_names = [*self._root], names_in_stage(live, _state_with_identity(self._root))
+        else:
+            self._modules = [model]
+            replicated = _replicated(model)
+            shorter = {_without_replication(name, replicated): name for name in live}
+            self._wrapped_names = {name: shorter[key] for name, key in canonical(shorter, "model").items()}
+            live = {name: live[wrapped] for name, wrapped in self._wrapped_names.items()}
+        self._live = dict(live)
+        self._hooks = ModuleHooks(self._root)
+        if self._is_stage and self._hooks and len(self._wrapped_names) < len(live):
+            raise UnsupportedState(
+                f"model: modules of this stage have hooks, or methods of their own, that a load calls, but which of "
+                f"{type(model).__name__}'s names are theirs is not known: local_state_dict(keep_vars=True) must give "
+                "the parameters and buffers of local_modules()"
+            )
+
+    @cached_property
+    def _held(self) -> set[int]:
+        return {id(held) for module in self._modules for held in (*module.parameters(), *module.buffers())}
+
+    def parameter_names(self) -> dict[int, str]:
+        """Also of parameters that ``state_dict()`` leaves out: an optimizer may hold them."""
+        names = super().parameter_names()
+        for name, own in ({} if self._is_stage else _own(self._model)).items():
+            names.setdefault(id(own), name)
+        return names
+
+    def on_meta(self) -> dict[int, str]:
+        found = super().on_meta()
+        for module in self._modules:
+            for name, held in (*module.named_parameters(), *module.named_buffers()):
+                if held.is_meta:
+                    found.setdefault(id(held), name)
+        return found
+
+    def capture(self, tp: int) -> ModelState:
+        for name, value in self._live.items():
+            if isinstance(value, _WITHOUT_SHAPE):
+                raise UnsupportedState(
+                    f"model/{name} has no shape yet, as it is a lazy module's: run a first batch through the model"
+                )
+        return super().capture(tp)
+
+    def require_loadable(self, names: Iterable[str]) -> None:
+        for name in names:
+            if name not in self._live or self.owns(name):
+                continue
+            remedy = f"pass ignore_keys=['model/{name}'], or the model's state_dict() as model="
+            if _is_extra_state(name):
+                owner = self._owner(name)
+                if type(owner).set_extra_state is torch.nn.Module.set_extra_state:
+                    raise UnsupportedState(
+                        f"model/{name}: {type(owner).__name__} has get_extra_state() and no set_extra_state(), so no "
+                        f"load could give it back; write one, or {remedy}"
+                    )
+            elif isinstance(self._model, torch.nn.Module) and id(self._live[name]) not in self._held:
+                raise UnsupportedState(
+                    f"model/{name} is computed by state_dict(), and is no parameter or buffer, so no load could give "
+                    f"it back; give {type(self._model).__name__} a load_state_dict() of its own that takes it, or "
+                    f"{remedy}"
+                )
+
+    @cached_property
+    def _is_loaded_whole(self) -> bool:
+        """True if a load calls the model's ``load_state_dict`` with everything: where its class has one of its own, or
+        a ``state_dict()`` that gives other tensors in the place of parameters and buffers."""
+        if self._is_stage or not isinstance(self._model, torch.nn.Module):
+            return False
+        return loads_as_a_whole(self._model) or any(self._twin(name) is not None for name in self._tensors)
+
+    def _twin(self, name: str) -> torch.Tensor | None:
+        """The parameter or buffer in whose place ``state_dict()`` gives a tensor that it computes; None elsewhere."""
+        value = self._live[name]
+        if self._is_stage or not isinstance(self._model, torch.nn.Module) or id(value) in self._held:
+            return None
+        twin = self._own_by_name.get(self._wrapped_names.get(name, name))
+        return twin if twin is not None and twin.shape == value.shape else None
+
+    @cached_property
+    def _own_by_name(self) -> dict[str, torch.Tensor]:
+        return _own(self._model)
+
+    def _attributed(self, name: str) -> torch.Tensor:
+        twin = self._twin(name)
+        return super()._attributed(name) if twin is None else twin
+
+    def owns(self, name: str) -> bool:
+        return self._is_loaded_whole or self.takes_any(name)
+
+    def takes_any(self, name: str) -> bool:
+        return bool(self._hooks) and self._hooks.owns(self._inner_name(name))
+
+    def _inner_name(self, name: str) -> str:
+        """The name in the modules themselves; of a name of old, which is not live, by those of its module."""
+        if self._is_stage and name not in self._wrapped_names:
+            return name_in_stage(name, self._wrapped_names)
+        return self._wrapped_names.get(name, name)
+
+    def load_own(self, values: dict[str, Any], strict: bool) -> None:
+        live = self._live
+        placed = {
+            name: like(value, live[name]) if is_dtensor(live.get(name)) else value for name, value in values.items()
+        }
+        state = {self._inner_name(name): value for name, value in placed.items()}
+        if not self._is_loaded_whole:
+            self._hooks.load(state, strict)
+        elif live.keys() <= values.keys():  # one of its own may have no parameter "strict"
+            self._model.load_state_dict(state)
+        else:  # what is missing or unexpected was found out before
+            self._model.load_state_dict(state, strict=False)
+
+    def after_load(self) -> None:
+        if not self._is_loaded_whole:  # else it has called them
+            self._hooks.after_load(*self._incompatible)
+
+    def assign(self, name: str, value: Any) -> None:
+        if _is_extra_state(name):
+            self._owner(name).set_extra_state(value)
+        else:
+            super().assign(name, value)
+
+    def _owner(self, name: str) -> torch.nn.Module:
+        name = self._inner_name(name)
+        owner: torch.nn.Module = self._root.get_submodule(name.removesuffix(_EXTRA_STATE).removesuffix("."))
+        return owner
+
+    def check_writable(self, name: str) -> None:
+        if _is_extra_state(name):
+            try:
+                self._owner(name)
+            except AttributeError as error:
+                raise UnsupportedState(f"model/{name}: {error}; extra state needs its module by that name") from error
+        elif isinstance(self._live[name], torch.Tensor) and _overlaps_itself(self._live[name]):
+            raise UnsupportedState(
+                f"model/{name} is expanded (several elements share memory); load into a contiguous() copy"
+            )
+        elif id(self._live[name]) not in self._held and not self.owns(name):
+            raise UnsupportedState(
+                f"model/{name} is computed by state_dict(), not a parameter or buffer that could be written to; "
+                "load into a dict (model={}) and pass that to the model's load_state_dict()"
+            )
+
+    def _shared_heads(self, tp: int) -> dict[str, Partition | None]:
+        names: dict[int, list[str]] = {}
+        for name, value in self._live.items():
+            names.setdefault(id(value), []).append(name)
+        return {name: cut for tensor, cut in partitions_of(self._model, tp) for name in names.get(id(tensor), ())}
+
+
+class DictModel(ModelAdapter):
+    """A state dict. An empty one is filled with CPU tensors, in another tensors are overwritten in place."""
+
+    def may_hold(self, parameter: torch.Tensor) -> bool:
+        if has_address(local_of(parameter)):
+            return memory_of(parameter) in self._memory
+        # It is not known whether tensors on XLA in a state dict are the parameters themselves.
+        return any((held.device, held.shape) == (parameter.device, parameter.shape) for held in self._tensors.values())
+
+    @cached_property
+    def _memory(self) -> set[Hashable]:
+        return {memory_of(held) for held in self._tensors.values()}
+
+    def validate(
+        self, saved: Mapping[str, Any], strict: bool, ignores: Callable[[str], bool] | None = None
+    ) -> list[str]:
+        names = super().validate(saved, strict, ignores) if self._live else list(saved)
+        _refuse_overlaps({name: self._tensors[name] for name in names if name in self._tensors})
+        return names
+
+    def assign(self, name: str, value: Any) -> None:
+        """As for modules, but a value without a live tensor is stored as it is, and belongs to this dict from then
+        on."""
+        if isinstance(self._live.get(name), torch.Tensor) and isinstance(value, torch.Tensor):
+            copy_in(self._live[name], value)
+        else:
+            self._live[name] = value
+
+
+def _replicated(model: Any) -> list[str]:
+    """The prefixes of modules that torch's data parallelism wraps, the inner ones first; it calls what it wraps
+    ``module``."""
+    if not isinstance(model, torch.nn.Module):
+        return []
+    kinds = (torch.nn.DataParallel, torch.nn.parallel.DistributedDataParallel)
+    names = [name for name, module in model.named_modules() if isinstance(module, kinds)]
+    return sorted((f"{name}." if name else "" for name in names), key=len, reverse=True)
+
+
+def _without_replication(name: str, prefixes: Iterable[str]) -> str:
+    for prefix in prefixes:
+        if name.startswith(f"{prefix}module."):
+            name = prefix + name.removeprefix(f"{prefix}module.")
+    return name
+
+
+def _state_with_identity(model: Any) -> dict[str, Any]:
+    """The state dict of ``model``, with parameters and buffers themselves where it gives detached ones.
+
+    A wrapper's own ``state_dict`` may not know ``keep_vars``, or not pass it on.
+    """
+    try:
+        state = model.state_dict(keep_vars=True)
+    except TypeError:
+        state = model.state_dict()
+    own = _own(model)
+    return {name: own[name] if _is_detached(value, own.get(name)) else value for name, value in state.items()}
+
+
+def _own(model: Any) -> dict[str, torch.Tensor]:
+    """Parameters and buffers by name; tied ones by all of their names, if the model tells them."""
+    if not hasattr(model, "named_parameters"):
+        return {}
+    try:
+        parameters = dict(model.named_parameters(remove_duplicate=False))
+    except TypeError:  # a wrapper's own
+        parameters = dict(model.named_parameters())
+    return {**parameters, **dict(model.named_buffers())}
+
+
+def _is_detached(value: Any, own: torch.Tensor | None) -> bool:
+    """Whether ``value`` is the tensor ``own``, but another object. On XLA its name must be enough."""
+    if own is None or not isinstance(value, torch.Tensor) or value is own or form_of(value) != form_of(own):
+        return False
+    if has_address(local_of(own)):
+        return memory_of(value) == memory_of(own)
+    return value.device == own.device
+
+
+def _overlaps_itself(tensor: torch.Tensor) -> bool:
+    sized = zip(tensor.shape, tensor.stride(), strict=True) if has_address(tensor) else ()
+    return any(size > 1 and stride == 0 for size, stride in sized)
+
+
+def _stride_to_note(path: Path, tensor: torch.Tensor) -> Stride | None:
+    """The strides of a tensor of extra state: no live one will tell about them."""
+    return own_stride(tensor, None) if len(path) > 1 or _is_extra_state(str(path[0])) else None
+
+
+def _refuse_overlaps(tensors: Mapping[str, torch.Tensor]) -> None:
+    """Raise UnsupportedState for two that share some of their memory and are not the same tensor, which are tied."""
+    local = {name: local_of(tensor) for name, tensor in tensors.items()}
+    pair = overlapping({name: tensor for name, tensor in local.items() if has_address(tensor)})
+    if pair is not None:
+        raise UnsupportedState(
+            f"model/{pair[0]} and model/{pair[1]} share some of their memory, and are not one tensor: what is loaded "
+            "into one would change the other; load into clones"
+        )
+
+
+def _is_extra_state(name: str) -> bool:
+    return name.rpartition(".")[2] == _EXTRA_STATE
+
+
+def _find_ties(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
+    """For every name whose memory has several names: the first of them."""
+    memory = {name: memory_of(tensor) for name, tensor in tensors.items()}
+    times = Counter(memory.values())
+    first: dict[Hashable, str] = {}
+    for name, place in memory.items():
+        first.setdefault(place, name)
+    return {name: first[place] for name, place in memory.items() if times[place] > 1}
+
+
+def _check_form(name: str, saved: Any, live: Any) -> None:
+    if not isinstance(live, torch.Tensor):
+        return
+    if not is_tensor(saved):
+        raise DtypeMismatch(f"model/{name}: saved as {type(saved).__name__}, the live one is {live.dtype}")
+    (saved_dtype, saved_shape), (dtype, shape) = form_of(saved), form_of(live)
+    if saved_shape != shape:
+        raise ShapeMismatch(
+            f"model/{name}: saved with shape {saved_shape}, the live one has {shape}; "
+            "build the model as it was saved, on the same tp, pp and ep or with resharding"
+        )
+    if saved_dtype != dtype:
+        is_wider = itemsize(saved_dtype) > itemsize(dtype)
+        masters = f", or pass an optimizer that keeps {saved_dtype} master weights of it" if is_wider else ""
+        raise DtypeMismatch(
+            f"model/{name}: saved as {saved_dtype}, the live one is {dtype}; cast the model before loading "
+            f"(model.to(torch.{saved_dtype})){masters}: values are never cast silently"
+        )
+
+
+def _raise_key_mismatch(missing: list[str], unexpected: list[str], all_missing: bool) -> NoReturn:
+    lines = ["the names in the checkpoint and in the model differ"]
+    if missing:
+        lines.append(f"missing from the checkpoint: {listed(missing, unexpected)}")
+    if unexpected:
+        lines.append(f"unexpected in the checkpoint: {listed(unexpected, missing)}")
+    lines.append(prefix_advice(missing, unexpected, all_missing) or _LOOSE)
+    raise KeyMismatch("; ".join(lines))

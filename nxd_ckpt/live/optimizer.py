@@ -1,0 +1,153 @@
+"""Optimizers: which adapter a live one needs, and what its parameters are called."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+
+from nxd_ckpt.live.dtensor import Placed, is_dtensor
+from nxd_ckpt.live.expert_zero1 import ExpertZero1Optimizer
+from nxd_ckpt.live.model import ModelAdapter
+from nxd_ckpt.live.optimizer_dict import DictOptimizer
+from nxd_ckpt.live.optimizer_names import parameter_names
+from nxd_ckpt.live.optimizer_state import Keeps, LeafSource, flat_parameters, keeps_nothing
+from nxd_ckpt.live.plain import PlainOptimizer
+from nxd_ckpt.live.state import OptimizerForm, State
+from nxd_ckpt.live.torch_zero import TorchZeroOptimizer, is_torch_zero
+from nxd_ckpt.live.zero1 import Zero1Optimizer
+from nxd_ckpt.core.suggestions import first_of
+from nxd_ckpt.core.topology import Topology
+from nxd_ckpt.errors import InvalidArgument, OptimizerMismatch
+from nxd_ckpt.formats.tensors import Path
+
+
+class OptimizerAdapter(Protocol):
+    """A live optimizer as a state tree and back. ``kind`` is "plain" or "zero1" (each rank holds state of its own).
+
+    ``parameter_names`` lists the names of all parameters in the order of their indices, None if they are unknown.
+    ``stepping`` is the live optimizer whose class keeps the state; None where there are several, or none.
+    """
+
+    kind: str
+    parameter_names: list[str] | None
+    stepping: Any
+
+    def form(self) -> OptimizerForm | None:
+        """What its state dict is on this rank; None for a dict, which takes what was saved.
+
+        Raises OptimizerMismatch where only the optimizer itself knows how its state is cut.
+        """
+
+    def entries(self) -> Iterable[str]:
+        """The global names of the state that it has so far."""
+
+    def capture(self) -> State:
+        """The optimizer's state dict as NxD has it, with its live tensors. No device work."""
+
+    def validate(self, saved: Mapping[str, Any]) -> None:
+        """Check that ``saved`` (a state dict whose leaves are tensors or have ``dtype`` and ``shape``) fits.
+
+        Changes nothing. Raises OptimizerMismatch for another kind or other param groups, ShapeMismatch or
+        DtypeMismatch for a tensor that does not fit.
+        """
+
+    def placed(self, saved: Mapping[str, Any]) -> Mapping[Path, Placed]:
+        """How those of ``saved``'s tensors, by path, that are put into DTensors lie on their meshes.
+
+        :meth:`load` takes what this rank holds of each in its place. Raises UnsupportedState for a DTensor that is not
+        cut into boxes.
+        """
+
+    def load(self, saved: Mapping[str, Any], read: LeafSource, keeps: Keeps = keeps_nothing) -> None:
+        """Continue from ``saved``, which :meth:`validate` accepted, reading one leaf at a time; after the model's load.
+
+        What ``keeps`` says is not in ``saved``, and stays as it is.
+
+        No collective, nothing compiled. Gradients are dropped: the next backward pass makes new ones. (With
+        ``zero_grad(set_to_none=False)``, torch-xla's and NxD's default, an uninterrupted run would keep zero gradients
+        and so go on decaying a parameter that had a gradient before and gets none in the next step.)
+        """
+
+    def after_load(self) -> None:
+        """Call what torch calls after a load; all is in its place."""
+
+    def followed(self, saved: Mapping[str, Any]) -> Iterable[tuple[str, torch.Tensor]]:
+        """The live parameters, by name, that :meth:`load` takes copies of, where ``saved`` has none."""
+
+    def follow(self, keeps: Keeps) -> None:
+        """The model was loaded without the optimizer: copy its weights again into ZeRO-1's shards.
+
+        Otherwise the next step would put the old weights back.
+        """
+
+
+def open_optimizer(
+    optimizer: Any,
+    *,
+    model: ModelAdapter | None = None,
+    param_names: Sequence[Sequence[str]] | None = None,
+    zero1_optimizer: bool = False,
+    topology: Topology | None = None,
+) -> OptimizerAdapter:
+    """The adapter of ``optimizer``, recognised by what it offers; wrappers (NxD's) are taken off.
+
+    Names come from ``param_names`` (per param group), else from the identity of ``model``'s parameters, else from
+    names that torch keeps in the groups. ``zero1_optimizer`` says that a dict, or an optimizer of another kind, holds
+    state of this rank alone; of one of DTensors these themselves tell.
+
+    Raises InvalidArgument for what is no optimizer, UnsupportedState for shards that do not follow the ``topology``.
+    """
+    topology = topology or Topology()
+    if isinstance(optimizer, dict):
+        _refuse_live_objects(optimizer)
+        return DictOptimizer(optimizer, param_names, model, zero1_optimizer, topology)
+    optimizer = _unwrapped(optimizer)
+    if hasattr(optimizer, "ep_zero_optimizer"):
+        inner = optimizer.non_ep_zero_optimizer, optimizer.ep_zero_optimizer
+        names = parameter_names([*inner[0].param_groups, *inner[1].param_groups], model, param_names)
+        return ExpertZero1Optimizer(optimizer, names, topology)
+    names = parameter_names(optimizer.param_groups, model, param_names)
+    if model is not None and model.is_placed:
+        _refuse_others_parameters(names)
+    if hasattr(optimizer, "sharding_groups"):
+        return Zero1Optimizer(optimizer, names, topology)
+    if is_torch_zero(optimizer):
+        return TorchZeroOptimizer(optimizer, model, param_names, topology)
+    on_meshes = any(is_dtensor(parameter) for parameter, _ in flat_parameters(optimizer.param_groups))
+    return PlainOptimizer(optimizer, names, topology.tp, sharded=zero1_optimizer and not on_meshes)
+
+
+def _refuse_live_objects(state: Mapping[Any, Any]) -> None:
+    live = [name for name, value in state.items() if callable(getattr(value, "load_state_dict", None))]
+    if live:
+        raise InvalidArgument(
+            f"optimizer= is a dict of live objects ({first_of(map(repr, live))}), expected an optimizer or its "
+            "state_dict(); save each of several optimizers under a directory of its own"
+        )
+
+
+def _refuse_others_parameters(names: Sequence[str]) -> None:
+    """Raise OptimizerMismatch for an optimizer whose parameters are not those of a model of DTensors."""
+    unnamed = [name for name in names if name.startswith("#")]
+    if unnamed:
+        raise OptimizerMismatch(
+            f"optimizer: its parameter {unnamed[0]} is not one of the model's ({len(unnamed)} are not): fully_shard "
+            "and parallelize_module replace parameters, so make the optimizer after them"
+        )
+
+
+def _unwrapped(optimizer: Any) -> Any:
+    seen = optimizer
+    # NxD's wrapper keeps no state of its own; others (Lookahead and its kind) do, and are saved as they are.
+    while hasattr(seen, "nxd_config") and hasattr(seen, "optimizer"):
+        seen = seen.optimizer
+    if isinstance(seen, type) or not hasattr(seen, "param_groups") or not hasattr(seen, "state_dict"):
+        kind = f"the class {seen.__name__} itself" if isinstance(seen, type) else f"a {type(optimizer).__name__}"
+        several = isinstance(optimizer, (list, tuple)) and bool(optimizer)
+        advice = "; save each of several optimizers under a directory of its own" if several else ""
+        raise InvalidArgument(
+            f"optimizer= must be a torch optimizer, an NxD optimizer or a state dict, found {kind}{advice}"
+        )
+    return seen

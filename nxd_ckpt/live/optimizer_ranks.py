@@ -1,0 +1,78 @@
+"""State that an optimizer keeps for its own shard of a DTensor, as plain tensors: each rank's is another one.
+
+Nothing tells how such a tensor is cut: low-bit optimizers keep codes and scales of their shard. So those of all ranks
+are saved as one tensor with a row for each rank of the mesh, under a name that says how the parameter lay. A load on
+the same mesh gives each rank its row back; on another one it is refused.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from nxd_ckpt.live.dtensor import Placed, is_dtensor, placed_of
+from nxd_ckpt.live.optimizer_state import ON_HOST, ROWS
+from nxd_ckpt.errors import OptimizerMismatch
+
+
+def is_of_rank(parameter: torch.Tensor, entry: Any, value: Any) -> bool:
+    """True for a plain tensor in the state of a parameter that is cut over ranks, unless it is a number, or as large as
+    the whole parameter: those count as alike on all ranks."""
+    if not isinstance(value, torch.Tensor) or is_dtensor(value) or value.dim() == 0 or entry in ON_HOST:
+        return False
+    return _is_cut(parameter) and value.shape != parameter.shape
+
+
+def row_name(parameter: torch.Tensor, entry: Any) -> str:
+    """The name that the rows of an entry are saved under: ``codes@ranks|2x2|S(0),R``."""
+    about: Any = parameter
+    sizes = "x".join(map(str, about.device_mesh.shape))
+    return f"{entry}{ROWS}{sizes}|{','.join(map(str, about.placements))}"
+
+
+def name_of_rows(entry: Any) -> str | None:
+    """The name of the entry that these are the rows of; None for an entry that is no rows."""
+    name, mark, _ = str(entry).partition(ROWS)
+    return name if mark else None
+
+
+def as_row(value: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    """The rows of all ranks of the parameter's mesh, a DTensor, of which this rank has ``value``."""
+    library: Any = sys.modules["torch.distributed.tensor"]
+    about: Any = parameter
+    mesh, local = about.device_mesh, value.detach().unsqueeze(0)
+    shape = torch.Size((mesh.size(), *value.shape))
+    stride = torch.empty(shape, device="meta").stride()
+    cuts = [library.Shard(0)] * mesh.ndim
+    rows: torch.Tensor = library.DTensor.from_local(local, mesh, cuts, run_check=False, shape=shape, stride=stride)
+    return rows
+
+
+def placed_row(name: str, parameter: torch.Tensor, shape: tuple[int, ...]) -> Placed:
+    """How rows of this shape lie on the parameter's mesh."""
+    return placed_of(name, as_row(torch.empty(shape[1:], device="meta"), parameter))
+
+
+def check_rows(name: str, parameter: torch.Tensor, entries: Mapping[Any, Any]) -> None:
+    """Raise OptimizerMismatch for rows that were saved where the parameter lay in another way."""
+    for entry in entries:
+        own = name_of_rows(entry)
+        if own is None or (is_dtensor(parameter) and entry == row_name(parameter, own)):
+            continue
+        here = row_name(parameter, own).partition("|")[2] if is_dtensor(parameter) else "one rank"
+        raise OptimizerMismatch(
+            f"optim/{name}/{own} is a plain tensor that each rank keeps for its own shard. It was saved on a mesh "
+            f"{str(entry).partition('|')[2]}, the live parameter lies on {here}, and nothing tells how to cut it for "
+            f"that: load on the mesh that it was saved on, or without it, ignore_keys=['optim/*/{own}*']"
+        )
+
+
+def _is_cut(parameter: torch.Tensor) -> bool:
+    if not is_dtensor(parameter):
+        return False
+    about: Any = parameter
+    cuts = zip(about.device_mesh.shape, about.placements, strict=True)
+    return any(size > 1 and not placement.is_replicate() for size, placement in cuts)

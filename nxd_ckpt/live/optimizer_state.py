@@ -1,0 +1,424 @@
+"""An optimizer's state per parameter: describing, checking and filling it. Shared by plain and ZeRO-1 optimizers."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+
+from nxd_ckpt.live.dtensor import Placed, is_dtensor, like, local_of, model_of, placed_of
+from nxd_ckpt.live.parameters import (
+    form_of,
+    is_dense,
+    is_tensor,
+    is_unusual,
+    memory_for,
+    own_stride,
+    refuse_unsupported,
+    stride_like,
+    traits_of,
+)
+from nxd_ckpt.live.state import MASTER_WEIGHTS, OptimizerForm, OptimizerSlot, StateTensor
+from nxd_ckpt.live.torch_xla import copy_in, place
+from nxd_ckpt.core.manifest import ParameterSpec
+from nxd_ckpt.errors import DtypeMismatch, OptimizerMismatch, ShapeMismatch
+from nxd_ckpt.formats.strides import Stride, fill, fitted, stored_stride, stride_of, strided
+from nxd_ckpt.formats.tensors import Assembly, Path, allocated, dtype_name
+
+
+class LeafSource(Protocol):
+    """Reads saved leaves: at once, or by the time that the load is over, several at a time."""
+
+    def __call__(self, leaf: Any) -> torch.Tensor:
+        """The leaf, now, as a CPU tensor that the caller may keep."""
+
+    def into(self, leaf: Any, memory: torch.Tensor) -> None:
+        """Fill ``memory``, a contiguous CPU tensor of the leaf's form, which nobody may look at until the load is over.
+
+        Where memories overlap, the later call wins.
+        """
+
+    def then(self, leaf: Any, take: Callable[[torch.Tensor], None]) -> None:
+        """Call ``take`` with the leaf as a CPU tensor, on this thread, in the order of these calls."""
+
+
+Keeps = Callable[[str], bool]
+"""Whether what has this global name ("optim/up.weight/exp_avg", "optim/state/...") keeps its live value."""
+
+
+def keeps_nothing(name: str) -> bool:
+    return False
+
+
+Group = dict[str, Any]
+_Entries = dict[Any, Any]
+
+_OF_PARAMETERS = ("params", "param_names")
+"""What a param group says of its parameters; the rest are options."""
+
+STEP = "step"
+
+ON_HOST = (STEP, "mu_product")
+"""Entries that torch keeps on the CPU, unless the optimizer's step runs on the device as a whole."""
+
+
+ROWS = "@ranks|"
+"""In the name of an entry that has a row for each rank; see optimizer_ranks."""
+
+
+def is_rows(entry: Any) -> bool:
+    return isinstance(entry, str) and ROWS in entry
+
+
+@dataclass(frozen=True)
+class Slot:
+    """One parameter of an optimizer.
+
+    ``key`` is the tensor that its state is kept under and shaped like: the ``parameter`` itself, or its ZeRO-1 shard,
+    number ``shard`` of ``shards``. ``group`` is the param group of ``key``. ``placed`` says, in a load, which entries
+    are DTensors, or will be, and how they lie on their meshes; ``models`` has those that are not shaped as ``key`` is.
+    """
+
+    name: str
+    parameter: torch.Tensor
+    key: torch.Tensor
+    group: Group
+    spec: ParameterSpec | None
+    shards: int = 1
+    shard: int = 0
+    placed: dict[Any, Placed] = field(default_factory=dict, compare=False)
+    models: dict[Any, torch.Tensor] = field(default_factory=dict, compare=False)
+
+    def place(self, saved: Mapping[Any, Any], live: Mapping[Any, Any]) -> None:
+        """Find out how entries lie that are ``saved`` as whole tensors: as ``live`` ones do, else as the parameter."""
+        self.placed.clear()
+        self.models.clear()
+        for entry, value in saved.items():
+            model = live.get(entry, self.key if entry != STEP else None)
+            if not is_dtensor(model) or not is_tensor(value):
+                continue
+            shape = form_of(value)[1]
+            if entry not in live and entry not in ON_HOST and shape and shape != tuple(model.shape):
+                # Plain tensors of that kind were saved as rows: this one was a DTensor, of factored moments.
+                if is_rows(entry):
+                    continue
+                cut = {dim for part in Assembly.of(value).fragments for dim, at in enumerate(part.target.offset) if at}
+                model = self.models[entry] = model_of(self.key, shape, sorted(cut))
+            if shape == tuple(model.shape):
+                self.placed[entry] = placed_of(self.global_name(entry), model)
+
+    def held(self, entry: Any, tensor: torch.Tensor) -> torch.Tensor:
+        """What an entry that is new becomes of the ``tensor`` that was loaded."""
+        if entry not in self.placed or is_rows(entry):
+            return tensor
+        return like(tensor, self.models.get(entry, self.key))
+
+    def describe(self, parts: Path, tensor: torch.Tensor) -> StateTensor:
+        """What the state entry at ``parts`` ("exp_avg", ...) is: cut like the parameter if shaped like it."""
+        name = "/".join(map(str, (f"optim/{self.name}", *parts)))
+        expert = self.spec is not None and self.spec.partition.expert
+        if parts == (STEP,) or tensor.shape != self.key.shape:
+            return StateTensor(name, expert=expert)
+        return StateTensor(name, self.spec, self.shards, self.shard, expert=expert)
+
+    @property
+    def master_dtype(self) -> str | None:
+        """That of the master weights, which the state is kept under; None where it is the parameter itself."""
+        return None if self.key is self.parameter else dtype_name(self.key.dtype)
+
+    def global_name(self, entry: Any) -> str:
+        """What an entry of its state is called."""
+        return f"optim/{self.name}/{entry}"
+
+    def clear_gradients(self) -> None:
+        for tensor in (self.parameter, self.key):
+            tensor.grad = None
+            if hasattr(tensor, "main_grad"):  # torch-xla's gradient accumulation: its presence alone means "step"
+                del tensor.main_grad
+
+
+def form_of_slots(kind: str, slots: Sequence[Slot], groups: Sequence[Group]) -> OptimizerForm:
+    """The form of an optimizer with these parameters and live groups."""
+    known = tuple(
+        OptimizerSlot(slot.name, slot.spec, slot.shards, slot.shard, slot.master_dtype)
+        for slot in slots
+        if slot.spec is not None
+    )
+    sizes, options = tuple(len(group["params"]) for group in groups), tuple(map(options_of, groups))
+    return OptimizerForm(kind, known, sizes, options=options)
+
+
+def check_groups(live: Sequence[Group], saved: Sequence[Group]) -> list[Any]:
+    """The saved indices of all parameters, in live order. Raises OptimizerMismatch if the groups differ in size."""
+    wanted, found = ([len(group["params"]) for group in groups] for groups in (live, saved))
+    if wanted != found:
+        raise OptimizerMismatch(
+            f"optimizer: the checkpoint has parameters per param group {found}, the live optimizer has {wanted}; "
+            "build param_groups as when it was saved (same groups, same frozen parameters)"
+        )
+    return [index for group in saved for index in group["params"]]
+
+
+def check_state(
+    slots: Mapping[Any, Slot], saved: Mapping[Any, Any], live: Mapping[torch.Tensor, Any], *, any_shape: bool = False
+) -> None:
+    """Check that :func:`fill_state` can take ``saved``. A parameter without an entry never had a gradient.
+
+    ``any_shape`` says that entries may have other shapes than their parameters, named or not.
+
+    Raises OptimizerMismatch for unknown indices, ShapeMismatch and DtypeMismatch for entries that do not fit.
+    """
+    for index, entries in saved.items():
+        if isinstance(index, str):
+            continue  # state of the optimizer as a whole
+        if index not in slots:
+            raise OptimizerMismatch(
+                f"optimizer: the checkpoint has state for parameter {index!r}, but no param group lists that index; "
+                "it was not written by this kind of optimizer"
+            )
+        slot = slots[index]
+        for entry, value in entries.items():
+            if entry != STEP and is_tensor(value) and not is_rows(entry):
+                check_form(slot, entry, value, live.get(slot.key, {}).get(entry), any_shape=any_shape)
+
+
+def check_form(slot: Slot, entry: str, saved: Any, live: Any, *, any_shape: bool = False) -> None:
+    """Compare a saved tensor with the live one, or with what it will be kept under where there is none yet."""
+    dtype, shape = form_of(saved)
+    if isinstance(live, torch.Tensor):
+        wanted_dtype, wanted = form_of(live)
+    else:
+        # The optimizer chooses dtype and rank of an entry; one of the parameter's own rank must have its shape, but for
+        # what was reduced away (Adafactor's row_var and col_var).
+        wanted_dtype = dtype
+        # A plain optimizer whose parameters are known by name may keep matrices of any shape (Shampoo, SOAP, GaLore).
+        of_key = tuple(1 if found == 1 else size for found, size in zip(shape, slot.key.shape, strict=False))
+        is_free = any_shape or (slot.key is slot.parameter and not slot.name.startswith("#"))
+        wanted = of_key if 0 < len(shape) == slot.key.dim() and not is_free else shape
+    if shape != wanted:
+        raise ShapeMismatch(
+            f"optim/{slot.name}/{entry}: saved with shape {shape}, the live one has {wanted}; the checkpoint was saved "
+            "for another data- or tensor-parallel size, or for other param_groups"
+        )
+    if dtype != wanted_dtype:
+        raise DtypeMismatch(
+            f"optim/{slot.name}/{entry}: saved as {dtype}, the live one is {wanted_dtype}; "
+            "build the optimizer with the dtype that was saved: values are never cast silently"
+        )
+
+
+def entries_of(slots: Iterable[Slot], state: Mapping[Any, Any]) -> Iterator[str]:
+    """The global names of what is in an optimizer's ``state``."""
+    yield from (f"optim/state/{key}" for key in state if isinstance(key, str))
+    for slot in slots:
+        yield from map(slot.global_name, state.get(slot.key, ()))
+
+
+def options_of(group: Mapping[str, Any]) -> Group:
+    """What a param group says beside its parameters."""
+    return {option: value for option, value in group.items() if option not in _OF_PARAMETERS}
+
+
+def restore_groups(live: Sequence[Sequence[Group]], saved: Sequence[Group], read: LeafSource) -> None:
+    """Restore the options (lr, betas, ...) of each list of groups in ``live``, in place, all from ``saved``.
+
+    In place, because learning-rate schedulers hold on to the groups. Options that were not saved stay.
+    """
+    for number, options in enumerate(saved):
+        first, *others = (groups[number] for groups in live)
+        for option, value in options_of(options).items():
+            first[option] = _option(option, value, first.get(option), read)
+            for group in others:
+                group[option] = first[option]
+
+
+def fill_state(
+    state: dict[Any, Any],
+    slots: Mapping[Any, Slot],
+    saved: Mapping[Any, Any],
+    read: LeafSource,
+    keeps: Keeps = keeps_nothing,
+) -> None:
+    """Make the optimizer's ``state`` what was saved, one tensor at a time; what was not saved, nor kept, is dropped.
+
+    Tensors that fit are overwritten in place, others are made on the parameter's device, ``step`` stays where and as
+    the optimizer keeps it.
+    """
+    for key in [key for key in state if isinstance(key, str) and not keeps(f"optim/state/{key}")]:
+        del state[key]
+    for index, slot in slots.items():
+        live = state.get(slot.key, {})
+        kept = {entry: value for entry, value in live.items() if keeps(slot.global_name(entry))}
+        if index not in saved:
+            _replace(state, slot.key, kept)
+            continue
+        filled: _Entries = dict.fromkeys(saved[index]) | kept  # in their order, whenever they arrive
+        state[slot.key] = filled
+        for entry, value in saved[index].items():
+            fill = _fill_step if entry in ON_HOST else _fill_entry
+            fill(filled, entry, value, live.get(entry), slot, read)
+    for key, value in saved.items():
+        if isinstance(key, str):
+            state[key] = materialise(value, read, torch.device("cpu"))
+
+
+def overwrite(live: torch.Tensor, leaf: Any, read: LeafSource) -> None:
+    """Make ``live``, in place, what was saved; without memory on the way where it is on the CPU."""
+    memory = memory_for(live)
+    if memory is None:
+        if live.device.type == "cpu":
+            copy_in(live, read(leaf))  # at once: it may share memory with what comes next
+        else:
+            read.then(leaf, partial(copy_in, live))
+    else:
+        read.into(leaf, memory)
+
+
+def materialise(tree: Any, read: LeafSource, device: torch.device, key: torch.Tensor | None = None) -> Any:
+    """``tree`` with copied containers and every saved leaf as a tensor on ``device``, with its strides, which may be
+    those of ``key``."""
+    if is_tensor(tree):
+        return _new(tree, read, key) if device.type == "cpu" else place(_strided(read(tree), tree, key), device)
+    if isinstance(tree, Mapping):
+        values = {name: materialise(value, read, device, key) for name, value in tree.items()}
+        if isinstance(tree, defaultdict):
+            return defaultdict(tree.default_factory, values)
+        return Counter(values) if isinstance(tree, Counter) else values
+    if type(tree) in (list, tuple):
+        return type(tree)(materialise(value, read, device, key) for value in tree)
+    if isinstance(tree, deque):
+        return deque((materialise(value, read, device, key) for value in tree), tree.maxlen)
+    return tree
+
+
+def describe_path(path: Path, tensor: torch.Tensor, slot: Slot | None) -> StateTensor:
+    """What the tensor at ``path`` of an optimizer's state dict is; ``slot`` is the parameter's that it belongs to."""
+    if is_unusual(tensor):
+        owner = path if slot is None else (slot.name, *path[2:])
+        refuse_unsupported("/".join(map(str, ("optim", *owner))), tensor)
+    if slot is None:
+        return StateTensor("/".join(map(str, ("optim", *path))))
+    return slot.describe(path[2:] or (MASTER_WEIGHTS,), tensor)
+
+
+def traits_of_all(optimizer: Any) -> list[Hashable]:
+    """The traits of all parameters of an optimizer, in order."""
+    return [traits_of(parameter) for parameter, _ in flat_parameters(optimizer.param_groups)]
+
+
+def flat_parameters(groups: Sequence[Group]) -> Iterator[tuple[torch.Tensor, Group]]:
+    return ((parameter, group) for group in groups for parameter in group["params"])
+
+
+def _option(option: str, value: Any, live: Any, read: LeafSource) -> Any:
+    if isinstance(live, torch.Tensor):
+        # A tensor learning rate is part of compiled steps: it stays the same tensor.
+        copy_in(live, _like(read(value) if is_tensor(value) else value, live))
+        return live
+    value = materialise(value, read, torch.device("cpu"))
+    return tuple(value) if isinstance(value, list) and (option == "betas" or isinstance(live, tuple)) else value
+
+
+def _fill_entry(entries: _Entries, entry: Any, value: Any, live: Any, slot: Slot, read: LeafSource) -> None:
+    if is_tensor(value) and isinstance(live, torch.Tensor):
+        overwrite(live, value, read)
+        entries[entry] = live
+    elif is_tensor(value):
+        _make(entries, entry, value, slot.key.device, slot, read)
+    else:
+        entries[entry] = materialise(value, read, slot.key.device, slot.key)
+
+
+def _fill_step(entries: _Entries, entry: Any, value: Any, live: Any, slot: Slot, read: LeafSource) -> None:
+    if isinstance(live, torch.Tensor):
+        entries[entry] = live
+        if is_tensor(value) and form_of(value) == form_of(live):
+            overwrite(live, value, read)
+        else:
+            copy_in(live, _like(read(value) if is_tensor(value) else value, live))
+    elif not is_tensor(value):
+        entries[entry] = value
+    elif isinstance(live, (int, float)):
+        entries[entry] = type(live)(read(value).item())
+    else:
+        # torch: the count is on the device only for optimizers whose step runs there as a whole.
+        on_device = slot.group.get("capturable") or slot.group.get("fused")
+        _make(entries, entry, value, slot.key.device if on_device else torch.device("cpu"), slot, read)
+
+
+def _make(entries: _Entries, entry: Any, leaf: Any, device: torch.device, slot: Slot, read: LeafSource) -> None:
+    key = _layout_of(slot, entry)
+    if device.type == "cpu":
+        entries[entry] = slot.held(entry, _new(leaf, read, key))
+    else:
+
+        def take(value: torch.Tensor) -> None:
+            entries[entry] = slot.held(entry, place(_strided(value, leaf, key), device))
+
+        read.then(leaf, take)
+
+
+def _layout_of(slot: Slot, entry: Any) -> torch.Tensor | None:
+    """The tensor whose memory layout a new entry takes; None for a contiguous one.
+
+    SGD and Rprop make some of theirs like the first gradient, which is contiguous for a parameter with gaps in its
+    memory; all others take the parameter's order.
+    """
+    of_gradient = _LIKE_GRADIENTS.get(entry) in slot.group
+    return None if of_gradient and not is_dense(slot.key) else slot.key
+
+
+_LIKE_GRADIENTS = {"momentum_buffer": "dampening", "step_size": "etas"}
+"""Entries that are like the gradient, each with an option that only their class has."""
+
+
+def _new(leaf: Any, read: LeafSource, key: torch.Tensor | None) -> torch.Tensor:
+    """The leaf as a new CPU tensor with its strides, filled by the time that the load is over."""
+    dtype, shape = form_of(leaf)
+    memory = allocated(shape, dtype, _stride(leaf, key))
+    if memory.is_contiguous():
+        read.into(leaf, memory)
+    else:
+        read.then(leaf, partial(fill, memory))
+    return memory
+
+
+def _strided(value: torch.Tensor, leaf: Any, key: torch.Tensor | None) -> torch.Tensor:
+    """A CPU tensor, which is the leaf, with the strides that :func:`_new` gives it."""
+    return strided(value, Stride(_stride(leaf, key)))
+
+
+def _stride(leaf: Any, key: torch.Tensor | None) -> tuple[int, ...]:
+    """The strides that the saved tensor had; those of the live ``key`` where it is shaped like that, and nothing says
+    that they were others."""
+    shape, stride = form_of(leaf)[1], stored_stride(leaf)
+    is_shaped_like = key is not None and tuple(local_of(key).shape) == shape
+    if stride is None or (is_shaped_like and (stride.as_parameter or stride_of(leaf) is None)):
+        return stride_like(key, shape)
+    return fitted(stride.steps, shape)
+
+
+def stride_to_note(path: Path, tensor: torch.Tensor, slot: Slot | None) -> Stride | None:
+    """The strides of the tensor at ``path`` of an optimizer's state dict, if they are to be noted."""
+    if slot is None:
+        return own_stride(tensor, None)
+    entry = path[2:]
+    if not entry:  # master weights are written into the live ones
+        return None
+    return own_stride(tensor, _layout_of(slot, entry[0]) if len(entry) == 1 else slot.key)
+
+
+def _replace(state: dict[Any, Any], key: Any, entries: _Entries) -> None:
+    if entries:
+        state[key] = entries
+    else:
+        state.pop(key, None)
+
+
+def _like(value: Any, live: torch.Tensor) -> torch.Tensor:
+    """A number or CPU tensor as a CPU tensor of the form of ``live``."""
+    return torch.as_tensor(value, dtype=live.dtype).reshape(live.shape)

@@ -1,0 +1,218 @@
+"""What a live tensor is: the specification that NxD's attributes on it give, its memory, and whether we can save it."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping
+from typing import Any
+
+import torch
+
+from nxd_ckpt.live import dtensor
+from nxd_ckpt.live import torch_xla
+from nxd_ckpt.core.manifest import ParameterSpec
+from nxd_ckpt.core.partition import Partition
+from nxd_ckpt.errors import InvalidArgument, UnsupportedState
+from nxd_ckpt.formats.strides import Stride
+from nxd_ckpt.formats.tensors import contiguous_stride, dtype_name
+
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+_ATTRIBUTES = (
+    "tensor_model_parallel",
+    "partition_dim",
+    "partition_stride",
+    "num_partitions",
+    "rank_ordering",
+    "expert_model_parallel",
+)
+"""What NxD's parallel layers set on parameters."""
+
+
+def is_tensor(leaf: Any) -> bool:
+    """Whether ``leaf`` is a tensor or stands for a saved one: anything with ``dtype`` and ``shape``, but NumPy's."""
+    if isinstance(leaf, torch.Tensor):
+        return True
+    return hasattr(leaf, "dtype") and hasattr(leaf, "shape") and not hasattr(leaf, "__array__")
+
+
+def form_of(leaf: Any) -> tuple[str, tuple[int, ...]]:
+    """The dtype's name and the shape of a tensor or of what stands for one."""
+    dtype = leaf.dtype
+    return (dtype if isinstance(dtype, str) else dtype_name(dtype)), tuple(leaf.shape)
+
+
+def spec_of(tensor: torch.Tensor, tp: int) -> ParameterSpec:
+    """The specification of a parameter or buffer, from the attributes that NxD's parallel layers set on it.
+
+    Without ``num_partitions`` (older NxD) a tensor-parallel parameter is cut over the ``tp`` ranks. A tensor-parallel
+    parameter that does not say along which dimension, or says what cannot be, is recorded as cut in an unknown way.
+    """
+    dtype, shape = form_of(tensor)
+    trainable = isinstance(tensor, torch.nn.Parameter) and tensor.requires_grad
+    partition = _partition_of(tensor, tp)
+    explicit = partition.partition_dim is not None and getattr(tensor, "num_partitions", None) is not None
+    return ParameterSpec(dtype, shape, partition, trainable, explicit=explicit)
+
+
+def traits_of(tensor: torch.Tensor) -> Hashable:
+    """Everything about a tensor except its values. If these are equal, so is all that a save records of two tensors."""
+    attributes = vars(tensor)
+    # As text: a list could be changed in place.
+    partition = str([attributes.get(name) for name in _ATTRIBUTES]) if attributes else None
+    placed = dtensor.traits_of(tensor)
+    return tensor.dtype, tensor.shape, tensor.device, type(tensor), tensor.requires_grad, partition, placed
+
+
+def has_address(tensor: torch.Tensor) -> bool:
+    """Whether it is known where its memory lies: not for the lazy tensors of XLA, and what has no memory."""
+    return tensor.numel() > 0 and not tensor.is_meta and not torch_xla.is_xla(tensor)
+
+
+def memory_of(tensor: torch.Tensor) -> Hashable:
+    """Equal for tensors that are the same memory seen the same way; without an address for the same object only."""
+    local = dtensor.local_of(tensor)
+    place: Hashable = id(tensor)  # not that of ``local``: the next one may have it too
+    if has_address(local) and not local.is_nested:
+        seen = tuple(local.shape), local.stride(), local.is_conj(), local.is_neg()
+        place = local.device, local.data_ptr(), local.dtype, seen
+    return place if local is tensor else ("local", place)
+
+
+def overlapping(tensors: Mapping[str, torch.Tensor]) -> tuple[str, str] | None:
+    """Two of these tensors, all with an address, that share some of their memory; those that are the same memory seen
+    the same way are one."""
+    different = {memory_of(tensor): name for name, tensor in reversed(list(tensors.items()))}
+    spans = sorted((*_span(tensors[name]), name) for name in different.values())
+    open_: list[tuple[tuple[str, int], int, str]] = []
+    for device, begin, end, name in spans:
+        open_ = [one for one in open_ if one[0] == device and one[1] > begin]
+        for _, _, other in open_:
+            if _share_elements(tensors[other], tensors[name]):
+                return other, name
+        open_.append((device, end, name))
+    return None
+
+
+def _span(tensor: torch.Tensor) -> tuple[tuple[str, int], int, int]:
+    """The device, and the first and last byte in memory."""
+    reach = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
+    begin = tensor.data_ptr()
+    return (tensor.device.type, tensor.device.index or 0), begin, begin + (reach + 1) * tensor.element_size()
+
+
+def _share_elements(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether tensors whose spans of memory overlap have a byte in common; columns of one matrix have none."""
+    (_, first, end), (_, begin, last) = _span(one), _span(other)
+    if one.is_contiguous() and other.is_contiguous():
+        return True
+    start = min(first, begin)
+    marks = torch.zeros(max(end, last) - start, dtype=torch.uint8)
+    views = []
+    for tensor, offset in ((one, first), (other, begin)):
+        steps = (*(step * tensor.element_size() for step in tensor.stride()), 1)
+        views.append(marks.as_strided((*tensor.shape, tensor.element_size()), steps, offset - start))
+    views[0].fill_(1)
+    return bool(views[1].any())
+
+
+def memory_for(live: Any) -> torch.Tensor | None:
+    """The live tensor, if the bytes of a saved one can be read straight into it: contiguous, on the CPU."""
+    if not isinstance(live, torch.Tensor) or live.device.type != "cpu":
+        return None
+    live = dtensor.local_of(live)
+    return live.detach() if live.is_contiguous() and not live.is_neg() and not live.is_conj() else None
+
+
+def stride_like(model: torch.Tensor | None, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The strides of ``torch.zeros_like(model)``, if it has this shape; else contiguous ones.
+
+    Kernels of fused optimizers go through a parameter and its state by address, so one order must serve both.
+    """
+    local = None if model is None else dtensor.local_of(model)
+    if local is None or tuple(local.shape) != shape or torch_xla.is_xla(local) or local.is_contiguous():
+        return contiguous_stride(shape)
+    return _dense_stride(local)
+
+
+def own_stride(value: torch.Tensor, model: torch.Tensor | None) -> Stride | None:
+    """The strides to note of a tensor of state, which a load makes like ``model``: if it has others, or others than
+    what is made without a model."""
+    local = dtensor.local_of(value)
+    if not local.dim() or is_unusual(local) or local.is_meta or torch_xla.is_xla(local):
+        return None
+    shape, steps = tuple(local.shape), local.stride()
+    as_parameter = steps == stride_like(model, shape)
+    return None if as_parameter and steps == contiguous_stride(shape) else Stride(steps, as_parameter)
+
+
+def is_dense(tensor: torch.Tensor) -> bool:
+    """False for a tensor with gaps in its memory, such as a slice."""
+    tensor = dtensor.local_of(tensor)
+    return torch_xla.is_xla(tensor) or tensor.is_contiguous() or _dense_stride(tensor) == tensor.stride()
+
+
+def _dense_stride(tensor: torch.Tensor) -> tuple[int, ...]:
+    """The strides of ``torch.empty_like(tensor)``."""
+    return torch.empty_like(tensor, device="meta", memory_format=torch.preserve_format).stride()
+
+
+def materialize(tensor: torch.Tensor) -> None:
+    """Give a tensor on the meta device memory on the CPU, uninitialised. It stays the same object, with its attributes:
+    optimizers, and modules that share it, need not be told."""
+    found = torch.empty_like(tensor, device="cpu", memory_format=torch.preserve_format, requires_grad=False)
+    if isinstance(tensor, torch.nn.Parameter):
+        found = torch.nn.Parameter(found, requires_grad=tensor.requires_grad)
+    vars(found).update(vars(tensor))
+    torch.utils.swap_tensors(tensor, found)  # type: ignore[no-untyped-call]
+
+
+def is_unusual(tensor: torch.Tensor) -> bool:
+    """True for what has more than its elements: sparse, nested and quantized tensors, and subclasses with operations
+    of their own (masked, fake, ...). DTensors are known."""
+    if dtensor.is_dtensor(tensor):
+        return False
+    is_own = type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
+    return is_own or tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested
+
+
+def refuse_unsupported(name: str, tensor: torch.Tensor) -> None:
+    """Raise UnsupportedState for tensors that are more than plain memory of this process."""
+    known = type(tensor) in _PLAIN or dtensor.is_dtensor(tensor)
+    if known and not is_unusual(tensor) and not tensor.is_meta and not torch_xla.is_spmd():
+        return
+    kind = type(tensor).__name__
+    if kind == "XLAShardedTensor" or torch_xla.is_spmd():
+        kind = "in an SPMD program (xr.use_spmd())"
+        advice = "save it with torch_xla.experimental.distributed_checkpoint, or run one process per device"
+    elif tensor.is_meta:
+        kind, advice = "on the meta device", "give it values (to_empty, param_init_fn) before saving or loading"
+    elif tensor.is_nested:
+        kind, advice = "a nested tensor", "keep its parts (unbind()), or pad it (to_padded_tensor())"
+    elif tensor.layout is not torch.strided:
+        kind, advice = f"of layout {tensor.layout}", "densify it (to_dense())"
+    elif is_unusual(tensor):
+        kind = f"of dtype {tensor.dtype}" if tensor.is_quantized else f"a {type(tensor).__module__}.{kind}"
+        advice = "save the dense tensors that it is made of"
+    else:
+        return
+    raise UnsupportedState(f"{name} is {kind}, expected a plain dense tensor; {advice}")
+
+
+def _partition_of(tensor: torch.Tensor, tp: int) -> Partition:
+    expert = bool(getattr(tensor, "expert_model_parallel", False))
+    if not getattr(tensor, "tensor_model_parallel", False):
+        return Partition(expert=expert)
+    dim = getattr(tensor, "partition_dim", None)
+    if dim is None or not -tensor.dim() <= dim < tensor.dim():
+        return Partition(expert=expert, known=False)
+    ordering = getattr(tensor, "rank_ordering", None)
+    try:
+        return Partition(
+            partition_dim=dim % tensor.dim(),
+            partition_stride=int(getattr(tensor, "partition_stride", None) or 1),
+            num_partitions=int(getattr(tensor, "num_partitions", None) or tp),
+            rank_ordering=None if ordering is None else tuple(int(rank) for rank in ordering),
+            expert=expert,
+        )
+    except InvalidArgument:
+        return Partition(expert=expert, known=False)

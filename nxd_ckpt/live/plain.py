@@ -1,0 +1,231 @@
+"""Plain torch optimizers: state kept under the parameters themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from nxd_ckpt.live.dtensor import Placed, is_dtensor
+from nxd_ckpt.live.load_hooks import OptimizerHooks, keys_of_its_own
+from nxd_ckpt.live.optimizer_names import if_known
+from nxd_ckpt.live.optimizer_ranks import as_row, check_rows, is_of_rank, name_of_rows, placed_row, row_name
+from nxd_ckpt.live.optimizer_state import (
+    Keeps,
+    LeafSource,
+    Slot,
+    check_groups,
+    check_state,
+    describe_path,
+    entries_of,
+    fill_state,
+    flat_parameters,
+    form_of_slots,
+    is_rows,
+    keeps_nothing,
+    materialise,
+    restore_groups,
+    stride_to_note,
+    traits_of_all,
+)
+from nxd_ckpt.live.parameters import form_of, spec_of
+from nxd_ckpt.live.state import OptimizerForm, State, StateTensor, state_of
+from nxd_ckpt.core.suggestions import first_of
+from nxd_ckpt.errors import OptimizerMismatch, UnsupportedState
+from nxd_ckpt.formats.strides import Stride
+from nxd_ckpt.formats.tensors import Path
+
+
+class _Now:
+    """A source that has read each leaf when it is asked for."""
+
+    def __init__(self, read: LeafSource) -> None:
+        self._read = read
+
+    def __call__(self, leaf: Any) -> torch.Tensor:
+        return self._read(leaf)
+
+    def into(self, leaf: Any, memory: torch.Tensor) -> None:
+        memory.copy_(self._read(leaf))
+
+    def then(self, leaf: Any, take: Callable[[torch.Tensor], None]) -> None:
+        take(self._read(leaf))
+
+
+class PlainOptimizer:
+    """See OptimizerAdapter. ``sharded`` optimizers hold state of this rank alone, cut in a way that is not known."""
+
+    def __init__(self, optimizer: Any, names: list[str], tp: int, *, sharded: bool = False) -> None:
+        self.kind = "zero1" if sharded else "plain"
+        self.parameter_names = if_known(names)
+        self._optimizer, self._names, self._tp = optimizer, names, tp
+        self.stepping = optimizer
+
+    @cached_property
+    def _slots(self) -> list[Slot]:
+        parameters = list(flat_parameters(self._optimizer.param_groups))
+        for name, (parameter, _) in zip(self._names, parameters, strict=True):
+            if torch.nn.parameter.is_lazy(parameter):
+                raise OptimizerMismatch(
+                    f"optim/{name}: its parameter has no shape yet, as it is a lazy module's: run a first batch "
+                    "through the model before the load, or load the model alone first"
+                )
+        return [
+            Slot(name, parameter, parameter, group, None if self.kind == "zero1" else spec_of(parameter, self._tp))
+            for name, (parameter, group) in zip(self._names, parameters, strict=True)
+        ]
+
+    def form(self) -> OptimizerForm:
+        if self.kind != "plain":
+            raise OptimizerMismatch(
+                f"optimizer: how {type(self._optimizer).__name__} cuts its state over ranks is not known "
+                "(zero1_optimizer=True for one that is not ZeRO-1); load it on the sizes that it was saved on"
+            )
+        return form_of_slots(self.kind, self._slots, self._optimizer.param_groups)
+
+    def entries(self) -> Iterator[str]:
+        return entries_of(self._slots, self._optimizer.state)
+
+    def capture(self) -> State:
+        def slot_at(path: Path) -> Slot | None:
+            return self._slots[path[1]] if path[0] == "state" and isinstance(path[1], int) else None
+
+        def describe(path: Path, tensor: torch.Tensor) -> StateTensor:
+            return describe_path(path, tensor, slot_at(path))
+
+        def stride(path: Path, tensor: torch.Tensor) -> Stride | None:
+            return stride_to_note(path, tensor, slot_at(path))
+
+        grounds = self.kind, self._tp, self._names, traits_of_all(self._optimizer)
+        state = self._optimizer.state_dict()
+        own = keys_of_its_own(state)
+        if own and not self._hooks.loads_itself:
+            raise UnsupportedState(
+                f"optimizer: the state_dict() of {type(self._optimizer).__name__} has {first_of(own)} beside state and "
+                "param_groups, and nothing that a load calls would take it back: write a load_state_dict() for it, or "
+                "register_load_state_dict_pre_hook()"
+            )
+        return state_of(self._with_rows(state), describe, grounds, stride)
+
+    def _with_rows(self, state: dict[str, Any]) -> dict[str, Any]:
+        """The state dict, with what this rank alone holds as its row of what all ranks hold."""
+        if not any(is_dtensor(slot.key) for slot in self._slots):
+            return state
+        rows = dict(state["state"])
+        for index, slot in enumerate(self._slots):
+            own = [one for one, value in rows.get(index, {}).items() if is_of_rank(slot.key, one, value)]
+            if own:
+                entries = dict(rows[index])
+                rows[index] = entries | {row_name(slot.key, one): as_row(entries.pop(one), slot.key) for one in own}
+        return {**state, "state": rows}
+
+    def validate(self, saved: Mapping[str, Any]) -> None:
+        if "base_state" in saved or "state" not in saved:
+            raise OptimizerMismatch(
+                f"optimizer: the checkpoint holds a {'ZeRO-1' if 'base_state' in saved else 'foreign'} state "
+                f"({', '.join(map(str, saved))}), the live {type(self._optimizer).__name__} is not sharded; "
+                "build the optimizer as when it was saved, or load with optimizer=None"
+            )
+        own = keys_of_its_own(saved)
+        if own and not self._hooks.loads_itself:
+            raise OptimizerMismatch(
+                f"optimizer: the checkpoint holds {first_of(own)} beside state and param_groups, which the live "
+                f"{type(self._optimizer).__name__} does not take: it has no load_state_dict() of its own, nor a hook "
+                "before a load; build the optimizer as when it was saved"
+            )
+        slots = self._by_index(saved)
+        for index, slot in slots.items():
+            check_rows(slot.name, slot.key, saved["state"].get(index, {}))
+        # Another class than torch's own may keep anything for a parameter, though its name is not known.
+        any_shape = not type(self._optimizer).__module__.startswith("torch.optim")
+        check_state(slots, saved["state"], self._optimizer.state, any_shape=any_shape)
+
+    def placed(self, saved: Mapping[str, Any]) -> dict[Path, Placed]:
+        found: dict[Path, Placed] = {}
+        for index, slot in self._by_index(saved).items():
+            entries = saved["state"].get(index, {})
+            slot.place(entries, self._optimizer.state.get(slot.key, {}))
+            for entry, leaf in entries.items():
+                if is_rows(entry):
+                    slot.placed[entry] = placed_row(slot.global_name(entry), slot.key, form_of(leaf)[1])
+            found |= {("state", index, entry): placed for entry, placed in slot.placed.items()}
+        return found
+
+    def load(self, saved: Mapping[str, Any], read: LeafSource, keeps: Keeps = keeps_nothing) -> None:
+        if self._hooks.loads_itself:
+            self._load_by_itself(saved, read, keeps)
+            return
+        restore_groups([self._optimizer.param_groups], saved["param_groups"], read)
+        counted_in_numbers = self._counts_in_numbers
+        try:
+            fill_state(self._optimizer.state, self._by_index(saved), saved["state"], read, keeps)
+        finally:  # after a damaged tag, an older one is loaded over this state
+            if self._counts_in_numbers and not counted_in_numbers:
+                self._count_in_tensors()
+        for slot in self._slots:
+            slot.clear_gradients()
+
+    def _load_by_itself(self, saved: Mapping[str, Any], read: LeafSource, keeps: Keeps) -> None:
+        """Let the optimizer load a state dict of the tensors themselves, as torch does."""
+        cpu = torch.device("cpu")
+        own = {key: materialise(value, _Now(read), cpu) for key, value in saved.items() if key != "state"}
+        state: dict[Any, Any] = {}
+        slots = self._by_index(saved)
+        for index, slot in slots.items():
+            live = self._optimizer.state.get(slot.key, {})
+            kept = {entry: value for entry, value in live.items() if keeps(slot.global_name(entry))}
+            entries = saved["state"].get(index, {})
+            values = {entry: materialise(value, _Now(read), cpu, slot.key) for entry, value in entries.items()}
+            rows = {name_of_rows(one): values.pop(one)[0] for one in list(values) if is_rows(one)}
+            loaded = {entry: slot.held(entry, value) for entry, value in values.items()} | rows | kept
+            if loaded:
+                state[index] = loaded
+        state |= {key: materialise(value, _Now(read), cpu) for key, value in saved["state"].items() if key not in slots}
+        for group, live_group in zip(own["param_groups"], self._optimizer.param_groups, strict=True):
+            for option, value in group.items():
+                if isinstance(value, list) and isinstance(live_group.get(option), tuple):
+                    group[option] = tuple(value)
+        self._optimizer.load_state_dict({"state": state, **own})
+        for slot in self._slots:
+            slot.clear_gradients()
+
+    def after_load(self) -> None:
+        for slot in self._slots:
+            entries = self._optimizer.state.get(slot.key, {})
+            for one in list(filter(is_rows, entries)):
+                entries[name_of_rows(one)] = entries.pop(one)[0]
+        if not self._hooks.loads_itself:  # else it has called them
+            self._hooks.after_load()
+
+    @property
+    def _hooks(self) -> OptimizerHooks:
+        return OptimizerHooks(self._optimizer)
+
+    @property
+    def _counts_in_numbers(self) -> bool:
+        """Not so where steps are tensors, even those that are still on their way to a device."""
+        steps = (self._optimizer.state.get(slot.key, {}).get("step") for slot in self._slots)
+        return any(isinstance(step, (int, float)) for step in steps)
+
+    def _count_in_tensors(self) -> None:
+        """Make tensors of the steps that NxD's optimizers count as numbers, like torch's load_state_dict.
+
+        Another class that steps in its own way goes on with the numbers that it saved.
+        """
+        steps_by = next(kind for kind in type(self._optimizer).__mro__ if "step" in vars(kind))
+        if steps_by.__module__.startswith("torch.optim"):
+            groups = self._optimizer.param_groups
+            self._optimizer.__setstate__({"state": self._optimizer.state, "param_groups": groups})
+
+    def followed(self, saved: Mapping[str, Any]) -> tuple[()]:
+        return ()
+
+    def follow(self, keeps: Keeps) -> None:
+        """Nothing to do: it holds no copies of weights."""
+
+    def _by_index(self, saved: Mapping[str, Any]) -> dict[Any, Slot]:
+        # By position, as torch does: the indices themselves are any numbers.
+        indices = check_groups(self._optimizer.param_groups, saved["param_groups"])
+        return dict(zip(indices, self._slots, strict=True))

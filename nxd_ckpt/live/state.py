@@ -1,0 +1,188 @@
+"""State trees: what a rank holds, as NxD's state dict, with a note on what each tensor of it is globally."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from nxd_ckpt.live.dtensor import Placed, is_dtensor, local_of, placed_of, traits_of
+from nxd_ckpt.core.manifest import ParameterSpec
+from nxd_ckpt.formats.strides import Stride, stride_of, with_note
+from nxd_ckpt.formats.tensors import Path, iter_tensors, map_tensors
+
+MASTER_WEIGHTS = "master_weights"
+"""Last part of the global name of a ZeRO-1 shard's full-precision values."""
+
+
+@dataclass(frozen=True)
+class StateTensor:
+    """What one tensor of a state tree is, globally.
+
+    ``name`` is "model/embed.weight", "optim/embed.weight/exp_avg", "optim/embed.weight/master_weights", or
+    "optim/#3/exp_avg" where the parameter's name is not known. ``spec`` is the parameter that the tensor is shaped like
+    (as this rank holds it, not yet cut by ZeRO-1), None for scalars and unknown shapes. ``shard`` of ``shards`` is the
+    ZeRO-1 cut of ``spec.shape`` along dimension 0. Equal ``tie`` means the same memory: stored once. ``expert`` says
+    that the tensor belongs to an expert parameter, whatever its shape. ``placed`` is how a DTensor lies on its mesh.
+    """
+
+    name: str
+    spec: ParameterSpec | None = None
+    shards: int = 1
+    shard: int = 0
+    tie: Hashable | None = None
+    expert: bool = False
+    placed: Placed | None = None
+
+
+@dataclass
+class State:
+    """One part of a checkpoint as this rank holds it.
+
+    ``tree`` is what NxD's state dict is, with live types; its containers are copies, its tensors the live ones (any
+    device), or of DTensors what this rank holds; ``is_placed`` says that there are such. ``describe`` describes every
+    tensor of it, see :attr:`tensors`: only on demand, because that takes longer than copying a small one, and is
+    mostly known already at the next save. ``grounds`` is all that ``describe`` depends on besides the tree: if tree and
+    grounds are equal, so is the description.
+    """
+
+    tree: dict[str, Any]
+    describe: Callable[[], dict[Path, StateTensor]]
+    grounds: Any = None
+    is_placed: bool = False
+
+    @cached_property
+    def tensors(self) -> dict[Path, StateTensor]:
+        """Every tensor of the tree by path, depth first in dict order."""
+        return self.describe()
+
+    def master_weight_entries(self) -> dict[str, Path]:
+        """The path of each parameter's master weights, by the parameter's name."""
+        suffix = f"/{MASTER_WEIGHTS}"
+        return {
+            about.name.removeprefix("optim/").removesuffix(suffix): path
+            for path, about in self.tensors.items()
+            if about.name.endswith(suffix)
+        }
+
+
+@dataclass
+class ModelState(State):
+    """The model's state. ``specify`` tells about the parameters and buffers that this rank holds, when asked."""
+
+    specify: Callable[[], dict[str, ParameterSpec]] = dict
+
+    @cached_property
+    def parameters(self) -> dict[str, ParameterSpec]:
+        """The parameters and buffers that this rank holds, by name."""
+        return self.specify()
+
+
+@dataclass(frozen=True)
+class OptimizerSlot:
+    """One parameter of an optimizer as a rank holds it, and ``shard`` of ``shards``, its ZeRO-1 cut.
+
+    ``master_dtype`` is that of the master weights, None where the optimizer steps on the parameter itself.
+    """
+
+    name: str
+    spec: ParameterSpec
+    shards: int = 1
+    shard: int = 0
+    master_dtype: str | None = None
+
+
+@dataclass(frozen=True)
+class OptimizerForm:
+    """What an optimizer's state dict is on one rank, its values left out.
+
+    ``slots`` are its parameters in the order of their indices, ``groups`` how many of them each param group has, and
+    ``options`` its live options.
+    ``ordinary`` is None, or for ZeRO-1 with expert parallelism how many slots, and how many groups, come before the
+    experts'.
+    """
+
+    kind: str
+    slots: tuple[OptimizerSlot, ...]
+    groups: tuple[int, ...]
+    ordinary: tuple[int, int] | None = None
+    options: tuple[dict[str, Any], ...] = field(default=(), compare=False)
+
+
+def state_of(
+    tree: dict[str, Any],
+    describe: Callable[[Path, torch.Tensor], StateTensor],
+    grounds: Any,
+    stride: Callable[[Path, torch.Tensor], Stride | None] = lambda path, tensor: None,
+) -> State:
+    """The state whose tensors ``describe(path, tensor)`` tells about, on these ``grounds``.
+
+    ``stride`` tells the strides of those that a load would make with others.
+    """
+    frozen = Frozen(tree, stride)
+
+    def described() -> dict[Path, StateTensor]:
+        leaves = iter_tensors(frozen.tree, torch.Tensor)
+        return {path: frozen.placed(describe(path, frozen.live(leaf)), leaf) for path, leaf in leaves}
+
+    return State(frozen.tree, described, (grounds, frozen.grounds()), frozen.is_placed)
+
+
+class Frozen:
+    """``tree`` with its containers copied: they change while the tensors are being copied, or after (an optimizer's
+    Python ``step``). Of DTensors it has what this rank holds."""
+
+    def __init__(
+        self,
+        tree: dict[str, Any],
+        stride: Callable[[Path, torch.Tensor], Stride | None] = lambda path, tensor: None,
+    ) -> None:
+        self._locals: dict[int, torch.Tensor] = {}
+        self._dtensors: dict[int, torch.Tensor] = {}
+        leaves = iter_tensors(tree, torch.Tensor)
+        self._strides = {id(one): own for path, one in leaves if (own := stride(path, one)) is not None}
+        self.tree: dict[str, Any] = map_tensors(tree, self._freeze, torch.Tensor)
+
+    @property
+    def is_placed(self) -> bool:
+        """Whether there are DTensors in it."""
+        return bool(self._dtensors)
+
+    def grounds(self) -> Any:
+        """Equal where its DTensors lie on their meshes alike, and the strides that are noted are equal."""
+        strides = [stride_of(leaf) for _, leaf in iter_tensors(self.tree, torch.Tensor)] if self._strides else []
+        return list(map(traits_of, self._dtensors.values())), strides
+
+    def live(self, leaf: torch.Tensor) -> torch.Tensor:
+        """The DTensor that a leaf of the tree is this rank's part of; any other leaf itself."""
+        return self._dtensors.get(id(leaf), leaf)
+
+    def placed(self, about: StateTensor, leaf: torch.Tensor) -> StateTensor:
+        """What is known of a leaf, with how it lies on its mesh if it is of a DTensor.
+
+        Raises UnsupportedState for one that is not cut into boxes.
+        """
+        live = self._dtensors.get(id(leaf))
+        return about if live is None else replace(about, placed=placed_of(about.name, live))
+
+    def _freeze(self, tensor: torch.Tensor) -> torch.Tensor:
+        if is_dtensor(tensor):
+            local = self._locals.get(id(tensor))  # one object each time, so that sharing stays visible
+            if local is None:
+                local = self._locals[id(tensor)] = self._with_note(local_of(tensor), tensor)
+                self._dtensors[id(local)] = tensor
+            return local
+        if id(tensor) in self._strides:
+            alias = self._locals.get(id(tensor))
+            if alias is None:
+                alias = self._locals[id(tensor)] = self._with_note(tensor, tensor)
+            return alias
+        # Detaching makes a new object; one that needs none keeps its identity, for the same reason.
+        return tensor.detach() if tensor.requires_grad else tensor
+
+    def _with_note(self, leaf: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+        stride = self._strides.get(id(tensor))
+        return leaf if stride is None else with_note(leaf, stride)

@@ -1,0 +1,141 @@
+"""torch-xla: transfers between host and device that compile nothing.
+
+Nothing here imports torch-xla: a tensor can only be on an XLA device in a process that has done so already. What is
+said of torch-xla's behaviour was measured on 2.9 (PJRT CPU), with its ``CompileTime`` metric.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from nxd_ckpt.live.dtensor import local_of
+from nxd_ckpt.errors import UnsupportedState
+from nxd_ckpt.formats.tensors import copy_values
+
+_DRAWS = 100_000
+"""Random tensors in one step, at most: to count them again takes 50 µs each."""
+
+
+def is_xla(tensor: torch.Tensor) -> bool:
+    return tensor.device.type == "xla"
+
+
+def is_spmd() -> bool:
+    """Whether this process uses torch-xla's SPMD mode (``xr.use_spmd()``)."""
+    runtime = sys.modules.get("torch_xla.runtime")
+    return runtime is not None and bool(runtime.is_spmd())
+
+
+def is_running() -> bool:
+    """Whether this process uses XLA devices: importing torch-xla does not occupy any, its first device does."""
+    return "torch_xla" in sys.modules and bool(_loaded()._XLAC._xla_runtime_is_initialized())
+
+
+def sync() -> None:
+    """Finish pending device work, if this process uses XLA devices at all.
+
+    All of it, as the training loop's own step mark does: a graph cut to some tensors would be one more compilation.
+    But without marking a step: that moves the random seed on, and a run that saves would draw other numbers than one
+    that does not.
+    """
+    if is_running():
+        library = _loaded()._XLAC
+        device = library._xla_get_default_device()
+        library._xla_sync_live_tensors(device, [], True)
+        # The token that orders collectives refers to the work just done, whose donated inputs are gone.
+        library._set_all_reduce_token(device, None)
+
+
+def random_state() -> tuple[int, int]:
+    """The seed of the current step on the default device, and how many random tensors were made from it so far.
+
+    Both are needed: the next step's seed comes from this step's, whatever was drawn in between, while torch-xla's own
+    ``get_rng_state`` gives the two as one number, from which only the rest of the current step could continue.
+    """
+    library = _loaded()._XLAC
+    device = library._xla_get_default_device()
+    running = int(library._xla_get_rng_seed(device))
+    if not hasattr(library, "_get_base_seed_as_tensor"):  # another torch-xla than those tested
+        return running, 0
+    # Asking for the seed rewinds the generator to it: drawing as often as before brings it back.
+    seed = int(library._get_base_seed_as_tensor(device).cpu()) % 2**64
+    for draws in range(_DRAWS):
+        if library._xla_get_rng_seed(device) == running:
+            return seed, draws
+        _draw(device)
+    raise UnsupportedState(
+        f"the XLA device made more than {_DRAWS} random tensors in one step, or its generator was set in the middle of "
+        "a step: mark the step (torch_xla.sync()) before capturing random state"
+    )
+
+
+def set_random_state(seed: int, draws: int) -> None:
+    """Continue as where :func:`random_state` gave ``seed`` and ``draws``."""
+    library = _loaded()._XLAC
+    device = library._xla_get_default_device()
+    library._xla_set_rng_seed(seed, device)
+    for _ in range(draws):
+        _draw(device)
+
+
+def to_cpu(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The values of ``tensors`` on the host, in order, with one grouped transfer for those on XLA devices.
+
+    CPU tensors are returned as they are, not copied, those on other devices by ``.cpu()``. Call :func:`sync` before:
+    a tensor with pending work would be computed by a graph of its own, which is a compilation.
+    """
+    on_device = [tensor.detach() for tensor in tensors if is_xla(tensor)]
+    fetched = iter(_loaded()._XLAC._xla_get_cpu_tensors(on_device) if on_device else ())
+    return [next(fetched) if is_xla(tensor) else tensor.detach().cpu() for tensor in tensors]
+
+
+@torch.no_grad()
+def copy_in(live: torch.Tensor, value: torch.Tensor) -> None:
+    """Overwrite ``live``, in place, with a CPU tensor of its shape and dtype; ``value`` may be reused afterwards.
+
+    Of a DTensor, what this rank holds of it.
+    """
+    live = local_of(live)
+    if is_xla(live) and value.dim() == 0:
+        value = _upload_scalar(value, live.device)
+    # On XLA `copy_` from the host is an immediate upload, seen through every alias of `live`; assigning `.data` is not.
+    copy_values(live.data, value)
+
+
+def place(value: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A CPU tensor as a new tensor on ``device``; on the CPU, ``value`` itself."""
+    if device.type == "xla" and value.dim() == 0:
+        return _upload_scalar(value, device)
+    return value.to(device)
+
+
+def compile_count() -> int:
+    """How many graphs torch-xla compiled so far in this process; 0 where it was never imported."""
+    if "torch_xla" not in sys.modules:
+        return 0
+    from torch_xla.debug import metrics
+
+    data = metrics.metric_data("CompileTime")
+    return int(data[0]) if data else 0
+
+
+def _draw(device: str) -> None:
+    torch.rand((), device=device)  # never computed, but counted when it is asked for
+
+
+def _upload_scalar(value: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A 0-dimensional tensor as device data.
+
+    ``.to(device)`` and ``copy_`` turn the values 0 and 1 into constants of the next graph: another graph, so another
+    compilation, of a whole training step. The data loader's way of uploading does not.
+    """
+    uploaded: list[torch.Tensor] = _loaded()._XLAC._xla_tensors_from_aten([value.clone()], [str(device)])
+    return uploaded[0]
+
+
+def _loaded() -> Any:
+    return sys.modules["torch_xla"]

@@ -1,0 +1,248 @@
+"""ZeRO-1: torch-xla's ZeroRedundancyOptimizer and NxD's subclasses, recognised by what they offer.
+
+Such an optimizer holds the full parameters (its ``param_groups``) and a ``base_optimizer`` that steps on shards of
+them (dimension 0, padded with zeros to a multiple of the sharding group; source: torch_xla.distributed
+.zero_redundancy_optimizer). Its own ``load_state_dict`` is not used: it copies everything, gathers, takes shards
+without saved master weights from whatever the parameters hold just then, and leaves zero gradients behind.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Iterator, Mapping
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from nxd_ckpt.live.dtensor import Placed
+from nxd_ckpt.live.load_hooks import OptimizerHooks, keys_of_its_own
+from nxd_ckpt.live.optimizer_names import if_known
+from nxd_ckpt.live.optimizer_state import (
+    Keeps,
+    LeafSource,
+    Slot,
+    check_form,
+    check_groups,
+    check_state,
+    describe_path,
+    entries_of,
+    fill_state,
+    flat_parameters,
+    form_of_slots,
+    keeps_nothing,
+    overwrite,
+    restore_groups,
+    stride_to_note,
+    traits_of_all,
+)
+from nxd_ckpt.live.parameters import spec_of
+from nxd_ckpt.live.state import MASTER_WEIGHTS, OptimizerForm, State, StateTensor, state_of
+from nxd_ckpt.live.torch_xla import copy_in, to_cpu
+from nxd_ckpt.core.partition import zero1_rows
+from nxd_ckpt.core.suggestions import first_of
+from nxd_ckpt.core.topology import Topology
+from nxd_ckpt.errors import InvalidArgument, OptimizerMismatch, ShapeMismatch, UnsupportedState
+from nxd_ckpt.formats.strides import Stride
+from nxd_ckpt.formats.tensors import Path, dtype_name
+
+logger = logging.getLogger(__name__)
+
+MASTERS = "sharded_master_weights"
+EXPERT_KEYS = ("ep_param_id_offset", "ep_param_group_offset", "ep_base_state_offset", "ep_shape_info_offset")
+KEYS = ("base_state", "shape_info", MASTERS, *EXPERT_KEYS)
+
+
+class Zero1Optimizer:
+    """See OptimizerAdapter. ``expert`` ones are sharded over the replicas of each expert, not over all of dp."""
+
+    kind = "zero1"
+
+    def __init__(self, optimizer: Any, names: list[str], topology: Topology, *, expert: bool = False) -> None:
+        if not hasattr(optimizer, "base_optimizer"):
+            raise InvalidArgument(
+                f"{type(optimizer).__name__} has no shards yet (lazy_init=True): call its init_zero(), or "
+                "partition the pipeline model, before saving or loading"
+            )
+        self._place = _place_in_group(optimizer, topology, expert)
+        self.parameter_names = if_known(names)
+        self._optimizer, self._names, self._tp = optimizer, names, topology.tp
+        self.stepping = optimizer.base_optimizer
+
+    @cached_property
+    def slots(self) -> list[Slot]:
+        full = flat_parameters(self._optimizer.param_groups)
+        cut = flat_parameters(self._optimizer.base_optimizer.param_groups)
+        return [
+            Slot(name, parameter, key, group, spec_of(parameter, self._tp), *self._place)
+            for name, (parameter, _), (key, group) in zip(self._names, full, cut, strict=True)
+        ]
+
+    def grounds(self) -> Any:
+        """See State."""
+        traits = traits_of_all(self._optimizer), traits_of_all(self._optimizer.base_optimizer)
+        return self._place, self._tp, self._names, traits
+
+    def form(self) -> OptimizerForm:
+        return form_of_slots(self.kind, self.slots, self._optimizer.param_groups)
+
+    def entries(self) -> Iterator[str]:
+        yield from entries_of(self.slots, self._optimizer.base_optimizer.state)
+        yield from (slot.global_name(MASTER_WEIGHTS) for slot in self.slots)
+
+    def capture(self) -> State:
+        def slot_at(path: Path) -> Slot | None:
+            return self.slots[path[1]] if path[0] in ("base_state", MASTERS) and isinstance(path[1], int) else None
+
+        def describe(path: Path, tensor: torch.Tensor) -> StateTensor:
+            return describe_path(path, tensor, slot_at(path))
+
+        def stride(path: Path, tensor: torch.Tensor) -> Stride | None:
+            return stride_to_note(path, tensor, slot_at(path))
+
+        refuse_own_ways([self._optimizer, self._optimizer.base_optimizer])
+        tree = self._optimizer.state_dict()
+        refuse_own_keys(tree, self._optimizer)
+        return state_of(tree, describe, self.grounds(), stride)
+
+    def validate(self, saved: Mapping[str, Any]) -> None:
+        check_kind(saved, self._optimizer, expert=False)
+        warn_of_own_keys(saved, self._optimizer)
+        self.validate_part(saved)
+
+    def validate_part(self, saved: Mapping[str, Any]) -> None:
+        indices = check_groups(self._optimizer.param_groups, saved["param_groups"])
+        if indices != list(range(len(self.slots))):
+            raise OptimizerMismatch(f"optimizer: indices of its parameters must count up from 0, found {indices[:8]}")
+        slots = dict(enumerate(self.slots))
+        for index, shape in saved.get("shape_info", {}).items():
+            if index in slots and tuple(shape) != tuple(slots[index].parameter.shape):
+                raise ShapeMismatch(
+                    f"optim/{slots[index].name}: saved for a parameter of shape {tuple(shape)}, the live one has "
+                    f"{tuple(slots[index].parameter.shape)}; did the order of parameters, or tp, change?"
+                )
+        check_state(slots, saved["base_state"], self._optimizer.base_optimizer.state)
+        for index, weights in saved.get(MASTERS, {}).items():
+            if index not in slots:
+                raise OptimizerMismatch(f"optimizer: master weights for unknown parameter {index!r}")
+            check_form(slots[index], MASTER_WEIGHTS, weights, slots[index].key)
+
+    def placed(self, saved: Mapping[str, Any]) -> dict[Path, Placed]:
+        return {}
+
+    def load(self, saved: Mapping[str, Any], read: LeafSource, keeps: Keeps = keeps_nothing) -> None:
+        optimizer, base = self._optimizer, self._optimizer.base_optimizer
+        restore_groups([optimizer.param_groups, base.param_groups], saved["param_groups"], read)
+        fill_state(base.state, dict(enumerate(self.slots)), saved["base_state"], read, keeps)
+        masters = saved.get(MASTERS, {})
+        for index, weights in masters.items():
+            overwrite(self.slots[index].key, weights, read)
+        self._rederive([slot for index, slot in enumerate(self.slots) if index not in masters], keeps)
+        for slot in self.slots:
+            slot.clear_gradients()
+
+    def after_load(self) -> None:
+        for optimizer in (self._optimizer, self._optimizer.base_optimizer):
+            OptimizerHooks(optimizer).after_load()
+
+    def followed(self, saved: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
+        masters = saved.get(MASTERS, {})
+        yield from ((slot.name, slot.parameter) for index, slot in enumerate(self.slots) if index not in masters)
+
+    def follow(self, keeps: Keeps) -> None:
+        self._rederive(self.slots, keeps)
+
+    def _rederive(self, slots: list[Slot], keeps: Keeps) -> None:
+        _rederive([slot for slot in slots if not keeps(slot.global_name(MASTER_WEIGHTS))])
+
+    def master_weights(self) -> list[torch.Tensor] | None:
+        """The shards' values, in the order of their indices, if this optimizer saves them."""
+        if not self._optimizer.save_master_weights:
+            return None
+        return [shard.data for shard, _ in flat_parameters(self._optimizer.base_optimizer.param_groups)]
+
+
+def refuse_own_ways(optimizers: Iterable[Any]) -> None:
+    """Raise UnsupportedState for hooks that would be skipped by a load."""
+    for optimizer in optimizers:
+        if getattr(optimizer, "_optimizer_load_state_dict_pre_hooks", {}):
+            raise UnsupportedState(
+                f"optimizer: {type(optimizer).__name__} has hooks that look at its state dict before a load "
+                "(register_load_state_dict_pre_hook); ZeRO-1 shards are loaded without one, so they would be "
+                "skipped: do in a post hook what they do"
+            )
+
+
+def refuse_own_keys(tree: Mapping[str, Any], optimizer: Any) -> None:
+    """Raise UnsupportedState for keys of a ZeRO-1 state dict that no load gives back."""
+    own = keys_of_its_own(tree, KEYS)
+    if own:
+        raise UnsupportedState(
+            f"optimizer: the state_dict() of {type(optimizer).__name__} has {first_of(own)} beside what ZeRO-1 has, "
+            "and a load, which does not call its load_state_dict(), would not give it back: save it as user_content, "
+            "or as state of a parameter"
+        )
+
+
+def check_kind(saved: Mapping[str, Any], optimizer: Any, *, expert: bool) -> None:
+    """Raise OptimizerMismatch unless ``saved`` is a ZeRO-1 state dict, with expert parallelism or without."""
+    if "base_state" not in saved:
+        raise OptimizerMismatch(
+            f"optimizer: the checkpoint holds a plain optimizer's state ({', '.join(map(str, saved))}), the live "
+            f"{type(optimizer).__name__} is ZeRO-1; build the optimizer as when it was saved, or pass optimizer=None"
+        )
+    if any(key in saved for key in EXPERT_KEYS) != expert:
+        kinds = ("without expert parallelism", "with expert parallelism")
+        raise OptimizerMismatch(
+            f"optimizer: the checkpoint's ZeRO-1 state was saved {kinds[not expert]}, the live "
+            f"{type(optimizer).__name__} is {kinds[expert]}; use the same expert_parallel_size, or optimizer=None"
+        )
+
+
+def warn_of_own_keys(saved: Mapping[str, Any], optimizer: Any) -> None:
+    """Say what a state dict of ZeRO-1 has that is not given back."""
+    own = keys_of_its_own(saved, KEYS)
+    if own:
+        logger.warning(
+            "optimizer: the checkpoint holds %s beside what ZeRO-1 has, which %s is not given",
+            first_of(own), type(optimizer).__name__,
+        )  # fmt: skip
+
+
+def shard_of(values: torch.Tensor, shards: int, shard: int, dtype: torch.dtype) -> torch.Tensor:
+    """The ZeRO-1 shard of a CPU tensor: its rows ``shard * n .. (shard + 1) * n``, zeros beyond the end."""
+    rows = zero1_rows(values.shape[0], shards)
+    part = values[shard * rows : (shard + 1) * rows]
+    padded = torch.zeros((rows, *values.shape[1:]), dtype=dtype)
+    padded[: part.shape[0]] = part.to(dtype)
+    return padded
+
+
+def _rederive(slots: list[Slot]) -> None:
+    """Cut the shards from the (loaded) parameters, one at a time."""
+    lossy = {slot.parameter.dtype for slot in slots if slot.parameter.dtype != slot.key.dtype}
+    if lossy:
+        names = ", ".join(sorted(map(dtype_name, lossy)))
+        logger.warning(
+            "no master weights were loaded: shards are cut from %s parameters, so the resumed run cannot continue bit "
+            "for bit; where the checkpoint has none, build the optimizer with save_master_weights=True",
+            names,
+        )
+    for slot in slots:
+        (values,) = to_cpu([slot.parameter])
+        copy_in(slot.key, shard_of(values, slot.shards, slot.shard, slot.key.dtype))
+
+
+def _place_in_group(optimizer: Any, topology: Topology, expert: bool) -> tuple[int, int]:
+    """How many shards there are and which is this rank's: its place in the optimizer's sharding groups."""
+    rank = getattr(optimizer, "global_rank", topology.rank)
+    group = next((list(group) for group in optimizer.sharding_groups if rank in group), None)
+    place = None if group is None else (len(group), group.index(rank))
+    expected = (topology.expert_dp, topology.expert_dp_rank) if expert else (topology.dp, topology.dp_rank)
+    if place != expected:
+        raise UnsupportedState(
+            f"ZeRO-1 on rank {rank}: expected shard {expected[1]} of {expected[0]} (topology {topology.describe()}), "
+            f"found (shards, shard) = {place} in sharding_groups {list(optimizer.sharding_groups)[:4]}; shard over the "
+            "data-parallel groups, and pass topology= if neuronx-distributed is not initialised"
+        )
+    return expected

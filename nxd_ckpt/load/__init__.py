@@ -1,0 +1,1 @@
+"""One load: choose, plan, compare, verify, agree, apply."""

@@ -1,0 +1,51 @@
+"""Loading with ``pre_download``: the files that a rank needs come to a local disk first, and are read from there."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+
+from nxd_ckpt import effects
+from nxd_ckpt.formats.tensors import TensorStub
+from nxd_ckpt.core import names
+from nxd_ckpt.storage.progress import Counter, is_watched, report, watched
+from nxd_ckpt.tag.opened import OpenTag
+from nxd_ckpt.tag.reading import Leaf
+from nxd_ckpt.storage.base import Storage
+from nxd_ckpt.storage.cached import CachedStorage
+
+
+def open_cache(storage: Storage, tag: str, work_dir: str | os.PathLike[str] | None) -> CachedStorage:
+    """``storage`` with copies of the files of ``tag``, as it is now. See CachedStorage."""
+    return CachedStorage(storage, tag, _version(storage, tag), work_dir)
+
+
+def download(
+    cache: CachedStorage, opened: OpenTag, leaves: Iterable[Leaf], *, reports_progress: bool, progress: bool
+) -> None:
+    """Fetch the files that ``leaves`` are read from; ``reports_progress`` says that this rank shows it for all.
+
+    Raises OSError.
+    """
+    keys = {f"{opened.tag}/{file}".lstrip("/") for leaf in leaves for file in _files(leaf)}
+    shown = reports_progress and progress and is_watched()
+    total = sum(cache.size(key) for key in keys) if shown else 0
+    counter = Counter()
+    started = effects.monotonic()
+    with watched("download", total, lambda: counter.nbytes, shown):
+        nbytes = cache.fetch(keys, counter.add)
+    if reports_progress:
+        report("downloaded", opened.where, nbytes, started)
+
+
+def _files(leaf: Leaf) -> set[str]:
+    return {leaf.file} if isinstance(leaf, TensorStub) else {fragment.stub.file for fragment in leaf.fragments}
+
+
+def _version(storage: Storage, tag: str) -> bytes:
+    """What tells this tag from one that is saved under its name later: our manifest, or when NxD wrote its files."""
+    entries = [entry.name for entry in storage.list(tag) if not entry.is_dir]
+    prefix = f"{tag}/" if tag else ""
+    if names.MANIFEST in entries:
+        return storage.read(f"{prefix}{names.MANIFEST}")
+    return repr([(name, storage.time(f"{prefix}{name}")) for name in entries]).encode()

@@ -1,0 +1,312 @@
+"""Loading a Hugging Face directory into a live model: every rank reads its own slices, and no rank the whole.
+
+The phases are those of a tag: what fits is found out on all ranks, from headers alone, before anything changes on any.
+Such files have no digests. All that can be checked before is that they are as long as their headers say.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Collection, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from hashlib import sha256
+from typing import Any
+
+import torch
+
+from nxd_ckpt import effects
+from nxd_ckpt.live import torch_xla
+from nxd_ckpt.live.dtensor import refuse_sizes
+from nxd_ckpt.live.models import open_model
+from nxd_ckpt.live.optimizer import open_optimizer
+from nxd_ckpt.hugging_face.padding_rules import is_rounded
+from nxd_ckpt.core.mapping import Match
+from nxd_ckpt.core.suggestions import first_of
+from nxd_ckpt.core.topology import Topology
+from nxd_ckpt.errors import DtypeMismatch, InvalidArgument, KeyMismatch, PartNotFound, ShapeMismatch
+from nxd_ckpt.formats.tensors import Assembly, torch_dtype
+from nxd_ckpt.tag.foreign.hugging_face_directory import HuggingFaceDirectory
+from nxd_ckpt.tag.find_mapping import find_mapping
+from nxd_ckpt.coordination.agreement import Agreement, decided_by_rank0, on_all
+from nxd_ckpt.load.delivery import Delivery
+from nxd_ckpt.load.filter_agreement import Unmatched, refuse_unmatched
+from nxd_ckpt.load.filters import Filter
+from nxd_ckpt.load.options import LoadOptions
+from nxd_ckpt.load.overwriting import fill_model, nbytes_of, overwriting
+from nxd_ckpt.load.placing import local_tree
+from nxd_ckpt.load.tied import refuse_unequal_ties, unequal_ties
+from nxd_ckpt.storage.progress import report, watched
+from nxd_ckpt.tag.reading import Leaf, LeafReader
+from nxd_ckpt.hugging_face.mapped_directory import MappedDirectory
+from nxd_ckpt.hugging_face.packed_tensors import UnpackedTensors
+from nxd_ckpt.storage.base import Storage
+
+logger = logging.getLogger("nxd_ckpt")
+
+
+def load_hugging_face(
+    storage: Storage,
+    topology: Topology,
+    agreement: Agreement,
+    model: Any,
+    others: Sequence[Any],
+    options: LoadOptions,
+) -> None:
+    """Load the model that ``storage`` holds into ``model``.
+
+    ``others`` (optimizer, scheduler) must be None, unless weights alone are to be loaded.
+
+    Raises:
+        CheckpointError: what Checkpointer.load says; on every rank.
+    """
+    started = effects.monotonic()
+
+    def prepare() -> _Prepared:
+        options.validate()
+        _refuse_arguments(storage.url, model, () if options.load_weights_only else others, options)
+        return _Prepared(storage, topology, model, others[0], options)
+
+    prepared = on_all(agreement, prepare)
+    if prepared.filtered:
+        prepared.unmatched.complain(agreement, topology, options.strict)
+    taken = _taken_by_all(agreement, prepared.taken)
+    refuse_unmatched(agreement, topology, prepared.nbytes > 0, prepared.unfilled)
+    all_speak = agreement.world_size == topology.world_size or topology.pp == 1
+    if all_speak:  # else one process plays one stage of several
+        decided_by_rank0(agreement, lambda: prepared.refuse_unused(taken))
+    reports_progress = agreement.rank == 0
+    on_all(agreement, lambda: prepared.apply(shown=reports_progress and options.progress))
+    if reports_progress and logger.isEnabledFor(logging.INFO):
+        report("loaded", prepared.where, prepared.nbytes, started)
+
+
+def _taken_by_all(agreement: Agreement, taken: Sequence[str]) -> list[str]:
+    """On rank 0, what all ranks take. The ranks of a stage take the same: one of them tells."""
+    digests = agreement.gather(sha256(repr(taken).encode()).hexdigest())
+    speakers = agreement.broadcast(None if digests is None else sorted({*map(digests.index, digests)}))
+    found = agreement.gather(list(taken) if agreement.rank in speakers else [])
+    return [name for names in found or [] for name in names]
+
+
+class _Prepared:
+    """A load whose directory and live model fit. ``taken`` are the Hugging Face tensors that its rules name."""
+
+    def __init__(self, storage: Storage, topology: Topology, model: Any, optimizer: Any, options: LoadOptions) -> None:
+        self._directory, self._strict = HuggingFaceDirectory(storage), options.strict_names
+        config = self._directory.config
+        self._directory.refuse_quantized()
+        self._mapping = find_mapping(options.mapping, config)
+        self._sizes = self._mapping.sizes(config, options.kv_size_multiplier, options.hardware)
+        self._tensors = UnpackedTensors(self._directory, self._mapping, self._sizes)
+        self._model = open_model(model, may_be_meta=True)
+        if self._model.is_placed:
+            refuse_sizes(topology)
+        self._optimizer = None
+        if optimizer is not None:
+            self._optimizer = open_optimizer(optimizer, model=self._model, topology=topology)
+        names = self._model.names()
+        self.filtered = Filter(options)
+        self.filtered.know_ties(self._model)
+        self._mapped = MappedDirectory(self._tensors, self._mapping, self._sizes, topology)
+        self._specs = self._model.parameters(topology.tp)
+        if self.filtered:
+            self.filtered.know_apart(self._different_ties())
+        paths = [f"model/{name}" for name in names]
+        self.filtered.choose(paths)
+        self.unmatched = Unmatched(self.filtered, names, (), paths)
+        left_out = list(filter(self.filtered.ignores_model, names))
+        matches = self._matches(left_out)
+        self.taken = [name for match in matches for name in match.rule.names(match.numbers, self._sizes)]
+        wanted = [match for match in matches if match.name not in {*left_out}]
+        self._leaves = self._assemblies(wanted, topology)
+        live = [name for name in names if name not in {*left_out}]
+        self.unfilled = None if self._leaves or not live else self._described(live)
+        self._refuse_what_stays_meta()
+
+    @property
+    def where(self) -> str:
+        return self._directory.where
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors that this rank loads."""
+        return sum(map(nbytes_of, self._leaves.values()))
+
+    def _described(self, live: list[str]) -> str:
+        return (
+            f"{self.where} holds {first_of(sorted(self._directory.names))}, the model has {first_of(live)}, and "
+            f"mapping {self._mapping.name!r} finds none in the other"
+        )
+
+    def refuse_unused(self, taken: Iterable[str]) -> None:
+        """Raise KeyMismatch, or warn, for tensors of the directory that no rank takes."""
+        in_files = self._mapping.in_files
+        unused = sorted({*in_files(self._tensors.names)}.difference(in_files(taken)))
+        unused = [name for name in unused if not any(pattern.match(name) for pattern in self._mapping.ignored)]
+        if unused:
+            self._complain(f"{self.where} holds {first_of(unused)}, which no rank's model has")
+
+    def apply(self, *, shown: bool) -> None:
+        """Change the live model."""
+        with overwriting(self.where), self._reader() as reader:
+            names = {id(leaf): name for name, leaf in self._leaves.items()}
+
+            def fill(leaf: Leaf, out: torch.Tensor) -> None:
+                reader.read_into(leaf, out, f"model/{names[id(leaf)]}", compare=False)
+
+            with watched("load", self.nbytes, lambda: reader.done.nbytes, shown):
+                self._model.materialize(self._leaves)
+                delivery = Delivery(reader, fill)
+                fill_model(self._model, list(self._leaves), self._leaves, delivery)
+                delivery.finish()
+            self._model.after_load()
+            if self._optimizer is not None:
+                self._optimizer.follow(self.filtered.keeps(self._leaves))
+        torch_xla.sync()  # as after the load of a tag
+
+    def _matches(self, left_out: Collection[str]) -> list[Match]:
+        """The rules of the live names; those that are left out need none."""
+        base_names = self._model.base_names()  # rules know no wrapped layers
+        live = {base_names.get(name, name): name for name in self._model.names()}
+        if self._strict:
+            ignored = [name for name, at in live.items() if at in left_out]
+            found = self._mapping.matches(name for name, at in live.items() if at not in left_out)
+            found += self._mapping.split(ignored)[0]
+        else:
+            found, unknown = self._mapping.split(live)
+            if unknown:
+                logger.warning("loading with strict=False: left as they are, without a rule: %s", first_of(unknown))
+        return [replace(match, name=live[match.name]) for match in found]
+
+    def _assemblies(self, matches: Iterable[Match], topology: Topology) -> dict[str, Assembly]:
+        """What to read for each live tensor; of tied ones, for the first that the directory has."""
+        specs = self._specs
+        found: dict[str, Assembly] = {}
+        absent: dict[str, KeyMismatch] = {}
+        for match in matches:
+            name = match.name
+            self._model.check_writable(name)
+            if name not in specs:
+                raise InvalidArgument(f"model/{name} is not a tensor, expected one with the shape that this rank holds")
+            try:
+                leaf = self._mapped.assembly(match, specs[name].dtype, specs[name].shape)
+            except KeyMismatch as error:
+                absent[name] = error
+                continue
+            _refuse_narrowing(name, leaf)
+            found[name] = leaf
+        for name, problem in absent.items():
+            if found.keys().isdisjoint(self._model.aliases(name)):
+                self._complain(str(problem))
+        for match in matches:
+            if match.name in found:
+                self._refuse_zeroed_rows(match, specs[match.name].shape, topology)
+        refuse_unequal_ties(self.where, found, self._model.aliases, self._reader)
+        found = {name: leaf for name, leaf in found.items() if self._is_first(name, found)}
+        return local_tree(found, self._model.placed(found))
+
+    def _different_ties(self) -> set[str]:
+        """Tied live names under which the directory has different tensors: a filter may choose one of them."""
+        base_names = self._model.base_names()
+        live = {base_names.get(name, name): name for name in self._specs if len(self._model.aliases(name)) > 1}
+        found: dict[str, Assembly] = {}
+        for match in self._mapping.split(live)[0]:
+            name = live[match.name]
+            with suppress(KeyMismatch):  # absent: the load says so
+                found[name] = self._mapped.assembly(match, self._specs[name].dtype, self._specs[name].shape)
+        return {name for pair in unequal_ties(found, self._model.aliases, self._reader) for name in pair}
+
+    def _reader(self) -> LeafReader:
+        return LeafReader(self._directory.files, {})
+
+    def _is_first(self, name: str, found: Collection[str]) -> bool:
+        """Whether it is the first of its tied names that the directory has."""
+        return name == next(other for other in self._model.aliases(name) if other in found)
+
+    def _refuse_zeroed_rows(self, match: Match, shape: tuple[int, ...], topology: Topology) -> None:
+        """Live rows beyond those of the files become zero: only where that loses nothing, whatever ``strict`` says.
+
+        Ranks that do not divide the rows must pad them. More rows than that are padding if they are zero, or nothing.
+        """
+        dim, rows, tp = match.rule.dim, match.rule.members[0].rows, topology.tp
+        if dim is None or rows is None:
+            return
+        length, count = shape[dim] * tp, self._sizes.get(rows)
+        if length <= count:
+            return
+        if length != count + -count % tp:
+            problem = (
+                f"{self.where}: config.json says {self._sizes.key(rows)} {count}, the live {match.name} has {length} "
+                f"rows, and rows {count} to {length - 1} would become zero: "
+            )
+            if tp == 1 or not is_rounded(length, count, tp):
+                raise ShapeMismatch(
+                    f"{problem}no rounding to {tp} tensor-parallel ranks explains them. Build the model with {count} "
+                    "rows, load it, and add rows then"
+                )
+            start = min(max(count - topology.tp_rank * shape[dim], 0), shape[dim])
+            if self._model.has_values(match.name, dim, start):
+                raise ShapeMismatch(
+                    f"{problem}they are not zero now, so they may be trained. If they are padding, set them to zero "
+                    f"before the load; else build the model with {count + -count % tp} rows, and add rows after it"
+                )
+        logger.info("%s: rows %d to %d of %s are padding, and zero", self.where, count, length - 1, match.name)
+
+    def _refuse_what_stays_meta(self) -> None:
+        filled = self._model.ids(self._leaves)
+        meta = self._model.on_meta().items()
+        left = sorted(
+            name for place, name in meta if place not in filled and not self.filtered.ignores_model(name)
+        )
+        if left:
+            self._complain(
+                f"{first_of(left)} of the live model are on the meta device and in no file: give them values, as the "
+                "model computes them, before loading"
+            )
+
+    def _complain(self, problem: str) -> None:
+        if self._strict:
+            raise KeyMismatch(f"{problem}; strict=False loads the rest")
+        logger.warning("loading with strict=False: %s", problem)
+
+
+def _refuse_arguments(where: str, model: Any, others: Iterable[Any], options: LoadOptions) -> None:
+    for name, value in zip(("optimizer", "scheduler"), others, strict=False):
+        if value is not None:
+            raise PartNotFound(
+                f"{where} is a Hugging Face directory, which holds a model and no {name}; load it with {name}=None, "
+                "before the optimizer is built or its master weights are taken"
+            )
+    if model is None or model == {}:
+        raise InvalidArgument(
+            f"{where} is a Hugging Face directory, which is loaded into a live model: its names and shapes say what "
+            f"each rank holds; pass model=, found {model!r}"
+        )
+    if options.key_mapping or options.prefix:
+        raise InvalidArgument(
+            f"{where} is a Hugging Face directory, whose names the rules of a mapping file translate: pass one as "
+            "mapping=, in place of key_mapping= and prefix="
+        )
+    if options.pre_download:
+        raise InvalidArgument(
+            f"{where} is a Hugging Face directory, of which each rank reads its slices only: load it without "
+            "pre_download=True"
+        )
+
+
+def _refuse_narrowing(name: str, leaf: Assembly) -> None:
+    """Raise DtypeMismatch where a number of the files might not fit into the live dtype."""
+    for saved in sorted({fragment.stub.dtype for fragment in leaf.fragments} - {leaf.dtype}):
+        if _exponents(saved) is None or (_exponents(leaf.dtype) or 0) < (_exponents(saved) or 0):
+            raise DtypeMismatch(
+                f"model/{name}: saved as {saved}, the live one is {leaf.dtype}, which has a smaller range; build the "
+                f"model in {saved}"
+            )
+
+
+def _exponents(dtype: str) -> int | None:
+    """The largest exponent of a dtype of floating point; None for others."""
+    kind = torch_dtype(dtype)
+    return math.frexp(torch.finfo(kind).max)[1] if kind.is_floating_point else None

@@ -1,0 +1,223 @@
+"""What a load goes by: what a tag holds, and what one rank has live. Where they are alike, this rank's files are simply
+what it loads."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+from nxd_ckpt.live.dtensor import refuse_sizes
+from nxd_ckpt.live.model import ModelAdapter
+from nxd_ckpt.live.optimizer import OptimizerAdapter, open_optimizer
+from nxd_ckpt.live.optimizer_dict import DictOptimizer
+from nxd_ckpt.live.lora_names import is_adapter
+from nxd_ckpt.core.manifest import ParameterSpec
+from nxd_ckpt.reshard.resharding import rescaled
+from nxd_ckpt.core.topology import Coordinates, Topology
+from nxd_ckpt.errors import OptimizerMismatch
+from nxd_ckpt.load.filters import Filter
+from nxd_ckpt.load.options import LoadOptions
+from nxd_ckpt.tag.opened import OpenTag
+from nxd_ckpt.reshard.optimizer_names import OptimizerNames, is_number
+from nxd_ckpt.reshard.reshard_context import ReshardContext
+from nxd_ckpt.reshard.resharded_state import ReshardedState
+from nxd_ckpt.reshard.target import Target, TargetRank
+
+
+def load_context(
+    opened: OpenTag,
+    topology: Topology,
+    live: ModelAdapter | None,
+    optimizer: Any,
+    options: LoadOptions,
+    filtered: Filter,
+) -> LoadContext:
+    """The tag ``opened``, of which the rank at ``topology`` loads, and the live objects. Reads no tree yet.
+
+    Raises:
+        InvalidArgument, UnsupportedState: no objects that could be loaded.
+    """
+    # In a store that costs a request for every file: there the indexes' word is taken where bytes are verified at all.
+    opened.opens_all = not options.verifies_first and (opened.storage.renames or options.verify is False)
+    adapter = None
+    if optimizer is not None:
+        adapter = open_optimizer(
+            optimizer,
+            model=live,
+            param_names=options.param_names,
+            zero1_optimizer=opened.parts.optimizer != "plain",
+            topology=topology,
+        )
+    if live is not None and live.is_placed:
+        refuse_sizes(topology)
+    filtered.know_ties(live)
+    if live is not None and adapter is not None and not isinstance(adapter, DictOptimizer):
+        filtered.know_shards()
+    known = {} if live is None else live.partitions(topology.tp)
+    options = replace(options, partitions={**known, **(options.partitions or {})})
+    return LoadContext(opened, topology, live, adapter, options, filtered)
+
+
+@dataclass
+class LoadContext:
+    """A tag, and the live objects of the rank at ``topology``, which are loaded by ``options``, but for what ``filter``
+    leaves out."""
+
+    opened: OpenTag
+    topology: Topology
+    model: ModelAdapter | None
+    optimizer: OptimizerAdapter | None
+    options: LoadOptions
+    filter: Filter
+
+    @cached_property
+    def live_names(self) -> list[str] | None:
+        """The optimizer's parameters, None if unknown."""
+        return _flat(self.options.param_names) or (None if self.optimizer is None else self.optimizer.parameter_names)
+
+    @cached_property
+    def specs(self) -> Mapping[str, ParameterSpec]:
+        """The live parameters and buffers; none of a dict that is to be filled."""
+        return {} if self.model is None else self.model.parameters(self.topology.tp)
+
+    @cached_property
+    def state(self) -> ReshardedState:
+        """What the tag holds, cut as the live objects are."""
+        manifest = self.opened.manifest
+        context = ReshardContext(
+            self.opened,
+            self.topology,
+            partitions=self.options.partitions or {},
+            recorded={} if manifest is None else manifest.parameters,
+            aliases={} if self.model is None else {name: self.model.aliases(name) for name in self.specs},
+            every_stage=self.is_restaged,
+            experts=self.opened.experts(),
+            gathered=self._adapters if manifest is None else {},
+        )
+        return ReshardedState(context, self.names_as_saved)
+
+    @property
+    def _adapters(self) -> dict[str, ParameterSpec]:
+        """The live LoRA adapters, with the cut that the caller or their base layer gives them."""
+        cuts = self.options.partitions or {}
+        specs = {name: spec for name, spec in self.specs.items() if is_adapter(name)}
+        return {name: replace(spec, partition=cuts.get(name, spec.partition)) for name, spec in specs.items()}
+
+    @cached_property
+    def names_as_saved(self) -> OptimizerNames:
+        """What the optimizer's parameters were called."""
+        is_live = self.optimizer is not None and not isinstance(self.optimizer, DictOptimizer)
+        by_position = is_live and self.live_names is None
+        return OptimizerNames(self.options.saved_param_names, self.live_names, by_position)
+
+    @cached_property
+    def target(self) -> TargetRank:
+        """What a rank of these sizes would have saved, for dicts that are to be filled."""
+        given, sizes = self.options.partitions or {}, (self.topology.tp, self.opened.topology.tp)
+        partitions = {name: rescaled(name, partition, *sizes) for name, partition in given.items()}
+        names, ignores = self.options.saved_param_names, self.filter.ignores_model
+        return TargetRank(
+            self.opened, Target(self.topology, partitions=partitions, saved_names=names, ignores=ignores)
+        )
+
+    def held_names(self) -> list[str] | None:
+        """The parameters and buffers that the live objects hold; None where they take what there is."""
+        held = [] if self.model is None else self.model.names()
+        if (self.model is not None and not held) or (self.optimizer is not None and self.live_names is None):
+            return None
+        return list(dict.fromkeys([*held, *(self.live_names or ())]))
+
+    def saved_names(self) -> list[str] | None:
+        """The optimizer's parameters on this rank's stage (the first where stages are others), as the caller or the tag
+        tells."""
+        saved, live, given = self.opened.topology, self.topology, self.options.saved_param_names
+        stage = live.pp_rank if saved.pp == live.pp else 0
+        if given is not None and len(given) == saved.pp:
+            return _flat(given[stage])
+        return self.opened.optimizer_names(live.coordinates if saved.sizes == live.sizes else Coordinates(stage))
+
+    @property
+    def is_mesh_job(self) -> bool:
+        """Whether a mesh job saved the tag, or loads it: then names that this rank lacks may be other ranks'."""
+        return self.opened.mesh is not None or (self.model is not None and self.model.is_placed)
+
+    def crosses(self, optimizer: OptimizerAdapter) -> bool:
+        """Whether one side is a plain optimizer and the other ZeRO-1; a mesh job is neither, its tensors are whole."""
+        plain = (self.opened.parts.optimizer == "plain", optimizer.kind == "plain")
+        return plain[0] != plain[1] and self.is_mesh_job and not isinstance(optimizer, DictOptimizer)
+
+    def same_sizes(self, part: str) -> bool:
+        """Whether this rank's files are simply those of its coordinates."""
+        saved, live = self.opened.topology, self.topology
+        sharded = part == "optimizer" and self.opened.parts.optimizer != "plain"
+        # Model files do not depend on dp, nor does a plain optimizer; ZeRO-1 shards do.
+        same_dp = saved.dp == live.dp or not sharded
+        same = (saved.tp, saved.pp, saved.ep) == (live.tp, live.pp, live.ep)
+        return same and same_dp and not self.is_restaged
+
+    @cached_property
+    def is_restaged(self) -> bool:
+        """Whether there are as many pipeline stages as before, but this one holds what another one held.
+
+        What no stage held is new, and says nothing of the stages.
+        """
+        saved, live = self.opened.topology, self.topology
+        if saved.pp == 1 or saved.pp != live.pp or self.model is None or not self.opened.parts.model:
+            return False
+        near = Coordinates(live.pp_rank, live.ep_rank % saved.ep, live.tp_rank % saved.tp)
+        held = self.opened.model_tree(near).keys()
+        wanted = ({name, *self.model.aliases(name)} for name in self.model.names() if self._is_wanted(name))
+        missing = {name for names in wanted if not held & names for name in names}
+        others = (replace(near, pp_rank=stage) for stage in range(saved.pp) if missing and stage != live.pp_rank)
+        return any(missing & self.opened.model_tree(at).keys() for at in others)
+
+    def _is_wanted(self, name: str) -> bool:
+        """Whether the parameter or its state is to be loaded."""
+        left_out = self.filter.ignores_model(name)
+        return not (left_out and (self.optimizer is None or self.filter.covers(f"optim/{name}")))
+
+    @cached_property
+    def is_recut(self) -> bool:
+        """Whether a parameter was saved as cut in one known way, and is cut in another one of the same whole.
+
+        With another whole the attributes of one side are wrong, and this rank's own files are right.
+        """
+        context = self.state.context
+        for name, spec in self.specs.items():
+            recorded, live = context.recorded.get(name), context.live_spec(name, spec)
+            if recorded is None or recorded.partition == live.partition:
+                continue
+            sides = [side for side in (recorded, live) if side.partition.known]
+            wholes = {side.partition.global_shape(side.shape, self.topology.ep) for side in sides}
+            cuts = {side.partition for side in sides if not side.partition.replicated_over_tp}
+            if len(cuts) == 2 and len(wholes) == 1:
+                return True
+        return False
+
+    def is_reordered(self, optimizer: OptimizerAdapter) -> bool:
+        """Whether both sides know their parameters' names, and list them in another order."""
+        saved, live = self.saved_names(), optimizer.parameter_names
+        if saved is None or live is None or any(map(is_number, [*saved, *live])):
+            return False
+        aliases = self.state.context.names
+        return len(saved) == len(live) and any(one not in aliases(two) for one, two in zip(saved, live, strict=True))
+
+    def is_regrouped(self, optimizer: OptimizerAdapter, tree: Mapping[str, Any]) -> bool:
+        """Whether names on both sides could match parameters that are in other param groups than they were."""
+        saved = self.opened.optimizer_names(self.topology.coordinates)
+        if saved is None or optimizer.parameter_names is None:
+            return False
+        try:
+            form = optimizer.form()
+        except OptimizerMismatch:
+            return False
+        # Of another kind: validating it says so.
+        if form is None or (form.kind == "plain") == ("base_state" in tree):
+            return False
+        return [len(group["params"]) for group in tree["param_groups"]] != list(form.groups)
+
+
+def _flat(param_names: Sequence[Sequence[str]] | None) -> list[str] | None:
+    return None if param_names is None else [name for group in param_names for name in group]

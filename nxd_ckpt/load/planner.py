@@ -1,0 +1,347 @@
+"""Which trees of a tag fit the live objects of a rank.
+
+On the sizes that a tag was saved on, its files are the trees. On others, or where the optimizer's parameters are in
+another order, the trees are put together by name (:mod:`nxd_ckpt.reshard.resharded_state`).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+from nxd_ckpt.live.model import ModelAdapter
+from nxd_ckpt.live.optimizer import OptimizerAdapter
+from nxd_ckpt.live.optimizer_class import check_class
+from nxd_ckpt.live.optimizer_dict import DictOptimizer
+from nxd_ckpt.live.parameters import form_of, is_tensor
+from nxd_ckpt.live.state import MASTER_WEIGHTS, OptimizerForm
+from nxd_ckpt.live.state_names import PARAM_GROUPS, without
+from nxd_ckpt.core.renaming import NOT_LIVE
+from nxd_ckpt.reshard.resharding import check_partitions
+from nxd_ckpt.core.suggestions import first_of, listed
+from nxd_ckpt.errors import OptimizerMismatch, PartLost, PartNotFound
+from nxd_ckpt.tag.files import MissingTensor
+from nxd_ckpt.tag.state_dicts import refuse_numbers
+from nxd_ckpt.load.load_context import LoadContext
+from nxd_ckpt.load.master_weights import ExactWeights, exact_weights, of_other_dtype
+from nxd_ckpt.load.placing import local_tree
+from nxd_ckpt.load.tied import refuse_unequal_ties, unequal_ties
+from nxd_ckpt.load.trees import LoadTrees
+from nxd_ckpt.reshard.optimizer_names import is_number
+from nxd_ckpt.reshard.resharded_optimizer import ReshardedOptimizer
+
+logger = logging.getLogger("nxd_ckpt")
+
+
+class LoadPlanner:
+    """Plans what one rank loads of the tag of ``context``."""
+
+    def __init__(self, context: LoadContext) -> None:
+        self._context, self._opened, self._topology = context, context.opened, context.topology
+        self._options, self._filter = context.options, context.filter
+        self._model, self._optimizer = context.model, context.optimizer
+        self._is_regrouped = False
+        self._left_alone: frozenset[str] = frozenset()
+        self._strangers: set[str] = set()
+        self._exact = ExactWeights({}, ())
+        if self._filter and self._model is not None and self._opened.parts.model:
+            saved, aliases = self._context.state.model.values, self._model.aliases
+            tied = {name: leaf for name, leaf in saved.items() if len(aliases(name)) > 1}
+            pairs = unequal_ties(tied, aliases, self._opened.reader)
+            self._filter.know_apart({name for pair in pairs for name in pair})
+
+    def names(self) -> Iterator[str]:
+        """The global names of all that the tag holds of model and optimizer, and of what is live."""
+        held = [] if self._model is None else self._model.names()
+        saved = self._context.state.model.names.values()
+        yield from (f"model/{name}" for names in (held, *saved) for name in names)
+        if self._opened.parts.optimizer is None and self._optimizer is None:
+            return
+        yield PARAM_GROUPS
+        if isinstance(self._optimizer, DictOptimizer):
+            self._optimizer.know_names(self._names_by_index(self._optimizer))
+        live = () if self._optimizer is None else self._optimizer.entries()
+        entries = [*live, *self._saved_entries()]
+        yield from entries
+        known = {entry.rpartition("/")[0] for entry in entries}
+        yield from (path for path in (f"optim/{name}" for name in self._context.live_names or ()) if path not in known)
+
+    def _saved_entries(self) -> Iterator[str]:
+        state = self._context.state
+        if self._opened.parts.optimizer is None or self._filter.covers("optim"):
+            return
+        try:
+            source = state.optimizer
+            if isinstance(self._optimizer, DictOptimizer):
+                source = state.optimizer_by(replace(self._context.names_as_saved, by_position=False))
+            yield from source.entries()
+        except OptimizerMismatch:  # which parameters they are is not known; if that matters, the load says so
+            return
+
+    def trees(self) -> LoadTrees:
+        """What to load. Reads trees, and no tensor.
+
+        Raises:
+            IncompatibleState: the tag and the live objects do not fit.
+            PartNotFound: a tensor is in no file.
+        """
+        model, optimizer, filtered = self._model, self._optimizer, self._filter
+        trees = LoadTrees(model, optimizer)
+        if model is not None and not filtered.covers("model"):
+            trees.model_tree = self._rounded(model, self._own(model, self._model_tree(model)))
+            trees.names = model.validate(trees.model_tree, self._options.strict_names, self._leaves_alone)
+            trees.unmatched = None if trees.names else self._unmatched(model, trees.model_tree)
+            trees.model_placed = model.placed(trees.names)
+            trees.model_tree = local_tree(trees.model_tree, trees.model_placed)
+            taken = {name: trees.model_tree[name] for name in trees.names}
+            refuse_unequal_ties(self._opened.where, taken, model.aliases, self._opened.reader)
+        if optimizer is not None and not filtered.covers("optim"):
+            self._refuse_positions(optimizer)
+            tree = self._optimizer_tree(optimizer)
+            self._refuse_bare_groups(tree, optimizer)
+            if optimizer.stepping is not None:
+                whole = {} if self._filter.is_selective else tree.get("base_state", tree.get("state", {}))
+                check_class(optimizer.stepping, tree["param_groups"], whole)
+            trees.optimizer_tree = self._exact.put_into(self._filtered(tree, optimizer))
+            optimizer.validate(trees.optimizer_tree)
+            trees.optimizer_placed = optimizer.placed(trees.optimizer_tree)
+            trees.optimizer_tree = local_tree(trees.optimizer_tree, trees.optimizer_placed)
+        trees.refuse_strangers()
+        trees.is_regrouped = self._is_regrouped
+        trees.strangers = sorted(self._strangers)
+        trees.keeps = filtered.keeps(trees.names)
+        return trees
+
+    def _rounded(self, model: ModelAdapter, tree: dict[str, Any]) -> dict[str, Any]:
+        """The tree, with weights that the optimizer's master weights take (``_exact``) rounded to the live dtypes."""
+        other = of_other_dtype(tree, self._context.specs)
+        if not other or self._optimizer is None:
+            return tree
+        try:
+            form = self._optimizer.form()
+        except OptimizerMismatch:  # only it knows what it holds
+            return tree
+        if form is not None:
+            self._exact = exact_weights(other, form, model.aliases, self._filter.ignores)
+        return self._exact.rounded(tree, self._context.specs)
+
+    def _own(self, model: ModelAdapter, tree: dict[str, Any]) -> dict[str, Any]:
+        """The tree without what other ranks of a mesh job may hold; weights of another dtype than the live ones, which
+        NxD trains beside master weights, taken from those."""
+        if not self._context.is_mesh_job or not model.names():
+            return tree
+        live = set(model.names())
+        if self._options.strict_names:
+            self._strangers |= {f"model/{name}" for name in tree if name not in live}
+        tree = {name: leaf for name, leaf in tree.items() if name in live}
+        masters = self._opened.parts.master_weights and model.is_placed
+        return {name: self._master(name, leaf) if masters and is_tensor(leaf) else leaf for name, leaf in tree.items()}
+
+    def _master(self, name: str, leaf: Any) -> Any:
+        """The weight; of another dtype than the live one, its master weight, if that has the live dtype."""
+        spec = self._context.specs.get(name)
+        if spec is None or spec.dtype == form_of(leaf)[0]:
+            return leaf
+        found = self._context.state.optimizer.value(name, MASTER_WEIGHTS, spec)
+        return found if is_tensor(found) and form_of(found)[0] == spec.dtype else leaf
+
+    def _unmatched(self, model: ModelAdapter, tree: dict[str, Any]) -> str | None:
+        """The names of the tag and of the model, for the error if none match; None if no name is to be loaded."""
+        live = [name for name in model.expected(tree) if not self._filter.ignores_model(name)]
+        saved = [name.removeprefix(NOT_LIVE) for name in sorted(self._opened.model_names())]
+        if not live:
+            return None
+        return f"{self._opened.where} holds {listed(saved, live)}; the model has {listed(live, saved)}"
+
+    def _refuse_bare_groups(self, tree: dict[str, Any], optimizer: OptimizerAdapter) -> None:
+        """Raise OptimizerMismatch for param groups whose options were left out of the save, unless they are now too."""
+        names = iter(self._names_by_index(optimizer))
+        for number, group in enumerate(tree["param_groups"]):
+            own = [name for _, name in zip(group["params"], names, strict=False)]
+            left_out = self._filter.ignores(PARAM_GROUPS) or all(self._filter.covers(f"optim/{name}") for name in own)
+            if group["params"] and len(group) == 1 and not left_out and not isinstance(optimizer, DictOptimizer):
+                raise OptimizerMismatch(
+                    f"optimizer: {self._opened.where} was saved without the options (lr, ...) of param group {number}; "
+                    f"ignore_keys=[{PARAM_GROUPS!r}] keeps the live ones"
+                )
+
+    def _refuse_positions(self, optimizer: OptimizerAdapter) -> None:
+        """Raise OptimizerMismatch where filters go by names, and only positions tell the optimizer's parameters."""
+        if isinstance(optimizer, DictOptimizer):  # filled with what the tag has, and as it has it
+            return
+        mapping, live = self._filter.renaming.key_mapping, self._context.live_names
+        if live is None:
+            held = [] if self._model is None else self._model.names()
+            copies = optimizer.kind == "zero1" and any(map(self._filter.ignores_model, held))
+            if mapping or copies:
+                why = "where key_mapping= has their state" if mapping else "whose weights are left out"
+                raise OptimizerMismatch(
+                    f"optimizer: the names of its parameters are not known, and so not {why}; pass the live model "
+                    "itself, or param_names="
+                )
+            return
+        exchanges = any(saved in live for name, saved in mapping.items() if name != saved)
+        if exchanges and self._context.saved_names() is None:
+            raise OptimizerMismatch(
+                f"optimizer: {self._opened.where} does not say which parameters its entries belong to, and their "
+                "positions do not tell where key_mapping= exchanges live names; pass saved_param_names="
+            )
+
+    def _filtered(self, tree: dict[str, Any], optimizer: OptimizerAdapter) -> dict[str, Any]:
+        """An optimizer's tree without what is left out."""
+        if not self._filter.is_selective:
+            return tree
+        return without(tree, self._names_by_index(optimizer), self._filter.ignores, self._filter.covers)
+
+    def _names_by_index(self, optimizer: OptimizerAdapter) -> Sequence[str]:
+        """What globs go by: a dict has the names of the tag, if none of its own; live parameters "#0", "#1", ..."""
+        if self._context.live_names is not None:
+            return self._context.live_names
+        is_dict = isinstance(optimizer, DictOptimizer)
+        return (is_dict and self._opened.optimizer_names(self._topology.coordinates)) or ()
+
+    def _model_tree(self, model: ModelAdapter) -> dict[str, Any]:
+        ignores = self._filter.ignores_model
+        if self._context.specs:  # else a dict to be filled
+            check_partitions(self._options.partitions or {}, self._context.specs, self._topology)
+        if self._context.same_sizes("model") and not self._context.is_recut:
+            tree = self._context.state.context.model_tree(self._topology.coordinates)
+            tree = {name: leaf for name, leaf in tree.items() if not ignores(name)}
+        elif not model.names():  # a dict to be filled
+            tree = self._context.target.model.tree()
+        else:
+            wanted = [name for name in model.names() if not ignores(name)]
+            specs = {name: self._context.specs[name] for name in wanted if name in self._context.specs}
+            tree = self._context.state.model.tree(specs, wanted, ignores)
+        if not model.names():
+            tree = {name: leaf for name, leaf in tree.items() if not name.startswith(NOT_LIVE)}
+        return self._completed(tree)
+
+    def _optimizer_tree(self, optimizer: OptimizerAdapter) -> dict[str, Any]:
+        context = self._context
+        same = context.same_sizes("optimizer") and not context.is_recut and not context.crosses(optimizer)
+        if same and not context.is_reordered(optimizer):
+            tree = self._opened.optimizer_tree(self._topology.coordinates, context.live_names)
+            if not context.is_regrouped(optimizer, tree):
+                if self._opened.manifest is None:
+                    refuse_numbers(tree, context.live_names, self._opened.where)
+                return tree
+        form = optimizer.form()
+        if form is None:
+            return context.target.optimizer.tree()
+        plain = (self._opened.parts.optimizer == "plain", form.kind == "plain")
+        if plain[0] != plain[1] and not context.is_mesh_job:
+            kinds = ["plain" if one else "ZeRO-1" for one in plain]
+            raise OptimizerMismatch(
+                f"optimizer: {self._opened.where} holds the state of a {kinds[0]} optimizer, the live one is "
+                f"{kinds[1]}; build the optimizer as when it was saved, or load with optimizer=None"
+            )
+        source, filtered = context.state.optimizer, self._filter
+        live = [slot.name for slot in form.slots]
+        fresh = set() if self._options.strict else self._fresh(source, live)
+
+        def covers(name: str) -> bool:
+            return name in fresh or filtered.covers(name)
+
+        tree = source.tree(form, filtered.ignores, covers)
+        for group, options in zip(tree["param_groups"], form.options, strict=False):
+            names = [live[index] for index in group["params"]] if form.ordinary is None else []
+            if names and fresh.issuperset(f"optim/{name}" for name in names):
+                group.update(options)
+        self._is_regrouped = source.group_order(form, covers) != list(range(len(source.groups)))
+        self._refuse_joined(form, source.group_order(form, covers))
+        self._refuse_unused([*source.slots], live)
+        return tree
+
+    def _fresh(self, source: ReshardedOptimizer, live: Sequence[str]) -> set[str]:
+        """The parameters, by their names in the optimizer, that the tag has no state of: they start anew."""
+        added = [name for name in live if not source.has(name) and not self._filter.covers(f"optim/{name}")]
+        if added:
+            logger.warning(
+                "loading with strict=False: %s has no optimizer state of %s: they start anew, with the options of "
+                "their live param groups",
+                self._opened.where,
+                first_of(added),
+            )
+        return {f"optim/{name}" for name in added}
+
+    def _refuse_joined(self, form: OptimizerForm, order: Sequence[int]) -> None:
+        """Raise OptimizerMismatch where live param groups with different options were one group when they were saved.
+
+        Its options would become those of them all: weight decay of biases, say, that is not wanted.
+        """
+        if self._filter.ignores(PARAM_GROUPS):
+            return
+        for number, options in enumerate(form.options[: len(order)]):
+            first = order.index(order[number])
+            other = form.options[first]
+            known = options.keys() - {"lr", "initial_lr"}
+            differ = sorted(key for key in known if repr(options[key]) != repr(other.get(key)))
+            if differ:
+                raise OptimizerMismatch(
+                    f"optimizer: the live param groups {first} and {number} were one group in {self._opened.where}. "
+                    f"They differ now in {differ[0]} ({other.get(differ[0])!r} and {options[differ[0]]!r}), which a "
+                    "load would undo; build the groups as when it was saved, or keep the live options with "
+                    f"ignore_keys=[{PARAM_GROUPS!r}]"
+                )
+
+    def _refuse_unused(self, saved: Sequence[str], live: Sequence[str]) -> None:
+        """Raise OptimizerMismatch for a parameter of this model whose saved state would be left behind."""
+        context = self._context.state.context
+        used = {alias for name in live for alias in context.names(name)}
+        unused = [name for name in saved if name not in used and (context.holds_all or name in self._context.specs)]
+        unused = [name for name in unused if not (name.startswith(NOT_LIVE) or self._filter.covers(f"optim/{name}"))]
+        if self._context.is_mesh_job:
+            self._strangers |= {f"optim/{name}" for name in unused}
+        elif unused and not self._options.strict:
+            logger.warning(
+                "loading with strict=False: the optimizer state of %s is left out, as the live optimizer does not hold "
+                "them",
+                first_of(unused),
+            )
+        elif unused:
+            raise OptimizerMismatch(
+                f"optimizer: {self._opened.where} has state for {', '.join(unused[:5])} ({len(unused)} parameters), "
+                "which the live optimizer does not hold; build param_groups as when it was saved (with the same frozen "
+                "parameters)"
+            )
+
+    def _completed(self, tree: dict[str, Any]) -> dict[str, Any]:
+        """The tree, with weights that were left out taken from the optimizer's master weights."""
+        missing = [name for name, leaf in tree.items() if isinstance(leaf, MissingTensor)]
+        if not missing:
+            return tree
+        parts, where = self._opened.parts, self._opened.where
+        if parts.lower_precision_weights or not parts.master_weights:
+            raise PartLost(
+                f"{where}: {tree[missing[0]].file} (model, {missing[0]}) is missing, with {len(missing) - 1} more: the "
+                "tag lost files since it was saved; load another one"
+            )
+        specs, weight = self._context.specs, self._context.state.weight
+        found = {name: weight(name, tree[name], specs.get(name)) for name in missing}
+        lost = [name for name, leaf in found.items() if isinstance(leaf, MissingTensor)]
+        if lost and self._options.strict_names and not self._knows_masters:
+            raise PartNotFound(
+                f"{where}: no file holds {', '.join(lost[:5])} ({len(lost)} tensors; {tree[lost[0]].file} is missing) "
+                "and no master weights stand for them. Pass the live model and optimizer, or param_names=, so that "
+                "master weights can be matched by name; strict=False leaves those tensors as they are"
+            )
+        if lost and self._topology.dp_rank == self._topology.tp_rank == 0:
+            logger.warning(
+                "%s: left as they are, since NxD saved no frozen parameters and buffers beside master weights: %s",
+                where,
+                ", ".join(lost),
+            )
+        self._left_alone = frozenset(lost)
+        return {name: found.get(name, leaf) for name, leaf in tree.items() if name not in lost}
+
+    @property
+    def _knows_masters(self) -> bool:
+        """Whether it is known which live names all the master weights belong to: then no others were trained."""
+        known = not any(map(is_number, self._context.state.optimizer.slots))
+        return known and self._model is not None and bool(self._model.names())
+
+    def _leaves_alone(self, name: str) -> bool:
+        return name in self._left_alone or self._filter.ignores_model(name)

@@ -1,0 +1,343 @@
+"""A load between its phases: what it found that fits, verifies, and then puts where it belongs."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+
+from nxd_ckpt import effects
+from nxd_ckpt.live import torch_xla
+from nxd_ckpt.live.dtensor import names_without_wrappers
+from nxd_ckpt.live.model import ModelAdapter
+from nxd_ckpt.live.models import open_model
+from nxd_ckpt.core.topology import Coordinates, Topology
+from nxd_ckpt.errors import CheckpointError, CorruptCheckpoint, OptimizerMismatch
+from nxd_ckpt.formats.tensors import allocated, iter_leaves
+from nxd_ckpt.gc_paused import garbage_left
+from nxd_ckpt.reshard.plain_values import ABSENT
+from nxd_ckpt.coordination.agreement import Agreement
+from nxd_ckpt.load.delivery import Delivery
+from nxd_ckpt.load.downloading import download
+from nxd_ckpt.load.filter_agreement import Unmatched, refuse_unmatched
+from nxd_ckpt.load.filters import Filter
+from nxd_ckpt.load.load_context import load_context
+from nxd_ckpt.load.mesh_shares import MeshShares, agree_on_blocks
+from nxd_ckpt.load.options import LoadOptions
+from nxd_ckpt.load.overwriting import fill_model, nbytes_of, overwriting
+from nxd_ckpt.load.parts import check_scheduler, demand, load_scheduler, own_content, part_names
+from nxd_ckpt.load.planner import LoadPlanner
+from nxd_ckpt.load.renamed_tag import RenamedTag
+from nxd_ckpt.load.replicas import WORTH_IT, Broadcast, ReplicaShares, agree_on_shares, open_broadcast
+from nxd_ckpt.load.scheduled_rates import lacks_scheduled_rates, with_scheduled_rates
+from nxd_ckpt.load.unknown_names import refuse_strangers
+from nxd_ckpt.storage.progress import is_watched, watched
+from nxd_ckpt.save.plan import SaveState
+from nxd_ckpt.tag.opened import OpenTag
+from nxd_ckpt.tag.reading import Leaf, Takes
+from nxd_ckpt.storage.cached import CachedStorage
+
+logger = logging.getLogger("nxd_ckpt")
+
+_MEASURED = 64 * 2**20
+"""Bytes that are read to learn how fast reading is."""
+
+
+class PreparedLoad:
+    """A load whose objects and trees, once :meth:`find` found them, fit. When its bytes are verified too, :meth:`apply`
+    only copies.
+
+    ``reports_progress`` says that this rank shows progress for all.
+    """
+
+    reports_progress = False
+
+    def __init__(
+        self,
+        opened: OpenTag,
+        topology: Topology,
+        model: Any,
+        optimizer: Any,
+        scheduler: Any,
+        options: LoadOptions,
+        cache: CachedStorage | None,
+    ) -> None:
+        self.filtered = Filter(options)
+        live = None if model is None else open_model(model)
+        base_names = {} if live is None else live.base_names()
+        if live is not None and opened.parts.model and (base_names or _may_be_wrapped(opened, topology, live)):
+            saved = opened.model_names()
+            self.filtered.know_base_names(base_names | names_without_wrappers(live.names(), saved), saved)
+        if self.filtered.renaming:
+            opened = RenamedTag(opened, self.filtered.renaming)
+            options = self.filtered.renamed(options)
+        self._opened, self._topology, self._options, self._cache = opened, topology, options, cache
+        self._given = {"model": model, "optim": optimizer, "scheduler": scheduler}
+        if not self.filtered:
+            demand(opened, **self._wanted)
+        self._context = load_context(opened, topology, live, optimizer, options, self.filtered)
+        self._planner = LoadPlanner(self._context)
+
+    def apply_filter(self) -> Unmatched:
+        """Find out what the filter is about; what is about nothing is for all ranks to say."""
+        with self._opened.kept():
+            return self._apply_filter()
+
+    def _apply_filter(self) -> Unmatched:
+        opened, filtered = self._opened, self.filtered
+        live = self._context.held_names()
+        given = {"scheduler": self._given["scheduler"], "rank_content": self._options.rank_content}
+        wanted = {part: value is not None for part, value in given.items()}
+        parts = part_names(opened, self._topology, filtered, **wanted)
+        names = list(dict.fromkeys([*self._planner.names(), *parts]))
+        filtered.choose(names)
+        demand(opened, **self._wanted)
+        saved = opened.saved_names if isinstance(opened, RenamedTag) else ()
+        return Unmatched(filtered, live, saved, names)
+
+    @property
+    def _wanted(self) -> dict[str, Any]:
+        """What was given and is not left out."""
+        return {part: None if self.filtered.covers(part) else value for part, value in self._given.items()}
+
+    def find(self) -> None:
+        """Find the trees to load, and what else there is to load."""
+        with self._opened.kept():
+            self._find()
+
+    def _find(self) -> None:
+        opened, options = self._opened, self._options
+        self._scheduler = self._wanted["scheduler"]
+        self.filtered.refuse_collisions(self._context.held_names() or ())
+        self._trees = self._planner.trees()
+        if self._scheduler is not None and self._trees.is_regrouped:
+            raise OptimizerMismatch(
+                f"optimizer: its param groups are not those of {opened.where} in their order, by which the scheduler "
+                "keeps learning rates; build them as when it was saved, or load with scheduler=None"
+            )
+        self._scheduler_state = opened.scheduler() if self._scheduler is not None else None
+        check_scheduler(self._scheduler, self._scheduler_state, opened.where)
+        if self._trees.continues_optimizer and lacks_scheduled_rates(opened):
+            self._take_scheduled_rates()
+        content = None if self.filtered.covers("user_content") else opened.user_content()
+        self.user_content = self.filtered.pruned("user_content", content)
+        wants_own = options.rank_content is not None and not self.filtered.covers("rank_content")
+        self._rank_content = own_content(opened, self._topology, self.filtered) if wants_own else None
+        self.reader = opened.reader()
+        self._delivery = Delivery(self.reader, self._read_into)
+        self._shares: ReplicaShares | None = None
+        self._mesh_shares: MeshShares | None = None
+        self._broadcast: Broadcast | None = None
+
+    def refuse_unmatched(self, agreement: Agreement) -> None:
+        """Raise KeyMismatch on all ranks where no rank's model has a name that is in the tag; all ranks at once.
+
+        In a mesh job also, or OptimizerMismatch, where a name that is in the tag is in no rank's model or optimizer.
+        """
+        refuse_unmatched(agreement, self._topology, bool(self._trees.names), self._trees.unmatched)
+        refuse_strangers(agreement, self._trees.strangers, self.where)
+
+    def _take_scheduled_rates(self) -> None:
+        if self._scheduler is not None:
+            self._trees.optimizer_tree = with_scheduled_rates(self._trees.optimizer_tree, self._scheduler_state)
+        else:
+            logger.warning(
+                "%s: learning rates are those of the last step, as NxD saves them with expert parallelism and ZeRO-1; "
+                "pass scheduler= for those that it set after",
+                self._opened.where,
+            )
+
+    def share(self, agreement: Agreement) -> None:
+        """Find out what the data-parallel replicas, or the ranks of a mesh, have in common; all ranks at once."""
+        if agreement.world_size > 1:
+            placed = list(self._trees.placed_leaves())
+            # Shards differ between what count as replicas: then what all want need not even be told.
+            is_cut = any(place.is_cut for _, _, place in placed)
+            shares = None if is_cut else ReplicaShares(self._topology, list(self._trees.replicated_leaves()))
+            # What decides which leaves are verified, in which order they are read, and of which copy of the tag.
+            adapters = [type(adapter).__name__ for adapter in (self._trees.model, self._trees.optimizer)]
+            terms = [self._options.verify, self._options.pre_download, self._opened.copy, *adapters]
+            agreed = agree_on_shares(agreement, shares, terms)
+            # Copies on a local disk are this host's own: nobody else has verified or can read them.
+            self._shares = shares if agreed and self._cache is None else None
+            if not agreed and self._opened.mesh is not None:
+                blocks = MeshShares(placed)
+                agreed = agree_on_blocks(agreement, blocks, terms)
+                self._mesh_shares = blocks if agreed and self._cache is None else None
+
+    def verify(self) -> None:
+        """Verify every byte that will be loaded, before anything changes; of what is shared, this rank's share.
+
+        With ``pre_download``, the files that are needed are brought first.
+        """
+        with self._opened.kept(verified=self._is_verified):
+            self._verify()
+
+    def _verify(self) -> None:
+        if self._cache is not None:
+            needed = (leaf for _, leaf in self._trees.leaves())
+            shown = {"reports_progress": self.reports_progress, "progress": self._options.progress}
+            download(self._cache, self._opened, needed, **shown)
+        if not self._options.verifies_first:
+            return
+        leaves = self._trees.leaves()
+        mine = [one for one in leaves if self._shares is None or self._shares.is_verified_here(one[1])]
+        total = partial(self.reader.nbytes_to_verify, [(leaf, self._takes(leaf)) for _, leaf in mine])
+        try:
+            with self._watched("verify", total), garbage_left():
+                for name, leaf in mine:
+                    self.reader.verify(leaf, name, self._takes(leaf))
+                self.reader.finish()
+        except CorruptCheckpoint as error:
+            if self._cache is None:
+                raise
+            self._cache.discard()
+            raise type(error)(f"{error}. The local copies were removed: load again to download them anew") from error
+
+    def beside(self, live: SaveState) -> Iterator[tuple[str, str, Any, Any]]:
+        """What will be loaded beside what is live; see LoadTrees."""
+        model, optimizer = (None if state is None else state.tree for state in (live.model, live.optimizer))
+        yield from self._trees.beside(model or {}, optimizer or {})
+        now = dict(iter_leaves(live.scheduler))
+        for path, value in iter_leaves(self._scheduler_state) if self._scheduler is not None else ():
+            yield "scheduler", "/".join(map(str, ("scheduler", *path))), value, now.get(path, ABSENT)
+
+    @property
+    def where(self) -> str:
+        return self._opened.where
+
+    @property
+    def _is_verified(self) -> bool:
+        """Whether a tensor's bytes of another save would be noticed."""
+        return self._opened.manifest is not None and self._options.verify is not False
+
+    @property
+    def save(self) -> str | None:
+        """Which save it is; see OpenTag."""
+        return self._opened.save
+
+    def require_kept(self) -> None:
+        """Raise TagReplaced unless it is still the save that was opened."""
+        self._opened.require_kept()
+
+    @property
+    def identity(self) -> str:
+        """Which save this is, wherever it lies; without a manifest of ours, where it lies."""
+        manifest = self._opened.manifest
+        return self.where if manifest is None else f"{manifest.tag!r} of attempt {manifest.attempt}"
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors that this rank loads."""
+        return sum(nbytes_of(leaf) for _, leaf in self._trees.leaves())
+
+    def _takes(self, leaf: Leaf) -> Takes | None:
+        """Which blocks of the leaf this rank verifies, where the ranks of a mesh share that."""
+        return None if self._mesh_shares is None else self._mesh_shares.takes(leaf)
+
+    def _watched(self, what: str, total: Callable[[], int]) -> AbstractContextManager[None]:
+        """A bar of ``total()`` bytes that are read, on the rank that tells."""
+        if not (self.reports_progress and self._options.progress and is_watched()):
+            return nullcontext()  # without adding up all leaves
+        done = self.reader.done
+        before = done.nbytes
+        return watched(what, total(), lambda: done.nbytes - before, True)
+
+    def join(self, agreement: Agreement, timeout: float) -> None:
+        """Join the replicas for a broadcast, if they are to share the reading as well; all ranks at once."""
+        if self._shares is not None:
+            wanted = self._options.share_reads
+            rate = self._read_rate(self._shares) if wanted is None else math.inf
+            self._broadcast = open_broadcast(agreement, self._shares, wanted, rate, timeout)
+
+    def _read_rate(self, shares: ReplicaShares) -> float:
+        """Bytes per second of reading what another replica verified: from the page cache, if both share a host."""
+        nbytes, started = 0, effects.monotonic()
+        if shares.nbytes < WORTH_IT:
+            return math.inf
+        try:
+            for name, leaf in self._trees.replicated_leaves():
+                if nbytes < _MEASURED and not shares.is_verified_here(leaf):
+                    out = allocated(leaf.shape, leaf.dtype)
+                    self.reader.read_into(leaf, out, name, compare=False)
+                    nbytes += out.nbytes
+            self.reader.finish()
+        except (CheckpointError, OSError):
+            return math.inf  # the load itself will report it
+        return nbytes / max(effects.monotonic() - started, 1e-9) if nbytes else math.inf
+
+    def apply(self) -> None:
+        """Change the live objects. Replicas part afterwards, also where it fails: none may wait for this rank then."""
+        with (
+            self._broadcast or nullcontext(),
+            overwriting(self.where),
+            self._opened.kept(verified=self._options.verifies_first or self._is_verified),
+            self._watched("load", lambda: self.nbytes),
+        ):
+            self._fill()
+
+    def _fill(self) -> None:
+        model, optimizer = self._trees.model, self._trees.optimizer
+        if model is not None:
+            with garbage_left():
+                strict = self._options.strict_names
+                fill_model(model, self._trees.names, self._trees.model_tree, self._delivery, strict)
+            self._delivery.finish()
+            model.after_load()
+        if optimizer is not None:
+            with garbage_left():
+                if self._trees.optimizer_tree:
+                    optimizer.load(self._trees.optimizer_tree, self._delivery, self._trees.keeps)
+                else:
+                    optimizer.follow(self._trees.keeps)
+            self._delivery.finish()
+            if self._trees.optimizer_tree:
+                optimizer.after_load()
+        if self._scheduler is not None:
+            load_scheduler(self._scheduler, self._scheduler_state)
+        if self._options.rank_content is not None and self._rank_content is not None:
+            live, saved = self._options.rank_content, self._rank_content
+            content = self.filtered.pruned("rank_content", saved) | self.filtered.kept("rank_content", live, saved)
+            live.clear()
+            live.update(content)
+        # Constants that the model made on the device are pending in a new process. Left to the first step, they would
+        # make its graph another than the uninterrupted run's: a whole step compiled for one use, and rounded otherwise.
+        torch_xla.sync()
+
+    def _read_into(self, leaf: Leaf, out: torch.Tensor) -> None:
+        """Begin to fill ``out``; where replicas share the reading, all of them at once, and at once."""
+        owner = None if self._shares is None or self._broadcast is None else self._shares.owner(leaf)
+        if self._broadcast is None or owner is None:
+            self._begin(leaf, out)
+        else:
+            self._broadcast.fill(out, owner, partial(self._read_now, leaf, out))
+
+    def _read_now(self, leaf: Leaf, out: torch.Tensor) -> None:
+        self._begin(leaf, out)
+        self.reader.finish()
+
+    def _begin(self, leaf: Leaf, out: torch.Tensor) -> None:
+        compare, verified = self._options.verify is not False, self._options.verifies_first
+        name, takes = self._trees.name_by_leaf[id(leaf)], self._takes(leaf)
+        self.reader.read_into(leaf, out, name, compare=compare, verified=verified, takes=takes)
+
+
+def _may_be_wrapped(opened: OpenTag, topology: Topology, live: ModelAdapter) -> bool:
+    """True if the tag may have the live names with, or without, those of wrappers.
+
+    The names in a manifest are at hand. Those of other programs' tags are in the files of all stages: these are opened
+    only if this rank's own one lacks a live name.
+    """
+    if opened.manifest is not None:
+        return True
+    saved = opened.topology
+    with opened.kept():
+        own = opened.model_tree(
+            Coordinates(min(topology.pp_rank, saved.pp - 1), topology.ep_rank % saved.ep, topology.tp_rank % saved.tp)
+        )
+    return any(name not in own for name in live.names())

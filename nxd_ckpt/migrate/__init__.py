@@ -1,0 +1,1 @@
+"""Checkpoints of other trainers, carried over with optimizer and progress."""

@@ -1,0 +1,288 @@
+"""What a migration begins with: a checkpoint whose writer is recognised, and what that left beside the tensors."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from nxd_ckpt.live.parameters import is_tensor
+from nxd_ckpt.output.locations import Location, locate_any
+from nxd_ckpt.migrate.optimum_files import json_object, refuse_other_model, stage_metadata
+from nxd_ckpt.output.source import open_any, refuse_mixed_ranks
+from nxd_ckpt.migrate.optimum_metadata import SHARDED_METADATA, old_mapping
+from nxd_ckpt.core.topology import Coordinates
+from nxd_ckpt.errors import PartNotFound, UnsafePickle, UnsupportedState
+from nxd_ckpt.tag.foreign import legacy
+from nxd_ckpt.tag.files import TagFiles
+from nxd_ckpt.tag.find_mapping import INFERENCE, NEMO, Given
+from nxd_ckpt.tag.foreign.torch_xla_files import RANDOM_STATES, are_trainers
+from nxd_ckpt.tag.foreign.recognise import Recognised, Writer, recognise
+from nxd_ckpt.tag.opened import OpenTag
+from nxd_ckpt.reshard.group_names import COMPUTED, Names, group_names
+from nxd_ckpt.storage.base import Storage
+from nxd_ckpt.storage.urls import StorageOptions, StrPath, directory_and_name, join
+
+_OF_THE_RUN = ("optimizer.pt", "scheduler.pt", "trainer_state.json", "training_args.bin")
+_STEP = re.compile(r"step=(\d+)")
+
+
+@dataclass(frozen=True)
+class Origin:
+    """A checkpoint to be migrated.
+
+    Attributes:
+        writer: who wrote it.
+        place, opened: its tag.
+        config: where config.json is; None where there is none.
+        mapping, kv_size_multiplier: how it was made of a Hugging Face model, None where nothing beside it says so.
+        param_names: the optimizer's, where the tag does not say them.
+        step, tokens: how far the run was, None and 0 where nothing says so.
+        scheduler, content: the scheduler's state dict, and what else was saved; None for none.
+        left_out: what is there and cannot be carried, in words.
+    """
+
+    writer: Writer
+    place: Location
+    opened: OpenTag
+    config: str | None = None
+    mapping: Given = None
+    kv_size_multiplier: int | None = None
+    param_names: Names | None = None
+    step: int | None = None
+    tokens: int = 0
+    scheduler: Any = field(default=None, repr=False)
+    content: Mapping[str, Any] | None = field(default=None, repr=False)
+    left_out: tuple[str, ...] = ()
+
+
+def find_origin(path: StrPath, options: StorageOptions | None, *, optimizer: bool, names: bool) -> Origin:
+    """The checkpoint at ``path``. With ``optimizer``, the ranks' files of that are compared; with ``names``, its
+    parameters' names are found out where it has none.
+
+    Raises:
+        CheckpointNotFound, PartNotFound: no checkpoint, an incomplete one, or one of several.
+        MalformedFile: two layouts at once, or files that contradict each other.
+        UnsupportedState: a layout that is recognised and not carried; says what to do instead.
+        OptimizerMismatch: nothing says whose the optimizer's entries are.
+    """
+    place = locate_any(path, options)
+    storage = place.open()
+    found = recognise(storage, place.name)
+    describe = _DESCRIBED.get(found.writer)
+    if describe is None:
+        raise UnsupportedState(f"{place.path} was written by {found.writer.value}; {_HINTS[found.writer]}")
+    if found.writer in (Writer.TIERED, Writer.NEMO):
+        place = Location(place.directory, found.tag, options)
+    elif found.tag != place.name:
+        above, _, tag = found.tag.rpartition("/")
+        place = Location(join(place.directory, above), tag, options)
+    opened = open_any(place)
+    with opened.kept():
+        if optimizer:
+            refuse_mixed_ranks(opened, 0, 1)
+        return describe(Origin(found.writer, place, opened), storage, found, names)
+
+
+def _tag(origin: Origin, storage: Storage, found: Recognised, names: bool) -> Origin:
+    """A tag of NxD's or ours: it holds all that there is."""
+    opened, parts = origin.opened, origin.opened.parts
+    content, left_out = _content(opened)
+    return replace(
+        origin,
+        scheduler=opened.scheduler() if parts.scheduler else None,
+        content=content,
+        left_out=(*left_out, *(["rank content"] if parts.rank_content else [])),
+    )
+
+
+def _lightning(origin: Origin, storage: Storage, found: Recognised, names: bool) -> Origin:
+    """NxDT: the user content is Lightning's dict, from which model and optimizer were taken out."""
+    content, left_out = _content(origin.opened)
+    rest = dict(content or {})
+    schedulers = rest.get("lr_schedulers")
+    alone = isinstance(schedulers, list) and len(schedulers) == 1
+    scheduler = rest.pop("lr_schedulers")[0] if alone else None
+    config = _inside(rest, "hyper_parameters", "cfg") or _inside(rest, "hyper_parameters")
+    named = _STEP.search(origin.place.name)
+    step = rest.get("global_step", int(named[1]) if named else None)
+    copies = _inside(config, "distributed_strategy").get("kv_replicator")
+    return replace(
+        origin,
+        mapping="megatron_llama" if config.get("model_source") == "megatron" else None,
+        kv_size_multiplier=copies if isinstance(copies, int) else None,
+        param_names=group_names(origin.opened) if names else None,
+        step=step if isinstance(step, int) else None,
+        scheduler=scheduler,
+        content=rest or None,
+        left_out=left_out,
+    )
+
+
+def _nemo(origin: Origin, storage: Storage, found: Recognised, names: bool) -> Origin:
+    """Neuronx-nemo-megatron: Lightning's dict, with the scheduler apart."""
+    described = _tag(origin, storage, found, names)
+    content = described.content or {}
+    step = content.get("global_step")
+    has_zero1 = _inside(content, "hyper_parameters", "cfg").get("wrap_with_zero") is True
+    is_lost = has_zero1 and origin.opened.parts.optimizer is None
+    lost = ["the ZeRO-1 optimizer, whose files are not there"] if is_lost else []
+    return replace(
+        described,
+        mapping=NEMO,
+        left_out=(*described.left_out, *lost),
+        kv_size_multiplier=1,
+        param_names=group_names(origin.opened) if names else None,
+        step=step if isinstance(step, int) else None,
+    )
+
+
+def _optimum(origin: Origin, storage: Storage, found: Recognised, names: bool) -> Origin:
+    """Optimum-neuron: metadata of each stage in the tag; config.json, trainer_state.json and scheduler.pt beside it."""
+    opened, beside = origin.opened, TagFiles(storage, found.beside)
+    metadata = stage_metadata(TagFiles(storage, found.tag), opened)
+    refuse_other_model(metadata, beside, opened)
+    return replace(
+        _with_trainer(origin, beside, origin.place.directory),
+        mapping=metadata.document,
+        kv_size_multiplier=metadata.kv_size_multiplier or 1,
+        param_names=group_names(opened, metadata.stages) if names else None,
+    )
+
+
+def _with_trainer(origin: Origin, beside: TagFiles, folder: str) -> Origin:
+    """With what transformers' trainer left in ``folder``."""
+    state = json_object(beside, "trainer_state.json")
+    step, tokens = state.get("global_step"), state.get("num_input_tokens_seen")
+    scheduler, left_out = _plain(beside, "scheduler.pt")
+    if origin.opened.parts.optimizer is not None and not beside.has("scheduler.pt"):
+        left_out.append("the scheduler, whose scheduler.pt is not there")
+    if beside.has("optimizer.pt"):
+        left_out.append("the optimizer in optimizer.pt, of a run without tensor and pipeline parallelism")
+    if beside.has("training_args.bin"):
+        left_out.append("training_args.bin (a pickled object of transformers)")
+    if any(map(RANDOM_STATES.fullmatch, beside.names())):
+        left_out.append("the ranks' state of random numbers (rng_state*.pth)")
+    return replace(
+        origin,
+        config=folder if beside.has("config.json") else None,
+        step=step if isinstance(step, int) else None,
+        tokens=tokens if isinstance(tokens, int) else 0,
+        scheduler=scheduler,
+        content={"trainer_state": state} if state else None,
+        left_out=tuple(left_out),
+    )
+
+
+def _adapter(origin: Origin, storage: Storage, found: Recognised, names: bool) -> Origin:
+    """An adapter that optimum-neuron trained: a tag without an optimizer; what else is there is of the whole run."""
+    name = directory_and_name(origin.place.directory)[1].partition("_")[2]
+    metadata = stage_metadata(TagFiles(storage, found.tag), origin.opened, adapter=name)
+    beside = TagFiles(storage, found.beside)
+    return replace(
+        origin,
+        mapping=metadata.document,
+        kv_size_multiplier=metadata.kv_size_multiplier or 1,
+        left_out=tuple(file for file in _OF_THE_RUN if beside.has(file)),
+    )
+
+
+def _old_optimum(origin: Origin, storage: Storage, found: Recognised, names: bool) -> Origin:
+    """Optimum-neuron before 0.0.22: NxD's files of ranks, which say of each parameter along which dimension it is cut;
+    config.json and the trainer's files beside them."""
+    described = _tag(origin, storage, found, names)
+    files, cuts, computed = TagFiles(storage, found.tag), dict[str, Any](), list[str]()
+    for rank in legacy.first_of_stages(files):
+        content = files.tree(rank)
+        cuts |= _inside(content, SHARDED_METADATA)
+        computed += [name for name in _inside(content, "model") if name.endswith(COMPUTED)]
+    return replace(
+        _with_trainer(described, TagFiles(storage, found.beside), origin.place.directory),
+        mapping=old_mapping(cuts, computed, origin.opened.where),
+        kv_size_multiplier=1,
+        param_names=group_names(origin.opened) if names else None,
+    )
+
+
+def _script(origin: Origin, storage: Storage, found: Recognised, names: bool) -> Origin:
+    """A script's own dict, by torch-xla or torch DCP: names are those of the model that it trained."""
+    opened = origin.opened
+    described = _tag(origin, storage, found, names)
+    beside = TagFiles(storage, found.beside)
+    if found.writer is Writer.TORCH_XLA and found.tag == found.beside and are_trainers(beside.names()):
+        described = _with_trainer(described, beside, join(origin.place.directory, origin.place.name))
+    if not opened.parts.model:
+        raise PartNotFound(f"{opened.where} has no model under the usual keys; {_HINTS[found.writer]}")
+    model = opened.model_tree(Coordinates())
+    rules = [{"nxd": name, "hf": [name]} for name, leaf in model.items() if is_tensor(leaf)]
+    first: dict[Any, str] = {}  # a tied parameter has several names, and is the optimizer's once
+    for name, leaf in model.items():
+        if is_tensor(leaf):
+            first.setdefault(leaf, name)
+    steps = (value for key in ("step", "global_step") if type(value := (described.content or {}).get(key)) is int)
+    return replace(
+        described,
+        step=described.step if described.step is not None else next(steps, None),
+        mapping={"format_version": 1, "name": "the model's own names", "rules": rules},
+        kv_size_multiplier=1,
+        param_names=group_names(opened, [list(first.values())]) if names else None,
+    )
+
+
+def _presharded(origin: Origin, storage: Storage, found: Recognised, names: bool) -> Origin:
+    """NxD inference: a model and nothing else, under names of its own."""
+    own = "embed_tokens.weight" in origin.opened.model_tree(Coordinates())
+    return replace(origin, mapping=INFERENCE if own else None)
+
+
+_DESCRIBED: Mapping[Writer, Callable[[Origin, Storage, Recognised, bool], Origin]] = {
+    Writer.NXD_CKPT: _tag,
+    Writer.NXD: _tag,
+    Writer.NXD_LEGACY: _tag,
+    Writer.NXDT: _lightning,
+    Writer.TORCH_XLA: _script,
+    Writer.TORCH_DCP: _script,
+    Writer.TIERED: _script,
+    Writer.PRESHARDED: _presharded,
+    Writer.OPTIMUM: _optimum,
+    Writer.OPTIMUM_ADAPTER: _adapter,
+    Writer.OPTIMUM_OLD: _old_optimum,
+    Writer.NEMO: _nemo,
+}
+_NOT_CARRIED = "this layout is recognised, but not carried: docs/rescue.md says by what it can be read"
+_HINTS: Mapping[Writer, str] = {
+    **dict.fromkeys(Writer, _NOT_CARRIED),
+    Writer.TORCH_XLA: "expected it under model, model_state_dict or state_dict",
+    Writer.TORCH_DCP: "make a tag of it with `nxd-ckpt from-dcp`, which takes other keys",
+    Writer.TIERED: "load it with its StorageReader, save it with torch DCP, then `nxd-ckpt from-dcp` takes other keys",
+    Writer.HUGGING_FACE: "it needs no migration; make a tag of it with `nxd-ckpt import`",
+}
+
+
+def _content(opened: OpenTag) -> tuple[dict[str, Any] | None, tuple[str, ...]]:
+    """The user content, and what of it cannot be carried."""
+    if not opened.parts.user_content:
+        return None, ()
+    try:
+        content = opened.user_content()
+    except UnsafePickle as error:
+        return None, (f"user content ({error})",)
+    return content if isinstance(content, dict) else {"user_content": content}, ()
+
+
+def _plain(files: TagFiles, file: str) -> tuple[Any, list[str]]:
+    """What the file holds, None without one; and what cannot be carried."""
+    if not files.has(file):
+        return None, []
+    try:
+        return files.object(file), []
+    except UnsafePickle as error:
+        return None, [f"{file} ({error})"]
+
+
+def _inside(content: Any, *keys: str) -> dict[str, Any]:
+    """The dict below these keys; empty without one."""
+    for key in keys:
+        content = content.get(key) if isinstance(content, dict) else None
+    return content if isinstance(content, dict) else {}

@@ -1,0 +1,87 @@
+"""The files of a torch DCP directory, planned: every entry is a ``torch.save`` file. Touches no file.
+
+A large tensor has a file of its own, as with ``single_file_per_rank=False`` of torch's writer. Values and small tensors
+share files, one behind the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+from nxd_ckpt.core.dcp_chunks import DcpChunk
+from nxd_ckpt.formats.tensors import Assembly
+from nxd_ckpt.formats.torch_zip_writer import JoinedImage
+from nxd_ckpt.save.planned_file import NamedTensor, PlannedFile
+from nxd_ckpt.reshard.dcp_state import DcpState, DcpTensor
+
+_SMALL = 2**20
+"""Bytes of a tensor below which it shares a file with others."""
+
+_TOGETHER = 32 * 2**20
+"""Bytes of such a file, about."""
+
+
+class _Entry(NamedTuple):
+    """What stands at ``position`` of the state dict: a value, or what a tensor of ``nbytes`` is made of."""
+
+    position: int
+    value: Any
+    chunk: DcpChunk
+    nbytes: int = 0
+
+
+def plan_files(state: DcpState) -> list[PlannedFile]:
+    """The files of ``state``, each with its chunks in the directory's metadata.
+
+    Raises as :meth:`nxd_ckpt.reshard.dcp_state.DcpState.leaf`, and UnsafePickle for what cannot be pickled.
+    """
+    entries = [_Entry(position, value, DcpChunk(path)) for position, (path, value) in enumerate(state.values.values())]
+    for position, (name, tensor) in enumerate(state.tensors.items(), len(entries)):
+        entries.append(_Entry(position, state.leaf(name), _chunk(tensor), tensor.nbytes))
+    large = ([entry] for entry in entries if entry.nbytes >= _SMALL)
+    groups = [*_grouped(entry for entry in entries if entry.nbytes < _SMALL), *large]
+    return [_file(f"__0_{number}.distcp", group) for number, group in enumerate(groups)]
+
+
+def _chunk(tensor: DcpTensor) -> DcpChunk:
+    return DcpChunk(tensor.path, tensor.dtype, tensor.shape, (0,) * len(tensor.shape), tensor.shape)
+
+
+def _grouped(entries: Iterable[_Entry]) -> Iterator[list[_Entry]]:
+    """Neighbours of about :data:`_TOGETHER` bytes."""
+    group: list[_Entry] = []
+    nbytes = 0
+    for entry in entries:
+        group.append(entry)
+        nbytes += entry.nbytes
+        if nbytes >= _TOGETHER:
+            yield group
+            group, nbytes = [], 0
+    if group:
+        yield group
+
+
+def _file(key: str, entries: Sequence[_Entry]) -> PlannedFile:
+    values = [_shaped(entry) for entry in entries]
+    image = JoinedImage.of(values)
+    leaves = {id(value): entry.value for value, entry in zip(values, entries, strict=True)}
+    named = {
+        id(value): entry.chunk for value, entry in zip(values, entries, strict=True) if entry.chunk.dtype is not None
+    }
+    tensors = tuple(
+        NamedTensor(chunk.name, number, chunk.dtype or "", chunk.shape, None)
+        for number, leaf in enumerate(image.tensors)
+        if (chunk := named.get(id(leaf))) is not None
+    )
+    chunks = tuple((entry.position, entry.chunk._replace(file=key)) for entry in entries)
+    held = image.holding([leaves.get(id(value), value) for value in image.tensors])
+    return PlannedFile(key, held, tensors, chunks=chunks)
+
+
+def _shaped(entry: _Entry) -> Any:
+    """What stands for the entry in its file: a tensor that is put together in other dimensions has its own there."""
+    value, chunk = entry.value, entry.chunk
+    if isinstance(value, Assembly) and value.shape != chunk.shape:
+        return Assembly(value.dtype, chunk.shape, ())
+    return value

@@ -1,0 +1,180 @@
+"""The input of a conversion: one tag, verified to be complete and of one save before anything is written."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import lru_cache, partial
+from itertools import starmap
+from typing import Any
+
+from nxd_ckpt.live.optimizer_state import STEP
+from nxd_ckpt.live.parameters import is_tensor
+from nxd_ckpt.output.locations import Location
+from nxd_ckpt.core.partition import zero1_shape
+from nxd_ckpt.core.topology import Coordinates
+from nxd_ckpt.errors import CheckpointNotFound, MalformedFile, PartNotFound, UnsupportedState
+from nxd_ckpt.formats.tensors import Assembly, TensorStub
+from nxd_ckpt.tag.foreign import legacy
+from nxd_ckpt.core import names
+from nxd_ckpt.tag.grid import describe, holes
+from nxd_ckpt.tag.foreign.untagged import is_untagged, open_untagged
+from nxd_ckpt.tag.choosing import settle_swap
+from nxd_ckpt.tag.opened import OpenTag
+from nxd_ckpt.tag.opening import open_complete_tag
+
+_EQUAL_ON_A_STAGE = ("param_groups", "shape_info")
+
+
+def open_any(place: Location) -> OpenTag:
+    """Open a tag as :func:`open_source` does, or what has no tags: of NxD 0.1 to 0.5, torch-xla or torch DCP.
+
+    Raises as that, and what opening such a layout raises.
+    """
+    storage = place.open()
+    if storage.is_file(place.name):
+        return OpenTag(storage, place.name, open_untagged(storage, place.name), None)
+    listing = {entry.name for entry in storage.list(place.name)}
+    if not listing & {names.MODEL_DIR, names.OPTIMIZER_DIR, names.DONE, names.MARKER, names.MANIFEST}:
+        if any(map(legacy.parse, listing)):
+            return open_complete_tag(storage, place.name)
+        if is_untagged(listing):
+            return OpenTag(storage, place.name, open_untagged(storage, place.name), None)
+    return open_source(place)
+
+
+def open_source(place: Location) -> OpenTag:
+    """Open the tag: ours, NxD's, or what NxD's converter wrote (``optim/`` without any marker).
+
+    Raises:
+        CheckpointNotFound: not a tag, or an incomplete one: its save was interrupted, or ranks' files are missing.
+        UnsupportedState: a checkpoint that is no tag.
+        TagReplaced: it was removed, or saved anew, meanwhile.
+    """
+    storage = place.open()
+    settle_swap(storage)
+    listing = {entry.name for entry in storage.list(place.name)}
+    if names.DONE not in listing and listing & {names.MARKER, names.MANIFEST}:
+        raise CheckpointNotFound(
+            f"{place.path} is incomplete: it has no {names.DONE!r} marker, its save was interrupted; choose another tag"
+        )
+    if not listing & {names.MODEL_DIR, names.OPTIMIZER_DIR, names.DONE}:
+        tags = [name for name in sorted(listing) if storage.is_file(f"{place.name}/{name}/{names.DONE}")]
+        if tags:
+            raise CheckpointNotFound(
+                f"{place.path} is a directory of checkpoints, expected one of them: {', '.join(tags[:8])}"
+            )
+    opened = open_complete_tag(storage, place.name)
+    if not listing & {names.MODEL_DIR, names.OPTIMIZER_DIR, names.DONE}:
+        raise UnsupportedState(
+            f"{place.path} is no tag, expected model/ or optim/ in it, but laid out as by neuronx_distributed 0.1 to "
+            "0.5 or torch-xla; make a tag of it (nxd-ckpt migrate --to tag), then convert that"
+        )
+    if opened.manifest is None:
+        with opened.kept():
+            _refuse_missing_ranks(opened)
+    return opened
+
+
+def refuse_mixed_ranks(opened: OpenTag, process: int, processes: int) -> None:
+    """Raise MalformedFile if a rank's optimizer file is of another save than others; each process looks at its share.
+
+    A manifest vouches for the files of our tags. Of others, this is what can be known: how large ZeRO-1's shards are
+    follows from the number of ranks; param groups are equal on all ranks of a stage; the count of steps, and what there
+    is state for, on ranks with the same experts.
+    """
+    if opened.manifest is not None or opened.parts.optimizer is None:
+        return
+    # Most ranks are compared with the first ones of their stage.
+    comparable = lru_cache(maxsize=8)(partial(_comparable, opened))
+    with opened.kept():
+        for rank in range(process, opened.topology.world_size, processes):
+            at = opened.topology.coordinates_of(rank)
+            _refuse_other_shards(opened, at)
+            peer, first = Coordinates(at.pp_rank, at.dp_rank % opened.topology.ep), Coordinates(at.pp_rank)
+            mine = comparable(at)
+            for other, what in [(peer, name) for name in mine] + [(first, name) for name in _EQUAL_ON_A_STAGE]:
+                theirs = comparable(other)[what]
+                if mine[what] != theirs:
+                    one, another = map(_value_text, _apart(mine[what], theirs))
+                    raise MalformedFile(
+                        f"{opened.where}: the optimizer files of {_rank(at)} and of {_rank(other)} have different "
+                        f"{what}: {one} and {another}; the directory mixes files of two saves"
+                    )
+
+
+def _refuse_other_shards(opened: OpenTag, at: Coordinates) -> None:
+    if opened.parts.optimizer != "zero1":
+        return
+    tree, sizes = opened.optimizer_tree(at), opened.topology
+    first_expert, behind = tree.get("ep_base_state_offset"), tree.get("ep_shape_info_offset", 0)
+    for index, entries in tree.get("base_state", {}).items():
+        expert = first_expert is not None and index >= first_expert
+        shards = sizes.expert_dp if expert else sizes.dp
+        whole = tuple(tree.get("shape_info", {}).get(index - first_expert + behind if expert else index, ()))
+        expected = zero1_shape(whole, shards)
+        for name, leaf in entries.items():
+            if isinstance(leaf, TensorStub) and 0 < len(leaf.shape) == len(whole) and leaf.shape != expected:
+                raise MalformedFile(
+                    f"{opened.where}/{leaf.file}: {name} of parameter {index} has shape {leaf.shape}, expected "
+                    f"{expected}, a shard of {whole} over {shards} ranks; files of ranks are missing, or of two saves"
+                )
+
+
+def _refuse_missing_ranks(opened: OpenTag) -> None:
+    parts = {}
+    for part in (names.MODEL_DIR, names.OPTIMIZER_DIR):
+        listed = (entry.name for entry in opened.storage.list(f"{opened.tag}/{part}"))
+        parts[part] = [ranks for name in listed if (ranks := names.parse(name) or names.parse_full(name)) is not None]
+        missing = holes(parts[part])
+        if missing:
+            raise PartNotFound(
+                f"{opened.where}/{part} holds {describe(parts[part])}: the files of dp {missing[0].dp} tp "
+                f"{missing[0].tp} pp {missing[0].pp} are not there; restore them, or convert another tag"
+            )
+    places = [{(ranks.tp, ranks.pp) for ranks in part} for part in parts.values() if part]
+    if len(places) == 2 and places[0] != places[1]:
+        raise PartNotFound(
+            f"{opened.where}: model/ holds {describe(parts[names.MODEL_DIR])}, optim/ "
+            f"{describe(parts[names.OPTIMIZER_DIR])}; files of ranks are missing from one of them"
+        )
+
+
+def _comparable(opened: OpenTag, at: Coordinates) -> dict[str, Any]:
+    """What a rank's optimizer file has in common with others of its save."""
+    tree = opened.optimizer_tree(at)
+
+    def value(leaf: Any) -> Any:
+        return opened.read(leaf).tolist() if isinstance(leaf, (TensorStub, Assembly)) else leaf
+
+    state: Mapping[Any, Any] = tree.get("base_state", tree.get("state", {}))
+    state = {index: entries for index, entries in state.items() if isinstance(index, int)}
+    groups = [{name: value(option) for name, option in group.items()} for group in tree.get("param_groups", ())]
+    return {
+        "param_groups": groups,
+        "shape_info": tree.get("shape_info"),
+        "state": {index: sorted(starmap(_entry_text, entries.items())) for index, entries in state.items()},
+        "steps": {index: value(entries[STEP]) for index, entries in state.items() if STEP in entries},
+    }
+
+
+def _entry_text(name: Any, value: Any) -> str:
+    """The name, and of what no tensor is the type: ranks have either, each of its own value."""
+    is_plain = name != STEP and value is not None and not is_tensor(value)
+    return f"{name} ({type(value).__name__})" if is_plain else str(name)
+
+
+def _apart(one: Any, other: Any) -> tuple[Any, Any]:
+    """What differs: of two dicts the first entry that does."""
+    if not isinstance(one, Mapping) or not isinstance(other, Mapping):
+        return one, other
+    key = next(key for key in {**one, **other} if one.get(key) != other.get(key))
+    return {key: one.get(key)}, {key: other.get(key)}
+
+
+def _rank(at: Coordinates) -> str:
+    return f"dp {at.dp_rank} tp {at.tp_rank} pp {at.pp_rank}"
+
+
+def _value_text(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) < 200 else f"{text[:200]}..."

@@ -1,0 +1,208 @@
+"""Bringing one file from a storage to another: as a hard link, or copied and digested on the way."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Generator, Iterator, Mapping
+from concurrent.futures import Executor
+from contextlib import closing
+from itertools import groupby
+
+from nxd_ckpt.output.prefetch import prefetched
+from nxd_ckpt.core.manifest import CRC_BLOCK, FileEntry
+from nxd_ckpt.errors import DigestMismatch, MalformedFile, PartNotFound
+from nxd_ckpt.formats import crc32
+from nxd_ckpt.storage.arena import Arena
+from nxd_ckpt.storage.base import Storage, Writer, completed
+from nxd_ckpt.storage.local import LocalStorage
+from nxd_ckpt.storage.system import sync_path
+
+_PIECE = 8 * 2**20
+Progress = Callable[[int], None]
+"""Called with the bytes of each chunk that was copied."""
+
+
+def bring(
+    source: Storage, source_key: str, target: Storage, key: str, expected: FileEntry | None, progress: Progress
+) -> FileEntry:
+    """Make ``key`` what ``source_key`` is; durable but for its name. With ``expected`` a hard link, where that works.
+
+    Raises:
+        PartNotFound, MalformedFile, DigestMismatch: the file is not there, or is not the ``expected`` one.
+    """
+    where = f"{source.url}/{source_key}"
+    try:
+        nbytes = source.size(source_key)
+    except FileNotFoundError as error:
+        raise PartNotFound(f"{where} is missing: the tag lost files since it was saved") from error
+    if expected is not None and expected.nbytes != nbytes:
+        must_be(expected, FileEntry(nbytes, 0), where)
+    if expected is not None and link(source, source_key, target, key):
+        return expected
+    found, _ = copy(source, source_key, target, key, {}, progress)
+    if expected is not None:
+        must_be(expected, found, where)
+    return found
+
+
+def copy(
+    source: Storage,
+    source_key: str,
+    target: Storage,
+    key: str,
+    records: Mapping[int, int],
+    progress: Progress,
+    readers: Executor | None = None,
+) -> tuple[FileEntry, dict[int, list[int]]]:
+    """Copy a file; its size and CRC-32, and the CRC-32s of the blocks of each record (offset: bytes), by its offset.
+
+    While a piece is written, the next one is read, by ``readers`` if they are given: memory for two, of 8 MiB.
+    """
+    writer = target.create(key, source.size(source_key))
+    with completed(writer):
+        return pour(source, source_key, writer, 0, records, progress, readers)
+
+
+def pour(
+    source: Storage,
+    source_key: str,
+    writer: Writer,
+    at: int,
+    records: Mapping[int, int],
+    progress: Progress,
+    readers: Executor | None = None,
+) -> tuple[FileEntry, dict[int, list[int]]]:
+    """As :func:`copy`, into a file that is being written, from byte ``at`` on."""
+    nbytes = source.size(source_key)
+    digests = _Digests(nbytes, records)
+    for moved in _poured(source, source_key, nbytes, writer, at, digests, readers):
+        progress(moved)
+    return FileEntry(nbytes, digests.whole), digests.blocks
+
+
+def copy_by_pieces(
+    source: Storage, source_key: str, target: Storage, key: str, expected: FileEntry
+) -> Generator[int, None, None]:
+    """Copy a file that is the ``expected`` one, a piece each time that the next is asked for: yields the bytes of each.
+
+    It is complete once there is no next one. Given up before, or if anything is raised, it is not there.
+
+    Raises:
+        MalformedFile, DigestMismatch: it is not the expected file.
+    """
+    where, nbytes = f"{source.url}/{source_key}", source.size(source_key)
+    if nbytes != expected.nbytes:
+        must_be(expected, FileEntry(nbytes, 0), where)
+    writer, digests = target.create(key, nbytes), _Digests(nbytes, {})
+    with completed(writer):
+        yield from _poured(source, source_key, nbytes, writer, 0, digests, None)
+        must_be(expected, FileEntry(nbytes, digests.whole), where)
+
+
+def must_be(expected: FileEntry, found: FileEntry, where: str) -> None:
+    """Raise unless what was read is what it was when the tag was saved."""
+    if found.nbytes != expected.nbytes:
+        raise MalformedFile(f"{where} has {found.nbytes} bytes, expected {expected.nbytes}: truncated or replaced")
+    if found != expected:
+        raise DigestMismatch(
+            f"{where}: expected CRC-32 {expected.crc32:08x}, found {found.crc32:08x}: its bytes changed"
+        )
+
+
+def _poured(
+    source: Storage,
+    source_key: str,
+    nbytes: int,
+    writer: Writer,
+    at: int,
+    digests: _Digests,
+    readers: Executor | None,
+) -> Iterator[int]:
+    """Write the file piece by piece, and take the digests of each; yields the bytes of each."""
+    for start, piece in _read(source, source_key, nbytes, readers):
+        digests.take(piece)
+        writer.write_at(at + start, piece)
+        writer.settle()  # the memory will be read into again
+        yield len(piece)
+
+
+def digest(storage: Storage, key: str, progress: Progress, readers: Executor | None = None) -> FileEntry:
+    """The size and CRC-32 of a file, by reading it."""
+    nbytes, found = storage.size(key), 0
+    for _, piece in _read(storage, key, nbytes, readers):
+        found = crc32.crc32(piece, found)
+        progress(len(piece))
+    return FileEntry(nbytes, found)
+
+
+def link(source: Storage, source_key: str, target: Storage, key: str) -> bool:
+    """Make a hard link, and its bytes durable; False where that does not work, as between file systems."""
+    if not isinstance(source, LocalStorage) or not isinstance(target, LocalStorage):
+        return False
+    path = target.path(key)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        os.link(source.path(source_key).resolve(), path)
+    except OSError:
+        return False
+    sync(target, key)
+    return True
+
+
+def sync(storage: Storage, key: str) -> None:
+    """Make the bytes of a file durable that another process may have left in the page cache."""
+    if not isinstance(storage, LocalStorage) or not storage.durable:
+        return
+    storage.size(key)  # raises unless it is a regular file: opening another kind could block
+    sync_path(storage.path(key))
+
+
+def _read(
+    storage: Storage, key: str, nbytes: int, readers: Executor | None
+) -> Iterator[tuple[int, memoryview]]:
+    """The file's pieces and where each begins; a piece is valid until the next one is asked for."""
+    with closing(storage.open(key)) as reader:
+
+        def fill(start: int, arena: Arena) -> tuple[int, memoryview]:
+            piece = arena.reserve(min(_PIECE, nbytes - start))
+            reader.read_ranges([(start, piece)])
+            return start, piece
+
+        yield from prefetched(range(0, nbytes, _PIECE), fill, _PIECE, readers)
+
+
+class _Digests:
+    """CRC-32s of a file that comes in pieces: of the whole, and of the blocks of each of its ``records``."""
+
+    def __init__(self, nbytes: int, records: Mapping[int, int]) -> None:
+        self.whole = 0
+        self.blocks = {offset: list[int]() for offset in records}
+        self._pieces = groupby(_segments(nbytes, records), lambda segment: segment[0] // _PIECE)
+
+    def take(self, piece: memoryview) -> None:
+        """The next piece."""
+        for start, stop, record in next(self._pieces)[1]:
+            found = crc32.crc32(piece[start % _PIECE : start % _PIECE + stop - start])
+            self.whole = crc32.combine(self.whole, found, stop - start)
+            if record is None:
+                continue
+            blocks = self.blocks[record]
+            if (start - record) % CRC_BLOCK:  # the block began in the piece before
+                blocks[-1] = crc32.combine(blocks[-1], found, stop - start)
+            else:
+                blocks.append(found)
+
+
+def _segments(nbytes: int, records: Mapping[int, int]) -> Iterator[tuple[int, int, int | None]]:
+    """[start, stop) of the whole file, ascending: each of one piece, and of one block of the record at the third
+    number, or of no record."""
+    cursor = 0
+    for offset, size in [*sorted(records.items()), (nbytes, 0)]:
+        for begin, end, record in ((cursor, offset, None), (offset, offset + size, offset)):
+            start = begin
+            while start < end:
+                block = start + CRC_BLOCK - (start - begin) % CRC_BLOCK
+                stop = min(end, block, start + _PIECE - start % _PIECE)
+                yield start, stop, record
+                start = stop
+        cursor = offset + size

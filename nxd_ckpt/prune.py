@@ -1,0 +1,140 @@
+"""Removing tags by rules outside of a save, and pinning those that no rule removes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+
+from typing_extensions import Unpack
+
+from nxd_ckpt.core.option_classes import takes
+from nxd_ckpt.core.retention import Retention, Rule, rules_of
+from nxd_ckpt.core.tags import Tag, TagInfo, validate_tag
+from nxd_ckpt.core.topology import Topology
+from nxd_ckpt.errors import (
+    CheckpointError,
+    CheckpointNotFound,
+    CorruptCheckpoint,
+    InvalidArgument,
+    as_checkpoint_errors,
+)
+from nxd_ckpt.tag.directory import require_directory
+from nxd_ckpt.options.tags import PruneKeywords, PruneOptions
+from nxd_ckpt.coordination import intents
+from nxd_ckpt.coordination import journal
+from nxd_ckpt.coordination import pins
+from nxd_ckpt.coordination.agreement import Alone
+from nxd_ckpt.commit import retention
+from nxd_ckpt.commit.publication import publication_of
+from nxd_ckpt.commit.session import open_session
+from nxd_ckpt.tag.choosing import choose_tag, settled_tags
+from nxd_ckpt.tag.opening import open_complete_tag
+from nxd_ckpt.storage.base import Storage
+from nxd_ckpt.storage.urls import StorageOptions, StrPath, open_storage
+
+__all__ = ["Pruned", "pin_checkpoint", "prune_checkpoints", "unpin_checkpoint"]
+
+
+@dataclass(frozen=True)
+class Pruned:
+    """What :func:`prune_checkpoints` did, or with ``dry_run`` would do; tags are oldest first.
+
+    ``kept`` says of each tag which rules keep it.
+    """
+
+    directory: str
+    kept: Mapping[str, tuple[str, ...]]
+    removed: tuple[str, ...]
+
+
+@as_checkpoint_errors()
+@takes(PruneOptions)
+def prune_checkpoints(path: StrPath, retain: Sequence[Rule], **options: Unpack[PruneKeywords]) -> Pruned:
+    """Remove the complete tags that no rule keeps, but those that are pinned, and the newest.
+
+    It takes the directory's lease, as a job that saves does. What is no checkpoint, or incomplete, is left alone.
+
+    Args:
+        path: the checkpoint directory or URL.
+        retain: rules such as ``[Last(3), Every(1000), Best("loss", 3), Within(hours=2)]``.
+
+    Raises:
+        CheckpointNotFound: no such directory.
+        CorruptCheckpoint: no tag that would stay can be opened; nothing was removed.
+        DirectoryInUse: a live job saves there.
+        InvalidArgument: there are no rules, or one by a metric that no tag has; nothing was removed.
+    """
+    chosen, rules = PruneOptions(**options), rules_of(None, retain)
+    if rules is None:
+        raise InvalidArgument("prune_checkpoints() needs rules, such as [Last(3)]: without them all tags stay")
+    storage = open_storage(path, storage_options=chosen.storage_options)
+    require_directory(storage)
+    if chosen.dry_run:
+        found = _judged(storage, settled_tags(storage), rules)
+    else:
+        with closing(open_session(storage, Topology(), Alone(), None, chosen.timeout)) as session:
+            tags = {info.tag: info for info in settled_tags(storage)}
+            found = _judged(storage, tags.values(), rules)
+            removed = []
+            for tag in found.surplus:
+                session.require()
+                if retention.retire_unpinned(session, publication_of(session, 1, tag, None), tags[tag]):
+                    removed.append(tag)
+            if len(removed) < len(found.surplus):
+                kept = retention.judged(storage, settled_tags(storage), rules).retention.kept
+                found = Retention(kept, tuple(removed))
+            journal.discard_trash(storage, session.run_id, session.confirm)
+    return Pruned(storage.url, found.kept, found.surplus)
+
+
+@as_checkpoint_errors()
+def pin_checkpoint(path: StrPath, tag: Tag, *, storage_options: StorageOptions | None = None) -> None:
+    """Keep a complete tag whatever rules say, until :func:`unpin_checkpoint`. A live job may save there meanwhile.
+
+    Raises:
+        CheckpointNotFound: no such tag, or it is incomplete; or it is removed meanwhile, or about to be.
+    """
+    storage = open_storage(path, storage_options=storage_options)
+    chosen = choose_tag(storage, tag)
+    pins.pin(storage, chosen)
+    try:
+        choose_tag(storage, chosen)  # rules that were being applied may have removed it before they saw the pin
+        if intents.is_being_removed(storage, chosen):
+            raise CheckpointNotFound(
+                f"{storage.url}/{chosen} is being removed by the rules of a job, or was when that job ended, and is "
+                "not pinned; if it stays, pin it again once a job has saved there"
+            )
+    except CheckpointNotFound:
+        if not intents.saves_of(storage, chosen):  # else it is only being replaced
+            pins.unpin(storage, chosen)
+            raise
+
+
+@as_checkpoint_errors()
+def unpin_checkpoint(path: StrPath, tag: Tag, *, storage_options: StorageOptions | None = None) -> bool:
+    """Leave a tag to the rules again; whether it was pinned. The tag itself may be gone."""
+    storage = open_storage(path, storage_options=storage_options)
+    require_directory(storage)
+    return pins.unpin(storage, validate_tag(tag))
+
+
+def _judged(storage: Storage, tags: Iterable[TagInfo], rules: Sequence[Rule]) -> Retention:
+    """Decide by the rules. Raises CorruptCheckpoint where nothing would be left that loads, and InvalidArgument."""
+    found, unknown = retention.judged(storage, tags, rules)
+    if unknown:
+        raise InvalidArgument(f"{storage.url}: {'; '.join(unknown)}. Nothing was removed")
+    if found.surplus and not any(_opens(storage, tag) for tag in reversed(list(found.kept))):
+        raise CorruptCheckpoint(
+            f"{storage.url}: none of the tags that would stay ({', '.join(found.kept)}) can be opened; nothing was "
+            "removed. Verify the others, and keep one that is good by pinning it"
+        )
+    return found
+
+
+def _opens(storage: Storage, tag: str) -> bool:
+    try:
+        open_complete_tag(storage, tag)
+    except CheckpointError:
+        return False
+    return True

@@ -1,0 +1,145 @@
+"""A tag as the state dict that torch DCP keeps flat: global tensors and values, each by DCP's name.
+
+Optimizer state that belongs to no parameter has no name in DCP, and is left out. An optimizer's ``step`` is a tensor
+there, as in torch's optimizers; the Python number that NxD's keep becomes one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import chain
+from math import prod
+from typing import Any
+
+import torch
+
+from nxd_ckpt.live.optimizer_state import STEP
+from nxd_ckpt.core.dcp_names import SCHEDULER, USER_CONTENT, DcpEntry, DcpNames, Path
+from nxd_ckpt.errors import KeyMismatch
+from nxd_ckpt.formats.tensors import Assembly, dtype_name, itemsize, map_tensors
+from nxd_ckpt.tag.opened import OpenTag
+from nxd_ckpt.reshard.whole_tag import WholeTag
+
+
+@dataclass(frozen=True)
+class DcpTensor:
+    """A tensor of the state dict: its dtype (torch's name), whole shape, and the keys that lead to it.
+
+    ``source`` is its name in the tag, or the tensor itself where it is one of few elements that no rank cut.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    path: Path
+    source: str | torch.Tensor
+
+    @property
+    def nbytes(self) -> int:
+        return prod(self.shape) * itemsize(self.dtype)
+
+
+class DcpState:
+    """The tag ``opened``, put together by ``tag``. Reads trees, no tensor of model or optimizer."""
+
+    def __init__(self, opened: OpenTag, tag: WholeTag, names: DcpNames) -> None:
+        self._opened, self._tag, self._names = opened, tag, names
+
+    @cached_property
+    def tensors(self) -> dict[str, DcpTensor]:
+        """Every tensor whose whole shape is known, by name."""
+        return {name: told for name, (_, told) in self._all.items() if isinstance(told, DcpTensor)}
+
+    @cached_property
+    def values(self) -> dict[str, tuple[Path, Any]]:
+        """What is not a tensor, by name, with the keys that lead to it."""
+        return {name: held for name, held in self._all.items() if not isinstance(held[1], DcpTensor)}
+
+    @property
+    def unknown(self) -> list[str]:
+        """Names in the tag of tensors that cannot be put together: how they are cut is not known."""
+        return [tensor.name for tensor in self._tag.tensors.values() if tensor.shape is None]
+
+    def leaf(self, name: str) -> Assembly | torch.Tensor:
+        """What the tensor is made of. Raises KeyMismatch for an unknown name, and as WholeTag.leaf."""
+        tensor = self.tensors.get(name)
+        if tensor is None:
+            raise KeyMismatch(f"{self._opened.where} has no tensor that torch DCP would call {name!r}")
+        return Assembly.of(self._tag.leaf(tensor.source)) if isinstance(tensor.source, str) else tensor.source
+
+    @cached_property
+    def _all(self) -> dict[str, tuple[Path, Any]]:
+        """All of it, tensors as DcpTensor. Raises KeyMismatch where two entries have the same name."""
+        found: dict[str, tuple[Path, Any]] = {}
+        for entry, value in chain(self._global_tensors(), self._values()):
+            if entry.name in found:
+                raise KeyMismatch(
+                    f"{self._opened.where}: torch DCP joins keys by dots, and would call both {found[entry.name][0]} "
+                    f"and {entry.path} {entry.name!r}; choose other keys for model and optimizer, or other names"
+                )
+            found[entry.name] = entry.path, value
+        return found
+
+    def _global_tensors(self) -> Iterator[tuple[DcpEntry, DcpTensor]]:
+        for tensor in self._tag.tensors.values():
+            if tensor.shape is not None and not self._tag.is_general(tensor.name):
+                entry = self._names.entry(self._tag.path(tensor.name))
+                yield entry, DcpTensor(tensor.dtype, tensor.shape, entry.path, tensor.name)
+
+    def _values(self) -> Iterator[tuple[DcpEntry, Any]]:
+        """All that is not a tensor of model or optimizer; the tensors in it are read."""
+        for name, value in self._tag.values.items():
+            if self._tag.is_general(name):
+                continue
+            path = self._tag.path(name)
+            yield from _flat(self._names.entry(path).path, _as_torch(path, value))
+        groups: Any = map_tensors(self._tag.param_groups, self._opened.read)
+        yield from ((entry, _as_entry(entry, value)) for entry, value in self._names.group_entries(groups))
+        if self._opened.parts.scheduler:
+            yield from _flat((SCHEDULER,), self._opened.scheduler())
+        if self._opened.parts.user_content:
+            yield from self._content(self._opened.user_content())
+
+    def _content(self, content: Any) -> Iterator[tuple[DcpEntry, Any]]:
+        if self._names.content or not isinstance(content, dict):
+            yield from _flat((self._names.content or USER_CONTENT,), content)
+            return
+        for key, value in content.items():
+            yield from _flat((key,), value)
+
+
+def _as_torch(path: Path, value: Any) -> Any:
+    """An optimizer's count of steps as torch's optimizers hold it."""
+    is_step = path[0] == "optim" and path[-1] == STEP
+    return torch.tensor(float(value)) if is_step and isinstance(value, (int, float)) else value
+
+
+def _as_entry(entry: DcpEntry, value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return DcpTensor(dtype_name(value.dtype), tuple(value.shape), entry.path, value)
+    return value
+
+
+def _flat(path: Path, value: Any, above: tuple[int, ...] = ()) -> Iterator[tuple[DcpEntry, Any]]:
+    """The entries that torch flattens a value to. A dict whose keys count from 0 on stays one: its paths would be those
+    of a list."""
+    above = (*above, id(value))
+    items: list[tuple[Any, Any]] = []
+    if isinstance(value, dict) and list(value) != list(range(len(value))):
+        items = list(value.items())
+    elif isinstance(value, list) and _is_split(value):
+        items = list(enumerate(value))
+    if not items or any(id(child) in above for _, child in items):  # what holds itself is pickled
+        entry = DcpEntry.at(path)
+        yield entry, _as_entry(entry, value)
+        return
+    for key, child in items:
+        yield from _flat((*path, key), child, above)
+
+
+def _is_split(value: list[Any], above: tuple[int, ...] = ()) -> bool:
+    """Whether torch flattens the list: where there is a tensor or a dict in it, or in a list of it."""
+    above = (*above, id(value))
+    inner = (one for one in value if isinstance(one, list) and id(one) not in above)
+    return any(isinstance(one, (torch.Tensor, dict)) for one in value) or any(_is_split(one, above) for one in inner)

@@ -1,0 +1,251 @@
+"""One parameter on two jobs: what a rank of the loading one reads from ranks of the saving one. Pure.
+
+Two ways lead from one to the other. Where both cut over tensor-parallel (and for experts, expert-parallel) ranks alike,
+a rank's own tensor is all that matters: ZeRO-1 shards are cut anew along its rows, and nobody needs to know what part
+of the whole it is. Else both cuts must be known, and everything goes through the whole tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from nxd_ckpt.core.box import Box
+from nxd_ckpt.core.manifest import ParameterSpec
+from nxd_ckpt.core.partition import Partition, Piece, zero1_pieces
+from nxd_ckpt.core.reads import Cut, CutIndex, Read, holders, plan_reads
+from nxd_ckpt.core.section import Section
+from nxd_ckpt.core.topology import Topology
+from nxd_ckpt.errors import InvalidArgument, ShapeMismatch, TopologyMismatch
+
+_PASS = (
+    "pass partitions= with how the live parameter is cut (its attributes may have been lost when .to(device) replaced "
+    "the parameter), or load on the sizes that it was saved on"
+)
+
+
+def plan_parameter(
+    name: str, saved: ParameterSpec, saved_cut: Cut, live: ParameterSpec, live_cut: Cut, at: CutIndex
+) -> list[Read[CutIndex]]:
+    """What the live rank at ``at`` copies from where; each element of its tensor once, padding left out.
+
+    ``shape`` of both specs is that of the tensor on every rank of its job, not yet cut by ZeRO-1, and so are the boxes
+    of the reads counted: ``source`` in the holder's ZeRO-1 shard, ``target`` in this rank's.
+
+    Raises:
+        ShapeMismatch: the two are not the same tensor.
+        TopologyMismatch: a cut is not known, or not one of the regular ones.
+        IncompatibleState: a part of the tensor is held by no saving rank.
+    """
+    saved, live = _experts_on_both(saved, saved_cut, live, live_cut)
+    if _cut_alike(saved, saved_cut, live, live_cut):
+        if saved.shape != live.shape:
+            raise ShapeMismatch(
+                f"{name}: saved with shape {saved.shape}, the live one has {live.shape}; is it the same model?"
+            )
+        whole = Box.whole(live.shape)
+        wanted = _shard([Piece(whole, whole)], live.shape, live_cut.shards, at.shard)
+        cut = Cut(shards=saved_cut.shards)
+        reads = _reads(name, wanted, Partition(), saved.shape, cut, CutIndex())
+        same = CutIndex(at.tp_rank, at.ep_rank if saved_cut.ep == live_cut.ep else 0)
+        return [replace(read, holder=replace(same, shard=read.holder.shard)) for read in reads]
+    _check_wholes(name, saved, saved_cut, live, live_cut)
+    ep_rank = at.ep_rank if live.partition.expert else 0
+    pieces = live.partition.pieces(live.shape, at.tp_rank, live_cut.tp, ep_rank)
+    if pieces is None:
+        raise TopologyMismatch(
+            f"{name}: the live parameter has shape {live.shape}, which cannot be cut as {live.partition} over "
+            f"{live_cut.tp} tensor-parallel ranks; {_PASS}"
+        )
+    wanted = _shard(pieces, live.shape, live_cut.shards, at.shard)
+    return _reads(name, wanted, saved.partition, saved.shape, saved_cut, at)
+
+
+def check_partitions(
+    given: Mapping[str, Partition], parameters: Mapping[str, ParameterSpec], topology: Topology
+) -> None:
+    """Raise InvalidArgument for partitions that a rank with these ``parameters`` cannot have."""
+    unknown = [name for name in given if name not in parameters]
+    if unknown and topology.pp == 1:  # else it may be on another stage
+        raise InvalidArgument(f"partitions= names {unknown[:5]}, which the model does not have")
+    for name, partition in given.items():
+        held = parameters.get(name)
+        if held and partition.known and partition.strips(held.shape, topology.tp, topology.ep_rank) is None:
+            raise InvalidArgument(
+                f"partitions= says that {name} is cut as {partition}, but then {topology.tp} tensor-parallel ranks "
+                f"cannot each hold shape {held.shape}; pass the cut of the whole parameter"
+            )
+
+
+def rescaled(name: str, partition: Partition, tp: int, new_tp: int) -> Partition:
+    """How a parameter that ``tp`` ranks cut in this way is cut over ``new_tp`` ranks, by NxD's conventions.
+
+    As many partitions as ranks stay as many as ranks; fewer (the replicated heads of grouped-query attention) stay as
+    many as they are, as long as there are ranks for them.
+
+    Raises:
+        TopologyMismatch: no convention says.
+    """
+    if tp == new_tp or partition.partition_dim is None or not partition.known:
+        return partition
+    if partition.fused:
+        return replace(
+            partition, fused=tuple(_rescaled_section(name, section, tp, new_tp) for section in partition.fused)
+        )
+    if partition.rank_ordering is not None and partition.num_partitions > 1 and new_tp > 1:
+        raise _no_convention(name, f"rank_ordering={partition.rank_ordering}", tp, new_tp)
+    count = _rescaled_count(name, partition.num_partitions, tp, new_tp)
+    return replace(partition, num_partitions=count, rank_ordering=None)
+
+
+def respecified(name: str, spec: ParameterSpec, cut: Cut, new: Cut) -> ParameterSpec:
+    """The parameter as each rank of a job with the sizes ``new`` holds it, before ZeRO-1, cut as by :func:`rescaled`.
+
+    Raises:
+        TopologyMismatch: the sizes do not divide it, or how it is cut is not known.
+    """
+    same = (cut.tp, cut.ep if spec.partition.expert else 0) == (new.tp, new.ep if spec.partition.expert else 0)
+    if same:
+        return spec
+    if not spec.partition.known:
+        raise TopologyMismatch(f"{name}: how it is cut over {cut.tp} tensor-parallel ranks is not known; {_PASS}")
+    partition = rescaled(name, spec.partition, cut.tp, new.tp)
+    whole = _whole(spec, cut)
+    if whole is None:
+        raise TopologyMismatch(f"{name}: shape {spec.shape} cannot be cut as {spec.partition}; {_PASS}")
+    shape = list(whole)
+    if partition.expert:
+        shape[0] = _divided(name, shape[0], new.ep, f"experts, over ep={new.ep} ranks")
+    dim = partition.partition_dim
+    if partition.fused and dim is not None:
+        shape[dim] = sum(section.block for section in partition.fused)
+    elif dim is not None:
+        blocks = partition.num_partitions * partition.partition_stride
+        what = f"elements of dimension {dim}, over tp={new.tp} ranks ({blocks} blocks)"
+        shape[dim] = _divided(name, shape[dim], blocks, what) * partition.partition_stride
+    return ParameterSpec(spec.dtype, tuple(shape), partition, spec.trainable)
+
+
+def derived(
+    name: str, shape: tuple[int, ...], cut: Cut, live: ParameterSpec, live_cut: Cut
+) -> ParameterSpec:
+    """A saved parameter, of ``shape`` on each rank, of which nobody recorded how it was cut: as the live one is.
+
+    As many partitions as the shapes tell, where they do.
+    """
+    partition = rescaled(name, live.partition, live_cut.tp, cut.tp)
+    dim, whole = partition.partition_dim, _whole(live, live_cut)
+    if dim is not None and not partition.fused and whole is not None and len(shape) == len(whole):
+        count, rest = divmod(whole[dim], max(shape[dim], 1))
+        if shape[dim] and not rest and count >= 1 and cut.tp % count == 0:
+            partition = replace(partition, num_partitions=count)
+    return ParameterSpec(live.dtype, shape, partition, live.trainable)
+
+
+def _divided(name: str, size: int, parts: int, what: str) -> int:
+    if size % parts:
+        raise TopologyMismatch(f"{name}: {size} {what}, cannot be divided equally; choose sizes that divide it")
+    return size // parts
+
+
+def _rescaled_section(name: str, section: Section, tp: int, new_tp: int) -> Section:
+    if section.rank_ordering is not None and section.num_partitions > 1 and new_tp > 1:
+        raise _no_convention(name, f"rank_ordering={section.rank_ordering}", tp, new_tp)
+    try:
+        return Section(section.size, _rescaled_count(name, section.num_partitions, tp, new_tp))
+    except InvalidArgument as error:
+        raise TopologyMismatch(f"{name}: cannot be cut over {new_tp} tensor-parallel ranks: {error}") from error
+
+
+def _rescaled_count(name: str, count: int, tp: int, new_tp: int) -> int:
+    if count == tp:
+        return new_tp
+    if new_tp % count == 0:
+        return count
+    if count % new_tp == 0:
+        return new_tp
+    raise _no_convention(name, f"{count} partitions", tp, new_tp)
+
+
+def _no_convention(name: str, what: str, tp: int, new_tp: int) -> TopologyMismatch:
+    return TopologyMismatch(
+        f"{name}: cut over {tp} tensor-parallel ranks with {what}; how {new_tp} ranks hold it does not follow from "
+        "that. Pass partitions= with the cut over those"
+    )
+
+
+def _experts_on_both(
+    saved: ParameterSpec, saved_cut: Cut, live: ParameterSpec, live_cut: Cut
+) -> tuple[ParameterSpec, ParameterSpec]:
+    """Both specifications, with what one alone can tell: NxD marks experts only where expert parallelism cuts them."""
+    if saved_cut.ep == 1:
+        saved = replace(saved, partition=replace(saved.partition, expert=live.partition.expert))
+    elif live_cut.ep == 1:
+        live = replace(live, partition=replace(live.partition, expert=saved.partition.expert))
+    return saved, live
+
+
+def _cut_alike(saved: ParameterSpec, saved_cut: Cut, live: ParameterSpec, live_cut: Cut) -> bool:
+    """Whether a live rank's tensor, before ZeRO-1, is that of the saving rank with the same tp (and ep) rank."""
+    expert = saved.partition.expert or live.partition.expert
+    if saved_cut.tp != live_cut.tp or (expert and saved_cut.ep != live_cut.ep):
+        return False
+    if saved.shape != live.shape and saved.partition.known and live.partition.known:
+        return False
+    # On equal sizes a cut that is not known, or was lost on one side, does not matter; two that differ do.
+    explicit = [spec.partition.known and not spec.partition.replicated_over_tp for spec in (saved, live)]
+    return not all(explicit) or saved.partition == live.partition
+
+
+def _check_wholes(name: str, saved: ParameterSpec, saved_cut: Cut, live: ParameterSpec, live_cut: Cut) -> None:
+    """Raise unless both sides are known cuts of a tensor of one shape."""
+    if not saved.partition.known:
+        raise TopologyMismatch(
+            f"{name}: how it was cut over {saved_cut.tp} tensor-parallel ranks is not known: its ranks held different "
+            f"values, but no partition attributes; {_PASS}"
+        )
+    if not live.partition.known:
+        raise TopologyMismatch(f"{name}: the live parameter does not say how it is cut; {_PASS}")
+    if saved.partition.expert != live.partition.expert:
+        kinds = ("an ordinary parameter", "an expert's")
+        raise TopologyMismatch(
+            f"{name}: saved as {kinds[saved.partition.expert]}, the live one is {kinds[live.partition.expert]} "
+            f"(attribute expert_model_parallel); {_PASS}"
+        )
+    wholes = [_whole(spec, cut) for spec, cut in ((saved, saved_cut), (live, live_cut))]
+    if wholes[0] != wholes[1]:
+        raise ShapeMismatch(
+            f"{name}: the whole tensor was saved with shape {wholes[0]} (each rank {saved.shape}, "
+            f"{_words(saved_cut)}), the live one has {wholes[1]} (each rank {live.shape}, {_words(live_cut)}). If "
+            f"it is the same model, {_PASS}"
+        )
+
+
+def _whole(spec: ParameterSpec, cut: Cut) -> tuple[int, ...] | None:
+    dim = spec.partition.partition_dim
+    if dim is not None and dim >= len(spec.shape):
+        return None
+    return spec.partition.global_shape(spec.shape, cut.ep)
+
+
+def _words(cut: Cut) -> str:
+    return f"tp={cut.tp} ep={cut.ep}"
+
+
+def _shard(pieces: list[Piece], local_shape: tuple[int, ...], shards: int, shard: int) -> list[Piece]:
+    return pieces if shards == 1 else zero1_pieces(pieces, local_shape, shards, shard)
+
+
+def _reads(
+    name: str, wanted: list[Piece], partition: Partition, shape: tuple[int, ...], cut: Cut, near: CutIndex
+) -> list[Read[CutIndex]]:
+    held: dict[tuple[CutIndex, Piece], None] = {}
+    for want in wanted:
+        found = holders(partition, shape, want.box, cut, near)
+        if found is None:
+            raise TopologyMismatch(
+                f"{name}: saved with shape {shape}, which cannot be cut as {partition} over {cut.tp} tensor-parallel "
+                "ranks; pass partitions= with how the live parameter is cut"
+            )
+        held.update(dict.fromkeys(found))
+    return plan_reads(wanted, list(held), name)

@@ -1,0 +1,122 @@
+"""A saved optimizer's state by parameter name, whatever form its tree has."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from nxd_ckpt.live.expert_zero1 import split
+from nxd_ckpt.live.optimizer_state import STEP, options_of
+from nxd_ckpt.live.parameters import form_of, is_tensor
+from nxd_ckpt.live.state import MASTER_WEIGHTS
+from nxd_ckpt.live.zero1 import EXPERT_KEYS, MASTERS
+from nxd_ckpt.errors import MalformedFile, OptimizerMismatch
+
+_KNOWN = {"state", "param_groups", "base_state", "shape_info", MASTERS, *EXPERT_KEYS}
+"""The keys of the state dicts of torch's optimizers, and of NxD's."""
+
+
+@dataclass(frozen=True)
+class SavedSlot:
+    """What one rank saved for one parameter.
+
+    ``entries`` are its state ("step", "exp_avg", ...: leaves and plain values), empty where it never had a gradient;
+    ``master`` its shard of the master weights. ``shape`` is the parameter's on that rank, before ZeRO-1 (None where
+    nothing tells). ``options`` are those of its param group, number ``group``. ``expert`` says that it is in an
+    optimizer of its own, for experts, whose groups are numbered as the other's.
+    """
+
+    group: int
+    options: Mapping[str, Any]
+    entries: Mapping[str, Any] = field(default_factory=dict)
+    master: Any = None
+    shape: tuple[int, ...] | None = None
+    expert: bool = False
+
+    @property
+    def state(self) -> Mapping[str, Any]:
+        """The entries, master weights among them where there are any."""
+        return self.entries if self.master is None else {**self.entries, MASTER_WEIGHTS: self.master}
+
+    @property
+    def likely_shape(self) -> tuple[int, ...]:
+        """``shape``, where nothing tells it that of the largest entry."""
+        if self.shape is not None:
+            return self.shape
+        shapes = [form_of(leaf)[1] for key, leaf in self.entries.items() if key != STEP and is_tensor(leaf)]
+        return max(shapes, key=len, default=())
+
+
+@dataclass(frozen=True)
+class SavedOptimizer:
+    """What one rank saved of an optimizer.
+
+    ``slots`` are its parameters by name, in the order of their numbers. ``groups`` are the options of each param group,
+    empty ones too; with experts apart, of the ordinary parameters' groups. ``general`` is state that is no parameter's.
+    ``own`` is what the optimizer's class has in its state dict beside torch's keys.
+    """
+
+    slots: Mapping[str, SavedSlot]
+    groups: Sequence[Mapping[str, Any]]
+    general: Mapping[str, Any]
+    own: Mapping[str, Any] = field(default_factory=dict)
+
+
+def saved_optimizer(
+    tree: Mapping[str, Any],
+    names: Sequence[str] | None,
+    prefix: str,
+    shape: Callable[[str], tuple[int, ...] | None],
+    where: str,
+) -> SavedOptimizer:
+    """What is in one rank's ``tree``; without ``names`` a parameter is called by its number behind ``prefix``. The tag
+    tells its ``shape``, by name, where the optimizer does not.
+
+    Raises:
+        OptimizerMismatch: ``names`` are not as many as the tree has parameters, or the state is not kept by parameter.
+        MalformedFile: not an optimizer's state dict.
+    """
+    try:
+        slots = _flat(tree)
+    except (KeyError, TypeError, AttributeError) as error:
+        raise MalformedFile(f"{where}: not the state dict of an optimizer ({type(error).__name__}: {error})") from error
+    names = [f"{prefix}{index}" for index in range(len(slots))] if names is None else names
+    if len(names) != len(slots):
+        raise OptimizerMismatch(
+            f"{where}: the optimizer was saved with {len(slots)} parameters, but {len(names)} names were given; list "
+            "those that it was saved with, per param group in order"
+        )
+    groups, section = tree["param_groups"], tree["base_state"] if "base_state" in tree else tree["state"]
+    return SavedOptimizer(
+        {name: replace(slot, shape=slot.shape or shape(name)) for name, slot in zip(names, slots, strict=True)},
+        [options_of(group) for group in groups[: tree.get("ep_param_group_offset", len(groups))]],
+        {key: value for key, value in section.items() if isinstance(key, str)},
+        {key: value for key, value in tree.items() if key not in _KNOWN},
+    )
+
+
+def _flat(tree: Mapping[str, Any]) -> list[SavedSlot]:
+    if "base_state" not in tree or not all(key in tree for key in EXPERT_KEYS):
+        return _slots(tree)
+    ordinary, experts = split(tree)
+    return [*_slots(ordinary), *_slots(experts, expert=True)]
+
+
+def _slots(tree: Mapping[str, Any], *, expert: bool = False) -> list[SavedSlot]:
+    if "base_state" in tree:
+        state, masters, shapes = tree["base_state"], tree.get(MASTERS, {}), tree["shape_info"]
+    else:
+        state, masters, shapes = tree["state"], {}, {}
+    return [
+        SavedSlot(
+            number,
+            options_of(group),
+            state.get(index, {}),
+            masters.get(index),
+            tuple(shapes[index]) if index in shapes else None,
+            expert,
+        )
+        for number, group in enumerate(tree["param_groups"])
+        for index in group["params"]
+    ]

@@ -1,0 +1,258 @@
+"""Numbers that tell whether a tensor is healthy, counted in chunks that stay in the processor's cache.
+
+Floating-point numbers are kept as a sign and a magnitude that grows with its bits. So the largest one, NaN, infinities
+and zeros show in the bits, as integers, which is quicker, above all for 16 bits. Only sums need float32.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from math import hypot, inf, isfinite, nan, sqrt
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from nxd_ckpt import effects
+
+CHUNK = 2**16
+"""Elements that are compared at once: few enough to stay in the processor's cache, as float64 too."""
+PART = 2**20
+"""Elements that are counted at once: few enough to stay in the processor's outer cache, also while they become float32,
+and so many that threads that count seldom wait for Python's lock. Who counts the same parts gets the same last digits.
+"""
+_ROW = 2**10
+"""Squares that are summed in float32; sums of rows are summed in float64. A norm has an error below 1e-6 of itself."""
+_SAFE = 2.0**-80
+"""From this size on, a float32 sum of squares has lost nothing significant to squares too small for float32."""
+_COUNTS, _MEASURES = 4, 3
+"""The first numbers of a summary's JSON, and the others."""
+_MOST = 2**63 - 1
+"""Numbers that a tensor can have."""
+_SMALLER = 2.0**-64
+"""Sums are kept smaller by this factor: no tensor of float64 makes them overflow."""
+
+
+@dataclass(frozen=True)
+class TensorStatistics:
+    """One tensor in numbers.
+
+    Attributes:
+        numel: its numbers; a complex element is two of them.
+        nans, infs: those that are NaN, or infinite. All below is of the others, the finite ones.
+        zeros: those that are 0.
+        mean: NaN where there is no finite number.
+        norm: the root of the sum of squares; the largest float64 where it is larger than that.
+        absmax: the largest absolute value.
+    """
+
+    numel: int
+    nans: int
+    infs: int
+    zeros: int
+    mean: float
+    norm: float
+    absmax: float
+
+    @property
+    def finite(self) -> int:
+        """Numbers that are neither NaN nor infinite."""
+        return self.numel - self.nans - self.infs
+
+    @property
+    def zero_share(self) -> float:
+        """The share of zeros, from 0 to 1; 0 for an empty tensor."""
+        return self.zeros / self.numel if self.numel else 0.0
+
+    @property
+    def rms(self) -> float:
+        """The root of the mean square; 0 where there is no finite number."""
+        return self.norm / sqrt(self.finite) if self.finite else 0.0
+
+
+class _Form(NamedTuple):
+    """How numbers of a dtype lie in their bits: integers of the same size, the sign, and infinity, above which is NaN.
+
+    Moved to the left by ``shift``, the bits are those of float32 (``single``) or of a float of their own.
+    """
+
+    signed: torch.dtype
+    unsigned: Any
+    sign: int
+    infinity: int
+    single: Any = np.float32
+    shift: int = 0
+
+    def value(self, magnitude: int) -> float:
+        """The number of these bits."""
+        held = np.uint32 if self.single is np.float32 else self.unsigned
+        return float(held(magnitude << self.shift).view(self.single))
+
+
+_BITS = {
+    torch.float32: _Form(torch.int32, np.uint32, 1 << 31, 0x7F800000),
+    torch.bfloat16: _Form(torch.int16, np.uint16, 1 << 15, 0x7F80, shift=16),
+    torch.float16: _Form(torch.int16, np.uint16, 1 << 15, 0x7C00, single=np.float16),
+}
+
+
+class Summary:
+    """What is known of a tensor so far."""
+
+    def __init__(self) -> None:
+        self._numel = self._nans = self._infs = self._nonzero = 0
+        self._sum = self._norm = self._absmax = 0.0
+
+    def add(self, values: torch.Tensor) -> None:
+        """The next elements: contiguous, of one dimension."""
+        with np.errstate(over="ignore", invalid="ignore"):
+            for chunk in torch.split(values, PART):
+                if not (chunk.dtype in _BITS and chunk.numel() and self._add_finite(chunk, _BITS[chunk.dtype])):
+                    self._add(chunk)
+
+    def _add_finite(self, chunk: torch.Tensor, form: _Form) -> bool:
+        """Add numbers by their bits. False, and nothing is added, if one of them is not finite."""
+        bits = chunk.view(form.signed)
+        numbers, (least, most) = bits.numpy(), map(int, torch.aminmax(bits))
+        unsigned = numbers.view(form.unsigned)
+        magnitude = max(most, int(unsigned.max()) - form.sign)  # of the positive numbers, and of the negative ones
+        if magnitude >= form.infinity:
+            return False
+        self._numel += len(numbers)
+        self._nonzero += len(numbers) if unsigned.min() else int(np.count_nonzero(numbers))
+        if least == -form.sign:
+            self._nonzero -= int(np.count_nonzero(numbers == least))  # -0.0
+        self._add_measures(_as_single(chunk), form.value(magnitude))
+        return True
+
+    def _add(self, chunk: torch.Tensor) -> None:
+        x = chunk.to(torch.float32) if fits_single(chunk.dtype) else exact(chunk)
+        x = torch.view_as_real(x).flatten() if x.is_complex() else x
+        self._numel += x.numel()
+        low, high = (float(end) for end in torch.aminmax(x))
+        if not (isfinite(low) and isfinite(high)):  # a NaN makes both NaN
+            self._nans += int(x.isnan().sum())
+            self._infs += int(x.isinf().sum())
+            self._nonzero += int((~x.isfinite()).sum())
+            x = x[x.isfinite()]
+            if not x.numel():
+                return
+            low, high = (float(end) for end in torch.aminmax(x))
+        self._nonzero += int(np.count_nonzero(x.numpy() != 0))  # torch counts in four times that time
+        self._add_measures(x, max(-low, high))
+
+    def _add_measures(self, x: torch.Tensor, absmax: float) -> None:
+        """Of finite numbers."""
+        self._absmax = max(self._absmax, absmax)
+        total = float(x.sum())
+        self._sum += total * _SMALLER if isfinite(total) else float((exact(x) * _SMALLER).sum())
+        self._norm = hypot(self._norm, _norm(x, absmax))
+
+    def add_all(self, other: Summary) -> None:
+        """The elements of ``other``, too."""
+        self._numel, self._nans = self._numel + other._numel, self._nans + other._nans
+        self._infs, self._nonzero = self._infs + other._infs, self._nonzero + other._nonzero
+        self._sum, self._norm = self._sum + other._sum, hypot(self._norm, other._norm)
+        self._absmax = max(self._absmax, other._absmax)
+
+    def to_json(self) -> list[int | float]:
+        """Counts, then measures: all that is needed to go on."""
+        counts = [self._numel, self._nans, self._infs, self._nonzero]
+        return [*counts, self._sum, min(self._norm, sys.float_info.max), self._absmax]
+
+    @staticmethod
+    def from_json(numbers: list[int | float]) -> Summary:
+        """Raises ValueError or TypeError for what is no summary."""
+        counts, measures = numbers[:_COUNTS], numbers[_COUNTS:]
+        counted = all(type(count) is int and count >= 0 for count in counts)
+        measured = len(measures) == _MEASURES and all(type(one) in (int, float) for one in measures)
+        if counted and measured and counts[1] + counts[2] <= counts[3] <= counts[0] <= _MOST:
+            total, norm, absmax = map(float, measures)
+            if isfinite(total) and 0 <= absmax < inf and 0 <= norm < inf:
+                found = Summary()
+                found._numel, found._nans, found._infs, found._nonzero = map(int, counts)
+                found._sum, found._norm, found._absmax = total, norm, absmax
+                return found
+        raise ValueError(f"expected counts and measures, found {numbers!r:.80}")
+
+    @staticmethod
+    def of(values: torch.Tensor) -> Summary:
+        """Of a part of a tensor, on any thread, for :meth:`add_all`."""
+        found = Summary()
+        found.add(values)
+        return found
+
+    @property
+    def numel(self) -> int:
+        """Numbers, a complex element being two."""
+        return self._numel
+
+    @property
+    def statistics(self) -> TensorStatistics:
+        finite = self._numel - self._nans - self._infs
+        return TensorStatistics(
+            self._numel,
+            self._nans,
+            self._infs,
+            self._numel - self._nonzero,
+            self._mean(finite) if finite else nan,
+            min(self._norm, sys.float_info.max),
+            self._absmax,
+        )
+
+    def _mean(self, finite: int) -> float:
+        mean = self._sum / finite / _SMALLER
+        return max(-self._absmax, min(self._absmax, mean))  # rounding may take it beyond them, and to infinity
+
+
+_own = effects.local()
+
+
+def _as_single(chunk: torch.Tensor) -> torch.Tensor:
+    """At most :data:`PART` numbers as float32, until this thread asks for the next: memory that is new each time would
+    have to be cleared by the system each time."""
+    if chunk.dtype == torch.float32:
+        return chunk
+    if not hasattr(_own, "singles"):
+        _own.singles = torch.empty(PART)
+    singles: torch.Tensor = _own.singles[: len(chunk)]
+    return singles.copy_(chunk)
+
+
+def _norm(x: torch.Tensor, absmax: float) -> float:
+    """Of finite numbers, also where their squares overflow."""
+    squares = square(x)
+    return sqrt(squares) if isfinite(squares) else absmax * sqrt(square(exact(x) / absmax))
+
+
+def exact(tensor: torch.Tensor) -> torch.Tensor:
+    """Every number as it is, but for integers beyond 2^53."""
+    return tensor.to(torch.complex128 if tensor.dtype.is_complex else torch.float64)
+
+
+def fits_single(dtype: torch.dtype) -> bool:
+    return dtype.is_floating_point and dtype.itemsize <= 4
+
+
+def square(x: torch.Tensor) -> float:
+    """The sum of squares, of floating-point or complex numbers: infinite or NaN where one of them is."""
+    if fits_single(x.dtype):
+        with np.errstate(over="ignore", invalid="ignore"):
+            found = _square_by_rows(x.to(torch.float32).numpy().reshape(-1))
+        if _SAFE < found < inf:
+            return found
+    x = exact(x)
+    x = torch.view_as_real(x).flatten() if x.is_complex() else x
+    return float(torch.dot(x, x))
+
+
+def _square_by_rows(numbers: np.ndarray[Any, np.dtype[np.float32]]) -> float:
+    """The dot product of each row with itself: one in float32 over all of them would lose two more digits."""
+    whole = len(numbers) // _ROW * _ROW
+    squares = np.matmul(numbers[:whole].reshape(-1, 1, _ROW), numbers[:whole].reshape(-1, _ROW, 1))
+    found = float(squares.sum(dtype=np.float64))
+    if whole < len(numbers):
+        rest = numbers[whole:].astype(np.float64)
+        found += float(np.dot(rest, rest))
+    return found

@@ -1,0 +1,265 @@
+"""What a rank of other sizes holds when no live model says it: from what was saved and NxD's conventions.
+
+For tools, and for loading into empty dicts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+from nxd_ckpt.live.optimizer_state import STEP
+from nxd_ckpt.live.parameters import form_of
+from nxd_ckpt.live.state import MASTER_WEIGHTS, ModelState, OptimizerForm, OptimizerSlot, State, StateTensor
+from nxd_ckpt.live.zero1 import MASTERS
+from nxd_ckpt.core.manifest import ParameterSpec
+from nxd_ckpt.core.partition import Partition
+from nxd_ckpt.reshard.stages import restaged
+from nxd_ckpt.core.topology import Coordinates, Topology
+from nxd_ckpt.errors import OptimizerMismatch, PartNotFound, TopologyMismatch
+from nxd_ckpt.formats.tensors import Assembly, Path, TensorStub, iter_tensors
+from nxd_ckpt.save.plan import SaveState
+from nxd_ckpt.tag.opened import OpenTag
+from nxd_ckpt.reshard.optimizer_names import is_number
+from nxd_ckpt.reshard.reshard_context import ReshardContext
+from nxd_ckpt.reshard.resharded_state import ReshardedState, recorded_state
+from nxd_ckpt.reshard.saved_optimizer import SavedSlot
+
+_LEAVES = (TensorStub, Assembly)
+
+
+def _nothing(name: str) -> bool:
+    """No name. A function with a name of its own, since targets are sent to worker processes."""
+    return False
+
+
+@dataclass(frozen=True)
+class Target:
+    """What to make of a tag for the rank that ``topology`` is seen from.
+
+    Attributes:
+        optimizer: "zero1", "zero1_full" or "plain"; None keeps the kind.
+        use_xser: None keeps it.
+        model: whether the model is wanted; the optimizer is where there is one.
+        partitions: how parameters of the tag were cut, by name, where it does not say.
+        stages: the names of each of the target's pipeline stages; by default as core.stages has it.
+        saved_names: the optimizer's parameter names as saved, by stage and group, where the tag does not say.
+        ignores: names of the model that are not wanted.
+    """
+
+    topology: Topology
+    optimizer: str | None = None
+    use_xser: bool | None = None
+    model: bool = True
+    partitions: Mapping[str, Partition] | None = None
+    stages: Sequence[Sequence[str]] | None = None
+    saved_names: Sequence[Sequence[Sequence[str]]] | None = None
+    ignores: Callable[[str], bool] = field(default=_nothing, repr=False)
+
+
+def target_state(opened: OpenTag, target: Target) -> SaveState:
+    """What the target's rank would save: model and optimizer, with leaves that stand for saved tensors.
+
+    Raises:
+        TopologyMismatch: sizes that do not divide a parameter, or a cut that is not known.
+        OptimizerMismatch: which parameters the optimizer's entries belong to is not known.
+    """
+    rank, parts = TargetRank(opened, target), opened.parts
+    form = None if parts.optimizer is None else rank.optimizer.form
+    return SaveState(
+        model=rank.model.state() if parts.model and target.model else None,
+        optimizer=None if parts.optimizer is None else rank.optimizer.state(),
+        optimizer_kind=None if form is None else form.kind,
+        optimizer_names=None if form is None else _known(slot.name for slot in form.slots),
+        use_xser=parts.use_xser if target.use_xser is None else target.use_xser,
+    )
+
+
+class TargetRank:
+    """One rank of the target."""
+
+    def __init__(self, opened: OpenTag, target: Target) -> None:
+        self._target = target
+        self._state = recorded_state(
+            opened, target.topology, partitions=target.partitions, saved_names=target.saved_names
+        )
+        if opened.parts.model:
+            _check_experts(self._state.context)
+
+    @cached_property
+    def model(self) -> TargetModel:
+        return TargetModel(self._state, self._target)
+
+    @cached_property
+    def optimizer(self) -> TargetOptimizer:
+        """Raises OptimizerMismatch where only names could tell whose its entries are, and nobody knows them."""
+        _check_names(self._state.context, self._target)
+        return TargetOptimizer(self._state, self._target, self.model)
+
+
+class TargetModel:
+    """The model of one rank of the target."""
+
+    def __init__(self, state: ReshardedState, target: Target) -> None:
+        self._state, self._source, self._target = state, state.model, target
+
+    @cached_property
+    def stages(self) -> Sequence[Sequence[str]]:
+        """The names of each stage of the target."""
+        given, topology = self._target.stages, self._target.topology
+        if given is not None and len(given) != topology.pp:
+            raise TopologyMismatch(f"stages= lists {len(given)} pipeline stages, but pp is {topology.pp}")
+        return given or restaged(list(self._source.names.values()), topology.pp)
+
+    @cached_property
+    def specs(self) -> dict[str, ParameterSpec]:
+        """The tensors of this rank, as it holds them."""
+        forms = ((name, self._source.form(name)) for name in self._wanted)
+        return {name: self._state.context.as_recorded(name, *form) for name, form in forms if form is not None}
+
+    def tree(self) -> dict[str, Any]:
+        """The state dict; weights that were left out come from the optimizer's master weights."""
+        mine = self._wanted
+        tree = self._source.tree(self.specs, mine, self._target.ignores)
+        absent = [name for name in mine if name not in tree]
+        if absent:
+            raise PartNotFound(f"{self._state.context.opened.where}: no stage holds {absent[:5]}, which stages= names")
+        return {name: self._state.required_weight(name, tree[name]) for name in mine}
+
+    def state(self) -> ModelState:
+        """The same, to be saved."""
+        tree = self.tree()
+        ties = _ties(tree)
+        tensors: dict[Path, StateTensor] = {}
+        for path, _ in iter_tensors(tree, _LEAVES):
+            name = "/".join(map(str, path))
+            spec = self.specs.get(name)
+            expert = spec is not None and spec.partition.expert
+            tensors[path] = StateTensor(f"model/{name}", spec, tie=ties.get(name), expert=expert)
+        return ModelState(tree, lambda: tensors, specify=lambda: dict(self.specs))
+
+    @property
+    def _wanted(self) -> list[str]:
+        """The names of this rank's stage that are wanted."""
+        return [name for name in self.stages[self._target.topology.pp_rank] if not self._target.ignores(name)]
+
+
+class TargetOptimizer:
+    """The optimizer of one rank of the target: the saved param groups, each with what is on this rank's stage."""
+
+    def __init__(self, state: ReshardedState, target: Target, model: TargetModel) -> None:
+        self._context, self._source, self._target, self._model = state.context, state.optimizer, target, model
+
+    @cached_property
+    def form(self) -> OptimizerForm:
+        """With ZeRO-1 and expert parallelism, each group is there twice: without its experts, and with them alone."""
+        kind = self._target.optimizer or self._context.opened.parts.optimizer or "plain"
+        kind = "zero1" if kind == "zero1_dcp" else kind
+        slots = self._slots_here()
+        numbers = range(len(self._source.groups))
+        apart = kind != "plain" and self._target.topology.ep > 1
+        groups = [
+            [name for name, slot in slots.items() if slot.group == number and self._is_expert(name, slot) in kinds]
+            for kinds in (((False,), (True,)) if apart else ((False, True),))
+            for number in numbers
+        ]
+        own = [len(names) for names in groups[: len(numbers)]]
+        return OptimizerForm(
+            kind,
+            tuple(self._slot(name, slots[name], kind) for names in groups for name in names),
+            tuple(map(len, groups)),
+            (sum(own), len(own)) if apart else None,
+        )
+
+    def tree(self) -> dict[str, Any]:
+        """The state dict."""
+        return self._source.tree(self.form)
+
+    def state(self) -> State:
+        """The same, to be saved."""
+        tree = self.tree()
+        return State(tree, lambda: {path: self._describe(path, leaf) for path, leaf in iter_tensors(tree, _LEAVES)})
+
+    def _slots_here(self) -> dict[str, SavedSlot]:
+        """The saved slots of this rank's parameters: in saved order; in the model's where experts come back to it."""
+        found = {name: slot for name, slot in self._source.slots.items() if name in self._mine}
+        rejoined = self._context.saved.ep > 1 and self._target.topology.ep == 1
+        if not rejoined or not self._context.opened.parts.model:
+            return found
+        order = [name for name in self._model.stages[self._target.topology.pp_rank] if name in found]
+        return {name: found[name] for name in [*order, *found]}
+
+    @cached_property
+    def _mine(self) -> set[str]:
+        """The parameters on this rank's stage."""
+        stages, topology = list(self._source.stages.values()), self._target.topology
+        if self._target.stages is None and len(stages) == topology.pp:
+            return set(stages[topology.pp_rank])
+        if self._context.opened.parts.model:
+            return set(self._model.stages[topology.pp_rank])
+        return set(restaged([list(slots) for slots in stages], topology.pp)[topology.pp_rank])
+
+    def _slot(self, name: str, saved: SavedSlot, kind: str) -> OptimizerSlot:
+        spec = self._context.as_recorded(name, "float32", saved.likely_shape, expert=saved.expert)
+        topology = self._target.topology
+        if kind != "zero1":
+            return OptimizerSlot(name, spec)
+        if topology.ep > 1 and self._is_expert(name, saved):
+            return OptimizerSlot(name, spec, topology.expert_dp, topology.expert_dp_rank)
+        return OptimizerSlot(name, spec, topology.dp, topology.dp_rank)
+
+    def _is_expert(self, name: str, slot: SavedSlot) -> bool:
+        recorded = self._context.recorded.get(name)
+        return slot.expert or (recorded is not None and recorded.partition.expert)
+
+    def _describe(self, path: Path, leaf: Any) -> StateTensor:
+        section, *rest = path
+        if section not in ("state", "base_state", MASTERS) or not rest or not isinstance(rest[0], int):
+            return StateTensor("/".join(map(str, ("optim", *path))))
+        slot = self.form.slots[rest[0]]
+        key = rest[1] if len(rest) > 1 else MASTER_WEIGHTS
+        name, expert = f"optim/{slot.name}/{key}", slot.spec.partition.expert
+        if key == STEP or len(form_of(leaf)[1]) != len(slot.spec.shape):
+            return StateTensor(name, expert=expert)
+        return StateTensor(name, slot.spec, slot.shards, slot.shard, expert=expert)
+
+
+def _check_names(context: ReshardContext, target: Target) -> None:
+    """Raise OptimizerMismatch without names, unless places do in their stead: on the same sizes, but for dp."""
+    opened, saved, live = context.opened, context.saved, context.live
+    names = opened.optimizer_names(Coordinates())
+    known = target.saved_names is not None or (names is not None and not any(map(is_number, names)))
+    if not known and (saved.tp, saved.pp, saved.ep) != (live.tp, live.pp, live.ep):
+        raise OptimizerMismatch(
+            f"{opened.where} does not say which parameters the entries of its optimizer belong to; from "
+            f"{saved.describe()} to {live.describe()} they are needed. Pass "
+            "saved_param_names=: for each pipeline stage that it was saved on, for each param group, the names in "
+            "order"
+        )
+
+
+def _check_experts(context: ReshardContext) -> None:
+    """Raise TopologyMismatch where experts are to be cut, and the tag does not say which parameters those are."""
+    saved, live = context.saved, context.live
+    if live.ep == saved.ep or live.ep == 1 or any(spec.partition.expert for spec in context.recorded.values()):
+        return
+    raise TopologyMismatch(
+        f"{context.opened.where}, saved on {saved.describe()}, marks no parameter as an expert's; for ep={live.ep} "
+        "pass partitions= with expert=True for those that are"
+    )
+
+
+def _ties(tree: Mapping[str, Any]) -> dict[str, str]:
+    """For every name whose leaf several have (the same bytes of the same file): the first of them."""
+    names: dict[Any, list[str]] = {}
+    for name, leaf in tree.items():
+        if isinstance(leaf, _LEAVES):
+            names.setdefault((leaf.file, leaf.offset) if isinstance(leaf, TensorStub) else leaf, []).append(name)
+    return {name: same[0] for same in names.values() if len(same) > 1 for name in same}
+
+
+def _known(names: Iterable[str]) -> tuple[str, ...] | None:
+    listed = tuple(names)
+    return None if any(map(is_number, listed)) else listed

@@ -1,1 +1,0 @@
-"""Two tags side by side: which tensors and values differ, and by how much."""

@@ -1,1 +1,0 @@
-"""A load: what goes where, agreed on by all ranks before anything changes."""

@@ -1,1 +1,0 @@
-"""A save: what this rank writes, staged, written, voted on and made visible."""

@@ -1,1 +1,0 @@
-"""An opened tag: how it is chosen, opened, read and verified."""

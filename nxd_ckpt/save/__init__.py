@@ -1,0 +1,1 @@
+"""One save on one rank: capture, plan, stage, write."""

@@ -1,0 +1,176 @@
+"""From the objects a caller passes to the state that is saved. Reads no tensor data and changes nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any, TypeVar
+
+import torch
+
+from nxd_ckpt.live.model import ModelAdapter
+from nxd_ckpt.live.models import open_model
+from nxd_ckpt.live.optimizer import open_optimizer
+from nxd_ckpt.live.state import ModelState, State, StateTensor
+from nxd_ckpt.core.manifest import ParameterSpec
+from nxd_ckpt.core.partition import Partition
+from nxd_ckpt.reshard.resharding import check_partitions
+from nxd_ckpt.core.topology import Topology
+from nxd_ckpt.errors import InvalidArgument, UnsupportedState
+from nxd_ckpt.formats.tensors import Path
+from nxd_ckpt.formats.unpickle import check_picklable_as_data
+from nxd_ckpt.live.ignoring import Ignoring
+from nxd_ckpt.save.ignored_keys import leave_out
+from nxd_ckpt.save.options import SaveOptions
+from nxd_ckpt.save.plan import SaveState
+
+
+def capture(
+    topology: Topology,
+    options: SaveOptions,
+    model: Any = None,
+    optimizer: Any = None,
+    scheduler: Any = None,
+    user_content: Any = None,
+    rank_content: Any = None,
+) -> SaveState:
+    """What this rank is asked to save, with tensors still live.
+
+    Raises:
+        UnsupportedState: SPMD or meta state.
+        InvalidArgument: ``weights_only`` without a model; nothing to save.
+        UnsafePickle: user content, rank content or scheduler that a safe load would refuse.
+    """
+    if options.weights_only:
+        if model is None:
+            raise InvalidArgument("weights_only=True saves the model and nothing else: pass model=")
+        optimizer = scheduler = user_content = rank_content = None
+    if topology.rank == 0:
+        _require_any(model, optimizer, scheduler, user_content, rank_content)
+    model_adapter = None if model is None else open_model(model)
+    model_state = None if model_adapter is None else model_adapter.capture(topology.tp)
+    known = {} if model_adapter is None else model_adapter.partitions(topology.tp)
+    partitions = {**known, **(options.partitions or {})}
+    if model_state is not None and partitions:
+        model_state = _with_partitions(model_state, partitions, topology)
+    optimizer_state, kind, names = None, None, None
+    if optimizer is not None:
+        adapter = open_optimizer(
+            optimizer,
+            model=model_adapter,
+            param_names=options.param_names,
+            zero1_optimizer=options.zero1_optimizer,
+            topology=topology,
+        )
+        optimizer_state, kind, names = adapter.capture(), adapter.kind, adapter.parameter_names
+        if options.use_zero1_dcp:
+            kind = _as_dcp(kind)
+        if partitions:
+            optimizer_state = _repartitioned(optimizer_state, partitions)
+    contents = {"scheduler": _scheduler_state(scheduler), "user_content": user_content, "rank_content": rank_content}
+    state = SaveState(
+        model=model_state,
+        optimizer=optimizer_state,
+        optimizer_kind=kind,
+        optimizer_names=None if names is None else tuple(names),
+        use_xser=options.use_xser,
+        lower_precision_weights=not options.avoid_saving_lower_precision_weights,
+        **contents,
+    )
+    state = _without_ignored(state, options, model_adapter, topology)
+    if not options.trust_pickle:
+        for what in contents:
+            check_picklable_as_data(getattr(state, what), what)
+        _check_values(state)
+    return state
+
+
+def _without_ignored(
+    state: SaveState, options: SaveOptions, model: ModelAdapter | None, topology: Topology
+) -> SaveState:
+    """The state without what ``ignore_keys`` says; raises UnsupportedState where no load could give the rest back."""
+    ignoring = Ignoring(options.ignore_keys)
+    ignoring.know_ties(model)
+    state = leave_out(state, ignoring, topology)
+    if model is not None and state.model is not None:
+        model.require_loadable(state.model.tree)
+    return state
+
+
+def _check_values(state: SaveState) -> None:
+    """Raise UnsafePickle for what is no tensor in model or optimizer, and no plain data: a load would refuse it."""
+    for part, values in state.trees().items():
+        for name, value in _unusual(values.tree, part, depth=2):
+            check_picklable_as_data(value, name)
+
+
+def _unusual(tree: Mapping[Any, Any], name: str, depth: int) -> Iterator[tuple[str, Any]]:
+    """Everything but tensors and numbers, with its name. Quick, as it is on the caller's thread in each save."""
+    for key, value in tree.items():
+        kind = type(value)
+        if kind is dict and depth:
+            yield from _unusual(value, f"{name}/{key}", depth - 1)
+        elif kind not in _USUAL and not isinstance(value, torch.Tensor):
+            yield f"{name}/{key}", value
+
+
+_USUAL = frozenset({torch.Tensor, torch.nn.Parameter, int, float, bool, str, type(None)})
+
+
+def _require_any(*parts: Any) -> None:
+    if all(part is None for part in parts):
+        raise InvalidArgument(
+            "nothing was passed to be saved, and an empty tag would count as the latest checkpoint: pass model=, "
+            "optimizer=, scheduler=, user_content= or rank_content="
+        )
+
+
+def _as_dcp(kind: str) -> str:
+    """The kind of an optimizer of that ``kind`` with ``use_zero1_dcp``."""
+    if kind != "zero1":
+        raise UnsupportedState(
+            "use_zero1_dcp=True is for ZeRO-1 optimizers, and for their state dicts with zero1_optimizer=True; this "
+            "one's state is the same on all data-parallel ranks: leave it out"
+        )
+    return "zero1_dcp"
+
+
+def _scheduler_state(scheduler: Any) -> Any:
+    if isinstance(scheduler, (list, tuple)):
+        return [_scheduler_state(one) for one in scheduler]
+    return scheduler.state_dict() if hasattr(scheduler, "state_dict") else scheduler
+
+
+def _with_partitions(state: ModelState, partitions: Mapping[str, Partition], topology: Topology) -> ModelState:
+    given = _repartitioned(state, partitions)
+
+    def describe() -> dict[Path, StateTensor]:
+        check_partitions(partitions, state.parameters, topology)
+        return given.describe()
+
+    def specify() -> dict[str, ParameterSpec]:
+        return {
+            name: replace(spec, partition=partitions[name], explicit=True) if name in partitions else spec
+            for name, spec in state.parameters.items()
+        }
+
+    return replace(given, describe=describe, specify=specify)
+
+
+_StateT = TypeVar("_StateT", bound=State)
+
+
+def _repartitioned(state: _StateT, partitions: Mapping[str, Partition]) -> _StateT:
+    """The state with the given partitions, put on the tensors of the parameters that they name."""
+
+    def repartitioned(about: StateTensor) -> StateTensor:
+        partition = partitions.get(about.name.split("/")[1])  # "model/<name>", "optim/<name>/exp_avg"
+        if partition is None:
+            return about
+        spec = None if about.spec is None else replace(about.spec, partition=partition)
+        return replace(about, spec=spec, expert=partition.expert)
+
+    def describe() -> dict[Path, StateTensor]:
+        return {path: repartitioned(about) for path, about in state.tensors.items()}
+
+    return replace(state, describe=describe, grounds=(state.grounds, dict(partitions)))

@@ -1,0 +1,126 @@
+"""The ranks of a mesh job tell each other, once, what they hold on which meshes; see core.mesh_groups.
+
+Digests only: names are sent where something is wrong, and by the leaders of several groups.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from hashlib import sha256
+from typing import Any
+
+from nxd_ckpt.live.parameters import form_of
+from nxd_ckpt.core.mesh import Mesh, ravelled
+from nxd_ckpt.core.mesh_groups import MeshGroup, MeshPlace, MeshWord, OutsideOfGroup, groups_of
+from nxd_ckpt.errors import RanksDisagree
+from nxd_ckpt.formats.tensors import iter_tensors
+from nxd_ckpt.coordination.agreement import Agreement, decided_by_rank0
+from nxd_ckpt.save.mesh_plan import mesh_among
+from nxd_ckpt.save.plan import SaveState
+
+_Lines = dict[str, list[Any]]
+"""dtype, shape, placements and the number of its mesh, of each tensor by name."""
+
+
+def with_words(state: SaveState, members: tuple[int, ...] | None) -> tuple[SaveState, HeldInWords]:
+    """The state, and what this rank says of it. Raises UnsupportedState for a DTensor that is not cut into boxes."""
+    return state, HeldInWords(state, members)
+
+
+def agree_on_groups(agreement: Agreement, held: HeldInWords) -> list[MeshGroup] | None:
+    """The groups of a mesh job; None where no rank holds a DTensor. All ranks at once.
+
+    Raises RanksDisagree, on all ranks: ranks of one mesh hold other tensors, or in another way; or one name stands for
+    different tensors.
+    """
+    words = agreement.gather(held.word)
+    answer = decided_by_rank0(agreement, lambda: _answer(words or []))
+    if answer is None:
+        return None
+    lines = agreement.gather(held.lines if agreement.rank in answer["ask"] else None)
+    decided_by_rank0(agreement, lambda: _compare(answer, lines or []))
+    return [MeshGroup.from_json(group) for group in answer["groups"]]
+
+
+class HeldInWords:
+    """What one rank holds."""
+
+    def __init__(self, state: SaveState, members: tuple[int, ...] | None = None) -> None:
+        self._is_placed = state.is_placed
+        self.lines: _Lines = {}
+        self._meshes: list[tuple[Mesh, tuple[int, ...]]] = []
+        for part in state.trees().values():
+            for path, leaf in iter_tensors(part.tree):
+                about = part.tensors[path]
+                dtype, shape = form_of(leaf)
+                line: list[Any] = [dtype, list(shape), None, None]
+                if about.placed is not None:
+                    layout = about.placed.layout
+                    placements = [None if one is None else [one.dim, one.split] for one in layout.placements]
+                    mesh = mesh_among(members, about.name, layout.mesh), about.placed.coordinate
+                    if mesh not in self._meshes:
+                        self._meshes.append(mesh)
+                    line = [dtype, list(about.placed.shape), placements, self._meshes.index(mesh)]
+                self.lines[about.name] = line
+
+    @property
+    def word(self) -> list[Any]:
+        """Whether there are DTensors among it, and a MeshWord."""
+        structure = sha256(repr(self.lines).encode()).hexdigest()[:32]
+        return [self._is_placed, MeshWord(structure, [_place(*mesh) for mesh in self._meshes])]
+
+
+def _place(mesh: Mesh, coordinate: tuple[int, ...]) -> MeshPlace:
+    digest, place = sha256(repr((mesh.shape, mesh.ranks)).encode()).hexdigest()[:16], ravelled(coordinate, mesh.shape)
+    return MeshPlace(digest, mesh.names, mesh.shape, place, mesh.ranks if place == 0 else None)
+
+
+def _answer(words: Sequence[Any]) -> dict[str, Any] | None:
+    """What rank 0 makes of all words: the groups, or whose tensors are to be compared; None for no mesh job."""
+    if not any(is_placed for is_placed, _ in words):
+        return None
+    try:
+        groups = groups_of([MeshWord(word[0], [MeshPlace(*mesh) for mesh in word[1]]) for _, word in words])
+    except OutsideOfGroup as outside:
+        return {"groups": [], "ask": [rank for rank in (outside.rank, outside.other) if rank is not None]}
+    leaders = [group.ranks[0] for group in groups]
+    return {"groups": [group.to_json() for group in groups], "ask": leaders if len(leaders) > 1 else []}
+
+
+def _compare(answer: Mapping[str, Any], lines: Sequence[_Lines | None]) -> None:
+    asked = [(rank, lines[rank] or {}) for rank in answer["ask"]]
+    if not answer["groups"]:
+        raise RanksDisagree(_difference(asked))
+    known: dict[str, tuple[int, list[Any]]] = {}
+    for rank, held in asked:
+        for name, line in held.items():
+            first, other = known.setdefault(name, (rank, line))
+            if (line[:2], line[2] is None) != (other[:2], other[2] is None):
+                raise RanksDisagree(
+                    f"{name} is {_words(other)} on rank {first}, and {_words(line)} on rank {rank}: one name stands "
+                    "for one tensor; build the model alike on all ranks, or give them different names"
+                )
+
+
+def _difference(asked: Sequence[tuple[int, _Lines]]) -> str:
+    """What is wrong with the first of two ranks whose mesh is not all alike."""
+    rank, held = asked[0]
+    other, others = asked[1] if len(asked) > 1 else (None, {})
+    advice = "all ranks of a mesh must hold the same tensors, placed alike: build model and mesh alike on all of them"
+    if other is None:
+        return (
+            f"rank {rank} holds DTensors on a mesh that other ranks of it do not know, or in another order; {advice}"
+        )
+    for name in {**held, **others}:
+        if held.get(name) != others.get(name):
+            found = [_words(lines.get(name)) for lines in (held, others)]
+            return f"{name} is {found[0]} on rank {rank}, and {found[1]} on rank {other}; {advice}"
+    return f"ranks {rank} and {other} hold the same tensors on different meshes; {advice}"
+
+
+def _words(line: Sequence[Any] | None) -> str:
+    if line is None:
+        return "not there"
+    dtype, shape, placements, _ = line
+    kind = "a plain tensor" if placements is None else f"a DTensor placed {placements}"
+    return f"{kind} of {dtype} {tuple(shape)}"

@@ -1,0 +1,195 @@
+"""What a rank's saves go through, one after the other: staged on the caller's thread, written on one of its own."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from nxd_ckpt import effects
+from nxd_ckpt.live import torch_xla
+from nxd_ckpt.core.topology import Topology
+from nxd_ckpt.errors import CheckpointError, OutcomeUnknown, RanksDisagree, as_checkpoint_errors, in_words, to_wire
+from nxd_ckpt.storage.arena import Arena, default_cap
+from nxd_ckpt.coordination.agreement import Agreement, decided_by_rank0, on_all
+from nxd_ckpt.storage.progress import report, watched
+from nxd_ckpt.save.background import Helpers, Worker
+from nxd_ckpt.save.counting import Counting
+from nxd_ckpt.save.mesh_agreement import agree_on_groups, with_words
+from nxd_ckpt.save.pending import SaveProgress
+from nxd_ckpt.save.plan import SavePlan, SaveState
+from nxd_ckpt.save.planner import Planner
+from nxd_ckpt.save.replica_differences import warn_of_differences
+from nxd_ckpt.save.saving import Saving
+from nxd_ckpt.save.staging import Stager
+from nxd_ckpt.save.waves import Wave, plan_waves
+from nxd_ckpt.save.writing import WRITERS
+
+logger = logging.getLogger("nxd_ckpt")
+
+
+class Planned(NamedTuple):
+    """What one save of this rank writes, and in which waves it is staged."""
+
+    plan: SavePlan
+    waves: Sequence[Wave]
+
+
+class Pipeline:
+    """The planner, the staging arena and the threads of one Checkpointer; each is made when it is first needed.
+
+    It serves one save at a time: the caller holds the Checkpointer's turn.
+    """
+
+    def __init__(self, topology: Topology, memory_cap: int | None) -> None:
+        self._topology, self._memory_cap = topology, memory_cap
+        self._planner = Planner(topology)
+        self._worker: Worker | None = None
+        self._helpers: Helpers | None = None
+        self._counter: Helpers | None = None
+        self._stager: Stager | None = None
+        self._counting: Counting | None = None
+
+    def plan(self, state: SaveState) -> Planned:
+        """What a save of ``state`` writes. Raises what makes it impossible, before anything is written."""
+        plan = self._planner.plan(state)
+        _ = self._writer  # raises here if a thread cannot start
+        return Planned(plan, plan_waves(plan.files, self._staging().arena.cap))
+
+    def plan_together(self, agreement: Agreement, captured: Callable[[], SaveState], tag: str) -> Planned:
+        """The plan of the first save, under ``tag``, of what is ``captured``; all ranks at once.
+
+        Those of a mesh job tell each other what they hold, for all saves from now on. Raises on all what is impossible
+        on any, and RanksDisagree.
+        """
+        state, held = on_all(agreement, lambda: with_words(captured(), self._topology.members))
+        self._planner.groups = agree_on_groups(agreement, held)
+        planned = on_all(agreement, lambda: self.plan(state))
+        words = agreement.gather(planned.plan.agreed(tag, self._topology))
+        decided_by_rank0(agreement, lambda: _must_agree(words))
+        if agreement.world_size > 1:
+            warn_of_differences(agreement, state, self._topology, self._planner.groups)
+        return planned
+
+    def stage(self, saving: Saving, planned: Planned) -> None:
+        """Copy the state into the arena and hand it over, in as many waves as it takes."""
+        stager = self._staging()
+        self._stop_counting()  # the memory is needed
+        if saving.counts:
+            if self._counter is None:
+                self._counter = Helpers(1, "nxd_ckpt-counter")
+            saving.counting = self._counting = Counting(planned.plan.files, self._counter)
+        torch_xla.sync()
+        for number, wave in enumerate(planned.waves):
+            views = stager.stage(planned.plan.files, wave)
+            self._hand_over(saving, wave, views, wait=number < len(planned.waves) - 1)
+
+    def submit(self, task: Callable[[], None]) -> None:
+        """Run ``task`` on the writer thread, after those before it. It must not raise."""
+        self._writer.submit(task)
+
+    def conclude(self, saving: Saving, pending: SaveProgress, started: float) -> None:
+        """Commit what was handed over, on the writer thread, and settle it; ``started`` is when its save was called."""
+        self.submit(lambda: _conclude(saving, pending, started))
+
+    @property
+    def _writer(self) -> Worker:
+        if self._worker is None:
+            self._worker = Worker("nxd_ckpt-writer")
+        return self._worker
+
+    @property
+    def writers(self) -> Helpers:
+        """The threads that write small files side by side."""
+        if self._helpers is None:
+            self._helpers = Helpers(WRITERS, "nxd_ckpt-helper")
+        return self._helpers
+
+    def stop(self, *, at_once: bool = False) -> None:
+        """End the threads, once they have done what was submitted, and give the memory back.
+
+        ``at_once`` says not to wait for what is counted, nor until it is kept.
+        """
+        if at_once:
+            self._stop_counting()
+        if self._worker is not None:
+            self._worker.stop()
+            self._worker = None
+        if self._helpers is not None:
+            self._helpers.shutdown()
+            self._helpers = None
+        if self._counter is not None:
+            self._counter.shutdown(wait=not at_once, cancel_futures=at_once)
+            self._counter = None
+        if self._stager is not None:
+            self._stager.release()
+
+    def _stop_counting(self) -> None:
+        if self._counting is not None:
+            self._counting.stop()
+            self._counting = None
+
+    def _staging(self) -> Stager:
+        if self._stager is None:
+            local = int(os.environ.get("LOCAL_WORLD_SIZE", self._topology.world_size))
+            self._stager = Stager(Arena(self._memory_cap if self._memory_cap is not None else default_cap(local)))
+        return self._stager
+
+    def _hand_over(self, saving: Saving, wave: Wave, views: list[memoryview], *, wait: bool) -> None:
+        written = effects.Event()
+
+        def write() -> None:
+            try:
+                saving.write(wave, views)
+            finally:
+                views.clear()  # the arena may only grow once nobody holds a view of it
+                written.set()
+
+        if saving.counting is not None:
+            saving.counting.add(wave, views)
+        self.submit(write)
+        if wait:
+            written.wait()
+            if saving.counting is not None:
+                saving.counting.end_wave()
+
+
+def await_decided(saving: Saving, pending: SaveProgress, *, shown: bool) -> None:
+    """Until it is decided, with a bar of what this rank writes, if it is to be ``shown``; raises what failed."""
+    total = 0 if saving.plan is None else sum(planned.image.nbytes for planned in saving.plan.files)
+    with watched("save", total, lambda: saving.nbytes, shown):
+        pending.future.wait_decided()
+    if not pending.tolerated:
+        pending.future.wait()
+
+
+def _must_agree(words: list[Any] | None) -> None:
+    for rank, word in enumerate(words or []):
+        if words is not None and word != words[0]:
+            raise RanksDisagree(f"ranks 0 and {rank} disagree on what is being saved: {words[0]} against {word}")
+
+
+def _conclude(saving: Saving, pending: SaveProgress, started: float) -> None:
+    error: BaseException | None = None
+    try:
+        with as_checkpoint_errors():
+            saving.conclude(pending.voted.set)
+    except CheckpointError as problem:
+        error = problem
+    except Exception as problem:  # a defect of ours must not leave a waiter hanging
+        logger.exception("nxd_ckpt: unexpected error in the background thread")
+        error = problem
+    except BaseException as problem:  # an exit out of a storage is not the caller's own
+        logger.exception("nxd_ckpt: exit in the background thread")
+        error = OutcomeUnknown(f"save of {saving.tag!r}: its thread was told to exit ({in_words(to_wire(problem))})")
+        error.__cause__ = problem
+    pending.timings, pending.nbytes = saving.timings, saving.nbytes
+    session = saving.session
+    if error is None and session.topology.rank == 0:
+        report("saved", f"{session.storage.url}/{saving.tag}", saving.saved_nbytes, started)
+        saving.hand_over()  # before anybody who waits for the save may wait for the tiers
+    pending.settle(error)
+    if error is None:
+        saving.keep_counts()
+    saving.tidy()

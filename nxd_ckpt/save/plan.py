@@ -1,0 +1,320 @@
+"""Which files this rank writes, and how each is laid out: the plan of one save, before any byte is copied.
+
+Who writes what (source: neuronx_distributed 0.18; where it leaves something out, the note says so):
+
+===================  ===============================================================================
+of a mesh job        each rank its boxes of model and optimizer, see runtime.save.mesh_plan
+model, plain files   the first rank of each replica group, whole
+model, xser          the replica group shares: tensors balanced by bytes, its first rank writes reference and info
+optimizer, ZeRO-1    every rank its own file; with use_zero1_dcp its own files, see runtime.save.dcp_plan
+optimizer, unsharded the first rank of each replica group, whole (what the converter writes)
+optimizer, plain     as the model (upstream never writes ep_rank > 0's in plain files: here it is written)
+scheduler, user      the master rank (global rank 0)
+rank content         every rank its own file
+===================  ===============================================================================
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Collection, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from math import prod
+from typing import Any
+
+from nxd_ckpt.live.dtensor import refuse_sizes
+from nxd_ckpt.live.parameters import form_of
+from nxd_ckpt.live.state import ModelState, State
+from nxd_ckpt.live.zero1 import EXPERT_KEYS
+from nxd_ckpt.core.manifest import ParameterSpec, Parts
+from nxd_ckpt.core.mesh_groups import MeshGroup
+from nxd_ckpt.core.mesh_record import MeshRecord
+from nxd_ckpt.core.topology import Topology
+from nxd_ckpt.errors import UnsupportedState
+from nxd_ckpt.formats import xser
+from nxd_ckpt.formats.strides import stride_in_content
+from nxd_ckpt.formats.tensors import itemsize, iter_tensors
+from nxd_ckpt.formats.torch_zip_writer import image_of
+from nxd_ckpt.core import names
+from nxd_ckpt.save.dcp_plan import plan_dcp
+from nxd_ckpt.save.mesh_plan import MeshPlan
+from nxd_ckpt.save.planned_file import NamedTensor, PlannedFile, pieces_of
+
+logger = logging.getLogger("nxd_ckpt")
+
+
+@dataclass(frozen=True)
+class SaveState:
+    """Everything that one call asks to save, as this rank holds it. ``optimizer_kind`` as in core.manifest.Parts,
+    ``left_out`` says in words what was not to be saved.
+
+    Without ``lower_precision_weights`` those that the optimizer's master weights stand for are left out, if NxD would
+    leave them out: only then can it load the rest.
+    """
+
+    model: ModelState | None = None
+    optimizer: State | None = None
+    optimizer_kind: str | None = None
+    optimizer_names: tuple[str, ...] | None = None
+    scheduler: Any = None
+    user_content: Any = None
+    rank_content: Any = None
+    use_xser: bool = False
+    lower_precision_weights: bool = True
+    left_out: Sequence[str] = ()
+
+    @property
+    def is_placed(self) -> bool:
+        """Whether it holds DTensors."""
+        return any(state.is_placed for state in self.trees().values())
+
+    def trees(self) -> dict[str, State]:
+        """Model and optimizer, as far as they are to be saved, by field."""
+        both: dict[str, State | None] = {"model": self.model, "optimizer": self.optimizer}
+        return {part: state for part, state in both.items() if state is not None}
+
+    def has_master_weights(self) -> bool:
+        return self.optimizer is not None and bool(self.optimizer.master_weight_entries())
+
+    def parts(self, master_weights: bool) -> Parts:
+        """What is asked to be saved; ``master_weights`` is what :meth:`has_master_weights` gives, or gave."""
+        return Parts(
+            model=self.model is not None,
+            optimizer=self.optimizer_kind,
+            scheduler=self.scheduler is not None,
+            user_content=self.user_content is not None,
+            rank_content=self.rank_content is not None,
+            use_xser=self.use_xser,
+            master_weights=master_weights,
+            lower_precision_weights=self.lower_precision_weights or bool(self.needs_all_weights(master_weights)),
+        )
+
+    def needs_all_weights(self, master_weights: bool) -> str | None:
+        """Why no weights of the model can be left out; None if they can."""
+        if not self.use_xser:
+            return "without use_xser=True NxD loads every weight from the model's files"
+        if not master_weights:
+            return "the optimizer holds no master weights that could stand for them (save_master_weights=True)"
+        if self.optimizer is not None and EXPERT_KEYS[0] in self.optimizer.tree:
+            return "with expert parallelism NxD loads no master weights"
+        return None
+
+
+@dataclass(frozen=True)
+class SavePlan:
+    """What this rank writes into the tag, and what it tells the others of it (see core.votes.Vote).
+
+    ``shared`` are its files of model and optimizer, ``objects`` those of scheduler, user content and rank content.
+    ``groups`` are those of a mesh job, ``mesh`` what a leader among its ranks says of its group.
+    """
+
+    shared: tuple[PlannedFile, ...]
+    objects: tuple[PlannedFile, ...]
+    parts: Parts
+    replica: str
+    parameters: Mapping[str, ParameterSpec] = field(default_factory=dict)
+    optimizer_names: tuple[str, ...] | None = None
+    left_out: Sequence[str] = ()
+    groups: Sequence[MeshGroup] | None = None
+    mesh: MeshRecord | None = None
+
+    @cached_property
+    def files(self) -> tuple[PlannedFile, ...]:
+        return self.shared + self.objects
+
+    def agreed(self, tag: str, topology: Topology) -> dict[str, Any]:
+        """What all ranks must agree on for this save: a vote's ``plan``. What only one rank writes is not in it."""
+        everywhere = ("model", "optimizer", "use_xser", "lower_precision_weights")
+        parts = {name: getattr(self.parts, name) for name in everywhere}
+        chosen: dict[str, Any] = {"ignore_keys": list(self.left_out)} if self.left_out else {}
+        chosen |= {} if self.groups is None else {"mesh": True}
+        return {"tag": tag, "topology": topology.describe(), **parts, **chosen}
+
+
+def plan_save(state: SaveState, topology: Topology, groups: Sequence[MeshGroup] | None = None) -> SavePlan:
+    """The plan of the rank that ``topology`` is seen from. Reads no tensor data.
+
+    The leaves of the state may be live tensors, or stand for saved ones (TensorStub, Assembly). ``groups`` are those of
+    a mesh job.
+
+    Raises:
+        InvalidArgument: ``partitions`` names what the model does not have, or cuts it as it cannot have been cut.
+        UnsupportedState: DTensors in a way that no mesh job holds them.
+    """
+    if groups is not None or state.is_placed:
+        return _plan_mesh(state, topology, groups or [MeshGroup(tuple(range(topology.world_size)))])
+    parts = state.parts(state.has_master_weights())
+    if parts.lower_precision_weights and not state.lower_precision_weights and topology.rank == 0:
+        why = state.needs_all_weights(parts.master_weights)
+        logger.warning("avoid_saving_lower_precision_weights=True has no effect, all weights are saved: %s", why)
+    files = []
+    group = topology.replicas(topology.coordinates, expert=topology.ep > 1)
+    shared = [part for part in (state.model, state.optimizer) if part is not None]
+    if state.model is not None:
+        skipped = set() if parts.lower_precision_weights else _covered(state)
+        key = names.model_file(topology, topology.coordinates)
+        experts_only = topology.ep_rank > 0
+        files += _shared_files("model", key, state.model, state.use_xser, group, topology, skipped, experts_only)
+    if state.optimizer is not None and state.optimizer_kind == "zero1_dcp":
+        files += plan_dcp("optimizer", state.optimizer, state.optimizer_names, topology)
+        shared = shared[:-1]
+    elif state.optimizer is not None:
+        kind = state.optimizer_kind or "plain"
+        zero1 = kind != "plain"
+        key = names.optimizer_file(topology, topology.coordinates, kind)
+        owners = [topology.rank] if kind == "zero1" else group
+        experts_only = topology.ep_rank > 0 and not zero1
+        files += _shared_files("optimizer", key, state.optimizer, state.use_xser, owners, topology, set(), experts_only)
+        shared = shared[:-1] if zero1 else shared
+    leads = topology.rank == group[0] and topology.tp_rank == 0
+    return SavePlan(
+        shared=tuple(files),
+        objects=plan_objects(state, topology),
+        parts=parts,
+        replica=_digest_of_structure(shared),
+        parameters=state.model.parameters if leads and state.model is not None else {},
+        optimizer_names=state.optimizer_names if leads else None,
+        left_out=state.left_out,
+    )
+
+
+def _plan_mesh(state: SaveState, topology: Topology, groups: Sequence[MeshGroup]) -> SavePlan:
+    refuse_on_mesh(state, topology)
+    group = next(group for group in groups if topology.rank in group.ranks)
+    plan = MeshPlan(state.trees(), group, topology.rank, topology.members)
+    return SavePlan(
+        shared=tuple(plan.files()),
+        objects=plan_objects(state, topology),
+        parts=state.parts(state.has_master_weights()),
+        replica=plan.digest,
+        parameters=state.model.parameters if plan.leads and state.model is not None else {},
+        optimizer_names=state.optimizer_names if plan.leads else None,
+        left_out=state.left_out,
+        groups=groups,
+        mesh=plan.record if plan.leads else None,
+    )
+
+
+def refuse_on_mesh(state: SaveState, topology: Topology) -> None:
+    """Raise UnsupportedState for what a mesh job cannot have: sizes of neuronx_distributed, and forms of its files."""
+    refuse_sizes(topology)
+    if state.use_xser or state.optimizer_kind not in (None, "plain") or not state.lower_precision_weights:
+        raise UnsupportedState(
+            "DTensors are not saved in the files of neuronx_distributed: leave out use_xser, zero1_optimizer, "
+            "use_zero1_dcp and avoid_saving_lower_precision_weights"
+        )
+
+
+def _shared_files(
+    part: str,
+    key: str,
+    state: State,
+    use_xser: bool,
+    group: list[int],
+    topology: Topology,
+    skipped: Collection[str],
+    experts_only: bool,
+) -> list[PlannedFile]:
+    """This rank's files of a part whose writing the ranks in ``group`` share.
+
+    ``skipped`` names tensors that are referred to but not written. ``experts_only`` does the same for all but expert
+    tensors: the others are equal on all ep ranks, and NxD keeps them in ep_rank_00's folder (xser only).
+    """
+    tree = xser.normalise(state.tree)
+    if not use_xser:
+        if topology.rank != group[0]:
+            return []
+        leaves = list(iter_tensors(tree))
+        return [replace(_planned(key, tree, state, topology, leaves), part=part, contents=xser.normalise)]
+    references, tensors = xser.split(tree)
+    leaves = list(iter_tensors(tree))
+    experts = {tid for tid, (path, _) in enumerate(leaves) if state.tensors[path].expert}
+    if topology.ep > 1 and not experts:
+        # A dict of plain tensors, or attributes that a device move dropped: any tensor may be an expert's, of which
+        # each ep rank has its own. Writing one too often costs space, leaving one out would lose it.
+        experts = set(range(len(leaves)))
+    share = [
+        tid
+        for tid, (path, _) in enumerate(leaves)
+        if (tid in experts or not experts_only) and state.tensors[path].name not in skipped
+    ]
+    owners = xser.balance([_nbytes(leaves[tid][1]) for tid in share], len(group))
+    mine = [tid for tid, owner in zip(share, owners, strict=True) if group[owner] == topology.rank]
+    files = [
+        _planned(names.tensor_file(key, tid), leaves[tid][1], state, topology, [leaves[tid]]) for tid in mine
+    ]
+    if topology.rank == group[0]:
+        info = xser.info(tensors, experts)
+        files.append(PlannedFile(key, image_of(references), contents=xser.references_of))
+        files.append(PlannedFile(names.info_file(key), image_of(info)))
+    return [replace(planned, part=part) for planned in files]
+
+
+def _planned(
+    key: str, tree: Any, state: State, topology: Topology, leaves: list[tuple[tuple[Any, ...], Any]]
+) -> PlannedFile:
+    memory: dict[int, Hashable] = {}
+    for path, tensor in leaves:
+        tie = state.tensors[path].tie
+        memory[id(tensor)] = id(tensor) if tie is None else tie
+    image = image_of(tree, tensor_key=lambda tensor: memory[id(tensor)])
+    storage_of = {memory[id(tensor)]: index for index, tensor in enumerate(image.tensors)}
+    entries = []
+    for path, tensor in leaves:
+        about, (dtype, shape) = state.tensors[path], form_of(tensor)
+        partition = None if about.spec is None else about.spec.partition
+        replicated = partition is not None and partition.known and partition.replicated_over_tp and about.shards == 1
+        entries.append(
+            NamedTensor(
+                name=about.name,
+                storage=storage_of[memory[id(tensor)]],
+                dtype=dtype,
+                shape=shape,
+                pieces=pieces_of(about, topology, shape),
+                replicated=replicated and about.name.startswith("model/"),
+            )
+        )
+    return PlannedFile(key, image, tuple(entries))
+
+
+def plan_objects(state: SaveState, topology: Topology) -> tuple[PlannedFile, ...]:
+    """Scheduler, user content and rank content: pickled now, so that later changes are not seen (promise 5)."""
+    objects: list[tuple[str, Any]] = []
+    if topology.rank == 0:
+        objects += [(names.SCHEDULER, state.scheduler), (names.USER_CONTENT, state.user_content)]
+    objects.append((names.rank_content_file(topology.rank), state.rank_content))
+    return tuple(
+        PlannedFile(key, image_of(value, stride_of=stride_in_content)) for key, value in objects if value is not None
+    )
+
+
+def _covered(state: SaveState) -> set[str]:
+    """Names of model tensors that the optimizer's master weights stand for."""
+    if state.model is None or state.optimizer is None:
+        return set()
+    return {f"model/{name}" for name in _with_ties(state.model, set(state.optimizer.master_weight_entries()))}
+
+
+def _with_ties(model: ModelState, parameters: set[str]) -> set[str]:
+    """Tied parameters are one in the optimizer, under one of their names; the master weights stand for all."""
+    ties = {about.name.removeprefix("model/"): about.tie for about in model.tensors.values() if about.tie is not None}
+    covered = {ties[name] for name in parameters if name in ties}
+    return parameters | {name for name, tie in ties.items() if tie in covered}
+
+
+def _digest_of_structure(parts: list[State]) -> str:
+    """Equal on ranks whose states have the same names, shapes and dtypes, in the same order."""
+    digest = hashlib.sha256()
+    for part in parts:
+        for path, tensor in iter_tensors(part.tree):
+            dtype, shape = form_of(tensor)
+            line = (part.tensors[path].name, dtype, list(shape))
+            digest.update(repr(line).encode())
+    return digest.hexdigest()[:32]
+
+
+def _nbytes(tensor: Any) -> int:
+    dtype, shape = form_of(tensor)
+    return prod(shape) * itemsize(dtype)

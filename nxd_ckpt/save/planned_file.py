@@ -1,0 +1,70 @@
+"""One file to write, laid out before any byte of it is copied."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+from nxd_ckpt.live.state import StateTensor
+from nxd_ckpt.core.dcp_chunks import DcpChunk
+from nxd_ckpt.core.partition import Piece, zero1_pieces
+from nxd_ckpt.core.topology import Topology
+from nxd_ckpt.formats.image import Image
+
+
+@dataclass(frozen=True)
+class NamedTensor:
+    """A tensor of a planned file, as the index will show it; ``storage`` numbers the image's storages."""
+
+    name: str
+    storage: int
+    dtype: str
+    shape: tuple[int, ...]
+    pieces: tuple[Piece, ...] | None
+    replicated: bool = False
+
+
+@dataclass(frozen=True)
+class PlannedFile:
+    """One file to write: its key relative to the tag, its image, and which global tensors lie in it.
+
+    ``part`` is the field of SaveState that it is a share of. ``contents`` finds in that part's tree what it pickles, if
+    that is more than one tensor: a tree with other values gives another pickle. ``pickling`` makes the pickle, if that
+    is left for later: tensors can be staged without it. ``chunks`` are what a torch DCP directory's metadata says of
+    each torch file in it, except where it lies; each follows its position in the state dict.
+    """
+
+    key: str
+    image: Image
+    tensors: tuple[NamedTensor, ...] = ()
+    part: str = ""
+    contents: Callable[[Any], Any] | None = None
+    pickling: Callable[[Any], Image] | None = None
+    chunks: tuple[tuple[int, DcpChunk], ...] = ()
+
+    @cached_property
+    def names(self) -> dict[int, str]:
+        """A tensor's name for each storage, by number."""
+        return {tensor.storage: tensor.name for tensor in self.tensors}
+
+    def settled(self) -> PlannedFile:
+        """The file with its final image."""
+        return self if self.pickling is None else replace(self, image=self.pickling(self.image), pickling=None)
+
+    def placed_chunks(self) -> list[tuple[int, DcpChunk]]:
+        """``chunks`` with their places, of a settled file."""
+        spans = zip(self.chunks, self.image.spans, strict=True) if self.chunks else ()
+        return [(position, chunk._replace(start=start, nbytes=nbytes)) for (position, chunk), (start, nbytes) in spans]
+
+
+def pieces_of(tensor: StateTensor, topology: Topology, shape: Iterable[int]) -> tuple[Piece, ...] | None:
+    """Which parts of the global tensor this rank's ``tensor`` of ``shape`` is; None where that is not known."""
+    spec = tensor.spec
+    if spec is None:
+        return None
+    pieces = spec.partition.pieces(spec.shape, topology.tp_rank, topology.tp, topology.ep_rank)
+    if pieces is None or tensor.shards == 1:
+        return None if pieces is None or tuple(shape) != spec.shape else tuple(pieces)
+    return tuple(zero1_pieces(pieces, spec.shape, tensor.shards, tensor.shard))

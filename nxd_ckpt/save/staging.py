@@ -1,0 +1,166 @@
+"""Staging: one rank's state on the host at one instant, laid out in the arena as the files it will become.
+
+A snapshot larger than the arena's cap goes in waves (see runtime.save.waves): all but the last are written before the
+next is copied, so that part of an async save is then synchronous.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from nxd_ckpt.live import torch_xla
+from nxd_ckpt.formats.image import Image, StorageRecord
+from nxd_ckpt.formats.tensors import copy_values
+from nxd_ckpt.storage.arena import Arena
+from nxd_ckpt.save.planned_file import PlannedFile
+from nxd_ckpt.save.waves import Span, Wave, end_of, views_of
+
+_TRANSFER = 16 * 2**20
+_TRANSFER_AT_MOST = 256 * 2**20
+"""Bytes of device tensors that are transferred in one group: several tensors, because they are copied side by side, but
+no more than that needs. Their host copies are extra memory meanwhile: the allocator reuses that of small ones, and gets
+that of large ones from the system, page by page."""
+
+
+class Stager:
+    """Copies planned files into ``arena``, wave by wave.
+
+    If a file lies where that of the last save did, the tensors that stand for its places in the arena are used again:
+    making them takes longer than copying a small tensor.
+    """
+
+    def __init__(self, arena: Arena) -> None:
+        self.arena = arena
+        self._places: dict[Span, _ArenaTensors] = {}
+
+    def stage(self, files: Sequence[PlannedFile], wave: Wave) -> list[memoryview]:
+        """Copy the tensors of one wave; a view of each of its spans, in order. Headers are left unwritten.
+
+        The caller has waited for pending device work, so nothing but transfers happens here (promise 10).
+        """
+        if end_of(wave) > self.arena.nbytes:
+            self._places.clear()  # they are views of memory that is about to be replaced
+        views = views_of(wave, self.arena.reserve(end_of(wave)))
+        known, self._places = self._places, {}
+        copies: list[_Copy] = []
+        for span, view in zip(wave, views, strict=True):
+            image, numbers = files[span.file].image, slice(span.storages.start, span.storages.stop)
+            if span.is_part:
+                copies.append(_copy_of_part(image, span, view))
+                continue
+            places = known.get(span)
+            if places is None or places.storages is not image.storages:
+                placed = zip(image.storages[numbers], image.tensors[numbers], strict=True)
+                places = _ArenaTensors(image.storages, _placed(view, span.start, placed))
+            self._places[span] = places
+            copies += zip(image.tensors[numbers], places.tensors, strict=True)
+        _copy(copies)
+        return views
+
+    def release(self) -> None:
+        """Give the memory back to the system."""
+        self._places.clear()
+        self.arena.release()
+
+
+_Copy = tuple[torch.Tensor, torch.Tensor]
+"""A live tensor, or a part of one, and the memory that it goes to, as a tensor of the same dtype and shape."""
+
+
+@dataclass(frozen=True)
+class _ArenaTensors:
+    """The memory in the arena of those of a file's ``storages`` that a span holds, as tensors of the rows that are
+    saved."""
+
+    storages: Sequence[StorageRecord]
+    tensors: list[torch.Tensor]
+
+
+@torch.inference_mode(False)  # a tensor made in inference mode could not be written to outside of it
+def _placed(
+    view: memoryview, start: int, tensors: Iterable[tuple[StorageRecord, torch.Tensor]]
+) -> list[torch.Tensor]:
+    return [_place(view, start, storage, tensor) for storage, tensor in tensors]
+
+
+def _place(view: memoryview, start: int, storage: StorageRecord, tensor: torch.Tensor) -> torch.Tensor:
+    """``view`` begins at byte ``start`` of the file."""
+    if storage.nbytes == 0:
+        return torch.empty(tensor.shape, dtype=tensor.dtype)
+    count = storage.nbytes // tensor.element_size()
+    shape = tensor.shape if count == tensor.numel() else (-1, *tensor.shape[1:])
+    return torch.frombuffer(view, dtype=tensor.dtype, count=count, offset=storage.offset - start).view(shape)
+
+
+def _copy_of_part(image: Image, span: Span, view: memoryview) -> _Copy:
+    """For a span that holds elements of one tensor, counted in its tight form."""
+    ((number, first, last, _),) = span.tensors(image)
+    tensor = image.tensors[number]
+    start, stop = first // tensor.element_size(), last // tensor.element_size()
+    target = torch.frombuffer(view, dtype=tensor.dtype)
+    if target.numel() == tensor.numel():
+        return tensor, target.view(tensor.shape)
+    whole = torch_xla.to_cpu([tensor])[0] if torch_xla.is_xla(tensor) else tensor.detach()
+    return whole.reshape(-1)[start:stop], target
+
+
+@torch.no_grad()
+def _copy(copies: Iterable[_Copy]) -> None:
+    from_xla, streams = [], {}
+    for source, target in copies:
+        if source.is_cpu:
+            copy_values(target, _rows(source, target))  # whatever its strides: one copy, no temporary
+        elif torch_xla.is_xla(source):
+            from_xla.append((source, target))
+        else:
+            if source.device not in streams:
+                streams[source.device] = _stream_with_events(source.device)
+            # With events all are under way at once.
+            target.copy_(_rows(source, target), non_blocking=streams[source.device] is not None)
+    _wait_for([stream for stream in streams.values() if stream is not None])
+    for batch in _batches(from_xla):
+        hosts = torch_xla.to_cpu([source for source, _ in batch])
+        for host, (_, target) in zip(hosts, batch, strict=True):
+            copy_values(target, _rows(host, target))
+
+
+def _stream_with_events(device: torch.device) -> Any:
+    """The stream that copies from ``device`` go through; None where torch knows none, or cannot wait for its work."""
+    accelerator = getattr(torch, "accelerator", None)
+    current = None if accelerator is None else accelerator.current_accelerator()
+    if accelerator is None or current is None or current.type != device.type:
+        return None
+    try:
+        stream = accelerator.current_stream(device)
+        stream.record_event()
+    except RuntimeError:  # a backend that has none
+        return None
+    return stream
+
+
+def _wait_for(streams: Iterable[Any]) -> None:
+    """Until all that is in the streams by now is done; not for what other threads give them to do meanwhile."""
+    for event in [stream.record_event() for stream in streams]:
+        event.synchronize()
+
+
+def _rows(source: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """What of the tensor is saved: all, or its first rows. Cut on the host: on a device that would be a computation."""
+    return source if source.shape == target.shape else source[: len(target)]
+
+
+def _batches(copies: Iterable[_Copy]) -> Iterator[list[_Copy]]:
+    batch: list[_Copy] = []
+    nbytes = 0
+    for copy in copies:
+        batch.append(copy)
+        nbytes += copy[1].nbytes
+        if nbytes >= (_TRANSFER if len(batch) > 1 else _TRANSFER_AT_MOST):
+            yield batch
+            batch, nbytes = [], 0
+    if batch:
+        yield batch

@@ -1,0 +1,340 @@
+"""Writing staged files: digests, headers, bytes, index. Runs beside the caller's thread only.
+
+A large file is digested one stretch ahead of what is being written. Many small ones are written by several threads at
+once: what each waits for is its own sync. Nothing here holds the interpreter while bytes move.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Sequence
+from concurrent.futures import Executor, Future, wait
+from contextlib import closing, contextmanager, suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+from nxd_ckpt import effects
+from nxd_ckpt.core.dcp_chunks import DcpChunk
+from nxd_ckpt.core.manifest import FileEntry, RankIndex, TensorEntry, dump_index
+from nxd_ckpt.core.topology import Coordinates
+from nxd_ckpt.errors import CheckpointError
+from nxd_ckpt.formats import crc32
+from nxd_ckpt.formats.image import StorageRecord
+from nxd_ckpt.core.names import tensors_dirs
+from nxd_ckpt.save import dedup
+from nxd_ckpt.save.plan import SavePlan
+from nxd_ckpt.save.planned_file import PlannedFile
+from nxd_ckpt.commit.publication import Publication
+from nxd_ckpt.save.waves import Span, Wave
+from nxd_ckpt.storage.base import Storage, Writer
+
+_CHUNK = 16 * 2**20
+"""Bytes per write call: large enough for any disk, small enough for progress to be seen."""
+
+_SMALL = 4 * 2**20
+"""Bytes below which a file takes longer to open, sync and close than to write: those go over several threads."""
+
+WRITERS = 8
+"""Threads that serve small files well: more than cores, because most of the time they wait for the disk."""
+
+Blocks = list[list[int]]
+"""The CRC-32s of the blocks of each storage of a file, in order."""
+
+
+@dataclass
+class _OpenFile:
+    """A file that is being written: its storages in order, each with the header before it once it is digested."""
+
+    planned: PlannedFile
+    writer: Writer
+    blocks: Blocks
+    crcs: list[int] = field(default_factory=list)
+    crc32: int = 0
+
+    def crcs_of(self, view: memoryview) -> list[int]:
+        """The CRC-32s of its blocks; none where the image holds none: no index tells of such a file either."""
+        return crc32.block_crcs(view) if self.planned.image.holds_crcs else []
+
+    def header(self) -> tuple[int, bytes]:
+        """(offset, bytes) of the next header; the blocks of its storage are all known."""
+        index = len(self.crcs)
+        nbytes = self.planned.image.storages[index].nbytes
+        self.crcs.append(crc32.combine_blocks(self.blocks[index], nbytes))
+        offset, header = self.planned.image.header(index, self.crcs)
+        self.crc32 = crc32.combine(crc32.crc32(header, self.crc32), self.crcs[-1], nbytes)
+        return offset, header
+
+    def tail(self) -> bytes:
+        """What follows the last storage."""
+        tail = self.planned.image.tail(self.crcs)
+        self.crc32 = crc32.crc32(tail, self.crc32)
+        return tail
+
+
+@dataclass(frozen=True)
+class _Written:
+    """What is known of a file once it is complete: the planned one with its final image, and its digests."""
+
+    planned: PlannedFile
+    blocks: Blocks
+    entry: FileEntry
+
+
+class FileWriter:
+    """Writes one rank's planned files below ``folder``, wave by wave.
+
+    ``progress`` is called with the bytes of every chunk that was written, by one of the ``threads`` at a time. Files
+    that are as in the tag ``parent`` are duplicated.
+    """
+
+    parent: str | None = None
+
+    def __init__(
+        self,
+        storage: Storage,
+        folder: str,
+        files: Sequence[PlannedFile],
+        progress: Callable[[int], None],
+        threads: Executor,
+    ) -> None:
+        self._storage, self._folder, self._files, self._progress = storage, folder, list(files), progress
+        self._threads = threads
+        self._open: dict[int, _OpenFile] = {}
+        self._written: dict[int, _Written] = {}
+        self._lock = effects.Lock()
+        self.nbytes = self.duplicated_nbytes = 0
+        """Of all files so far; of those that were duplicated."""
+
+    def write(self, wave: Wave, views: Sequence[memoryview]) -> None:
+        """Digest and write the next wave. Files that end in it are completed and synced."""
+        small: list[Future[None]] = []
+        try:
+            for span, view in zip(wave, views, strict=True):
+                if len(view) < _SMALL and span.is_whole(self._files[span.file].image):
+                    small.append(self._threads.submit(self._write_span, span, view))
+                else:
+                    self._write_span(span, view, self._threads)
+            for written in small:
+                written.result()
+            for handle in self._open.values():
+                with _naming(handle.planned.key):
+                    handle.writer.settle()  # the next wave comes into the same memory
+        finally:
+            _end(small)
+
+    def _write_span(self, span: Span, view: memoryview, ahead: Executor | None = None) -> None:
+        with _naming(self._files[span.file].key):
+            handle = self._open.pop(span.file, None) or self._create(span.file)
+            image = handle.planned.image
+            try:
+                if span.is_part:
+                    self._write_part(handle, span, view)
+                else:
+                    self._write_tensors(handle, span, view, ahead)
+                if (span.storages.stop, span.stop) == (len(image.storages), image.tensor_nbytes):
+                    self._complete(span.file, handle)
+                else:
+                    self._open[span.file] = handle
+            except BaseException:
+                handle.writer.abort()
+                raise
+
+    def _write_tensors(self, handle: _OpenFile, span: Span, view: memoryview, ahead: Executor | None) -> None:
+        """``view`` is tensors and their headers, the latter not filled in yet."""
+        self._put_missing_header(handle)
+        storages, done = handle.planned.image.storages, span.start
+        with closing(_digested(handle, view, span.start, _stretches(storages, span.storages), ahead)) as stretches:
+            for stretch in stretches:
+                for crcs in stretch:
+                    handle.blocks.append(crcs)
+                    offset, header = handle.header()
+                    view[offset - span.start : offset - span.start + len(header)] = header
+                end = storages[len(handle.blocks) - 1].end
+                ready = end if end == span.stop else end // _CHUNK * _CHUNK
+                if ready > done:
+                    self._put(handle.writer, done, view[done - span.start : ready - span.start])
+                    done = ready
+
+    def _write_part(self, handle: _OpenFile, span: Span, view: memoryview) -> None:
+        if span.start == handle.planned.image.storages[span.storages.start].offset:
+            self._put_missing_header(handle)
+            handle.blocks.append([])
+        handle.blocks[-1] += handle.crcs_of(view)
+        self._put(handle.writer, span.start, view)
+
+    def _put_missing_header(self, handle: _OpenFile) -> None:
+        """Put that of a storage which came in parts, once all of it is there."""
+        if len(handle.crcs) < len(handle.blocks):
+            offset, header = handle.header()
+            self._put(handle.writer, offset, memoryview(header))
+
+    def finish(self) -> None:
+        """Make the names of all files durable."""
+        for folder in tensors_dirs(planned.key for planned in self._files):
+            with _naming(folder):
+                self._storage.make_dir(f"{self._folder}/{folder}")
+        # Parents too: the first to write below a directory created it, and its own name must last as well.
+        folders = {"", *(parent for planned in self._files for parent in _parents(planned.key))}
+        for folder in sorted(folders, reverse=True):
+            with _naming(folder or self._folder):
+                self._storage.sync_dir(f"{self._folder}/{folder}".rstrip("/"))
+
+    def abort(self) -> None:
+        for handle in self._open.values():
+            handle.writer.abort()
+        self._open.clear()
+
+    def discard(self) -> None:
+        """Remove what was written of an attempt that failed, as far as that works: the disk may be full."""
+        self.abort()
+        for written in self._written.values():
+            with suppress(OSError):
+                self._storage.remove(f"{self._folder}/{written.planned.key}")
+
+    def index(self, plan: SavePlan, at: Coordinates) -> RankIndex:
+        """What was written, as the index file of the rank at these coordinates says it."""
+        tensors = [
+            TensorEntry(
+                name=tensor.name,
+                file=written.planned.key,
+                offset=written.planned.image.storages[tensor.storage].offset,
+                nbytes=written.planned.image.storages[tensor.storage].nbytes,
+                dtype=tensor.dtype,
+                shape=tensor.shape,
+                crc32=tuple(written.blocks[tensor.storage]),
+                pieces=tensor.pieces,
+            )
+            for written in self._in_order()
+            for tensor in written.planned.tensors
+        ]
+        files = {written.planned.key: written.entry for written in self._in_order()}
+        return RankIndex(at, files, tuple(tensors), plan.parameters, plan.optimizer_names, plan.mesh)
+
+    def chunks(self) -> tuple[DcpChunk, ...]:
+        """What the metadata of a torch DCP directory says of what was written, in the order of the state dict."""
+        placed = (chunk for written in self._in_order() for chunk in written.planned.placed_chunks())
+        return tuple(chunk for _, chunk in sorted(placed))
+
+    def replicated_digest(self) -> int | None:
+        """A digest of all written tensors that should be equal on every tp rank; None if there are none."""
+        lines = sorted(
+            f"{tensor.name} {written.blocks[tensor.storage]}"
+            for written in self._in_order()
+            for tensor in written.planned.tensors
+            if tensor.replicated
+        )
+        return crc32.crc32("\n".join(lines).encode()) if lines else None
+
+    def _in_order(self) -> list[_Written]:
+        """What was written, as it was planned, whatever the waves and threads."""
+        return [self._written[number] for number in range(len(self._files))]
+
+    def _create(self, number: int) -> _OpenFile:
+        planned = self._files[number] = self._files[number].settled()
+        key, nbytes = f"{self._folder}/{planned.key}", planned.image.nbytes
+        if self.parent is None:
+            writer = self._storage.create(key, nbytes)
+        else:
+            writer = dedup.create(self._storage, key, nbytes, f"{self.parent}/{planned.key}")
+        return _OpenFile(planned, writer, [])
+
+    def _complete(self, number: int, handle: _OpenFile) -> None:
+        """Put what is missing but for tensors, and close the file."""
+        self._put_missing_header(handle)
+        image = handle.planned.image
+        self._put(handle.writer, image.tensor_nbytes, memoryview(handle.tail()))
+        handle.writer.close()
+        if isinstance(handle.writer, dedup.DedupWriter) and handle.writer.duplicated:
+            with self._lock:
+                self.duplicated_nbytes += image.nbytes
+        self._written[number] = _Written(handle.planned, handle.blocks, FileEntry(image.nbytes, handle.crc32))
+
+    def _put(self, writer: Writer, offset: int, view: memoryview) -> None:
+        for start in range(0, len(view), _CHUNK):
+            part = view[start : start + _CHUNK]
+            writer.write_at(offset + start, part)
+            with self._lock:
+                self.nbytes += len(part)
+                self._progress(len(part))
+
+
+_Stretches = Generator[Blocks, None, None]
+
+
+def _parents(key: str) -> Iterator[str]:
+    """The folders that a file lies in, from the inside out."""
+    while key := key.rpartition("/")[0]:
+        yield key
+
+
+def _stretches(storages: Sequence[StorageRecord], numbers: range) -> Iterator[Sequence[StorageRecord]]:
+    """Neighbours among the ``storages`` with these numbers, of about :data:`_CHUNK` bytes together, or a larger one."""
+    first = numbers.start
+    for number in numbers:
+        if storages[number].end - storages[first].offset >= _CHUNK or number == numbers[-1]:
+            yield storages[first : number + 1]
+            first = number + 1
+
+
+def _digested(
+    handle: _OpenFile,
+    view: memoryview,
+    start: int,
+    stretches: Iterable[Sequence[StorageRecord]],
+    ahead: Executor | None,
+) -> _Stretches:
+    """The digests of each stretch of storages in ``view``, which begins at byte ``start`` of its file.
+
+    ``ahead`` computes the next while one is being used.
+    """
+
+    def digest(places: Sequence[StorageRecord]) -> Blocks:
+        return [handle.crcs_of(view[place.offset - start : place.end - start]) for place in places]
+
+    if ahead is None:
+        yield from map(digest, stretches)
+        return
+    pending: deque[Future[Blocks]] = deque()
+    try:
+        for places in stretches:
+            pending.append(ahead.submit(digest, places))
+            if len(pending) > 1:
+                yield pending.popleft().result()
+        yield from (future.result() for future in pending)
+    finally:
+        _end(pending)
+
+
+def _end(tasks: Collection[Future[Any]]) -> None:
+    """Return once none of them runs or will run: they hold views of memory that is used again."""
+    for task in tasks:
+        task.cancel()
+    wait(tasks)
+
+
+@contextmanager
+def _naming(key: str) -> Iterator[None]:
+    """Adds the file to errors of the operating system: those of a write or a sync do not name it."""
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(f"writing {key}: {type(error).__name__}: {error}") from error
+
+
+def write_index(storage: Storage, publication: Publication, key: str, index: RankIndex) -> FileEntry:
+    """Write the index durably; its size in bytes and CRC-32, for the vote.
+
+    Raises DirectoryInUse if a file that it tells of is not there any more.
+    """
+    entry = write_small(storage, publication, key, dump_index(index))
+    publication.must_hold(storage, index.files)
+    return entry
+
+
+def write_small(storage: Storage, publication: Publication, key: str, data: bytes) -> FileEntry:
+    """Write a small file of the attempt durably."""
+    with _naming(key):
+        publication.put(storage, key, data)
+        storage.sync_dir(os.path.dirname(f"{publication.folder}/{key}"))
+    return FileEntry(len(data), crc32.crc32(data))

@@ -1,0 +1,1 @@
+"""One tag on a storage: its files, opening, reading, verifying, and the listing of a directory."""

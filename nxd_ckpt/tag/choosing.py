@@ -1,0 +1,183 @@
+"""Choosing the tag to read, in a directory that others may be saving to."""
+
+from __future__ import annotations
+
+import errno
+import logging
+from collections.abc import Callable, Collection, Sequence
+from functools import partial
+
+from nxd_ckpt import effects
+from nxd_ckpt.core.suggestions import first_of
+from nxd_ckpt.core.tags import Tag, TagInfo, latest, undated, undecided, validate_tag
+from nxd_ckpt.errors import CheckpointNotFound, CorruptCheckpoint
+from nxd_ckpt.core import names
+from nxd_ckpt.tag.directory import (
+    describe_incomplete,
+    find_tag,
+    is_whole_without_marks,
+    list_tags,
+    require_directory,
+)
+from nxd_ckpt.coordination.backoff import Backoff
+from nxd_ckpt.coordination import journal
+from nxd_ckpt.coordination import lease
+from nxd_ckpt.storage.base import Storage
+
+logger = logging.getLogger("nxd_ckpt")
+
+_SWAP_TAKES = 10.0
+"""Seconds that a live job may need to replace a tag (two renames and their syncs) before a reader looks closer."""
+
+_READ_ONLY = (errno.EACCES, errno.EPERM, errno.EROFS)
+
+_LOOKS = 3
+"""How often a tag is looked for before it counts as absent."""
+
+
+def choose_tag(storage: Storage, tag: Tag | None, without: Collection[str] = ()) -> str:
+    """The name of the tag to load; see :func:`choose`."""
+    return choose(storage, tag, without).tag
+
+
+def choose(storage: Storage, tag: Tag | None, without: Collection[str] = ()) -> TagInfo:
+    """The tag to load: the one asked for if it is complete, else the latest complete one that is not in ``without``.
+
+    A tag that is asked for may lack every marker, like those of NxD's converter; a warning says so.
+
+    Raises:
+        CheckpointNotFound: no directory, no complete tag, or no such tag; says what is there.
+        CorruptCheckpoint: its marker is not a file.
+    """
+    wanted = None if tag is None else validate_tag(tag)
+    require_directory(storage)
+    return _latest(storage, without) if wanted is None else _named(storage, wanted)
+
+
+def _latest(storage: Storage, without: Collection[str]) -> TagInfo:
+    tags = settled_tags(storage)
+    newest = latest(info for info in tags if info.tag not in without)
+    for damage in filter(None, (info.damage for info in tags)):
+        logger.warning("%s: this tag is skipped", damage)
+    if newest is None:
+        raise CheckpointNotFound(f"{storage.url}: no complete checkpoint; {describe_incomplete(storage)}")
+    _refuse_guess(storage, tags, newest)
+    return newest
+
+
+def _named(storage: Storage, wanted: str) -> TagInfo:
+    """Looks at that tag alone: others may be many, and each is several requests to a store."""
+    found = next(iter(_settled(storage, lambda: [info for info in [find_tag(storage, wanted)] if info])), None)
+    if found is None and is_whole_without_marks(storage, wanted):
+        logger.warning(
+            "%s/%s has no %r marker, nor any other sign of a save. It is taken for what a converter wrote: the files "
+            "of all ranks that the names imply are there",
+            storage.url,
+            wanted,
+            names.DONE,
+        )
+        return TagInfo(wanted, 0.0, complete=True, ours=False)
+    if found is None:
+        raise CheckpointNotFound(f"{storage.url}: no tag {wanted!r}; {describe_incomplete(storage)}")
+    if found.damage is not None:
+        raise CorruptCheckpoint(f"{found.damage}; restore the tag from a copy, or remove it")
+    if not found.complete:
+        raise CheckpointNotFound(
+            f"{storage.url}/{wanted} is incomplete: it has no {names.DONE!r} marker, its save was interrupted; "
+            f"{describe_incomplete(storage)}"
+        )
+    return found
+
+
+def _refuse_guess(storage: Storage, tags: Sequence[TagInfo], newest: TagInfo) -> None:
+    """Raise CheckpointNotFound where nothing tells which tag is the latest; warn where it is only likely."""
+    without = undated(tags)
+    if without:
+        logger.warning(
+            "%s: it is not known when %s was saved. %s is taken for the latest; if that is wrong, name another one",
+            storage.url,
+            first_of(info.tag for info in without),
+            newest.tag,
+        )
+    group = next((group for group in undecided(tags) if newest in group), None)
+    if group is None:
+        return
+    same = first_of(info.tag for info in group)
+    if newest.order_time == 0.0:
+        raise CheckpointNotFound(
+            f"{storage.url} does not report when files were written, so it is not known which is the latest of "
+            f"{same}: name one"
+        )
+    logger.warning(
+        "%s: %s were saved at the same time, and their names do not tell which is the latest. %s is taken; if that is "
+        "wrong, name another one",
+        storage.url,
+        same,
+        newest.tag,
+    )
+
+
+def settled_tags(storage: Storage, *, only_look: bool = False) -> list[TagInfo]:
+    """The tags in a directory while others save there.
+
+    With ``only_look`` a dead job's replacement is left as it is.
+    """
+    return _settled(storage, partial(list_tags, storage), only_look=only_look)
+
+
+def _settled(storage: Storage, look: Callable[[], list[TagInfo]], *, only_look: bool = False) -> list[TagInfo]:
+    """What ``look`` finds, once a complete tag is among it.
+
+    A tag that is being replaced is away for a moment. One that is published while the directory is listed may be
+    missed, as may the one that is removed for it. So what is not found is looked for again.
+    """
+    tags: list[TagInfo] = []
+    for _ in range(_LOOKS):
+        settle_swap(storage, only_look=only_look)
+        tags = look()
+        if any(info.complete for info in tags):
+            break
+    return tags
+
+
+def settle_swap(storage: Storage, *, only_look: bool = False) -> None:
+    """If a swap of an existing tag is in progress: let a live job finish it, finish or undo a dead one's.
+
+    The latter not with ``only_look``. A tag that is pinned, and that a dead job has moved away, gets its name back too.
+    """
+    if not journal.is_open(storage):
+        if not only_look:
+            _put_back_pinned(storage)
+        return
+    deadline, backoff = effects.monotonic() + _SWAP_TAKES, Backoff(storage)
+    while journal.is_open(storage) and effects.monotonic() < deadline:
+        holder = lease.read(storage)
+        if holder is None or holder.holder_runs_here() is False:
+            break
+        backoff.pause()
+    if not only_look and journal.is_open(storage) and not lease.job_lives(storage, patience=_SWAP_TAKES):
+        try:
+            journal.recover(storage)
+        except OSError as error:  # a read-only view shows what is there
+            if error.errno not in _READ_ONLY:
+                raise
+
+
+def _put_back_pinned(storage: Storage) -> None:
+    away = journal.pinned_in_trash(storage)
+    if not away or lease.job_lives(storage, patience=_SWAP_TAKES):
+        return
+    try:
+        journal.put_back_pinned(storage)
+    except OSError as error:
+        if error.errno not in _READ_ONLY:
+            raise
+        for tag, key in away.items():
+            logger.warning(
+                "%s/%s is pinned, and a job that was to remove it ended before it saw that: it is in %s, and gets its "
+                "name back from whoever may write here (%s)",
+                storage.url,
+                tag,
+                key,
+                error,
+            )

@@ -1,0 +1,297 @@
+"""What a checkpoint directory holds: its tags, which of them are complete, and which may be removed.
+
+A tag is complete if it holds ``done`` (NxD 0.7 and newer, and ours). :mod:`nxd_ckpt.tag.order` says how tags are
+ordered.
+NxD 0.6 knew no marker: there a tag counts if the file ``newest`` lists it and no rank's file is missing,
+because ``newest`` was written before the data. The layouts of 0.1 to 0.5 have no tags: the directory itself
+is the checkpoint, listed as the tag ``""`` (:data:`NO_TAG`), older than any other.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+
+from nxd_ckpt.core.limits import NOTE
+from nxd_ckpt.core.manifest import is_manifest, load_manifest
+from nxd_ckpt.core.suggestions import first_of
+from nxd_ckpt.core.tags import TagInfo
+from nxd_ckpt.errors import CheckpointNotFound, MalformedFile
+from nxd_ckpt.tag.foreign import legacy
+from nxd_ckpt.tag.grid import holes, spanned
+from nxd_ckpt.core.names import (
+    DCP_NAMES,
+    DONE,
+    INDEX_DIR,
+    MANIFEST,
+    MARKER,
+    MODEL_DIR,
+    NEWEST,
+    OPTIMIZER_DIR,
+    RANK_CONTENT_DIR,
+    SCHEDULER,
+    USER_CONTENT,
+    ParsedName,
+    parse,
+)
+from nxd_ckpt.tag.order import marker_time, order_time_of_ours, recorded_order_time
+from nxd_ckpt.storage.base import DirEntry, Storage
+from nxd_ckpt.storage.local import LocalStorage
+from nxd_ckpt.storage.mounts import aliases
+
+logger = logging.getLogger("nxd_ckpt")
+
+NO_TAG = ""
+_NXD_FILES = {MARKER, DONE, SCHEDULER, USER_CONTENT}
+_NXD_DIRS = {MODEL_DIR, OPTIMIZER_DIR}
+
+
+def require_directory(storage: Storage, key: str = "", what: str = "checkpoint directory") -> None:
+    """Raise CheckpointNotFound unless ``key``, which is ``what``, is a directory. For a file the error says so."""
+    if storage.is_dir(key):
+        return
+    where = f"{storage.url.rstrip('/')}/{key}" if key else storage.url
+    kind = "a file" if storage.is_file(key) else storage.kind(key) if isinstance(storage, LocalStorage) else None
+    if kind is not None:
+        raise CheckpointNotFound(f"{where} is {kind}, expected a directory: the {what}")
+    raise CheckpointNotFound(f"{what} {where} does not exist")
+
+
+def tag_around(storage: Storage) -> str | None:
+    """The tag that this directory is, or on a file system lies in, by a link or a bind mount too, if there is one."""
+    if _is_tag(storage):
+        return storage.url
+    seen = [storage.root, *map(Path, aliases(storage.root))] if isinstance(storage, LocalStorage) else []
+    above = dict.fromkeys(folder for path in seen for folder in path.parents)
+    return next((str(folder) for folder in above if _is_tag(LocalStorage(folder))), None)
+
+
+def _is_tag(storage: Storage) -> bool:
+    """Whether the directory itself is a complete tag: with both of NxD's markers, or with an index and manifest."""
+    return any(
+        storage.is_file(file) and storage.is_file(DONE) and storage.is_dir(folder)
+        for file, folder in ((MANIFEST, INDEX_DIR), (MARKER, MODEL_DIR), (MARKER, OPTIMIZER_DIR))
+    )
+
+
+def list_tags(storage: Storage) -> list[TagInfo]:
+    """The tags in a directory, complete or not, in order of name; hidden names and other directories are skipped. A
+    damaged one never hides the others."""
+    return list(_tags(storage))
+
+
+def holds_tags(storage: Storage) -> bool:
+    """Whether :func:`list_tags` has any; looks at no more of them than it takes."""
+    return next(_tags(storage), None) is not None
+
+
+def find_tag(storage: Storage, tag: str) -> TagInfo | None:
+    """What :func:`list_tags` says of the tag of that name; looks at no other one."""
+    if not storage.is_dir(tag):
+        return None
+    return _inspect(storage, tag, _listed_in_newest(storage) if storage.is_file(NEWEST) else {})
+
+
+def _tags(storage: Storage) -> Iterator[TagInfo]:
+    top = storage.list()
+    ranks = [name for entry in top if (name := legacy.parse(entry.name)) is not None]
+    if ranks:
+        yield _without_tag(storage, ranks)
+    newest = _listed_in_newest(storage) if DirEntry(NEWEST, False) in top else {}
+    for entry in top:
+        info = _inspect(storage, entry.name, newest) if entry.is_dir and entry.name[0] != "." else None
+        if info is not None:
+            yield info
+
+
+def is_checkpoint_of_ours_or_nxd(storage: Storage, tag: str) -> bool:
+    """Whether retention may remove this tag: complete, and holding nothing that is not a checkpoint's.
+
+    Either our manifest says so, or both of NxD's markers are there as NxD writes them (the one character
+    ``1``) with none but NxD's names beside them. A directory of the user that holds a file named
+    ``checkpoint`` is neither.
+    """
+    if not tag:
+        return False
+    entries = {entry.name: entry.is_dir for entry in storage.list(tag)}
+    if entries.get(DONE) is not False:
+        return False
+    if entries.get(MANIFEST) is False:
+        return _is_our_manifest(storage, f"{tag}/{MANIFEST}")
+    files = {name for name, is_dir in entries.items() if not is_dir}
+    known = files <= _NXD_FILES and entries.keys() - files <= _NXD_DIRS
+    return known and MARKER in files and all(_marked(storage, f"{tag}/{name}", b"1") for name in (MARKER, DONE))
+
+
+def may_be_replaced(storage: Storage, tag: str) -> bool:
+    """Whether saving under this name may replace what is there: nothing, a checkpoint, or the remains of one.
+
+    Remains are marked as a checkpoint, and hold nothing but a checkpoint's files, down to the ranks' own. In a store
+    the mark may be missing: a job that was taken over may have written on after its successor removed it.
+    """
+    entries = {entry.name: entry.is_dir for entry in storage.list(tag)}
+    if not entries or is_checkpoint_of_ours_or_nxd(storage, tag):
+        return True
+    files = {name for name, is_dir in entries.items() if not is_dir}
+    folders = entries.keys() - files
+    if MARKER in files:
+        marked = _marked(storage, f"{tag}/{MARKER}", b"1", b"")
+    else:  # a tag of NxD 0.6 or 0.7 has no mark either
+        foreign = DONE in files and recorded_order_time(storage, tag) is None
+        marked = not storage.renames and not foreign and not storage.is_file(NEWEST)
+    known = files <= _NXD_FILES | {MANIFEST, DCP_NAMES} and folders <= _NXD_DIRS | {INDEX_DIR, RANK_CONTENT_DIR}
+    inside = (entry.name for part in folders for entry in storage.list(f"{tag}/{part}"))
+    return marked and known and all(map(_of_a_rank, inside))
+
+
+def is_whole_without_marks(storage: Storage, tag: str) -> bool:
+    """Whether no save has left a marker in this directory, and it has the files of all ranks that the names imply.
+
+    NxD's converter writes such directories, with only ``model/``; NxD and we begin a save with a marker. They are not
+    listed, because nothing shows when they were finished, but load if they are named.
+    """
+    found = {entry.name for entry in storage.list(tag)} if tag and storage.is_dir(tag) else set()
+    marked = found & {MARKER, DONE, MANIFEST, INDEX_DIR}
+    if marked or not found & _NXD_DIRS or not _has_all_ranks(storage, tag):
+        return False
+    parts = [{entry.name for entry in storage.list(f"{tag}/{part}")} for part in _NXD_DIRS & found]
+    sizes = {(size.tp, size.pp) for part in parts if (size := spanned(filter(None, map(parse, part))))}
+    # xser: a rank's tensors are written before the file that refers to them.
+    return len(sizes) == 1 and all(name.removesuffix(".tensors") in part for part in parts for name in part)
+
+
+def _of_a_rank(name: str) -> bool:
+    """Whether a file or directory in a part's directory is one that a rank writes (or its temporary)."""
+    return name.lstrip(".").startswith(("dp_rank_", "full_tp_rank_", "rank_", "__", "metadata"))
+
+
+def describe_incomplete(storage: Storage) -> str:
+    """What a directory without a complete tag holds instead, for error messages, and what to call for that."""
+    kind = _kind_of(storage)
+    if kind is not None:
+        return kind
+    tags = {info.tag: info for info in list_tags(storage)}
+    lines = []
+    for entry in storage.list():
+        if entry.name.startswith("."):
+            continue
+        info = tags.get(entry.name)
+        if info is None and entry.is_dir and is_whole_without_marks(storage, entry.name):
+            lines.append(f"{entry.name!r} (without markers: taken only by its name)")
+        elif info is None:
+            lines.append(f"{entry.name!r} (not a checkpoint)")
+        elif info.damage is not None:
+            lines.append(f"{entry.name!r} (damaged)")
+        else:
+            lines.append(f"{entry.name!r} ({'complete' if info.complete else 'no done marker: incomplete'})")
+    if not lines:
+        return "it is empty or absent"
+    return f"it holds {first_of(lines)}"
+
+
+def _kind_of(storage: Storage) -> str | None:
+    """What a directory is that is no directory of tags, and which call reads it; None where nothing tells."""
+    url = storage.url.rstrip("/")
+    if _is_tag(storage):
+        directory, _, tag = url.rpartition("/")
+        return (
+            f"it is itself a tag: load it with load_checkpoint({directory!r}, tag={tag!r}), look at it with nxd-ckpt "
+            f"inspect {url}, and list its directory with nxd-ckpt list {directory}"
+        )
+    files = {entry.name for entry in storage.list() if not entry.is_dir}
+    if ".metadata" in files:
+        return (
+            "it is a torch DCP checkpoint: make a tag of it with nxd_ckpt.convert.from_dcp() or nxd-ckpt from-dcp, or "
+            "read it as it is with torch.distributed.checkpoint"
+        )
+    if files & {"trainer_state.json", "training_args.bin"}:
+        return (
+            "it is a checkpoint of transformers' Trainer: resume from it with nxd_ckpt.integrations.transformers; "
+            "load_checkpoint with model= alone and without a tag loads its weights"
+        )
+    if "config.json" in files and any(name.endswith((".safetensors", ".bin")) for name in files):
+        return (
+            f"it is a Hugging Face directory: load_checkpoint({url!r}, model=model), without a tag, loads its weights, "
+            "and nxd-ckpt import makes a tag of it"
+        )
+    if any(name.endswith(".ckpt") for name in files):
+        return "it holds checkpoint files of Lightning: resume from one with nxd_ckpt.integrations.lightning"
+    return None
+
+
+def _listed_in_newest(storage: Storage) -> dict[str, float]:
+    """The order time of each line of ``newest``: its modification time, less a second for every line that
+    follows. A damaged one lists nothing."""
+    try:
+        data, written = storage.read(NEWEST), marker_time(storage, NEWEST)
+    except FileNotFoundError:
+        return {}
+    except MalformedFile as error:
+        logger.warning("ignored, and with it tags that neuronx_distributed 0.6 wrote: %s", error)
+        return {}
+    lines = [line.strip() for line in data.decode(errors="replace").splitlines()]
+    tags = [line for line in lines if line]
+    return {tag: written - (len(tags) - 1 - position) for position, tag in enumerate(tags)}
+
+
+def _inspect(storage: Storage, tag: str, newest: dict[str, float]) -> TagInfo | None:
+    try:
+        files = {entry.name for entry in storage.list(tag) if not entry.is_dir}
+    except PermissionError as error:
+        if error.errno is None:  # a store's, about credentials: no tag may seem to be absent for that
+            raise
+        return None  # another user's directory, beside the tags
+    is_ours = has_manifest = MANIFEST in files
+    dated = next((name for name in (DONE, MARKER, MANIFEST) if name in files), None)
+    try:
+        if DONE not in files and tag in newest:
+            return TagInfo(tag, newest[tag], complete=_has_all_ranks(storage, tag), ours=has_manifest)
+        if dated is None:
+            return None
+        recorded = recorded_order_time(storage, tag) if dated == DONE else None
+        order_time = marked = marker_time(storage, f"{tag}/{dated}") if recorded is None else recorded
+        if recorded is None and has_manifest and dated == DONE:
+            own = order_time_of_ours(storage, tag, marked)
+            order_time, is_ours = (marked, False) if own is None else (own, True)
+    except FileNotFoundError:
+        return None  # another process removed the tag since it was listed
+    except MalformedFile as error:
+        return TagInfo(tag, 0.0, complete=False, ours=has_manifest, damage=str(error))
+    # Beside a ``done`` of ours there is a manifest, unless a job that was taken over wrote it too late.
+    is_complete = dated == DONE and (has_manifest or recorded is None)
+    return TagInfo(tag, order_time, complete=is_complete, ours=is_ours, marked=marked)
+
+
+def _has_all_ranks(storage: Storage, tag: str) -> bool:
+    parts = [
+        [name for entry in storage.list(f"{tag}/{part}") if (name := parse(entry.name)) is not None]
+        for part in sorted(_NXD_DIRS)
+    ]
+    return any(parts) and not any(holes(part) for part in parts)
+
+
+def _without_tag(storage: Storage, ranks: list[ParsedName]) -> TagInfo:
+    """The directory itself, as a checkpoint of these ranks' files."""
+    try:
+        return TagInfo(NO_TAG, 0.0, complete=not holes(ranks), ours=False)
+    except MalformedFile as error:
+        return TagInfo(NO_TAG, 0.0, complete=False, ours=False, damage=f"{storage.url}: {error}")
+
+
+def _marked(storage: Storage, key: str, *marks: bytes) -> bool:
+    """Whether a marker holds one of ``marks``, and, in a store, after it the attempt."""
+    try:
+        return storage.read(key, NOTE).partition(b" ")[0] in marks
+    except MalformedFile:
+        return False
+
+
+def _is_our_manifest(storage: Storage, key: str) -> bool:
+    try:
+        data = storage.read(key)
+        if not is_manifest(data):  # retention asks for every tag: going through all parameters of each takes its time
+            load_manifest(data, key)
+    except MalformedFile:
+        return False
+    return True

@@ -1,0 +1,269 @@
+"""The files of one tag: listing them, and reading them as trees whose tensors are still on disk.
+
+xser files hold references in place of tensors; :meth:`TagFiles.joined` follows them, so that callers see one
+kind of tree. Files are listed once: a tag does not change while it is being read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+
+from nxd_ckpt.core.limits import check_sizes, shown
+from nxd_ckpt.errors import CheckpointError, MalformedFile, PartNotFound
+from nxd_ckpt.formats import torch_zip
+from nxd_ckpt.formats.assembly import read_assembly
+from nxd_ckpt.formats.safetensors import read_header
+from nxd_ckpt.formats.strides import noted, stored_stride, strided, with_stride
+from nxd_ckpt.formats.tensors import (
+    Assembly,
+    Path,
+    TensorReference,
+    TensorStub,
+    UnfinishedReference,
+    dtype_name,
+    iter_tensors,
+    map_tensors,
+)
+from nxd_ckpt.formats.torch_zip import PreadInto
+from nxd_ckpt.formats.unpickle import Leaf
+from nxd_ckpt.core import names
+from nxd_ckpt.storage.base import Storage
+
+
+class IndexHints(Protocol):
+    """What is known of files before they are opened."""
+
+    def tensor(self, file: str) -> TensorStub | None:
+        """What an xser tensor's file holds; None if the file must be opened to find out."""
+
+    def begins(self, file: str) -> Sequence[int]:
+        """Offsets in the file at which tensors begin, ascending, as far as known."""
+
+
+@dataclass(frozen=True)
+class MissingTensor:
+    """A leaf whose tensor was referred to but never saved (NxD's ``avoid_saving_lower_precision_weights``).
+
+    ``name`` is its path in the tree, joined by dots; ``dtype`` and ``shape`` are None without an info file.
+    """
+
+    name: str
+    file: str
+    dtype: str | None
+    shape: tuple[int, ...] | None
+
+
+@dataclass(frozen=True)
+class UnfinishedTensor(MissingTensor):
+    """A leaf that NxD referred to in a way that it reads back itself in no load; see UnfinishedReference."""
+
+
+class TagFiles:
+    """The files below ``tag`` ("" for the storage's root itself). Keys are relative to the tag.
+
+    ``trust_pickle=True`` lets files be unpickled that hold more than plain data: only for checkpoints whose
+    author is trusted as much as the code that reads them.
+    """
+
+    def __init__(self, storage: Storage, tag: str, *, trust_pickle: bool = False) -> None:
+        self.storage = storage
+        self.tag = tag
+        self.trust_pickle = trust_pickle
+        self._listings: dict[str, Mapping[str, bool]] = {}
+        self._known: IndexHints | None = None
+
+    @contextmanager
+    def knowing(self, known: IndexHints) -> Iterator[None]:
+        """Within, nothing is read from files that is ``known`` already."""
+        before, self._known = self._known, known
+        try:
+            yield
+        finally:
+            self._known = before
+
+    def key(self, file: str) -> str:
+        """The storage's key of a file of this tag."""
+        return f"{self.tag}/{file}" if self.tag and file else self.tag or file
+
+    def where(self, file: str) -> str:
+        """A file of this tag, as errors name it."""
+        return f"{self.storage.url}/{self.key(file)}"
+
+    def names(self, directory: str = "") -> Mapping[str, bool]:
+        """Name -> whether it is a directory, of everything directly below ``directory``."""
+        if directory not in self._listings:
+            self._listings[directory] = dict(self.storage.list(self.key(directory)))
+        return self._listings[directory]
+
+    def has(self, file: str) -> bool:
+        directory, _, name = file.rpartition("/")
+        return self.names(directory).get(name) is False
+
+    def object(self, file: str) -> Any:
+        """All of a small file, tensors included. Raises as :meth:`tree` and :meth:`read`."""
+        return self._parse(file, 0, None, lambda stub: strided(self._read(stub), stored_stride(stub)))
+
+    def tree(self, file: str, start: int = 0, nbytes: int | None = None) -> Any:
+        """What a ``torch.save`` file holds, a TensorStub or (xser) a TensorReference for each tensor.
+
+        ``start`` and ``nbytes`` select one inside a larger file, as in torch DCP's ``.distcp`` files.
+
+        Raises:
+            PartNotFound: no such file.
+            MalformedFile: truncated, or not such a file.
+            UnsafePickle: more than plain data, without ``trust_pickle``.
+        """
+        return self._parse(file, start, nbytes, lambda stub: stub)
+
+    def safetensors(self, file: str) -> Mapping[str, TensorStub]:
+        """The tensors of a safetensors file, by name; its header is read. Raises as :meth:`tree`."""
+        key = self.key(file)
+        with self.named(file), closing(self.storage.open(key)) as reader:
+
+            def pread(offset: int, nbytes: int) -> bytes:
+                data = bytearray(nbytes)
+                reader.read_ranges([(offset, memoryview(data))])
+                return bytes(data)
+
+            return read_header(pread, self.storage.size(key), file).tensors
+
+    def read(self, leaf: TensorStub | Assembly) -> torch.Tensor:
+        """One tensor, on the CPU. A whole one is compared with the CRC-32 in its file, where that records one; of one
+        that is put together only the parts are read, and not compared.
+
+        Raises:
+            DigestMismatch: the bytes are not those that were written.
+        """
+        if isinstance(leaf, Assembly):
+            return read_assembly(leaf, self.read_ranges)
+        with self.named(leaf.file):
+            return self._read(leaf)
+
+    def read_ranges(self, file: str, ranges: Sequence[tuple[int, memoryview]]) -> None:
+        """Fill each memory with the file's bytes from its offset on."""
+        with self.named(file), closing(self.storage.open(self.key(file))) as reader:
+            reader.read_ranges(ranges)
+
+    def joined(self, file: str, shared: str | None = None) -> Any:
+        """:meth:`tree` with every xser reference followed; a file may hold tensors inline as well.
+
+        A tensor without a file becomes a :class:`MissingTensor`. ``shared`` is the ``ep_rank_00`` file that
+        keeps what the expert-parallel ranks have in common: a tensor that is not an expert's and not beside
+        ``file`` is looked for there, under the same path in the tree (tids count for each file by itself).
+        """
+        tree = self.tree(file)
+        paths = {reference.tid: path for path, reference in iter_tensors(tree, TensorReference)}
+        if not paths:
+            return tree
+        info = self._info(file)
+        elsewhere = self._shared_files(shared) if shared not in (None, file) else {}
+        followed: dict[int, TensorStub | MissingTensor] = {}
+
+        def follow(reference: TensorReference) -> TensorStub | MissingTensor:
+            """Each file is read once, however often a damaged one refers to it."""
+            if reference.tid not in followed:
+                followed[reference.tid] = first(reference)
+            return followed[reference.tid]
+
+        def first(reference: TensorReference) -> TensorStub | MissingTensor:
+            path = paths[reference.tid]
+            about = info.get(reference.tid, reference.about)
+            tensor_file = names.tensor_file(file, reference.tid)
+            if not self.has(tensor_file) and about.get("expert_model_parallel") is False:
+                tensor_file = elsewhere.get(path, tensor_file)
+            dtype = dtype_name(about["dtype"]) if "dtype" in about else None
+            shape = tuple(about["shape"]) if "shape" in about else None
+            if isinstance(reference, UnfinishedReference):
+                return UnfinishedTensor(".".join(map(str, path)), tensor_file, dtype, shape)
+            if not self.has(tensor_file):
+                return MissingTensor(".".join(map(str, path)), tensor_file, dtype, shape)
+            known = None if self._known is None else self._known.tensor(tensor_file)
+            stub = known or self.tree(tensor_file)
+            if not isinstance(stub, TensorStub):
+                raise MalformedFile(
+                    f"{self.key(tensor_file)}: expected one tensor, found {type(stub).__name__}"
+                )
+            if (dtype, shape) not in ((None, None), (stub.dtype, stub.shape)):
+                raise MalformedFile(
+                    f"{self.key(tensor_file)}: {names.info_file(file) if info else file} says {dtype} {shape}, "
+                    f"found {stub.dtype} {stub.shape}: the tag mixes files of two saves"
+                )
+            return with_stride(stub, noted(reference.noted))
+
+        return map_tensors(tree, follow, TensorReference)
+
+    def marked_experts(self, file: str) -> set[str] | None:
+        """The names at the top of the tree whose tensors are marked as experts'; None if the files mark nothing.
+
+        Raises as :meth:`tree`.
+        """
+        marks = {tid: about.get("expert_model_parallel") for tid, about in self._info(file).items()}
+        if None in marks.values() or not marks:
+            return None
+        return {str(path[0]) for path, found in iter_tensors(self.tree(file), TensorReference) if marks.get(found.tid)}
+
+    def _parse(self, file: str, start: int, nbytes: int | None, leaf: Leaf) -> Any:
+        def absolute(stub: TensorStub) -> Any:
+            span = replace(stub.storage, offset=start + stub.storage.offset)
+            return leaf(replace(stub, offset=start + stub.offset, storage=span))
+
+        with self.named(file), closing(self.storage.open(self.key(file))) as reader:
+
+            def pread(offset: int, count: int) -> bytes:
+                data = bytearray(count)
+                reader.read_ranges([(start + offset, memoryview(data))])
+                return bytes(data)
+
+            size = self.storage.size(self.key(file)) if nbytes is None else nbytes
+            return torch_zip.read_tree(
+                pread,
+                size,
+                file,
+                trust_pickle=self.trust_pickle,
+                leaf=absolute if start else leaf,
+                begins=() if self._known is None or start else self._known.begins(file),
+            )
+
+    def _read(self, stub: TensorStub) -> torch.Tensor:
+        return torch_zip.read_tensor(self._pread_into(stub.file), stub)
+
+    def _pread_into(self, file: str) -> PreadInto:
+        return partial(self.storage.read_into, self.key(file))
+
+    def _info(self, file: str) -> dict[int, dict[str, Any]]:
+        """dtype and shape by tid; empty for NxD 0.6 and the converter's output, which have no info file."""
+        info_file = names.info_file(file)
+        info = self.tree(info_file) if self.has(info_file) else {}
+        if not isinstance(info, dict) or not all(isinstance(about, dict) for about in info.values()):
+            raise MalformedFile(f"{self.key(info_file)}: expected dtype and shape for each tensor id")
+        for about in info.values():
+            check_sizes(about.get("shape", ()), self.key(info_file))
+            if not isinstance(about.get("dtype", torch.float32), torch.dtype):
+                raise MalformedFile(f"{self.key(info_file)}: expected a dtype, found {shown(about['dtype'])}")
+        return info
+
+    def _shared_files(self, shared: str) -> dict[Path, str]:
+        """The tensor file of every path in the tree of ``shared``."""
+        if not self.has(shared):
+            return {}
+        references = iter_tensors(self.tree(shared), TensorReference)
+        return {path: names.tensor_file(shared, reference.tid) for path, reference in references}
+
+    @contextmanager
+    def named(self, file: str) -> Iterator[None]:
+        """Turns errors of the formats, and of reading ``file``, into ones that name storage and tag too."""
+        where = f"{self.storage.url}/{self.tag}" if self.tag else self.storage.url
+        try:
+            yield
+        except (FileNotFoundError, IsADirectoryError) as error:
+            raise PartNotFound(f"{where}: no file {file!r}") from error
+        except EOFError as error:
+            raise MalformedFile(f"{where}: {file} is shorter than its contents need: {error}") from error
+        except CheckpointError as error:
+            raise type(error)(f"{where}: {error}") from error

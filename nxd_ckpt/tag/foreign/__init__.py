@@ -1,0 +1,1 @@
+"""Layouts of other programs, read as a tag is."""

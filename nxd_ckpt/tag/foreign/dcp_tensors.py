@@ -1,0 +1,116 @@
+"""The tensors and values of a torch DCP directory by name: each tensor of the chunks that ranks saved of it."""
+
+from __future__ import annotations
+
+from math import prod
+from typing import Any
+
+from nxd_ckpt.core.box import Box, are_all_of
+from nxd_ckpt.errors import CheckpointError, CheckpointNotFound, MalformedFile
+from nxd_ckpt.formats.tensors import Assembly, Fragment, TensorStub
+from nxd_ckpt.tag.files import TagFiles
+from nxd_ckpt.tag.foreign.torch_dcp import Chunk, DcpFiles, TieredFiles, WholeForm, read_metadata
+
+
+class DcpTensors:
+    """What ``files`` holds in these ``places``. A chunk's header is read when its tensor is asked for, once.
+
+    Raises:
+        CheckpointNotFound: it has no metadata: no such directory, or its save was interrupted.
+        UnsafePickle, MalformedFile: its metadata holds more than that, points elsewhere, or to a missing file.
+    """
+
+    def __init__(self, files: TagFiles, places: DcpFiles | TieredFiles) -> None:
+        self._files = files
+        self.where = files.where("").rstrip("/")
+        self._where = files.where(places.metadata)
+        if not files.has(places.metadata):
+            raise CheckpointNotFound(
+                f"{self.where} is not a torch DCP directory: it has no {places.metadata}, which is written last; found "
+                f"{sorted(files.names())[:5]}"
+            )
+        self._metadata = read_metadata(files, places)
+        self._leaves: dict[str, TensorStub | Assembly] = {}
+        self._refuse_unpaired()
+
+    @property
+    def names(self) -> list[str]:
+        """All names, in the order of the state dict as far as that is recorded."""
+        told = self._metadata
+        return [name for name in {**told.paths, **told.entries, **told.forms} if name in told.described]
+
+    def recorded(self, name: str) -> tuple[Any, ...] | None:
+        """The keys that lead to it in the state dict, where whoever wrote it recorded them."""
+        path = self._metadata.paths.get(name)
+        return None if path is None else tuple(path)
+
+    def path(self, name: str) -> tuple[Any, ...]:
+        """The same; where they are not recorded, as its name has them."""
+        return self.recorded(name) or tuple(name.split("."))
+
+    def form(self, name: str) -> WholeForm | None:
+        """What the tensor is as a whole; None for what is no tensor."""
+        return self._metadata.forms.get(name)
+
+    def entry(self, name: str) -> Any:
+        """What stands for the tensor, or the value itself.
+
+        Raises:
+            MalformedFile: the chunks are not all of the tensor, or not what the metadata says.
+            UnsafePickle: the value is more than plain data.
+        """
+        form = self.form(name)
+        if form is None:
+            return self._read(name, self._metadata.entries[name][0])
+        if name not in self._leaves:
+            self._leaves[name] = self._tensor(name, form)
+        return self._leaves[name]
+
+    def _refuse_unpaired(self) -> None:
+        """Only a tensor without elements may be in no file."""
+        entries, forms = self._metadata.entries, self._metadata.forms
+        empty = {name for name, form in forms.items() if not prod(form.shape)}
+        lost = sorted(self._metadata.described - entries.keys() - empty)
+        if lost or not self._metadata.described.issuperset(entries):
+            names = lost or sorted(entries.keys() - self._metadata.described)
+            what = "names no file that holds" if lost else "names a file for, but does not describe,"
+            raise MalformedFile(f"{self._where} {what} {', '.join(names[:5])}: damaged, or of two saves")
+
+    def _tensor(self, name: str, form: WholeForm) -> TensorStub | Assembly:
+        whole, chunks = Box.whole(form.shape), self._metadata.entries.get(name, ())
+        boxes = [self._box(name, form, chunk) for chunk in chunks]
+        if not are_all_of(whole, boxes):
+            raise MalformedFile(
+                f"{self._where}: the chunks of {name} must cover its shape {form.shape}, each element "
+                f"once; found {', '.join(map(str, boxes[:5]))}"
+            )
+        stubs = [self._stub(name, form, box, chunk) for box, chunk in zip(boxes, chunks, strict=True)]
+        if boxes == [whole]:
+            return stubs[0]
+        fragments = (Fragment(stub, Box.whole(box.size), box) for stub, box in zip(stubs, boxes, strict=True))
+        return Assembly(form.dtype, form.shape, tuple(fragments))
+
+    def _box(self, name: str, form: WholeForm, chunk: Chunk) -> Box:
+        offsets = chunk.offsets or (0,) * len(form.shape)
+        size = form.sizes.get(offsets, ())
+        if not len(offsets) == len(size) == len(form.shape):
+            raise MalformedFile(
+                f"{self._where}: the chunk of {name} at {list(offsets)} does not fit a tensor of {form.shape}"
+            )
+        return Box(offsets, size)
+
+    def _stub(self, name: str, form: WholeForm, box: Box, chunk: Chunk) -> TensorStub:
+        stub = self._read(name, chunk)
+        if not isinstance(stub, TensorStub) or (stub.dtype, stub.shape) != (form.dtype, box.size):
+            found = f"{stub.dtype} {stub.shape}" if isinstance(stub, TensorStub) else type(stub).__name__
+            raise MalformedFile(
+                f"{self._files.where(chunk.file)}: the metadata say {form.dtype} {box.size} of {name}, found {found}; "
+                "the directory mixes files of two saves"
+            )
+        return stub
+
+    def _read(self, name: str, chunk: Chunk) -> Any:
+        try:
+            return self._files.tree(chunk.file, chunk.start, chunk.nbytes)
+        except CheckpointError as error:
+            raise type(error)(f"{error} (in {name})") from error

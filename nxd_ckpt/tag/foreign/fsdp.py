@@ -1,0 +1,233 @@
+"""A checkpoint of torch-xla's FSDP, a file of each rank, as a tag that a single rank saved. Only read.
+
+Each tensor is put together from the parts that ranks hold of it, flat runs of elements.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+from itertools import count
+from math import prod
+from typing import Any
+
+from nxd_ckpt.core.box import Box, boxes_of_run
+from nxd_ckpt.tag.foreign.fsdp_shards import Member, ShardedParameter, plain_name, sharded_parameters
+from nxd_ckpt.core.manifest import Parts
+from nxd_ckpt.core.param_groups import NOT_DECAYED, Shape, grouped
+from nxd_ckpt.core.topology import Coordinates
+from nxd_ckpt.errors import MalformedFile, OptimizerMismatch, UnsupportedState
+from nxd_ckpt.formats.tensors import (
+    Assembly,
+    Fragment,
+    TensorStub,
+    by_digest,
+    contiguous_stride,
+    dtype_name,
+    itemsize,
+    iter_tensors,
+)
+from nxd_ckpt.tag.files import TagFiles
+from nxd_ckpt.tag.payload import MODEL_KEYS, OPTIMIZER_KEYS, Payload, refuse_other_counts
+from nxd_ckpt.tag.payload_file import PayloadFile
+from nxd_ckpt.tag.state_dicts import checked_model, checked_optimizer, reading
+
+METADATA = "shard_metadata"
+
+
+class FsdpFiles(PayloadFile):
+    """See TagLayout. The files ``names`` of ranks 0, 1 and so on, and their ``payloads``.
+
+    What is of neither model nor optimizer is the first rank's. Raises MalformedFile for files of two saves.
+    """
+
+    def __init__(self, files: TagFiles, names: Sequence[str], payloads: Sequence[Payload]) -> None:
+        super().__init__(files, names[0], payloads[0])
+        self._names, self._payloads = names, payloads
+        refuse_other_counts(dict(zip(names, payloads, strict=True)), files.where("").rstrip("/"))
+
+    @reading
+    def parts(self) -> Parts:
+        found = super().parts()
+        if found.optimizer == "zero1":
+            raise UnsupportedState(f"{self.where}: ZeRO-1 of a model that FSDP shards is not carried; leave it out")
+        return found
+
+    @reading
+    def model_tree(self, at: Coordinates) -> dict[str, Any]:
+        """The model's state dict, parameters where the first of those that were sharded with them stands."""
+        found: dict[str, Any] = {}
+        for name, leaf in self._models[0].items():
+            sharded = self._sharded.get(name)
+            if sharded is None:
+                found[plain_name(name)] = self._buffer(name, leaf)
+            else:
+                shards = [model[name] for model in self._models]
+                found |= {member.name: self._whole(sharded, member, shards) for member in sharded.members}
+        return found
+
+    @reading
+    def optimizer_tree(self, at: Coordinates, param_names: Sequence[str] | None = None) -> dict[str, Any]:
+        """The optimizer's, as that of a model that is not sharded: an entry for each parameter of the model."""
+        states: dict[int, dict[str, Any]] = {}
+        groups, numbers = [], count()
+        for options, names in zip(self._optimizers[0]["param_groups"], self._groups, strict=True):
+            own: list[int] = []
+            for index, name in zip(options["params"], names, strict=True):
+                for member in self._sharded[name].members:
+                    own.append(next(numbers))
+                    if entries := self._entries(index, self._sharded[name], member):
+                        states[own[-1]] = entries
+            groups.append({**options, "params": own})
+        return {"state": states, "param_groups": groups}
+
+    @reading
+    def optimizer_names(self, at: Coordinates) -> list[str]:
+        return [
+            member.name for names in self._groups for name in names for member in self._sharded[name].members
+        ]
+
+    @property
+    def _rest(self) -> dict[str, Any]:
+        return {key: value for key, value in super()._rest.items() if key != METADATA}
+
+    @cached_property
+    def _models(self) -> list[dict[str, Any]]:
+        """Each rank's state dict, with the same names in it."""
+        found = [
+            checked_model(self._required(payload.model, MODEL_KEYS), self.files.where(name))
+            for name, payload in zip(self._names, self._payloads, strict=True)
+        ]
+        for name, model in zip(self._names, found, strict=True):
+            if model.keys() != found[0].keys():
+                other = ", ".join(sorted(map(str, model.keys() ^ found[0].keys()))[:5])
+                raise MalformedFile(
+                    f"{self.files.where(name)} and {self._names[0]} do not hold the same names ({other}); files of two "
+                    "saves are mixed"
+                )
+        return found
+
+    @cached_property
+    def _sharded(self) -> dict[str, ShardedParameter]:
+        """By the names in a rank's state dict, in their order: that of the model's ``parameters()``."""
+        metadata = self._payload.content[METADATA]
+        found = sharded_parameters(metadata, list(self._models[0]), self.where)
+        for name, sharded in found.items():
+            shapes = []
+            for file, model in zip(self._names, self._models, strict=True):
+                shapes.append(_stub(model[name], f"{self.files.where(file)}: {name}").shape)
+            sharded.require(shapes, self.where)
+        return found
+
+    @cached_property
+    def _optimizers(self) -> list[dict[str, Any]]:
+        """Each rank's, of the same param groups and steps."""
+        found = []
+        for file, payload in zip(self._names, self._payloads, strict=True):
+            tree = checked_optimizer(self._required(payload.optimizer, OPTIMIZER_KEYS), self.files.where(file))
+            found.append(tree)
+            if by_digest(_common(tree)) != by_digest(_common(found[0])):
+                raise MalformedFile(
+                    f"{self.files.where(file)} and {self._names[0]} have different param groups, steps or entries of "
+                    "the optimizer; files of two saves are mixed"
+                )
+        return found
+
+    @cached_property
+    def _groups(self) -> list[list[str]]:
+        """The sharded parameters in each param group of the optimizer."""
+        tree = self._optimizers[0]
+        shapes = {name: self._models[0][name].shape for name in self._sharded}
+        saved = [[_shape(tree["state"].get(index, {})) for index in group["params"]] for group in tree["param_groups"]]
+        for patterns in NOT_DECAYED:
+            found = grouped(shapes, saved, patterns)
+            if found is not None:
+                return found
+        raise OptimizerMismatch(
+            f"{self.where} does not say which parameters the entries of its optimizer belong to, and param groups of "
+            f"{[len(group) for group in saved]} parameters are none that are usual for {len(shapes)}: all in one, or "
+            "biases, or norms and biases, in the second; leave the optimizer out"
+        )
+
+    def _entries(self, index: int, sharded: ShardedParameter, member: Member) -> dict[str, Any]:
+        """What the optimizer keeps of one parameter; what is no shard is the first rank's, and the same on all."""
+        shape, found = self._models[0][sharded.name].shape, {}
+        for key, value in self._optimizers[0]["state"].get(index, {}).items():
+            if isinstance(value, TensorStub) and value.shape == shape:
+                shards = [tree["state"][index][key] for tree in self._optimizers]
+                if any(shard.shape != shape for shard in shards):
+                    raise MalformedFile(f"{self.where}: ranks hold {key} of {member.name} in different shapes")
+                found[key] = self._whole(sharded, member, shards)
+            elif isinstance(value, TensorStub) and value.shape:
+                raise UnsupportedState(
+                    f"{self.where}: the optimizer's {key} of {member.name} has shape {value.shape}, its shard "
+                    f"{shape}; only state of the parameter's own shape is carried"
+                )
+            else:
+                found[key] = value
+        return found
+
+    def _buffer(self, name: str, leaf: Any) -> Any:
+        """A buffer, which all ranks hold, in the dtype that it had before FSDP cast it."""
+        about = self._payload.content[METADATA]["buffer_info"].get(name)
+        if about is None or not isinstance(leaf, TensorStub):
+            return leaf
+        whole = Assembly.of(leaf)
+        return Assembly(dtype_name(about["_orig_dtype"]), whole.shape, whole.fragments)
+
+    def _whole(self, sharded: ShardedParameter, member: Member, shards: Sequence[Any]) -> Assembly:
+        """The parameter, of the parts of it that ranks hold."""
+        stubs = [_stub(shard, f"{self.where}: {sharded.name}") for shard in shards]
+        dtypes = dict.fromkeys(stub.dtype for stub in stubs)
+        if len(dtypes) > 1:
+            raise MalformedFile(
+                f"{self.where}: ranks hold shards of {member.name} in different dtypes, {' and '.join(dtypes)}; files "
+                "of two saves are mixed"
+            )
+        parts = _rows(stubs, member) if len(stubs[0].shape) > 1 else _runs(stubs, member)
+        return Assembly(stubs[0].dtype, member.shape, tuple(parts))
+
+
+def _rows(shards: Sequence[TensorStub], member: Member) -> Iterator[Fragment]:
+    """Of shards that are rows of it."""
+    at = 0
+    for stub in shards:
+        rows = min(stub.shape[0], member.shape[0] - at)
+        if rows > 0:
+            target = Box.whole(member.shape).narrowed(0, at, rows)
+            yield Fragment(stub, target.shifted((at, *(0 for _ in member.shape[1:]))), target)
+        at += stub.shape[0]
+
+
+def _runs(shards: Sequence[TensorStub], member: Member) -> Iterator[Fragment]:
+    """Of shards that are runs of elements: each in boxes that are runs of the parameter's too."""
+    begin, end, at = member.begin, member.begin + prod(member.shape), 0
+    for stub in shards:
+        first, last = max(begin, at), min(end, at + stub.shape[0])
+        offset = stub.offset + (first - at) * itemsize(stub.dtype)
+        for box in boxes_of_run(first - begin, last - begin, member.shape):
+            stride = contiguous_stride(box.size)
+            part = TensorStub(stub.file, offset, stub.dtype, box.size, stride, stub.storage)
+            yield Fragment(part, Box.whole(box.size), box)
+            offset += part.nbytes
+        at += stub.shape[0]
+
+
+def _stub(leaf: Any, where: str) -> TensorStub:
+    if not isinstance(leaf, TensorStub) or not leaf.is_contiguous:
+        raise MalformedFile(f"{where}: expected a shard, a tensor of its own, found {type(leaf).__name__}")
+    return leaf
+
+
+def _shape(entries: dict[str, Any]) -> Shape:
+    """That of what an optimizer keeps for one parameter."""
+    return max((leaf.shape for _, leaf in iter_tensors(entries, TensorStub)), key=len, default=())
+
+
+def _common(tree: dict[str, Any]) -> dict[str, Any]:
+    """What ranks' optimizers have in common: all but the shards."""
+    state = {
+        index: {key: None if isinstance(leaf, TensorStub) and leaf.shape else leaf for key, leaf in entries.items()}
+        for index, entries in tree["state"].items()
+    }
+    return {"param_groups": tree["param_groups"], "state": state}

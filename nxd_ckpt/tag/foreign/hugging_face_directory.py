@@ -1,0 +1,157 @@
+"""Hugging Face directories: config.json, and tensors in safetensors files, found by their index. Only read.
+
+Headers are read when a tensor of their file is asked for: a rank opens the files that hold its slices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cached_property
+from typing import Any
+
+from nxd_ckpt.core import document
+from nxd_ckpt.errors import KeyMismatch, MalformedFile, PartNotFound, UnsupportedState
+from nxd_ckpt.formats.tensors import TensorStub
+from nxd_ckpt.tag.files import TagFiles
+from nxd_ckpt.tag.foreign.quantization import refuse_quantized, refuse_quantized_dtype
+from nxd_ckpt.tag.foreign.quantized import BLOCKS, SCALES, DequantizedStorage, Quantized, quantized_names
+from nxd_ckpt.storage.base import Storage
+
+CONFIG = "config.json"
+SINGLE = "model.safetensors"
+INDEX = f"{SINGLE}.index.json"
+OPTIMIZER = "optimizer.safetensors"
+OPTIMIZER_INDEX = f"{OPTIMIZER}.index.json"
+OPTIMIZER_DOCUMENT = "optimizer.json"
+"""Exported beside a model, and no part of it: its readers look for other names."""
+
+_SUFFIX = ".safetensors"
+_PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json")
+_SHOWN = 5
+
+
+def is_hugging_face(storage: Storage, folder: str = "") -> bool:
+    """Whether the directory holds a model as Hugging Face keeps it, or one that we refuse to read."""
+    names = {entry.name for entry in storage.list(folder) if not entry.is_dir}
+    return CONFIG in names and any(name.endswith(_SUFFIX) or name in (INDEX, *_PICKLES) for name in names)
+
+
+class HuggingFaceDirectory:
+    """The directory ``folder`` of ``storage``; "" is its root.
+
+    Raises:
+        UnsupportedState: its weights are pickles.
+        PartNotFound: it has no weights, or a file that its index names is missing.
+        MalformedFile: index or config.json are not what they should be.
+    """
+
+    def __init__(self, storage: Storage, folder: str = "") -> None:
+        self._storage = DequantizedStorage(storage)
+        self.files = TagFiles(self._storage, folder)
+        self._shards: dict[str, Mapping[str, TensorStub]] = {}
+        self._places = self._placed()
+        self._quantized = quantized_names(self._places)
+
+    @property
+    def where(self) -> str:
+        """The directory, as errors name it."""
+        return self.files.where("").rstrip("/")
+
+    @cached_property
+    def config(self) -> dict[str, Any]:
+        """config.json; empty without one."""
+        return self._document(CONFIG) if self.files.has(CONFIG) else {}
+
+    @property
+    def names(self) -> list[str]:
+        """All tensors, sorted; one that was quantized by its own name, in place of those of its parts."""
+        parts = {f"{name}{part}" for name in self._quantized for part in (BLOCKS, SCALES)}
+        return sorted({*self._places} - parts | self._quantized)
+
+    def refuse_quantized(self, config: Mapping[str, Any] | None = None) -> None:
+        """Raise UnsupportedState for weights that cannot be dequantized; a ``config`` used instead is asked too."""
+        names = self.names
+        refuse_quantized(self.config, names, self.where)
+        refuse_quantized(config or {}, names, self.where)
+
+    def tensor(self, name: str, tied: Mapping[str, str] | None = None) -> TensorStub:
+        """As :meth:`stub`; raises UnsupportedState too for a dtype that only quantized weights have."""
+        stub = self.stub(name, tied)
+        refuse_quantized_dtype(name, stub.dtype, self.where)
+        return stub
+
+    def stub(self, name: str, tied: Mapping[str, str] | None = None) -> TensorStub:
+        """Where a tensor's bytes lie; ``tied`` maps tensors that files leave out to those that they are tied to.
+
+        Raises:
+            KeyMismatch: there is none of that name, nor the one that it is tied to.
+            MalformedFile: its file is malformed, or holds other tensors than the index says.
+        """
+        if name in self._quantized:
+            return self._dequantized(name)
+        held = name if name in self._places else (tied or {}).get(name, name)
+        if held not in self._places:
+            tie = f", nor {held}, to which it is tied" if held != name else ""
+            raise KeyMismatch(f"{self.where} has no tensor {name}{tie}; is it a model of this mapping, and complete?")
+        return self._shard(self._places[held])[held]
+
+    def _dequantized(self, name: str) -> TensorStub:
+        blocks, scales = (self._shard(self._places[one])[one] for one in (f"{name}{BLOCKS}", f"{name}{SCALES}"))
+        tensor, file = Quantized(name, blocks, scales), f"{blocks.file}, {name}"
+        key = self.files.key
+        self._storage.add(key(file), key(blocks.file), key(scales.file), tensor)
+        return tensor.stub(file)
+
+    def _placed(self) -> dict[str, str]:
+        return self._listed() if self.files.has(INDEX) else self._alone()
+
+    def _listed(self) -> dict[str, str]:
+        """The file of each tensor, by the index."""
+        places = self._document(INDEX).get("weight_map")
+        if not isinstance(places, dict) or not all(isinstance(file, str) for file in places.values()):
+            raise MalformedFile(f"{self.files.where(INDEX)}: weight_map must name the file of each tensor")
+        for file in sorted(set(places.values())):
+            if "/" in file or not file.endswith(_SUFFIX):
+                raise MalformedFile(f"{self.files.where(INDEX)}: {file!r} is not a safetensors file of this directory")
+            if not self.files.has(file):
+                count = list(places.values()).count(file)
+                raise PartNotFound(
+                    f"{self.files.where(file)} is missing, in which {INDEX} says {count} tensors are; download it again"
+                )
+        return dict(places)
+
+    def _alone(self) -> dict[str, str]:
+        """The same of a directory without an index, which has one file."""
+        found = sorted(name for name, is_dir in self.files.names().items() if name.endswith(_SUFFIX) and not is_dir)
+        if SINGLE in found:
+            found = [SINGLE]
+        if len(found) == 1:
+            return dict.fromkeys(self._read(found[0]), found[0])
+        if found:
+            shown = ", ".join(found[:_SHOWN])
+            raise PartNotFound(f"{self.files.where(INDEX)} is missing, which says what in {shown} is the model's")
+        if any(self.files.has(name) for name in _PICKLES):
+            raise UnsupportedState(
+                f"{self.where} holds its weights as pickles (pytorch_model.bin), which can run code when read; save "
+                "the model with transformers' save_pretrained(..., safe_serialization=True) and load that"
+            )
+        raise PartNotFound(f"{self.where} holds no weights: expected {SINGLE}, or {INDEX} and the files that it names")
+
+    def _shard(self, file: str) -> Mapping[str, TensorStub]:
+        if file not in self._shards:
+            tensors = self._read(file)
+            listed = {name for name, place in self._places.items() if place == file}
+            if listed != set(tensors):
+                shown = ", ".join(sorted(listed ^ set(tensors))[:_SHOWN])
+                raise MalformedFile(
+                    f"{self.files.where(file)} does not hold the tensors that {INDEX} says ({shown}); the directory "
+                    "mixes files of two models, or of two versions of one"
+                )
+            self._shards[file] = tensors
+        return self._shards[file]
+
+    def _read(self, file: str) -> Mapping[str, TensorStub]:
+        return self.files.safetensors(file)
+
+    def _document(self, file: str) -> dict[str, Any]:
+        return document.small(self.files.storage.read(self.files.key(file)), self.files.where(file))

@@ -1,0 +1,175 @@
+"""Checkpoints of neuronx_distributed 0.1 to 0.5, which have no tags: the directory itself is the checkpoint.
+
+=========  ====================================================================================
+NxD        layout
+=========  ====================================================================================
+0.1, 0.2   ``DIR/tp_rank_00``, one ``torch.save`` file (or a directory with ``checkpoint.pt``)
+0.3-0.5    ``DIR/tp_rank_00_pp_rank_00/checkpoint.pt``; xser: a file of that name and ``.tensors/`` beside it;
+           ``..._dp_rank_00`` where each data-parallel rank saved its own
+ZeRO-1     ``DIR/optim.dp_rank_00.tp_rank_00``, one ``torch.save`` file a rank
+=========  ====================================================================================
+
+A payload is what the script passed (see :mod:`nxd_ckpt.tag.payload`); an optimizer's state dict may be in a
+directory of its own. Lightning keeps such a directory for each of its ``.ckpt``.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Any
+
+from nxd_ckpt.core.manifest import Parts
+from nxd_ckpt.core.topology import Coordinates, Topology
+from nxd_ckpt.errors import MalformedFile, PartNotFound
+from nxd_ckpt.formats.tensors import TensorStub, map_tensors
+from nxd_ckpt.tag.files import TagFiles
+from nxd_ckpt.tag.grid import describe, spanned
+from nxd_ckpt.core.names import ParsedName
+from nxd_ckpt.tag.payload import MODEL_KEYS, OPTIMIZER_KEYS, SCHEDULER_KEYS, Payload, refuse_other_counts
+from nxd_ckpt.tag.state_dicts import checked_model, checked_optimizer, reading
+
+_PAYLOAD = re.compile(r"tp_rank_(\d{2,})(?:_pp_rank_(\d{2,})(?:_dp_rank_(\d{2,}))?)?")
+_ZERO1 = re.compile(r"optim\.dp_rank_(\d{2,})\.tp_rank_(\d{2,})")
+_INNER = "checkpoint.pt"
+_RANK_KEYS = ("tp_rank", "pp_rank", "dp_rank")
+"""NxD added these to payloads itself: ranks, not state."""
+
+
+def parse(name: str) -> ParsedName | None:
+    """The ranks in a payload's name, or None if it is not exactly such a name."""
+    match = _PAYLOAD.fullmatch(name)
+    if match is None:
+        return None
+    tp, pp, dp = (int(group or 0) for group in match.groups())
+    return ParsedName(dp, None, tp, pp)
+
+
+def parse_zero1(name: str) -> ParsedName | None:
+    """The ranks in the name of a ZeRO-1 optimizer's file, or None if it is not exactly such a name."""
+    match = _ZERO1.fullmatch(name)
+    return None if match is None else ParsedName(int(match[1]), None, int(match[2]), 0)
+
+
+def first_of_stages(files: TagFiles) -> list[str]:
+    """The file of the first tensor-parallel rank of each pipeline stage."""
+    found = [(ranks, name) for name in files.names() if (ranks := parse(name)) is not None]
+    return [_payload_file(files, name) for ranks, name in sorted(found) if ranks.tp == ranks.dp == 0]
+
+
+def _payload_file(files: TagFiles, name: str) -> str:
+    return f"{name}/{_INNER}" if files.names()[name] else name
+
+
+class LegacyTag:
+    """One such directory; see :class:`nxd_ckpt.tag.nxd_tag.TagLayout` for what the methods promise."""
+
+    def __init__(self, files: TagFiles, topology: Topology | None = None) -> None:
+        self.files = files
+        listing = files.names()
+        self._payloads = {ranks: name for name in listing if (ranks := parse(name)) is not None}
+        self._zero1 = {ranks: name for name in listing if (ranks := parse_zero1(name)) is not None}
+        self._topology = topology
+
+    @reading
+    def topology(self) -> Topology:
+        if self._topology is not None:
+            return self._topology
+        size = spanned([*self._payloads, *self._zero1])
+        return Topology(dp=size.dp, tp=size.tp, pp=size.pp)
+
+    @reading
+    def parts(self) -> Parts:
+        optimizer = self._optimizer_kind()
+        first = self._payload(Coordinates()) if self._payloads else Payload({})
+        return Parts(
+            model=first.model is not None,
+            optimizer=optimizer,
+            scheduler=first.scheduler is not None,
+            user_content=bool(first.rest),
+            use_xser=any(name.endswith(".tensors") for name in self.files.names()),
+            master_weights=optimizer is not None
+            and "sharded_master_weights" in self.optimizer_tree(Coordinates()),
+        )
+
+    @reading
+    def model_tree(self, at: Coordinates) -> dict[str, Any]:
+        payload = self._payload(at)
+        if payload.model is None:
+            raise PartNotFound(f"{self.files.storage.url}: no model under {MODEL_KEYS}; found keys {payload.keys}")
+        return checked_model(payload.model, self.files.storage.url)
+
+    @reading
+    def optimizer_tree(self, at: Coordinates, param_names: Sequence[str] | None = None) -> dict[str, Any]:
+        if self._zero1:
+            file = self._pick(self._zero1, at, dp=at.dp_rank)
+            return _without_ranks(checked_optimizer(self.files.tree(file), self.files.where(file)))
+        payload = self._payload(at)
+        if payload.optimizer is None:
+            raise PartNotFound(
+                f"{self.files.storage.url}: no optimizer under {OPTIMIZER_KEYS}; found keys {payload.keys}"
+            )
+        return checked_optimizer(payload.optimizer, self.files.storage.url)
+
+    def optimizer_names(self, at: Coordinates) -> list[str] | None:
+        return None
+
+    @reading
+    def scheduler(self) -> Any:
+        scheduler = self._payload(Coordinates()).scheduler
+        if scheduler is None:
+            raise PartNotFound(f"{self.files.storage.url}: no scheduler under {SCHEDULER_KEYS}")
+        return map_tensors(scheduler, self.files.read, TensorStub)
+
+    @reading
+    def user_content(self) -> Any:
+        """Whatever else the payload of the first rank holds: step, epoch, arguments."""
+        rest = self._payload(Coordinates()).rest
+        if not rest:
+            raise PartNotFound(f"{self.files.storage.url}: the payload holds nothing but model and optimizer")
+        return map_tensors(rest, self.files.read, TensorStub)
+
+    @cached_property
+    def _per_dp_rank(self) -> bool:
+        return any(ranks.dp for ranks in self._payloads)
+
+    def _optimizer_kind(self) -> str | None:
+        if self._zero1:
+            return "zero1"
+        try:
+            return "zero1" if "base_state" in self.optimizer_tree(Coordinates()) else "plain"
+        except PartNotFound:
+            return None
+
+    def _payload(self, at: Coordinates) -> Payload:
+        name = self._pick(self._payloads, at, dp=at.dp_rank if self._per_dp_rank else 0)
+        first, found = self._first, self._read(name)
+        refuse_other_counts({first[0]: first[1], name: found}, self.files.storage.url)
+        return found
+
+    @cached_property
+    def _first(self) -> tuple[str, Payload]:
+        name = self._pick(self._payloads, Coordinates(), dp=0)
+        return name, self._read(name)
+
+    def _read(self, name: str) -> Payload:
+        payload = self.files.joined(_payload_file(self.files, name))
+        if not isinstance(payload, dict):
+            raise MalformedFile(
+                f"{self.files.storage.url}/{name}: expected a dict, found {type(payload).__name__}"
+            )
+        return Payload(_without_ranks(payload))
+
+    def _pick(self, files: dict[ParsedName, str], at: Coordinates, dp: int) -> str:
+        try:
+            return files[ParsedName(dp, None, at.tp_rank, at.pp_rank)]
+        except KeyError:
+            raise PartNotFound(
+                f"{self.files.storage.url}: no file for dp {dp} tp {at.tp_rank} pp {at.pp_rank}; "
+                f"found {describe(files)}"
+            ) from None
+
+
+def _without_ranks(payload: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in payload.items() if key not in _RANK_KEYS}

@@ -1,0 +1,61 @@
+"""A model as NxD inference loads it: a safetensors file of each tensor-parallel rank. Only read."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from nxd_ckpt.core.limits import RANKS, check_count
+from nxd_ckpt.core.manifest import Parts
+from nxd_ckpt.core.topology import Coordinates, Topology
+from nxd_ckpt.errors import PartNotFound
+from nxd_ckpt.tag.files import TagFiles
+from nxd_ckpt.tag.state_dicts import reading
+
+_NAME = re.compile(r"tp(\d+)_sharded_checkpoint\.safetensors")
+
+
+def file_name(tp_rank: int) -> str:
+    """The rank's file."""
+    return f"tp{tp_rank}_sharded_checkpoint.safetensors"
+
+
+def are_there(names: Iterable[str]) -> bool:
+    """Whether a directory of these files holds such a model."""
+    return any(map(_NAME.fullmatch, names))
+
+
+class PreshardedFiles:
+    """See TagLayout. Raises PartNotFound where a rank's file is missing, MalformedFile for too many."""
+
+    def __init__(self, files: TagFiles) -> None:
+        self.files = files
+        ranks = {int(match[1]) for match in map(_NAME.fullmatch, files.names()) if match is not None}
+        check_count(max(ranks) + 1, RANKS, f"{files.where('')}: the ranks that names of files say")
+        missing = sorted(set(range(max(ranks) + 1)) - ranks)
+        if missing:
+            raise PartNotFound(f"{files.where(file_name(missing[0]))} is missing: there is one of rank {max(ranks)}")
+        self._tp = len(ranks)
+
+    def topology(self) -> Topology:
+        return Topology(tp=self._tp)
+
+    def parts(self) -> Parts:
+        return Parts(model=True)
+
+    @reading
+    def model_tree(self, at: Coordinates) -> dict[str, Any]:
+        return dict(self.files.safetensors(file_name(at.tp_rank)))
+
+    def optimizer_tree(self, at: Coordinates, param_names: Sequence[str] | None = None) -> dict[str, Any]:
+        raise PartNotFound(f"{self.files.where('')}: a model for inference, without an optimizer")
+
+    def optimizer_names(self, at: Coordinates) -> list[str] | None:
+        return None
+
+    def scheduler(self) -> Any:
+        raise PartNotFound(f"{self.files.where('')}: a model for inference, without a scheduler")
+
+    def user_content(self) -> Any:
+        raise PartNotFound(f"{self.files.where('')}: a model for inference, without user content")

@@ -1,0 +1,201 @@
+"""Whose checkpoint a directory is, by the names in it: every layout that the Neuron ecosystem wrote. docs/rescue.md has
+the sources. Reads listings only.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+from nxd_ckpt.errors import CheckpointNotFound, MalformedFile
+from nxd_ckpt.tag.foreign import legacy
+from nxd_ckpt.core import names
+from nxd_ckpt.tag.foreign import nemo
+from nxd_ckpt.tag.foreign import presharded
+from nxd_ckpt.tag import tiered
+from nxd_ckpt.tag.foreign import torch_xla_files
+from nxd_ckpt.tag.foreign.torch_dcp import METADATA
+from nxd_ckpt.storage.base import Storage
+
+
+class Writer(Enum):
+    """Who wrote it, as messages say it."""
+
+    NXD_CKPT = "nxd_ckpt"
+    NXD = "neuronx-distributed"
+    NXDT = "neuronx-distributed-training"
+    NXD_LEGACY = "neuronx-distributed 0.1 to 0.5"
+    OPTIMUM = "optimum-neuron"
+    OPTIMUM_ADAPTER = "optimum-neuron, a PEFT adapter"
+    OPTIMUM_OLD = "optimum-neuron before 0.0.22"
+    NEMO = "neuronx-nemo-megatron"
+    TIERED = "SageMaker's tiered storage"
+    PRESHARDED = "NxD inference"
+    TORCH_XLA = "torch-xla"
+    TORCH_DCP = "torch DCP"
+    HUGGING_FACE = "Hugging Face transformers"
+
+
+@dataclass(frozen=True)
+class Recognised:
+    """``tag`` is the directory's NxD tag, a key of the storage; of layouts without one the directory itself. ``beside``
+    is where the writer's other files are."""
+
+    writer: Writer
+    tag: str
+    beside: str
+
+
+STAGE_METADATA = re.compile(r"mp_metadata_pp_rank_(\d+)\.(json|pt)")
+"""Optimum-neuron's description of a pipeline stage."""
+ADAPTER_SHARDS = "adapter_shards"
+"""Optimum-neuron's tag of an adapter, beside PEFT's configuration of it."""
+
+_SHARDS, _OLD_SHARDS = "shards", "tensor_parallel_shards"
+_INSIDE = {Writer.OPTIMUM: _SHARDS, Writer.OPTIMUM_OLD: _OLD_SHARDS}
+"""Where in a directory the tensors are."""
+_PARTS = frozenset((names.MODEL_DIR, names.OPTIMIZER_DIR))
+
+_Names = Mapping[str, bool]
+"""Name -> whether it is a directory."""
+
+
+def recognise(storage: Storage, folder: str) -> Recognised:
+    """Whose checkpoint ``folder`` is, or the one file of that name.
+
+    Raises:
+        CheckpointNotFound: no layout that is known, or a directory of several checkpoints.
+        MalformedFile: it is two at once.
+    """
+    if storage.is_file(folder):
+        writer = Writer.NEMO if nemo.is_of_rank(folder) else Writer.TORCH_XLA
+        return Recognised(writer, folder, folder.rpartition("/")[0])
+    listing = dict(storage.list(folder))
+    where = f"{storage.url}/{folder}" if folder else storage.url
+    found = [writer for writer, test in _TESTS.items() if test(storage, folder, listing)]
+    if found and found[0] in _SEVERAL and len(found) == 1:
+        save = _only(_SEVERAL[found[0]](storage, folder), where)
+        return Recognised(found[0], save, folder)
+    if len(found) > 1:
+        both = " and ".join(writer.value for writer in found)
+        raise MalformedFile(f"{where} has the files of two layouts: {both}; move those of one to a place of their own")
+    if not found:
+        below = sorted(name for name, is_dir in listing.items() if is_dir and _is_one(storage, f"{folder}/{name}"))
+        if below:
+            holds = "several checkpoints, expected one" if len(below) > 1 else "one checkpoint, and is none; pass that"
+            raise CheckpointNotFound(f"{where} holds {holds}: {', '.join(below[:8])}")
+        lost = any(name.endswith(".distcp") for name in listing)
+        raise CheckpointNotFound(
+            f"{where} has none of the layouts that are known (docs/rescue.md lists them); it holds "
+            f"{', '.join(sorted(listing)[:8]) or 'nothing'}"
+            + (f", but not {METADATA}, which torch DCP writes last: the save was interrupted" if lost else "")
+        )
+    return _located(found[0], folder)
+
+
+def _only(saves: Sequence[str], where: str) -> str:
+    if len(saves) != 1:
+        raise CheckpointNotFound(f"{where} holds several checkpoints, expected one: {', '.join(saves[:8])}")
+    return saves[0]
+
+
+def _located(writer: Writer, folder: str) -> Recognised:
+    parent, _, name = folder.rpartition("/")
+    if writer in _INSIDE:
+        is_tag = name == _INSIDE[writer]
+        return Recognised(writer, folder if is_tag else _in(folder, _INSIDE[writer]), parent if is_tag else folder)
+    if writer is Writer.NXD and name.endswith(".ckpt"):
+        return Recognised(Writer.NXDT, folder, folder)
+    return Recognised(writer, folder, folder)
+
+
+def _is_one(storage: Storage, folder: str) -> bool:
+    listing = dict(storage.list(folder))
+    return any(test(storage, folder, listing) for test in _TESTS.values())
+
+
+def _is_tag(storage: Storage, folder: str, listing: _Names) -> bool:
+    return bool(_directories(listing) & _PARTS)
+
+
+def _is_ours(storage: Storage, folder: str, listing: _Names) -> bool:
+    return _is_tag(storage, folder, listing) and names.MANIFEST in listing
+
+
+def _is_nxd(storage: Storage, folder: str, listing: _Names) -> bool:
+    return _is_tag(storage, folder, listing) and names.MANIFEST not in listing and not _has_metadata(listing)
+
+
+def _is_optimum(storage: Storage, folder: str, listing: _Names) -> bool:
+    if _is_tag(storage, folder, listing) and _has_metadata(listing):
+        return not _is_in(folder, ADAPTER_SHARDS)
+    if listing.get(_SHARDS) is not True:
+        return False
+    shards = dict(storage.list(_in(folder, _SHARDS)))
+    return _has_metadata(shards) or ("config.json" in listing and _is_tag(storage, folder, shards))
+
+
+def _adapters(storage: Storage, folder: str) -> list[str]:
+    """The tag of each adapter in the directory, or of the one that it is of."""
+    if _is_in(folder, ADAPTER_SHARDS):
+        return [folder]
+    inside = [entry.name for entry in storage.list(folder) if entry.is_dir and entry.name.startswith("adapter_")]
+    if ADAPTER_SHARDS in inside:
+        return [_in(folder, ADAPTER_SHARDS)]
+    found = (_in(folder, name, ADAPTER_SHARDS) for name in inside)
+    return sorted(key for key in found if storage.is_dir(key))
+
+
+def _is_legacy(storage: Storage, folder: str, listing: _Names) -> bool:
+    ranks = [name for name in listing if legacy.parse(name) or legacy.parse_zero1(name)]
+    if nemo.saves(storage, folder):
+        ranks = [name for name in ranks if not nemo.is_rank(name)]
+    return bool(ranks) and not _is_in(folder, _OLD_SHARDS)
+
+
+def _is_hugging_face(storage: Storage, folder: str, listing: _Names) -> bool:
+    weights = any(name.endswith(".safetensors") and not presharded.are_there([name]) for name in listing)
+    others = _is_optimum(storage, folder, listing) or torch_xla_files.are_trainers(listing)
+    return weights and "config.json" in listing and not others
+
+
+_TESTS: Mapping[Writer, Callable[[Storage, str, _Names], bool]] = {
+    Writer.NXD_CKPT: _is_ours,
+    Writer.NXD: _is_nxd,
+    Writer.OPTIMUM: _is_optimum,
+    Writer.OPTIMUM_ADAPTER: lambda storage, folder, listing: bool(_adapters(storage, folder)),
+    Writer.OPTIMUM_OLD: lambda _, folder, names: names.get(_OLD_SHARDS) is True or _is_in(folder, _OLD_SHARDS),
+    Writer.NEMO: lambda storage, folder, listing: bool(nemo.saves(storage, folder)),
+    Writer.NXD_LEGACY: _is_legacy,
+    Writer.TIERED: lambda storage, folder, listing: bool(tiered.saves(storage, folder)),
+    Writer.PRESHARDED: lambda storage, folder, listing: presharded.are_there(listing),
+    Writer.TORCH_XLA: lambda storage, folder, listing: torch_xla_files.are_there(listing),
+    Writer.TORCH_DCP: lambda storage, folder, listing: METADATA in listing,
+    Writer.HUGGING_FACE: _is_hugging_face,
+}
+
+
+_SEVERAL: Mapping[Writer, Callable[[Storage, str], list[str]]] = {
+    Writer.OPTIMUM_ADAPTER: _adapters,
+    Writer.TIERED: tiered.saves,
+    Writer.NEMO: nemo.saves,
+}
+"""Those who put several checkpoints into a directory: the key of each."""
+
+
+def _has_metadata(listing: Iterable[str]) -> bool:
+    return any(map(STAGE_METADATA.fullmatch, listing))
+
+
+def _directories(listing: _Names) -> set[str]:
+    return {name for name, is_dir in listing.items() if is_dir}
+
+
+def _is_in(folder: str, name: str) -> bool:
+    return folder.rpartition("/")[2] == name
+
+
+def _in(*names: str) -> str:
+    return "/".join(name for name in names if name)

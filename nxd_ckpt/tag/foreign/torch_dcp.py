@@ -1,0 +1,225 @@
+"""Directories of torch.distributed.checkpoint: what ``.metadata`` says, read without torch.distributed.
+
+``.metadata`` is a pickle of a few dataclasses (``torch.distributed.checkpoint.metadata``). It is unpickled
+into inert records: a short list of classes is known, each of which becomes a :class:`_Record` of its fields;
+nothing is called. Every entry, a tensor's chunk or a plain object, is a ``torch.save`` file of its own inside
+``__{rank}_{n}.distcp``. SageMaker's tiered storage has a directory of each rank in its place.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from nxd_ckpt.core.limits import DCP_METADATA, TREE_DEPTH, check_form, check_sizes, shown
+from nxd_ckpt.core.parsing import parsing
+from nxd_ckpt.errors import MalformedFile, UnsafePickle
+from nxd_ckpt.formats.machine import Machine
+from nxd_ckpt.formats.safe_globals import GLOBALS
+from nxd_ckpt.formats.inert import Call, Sealed
+from nxd_ckpt.formats.tensors import dtype_name
+from nxd_ckpt.tag.files import TagFiles
+
+METADATA = ".metadata"
+
+
+@dataclass(frozen=True)
+class DcpFiles:
+    """Where a save has its files: ``directory`` of a tag, "" for all of it."""
+
+    directory: str = ""
+
+    @property
+    def metadata(self) -> str:
+        return _inside(self.directory, METADATA)
+
+    def file(self, info: Mapping[str, Any]) -> str | None:
+        """The file that a storage info's fields are of; None for one that is elsewhere."""
+        relative = _name(info["relative_path"])
+        return None if "/" in relative else _inside(self.directory, relative)
+
+
+@dataclass(frozen=True)
+class TieredFiles:
+    """The same of SageMaker's tiered storage: ``first`` is the first rank's directory, ``rank_0/step_300`` or
+    ``rank_0``; other ranks' differ in the rank."""
+
+    first: str
+
+    @property
+    def metadata(self) -> str:
+        return f"{self.first}/{TIERED_METADATA}"
+
+    def file(self, info: Mapping[str, Any]) -> str | None:
+        (rank,) = check_sizes((info["rank"],), "the rank of a storage info")
+        return f"{of_rank(self.first, rank)}/{TIERED_DATA}"
+
+
+TIERED_METADATA, TIERED_DATA = "metadata.metadata", "checkpoint.pt"
+TIERED_RANK = re.compile(r"rank_(\d+)")
+
+
+def of_rank(folder: str, rank: int) -> str:
+    """That rank's directory, beside this one of any rank."""
+    return "/".join(f"rank_{rank}" if TIERED_RANK.fullmatch(name) else name for name in folder.split("/"))
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """One stored piece of an entry: ``nbytes`` from byte ``start`` of ``file``.
+
+    ``offsets`` places a tensor's chunk in the whole tensor, in elements; it is None for an object that is no
+    tensor.
+    """
+
+    offsets: tuple[int, ...] | None
+    file: str
+    start: int
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class WholeForm:
+    """What the metadata says of a whole tensor: dtype (torch's name), shape, and where its chunks are how large."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    sizes: Mapping[tuple[int, ...], tuple[int, ...]]
+
+
+@dataclass(frozen=True)
+class DcpMetadata:
+    """``entries``: the chunks of every fully qualified name, in the order of their offsets. ``paths``: the
+    keys that lead to it in the state dict, where the writer recorded them. ``forms``: what tensors are, as wholes.
+    ``described``: all names that the writer knew of."""
+
+    entries: Mapping[str, tuple[Chunk, ...]]
+    paths: Mapping[str, tuple[Any, ...]]
+    forms: Mapping[str, WholeForm]
+    described: frozenset[str]
+
+
+def read_metadata(files: TagFiles, places: DcpFiles | TieredFiles) -> DcpMetadata:
+    """The metadata of the save that has its files in these places of a tag.
+
+    Raises:
+        UnsafePickle: the pickle names a class that no DCP metadata holds.
+        MalformedFile: not such metadata, or one that points outside the directory or to a missing file.
+    """
+    key = files.key(places.metadata)
+    where = f"{files.storage.url}/{key}"
+    data = files.storage.read(key, DCP_METADATA)
+    try:
+        with parsing(where, "the metadata of torch DCP"):
+            return _metadata(_Machine(data).load(), places, files)
+    except UnsafePickle as error:
+        raise UnsafePickle(f"{where}: {error}; it is refused even with trust_pickle=True") from error
+    except EOFError as error:
+        raise MalformedFile(f"{where}: not the metadata of torch DCP: it ends too early") from error
+    except MalformedFile as error:
+        if str(error).startswith(where):
+            raise
+        raise MalformedFile(f"{where}: {error}") from error
+
+
+def _metadata(root: Any, places: DcpFiles | TieredFiles, files: TagFiles) -> DcpMetadata:
+    entries: dict[str, list[Chunk]] = {}
+    for index, info in root.fields["storage_data"].items():
+        name, offset = _name(index.fields["fqn"]), index.fields.get("offset")
+        file, start, nbytes = places.file(info.fields), info.fields["offset"], info.fields["length"]
+        if file is None or not files.has(file):
+            found = info.fields.get("relative_path", file)
+            raise MalformedFile(f"{shown(name)} should be in {shown(found)}, which is not there")
+        if info.fields.get("transform_descriptors"):
+            raise MalformedFile(
+                f"{shown(name)} was written through {shown(info.fields['transform_descriptors'])}; only uncompressed "
+                "DCP files are read"
+            )
+        start, nbytes = check_sizes((start, nbytes), f"the place of {shown(name)} in {file}")
+        at = None if offset is None else check_sizes(offset, f"the offsets of {shown(name)}")
+        entries.setdefault(name, []).append(Chunk(at, file, start, nbytes))
+    ordered = {
+        name: tuple(sorted(chunks, key=lambda chunk: chunk.offsets or ())) for name, chunks in entries.items()
+    }
+    abouts = {_name(name): about.fields for name, about in root.fields["state_dict_metadata"].items()}
+    forms = {name: _form(fields, shown(name)) for name, fields in abouts.items() if "chunks" in fields}
+    planned = root.fields.get("planner_data") or {}
+    return DcpMetadata(ordered, {_name(name): _keys(planned[name]) for name in planned}, forms, frozenset(abouts))
+
+
+def _name(value: Any) -> str:
+    if not isinstance(value, str):
+        raise MalformedFile(f"expected a name, found {shown(value)}")
+    return value
+
+
+def _keys(path: Any) -> tuple[Any, ...]:
+    """The keys that lead to an entry: each what a dict or a list has."""
+    keys = tuple(path) if isinstance(path, (tuple, list)) else ()
+    if not 0 < len(keys) <= TREE_DEPTH or not all(isinstance(key, (str, int, float)) for key in keys):
+        raise MalformedFile(f"expected the keys that lead to an entry, found {shown(path)}")
+    return keys
+
+
+def _form(fields: Mapping[str, Any], name: str) -> WholeForm:
+    dtype = fields["properties"].fields["dtype"]
+    if not isinstance(dtype, torch.dtype):
+        raise MalformedFile(f"{name}: expected a dtype, found {shown(dtype)}")
+    chunks = [chunk.fields for chunk in fields["chunks"]]
+    sizes = {check_sizes(chunk["offsets"], name): check_form(chunk["sizes"], 1, name) for chunk in chunks}
+    return WholeForm(dtype_name(dtype), check_form(fields["size"], dtype.itemsize, name), sizes)
+
+
+def _inside(directory: str, name: str) -> str:
+    return f"{directory}/{name}" if directory else name
+
+
+class _Record(Sealed):
+    """Stands for an object of an allowed class: its fields by name, without the arguments it was made with."""
+
+    __slots__ = ("fields",)
+
+    def __init__(self, *args: Any) -> None:
+        self.fields: dict[str, Any] = {}
+
+    def __setstate__(self, state: Any) -> None:
+        # A TensorProperties' is a tuple.
+        self.fields = {"dtype": state[0]} if isinstance(state, tuple) and state else state
+        if not isinstance(self.fields, dict):
+            raise MalformedFile(f"expected the fields of an object, found {shown(state)}")
+
+
+_TIERED = "amzn_sagemaker_checkpointing.checkpointing.filesystem"
+_METADATA_CLASSES = {
+    "Metadata",
+    "MetadataIndex",
+    "TensorStorageMetadata",
+    "BytesStorageMetadata",
+    "ChunkStorageMetadata",
+    "TensorProperties",
+    "StorageMeta",
+    "_MEM_FORMAT_ENCODING",
+}
+_ALLOWED = {("torch.distributed.checkpoint.metadata", name) for name in _METADATA_CLASSES} | {
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+    ("olmo_core.distributed.checkpoint.filesystem", "_StorageInfo"),
+    (f"{_TIERED}.filesystem", "_SageMakerStorageInfo"),
+    (f"{_TIERED}.storage_info", "_SageMakerStorageInfo"),
+    ("torch.distributed._shard.sharded_tensor.metadata", "TensorProperties"),
+    ("torch.distributed._shard.sharded_tensor.metadata", "MEM_FORMAT_ENCODING"),
+}
+_RECORD = Call(_Record)
+_INERT_MODULES = ("torch", "torch.serialization", "pathlib", "pathlib._local", "collections")
+
+
+class _Machine(Machine):
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) in _ALLOWED:
+            return _RECORD
+        if module in _INERT_MODULES and (module, name) in GLOBALS:
+            return GLOBALS[module, name]
+        raise UnsafePickle(f"its pickle asks for {module:.100}.{name:.100}, which no metadata of torch DCP holds")

@@ -1,0 +1,124 @@
+"""Checkpoints that torch-xla's scripts save with ``xm.save``: one file, or with FSDP one of each rank; of transformers'
+trainer two of each, model and optimizer."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from nxd_ckpt.core.limits import RANKS, check_count
+from nxd_ckpt.core.parsing import parsing
+from nxd_ckpt.errors import CheckpointNotFound, MalformedFile, PartNotFound
+from nxd_ckpt.tag.files import TagFiles
+from nxd_ckpt.tag.foreign.fsdp import METADATA, FsdpFiles
+from nxd_ckpt.tag.payload import Payload
+from nxd_ckpt.tag.payload_file import PayloadFile
+
+RANDOM_STATES = re.compile(r"rng_state(?:_\d+)?\.pth")
+"""What transformers' trainer, and so optimum-neuron's, keeps of random numbers beside the model, for each rank."""
+
+_TRAINERS = re.compile(r"(rank\d+-of-\d+-)pytorch_model\.bin")
+_OPTIMIZER = "optimizer.pt"
+_SHOWN = 8
+_RANK, _WORLD_SIZE = "rank", "world_size"
+
+
+def are_there(names: Iterable[str]) -> bool:
+    """Whether a directory of these files holds such a checkpoint."""
+    return any(map(_is_payload, names))
+
+
+def are_trainers(names: Iterable[str]) -> bool:
+    """Whether it is one of transformers' trainer, which keeps the whole model beside the ranks' files."""
+    return any(map(_TRAINERS.fullmatch, names))
+
+
+def open_files(files: TagFiles, file: str | None = None) -> PayloadFile:
+    """The checkpoint in the directory, or in one ``file`` of it.
+
+    Raises:
+        CheckpointNotFound: several files, each a checkpoint of its own.
+        PartNotFound: ranks' files are missing.
+        MalformedFile: no such files, or of two saves.
+    """
+    names = sorted(filter(_is_payload, files.names())) if file is None else [file]
+    found = {name: _payload(files, name) for name in names}
+    sharded = {name: payload for name, payload in found.items() if METADATA in payload.content}
+    where = files.where("").rstrip("/")
+    alone = [name for name in names if name not in sharded]
+    if sharded and alone:
+        raise MalformedFile(
+            f"{where} has files of FSDP's ranks, {_listed(list(sharded))}, and {_listed(alone)}, which is none; pass "
+            "the one that is meant, or move it away"
+        )
+    if len(alone) > 1:
+        raise CheckpointNotFound(f"{where} holds several checkpoints; pass one of the files {_listed(alone)}")
+    if alone:
+        return PayloadFile(files, alone[0], found[alone[0]])
+    with parsing(where, "a checkpoint of torch-xla's FSDP"):
+        ordered = _by_rank(sharded, where)
+    without = [name for name, payload in sharded.items() if payload.optimizer is None]
+    if 0 < len(without) < len(sharded):
+        raise PartNotFound(f"{where}: no optimizer is beside {_listed(without)}, and one beside others")
+    return FsdpFiles(files, ordered, [sharded[name] for name in ordered])
+
+
+def _is_payload(name: str) -> bool:
+    return _TRAINERS.fullmatch(name) is not None or (name.endswith(".pth") and not RANDOM_STATES.fullmatch(name))
+
+
+def _payload(files: TagFiles, name: str) -> Payload:
+    content = _dict(files, name)
+    of_trainer = _TRAINERS.fullmatch(name)
+    if of_trainer is None or not files.has(f"{of_trainer[1]}{_OPTIMIZER}"):
+        return Payload(content)
+    optimizer = _dict(files, f"{of_trainer[1]}{_OPTIMIZER}")
+    if optimizer.get(METADATA) != content.get(METADATA):
+        raise MalformedFile(
+            f"{files.where(name)} and {of_trainer[1]}{_OPTIMIZER} have different shard_metadata; files of two saves "
+            "are mixed"
+        )
+    return Payload({**optimizer, **content})
+
+
+def _dict(files: TagFiles, name: str) -> dict[str, Any]:
+    tree = files.tree(name)
+    if not isinstance(tree, dict):
+        raise MalformedFile(f"{files.where(name)}: expected a dict, found {type(tree).__name__}")
+    return tree
+
+
+def _by_rank(sharded: Mapping[str, Payload], where: str) -> list[str]:
+    """The names of the files of ranks 0, 1 and so on, all of one save."""
+    about = {name: payload.content[METADATA] for name, payload in sharded.items()}
+    first = next(iter(about))
+    for name, metadata in about.items():
+        if _of_all_ranks(metadata) != _of_all_ranks(about[first]):
+            raise MalformedFile(
+                f"{where}: {name} and {first} have different shard_metadata; files of two saves are mixed: move those "
+                "of one to a place of their own"
+            )
+    world_size, ranks = about[first][_WORLD_SIZE], [metadata[_RANK] for metadata in about.values()]
+    check_count(world_size, RANKS, f"{where}: the ranks that shard_metadata says")
+    twice = [name for name, metadata in about.items() if ranks.count(metadata[_RANK]) > 1]
+    if twice:
+        raise MalformedFile(
+            f"{where}: several files of one rank, {_listed(twice)}; they are of two saves: move those of one to a "
+            "place of their own"
+        )
+    missing = sorted(set(range(world_size)) - set(ranks))
+    if missing or len(ranks) != world_size:
+        raise PartNotFound(
+            f"{where}: FSDP saved a file for each of {world_size} ranks; those of ranks {missing[:_SHOWN]} are not "
+            f"there, found {_listed(list(about))}"
+        )
+    return sorted(about, key=lambda name: int(about[name][_RANK]))
+
+
+def _of_all_ranks(metadata: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in metadata.items() if key != _RANK}
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(names[:_SHOWN])

@@ -1,0 +1,74 @@
+"""Checkpoints that are no tags of NxD's: which layout a directory or a file has."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Set
+from typing import NamedTuple
+
+from nxd_ckpt.errors import MalformedFile, PartNotFound
+from nxd_ckpt.tag.foreign import nemo
+from nxd_ckpt.tag.foreign import presharded
+from nxd_ckpt.tag.foreign import torch_xla_files
+from nxd_ckpt.tag.foreign.dcp_directory import DcpDirectory
+from nxd_ckpt.tag.files import TagFiles
+from nxd_ckpt.tag.nxd_tag import TagLayout
+from nxd_ckpt.tag.foreign.torch_dcp import METADATA, TIERED_DATA, TIERED_METADATA, TieredFiles
+from nxd_ckpt.storage.base import Storage
+
+
+def is_untagged(listing: Iterable[str]) -> bool:
+    """Whether a directory of these files, which is no tag, has a layout that is read."""
+    names = set(listing)
+    return TIERED_DATA in names or bool(_layouts(names))
+
+
+def open_untagged(storage: Storage, key: str) -> TagLayout:
+    """The layout of the directory or file ``key``.
+
+    Raises:
+        PartNotFound: the directory holds none of the files of any layout.
+        MalformedFile: it holds those of two layouts.
+        CheckpointNotFound, MalformedFile: what opening its layout raises.
+    """
+    if storage.is_file(key):
+        folder, _, file = key.rpartition("/")
+        if nemo.is_of_rank(key):
+            return nemo.open_files(TagFiles(storage, folder.rpartition("/")[0]), file)
+        return torch_xla_files.open_files(TagFiles(storage, folder), file)
+    files = TagFiles(storage, key)
+    listing = set(files.names())
+    found = _layouts(listing)
+    if len(found) > 1:
+        both = " and ".join(layout.name for layout in found)
+        raise MalformedFile(
+            f"{files.where('').rstrip('/')} has the files of two layouts: {both}; move those of one to a place of "
+            "their own"
+        )
+    if found:
+        return found[0].open(files)
+    if TIERED_DATA in listing:
+        return _open_tiered(files)
+    raise PartNotFound(f"{files.where('')}: no layout that is known; found {sorted(listing)[:8]}")
+
+
+def _open_tiered(files: TagFiles) -> TagLayout:
+    return DcpDirectory(TagFiles(files.storage, ""), places=TieredFiles(files.tag))
+
+
+class _Layout(NamedTuple):
+    name: str
+    is_there: Callable[[Set[str]], bool]
+    """Whether a directory of these files has it."""
+    open: Callable[[TagFiles], TagLayout]
+
+
+_LAYOUTS = (
+    _Layout("torch-xla", torch_xla_files.are_there, torch_xla_files.open_files),
+    _Layout("NxD inference", presharded.are_there, presharded.PreshardedFiles),
+    _Layout("torch DCP", lambda listing: METADATA in listing, DcpDirectory),
+    _Layout("SageMaker's tiered storage", lambda listing: TIERED_METADATA in listing, _open_tiered),
+)
+
+
+def _layouts(listing: Set[str]) -> list[_Layout]:
+    return [layout for layout in _LAYOUTS if layout.is_there(listing)]

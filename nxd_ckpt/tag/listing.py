@@ -1,0 +1,334 @@
+"""The tags in a directory: which one is meant, and what can be said of each without reading its tensors."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from datetime import datetime, timezone
+from functools import partial
+from math import inf
+from typing import Any
+
+from nxd_ckpt.core.html_table import html_table
+from nxd_ckpt.core.manifest import Manifest
+from nxd_ckpt.core.tags import TagInfo, in_order, latest
+from nxd_ckpt.core.units import size
+from nxd_ckpt.errors import (
+    CheckpointError,
+    CheckpointNotFound,
+    CorruptCheckpoint,
+    TagReplaced,
+    as_checkpoint_errors,
+)
+from nxd_ckpt.tag.foreign import legacy
+from nxd_ckpt.core import names
+from nxd_ckpt.tag.directory import (
+    NO_TAG,
+    describe_incomplete,
+    find_tag,
+    holds_tags,
+    is_whole_without_marks,
+    require_directory,
+)
+from nxd_ckpt.tag.files import TagFiles
+from nxd_ckpt.tag.grid import describe, holes
+from nxd_ckpt.coordination.pins import pinned
+from nxd_ckpt.tag.choosing import choose, settled_tags
+from nxd_ckpt.tag.identity import Identity, of_latest
+from nxd_ckpt.tag.opened import OpenTag
+from nxd_ckpt.tag.opening import open_complete_tag
+from nxd_ckpt.storage.base import Storage
+from nxd_ckpt.storage.urls import directory_and_name, is_url, local_path, open_storage
+from nxd_ckpt.tag.verify import files_of
+
+_LAST = datetime(9999, 1, 1, tzinfo=timezone.utc).timestamp()
+"""No later time can be written as a date."""
+
+_TIME = "%Y-%m-%dT%H:%M:%S.%fZ"
+
+Options = Mapping[str, Any] | None
+
+Told = dict[TagInfo, dict[str, Any]]
+Tell = Callable[[TagInfo, TagInfo | None], dict[str, Any]]
+"""What is said of a tag, where the other one is the newest."""
+
+
+@dataclass(frozen=True)
+class ListedTag:
+    """One tag of a directory.
+
+    Attributes:
+        tag: its name; empty for the directory itself, of NxD 0.1 to 0.5.
+        saved: when; None where nothing tells.
+        complete, latest, pinned: whether it can be loaded; is what a load takes; is kept whatever retention says.
+        nbytes: bytes of its files.
+        topology: the sizes it was saved on, by name, None for one that is not known; None for one that is not complete.
+        written_by: "nxd_ckpt" or "neuronx_distributed".
+        problems: what it lacks, or what is wrong with it.
+    """
+
+    tag: str
+    saved: datetime | None
+    complete: bool
+    latest: bool
+    pinned: bool
+    nbytes: int
+    topology: Mapping[str, int | None] | None
+    written_by: str
+    problems: tuple[str, ...]
+
+
+class TagList(tuple[ListedTag, ...]):
+    """The tags of a directory, in the order in which they became visible."""
+
+    def _repr_html_(self) -> str:
+        """For a notebook: the newest first."""
+        complete = sum(one.complete for one in self)
+        head = ("tag", "state", "saved (UTC)", "size", "topology", "problems")
+        return html_table(f"{len(self)} tags, {complete} complete", head, [_html_row(one) for one in reversed(self)])
+
+
+@as_checkpoint_errors()
+def list_checkpoints(path: str | os.PathLike[str], *, storage_options: Options = None) -> TagList:
+    """The tags of a directory, complete or not, in the order in which they became visible. Reads no tensor.
+
+    Raises:
+        CheckpointNotFound: no such directory, or ``path`` is itself a tag.
+    """
+    tags = directory_document(os.fspath(path), storage_options)["tags"]
+    return TagList(
+        ListedTag(
+            tag=one["tag"],
+            saved=_time_of(one["order_time"]),
+            problems=(*(f"it lacks {what}" for what in one["lacks"]), *one["problems"]),
+            **{key: one[key] for key in ("complete", "latest", "pinned", "nbytes", "topology", "written_by")},
+        )
+        for one in tags
+    )
+
+
+def locate(path: str, tag: str | None, options: Options = None) -> tuple[str, str | None]:
+    """Directory (or URL) and tag that are meant: ``path`` is the directory, or (without ``tag``) one of its tags.
+
+    Raises:
+        CheckpointNotFound: no such directory.
+    """
+    whole = path if is_url(path) or not path else os.path.abspath(local_path(path))
+    storage = _open(whole, options)
+    if tag is None and not holds_tags(storage):
+        directory, name = directory_and_name(whole)
+        above = open_storage(directory, storage_options=options)
+        if name and (find_tag(above, name) is not None or is_whole_without_marks(above, name)):
+            return directory, name
+    return whole, tag
+
+
+def tags_to_verify(path: str, options: Options = None) -> list[str | None]:
+    """The complete tags in a directory, oldest first, and those that damage keeps from it.
+
+    None stands for the directory itself, of NxD 0.1 to 0.5.
+
+    Raises:
+        CheckpointNotFound: no such directory, or no complete tag in it.
+    """
+    storage = _open(path, options)
+    found = [info.tag or None for info in in_order(settled_tags(storage)) if info.complete or info.damage]
+    if not found:
+        raise CheckpointNotFound(f"{storage.url}: no complete checkpoint; {describe_incomplete(storage)}")
+    return found
+
+
+def tag_before(opened: OpenTag) -> str | None:
+    """The complete tag that became visible last before this one; None where there is none."""
+    older = None
+    for info in in_order(settled_tags(opened.storage)):
+        if info.tag == opened.tag:
+            return older
+        older = info.tag if info.complete and info.tag != NO_TAG else older
+    return None
+
+
+def directory_document(path: str, options: Options = None) -> dict[str, Any]:
+    """Every tag in a directory, in the order in which they became visible.
+
+    Raises:
+        CheckpointNotFound: no such directory, or ``path`` is itself a tag.
+    """
+    storage = _open(path, options)
+    return of_latest(True, lambda: _listing(storage, path, options, partial(_listed, storage)))
+
+
+def watched_document(path: str, options: Options, told: Told) -> dict[str, Any]:
+    """The same for who looks again and again: complete tags are opened once, and ``told`` keeps what is said of them.
+
+    A replacement that a dead job left half done is not finished or undone.
+    """
+    storage = _open(path, options)
+
+    def tell(info: TagInfo, newest: TagInfo | None) -> dict[str, Any]:
+        found = told.get(info) or _listed(storage, info, newest)
+        if found["complete"] and not found["problems"]:
+            told[info] = found
+        return found | {"latest": info == newest}
+
+    return of_latest(True, lambda: _listing(storage, path, options, tell, only_look=True))
+
+
+def opened_document(path: str, only: str | None, options: Options) -> tuple[dict[str, Any], dict[str, OpenTag]]:
+    """The same, of one tag or all, and the complete ones that can be opened, by name: each is opened once.
+
+    Raises:
+        TagReplaced: one was removed, or saved again, meanwhile.
+    """
+    storage, opened = _open(path, options), dict[str, OpenTag]()
+
+    def tell(info: TagInfo, newest: TagInfo | None) -> dict[str, Any]:
+        return _listed(storage, info, newest, opened)
+
+    document = _listing(storage, path, options, tell, only)
+    return document, opened
+
+
+def _listing(
+    storage: Storage, path: str, options: Options, tell: Tell, only: str | None = None, *, only_look: bool = False
+) -> dict[str, Any]:
+    tags = in_order(settled_tags(storage, only_look=only_look))
+    if not tags and locate(path, None, options)[1] is not None:
+        raise CheckpointNotFound(f"{storage.url}: no checkpoints; {describe_incomplete(storage)}")
+    newest = latest(tags)
+    if only is not None and all(info.tag != only for info in tags):
+        tags = [replace(choose(storage, only), order_time=inf)]  # without markers: no time tells its place
+    try:
+        pins = pinned(storage)
+    except (OSError, CheckpointError):  # what cannot be read there is no reason to show no tags
+        pins = set()
+    return {
+        "directory": storage.url,
+        "latest": None if newest is None else newest.tag,
+        "tags": [{**tell(info, newest), "pinned": info.tag in pins} for info in tags if only in (None, info.tag)],
+        "note": None if tags else f"no checkpoints; {describe_incomplete(storage)}",
+    }
+
+
+def summary(opened: OpenTag, info: TagInfo) -> dict[str, Any]:
+    """What a listing says of a complete tag. Raises what opening its first files raises."""
+    return {
+        **_named(info),
+        "complete": True,
+        "written_by": "nxd_ckpt" if opened.manifest is not None else "neuronx_distributed",
+        "topology": _sizes(opened),
+        "parts": asdict(opened.parts),
+        "metrics": {} if opened.manifest is None else dict(opened.manifest.metrics),
+    }
+
+
+def _open(path: str, options: Options) -> Storage:
+    storage = open_storage(path, storage_options=options)
+    require_directory(storage)
+    return storage
+
+
+def _listed(
+    storage: Storage, info: TagInfo, newest: TagInfo | None, keep: dict[str, OpenTag] | None = None
+) -> dict[str, Any]:
+    """What is said of a tag; if it could be opened, it is put into ``keep``."""
+    document: dict[str, Any] = {
+        **_named(info),
+        "complete": info.complete,
+        "written_by": "nxd_ckpt" if info.ours else "neuronx_distributed",
+        "topology": None,
+        "parts": None,
+        "metrics": {},
+        "nbytes": 0,
+        "latest": info == newest,
+        "lacks": [],
+        "problems": [],
+    }
+    manifest, identity = None, Identity(storage, info.tag)
+    with identity.kept():
+        try:
+            if info.damage is not None:
+                raise CorruptCheckpoint(info.damage)
+            if not info.complete:
+                document["lacks"] = list(_lacking(storage, info.tag))
+            else:
+                opened = open_complete_tag(storage, info.tag)
+                manifest = opened.manifest
+                document |= summary(opened, info)
+                if keep is not None:
+                    keep[info.tag] = opened
+            document["nbytes"] = _nbytes(storage, info.tag, manifest)
+        except TagReplaced:
+            raise
+        except (CheckpointError, FileNotFoundError) as error:  # one damaged tag never hides the others
+            document["problems"].append(str(error))
+            identity.require()
+    return document
+
+
+def _named(info: TagInfo) -> dict[str, Any]:
+    if info.tag == NO_TAG or info.damage is not None or info.order_time > _LAST:  # no marker has a time there
+        return {"tag": info.tag, "order_time": None, "age_seconds": None}
+    at = datetime.fromtimestamp(info.order_time, timezone.utc)
+    # A save's order time may lie a second or two ahead of the clock.
+    age = max(0.0, round(time.time() - info.order_time, 1))
+    return {"tag": info.tag, "order_time": f"{at:{_TIME}}", "age_seconds": age}
+
+
+def _time_of(text: str | None) -> datetime | None:
+    return None if text is None else datetime.strptime(text, _TIME).replace(tzinfo=timezone.utc)
+
+
+def _html_row(one: ListedTag) -> tuple[object, ...]:
+    state = "latest" if one.latest else "complete" if one.complete else "incomplete"
+    saved = "?" if one.saved is None else f"{one.saved:%Y-%m-%d %H:%M:%S}"
+    sizes = " ".join(f"{name}={'?' if count is None else count}" for name, count in (one.topology or {}).items())
+    name = one.tag or "(the directory itself)"
+    return name, f"{state}, pinned" if one.pinned else state, saved, size(one.nbytes), sizes, "; ".join(one.problems)
+
+
+def _sizes(opened: OpenTag) -> dict[str, int | None]:
+    sizes: dict[str, int | None] = {**opened.topology.sizes}
+    told = opened.manifest is not None or opened.parts.optimizer in ("zero1", "zero1_dcp")
+    if not told and opened.topology.dp == opened.topology.ep:
+        sizes["dp"] = None  # data-parallel replicas leave no trace in NxD's files
+    return sizes
+
+
+def _nbytes(storage: Storage, tag: str, manifest: Manifest | None) -> int:
+    """Bytes of a tag's files, markers left out. Of ours the manifest knows, without asking for each of many files."""
+    if manifest is not None and "bytes" in manifest.timings:
+        indexes = sum(line.nbytes for line in manifest.ranks)
+        return int(manifest.timings["bytes"]) + indexes + storage.size(f"{tag}/{names.MANIFEST}")
+    files, found = TagFiles(storage, tag), 0
+    for file in files_of(files):
+        with suppress(FileNotFoundError):  # it is being saved over, or removed
+            found += storage.size(files.key(file))
+    return found
+
+
+def _lacking(storage: Storage, tag: str) -> Iterator[str]:
+    """What keeps a tag from being complete, one phrase each."""
+    listing = {entry.name: entry.is_dir for entry in storage.list(tag)}
+    if tag == NO_TAG:
+        yield from _missing_ranks("", [name for file in listing if (name := legacy.parse(file)) is not None])
+        return
+    if names.MARKER in listing or names.MANIFEST in listing:  # else it is of NxD 0.6, which wrote no markers
+        yield f"its {names.DONE!r} marker"
+    found = {
+        part: [name for entry in storage.list(f"{tag}/{part}") if (name := names.parse(entry.name)) is not None]
+        for part in (names.MODEL_DIR, names.OPTIMIZER_DIR)
+    }
+    for part, ranks in found.items():
+        yield from _missing_ranks(f" in {part}/", ranks)
+    if not any(found.values()):
+        yield "all files of model and optimizer"
+
+
+def _missing_ranks(where: str, ranks: list[names.ParsedName]) -> Iterator[str]:
+    missing = holes(ranks)
+    if missing:
+        yield f"{len(missing)} of {len(missing) + len(set(ranks))} ranks' files{where}; there are {describe(ranks)}"

@@ -1,0 +1,296 @@
+"""Reading one tag: from coordinates to trees whose tensors are still on disk.
+
+:func:`open_tag` finds out which layout a tag has. Tags of ours are plain NxD tags with an index beside the files, so
+that the same reader serves both; what a foreign tag does not say (its sizes, its parts) is worked out from file names,
+or else from the structure of one file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Any, Protocol
+
+import torch
+
+from nxd_ckpt.core.manifest import Parts
+from nxd_ckpt.core.topology import Coordinates, Topology
+from nxd_ckpt.errors import MalformedFile, PartNotFound
+from nxd_ckpt.formats.tensors import iter_tensors
+from nxd_ckpt.tag.foreign import legacy
+from nxd_ckpt.core import names
+from nxd_ckpt.tag.files import MissingTensor, TagFiles
+from nxd_ckpt.tag.grid import describe, spanned
+from nxd_ckpt.tag.state_dicts import checked_model, checked_optimizer, is_model, is_optimizer, reading
+from nxd_ckpt.tag.foreign.zero1_dcp import Zero1Dcp
+from nxd_ckpt.storage.base import Storage
+
+
+class TagLayout(Protocol):
+    """One tag, whatever version wrote it. Trees are state dicts as that rank held them, with a TensorStub (or
+    a MissingTensor) for each tensor; read one at a time with ``files.read``.
+
+    All methods raise PartNotFound where the tag lacks what is asked for, MalformedFile for a damaged file.
+    """
+
+    files: TagFiles
+
+    def topology(self) -> Topology:
+        """The sizes, with the standard order of ranks where the files do not tell. Without ZeRO-1 nothing shows dp; it
+        is taken to be ``ep``, the least that it can be."""
+
+    def parts(self) -> Parts:
+        """What the tag holds."""
+
+    def model_tree(self, at: Coordinates) -> dict[str, Any]:
+        """The model's state dict of the rank at these coordinates."""
+
+    def optimizer_tree(self, at: Coordinates, param_names: Sequence[str] | None = None) -> dict[str, Any]:
+        """The optimizer's state dict of the rank at these coordinates, with types as :func:`restore_types`
+        has them.
+
+        ``param_names``, the parameters by index, decide where entries are kept by name (``use_zero1_dcp``).
+        """
+
+    def optimizer_names(self, at: Coordinates) -> list[str] | None:
+        """The parameter behind each optimizer index, if the files have names (``use_zero1_dcp``), else None."""
+
+    def scheduler(self) -> Any:
+        """The scheduler's state dict, tensors included."""
+
+    def user_content(self) -> Any:
+        """What the user saved beside the state, tensors included."""
+
+
+def open_tag(
+    storage: Storage, tag: str = "", *, topology: Topology | None = None, trust_pickle: bool = False
+) -> TagLayout:
+    """The layout of ``tag``, or of the storage's root itself for ``""``.
+
+    ``topology`` replaces what file names tell: a manifest knows dp without ZeRO-1, and how ranks were
+    ordered.
+
+    Raises:
+        PartNotFound: the directory holds none of the files of any layout.
+    """
+    files = TagFiles(storage, tag, trust_pickle=trust_pickle)
+    listing = files.names()
+    parts = {
+        names.MODEL_DIR,
+        names.OPTIMIZER_DIR,
+        names.SCHEDULER,
+        names.USER_CONTENT,
+        names.MARKER,
+        names.DONE,
+    }
+    if parts & listing.keys():
+        return NxdTag(files, topology)
+    if any(legacy.parse(name) or legacy.parse_zero1(name) for name in listing):
+        return legacy.LegacyTag(files, topology)
+    raise PartNotFound(
+        f"{storage.url}/{tag}: no checkpoint of neuronx_distributed; expected {names.MODEL_DIR}/, "
+        f"{names.OPTIMIZER_DIR}/ or tp_rank_* files, found {sorted(listing)[:8]}"
+    )
+
+
+def restore_types(optimizer_tree: dict[str, Any]) -> dict[str, Any]:
+    """The tree with ``betas`` as tuples and the values of ``shape_info`` as ``torch.Size``: NxD writes both
+    as lists."""
+    tree = dict(optimizer_tree)
+    if isinstance(groups := tree.get("param_groups"), list):
+        tree["param_groups"] = [_with_betas(group) for group in groups]
+    if isinstance(shapes := tree.get("shape_info"), dict):
+        tree["shape_info"] = {index: torch.Size(shape) for index, shape in shapes.items()}
+    return tree
+
+
+class NxdTag:
+    """A tag of NxD 0.6 or newer, or of ours; also the directories that NxD's converter writes."""
+
+    def __init__(self, files: TagFiles, topology: Topology | None = None) -> None:
+        self.files = files
+        self._given_topology = topology
+
+    @reading
+    def topology(self) -> Topology:
+        return self._topology
+
+    @reading
+    def parts(self) -> Parts:
+        optimizer = self._first_optimizer
+        model = self._first_model
+        return Parts(
+            model=model is not None,
+            optimizer=self._optimizer_kind,
+            scheduler=self.files.has(names.SCHEDULER),
+            user_content=self.files.has(names.USER_CONTENT),
+            rank_content=names.RANK_CONTENT_DIR in self.files.names(),
+            use_xser=any(
+                name.endswith(".tensors") for part in _STATE_DIRS for name in self.files.names(part)
+            ),
+            master_weights=optimizer is not None and "sharded_master_weights" in optimizer,
+            lower_precision_weights=model is None or not any(iter_tensors(model, MissingTensor)),
+        )
+
+    @reading
+    def model_tree(self, at: Coordinates) -> dict[str, Any]:
+        file = names.model_file(self._topology, at)
+        return self._state(file, names.model_file(self._topology, _without_expert_rank(at)))
+
+    @reading
+    def optimizer_tree(self, at: Coordinates, param_names: Sequence[str] | None = None) -> dict[str, Any]:
+        if self._dcp is not None:
+            return restore_types(self._dcp.tree(at, param_names))
+        kind = self._optimizer_kind or "plain"
+        file = names.optimizer_file(self._topology, at, kind)
+        shared = names.optimizer_file(self._topology, _without_expert_rank(at), kind) if kind == "plain" else None
+        return restore_types(self._state(file, shared))
+
+    @reading
+    def optimizer_names(self, at: Coordinates) -> list[str] | None:
+        return None if self._dcp is None else self._dcp.names(at)
+
+    @reading
+    def scheduler(self) -> Any:
+        found = self.files.tree(names.SCHEDULER)
+        kind = "an optimizer" if is_optimizer(found) else "a model" if is_model(found) else None
+        if kind is not None:
+            raise MalformedFile(
+                f"{self.files.where(names.SCHEDULER)} holds the state of {kind}, not of a scheduler: files were "
+                "swapped; restore it, or load without scheduler="
+            )
+        return self._filled(names.SCHEDULER, found)
+
+    @reading
+    def user_content(self) -> Any:
+        if names.INDEX_DIR in self.files.names():  # it verifies what is in the file
+            return self.files.object(names.USER_CONTENT)
+        found = self.files.tree(names.USER_CONTENT)
+        self._refuse_exchanged(found)
+        return self._filled(names.USER_CONTENT, found)
+
+    def _refuse_exchanged(self, content: Any) -> None:
+        """Raise MalformedFile where the user content is the model's state dict, or an optimizer's."""
+        model = self._first_model if is_model(content) else None
+        of_model = model is not None and list(model) == list(content)
+        if (of_model or is_optimizer(content)) and not self.files.trust_pickle:
+            kind = "the model" if of_model else "an optimizer"
+            raise MalformedFile(
+                f"{self.files.where(names.USER_CONTENT)} holds the state of {kind}: "
+                "files were swapped; restore it, or pass trust_pickle=True if that is what the user saved"
+            )
+
+    def _filled(self, file: str, tree: Any) -> Any:
+        """``tree``, which is what ``file`` holds, with its tensors."""
+        has_tensors = self.files.trust_pickle or any(True for _ in iter_tensors(tree))  # trusted objects hide them
+        return self.files.object(file) if has_tensors else tree
+
+    @reading
+    def rank_content(self, rank: int) -> Any:
+        """What the global rank saved for itself alone, tensors included."""
+        return self.files.object(names.rank_content_file(rank))
+
+    @cached_property
+    def _topology(self) -> Topology:
+        if self._given_topology is not None:
+            return self._given_topology
+        model, optimizer = (spanned(self._ranks(part)) for part in _STATE_DIRS)
+        tp, pp = max(model.tp, optimizer.tp), max(model.pp, optimizer.pp)
+        dp, ep = optimizer.dp, max(model.ep or 1, optimizer.ep or 1)
+        if self._dcp is not None:
+            dp, tp, pp = self._dcp.dp, max(tp, self._dcp.tp), max(pp, self._dcp.pp)
+        if dp == 1:
+            dp = ep
+        if dp % ep:
+            raise MalformedFile(
+                f"{self.files.key(names.OPTIMIZER_DIR)}: files of {dp} data-parallel ranks, but the model's "
+                f"are of {ep} expert-parallel ranks, which must divide them; files are missing, or of two saves"
+            )
+        return Topology(dp=dp, tp=tp, pp=pp, ep=ep)
+
+    @cached_property
+    def _dcp(self) -> Zero1Dcp | None:
+        exists = self.files.has(names.DCP_METADATA)
+        return Zero1Dcp(self.files, names.OPTIMIZER_DIR, self._given_topology) if exists else None
+
+    @cached_property
+    def _first_model(self) -> dict[str, Any] | None:
+        return self._first_state(names.MODEL_DIR)
+
+    @cached_property
+    def _first_optimizer(self) -> dict[str, Any] | None:
+        return self._first_state(names.OPTIMIZER_DIR) if self._dcp is None else self._dcp.tree(Coordinates())
+
+    @cached_property
+    def _optimizer_kind(self) -> str | None:
+        if self._dcp is not None:
+            return "zero1_dcp"
+        files = self._rank_files(names.OPTIMIZER_DIR)
+        if any(ranks.dp for ranks in files.values()):
+            return "zero1"
+        if any(names.parse_full(file) for file in files):
+            self._refuse_merged_experts()
+            return "zero1_full"
+        if self._first_optimizer is None:
+            return None
+        return "zero1" if "base_state" in self._first_optimizer else "plain"
+
+    def _refuse_merged_experts(self) -> None:
+        """NxD's converter knows nothing of experts: it unshards them over all data-parallel ranks, those of other
+        experts among them, and keeps one rank's. Our unsharded files of experts have the rank in their names."""
+        if any(ranks.ep is not None for ranks in self._ranks(names.OPTIMIZER_DIR)):
+            return
+        tree = self._first_optimizer or {}
+        groups = tree.get("param_groups")
+        listed = [tuple(group.get("params", ())) for group in groups or () if isinstance(group, dict)]
+        indices = [index for params in listed for index in params]
+        restarted = len(set(indices)) < len(indices)  # those of experts count from 0 again
+        named = any(ranks.ep is not None for ranks in self._ranks(names.MODEL_DIR))
+        if named or restarted or "ep_param_group_offset" in tree:
+            raise MalformedFile(
+                f"{self.files.where(names.OPTIMIZER_DIR)}: an unsharded optimizer of an expert-parallel job, which "
+                "neuronx_distributed's converter writes wrongly: experts are mixed, or lost. Convert the sharded "
+                "checkpoint that it was made of, with nxd_ckpt"
+            )
+
+    def _first_state(self, part: str) -> dict[str, Any] | None:
+        """The state of the lowest rank that has a file, for what is the same on all of them."""
+        files = self._rank_files(part)
+        if not files:
+            return None
+        return self._state(f"{part}/{min(files, key=lambda file: _lowest_first(files[file]))}")
+
+    def _ranks(self, part: str) -> list[names.ParsedName]:
+        return list(self._rank_files(part).values())
+
+    def _rank_files(self, part: str) -> dict[str, names.ParsedName]:
+        found = {name: names.parse(name) or names.parse_full(name) for name in self.files.names(part)}
+        return {name: ranks for name, ranks in found.items() if ranks is not None}
+
+    def _state(self, file: str, shared: str | None = None) -> dict[str, Any]:
+        if not self.files.has(file):
+            part = file.partition("/")[0]
+            raise PartNotFound(
+                f"{self.files.storage.url}/{self.files.key(file)} does not exist; "
+                f"{self.files.key(part)}/ holds {describe(self._ranks(part))}"
+            )
+        tree = self.files.joined(file, shared)
+        check = checked_model if file.startswith(names.MODEL_DIR) else checked_optimizer
+        return check(tree, self.files.key(file))
+
+
+_STATE_DIRS = (names.MODEL_DIR, names.OPTIMIZER_DIR)
+
+
+def _without_expert_rank(at: Coordinates) -> Coordinates:
+    return Coordinates(pp_rank=at.pp_rank, dp_rank=0, tp_rank=at.tp_rank)
+
+
+def _lowest_first(ranks: names.ParsedName) -> tuple[int, ...]:
+    return tuple(rank or 0 for rank in ranks)
+
+
+def _with_betas(group: Any) -> Any:
+    if isinstance(group, dict) and isinstance(group.get("betas"), list):
+        return {**group, "betas": tuple(group["betas"])}
+    return group

@@ -1,0 +1,139 @@
+"""Tensors of one or several tags read side by side, in windows: the same elements of all, verified, in memory that does
+not grow.
+
+Each tag has a reader with its own threads. While one window is looked at, the next one is read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+import torch
+
+from nxd_ckpt.core.box import Box
+from nxd_ckpt.formats.assembly import cut_box
+from nxd_ckpt.formats.tensors import Assembly, TensorStub, itemsize, torch_dtype
+from nxd_ckpt.storage.arena import Arena
+from nxd_ckpt.tag.opened import OpenTag
+from nxd_ckpt.tag.reading import LeafReader
+
+_MEMORY = 32 * 2**20
+"""Bytes of a window, shared by its tensors; there are two windows. Of two tensors each has whole blocks, which are
+verified where they arrive."""
+_ALIGNED = 64
+
+Leaf = TensorStub | Assembly
+Key = TypeVar("Key")
+
+Window = list[tuple[Key, tuple[torch.Tensor, ...]]]
+
+
+@dataclass(frozen=True)
+class Matched(Generic[Key]):
+    """Tensors of equal shape, each with the number of its tag, with the caller's key for them and their name in
+    errors."""
+
+    key: Key
+    name: str
+    leaves: tuple[tuple[int, Leaf], ...]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.leaves[0][1].shape
+
+    @property
+    def itemsize(self) -> int:
+        """That of the largest dtype."""
+        return max(itemsize(leaf.dtype) for _, leaf in self.leaves)
+
+
+@dataclass(frozen=True)
+class _Placed(Generic[Key]):
+    """A box of the tensors, and the place of each in the window."""
+
+    matched: Matched[Key]
+    box: Box
+    places: tuple[int, ...]
+
+
+class SideBySide:
+    """Reads tensors of the ``tags``."""
+
+    def __init__(self, *tags: OpenTag) -> None:
+        self._tags = tags
+        self._arenas = Arena(_MEMORY), Arena(_MEMORY)
+
+    def windows(self, tensors: Iterable[Matched[Key]]) -> Iterator[Window[Key]]:
+        """The elements of all tensors, as tensors of one dimension: valid until the next window is asked for.
+
+        Those that are matched come in any order, the same for all of them: as they lie in the files of one of the tags.
+
+        Raises:
+            CorruptCheckpoint: bytes of a tag are not those that were written.
+        """
+        with ExitStack() as stack, ThreadPoolExecutor(1, "nxd_ckpt-reader") as thread:
+            readers = [stack.enter_context(tag.reader()) for tag in self._tags]
+            ahead = None
+            for number, pieces in enumerate(_windows(tensors)):
+                following = thread.submit(self._fill, readers, pieces, self._arenas[number % 2])
+                if ahead is not None:
+                    yield ahead.result()
+                ahead = following
+            if ahead is not None:
+                yield ahead.result()
+            for reader in readers:
+                reader.finish()
+
+    def _fill(self, readers: list[LeafReader], pieces: list[_Placed[Key]], arena: Arena) -> Window[Key]:
+        memory, found = arena.reserve(_MEMORY), []
+        for piece in pieces:
+            sides = zip(piece.matched.leaves, piece.places, strict=True)
+            read = tuple(_read(readers[tag], leaf, piece, memory[at:]) for (tag, leaf), at in sides)
+            found.append((piece.matched.key, read))
+        for reader in readers:
+            reader.wait()
+        return found
+
+
+def _read(reader: LeafReader, leaf: Leaf, piece: _Placed[Key], memory: memoryview) -> torch.Tensor:
+    """Start reading the piece into the memory, and return the tensor that it will be."""
+    out = torch.frombuffer(memory, dtype=torch_dtype(leaf.dtype), count=piece.box.numel)
+    wanted = leaf if piece.box.size == leaf.shape else Assembly.of(leaf).within(piece.box)
+    reader.read_into(wanted, out.view(piece.box.size), piece.matched.name, compare=True, verified=False)
+    return out
+
+
+def _windows(tensors: Iterable[Matched[Key]]) -> Iterator[list[_Placed[Key]]]:
+    """The tensors cut into pieces, and these collected into windows."""
+    pieces: list[_Placed[Key]] = []
+    at = 0
+    for matched in tensors:
+        count, size = len(matched.leaves), matched.itemsize
+        for box in _boxes(matched, _MEMORY // count // _ALIGNED * _ALIGNED // size):
+            each = -(-box.numel * size // _ALIGNED) * _ALIGNED
+            if at + count * each > _MEMORY:
+                yield pieces
+                pieces, at = [], 0
+            pieces.append(_Placed(matched, box, tuple(range(at, at + count * each, each))))
+            at += count * each
+    if pieces:
+        yield pieces
+
+
+def _boxes(matched: Matched[Key], limit: int) -> Iterator[Box]:
+    """Boxes of at most ``limit`` elements that cover the tensors. The bytes of a box lie together in a file of one
+    tag."""
+    whole = Box.whole(matched.shape)
+    if whole.numel <= limit:  # it fits: a whole tensor is read and verified at once
+        yield from [whole] * bool(whole.numel)
+        return
+    leaves = [Assembly.of(leaf) for _, leaf in matched.leaves]
+    targets = min(([fragment.target for fragment in leaf.fragments] for leaf in leaves), key=len)
+    if sum(box.numel for box in targets) < whole.numel:  # the rest is zero
+        targets = [whole]
+    for box in targets:
+        yield from cut_box(box, limit)

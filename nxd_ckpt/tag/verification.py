@@ -1,0 +1,259 @@
+"""Whether the tensors that a tag's files show are those that its indexes say were written.
+
+A file verifies its own bytes (the CRC-32s in its zip directory), but not that it belongs to this save: one that was
+copied from another save is intact too. The indexes, which the manifest verifies, say what belongs. So a file that holds
+nothing but one tensor need not be opened to know what that should be: its bytes verify themselves by the index's
+digests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+from nxd_ckpt import effects
+from nxd_ckpt.core.manifest import FileEntry, RankIndex, TensorEntry
+from nxd_ckpt.errors import DigestMismatch, MalformedFile, PartLost, PartNotFound, UnsupportedState
+from nxd_ckpt.formats import crc32
+from nxd_ckpt.formats.tensors import Assembly, Path, StorageSpan, TensorStub, contiguous_stride, iter_tensors
+from nxd_ckpt.tag.files import MissingTensor, UnfinishedTensor
+from nxd_ckpt.storage.progress import Counter
+from nxd_ckpt.storage.base import Storage
+
+Entries = dict[tuple[str, int], TensorEntry]
+"""Tensors by file and offset of their first byte in it."""
+
+
+class Written:
+    """What the ``indexes`` of the ranks that share a state say of the files below ``part``, "model" or "optim".
+
+    They are read one after the other, and no more of them than needed.
+    """
+
+    def __init__(self, part: str, indexes: Iterable[RankIndex]) -> None:
+        self._part, self._indexes = f"{part}/", iter(indexes)
+        self._files: dict[str, tuple[FileEntry, list[TensorEntry]]] = {}
+        self.entries: Entries = {}
+
+    def has(self, file: str) -> bool:
+        """Whether a rank wrote this file."""
+        while file not in self._files:
+            index = next(self._indexes, None)
+            if index is None:
+                return False
+            own = ((file, about) for file, about in index.files.items() if file.startswith(self._part))
+            self._files.update((file, (about, [])) for file, about in own)
+            for entry in index.tensors:
+                if entry.file in self._files:
+                    self._files[entry.file][1].append(entry)
+                    self.entries[entry.file, entry.offset] = entry
+        return True
+
+    def tensor(self, file: str) -> tuple[TensorStub, int] | None:
+        """The tensor of a file that holds one alone, and the file's size, as written; None where that is not known."""
+        about, entries = self._files[file] if self.has(file) else (None, [])
+        if about is None or len(entries) != 1:
+            return None
+        return stub_of(entries[0]), about.nbytes
+
+    def begins(self, file: str) -> list[int]:
+        """The offsets at which its tensors begin, ascending."""
+        return sorted({entry.offset for entry in self._files[file][1]}) if self.has(file) else []
+
+
+class WrittenHints:
+    """What indexes say of files, told to who would read it from them.
+
+    Without ``verify_size`` every file is opened all the same; one of another size is not what the indexes speak of.
+    """
+
+    def __init__(self, written: Written, verify_size: Callable[[str, int], None] | None) -> None:
+        self._written, self._verify_size = written, verify_size
+
+    def tensor(self, file: str) -> TensorStub | None:
+        found = None if self._verify_size is None else self._written.tensor(file)
+        if found is None or self._verify_size is None:
+            return None
+        stub, nbytes = found
+        self._verify_size(file, nbytes)
+        return stub
+
+    def begins(self, file: str) -> Sequence[int]:
+        return self._written.begins(file)
+
+
+def stub_of(entry: TensorEntry) -> TensorStub:
+    """What stands for a tensor that was written."""
+    dtype, shape, nbytes, crc = _form(entry)
+    record = StorageSpan("data/0", entry.offset, nbytes, crc if crc or not nbytes else None)
+    return TensorStub(entry.file, entry.offset, dtype, shape, contiguous_stride(shape), record)
+
+
+def verify_tensors(where: str, tree: Any, written: Written, *, left_out: bool = False) -> None:
+    """Compare every leaf of ``tree`` with what was ``written``; reads no tensor.
+
+    The bytes are still to be compared with the leaves' digests. ``left_out`` says that tensors without a file are no
+    loss as long as no index lists one.
+
+    Raises:
+        PartLost: a tensor's file is missing.
+        DigestMismatch: a tensor is not the one that was written.
+    """
+    for path, leaf in _saved(tree):
+        is_listed = written.has(leaf.file)
+        if isinstance(leaf, MissingTensor):
+            if is_listed or not left_out:
+                name = _named(path)
+                raise PartLost(f"{where}/{leaf.file} is missing, tensor {name!r}: the tag has lost files since")
+            continue
+        entry = written.entries.get((leaf.file, leaf.storage.offset))
+        if entry is None or _form(entry) != (leaf.dtype, leaf.shape, leaf.storage.nbytes, leaf.storage.crc32 or 0):
+            raise DigestMismatch(
+                f"{where}/{leaf.file}, tensor {_named(path)!r}: expected {_entry_text(entry)}, found {leaf.dtype} "
+                f"{leaf.shape} with CRC-32 {leaf.storage.crc32 or 0:08x}; the file is of another save: restore it, or "
+                "load another tag"
+            )
+
+
+class Digest:
+    """The CRC-32 that the bytes at ``where`` must have, which are read in ``segments``: in any order, by any thread."""
+
+    __slots__ = ("_expected", "_found", "_lock", "_missing", "_where")
+
+    def __init__(self, where: str, expected: int, segments: int) -> None:
+        self._where, self._expected, self._missing = where, expected, segments
+        self._found: list[tuple[int, int]] = [(0, 0)] * segments
+        self._lock = effects.Lock()
+
+    def take(self, segment: int, found: int, nbytes: int) -> None:
+        """A segment's CRC-32 and length; raises DigestMismatch with the last one, unless all together are right."""
+        with self._lock:
+            self._found[segment] = found, nbytes
+            self._missing -= 1
+            if self._missing:
+                return
+        whole = 0
+        for crc, length in self._found:
+            whole = crc32.combine(whole, crc, length)
+        if whole != self._expected:
+            raise mismatch(self._where, self._expected, whole)
+
+
+def mismatch(where: str, expected: int, found: int) -> DigestMismatch:
+    """What is wrong with the bytes at ``where``: their CRC-32."""
+    return DigestMismatch(
+        f"{where}: expected CRC-32 {expected:08x}, found {found:08x}. The bytes changed since they were written: "
+        "restore the file, or load another tag"
+    )
+
+
+class naming:
+    """Puts the tensor's name into an error about its bytes."""
+
+    __slots__ = ("_name",)
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, (DigestMismatch, MalformedFile)):
+            raise type(error)(f"tensor {self._name!r}: {error}") from error
+
+
+def changed_tensors(data: bytes, entries: Iterable[TensorEntry]) -> list[str]:
+    """Names of the tensors whose bytes in a file, all of it in ``data``, are not those that were written."""
+    view = memoryview(data)
+    return [
+        entry.name
+        for entry in entries
+        if tuple(crc32.block_crcs(view[entry.offset : entry.offset + entry.nbytes])) != entry.crc32
+    ]
+
+
+def refuse_unfinished(where: str, tree: Any) -> None:
+    """Raise UnsupportedState for references that NxD left in lists."""
+    for path, leaf in iter_tensors(tree, UnfinishedTensor):
+        raise UnsupportedState(
+            f"{where}: the reference to tensor {_named(path)!r} ({leaf.file}) lies in nested lists, where "
+            "neuronx-distributed's use_xser=True leaves references unfinished, and reads none back: such state (LBFGS "
+            "keeps lists) does not load. Load without it (optimizer=None), and save it with "
+            "use_xser=False, or with nxd_ckpt"
+        )
+
+
+def refuse_missing(where: str, tree: Any) -> None:
+    """Raise PartLost, naming tensor and file, if a leaf of ``tree``, of which nothing is ever left out, is in no file;
+    UnsupportedState as :func:`refuse_unfinished`."""
+    refuse_unfinished(where, tree)
+    for path, leaf in iter_tensors(tree, MissingTensor):
+        raise PartLost(f"{where}/{leaf.file} is missing: no file holds tensor {_named(path)!r}")
+
+
+def _saved(tree: Any) -> Iterator[tuple[Path, TensorStub | MissingTensor]]:
+    """Every leaf with its path; of one that is put together, its parts."""
+    for path, leaf in iter_tensors(tree, (TensorStub, Assembly, MissingTensor)):
+        if isinstance(leaf, Assembly):
+            yield from ((path, fragment.stub) for fragment in leaf.fragments)
+        else:
+            yield path, leaf
+
+
+def _form(entry: TensorEntry) -> tuple[str, tuple[int, ...], int, int]:
+    return entry.dtype, entry.shape, entry.nbytes, crc32.combine_blocks(entry.crc32, entry.nbytes)
+
+
+def _entry_text(entry: TensorEntry | None) -> str:
+    if entry is None:
+        return "no tensor there"
+    dtype, shape, _, crc = _form(entry)
+    return f"{dtype} {shape} with CRC-32 {crc:08x}"
+
+
+def _named(path: Path) -> str:
+    return ".".join(map(str, path))
+
+
+def check_bytes(data: bytes, expected: FileEntry, where: str) -> None:
+    """Raise unless ``data`` has the size and CRC-32 that were written."""
+    if len(data) != expected.nbytes:
+        raise MalformedFile(f"{where} has {len(data)} bytes, expected {expected.nbytes}: truncated or replaced")
+    found = crc32.crc32(data)
+    if found != expected.crc32:
+        raise DigestMismatch(f"{where}: expected CRC-32 {expected.crc32:08x}, found {found:08x}: its bytes changed")
+
+
+def verify_file(storage: Storage, key: str, expected: FileEntry, memory: memoryview, done: Counter) -> None:
+    """Read a whole file, a ``memory`` full at a time, and compare it with what was written. ``done`` counts its bytes.
+
+    Raises:
+        PartNotFound, MalformedFile, DigestMismatch: it is missing, has another size, or other bytes.
+    """
+    where = f"{storage.url}/{key}"
+    try:
+        size = storage.size(key)
+    except FileNotFoundError as error:
+        raise PartNotFound(f"{where} is missing") from error
+    if size != expected.nbytes:
+        raise MalformedFile(f"{where} has {size} bytes, expected {expected.nbytes}")
+    try:
+        found = crc32_of(storage, key, 0, size, memory, done)
+    except FileNotFoundError as error:
+        raise PartNotFound(f"{where} is missing") from error
+    except EOFError as error:
+        raise MalformedFile(f"{where} is shorter than when it was opened: {error}") from error
+    if found != expected.crc32:
+        raise DigestMismatch(f"{where}: expected CRC-32 {expected.crc32:08x}, found {found:08x}")
+
+
+def crc32_of(storage: Storage, key: str, start: int, nbytes: int, memory: memoryview, done: Counter) -> int:
+    """The CRC-32 of so many bytes of a file from ``start`` on, which are read a ``memory`` full at a time."""
+    found = 0
+    for offset in range(0, nbytes, len(memory) or 1):
+        part = memory[: min(len(memory), nbytes - offset)]
+        storage.read_into(key, start + offset, part)
+        found = crc32.crc32(part, found)
+        done.add(len(part))
+    return found

@@ -1,0 +1,369 @@
+"""Verifying a whole tag: ours byte for byte against its indexes, NxD's by the digests that its files carry.
+
+A tag of ours has digests of every byte of every file, headers and padding included. The files of neuronx_distributed
+are zip archives with a CRC-32 for each record (a tensor's bytes, or the pickle). Those are compared, and bytes without
+a digest are counted. Missing files are found by the references between files.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+from nxd_ckpt.core.manifest import FileEntry
+from nxd_ckpt.core.tags import Tag, order_text
+from nxd_ckpt.core.topology import Coordinates
+from nxd_ckpt.errors import (
+    CheckpointError,
+    CorruptCheckpoint,
+    MalformedFile,
+    PartNotFound,
+    as_checkpoint_errors,
+)
+from nxd_ckpt.formats import crc32
+from nxd_ckpt.formats.tensors import iter_tensors
+from nxd_ckpt.formats.torch_zip import read_directory
+from nxd_ckpt.tag.foreign import legacy
+from nxd_ckpt.core import names
+from nxd_ckpt.tag.directory import NO_TAG
+from nxd_ckpt.tag.files import MissingTensor, TagFiles
+from nxd_ckpt.tag.state_dicts import refuse_numbers
+from nxd_ckpt.tag.foreign.torch_dcp import DcpFiles, read_metadata
+from nxd_ckpt.storage.progress import Counter, report, watched
+from nxd_ckpt.tag.choosing import choose_tag
+from nxd_ckpt.tag.identity import of_latest
+from nxd_ckpt.tag.opened import OpenTag
+from nxd_ckpt.tag.opening import open_complete_tag
+from nxd_ckpt.tag.seal import DIGESTS, read_seal, seal_problems
+from nxd_ckpt.tag.verification import crc32_of, verify_file
+from nxd_ckpt.storage.base import Storage
+from nxd_ckpt.storage.urls import open_storage
+
+_CHUNK = 16 * 2**20
+_DEEPEST = 8
+"""Directories above a file of a tag; NxD's and ours have two at most."""
+_MARKERS = (names.MARKER, names.DONE)
+
+
+@dataclass(frozen=True)
+class Verification:
+    """What was read, and what is wrong with it: each of ``problems`` names a file, what was expected, what was found.
+
+    ``nbytes`` counts all bytes that were read: ``verified`` of them match a recorded digest, and ``undigested`` are
+    contents (records of zip files, other files) that have none. The rest lies around records, or in damaged files.
+    ``ours``: the tag was compared with its indexes.
+    """
+
+    tag: str
+    files: int
+    nbytes: int
+    problems: tuple[str, ...]
+    verified: int = 0
+    undigested: int = 0
+    ours: bool = True
+
+
+@as_checkpoint_errors()
+def verify_checkpoint(
+    path: str | os.PathLike[str],
+    tag: Tag | None = None,
+    *,
+    storage_options: Mapping[str, Any] | None = None,
+    progress: bool = False,
+) -> Verification:
+    """Read every file of a tag, by default the latest, and compare it with the recorded digests.
+
+    In a tag of ours they cover all bytes of all files; a load verifies only what it reads. In one that NxD wrote they
+    are the CRC-32s in its files, and files that others refer to must be there. Extra memory: one chunk of 16 MiB.
+    ``progress`` shows a bar on standard error, if that is a terminal.
+
+    Raises:
+        CheckpointNotFound: no such tag.
+        TagReplaced: ``tag`` was removed, or saved again, while it was read. Without ``tag`` the new latest one is read.
+    """
+    storage = open_storage(path, storage_options=storage_options)
+    return of_latest(tag is None, lambda: _verify(storage, tag, progress))
+
+
+def _verify(storage: Storage, tag: Tag | None, progress: bool) -> Verification:
+    started = time.monotonic()
+    chosen = "" if tag is None else str(tag)
+    try:
+        chosen = choose_tag(storage, tag)
+        opened = open_complete_tag(storage, chosen)
+    except CorruptCheckpoint as error:  # without marker and manifest nothing tells what the rest should be
+        return Verification(chosen, 0, 0, (str(error),))
+    with opened.kept(verified=opened.manifest is not None):
+        found = _verify_foreign(opened, progress) if opened.manifest is None else _verify_ours(opened, progress)
+        found = replace(found, problems=(*found.problems, *_problems_of_seal(opened)))
+        if found.problems:
+            opened.require_kept()
+    report("verified", opened.where, found.nbytes, started)
+    return found
+
+
+def _problems_of_seal(opened: OpenTag) -> Iterator[str]:
+    """Of a tag among another library's files, which a seal lists: files that are gone, changed, or were added."""
+    storage = opened.storage
+    if opened.manifest is None or not storage.is_file(DIGESTS):
+        return
+    try:
+        if f"{opened.tag}/{names.MANIFEST}" not in read_seal(storage):
+            return  # another program's file of that name, or a seal of an older version, or of other tags
+        yield from map(str, seal_problems(storage, opened.tag))
+        for file in sorted(_files_and_sizes(opened)[0]):
+            yield f"{opened.where}/{file} was not saved: no index lists it. It was added since; move it elsewhere"
+    except CheckpointError as error:
+        yield str(error)
+
+
+def require_all_files(storage: Storage, tag: str) -> None:
+    """Compare the names and sizes of a tag's files with what its indexes list; no contents are read.
+
+    Raises:
+        CorruptCheckpoint, PartNotFound: a file is missing, has another size, or was added.
+    """
+    opened = open_complete_tag(storage, tag)
+    added, sizes = _files_and_sizes(opened)
+    for file in sorted(added):
+        raise CorruptCheckpoint(f"{opened.where}/{file} is not of this save: no index lists it")
+    for file, expected in sizes.items():
+        try:
+            size = storage.size(f"{tag}/{file}")
+        except FileNotFoundError as error:
+            raise PartNotFound(f"{opened.where}/{file} is missing") from error
+        if size != expected:
+            raise MalformedFile(f"{opened.where}/{file} has {size} bytes, expected {expected}")
+
+
+def _files_and_sizes(opened: OpenTag) -> tuple[set[str], dict[str, int]]:
+    """Files of a tag of ours that no index lists, but for hidden ones; and the size of each file that one does."""
+    ranks = map(opened.topology.coordinates_of, range(opened.topology.world_size))
+    sizes = {file: entry.nbytes for at in ranks for file, entry in opened.index(at).files.items()}
+    added = set[str]()
+    for file in files_of(TagFiles(opened.storage, opened.tag)):
+        folder, name = file.partition("/")[0], file.rpartition("/")[2]
+        if file not in sizes and file != names.MANIFEST and folder != names.INDEX_DIR and not name.startswith("."):
+            added.add(file)
+    return added, sizes
+
+
+def files_of(files: TagFiles) -> Iterator[str]:
+    """Every file of a tag but for its markers, relative to it. A directory of NxD 0.1 to 0.5 is one itself (``""``)."""
+    for entry in files.storage.list(files.tag):
+        if files.tag == NO_TAG and not _is_legacy(entry.name):
+            continue
+        if entry.is_dir or entry.name not in _MARKERS:
+            yield from _at_or_below(files, entry.name, entry.is_dir)
+
+
+def _at_or_below(files: TagFiles, file: str, is_dir: bool) -> Iterator[str]:
+    if not is_dir:
+        yield file
+        return
+    if file.count("/") == _DEEPEST:
+        raise MalformedFile(f"{files.where(file)}: deeper than any file of a checkpoint; does a link lead back?")
+    for entry in files.storage.list(files.key(file)):
+        yield from _at_or_below(files, f"{file}/{entry.name}", entry.is_dir)
+
+
+def _is_legacy(name: str) -> bool:
+    payload = name.removesuffix(".tensors").removesuffix(".info.pt")
+    return legacy.parse(payload) is not None or legacy.parse_zero1(name) is not None
+
+
+def _verify_ours(opened: OpenTag, progress: bool) -> Verification:
+    problems: list[str] = []
+    entries = list(_entries(opened, problems))
+    nbytes, verified = sum(entry.nbytes for _, entry in entries), 0
+    done = Counter()
+    with watched("verify", nbytes, lambda: done.nbytes, progress):
+        for file, entry in entries:
+            try:
+                verify_file(opened.storage, f"{opened.tag}/{file}", entry, _memory(entry.nbytes), done)
+                verified += entry.nbytes
+            except CheckpointError as error:
+                problems.append(str(error))
+    return Verification(opened.tag, len(entries), nbytes, tuple(problems), verified)
+
+
+def _entries(opened: OpenTag, problems: list[str]) -> Iterator[tuple[str, FileEntry]]:
+    """Every file that any rank wrote; an index that cannot be trusted is a problem by itself."""
+    for rank in range(opened.topology.world_size):
+        try:
+            index = opened.index(opened.topology.coordinates_of(rank))
+        except CheckpointError as error:
+            problems.append(str(error))
+            continue
+        yield from index.files.items()
+    yield from ((marker, _marker(opened, marker)) for marker in _MARKERS)
+
+
+def _marker(opened: OpenTag, marker: str) -> FileEntry:
+    """What it should be: NxD's ``1``, or, where a tag was saved to a store, that or its order time, and its attempt."""
+    data = b"1"
+    if opened.manifest is not None:
+        first = order_text(opened.manifest.order_time) if marker == names.DONE else "1"
+        in_store = f"{first} {opened.manifest.attempt}".encode()
+        with suppress(OSError, MalformedFile):  # whoever compares the file with this says so
+            data = in_store if opened.storage.size(f"{opened.tag}/{marker}") == len(in_store) else data
+    return FileEntry(len(data), crc32.crc32(data))
+
+
+def _memory(nbytes: int) -> memoryview:
+    """What so many bytes are read through."""
+    return memoryview(bytearray(min(_CHUNK, nbytes)))
+
+
+class Digested(NamedTuple):
+    """Bytes of a file that it carries a CRC-32 of itself, or None: one record of a zip archive."""
+
+    name: str
+    offset: int
+    nbytes: int
+    crc32: int | None
+
+
+class DigestsInside:
+    """The digests that the files of a tag carry themselves: those of zip archives, which torch.save writes."""
+
+    def __init__(self, tag_files: TagFiles) -> None:
+        self._files, self._storage = tag_files, tag_files.storage
+        self._dcp: dict[str, list[tuple[int, int]]] | None = None
+
+    def of(self, file: str, nbytes: int) -> Iterator[Digested]:
+        """Every record in the file of that size; none for a file of another kind.
+
+        Raises:
+            PartNotFound, MalformedFile: it is damaged, or another file is not there that says what lies in it.
+        """
+        for start, size in self._archives(file, nbytes) or ():
+            key = self._files.key(file)
+
+            def pread(offset: int, nbytes: int, key: str = key, start: int = start) -> bytes:
+                data = bytearray(nbytes)
+                self._storage.read_into(key, start + offset, memoryview(data))
+                return bytes(data)
+
+            for name, record in read_directory(pread, size, self._files.where(file)).items():
+                yield Digested(name, start + record.offset, record.nbytes, record.crc32)
+
+    def has_none(self, file: str) -> bool:
+        """Whether the file is of a kind that carries no digests."""
+        return self._archives(file, 0) is None
+
+    def _archives(self, file: str, size: int) -> list[tuple[int, int]] | None:
+        """Offset and length of every torch file in this one; None for a file of another kind."""
+        if file.endswith(".distcp"):
+            return self._dcp_archives().get(file, [])
+        payload = file.partition("/")[0]
+        is_torch_file = file.endswith(".pt") or legacy.parse(payload) or legacy.parse_zero1(payload)
+        return [(0, size)] if is_torch_file else None
+
+    def _dcp_archives(self) -> dict[str, list[tuple[int, int]]]:
+        if self._dcp is None:
+            self._dcp = {}  # lost or damaged metadata is one problem, not one for each file
+            places = DcpFiles(names.OPTIMIZER_DIR)
+            if not self._files.has(places.metadata):
+                where = self._files.where(places.metadata)
+                raise PartNotFound(f"{where} is missing: it says what lies in the .distcp files")
+            for chunks in read_metadata(self._files, places).entries.values():
+                for chunk in chunks:
+                    self._dcp.setdefault(chunk.file, []).append((chunk.start, chunk.nbytes))
+        return self._dcp
+
+
+def _verify_foreign(opened: OpenTag, progress: bool) -> Verification:
+    records = _Records(TagFiles(opened.storage, opened.tag), opened.where)
+    files = list(files_of(records.tag_files))
+    problems = records.problems
+    with watched("verify", None, lambda: records.done.nbytes, progress):
+        for file in files:
+            records.read(file)
+    problems += _lost_files(opened, known=tuple(problems))
+    return Verification(
+        opened.tag, len(files), records.nbytes, tuple(problems), records.verified, records.undigested, ours=False
+    )
+
+
+class _Records:
+    """Reads files of a tag that has no index, record by record, and counts."""
+
+    def __init__(self, tag_files: TagFiles, where: str) -> None:
+        self.tag_files = tag_files
+        self._storage, self._where = tag_files.storage, where
+        self._inside = DigestsInside(tag_files)
+        self.nbytes, self.verified, self.undigested = 0, 0, 0
+        self.done = Counter()
+        self.problems: list[str] = []
+
+    def read(self, file: str) -> None:
+        """Count the file, and verify what it holds; what is wrong with it goes into ``problems``."""
+        try:
+            size = self._storage.size(self.tag_files.key(file))
+            self.nbytes += size
+            if self._inside.has_none(file):
+                self.undigested += size
+                return
+            for record in self._inside.of(file, size):
+                self._verify(file, record)
+        except CheckpointError as error:
+            self.problems.append(str(error))
+        except FileNotFoundError:
+            self.problems.append(f"{self._where}/{file} is missing")
+        except EOFError as error:
+            self.problems.append(f"{self._where}/{file} is shorter than its contents need: {error}")
+
+    def _verify(self, file: str, record: Digested) -> None:
+        key, memory = self.tag_files.key(file), _memory(record.nbytes)
+        found = crc32_of(self._storage, key, record.offset, record.nbytes, memory, self.done)
+        if record.crc32 is None:
+            self.undigested += record.nbytes
+        elif found == record.crc32:
+            self.verified += record.nbytes
+        else:
+            digests = f"expected CRC-32 {record.crc32:08x}, found {found:08x}"
+            self.problems.append(f"{self._where}/{file}, record {record.name!r}: {digests}")
+
+
+def _lost_files(opened: OpenTag, known: tuple[str, ...]) -> list[str]:
+    """What the state of the ranks refers to and is not there. Damage that is ``known`` is not said twice."""
+    lost: list[str] = []
+    try:
+        for at, look in _looks(opened):
+            try:
+                lost += look(opened, at)
+            except PartNotFound as error:
+                lost.append(str(error))
+    except CheckpointError as error:
+        if not known:
+            lost.append(str(error))
+    return list(dict.fromkeys(lost))
+
+
+def _looks(opened: OpenTag) -> Iterator[tuple[Coordinates, Callable[[OpenTag, Coordinates], list[str]]]]:
+    """For every state that the tag should hold: whose it is, and what looks for its files."""
+    topology, parts = opened.topology, opened.parts
+    for at in map(topology.coordinates_of, range(topology.world_size)):
+        if parts.model and at == topology.writer_of(at):
+            yield at, _lost_of_model
+        if parts.optimizer and (parts.optimizer.startswith("zero1") or at == topology.writer_of(at)):
+            yield at, _lost_of_optimizer
+
+
+def _lost_of_model(opened: OpenTag, at: Coordinates) -> list[str]:
+    missing = [leaf for _, leaf in iter_tensors(opened.model_tree(at), MissingTensor)]
+    if opened.parts.master_weights:  # they stand for the weights: NxD's avoid_saving_lower_precision_weights
+        return []
+    return [f"{opened.where}/{leaf.file} is missing: no file holds tensor {leaf.name!r}" for leaf in missing]
+
+
+def _lost_of_optimizer(opened: OpenTag, at: Coordinates) -> list[str]:
+    tree = opened.optimizer_tree(at)
+    if opened.manifest is None:
+        refuse_numbers(tree, None, opened.where)
+    return []

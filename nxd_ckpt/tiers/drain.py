@@ -1,0 +1,337 @@
+"""Drains: what is visible on a job's first tier is copied to the others, in the background of rank 0.
+
+Each lower tier has a drain of its own, which reads the first tier: where one is slow, full or away, the others go on.
+A drain copies one tag at a time, as :func:`nxd_ckpt.convert.copy_checkpoint` does, so it is verified on the way, goes
+on where an interrupted one ended, and appears at once. At most one more tag waits, the newest. Nothing is remembered
+between two launches: the next one looks for the newest tag of the first tier, and copies it to where it is not.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from typing import NamedTuple
+
+from nxd_ckpt import effects
+from nxd_ckpt.conversion.cp import copy_files
+from nxd_ckpt.output.cp_files import files_to_copy
+from nxd_ckpt.output.host_copies import HostCopies
+from nxd_ckpt.output.tag_file import TagFile
+from nxd_ckpt.output.pace import Pace
+from nxd_ckpt.core.topology import Topology
+from nxd_ckpt.core.units import size
+from nxd_ckpt.errors import CheckpointError, in_words, to_wire
+from nxd_ckpt.tag.directory import list_tags
+from nxd_ckpt.coordination import intents
+from nxd_ckpt.coordination import journal
+from nxd_ckpt.coordination.agreement import Alone
+from nxd_ckpt.coordination.paths import COPIES
+from nxd_ckpt.save.background import Helpers, Worker
+from nxd_ckpt.commit.commit import retain
+from nxd_ckpt.commit.publication import Publication, copy_publication, is_visible
+from nxd_ckpt.commit.session import Session, open_session
+from nxd_ckpt.tag.nearest import choose_nearest
+from nxd_ckpt.tag.opened import OpenTag
+from nxd_ckpt.tag.opening import open_complete_tag
+from nxd_ckpt.commit.tier import Tier
+from nxd_ckpt.storage.base import Storage
+from nxd_ckpt.storage.hosts.storage import HostsStorage
+
+logger = logging.getLogger("nxd_ckpt")
+
+_COPIERS = 4
+"""Files that a host copies at once: many are small, and a store answers late."""
+_ASKING = 64
+"""Files that all hosts copy at once, at most."""
+_TRIES = 3
+_PAUSE = 1.0
+"""Seconds before a copy that the storage failed is tried again; twice as many each time."""
+
+
+class Handed(NamedTuple):
+    """A tag that is to be copied: its bytes, whether it may replace one, and when it became visible (seconds, as
+    host.monotonic())."""
+
+    tag: str
+    nbytes: int
+    overwrite: bool | None
+    since: float
+
+
+class Drain:
+    """Copies tags of ``source``, the first tier, to one of the others, whose lease it holds."""
+
+    def __init__(self, tier: Tier, number: int, source: Storage, target: Storage, timeout: float) -> None:
+        self.tier, self._number, self.newest = tier, number, 0.0
+        self._source, self._target, self._timeout = source, target, timeout
+        self._changed, self._stopping = effects.Condition(), effects.Event()
+        self._waiting: Handed | None = None
+        self._running: Handed | None = None
+        self._error: Exception | None = None
+        self._session: Session | None = None
+        self._pace = Pace(None)
+        self._saves = 0
+        # All threads are there from the start: an exiting interpreter, which may have a tag to copy, starts none.
+        self._worker = Worker("nxd_ckpt-drain")
+        hosts = len(source.hosts.directories) if isinstance(source, HostsStorage) else 1
+        self._copiers = Helpers(min(_COPIERS * hosts, _ASKING), "nxd_ckpt-drain-copy")
+        self._readers = Helpers(_COPIERS, "nxd_ckpt-drain-read")
+
+    def claim(self) -> Session:
+        """Take the tier's lease, once. ``newest`` is then the order time of the newest tag that is there.
+
+        Raises DirectoryInUse, or what the storage raises.
+        """
+        if self._session is None:
+            self._session = open_session(self._target, Topology(), Alone(), None, self._timeout)
+            self.newest = max((info.latest_time for info in list_tags(self._target)), default=0.0)
+        return self._session
+
+    @property
+    def held(self) -> set[str]:
+        """The tags that are being copied, or wait for it."""
+        with self._changed:
+            return {handed.tag for handed in (self._running, self._waiting) if handed is not None}
+
+    def saved(self, handed: Handed) -> None:
+        """The first tier has another save, which may be one that is to be left out here."""
+        self._saves += 1
+        if (self._saves - 1) % self.tier.every == 0:
+            self.hand_over(handed)
+
+    def hand_over(self, handed: Handed) -> None:
+        """Copy a tag, in place of one that still waits."""
+        with self._changed:
+            passed_over, self._waiting = self._waiting, handed
+        if passed_over is not None and passed_over.tag != handed.tag:
+            logger.info("%s is not copied to tier %s: %s is newer", passed_over.tag, self.tier.name, handed.tag)
+        self._worker.submit(self._next)
+
+    def finished(self, within: float) -> bool:
+        """Whether nothing is left to copy, after at most so many seconds. Raises what failed last."""
+        idle = self.idle(within)
+        if idle and self._error is not None:
+            raise self._error
+        return idle
+
+    def idle(self, within: float | None) -> bool:
+        """Whether nothing is being copied, nor waits for it, after at most so many seconds."""
+        with self._changed:
+            return self._changed.wait_for(lambda: self._running is None and self._waiting is None, within)
+
+    def announce(self) -> None:
+        """Say in the log what is waited for."""
+        if self.held:
+            logger.info("waiting until tier %s has %s", self.tier.name, " and ".join(sorted(self.held)))
+
+    def close(self, grace: float | None) -> None:
+        """Give the tier back, once all is copied. With a ``grace`` copying stops, and the next launch goes on; if that
+        takes more than so many seconds, the tier is held until the process ends."""
+        if grace is not None:
+            self._stopping.set()
+            self._pace.stop.set()
+        else:
+            self.announce()
+        if not self.idle(grace):
+            return
+        self._worker.stop()
+        self._copiers.shutdown()
+        self._readers.shutdown()
+        if self._session is not None:
+            self._session.close()
+
+    def _next(self) -> None:
+        with self._changed:
+            self._running, self._waiting = self._waiting, None
+            handed = self._running
+        if handed is None:
+            return
+        error: Exception | None = CheckpointError(f"{handed.tag} was not copied to tier {self.tier.name}")
+        try:
+            error = self._try(handed)
+        finally:
+            with self._changed:
+                self._running, self._error = None, error
+                self._changed.notify_all()
+
+    def _try(self, handed: Handed) -> Exception | None:
+        """Copy it; what failed, after it was tried again or was hopeless. It was logged."""
+        for tried in range(1, _TRIES + 1):
+            self._pace = Pace(self.tier.rate)
+            if self._stopping.is_set():
+                return None
+            try:
+                self._copy(handed)
+                return None
+            except Exception as error:
+                problem = error
+            if not isinstance(problem, (CheckpointError, OSError)):
+                logger.error("nxd_ckpt: unexpected error in a drain", exc_info=problem)
+            may_pass = isinstance(problem, OSError) and not isinstance(problem, CheckpointError)
+            if not may_pass or tried == _TRIES or self._waiting is not None:
+                break
+            self._stopping.wait(_PAUSE * 2 ** (tried - 1))
+        if self._stopping.is_set():
+            return None
+        logger.warning(
+            "nxd_ckpt: %s was not copied to tier %s, and training goes on; the next save that is for it is copied "
+            "again: %s",
+            handed.tag,
+            self.tier.name,
+            in_words(to_wire(problem)),
+        )
+        return problem
+
+    def _copy(self, handed: Handed) -> None:
+        started, session = effects.monotonic(), self.claim()
+        session.require()  # what is there counts only where it is this tier still
+        opened = open_complete_tag(self._source, handed.tag)
+        with opened.kept():
+            files = files_to_copy(opened)
+        saved = None if opened.manifest is None else opened.manifest.attempt
+        session.counter += 1
+        publication = copy_publication(session, handed.tag, handed.overwrite, saved, session.counter)
+        is_there = _has(session.storage, opened)
+        if not is_there:
+            with opened.kept(verified=True), _noted(session, handed.tag):
+                copy_files(
+                    opened,
+                    files,
+                    publication,
+                    session,
+                    self._pace,
+                    self._copiers,
+                    readers=self._readers,
+                    hosts=self._hosts_of(handed.tag, files),
+                )
+        self._retain(session, publication)
+        if not is_there:
+            self._report(handed, sum(file.nbytes for file in files), started)
+
+    def _hosts_of(self, tag: str, files: Sequence[TagFile]) -> HostCopies | None:
+        """Those that copy their own files of the tag, where each has a disk of its own."""
+        source = self._source
+        if not isinstance(source, HostsStorage):
+            return None
+        return HostCopies(source, tag, files, self._number, _COPIERS)
+
+    def _retain(self, session: Session, publication: Publication) -> None:
+        rules = self.tier.rules
+        if rules is not None:
+            session.require()
+            retain(session, publication, rules)
+            journal.discard_trash(session.storage, session.run_id, session.confirm)
+
+    def _report(self, handed: Handed, nbytes: int, started: float) -> None:
+        now, waiting = effects.monotonic(), self._waiting
+        logger.info(
+            "copied %s to tier %s: %s in %.2f s, %.2f s after its save; %s behind",
+            handed.tag,
+            self.tier.name,
+            size(nbytes),
+            now - started,
+            now - handed.since,
+            size(0 if waiting is None else waiting.nbytes),
+        )
+
+
+class Drains:
+    """Those of all lower tiers of a job."""
+
+    def __init__(self, tiers: Sequence[Tier], storages: Sequence[Storage], timeout: float) -> None:
+        """Claims every tier that can be reached. Raises DirectoryInUse, InvalidArgument; then none is held."""
+        self._source = storages[0]
+        self._drains: list[Drain] = []
+        try:
+            for number, (tier, storage) in enumerate(zip(tiers[1:], storages[1:], strict=True), 1):
+                self._drains.append(Drain(tier, number, self._source, storage, timeout))
+                _claim(self._drains[-1])
+        except BaseException:
+            self.close(0.0)
+            raise
+
+    @property
+    def held(self) -> set[str]:
+        """Tags of the first tier that are still to be read."""
+        return set[str]().union(*(drain.held for drain in self._drains))
+
+    @property
+    def newest(self) -> float:
+        """The order time of the newest tag that was on any of the tiers when it was claimed."""
+        return max(drain.newest for drain in self._drains)
+
+    def resume(self) -> None:
+        """Copy the newest tag that the first tier holds all of to where it is not: the last launch may have ended
+        before."""
+        there = {info.tag: info for info in list_tags(self._source)}
+        newest = None
+        with suppress(CheckpointError):  # there is none; what lost files was warned of
+            newest = there.get(choose_nearest([self._source], None).tag)
+        if newest is not None and newest.ours:
+            for drain in self._drains:
+                drain.hand_over(Handed(newest.tag, 0, None, effects.monotonic()))
+
+    def saved(self, tag: str, nbytes: int, overwrite: bool | None) -> None:
+        """A save is visible on the first tier."""
+        for drain in self._drains:
+            drain.saved(Handed(tag, nbytes, overwrite, effects.monotonic()))
+
+    def finished(self, tier: int, within: float) -> bool:
+        """Whether that tier has all that it is to have, after at most so many seconds. Raises what failed last."""
+        return self._drains[tier - 1].finished(within)
+
+    def idle(self, within: float) -> bool:
+        """Whether no tier is being copied to any more, after at most so many seconds."""
+        return all(drain.idle(within / len(self._drains)) for drain in self._drains)
+
+    def announce(self) -> None:
+        """Say in the log what is waited for."""
+        for drain in self._drains:
+            drain.announce()
+
+    def close(self, grace: float | None) -> None:
+        """Give the tiers back, once all is copied. With a ``grace`` copying stops within so many seconds."""
+        for drain in self._drains:
+            drain.close(grace)
+
+
+def _claim(drain: Drain) -> None:
+    """Also where the tier cannot be reached: training does not depend on it, and it is tried again."""
+    try:
+        drain.claim()
+    except OSError as error:
+        logger.warning(
+            "nxd_ckpt: tier %s cannot be reached, and is tried again after each save for it: %s",
+            drain.tier.name,
+            in_words(to_wire(error)),
+        )
+
+
+def _has(storage: Storage, opened: OpenTag) -> bool:
+    """Whether the very save that is ``opened`` is visible there. Names do not tell, and attempts may repeat."""
+    if opened.manifest is None:
+        return False
+    there = {info.tag: info.order_time for info in list_tags(storage) if info.complete}
+    same = there.get(opened.tag) == opened.manifest.order_time
+    return same and is_visible(storage, opened.tag, opened.manifest.attempt)
+
+
+@contextmanager
+def _noted(session: Session, tag: str) -> Iterator[None]:
+    """Within, ``tag`` is copied. What interrupted copies of other tags left is removed first: nobody goes on with them.
+
+    On a file system a copy gathers under its name in COPIES. Where tags are written in place an intent of that name
+    stands for it.
+    """
+    storage = session.storage
+    for entry in storage.list(COPIES):
+        if entry.name != tag:
+            intents.clear(storage, f"{COPIES}/{entry.name}", session.confirm)
+    note = f"{COPIES}/{tag}"
+    if not storage.renames:
+        intents.declare(storage, note, tag)
+    yield
+    if not storage.renames:
+        with suppress(OSError):  # the tag is complete: then a note that stays removes nothing
+            storage.remove(note)

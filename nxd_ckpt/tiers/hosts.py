@@ -1,0 +1,128 @@
+"""How the hosts of a job find each other, so that their own disks together are one store.
+
+Which ranks share a host is found by what they see in their directories, not by names. The lowest rank of each host
+serves its directory to the others, who prove to each other that they know a secret of the job.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from nxd_ckpt.errors import InvalidArgument, RanksDisagree
+from nxd_ckpt.coordination.agreement import Agreement, decided_by_rank0, on_all
+from nxd_ckpt.coordination.paths import PROBES
+from nxd_ckpt.storage.base import Storage
+from nxd_ckpt.storage.hosts.directory import Directory
+from nxd_ckpt.storage.hosts.interface import address_of, group_addresses
+from nxd_ckpt.storage.hosts.remote import Address, RemoteDirectory
+from nxd_ckpt.storage.hosts.server import CopyOut, HostServer
+from nxd_ckpt.storage.hosts.storage import Hosts, HostsStorage
+
+
+class Replicas(NamedTuple):
+    """On how many hosts each file is, and how many ranks further the next of them is; None: on the next host."""
+
+    number: int = 1
+    jump: int | None = None
+
+
+def join(
+    storage: HostsStorage,
+    agreement: Agreement,
+    replicas: Replicas,
+    interface: str | None,
+    timeout: float,
+    copy_out: CopyOut,
+) -> None:
+    """Make ``storage`` that of all hosts; every rank calls this. ``copy_out`` is what this host does for others.
+
+    Raises, on every rank:
+        InvalidArgument: more replicas than hosts, ``replica_jump`` leads to the same host, no such interface.
+        RanksDisagree: on the replicas.
+        OSError: a host's directory cannot be written to, or its server cannot listen.
+    """
+    lowest = _lowest_that_shares(storage.own, agreement)
+    words = agreement.gather([lowest, *replicas])
+    decided: list[Any] = decided_by_rank0(agreement, lambda: [secrets.token_hex(8), *_hosts_of(words or [], replicas)])
+    purpose, host_of, targets = decided
+    secret = agreement.secret_for(f"hosts {purpose}")
+    number, host, serves = max(host_of) + 1, host_of[agreement.rank], lowest == agreement.rank and max(host_of) > 0
+
+    servers: list[HostServer] = []
+    remotes: list[RemoteDirectory] = []
+
+    def serve() -> None:
+        if serves:
+            addresses = group_addresses() if interface is None else [address_of(interface)]
+            servers.append(HostServer(storage.own, host, secret, addresses, timeout, copy_out))
+
+    def leave() -> None:
+        for server in servers:
+            server.close()
+        for remote in remotes:
+            remote.close()
+
+    try:
+        on_all(agreement, serve)
+        server = [host, storage.url, servers[0].addresses, servers[0].port] if servers else None
+        served = agreement.broadcast([word for word in agreement.gather(server) or () if word is not None])
+        remotes += [
+            RemoteDirectory(other, url, Address(addresses, port), secret, timeout)
+            for other, url, addresses, port in served
+            if other != host
+        ]
+    except BaseException:
+        leave()
+        raise
+    there: dict[int, Directory] = {remote.host: remote for remote in remotes}
+    directories = [there.get(other, storage.own) for other in range(number)]
+    storage.join(Hosts(directories, host, targets[agreement.rank]), leave, copy_out)
+
+
+def _lowest_that_shares(own: Storage, agreement: Agreement) -> int:
+    """The lowest rank that sees the same directory as this one."""
+    meeting = agreement.broadcast(secrets.token_hex(8) if agreement.rank == 0 else None)
+    mark = f"host-{meeting}-"
+    on_all(agreement, lambda: own.write(f"{PROBES}/{mark}{agreement.rank}", b""))
+    try:
+        return on_all(agreement, lambda: min(_ranks_in(own, mark), default=agreement.rank))
+    finally:
+        own.remove(f"{PROBES}/{mark}{agreement.rank}")
+
+
+def _ranks_in(own: Storage, mark: str) -> list[int]:
+    found = [entry.name for entry in own.list(PROBES) if entry.name.startswith(mark)]
+    return [int(name.removeprefix(mark)) for name in found]
+
+
+def _hosts_of(words: Sequence[Sequence[int | None]], replicas: Replicas) -> list[list[Any]]:
+    """The host of each rank; and for each, the hosts that have the replicas of its files. Rank 0 is on host 0."""
+    for rank, (_, *others) in enumerate(words):
+        if others != list(replicas):
+            raise RanksDisagree(
+                f"rank 0 has replicas={replicas.number}, replica_jump={replicas.jump}, rank {rank} "
+                f"replicas={others[0]}, replica_jump={others[1]}; all ranks must pass the same tiers"
+            )
+    hosts = sorted({int(lowest or 0) for lowest, *_ in words})
+    host_of = [hosts.index(int(lowest or 0)) for lowest, *_ in words]
+    return [host_of, [_targets(rank, host_of, replicas) for rank in range(len(words))]]
+
+
+def _targets(rank: int, host_of: Sequence[int], replicas: Replicas) -> list[int]:
+    hosts, own = max(host_of) + 1, host_of[rank]
+    steps = range(1, replicas.number)
+    if replicas.jump is None:
+        found = [(own + step) % hosts for step in steps]
+    else:
+        found = [host_of[(rank + step * replicas.jump) % len(host_of)] for step in steps]
+    if len({own, *found}) < replicas.number:
+        jump = "" if replicas.jump is None else f", replica_jump={replicas.jump}"
+        raise InvalidArgument(
+            f"replicas={replicas.number}{jump}: each file must be on as many hosts, but for those of rank {rank} these "
+            f"are {len({own, *found})}, of {hosts} hosts in all; pass fewer, or the number of ranks per host as "
+            "replica_jump"
+        )
+    return found
+

@@ -1,0 +1,167 @@
+"""After a host was replaced, or lost a file, what a tag has on too few hosts is copied anew, in the background of rank
+0; so is a copy that a load found damaged.
+
+Each host fetches what it is to have, at the word of rank 0, piece by piece. Nothing is changed while a save is made: a
+save that begins ends it, as its tag has all replicas.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping
+from contextlib import closing, suppress
+from dataclasses import replace
+from typing import NamedTuple
+
+from nxd_ckpt import effects
+from nxd_ckpt.output.cp_files import files_to_copy
+from nxd_ckpt.output.tag_file import TagFile
+from nxd_ckpt.output.transfer import digest
+from nxd_ckpt.core.tags import in_order
+from nxd_ckpt.core.units import size
+from nxd_ckpt.errors import CheckpointError
+from nxd_ckpt.core import names
+from nxd_ckpt.tag.directory import list_tags
+from nxd_ckpt.coordination.paths import FETCHED
+from nxd_ckpt.save.background import Worker
+from nxd_ckpt.tag.opened import OpenTag
+from nxd_ckpt.tag.opening import open_complete_tag
+from nxd_ckpt.storage.hosts.storage import HostsStorage
+
+logger = logging.getLogger("nxd_ckpt")
+
+_PATIENCE = 5.0
+"""Seconds that a save waits for what is under way to end, at most."""
+
+
+class Fetch(NamedTuple):
+    """A file that a host is to have."""
+
+    number: int
+    file: TagFile
+
+
+class Replenishing:
+    """Brings the complete tags of ``source`` to the number of copies that they are to have, the newest first."""
+
+    def __init__(self, source: HostsStorage) -> None:
+        self._source = source
+        self._changed, self._stopping, self._is_running = effects.Condition(), effects.Event(), False
+        self._worker = Worker("nxd_ckpt-replicas")
+
+    def start(self) -> None:
+        """Begin, unless it has."""
+        with self._changed:
+            if self._is_running:
+                return
+            self._is_running = True
+        self._stopping.clear()
+        self._worker.submit(self._run)
+
+    def stop(self) -> None:
+        """Return when nothing is changed any more, until it is started again; but wait for no host that is stuck."""
+        self._stopping.set()
+        with self._changed:
+            self._changed.wait_for(lambda: not self._is_running, _PATIENCE)
+
+    def close(self) -> None:
+        """The same, for good."""
+        self.stop()
+        if not self._is_running:
+            self._worker.stop()
+
+    def _run(self) -> None:
+        try:
+            self._discard()
+            for info in reversed(in_order(list_tags(self._source))):
+                if info.complete and info.ours and not self._stopping.is_set():
+                    self._replenish(info.tag)
+        except (CheckpointError, OSError, EOFError) as error:
+            if not self._stopping.is_set():
+                logger.warning("nxd_ckpt: replicas were lost with a host, and are so until the next save: %s", error)
+        finally:
+            self._discard()
+            with self._changed:
+                self._is_running = False
+                self._changed.notify_all()
+
+    def _discard(self) -> None:
+        """What was fetched, and is not in its place: a launch that was killed may have left it."""
+        for directory in self._source.hosts.directories:
+            with suppress(OSError, CheckpointError):
+                directory.remove(FETCHED)
+
+    def _replenish(self, tag: str) -> None:
+        source = self._source
+        lacking = source.lacking(tag) | self._wrong(f"{tag}/{names.MANIFEST}")
+        opened = open_complete_tag(source, tag)
+        with opened.kept():
+            files = [self._known(tag, file) for file in files_to_copy(opened) if file.name != names.MANIFEST]
+        holders = source.holders([f"{tag}/{file.name}" for file in files])
+        held = {file.name: holders[f"{tag}/{file.name}"] for file in files}
+        fetches = [Fetch(number, file) for file in files for number in self._wrong(f"{tag}/{file.name}")]
+        fetches += missing_copies(files, held, source.reachable(), lacking, 1 + len(source.hosts.replicas))
+        newcomers = [number for number in lacking if not source.is_member(number, tag)]
+        opened.require_kept()
+        for number in newcomers:  # what it has of the name is of an older save, or of none
+            source.hosts.directories[number].remove(tag)
+        for fetch in fetches:
+            self._fetch(opened, fetch)
+        for number in lacking:
+            self._mark(opened, number)
+        if fetches:
+            nbytes = sum(fetch.file.nbytes for fetch in fetches)
+            logger.info("%s has all replicas again: %d files, %s", tag, len(fetches), size(nbytes))
+
+    def _known(self, tag: str, file: TagFile) -> TagFile:
+        """With what its copies are compared with. What no index lists, somebody put there, and it is kept as it is."""
+        if file.entry is not None:
+            return file
+        return replace(file, entry=digest(self._source, f"{tag}/{file.name}", lambda nbytes: None))
+
+    def _fetch(self, opened: OpenTag, fetch: Fetch) -> None:
+        """Out of sight first: the host may be one whose files of the tag are read."""
+        key, directory = f"{opened.tag}/{fetch.file.name}", self._source.hosts.directories[fetch.number]
+        assert fetch.file.entry is not None
+        directory.make_dir(FETCHED)
+        with closing(self._source.copy_out(fetch.number, key, 0, FETCHED, key, fetch.file.entry)) as pieces:
+            for _ in pieces:
+                if self._stopping.is_set():
+                    raise CheckpointError("a save began, whose tag has all replicas")
+        opened.require_kept()  # no lease is held where nothing was saved yet
+        if fetch.number in self._wrong(key):
+            directory.remove(key)
+        directory.rename(f"{FETCHED}/{key}", key)
+        self._source.distrusted.discard((key, fetch.number))
+
+    def _wrong(self, key: str) -> set[int]:
+        """The hosts whose copy of the file is not what was saved."""
+        return {number for name, number in tuple(self._source.distrusted) if name == key}
+
+    def _mark(self, opened: OpenTag, number: int) -> None:
+        """Last, and of all the marker last: with it the host's files are those of the save."""
+        opened.require_kept()
+        for name in (names.MANIFEST, names.DONE, names.MARKER):
+            key = f"{opened.tag}/{name}"
+            self._source.hosts.directories[number].write(key, self._source.read(key))
+            self._source.distrusted.discard((key, number))
+
+
+def missing_copies(
+    files: Iterable[TagFile],
+    holders: Mapping[str, Collection[int]],
+    hosts: Collection[int],
+    newcomers: Collection[int],
+    replicas: int,
+) -> list[Fetch]:
+    """Which of the ``hosts`` fetches what, so that each file is on so many: newcomers before others, and of them who
+    has the fewest bytes to fetch. What nobody holds is left out. Pure."""
+    load, found = Counter[int](), list[Fetch]()
+    for file in files:
+        there = holders[file.name]
+        free = sorted((one not in newcomers, load[one], one) for one in hosts if one not in there)
+        for _, _, number in free[: max(0, replicas - len(there))] if there else ():
+            load[number] += file.nbytes
+            found.append(Fetch(number, file))
+    return found

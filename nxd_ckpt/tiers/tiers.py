@@ -1,0 +1,245 @@
+"""The places that one Checkpointer saves to: the first, and those that its tags are copied to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING
+
+from nxd_ckpt.core.manifest import FileEntry
+from nxd_ckpt.core.retention import Rule
+from nxd_ckpt.core.tags import latest
+from nxd_ckpt.core.topology import Topology
+from nxd_ckpt.errors import CheckpointError, InvalidArgument
+from nxd_ckpt.tag.directory import list_tags
+from nxd_ckpt.options.checkpointer_options import CheckpointerOptions
+from nxd_ckpt.coordination.agreement import Agreement, Alone, decided_by_rank0
+from nxd_ckpt.tiers.hosts import Replicas, join
+from nxd_ckpt.tag.choosing import settled_tags
+from nxd_ckpt.tag.identity import of_latest
+from nxd_ckpt.tag.nearest import choose_nearest
+from nxd_ckpt.commit.tier import Tier, checked_tiers
+from nxd_ckpt.storage.base import Storage, may_lack_files
+from nxd_ckpt.storage.hosts.storage import HostsStorage
+from nxd_ckpt.storage.urls import StrPath
+
+if TYPE_CHECKING:
+    from nxd_ckpt.tiers.drain import Drains
+    from nxd_ckpt.tiers.replenishing import Replenishing
+
+_NEWS = 10.0
+"""Seconds after which ranks that wait for a tier hear of rank 0 again."""
+
+
+class Tiers:
+    """What a job's saves go to. On rank 0, from the first save on, its ``drains`` fill all tiers but the first."""
+
+    def __init__(
+        self, path: StrPath | None, tiers: Sequence[Tier] | None, first: Storage | None, options: CheckpointerOptions
+    ) -> None:
+        """``first`` is the first tier's storage, where that is not what its path names. Raises InvalidArgument."""
+        self.tiers = checked_tiers(path, tiers)
+        opened = (tier.open(options.durable, options.storage_options) for tier in self.tiers[first is not None :])
+        self.storages = [*([] if first is None else [first]), *opened]
+        self.drains: Drains | None = None
+        self._replenishes = False
+        self._replenishing: Replenishing | None = None
+        self._timeout = options.timeout
+
+    def __len__(self) -> int:
+        return len(self.tiers)
+
+    @property
+    def first(self) -> Storage:
+        """Where every save is written."""
+        return self.storages[0]
+
+    @property
+    def rules(self) -> tuple[Rule, ...] | None:
+        """Which tags the first keeps, where a save does not say it."""
+        return self.tiers[0].rules
+
+    def join(self, agreement: Agreement | None) -> None:
+        """Find the other hosts, where the first tier is each host's own; all ranks call this, before they use it.
+
+        Raises, on every rank, what :func:`nxd_ckpt.tiers.hosts.join` raises; CheckpointError where no
+        process group joins the ranks.
+        """
+        first, tier = self.first, self.tiers[0]
+        if not isinstance(first, HostsStorage) or first.is_joined:
+            return
+        if agreement is None:
+            raise CheckpointError(
+                f"tier {tier.name} is each host's own (per_host=True), which needs torch.distributed to be initialised "
+                "with all ranks: through the process group they find each other"
+            )
+        replicas = Replicas(tier.replicas, tier.replica_jump)
+        join(first, agreement, replicas, tier.interface, self._timeout, self._copy_out)
+
+    def _copy_out(
+        self, key: str, place: int, folder: str, name: str, expected: FileEntry
+    ) -> Generator[int, None, None]:
+        """What rank 0 asks this host for, see :meth:`HostsStorage.copy_out`: to a tier that this process was given."""
+        from nxd_ckpt.output.transfer import copy_by_pieces
+
+        first = self.first
+        if not isinstance(first, HostsStorage) or place not in range(len(self.storages)):
+            raise OSError(f"there is no tier {place}")
+        source, target = (first.own, self.storages[place]) if place else (first, first.own)
+        if not target.is_dir(folder):
+            raise OSError(
+                f"{target.url}/{folder}, which rank 0 made, is not there: all ranks must see all tiers, and pass the "
+                "same ones"
+            )
+        return copy_by_pieces(source, key, target, f"{folder}/{name}", expected)
+
+    @contextmanager
+    def joined(self, agreement: Agreement | None, *, lasting: bool) -> Iterator[None]:
+        """The same for what is done within, at the end of which no rank reads any more; ``lasting``: for longer. So it
+        is where replicas are brought back."""
+        try:
+            self.join(agreement)
+            yield
+        finally:
+            if not (lasting or self._replenishes):
+                self._leave()
+
+    def leave(self, meet: Callable[[], Agreement | None] | None) -> None:
+        """Serve this host's disk no more; after the last save once all ranks ``meet``, which means that they have left
+        too. Rank 0 may still clean up there, others read its verdict. Where they do not, until the process ends."""
+        with suppress(CheckpointError):
+            if self.per_host and (meet is None or meet() is not None):
+                self._leave()
+
+    def have_checkpoint(self, agreement: Agreement | None) -> bool:
+        """Whether any holds a complete tag; the same on all ranks that share the ``agreement``.
+
+        Raises PartLost, as a load would, where each of them lost files with a host.
+        """
+
+        def look() -> bool:
+            there = any(info.complete for storage in self.storages for info in settled_tags(storage))
+            if there and may_lack_files(self.first):
+                of_latest(True, lambda: choose_nearest(self.storages, None))
+            return there
+
+        if not self.per_host:
+            return look()
+        with self.joined(agreement, lasting=False):
+            return decided_by_rank0(agreement or Alone(), look)
+
+    @property
+    def per_host(self) -> bool:
+        """Whether the first is each host's own."""
+        return isinstance(self.first, HostsStorage)
+
+    def _leave(self) -> None:
+        self._replenishes = False
+        if isinstance(self.first, HostsStorage):
+            self.first.leave()
+
+    def described(self, call: str) -> str:
+        """A ``call`` that all ranks make, with what they must have in common."""
+        several = f", {len(self)} tiers" if len(self) > 1 else ""
+        return call + several + (", per host" if self.per_host else "")
+
+    def claim(self, topology: Topology, agreement: Agreement | None) -> None:
+        """Find the other hosts. Rank 0: take the leases of all tiers but the first, as far as they can be reached; all
+        ranks call it.
+
+        Raises, on every rank that is joined by the ``agreement``:
+            DirectoryInUse: another live job writes to one of the tiers.
+            InvalidArgument: a tier lies inside a tag.
+        """
+        self.join(agreement)
+        if len(self.tiers) == 1:
+            return
+
+        def open_drains() -> None:
+            from nxd_ckpt.tiers.drain import Drains  # it brings all tools along
+
+            self.drains = Drains(self.tiers, self.storages, self._timeout)
+
+        if agreement is not None:
+            decided_by_rank0(agreement, open_drains)
+        elif topology.rank == 0:
+            open_drains()
+
+    def resume(self) -> None:
+        """Let the drains go on where those of the last launch ended."""
+        if self.drains is not None:
+            with suppress(OSError):  # the first save meets it too
+                self.drains.resume()
+
+    def replenish(self, agreement: Agreement | None) -> None:
+        """Begin to bring back what the newest tags lack on hosts that were replaced, and copies that a load found
+        damaged, in the background of rank 0, until :meth:`settle`; all ranks call it, and serve their directories."""
+        first = self.first
+        if not isinstance(first, HostsStorage) or agreement is None or self.tiers[0].replicas == 1:
+            return
+
+        def look() -> bool:
+            try:
+                newest = latest(info for info in list_tags(first) if info.ours)
+                if newest is None or not (first.lacking(newest.tag) or first.is_short(newest.tag)):
+                    return False
+            except (CheckpointError, OSError):  # who needs what is away now meets it
+                return False
+            from nxd_ckpt.tiers.replenishing import Replenishing  # it brings all tools along
+
+            self._replenishing = self._replenishing or Replenishing(first)
+            self._replenishing.start()
+            return True
+
+        self._replenishes |= decided_by_rank0(agreement, look)
+
+    def settle(self) -> None:
+        """Before tags of the first tier are made or removed: nothing else changes that tier from now on."""
+        if self._replenishing is not None:
+            self._replenishing.stop()
+
+    def require(self, tier: object) -> None:
+        """Raise InvalidArgument unless there is a tier of that number."""
+        if not isinstance(tier, int) or tier not in range(len(self.tiers)):
+            raise InvalidArgument(f"tier={tier!r}: expected a number from 0, the first tier, to {len(self.tiers) - 1}")
+
+    def wait(self, tier: int, agreement: Agreement | None) -> None:
+        """Until ``tier``, which is not the first, has all that it is to have; all ranks call it.
+
+        Raises, on all ranks, what failed last; CheckpointError where no process group tells the others of it.
+        """
+        if agreement is None:
+            raise CheckpointError(
+                f"wait(tier={tier}) needs torch.distributed to be initialised: rank 0 copies to that tier, and tells "
+                "the others through the process group"
+            )
+        self._await(agreement, lambda drains, within: drains.finished(tier, within))
+
+    def finish(self, meet: Callable[[], Agreement | None] | None) -> None:
+        """Before :meth:`close`, where each host copies its own files: stay on all ranks until they are copied, however
+        long that takes. All ranks ``meet`` for it, if they do; without who is gone rank 0 does what it can."""
+        if meet is None or not self.per_host or len(self.tiers) == 1:
+            return
+        with suppress(CheckpointError):
+            agreement = meet()
+            if agreement is None:
+                return
+            if self.drains is not None:
+                self.drains.announce()
+            self._await(agreement, lambda drains, within: drains.idle(within))
+
+    def _await(self, agreement: Agreement, is_over: Callable[[Drains, float], bool]) -> None:
+        """On all ranks. Rank 0, which looks, speaks from time to time: it is alive."""
+        within = min(self._timeout / 4, _NEWS)
+        while not decided_by_rank0(agreement, lambda: self.drains is None or is_over(self.drains, within)):
+            pass
+
+    def close(self, grace: float | None) -> None:
+        """Give back all tiers but the first, once they have what they are to have; with a ``grace``, without it and
+        within so many seconds."""
+        replenishing, self._replenishing = self._replenishing, None
+        if replenishing is not None:
+            replenishing.close()
+        drains, self.drains = self.drains, None
+        if drains is not None:
+            drains.close(grace)

@@ -1,0 +1,1 @@
+"""torch.distributed.checkpoint's storage reader and writer on tags."""

@@ -1,0 +1,313 @@
+"""Tags for those who load through torch.distributed.checkpoint (DCP): DTensor, FSDP2, plain tensors.
+
+This stands above the rest of ``adapters``: torch calls it, and nothing here does. Importing it imports
+torch.distributed.checkpoint, which nothing else of nxd_ckpt needs.
+"""
+
+from __future__ import annotations
+
+import io
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.checkpoint.storage import StorageReader as TorchStorageReader
+from torch.futures import Future
+
+from nxd_ckpt.torch_dcp.storage_writer import StorageWriter
+from nxd_ckpt.output.locations import locate_input, location_of
+from nxd_ckpt.output.source import open_source
+from nxd_ckpt.core.box import Box
+from nxd_ckpt.core.dcp_names import DcpNames
+from nxd_ckpt.core.partition import Partition
+from nxd_ckpt.errors import CheckpointError, InvalidArgument, as_checkpoint_errors
+from nxd_ckpt.formats.tensors import Assembly, allocated, dtype_name, torch_dtype
+from nxd_ckpt.tag.opened import OpenTag
+from nxd_ckpt.tag.reading import LeafReader
+from nxd_ckpt.reshard.dcp_state import DcpState
+from nxd_ckpt.reshard.whole_tag import WholeTag
+from nxd_ckpt.storage.urls import StorageOptions, StrPath
+
+__all__ = ["StorageReader", "StorageWriter"]
+
+logger = logging.getLogger("nxd_ckpt")
+
+_TURN = 64 * 2**20
+"""Bytes of what cannot be read straight into its place, at a time."""
+
+
+class StorageReader(TorchStorageReader):
+    """Reads a tag for ``torch.distributed.checkpoint.load(state_dict, storage_reader=...)``.
+
+    The tag may be nxd_ckpt's or NxD's, local or in a store, saved on any sizes; every rank reads the bytes that its
+    shards are made of, straight into their memory, and verifies them on the way. Values are cast where dtypes differ.
+
+    Names are those of :class:`~nxd_ckpt.core.dcp_names.DcpNames`: ``{"model": get_model_state_dict(...), "optim":
+    get_optimizer_state_dict(...)}``, with ``flatten_optimizer_state_dict`` or without, and ``scheduler.*`` and
+    ``user_content.*`` where the tag has them. What the tag does not hold, such as an option that only this torch's
+    optimizer knows, is an error of DCP's planner; pass ``planner=DefaultLoadPlanner(allow_partial_load=True)`` to load
+    the rest.
+
+    Args:
+        tag: a tag's directory or URL.
+        model_key, optim_key: the keys of model and optimizer in the state dict, "" for the state dict itself; by
+            default those that a StorageWriter was given, else "model" and "optim".
+        partitions: how parameters were cut, by name, where the tag does not say (NxD's do not, with tp or ep).
+        saved_param_names: the optimizer's parameter names as saved, for each pipeline stage, for each param group,
+            where the tag does not say (NxD's do not).
+        verify: verify digests.
+        storage_options: what a URL is opened with.
+    """
+
+    def __init__(
+        self,
+        tag: StrPath,
+        *,
+        model_key: str | None = None,
+        optim_key: str | None = None,
+        partitions: Mapping[str, Partition] | None = None,
+        saved_param_names: Sequence[Sequence[Sequence[str]]] | None = None,
+        verify: bool = True,
+        storage_options: StorageOptions | None = None,
+    ) -> None:
+        super().__init__()
+        self._path, self._options, self._verify = tag, storage_options, verify
+        self._keys = model_key, optim_key
+        self._partitions, self._saved_names = partitions, saved_param_names
+        self._opened: tuple[OpenTag, _States] | None = None
+
+    @property
+    def checkpoint_id(self) -> str:
+        """The tag, as logs name it."""
+        return location_of(self._path, "tag", self._options).path
+
+    def reset(self, checkpoint_id: StrPath | None = None) -> None:
+        """Forget what is known of the tag; with ``checkpoint_id``, read that one from now on."""
+        self._opened = None
+        if checkpoint_id:
+            self._path = checkpoint_id
+
+    def read_metadata(self) -> Metadata:
+        """What the tag holds, each tensor as one chunk.
+
+        Using it raises CheckpointNotFound, MalformedFile and so on if there is no tag, or a damaged one.
+        """
+        try:
+            return self._metadata(self._open()[1])
+        except (CheckpointError, OSError) as error:
+            return _Unreadable(error)
+
+    def _metadata(self, states: _States) -> Metadata:
+        state = states.listed
+        if state.unknown:
+            logger.warning(
+                "how %d tensors are cut over ranks is not known, and they are left out (pass partitions=): %s",
+                len(state.unknown),
+                ", ".join(state.unknown[:5]),
+            )
+        entries = _Entries(_entries(state), lambda: _entries(states.other))
+        paths = {name: path for name, (path, _) in state.values.items()}
+        paths |= {name: tensor.path for name, tensor in state.tensors.items()}
+        return Metadata(entries, planner_data=paths)
+
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool) -> None:
+        """Nothing needs to be prepared."""
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        """The plan as it is: this rank reads its own."""
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        """The plans as they are."""
+        return plans
+
+    @as_checkpoint_errors()
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Read what the plan asks for; done when this returns.
+
+        Raises:
+            DigestMismatch: bytes changed since they were saved; names the tensor.
+            TagReplaced: the tag was removed, or saved again, since it was opened.
+            PartNotFound, TopologyMismatch, OptimizerMismatch: a tensor cannot be put together; says why.
+        """
+        opened, states = self._open()
+        with opened.kept():
+            self._read(opened, states, plan, planner)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    def _read(self, opened: OpenTag, states: _States, plan: LoadPlan, planner: LoadPlanner) -> None:
+        for item in plan.items:
+            if item.type == LoadItemType.BYTE_IO:
+                name = item.storage_index.fqn
+                planner.load_bytes(item, _pickled(states.holding(name).values[name][1]))
+        tensors = [item for item in plan.items if item.type != LoadItemType.BYTE_IO]
+        # Leaves first: making them reads trees, and a reader verifies by those that there are when it is made.
+        leaves = [_wanted(states.holding(item.storage_index.fqn), item) for item in tensors]
+        with opened.reader() as reader:
+            delivery = _Delivery(reader, planner, self._verify)
+            for item, leaf in zip(tensors, leaves, strict=True):
+                delivery.take(item, leaf)
+            delivery.finish()
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: StrPath) -> bool:
+        """Whether it names a place at all."""
+        try:
+            location_of(checkpoint_id, "tag", None)
+        except CheckpointError:
+            return False
+        return True
+
+    def _open(self) -> tuple[OpenTag, _States]:
+        if self._opened is None:
+            opened = open_source(locate_input(self._path, self._options))
+            with opened.kept():
+                tag = WholeTag(opened, partitions=self._partitions, saved_param_names=self._saved_names)
+                self._opened = opened, _States(opened, tag, self._names(opened))
+        return self._opened
+
+    def _names(self, opened: OpenTag) -> DcpNames:
+        """As the tag has them where DCP wrote it, but for the keys that were given."""
+        names, (model, optim) = opened.dcp_names or DcpNames(), self._keys
+        return replace(
+            names, model=names.model if model is None else model, optim=names.optim if optim is None else optim
+        )
+
+
+class _States:
+    """A tag with param groups one by one, and with options by parameter: as it is ``listed``, and in the ``other``
+    form."""
+
+    def __init__(self, opened: OpenTag, tag: WholeTag, names: DcpNames) -> None:
+        self.listed = DcpState(opened, tag, names)
+        self.other = DcpState(opened, tag, replace(names, flat_optimizer=not names.flat_optimizer))
+
+    def holding(self, name: str) -> DcpState:
+        """The one that has what DCP calls so."""
+        found = name in self.listed.tensors or name in self.listed.values
+        return self.listed if found else self.other
+
+
+class _Entries(dict[str, Any]):
+    """The entries by name. A lookup by name also finds ``others``: a planner that wants the other of two forms asks for
+    its names, while iterating over all entries gives only one form."""
+
+    def __init__(self, listed: Mapping[str, Any], others: Callable[[], Mapping[str, Any]]) -> None:
+        super().__init__(listed)
+        self._others = cache(others)
+
+    def __contains__(self, name: object) -> bool:
+        return super().__contains__(name) or name in self._others()
+
+    def __missing__(self, name: str) -> Any:
+        return self._others()[name]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return dict, (dict(self),)
+
+
+def _entries(state: DcpState) -> dict[str, Any]:
+    """What is said of each tensor and value, by name."""
+    entries: dict[str, Any] = {name: BytesStorageMetadata() for name in state.values}
+    for name, tensor in state.tensors.items():
+        whole = ChunkStorageMetadata(torch.Size([0] * len(tensor.shape)), torch.Size(tensor.shape))
+        properties = TensorProperties(dtype=torch_dtype(tensor.dtype))
+        entries[name] = TensorStorageMetadata(properties, torch.Size(tensor.shape), [whole])
+    return entries
+
+
+class _Unreadable(Metadata):
+    """In place of metadata that cannot be read. What ``read_metadata`` raises, torch's load replaces (2.9: by an empty
+    AssertionError); what is raised when its planner looks for names, it reports on every rank."""
+
+    def __init__(self, error: Exception) -> None:
+        self._error = error
+
+    def __getattr__(self, name: str) -> Any:
+        raise self._error
+
+
+class _Delivery:
+    """Reads leaves into the tensors that a planner has for them."""
+
+    def __init__(self, reader: LeafReader, planner: LoadPlanner, verify: bool) -> None:
+        self._reader, self._planner, self._verify = reader, planner, verify
+        self._direct: list[tuple[ReadItem, torch.Tensor]] = []
+
+    def take(self, item: ReadItem, leaf: Assembly | torch.Tensor) -> None:
+        target = self._planner.resolve_tensor(item).detach()
+        if tuple(target.shape) != tuple(leaf.shape):
+            raise InvalidArgument(
+                f"{item.storage_index.fqn} has shape {tuple(leaf.shape)}, but {tuple(target.shape)} was asked for"
+            )
+        if isinstance(leaf, Assembly):
+            leaf = leaf.cast(dtype_name(target.dtype))
+        if isinstance(leaf, Assembly) and target.device.type == "cpu" and target.is_contiguous():
+            self._read(leaf, target, item)
+            self._direct.append((item, target))
+            return
+        self._copy(leaf, target, item)
+        self._planner.commit_tensor(item, target)
+
+    def finish(self) -> None:
+        """Return when all of it is where it belongs."""
+        self._reader.finish()
+        for item, target in self._direct:
+            self._planner.commit_tensor(item, target)
+
+    def _read(self, leaf: Assembly, out: torch.Tensor, item: ReadItem) -> None:
+        self._reader.read_into(leaf, out, item.storage_index.fqn, compare=self._verify, verified=not self._verify)
+
+    def _copy(self, leaf: Assembly | torch.Tensor, target: torch.Tensor, item: ReadItem) -> None:
+        """By way of memory of our own, a stretch of rows after the other."""
+        if isinstance(leaf, torch.Tensor):
+            target.copy_(leaf)
+            return
+        for rows in _rows(leaf):
+            window = Box.whole(leaf.shape) if rows is None else Box.whole(leaf.shape).narrowed(0, rows.start, len(rows))
+            scratch = allocated(window.size, leaf.dtype)
+            self._read(leaf.within(window), scratch, item)
+            self._reader.wait()
+            (target if rows is None else target.narrow(0, rows.start, len(rows))).copy_(scratch)
+
+
+def _wanted(state: DcpState, item: ReadItem) -> Assembly | torch.Tensor:
+    """The box that the item asks for."""
+    leaf = state.leaf(item.storage_index.fqn)
+    box = Box(tuple(item.storage_offsets), tuple(item.lengths))
+    if isinstance(leaf, Assembly):
+        return leaf.within(box)
+    for dim, (offset, length) in enumerate(zip(box.offset, box.size, strict=True)):
+        leaf = leaf.narrow(dim, offset, length)
+    return leaf
+
+
+def _rows(leaf: Assembly) -> Iterator[range | None]:
+    """Stretches of the first dimension of about :data:`_TURN` bytes; None for a scalar."""
+    if not leaf.shape:
+        yield None
+        return
+    nbytes = leaf.numel * torch_dtype(leaf.dtype).itemsize
+    step = max(1, leaf.shape[0] * _TURN // max(nbytes, 1))
+    for start in range(0, leaf.shape[0], step):
+        yield range(start, min(start + step, leaf.shape[0]))
+
+
+def _pickled(value: Any) -> io.BytesIO:
+    written = io.BytesIO()
+    torch.save(value, written)
+    written.seek(0)
+    return written
