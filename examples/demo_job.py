@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import nxd_ckpt
-from nxd_ckpt.core import names
-from nxd_ckpt.tag.directory import list_tags
 from nxd_ckpt.coordination import paths
+from nxd_ckpt.core import names
 from nxd_ckpt.storage.base import Storage
 from nxd_ckpt.storage.urls import open_storage
+from nxd_ckpt.tag.directory import list_tags
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 EXAMPLES = REPOSITORY / "examples"

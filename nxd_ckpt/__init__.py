@@ -35,10 +35,6 @@ from nxd_ckpt import errors
 from nxd_ckpt.version import __version__
 
 if TYPE_CHECKING:
-    from nxd_ckpt.live.data_position import capture_data_position, restore_data_position
-    from nxd_ckpt.live.data_streams import DataStreams
-    from nxd_ckpt.live.elastic_sampler import ElasticSampler
-    from nxd_ckpt.live.random_state import capture_random_state, restore_random_state
     from nxd_ckpt.api import (
         close_checkpointers,
         finalize_checkpoint,
@@ -49,18 +45,22 @@ if TYPE_CHECKING:
     )
     from nxd_ckpt.checkpoint import Checkpoint, get_checkpoint_metadata, load_keys, open_checkpoint
     from nxd_ckpt.checkpointer import Checkpointer
+    from nxd_ckpt.commit.tier import Tier
     from nxd_ckpt.core.partition import Partition
     from nxd_ckpt.core.retention import Best, Every, Last, Within
     from nxd_ckpt.core.section import Section
     from nxd_ckpt.core.topology import Topology
     from nxd_ckpt.examine.diff import diff_checkpoints
     from nxd_ckpt.examine.doctor import examine_checkpoint
-    from nxd_ckpt.tag.listing import list_checkpoints
     from nxd_ckpt.examine.resume_probe import ResumeProbe
-    from nxd_ckpt.save.pending import PendingSave
-    from nxd_ckpt.commit.tier import Tier
-    from nxd_ckpt.reshard.whole_tag import GlobalTensor
     from nxd_ckpt.examine.statistics import checkpoint_statistics
+    from nxd_ckpt.live.data_position import capture_data_position, restore_data_position
+    from nxd_ckpt.live.data_streams import DataStreams
+    from nxd_ckpt.live.elastic_sampler import ElasticSampler
+    from nxd_ckpt.live.random_state import capture_random_state, restore_random_state
+    from nxd_ckpt.reshard.whole_tag import GlobalTensor
+    from nxd_ckpt.save.pending import PendingSave
+    from nxd_ckpt.tag.listing import list_checkpoints
 
 __all__ = [
     "Best",
@@ -111,21 +111,21 @@ _MODULE_OF = {
     "Last": "core.retention",
     "Partition": "core.partition",
     "PendingSave": "save.pending",
-    "ResumeProbe": "resume_probe",
+    "ResumeProbe": "examine.resume_probe",
     "Section": "core.section",
     "Tier": "commit.tier",
     "Topology": "core.topology",
     "Within": "core.retention",
     "capture_data_position": "live.data_position",
     "capture_random_state": "live.random_state",
-    "checkpoint_statistics": "statistics",
+    "checkpoint_statistics": "examine.statistics",
     "close_checkpointers": "api",
-    "diff_checkpoints": "diff",
-    "examine_checkpoint": "doctor",
+    "diff_checkpoints": "examine.diff",
+    "examine_checkpoint": "examine.doctor",
     "finalize_checkpoint": "api",
     "get_checkpoint_metadata": "checkpoint",
     "has_checkpoint": "api",
-    "list_checkpoints": "listing",
+    "list_checkpoints": "tag.listing",
     "load_checkpoint": "api",
     "load_keys": "checkpoint",
     "open_checkpoint": "checkpoint",

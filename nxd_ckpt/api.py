@@ -18,11 +18,15 @@ from typing import Any
 from typing_extensions import Unpack
 
 from nxd_ckpt.checkpointer import Checkpointer
+from nxd_ckpt.commit.tier import Tier, checked_tiers
+from nxd_ckpt.coordination.environment import default_topology, topology_of
+from nxd_ckpt.coordination.meeting import meet
 from nxd_ckpt.core.option_classes import parted, takes
 from nxd_ckpt.core.tags import Tag
 from nxd_ckpt.core.topology import Topology
-from nxd_ckpt.errors import CheckpointError, InvalidArgument, as_checkpoint_errors
 from nxd_ckpt.effects import in_forked_children
+from nxd_ckpt.errors import CheckpointError, InvalidArgument, as_checkpoint_errors
+from nxd_ckpt.load.options import LoadOptions, OurLoadKeywords
 from nxd_ckpt.options.checkpointer_options import (
     DEFAULT_TIMEOUT,
     CheckpointerKeywords,
@@ -30,12 +34,8 @@ from nxd_ckpt.options.checkpointer_options import (
     DirectoryKeywords,
     DirectoryOptions,
 )
-from nxd_ckpt.coordination.meeting import meet
-from nxd_ckpt.coordination.environment import default_topology, topology_of
-from nxd_ckpt.load.options import LoadOptions, OurLoadKeywords
 from nxd_ckpt.save.options import OurSaveKeywords, SaveOptions
 from nxd_ckpt.save.pending import PendingSave
-from nxd_ckpt.commit.tier import Tier, checked_tiers
 from nxd_ckpt.storage.urls import StorageOptions, StrPath, normalised
 from nxd_ckpt.tiers.tiers import Tiers
 

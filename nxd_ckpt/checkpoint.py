@@ -25,14 +25,14 @@ from nxd_ckpt.core.tags import Tag
 from nxd_ckpt.core.topology import Topology
 from nxd_ckpt.errors import CheckpointError, PartNotFound, as_checkpoint_errors
 from nxd_ckpt.formats.tensors import Assembly, TensorStub, map_tensors
-from nxd_ckpt.tag.files import MissingTensor
 from nxd_ckpt.options.opening import OpenKeywords, OpenOptions
+from nxd_ckpt.reshard.whole_tag import GlobalTensor, WholeTag
+from nxd_ckpt.storage.urls import StorageOptions, StrPath, is_url, local_path, open_storage
 from nxd_ckpt.tag.choosing import choose_tag
+from nxd_ckpt.tag.files import MissingTensor
 from nxd_ckpt.tag.identity import of_latest
 from nxd_ckpt.tag.opened import OpenTag
 from nxd_ckpt.tag.opening import open_complete_tag
-from nxd_ckpt.reshard.whole_tag import GlobalTensor, WholeTag
-from nxd_ckpt.storage.urls import StorageOptions, StrPath, is_url, local_path, open_storage
 
 
 @dataclass(frozen=True)

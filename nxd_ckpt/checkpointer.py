@@ -11,29 +11,29 @@ from typing import Any
 from typing_extensions import Unpack
 
 from nxd_ckpt import effects
+from nxd_ckpt.commit.commit import clean_up, retire
+from nxd_ckpt.commit.session import Session, open_session
+from nxd_ckpt.commit.tier import Tier
+from nxd_ckpt.coordination.agreement import Agreement
+from nxd_ckpt.coordination.at_exit import close_at_exit, forget
+from nxd_ckpt.coordination.environment import topology_of, versions
+from nxd_ckpt.coordination.fair_turns import Turns
+from nxd_ckpt.coordination.forks import require_own
+from nxd_ckpt.coordination.meeting import meet
+from nxd_ckpt.coordination.preemption import Preemption
 from nxd_ckpt.core.option_classes import options_of, parted, takes
 from nxd_ckpt.core.tags import Tag, validate_tag
 from nxd_ckpt.errors import CheckpointError, as_checkpoint_errors
-from nxd_ckpt.coordination.at_exit import close_at_exit, forget
-from nxd_ckpt.options.checkpointer_options import CheckpointerOptions, PreemptionOptions, WholeKeywords
-from nxd_ckpt.coordination.agreement import Agreement
-from nxd_ckpt.coordination.meeting import meet
-from nxd_ckpt.coordination.preemption import Preemption
-from nxd_ckpt.coordination.environment import topology_of, versions
-from nxd_ckpt.coordination.forks import require_own
+from nxd_ckpt.live.save_state import SaveState
 from nxd_ckpt.load.loading import load
 from nxd_ckpt.load.options import LoadKeywords, LoadOptions
+from nxd_ckpt.options.checkpointer_options import CheckpointerOptions, PreemptionOptions, WholeKeywords
 from nxd_ckpt.save.capture import capture
-from nxd_ckpt.commit.commit import clean_up, retire
 from nxd_ckpt.save.failures import Failures
 from nxd_ckpt.save.options import SaveKeywords, SaveOptions, understood
 from nxd_ckpt.save.pending import InFlight, PendingSave, SaveProgress
 from nxd_ckpt.save.pipeline import Pipeline, Planned, await_decided
-from nxd_ckpt.save.plan import SaveState
 from nxd_ckpt.save.saving import Saving
-from nxd_ckpt.commit.session import Session, open_session
-from nxd_ckpt.commit.tier import Tier
-from nxd_ckpt.coordination.fair_turns import Turns
 from nxd_ckpt.storage.base import Storage
 from nxd_ckpt.storage.system import require_locks
 from nxd_ckpt.storage.urls import StrPath

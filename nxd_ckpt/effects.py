@@ -1,9 +1,9 @@
 """What the system gives a job: time, threads, their priority, chance, and which process this is.
 
-All of ``runtime``, ``layout``, ``storage.s3`` and the ``Checkpointer`` ask for them here, as ``host.sleep(1)``, so that
-a simulation can put its own in their place (:mod:`tests.simulation.world`). Two places do not, and are not
-simulated: ``coordination/peers.py``, which watches connections of the system's, and the pool of
-``compare/side_by_side.py``.
+The folders from ``coordination`` to ``load``, ``storage.s3`` and the ``Checkpointer`` ask for them here, as
+``effects.sleep(1)``, so that a simulation can put its own in their place (``tests/simulation/world``). Two places do
+not, and are not simulated: ``coordination/peers.py``, which watches connections of the system's, and the pool of
+``tag/side_by_side.py``.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ from queue import SimpleQueue
 from random import uniform
 from threading import Condition, Event, Lock, Semaphore, Thread, current_thread, get_ident, get_native_id, local
 from time import monotonic, monotonic_ns, sleep, time
+
+from nxd_ckpt import gc_paused
 
 __all__ = [
     "Condition",
@@ -92,3 +94,6 @@ def born(pid: int) -> str | None:
         return None
     # Field 3 (state) follows the command: a zombie no longer runs. Field 22 is the start time.
     return None if fields[0] in "ZX" else fields[19]
+
+
+in_forked_children(gc_paused.collect_in_child)

@@ -6,32 +6,27 @@ import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from nxd_ckpt import effects
+_pauses: list[None] = []
+"""One for each thread that paused the collection, and starts it again."""
 
 
 @contextmanager
 def garbage_left() -> Iterator[None]:
     """No garbage collection inside: walking all objects again and again while thousands of new ones are made, none of
-    them garbage, takes longer than making them. A child that is forked meanwhile collects its own."""
+    them garbage, takes longer than making them. A child that is forked meanwhile collects its own (see `effects`)."""
     if not gc.isenabled():
         yield
         return
-    _leaving.append(effects.get_ident())
+    _pauses.append(None)
     gc.disable()
     try:
         yield
     finally:
-        _leaving.remove(effects.get_ident())
+        _pauses.pop()
         gc.enable()
 
 
-_leaving: list[int] = []
-"""The threads that leave garbage lie, and enable its collection again; a forked child has none of them."""
-
-
-def _collect_in_child() -> None:
-    if _leaving:
+def collect_in_child() -> None:
+    """Start the collection again in a forked child, which has no thread that paused it."""
+    if _pauses:
         gc.enable()
-
-
-effects.in_forked_children(_collect_in_child)

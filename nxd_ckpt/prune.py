@@ -8,6 +8,11 @@ from dataclasses import dataclass
 
 from typing_extensions import Unpack
 
+from nxd_ckpt.commit import retention
+from nxd_ckpt.commit.publication import publication_of
+from nxd_ckpt.commit.session import open_session
+from nxd_ckpt.coordination import intents, journal, pins
+from nxd_ckpt.coordination.agreement import Alone
 from nxd_ckpt.core.option_classes import takes
 from nxd_ckpt.core.retention import Retention, Rule, rules_of
 from nxd_ckpt.core.tags import Tag, TagInfo, validate_tag
@@ -19,19 +24,12 @@ from nxd_ckpt.errors import (
     InvalidArgument,
     as_checkpoint_errors,
 )
-from nxd_ckpt.tag.directory import require_directory
 from nxd_ckpt.options.tags import PruneKeywords, PruneOptions
-from nxd_ckpt.coordination import intents
-from nxd_ckpt.coordination import journal
-from nxd_ckpt.coordination import pins
-from nxd_ckpt.coordination.agreement import Alone
-from nxd_ckpt.commit import retention
-from nxd_ckpt.commit.publication import publication_of
-from nxd_ckpt.commit.session import open_session
-from nxd_ckpt.tag.choosing import choose_tag, settled_tags
-from nxd_ckpt.tag.opening import open_complete_tag
 from nxd_ckpt.storage.base import Storage
 from nxd_ckpt.storage.urls import StorageOptions, StrPath, open_storage
+from nxd_ckpt.tag.choosing import choose_tag, settled_tags
+from nxd_ckpt.tag.directory import require_directory
+from nxd_ckpt.tag.opening import open_complete_tag
 
 __all__ = ["Pruned", "pin_checkpoint", "prune_checkpoints", "unpin_checkpoint"]
 

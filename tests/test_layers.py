@@ -1,4 +1,4 @@
-"""The architecture: imports point down, the core is pure, torch-xla stays behind the adapters, functions and modules
+"""The architecture: imports point down, the core is pure, torch-xla stays behind `live`, functions and modules
 are short, tests share helpers."""
 
 from __future__ import annotations
@@ -15,33 +15,17 @@ pytestmark = [pytest.mark.plain, pytest.mark.once]
 
 PACKAGE = Path(__file__).parents[1] / "nxd_ckpt"
 
-# From top to bottom; a module imports its own level and those below. "" is nxd_ckpt/__init__.py itself.
-LEVELS = (
-    ("", "cli", "api", "integrations", "__main__"),
-    (
-        *("convert", "verify", "diff", "retention", "doctor", "resume_probe", "statistics", "listing"),
-        *("checkpointer", "checkpoint", "options", "tiers"),
-    ),
-    ("runtime",),
-    ("adapters",),
-    ("layout",),
-    ("formats",),
-    ("storage",),
-    ("core",),
-    ("errors", "version", "garbage", "host"),
+# From bottom to top: a module imports from its own folder and from those before. "" is nxd_ckpt/__init__.py itself.
+ORDER = (
+    *("errors", "version", "gc_paused", "core", "effects", "formats", "storage", "options", "live", "coordination"),
+    *("tag", "reshard", "commit", "hugging_face", "save", "load", "output", "torch_dcp", "conversion", "migrate"),
+    *("tiers", "prune", "checkpoint", "checkpointer", "examine", "api", "convert", "verify", "adapters", ""),
+    *("cli", "integrations", "emulation", "testing"),
 )
-# The same inside of runtime, whose own modules are below all of them.
-RUNTIME = ("load", "compare", "views", "tag", "save", "coordination")
-LEVEL_OF = {layer: level for level, layers in enumerate(LEVELS) for layer in layers}
+LEVEL_OF = {layer: level for level, layer in enumerate(ORDER)}
 
-# What others call in the place of their own: above the layer that they lie in, and nothing below imports them.
-ABOVE = {f"nxd_ckpt.adapters.{name}": LEVEL_OF["checkpoint"] for name in ("dcp", "dcp_results", "dcp_writer")}
-ABOVE["nxd_ckpt.testing.resume"] = LEVEL_OF["api"]
-
-# Shipped for tests and trials: they stand on storage and below, and nothing else in the package imports them.
-BESIDE = ("testing", "emulation")
-
-PURE = ("core", "errors")
+# Nothing else is below core, so that it is pure transitively.
+PURE = ("errors", "version", "gc_paused", "core")
 IMPURE = {
     *("torch", "numpy"),
     *("os", "io", "pathlib", "tempfile", "shutil", "glob", "mmap", "socket", "subprocess"),
@@ -49,12 +33,12 @@ IMPURE = {
 }
 
 # What runs in a simulated world asks nxd_ckpt.effects for time and threads; peers watches connections of the system's.
-SIMULATED = ("runtime", "layout", "checkpointer")
+SIMULATED = ("coordination", "tag", "reshard", "commit", "hugging_face", "save", "load", "checkpointer")
 TIME_AND_THREADS = {"time", "threading", "queue"}
 NOT_SIMULATED = ("nxd_ckpt.coordination.peers",)
 
 DEVICE_LIBRARIES = {"torch_xla", "torch_neuronx", "libneuronxla", "neuronx_distributed"}
-MAY_USE_DEVICE = ("adapters", "emulation")
+MAY_USE_DEVICE = ("live", "emulation")
 MAY_USE_DEVICE_AT_IMPORT = ("emulation",)
 
 LINES_OF_A_FUNCTION = 60
@@ -72,18 +56,6 @@ class Import(NamedTuple):
 def _layer(module: str) -> str:
     """``nxd_ckpt.core.box`` -> ``core``; the package itself -> ``""``."""
     return [*module.split("."), ""][1]
-
-
-def _floor(module: str) -> int:
-    """Where in runtime a module of it lies, counted from the top."""
-    room = [*module.split("."), "", ""][2]
-    return RUNTIME.index(room) if room in RUNTIME else len(RUNTIME)
-
-
-def _place(module: str) -> str:
-    """The layer, and where in runtime."""
-    layer, floor = _layer(module), _floor(module)
-    return f"runtime/{RUNTIME[floor]}" if layer == "runtime" and floor < len(RUNTIME) else layer
 
 
 def _is_type_checking(test: ast.expr) -> bool:
@@ -117,37 +89,23 @@ def _imports(node: ast.AST, module: str, is_package: bool, at_import_time: bool 
 
 
 def _may_import(module: str, target: str) -> bool:
-    """Whether the layers allow ``module`` of the package to import ``target`` of the package."""
-    source_layer, target_layer = _layer(module), _layer(target)
-    if target_layer not in LEVEL_OF and target_layer not in BESIDE:
+    """Whether the order allows ``module`` of the package to import ``target`` of the package."""
+    target_layer = _layer(target)
+    if target_layer not in LEVEL_OF:
         target_layer = ""  # `from nxd_ckpt import name`: something that __init__ offers
-    above = [
-        level
-        for name, level in ABOVE.items()
-        # A package may offer its modules.
-        if f"{target}.".startswith(f"{name}.") and module not in (name, name.rpartition(".")[0])
-    ]
-    if above or module in ABOVE:
-        source = ABOVE.get(module, LEVEL_OF.get(source_layer, LEVEL_OF["storage"]))
-        return source <= (above[0] if above else LEVEL_OF.get(target_layer, -1))
-    if source_layer == target_layer:
-        return source_layer != "runtime" or _floor(module) <= _floor(target)
-    if target_layer in BESIDE:
-        return False
-    source_level = LEVEL_OF["storage"] if source_layer in BESIDE else LEVEL_OF[source_layer]
-    return source_level <= LEVEL_OF[target_layer]
+    return LEVEL_OF[target_layer] <= LEVEL_OF[_layer(module)]
 
 
 def violations(module: str, source: str, is_package: bool = False) -> list[str]:
     """What the source of ``module`` does against the architecture, one sentence each."""
     layer = _layer(module)
-    if layer not in LEVEL_OF and layer not in BESIDE:
-        return [f"{module}: {layer!r} is in no layer; give it a place in LEVELS"]
+    if layer not in LEVEL_OF:
+        return [f"{module}: {layer!r} is in no layer; give it a place in ORDER"]
     found = []
     for target, line, at_import_time in _imports(ast.parse(source, module), module, is_package):
         where, top = f"{module}:{line} imports {target}", target.split(".")[0]
         if top == "nxd_ckpt" and not _may_import(module, target):
-            found.append(f"{where}: imports point down, from {_place(module)!r} to {_place(target)!r} is not down")
+            found.append(f"{where}: imports point down, from {layer!r} to {_layer(target)!r} is not down")
         if layer in PURE and (top in IMPURE or target == "nxd_ckpt.effects"):
             found.append(f"{where}: {layer!r} is pure, it knows no torch, no IO and no clock")
         if layer in SIMULATED and top in TIME_AND_THREADS and module not in NOT_SIMULATED:
@@ -166,7 +124,7 @@ def _modules() -> dict[str, Path]:
 
 
 def test_every_module_respects_the_layers() -> None:
-    """Imports point down, the core is pure, and torch-xla is imported lazily and only behind the adapters."""
+    """Imports point down, the core is pure, and torch-xla is imported lazily and only in `live`."""
     modules = _modules()
     assert "nxd_ckpt.core.topology" in modules
     found = [
@@ -192,23 +150,22 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
     ("module", "source", "complaint"),
     [
         ("nxd_ckpt.core.box", "from nxd_ckpt.storage.local import LocalStorage", "imports point down"),
-        ("nxd_ckpt.core.box", "from ..layout import names", "imports point down"),
-        ("nxd_ckpt.core.names", "def f():\n    import nxd_ckpt.adapters.hf", "imports point down"),
+        ("nxd_ckpt.core.box", "from ..storage import base", "imports point down"),
+        ("nxd_ckpt.core.names", "def f():\n    import nxd_ckpt.live.zero1", "imports point down"),
         ("nxd_ckpt.commit.commit", "from nxd_ckpt import save_checkpoint", "imports point down"),
         ("nxd_ckpt.api", "from nxd_ckpt.testing import faulty", "imports point down"),
-        ("nxd_ckpt.testing.faulty", "from nxd_ckpt.emulation import install", "imports point down"),
-        ("nxd_ckpt.emulation.install", "from nxd_ckpt.runtime import writer", "imports point down"),
+        ("nxd_ckpt.emulation.install", "from nxd_ckpt.testing import faulty", "imports point down"),
         ("nxd_ckpt.core.reads", "import torch", "is pure"),
         ("nxd_ckpt.core.reads", "def f():\n    from os.path import join", "is pure"),
-        ("nxd_ckpt.formats.xser", "def f():\n    import torch_xla", "only adapters"),
-        ("nxd_ckpt.save.staging", "importlib.import_module('torch_xla')", "only adapters"),
-        ("nxd_ckpt.adapters.nxd", "from neuronx_distributed import trainer", "into the function"),
-        ("nxd_ckpt.adapters.nxd", "class A:\n    import torch_xla", "into the function"),
-        ("nxd_ckpt.save.plan", "from nxd_ckpt.tag.opened import OpenTag", "imports point down"),
+        ("nxd_ckpt.formats.xser", "def f():\n    import torch_xla", "only live"),
+        ("nxd_ckpt.save.staging", "importlib.import_module('torch_xla')", "only live"),
+        ("nxd_ckpt.live.nxd", "from neuronx_distributed import trainer", "into the function"),
+        ("nxd_ckpt.live.nxd", "class A:\n    import torch_xla", "into the function"),
+        ("nxd_ckpt.tag.opened", "from nxd_ckpt.save.plan import SavePlan", "imports point down"),
         ("nxd_ckpt.coordination.lease", "from nxd_ckpt.commit import voting", "imports point down"),
         ("nxd_ckpt.load.loading", "from nxd_ckpt.torch_dcp.storage_reader import StorageReader", "imports point down"),
         ("nxd_ckpt.torch_dcp.storage_reader", "from nxd_ckpt import api", "imports point down"),
-        ("nxd_ckpt.commit.voting", "import time", "host gives time"),
+        ("nxd_ckpt.commit.voting", "import time", "effects gives time"),
         ("nxd_ckpt.utils", "", "is in no layer"),
     ],
 )
@@ -228,8 +185,8 @@ def test_a_wrong_import_is_named(module: str, source: str, complaint: str) -> No
         ("nxd_ckpt", "from nxd_ckpt.api import save_checkpoint"),
         ("nxd_ckpt.load.loading", "from nxd_ckpt.tag.opened import OpenTag"),
         ("nxd_ckpt.torch_dcp.storage_reader", "from nxd_ckpt.output.source import open_source"),
-        ("nxd_ckpt.adapters.nxd", "def f():\n    import torch_xla"),
-        ("nxd_ckpt.adapters.nxd", "if TYPE_CHECKING:\n    import torch_xla"),
+        ("nxd_ckpt.live.nxd", "def f():\n    import torch_xla"),
+        ("nxd_ckpt.live.nxd", "if TYPE_CHECKING:\n    import torch_xla"),
         ("nxd_ckpt.emulation.install", "import torch_xla\nfrom nxd_ckpt.storage import local"),
     ],
 )

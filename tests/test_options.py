@@ -16,8 +16,15 @@ from typing import Any, get_args, get_type_hints
 import pytest
 
 import nxd_ckpt.options
-from nxd_ckpt import Checkpointer, get_checkpoint_metadata, load_checkpoint, load_keys, open_checkpoint, save_checkpoint
-from nxd_ckpt import convert
+from nxd_ckpt import (
+    Checkpointer,
+    convert,
+    get_checkpoint_metadata,
+    load_checkpoint,
+    load_keys,
+    open_checkpoint,
+    save_checkpoint,
+)
 from nxd_ckpt.core.option_classes import docs_of, names_of
 from nxd_ckpt.errors import InvalidArgument
 from nxd_ckpt.options.tags import CopyOptions

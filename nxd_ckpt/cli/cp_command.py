@@ -9,6 +9,7 @@ from typing import Any
 from nxd_ckpt.cli import text
 from nxd_ckpt.cli.options import add_options, options_of
 from nxd_ckpt.cli.output import show_done
+from nxd_ckpt.core import units
 from nxd_ckpt.core.units import size
 from nxd_ckpt.options.tags import CopyOptions
 
@@ -38,13 +39,13 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _lines(document: dict[str, Any]) -> Iterator[str]:
-    whole = f"{text.count(document['files'], 'file')}, {size(document['nbytes'])}"
+    whole = f"{units.count(document['files'], 'file')}, {size(document['nbytes'])}"
     if document["dry_run"]:
         yield f"{document['source']} would be copied to {document['target']}: {whole}"
         return
     yield f"{document['source']} is copied to {document['target']}: {whole}"
     if document["linked"]:
-        yield f"  {text.count(document['linked'], 'file')} linked"
+        yield f"  {units.count(document['linked'], 'file')} linked"
     if document["kept"]:
-        kept = text.count(document["kept"], "file")
+        kept = units.count(document["kept"], "file")
         yield f"  {kept} there already, and verified; {size(document['copied_nbytes'])} new"

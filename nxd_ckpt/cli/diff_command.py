@@ -8,14 +8,15 @@ from typing import TYPE_CHECKING, Any
 
 from nxd_ckpt.cli import text
 from nxd_ckpt.cli.options import add_options, opening
+from nxd_ckpt.core import units
 from nxd_ckpt.core.units import size
 from nxd_ckpt.options.opening import OpenOptions
 
 if TYPE_CHECKING:
     from nxd_ckpt.checkpoint import Checkpoint
     from nxd_ckpt.examine.diff import Difference, TensorDifference, ValueDifference
-    from nxd_ckpt.tag.listing import Options
     from nxd_ckpt.reshard.whole_tag import GlobalTensor
+    from nxd_ckpt.tag.listing import Options
 
 NAME = "diff"
 EXAMPLE = "nxd-ckpt diff run1/step_200 run1/step_300"
@@ -89,8 +90,8 @@ def run(args: argparse.Namespace) -> int:
 
 def _locate(path: str, args: argparse.Namespace) -> tuple[str, str | None, Options]:
     """Directory (or URL), tag if one is named, and what it is opened with."""
-    from nxd_ckpt.tag.listing import locate
     from nxd_ckpt.storage.urls import options_for
+    from nxd_ckpt.tag.listing import locate
 
     options = options_for(path, args.storage_options)
     return *locate(path, None, options), options
@@ -141,25 +142,25 @@ def _value(difference: ValueDifference) -> dict[str, Any]:
 
 def _lines(document: dict[str, Any], limit: int | None) -> Iterator[str]:
     for side in ("a", "b"):
-        yield f"{side.upper()}: {document[side]['tag']} ({text.topology(document[side]['topology'])})"
+        yield f"{side.upper()}: {document[side]['tag']} ({units.topology(document[side]['topology'])})"
     tensors, values = document["tensors"], document["values"]
     digests = f" ({document['same_digests']} by their digests)" if document["same_digests"] else ""
-    same = text.count(document["same_tensors"], "tensor")
+    same = units.count(document["same_tensors"], "tensor")
     yield f"  {same} the same{digests}; {size(document['nbytes'])} of each were read"
     changed = [one for one in tensors if one["kind"] == "values"]
     if changed:
-        yield from ("", f"{text.count(len(changed), 'tensor')} with other values, the most different first")
+        yield from ("", f"{units.count(len(changed), 'tensor')} with other values, the most different first")
         changed.sort(key=lambda one: float(one["relative_norm"]), reverse=True)
         head = ("NAME", "ELEMENTS", "MAX", "RELATIVE", "A", "B")
         yield from _limited(text.table(head, map(_changed, changed[:limit])), len(changed), limit)
     others = [one for one in tensors if one["kind"] != "values"]
     if others:
-        yield from ("", f"{text.count(len(others), 'tensor')} that one tag lacks, or has in another shape or dtype")
+        yield from ("", f"{units.count(len(others), 'tensor')} that one tag lacks, or has in another shape or dtype")
         kinds = ((one["name"], one["kind"], _form_text(one["a"]), _form_text(one["b"])) for one in others[:limit])
         yield from _limited(text.table(("NAME", "WHAT", "A", "B"), kinds), len(others), limit)
         yield from (f"  {one['name']}: {one['problem']}" for one in others[:limit] if one["problem"])
     if values:
-        yield from ("", f"{text.count(len(values), 'other value')} not the same")
+        yield from ("", f"{units.count(len(values), 'other value')} not the same")
         rows = ((one["name"], one["a"] or "-", one["b"] or "-") for one in values[:limit])
         yield from _limited(text.table(("NAME", "A", "B"), rows), len(values), limit)
     yield from (f"problem: {problem}" for problem in document["problems"])

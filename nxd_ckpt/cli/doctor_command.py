@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from nxd_ckpt.cli import text
 from nxd_ckpt.cli.options import add_options, opening
+from nxd_ckpt.core import units
 from nxd_ckpt.core.units import size
 from nxd_ckpt.options.opening import OpenOptions
 
@@ -60,8 +61,8 @@ def run(args: argparse.Namespace) -> int:
 def _opened(args: argparse.Namespace) -> tuple[Checkpoint, Checkpoint | None]:
     """The tag, and the one before it if there is one and it is wanted."""
     from nxd_ckpt.checkpoint import open_checkpoint
-    from nxd_ckpt.tag.listing import locate, tag_before
     from nxd_ckpt.storage.urls import options_for
+    from nxd_ckpt.tag.listing import locate, tag_before
 
     def opened(path: str) -> Checkpoint:
         options = options_for(path, args.storage_options)
@@ -90,9 +91,9 @@ def _lines(document: dict[str, Any]) -> Iterator[str]:
     else:
         was = "" if document["step_before"] is None else f" (step {document['step_before']})"
         yield f"  {step or 'steps are not counted'}; examined after {document['before']}{was}"
-    yield f"  {text.count(document['parameters'], 'parameter')}, {size(document['nbytes'])} were read and verified"
+    yield f"  {units.count(document['parameters'], 'parameter')}, {size(document['nbytes'])} were read and verified"
 
 
 def _verdict(problems: int, doubts: int) -> str:
-    said = [text.count(number, noun) for number, noun in ((problems, "problem"), (doubts, "doubt")) if number]
+    said = [units.count(number, noun) for number, noun in ((problems, "problem"), (doubts, "doubt")) if number]
     return ", ".join(said) or "ok"

@@ -9,6 +9,7 @@ from typing import Any
 from nxd_ckpt.cli import text
 from nxd_ckpt.cli.options import add_options, options_of
 from nxd_ckpt.cli.output import hindrances, show_done
+from nxd_ckpt.core import units
 from nxd_ckpt.core.units import size
 from nxd_ckpt.options.hugging_face import ExportOptions
 
@@ -44,7 +45,7 @@ def run(args: argparse.Namespace) -> int:
 def _lines(document: dict[str, Any]) -> Iterator[str]:
     files, tensors = document["files"], document["tensors"]
     done = "would be exported" if document["dry_run"] else "is exported"
-    counts = f"{text.count(len(tensors), 'tensor')}, {text.count(len(files), 'file')}, {size(document['nbytes'])}"
+    counts = f"{units.count(len(tensors), 'tensor')}, {units.count(len(files), 'file')}, {size(document['nbytes'])}"
     yield f"{document['source']} {done} to {document['target']} by mapping {document['mapping']}: {counts}"
     if not document["dry_run"]:
         return

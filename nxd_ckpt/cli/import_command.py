@@ -9,6 +9,7 @@ from typing import Any
 from nxd_ckpt.cli import text
 from nxd_ckpt.cli.options import add_options, options_of
 from nxd_ckpt.cli.output import hindrances, show_done
+from nxd_ckpt.core import units
 from nxd_ckpt.options.hugging_face import ImportOptions
 
 NAME = "import"
@@ -42,7 +43,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _lines(document: dict[str, Any]) -> Iterator[str]:
     done = "would be imported" if document["dry_run"] else "is imported"
-    count = text.count(len(document["tensors"]), "tensor")
+    count = units.count(len(document["tensors"]), "tensor")
     yield f"{document['source']} {done} to {document['target']} by mapping {document['mapping']}: {count}"
     if not document["dry_run"]:
         return

@@ -9,6 +9,7 @@ from typing import Any
 from nxd_ckpt.cli import text
 from nxd_ckpt.cli.name_patterns import alike
 from nxd_ckpt.cli.storage_options import add_storage_option
+from nxd_ckpt.core import units
 from nxd_ckpt.core.mesh import Mesh
 from nxd_ckpt.core.units import size
 
@@ -76,14 +77,14 @@ def _lines(document: dict[str, Any]) -> Iterator[str]:
 
 def _facts(document: dict[str, Any]) -> Iterator[tuple[str, str]]:
     if document["order_time"] is not None:
-        yield "saved", f"{text.time_of_day(document['order_time'])} UTC, {text.age(document['age_seconds'])} ago"
+        yield "saved", f"{units.time_of_day(document['order_time'])} UTC, {text.age(document['age_seconds'])} ago"
     attempt = f", attempt {document['attempt']}" if document["attempt"] else ""
     yield "by", text.writer(document["written_by"]) + attempt
     if document["versions"]:
         yield "versions", ", ".join(f"{name} {version}" for name, version in document["versions"].items())
-    ranks = "" if document["world_size"] is None else f", {text.count(document['world_size'], 'rank')}"
+    ranks = "" if document["world_size"] is None else f", {units.count(document['world_size'], 'rank')}"
     order = ", in an order of their own" if document["standard_rank_order"] is False else ""
-    yield "topology", f"{text.topology(document['topology'])}{ranks}{order}"
+    yield "topology", f"{units.topology(document['topology'])}{ranks}{order}"
     if document["meshes"]:
         yield ("mesh" if len(document["meshes"]) == 1 else "meshes"), ", ".join(map(_mesh, document["meshes"]))
     yield "parts", text.parts(document["parts"])
@@ -96,7 +97,7 @@ def _facts(document: dict[str, Any]) -> Iterator[tuple[str, str]]:
     sizes = document["sizes"]
     total = {key: sum(held[key] for held in sizes.values()) for key in ("files", "nbytes")}
     for part, held in {**sizes, "total": total}.items():
-        yield part.replace("_", " "), f"{size(held['nbytes'])} in {text.count(held['files'], 'file')}"
+        yield part.replace("_", " "), f"{size(held['nbytes'])} in {units.count(held['files'], 'file')}"
 
 
 def _number(metric: float | None) -> str:
@@ -117,7 +118,7 @@ def _form(parts: dict[str, Any]) -> str:
 def _parameters(parameters: list[dict[str, Any]] | None) -> Iterator[str]:
     if not parameters:
         return
-    yield from ("", f"model: {text.count(len(parameters), 'tensor')}")
+    yield from ("", f"model: {units.count(len(parameters), 'tensor')}")
     forms = (
         (
             one["dtype"] or "?",
@@ -134,7 +135,7 @@ def _parameters(parameters: list[dict[str, Any]] | None) -> Iterator[str]:
 
 
 def _prefixes(prefixes: list[dict[str, Any]]) -> Iterator[str]:
-    yield f"{text.count(sum(one['tensors'] for one in prefixes), 'tensor')}, {size(sum(map(_nbytes, prefixes)))}"
+    yield f"{units.count(sum(one['tensors'] for one in prefixes), 'tensor')}, {size(sum(map(_nbytes, prefixes)))}"
     rows = (
         (
             one["prefix"],
@@ -157,7 +158,7 @@ def _nbytes(prefix: dict[str, Any]) -> int:
 def _optimizer(optimizer: dict[str, Any] | None) -> Iterator[str]:
     if optimizer is None:
         return
-    counts = f"{text.count(optimizer['parameters'], 'parameter')}, {optimizer['parameters_with_state']} with state"
+    counts = f"{units.count(optimizer['parameters'], 'parameter')}, {optimizer['parameters_with_state']} with state"
     named = "" if optimizer["names_known"] else ", known by number only"
     entries = ", ".join(optimizer["entries"]) or "none"
     masters = "with" if optimizer["master_weights"] else "without"
@@ -166,7 +167,7 @@ def _optimizer(optimizer: dict[str, Any] | None) -> Iterator[str]:
     for number, group in enumerate(optimizer["param_groups"]):
         set_ones = ((name, value) for name, value in group["options"].items() if value not in (None, False))
         options = " ".join(f"{name}={value}" for name, value in set_ones)
-        yield f"  group {number}: {text.count(group['parameters'], 'parameter')}; {options}"
+        yield f"  group {number}: {units.count(group['parameters'], 'parameter')}; {options}"
 
 
 def _user_content(content: dict[str, Any] | None) -> Iterator[str]:

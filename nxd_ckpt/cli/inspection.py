@@ -13,17 +13,17 @@ from nxd_ckpt.cli.parameters import parameters
 from nxd_ckpt.cli.prefixes import prefixes
 from nxd_ckpt.cli.tensors import tensors
 from nxd_ckpt.cli.values import content_document
+from nxd_ckpt.core import names
 from nxd_ckpt.core.tags import TagInfo, latest
 from nxd_ckpt.errors import CheckpointError, TagReplaced, UnsafePickle
-from nxd_ckpt.core import names
+from nxd_ckpt.storage.urls import open_storage
+from nxd_ckpt.tag.choosing import choose_tag
 from nxd_ckpt.tag.directory import is_whole_without_marks, list_tags
 from nxd_ckpt.tag.files import TagFiles
-from nxd_ckpt.tag.listing import locate, summary
-from nxd_ckpt.tag.choosing import choose_tag
 from nxd_ckpt.tag.identity import of_latest
+from nxd_ckpt.tag.listing import locate, summary
 from nxd_ckpt.tag.opened import OpenTag
 from nxd_ckpt.tag.opening import open_complete_tag
-from nxd_ckpt.storage.urls import open_storage
 from nxd_ckpt.tag.verify import files_of
 
 _PART_OF = {

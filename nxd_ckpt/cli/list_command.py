@@ -8,6 +8,7 @@ from typing import Any
 
 from nxd_ckpt.cli import text
 from nxd_ckpt.cli.storage_options import add_storage_option
+from nxd_ckpt.core import units
 from nxd_ckpt.core.units import size
 
 NAME = "list"
@@ -42,7 +43,7 @@ def _lines(document: dict[str, Any], width: int | None) -> Iterator[str]:
         yield f"{document['directory']}: {document['note']}"
         return
     complete = sum(tag["complete"] for tag in tags)
-    yield f"{document['directory']}: {text.count(len(tags), 'tag')}, {complete} complete"
+    yield f"{document['directory']}: {units.count(len(tags), 'tag')}, {complete} complete"
     head = ("TAG", "STATE", "SAVED (UTC)", "SIZE", "TOPOLOGY", "BY", "AGE", "PARTS")
     yield from text.fitting_table(head, map(_row, tags), width)
     for tag in tags:
@@ -57,9 +58,9 @@ def _row(tag: dict[str, Any]) -> tuple[str, ...]:
     return (
         _name(tag),
         f"{state}, pinned" if tag["pinned"] else state,
-        text.time_of_day(tag["order_time"]) if known else "?",
+        units.time_of_day(tag["order_time"]) if known else "?",
         size(tag["nbytes"]),
-        text.short_topology(tag["topology"]),
+        units.short_topology(tag["topology"]),
         text.writer(tag["written_by"]),
         text.age(tag["age_seconds"]) if known else "?",
         text.parts(tag["parts"]),

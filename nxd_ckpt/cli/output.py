@@ -8,6 +8,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from nxd_ckpt.cli import text
+from nxd_ckpt.core import units
 from nxd_ckpt.core.units import size
 
 if TYPE_CHECKING:
@@ -37,7 +38,7 @@ def show_converted(args: argparse.Namespace, done: Converted) -> None:
 
 
 def _converted(document: dict[str, Any]) -> Iterator[str]:
-    sizes = "" if document["topology"] is None else f"{text.topology(document['topology'])}, "
+    sizes = "" if document["topology"] is None else f"{units.topology(document['topology'])}, "
     verb = "would be" if document["dry_run"] else "is"
     yield f"{document['source']} {verb} converted to {document['target']}: {sizes}{size(document['nbytes'])}"
 

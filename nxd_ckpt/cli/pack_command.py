@@ -9,6 +9,7 @@ from typing import Any
 from nxd_ckpt.cli import text
 from nxd_ckpt.cli.options import add_options, options_of
 from nxd_ckpt.cli.output import show_done
+from nxd_ckpt.core import units
 from nxd_ckpt.core.units import size
 from nxd_ckpt.options.tags import PackOptions
 
@@ -40,5 +41,5 @@ def run(args: argparse.Namespace) -> int:
 
 def _lines(document: dict[str, Any]) -> Iterator[str]:
     verb = "would be" if document["dry_run"] else "is"
-    whole = f"{text.count(document['files'], 'file')}, {size(document['nbytes'])}"
+    whole = f"{units.count(document['files'], 'file')}, {size(document['nbytes'])}"
     yield f"{document['source']} {verb} packed as {document['target']}: {whole}"

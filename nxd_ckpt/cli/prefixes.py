@@ -9,8 +9,8 @@ from nxd_ckpt.cli.name_patterns import alike
 from nxd_ckpt.cli.parameters import in_words
 from nxd_ckpt.core.topology import Topology
 from nxd_ckpt.errors import InvalidArgument
-from nxd_ckpt.tag.opened import OpenTag
 from nxd_ckpt.reshard.whole_tag import GlobalTensor, WholeTag
+from nxd_ckpt.tag.opened import OpenTag
 
 _PART = re.compile(r"[^./]+[./]?")
 

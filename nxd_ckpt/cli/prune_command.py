@@ -9,6 +9,7 @@ from typing import Any
 
 from nxd_ckpt.cli import text
 from nxd_ckpt.cli.options import add_options, options_of
+from nxd_ckpt.core import units
 from nxd_ckpt.core.retention import Best, Every, Last, Rule, Within
 from nxd_ckpt.errors import InvalidArgument
 from nxd_ckpt.options.tags import PruneOptions
@@ -63,7 +64,7 @@ def run(args: argparse.Namespace) -> int:
 def _lines(document: dict[str, Any]) -> Iterator[str]:
     removed = len(document["removed"])
     verb = "would be" if document["dry_run"] else "is" if removed == 1 else "are"
-    yield f"{document['directory']}: {text.count(removed, 'tag')} {verb} removed"
+    yield f"{document['directory']}: {units.count(removed, 'tag')} {verb} removed"
     kept = [(one["tag"], "stays", ", ".join(one["because"])) for one in document["kept"]]
     yield from text.table(("TAG", "", "BECAUSE"), [*((tag, "goes", "") for tag in document["removed"]), *kept])
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from nxd_ckpt.cli import text
 from nxd_ckpt.cli.storage_options import add_storage_option
+from nxd_ckpt.core import units
 from nxd_ckpt.core.units import size
 
 if TYPE_CHECKING:
@@ -82,8 +83,8 @@ def run(args: argparse.Namespace) -> int:
     if output is not None:
         page = page_of(document).encode()
         output.open().write(output.name, page)
-        problems = text.count(len(document["problems"]) + len(document["findings"]), "problem")
-        lines = [f"{args.output}: {text.count(len(document['tags']), 'tag')}, {problems}; {size(len(page))}"]
+        problems = units.count(len(document["problems"]) + len(document["findings"]), "problem")
+        lines = [f"{args.output}: {units.count(len(document['tags']), 'tag')}, {problems}; {size(len(page))}"]
     if args.json or not args.quiet:
         text.show(document, lines, as_json=args.json)
     return 0

@@ -7,10 +7,10 @@ from dataclasses import replace
 from fnmatch import fnmatchcase
 from typing import Any
 
+from nxd_ckpt.core import names
 from nxd_ckpt.core.manifest import TensorEntry
 from nxd_ckpt.core.topology import Coordinates
 from nxd_ckpt.formats.tensors import Assembly, Path, TensorStub, iter_tensors
-from nxd_ckpt.core import names
 from nxd_ckpt.tag.files import MissingTensor
 from nxd_ckpt.tag.opened import OpenTag
 

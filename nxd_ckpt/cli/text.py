@@ -23,14 +23,8 @@ def age(seconds: float) -> str:
     return f"{int(seconds)} s"
 
 
-def time_of_day(iso: str) -> str:
-    """``2025-11-21 13:51:02`` of ``2025-11-21T13:51:02.250000Z``."""
-    return iso.replace("T", " ").removesuffix("Z").partition(".")[0]
 
 
-def count(number: int, noun: str) -> str:
-    """``1 file``, ``2 files``."""
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def shape(sizes: Sequence[int] | None) -> str:
@@ -42,18 +36,8 @@ def writer(package: str) -> str:
     return "NxD" if package == "neuronx_distributed" else package
 
 
-def topology(sizes: Mapping[str, int | None] | None) -> str:
-    """``dp=2 tp=4 pp=1 ep=1``, with ``?`` for a size that the files do not tell."""
-    if sizes is None:
-        return "?"
-    return " ".join(f"{name}={'?' if number is None else number}" for name, number in sizes.items())
 
 
-def short_topology(sizes: Mapping[str, int | None] | None) -> str:
-    """The same without sizes of one: ``dp=2 tp=4``, ``1 rank``."""
-    if sizes is None:
-        return "?"
-    return topology({name: number for name, number in sizes.items() if number != 1}) or "1 rank"
 
 
 def parts(held: Mapping[str, Any] | None) -> str:

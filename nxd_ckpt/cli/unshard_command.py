@@ -8,6 +8,7 @@ from typing import Any
 
 from nxd_ckpt.cli import text
 from nxd_ckpt.cli.options import add_options, options_of
+from nxd_ckpt.core import units
 from nxd_ckpt.core.units import size
 from nxd_ckpt.options.torch_forms import UnshardOptions
 
@@ -51,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _lines(document: dict[str, Any]) -> Iterator[str]:
     done = "would be unsharded" if document["dry_run"] else "unsharded"
-    yield f"{done}: {text.count(len(document['files']), 'file')}, {size(document['nbytes'])}"
+    yield f"{done}: {units.count(len(document['files']), 'file')}, {size(document['nbytes'])}"
     for part in ("model", "optim"):
         if document[part] is not None:
             yield f"  {part}  {document[part]}"

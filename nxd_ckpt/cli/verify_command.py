@@ -8,6 +8,7 @@ from typing import Any
 
 from nxd_ckpt.cli import text
 from nxd_ckpt.cli.storage_options import add_storage_option
+from nxd_ckpt.core import units
 from nxd_ckpt.core.units import size
 from nxd_ckpt.errors import CorruptCheckpoint
 
@@ -76,10 +77,10 @@ def _verified(directory: str, tag: str | None, args: argparse.Namespace) -> dict
 
 def _lines(document: dict[str, Any]) -> Iterator[str]:
     yield from (f"problem: {problem}" for problem in document["problems"])
-    problems = text.count(len(document["problems"]), "problem")
+    problems = units.count(len(document["problems"]), "problem")
     where = "/".join(filter(None, (document["directory"], document["tag"])))
     yield f"{where}: {'ok' if document['ok'] else problems}"
-    read = f"{text.count(document['files'], 'file')}, {size(document['nbytes'])}"
+    read = f"{units.count(document['files'], 'file')}, {size(document['nbytes'])}"
     verified = document["verified_nbytes"]
     if document["verified_by"] == "index":
         yield f"  read {read}; {size(verified)} are what nxd_ckpt wrote, byte for byte"

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from nxd_ckpt.cli import text
 from nxd_ckpt.cli.storage_options import add_storage_option
+from nxd_ckpt.core import units
 from nxd_ckpt.core.units import size
 
 if TYPE_CHECKING:
@@ -60,10 +61,10 @@ def run(args: argparse.Namespace) -> int:
 def _look(directory: str, options: Any, told: Told, may_be_absent: bool) -> dict[str, Any]:
     from dataclasses import asdict
 
-    from nxd_ckpt.tag.directory import require_directory
-    from nxd_ckpt.tag.listing import watched_document
     from nxd_ckpt.commit.saves_in_flight import saves_in_flight
     from nxd_ckpt.storage.urls import open_storage
+    from nxd_ckpt.tag.directory import require_directory
+    from nxd_ckpt.tag.listing import watched_document
 
     storage = open_storage(directory, storage_options=options)
     if may_be_absent and not storage.is_dir("") and not storage.is_file(""):
@@ -82,7 +83,7 @@ def _first_lines(now: dict[str, Any]) -> Iterator[str]:
         yield f"{now['directory']}: there is no such directory yet; waiting for the first save"
         return
     latest = f", the latest is {now['latest']}" if tags else ""
-    yield f"{now['directory']}: {text.count(len(tags), 'complete tag')}{latest}"
+    yield f"{now['directory']}: {units.count(len(tags), 'complete tag')}{latest}"
     for save in now["saves"]:
         yield _told(save)
     if not now["saves"]:
@@ -97,7 +98,7 @@ def _changes(before: dict[str, Any], now: dict[str, Any]) -> Iterator[str]:
     ended = {save["tag"] for save in before["saves"]} - {None, *(save["tag"] for save in now["saves"])}
     for tag, about in now["tags"].items():
         if tag not in before["tags"] or tag in ended or before["tags"][tag]["order_time"] != about["order_time"]:
-            yield f"{clock}  {tag}: complete, {size(about['nbytes'])} of {text.short_topology(about['topology'])}"
+            yield f"{clock}  {tag}: complete, {size(about['nbytes'])} of {units.short_topology(about['topology'])}"
     yield from (f"{clock}  {tag}: its save ended without a tag" for tag in sorted(ended - now["tags"].keys()))
     yield from (f"{clock}  {tag}: removed" for tag in before["tags"] if tag not in now["tags"])
 
@@ -106,4 +107,4 @@ def _told(save: dict[str, Any]) -> str:
     written = "" if save["nbytes"] is None else f", {size(save['nbytes'])} written"
     state = "was being saved by a process that is gone" if save["is_dead"] else "is being saved"
     what = save["tag"] or f"attempt {save['attempt']}"
-    return f"{what}: {state}: {text.count(save['ranks_done'], 'rank')} done{written}"
+    return f"{what}: {state}: {units.count(save['ranks_done'], 'rank')} done{written}"

@@ -7,8 +7,8 @@ import os
 import re
 from collections.abc import Mapping
 
-from nxd_ckpt.errors import StorageError
 from nxd_ckpt.core.names import HIDDEN
+from nxd_ckpt.errors import StorageError
 
 _UNFINISHED = re.compile(r"(^|/)\.([^/]+)\.(?:incomplete|replaced)(?=/|$).*")
 """Under which an output is written, or what it replaces put aside."""

@@ -1,7 +1,7 @@
 """Rank 0's part of a save: judge the votes, complete the tag, make it visible, apply retention.
 
 The order is derived from *visible means complete*: all data and indexes are durable before the last vote; the manifest
-is durable before the publication makes the tag visible (see runtime.save.publication); that is durable before the
+is durable before the publication makes the tag visible (see commit.publication); that is durable before the
 verdict is written.
 """
 
@@ -12,6 +12,14 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from nxd_ckpt import effects
+from nxd_ckpt.commit import voting
+from nxd_ckpt.commit.publication import Publication, publication_of
+from nxd_ckpt.commit.retention import judged, retire_unpinned
+from nxd_ckpt.commit.session import Session
+from nxd_ckpt.commit.tier import Draining
+from nxd_ckpt.coordination import intents, journal
+from nxd_ckpt.coordination.paths import STAGING, VOTES, staging_dir, votes_dir
+from nxd_ckpt.core import names
 from nxd_ckpt.core.manifest import (
     Manifest,
     ParameterSpec,
@@ -29,17 +37,8 @@ from nxd_ckpt.core.tags import next_order_time, seconds_until_after
 from nxd_ckpt.core.topology import Coordinates, Topology
 from nxd_ckpt.core.votes import Vote, judge, tp_groups_that_differ
 from nxd_ckpt.errors import CheckpointError
-from nxd_ckpt.core import names
-from nxd_ckpt.tag.directory import find_tag, is_checkpoint_of_ours_or_nxd, list_tags
-from nxd_ckpt.coordination import intents
-from nxd_ckpt.coordination import journal
-from nxd_ckpt.coordination.paths import STAGING, VOTES, staging_dir, votes_dir
-from nxd_ckpt.commit import voting
-from nxd_ckpt.commit.publication import Publication, publication_of
-from nxd_ckpt.commit.retention import judged, retire_unpinned
-from nxd_ckpt.commit.session import Session
-from nxd_ckpt.commit.tier import Draining
 from nxd_ckpt.storage.base import Storage
+from nxd_ckpt.tag.directory import find_tag, is_checkpoint_of_ours_or_nxd, list_tags
 
 logger = logging.getLogger("nxd_ckpt")
 
@@ -53,7 +52,7 @@ class Commit:
 
     ``rules`` say which tags stay, None that all do. ``parameters`` are those of its own index, ``groups`` those of a
     mesh job; ``draining`` is there if there are more tiers than this one. ``voted`` is when rank 0 had voted itself
-    (seconds, as host.monotonic()).
+    (seconds, as effects.monotonic()).
     """
 
     publication: Publication

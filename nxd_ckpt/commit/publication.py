@@ -20,17 +20,16 @@ from dataclasses import dataclass, replace
 from typing import ClassVar, Protocol
 
 from nxd_ckpt import effects
-from nxd_ckpt.core.manifest import load_manifest
-from nxd_ckpt.core.tags import order_text
-from nxd_ckpt.errors import CheckpointError, DirectoryInUse, MalformedFile, OutcomeUnknown, SaveFailed
-from nxd_ckpt.tag.directory import may_be_replaced
-from nxd_ckpt.core.names import DONE, MANIFEST, MARKER
-from nxd_ckpt.coordination import intents
-from nxd_ckpt.coordination import journal
-from nxd_ckpt.coordination.paths import COPIES, staging_dir, trash_file
 from nxd_ckpt.commit import voting
 from nxd_ckpt.commit.session import Session
+from nxd_ckpt.coordination import intents, journal
+from nxd_ckpt.coordination.paths import COPIES, staging_dir, trash_file
+from nxd_ckpt.core.manifest import load_manifest
+from nxd_ckpt.core.names import DONE, MANIFEST, MARKER
+from nxd_ckpt.core.tags import order_text
+from nxd_ckpt.errors import CheckpointError, DirectoryInUse, MalformedFile, OutcomeUnknown, SaveFailed
 from nxd_ckpt.storage.base import Storage, remove_if
+from nxd_ckpt.tag.directory import may_be_replaced
 
 _FEW = 8
 """So many files of a directory, in which all ranks may have some, are asked for one by one."""
@@ -91,7 +90,7 @@ class Publication(Protocol):
 
 @dataclass(frozen=True)
 class Staged:
-    """For file systems: one rename makes it visible, and an old tag stays until then (see runtime.journal)."""
+    """For file systems: one rename makes it visible, and an old tag stays until then (see coordination.journal)."""
 
     attempt: str
     tag: str

@@ -5,11 +5,11 @@ from __future__ import annotations
 from contextlib import suppress
 from dataclasses import dataclass
 
+from nxd_ckpt.coordination import lease
+from nxd_ckpt.coordination.paths import STAGING, VOTES, begin_file, staging_dir, verdict_file, votes_dir
 from nxd_ckpt.core import votes
 from nxd_ckpt.core.limits import NOTE
 from nxd_ckpt.errors import MalformedFile
-from nxd_ckpt.coordination import lease
-from nxd_ckpt.coordination.paths import STAGING, VOTES, begin_file, staging_dir, verdict_file, votes_dir
 from nxd_ckpt.storage.base import Storage
 
 

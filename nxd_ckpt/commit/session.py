@@ -12,27 +12,25 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 
 from nxd_ckpt import effects
-from nxd_ckpt.core.topology import Topology
-from nxd_ckpt.core.votes import Vote
-from nxd_ckpt.errors import DirectoryNotShared, InvalidArgument, MalformedFile
-from nxd_ckpt.tag.directory import tag_around
-from nxd_ckpt.coordination.backoff import Backoff
-from nxd_ckpt.coordination import intents
-from nxd_ckpt.coordination import journal
-from nxd_ckpt.coordination import lease
+from nxd_ckpt.commit.host_semaphore import forget_slots
+from nxd_ckpt.coordination import intents, journal, lease
 from nxd_ckpt.coordination.agreement import Agreement, decided_by_rank0, on_all
+from nxd_ckpt.coordination.backoff import Backoff
 from nxd_ckpt.coordination.control_files import make_places
 from nxd_ckpt.coordination.lease import Heartbeat, Lease
 from nxd_ckpt.coordination.paths import PROBES, RUNS, STAGING, TRASH, VOTES, spare_file, spared_file, verdict_file
-from nxd_ckpt.commit.host_semaphore import forget_slots
+from nxd_ckpt.core.topology import Topology
+from nxd_ckpt.core.votes import Vote
+from nxd_ckpt.errors import DirectoryNotShared, InvalidArgument, MalformedFile
 from nxd_ckpt.storage.base import DirEntry, Storage
+from nxd_ckpt.tag.directory import tag_around
 
 logger = logging.getLogger("nxd_ckpt")
 
 _RUN_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
 
 _IN_PLACE = ".in_place"
-"""Ends the name of rank 0's probe if tags are written in place (see runtime.save.publication), so that all ranks
+"""Ends the name of rank 0's probe if tags are written in place (see commit.publication), so that all ranks
 know."""
 
 _SEEN_WITHIN = 30.0
@@ -71,7 +69,7 @@ class Session:
     """The tag of the last save of this run that became visible."""
     _has_spare: bool = False
     leaves_at: float = math.inf
-    """When this rank, after an exception, stops waiting for the others (seconds, as host.monotonic())."""
+    """When this rank, after an exception, stops waiting for the others (seconds, as effects.monotonic())."""
 
     def attempt(self, counter: int) -> str:
         return f"{self.run_id}-{counter}"

@@ -7,10 +7,10 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from nxd_ckpt.coordination.paths import ON_HOSTS
 from nxd_ckpt.core.retention import Rule, rules_of
 from nxd_ckpt.core.units import bytes_of
 from nxd_ckpt.errors import InvalidArgument
-from nxd_ckpt.coordination.paths import ON_HOSTS
 from nxd_ckpt.storage.base import Storage
 from nxd_ckpt.storage.fsspec_storage import without_password
 from nxd_ckpt.storage.hosts.directory import OwnDirectory

@@ -13,13 +13,21 @@ from functools import partial
 from typing import TypeVar
 
 from nxd_ckpt import effects
+from nxd_ckpt.coordination.backoff import Backoff
+from nxd_ckpt.coordination.paths import (
+    alive_file,
+    begin_file,
+    left_file,
+    rank_file,
+    verdict_dir,
+    verdict_file,
+    votes_dir,
+)
 from nxd_ckpt.core import votes
 from nxd_ckpt.core.limits import NOTE
 from nxd_ckpt.core.suggestions import first_of
 from nxd_ckpt.core.votes import Verdict, Vote
 from nxd_ckpt.errors import MalformedFile, OutcomeUnknown, RanksDisagree, SaveFailed
-from nxd_ckpt.coordination.backoff import Backoff
-from nxd_ckpt.coordination.paths import alive_file, begin_file, left_file, rank_file, verdict_dir, verdict_file, votes_dir
 from nxd_ckpt.storage.base import Storage
 
 ResultT = TypeVar("ResultT")

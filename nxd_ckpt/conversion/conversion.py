@@ -1,7 +1,7 @@
 """One conversion from beginning to end: claim the directory, write, vote, commit. One that fails leaves nothing
 behind.
 
-The order is that of a save (see runtime.save.saving), with the ranks of the result in place of live ones: whoever
+The order is that of a save (see save.saving), with the ranks of the result in place of live ones: whoever
 writes a rank's files votes for it.
 """
 
@@ -13,8 +13,16 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from functools import partial
 
+from nxd_ckpt.commit import voting
+from nxd_ckpt.commit.commit import Commit, commit
+from nxd_ckpt.commit.publication import publication_of
+from nxd_ckpt.commit.session import Session, open_session
 from nxd_ckpt.conversion.job import Converted, Job
 from nxd_ckpt.conversion.worker_pool import WorkerPool, joined
+from nxd_ckpt.coordination import intents, journal
+from nxd_ckpt.coordination.agreement import Agreement, decided_by_rank0, on_all
+from nxd_ckpt.coordination.environment import versions
+from nxd_ckpt.coordination.paths import JOURNAL, staging_dir, verdict_dir, verdict_file, votes_dir
 from nxd_ckpt.core.topology import Topology
 from nxd_ckpt.core.votes import Verdict, Vote
 from nxd_ckpt.errors import (
@@ -26,16 +34,7 @@ from nxd_ckpt.errors import (
     to_wire,
 )
 from nxd_ckpt.options.execution import ExecutionOptions
-from nxd_ckpt.coordination import intents
-from nxd_ckpt.coordination import journal
-from nxd_ckpt.coordination.agreement import Agreement, decided_by_rank0, on_all
-from nxd_ckpt.coordination.environment import versions
-from nxd_ckpt.coordination.paths import JOURNAL, staging_dir, verdict_dir, verdict_file, votes_dir
 from nxd_ckpt.storage.progress import report, watched
-from nxd_ckpt.commit import voting
-from nxd_ckpt.commit.commit import Commit, commit
-from nxd_ckpt.commit.publication import publication_of
-from nxd_ckpt.commit.session import Session, open_session
 
 logger = logging.getLogger("nxd_ckpt")
 

@@ -10,25 +10,25 @@ from dataclasses import dataclass
 
 from typing_extensions import Unpack
 
-from nxd_ckpt.output.cp_files import Bringing, Brought, files_to_copy
-from nxd_ckpt.output.host_copies import HostCopies
-from nxd_ckpt.output.locations import locate_input, locate_output
-from nxd_ckpt.output.source import open_source
-from nxd_ckpt.output.tag_file import TagFile
-from nxd_ckpt.output.pace import Pace
+from nxd_ckpt.commit.publication import Publication, copy_publication
+from nxd_ckpt.commit.session import Session, open_session
+from nxd_ckpt.coordination.agreement import Alone
+from nxd_ckpt.core.names import tensors_dirs
 from nxd_ckpt.core.option_classes import takes
 from nxd_ckpt.core.topology import Topology
 from nxd_ckpt.core.units import bytes_of
 from nxd_ckpt.errors import CheckpointError, as_checkpoint_errors
-from nxd_ckpt.tag.directory import list_tags
-from nxd_ckpt.core.names import tensors_dirs
 from nxd_ckpt.options.tags import CopyKeywords, CopyOptions
-from nxd_ckpt.coordination.agreement import Alone
+from nxd_ckpt.output.cp_files import Bringing, Brought, files_to_copy
+from nxd_ckpt.output.host_copies import HostCopies
+from nxd_ckpt.output.locations import locate_input, locate_output
+from nxd_ckpt.output.pace import Pace
+from nxd_ckpt.output.source import open_source
+from nxd_ckpt.output.tag_file import TagFile
 from nxd_ckpt.storage.progress import report, watched
-from nxd_ckpt.commit.publication import Publication, copy_publication
-from nxd_ckpt.commit.session import Session, open_session
-from nxd_ckpt.tag.opened import OpenTag
 from nxd_ckpt.storage.urls import StrPath
+from nxd_ckpt.tag.directory import list_tags
+from nxd_ckpt.tag.opened import OpenTag
 
 
 @dataclass(frozen=True)

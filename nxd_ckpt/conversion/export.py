@@ -11,36 +11,36 @@ from functools import partial
 
 from typing_extensions import Unpack
 
-from nxd_ckpt.output.peft_files import ADAPTER_MODEL, adapter_config, settings_of
 from nxd_ckpt.conversion.head_copies import are_converted
-from nxd_ckpt.output.image_writer import write_images
-from nxd_ckpt.output.locations import Location, locate_any, locate_apart
-from nxd_ckpt.output.model_files import ModelFile, config_in, read_config, read_tokenizer, with_dtype
-from nxd_ckpt.output.output import Output
-from nxd_ckpt.output.source import open_any
-from nxd_ckpt.output.weight_files import WeightFile, index_of, plan_weight_files
 from nxd_ckpt.conversion.worker_pool import joined
-from nxd_ckpt.hugging_face.adapter_mapping import AdapterMapping, adapter_mapping
+from nxd_ckpt.coordination.agreement import Agreement, decided_by_rank0, on_all
 from nxd_ckpt.core.mapping import ModelMapping
 from nxd_ckpt.core.option_classes import takes
 from nxd_ckpt.core.units import bytes_of
 from nxd_ckpt.errors import PartNotFound, as_checkpoint_errors
 from nxd_ckpt.formats.safetensors import TensorForm
 from nxd_ckpt.formats.tensors import cast_dtype
-from nxd_ckpt.tag.foreign.hugging_face_directory import INDEX, OPTIMIZER, OPTIMIZER_DOCUMENT, OPTIMIZER_INDEX
-from nxd_ckpt.tag.find_mapping import find_mapping
-from nxd_ckpt.options.hugging_face import ExportKeywords, ExportOptions
-from nxd_ckpt.coordination.agreement import Agreement, decided_by_rank0, on_all
-from nxd_ckpt.storage.progress import Counter, report, watched
-from nxd_ckpt.save.planned_file import PlannedFile
-from nxd_ckpt.tag.opened import OpenTag
+from nxd_ckpt.hugging_face.adapter_mapping import AdapterMapping, adapter_mapping
 from nxd_ckpt.hugging_face.hugging_face_tag import HuggingFaceTag, HuggingFaceTerms
 from nxd_ckpt.hugging_face.mapped_optimizer import MappedOptimizer
 from nxd_ckpt.hugging_face.mapped_tag import MappedTag
 from nxd_ckpt.hugging_face.mapped_tensors import HfTensor
 from nxd_ckpt.hugging_face.packed_tensors import PackedTensor
 from nxd_ckpt.hugging_face.presharded_model import Presharded, forms_of, presharded
+from nxd_ckpt.options.hugging_face import ExportKeywords, ExportOptions
+from nxd_ckpt.output.image_writer import write_images
+from nxd_ckpt.output.locations import Location, locate_any, locate_apart
+from nxd_ckpt.output.model_files import ModelFile, config_in, read_config, read_tokenizer, with_dtype
+from nxd_ckpt.output.output import Output
+from nxd_ckpt.output.peft_files import ADAPTER_MODEL, adapter_config, settings_of
+from nxd_ckpt.output.source import open_any
+from nxd_ckpt.output.weight_files import WeightFile, index_of, plan_weight_files
+from nxd_ckpt.save.planned_file import PlannedFile
+from nxd_ckpt.storage.progress import Counter, report, watched
 from nxd_ckpt.storage.urls import StrPath
+from nxd_ckpt.tag.find_mapping import find_mapping
+from nxd_ckpt.tag.foreign.hugging_face_directory import INDEX, OPTIMIZER, OPTIMIZER_DOCUMENT, OPTIMIZER_INDEX
+from nxd_ckpt.tag.opened import OpenTag
 
 
 @dataclass(frozen=True)

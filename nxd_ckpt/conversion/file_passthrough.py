@@ -10,19 +10,19 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from nxd_ckpt.live.state import StateTensor
 from nxd_ckpt.conversion.job import Job
-from nxd_ckpt.output.transfer import bring, copy
+from nxd_ckpt.core import names
 from nxd_ckpt.core.manifest import FileEntry, ParameterSpec, TensorEntry
 from nxd_ckpt.core.topology import Topology
 from nxd_ckpt.errors import DigestMismatch, UnsupportedState
 from nxd_ckpt.formats import crc32
 from nxd_ckpt.formats.tensors import TensorStub, iter_tensors
-from nxd_ckpt.core import names
-from nxd_ckpt.save.planned_file import pieces_of
-from nxd_ckpt.tag.opened import OpenTag
+from nxd_ckpt.live.state import StateTensor
+from nxd_ckpt.output.transfer import bring, copy
 from nxd_ckpt.reshard.recorded_parameters import recorded_parameters
+from nxd_ckpt.save.planned_file import pieces_of
 from nxd_ckpt.storage.base import Storage
+from nxd_ckpt.tag.opened import OpenTag
 
 Progress = Callable[[int], None]
 

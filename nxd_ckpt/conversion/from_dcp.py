@@ -9,15 +9,15 @@ from typing_extensions import Unpack
 from nxd_ckpt.conversion.conversion import convert
 from nxd_ckpt.conversion.inputs import open_dcp
 from nxd_ckpt.conversion.job import Converted, DcpTarget, Job
-from nxd_ckpt.output.locations import locate_made, locate_output
 from nxd_ckpt.core.manifest import Parts
 from nxd_ckpt.core.option_classes import takes
 from nxd_ckpt.core.partition import Partition
 from nxd_ckpt.core.topology import Coordinates
 from nxd_ckpt.errors import InvalidArgument, PartNotFound, as_checkpoint_errors
 from nxd_ckpt.options.torch_forms import FromDcpKeywords, FromDcpOptions
-from nxd_ckpt.tag.opened import OpenTag
+from nxd_ckpt.output.locations import locate_made, locate_output
 from nxd_ckpt.storage.urls import StrPath
+from nxd_ckpt.tag.opened import OpenTag
 
 
 @as_checkpoint_errors()

@@ -13,10 +13,10 @@ from dataclasses import replace
 import torch
 
 from nxd_ckpt.errors import TopologyMismatch
-from nxd_ckpt.tag.side_by_side import Matched, SideBySide
-from nxd_ckpt.tag.opened import OpenTag
 from nxd_ckpt.hugging_face.mapped_tag import MappedTag
 from nxd_ckpt.hugging_face.mapped_tensors import HfTensor
+from nxd_ckpt.tag.opened import OpenTag
+from nxd_ckpt.tag.side_by_side import Matched, SideBySide
 
 logger = logging.getLogger("nxd_ckpt")
 

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from nxd_ckpt.conversion.inputs import open_model
-from nxd_ckpt.output.locations import Location
-from nxd_ckpt.hugging_face.selection import closest
 from nxd_ckpt.hugging_face.imported_model import ImportedModel, ImportTarget
+from nxd_ckpt.hugging_face.selection import closest
+from nxd_ckpt.output.locations import Location
 
 
 @dataclass(frozen=True)

@@ -11,17 +11,17 @@ from nxd_ckpt.conversion.conversion import convert
 from nxd_ckpt.conversion.import_plan import Import, import_plan
 from nxd_ckpt.conversion.inputs import open_model
 from nxd_ckpt.conversion.job import Job
-from nxd_ckpt.output.locations import Location, locate_made, locate_output
-from nxd_ckpt.output.model_files import config_in, read_config
 from nxd_ckpt.conversion.worker_pool import joined
+from nxd_ckpt.coordination.agreement import on_all
 from nxd_ckpt.core.manifest import Parts
 from nxd_ckpt.core.option_classes import takes
 from nxd_ckpt.errors import as_checkpoint_errors
-from nxd_ckpt.tag.find_mapping import find_mapping
-from nxd_ckpt.options.hugging_face import ImportKeywords, ImportOptions
-from nxd_ckpt.coordination.agreement import on_all
 from nxd_ckpt.hugging_face.imported_model import ImportTarget
+from nxd_ckpt.options.hugging_face import ImportKeywords, ImportOptions
+from nxd_ckpt.output.locations import Location, locate_made, locate_output
+from nxd_ckpt.output.model_files import config_in, read_config
 from nxd_ckpt.storage.urls import StrPath
+from nxd_ckpt.tag.find_mapping import find_mapping
 
 
 @as_checkpoint_errors()

@@ -9,23 +9,23 @@ from typing import Protocol
 
 from nxd_ckpt.conversion.file_passthrough import FilePassthrough, PassedFiles
 from nxd_ckpt.conversion.job import DcpTarget, HuggingFaceTarget, Job
-from nxd_ckpt.output.locations import Location
-from nxd_ckpt.output.source import open_any
 from nxd_ckpt.core.dcp_names import DcpNames
 from nxd_ckpt.core.topology import Topology
-from nxd_ckpt.tag.foreign.dcp_directory import DcpDirectory
+from nxd_ckpt.hugging_face.hugging_face_tag import HuggingFaceTag
+from nxd_ckpt.hugging_face.imported_model import ImportedModel, ImportTarget
+from nxd_ckpt.live.save_state import SaveState
+from nxd_ckpt.output.locations import Location
+from nxd_ckpt.output.source import open_any
+from nxd_ckpt.reshard.target import Target, target_state
+from nxd_ckpt.storage.base import Storage
 from nxd_ckpt.tag.directory import require_directory
 from nxd_ckpt.tag.files import TagFiles
+from nxd_ckpt.tag.foreign.dcp_directory import DcpDirectory
 from nxd_ckpt.tag.foreign.hugging_face_directory import HuggingFaceDirectory
 from nxd_ckpt.tag.model_file import WholeModelFile
-from nxd_ckpt.save.plan import SaveState
 from nxd_ckpt.tag.opened import OpenTag
 from nxd_ckpt.tag.opening import open_complete_tag
 from nxd_ckpt.tag.reading import LeafReader
-from nxd_ckpt.hugging_face.hugging_face_tag import HuggingFaceTag
-from nxd_ckpt.hugging_face.imported_model import ImportedModel, ImportTarget
-from nxd_ckpt.reshard.target import Target, target_state
-from nxd_ckpt.storage.base import Storage
 
 
 class Input(Protocol):

@@ -7,17 +7,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from nxd_ckpt.output.locations import Location
 from nxd_ckpt.core.data_position import Position
 from nxd_ckpt.core.dcp_names import DcpNames
 from nxd_ckpt.core.manifest import Parts
 from nxd_ckpt.core.retention import Metrics
 from nxd_ckpt.core.topology import Topology
-from nxd_ckpt.load.parts import positions_together
-from nxd_ckpt.tag.opened import OpenTag
 from nxd_ckpt.hugging_face.hugging_face_tag import HuggingFaceTerms
 from nxd_ckpt.hugging_face.imported_model import ImportTarget
+from nxd_ckpt.load.parts import positions_together
+from nxd_ckpt.output.locations import Location
 from nxd_ckpt.reshard.target import Target
+from nxd_ckpt.tag.opened import OpenTag
 
 logger = logging.getLogger("nxd_ckpt")
 
@@ -62,7 +62,7 @@ class Job:
         keeps_model: the model's files are taken over as they are: the result's ranks have the input's.
         durable: fsync everything before the result becomes visible.
         overwrite: replace a checkpoint that is there, even one that was completed since the target was looked at.
-        save: of a tag, which save it is that is converted: workers open it anew (see runtime.tag.identity).
+        save: of a tag, which save it is that is converted: workers open it anew (see tag.identity).
         metrics: of a tag, what its save was told of the training, which the result keeps.
         positions: data positions that each rank of the result holds, as it has other ranks than the input.
     """

@@ -10,22 +10,22 @@ from dataclasses import dataclass, replace
 from typing_extensions import Unpack
 
 from nxd_ckpt.conversion.compressed_writer import CompressedWriter
+from nxd_ckpt.core import names
+from nxd_ckpt.core.option_classes import takes
+from nxd_ckpt.errors import InvalidArgument, PartNotFound, as_checkpoint_errors
+from nxd_ckpt.options.tags import PackKeywords, PackOptions
 from nxd_ckpt.output.cp_files import files_to_copy, verify
 from nxd_ckpt.output.locations import locate_apart, locate_input
 from nxd_ckpt.output.output import Output
 from nxd_ckpt.output.source import open_source
 from nxd_ckpt.output.tag_file import TagFile
 from nxd_ckpt.output.transfer import pour
-from nxd_ckpt.core.option_classes import takes
-from nxd_ckpt.errors import InvalidArgument, PartNotFound, as_checkpoint_errors
-from nxd_ckpt.core import names
-from nxd_ckpt.options.tags import PackKeywords, PackOptions
-from nxd_ckpt.storage.progress import Counter, report, watched
-from nxd_ckpt.tag.opened import OpenTag
 from nxd_ckpt.storage.archive import member_list
 from nxd_ckpt.storage.archive.compression import compression_of
 from nxd_ckpt.storage.base import Writer, completed
+from nxd_ckpt.storage.progress import Counter, report, watched
 from nxd_ckpt.storage.urls import ARCHIVES, StrPath
+from nxd_ckpt.tag.opened import OpenTag
 
 _PAGE = 4096
 """Where the members' bytes begin is a multiple of this: they are written and read directly, as the files were."""

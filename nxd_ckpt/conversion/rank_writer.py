@@ -6,16 +6,16 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+from nxd_ckpt.commit.publication import Publication
 from nxd_ckpt.conversion.file_passthrough import PassedFiles
-from nxd_ckpt.output.image_writer import write_images
 from nxd_ckpt.conversion.inputs import open_input
 from nxd_ckpt.conversion.job import Job
+from nxd_ckpt.core import names
 from nxd_ckpt.core.manifest import RankLine
 from nxd_ckpt.core.topology import Topology
 from nxd_ckpt.core.votes import Vote
-from nxd_ckpt.core import names
+from nxd_ckpt.output.image_writer import write_images
 from nxd_ckpt.save.plan import SavePlan, plan_save
-from nxd_ckpt.commit.publication import Publication
 from nxd_ckpt.save.writing import FileWriter, write_index
 
 Progress = Callable[[int], None]

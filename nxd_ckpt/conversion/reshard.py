@@ -10,17 +10,17 @@ from typing_extensions import Unpack
 
 from nxd_ckpt.conversion.conversion import convert
 from nxd_ckpt.conversion.job import Converted, Job, metrics_of, positions_for
-from nxd_ckpt.output.locations import locate_input, locate_output
-from nxd_ckpt.output.source import open_source, refuse_mixed_ranks
 from nxd_ckpt.core.manifest import Parts
 from nxd_ckpt.core.option_classes import takes
 from nxd_ckpt.core.partition import Partition
 from nxd_ckpt.core.topology import Topology
 from nxd_ckpt.errors import PartNotFound, as_checkpoint_errors
 from nxd_ckpt.options.tags import ReshardKeywords, ReshardOptions
-from nxd_ckpt.tag.opened import OpenTag
+from nxd_ckpt.output.locations import locate_input, locate_output
+from nxd_ckpt.output.source import open_source, refuse_mixed_ranks
 from nxd_ckpt.reshard.target import Target
 from nxd_ckpt.storage.urls import StrPath
+from nxd_ckpt.tag.opened import OpenTag
 
 logger = logging.getLogger("nxd_ckpt")
 

@@ -7,23 +7,23 @@ import time
 
 from typing_extensions import Unpack
 
+from nxd_ckpt.conversion.job import Converted
+from nxd_ckpt.core.option_classes import takes
+from nxd_ckpt.errors import PartNotFound, TopologyMismatch, as_checkpoint_errors
+from nxd_ckpt.options.execution import OutputOptions
+from nxd_ckpt.options.torch_forms import ToDcpKeywords, ToDcpOptions
 from nxd_ckpt.output.dcp_files import plan_files
 from nxd_ckpt.output.image_writer import write_images
-from nxd_ckpt.conversion.job import Converted
 from nxd_ckpt.output.locations import Location, locate_apart, locate_input
 from nxd_ckpt.output.output import TORCH_DCP, Output
 from nxd_ckpt.output.source import open_source
-from nxd_ckpt.core.option_classes import takes
-from nxd_ckpt.errors import PartNotFound, TopologyMismatch, as_checkpoint_errors
-from nxd_ckpt.tag.foreign.dcp_metadata import dump_metadata
-from nxd_ckpt.tag.foreign.torch_dcp import METADATA
-from nxd_ckpt.options.execution import OutputOptions
-from nxd_ckpt.options.torch_forms import ToDcpKeywords, ToDcpOptions
-from nxd_ckpt.storage.progress import Counter, report, watched
-from nxd_ckpt.tag.opened import OpenTag
 from nxd_ckpt.reshard.dcp_state import DcpState
 from nxd_ckpt.reshard.whole_tag import WholeTag
+from nxd_ckpt.storage.progress import Counter, report, watched
 from nxd_ckpt.storage.urls import StrPath
+from nxd_ckpt.tag.foreign.dcp_metadata import dump_metadata
+from nxd_ckpt.tag.foreign.torch_dcp import METADATA
+from nxd_ckpt.tag.opened import OpenTag
 
 logger = logging.getLogger("nxd_ckpt")
 

@@ -10,10 +10,6 @@ from typing import Any
 
 from typing_extensions import Unpack
 
-from nxd_ckpt.output.image_writer import write_images
-from nxd_ckpt.output.locations import Location, locate_apart, locate_input
-from nxd_ckpt.output.output import Kind, Output
-from nxd_ckpt.output.source import open_source
 from nxd_ckpt.conversion.unsharded import (
     CHUNKS,
     INDEX,
@@ -29,18 +25,22 @@ from nxd_ckpt.conversion.unsharded import (
     json_of,
     split,
 )
-from nxd_ckpt.output.weight_files import WeightFile
 from nxd_ckpt.core.option_classes import takes
 from nxd_ckpt.errors import PartNotFound, as_checkpoint_errors
 from nxd_ckpt.formats.safetensors import TensorForm
 from nxd_ckpt.formats.tensors import Assembly, TensorStub, iter_tensors, map_tensors
 from nxd_ckpt.formats.torch_zip_writer import image_of
 from nxd_ckpt.options.torch_forms import Strategy, UnshardKeywords, UnshardOptions
-from nxd_ckpt.storage.progress import Counter, report, watched
-from nxd_ckpt.save.planned_file import NamedTensor, PlannedFile
-from nxd_ckpt.tag.opened import OpenTag
+from nxd_ckpt.output.image_writer import write_images
+from nxd_ckpt.output.locations import Location, locate_apart, locate_input
+from nxd_ckpt.output.output import Kind, Output
+from nxd_ckpt.output.source import open_source
+from nxd_ckpt.output.weight_files import WeightFile
 from nxd_ckpt.reshard.whole_tag import WholeTag
+from nxd_ckpt.save.planned_file import NamedTensor, PlannedFile
+from nxd_ckpt.storage.progress import Counter, report, watched
 from nxd_ckpt.storage.urls import StrPath, is_url, join, local_path
+from nxd_ckpt.tag.opened import OpenTag
 
 _EXTENSIONS = ("pt", "safetensors")
 _FILES = [f"{part}.{extension}" for part in (MODEL, OPTIM) for extension in (*_EXTENSIONS, "json")]

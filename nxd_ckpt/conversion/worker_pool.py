@@ -21,14 +21,14 @@ from datetime import timedelta
 from functools import partial
 from typing import Any
 
-from nxd_ckpt.output.image_writer import TOGETHER
+from nxd_ckpt.commit.publication import Publication
 from nxd_ckpt.conversion.job import Job
 from nxd_ckpt.conversion.rank_writer import RankWriter
-from nxd_ckpt.core.votes import Vote
-from nxd_ckpt.errors import CheckpointError, InvalidArgument, PeerTimeout, to_wire
 from nxd_ckpt.coordination.agreement import Agreement, Alone
 from nxd_ckpt.coordination.meeting import meet
-from nxd_ckpt.commit.publication import Publication
+from nxd_ckpt.core.votes import Vote
+from nxd_ckpt.errors import CheckpointError, InvalidArgument, PeerTimeout, to_wire
+from nxd_ckpt.output.image_writer import TOGETHER
 
 _TICK = 0.2
 """Seconds between two looks at how far the workers are."""

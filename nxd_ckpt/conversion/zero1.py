@@ -6,19 +6,19 @@ from dataclasses import replace
 
 from typing_extensions import Unpack
 
-from nxd_ckpt.live.zero1 import EXPERT_KEYS
 from nxd_ckpt.conversion.conversion import convert
 from nxd_ckpt.conversion.job import Converted, Job, metrics_of, positions_for
-from nxd_ckpt.output.locations import locate_input, locate_output
-from nxd_ckpt.output.source import open_source, refuse_mixed_ranks
 from nxd_ckpt.core.manifest import Parts
 from nxd_ckpt.core.option_classes import takes
 from nxd_ckpt.core.topology import Coordinates, Topology
 from nxd_ckpt.errors import InvalidArgument, OptimizerMismatch, as_checkpoint_errors
+from nxd_ckpt.live.zero1 import EXPERT_KEYS
 from nxd_ckpt.options.tags import Zero1Keywords, Zero1Options
-from nxd_ckpt.tag.opened import OpenTag
+from nxd_ckpt.output.locations import locate_input, locate_output
+from nxd_ckpt.output.source import open_source, refuse_mixed_ranks
 from nxd_ckpt.reshard.target import Target
 from nxd_ckpt.storage.urls import StrPath
+from nxd_ckpt.tag.opened import OpenTag
 
 _SHARDED = ("zero1", "zero1_dcp")
 

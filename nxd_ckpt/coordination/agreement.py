@@ -14,11 +14,10 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, Protocol, TypeVar
 
-from nxd_ckpt import errors
-from nxd_ckpt import effects
-from nxd_ckpt.errors import CheckpointError, PeerTimeout, TagReplaced
+from nxd_ckpt import effects, errors
 from nxd_ckpt.coordination.backoff import pause_after
 from nxd_ckpt.coordination.peers import Peers
+from nxd_ckpt.errors import CheckpointError, PeerTimeout, TagReplaced
 
 T = TypeVar("T")
 

@@ -11,10 +11,10 @@ import uuid
 from collections.abc import Callable
 from typing import Any
 
+from nxd_ckpt.coordination.paths import PROBES, RUNS, STAGING, TRASH, VOTES
 from nxd_ckpt.core import document
 from nxd_ckpt.core.limits import NOTE
 from nxd_ckpt.core.names import HIDDEN
-from nxd_ckpt.coordination.paths import PROBES, RUNS, STAGING, TRASH, VOTES
 from nxd_ckpt.storage.base import Storage
 
 logger = logging.getLogger("nxd_ckpt")

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from nxd_ckpt.live.neuronx_distributed import live_topology
 from nxd_ckpt.core.topology import Topology
 from nxd_ckpt.errors import InvalidArgument
+from nxd_ckpt.live.neuronx_distributed import live_topology
 from nxd_ckpt.version import __version__
 
 

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from nxd_ckpt import effects
-from nxd_ckpt.errors import CheckpointError
 from nxd_ckpt.coordination.backoff import pause_after
+from nxd_ckpt.errors import CheckpointError
 
 
 class Turns:

@@ -13,11 +13,11 @@ import json
 from collections.abc import Callable
 from contextlib import suppress
 
-from nxd_ckpt.core.tags import validate_tag
-from nxd_ckpt.errors import MalformedFile
-from nxd_ckpt.core.names import DONE
 from nxd_ckpt.coordination.control_files import read_note
 from nxd_ckpt.coordination.paths import COPIES, STAGING, TRASH, unfinished_dir
+from nxd_ckpt.core.names import DONE
+from nxd_ckpt.core.tags import validate_tag
+from nxd_ckpt.errors import MalformedFile
 from nxd_ckpt.storage.base import Storage, remove_if
 
 

@@ -1,6 +1,6 @@
 """Putting a finished staging directory into place, also over an existing tag.
 
-A new tag is one atomic rename. Replacing a tag takes two steps (see runtime.coordination.replacement), so the swap is
+A new tag is one atomic rename. Replacing a tag takes two steps (see coordination.replacement), so the swap is
 announced in a journal first: it holds the names. Whoever opens or lists the directory after a crash settles it.
 """
 
@@ -12,15 +12,15 @@ import logging
 from collections.abc import Callable, Collection
 from contextlib import suppress
 
-from nxd_ckpt.core.keys import checked_name
-from nxd_ckpt.core.tags import validate_tag
-from nxd_ckpt.errors import DirectoryInUse, MalformedFile
-from nxd_ckpt.core.names import DONE, HIDDEN
 from nxd_ckpt.coordination import intents
 from nxd_ckpt.coordination.control_files import read_note, set_aside
+from nxd_ckpt.coordination.paths import JOURNAL, STAGING, TRASH, UNFINISHED, is_trash_of, staging_dir, trash_file
 from nxd_ckpt.coordination.pins import pinned
 from nxd_ckpt.coordination.replacement import Replacement
-from nxd_ckpt.coordination.paths import JOURNAL, STAGING, TRASH, UNFINISHED, is_trash_of, staging_dir, trash_file
+from nxd_ckpt.core.keys import checked_name
+from nxd_ckpt.core.names import DONE, HIDDEN
+from nxd_ckpt.core.tags import validate_tag
+from nxd_ckpt.errors import DirectoryInUse, MalformedFile
 from nxd_ckpt.storage.base import Storage
 
 logger = logging.getLogger("nxd_ckpt")

@@ -10,8 +10,8 @@ from __future__ import annotations
 import hashlib
 import secrets
 
-from nxd_ckpt.errors import MalformedFile
 from nxd_ckpt.coordination.agreement import Words
+from nxd_ckpt.errors import MalformedFile
 
 SECRET = 32
 """Bytes of the job's secret."""

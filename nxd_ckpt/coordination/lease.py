@@ -18,14 +18,14 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
-from nxd_ckpt import effects as host
+from nxd_ckpt import effects
+from nxd_ckpt.coordination.control_files import set_aside
+from nxd_ckpt.coordination.paths import HEARTBEAT, LEASE, PLACE
 from nxd_ckpt.core import document
 from nxd_ckpt.core.entries import integers
 from nxd_ckpt.core.keys import checked_text
 from nxd_ckpt.core.limits import NOTE
 from nxd_ckpt.errors import DirectoryInUse, MalformedFile, StorageError
-from nxd_ckpt.coordination.control_files import set_aside
-from nxd_ckpt.coordination.paths import HEARTBEAT, LEASE, PLACE
 from nxd_ckpt.storage.base import Storage, is_mounted, remove_if, without_links
 
 logger = logging.getLogger("nxd_ckpt")
@@ -51,16 +51,16 @@ class Lease:
 
     @staticmethod
     def of_this_process(run_id: str) -> Lease:
-        return Lease(run_id, host.processes(), host.pid(), host.born(host.pid()) or "")
+        return Lease(run_id, effects.processes(), effects.pid(), effects.born(effects.pid()) or "")
 
     def is_of_process_of(self, other: Lease) -> bool:
         return (self.host, self.pid, self.born) == (other.host, other.pid, other.born)
 
     def holder_runs_here(self) -> bool | None:
         """Whether the holder still runs; None if it is not of this host, or this system (without /proc) cannot tell."""
-        if self.host != host.processes() or not self.born:
+        if self.host != effects.processes() or not self.born:
             return None
-        born = host.born(self.pid)
+        born = effects.born(self.pid)
         return born is not None and born == self.born
 
     def describe(self) -> str:
@@ -232,8 +232,8 @@ class Heartbeat:
 
     def __init__(self, storage: Storage, lease: Lease, interval: float) -> None:
         self._storage, self._lease, self._interval = storage, lease, interval
-        self._stop = host.Event()
-        self._thread = host.Thread(target=self._run, name="nxd_ckpt-lease", daemon=True)
+        self._stop = effects.Event()
+        self._thread = effects.Thread(target=self._run, name="nxd_ckpt-lease", daemon=True)
         self._thread.start()
 
     def stop(self) -> None:
@@ -287,9 +287,9 @@ def _lives(storage: Storage, holder: Lease, patience: float, sign: Callable[[], 
     runs = holder.holder_runs_here()
     if runs is not None:
         return runs
-    deadline, beat = host.monotonic() + patience, last_beat(storage, holder)
-    while host.monotonic() < deadline:
-        host.sleep(min(patience / 20, 1.0))
+    deadline, beat = effects.monotonic() + patience, last_beat(storage, holder)
+    while effects.monotonic() < deadline:
+        effects.sleep(min(patience / 20, 1.0))
         sign()
         now = read(storage)
         if now != holder:

@@ -14,12 +14,12 @@ from hashlib import sha256
 from typing import Any
 
 from nxd_ckpt import errors
-from nxd_ckpt.errors import CheckpointError, PeerTimeout, RanksDisagree
-from nxd_ckpt.effects import in_forked_children
 from nxd_ckpt.coordination.agreement import Agreement, Alone, StoreAgreement, Words, answer_of
+from nxd_ckpt.coordination.fair_turns import Turns
 from nxd_ckpt.coordination.key_exchange import job_secret, new_secret
 from nxd_ckpt.coordination.peers import Address, Hub, Spoke
-from nxd_ckpt.coordination.fair_turns import Turns
+from nxd_ckpt.effects import in_forked_children
+from nxd_ckpt.errors import CheckpointError, PeerTimeout, RanksDisagree
 
 logger = logging.getLogger("nxd_ckpt")
 

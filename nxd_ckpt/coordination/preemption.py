@@ -6,11 +6,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from signal import SIGTERM
 
+from nxd_ckpt.coordination.agreement import Agreement
+from nxd_ckpt.coordination.signal_flag import SignalFlag
+from nxd_ckpt.coordination.stopping import Stopping
 from nxd_ckpt.errors import CheckpointError
 from nxd_ckpt.options.checkpointer_options import PreemptionOptions
-from nxd_ckpt.coordination.agreement import Agreement
-from nxd_ckpt.coordination.stopping import Stopping
-from nxd_ckpt.coordination.signal_flag import SignalFlag
 
 
 class Preemption:

@@ -8,8 +8,8 @@ from contextlib import suppress
 from types import FrameType
 from typing import Any
 
-from nxd_ckpt.errors import InvalidArgument
 from nxd_ckpt.coordination import worker_shield
+from nxd_ckpt.errors import InvalidArgument
 
 
 class SignalFlag:

@@ -12,10 +12,10 @@ from collections.abc import Callable
 from typing import Any
 
 from nxd_ckpt import effects
+from nxd_ckpt.coordination.agreement import Agreement, decided_by_rank0, on_all
 from nxd_ckpt.core.stopping import Member, Tally
 from nxd_ckpt.core.suggestions import first_of
 from nxd_ckpt.errors import CheckpointError, PeerTimeout
-from nxd_ckpt.coordination.agreement import Agreement, decided_by_rank0, on_all
 
 logger = logging.getLogger("nxd_ckpt")
 

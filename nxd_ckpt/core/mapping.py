@@ -6,7 +6,8 @@ side by side in it; a placeholder such as ``{layer}`` stands for a number::
     {"nxd": "model.layers.{layer}.mlp.gate_up_proj.weight", "dim": 0,
      "hf": ["model.layers.{layer}.mlp.gate_proj.weight", "model.layers.{layer}.mlp.up_proj.weight"]}
 
-Both directions come from the same rule (:mod:`nxd_ckpt.hugging_face.hf_slice`). docs/hugging-face.md describes the format.
+Both directions come from the same rule (:mod:`nxd_ckpt.hugging_face.hf_slice`). docs/hugging-face.md describes the
+format.
 """
 
 from __future__ import annotations

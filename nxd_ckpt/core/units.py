@@ -1,8 +1,9 @@
-"""Sizes as people read and write them."""
+"""Sizes, times, counts and topologies as people read and write them."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 
 from nxd_ckpt.errors import InvalidArgument
 
@@ -30,3 +31,27 @@ def bytes_of(size: int | str, what: str = "size_per_shard") -> int:
     if found is None or unit not in _WRITTEN or float(found[1]) * _WRITTEN[unit] < 1 or isinstance(size, bool):
         raise InvalidArgument(f"{what} must be bytes, or such as 5GB or 512MiB, found {size!r}")
     return int(float(found[1]) * _WRITTEN[unit])
+
+
+def time_of_day(iso: str) -> str:
+    """``2025-11-21 13:51:02`` of ``2025-11-21T13:51:02.250000Z``."""
+    return iso.replace("T", " ").removesuffix("Z").partition(".")[0]
+
+
+def count(number: int, noun: str) -> str:
+    """``1 file``, ``2 files``."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def topology(sizes: Mapping[str, int | None] | None) -> str:
+    """``dp=2 tp=4 pp=1 ep=1``, with ``?`` for a size that the files do not tell."""
+    if sizes is None:
+        return "?"
+    return " ".join(f"{name}={'?' if number is None else number}" for name, number in sizes.items())
+
+
+def short_topology(sizes: Mapping[str, int | None] | None) -> str:
+    """The same without sizes of one: ``dp=2 tp=4``, ``1 rank``."""
+    if sizes is None:
+        return "?"
+    return topology({name: number for name, number in sizes.items() if number != 1}) or "1 rank"

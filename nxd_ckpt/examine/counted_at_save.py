@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+from nxd_ckpt.coordination.paths import summaries_dir, summaries_file
 from nxd_ckpt.core.box import Box, are_all_of
 from nxd_ckpt.core.manifest import Manifest
 from nxd_ckpt.errors import MalformedFile
-from nxd_ckpt.coordination.paths import summaries_dir, summaries_file
-from nxd_ckpt.save.summaries import Boxes, load_summaries
 from nxd_ckpt.reshard.summary import Summary, TensorStatistics
-from nxd_ckpt.tag.opened import OpenTag
 from nxd_ckpt.reshard.whole_tag import GlobalTensor, WholeTag
+from nxd_ckpt.save.summaries import Boxes, load_summaries
+from nxd_ckpt.tag.opened import OpenTag
 
 
 def counted_at_save(opened: OpenTag) -> dict[str, TensorStatistics] | None:

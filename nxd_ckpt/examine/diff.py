@@ -10,8 +10,8 @@ from typing import Any
 from nxd_ckpt.checkpoint import Checkpoint
 from nxd_ckpt.core.html_table import html_table
 from nxd_ckpt.errors import InvalidArgument, as_checkpoint_errors
-from nxd_ckpt.reshard.plain_values import ABSENT, equal_values, plain_values
 from nxd_ckpt.examine.tensors import TensorComparison, TensorDifference
+from nxd_ckpt.reshard.plain_values import ABSENT, equal_values, plain_values
 from nxd_ckpt.storage.progress import watched
 
 __all__ = ["ABSENT", "Difference", "TensorDifference", "ValueDifference", "diff_checkpoints"]

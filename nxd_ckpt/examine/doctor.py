@@ -9,20 +9,19 @@ from typing import Any
 import torch
 
 from nxd_ckpt.checkpoint import Checkpoint
-from nxd_ckpt.examine import counters
 from nxd_ckpt.core import optimizer_bounds
-from nxd_ckpt.examine.counters import Progress
 from nxd_ckpt.core.findings import Finding, doubt, problem
 from nxd_ckpt.core.html_table import html_table
 from nxd_ckpt.core.suggestions import first_of
 from nxd_ckpt.errors import CorruptCheckpoint, PartLost, as_checkpoint_errors
-from nxd_ckpt.formats.tensors import itemsize, torch_dtype
-from nxd_ckpt.examine import shard_findings
-from nxd_ckpt.reshard.plain_values import equal_values, plain_values, rank_values
+from nxd_ckpt.examine import counters, shard_findings
+from nxd_ckpt.examine.counters import Progress
 from nxd_ckpt.examine.shard_findings import Known, merged
 from nxd_ckpt.examine.shards import AFTER, WEIGHT, Shard, crosswise, read_shards, shards_of
 from nxd_ckpt.examine.steps import steps_of
+from nxd_ckpt.formats.tensors import itemsize, torch_dtype
 from nxd_ckpt.load.scheduled_rates import lacks_scheduled_rates
+from nxd_ckpt.reshard.plain_values import equal_values, plain_values, rank_values
 from nxd_ckpt.storage.progress import Counter, watched
 
 __all__ = ["Examination", "Finding", "examine_checkpoint"]

@@ -11,12 +11,12 @@ from nxd_ckpt.core.findings import Finding, problem
 from nxd_ckpt.core.topology import Topology
 from nxd_ckpt.formats.crc32 import crc32
 from nxd_ckpt.formats.tensors import Assembly, TensorStub, allocated, byte_view, digest_of, dtype_name, itemsize
-from nxd_ckpt.reshard.plain_values import ABSENT, equal_values
 from nxd_ckpt.load.options import LoadOptions
 from nxd_ckpt.load.prepared import PreparedLoad
-from nxd_ckpt.storage.progress import Counter
+from nxd_ckpt.reshard.plain_values import ABSENT, equal_values
 from nxd_ckpt.save.capture import capture
 from nxd_ckpt.save.options import SaveOptions
+from nxd_ckpt.storage.progress import Counter
 from nxd_ckpt.tag.opened import OpenTag
 from nxd_ckpt.tag.reading import Leaf, LeafReader
 

@@ -9,21 +9,21 @@ from contextlib import contextmanager
 from typing import Any
 
 from nxd_ckpt.checkpoint import Checkpoint, checkpoint_of
-from nxd_ckpt.examine.report_saves import differences, stragglers, timeline
-from nxd_ckpt.examine.report_tiers import late_tiers, tiers_of
+from nxd_ckpt.commit.saves_in_flight import saves_in_flight
 from nxd_ckpt.core.suggestions import first_of
 from nxd_ckpt.core.units import size
-from nxd_ckpt.examine.doctor import examine_checkpoint
 from nxd_ckpt.errors import CheckpointError, CheckpointNotFound, TagReplaced
+from nxd_ckpt.examine.doctor import examine_checkpoint
+from nxd_ckpt.examine.report_saves import differences, stragglers, timeline
+from nxd_ckpt.examine.report_tiers import late_tiers, tiers_of
+from nxd_ckpt.examine.statistics import checkpoint_statistics
+from nxd_ckpt.examine.statistics_cache import read_statistics
 from nxd_ckpt.formats.tensors import TensorStub, itemsize
+from nxd_ckpt.reshard.summary import TensorStatistics
+from nxd_ckpt.storage.urls import open_storage
 from nxd_ckpt.tag.directory import describe_incomplete, holds_tags, require_directory
 from nxd_ckpt.tag.foreign.hugging_face_directory import HuggingFaceDirectory
 from nxd_ckpt.tag.listing import locate, opened_document
-from nxd_ckpt.examine.statistics_cache import read_statistics
-from nxd_ckpt.commit.saves_in_flight import saves_in_flight
-from nxd_ckpt.reshard.summary import TensorStatistics
-from nxd_ckpt.examine.statistics import checkpoint_statistics
-from nxd_ckpt.storage.urls import open_storage
 
 _RANKS = 1024
 """Ranks at most whose bytes are told: an index is read for each."""

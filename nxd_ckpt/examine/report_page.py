@@ -8,9 +8,9 @@ from typing import Any
 
 from jinja2 import Environment
 
-from nxd_ckpt.cli import text
-from nxd_ckpt.examine.report_figures import PARTS, heatmap, timeline, treemap
+from nxd_ckpt.core import units
 from nxd_ckpt.core.units import size
+from nxd_ckpt.examine.report_figures import PARTS, heatmap, timeline, treemap
 
 _WIDTH, _HEIGHT = 900, 90
 _LINE = 40
@@ -29,8 +29,8 @@ def page_of(document: Mapping[str, Any]) -> str:
     environment = Environment(autoescape=True, trim_blocks=True)
     environment.filters |= {
         "size": size,
-        "topology": text.short_topology,
-        "time": lambda iso: "?" if iso is None else text.time_of_day(iso),
+        "topology": units.short_topology,
+        "time": lambda iso: "?" if iso is None else units.time_of_day(iso),
         "seconds": lambda value: f"{value:.2f} s" if isinstance(value, (int, float)) else "",
         "number": lambda value: "" if value is None else f"{value:.4g}",
         "percent": lambda value: "" if value is None else f"{100 * value:.3g} %",

@@ -6,12 +6,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
-from nxd_ckpt.cli import text
+from nxd_ckpt.coordination.paths import COPIES
+from nxd_ckpt.core import units
 from nxd_ckpt.core.units import size
 from nxd_ckpt.errors import CheckpointError
-from nxd_ckpt.tag.directory import list_tags, require_directory
-from nxd_ckpt.coordination.paths import COPIES
 from nxd_ckpt.storage.urls import is_url, open_storage
+from nxd_ckpt.tag.directory import list_tags, require_directory
 
 _LATE = 2
 """A tier is late without a new tag for so many times as long as there ever was between two of its tags."""
@@ -60,7 +60,7 @@ def _tier(tier: str, saves: Saves, options: Mapping[str, Any] | None) -> dict[st
 def late_tiers(tiers: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, str]]:
     """Where, and what: tiers that could not be asked, or that get no new tags though they got some before."""
     for one in tiers:
-        where, behind = f"tier {one['tier']}", text.count(len(one["behind"]), "newer tag")
+        where, behind = f"tier {one['tier']}", units.count(len(one["behind"]), "newer tag")
         waits = f"the directory has {behind}, {size(one['behind_nbytes'] or 0)}"
         if one["problem"] is not None:
             yield where, f"could not be asked: {one['problem']}"

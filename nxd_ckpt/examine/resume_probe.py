@@ -10,12 +10,12 @@ from typing import Any
 from typing_extensions import Unpack
 
 from nxd_ckpt.checkpoint import Checkpoint
+from nxd_ckpt.coordination.environment import default_topology
 from nxd_ckpt.core.findings import Finding, doubt, problem
 from nxd_ckpt.core.option_classes import options_of, takes
 from nxd_ckpt.core.topology import Topology
-from nxd_ckpt.examine.doctor import Examination
 from nxd_ckpt.errors import as_checkpoint_errors
-from nxd_ckpt.coordination.environment import default_topology
+from nxd_ckpt.examine.doctor import Examination
 from nxd_ckpt.examine.live_findings import live_findings
 from nxd_ckpt.load.options import LoadKeywords, LoadOptions
 from nxd_ckpt.storage.progress import Counter

@@ -10,8 +10,8 @@ import torch
 
 from nxd_ckpt.core.findings import Finding, doubt, problem
 from nxd_ckpt.core.optimizer_bounds import FIRST, SECOND, least_update
-from nxd_ckpt.formats.tensors import torch_dtype
 from nxd_ckpt.examine.shards import AFTER, BEFORE, MASTER, WEIGHT, Shard
+from nxd_ckpt.formats.tensors import torch_dtype
 from nxd_ckpt.reshard.summary import TensorStatistics
 
 _FEW = 16

@@ -14,11 +14,11 @@ import torch
 from nxd_ckpt.core.box import Box
 from nxd_ckpt.errors import IncompatibleState, PartLost, PartNotFound
 from nxd_ckpt.formats.tensors import Assembly
-from nxd_ckpt.tag.side_by_side import Leaf, Matched, SideBySide
-from nxd_ckpt.reshard.tally import same_bytes
-from nxd_ckpt.storage.progress import Counter
 from nxd_ckpt.reshard.summary import CHUNK, Summary
+from nxd_ckpt.reshard.tally import same_bytes
 from nxd_ckpt.reshard.whole_tag import WholeTag
+from nxd_ckpt.storage.progress import Counter
+from nxd_ckpt.tag.side_by_side import Leaf, Matched, SideBySide
 
 WEIGHT, MASTER = "weight", "master_weights"
 BEFORE, AFTER = 0, 1

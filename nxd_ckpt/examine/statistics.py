@@ -11,12 +11,12 @@ import torch
 from nxd_ckpt import effects
 from nxd_ckpt.checkpoint import Checkpoint
 from nxd_ckpt.errors import IncompatibleState, PartLost, PartNotFound, as_checkpoint_errors
-from nxd_ckpt.formats.tensors import itemsize
 from nxd_ckpt.examine.statistics_cache import keeps_statistics, read_statistics, write_statistics
-from nxd_ckpt.storage.progress import watched
+from nxd_ckpt.formats.tensors import itemsize
 from nxd_ckpt.reshard.summary import PART, Summary, TensorStatistics
-from nxd_ckpt.tag.reading import Leaf
 from nxd_ckpt.reshard.whole_tag import WholeTag
+from nxd_ckpt.storage.progress import watched
+from nxd_ckpt.tag.reading import Leaf
 
 __all__ = ["Statistics", "TensorStatistics", "checkpoint_statistics"]
 

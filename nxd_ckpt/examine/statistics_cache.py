@@ -13,13 +13,13 @@ from dataclasses import astuple
 from math import inf, isfinite, isinf, nan
 from typing import Any
 
+from nxd_ckpt.coordination.control_files import drop_those_of_lost_tags
+from nxd_ckpt.coordination.paths import STATISTICS, statistics_file
 from nxd_ckpt.core import document
 from nxd_ckpt.core.keys import checked_text
 from nxd_ckpt.core.parsing import parsing
 from nxd_ckpt.errors import CheckpointError, MalformedFile
 from nxd_ckpt.examine.counted_at_save import counted_at_save
-from nxd_ckpt.coordination.control_files import drop_those_of_lost_tags
-from nxd_ckpt.coordination.paths import STATISTICS, statistics_file
 from nxd_ckpt.reshard.summary import TensorStatistics
 from nxd_ckpt.tag.opened import OpenTag
 

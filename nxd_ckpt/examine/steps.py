@@ -6,13 +6,13 @@ from typing import Any
 
 import torch
 
-from nxd_ckpt.live.optimizer_state import STEP
-from nxd_ckpt.examine.counters import whole_number
 from nxd_ckpt.core.topology import Coordinates
 from nxd_ckpt.errors import OptimizerMismatch, PartLost, PartNotFound
+from nxd_ckpt.examine.counters import whole_number
 from nxd_ckpt.formats.tensors import Assembly, TensorStub
-from nxd_ckpt.tag.opened import OpenTag
+from nxd_ckpt.live.optimizer_state import STEP
 from nxd_ckpt.reshard.saved_optimizer import saved_optimizer
+from nxd_ckpt.tag.opened import OpenTag
 
 
 def steps_of(opened: OpenTag) -> tuple[dict[str, dict[int, int]], dict[str, int]]:

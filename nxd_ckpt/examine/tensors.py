@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 
 from nxd_ckpt.errors import IncompatibleState, PartLost, PartNotFound
 from nxd_ckpt.formats.tensors import Assembly, itemsize
-from nxd_ckpt.tag.side_by_side import Leaf, Matched, SideBySide
 from nxd_ckpt.reshard.tally import Tally
-from nxd_ckpt.storage.progress import Counter
 from nxd_ckpt.reshard.whole_tag import GlobalTensor, WholeTag
+from nxd_ckpt.storage.progress import Counter
+from nxd_ckpt.tag.side_by_side import Leaf, Matched, SideBySide
 
 
 @dataclass(frozen=True)

@@ -29,8 +29,8 @@ from typing import Any
 from nxd_ckpt.core import limits
 from nxd_ckpt.core.limits import check_count, shown
 from nxd_ckpt.errors import MalformedFile, UnsafePickle
-from nxd_ckpt.formats.safe_globals import Keys, made, set_state
 from nxd_ckpt.formats.inert import Call, StandIn
+from nxd_ckpt.formats.safe_globals import Keys, made, set_state
 from nxd_ckpt.formats.tensors import CONTAINERS, TensorStub
 
 _REUSE = 4

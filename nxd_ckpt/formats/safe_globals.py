@@ -28,8 +28,8 @@ import torch
 from nxd_ckpt.core import limits
 from nxd_ckpt.core.limits import check_sizes, shown
 from nxd_ckpt.errors import MalformedFile, UnsafePickle
-from nxd_ckpt.formats.numpy_values import NumpyArray, NumpyDtype, numpy_scalar
 from nxd_ckpt.formats.inert import Call, Marker, Sealed
+from nxd_ckpt.formats.numpy_values import NumpyArray, NumpyDtype, numpy_scalar
 from nxd_ckpt.formats.tensors import TensorReference
 
 KindT = TypeVar("KindT")

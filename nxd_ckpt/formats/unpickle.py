@@ -21,10 +21,10 @@ from nxd_ckpt.core.limits import check_form, check_sizes, shown
 from nxd_ckpt.core.parsing import parsing
 from nxd_ckpt.errors import HostExhausted, MalformedFile, UnsafePickle, UnsupportedState
 from nxd_ckpt.formats import strides
+from nxd_ckpt.formats.inert import Call, Sealed
 from nxd_ckpt.formats.machine import Machine, check_walk
 from nxd_ckpt.formats.plain_data import check_picklable_as_data
 from nxd_ckpt.formats.safe_globals import GLOBALS
-from nxd_ckpt.formats.inert import Call, Sealed
 from nxd_ckpt.formats.tensors import (
     StorageSpan,
     TensorReference,

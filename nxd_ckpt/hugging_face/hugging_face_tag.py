@@ -11,8 +11,6 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any
 
-from nxd_ckpt.live.optimizer_state import STEP
-from nxd_ckpt.live.state import MASTER_WEIGHTS
 from nxd_ckpt.core.box import Box
 from nxd_ckpt.core.manifest import Parts
 from nxd_ckpt.core.mapping import ModelMapping
@@ -21,13 +19,15 @@ from nxd_ckpt.core.topology import Coordinates, Topology
 from nxd_ckpt.core.torchtitan_names import TorchTitanNames
 from nxd_ckpt.errors import PartNotFound, UnsupportedState
 from nxd_ckpt.formats.tensors import DeferredAssembly, Fragment, cast_dtype
-from nxd_ckpt.tag.nxd_tag import restore_types
-from nxd_ckpt.tag.opened import OpenTag
-from nxd_ckpt.tag.reading import LeafReader
 from nxd_ckpt.hugging_face.mapped_optimizer import MappedOptimizer
 from nxd_ckpt.hugging_face.mapped_tag import MappedTag
 from nxd_ckpt.hugging_face.mapped_tensors import HfTensor
 from nxd_ckpt.hugging_face.packed_tensors import PackedTensor
+from nxd_ckpt.live.optimizer_state import STEP
+from nxd_ckpt.live.optimizer_types import restore_types
+from nxd_ckpt.live.state import MASTER_WEIGHTS
+from nxd_ckpt.tag.opened import OpenTag
+from nxd_ckpt.tag.reading import LeafReader
 
 
 @dataclass(frozen=True)

@@ -7,19 +7,19 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from nxd_ckpt.live.state import ModelState, StateTensor
 from nxd_ckpt.core.entries import ParameterSpec
-from nxd_ckpt.hugging_face.hf_slice import partition_of, whole_shape
 from nxd_ckpt.core.mapping import Match, ModelMapping
-from nxd_ckpt.hugging_face.selection import Selection, selected, selection
 from nxd_ckpt.core.sizes import Sizes
-from nxd_ckpt.reshard.stages import interleaved, restaged
 from nxd_ckpt.core.topology import Topology
 from nxd_ckpt.errors import DtypeMismatch, KeyMismatch, TopologyMismatch
 from nxd_ckpt.formats.tensors import cast_dtype
-from nxd_ckpt.save.plan import SaveState
+from nxd_ckpt.hugging_face.hf_slice import partition_of, whole_shape
 from nxd_ckpt.hugging_face.mapped_directory import HuggingFaceTensors, MappedDirectory
 from nxd_ckpt.hugging_face.packed_tensors import UnpackedTensors
+from nxd_ckpt.hugging_face.selection import Selection, selected, selection
+from nxd_ckpt.live.save_state import SaveState
+from nxd_ckpt.live.state import ModelState, StateTensor
+from nxd_ckpt.reshard.stages import interleaved, restaged
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class ImportTarget:
         dtype: what numbers of floating point are cast to; None keeps theirs.
         use_xser: write xser files.
         virtual_pp: chunks of the model that each pipeline rank holds.
-        stages: the names of each pipeline stage; by default as core.stages has it.
+        stages: the names of each pipeline stage; by default as reshard.stages has it.
         model_key: where a pickled file has the model's state dict.
     """
 
@@ -61,7 +61,7 @@ class ImportedModel:
 
     @cached_property
     def matches(self) -> dict[str, Match]:
-        """The NxD tensors by name, in the model's order. Raises as :func:`~nxd_ckpt.hugging_face.selection.selected`."""
+        """The NxD tensors by name, in the model's order. Raises as `hugging_face.selection.selected`."""
         target, directory = self._target, self._directory
         try:
             found = selected(target.mapping, directory.names, target.sizes, target.variants)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Protocol
 
-from nxd_ckpt.hugging_face.hf_slice import hf_slices, partition_of
 from nxd_ckpt.core.mapping import Match, ModelMapping
 from nxd_ckpt.core.partition import Piece
 from nxd_ckpt.core.reads import plan_reads
@@ -13,6 +12,7 @@ from nxd_ckpt.core.sizes import Sizes
 from nxd_ckpt.core.topology import Topology
 from nxd_ckpt.errors import ShapeMismatch, TopologyMismatch
 from nxd_ckpt.formats.tensors import Assembly, Fragment, TensorStub
+from nxd_ckpt.hugging_face.hf_slice import hf_slices, partition_of
 
 
 class HuggingFaceTensors(Protocol):

@@ -11,9 +11,7 @@ from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
-from nxd_ckpt.live.parameters import form_of, is_tensor
 from nxd_ckpt.core.box import Box
-from nxd_ckpt.hugging_face.hf_slice import hf_slices, partition_of
 from nxd_ckpt.core.manifest import ParameterSpec
 from nxd_ckpt.core.mapping import Match, ModelMapping
 from nxd_ckpt.core.partition import Piece
@@ -29,16 +27,18 @@ from nxd_ckpt.errors import (
     TopologyMismatch,
 )
 from nxd_ckpt.formats.tensors import Assembly, Fragment, TensorStub, digest_of
-from nxd_ckpt.tag.foreign.quantization import refuse_quantized_dtype
-from nxd_ckpt.tag.opened import OpenTag
+from nxd_ckpt.hugging_face.hf_slice import hf_slices, partition_of
 from nxd_ckpt.hugging_face.mapped_tensors import HfTensor, NxdTensor
-from nxd_ckpt.reshard.optimizer_names import is_number
 from nxd_ckpt.hugging_face.packed_tensors import PackedTensor, packed
 from nxd_ckpt.hugging_face.padding import refuse_lost_values
+from nxd_ckpt.live.parameters import form_of, is_tensor
+from nxd_ckpt.reshard.optimizer_names import is_number
 from nxd_ckpt.reshard.resharded_model import ReshardedModel
 from nxd_ckpt.reshard.resharded_optimizer import ReshardedOptimizer
 from nxd_ckpt.reshard.resharded_state import ReshardedState, recorded_state
 from nxd_ckpt.reshard.saved_optimizer import SavedSlot
+from nxd_ckpt.tag.foreign.quantization import refuse_quantized_dtype
+from nxd_ckpt.tag.opened import OpenTag
 
 _SHOWN = 8
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from nxd_ckpt.hugging_face.hf_slice import HfSlice
 from nxd_ckpt.core.mapping import Match
 from nxd_ckpt.core.partition import Partition
+from nxd_ckpt.hugging_face.hf_slice import HfSlice
 
 
 @dataclass(frozen=True)

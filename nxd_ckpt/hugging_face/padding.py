@@ -8,13 +8,13 @@ from dataclasses import replace
 
 import torch
 
-from nxd_ckpt.hugging_face.padding_rules import is_rounded, padding_of
-from nxd_ckpt.hugging_face.hf_slice import HfSlice
 from nxd_ckpt.core.sizes import Sizes
 from nxd_ckpt.errors import ShapeMismatch
 from nxd_ckpt.formats.tensors import Assembly
-from nxd_ckpt.tag.opened import OpenTag
+from nxd_ckpt.hugging_face.hf_slice import HfSlice
 from nxd_ckpt.hugging_face.mapped_tensors import HfTensor
+from nxd_ckpt.hugging_face.padding_rules import is_rounded, padding_of
+from nxd_ckpt.tag.opened import OpenTag
 
 logger = logging.getLogger("nxd_ckpt")
 

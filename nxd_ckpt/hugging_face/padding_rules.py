@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from nxd_ckpt.core.box import Box
-from nxd_ckpt.hugging_face.hf_slice import HfSlice, hf_slices
 from nxd_ckpt.core.mapping import Match
 from nxd_ckpt.core.partition import Piece
 from nxd_ckpt.core.sizes import Sizes
+from nxd_ckpt.hugging_face.hf_slice import HfSlice, hf_slices
 
 _MULTIPLES = tuple(2**power for power in range(11))
 """To which multiples frameworks round a vocabulary (``make_vocab_size_divisible_by`` is 128 with Megatron)."""

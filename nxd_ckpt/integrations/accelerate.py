@@ -24,6 +24,9 @@ from accelerate import DistributedType
 
 from nxd_ckpt.api import close_checkpointers, load_checkpoint, save_checkpoint
 from nxd_ckpt.checkpoint import open_checkpoint
+from nxd_ckpt.coordination.agreement import Alone, on_all
+from nxd_ckpt.coordination.environment import default_topology
+from nxd_ckpt.coordination.meeting import meet
 from nxd_ckpt.errors import (
     CheckpointNotFound,
     CorruptCheckpoint,
@@ -34,11 +37,8 @@ from nxd_ckpt.errors import (
 )
 from nxd_ckpt.integrations.resume_checks import WORLD_SIZE, require_same, require_same_setting
 from nxd_ckpt.integrations.sealed_directory import SealedDirectory, is_ours, verify_files
-from nxd_ckpt.options.checkpointer_options import DEFAULT_TIMEOUT
-from nxd_ckpt.coordination.agreement import Alone, on_all
-from nxd_ckpt.coordination.meeting import meet
-from nxd_ckpt.coordination.environment import default_topology
 from nxd_ckpt.load.loading import require_fit
+from nxd_ckpt.options.checkpointer_options import DEFAULT_TIMEOUT
 from nxd_ckpt.save.pending import PendingSave
 from nxd_ckpt.storage.local import LocalStorage
 from nxd_ckpt.tag.verify import verify_checkpoint

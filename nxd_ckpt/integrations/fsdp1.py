@@ -20,8 +20,8 @@ from torch.distributed.fsdp import (
     StateDictType,
 )
 
-from nxd_ckpt.live.dtensor import canonical
 from nxd_ckpt.errors import UnsupportedState
+from nxd_ckpt.live.dtensor import canonical
 
 
 def model_state(model: Any) -> dict[str, Any]:

@@ -24,7 +24,6 @@ from typing import Any
 import torch
 from typing_extensions import Unpack
 
-from nxd_ckpt.live.random_state import capture_random_state, restore_random_state
 from nxd_ckpt.api import (
     close_checkpointers,
     finalize_checkpoint,
@@ -33,7 +32,9 @@ from nxd_ckpt.api import (
     save_checkpoint,
 )
 from nxd_ckpt.checkpoint import open_checkpoint
-from nxd_ckpt.output.locations import Location, location_of
+from nxd_ckpt.coordination.agreement import decided_by_rank0
+from nxd_ckpt.coordination.environment import default_topology
+from nxd_ckpt.coordination.meeting import meet
 from nxd_ckpt.core.topology import Topology
 from nxd_ckpt.errors import (
     CheckpointError,
@@ -44,10 +45,9 @@ from nxd_ckpt.errors import (
 )
 from nxd_ckpt.integrations.output_lease import leased
 from nxd_ckpt.integrations.resume_checks import WORLD_SIZE, parameter_names, require_same
+from nxd_ckpt.live.random_state import capture_random_state, restore_random_state
 from nxd_ckpt.options.checkpointer_options import DEFAULT_TIMEOUT, CheckpointerKeywords
-from nxd_ckpt.coordination.agreement import decided_by_rank0
-from nxd_ckpt.coordination.meeting import meet
-from nxd_ckpt.coordination.environment import default_topology
+from nxd_ckpt.output.locations import Location, location_of
 from nxd_ckpt.save.options import OurSaveKeywords
 from nxd_ckpt.save.pending import PendingSave
 from nxd_ckpt.storage.base import Storage

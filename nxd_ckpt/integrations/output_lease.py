@@ -10,10 +10,10 @@ import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from nxd_ckpt.errors import DirectoryInUse
-from nxd_ckpt.effects import in_forked_children
 from nxd_ckpt.coordination import lease
 from nxd_ckpt.coordination.lease import Heartbeat, Lease
+from nxd_ckpt.effects import in_forked_children
+from nxd_ckpt.errors import DirectoryInUse
 from nxd_ckpt.storage.base import Storage
 
 _PATIENCE = 60.0

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from nxd_ckpt.checkpoint import open_checkpoint
+from nxd_ckpt.core.names import MANIFEST
 from nxd_ckpt.core.tags import Tag
 from nxd_ckpt.errors import UnsupportedState
-from nxd_ckpt.core.names import MANIFEST
 from nxd_ckpt.storage.fsspec_storage import without_password
 from nxd_ckpt.storage.urls import StorageOptions, StrPath, is_url
 

@@ -23,19 +23,19 @@ from contextlib import contextmanager, suppress
 from fnmatch import fnmatchcase
 from functools import partial
 
-from nxd_ckpt.output.transfer import sync
+from nxd_ckpt.coordination.agreement import Agreement, Alone, decided_by_rank0
+from nxd_ckpt.coordination.at_exit import close_at_exit, forget
+from nxd_ckpt.coordination.replacement import Replacement
 from nxd_ckpt.core.manifest import CRC_BLOCK
+from nxd_ckpt.core.names import DONE, HIDDEN, MANIFEST
 from nxd_ckpt.errors import CheckpointError, InvalidArgument, OutcomeUnknown, SaveFailed, as_checkpoint_errors
 from nxd_ckpt.integrations.output_lease import Holding, OutputLease
 from nxd_ckpt.integrations.written_files import WrittenFiles
-from nxd_ckpt.core.names import DONE, HIDDEN, MANIFEST
-from nxd_ckpt.coordination.at_exit import close_at_exit, forget
-from nxd_ckpt.coordination.agreement import Agreement, Alone, decided_by_rank0
-from nxd_ckpt.coordination.replacement import Replacement
+from nxd_ckpt.output.transfer import sync
 from nxd_ckpt.save.background import Helpers
 from nxd_ckpt.save.pending import PendingSave
-from nxd_ckpt.tag.seal import DIGESTS, file_digest, read_seal, seal_problems
 from nxd_ckpt.storage.local import LocalStorage
+from nxd_ckpt.tag.seal import DIGESTS, file_digest, read_seal, seal_problems
 from nxd_ckpt.tag.verify import require_all_files
 
 logger = logging.getLogger("nxd_ckpt")

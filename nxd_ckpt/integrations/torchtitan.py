@@ -22,12 +22,13 @@ from torchtitan.components.checkpointer import MODEL, OPTIMIZER, AsyncMode
 from torchtitan.components.checkpointer import CheckpointManager as TitanCheckpointManager
 from torchtitan.tools.utils import GarbageCollection
 
-from nxd_ckpt.torch_dcp.storage_reader import StorageReader, StorageWriter
+from nxd_ckpt.core.names import DONE
 from nxd_ckpt.live.dtensor import canonical
 from nxd_ckpt.output.locations import location_of
-from nxd_ckpt.tag.directory import list_tags
-from nxd_ckpt.core.names import DONE
 from nxd_ckpt.storage.urls import open_storage
+from nxd_ckpt.tag.directory import list_tags
+from nxd_ckpt.torch_dcp.storage_reader import StorageReader
+from nxd_ckpt.torch_dcp.storage_writer import StorageWriter
 
 _STEP = re.compile(r"step-(\d+)")
 

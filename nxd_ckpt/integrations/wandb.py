@@ -6,10 +6,10 @@ from collections.abc import Mapping
 
 import wandb
 
+from nxd_ckpt.core.names import MANIFEST
 from nxd_ckpt.core.tags import Tag
 from nxd_ckpt.errors import InvalidArgument
 from nxd_ckpt.integrations.reference import Reference, reference_to
-from nxd_ckpt.core.names import MANIFEST
 from nxd_ckpt.storage.urls import StorageOptions, StrPath
 
 

@@ -12,8 +12,8 @@ from typing import NamedTuple
 
 from nxd_ckpt.core.manifest import CRC_BLOCK
 from nxd_ckpt.errors import SaveFailed
-from nxd_ckpt.tag.seal import file_digest
 from nxd_ckpt.storage.local import LocalStorage
+from nxd_ckpt.tag.seal import file_digest
 
 _CAUSE = (
     "another program changes what is saved there. The checkpoint was not made visible; find that program"

@@ -7,10 +7,10 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
-from nxd_ckpt.live.data_streams import DataStreams
-from nxd_ckpt.live.elastic_sampler import ElasticSampler
 from nxd_ckpt.core.data_position import Position, check_position, is_data_position, position
 from nxd_ckpt.errors import IncompatibleState, InvalidArgument
+from nxd_ckpt.live.data_streams import DataStreams
+from nxd_ckpt.live.elastic_sampler import ElasticSampler
 
 _STEPS_SINCE = "_steps_since_snapshot"
 _DATASET_STATE = "dataset_state"

@@ -15,6 +15,10 @@ from typing import Any
 
 import torch
 
+from nxd_ckpt.core.topology import Topology
+from nxd_ckpt.errors import OptimizerMismatch
+from nxd_ckpt.formats.strides import Stride
+from nxd_ckpt.formats.tensors import Path
 from nxd_ckpt.live.dtensor import Placed
 from nxd_ckpt.live.load_hooks import OptimizerHooks
 from nxd_ckpt.live.optimizer_names import if_known
@@ -38,10 +42,6 @@ from nxd_ckpt.live.zero1 import (
     refuse_own_ways,
     warn_of_own_keys,
 )
-from nxd_ckpt.core.topology import Topology
-from nxd_ckpt.errors import OptimizerMismatch
-from nxd_ckpt.formats.strides import Stride
-from nxd_ckpt.formats.tensors import Path
 
 
 class ExpertZero1Optimizer:

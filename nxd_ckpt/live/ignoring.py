@@ -10,11 +10,11 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from hashlib import sha256
 from typing import Any
 
-from nxd_ckpt.live.model import ModelAdapter
-from nxd_ckpt.live.random_state import is_random_state
 from nxd_ckpt.core.filtering import Ignored, paths, with_wholes
 from nxd_ckpt.core.suggestions import listed
 from nxd_ckpt.errors import InvalidArgument, KeyMismatch
+from nxd_ckpt.live.model import ModelAdapter
+from nxd_ckpt.live.random_state import is_random_state
 
 IgnoreKeys = str | Collection[str] | Callable[[list[str]], Iterable[str]]
 

@@ -12,6 +12,12 @@ from typing import Any, NoReturn
 import torch
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
+from nxd_ckpt.core.manifest import ParameterSpec
+from nxd_ckpt.core.partition import Partition
+from nxd_ckpt.core.suggestions import listed, prefix_advice
+from nxd_ckpt.errors import DtypeMismatch, InvalidArgument, KeyMismatch, ShapeMismatch, UnsupportedState
+from nxd_ckpt.formats.strides import Stride
+from nxd_ckpt.formats.tensors import Path, itemsize, iter_tensors
 from nxd_ckpt.live.dtensor import Placed, canonical, is_dtensor, like, local_of, placed_of
 from nxd_ckpt.live.load_hooks import ModuleHooks, loads_as_a_whole, own_root
 from nxd_ckpt.live.parameters import (
@@ -31,12 +37,6 @@ from nxd_ckpt.live.shared_heads import partitions_of
 from nxd_ckpt.live.stage_names import name_in_stage, names_in_stage
 from nxd_ckpt.live.state import Frozen, ModelState, StateTensor
 from nxd_ckpt.live.torch_xla import copy_in
-from nxd_ckpt.core.manifest import ParameterSpec
-from nxd_ckpt.core.partition import Partition
-from nxd_ckpt.core.suggestions import listed, prefix_advice
-from nxd_ckpt.errors import DtypeMismatch, InvalidArgument, KeyMismatch, ShapeMismatch, UnsupportedState
-from nxd_ckpt.formats.strides import Stride
-from nxd_ckpt.formats.tensors import Path, itemsize, iter_tensors
 
 logger = logging.getLogger(__name__)
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
+from nxd_ckpt.errors import InvalidArgument
 from nxd_ckpt.live.lora import LoraAdapter, is_lora
 from nxd_ckpt.live.model import DictModel, ModelAdapter, ModuleModel
-from nxd_ckpt.errors import InvalidArgument
 
 
 def open_model(model: Any, *, may_be_meta: bool = False) -> ModelAdapter:

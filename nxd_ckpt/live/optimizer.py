@@ -7,6 +7,10 @@ from typing import Any, Protocol
 
 import torch
 
+from nxd_ckpt.core.suggestions import first_of
+from nxd_ckpt.core.topology import Topology
+from nxd_ckpt.errors import InvalidArgument, OptimizerMismatch
+from nxd_ckpt.formats.tensors import Path
 from nxd_ckpt.live.dtensor import Placed, is_dtensor
 from nxd_ckpt.live.expert_zero1 import ExpertZero1Optimizer
 from nxd_ckpt.live.model import ModelAdapter
@@ -17,10 +21,6 @@ from nxd_ckpt.live.plain import PlainOptimizer
 from nxd_ckpt.live.state import OptimizerForm, State
 from nxd_ckpt.live.torch_zero import TorchZeroOptimizer, is_torch_zero
 from nxd_ckpt.live.zero1 import Zero1Optimizer
-from nxd_ckpt.core.suggestions import first_of
-from nxd_ckpt.core.topology import Topology
-from nxd_ckpt.errors import InvalidArgument, OptimizerMismatch
-from nxd_ckpt.formats.tensors import Path
 
 
 class OptimizerAdapter(Protocol):

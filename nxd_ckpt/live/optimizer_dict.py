@@ -9,20 +9,20 @@ from typing import Any
 
 import torch
 
-from nxd_ckpt.live.dtensor import Placed, is_dtensor
-from nxd_ckpt.live.model import ModelAdapter
-from nxd_ckpt.live.optimizer_names import if_known, parameter_names
-from nxd_ckpt.live.optimizer_state import Keeps, LeafSource, Slot, describe_path, keeps_nothing, materialise
-from nxd_ckpt.live.parameters import form_of, own_stride
-from nxd_ckpt.live.state import State, StateTensor, state_of
-from nxd_ckpt.live.state_names import PARAM_GROUPS, put_back, state_entries
-from nxd_ckpt.live.zero1 import EXPERT_KEYS, MASTERS
 from nxd_ckpt.core.manifest import ParameterSpec
 from nxd_ckpt.core.partition import Partition, zero1_rows
 from nxd_ckpt.core.topology import Topology
 from nxd_ckpt.errors import OptimizerMismatch, UnsupportedState
 from nxd_ckpt.formats.tensors import Path, iter_tensors
-from nxd_ckpt.tag.nxd_tag import restore_types
+from nxd_ckpt.live.dtensor import Placed, is_dtensor
+from nxd_ckpt.live.model import ModelAdapter
+from nxd_ckpt.live.optimizer_names import if_known, parameter_names
+from nxd_ckpt.live.optimizer_state import Keeps, LeafSource, Slot, describe_path, keeps_nothing, materialise
+from nxd_ckpt.live.optimizer_types import restore_types
+from nxd_ckpt.live.parameters import form_of, own_stride
+from nxd_ckpt.live.state import State, StateTensor, state_of
+from nxd_ckpt.live.state_names import PARAM_GROUPS, put_back, state_entries
+from nxd_ckpt.live.zero1 import EXPERT_KEYS, MASTERS
 
 
 class DictOptimizer:

@@ -6,8 +6,8 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-from nxd_ckpt.live.model import ModelAdapter
 from nxd_ckpt.errors import InvalidArgument
+from nxd_ckpt.live.model import ModelAdapter
 
 
 def parameter_names(

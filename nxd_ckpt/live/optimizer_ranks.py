@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
+from nxd_ckpt.errors import OptimizerMismatch
 from nxd_ckpt.live.dtensor import Placed, is_dtensor, placed_of
 from nxd_ckpt.live.optimizer_state import ON_HOST, ROWS
-from nxd_ckpt.errors import OptimizerMismatch
 
 
 def is_of_rank(parameter: torch.Tensor, entry: Any, value: Any) -> bool:

@@ -10,6 +10,10 @@ from typing import Any, Protocol
 
 import torch
 
+from nxd_ckpt.core.manifest import ParameterSpec
+from nxd_ckpt.errors import DtypeMismatch, OptimizerMismatch, ShapeMismatch
+from nxd_ckpt.formats.strides import Stride, fill, fitted, stored_stride, stride_of, strided
+from nxd_ckpt.formats.tensors import Assembly, Path, allocated, dtype_name
 from nxd_ckpt.live.dtensor import Placed, is_dtensor, like, local_of, model_of, placed_of
 from nxd_ckpt.live.parameters import (
     form_of,
@@ -24,10 +28,6 @@ from nxd_ckpt.live.parameters import (
 )
 from nxd_ckpt.live.state import MASTER_WEIGHTS, OptimizerForm, OptimizerSlot, StateTensor
 from nxd_ckpt.live.torch_xla import copy_in, place
-from nxd_ckpt.core.manifest import ParameterSpec
-from nxd_ckpt.errors import DtypeMismatch, OptimizerMismatch, ShapeMismatch
-from nxd_ckpt.formats.strides import Stride, fill, fitted, stored_stride, stride_of, strided
-from nxd_ckpt.formats.tensors import Assembly, Path, allocated, dtype_name
 
 
 class LeafSource(Protocol):

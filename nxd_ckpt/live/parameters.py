@@ -7,13 +7,12 @@ from typing import Any
 
 import torch
 
-from nxd_ckpt.live import dtensor
-from nxd_ckpt.live import torch_xla
 from nxd_ckpt.core.manifest import ParameterSpec
 from nxd_ckpt.core.partition import Partition
 from nxd_ckpt.errors import InvalidArgument, UnsupportedState
 from nxd_ckpt.formats.strides import Stride
 from nxd_ckpt.formats.tensors import contiguous_stride, dtype_name
+from nxd_ckpt.live import dtensor, torch_xla
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 

@@ -8,6 +8,10 @@ from typing import Any
 
 import torch
 
+from nxd_ckpt.core.suggestions import first_of
+from nxd_ckpt.errors import OptimizerMismatch, UnsupportedState
+from nxd_ckpt.formats.strides import Stride
+from nxd_ckpt.formats.tensors import Path
 from nxd_ckpt.live.dtensor import Placed, is_dtensor
 from nxd_ckpt.live.load_hooks import OptimizerHooks, keys_of_its_own
 from nxd_ckpt.live.optimizer_names import if_known
@@ -32,10 +36,6 @@ from nxd_ckpt.live.optimizer_state import (
 )
 from nxd_ckpt.live.parameters import form_of, spec_of
 from nxd_ckpt.live.state import OptimizerForm, State, StateTensor, state_of
-from nxd_ckpt.core.suggestions import first_of
-from nxd_ckpt.errors import OptimizerMismatch, UnsupportedState
-from nxd_ckpt.formats.strides import Stride
-from nxd_ckpt.formats.tensors import Path
 
 
 class _Now:

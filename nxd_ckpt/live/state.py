@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 
-from nxd_ckpt.live.dtensor import Placed, is_dtensor, local_of, placed_of, traits_of
 from nxd_ckpt.core.manifest import ParameterSpec
 from nxd_ckpt.formats.strides import Stride, stride_of, with_note
 from nxd_ckpt.formats.tensors import Path, iter_tensors, map_tensors
+from nxd_ckpt.live.dtensor import Placed, is_dtensor, local_of, placed_of, traits_of
 
 MASTER_WEIGHTS = "master_weights"
 """Last part of the global name of a ZeRO-1 shard's full-precision values."""

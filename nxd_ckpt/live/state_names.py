@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+from nxd_ckpt.formats.tensors import Path
 from nxd_ckpt.live.state import MASTER_WEIGHTS
 from nxd_ckpt.live.zero1 import EXPERT_KEYS, MASTERS
-from nxd_ckpt.formats.tensors import Path
 
 PARAM_GROUPS = "optim/param_groups"
 """The options of all param groups."""

@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
-from nxd_ckpt.live.dtensor import local_of
 from nxd_ckpt.errors import UnsupportedState
 from nxd_ckpt.formats.tensors import copy_values
+from nxd_ckpt.live.dtensor import local_of
 
 _DRAWS = 100_000
 """Random tensors in one step, at most: to count them again takes 50 µs each."""

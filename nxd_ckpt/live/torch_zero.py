@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from nxd_ckpt.core.topology import Topology
+from nxd_ckpt.errors import UnsupportedState
 from nxd_ckpt.live.model import ModelAdapter
 from nxd_ckpt.live.optimizer_names import parameter_names
 from nxd_ckpt.live.optimizer_state import Keeps, LeafSource, keeps_nothing, options_of
 from nxd_ckpt.live.plain import PlainOptimizer
 from nxd_ckpt.live.state import State
-from nxd_ckpt.core.topology import Topology
-from nxd_ckpt.errors import UnsupportedState
 
 _MODULE = "torch.distributed.optim.zero_redundancy_optimizer"
 

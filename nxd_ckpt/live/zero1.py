@@ -15,6 +15,12 @@ from typing import Any
 
 import torch
 
+from nxd_ckpt.core.partition import zero1_rows
+from nxd_ckpt.core.suggestions import first_of
+from nxd_ckpt.core.topology import Topology
+from nxd_ckpt.errors import InvalidArgument, OptimizerMismatch, ShapeMismatch, UnsupportedState
+from nxd_ckpt.formats.strides import Stride
+from nxd_ckpt.formats.tensors import Path, dtype_name
 from nxd_ckpt.live.dtensor import Placed
 from nxd_ckpt.live.load_hooks import OptimizerHooks, keys_of_its_own
 from nxd_ckpt.live.optimizer_names import if_known
@@ -39,12 +45,6 @@ from nxd_ckpt.live.optimizer_state import (
 from nxd_ckpt.live.parameters import spec_of
 from nxd_ckpt.live.state import MASTER_WEIGHTS, OptimizerForm, State, StateTensor, state_of
 from nxd_ckpt.live.torch_xla import copy_in, to_cpu
-from nxd_ckpt.core.partition import zero1_rows
-from nxd_ckpt.core.suggestions import first_of
-from nxd_ckpt.core.topology import Topology
-from nxd_ckpt.errors import InvalidArgument, OptimizerMismatch, ShapeMismatch, UnsupportedState
-from nxd_ckpt.formats.strides import Stride
-from nxd_ckpt.formats.tensors import Path, dtype_name
 
 logger = logging.getLogger(__name__)
 

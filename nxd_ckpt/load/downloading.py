@@ -6,13 +6,13 @@ import os
 from collections.abc import Iterable
 
 from nxd_ckpt import effects
-from nxd_ckpt.formats.tensors import TensorStub
 from nxd_ckpt.core import names
+from nxd_ckpt.formats.tensors import TensorStub
+from nxd_ckpt.storage.base import Storage
+from nxd_ckpt.storage.cached import CachedStorage
 from nxd_ckpt.storage.progress import Counter, is_watched, report, watched
 from nxd_ckpt.tag.opened import OpenTag
 from nxd_ckpt.tag.reading import Leaf
-from nxd_ckpt.storage.base import Storage
-from nxd_ckpt.storage.cached import CachedStorage
 
 
 def open_cache(storage: Storage, tag: str, work_dir: str | os.PathLike[str] | None) -> CachedStorage:

@@ -6,11 +6,11 @@ import logging
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+from nxd_ckpt.coordination.agreement import Agreement, decided_by_rank0
 from nxd_ckpt.core.filtering import unmatched
 from nxd_ckpt.core.suggestions import listed
 from nxd_ckpt.core.topology import Topology
 from nxd_ckpt.errors import KeyMismatch, RanksDisagree
-from nxd_ckpt.coordination.agreement import Agreement, decided_by_rank0
 from nxd_ckpt.live.ignoring import digest
 from nxd_ckpt.load.filters import Filter
 from nxd_ckpt.load.options import LoadOptions

@@ -17,19 +17,19 @@ from typing import Any
 import torch
 
 from nxd_ckpt import effects
-from nxd_ckpt.live import torch_xla
-from nxd_ckpt.live.dtensor import refuse_sizes
-from nxd_ckpt.live.models import open_model
-from nxd_ckpt.live.optimizer import open_optimizer
-from nxd_ckpt.hugging_face.padding_rules import is_rounded
+from nxd_ckpt.coordination.agreement import Agreement, decided_by_rank0, on_all
 from nxd_ckpt.core.mapping import Match
 from nxd_ckpt.core.suggestions import first_of
 from nxd_ckpt.core.topology import Topology
 from nxd_ckpt.errors import DtypeMismatch, InvalidArgument, KeyMismatch, PartNotFound, ShapeMismatch
 from nxd_ckpt.formats.tensors import Assembly, torch_dtype
-from nxd_ckpt.tag.foreign.hugging_face_directory import HuggingFaceDirectory
-from nxd_ckpt.tag.find_mapping import find_mapping
-from nxd_ckpt.coordination.agreement import Agreement, decided_by_rank0, on_all
+from nxd_ckpt.hugging_face.mapped_directory import MappedDirectory
+from nxd_ckpt.hugging_face.packed_tensors import UnpackedTensors
+from nxd_ckpt.hugging_face.padding_rules import is_rounded
+from nxd_ckpt.live import torch_xla
+from nxd_ckpt.live.dtensor import refuse_sizes
+from nxd_ckpt.live.models import open_model
+from nxd_ckpt.live.optimizer import open_optimizer
 from nxd_ckpt.load.delivery import Delivery
 from nxd_ckpt.load.filter_agreement import Unmatched, refuse_unmatched
 from nxd_ckpt.load.filters import Filter
@@ -37,11 +37,11 @@ from nxd_ckpt.load.options import LoadOptions
 from nxd_ckpt.load.overwriting import fill_model, nbytes_of, overwriting
 from nxd_ckpt.load.placing import local_tree
 from nxd_ckpt.load.tied import refuse_unequal_ties, unequal_ties
-from nxd_ckpt.storage.progress import report, watched
-from nxd_ckpt.tag.reading import Leaf, LeafReader
-from nxd_ckpt.hugging_face.mapped_directory import MappedDirectory
-from nxd_ckpt.hugging_face.packed_tensors import UnpackedTensors
 from nxd_ckpt.storage.base import Storage
+from nxd_ckpt.storage.progress import report, watched
+from nxd_ckpt.tag.find_mapping import find_mapping
+from nxd_ckpt.tag.foreign.hugging_face_directory import HuggingFaceDirectory
+from nxd_ckpt.tag.reading import Leaf, LeafReader
 
 logger = logging.getLogger("nxd_ckpt")
 

@@ -8,22 +8,22 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
+from nxd_ckpt.core.manifest import ParameterSpec
+from nxd_ckpt.core.topology import Coordinates, Topology
+from nxd_ckpt.errors import OptimizerMismatch
 from nxd_ckpt.live.dtensor import refuse_sizes
+from nxd_ckpt.live.lora_names import is_adapter
 from nxd_ckpt.live.model import ModelAdapter
 from nxd_ckpt.live.optimizer import OptimizerAdapter, open_optimizer
 from nxd_ckpt.live.optimizer_dict import DictOptimizer
-from nxd_ckpt.live.lora_names import is_adapter
-from nxd_ckpt.core.manifest import ParameterSpec
-from nxd_ckpt.reshard.resharding import rescaled
-from nxd_ckpt.core.topology import Coordinates, Topology
-from nxd_ckpt.errors import OptimizerMismatch
 from nxd_ckpt.load.filters import Filter
 from nxd_ckpt.load.options import LoadOptions
-from nxd_ckpt.tag.opened import OpenTag
 from nxd_ckpt.reshard.optimizer_names import OptimizerNames, is_number
 from nxd_ckpt.reshard.reshard_context import ReshardContext
 from nxd_ckpt.reshard.resharded_state import ReshardedState
+from nxd_ckpt.reshard.resharding import rescaled
 from nxd_ckpt.reshard.target import Target, TargetRank
+from nxd_ckpt.tag.opened import OpenTag
 
 
 def load_context(

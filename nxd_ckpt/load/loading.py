@@ -14,6 +14,7 @@ from contextlib import ExitStack, nullcontext
 from typing import Any, cast
 
 from nxd_ckpt import effects
+from nxd_ckpt.coordination.agreement import Agreement, Alone, decided_by_rank0, on_all
 from nxd_ckpt.core.tags import Tag
 from nxd_ckpt.core.topology import Topology
 from nxd_ckpt.errors import (
@@ -23,8 +24,6 @@ from nxd_ckpt.errors import (
     TagReplaced,
 )
 from nxd_ckpt.gc_paused import garbage_left
-from nxd_ckpt.tag.foreign.hugging_face_directory import is_hugging_face
-from nxd_ckpt.coordination.agreement import Agreement, Alone, decided_by_rank0, on_all
 from nxd_ckpt.load.downloading import open_cache
 from nxd_ckpt.load.filter_agreement import word_of
 from nxd_ckpt.load.hugging_face import load_hugging_face
@@ -32,12 +31,13 @@ from nxd_ckpt.load.options import LoadOptions
 from nxd_ckpt.load.overwriting import overwriting
 from nxd_ckpt.load.prepared import PreparedLoad
 from nxd_ckpt.load.retries import Tries
+from nxd_ckpt.storage.base import Storage
 from nxd_ckpt.storage.progress import report
+from nxd_ckpt.tag.foreign.hugging_face_directory import is_hugging_face
 from nxd_ckpt.tag.identity import of_latest
 from nxd_ckpt.tag.nearest import Copy, Source, choose_nearest
 from nxd_ckpt.tag.opened import OpenTag
 from nxd_ckpt.tag.opening import open_complete_tag
-from nxd_ckpt.storage.base import Storage
 
 logger = logging.getLogger("nxd_ckpt")
 

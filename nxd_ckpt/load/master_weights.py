@@ -10,13 +10,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from nxd_ckpt.live.parameters import form_of, is_tensor
-from nxd_ckpt.live.state import MASTER_WEIGHTS, OptimizerForm, OptimizerSlot
-from nxd_ckpt.live.zero1 import MASTERS
 from nxd_ckpt.core.box import Box
 from nxd_ckpt.core.manifest import ParameterSpec
 from nxd_ckpt.core.partition import Piece, zero1_pieces, zero1_shape
 from nxd_ckpt.formats.tensors import Assembly
+from nxd_ckpt.live.parameters import form_of, is_tensor
+from nxd_ckpt.live.state import MASTER_WEIGHTS, OptimizerForm, OptimizerSlot
+from nxd_ckpt.live.zero1 import MASTERS
 from nxd_ckpt.load.placing import part_of
 from nxd_ckpt.tag.reading import Leaf
 

@@ -11,8 +11,8 @@ from typing_extensions import TypedDict
 from nxd_ckpt.core.heads import Hardware
 from nxd_ckpt.core.partition import Partition
 from nxd_ckpt.errors import InvalidArgument
-from nxd_ckpt.tag.find_mapping import Given
 from nxd_ckpt.live.ignoring import IgnoreKeys
+from nxd_ckpt.options.hugging_face import MappingSource
 from nxd_ckpt.storage.urls import StrPath
 
 Verify = bool | Literal["reading"]
@@ -86,7 +86,7 @@ class LoadOptions:
     work_dir: StrPath | None = None
     trust_pickle: bool = False
     progress: bool = True
-    mapping: Given = None
+    mapping: MappingSource = None
     kv_size_multiplier: int = 1
     hardware: Hardware = "trn1"
     key_mapping: Mapping[str, str] | None = None
@@ -139,7 +139,7 @@ class OurLoadKeywords(TypedDict, total=False):
     work_dir: StrPath | None
     trust_pickle: bool
     progress: bool
-    mapping: Given
+    mapping: MappingSource
     kv_size_multiplier: int
     hardware: Hardware
     key_mapping: Mapping[str, str] | None

@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 
-from nxd_ckpt.live.model import ModelAdapter
 from nxd_ckpt.errors import CheckpointError
 from nxd_ckpt.formats.strides import stored_stride, strided
 from nxd_ckpt.formats.tensors import Assembly, TensorStub, itemsize, map_tensors
+from nxd_ckpt.live.model import ModelAdapter
 from nxd_ckpt.load.delivery import Delivery
 from nxd_ckpt.tag.reading import Leaf
 

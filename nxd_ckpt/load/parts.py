@@ -6,12 +6,12 @@ import logging
 from collections.abc import Iterator
 from typing import Any
 
-from nxd_ckpt.live.random_state import is_random_state
 from nxd_ckpt.core.data_position import Position, check_position, is_complete, is_data_position, put_together
 from nxd_ckpt.core.limits import shown
 from nxd_ckpt.core.topology import Coordinates, Topology
 from nxd_ckpt.errors import CorruptCheckpoint, IncompatibleState, PartLost, PartNotFound, UnsafePickle
 from nxd_ckpt.live.ignoring import RANDOM_STATE
+from nxd_ckpt.live.random_state import is_random_state
 from nxd_ckpt.load.filters import Filter
 from nxd_ckpt.tag.opened import OpenTag
 

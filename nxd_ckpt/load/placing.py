@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from nxd_ckpt.live.dtensor import Placed
 from nxd_ckpt.core.partition import Piece
 from nxd_ckpt.formats.strides import dense, stride_of, with_stride
 from nxd_ckpt.formats.tensors import Assembly, Fragment, Path, TensorStub, iter_tensors, map_tensors
+from nxd_ckpt.live.dtensor import Placed
 from nxd_ckpt.tag.reading import Leaf
 
 

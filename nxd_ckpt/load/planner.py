@@ -11,6 +11,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
+from nxd_ckpt.core.renaming import NOT_LIVE
+from nxd_ckpt.core.suggestions import first_of, listed
+from nxd_ckpt.errors import OptimizerMismatch, PartLost, PartNotFound
 from nxd_ckpt.live.model import ModelAdapter
 from nxd_ckpt.live.optimizer import OptimizerAdapter
 from nxd_ckpt.live.optimizer_class import check_class
@@ -18,12 +21,6 @@ from nxd_ckpt.live.optimizer_dict import DictOptimizer
 from nxd_ckpt.live.parameters import form_of, is_tensor
 from nxd_ckpt.live.state import MASTER_WEIGHTS, OptimizerForm
 from nxd_ckpt.live.state_names import PARAM_GROUPS, without
-from nxd_ckpt.core.renaming import NOT_LIVE
-from nxd_ckpt.reshard.resharding import check_partitions
-from nxd_ckpt.core.suggestions import first_of, listed
-from nxd_ckpt.errors import OptimizerMismatch, PartLost, PartNotFound
-from nxd_ckpt.tag.files import MissingTensor
-from nxd_ckpt.tag.state_dicts import refuse_numbers
 from nxd_ckpt.load.load_context import LoadContext
 from nxd_ckpt.load.master_weights import ExactWeights, exact_weights, of_other_dtype
 from nxd_ckpt.load.placing import local_tree
@@ -31,6 +28,9 @@ from nxd_ckpt.load.tied import refuse_unequal_ties, unequal_ties
 from nxd_ckpt.load.trees import LoadTrees
 from nxd_ckpt.reshard.optimizer_names import is_number
 from nxd_ckpt.reshard.resharded_optimizer import ReshardedOptimizer
+from nxd_ckpt.reshard.resharding import check_partitions
+from nxd_ckpt.tag.files import MissingTensor
+from nxd_ckpt.tag.state_dicts import refuse_numbers
 
 logger = logging.getLogger("nxd_ckpt")
 

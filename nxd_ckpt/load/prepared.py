@@ -12,16 +12,16 @@ from typing import Any
 import torch
 
 from nxd_ckpt import effects
-from nxd_ckpt.live import torch_xla
-from nxd_ckpt.live.dtensor import names_without_wrappers
-from nxd_ckpt.live.model import ModelAdapter
-from nxd_ckpt.live.models import open_model
+from nxd_ckpt.coordination.agreement import Agreement
 from nxd_ckpt.core.topology import Coordinates, Topology
 from nxd_ckpt.errors import CheckpointError, CorruptCheckpoint, OptimizerMismatch
 from nxd_ckpt.formats.tensors import allocated, iter_leaves
 from nxd_ckpt.gc_paused import garbage_left
-from nxd_ckpt.reshard.plain_values import ABSENT
-from nxd_ckpt.coordination.agreement import Agreement
+from nxd_ckpt.live import torch_xla
+from nxd_ckpt.live.dtensor import names_without_wrappers
+from nxd_ckpt.live.model import ModelAdapter
+from nxd_ckpt.live.models import open_model
+from nxd_ckpt.live.save_state import SaveState
 from nxd_ckpt.load.delivery import Delivery
 from nxd_ckpt.load.downloading import download
 from nxd_ckpt.load.filter_agreement import Unmatched, refuse_unmatched
@@ -36,11 +36,11 @@ from nxd_ckpt.load.renamed_tag import RenamedTag
 from nxd_ckpt.load.replicas import WORTH_IT, Broadcast, ReplicaShares, agree_on_shares, open_broadcast
 from nxd_ckpt.load.scheduled_rates import lacks_scheduled_rates, with_scheduled_rates
 from nxd_ckpt.load.unknown_names import refuse_strangers
+from nxd_ckpt.reshard.plain_values import ABSENT
+from nxd_ckpt.storage.cached import CachedStorage
 from nxd_ckpt.storage.progress import is_watched, watched
-from nxd_ckpt.save.plan import SaveState
 from nxd_ckpt.tag.opened import OpenTag
 from nxd_ckpt.tag.reading import Leaf, Takes
-from nxd_ckpt.storage.cached import CachedStorage
 
 logger = logging.getLogger("nxd_ckpt")
 

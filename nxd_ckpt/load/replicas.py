@@ -16,13 +16,12 @@ from typing import Any
 
 import torch
 
-from nxd_ckpt import errors
-from nxd_ckpt import effects
+from nxd_ckpt import effects, errors
+from nxd_ckpt.coordination.agreement import Agreement, on_all
 from nxd_ckpt.core.closing import Closing
 from nxd_ckpt.core.topology import Topology
 from nxd_ckpt.errors import CheckpointError
 from nxd_ckpt.formats.tensors import Assembly, byte_view, itemsize
-from nxd_ckpt.coordination.agreement import Agreement, on_all
 from nxd_ckpt.tag.reading import Leaf
 
 logger = logging.getLogger("nxd_ckpt")

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from nxd_ckpt.errors import CheckpointNotFound, CorruptCheckpoint, PartLost, PeerTimeout, TagReplaced
-from nxd_ckpt.core import names
 from nxd_ckpt.coordination.agreement import Agreement, decided_by_rank0, on_all
+from nxd_ckpt.core import names
+from nxd_ckpt.errors import CheckpointNotFound, CorruptCheckpoint, PartLost, PeerTimeout, TagReplaced
 from nxd_ckpt.load.options import LoadOptions
 from nxd_ckpt.load.overwriting import PARTLY
+from nxd_ckpt.storage.base import Replicated, Storage
 from nxd_ckpt.tag.nearest import Copy, Source, say_taken, taken_from
 from nxd_ckpt.tag.union import (
     SameSave,
@@ -20,7 +21,6 @@ from nxd_ckpt.tag.union import (
     same_save,
     survey,
 )
-from nxd_ckpt.storage.base import Replicated, Storage
 
 Doubts = Sequence[tuple[str, int]]
 """What is ``distrusted``, see :class:`~nxd_ckpt.storage.base.Replicated`."""

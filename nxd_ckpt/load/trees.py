@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
+from nxd_ckpt.errors import OptimizerMismatch
+from nxd_ckpt.formats.tensors import Assembly, Path, TensorStub, iter_leaves, iter_tensors
 from nxd_ckpt.live.dtensor import Placed
 from nxd_ckpt.live.model import ModelAdapter
 from nxd_ckpt.live.optimizer import OptimizerAdapter
@@ -14,8 +16,6 @@ from nxd_ckpt.live.optimizer_dict import DictOptimizer
 from nxd_ckpt.live.optimizer_state import Keeps, keeps_nothing
 from nxd_ckpt.live.state import MASTER_WEIGHTS
 from nxd_ckpt.live.zero1 import EXPERT_KEYS, MASTERS
-from nxd_ckpt.errors import OptimizerMismatch
-from nxd_ckpt.formats.tensors import Assembly, Path, TensorStub, iter_leaves, iter_tensors
 from nxd_ckpt.reshard.plain_values import ABSENT
 from nxd_ckpt.tag.reading import Leaf
 

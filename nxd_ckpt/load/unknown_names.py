@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from hashlib import sha256
 
+from nxd_ckpt.coordination.agreement import Agreement, decided_by_rank0
 from nxd_ckpt.core.suggestions import listed
 from nxd_ckpt.errors import KeyMismatch, OptimizerMismatch
-from nxd_ckpt.coordination.agreement import Agreement, decided_by_rank0
 
 
 def refuse_strangers(agreement: Agreement, strangers: Sequence[str], where: str) -> None:

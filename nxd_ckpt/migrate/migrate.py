@@ -14,10 +14,6 @@ from nxd_ckpt.conversion.conversion import convert
 from nxd_ckpt.conversion.export import Export, export_checkpoint
 from nxd_ckpt.conversion.head_copies import are_converted
 from nxd_ckpt.conversion.job import HuggingFaceTarget, Job, metrics_of
-from nxd_ckpt.output.locations import locate_any, locate_apart, locate_output, location_of, refuse_inside
-from nxd_ckpt.output.model_files import config_in, read_config
-from nxd_ckpt.migrate.source import Origin, find_origin
-from nxd_ckpt.output.output import TORCH_DCP, Output
 from nxd_ckpt.conversion.to_dcp import write_dcp
 from nxd_ckpt.core.heads import HARDWARE, Hardware
 from nxd_ckpt.core.mapping import ModelMapping
@@ -26,18 +22,22 @@ from nxd_ckpt.core.sizes import Sizes
 from nxd_ckpt.core.topology import Topology
 from nxd_ckpt.core.torchtitan_names import TorchTitanNames
 from nxd_ckpt.errors import InvalidArgument, TopologyMismatch, UnsupportedState, as_checkpoint_errors
-from nxd_ckpt.tag.find_mapping import INFERENCE, Given, find_mapping, inference_sizes
-from nxd_ckpt.tag.foreign.recognise import Writer
-from nxd_ckpt.options.execution import ExecutionOptions
-from nxd_ckpt.options.hugging_face import ExportKeywords
-from nxd_ckpt.options.migration import MigrateKeywords, MigrateOptions
-from nxd_ckpt.options.torch_forms import ToDcpOptions
-from nxd_ckpt.reshard.dcp_state import DcpState
 from nxd_ckpt.hugging_face.hugging_face_tag import HuggingFaceTag, HuggingFaceTerms
 from nxd_ckpt.hugging_face.mapped_tag import MappedTag
+from nxd_ckpt.migrate.source import Origin, find_origin
 from nxd_ckpt.migrate.torchtitan_state import TorchTitanState, counters
+from nxd_ckpt.options.execution import ExecutionOptions
+from nxd_ckpt.options.hugging_face import ExportKeywords, MappingSource
+from nxd_ckpt.options.migration import MigrateKeywords, MigrateOptions
+from nxd_ckpt.options.torch_forms import ToDcpOptions
+from nxd_ckpt.output.locations import locate_any, locate_apart, locate_output, location_of, refuse_inside
+from nxd_ckpt.output.model_files import config_in, read_config
+from nxd_ckpt.output.output import TORCH_DCP, Output
+from nxd_ckpt.reshard.dcp_state import DcpState
 from nxd_ckpt.reshard.whole_tag import WholeTag
 from nxd_ckpt.storage.urls import StrPath, join
+from nxd_ckpt.tag.find_mapping import INFERENCE, find_mapping, inference_sizes
+from nxd_ckpt.tag.foreign.recognise import Writer
 
 
 @dataclass(frozen=True)
@@ -154,7 +154,7 @@ def _terms(origin: Origin, chosen: MigrateOptions) -> HuggingFaceTerms:
     )
 
 
-def _given(origin: Origin, chosen: MigrateOptions) -> Given:
+def _given(origin: Origin, chosen: MigrateOptions) -> MappingSource:
     return chosen.mapping if chosen.mapping is not None else origin.mapping
 
 

@@ -11,8 +11,8 @@ from nxd_ckpt.core.box import Box
 from nxd_ckpt.core.dcp_names import DcpNames
 from nxd_ckpt.core.torchtitan_names import TorchTitanNames, rows_in_pairs
 from nxd_ckpt.formats.tensors import Assembly, Fragment, TensorStub
-from nxd_ckpt.reshard.dcp_state import DcpState
 from nxd_ckpt.hugging_face.hugging_face_tag import HuggingFaceTag
+from nxd_ckpt.reshard.dcp_state import DcpState
 from nxd_ckpt.reshard.whole_tag import WholeTag
 
 NAMES = DcpNames(model="", optim="optimizer", flat_optimizer=True, content="")

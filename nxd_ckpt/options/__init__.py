@@ -1,4 +1,4 @@
-"""What the tools take by keyword, as ``core.options`` describes it: the commands make their flags and help of it.
+"""Keywords of the tools, as ``core.option_classes`` describes them: the commands make their flags and help of them.
 
 Knows no torch, which ``nxd-ckpt --help`` does not wait for.
 """

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from typing_extensions import TypedDict
 
 from nxd_ckpt.core.heads import Hardware
 from nxd_ckpt.errors import InvalidArgument
-from nxd_ckpt.tag.find_mapping import Given
 from nxd_ckpt.options.execution import NewJobKeywords, NewJobOptions, SavedNames, SharedKeywords, SharedOptions
 from nxd_ckpt.storage.urls import StrPath
+
+MappingSource = str | os.PathLike[str] | Mapping[str, Any] | None
+"""The name of a mapping that the package ships, the path of a JSON or YAML file, the document itself, or None."""
+
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 
@@ -31,7 +36,7 @@ class MappingOptions:
     """
 
     config: StrPath | None = None
-    mapping: Given = None
+    mapping: MappingSource = None
     kv_size_multiplier: int = 1
     hardware: Hardware = "trn1"
     pad_attn_heads: bool = False
@@ -45,7 +50,7 @@ class MappingOptions:
 
 class MappingKeywords(TypedDict, total=False):
     config: StrPath | None
-    mapping: Given
+    mapping: MappingSource
     kv_size_multiplier: int
     hardware: Hardware
     pad_attn_heads: bool

@@ -9,6 +9,7 @@ from typing_extensions import TypedDict
 
 from nxd_ckpt.core.partition import Partition
 from nxd_ckpt.errors import InvalidArgument
+from nxd_ckpt.options.checkpointer_options import DEFAULT_TIMEOUT
 from nxd_ckpt.options.execution import (
     ExecutionKeywords,
     ExecutionOptions,
@@ -18,7 +19,6 @@ from nxd_ckpt.options.execution import (
     SavedNames,
     check_workers,
 )
-from nxd_ckpt.options.checkpointer_options import DEFAULT_TIMEOUT
 from nxd_ckpt.storage.urls import StorageOptions
 
 

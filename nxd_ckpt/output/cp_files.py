@@ -7,17 +7,17 @@ from concurrent.futures import Executor
 from contextlib import nullcontext
 from enum import Enum
 
-from nxd_ckpt.output.host_copies import HostCopies
-from nxd_ckpt.output.tag_file import TagFile
-from nxd_ckpt.output.transfer import Progress, copy, digest, link, must_be, sync
+from nxd_ckpt.core import names
 from nxd_ckpt.core.manifest import FileEntry
 from nxd_ckpt.errors import DigestMismatch, MalformedFile, PartNotFound
 from nxd_ckpt.formats import crc32
-from nxd_ckpt.core import names
+from nxd_ckpt.output.host_copies import HostCopies
+from nxd_ckpt.output.tag_file import TagFile
+from nxd_ckpt.output.transfer import Progress, copy, digest, link, must_be, sync
+from nxd_ckpt.storage.base import Replicated, Storage, is_mounted, remove_if
 from nxd_ckpt.tag.files import TagFiles
 from nxd_ckpt.tag.opened import OpenTag
 from nxd_ckpt.tag.union import changed_everywhere
-from nxd_ckpt.storage.base import Replicated, Storage, is_mounted, remove_if
 from nxd_ckpt.tag.verify import DigestsInside, files_of
 
 _MEMORY = 8 * 2**20

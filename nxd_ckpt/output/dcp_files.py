@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 from nxd_ckpt.core.dcp_chunks import DcpChunk
 from nxd_ckpt.formats.tensors import Assembly
 from nxd_ckpt.formats.torch_zip_writer import JoinedImage
-from nxd_ckpt.save.planned_file import NamedTensor, PlannedFile
 from nxd_ckpt.reshard.dcp_state import DcpState, DcpTensor
+from nxd_ckpt.save.planned_file import NamedTensor, PlannedFile
 
 _SMALL = 2**20
 """Bytes of a tensor below which it shares a file with others."""

@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing
 
 from nxd_ckpt import effects
+from nxd_ckpt.errors import MalformedFile
 from nxd_ckpt.output.tag_file import TagFile
 from nxd_ckpt.output.transfer import Progress
-from nxd_ckpt.errors import MalformedFile
 from nxd_ckpt.storage.base import Storage, remove_if
 from nxd_ckpt.storage.hosts.storage import HostsStorage
 

@@ -7,13 +7,10 @@ import os
 from contextlib import suppress
 from dataclasses import dataclass, field
 
+from nxd_ckpt.coordination.replacement import Replacement
+from nxd_ckpt.core.names import DONE
 from nxd_ckpt.core.tags import validate_tag
 from nxd_ckpt.errors import CheckpointNotFound, InvalidArgument
-from nxd_ckpt.tag.foreign import nemo
-from nxd_ckpt.tag import tiered
-from nxd_ckpt.tag.directory import list_tags, may_be_replaced, require_directory, tag_around
-from nxd_ckpt.core.names import DONE
-from nxd_ckpt.coordination.replacement import Replacement
 from nxd_ckpt.storage.base import Storage
 from nxd_ckpt.storage.fsspec_storage import without_password
 from nxd_ckpt.storage.urls import (
@@ -27,6 +24,9 @@ from nxd_ckpt.storage.urls import (
     local_path,
     open_storage,
 )
+from nxd_ckpt.tag import tiered
+from nxd_ckpt.tag.directory import list_tags, may_be_replaced, require_directory, tag_around
+from nxd_ckpt.tag.foreign import nemo
 
 logger = logging.getLogger("nxd_ckpt")
 

@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 
 from nxd_ckpt.core import document
 from nxd_ckpt.errors import InvalidArgument
-from nxd_ckpt.tag.foreign.hugging_face_directory import CONFIG
-from nxd_ckpt.tag.foreign.quantization import without_quantization
 from nxd_ckpt.storage.base import Storage
 from nxd_ckpt.storage.urls import StorageOptions, directory_and_name, open_storage, options_for
+from nxd_ckpt.tag.foreign.hugging_face_directory import CONFIG
+from nxd_ckpt.tag.foreign.quantization import without_quantization
 
 _MODEL = (CONFIG, "generation_config.json")
 _TOKENIZER = (

@@ -1,6 +1,6 @@
 """What an export, an unsharding or a packing makes: it appears when it is whole, and what was there stays until then.
 
-On a file system it is written beside its place, and gets its name at the end (see runtime.coordination.replacement). An
+On a file system it is written beside its place, and gets its name at the end (see coordination.replacement). An
 object store has no renames: there the files are written in place. What readers look for first (the index, or the one
 file) comes last.
 """
@@ -12,8 +12,8 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
-from nxd_ckpt.output.locations import Location, settle
 from nxd_ckpt.errors import InvalidArgument
+from nxd_ckpt.output.locations import Location, settle
 from nxd_ckpt.storage.base import DirEntry
 
 

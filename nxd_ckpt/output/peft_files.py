@@ -6,12 +6,12 @@ import json
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from nxd_ckpt.output.model_files import ModelFile
 from nxd_ckpt.core import document
-from nxd_ckpt.hugging_face.adapter_mapping import PREFIX
-from nxd_ckpt.live.lora_names import CONFIG, is_adapter
 from nxd_ckpt.core.topology import Coordinates
 from nxd_ckpt.errors import PartNotFound, UnsupportedState
+from nxd_ckpt.hugging_face.adapter_mapping import PREFIX
+from nxd_ckpt.live.lora_names import CONFIG, is_adapter
+from nxd_ckpt.output.model_files import ModelFile
 from nxd_ckpt.tag.foreign.recognise import ADAPTER_SHARDS
 from nxd_ckpt.tag.opened import OpenTag
 

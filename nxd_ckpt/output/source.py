@@ -7,18 +7,18 @@ from functools import lru_cache, partial
 from itertools import starmap
 from typing import Any
 
-from nxd_ckpt.live.optimizer_state import STEP
-from nxd_ckpt.live.parameters import is_tensor
-from nxd_ckpt.output.locations import Location
+from nxd_ckpt.core import names
 from nxd_ckpt.core.partition import zero1_shape
 from nxd_ckpt.core.topology import Coordinates
 from nxd_ckpt.errors import CheckpointNotFound, MalformedFile, PartNotFound, UnsupportedState
 from nxd_ckpt.formats.tensors import Assembly, TensorStub
-from nxd_ckpt.tag.foreign import legacy
-from nxd_ckpt.core import names
-from nxd_ckpt.tag.grid import describe, holes
-from nxd_ckpt.tag.foreign.untagged import is_untagged, open_untagged
+from nxd_ckpt.live.optimizer_state import STEP
+from nxd_ckpt.live.parameters import is_tensor
+from nxd_ckpt.output.locations import Location
 from nxd_ckpt.tag.choosing import settle_swap
+from nxd_ckpt.tag.foreign import legacy
+from nxd_ckpt.tag.foreign.untagged import is_untagged, open_untagged
+from nxd_ckpt.tag.grid import describe, holes
 from nxd_ckpt.tag.opened import OpenTag
 from nxd_ckpt.tag.opening import open_complete_tag
 

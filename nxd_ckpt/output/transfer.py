@@ -8,10 +8,10 @@ from concurrent.futures import Executor
 from contextlib import closing
 from itertools import groupby
 
-from nxd_ckpt.output.prefetch import prefetched
 from nxd_ckpt.core.manifest import CRC_BLOCK, FileEntry
 from nxd_ckpt.errors import DigestMismatch, MalformedFile, PartNotFound
 from nxd_ckpt.formats import crc32
+from nxd_ckpt.output.prefetch import prefetched
 from nxd_ckpt.storage.arena import Arena
 from nxd_ckpt.storage.base import Storage, Writer, completed
 from nxd_ckpt.storage.local import LocalStorage

@@ -11,8 +11,8 @@ import torch
 
 from nxd_ckpt.formats.safetensors import SafetensorsImage, TensorForm, lay_out
 from nxd_ckpt.formats.tensors import Assembly
-from nxd_ckpt.tag.foreign.hugging_face_directory import SINGLE
 from nxd_ckpt.save.planned_file import NamedTensor, PlannedFile
+from nxd_ckpt.tag.foreign.hugging_face_directory import SINGLE
 
 _METADATA = {"format": "pt"}
 """transformers refuses files that do not say this."""

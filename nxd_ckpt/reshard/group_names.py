@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from nxd_ckpt.live.parameters import form_of, is_tensor
 from nxd_ckpt.core.param_groups import NOT_DECAYED, grouped
 from nxd_ckpt.core.topology import Coordinates
 from nxd_ckpt.errors import OptimizerMismatch
-from nxd_ckpt.tag.opened import OpenTag
+from nxd_ckpt.live.parameters import form_of, is_tensor
 from nxd_ckpt.reshard.optimizer_names import is_number
 from nxd_ckpt.reshard.saved_optimizer import SavedSlot, saved_optimizer
+from nxd_ckpt.tag.opened import OpenTag
 
 COMPUTED = "rotary_emb.inv_freq"
 """What the names of tensors end in that are no parameters."""

@@ -6,13 +6,13 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from nxd_ckpt.live.parameters import form_of, is_tensor
 from nxd_ckpt.core.manifest import ParameterSpec
 from nxd_ckpt.core.partition import Partition
 from nxd_ckpt.core.topology import Coordinates
 from nxd_ckpt.errors import TopologyMismatch
 from nxd_ckpt.formats import crc32
 from nxd_ckpt.formats.tensors import digest_of
+from nxd_ckpt.live.parameters import form_of, is_tensor
 from nxd_ckpt.tag.opened import OpenTag
 
 

@@ -17,11 +17,11 @@ from nxd_ckpt.core.box import Box
 from nxd_ckpt.core.manifest import ParameterSpec
 from nxd_ckpt.core.partition import Partition
 from nxd_ckpt.core.reads import Cut, CutIndex, Read
-from nxd_ckpt.reshard.resharding import derived, plan_parameter, respecified
 from nxd_ckpt.core.topology import Coordinates, Topology
 from nxd_ckpt.errors import MalformedFile
 from nxd_ckpt.formats.strides import dense, stride_of
 from nxd_ckpt.formats.tensors import Assembly, Fragment, TensorStub
+from nxd_ckpt.reshard.resharding import derived, plan_parameter, respecified
 from nxd_ckpt.tag.opened import OpenTag
 
 

@@ -6,14 +6,14 @@ from collections.abc import Callable, Iterable, Mapping
 from functools import cached_property
 from typing import Any
 
-from nxd_ckpt.live.parameters import form_of, is_tensor
 from nxd_ckpt.core.manifest import ParameterSpec
 from nxd_ckpt.core.reads import CutIndex
 from nxd_ckpt.core.topology import Coordinates
 from nxd_ckpt.errors import TopologyMismatch
 from nxd_ckpt.formats.tensors import Assembly, TensorStub, digest_of, iter_tensors
-from nxd_ckpt.tag.files import MissingTensor
+from nxd_ckpt.live.parameters import form_of, is_tensor
 from nxd_ckpt.reshard.reshard_context import ReshardContext, assembled
+from nxd_ckpt.tag.files import MissingTensor
 
 
 class ReshardedModel:

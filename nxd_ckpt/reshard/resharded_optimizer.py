@@ -9,10 +9,6 @@ from typing import Any
 
 import torch
 
-from nxd_ckpt.live.optimizer_state import STEP
-from nxd_ckpt.live.parameters import form_of, is_tensor
-from nxd_ckpt.live.state import MASTER_WEIGHTS, OptimizerForm, OptimizerSlot
-from nxd_ckpt.live.zero1 import EXPERT_KEYS, MASTERS
 from nxd_ckpt.core.manifest import ParameterSpec
 from nxd_ckpt.core.partition import zero1_shape
 from nxd_ckpt.core.reads import CutIndex, Read
@@ -20,11 +16,15 @@ from nxd_ckpt.core.suggestions import first_of
 from nxd_ckpt.core.topology import Coordinates
 from nxd_ckpt.errors import IncompatibleState, OptimizerMismatch, TopologyMismatch
 from nxd_ckpt.formats.tensors import Assembly, TensorStub, by_digest, iter_tensors
-from nxd_ckpt.tag.state_dicts import refuse_numbers
+from nxd_ckpt.live.optimizer_state import STEP
+from nxd_ckpt.live.parameters import form_of, is_tensor
+from nxd_ckpt.live.state import MASTER_WEIGHTS, OptimizerForm, OptimizerSlot
+from nxd_ckpt.live.zero1 import EXPERT_KEYS, MASTERS
 from nxd_ckpt.reshard.optimizer_names import OptimizerNames
 from nxd_ckpt.reshard.reshard_context import ReshardContext, assembled
 from nxd_ckpt.reshard.resharded_model import ReshardedModel
 from nxd_ckpt.reshard.saved_optimizer import SavedOptimizer, SavedSlot, saved_optimizer
+from nxd_ckpt.tag.state_dicts import refuse_numbers
 
 Covers = Callable[[str], bool]
 """Tells by a global name whether something is left out."""

@@ -7,19 +7,19 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from nxd_ckpt.live.state import MASTER_WEIGHTS
 from nxd_ckpt.core.manifest import ParameterSpec
 from nxd_ckpt.core.partition import Partition
 from nxd_ckpt.core.topology import Topology
 from nxd_ckpt.errors import PartLost, PartNotFound
 from nxd_ckpt.formats.tensors import Assembly
-from nxd_ckpt.tag.files import MissingTensor
-from nxd_ckpt.tag.opened import OpenTag
+from nxd_ckpt.live.state import MASTER_WEIGHTS
 from nxd_ckpt.reshard.optimizer_names import OptimizerNames, is_number
 from nxd_ckpt.reshard.recorded_parameters import recorded_parameters
 from nxd_ckpt.reshard.reshard_context import ReshardContext
 from nxd_ckpt.reshard.resharded_model import ReshardedModel
 from nxd_ckpt.reshard.resharded_optimizer import ReshardedOptimizer
+from nxd_ckpt.tag.files import MissingTensor
+from nxd_ckpt.tag.opened import OpenTag
 
 
 class ReshardedState:

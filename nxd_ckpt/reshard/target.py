@@ -10,22 +10,22 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from nxd_ckpt.live.optimizer_state import STEP
-from nxd_ckpt.live.parameters import form_of
-from nxd_ckpt.live.state import MASTER_WEIGHTS, ModelState, OptimizerForm, OptimizerSlot, State, StateTensor
-from nxd_ckpt.live.zero1 import MASTERS
 from nxd_ckpt.core.manifest import ParameterSpec
 from nxd_ckpt.core.partition import Partition
-from nxd_ckpt.reshard.stages import restaged
 from nxd_ckpt.core.topology import Coordinates, Topology
 from nxd_ckpt.errors import OptimizerMismatch, PartNotFound, TopologyMismatch
 from nxd_ckpt.formats.tensors import Assembly, Path, TensorStub, iter_tensors
-from nxd_ckpt.save.plan import SaveState
-from nxd_ckpt.tag.opened import OpenTag
+from nxd_ckpt.live.optimizer_state import STEP
+from nxd_ckpt.live.parameters import form_of
+from nxd_ckpt.live.save_state import SaveState
+from nxd_ckpt.live.state import MASTER_WEIGHTS, ModelState, OptimizerForm, OptimizerSlot, State, StateTensor
+from nxd_ckpt.live.zero1 import MASTERS
 from nxd_ckpt.reshard.optimizer_names import is_number
 from nxd_ckpt.reshard.reshard_context import ReshardContext
 from nxd_ckpt.reshard.resharded_state import ReshardedState, recorded_state
 from nxd_ckpt.reshard.saved_optimizer import SavedSlot
+from nxd_ckpt.reshard.stages import restaged
+from nxd_ckpt.tag.opened import OpenTag
 
 _LEAVES = (TensorStub, Assembly)
 
@@ -44,7 +44,7 @@ class Target:
         use_xser: None keeps it.
         model: whether the model is wanted; the optimizer is where there is one.
         partitions: how parameters of the tag were cut, by name, where it does not say.
-        stages: the names of each of the target's pipeline stages; by default as core.stages has it.
+        stages: the names of each of the target's pipeline stages; by default as reshard.stages has it.
         saved_names: the optimizer's parameter names as saved, by stage and group, where the tag does not say.
         ignores: names of the model that are not wanted.
     """

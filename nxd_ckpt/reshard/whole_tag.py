@@ -12,18 +12,18 @@ from functools import cached_property
 from math import prod
 from typing import Any
 
-from nxd_ckpt.live.optimizer_state import STEP
-from nxd_ckpt.live.parameters import form_of, is_tensor
 from nxd_ckpt.core.manifest import ParameterSpec
 from nxd_ckpt.core.partition import Partition
 from nxd_ckpt.core.suggestions import closest
 from nxd_ckpt.core.topology import Topology
 from nxd_ckpt.errors import KeyMismatch, OptimizerMismatch, TopologyMismatch
 from nxd_ckpt.formats.tensors import Assembly, Path, TensorStub, by_digest, itemsize, iter_leaves, iter_tensors
+from nxd_ckpt.live.optimizer_state import STEP
+from nxd_ckpt.live.parameters import form_of, is_tensor
+from nxd_ckpt.reshard.resharded_state import recorded_state
 from nxd_ckpt.tag.files import MissingTensor
 from nxd_ckpt.tag.opened import OpenTag
 from nxd_ckpt.tag.verification import refuse_missing
-from nxd_ckpt.reshard.resharded_state import recorded_state
 
 _LEAVES = (TensorStub, Assembly, MissingTensor)
 

@@ -8,21 +8,21 @@ from typing import Any, TypeVar
 
 import torch
 
-from nxd_ckpt.live.model import ModelAdapter
-from nxd_ckpt.live.models import open_model
-from nxd_ckpt.live.optimizer import open_optimizer
-from nxd_ckpt.live.state import ModelState, State, StateTensor
 from nxd_ckpt.core.manifest import ParameterSpec
 from nxd_ckpt.core.partition import Partition
-from nxd_ckpt.reshard.resharding import check_partitions
 from nxd_ckpt.core.topology import Topology
 from nxd_ckpt.errors import InvalidArgument, UnsupportedState
 from nxd_ckpt.formats.tensors import Path
 from nxd_ckpt.formats.unpickle import check_picklable_as_data
 from nxd_ckpt.live.ignoring import Ignoring
+from nxd_ckpt.live.model import ModelAdapter
+from nxd_ckpt.live.models import open_model
+from nxd_ckpt.live.optimizer import open_optimizer
+from nxd_ckpt.live.save_state import SaveState
+from nxd_ckpt.live.state import ModelState, State, StateTensor
+from nxd_ckpt.reshard.resharding import check_partitions
 from nxd_ckpt.save.ignored_keys import leave_out
 from nxd_ckpt.save.options import SaveOptions
-from nxd_ckpt.save.plan import SaveState
 
 
 def capture(

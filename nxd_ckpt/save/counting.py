@@ -13,17 +13,17 @@ from concurrent.futures import Executor, Future, wait
 
 import torch
 
+from nxd_ckpt.coordination.control_files import drop_those_of_lost_tags
+from nxd_ckpt.coordination.paths import SUMMARIES, summaries_dir, summaries_file
 from nxd_ckpt.core.box import Box
 from nxd_ckpt.core.partition import Piece
 from nxd_ckpt.errors import CheckpointError
 from nxd_ckpt.formats.assembly import box_of, cut_box
 from nxd_ckpt.formats.tensors import itemsize, torch_dtype
-from nxd_ckpt.coordination.control_files import drop_those_of_lost_tags
-from nxd_ckpt.coordination.paths import SUMMARIES, summaries_dir, summaries_file
+from nxd_ckpt.reshard.summary import PART, Summary
 from nxd_ckpt.save.planned_file import NamedTensor, PlannedFile
 from nxd_ckpt.save.summaries import Boxes, Summaries, dump_summaries
 from nxd_ckpt.save.waves import Span, Wave
-from nxd_ckpt.reshard.summary import PART, Summary
 from nxd_ckpt.storage.base import Storage
 
 logger = logging.getLogger("nxd_ckpt")

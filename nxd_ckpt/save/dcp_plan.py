@@ -1,4 +1,4 @@
-"""Which files a rank writes of a ZeRO-1 optimizer in the form of NxD's ``use_zero1_dcp`` (see layout.zero1_dcp).
+"""Which files a rank writes of a ZeRO-1 optimizer in the form of NxD's ``use_zero1_dcp`` (see tag.foreign.zero1_dcp).
 
 A tensor that is cut over data-parallel ranks is a chunk on each: in a file of its own, without the padding rows, which
 torch DCP knows nothing of; a rank that holds nothing but padding of it has none. What all ranks have in common, values
@@ -14,9 +14,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from nxd_ckpt.live.parameters import form_of, is_tensor
-from nxd_ckpt.live.state import State
-from nxd_ckpt.live.zero1 import MASTERS
+from nxd_ckpt.core import names
 from nxd_ckpt.core.dcp_chunks import DcpChunk
 from nxd_ckpt.core.partition import zero1_shape
 from nxd_ckpt.core.topology import Topology
@@ -24,7 +22,9 @@ from nxd_ckpt.errors import UnsupportedState
 from nxd_ckpt.formats import xser
 from nxd_ckpt.formats.tensors import Assembly, Path
 from nxd_ckpt.formats.torch_zip_writer import JoinedImage, image_of
-from nxd_ckpt.core import names
+from nxd_ckpt.live.parameters import form_of, is_tensor
+from nxd_ckpt.live.state import State
+from nxd_ckpt.live.zero1 import MASTERS
 from nxd_ckpt.save.planned_file import NamedTensor, PlannedFile, pieces_of
 
 _BASE_STATE = "base_state"

@@ -10,11 +10,11 @@ from contextlib import suppress
 
 import numpy as np
 
+from nxd_ckpt.core.names import DONE
 from nxd_ckpt.core.tags import latest
 from nxd_ckpt.errors import CheckpointError
-from nxd_ckpt.tag.directory import list_tags
-from nxd_ckpt.core.names import DONE
 from nxd_ckpt.storage.base import Duplicating, Reader, Storage, Version, Writer
+from nxd_ckpt.tag.directory import list_tags
 
 _FIRST, _PIECE = 64 * 2**10, 2**20
 """Bytes that are compared first, and then at a time. In most files that changed, the first differ."""

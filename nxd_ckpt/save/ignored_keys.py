@@ -9,15 +9,15 @@ from typing import Any
 
 import torch
 
-from nxd_ckpt.live.random_state import is_random_state
-from nxd_ckpt.live.state import ModelState, State, StateTensor
-from nxd_ckpt.live.state_names import PARAM_GROUPS, state_entries, without
 from nxd_ckpt.core.filtering import unmatched
 from nxd_ckpt.core.suggestions import listed
 from nxd_ckpt.core.topology import Topology
 from nxd_ckpt.formats.tensors import Path, iter_tensors
 from nxd_ckpt.live.ignoring import RANDOM_STATE, Ignoring
-from nxd_ckpt.save.plan import SaveState
+from nxd_ckpt.live.random_state import is_random_state
+from nxd_ckpt.live.save_state import SaveState
+from nxd_ckpt.live.state import ModelState, State, StateTensor
+from nxd_ckpt.live.state_names import PARAM_GROUPS, state_entries, without
 
 logger = logging.getLogger("nxd_ckpt")
 

@@ -9,14 +9,14 @@ from collections.abc import Mapping, Sequence
 from hashlib import sha256
 from typing import Any
 
-from nxd_ckpt.live.parameters import form_of
+from nxd_ckpt.coordination.agreement import Agreement, decided_by_rank0
 from nxd_ckpt.core.mesh import Mesh, ravelled
 from nxd_ckpt.core.mesh_groups import MeshGroup, MeshPlace, MeshWord, OutsideOfGroup, groups_of
 from nxd_ckpt.errors import RanksDisagree
 from nxd_ckpt.formats.tensors import iter_tensors
-from nxd_ckpt.coordination.agreement import Agreement, decided_by_rank0
+from nxd_ckpt.live.parameters import form_of
+from nxd_ckpt.live.save_state import SaveState
 from nxd_ckpt.save.mesh_plan import mesh_among
-from nxd_ckpt.save.plan import SaveState
 
 _Lines = dict[str, list[Any]]
 """dtype, shape, placements and the number of its mesh, of each tensor by name."""

@@ -12,9 +12,7 @@ from hashlib import sha256
 from math import prod
 from typing import Any
 
-from nxd_ckpt.live.dtensor import Placed
-from nxd_ckpt.live.parameters import form_of
-from nxd_ckpt.live.state import State, StateTensor
+from nxd_ckpt.core import names
 from nxd_ckpt.core.mesh import Layout, Mesh
 from nxd_ckpt.core.mesh_groups import MeshGroup
 from nxd_ckpt.core.mesh_record import MeshRecord, WholeTensor
@@ -22,7 +20,9 @@ from nxd_ckpt.errors import UnsupportedState
 from nxd_ckpt.formats import xser
 from nxd_ckpt.formats.tensors import itemsize, iter_tensors
 from nxd_ckpt.formats.torch_zip_writer import image_of
-from nxd_ckpt.core import names
+from nxd_ckpt.live.dtensor import Placed
+from nxd_ckpt.live.parameters import form_of
+from nxd_ckpt.live.state import State, StateTensor
 from nxd_ckpt.save.planned_file import NamedTensor, PlannedFile
 
 WORTH_A_WRITER = 64 * 2**20

@@ -8,23 +8,24 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from nxd_ckpt import effects
-from nxd_ckpt.live import torch_xla
+from nxd_ckpt.coordination.agreement import Agreement, decided_by_rank0, on_all
 from nxd_ckpt.core.topology import Topology
 from nxd_ckpt.errors import CheckpointError, OutcomeUnknown, RanksDisagree, as_checkpoint_errors, in_words, to_wire
-from nxd_ckpt.storage.arena import Arena, default_cap
-from nxd_ckpt.coordination.agreement import Agreement, decided_by_rank0, on_all
-from nxd_ckpt.storage.progress import report, watched
+from nxd_ckpt.live import torch_xla
+from nxd_ckpt.live.save_state import SaveState
 from nxd_ckpt.save.background import Helpers, Worker
 from nxd_ckpt.save.counting import Counting
 from nxd_ckpt.save.mesh_agreement import agree_on_groups, with_words
 from nxd_ckpt.save.pending import SaveProgress
-from nxd_ckpt.save.plan import SavePlan, SaveState
+from nxd_ckpt.save.plan import SavePlan
 from nxd_ckpt.save.planner import Planner
 from nxd_ckpt.save.replica_differences import warn_of_differences
 from nxd_ckpt.save.saving import Saving
 from nxd_ckpt.save.staging import Stager
 from nxd_ckpt.save.waves import Wave, plan_waves
 from nxd_ckpt.save.writing import WRITERS
+from nxd_ckpt.storage.arena import Arena, default_cap
+from nxd_ckpt.storage.progress import report, watched
 
 logger = logging.getLogger("nxd_ckpt")
 

@@ -3,10 +3,10 @@
 Who writes what (source: neuronx_distributed 0.18; where it leaves something out, the note says so):
 
 ===================  ===============================================================================
-of a mesh job        each rank its boxes of model and optimizer, see runtime.save.mesh_plan
+of a mesh job        each rank its boxes of model and optimizer, see save.mesh_plan
 model, plain files   the first rank of each replica group, whole
 model, xser          the replica group shares: tensors balanced by bytes, its first rank writes reference and info
-optimizer, ZeRO-1    every rank its own file; with use_zero1_dcp its own files, see runtime.save.dcp_plan
+optimizer, ZeRO-1    every rank its own file; with use_zero1_dcp its own files, see save.dcp_plan
 optimizer, unsharded the first rank of each replica group, whole (what the converter writes)
 optimizer, plain     as the model (upstream never writes ep_rank > 0's in plain files: here it is written)
 scheduler, user      the master rank (global rank 0)
@@ -24,10 +24,7 @@ from functools import cached_property
 from math import prod
 from typing import Any
 
-from nxd_ckpt.live.dtensor import refuse_sizes
-from nxd_ckpt.live.parameters import form_of
-from nxd_ckpt.live.state import ModelState, State
-from nxd_ckpt.live.zero1 import EXPERT_KEYS
+from nxd_ckpt.core import names
 from nxd_ckpt.core.manifest import ParameterSpec, Parts
 from nxd_ckpt.core.mesh_groups import MeshGroup
 from nxd_ckpt.core.mesh_record import MeshRecord
@@ -37,7 +34,10 @@ from nxd_ckpt.formats import xser
 from nxd_ckpt.formats.strides import stride_in_content
 from nxd_ckpt.formats.tensors import itemsize, iter_tensors
 from nxd_ckpt.formats.torch_zip_writer import image_of
-from nxd_ckpt.core import names
+from nxd_ckpt.live.dtensor import refuse_sizes
+from nxd_ckpt.live.parameters import form_of
+from nxd_ckpt.live.save_state import SaveState
+from nxd_ckpt.live.state import ModelState, State
 from nxd_ckpt.save.dcp_plan import plan_dcp
 from nxd_ckpt.save.mesh_plan import MeshPlan
 from nxd_ckpt.save.planned_file import NamedTensor, PlannedFile, pieces_of
@@ -45,61 +45,6 @@ from nxd_ckpt.save.planned_file import NamedTensor, PlannedFile, pieces_of
 logger = logging.getLogger("nxd_ckpt")
 
 
-@dataclass(frozen=True)
-class SaveState:
-    """Everything that one call asks to save, as this rank holds it. ``optimizer_kind`` as in core.manifest.Parts,
-    ``left_out`` says in words what was not to be saved.
-
-    Without ``lower_precision_weights`` those that the optimizer's master weights stand for are left out, if NxD would
-    leave them out: only then can it load the rest.
-    """
-
-    model: ModelState | None = None
-    optimizer: State | None = None
-    optimizer_kind: str | None = None
-    optimizer_names: tuple[str, ...] | None = None
-    scheduler: Any = None
-    user_content: Any = None
-    rank_content: Any = None
-    use_xser: bool = False
-    lower_precision_weights: bool = True
-    left_out: Sequence[str] = ()
-
-    @property
-    def is_placed(self) -> bool:
-        """Whether it holds DTensors."""
-        return any(state.is_placed for state in self.trees().values())
-
-    def trees(self) -> dict[str, State]:
-        """Model and optimizer, as far as they are to be saved, by field."""
-        both: dict[str, State | None] = {"model": self.model, "optimizer": self.optimizer}
-        return {part: state for part, state in both.items() if state is not None}
-
-    def has_master_weights(self) -> bool:
-        return self.optimizer is not None and bool(self.optimizer.master_weight_entries())
-
-    def parts(self, master_weights: bool) -> Parts:
-        """What is asked to be saved; ``master_weights`` is what :meth:`has_master_weights` gives, or gave."""
-        return Parts(
-            model=self.model is not None,
-            optimizer=self.optimizer_kind,
-            scheduler=self.scheduler is not None,
-            user_content=self.user_content is not None,
-            rank_content=self.rank_content is not None,
-            use_xser=self.use_xser,
-            master_weights=master_weights,
-            lower_precision_weights=self.lower_precision_weights or bool(self.needs_all_weights(master_weights)),
-        )
-
-    def needs_all_weights(self, master_weights: bool) -> str | None:
-        """Why no weights of the model can be left out; None if they can."""
-        if not self.use_xser:
-            return "without use_xser=True NxD loads every weight from the model's files"
-        if not master_weights:
-            return "the optimizer holds no master weights that could stand for them (save_master_weights=True)"
-        if self.optimizer is not None and EXPERT_KEYS[0] in self.optimizer.tree:
-            return "with expert parallelism NxD loads no master weights"
-        return None
 
 
 @dataclass(frozen=True)

@@ -7,11 +7,11 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from nxd_ckpt.live.state import StateTensor
 from nxd_ckpt.core.dcp_chunks import DcpChunk
 from nxd_ckpt.core.partition import Piece, zero1_pieces
 from nxd_ckpt.core.topology import Topology
 from nxd_ckpt.formats.image import Image
+from nxd_ckpt.live.state import StateTensor
 
 
 @dataclass(frozen=True)

@@ -13,13 +13,14 @@ from typing import Any
 
 import torch
 
-from nxd_ckpt.live.parameters import form_of
 from nxd_ckpt.core.mesh_groups import MeshGroup
 from nxd_ckpt.core.topology import Topology
 from nxd_ckpt.formats.image import Image
 from nxd_ckpt.formats.strides import stride_of
 from nxd_ckpt.formats.tensors import Assembly, iter_tensors, map_tensors
-from nxd_ckpt.save.plan import SavePlan, SaveState, plan_objects, plan_save
+from nxd_ckpt.live.parameters import form_of
+from nxd_ckpt.live.save_state import SaveState
+from nxd_ckpt.save.plan import SavePlan, plan_objects, plan_save
 from nxd_ckpt.save.planned_file import PlannedFile
 from nxd_ckpt.save.structure import Structure, structure_of
 

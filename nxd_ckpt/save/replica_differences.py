@@ -14,15 +14,15 @@ from typing import Any
 
 import torch
 
-from nxd_ckpt.live.state import State
-from nxd_ckpt.live.torch_xla import is_xla
+from nxd_ckpt.coordination.agreement import Agreement
 from nxd_ckpt.core.mesh_groups import MeshGroup
 from nxd_ckpt.core.suggestions import first_of
 from nxd_ckpt.core.topology import Topology
 from nxd_ckpt.formats.crc32 import crc32
 from nxd_ckpt.formats.tensors import byte_view, iter_leaves
-from nxd_ckpt.coordination.agreement import Agreement
-from nxd_ckpt.save.plan import SaveState
+from nxd_ckpt.live.save_state import SaveState
+from nxd_ckpt.live.state import State
+from nxd_ckpt.live.torch_xla import is_xla
 
 logger = logging.getLogger("nxd_ckpt")
 

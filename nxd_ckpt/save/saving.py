@@ -11,6 +11,15 @@ from functools import partial
 from itertools import chain
 
 from nxd_ckpt import effects
+from nxd_ckpt.commit import voting
+from nxd_ckpt.commit.commit import Commit, clean_up, commit
+from nxd_ckpt.commit.host_semaphore import writing_slot
+from nxd_ckpt.commit.publication import is_visible, publication_of
+from nxd_ckpt.commit.session import Session
+from nxd_ckpt.commit.tier import Draining
+from nxd_ckpt.coordination import lease
+from nxd_ckpt.coordination.paths import verdict_dir, votes_dir
+from nxd_ckpt.core import names
 from nxd_ckpt.core.manifest import FileEntry, RankLine
 from nxd_ckpt.core.retention import Metrics, Rule
 from nxd_ckpt.core.votes import Verdict, Vote
@@ -25,22 +34,13 @@ from nxd_ckpt.errors import (
     in_words,
     to_wire,
 )
-from nxd_ckpt.core import names
-from nxd_ckpt.tag.foreign.dcp_metadata import dump_metadata
-from nxd_ckpt.coordination import lease
-from nxd_ckpt.coordination.paths import verdict_dir, votes_dir
-from nxd_ckpt.commit import voting
-from nxd_ckpt.commit.commit import Commit, clean_up, commit
 from nxd_ckpt.save.counting import Counting
 from nxd_ckpt.save.dedup import parent_of
-from nxd_ckpt.commit.host_semaphore import writing_slot
 from nxd_ckpt.save.options import SaveOptions
 from nxd_ckpt.save.plan import SavePlan
-from nxd_ckpt.commit.publication import is_visible, publication_of
-from nxd_ckpt.commit.session import Session
 from nxd_ckpt.save.waves import Wave
 from nxd_ckpt.save.writing import FileWriter, write_index, write_small
-from nxd_ckpt.commit.tier import Draining
+from nxd_ckpt.tag.foreign.dcp_metadata import dump_metadata
 
 logger = logging.getLogger("nxd_ckpt")
 

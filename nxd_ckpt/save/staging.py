@@ -1,6 +1,6 @@
 """Staging: one rank's state on the host at one instant, laid out in the arena as the files it will become.
 
-A snapshot larger than the arena's cap goes in waves (see runtime.save.waves): all but the last are written before the
+A snapshot larger than the arena's cap goes in waves (see save.waves): all but the last are written before the
 next is copied, so that part of an async save is then synchronous.
 """
 
@@ -12,12 +12,12 @@ from typing import Any
 
 import torch
 
-from nxd_ckpt.live import torch_xla
 from nxd_ckpt.formats.image import Image, StorageRecord
 from nxd_ckpt.formats.tensors import copy_values
-from nxd_ckpt.storage.arena import Arena
+from nxd_ckpt.live import torch_xla
 from nxd_ckpt.save.planned_file import PlannedFile
 from nxd_ckpt.save.waves import Span, Wave, end_of, views_of
+from nxd_ckpt.storage.arena import Arena
 
 _TRANSFER = 16 * 2**20
 _TRANSFER_AT_MOST = 256 * 2**20

@@ -15,17 +15,17 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from nxd_ckpt import effects
+from nxd_ckpt.commit.publication import Publication
 from nxd_ckpt.core.dcp_chunks import DcpChunk
 from nxd_ckpt.core.manifest import FileEntry, RankIndex, TensorEntry, dump_index
+from nxd_ckpt.core.names import tensors_dirs
 from nxd_ckpt.core.topology import Coordinates
 from nxd_ckpt.errors import CheckpointError
 from nxd_ckpt.formats import crc32
 from nxd_ckpt.formats.image import StorageRecord
-from nxd_ckpt.core.names import tensors_dirs
 from nxd_ckpt.save import dedup
 from nxd_ckpt.save.plan import SavePlan
 from nxd_ckpt.save.planned_file import PlannedFile
-from nxd_ckpt.commit.publication import Publication
 from nxd_ckpt.save.waves import Span, Wave
 from nxd_ckpt.storage.base import Storage, Writer
 

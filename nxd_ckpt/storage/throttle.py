@@ -8,8 +8,8 @@ from collections.abc import Callable
 from functools import cache
 from typing import NamedTuple
 
-from nxd_ckpt.errors import InvalidArgument
 from nxd_ckpt.effects import in_forked_children
+from nxd_ckpt.errors import InvalidArgument
 
 
 class Throttle:

@@ -8,10 +8,13 @@ from collections.abc import Callable, Collection, Sequence
 from functools import partial
 
 from nxd_ckpt import effects
+from nxd_ckpt.coordination import journal, lease
+from nxd_ckpt.coordination.backoff import Backoff
+from nxd_ckpt.core import names
 from nxd_ckpt.core.suggestions import first_of
 from nxd_ckpt.core.tags import Tag, TagInfo, latest, undated, undecided, validate_tag
 from nxd_ckpt.errors import CheckpointNotFound, CorruptCheckpoint
-from nxd_ckpt.core import names
+from nxd_ckpt.storage.base import Storage
 from nxd_ckpt.tag.directory import (
     describe_incomplete,
     find_tag,
@@ -19,10 +22,6 @@ from nxd_ckpt.tag.directory import (
     list_tags,
     require_directory,
 )
-from nxd_ckpt.coordination.backoff import Backoff
-from nxd_ckpt.coordination import journal
-from nxd_ckpt.coordination import lease
-from nxd_ckpt.storage.base import Storage
 
 logger = logging.getLogger("nxd_ckpt")
 

@@ -15,11 +15,6 @@ from pathlib import Path
 
 from nxd_ckpt.core.limits import NOTE
 from nxd_ckpt.core.manifest import is_manifest, load_manifest
-from nxd_ckpt.core.suggestions import first_of
-from nxd_ckpt.core.tags import TagInfo
-from nxd_ckpt.errors import CheckpointNotFound, MalformedFile
-from nxd_ckpt.tag.foreign import legacy
-from nxd_ckpt.tag.grid import holes, spanned
 from nxd_ckpt.core.names import (
     DCP_NAMES,
     DONE,
@@ -35,10 +30,15 @@ from nxd_ckpt.core.names import (
     ParsedName,
     parse,
 )
-from nxd_ckpt.tag.order import marker_time, order_time_of_ours, recorded_order_time
+from nxd_ckpt.core.suggestions import first_of
+from nxd_ckpt.core.tags import TagInfo
+from nxd_ckpt.errors import CheckpointNotFound, MalformedFile
 from nxd_ckpt.storage.base import DirEntry, Storage
 from nxd_ckpt.storage.local import LocalStorage
 from nxd_ckpt.storage.mounts import aliases
+from nxd_ckpt.tag.foreign import legacy
+from nxd_ckpt.tag.grid import holes, spanned
+from nxd_ckpt.tag.order import marker_time, order_time_of_ours, recorded_order_time
 
 logger = logging.getLogger("nxd_ckpt")
 

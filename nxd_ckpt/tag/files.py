@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 import torch
 
+from nxd_ckpt.core import names
 from nxd_ckpt.core.limits import check_sizes, shown
 from nxd_ckpt.errors import CheckpointError, MalformedFile, PartNotFound
 from nxd_ckpt.formats import torch_zip
@@ -32,7 +33,6 @@ from nxd_ckpt.formats.tensors import (
 )
 from nxd_ckpt.formats.torch_zip import PreadInto
 from nxd_ckpt.formats.unpickle import Leaf
-from nxd_ckpt.core import names
 from nxd_ckpt.storage.base import Storage
 
 

@@ -7,8 +7,8 @@ from itertools import product
 from math import prod
 
 from nxd_ckpt.core.limits import RANKS
-from nxd_ckpt.errors import MalformedFile
 from nxd_ckpt.core.names import ParsedName
+from nxd_ckpt.errors import MalformedFile
 
 
 def spanned(files: Iterable[ParsedName]) -> ParsedName:

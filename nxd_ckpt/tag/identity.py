@@ -7,9 +7,9 @@ from contextlib import contextmanager, suppress
 from typing import TypeVar
 from uuid import uuid4
 
+from nxd_ckpt.core import names
 from nxd_ckpt.errors import CheckpointError, CheckpointNotFound, CorruptCheckpoint, TagReplaced, UnsafePickle
 from nxd_ckpt.formats import crc32
-from nxd_ckpt.core import names
 from nxd_ckpt.storage.base import Storage
 from nxd_ckpt.storage.layered import LayeredStorage
 from nxd_ckpt.storage.local import LocalStorage

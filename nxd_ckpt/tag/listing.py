@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
@@ -12,6 +11,9 @@ from functools import partial
 from math import inf
 from typing import Any
 
+from nxd_ckpt import effects
+from nxd_ckpt.coordination.pins import pinned
+from nxd_ckpt.core import names
 from nxd_ckpt.core.html_table import html_table
 from nxd_ckpt.core.manifest import Manifest
 from nxd_ckpt.core.tags import TagInfo, in_order, latest
@@ -23,8 +25,9 @@ from nxd_ckpt.errors import (
     TagReplaced,
     as_checkpoint_errors,
 )
-from nxd_ckpt.tag.foreign import legacy
-from nxd_ckpt.core import names
+from nxd_ckpt.storage.base import Storage
+from nxd_ckpt.storage.urls import directory_and_name, is_url, local_path, open_storage
+from nxd_ckpt.tag.choosing import choose, settled_tags
 from nxd_ckpt.tag.directory import (
     NO_TAG,
     describe_incomplete,
@@ -34,14 +37,11 @@ from nxd_ckpt.tag.directory import (
     require_directory,
 )
 from nxd_ckpt.tag.files import TagFiles
+from nxd_ckpt.tag.foreign import legacy
 from nxd_ckpt.tag.grid import describe, holes
-from nxd_ckpt.coordination.pins import pinned
-from nxd_ckpt.tag.choosing import choose, settled_tags
 from nxd_ckpt.tag.identity import Identity, of_latest
 from nxd_ckpt.tag.opened import OpenTag
 from nxd_ckpt.tag.opening import open_complete_tag
-from nxd_ckpt.storage.base import Storage
-from nxd_ckpt.storage.urls import directory_and_name, is_url, local_path, open_storage
 from nxd_ckpt.tag.verify import files_of
 
 _LAST = datetime(9999, 1, 1, tzinfo=timezone.utc).timestamp()
@@ -274,7 +274,7 @@ def _named(info: TagInfo) -> dict[str, Any]:
         return {"tag": info.tag, "order_time": None, "age_seconds": None}
     at = datetime.fromtimestamp(info.order_time, timezone.utc)
     # A save's order time may lie a second or two ahead of the clock.
-    age = max(0.0, round(time.time() - info.order_time, 1))
+    age = max(0.0, round(effects.time() - info.order_time, 1))
     return {"tag": info.tag, "order_time": f"{at:{_TIME}}", "age_seconds": age}
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from nxd_ckpt.live.optimizer_state import options_of
+from nxd_ckpt.core import names
 from nxd_ckpt.core.box import Box, are_all_of
 from nxd_ckpt.core.manifest import RankIndex, TensorEntry
 from nxd_ckpt.core.mesh import Mesh
@@ -19,9 +19,9 @@ from nxd_ckpt.errors import MalformedFile, PartNotFound
 from nxd_ckpt.formats import xser
 from nxd_ckpt.formats.strides import noted
 from nxd_ckpt.formats.tensors import Assembly, DeferredAssembly, Fragment, TensorReference, TensorStub, by_digest
-from nxd_ckpt.core import names
+from nxd_ckpt.live.optimizer_state import options_of
+from nxd_ckpt.live.optimizer_types import restore_types
 from nxd_ckpt.tag.files import TagFiles
-from nxd_ckpt.tag.nxd_tag import restore_types
 from nxd_ckpt.tag.verification import Entries, stub_of
 
 _PREFIXES = {names.MODEL_DIR: "model/", names.OPTIMIZER_DIR: "optim/"}

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 
 from nxd_ckpt.errors import MalformedFile
 from nxd_ckpt.formats.tensors import TensorStub
-from nxd_ckpt.tag.foreign.hugging_face_directory import HuggingFaceDirectory
 from nxd_ckpt.storage.base import Storage
+from nxd_ckpt.tag.foreign.hugging_face_directory import HuggingFaceDirectory
 
 
 class WholeModelFile(HuggingFaceDirectory):

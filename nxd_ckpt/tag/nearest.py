@@ -6,14 +6,14 @@ import logging
 from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
+from nxd_ckpt.core import names
 from nxd_ckpt.core.suggestions import first_of
 from nxd_ckpt.core.tags import Tag
 from nxd_ckpt.errors import CheckpointError, CheckpointNotFound, PartLost, TagReplaced
-from nxd_ckpt.core import names
-from nxd_ckpt.tag.choosing import choose
-from nxd_ckpt.tag.union import Listed, SameSave, Taken, manifest_of, same_save, survey
 from nxd_ckpt.storage.base import Storage, may_lack_files
 from nxd_ckpt.storage.layered import LayeredStorage
+from nxd_ckpt.tag.choosing import choose
+from nxd_ckpt.tag.union import Listed, SameSave, Taken, manifest_of, same_save, survey
 
 logger = logging.getLogger("nxd_ckpt")
 

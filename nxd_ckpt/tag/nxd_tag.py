@@ -11,19 +11,18 @@ from collections.abc import Sequence
 from functools import cached_property
 from typing import Any, Protocol
 
-import torch
-
+from nxd_ckpt.core import names
 from nxd_ckpt.core.manifest import Parts
 from nxd_ckpt.core.topology import Coordinates, Topology
 from nxd_ckpt.errors import MalformedFile, PartNotFound
 from nxd_ckpt.formats.tensors import iter_tensors
-from nxd_ckpt.tag.foreign import legacy
-from nxd_ckpt.core import names
+from nxd_ckpt.live.optimizer_types import restore_types
+from nxd_ckpt.storage.base import Storage
 from nxd_ckpt.tag.files import MissingTensor, TagFiles
+from nxd_ckpt.tag.foreign import legacy
+from nxd_ckpt.tag.foreign.zero1_dcp import Zero1Dcp
 from nxd_ckpt.tag.grid import describe, spanned
 from nxd_ckpt.tag.state_dicts import checked_model, checked_optimizer, is_model, is_optimizer, reading
-from nxd_ckpt.tag.foreign.zero1_dcp import Zero1Dcp
-from nxd_ckpt.storage.base import Storage
 
 
 class TagLayout(Protocol):
@@ -93,15 +92,6 @@ def open_tag(
     )
 
 
-def restore_types(optimizer_tree: dict[str, Any]) -> dict[str, Any]:
-    """The tree with ``betas`` as tuples and the values of ``shape_info`` as ``torch.Size``: NxD writes both
-    as lists."""
-    tree = dict(optimizer_tree)
-    if isinstance(groups := tree.get("param_groups"), list):
-        tree["param_groups"] = [_with_betas(group) for group in groups]
-    if isinstance(shapes := tree.get("shape_info"), dict):
-        tree["shape_info"] = {index: torch.Size(shape) for index, shape in shapes.items()}
-    return tree
 
 
 class NxdTag:
@@ -290,7 +280,3 @@ def _lowest_first(ranks: names.ParsedName) -> tuple[int, ...]:
     return tuple(rank or 0 for rank in ranks)
 
 
-def _with_betas(group: Any) -> Any:
-    if isinstance(group, dict) and isinstance(group.get("betas"), list):
-        return {**group, "betas": tuple(group["betas"])}
-    return group

@@ -6,8 +6,8 @@ from collections import deque
 from collections.abc import Sequence
 
 from nxd_ckpt import effects
-from nxd_ckpt.tag.files import TagFiles
 from nxd_ckpt.storage.base import Reader
+from nxd_ckpt.tag.files import TagFiles
 
 _KEPT = 64
 """How many idle files stay open at most: with xser there is one for each tensor."""

@@ -11,16 +11,17 @@ from typing import Any
 
 import torch
 
+from nxd_ckpt.core import names
 from nxd_ckpt.core.dcp_names import DcpNames
 from nxd_ckpt.core.manifest import FileEntry, Manifest, Parts, RankIndex, load_index
 from nxd_ckpt.core.suggestions import first_of
 from nxd_ckpt.core.topology import Coordinates, Topology
 from nxd_ckpt.errors import CorruptCheckpoint, DigestMismatch, MalformedFile, PartLost, PartNotFound
 from nxd_ckpt.formats.tensors import TensorStub, allocated
-from nxd_ckpt.core import names
-from nxd_ckpt.tag.nxd_tag import TagLayout
+from nxd_ckpt.storage.base import Storage
 from nxd_ckpt.tag.identity import Identity
 from nxd_ckpt.tag.mesh_trees import MeshTrees
+from nxd_ckpt.tag.nxd_tag import TagLayout
 from nxd_ckpt.tag.reading import Leaf, LeafReader
 from nxd_ckpt.tag.tree_cache import TreeCache
 from nxd_ckpt.tag.verification import (
@@ -33,7 +34,6 @@ from nxd_ckpt.tag.verification import (
     refuse_unfinished,
     verify_tensors,
 )
-from nxd_ckpt.storage.base import Storage
 
 logger = logging.getLogger("nxd_ckpt")
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 import logging
 from collections.abc import Set
 
+from nxd_ckpt.core import names
 from nxd_ckpt.core.manifest import Manifest, load_manifest
 from nxd_ckpt.errors import CorruptCheckpoint, TagReplaced
-from nxd_ckpt.core import names
-from nxd_ckpt.tag.order import file_of_ours, is_written_over
-from nxd_ckpt.tag.nxd_tag import open_tag
-from nxd_ckpt.tag.identity import Identity
-from nxd_ckpt.tag.opened import OpenTag
 from nxd_ckpt.storage.base import Storage
+from nxd_ckpt.tag.identity import Identity
+from nxd_ckpt.tag.nxd_tag import open_tag
+from nxd_ckpt.tag.opened import OpenTag
+from nxd_ckpt.tag.order import file_of_ours, is_written_over
 
 logger = logging.getLogger("nxd_ckpt")
 

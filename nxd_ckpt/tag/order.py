@@ -13,15 +13,15 @@ from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import closing, suppress
 
+from nxd_ckpt.core import names
 from nxd_ckpt.core.limits import NOTE
 from nxd_ckpt.core.manifest import FileEntry, Manifest, RankIndex, TensorEntry, load_index, load_manifest
+from nxd_ckpt.core.names import DONE, MANIFEST
 from nxd_ckpt.core.tags import LATEST, same_time
 from nxd_ckpt.errors import CheckpointError, MalformedFile
 from nxd_ckpt.formats import crc32
 from nxd_ckpt.formats.zip_container import Record
 from nxd_ckpt.formats.zip_directory import read_records
-from nxd_ckpt.core import names
-from nxd_ckpt.core.names import DONE, MANIFEST
 from nxd_ckpt.storage.base import Storage
 
 _HEAD = 320

@@ -10,12 +10,12 @@ from typing import NamedTuple
 from nxd_ckpt.core.closing import Closing
 from nxd_ckpt.errors import MalformedFile
 from nxd_ckpt.formats import crc32
+from nxd_ckpt.storage.progress import Counter
+from nxd_ckpt.storage.ranges import HOLE
 from nxd_ckpt.tag.files import TagFiles
 from nxd_ckpt.tag.open_files import OpenFiles
-from nxd_ckpt.storage.progress import Counter
 from nxd_ckpt.tag.read_pool import PIECE, ReadPool
 from nxd_ckpt.tag.verification import Digest, mismatch, naming
-from nxd_ckpt.storage.ranges import HOLE
 
 _TOGETHER = 500
 """Ranges of a piece, at most: those of tiny tensors."""

@@ -13,11 +13,11 @@ from typing import Any
 from nxd_ckpt.core import document
 from nxd_ckpt.core.keys import checked_key
 from nxd_ckpt.core.manifest import CRC_BLOCK
-from nxd_ckpt.errors import CheckpointError, CorruptCheckpoint, DigestMismatch, MalformedFile, PartLost
 from nxd_ckpt.core.names import DONE, MANIFEST
+from nxd_ckpt.errors import CheckpointError, CorruptCheckpoint, DigestMismatch, MalformedFile, PartLost
+from nxd_ckpt.storage.base import Storage
 from nxd_ckpt.storage.progress import Counter
 from nxd_ckpt.tag.verification import crc32_of
-from nxd_ckpt.storage.base import Storage
 
 DIGESTS = "digests.json"
 """Size in bytes and CRC-32 of every other file, by its path; of those of tags, their manifests know, which are here."""

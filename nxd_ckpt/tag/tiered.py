@@ -6,8 +6,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from nxd_ckpt.tag.foreign.torch_dcp import TIERED_DATA, TIERED_METADATA, TIERED_RANK, of_rank
 from nxd_ckpt.storage.base import Storage
+from nxd_ckpt.tag.foreign.torch_dcp import TIERED_DATA, TIERED_METADATA, TIERED_RANK, of_rank
 
 _STEP = re.compile(r"step_\d+")
 

@@ -8,14 +8,14 @@ from functools import partial
 from typing import NamedTuple
 
 from nxd_ckpt import effects
+from nxd_ckpt.core import names
 from nxd_ckpt.core.manifest import FileEntry, Manifest, load_index, load_manifest
 from nxd_ckpt.errors import CheckpointError
-from nxd_ckpt.core import names
+from nxd_ckpt.storage.base import Replicated, Storage
 from nxd_ckpt.storage.progress import Counter
 from nxd_ckpt.tag.choosing import choose
 from nxd_ckpt.tag.read_pool import ReadPool
 from nxd_ckpt.tag.verification import verify_file
-from nxd_ckpt.storage.base import Replicated, Storage
 
 logger = logging.getLogger("nxd_ckpt")
 

@@ -16,9 +16,9 @@ from nxd_ckpt.core.manifest import FileEntry, RankIndex, TensorEntry
 from nxd_ckpt.errors import DigestMismatch, MalformedFile, PartLost, PartNotFound, UnsupportedState
 from nxd_ckpt.formats import crc32
 from nxd_ckpt.formats.tensors import Assembly, Path, StorageSpan, TensorStub, contiguous_stride, iter_tensors
-from nxd_ckpt.tag.files import MissingTensor, UnfinishedTensor
-from nxd_ckpt.storage.progress import Counter
 from nxd_ckpt.storage.base import Storage
+from nxd_ckpt.storage.progress import Counter
+from nxd_ckpt.tag.files import MissingTensor, UnfinishedTensor
 
 Entries = dict[tuple[str, int], TensorEntry]
 """Tensors by file and offset of their first byte in it."""

@@ -8,12 +8,13 @@ a digest are counted. Missing files are found by the references between files.
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
+from nxd_ckpt import effects
+from nxd_ckpt.core import names
 from nxd_ckpt.core.manifest import FileEntry
 from nxd_ckpt.core.tags import Tag, order_text
 from nxd_ckpt.core.topology import Coordinates
@@ -27,21 +28,20 @@ from nxd_ckpt.errors import (
 from nxd_ckpt.formats import crc32
 from nxd_ckpt.formats.tensors import iter_tensors
 from nxd_ckpt.formats.torch_zip import read_directory
-from nxd_ckpt.tag.foreign import legacy
-from nxd_ckpt.core import names
+from nxd_ckpt.storage.base import Storage
+from nxd_ckpt.storage.progress import Counter, report, watched
+from nxd_ckpt.storage.urls import open_storage
+from nxd_ckpt.tag.choosing import choose_tag
 from nxd_ckpt.tag.directory import NO_TAG
 from nxd_ckpt.tag.files import MissingTensor, TagFiles
-from nxd_ckpt.tag.state_dicts import refuse_numbers
+from nxd_ckpt.tag.foreign import legacy
 from nxd_ckpt.tag.foreign.torch_dcp import DcpFiles, read_metadata
-from nxd_ckpt.storage.progress import Counter, report, watched
-from nxd_ckpt.tag.choosing import choose_tag
 from nxd_ckpt.tag.identity import of_latest
 from nxd_ckpt.tag.opened import OpenTag
 from nxd_ckpt.tag.opening import open_complete_tag
 from nxd_ckpt.tag.seal import DIGESTS, read_seal, seal_problems
+from nxd_ckpt.tag.state_dicts import refuse_numbers
 from nxd_ckpt.tag.verification import crc32_of, verify_file
-from nxd_ckpt.storage.base import Storage
-from nxd_ckpt.storage.urls import open_storage
 
 _CHUNK = 16 * 2**20
 _DEEPEST = 8
@@ -90,7 +90,7 @@ def verify_checkpoint(
 
 
 def _verify(storage: Storage, tag: Tag | None, progress: bool) -> Verification:
-    started = time.monotonic()
+    started = effects.monotonic()
     chosen = "" if tag is None else str(tag)
     try:
         chosen = choose_tag(storage, tag)

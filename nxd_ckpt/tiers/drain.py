@@ -14,29 +14,28 @@ from contextlib import contextmanager, suppress
 from typing import NamedTuple
 
 from nxd_ckpt import effects
-from nxd_ckpt.conversion.cp import copy_files
-from nxd_ckpt.output.cp_files import files_to_copy
-from nxd_ckpt.output.host_copies import HostCopies
-from nxd_ckpt.output.tag_file import TagFile
-from nxd_ckpt.output.pace import Pace
-from nxd_ckpt.core.topology import Topology
-from nxd_ckpt.core.units import size
-from nxd_ckpt.errors import CheckpointError, in_words, to_wire
-from nxd_ckpt.tag.directory import list_tags
-from nxd_ckpt.coordination import intents
-from nxd_ckpt.coordination import journal
-from nxd_ckpt.coordination.agreement import Alone
-from nxd_ckpt.coordination.paths import COPIES
-from nxd_ckpt.save.background import Helpers, Worker
 from nxd_ckpt.commit.commit import retain
 from nxd_ckpt.commit.publication import Publication, copy_publication, is_visible
 from nxd_ckpt.commit.session import Session, open_session
+from nxd_ckpt.commit.tier import Tier
+from nxd_ckpt.conversion.cp import copy_files
+from nxd_ckpt.coordination import intents, journal
+from nxd_ckpt.coordination.agreement import Alone
+from nxd_ckpt.coordination.paths import COPIES
+from nxd_ckpt.core.topology import Topology
+from nxd_ckpt.core.units import size
+from nxd_ckpt.errors import CheckpointError, in_words, to_wire
+from nxd_ckpt.output.cp_files import files_to_copy
+from nxd_ckpt.output.host_copies import HostCopies
+from nxd_ckpt.output.pace import Pace
+from nxd_ckpt.output.tag_file import TagFile
+from nxd_ckpt.save.background import Helpers, Worker
+from nxd_ckpt.storage.base import Storage
+from nxd_ckpt.storage.hosts.storage import HostsStorage
+from nxd_ckpt.tag.directory import list_tags
 from nxd_ckpt.tag.nearest import choose_nearest
 from nxd_ckpt.tag.opened import OpenTag
 from nxd_ckpt.tag.opening import open_complete_tag
-from nxd_ckpt.commit.tier import Tier
-from nxd_ckpt.storage.base import Storage
-from nxd_ckpt.storage.hosts.storage import HostsStorage
 
 logger = logging.getLogger("nxd_ckpt")
 
@@ -51,7 +50,7 @@ _PAUSE = 1.0
 
 class Handed(NamedTuple):
     """A tag that is to be copied: its bytes, whether it may replace one, and when it became visible (seconds, as
-    host.monotonic())."""
+    effects.monotonic())."""
 
     tag: str
     nbytes: int

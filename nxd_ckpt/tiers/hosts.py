@@ -10,9 +10,9 @@ import secrets
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from nxd_ckpt.errors import InvalidArgument, RanksDisagree
 from nxd_ckpt.coordination.agreement import Agreement, decided_by_rank0, on_all
 from nxd_ckpt.coordination.paths import PROBES
+from nxd_ckpt.errors import InvalidArgument, RanksDisagree
 from nxd_ckpt.storage.base import Storage
 from nxd_ckpt.storage.hosts.directory import Directory
 from nxd_ckpt.storage.hosts.interface import address_of, group_addresses

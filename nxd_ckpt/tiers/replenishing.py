@@ -15,19 +15,19 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from nxd_ckpt import effects
-from nxd_ckpt.output.cp_files import files_to_copy
-from nxd_ckpt.output.tag_file import TagFile
-from nxd_ckpt.output.transfer import digest
+from nxd_ckpt.coordination.paths import FETCHED
+from nxd_ckpt.core import names
 from nxd_ckpt.core.tags import in_order
 from nxd_ckpt.core.units import size
 from nxd_ckpt.errors import CheckpointError
-from nxd_ckpt.core import names
-from nxd_ckpt.tag.directory import list_tags
-from nxd_ckpt.coordination.paths import FETCHED
+from nxd_ckpt.output.cp_files import files_to_copy
+from nxd_ckpt.output.tag_file import TagFile
+from nxd_ckpt.output.transfer import digest
 from nxd_ckpt.save.background import Worker
+from nxd_ckpt.storage.hosts.storage import HostsStorage
+from nxd_ckpt.tag.directory import list_tags
 from nxd_ckpt.tag.opened import OpenTag
 from nxd_ckpt.tag.opening import open_complete_tag
-from nxd_ckpt.storage.hosts.storage import HostsStorage
 
 logger = logging.getLogger("nxd_ckpt")
 

@@ -6,22 +6,22 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
+from nxd_ckpt.commit.tier import Tier, checked_tiers
+from nxd_ckpt.coordination.agreement import Agreement, Alone, decided_by_rank0
 from nxd_ckpt.core.manifest import FileEntry
 from nxd_ckpt.core.retention import Rule
 from nxd_ckpt.core.tags import latest
 from nxd_ckpt.core.topology import Topology
 from nxd_ckpt.errors import CheckpointError, InvalidArgument
-from nxd_ckpt.tag.directory import list_tags
 from nxd_ckpt.options.checkpointer_options import CheckpointerOptions
-from nxd_ckpt.coordination.agreement import Agreement, Alone, decided_by_rank0
-from nxd_ckpt.tiers.hosts import Replicas, join
-from nxd_ckpt.tag.choosing import settled_tags
-from nxd_ckpt.tag.identity import of_latest
-from nxd_ckpt.tag.nearest import choose_nearest
-from nxd_ckpt.commit.tier import Tier, checked_tiers
 from nxd_ckpt.storage.base import Storage, may_lack_files
 from nxd_ckpt.storage.hosts.storage import HostsStorage
 from nxd_ckpt.storage.urls import StrPath
+from nxd_ckpt.tag.choosing import settled_tags
+from nxd_ckpt.tag.directory import list_tags
+from nxd_ckpt.tag.identity import of_latest
+from nxd_ckpt.tag.nearest import choose_nearest
+from nxd_ckpt.tiers.hosts import Replicas, join
 
 if TYPE_CHECKING:
     from nxd_ckpt.tiers.drain import Drains

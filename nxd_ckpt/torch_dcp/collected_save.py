@@ -12,7 +12,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from nxd_ckpt import effects
-from nxd_ckpt.live import torch_xla
+from nxd_ckpt.commit.commit import Commit, clean_up, commit
+from nxd_ckpt.commit.publication import publication_of
+from nxd_ckpt.commit.session import Session
+from nxd_ckpt.coordination import intents
+from nxd_ckpt.coordination.environment import versions
+from nxd_ckpt.coordination.paths import staging_dir
+from nxd_ckpt.core import names
 from nxd_ckpt.core.box import Box
 from nxd_ckpt.core.manifest import ParameterSpec, Parts, RankIndex, RankLine
 from nxd_ckpt.core.mesh_groups import MeshGroup
@@ -23,20 +29,14 @@ from nxd_ckpt.core.votes import Vote
 from nxd_ckpt.errors import CheckpointError
 from nxd_ckpt.formats.tensors import Assembly, itemsize
 from nxd_ckpt.formats.torch_zip_writer import image_of
-from nxd_ckpt.core import names
-from nxd_ckpt.storage.arena import Arena
-from nxd_ckpt.coordination import intents
-from nxd_ckpt.coordination.environment import versions
-from nxd_ckpt.coordination.paths import staging_dir
+from nxd_ckpt.live import torch_xla
 from nxd_ckpt.save.background import Helpers
-from nxd_ckpt.commit.commit import Commit, clean_up, commit
 from nxd_ckpt.save.plan import SavePlan
 from nxd_ckpt.save.planned_file import NamedTensor, PlannedFile
-from nxd_ckpt.commit.publication import publication_of
-from nxd_ckpt.commit.session import Session
 from nxd_ckpt.save.staging import Stager
 from nxd_ckpt.save.waves import plan_waves
 from nxd_ckpt.save.writing import WRITERS, FileWriter, write_index, write_small
+from nxd_ckpt.storage.arena import Arena
 
 _STAGED = 128 * 2**20
 """Bytes that are staged at a time. The caller waits for the whole save, so more would gain nothing."""

@@ -9,13 +9,13 @@ from typing import Any, NamedTuple
 
 import torch
 
+from nxd_ckpt.core import names as files
 from nxd_ckpt.core.dcp_names import DcpNames, DcpPart, Path
 from nxd_ckpt.core.manifest import ParameterSpec, Parts
 from nxd_ckpt.core.mesh_record import WholeTensor
 from nxd_ckpt.core.partition import Partition
 from nxd_ckpt.formats import xser
 from nxd_ckpt.formats.tensors import Assembly, TensorReference, map_tensors
-from nxd_ckpt.core import names as files
 from nxd_ckpt.tag.foreign.dcp_trees import DcpTrees
 from nxd_ckpt.torch_dcp.collected_save import Contents
 
@@ -30,7 +30,7 @@ class Written(NamedTuple):
 
 @dataclass(frozen=True)
 class Collected:
-    """A state dict by DCP's names (see layout.dcp_trees.Entries): tensors that were ``written``, and ``values``,
+    """A state dict by DCP's names (see tag.foreign.dcp_trees.Entries): tensors that were ``written``, and ``values``,
     tensors too, that were not. ``paths`` are the keys that lead to each."""
 
     written: Mapping[str, Written]

@@ -1,7 +1,7 @@
 """Tags for those who load through torch.distributed.checkpoint (DCP): DTensor, FSDP2, plain tensors.
 
-This stands above the rest of ``adapters``: torch calls it, and nothing here does. Importing it imports
-torch.distributed.checkpoint, which nothing else of nxd_ckpt needs.
+Users import it from ``nxd_ckpt.adapters.dcp``. Importing it imports torch.distributed.checkpoint, which nothing else of
+nxd_ckpt needs.
 """
 
 from __future__ import annotations
@@ -25,21 +25,18 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.distributed.checkpoint.storage import StorageReader as TorchStorageReader
 from torch.futures import Future
 
-from nxd_ckpt.torch_dcp.storage_writer import StorageWriter
-from nxd_ckpt.output.locations import locate_input, location_of
-from nxd_ckpt.output.source import open_source
 from nxd_ckpt.core.box import Box
 from nxd_ckpt.core.dcp_names import DcpNames
 from nxd_ckpt.core.partition import Partition
 from nxd_ckpt.errors import CheckpointError, InvalidArgument, as_checkpoint_errors
 from nxd_ckpt.formats.tensors import Assembly, allocated, dtype_name, torch_dtype
-from nxd_ckpt.tag.opened import OpenTag
-from nxd_ckpt.tag.reading import LeafReader
+from nxd_ckpt.output.locations import locate_input, location_of
+from nxd_ckpt.output.source import open_source
 from nxd_ckpt.reshard.dcp_state import DcpState
 from nxd_ckpt.reshard.whole_tag import WholeTag
 from nxd_ckpt.storage.urls import StorageOptions, StrPath
-
-__all__ = ["StorageReader", "StorageWriter"]
+from nxd_ckpt.tag.opened import OpenTag
+from nxd_ckpt.tag.reading import LeafReader
 
 logger = logging.getLogger("nxd_ckpt")
 

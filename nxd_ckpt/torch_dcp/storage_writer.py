@@ -1,6 +1,6 @@
 """Tags that torch.distributed.checkpoint (DCP) writes: DTensor, FSDP2, plain tensors.
 
-As adapters.dcp, which offers it to users, this stands above the rest of ``adapters``: torch calls it.
+Users import it from ``nxd_ckpt.adapters.dcp``.
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ from torch.distributed.checkpoint.storage import StorageWriter as TorchStorageWr
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from nxd_ckpt.torch_dcp.results import collected, read_value
-from nxd_ckpt.output.locations import location_of
+from nxd_ckpt.commit.session import open_session
+from nxd_ckpt.coordination.agreement import Agreement, Alone, decided_by_rank0, on_all
+from nxd_ckpt.coordination.meeting import meet
 from nxd_ckpt.core.box import Box
 from nxd_ckpt.core.dcp_names import DcpNames, DcpPart
 from nxd_ckpt.core.retention import Rule, recorded_metrics, rules_of
@@ -27,14 +28,13 @@ from nxd_ckpt.core.tags import validate_tag
 from nxd_ckpt.core.topology import Topology
 from nxd_ckpt.errors import CheckpointError, InvalidArgument, UnsupportedState, as_checkpoint_errors
 from nxd_ckpt.formats.tensors import dtype_name
-from nxd_ckpt.coordination.agreement import Agreement, Alone, decided_by_rank0, on_all
-from nxd_ckpt.coordination.meeting import meet
-from nxd_ckpt.torch_dcp.collected_save import Chunk, CollectedSave, Share
-from nxd_ckpt.torch_dcp.dcp_contents import contents_of
-from nxd_ckpt.commit.session import open_session
+from nxd_ckpt.output.locations import location_of
 from nxd_ckpt.storage.base import Storage
 from nxd_ckpt.storage.system import require_locks
 from nxd_ckpt.storage.urls import StorageOptions, StrPath, join, open_storage
+from nxd_ckpt.torch_dcp.collected_save import Chunk, CollectedSave, Share
+from nxd_ckpt.torch_dcp.dcp_contents import contents_of
+from nxd_ckpt.torch_dcp.results import collected, read_value
 
 DEFAULT_TIMEOUT = 600.0
 """As a Checkpointer's."""

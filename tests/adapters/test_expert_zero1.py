@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from nxd_ckpt.live.models import open_model
-from nxd_ckpt.live.optimizer import open_optimizer
-from nxd_ckpt.live.state import StateTensor
 from nxd_ckpt.core.manifest import ParameterSpec
 from nxd_ckpt.core.partition import Partition
 from nxd_ckpt.core.topology import Topology
 from nxd_ckpt.errors import OptimizerMismatch, ShapeMismatch, UnsupportedState
+from nxd_ckpt.live.models import open_model
+from nxd_ckpt.live.optimizer import open_optimizer
+from nxd_ckpt.live.state import StateTensor
 from tests.adapters.doubles import ExpertShardedOptimizer, copied, plain, read
 
 pytestmark = pytest.mark.plain

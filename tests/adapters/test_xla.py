@@ -6,10 +6,10 @@ import pytest
 import torch
 
 import nxd_ckpt
+from nxd_ckpt.formats.tensors import iter_tensors, map_tensors
 from nxd_ckpt.live import torch_xla as xla
 from nxd_ckpt.live.models import open_model
 from nxd_ckpt.live.optimizer import open_optimizer
-from nxd_ckpt.formats.tensors import iter_tensors, map_tensors
 from tests.adapters.doubles import plain, read
 
 pytestmark = pytest.mark.xla

@@ -8,9 +8,6 @@ import logging
 import pytest
 import torch
 
-from nxd_ckpt.live.models import open_model
-from nxd_ckpt.live.optimizer import open_optimizer
-from nxd_ckpt.live.state import StateTensor
 from nxd_ckpt.core.manifest import ParameterSpec
 from nxd_ckpt.core.partition import Partition
 from nxd_ckpt.core.topology import Topology
@@ -21,6 +18,9 @@ from nxd_ckpt.errors import (
     ShapeMismatch,
     UnsupportedState,
 )
+from nxd_ckpt.live.models import open_model
+from nxd_ckpt.live.optimizer import open_optimizer
+from nxd_ckpt.live.state import StateTensor
 from tests.adapters.doubles import NxDWrapper, ShardedOptimizer, copied, plain, read
 
 pytestmark = pytest.mark.plain

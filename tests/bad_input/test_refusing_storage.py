@@ -13,8 +13,8 @@ import torch
 from nxd_ckpt import Checkpointer, Topology, has_checkpoint, open_checkpoint, save_checkpoint
 from nxd_ckpt.errors import CheckpointError, StorageError, from_wire, to_wire
 from nxd_ckpt.storage.local import LocalStorage
-from nxd_ckpt.testing.storage import HookedStorage, Operation
 from nxd_ckpt.tag.verify import verify_checkpoint
+from nxd_ckpt.testing.storage import HookedStorage, Operation
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]
 

@@ -17,11 +17,11 @@ import pytest
 import torch
 
 from nxd_ckpt import Topology, save_checkpoint
-from nxd_ckpt.tag import listing
-from nxd_ckpt.examine import report_document
 from nxd_ckpt.cli.main import main
 from nxd_ckpt.core.manifest import dump_manifest, load_manifest
 from nxd_ckpt.core.units import size
+from nxd_ckpt.examine import report_document
+from nxd_ckpt.tag import listing
 from tests.doctor.mutants import not_a_number, weight_shards_swapped
 from tests.doctor.runs import Run, ranks_of, save_ranks
 from tests.interop.saving import save_as_every_rank

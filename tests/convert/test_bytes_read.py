@@ -13,7 +13,16 @@ from safetensors.torch import save_file
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from nxd_ckpt import Partition, Topology
-from nxd_ckpt.convert import convert_zero1, export_checkpoint, from_dcp, import_checkpoint, pack_checkpoint, reshard, to_dcp, unshard_checkpoint
+from nxd_ckpt.convert import (
+    convert_zero1,
+    export_checkpoint,
+    from_dcp,
+    import_checkpoint,
+    pack_checkpoint,
+    reshard,
+    to_dcp,
+    unshard_checkpoint,
+)
 from nxd_ckpt.output import locations
 from nxd_ckpt.storage.base import Storage
 from nxd_ckpt.storage.urls import open_storage

@@ -16,13 +16,13 @@ import torch
 
 from nxd_ckpt import Checkpointer, has_checkpoint, open_checkpoint
 from nxd_ckpt.convert import Copy, copy_checkpoint
-from nxd_ckpt.output.cp_files import Bringing, Brought, files_to_copy
 from nxd_ckpt.errors import CheckpointError, CheckpointNotFound, DigestMismatch, InvalidArgument, PartNotFound
+from nxd_ckpt.output.cp_files import Bringing, Brought, files_to_copy
+from nxd_ckpt.storage.local import LocalStorage
 from nxd_ckpt.tag.directory import list_tags
 from nxd_ckpt.tag.opening import open_complete_tag
-from nxd_ckpt.storage.local import LocalStorage
-from nxd_ckpt.testing.memory import MemoryStorage
 from nxd_ckpt.tag.verify import verify_checkpoint
+from nxd_ckpt.testing.memory import MemoryStorage
 from tests.convert.tags import contents, remains, save_example
 from tests.damage import flip
 from tests.golden.checkpoints import CONFIGURATIONS

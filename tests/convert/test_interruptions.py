@@ -13,14 +13,14 @@ import pytest
 import torch
 
 from nxd_ckpt import Checkpointer, has_checkpoint, open_checkpoint
-from nxd_ckpt.convert import convert_zero1
-from nxd_ckpt.conversion import conversion
-from nxd_ckpt.output import locations
-from nxd_ckpt.errors import CheckpointError, SaveFailed
-from nxd_ckpt.tag.directory import list_tags
 from nxd_ckpt.commit.session import Session, open_session
+from nxd_ckpt.conversion import conversion
+from nxd_ckpt.convert import convert_zero1
+from nxd_ckpt.errors import CheckpointError, SaveFailed
+from nxd_ckpt.output import locations
 from nxd_ckpt.storage.base import Storage
 from nxd_ckpt.storage.local import LocalStorage
+from nxd_ckpt.tag.directory import list_tags
 from nxd_ckpt.testing.memory import MemoryStorage
 from tests.convert.tags import contents, optimizers, plainly, remains, save_example, sharded, whole
 from tests.layout.equality import difference

@@ -17,8 +17,8 @@ from nxd_ckpt import Topology, has_checkpoint, load_checkpoint, open_checkpoint,
 from nxd_ckpt.cli.main import main
 from nxd_ckpt.convert import copy_checkpoint, pack_checkpoint, reshard, unshard_checkpoint
 from nxd_ckpt.errors import CheckpointNotFound, CorruptCheckpoint, DigestMismatch, InvalidArgument, MalformedFile
-from nxd_ckpt.tag.directory import list_tags
 from nxd_ckpt.storage.urls import open_storage
+from nxd_ckpt.tag.directory import list_tags
 from nxd_ckpt.tag.verify import verify_checkpoint
 from tests.convert.tags import contents, model, optimizers, plainly, save_example
 from tests.golden.checkpoints import saved

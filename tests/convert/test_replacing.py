@@ -17,8 +17,8 @@ from torch.distributed.checkpoint.state_dict_loader import load
 
 from nxd_ckpt import load_checkpoint, save_checkpoint
 from nxd_ckpt.convert import from_dcp, pack_checkpoint, to_dcp, unshard_checkpoint
-from nxd_ckpt.output import locations
 from nxd_ckpt.errors import CheckpointError, InvalidArgument
+from nxd_ckpt.output import locations
 from nxd_ckpt.storage import local, system
 from nxd_ckpt.storage.base import Storage
 from nxd_ckpt.storage.urls import open_storage

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from nxd_ckpt.core.manifest import FileEntry
 from nxd_ckpt.output import transfer
 from nxd_ckpt.output.transfer import copy, digest
-from nxd_ckpt.core.manifest import FileEntry
 from nxd_ckpt.storage.local import LocalStorage
 from nxd_ckpt.testing.memory import MemoryStorage
 

@@ -17,8 +17,8 @@ from safetensors.torch import load, load_file
 
 from nxd_ckpt import save_checkpoint
 from nxd_ckpt.convert import UnshardStrategy, unshard_checkpoint
-from nxd_ckpt.output import image_writer
 from nxd_ckpt.errors import DigestMismatch, InvalidArgument, PartNotFound, TopologyMismatch, UnsupportedState
+from nxd_ckpt.output import image_writer
 from tests.convert.tags import SHAPES, Tree, contents, model, save_example, whole
 from tests.elastic.ranks import save_job
 from tests.elastic.strategies import Case, cases

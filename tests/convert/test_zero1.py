@@ -13,8 +13,8 @@ import torch
 from nxd_ckpt import Topology, load_checkpoint, open_checkpoint
 from nxd_ckpt.convert import convert_zero1
 from nxd_ckpt.errors import PartNotFound
-from nxd_ckpt.tag.directory import list_tags
 from nxd_ckpt.storage.local import LocalStorage
+from nxd_ckpt.tag.directory import list_tags
 from nxd_ckpt.tag.verify import verify_checkpoint
 from tests.convert.tags import contents, model, optimizers, plainly, remains, save_example, sharded, whole
 from tests.elastic.ranks import fresh, load_rank, save_job

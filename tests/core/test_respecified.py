@@ -7,9 +7,9 @@ import pytest
 from nxd_ckpt.core.manifest import ParameterSpec
 from nxd_ckpt.core.partition import Partition
 from nxd_ckpt.core.reads import Cut
-from nxd_ckpt.reshard.resharding import derived, rescaled, respecified
 from nxd_ckpt.core.section import Section
 from nxd_ckpt.errors import TopologyMismatch
+from nxd_ckpt.reshard.resharding import derived, rescaled, respecified
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from nxd_ckpt.reshard.stages import interleaved, restaged
 from nxd_ckpt.errors import TopologyMismatch
+from nxd_ckpt.reshard.stages import interleaved, restaged
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]
 

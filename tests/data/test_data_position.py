@@ -24,8 +24,8 @@ from nxd_ckpt import (
 )
 from nxd_ckpt.convert import reshard
 from nxd_ckpt.core.data_position import check_position, position, put_together
-from nxd_ckpt.errors import IncompatibleState, InvalidArgument, MalformedFile
 from nxd_ckpt.core.names import rank_content_file
+from nxd_ckpt.errors import IncompatibleState, InvalidArgument, MalformedFile
 from tests.interop.saving import save_as_every_rank
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from nxd_ckpt import Checkpointer
-from nxd_ckpt.tag.directory import list_tags
 from nxd_ckpt.storage.base import Storage
+from nxd_ckpt.tag.directory import list_tags
 from nxd_ckpt.testing.contract import StorageContract
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]

@@ -18,10 +18,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
-from nxd_ckpt.errors import CheckpointError
 from nxd_ckpt.coordination.agreement import Alone
 from nxd_ckpt.coordination.peers import _HELLO, Heard, Hub, _Lines, _Stranger
 from nxd_ckpt.coordination.stopping import Stopping
+from nxd_ckpt.errors import CheckpointError
 from nxd_ckpt.storage.base import Version
 from nxd_ckpt.storage.hosts.directory import OwnDirectory
 from nxd_ckpt.storage.hosts.remote import Address, RemoteDirectory

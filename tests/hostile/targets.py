@@ -17,10 +17,12 @@ from pathlib import Path
 import torch
 
 from nxd_ckpt import Checkpointer, checkpoint_statistics, open_checkpoint
+from nxd_ckpt.coordination import intents, journal, lease
+from nxd_ckpt.coordination.paths import HEARTBEAT, JOURNAL, LEASE, staging_dir, statistics_file, summaries_file
 from nxd_ckpt.core import document
 from nxd_ckpt.core.dcp_names import DcpNames
 from nxd_ckpt.core.manifest import is_manifest, load_index, load_manifest, load_parameters
-from nxd_ckpt.migrate.optimum_metadata import read_metadata as read_optimum
+from nxd_ckpt.core.names import DONE, MANIFEST, MARKER, NEWEST, info_file, tensor_file
 from nxd_ckpt.core.votes import load_verdict, load_vote, raise_error_of
 from nxd_ckpt.errors import SaveFailed
 from nxd_ckpt.formats.safetensors import read_header
@@ -29,18 +31,14 @@ from nxd_ckpt.formats.torch_zip import read_tree
 from nxd_ckpt.formats.torch_zip_writer import image_of
 from nxd_ckpt.formats.unpickle import unpickle
 from nxd_ckpt.integrations.sealed_directory import SealedDirectory, verify_files
+from nxd_ckpt.migrate.optimum_metadata import read_metadata as read_optimum
+from nxd_ckpt.storage.archive.members import find_members
 from nxd_ckpt.tag.directory import is_checkpoint_of_ours_or_nxd, list_tags, may_be_replaced
 from nxd_ckpt.tag.files import TagFiles
-from nxd_ckpt.tag.foreign.hugging_face_directory import CONFIG, INDEX, HuggingFaceDirectory
 from nxd_ckpt.tag.find_mapping import find_mapping
-from nxd_ckpt.core.names import DONE, MANIFEST, MARKER, NEWEST, info_file, tensor_file
+from nxd_ckpt.tag.foreign.hugging_face_directory import CONFIG, INDEX, HuggingFaceDirectory
 from nxd_ckpt.tag.foreign.torch_dcp import DcpFiles, read_metadata
-from nxd_ckpt.coordination import intents
-from nxd_ckpt.coordination import journal
-from nxd_ckpt.coordination import lease
-from nxd_ckpt.coordination.paths import HEARTBEAT, JOURNAL, LEASE, staging_dir, statistics_file, summaries_file
 from nxd_ckpt.tag.seal import DIGESTS
-from nxd_ckpt.storage.archive.members import find_members
 from nxd_ckpt.testing.memory import MemoryStorage
 from tests.formats.helpers import pread_of, rendered, saved
 from tests.hostile import findings, servers, valid

@@ -22,14 +22,14 @@ from random import Random
 from typing import Any, NamedTuple
 
 from nxd_ckpt import Checkpointer, Tier, Topology
-from nxd_ckpt.errors import CheckpointNotFound
-from nxd_ckpt.core.names import DONE, HIDDEN
 from nxd_ckpt.coordination.paths import HEARTBEAT, LEASE, VOTES
+from nxd_ckpt.core.names import DONE, HIDDEN
+from nxd_ckpt.errors import CheckpointNotFound
 from nxd_ckpt.storage.hosts.directory import OwnDirectory
 from nxd_ckpt.storage.hosts.remote import RemoteDirectory, RemoteWriter
 from nxd_ckpt.storage.local import LocalStorage
-from nxd_ckpt.testing.storage import HookedStorage
 from nxd_ckpt.tag.verify import verify_checkpoint
+from nxd_ckpt.testing.storage import HookedStorage
 from tests.hosts.jobs import TIMEOUT, host_of, state, tier
 from tests.protocol.job import Job, Raised
 

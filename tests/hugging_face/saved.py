@@ -13,10 +13,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from nxd_ckpt import Topology
-from nxd_ckpt.output import image_writer
-from nxd_ckpt.tag.foreign.hugging_face_directory import INDEX
 from nxd_ckpt.core.names import rank_file
+from nxd_ckpt.output import image_writer
 from nxd_ckpt.save import waves
+from nxd_ckpt.tag.foreign.hugging_face_directory import INDEX
 from tests.hugging_face.reference import Job, Model, State
 from tests.interop.saving import save_as_every_rank
 

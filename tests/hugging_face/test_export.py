@@ -12,8 +12,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nxd_ckpt.convert import export_checkpoint
 from nxd_ckpt.conversion.export import Export
+from nxd_ckpt.convert import export_checkpoint
 from nxd_ckpt.options.hugging_face import Dtype
 from tests.hugging_face.jobs import jobs
 from tests.hugging_face.reference import Job, Model

@@ -17,10 +17,9 @@ from safetensors.torch import load
 
 import nxd_ckpt
 from nxd_ckpt.convert import export_checkpoint, pack_checkpoint
-from nxd_ckpt.output import image_writer
-from nxd_ckpt.output import output
-from nxd_ckpt.output.locations import Location
 from nxd_ckpt.errors import DtypeMismatch
+from nxd_ckpt.output import image_writer, output
+from nxd_ckpt.output.locations import Location
 from nxd_ckpt.storage.base import Storage
 from nxd_ckpt.testing.storage import HookedStorage, Operation
 from tests.hugging_face.reference import Job, Model, State

@@ -17,7 +17,6 @@ from safetensors.torch import save_file
 from nxd_ckpt import Topology, load_checkpoint
 from nxd_ckpt.cli.main import main
 from nxd_ckpt.convert import export_checkpoint, import_checkpoint
-from nxd_ckpt.output import image_writer
 from nxd_ckpt.errors import (
     CheckpointError,
     CheckpointNotFound,
@@ -29,6 +28,7 @@ from nxd_ckpt.errors import (
     TopologyMismatch,
     UnsafePickle,
 )
+from nxd_ckpt.output import image_writer
 from nxd_ckpt.tag.verify import verify_checkpoint
 from tests.hugging_face.jobs import jobs
 from tests.hugging_face.reference import Job, Model, State

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from nxd_ckpt.hugging_face.hf_slice import hf_slices
 from nxd_ckpt.core.mapping_document import load_mapping
 from nxd_ckpt.core.sizes import Sizes
 from nxd_ckpt.errors import InvalidArgument
+from nxd_ckpt.hugging_face.hf_slice import hf_slices
 from nxd_ckpt.tag.find_mapping import find_mapping
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]

@@ -14,9 +14,9 @@ import torch
 from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin, ProjectConfiguration
 
-from nxd_ckpt.live.dtensor import is_dtensor
 from nxd_ckpt.errors import CheckpointError
 from nxd_ckpt.integrations.accelerate import Accelerator
+from nxd_ckpt.live.dtensor import is_dtensor
 from tests.integrations.killed import killed_at
 
 

@@ -12,10 +12,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
 from examples.train_lightning_fsdp2 import main
-from nxd_ckpt.live.dtensor import local_of
 from nxd_ckpt.errors import CheckpointError
 from nxd_ckpt.integrations.lightning import CheckpointIO, ExactResume
 from nxd_ckpt.integrations.lightning_sharded import FSDPStrategy, ModelParallelStrategy
+from nxd_ckpt.live.dtensor import local_of
 from tests.integrations.killed import killed_at
 from tests.integrations.lightning_run import Module, every_epoch, fit
 

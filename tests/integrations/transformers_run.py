@@ -8,8 +8,8 @@ from typing import Any, ClassVar
 import torch
 from transformers import PretrainedConfig, PreTrainedModel, TrainingArguments
 
-from nxd_ckpt.live.dtensor import local_of
 from nxd_ckpt.integrations.transformers import Trainer
+from nxd_ckpt.live.dtensor import local_of
 
 
 class TinyConfig(PretrainedConfig):  # type: ignore[misc]

@@ -10,13 +10,13 @@ import pytest
 from nxd_ckpt.core.manifest import Manifest, Parts, dump_manifest
 from nxd_ckpt.core.tags import TagInfo, latest
 from nxd_ckpt.core.topology import Topology
+from nxd_ckpt.storage.local import LocalStorage
 from nxd_ckpt.tag.directory import (
     NO_TAG,
     describe_incomplete,
     is_checkpoint_of_ours_or_nxd,
     list_tags,
 )
-from nxd_ckpt.storage.local import LocalStorage
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]
 

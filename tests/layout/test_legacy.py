@@ -12,8 +12,8 @@ from nxd_ckpt import Topology, load_checkpoint
 from nxd_ckpt.core.topology import Coordinates
 from nxd_ckpt.errors import PartNotFound
 from nxd_ckpt.formats.tensors import TensorStub, map_tensors
-from nxd_ckpt.tag.nxd_tag import TagLayout, open_tag
 from nxd_ckpt.storage.local import LocalStorage
+from nxd_ckpt.tag.nxd_tag import TagLayout, open_tag
 from tests.layout.equality import difference
 from tests.layout.xser_files import save_xser
 

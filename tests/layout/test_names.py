@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nxd_ckpt.core.topology import Coordinates, Topology
 from nxd_ckpt.core import names
 from nxd_ckpt.core.names import ParsedName
+from nxd_ckpt.core.topology import Coordinates, Topology
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]
 

@@ -18,15 +18,24 @@ from hypothesis import strategies as st
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save as save_dcp
 
-from nxd_ckpt import Checkpointer, Every, Last, Within, list_checkpoints, load_checkpoint, open_checkpoint, save_checkpoint
-from nxd_ckpt import effects
+from nxd_ckpt import (
+    Checkpointer,
+    Every,
+    Last,
+    Within,
+    effects,
+    list_checkpoints,
+    load_checkpoint,
+    open_checkpoint,
+    save_checkpoint,
+)
 from nxd_ckpt.api import close_checkpointers
 from nxd_ckpt.core.retention import Rule
 from nxd_ckpt.core.tags import in_order, undecided
 from nxd_ckpt.errors import CheckpointError
-from nxd_ckpt.tag.directory import list_tags
 from nxd_ckpt.prune import prune_checkpoints
 from nxd_ckpt.storage.local import LocalStorage
+from nxd_ckpt.tag.directory import list_tags
 from tests.protocol.states import visible_tags
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]
@@ -265,7 +274,8 @@ def test_a_save_is_later_than_the_whole_second_of_another_program(tmp_path: Path
     """Else it would be a tie: the commit waits for the end of that second."""
     save_as_nxd(tmp_path, "other", 9.0, at=1795600000.0)
     slept = list[float]()
-    with mock.patch.object(effects, "time", return_value=1795600000.4), mock.patch.object(effects, "sleep", slept.append):
+    clock = mock.patch.object(effects, "time", return_value=1795600000.4)
+    with clock, mock.patch.object(effects, "sleep", slept.append):
         save(tmp_path, 1)
     assert ["other", "step_1"] == order(tmp_path)
     assert [] == undecided(list_tags(LocalStorage(tmp_path)))

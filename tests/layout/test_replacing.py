@@ -10,8 +10,8 @@ import torch
 
 import nxd_ckpt
 from nxd_ckpt.errors import SaveFailed
-from nxd_ckpt.tag.directory import list_tags, may_be_replaced
 from nxd_ckpt.storage.local import LocalStorage
+from nxd_ckpt.tag.directory import list_tags, may_be_replaced
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]
 

@@ -12,9 +12,10 @@ from nxd_ckpt.core.topology import Coordinates, Topology
 from nxd_ckpt.errors import DigestMismatch, MalformedFile, PartNotFound, UnsafePickle
 from nxd_ckpt.formats.tensors import TensorReference, TensorStub, map_tensors
 from nxd_ckpt.formats.torch_zip_writer import image_of
-from nxd_ckpt.tag.files import MissingTensor
-from nxd_ckpt.tag.nxd_tag import TagLayout, open_tag, restore_types
+from nxd_ckpt.live.optimizer_types import restore_types
 from nxd_ckpt.storage.local import LocalStorage
+from nxd_ckpt.tag.files import MissingTensor
+from nxd_ckpt.tag.nxd_tag import TagLayout, open_tag
 from tests.formats.helpers import rendered
 from tests.layout.equality import difference
 from tests.layout.xser_files import save_xser

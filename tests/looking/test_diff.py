@@ -26,8 +26,8 @@ from nxd_ckpt import (
 from nxd_ckpt.convert import copy_checkpoint, reshard
 from nxd_ckpt.errors import DigestMismatch, InvalidArgument
 from nxd_ckpt.prune import pin_checkpoint
-from nxd_ckpt.tag import side_by_side
 from nxd_ckpt.reshard.tally import Tally
+from nxd_ckpt.tag import side_by_side
 from tests.cli.checkpoints import CUTS, PLACES, held, save_examples
 from tests.elastic.ranks import save_job
 from tests.elastic.transformer import layout_of, weights_of

@@ -22,11 +22,11 @@ from nxd_ckpt import (
     open_checkpoint,
     save_checkpoint,
 )
-from nxd_ckpt.tag.directory import list_tags
 from nxd_ckpt.coordination.paths import SUMMARIES
-from nxd_ckpt.reshard.summary import Summary
 from nxd_ckpt.examine.statistics import Statistics
+from nxd_ckpt.reshard.summary import Summary
 from nxd_ckpt.storage.local import LocalStorage
+from nxd_ckpt.tag.directory import list_tags
 from nxd_ckpt.testing.storage import HookedStorage, Operation
 from tests.elastic.ranks import save_job
 from tests.elastic.transformer import layout_of, weights_of

@@ -17,11 +17,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
 from nxd_ckpt import Checkpointer
-from nxd_ckpt.live.dtensor import Placed
-from nxd_ckpt.live.state import State, StateTensor
 from nxd_ckpt.core.mesh import Layout, Mesh, Shard
 from nxd_ckpt.core.mesh_groups import MeshGroup
 from nxd_ckpt.formats.tensors import Assembly
+from nxd_ckpt.live.dtensor import Placed
+from nxd_ckpt.live.state import State, StateTensor
 from nxd_ckpt.save.mesh_plan import WORTH_A_WRITER, MeshPlan
 from tests.layout.equality import difference
 from tests.mesh import jobs

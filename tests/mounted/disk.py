@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator
 from random import Random
 from typing import NamedTuple
 
-from tests.simulation.world.disk import Disk, File, Folder, Node
 from tests.mounted.fuse import OPENED, ROOT, Attributes, Request, listing, opened
+from tests.simulation.world.disk import Disk, File, Folder, Node
 
 EFFECTS = ("create", "write", "fsync", "fsyncdir", "mkdir", "rename", "rename2", "link", "unlink", "rmdir", "setattr")
 """Requests that change something, or what lasts of it."""

@@ -13,12 +13,12 @@ import torch
 
 import nxd_ckpt
 from nxd_ckpt import Checkpointer, Topology
-from nxd_ckpt.core import names
-from nxd_ckpt.tag.directory import list_tags
 from nxd_ckpt.coordination.paths import STAGING, TRASH
-from nxd_ckpt.tag.opening import open_complete_tag
+from nxd_ckpt.core import names
 from nxd_ckpt.storage.s3 import upload
 from nxd_ckpt.storage.urls import open_storage
+from nxd_ckpt.tag.directory import list_tags
+from nxd_ckpt.tag.opening import open_complete_tag
 from tests.object_stores.conftest import SMALLEST_PART
 from tests.protocol.job import Job
 from tests.rigs.s3_server import S3Server

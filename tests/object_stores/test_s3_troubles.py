@@ -16,8 +16,8 @@ import torch
 
 from nxd_ckpt import Checkpointer, Topology, has_checkpoint, load_checkpoint
 from nxd_ckpt.errors import CheckpointError, StorageError
-from nxd_ckpt.tag.directory import list_tags
 from nxd_ckpt.storage.urls import open_storage
+from nxd_ckpt.tag.directory import list_tags
 from tests.protocol.states import PATIENCE, lose_patience
 from tests.rigs.s3_proxy import Fault, S3Proxy
 from tests.rigs.s3_server import S3Server, options_for

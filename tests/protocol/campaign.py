@@ -15,9 +15,9 @@ from pathlib import Path
 from random import Random
 from typing import NamedTuple
 
-from nxd_ckpt.errors import OutcomeUnknown, SaveFailed
-from nxd_ckpt.core.names import HIDDEN
 from nxd_ckpt.coordination.paths import HEARTBEAT, JOURNAL, LEASE
+from nxd_ckpt.core.names import HIDDEN
+from nxd_ckpt.errors import OutcomeUnknown, SaveFailed
 from nxd_ckpt.testing.storage import Operation
 from tests.protocol.job import Died, Job, Raised
 from tests.protocol.states import checkpointer, lose_patience, moments, save, saved_value, visible_tags

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 
 from nxd_ckpt import Checkpointer, PendingSave, Topology, load_checkpoint, open_checkpoint
-from nxd_ckpt.tag.directory import list_tags
 from nxd_ckpt.storage.local import LocalStorage
-from nxd_ckpt.testing.storage import Hook, HookedStorage
+from nxd_ckpt.tag.directory import list_tags
 from nxd_ckpt.tag.verify import verify_checkpoint
+from nxd_ckpt.testing.storage import Hook, HookedStorage
 from tests.layout.equality import difference
 
 PATIENCE = 600.0

@@ -16,12 +16,12 @@ from typing import Any
 import torch
 
 from nxd_ckpt import Checkpointer, Topology
-from nxd_ckpt.errors import CheckpointError
-from nxd_ckpt.core import names
-from nxd_ckpt.tag.directory import list_tags
 from nxd_ckpt.coordination.paths import LEASE, STAGING, TRASH
-from nxd_ckpt.tag.opening import open_complete_tag
+from nxd_ckpt.core import names
+from nxd_ckpt.errors import CheckpointError
 from nxd_ckpt.storage.base import Storage
+from nxd_ckpt.tag.directory import list_tags
+from nxd_ckpt.tag.opening import open_complete_tag
 from nxd_ckpt.testing.memory import MemoryStorage
 from nxd_ckpt.testing.storage import HookedStorage, Operation
 from tests.protocol.states import PATIENCE, weights

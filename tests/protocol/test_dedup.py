@@ -17,13 +17,13 @@ import torch
 
 from nxd_ckpt import Checkpointer, Topology
 from nxd_ckpt.core.manifest import load_manifest
-from nxd_ckpt.tag.directory import list_tags
 from nxd_ckpt.storage import local_files
 from nxd_ckpt.storage.base import Storage
 from nxd_ckpt.storage.local import LocalStorage
+from nxd_ckpt.tag.directory import list_tags
+from nxd_ckpt.tag.verify import verify_checkpoint
 from nxd_ckpt.testing.memory import MemoryStorage
 from nxd_ckpt.testing.storage import HookedStorage, Operation, chained, failing, killing
-from nxd_ckpt.tag.verify import verify_checkpoint
 from tests.conftest import BUCKET
 from tests.damage import flip
 from tests.protocol.job import Died, Job

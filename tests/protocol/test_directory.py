@@ -16,6 +16,8 @@ import pytest
 import torch
 
 from nxd_ckpt import Checkpointer, Tier, Topology
+from nxd_ckpt.commit import session
+from nxd_ckpt.coordination.paths import HEARTBEAT, LEASE, VOTES
 from nxd_ckpt.errors import (
     CheckpointError,
     DirectoryInUse,
@@ -24,8 +26,6 @@ from nxd_ckpt.errors import (
     RanksDisagree,
     SaveFailed,
 )
-from nxd_ckpt.coordination.paths import HEARTBEAT, LEASE, VOTES
-from nxd_ckpt.commit import session
 from nxd_ckpt.storage.local import LocalStorage
 from nxd_ckpt.testing.storage import HookedStorage, Operation, failing
 from tests.protocol.job import HANGS, Died, Job, Raised, until

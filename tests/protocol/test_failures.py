@@ -17,8 +17,8 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from nxd_ckpt.errors import OutcomeUnknown, PeerTimeout, SaveFailed
 from nxd_ckpt.coordination.paths import JOURNAL
+from nxd_ckpt.errors import OutcomeUnknown, PeerTimeout, SaveFailed
 from nxd_ckpt.save.planned_file import PlannedFile
 from nxd_ckpt.save.staging import Stager
 from nxd_ckpt.save.waves import Wave

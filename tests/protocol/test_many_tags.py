@@ -9,11 +9,11 @@ import pytest
 from nxd_ckpt import examine_checkpoint, open_checkpoint
 from nxd_ckpt.cli import watch_command
 from nxd_ckpt.cli.main import main
-from nxd_ckpt.tag.listing import list_checkpoints, tags_to_verify
 from nxd_ckpt.prune import pin_checkpoint
+from nxd_ckpt.tag.listing import list_checkpoints, tags_to_verify
+from nxd_ckpt.tag.verify import verify_checkpoint
 from nxd_ckpt.testing.memory import MemoryStorage
 from nxd_ckpt.testing.storage import HookedStorage, Operation, recording
-from nxd_ckpt.tag.verify import verify_checkpoint
 from tests.protocol.stores import Process
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]

@@ -14,28 +14,37 @@ import pytest
 import torch
 from torch.distributed.checkpoint.state_dict_saver import save as save_dcp
 
-from nxd_ckpt import Best, Checkpointer, Every, Last, Within, has_checkpoint, list_checkpoints, load_checkpoint, open_checkpoint, save_checkpoint
-from nxd_ckpt import prune
-from nxd_ckpt.torch_dcp.storage_reader import StorageWriter
-from nxd_ckpt.core.manifest import load_manifest
-from nxd_ckpt.core.retention import Rule
-from nxd_ckpt.errors import CheckpointNotFound, CorruptCheckpoint, DirectoryInUse, InvalidArgument
-from nxd_ckpt.tag.directory import list_tags
-from nxd_ckpt.core.names import MANIFEST
-from nxd_ckpt.prune import pin_checkpoint, prune_checkpoints, unpin_checkpoint
-from nxd_ckpt.coordination import intents
-from nxd_ckpt.coordination import journal
-from nxd_ckpt.coordination import pins
-from nxd_ckpt.coordination.pins import pin
-from nxd_ckpt.coordination.paths import TRASH, trash_file
+from nxd_ckpt import (
+    Best,
+    Checkpointer,
+    Every,
+    Last,
+    Within,
+    has_checkpoint,
+    list_checkpoints,
+    load_checkpoint,
+    open_checkpoint,
+    prune,
+    save_checkpoint,
+)
 from nxd_ckpt.commit import commit
 from nxd_ckpt.commit import retention as save_retention
-from nxd_ckpt.tag.choosing import settled_tags
+from nxd_ckpt.coordination import intents, journal, pins
+from nxd_ckpt.coordination.paths import TRASH, trash_file
+from nxd_ckpt.coordination.pins import pin
+from nxd_ckpt.core.manifest import load_manifest
+from nxd_ckpt.core.names import MANIFEST
+from nxd_ckpt.core.retention import Rule
+from nxd_ckpt.errors import CheckpointNotFound, CorruptCheckpoint, DirectoryInUse, InvalidArgument
+from nxd_ckpt.prune import pin_checkpoint, prune_checkpoints, unpin_checkpoint
 from nxd_ckpt.storage.base import Storage
 from nxd_ckpt.storage.local import LocalStorage
+from nxd_ckpt.tag.choosing import settled_tags
+from nxd_ckpt.tag.directory import list_tags
+from nxd_ckpt.tag.verify import verify_checkpoint
 from nxd_ckpt.testing.memory import MemoryStorage
 from nxd_ckpt.testing.storage import HookedStorage, Operation, failing
-from nxd_ckpt.tag.verify import verify_checkpoint
+from nxd_ckpt.torch_dcp.storage_writer import StorageWriter
 from tests.protocol.states import moments, visible_tags, weights
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]

@@ -23,20 +23,20 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 from nxd_ckpt import Checkpointer, Topology, has_checkpoint, load_checkpoint, open_checkpoint
 from nxd_ckpt.checkpoint import get_checkpoint_metadata
 from nxd_ckpt.convert import copy_checkpoint, pack_checkpoint, reshard, to_dcp, unshard_checkpoint
-from nxd_ckpt.examine.diff import diff_checkpoints
-from nxd_ckpt.errors import CheckpointNotFound, CorruptCheckpoint, PartNotFound, TagReplaced
-from nxd_ckpt.tag.listing import directory_document
 from nxd_ckpt.coordination import journal
 from nxd_ckpt.coordination.agreement import StoreAgreement
+from nxd_ckpt.errors import CheckpointNotFound, CorruptCheckpoint, PartNotFound, TagReplaced
+from nxd_ckpt.examine.diff import diff_checkpoints
 from nxd_ckpt.load.loading import load as load_on_ranks
 from nxd_ckpt.load.options import LoadOptions
-from nxd_ckpt.tag.opening import open_complete_tag
 from nxd_ckpt.storage.base import Storage
 from nxd_ckpt.storage.local import LocalStorage
 from nxd_ckpt.storage.urls import open_storage
+from nxd_ckpt.tag.listing import directory_document
+from nxd_ckpt.tag.opening import open_complete_tag
+from nxd_ckpt.tag.verify import verify_checkpoint
 from nxd_ckpt.testing.memory import MemoryStorage
 from nxd_ckpt.testing.storage import HookedStorage, Operation
-from nxd_ckpt.tag.verify import verify_checkpoint
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]
 

@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from nxd_ckpt import Checkpointer, close_checkpointers, load_checkpoint, remove_checkpoint, save_checkpoint
-from nxd_ckpt import effects
+from nxd_ckpt import Checkpointer, close_checkpointers, effects, load_checkpoint, remove_checkpoint, save_checkpoint
 from nxd_ckpt.errors import DirectoryInUse, SaveFailed
 from nxd_ckpt.prune import pin_checkpoint
 from nxd_ckpt.storage.local import LocalStorage

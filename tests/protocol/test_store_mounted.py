@@ -13,8 +13,8 @@ import torch
 from nxd_ckpt import Checkpointer, Topology, load_checkpoint
 from nxd_ckpt.convert import convert_zero1
 from nxd_ckpt.errors import CheckpointError, SaveFailed
-from nxd_ckpt.tag.directory import list_tags
 from nxd_ckpt.storage.local import LocalStorage
+from nxd_ckpt.tag.directory import list_tags
 from nxd_ckpt.testing.storage import HookedStorage, Operation, killing
 from tests.convert.tags import optimizers, plainly, save_example, sharded, whole
 from tests.layout.equality import difference

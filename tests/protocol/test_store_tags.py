@@ -13,10 +13,10 @@ import pytest
 import torch
 
 from nxd_ckpt import Checkpointer, load_checkpoint
-from nxd_ckpt.errors import InvalidArgument, SaveFailed, TagReplaced
 from nxd_ckpt.core import names
-from nxd_ckpt.tag.directory import list_tags
+from nxd_ckpt.errors import InvalidArgument, SaveFailed, TagReplaced
 from nxd_ckpt.tag.choosing import choose_tag
+from nxd_ckpt.tag.directory import list_tags
 from nxd_ckpt.tag.opening import open_complete_tag
 from nxd_ckpt.testing.memory import MemoryStorage
 from nxd_ckpt.testing.storage import HookedStorage, Operation, failing, recording

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from nxd_ckpt import effects
-from nxd_ckpt.errors import CheckpointError
 from nxd_ckpt.commit import session
+from nxd_ckpt.errors import CheckpointError
 from nxd_ckpt.testing.storage import Operation
 from tests.protocol.job import HANGS, Job
 from tests.protocol.states import checkpointer, lose_patience, save, saved_value, visible_tags

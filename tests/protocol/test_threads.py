@@ -14,8 +14,8 @@ import torch
 from nxd_ckpt import Checkpointer, close_checkpointers, load_checkpoint, open_checkpoint, save_checkpoint
 from nxd_ckpt.errors import CheckpointError, DirectoryInUse, RanksDisagree
 from nxd_ckpt.storage.local import LocalStorage
-from nxd_ckpt.testing.storage import HookedStorage, delaying
 from nxd_ckpt.tag.verify import verify_checkpoint
+from nxd_ckpt.testing.storage import HookedStorage, delaying
 from tests.protocol.job import Job
 from tests.protocol.states import checkpointer, save, visible_tags, weights
 

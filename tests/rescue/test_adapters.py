@@ -11,8 +11,8 @@ import torch
 from safetensors.torch import load_file
 
 from nxd_ckpt.convert import migrate
-from nxd_ckpt.errors import CheckpointNotFound, InvalidArgument, MalformedFile, PartNotFound, UnsupportedState
 from nxd_ckpt.core.names import rank_file
+from nxd_ckpt.errors import CheckpointNotFound, InvalidArgument, MalformedFile, PartNotFound, UnsupportedState
 from tests.hugging_face.reference import Job, Model, State
 from tests.hugging_face.saved import differences, write_config
 from tests.lora.adapters import adapters_of

@@ -13,8 +13,7 @@ import torch
 
 from nxd_ckpt import load_checkpoint
 from nxd_ckpt.convert import migrate, to_dcp
-from nxd_ckpt.output.locations import Location, locate_any, locate_input
-from nxd_ckpt.output.source import open_any
+from nxd_ckpt.core.names import rank_file
 from nxd_ckpt.errors import (
     CheckpointError,
     CheckpointNotFound,
@@ -25,7 +24,8 @@ from nxd_ckpt.errors import (
     UnsafePickle,
     UnsupportedState,
 )
-from nxd_ckpt.core.names import rank_file
+from nxd_ckpt.output.locations import Location, locate_any, locate_input
+from nxd_ckpt.output.source import open_any
 from nxd_ckpt.tag.verify import verify_checkpoint
 from tests.hugging_face.reference import Job, Model
 from tests.rescue.old_run import OldRun

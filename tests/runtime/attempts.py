@@ -6,11 +6,11 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
+from nxd_ckpt.commit.publication import Publication
 from nxd_ckpt.core.manifest import dump_manifest
+from nxd_ckpt.core.names import DONE, MANIFEST, MARKER
 from nxd_ckpt.core.topology import Topology
 from nxd_ckpt.errors import DirectoryInUse
-from nxd_ckpt.core.names import DONE, MANIFEST, MARKER
-from nxd_ckpt.commit.publication import Publication
 from nxd_ckpt.storage.base import Storage
 from tests.core.documents import MANIFEST as DOCUMENT
 

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from nxd_ckpt.errors import CheckpointError, DigestMismatch, PeerTimeout
 from nxd_ckpt.coordination.agreement import Agreement, Alone, StoreAgreement, decided_by_rank0, on_all
 from nxd_ckpt.coordination.meeting import meet
+from nxd_ckpt.errors import CheckpointError, DigestMismatch, PeerTimeout
 from tests.runtime.clock import Clock
 from tests.runtime.ranks import on_ranks
 

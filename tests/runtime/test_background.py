@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from nxd_ckpt import Checkpointer
-from nxd_ckpt import effects
+from nxd_ckpt import Checkpointer, effects
 from nxd_ckpt.save.background import Helpers
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]

@@ -12,8 +12,14 @@ from typing import Any
 import pytest
 
 from nxd_ckpt import effects
+from nxd_ckpt.commit.commit import Commit, clean_up, commit, retire
+from nxd_ckpt.commit.publication import Staged
+from nxd_ckpt.coordination.paths import STAGING, TRASH, VOTES, rank_file, staging_dir
+from nxd_ckpt.coordination.pins import pin
+from nxd_ckpt.core import names
 from nxd_ckpt.core.manifest import Manifest, ParameterSpec, Parts, RankIndex, RankLine, dump_index, load_manifest
 from nxd_ckpt.core.mesh_groups import MeshGroup
+from nxd_ckpt.core.names import MANIFEST
 from nxd_ckpt.core.partition import Partition
 from nxd_ckpt.core.phases import RankPhases
 from nxd_ckpt.core.retention import Last
@@ -21,12 +27,6 @@ from nxd_ckpt.core.tags import same_time
 from nxd_ckpt.core.topology import Topology
 from nxd_ckpt.core.votes import Vote
 from nxd_ckpt.errors import DirectoryInUse, RanksDisagree, SaveFailed
-from nxd_ckpt.core import names
-from nxd_ckpt.core.names import MANIFEST
-from nxd_ckpt.coordination.pins import pin
-from nxd_ckpt.coordination.paths import STAGING, TRASH, VOTES, rank_file, staging_dir
-from nxd_ckpt.commit.commit import Commit, clean_up, commit, retire
-from nxd_ckpt.commit.publication import Staged
 from nxd_ckpt.storage.base import Storage
 from nxd_ckpt.storage.local import LocalStorage
 from nxd_ckpt.testing.memory import MemoryStorage

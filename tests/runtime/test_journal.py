@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from nxd_ckpt.core.names import HIDDEN
 from nxd_ckpt.coordination import journal
-from nxd_ckpt.coordination.pins import pin
 from nxd_ckpt.coordination.paths import JOURNAL, STAGING, TRASH, staging_dir, trash_file
+from nxd_ckpt.coordination.pins import pin
+from nxd_ckpt.core.names import HIDDEN
 from nxd_ckpt.storage import local
 from nxd_ckpt.storage.base import Storage
 from nxd_ckpt.storage.local import LocalStorage

@@ -17,12 +17,12 @@ from typing import Any
 import pytest
 
 from nxd_ckpt import Topology
-from nxd_ckpt.errors import DirectoryInUse, StorageError
+from nxd_ckpt.commit.session import open_session
 from nxd_ckpt.coordination import lease
 from nxd_ckpt.coordination.agreement import Alone
 from nxd_ckpt.coordination.lease import Heartbeat, Lease
 from nxd_ckpt.coordination.paths import HEARTBEAT, LEASE, PLACE, STAGING, staging_dir
-from nxd_ckpt.commit.session import open_session
+from nxd_ckpt.errors import DirectoryInUse, StorageError
 from nxd_ckpt.storage.base import Storage
 from nxd_ckpt.storage.local import LocalStorage
 from nxd_ckpt.testing.memory import MemoryStorage

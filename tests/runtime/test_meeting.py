@@ -9,9 +9,9 @@ import pytest
 import torch.distributed as dist
 
 from nxd_ckpt import effects
-from nxd_ckpt.errors import PeerTimeout
 from nxd_ckpt.coordination.agreement import StoreAgreement
 from nxd_ckpt.coordination.meeting import Venue
+from nxd_ckpt.errors import PeerTimeout
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]
 

@@ -24,10 +24,11 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from nxd_ckpt import Checkpointer, Partition, Topology, open_checkpoint
 from nxd_ckpt.errors import SaveFailed, UnsupportedState
-from nxd_ckpt.save.plan import SavePlan, SaveState, plan_save
+from nxd_ckpt.live.save_state import SaveState
+from nxd_ckpt.save.plan import SavePlan, plan_save
 from nxd_ckpt.storage.local import LocalStorage
-from nxd_ckpt.testing.storage import Hook, HookedStorage, Operation
 from nxd_ckpt.tag.verify import verify_checkpoint
+from nxd_ckpt.testing.storage import Hook, HookedStorage, Operation
 from tests.adapters.doubles import ExpertShardedOptimizer, ShardedOptimizer
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]

@@ -15,8 +15,8 @@ import torch
 
 from nxd_ckpt import Checkpointer, Partition, Topology
 from nxd_ckpt.storage import progress
-from nxd_ckpt.storage.progress import Counter, watched
 from nxd_ckpt.storage.local import LocalStorage
+from nxd_ckpt.storage.progress import Counter, watched
 from nxd_ckpt.testing.storage import HookedStorage, chained, delaying
 from tests.interop.saving import save_as_every_rank
 from tests.rigs.terminal import Terminal

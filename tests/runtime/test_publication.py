@@ -8,11 +8,6 @@ from typing import Any
 
 import pytest
 
-from nxd_ckpt.errors import DirectoryInUse, OutcomeUnknown, SaveFailed
-from nxd_ckpt.core.names import DONE, MANIFEST, MARKER
-from nxd_ckpt.coordination import intents
-from nxd_ckpt.coordination import journal
-from nxd_ckpt.coordination.paths import COPIES, STAGING, TRASH, staging_dir
 from nxd_ckpt.commit import voting
 from nxd_ckpt.commit.publication import (
     InPlace,
@@ -21,6 +16,10 @@ from nxd_ckpt.commit.publication import (
     is_visible,
     publication_of,
 )
+from nxd_ckpt.coordination import intents, journal
+from nxd_ckpt.coordination.paths import COPIES, STAGING, TRASH, staging_dir
+from nxd_ckpt.core.names import DONE, MANIFEST, MARKER
+from nxd_ckpt.errors import DirectoryInUse, OutcomeUnknown, SaveFailed
 from nxd_ckpt.storage.base import Storage
 from nxd_ckpt.storage.local import LocalStorage
 from nxd_ckpt.testing.memory import MemoryStorage

@@ -12,7 +12,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nxd_ckpt.output.image_writer import read_run
 from nxd_ckpt.core.box import Box, boxes_of_run
 from nxd_ckpt.core.entries import TensorEntry
 from nxd_ckpt.core.manifest import CRC_BLOCK
@@ -20,12 +19,12 @@ from nxd_ckpt.errors import DigestMismatch
 from nxd_ckpt.formats import assembly, crc32
 from nxd_ckpt.formats.assembly import blocks_of
 from nxd_ckpt.formats.tensors import Assembly, StorageSpan, TensorStub, byte_view
+from nxd_ckpt.output.image_writer import read_run
+from nxd_ckpt.storage.ranges import HOLE
+from nxd_ckpt.tag import reading, wanted_blocks
 from nxd_ckpt.tag.files import TagFiles
-from nxd_ckpt.tag import reading
-from nxd_ckpt.tag import wanted_blocks
 from nxd_ckpt.tag.reading import LeafReader
 from nxd_ckpt.tag.verification import Entries
-from nxd_ckpt.storage.ranges import HOLE
 from nxd_ckpt.testing.memory import MemoryStorage
 from nxd_ckpt.testing.storage import HookedStorage, Operation
 from tests.formats.assemblies import Files, cases, index

@@ -14,10 +14,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nxd_ckpt import Topology
+from nxd_ckpt.coordination.agreement import Agreement
 from nxd_ckpt.core.box import Box
 from nxd_ckpt.errors import CheckpointError, DigestMismatch
 from nxd_ckpt.formats.tensors import Assembly, Fragment, StorageSpan, TensorStub
-from nxd_ckpt.coordination.agreement import Agreement
 from nxd_ckpt.load.replicas import FAST, WORTH_IT, Broadcast, ReplicaShares, agree_on_shares, open_broadcast
 from nxd_ckpt.tag.reading import Leaf
 from tests.runtime.ranks import on_ranks

@@ -12,25 +12,25 @@ import pytest
 import torch
 
 from nxd_ckpt import Checkpointer, Topology, load_checkpoint, save_checkpoint
-from nxd_ckpt.live.models import open_model
 from nxd_ckpt.api import finalize_checkpoint
-from nxd_ckpt.core.manifest import Parts, RankIndex, RankLine, dump_index
-from nxd_ckpt.core.retention import Last
-from nxd_ckpt.core.votes import Verdict, Vote
-from nxd_ckpt.errors import KeyMismatch
-from nxd_ckpt.core import names
-from nxd_ckpt.load.filters import Filter
-from nxd_ckpt.load.load_context import load_context
-from nxd_ckpt.load.options import LoadOptions
-from nxd_ckpt.load.planner import LoadPlanner
-from nxd_ckpt.coordination.paths import rank_file, staging_dir, verdict_dir
 from nxd_ckpt.commit import voting
 from nxd_ckpt.commit.commit import Commit, commit
 from nxd_ckpt.commit.publication import Staged
 from nxd_ckpt.commit.session import Session
+from nxd_ckpt.coordination.paths import rank_file, staging_dir, verdict_dir
+from nxd_ckpt.core import names
+from nxd_ckpt.core.manifest import Parts, RankIndex, RankLine, dump_index
+from nxd_ckpt.core.retention import Last
+from nxd_ckpt.core.votes import Verdict, Vote
+from nxd_ckpt.errors import KeyMismatch
+from nxd_ckpt.live.models import open_model
+from nxd_ckpt.load.filters import Filter
+from nxd_ckpt.load.load_context import load_context
+from nxd_ckpt.load.options import LoadOptions
+from nxd_ckpt.load.planner import LoadPlanner
+from nxd_ckpt.storage.local import LocalStorage
 from nxd_ckpt.tag.choosing import choose_tag
 from nxd_ckpt.tag.opening import open_complete_tag
-from nxd_ckpt.storage.local import LocalStorage
 from nxd_ckpt.testing.memory import MemoryStorage
 from nxd_ckpt.testing.storage import HookedStorage, Operation, recording
 

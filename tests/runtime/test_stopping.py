@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from nxd_ckpt.errors import PeerTimeout
 from nxd_ckpt.coordination.agreement import Agreement, Alone
 from nxd_ckpt.coordination.peers import Heard, Hub, Peers, Spoke
 from nxd_ckpt.coordination.stopping import Stopping
+from nxd_ckpt.errors import PeerTimeout
 from tests.runtime.ranks import on_ranks
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]

@@ -8,21 +8,21 @@ from pathlib import Path
 
 import pytest
 
-from nxd_ckpt.output.cp_files import Bringing, Brought, files_to_copy
-from nxd_ckpt.core.entries import FileEntry
-from nxd_ckpt.core.manifest import RankIndex
-from nxd_ckpt.core.topology import Coordinates
-from nxd_ckpt.errors import DirectoryInUse
-from nxd_ckpt.tag.directory import find_tag
-from nxd_ckpt.core.names import DONE, MANIFEST
-from nxd_ckpt.coordination import intents
-from nxd_ckpt.coordination.paths import COPIES, PINS, STAGING, TRASH, VOTES, staging_dir, unfinished_dir
 from nxd_ckpt.commit.publication import InPlace, Publication, Staged, is_visible
 from nxd_ckpt.commit.retention import retire_unpinned
+from nxd_ckpt.coordination import intents
+from nxd_ckpt.coordination.paths import COPIES, PINS, STAGING, TRASH, VOTES, staging_dir, unfinished_dir
+from nxd_ckpt.core.entries import FileEntry
+from nxd_ckpt.core.manifest import RankIndex
+from nxd_ckpt.core.names import DONE, MANIFEST
+from nxd_ckpt.core.topology import Coordinates
+from nxd_ckpt.errors import DirectoryInUse
+from nxd_ckpt.output.cp_files import Bringing, Brought, files_to_copy
 from nxd_ckpt.save.writing import write_index
-from nxd_ckpt.tag.opening import open_complete_tag
 from nxd_ckpt.storage.base import Storage
 from nxd_ckpt.storage.local import LocalStorage
+from nxd_ckpt.tag.directory import find_tag
+from nxd_ckpt.tag.opening import open_complete_tag
 from nxd_ckpt.testing.memory import MemoryStorage
 from nxd_ckpt.testing.storage import HookedStorage, Operation, failing
 from tests.convert.tags import save_example

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
+from nxd_ckpt.commit import voting
+from nxd_ckpt.coordination import backoff
+from nxd_ckpt.coordination.paths import alive_file, rank_file, verdict_file, votes_dir
 from nxd_ckpt.core.manifest import RankLine
 from nxd_ckpt.core.votes import Verdict, Vote
 from nxd_ckpt.errors import MalformedFile, OutcomeUnknown, SaveFailed
-from nxd_ckpt.coordination import backoff
-from nxd_ckpt.coordination.paths import alive_file, rank_file, verdict_file, votes_dir
-from nxd_ckpt.commit import voting
 from nxd_ckpt.storage.local import LocalStorage
 from nxd_ckpt.testing.storage import HookedStorage, Operation, recording
 from tests.runtime.clock import Clock

@@ -16,8 +16,8 @@ import torch
 from nxd_ckpt import Checkpointer, Topology, open_checkpoint
 from nxd_ckpt.errors import SaveFailed
 from nxd_ckpt.storage.local import LocalStorage
-from nxd_ckpt.testing.storage import HookedStorage, Operation, failing
 from nxd_ckpt.tag.verify import verify_checkpoint
+from nxd_ckpt.testing.storage import HookedStorage, Operation, failing
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]
 

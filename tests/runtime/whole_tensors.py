@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from nxd_ckpt.formats.tensors import torch_dtype
-from nxd_ckpt.tag.opened import OpenTag
 from nxd_ckpt.reshard.whole_tag import WholeTag
+from nxd_ckpt.tag.opened import OpenTag
 
 
 def read(opened: OpenTag, tag: WholeTag, name: str) -> torch.Tensor:

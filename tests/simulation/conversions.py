@@ -16,14 +16,14 @@ from typing import Any
 
 import pytest
 
-from nxd_ckpt.convert import copy_checkpoint, reshard, unshard_checkpoint
 from nxd_ckpt.conversion import worker_pool
+from nxd_ckpt.convert import copy_checkpoint, reshard, unshard_checkpoint
 from nxd_ckpt.output.locations import location_of, settle
 from nxd_ckpt.storage.base import Storage
-from tests.simulation.world import DiskStorage
 from tests.simulation.crashes import Recording
 from tests.simulation.job import TIMEOUT, Job, Save, run_to_end
 from tests.simulation.stage import DiskStage
+from tests.simulation.world import DiskStorage
 
 OUTPUT = "out"
 _INPUTS = (Save("a", 1), Save("b", 2), Save("c", 3))

@@ -15,10 +15,9 @@ from itertools import islice
 from typing import NamedTuple, Protocol
 
 from nxd_ckpt.coordination.paths import PROBES, RUNS, VOTES
-from tests.simulation.world import EPOCH, Disk, Killed, Process, Remains, Seen, World, inhabited
-from tests.simulation.world import crash_states
 from tests.simulation.job import Job, among
 from tests.simulation.stage import DiskStage
+from tests.simulation.world import EPOCH, Disk, Killed, Process, Remains, Seen, World, crash_states, inhabited
 
 LATER = 1000.0
 """When the power comes back, in simulated seconds after the work began."""

@@ -9,13 +9,13 @@ from functools import partial
 from random import Random
 from typing import NoReturn
 
-from nxd_ckpt.errors import CheckpointError
 from nxd_ckpt.core.names import HIDDEN
+from nxd_ckpt.errors import CheckpointError
 from nxd_ckpt.storage.local import LocalStorage
-from tests.simulation.world import EPOCH, Disk, DiskStorage, Killed, Process, SystemCalls
 from tests.simulation.job import WORLD_SIZE, Reader, Save, loaded, run_to_end
 from tests.simulation.schedule import Run, Schedule, drawn
 from tests.simulation.stage import disk_storage
+from tests.simulation.world import EPOCH, Disk, DiskStorage, Killed, Process, SystemCalls
 
 EFFECTS = (75, 24)
 """About as many system calls of each rank change something in a save."""

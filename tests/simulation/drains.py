@@ -10,13 +10,13 @@ from functools import cache, partial
 
 import pytest
 
-from nxd_ckpt.tiers.drain import Drains
 from nxd_ckpt.commit.tier import Tier
 from nxd_ckpt.storage.base import Storage
-from tests.simulation.world import EPOCH, Disk, DiskStorage, World, inhabited
+from nxd_ckpt.tiers.drain import Drains
 from tests.simulation.crashes import Recording
 from tests.simulation.job import TIMEOUT, Job, Save, among, run_to_end
 from tests.simulation.stage import DiskStage
+from tests.simulation.world import EPOCH, Disk, DiskStorage, World, inhabited
 
 _NEWS = 1.0
 """Seconds after which who waits for a tier looks again."""

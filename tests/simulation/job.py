@@ -13,11 +13,11 @@ import torch
 import torch.distributed as dist
 
 from nxd_ckpt import Checkpointer, Topology
-from nxd_ckpt.errors import CheckpointError, CheckpointNotFound, OutcomeUnknown, TagReplaced
 from nxd_ckpt.coordination import at_exit
 from nxd_ckpt.coordination.agreement import Agreement, Alone, Words
 from nxd_ckpt.coordination.meeting import Venue
 from nxd_ckpt.coordination.peers import Address
+from nxd_ckpt.errors import CheckpointError, CheckpointNotFound, OutcomeUnknown, TagReplaced
 from nxd_ckpt.storage.base import Storage
 from tests.simulation.world import Process, Task, World
 

@@ -6,11 +6,11 @@ from dataclasses import dataclass, replace
 from functools import partial
 from random import Random
 
-from nxd_ckpt.errors import DirectoryInUse
 from nxd_ckpt.coordination import lease
-from tests.simulation.world import Process, inhabited
+from nxd_ckpt.errors import DirectoryInUse
 from tests.simulation.disk_schedule import DiskRun, DiskSchedule
 from tests.simulation.job import run_to_end
+from tests.simulation.world import Process, inhabited
 
 PATIENCE, BEATS_EVERY = 1.2, 0.3
 """Seconds without a heartbeat after which a holder counts as dead, and between two heartbeats."""

@@ -7,9 +7,9 @@ from itertools import combinations, pairwise
 from math import inf
 
 from nxd_ckpt.storage.base import Storage
-from tests.simulation.world import World
 from tests.simulation import oracle
 from tests.simulation.job import TIMEOUT, Job, Outcome, Reader, Save
+from tests.simulation.world import World
 
 
 class Promises:

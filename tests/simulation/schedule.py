@@ -15,11 +15,11 @@ from typing import Any
 from typing_extensions import Self
 
 from nxd_ckpt.coordination import lease
-from tests.simulation.world import Killed, Process, World, inhabited
-from tests.simulation.world.threads import Event
 from tests.simulation import oracle
 from tests.simulation.job import TIMEOUT, WORLD_SIZE, Job, Reader, Save, among, loaded, run_to_end
 from tests.simulation.stage import Stage
+from tests.simulation.world import Killed, Process, World, inhabited
+from tests.simulation.world.threads import Event
 
 HARMLESS = {"nothing", "stall", "clock"}
 """With these faults alone nothing fails that a process asks of the place."""

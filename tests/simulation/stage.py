@@ -7,12 +7,12 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 
-from nxd_ckpt.tag.choosing import settled_tags
 from nxd_ckpt.storage.base import Storage
 from nxd_ckpt.storage.local import LocalStorage
-from tests.simulation.world import Disk, DiskStorage, Process, SystemCalls, Task, World
+from nxd_ckpt.tag.choosing import settled_tags
 from tests.simulation.job import Job, Reader, Save, run_to_end, saving
 from tests.simulation.promises import Promises
+from tests.simulation.world import Disk, DiskStorage, Process, SystemCalls, Task, World
 
 SECONDS = {"look": 5e-5, "fsync": 8e-4}
 """How long a system call takes on average; others take :data:`SECOND`."""

@@ -11,12 +11,12 @@ from random import Random
 import pytest
 
 from nxd_ckpt.storage.base import Storage
-from tests.simulation.world import EPOCH, Killed, Process
-from tests.simulation.world.store import ObjectStore, Refused, Reply
-from tests.simulation.world.store_client import ConnectionLost, store_storage
 from tests.simulation import oracle
 from tests.simulation.job import Save
 from tests.simulation.schedule import Run, Schedule, drawn
+from tests.simulation.world import EPOCH, Killed, Process
+from tests.simulation.world.store import ObjectStore, Refused, Reply
+from tests.simulation.world.store_client import ConnectionLost, store_storage
 
 EFFECTS = (30, 10)
 """About as many requests of each rank change something in a save."""

@@ -6,12 +6,11 @@ import time
 
 import pytest
 
-from tests.simulation.world import Disk, DiskStorage, Seen
-from tests.simulation.world import crash_states
 from tests.simulation.conversions import CONVERSIONS
 from tests.simulation.crashes import Work, enumerated
 from tests.simulation.drains import DRAINS
 from tests.simulation.saves import SAVES
+from tests.simulation.world import Disk, DiskStorage, Seen, crash_states
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]
 

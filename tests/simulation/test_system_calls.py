@@ -12,13 +12,13 @@ from pathlib import Path
 import pytest
 
 from nxd_ckpt.storage.local import LocalStorage
-from tests.simulation.world import Disk, DiskStorage, SystemCalls
 from tests.simulation.__main__ import counted
 from tests.simulation.crashes import enumerated
 from tests.simulation.disk_schedule import DiskSchedule
 from tests.simulation.lease_schedule import LeaseSchedule
 from tests.simulation.saves import SAVES
 from tests.simulation.schedule import run
+from tests.simulation.world import Disk, DiskStorage, SystemCalls
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]
 

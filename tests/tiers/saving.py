@@ -8,9 +8,9 @@ from pathlib import Path
 import torch
 
 from nxd_ckpt import Checkpointer
-from nxd_ckpt.tag.directory import list_tags
 from nxd_ckpt.storage.base import Storage
 from nxd_ckpt.storage.local import LocalStorage
+from nxd_ckpt.tag.directory import list_tags
 from nxd_ckpt.tag.verify import verify_checkpoint
 
 

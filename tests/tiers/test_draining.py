@@ -13,12 +13,12 @@ import pytest
 
 from nxd_ckpt import Checkpointer, Tier, checkpointer, load_checkpoint, save_checkpoint
 from nxd_ckpt.api import close_checkpointers
-from nxd_ckpt.tiers import drain
 from nxd_ckpt.errors import CheckpointError, DirectoryInUse, InvalidArgument, StorageError
 from nxd_ckpt.storage.local import LocalStorage
 from nxd_ckpt.storage.retrying import RetryingStorage
 from nxd_ckpt.testing.memory import MemoryStorage
 from nxd_ckpt.testing.storage import HookedStorage, Operation, failing
+from nxd_ckpt.tiers import drain
 from tests.convert.tags import contents, remains
 from tests.tiers.saving import damaged, save, state, tags_in
 

@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from nxd_ckpt import Checkpointer, Tier, Topology, has_checkpoint, load_checkpoint
-from nxd_ckpt.tiers.drain import Drains
 from nxd_ckpt.conversion.pack import pack_checkpoint
 from nxd_ckpt.errors import CorruptCheckpoint, DigestMismatch, PartLost
 from nxd_ckpt.storage.base import Storage
@@ -20,6 +19,7 @@ from nxd_ckpt.storage.local import LocalStorage
 from nxd_ckpt.storage.urls import open_storage
 from nxd_ckpt.testing.memory import MemoryStorage
 from nxd_ckpt.testing.storage import HookedStorage, Operation
+from nxd_ckpt.tiers.drain import Drains
 from tests.damage import flip
 from tests.protocol.job import Job, until
 from tests.rigs.s3_server import S3Server

@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 
-from nxd_ckpt import Checkpointer, Tier, Topology, has_checkpoint, load_checkpoint
-from nxd_ckpt import effects
+from nxd_ckpt import Checkpointer, Tier, Topology, effects, has_checkpoint, load_checkpoint
 from nxd_ckpt.errors import CheckpointNotFound, PeerTimeout, RanksDisagree, StorageError
 from nxd_ckpt.storage.local import LocalStorage
 from nxd_ckpt.testing.memory import MemoryStorage

@@ -25,7 +25,6 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from nxd_ckpt import Partition, diff_checkpoints, open_checkpoint, save_checkpoint
-from nxd_ckpt.torch_dcp.storage_reader import StorageReader
 from nxd_ckpt.cli.main import main
 from nxd_ckpt.convert import from_dcp, to_dcp
 from nxd_ckpt.errors import (
@@ -37,10 +36,11 @@ from nxd_ckpt.errors import (
     PartNotFound,
     UnsafePickle,
 )
-from nxd_ckpt.tag.opening import open_complete_tag
 from nxd_ckpt.reshard.whole_tag import WholeTag
 from nxd_ckpt.storage.urls import open_storage
+from nxd_ckpt.tag.opening import open_complete_tag
 from nxd_ckpt.tag.verify import verify_checkpoint
+from nxd_ckpt.torch_dcp.storage_reader import StorageReader
 from tests.bad_input.live import Net, jobs
 from tests.cli.checkpoints import CONTENT, save_examples, whole
 from tests.convert.tags import contents, save_example

@@ -17,8 +17,8 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from nxd_ckpt.tag.foreign import torch_dcp
 from nxd_ckpt.tag.files import TagFiles
+from nxd_ckpt.tag.foreign import torch_dcp
 from nxd_ckpt.tag.foreign.torch_dcp import METADATA, DcpFiles, read_metadata
 from nxd_ckpt.testing.memory import MemoryStorage
 

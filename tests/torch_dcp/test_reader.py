@@ -17,8 +17,8 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadIte
 from torch.distributed.checkpoint.state_dict_loader import load
 
 from nxd_ckpt import open_checkpoint
-from nxd_ckpt.torch_dcp.storage_reader import StorageReader
 from nxd_ckpt.errors import DigestMismatch
+from nxd_ckpt.torch_dcp.storage_reader import StorageReader
 from tests.bad_input.live import jobs
 from tests.cli.checkpoints import CONTENT, CUTS, save_examples, whole
 from tests.convert.tags import unsharded

@@ -20,8 +20,8 @@ from nxd_ckpt.cli.main import main
 from nxd_ckpt.convert import copy_checkpoint, pack_checkpoint, reshard
 from nxd_ckpt.core.partition import zero1_rows
 from nxd_ckpt.storage.local import LocalStorage
-from nxd_ckpt.testing.storage import HookedStorage, Operation
 from nxd_ckpt.tag.verify import verify_checkpoint
+from nxd_ckpt.testing.storage import HookedStorage, Operation
 from tests.golden.checkpoints import saved
 from tests.interop.saving import save_as_every_rank
 from tests.layout.equality import difference

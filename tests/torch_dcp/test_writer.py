@@ -15,10 +15,11 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from nxd_ckpt import Best, errors, has_checkpoint, load_checkpoint, open_checkpoint
-from nxd_ckpt.torch_dcp.storage_reader import StorageReader, StorageWriter
 from nxd_ckpt.cli.main import main
 from nxd_ckpt.convert import reshard, to_dcp
 from nxd_ckpt.tag.verify import verify_checkpoint
+from nxd_ckpt.torch_dcp.storage_reader import StorageReader
+from nxd_ckpt.torch_dcp.storage_writer import StorageWriter
 from tests.bad_input.live import Net
 from tests.protocol.job import Died, Job, Raised
 from tests.rigs.rank_pool import RankPool

@@ -21,9 +21,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor, zeros
 
-from nxd_ckpt.torch_dcp.storage_reader import StorageReader, StorageWriter
 from nxd_ckpt.storage.local import LocalStorage
 from nxd_ckpt.testing.storage import HookedStorage, Operation
+from nxd_ckpt.torch_dcp.storage_reader import StorageReader
+from nxd_ckpt.torch_dcp.storage_writer import StorageWriter
 from tests.bad_input.live import Net
 from tests.torch_dcp.ranks import gathered, picture, resume, training
 

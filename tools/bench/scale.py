@@ -21,9 +21,12 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 from nxd_ckpt import Checkpointer, Partition, Topology
-from nxd_ckpt.live.dtensor import Placed
-from nxd_ckpt.live.models import open_model
-from nxd_ckpt.live.state import ModelState, StateTensor
+from nxd_ckpt.commit import voting
+from nxd_ckpt.commit.commit import Commit, commit
+from nxd_ckpt.commit.publication import Staged
+from nxd_ckpt.commit.session import Session
+from nxd_ckpt.coordination.paths import staging_dir, verdict_dir
+from nxd_ckpt.core import names
 from nxd_ckpt.core.manifest import (
     CRC_BLOCK,
     ParameterSpec,
@@ -39,21 +42,19 @@ from nxd_ckpt.core.mesh_groups import MeshGroup, MeshPlace, MeshWord, groups_of
 from nxd_ckpt.core.retention import Last
 from nxd_ckpt.core.votes import Verdict, Vote
 from nxd_ckpt.formats.tensors import Assembly
-from nxd_ckpt.core import names
+from nxd_ckpt.live.dtensor import Placed
+from nxd_ckpt.live.models import open_model
+from nxd_ckpt.live.save_state import SaveState
+from nxd_ckpt.live.state import ModelState, StateTensor
 from nxd_ckpt.load.filters import Filter
 from nxd_ckpt.load.load_context import load_context
 from nxd_ckpt.load.options import LoadOptions
 from nxd_ckpt.load.planner import LoadPlanner
-from nxd_ckpt.coordination.paths import staging_dir, verdict_dir
-from nxd_ckpt.commit import voting
-from nxd_ckpt.commit.commit import Commit, commit
-from nxd_ckpt.save.plan import SavePlan, SaveState, plan_save
+from nxd_ckpt.save.plan import SavePlan, plan_save
 from nxd_ckpt.save.planned_file import NamedTensor, PlannedFile
-from nxd_ckpt.commit.publication import Staged
-from nxd_ckpt.commit.session import Session
+from nxd_ckpt.storage.local import LocalStorage
 from nxd_ckpt.tag.choosing import choose_tag
 from nxd_ckpt.tag.opening import open_complete_tag
-from nxd_ckpt.storage.local import LocalStorage
 from tools.bench.host import peak, reset_peak
 
 TENSORS, RANKS = (25_000, 50_000, 100_000), (256, 1_024, 4_096)

@@ -19,8 +19,8 @@ from weakref import WeakSet
 
 from nxd_ckpt.core.limits import DOCUMENT
 from nxd_ckpt.core.manifest import FileEntry
-from nxd_ckpt.errors import CheckpointError, MalformedFile
 from nxd_ckpt.effects import in_forked_children, yield_disk_to_others, yield_processor_to_others
+from nxd_ckpt.errors import CheckpointError, MalformedFile
 from nxd_ckpt.storage.base import Version, Writer
 from nxd_ckpt.storage.hosts.directory import OwnDirectory
 from nxd_ckpt.storage.hosts.interface import listen

@@ -13,11 +13,11 @@ import torch
 from nxd_ckpt.core.dcp_names import MASTER_WEIGHTS, DcpNames
 from nxd_ckpt.core.manifest import Parts
 from nxd_ckpt.core.topology import Coordinates, Topology
+from nxd_ckpt.tag.files import TagFiles
 from nxd_ckpt.tag.foreign.dcp_tensors import DcpTensors
 from nxd_ckpt.tag.foreign.dcp_trees import DcpTrees
-from nxd_ckpt.tag.files import TagFiles
-from nxd_ckpt.tag.state_dicts import reading
 from nxd_ckpt.tag.foreign.torch_dcp import DcpFiles, TieredFiles
+from nxd_ckpt.tag.state_dicts import reading
 
 
 class DcpDirectory:

@@ -12,7 +12,6 @@ from math import prod
 from typing import Any
 
 from nxd_ckpt.core.box import Box, boxes_of_run
-from nxd_ckpt.tag.foreign.fsdp_shards import Member, ShardedParameter, plain_name, sharded_parameters
 from nxd_ckpt.core.manifest import Parts
 from nxd_ckpt.core.param_groups import NOT_DECAYED, Shape, grouped
 from nxd_ckpt.core.topology import Coordinates
@@ -28,6 +27,7 @@ from nxd_ckpt.formats.tensors import (
     iter_tensors,
 )
 from nxd_ckpt.tag.files import TagFiles
+from nxd_ckpt.tag.foreign.fsdp_shards import Member, ShardedParameter, plain_name, sharded_parameters
 from nxd_ckpt.tag.payload import MODEL_KEYS, OPTIMIZER_KEYS, Payload, refuse_other_counts
 from nxd_ckpt.tag.payload_file import PayloadFile
 from nxd_ckpt.tag.state_dicts import checked_model, checked_optimizer, reading

@@ -12,10 +12,10 @@ from typing import Any
 from nxd_ckpt.core import document
 from nxd_ckpt.errors import KeyMismatch, MalformedFile, PartNotFound, UnsupportedState
 from nxd_ckpt.formats.tensors import TensorStub
+from nxd_ckpt.storage.base import Storage
 from nxd_ckpt.tag.files import TagFiles
 from nxd_ckpt.tag.foreign.quantization import refuse_quantized, refuse_quantized_dtype
 from nxd_ckpt.tag.foreign.quantized import BLOCKS, SCALES, DequantizedStorage, Quantized, quantized_names
-from nxd_ckpt.storage.base import Storage
 
 CONFIG = "config.json"
 SINGLE = "model.safetensors"

@@ -21,12 +21,12 @@ from functools import cached_property
 from typing import Any
 
 from nxd_ckpt.core.manifest import Parts
+from nxd_ckpt.core.names import ParsedName
 from nxd_ckpt.core.topology import Coordinates, Topology
 from nxd_ckpt.errors import MalformedFile, PartNotFound
 from nxd_ckpt.formats.tensors import TensorStub, map_tensors
 from nxd_ckpt.tag.files import TagFiles
 from nxd_ckpt.tag.grid import describe, spanned
-from nxd_ckpt.core.names import ParsedName
 from nxd_ckpt.tag.payload import MODEL_KEYS, OPTIMIZER_KEYS, SCHEDULER_KEYS, Payload, refuse_other_counts
 from nxd_ckpt.tag.state_dicts import checked_model, checked_optimizer, reading
 

@@ -1,8 +1,10 @@
 """How Hugging Face's files say that their weights are quantized: in config.json, by tensors beside them, by dtypes.
 
-Numbers of a quantized weight mean nothing without its scales. MXFP4 is dequantized (:mod:`nxd_ckpt.tag.foreign.quantized`);
-every other method is refused by name. Sources: huggingface/transformers v4.57, ``src/transformers/quantizers``, and the
-formats of compressed-tensors, AutoGPTQ, AutoAWQ, bitsandbytes and torchao.
+Numbers of a quantized weight mean nothing without its scales. MXFP4 is dequantized (`tag.foreign.quantized`); every
+other method is refused by name.
+
+Sources: huggingface/transformers v4.57, ``src/transformers/quantizers``, and the formats of compressed-tensors,
+AutoGPTQ, AutoAWQ, bitsandbytes and torchao.
 """
 
 from __future__ import annotations

@@ -9,15 +9,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-from nxd_ckpt.errors import CheckpointNotFound, MalformedFile
-from nxd_ckpt.tag.foreign import legacy
 from nxd_ckpt.core import names
-from nxd_ckpt.tag.foreign import nemo
-from nxd_ckpt.tag.foreign import presharded
-from nxd_ckpt.tag import tiered
-from nxd_ckpt.tag.foreign import torch_xla_files
-from nxd_ckpt.tag.foreign.torch_dcp import METADATA
+from nxd_ckpt.errors import CheckpointNotFound, MalformedFile
 from nxd_ckpt.storage.base import Storage
+from nxd_ckpt.tag import tiered
+from nxd_ckpt.tag.foreign import legacy, nemo, presharded, torch_xla_files
+from nxd_ckpt.tag.foreign.torch_dcp import METADATA
 
 
 class Writer(Enum):

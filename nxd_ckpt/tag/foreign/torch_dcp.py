@@ -18,9 +18,9 @@ import torch
 from nxd_ckpt.core.limits import DCP_METADATA, TREE_DEPTH, check_form, check_sizes, shown
 from nxd_ckpt.core.parsing import parsing
 from nxd_ckpt.errors import MalformedFile, UnsafePickle
+from nxd_ckpt.formats.inert import Call, Sealed
 from nxd_ckpt.formats.machine import Machine
 from nxd_ckpt.formats.safe_globals import GLOBALS
-from nxd_ckpt.formats.inert import Call, Sealed
 from nxd_ckpt.formats.tensors import dtype_name
 from nxd_ckpt.tag.files import TagFiles
 

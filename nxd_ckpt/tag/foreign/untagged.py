@@ -6,14 +6,12 @@ from collections.abc import Callable, Iterable, Set
 from typing import NamedTuple
 
 from nxd_ckpt.errors import MalformedFile, PartNotFound
-from nxd_ckpt.tag.foreign import nemo
-from nxd_ckpt.tag.foreign import presharded
-from nxd_ckpt.tag.foreign import torch_xla_files
-from nxd_ckpt.tag.foreign.dcp_directory import DcpDirectory
-from nxd_ckpt.tag.files import TagFiles
-from nxd_ckpt.tag.nxd_tag import TagLayout
-from nxd_ckpt.tag.foreign.torch_dcp import METADATA, TIERED_DATA, TIERED_METADATA, TieredFiles
 from nxd_ckpt.storage.base import Storage
+from nxd_ckpt.tag.files import TagFiles
+from nxd_ckpt.tag.foreign import nemo, presharded, torch_xla_files
+from nxd_ckpt.tag.foreign.dcp_directory import DcpDirectory
+from nxd_ckpt.tag.foreign.torch_dcp import METADATA, TIERED_DATA, TIERED_METADATA, TieredFiles
+from nxd_ckpt.tag.nxd_tag import TagLayout
 
 
 def is_untagged(listing: Iterable[str]) -> bool:

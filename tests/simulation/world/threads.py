@@ -211,7 +211,7 @@ class Local:
 
 @contextmanager
 def inhabited(world: World) -> Iterator[None]:
-    """Within, :mod:`nxd_ckpt.effects` is that of the world, and futures are waited for in it; at the end all tasks are."""
+    """Within, :mod:`nxd_ckpt.effects` is that of the world, and futures are waited for in it; in the end all tasks."""
     replaced = _host_of(world)
     real, real_threading = {name: getattr(effects, name) for name in replaced}, futures.threading  # type: ignore[attr-defined]
     for name, value in replaced.items():

@@ -1,0 +1,1 @@
+"""What other libraries call: torch.distributed.checkpoint's reader and writer."""

@@ -1,0 +1,68 @@
+"""All that one call asks to save, on one rank."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from nxd_ckpt.core.manifest import Parts
+from nxd_ckpt.live.state import ModelState, State
+from nxd_ckpt.live.zero1 import EXPERT_KEYS
+
+
+@dataclass(frozen=True)
+class SaveState:
+    """Everything that one call asks to save, as this rank holds it. ``optimizer_kind`` as in core.manifest.Parts,
+    ``left_out`` says in words what was not to be saved.
+
+    Without ``lower_precision_weights`` those that the optimizer's master weights stand for are left out, if NxD would
+    leave them out: only then can it load the rest.
+    """
+
+    model: ModelState | None = None
+    optimizer: State | None = None
+    optimizer_kind: str | None = None
+    optimizer_names: tuple[str, ...] | None = None
+    scheduler: Any = None
+    user_content: Any = None
+    rank_content: Any = None
+    use_xser: bool = False
+    lower_precision_weights: bool = True
+    left_out: Sequence[str] = ()
+
+    @property
+    def is_placed(self) -> bool:
+        """Whether it holds DTensors."""
+        return any(state.is_placed for state in self.trees().values())
+
+    def trees(self) -> dict[str, State]:
+        """Model and optimizer, as far as they are to be saved, by field."""
+        both: dict[str, State | None] = {"model": self.model, "optimizer": self.optimizer}
+        return {part: state for part, state in both.items() if state is not None}
+
+    def has_master_weights(self) -> bool:
+        return self.optimizer is not None and bool(self.optimizer.master_weight_entries())
+
+    def parts(self, master_weights: bool) -> Parts:
+        """What is asked to be saved; ``master_weights`` is what :meth:`has_master_weights` gives, or gave."""
+        return Parts(
+            model=self.model is not None,
+            optimizer=self.optimizer_kind,
+            scheduler=self.scheduler is not None,
+            user_content=self.user_content is not None,
+            rank_content=self.rank_content is not None,
+            use_xser=self.use_xser,
+            master_weights=master_weights,
+            lower_precision_weights=self.lower_precision_weights or bool(self.needs_all_weights(master_weights)),
+        )
+
+    def needs_all_weights(self, master_weights: bool) -> str | None:
+        """Why no weights of the model can be left out; None if they can."""
+        if not self.use_xser:
+            return "without use_xser=True NxD loads every weight from the model's files"
+        if not master_weights:
+            return "the optimizer holds no master weights that could stand for them (save_master_weights=True)"
+        if self.optimizer is not None and EXPERT_KEYS[0] in self.optimizer.tree:
+            return "with expert parallelism NxD loads no master weights"
+        return None
