@@ -34,7 +34,7 @@ from nxd_ckpt.options.checkpointer_options import (
     DirectoryKeywords,
     DirectoryOptions,
 )
-from nxd_ckpt.save.options import OurSaveKeywords, SaveOptions
+from nxd_ckpt.save.options import ExtraSaveKeywords, SaveOptions
 from nxd_ckpt.save.pending import PendingSave
 from nxd_ckpt.storage.urls import StorageOptions, StrPath, normalised
 from nxd_ckpt.tiers.tiers import Tiers
@@ -57,7 +57,7 @@ def _begin_anew() -> None:
 in_forked_children(_begin_anew)
 
 
-class _SaveKeywords(OurSaveKeywords, CheckpointerKeywords, total=False):
+class _SaveKeywords(ExtraSaveKeywords, CheckpointerKeywords, total=False):
     pass
 
 

@@ -17,7 +17,7 @@ from nxd_ckpt.commit.tier import Tier
 from nxd_ckpt.coordination.agreement import Agreement
 from nxd_ckpt.coordination.at_exit import close_at_exit, forget
 from nxd_ckpt.coordination.environment import topology_of, versions
-from nxd_ckpt.coordination.fair_turns import Turns
+from nxd_ckpt.coordination.fair_lock import FairLock
 from nxd_ckpt.coordination.forks import require_own
 from nxd_ckpt.coordination.meeting import meet
 from nxd_ckpt.coordination.preemption import Preemption
@@ -27,13 +27,13 @@ from nxd_ckpt.errors import CheckpointError, as_checkpoint_errors
 from nxd_ckpt.live.save_state import SaveState
 from nxd_ckpt.load.loading import load
 from nxd_ckpt.load.options import LoadKeywords, LoadOptions
-from nxd_ckpt.options.checkpointer_options import CheckpointerOptions, PreemptionOptions, WholeKeywords
+from nxd_ckpt.options.checkpointer_options import CheckpointerInitKeywords, CheckpointerOptions, PreemptionOptions
+from nxd_ckpt.save.attempt import SaveAttempt
 from nxd_ckpt.save.capture import capture
 from nxd_ckpt.save.failures import Failures
 from nxd_ckpt.save.options import SaveKeywords, SaveOptions, understood
-from nxd_ckpt.save.pending import InFlight, PendingSave, SaveProgress
+from nxd_ckpt.save.pending import PendingSave, SaveProgress, UnfinishedSaves
 from nxd_ckpt.save.pipeline import Pipeline, Planned, await_decided
-from nxd_ckpt.save.saving import Saving
 from nxd_ckpt.storage.base import Storage
 from nxd_ckpt.storage.system import require_locks
 from nxd_ckpt.storage.urls import StrPath
@@ -68,7 +68,7 @@ class Checkpointer:
         *,
         storage: Storage | None = None,
         tiers: Sequence[Tier] | None = None,
-        **options: Unpack[WholeKeywords],
+        **options: Unpack[CheckpointerInitKeywords],
     ) -> None:
         """What all saves and loads of a directory have in common.
 
@@ -87,10 +87,10 @@ class Checkpointer:
         self._counter = 0
         self._session: Session | None = None
         self._pipeline = Pipeline(self.topology, chosen.memory_cap)
-        self._turns = Turns()
+        self._lock = FairLock()
         self._failures = Failures(chosen)
         self._pid = os.getpid()
-        self._in_flight = InFlight()
+        self._in_flight = UnfinishedSaves()
         self._versions: dict[str, str] = {}
         self._preemption = Preemption(PreemptionOptions(**preemption))
 
@@ -146,7 +146,7 @@ class Checkpointer:
             return capture(self.topology, chosen, model, optimizer, scheduler, user_content, rank_content)
 
         pending = SaveProgress(name, self._failures)
-        with self._turns.taken(f"save of {name!r}"):
+        with self._lock.held(f"save of {name!r}"):
             self._in_flight.settle()
             if self._failures.warns:
                 self._in_flight.raise_unreported()
@@ -191,7 +191,7 @@ class Checkpointer:
     def load_given(self, tag: Tag | None, given: Any, options: Mapping[str, object], *, lasting: bool) -> Any:
         """As :meth:`load`, ``given`` its three; nothing goes on afterwards unless it is ``lasting``."""
         require_own(self._pid, self.storage.url)
-        with self._turns.taken("load"):
+        with self._lock.held("load"):
             self._in_flight.settle()
             chosen = options_of(LoadOptions, {"progress": self._options.progress, **options})
             agreement = self._meet("load")
@@ -202,7 +202,7 @@ class Checkpointer:
                     self._places.replenish(agreement)
             return found
 
-    def _begun(self, pending: SaveProgress, begin: Callable[[], Saving]) -> Saving | None:
+    def _begun(self, pending: SaveProgress, begin: Callable[[], SaveAttempt]) -> SaveAttempt | None:
         """What ``begin`` gives; None where a first save failed, on all ranks, and that need not be raised."""
         try:
             with as_checkpoint_errors():
@@ -222,7 +222,7 @@ class Checkpointer:
         options: SaveOptions,
         async_save: bool,
         started: float,
-    ) -> Saving:
+    ) -> SaveAttempt:
         """Stage what is ``captured`` and hand it over to the writer thread, which does the rest."""
         tag = pending.tag
         self._places.settle()
@@ -235,7 +235,7 @@ class Checkpointer:
                 error = problem
         assert self._session is not None
         plan = None if planned is None else planned.plan
-        saving = Saving(self._session, tag, plan, options, error, self._pipeline.writers)
+        saving = SaveAttempt(self._session, tag, plan, options, error, self._pipeline.writers)
         saving.versions, saving.draining = self._versions, self._places.drains
         saving.rules = saving.rules or self._places.rules
         self._pipeline.submit(saving.begin)
@@ -282,7 +282,7 @@ class Checkpointer:
     def remove(self, tag: Tag) -> bool:
         """What ``nxd_ckpt.remove_checkpoint`` does, in this directory."""
         require_own(self._pid, self.storage.url)
-        with self._turns.taken("removal"):
+        with self._lock.held("removal"):
             self._in_flight.settle()
             self._places.settle()
             session = self._session or self._claim(self._meet("removal"))
@@ -310,7 +310,7 @@ class Checkpointer:
         self._in_flight.wait()
         self._in_flight.raise_unreported()
         if tier:
-            with self._turns.taken(f"wait for tier {tier}"):
+            with self._lock.held(f"wait for tier {tier}"):
                 self._places.wait(tier, self._meet(f"wait for tier {tier}"))
 
     @as_checkpoint_errors()
@@ -381,7 +381,7 @@ class Checkpointer:
         with self._preemption.leaving():
             if grace is not None and self._session is not None:
                 self._session.leaves_at = effects.monotonic() + grace
-            with suppress(TimeoutError), self._turns.taken("close", grace):
+            with suppress(TimeoutError), self._lock.held("close", grace):
                 if self._in_flight.finish(grace):
                     self._tear_down(grace)
 

@@ -11,7 +11,7 @@ _pauses: list[None] = []
 
 
 @contextmanager
-def garbage_left() -> Iterator[None]:
+def gc_paused() -> Iterator[None]:
     """No garbage collection inside: walking all objects again and again while thousands of new ones are made, none of
     them garbage, takes longer than making them. A child that is forked meanwhile collects its own (see `effects`)."""
     if not gc.isenabled():

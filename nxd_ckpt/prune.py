@@ -12,7 +12,7 @@ from nxd_ckpt.commit import retention
 from nxd_ckpt.commit.publication import publication_of
 from nxd_ckpt.commit.session import open_session
 from nxd_ckpt.coordination import intents, journal, pins
-from nxd_ckpt.coordination.agreement import Alone
+from nxd_ckpt.coordination.agreement import SingleProcessAgreement
 from nxd_ckpt.core.option_classes import takes
 from nxd_ckpt.core.retention import Retention, Rule, rules_of
 from nxd_ckpt.core.tags import Tag, TagInfo, validate_tag
@@ -71,7 +71,7 @@ def prune_checkpoints(path: StrPath, retain: Sequence[Rule], **options: Unpack[P
     if chosen.dry_run:
         found = _judged(storage, settled_tags(storage), rules)
     else:
-        with closing(open_session(storage, Topology(), Alone(), None, chosen.timeout)) as session:
+        with closing(open_session(storage, Topology(), SingleProcessAgreement(), None, chosen.timeout)) as session:
             tags = {info.tag: info for info in settled_tags(storage)}
             found = _judged(storage, tags.values(), rules)
             removed = []

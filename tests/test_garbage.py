@@ -8,7 +8,7 @@ import threading
 
 import pytest
 
-from nxd_ckpt.gc_paused import garbage_left
+from nxd_ckpt.gc_paused import gc_paused
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]
 
@@ -25,7 +25,7 @@ def test_a_child_forked_beside_a_reader_collects_its_garbage() -> None:
     inside, done = threading.Event(), threading.Event()
 
     def read() -> None:
-        with garbage_left():
+        with gc_paused():
             inside.set()
             done.wait()
 
@@ -39,7 +39,7 @@ def test_a_child_forked_beside_a_reader_collects_its_garbage() -> None:
     assert gc.isenabled()
     gc.disable()
     try:
-        with garbage_left():
+        with gc_paused():
             assert not collects_in_child()
         assert not gc.isenabled()
     finally:

@@ -61,7 +61,7 @@ def run(args: argparse.Namespace) -> int:
 def _look(directory: str, options: Any, told: Told, may_be_absent: bool) -> dict[str, Any]:
     from dataclasses import asdict
 
-    from nxd_ckpt.commit.saves_in_flight import saves_in_flight
+    from nxd_ckpt.commit.observed_saves import saves_in_flight
     from nxd_ckpt.storage.urls import open_storage
     from nxd_ckpt.tag.directory import require_directory
     from nxd_ckpt.tag.listing import watched_document

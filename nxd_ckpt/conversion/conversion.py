@@ -1,7 +1,7 @@
 """One conversion from beginning to end: claim the directory, write, vote, commit. One that fails leaves nothing
 behind.
 
-The order is that of a save (see save.saving), with the ranks of the result in place of live ones: whoever
+The order is that of a save (see save.attempt), with the ranks of the result in place of live ones: whoever
 writes a rank's files votes for it.
 """
 

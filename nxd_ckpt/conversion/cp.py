@@ -12,14 +12,14 @@ from typing_extensions import Unpack
 
 from nxd_ckpt.commit.publication import Publication, copy_publication
 from nxd_ckpt.commit.session import Session, open_session
-from nxd_ckpt.coordination.agreement import Alone
+from nxd_ckpt.coordination.agreement import SingleProcessAgreement
 from nxd_ckpt.core.names import tensors_dirs
 from nxd_ckpt.core.option_classes import takes
 from nxd_ckpt.core.topology import Topology
 from nxd_ckpt.core.units import bytes_of
 from nxd_ckpt.errors import CheckpointError, as_checkpoint_errors
 from nxd_ckpt.options.tags import CopyKeywords, CopyOptions
-from nxd_ckpt.output.cp_files import Bringing, Brought, files_to_copy
+from nxd_ckpt.output.cp_files import Brought, FileCopy, files_to_copy
 from nxd_ckpt.output.host_copies import HostCopies
 from nxd_ckpt.output.locations import locate_input, locate_output
 from nxd_ckpt.output.pace import Pace
@@ -89,7 +89,7 @@ def copy_checkpoint(src: StrPath, dst: StrPath, **options: Unpack[CopyKeywords])
     if chosen.dry_run:
         return planned
     storage = target.open(chosen.durable)
-    with closing(open_session(storage, Topology(), Alone(), None, chosen.timeout)) as session:
+    with closing(open_session(storage, Topology(), SingleProcessAgreement(), None, chosen.timeout)) as session:
         pace, saved = Pace(rate), None if opened.manifest is None else opened.manifest.attempt
         publication = copy_publication(session, target.name, chosen.overwrite, saved)
         with (
@@ -132,7 +132,7 @@ def copy_files(
     order_time = _order_time(opened, files)
     publication.begin(session)
     folder = publication.folder
-    bringing = Bringing(
+    bringing = FileCopy(
         opened,
         session.storage,
         folder,
@@ -163,7 +163,7 @@ def copy_files(
     return brought
 
 
-def _bring_all(bringing: Bringing, files: Sequence[TagFile], threads: Executor, pace: Pace) -> list[Brought]:
+def _bring_all(bringing: FileCopy, files: Sequence[TagFile], threads: Executor, pace: Pace) -> list[Brought]:
     """How each came. After the first that fails, all stop, and no other is begun."""
     tasks = [threads.submit(bringing.bring, file) for file in files]
     try:

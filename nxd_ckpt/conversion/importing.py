@@ -21,7 +21,7 @@ from nxd_ckpt.options.hugging_face import ImportKeywords, ImportOptions
 from nxd_ckpt.output.locations import Location, locate_made, locate_output
 from nxd_ckpt.output.model_files import config_in, read_config
 from nxd_ckpt.storage.urls import StrPath
-from nxd_ckpt.tag.find_mapping import find_mapping
+from nxd_ckpt.tag.mappings import find_mapping
 
 
 @as_checkpoint_errors()

@@ -24,7 +24,7 @@ from typing import Any
 from nxd_ckpt.commit.publication import Publication
 from nxd_ckpt.conversion.job import Job
 from nxd_ckpt.conversion.rank_writer import RankWriter
-from nxd_ckpt.coordination.agreement import Agreement, Alone
+from nxd_ckpt.coordination.agreement import Agreement, SingleProcessAgreement
 from nxd_ckpt.coordination.meeting import meet
 from nxd_ckpt.core.votes import Vote
 from nxd_ckpt.errors import CheckpointError, InvalidArgument, PeerTimeout, to_wire
@@ -167,7 +167,7 @@ def joined(all_ranks: bool, timeout: float) -> Iterator[Agreement]:
     Raises InvalidArgument where the environment describes no job, PeerTimeout where a rank does not come.
     """
     if not all_ranks:
-        yield Alone()
+        yield SingleProcessAgreement()
         return
     import torch.distributed as dist
 

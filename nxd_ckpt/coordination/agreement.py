@@ -55,7 +55,7 @@ class Agreement(Protocol):
         """A c10d store of that name, for some of the ranks to meet in; never called by a process alone."""
 
 
-class Alone:
+class SingleProcessAgreement:
     """One process that agrees with itself: a single-process job, or a tool that acts as one rank."""
 
     rank = 0

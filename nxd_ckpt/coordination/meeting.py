@@ -14,8 +14,8 @@ from hashlib import sha256
 from typing import Any
 
 from nxd_ckpt import errors
-from nxd_ckpt.coordination.agreement import Agreement, Alone, StoreAgreement, Words, answer_of
-from nxd_ckpt.coordination.fair_turns import Turns
+from nxd_ckpt.coordination.agreement import Agreement, SingleProcessAgreement, StoreAgreement, Words, answer_of
+from nxd_ckpt.coordination.fair_lock import FairLock
 from nxd_ckpt.coordination.key_exchange import job_secret, new_secret
 from nxd_ckpt.coordination.peers import Address, Hub, Spoke
 from nxd_ckpt.effects import in_forked_children
@@ -38,7 +38,7 @@ def meet(
         PeerTimeout: a rank did not come within ``timeout`` seconds, or is gone.
     """
     if world_size == 1:
-        return Alone()
+        return SingleProcessAgreement()
     import torch.distributed as dist
 
     if not (dist.is_available() and dist.is_initialized()):
@@ -73,7 +73,7 @@ class Venue:
         of_members = "" if members is None else f"/{sha256(repr(members).encode()).hexdigest()[:16]}"
         self._store = PrefixStore(f"nxd_ckpt{of_members}", store)
         self._rank, self._world_size = rank, world_size
-        self._turns = Turns()
+        self._lock = FairLock()
         self._peers: Hub | Spoke | None = None
         self._secret = new_secret() if rank == 0 else None
 
@@ -82,7 +82,7 @@ class Venue:
         from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
         words = Words(self._store, self._rank, timeout, self._is_gone)
-        with self._turns.taken(call):
+        with self._lock.held(call):
             if self._rank == 0:
                 number, hub, all_know = _call_in(words, self._world_size, call, self._hub())
             else:

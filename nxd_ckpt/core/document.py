@@ -14,7 +14,7 @@ from typing import Any
 
 from nxd_ckpt.core.limits import shown
 from nxd_ckpt.errors import MalformedFile
-from nxd_ckpt.gc_paused import garbage_left
+from nxd_ckpt.gc_paused import gc_paused
 
 quoted: Callable[[str], str] = json.encoder.encode_basestring_ascii
 """A string as JSON."""
@@ -46,7 +46,7 @@ def members(elements: Mapping[str, str]) -> str:
 def whole(data: bytes) -> Any:
     """All of a document at once. Raises ValueError or RecursionError where it is none, or has a name twice: readers
     differ in which value they take."""
-    with garbage_left():  # lists inside of lists are walked through again and again
+    with gc_paused():  # lists inside of lists are walked through again and again
         return json.loads(data, object_pairs_hook=_once_each)
 
 
@@ -83,7 +83,7 @@ def read(text: str, makers: Mapping[str, Callable[[Any], Any]]) -> dict[str, Any
         make = makers.get(name)
         return scanner.value() if make is None else scanner.container(make)
 
-    with garbage_left():
+    with gc_paused():
         document = scanner.members(member)
         scanner.end()
     return document

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from nxd_ckpt.errors import CheckpointError, HostExhausted, MalformedFile
-from nxd_ckpt.gc_paused import garbage_left
+from nxd_ckpt.gc_paused import gc_paused
 
 _LONGEST = 300
 
@@ -23,7 +23,7 @@ def parsing(where: str, what: str) -> Iterator[None]:
         HostExhausted: there was no memory left.
     """
     try:
-        with garbage_left():
+        with gc_paused():
             yield
     except (CheckpointError, OSError, EOFError):
         raise

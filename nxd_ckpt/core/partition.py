@@ -46,7 +46,7 @@ class Piece:
 
 
 @dataclass(frozen=True)
-class Strip:
+class SectionLayout:
     """A section of a parameter as the ranks hold it: partition i's ``local`` rectangle is ``first``, moved i blocks."""
 
     section: Section
@@ -165,7 +165,7 @@ class Partition:
         strips = self.strips(local_shape, tp, ep_rank)
         return None if strips is None else [strip.piece(strip.section.partition_of(tp_rank)) for strip in strips]
 
-    def strips(self, local_shape: tuple[int, ...], tp: int, ep_rank: int) -> list[Strip] | None:
+    def strips(self, local_shape: tuple[int, ...], tp: int, ep_rank: int) -> list[SectionLayout] | None:
         """The sections, as each of the ``tp`` ranks with this ``ep_rank`` holds one partition of; None as above."""
         sections = self._sections(local_shape)
         if sections is None or not all(section.fits(tp) for section in sections):
@@ -176,7 +176,7 @@ class Partition:
         if self.expert:
             whole = whole.narrowed(0, ep_rank * whole.size[0], whole.size[0])
         if dim is None:
-            return [Strip(sections[0], local, whole, None)]
+            return [SectionLayout(sections[0], local, whole, None)]
         return list(_side_by_side(sections, local, whole, dim))
 
     def _sections(self, local_shape: tuple[int, ...]) -> list[Section] | None:
@@ -216,10 +216,10 @@ def zero1_pieces(pieces: Iterable[Piece], local_shape: tuple[int, ...], dp: int,
     return [part for piece in pieces if (part := piece.within(window)) is not None]
 
 
-def _side_by_side(sections: Iterable[Section], local: Box, whole: Box, dim: int) -> Iterator[Strip]:
+def _side_by_side(sections: Iterable[Section], local: Box, whole: Box, dim: int) -> Iterator[SectionLayout]:
     here, there = 0, 0
     for section in sections:
-        yield Strip(
+        yield SectionLayout(
             section, local.narrowed(dim, here, section.block), whole.narrowed(dim, there, section.block), dim
         )
         here, there = here + section.block, there + section.size

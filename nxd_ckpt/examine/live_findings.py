@@ -11,8 +11,8 @@ from nxd_ckpt.core.findings import Finding, problem
 from nxd_ckpt.core.topology import Topology
 from nxd_ckpt.formats.crc32 import crc32
 from nxd_ckpt.formats.tensors import Assembly, TensorStub, allocated, byte_view, digest_of, dtype_name, itemsize
+from nxd_ckpt.load.attempt import LoadAttempt
 from nxd_ckpt.load.options import LoadOptions
-from nxd_ckpt.load.prepared import PreparedLoad
 from nxd_ckpt.reshard.plain_values import ABSENT, equal_values
 from nxd_ckpt.save.capture import capture
 from nxd_ckpt.save.options import SaveOptions
@@ -38,7 +38,7 @@ def live_findings(
     Raises as a load of these objects.
     """
     options.validate()
-    prepared = PreparedLoad(opened, topology, model, optimizer, scheduler, options.settled(reads_are_cheap=False), None)
+    prepared = LoadAttempt(opened, topology, model, optimizer, scheduler, options.settled(reads_are_cheap=False), None)
     if prepared.filtered:
         prepared.apply_filter()
     prepared.find()

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from nxd_ckpt.checkpoint import Checkpoint, checkpoint_of
-from nxd_ckpt.commit.saves_in_flight import saves_in_flight
+from nxd_ckpt.commit.observed_saves import saves_in_flight
 from nxd_ckpt.core.suggestions import first_of
 from nxd_ckpt.core.units import size
 from nxd_ckpt.errors import CheckpointError, CheckpointNotFound, TagReplaced

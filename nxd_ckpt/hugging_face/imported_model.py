@@ -19,7 +19,7 @@ from nxd_ckpt.hugging_face.packed_tensors import UnpackedTensors
 from nxd_ckpt.hugging_face.selection import Selection, selected, selection
 from nxd_ckpt.live.save_state import SaveState
 from nxd_ckpt.live.state import ModelState, StateTensor
-from nxd_ckpt.reshard.stages import interleaved, restaged
+from nxd_ckpt.reshard.stages import interleaved, redistribute_layers
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ class ImportedModel:
     def staged(self, names: Sequence[str]) -> list[list[str]]:
         """These names on the pipeline stages where layers are spread evenly."""
         pp = self._target.topology.pp
-        return interleaved(restaged([names], pp * self._target.virtual_pp), pp)
+        return interleaved(redistribute_layers([names], pp * self._target.virtual_pp), pp)
 
     def state(self, topology: Topology) -> SaveState:
         """What the rank that ``topology`` is seen from would save, its leaves assemblies of the directory's tensors.

@@ -14,8 +14,8 @@ from nxd_ckpt.formats.safetensors import TensorForm
 from nxd_ckpt.formats.tensors import Assembly, dtype_name
 from nxd_ckpt.hugging_face.hugging_face_tag import HuggingFaceTag
 from nxd_ckpt.hugging_face.imported_model import ImportedModel, ImportTarget
-from nxd_ckpt.tag.find_mapping import INFERENCE, inference_sizes, shipped_mappings
 from nxd_ckpt.tag.foreign.presharded import file_name
+from nxd_ckpt.tag.mappings import INFERENCE, inference_sizes, shipped_mappings
 
 Presharded = Mapping[str, Mapping[str, Assembly | torch.Tensor]]
 """What each file holds, by name."""

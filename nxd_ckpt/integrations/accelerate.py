@@ -24,7 +24,7 @@ from accelerate import DistributedType
 
 from nxd_ckpt.api import close_checkpointers, load_checkpoint, save_checkpoint
 from nxd_ckpt.checkpoint import open_checkpoint
-from nxd_ckpt.coordination.agreement import Alone, on_all
+from nxd_ckpt.coordination.agreement import SingleProcessAgreement, on_all
 from nxd_ckpt.coordination.environment import default_topology
 from nxd_ckpt.coordination.meeting import meet
 from nxd_ckpt.errors import (
@@ -90,7 +90,8 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         self._settle()
         self._require_supported()
         directory = self._directory(output_dir)
-        agreement = meet(self.process_index, self.num_processes, DEFAULT_TIMEOUT, "checkpoint") or Alone()
+        met = meet(self.process_index, self.num_processes, DEFAULT_TIMEOUT, "checkpoint")
+        agreement = met or SingleProcessAgreement()
         directory.begin_together(agreement)
         with self._bare() as bare:
             for hook in bare.save_hooks:  # what they take out of the weights is saved all the same
@@ -156,7 +157,8 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
             raise IncompatibleState(
                 f"{place} was saved with more models than the {len(parts)} that were prepared: prepare all of them"
             )
-        agreement = meet(self.process_index, self.num_processes, DEFAULT_TIMEOUT, "load_state") or Alone()
+        met = meet(self.process_index, self.num_processes, DEFAULT_TIMEOUT, "load_state")
+        agreement = met or SingleProcessAgreement()
         own = [tag for tag, *_ in parts[1:]][self.process_index :: self.num_processes]
         on_all(agreement, partial(_verify, place, own))
         storage, topology = LocalStorage(os.path.abspath(place)), default_topology()

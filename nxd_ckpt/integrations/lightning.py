@@ -48,7 +48,7 @@ from nxd_ckpt.integrations.resume_checks import WORLD_SIZE, parameter_names, req
 from nxd_ckpt.live.random_state import capture_random_state, restore_random_state
 from nxd_ckpt.options.checkpointer_options import DEFAULT_TIMEOUT, CheckpointerKeywords
 from nxd_ckpt.output.locations import Location, location_of
-from nxd_ckpt.save.options import OurSaveKeywords
+from nxd_ckpt.save.options import ExtraSaveKeywords
 from nxd_ckpt.save.pending import PendingSave
 from nxd_ckpt.storage.base import Storage
 from nxd_ckpt.storage.urls import StrPath, is_url, local_path, open_storage, options_for
@@ -79,7 +79,7 @@ _META = "meta.pt"
 """What tells Lightning's own directories of sharded models from tags."""
 
 
-class _Keywords(OurSaveKeywords, CheckpointerKeywords, total=False):
+class _Keywords(ExtraSaveKeywords, CheckpointerKeywords, total=False):
     pass
 
 

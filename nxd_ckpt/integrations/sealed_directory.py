@@ -23,7 +23,7 @@ from contextlib import contextmanager, suppress
 from fnmatch import fnmatchcase
 from functools import partial
 
-from nxd_ckpt.coordination.agreement import Agreement, Alone, decided_by_rank0
+from nxd_ckpt.coordination.agreement import Agreement, SingleProcessAgreement, decided_by_rank0
 from nxd_ckpt.coordination.at_exit import close_at_exit, forget
 from nxd_ckpt.coordination.replacement import Replacement
 from nxd_ckpt.core.manifest import CRC_BLOCK
@@ -206,7 +206,7 @@ class SealedDirectory:
         Rank 0 then calls ``retire``, still under the lease. Raises, on all ranks, what failed; if it is not visible,
         nothing is visible but what was before.
         """
-        agreement = agreement or Alone()
+        agreement = agreement or SingleProcessAgreement()
         try:
             while not decided_by_rank0(agreement, partial(self._is_visible, retire)):
                 pass

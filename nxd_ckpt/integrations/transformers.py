@@ -24,7 +24,7 @@ from transformers.trainer import TRAINER_STATE_NAME
 
 from nxd_ckpt.api import close_checkpointers, load_checkpoint, save_checkpoint
 from nxd_ckpt.checkpoint import open_checkpoint
-from nxd_ckpt.coordination.agreement import Alone
+from nxd_ckpt.coordination.agreement import SingleProcessAgreement
 from nxd_ckpt.coordination.meeting import meet
 from nxd_ckpt.coordination.worker_shield import kept
 from nxd_ckpt.errors import IncompatibleState, OptimizerMismatch, UnsupportedState
@@ -92,7 +92,8 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         name, durable = f"checkpoint-{self.state.global_step}", self.checkpoint_options.get("durable", True)
         directory = SealedDirectory(self._get_output_dir(trial=trial), name, durable)
         directory.refuse_a_file()  # into a directory transformers would write, too
-        agreement = meet(self.args.process_index, self.args.world_size, DEFAULT_TIMEOUT, "checkpoint") or Alone()
+        met = meet(self.args.process_index, self.args.world_size, DEFAULT_TIMEOUT, "checkpoint")
+        agreement = met or SingleProcessAgreement()
         directory.begin_together(agreement)
         if self.args.process_index == 0:
             make_way(directory.path, STATE)

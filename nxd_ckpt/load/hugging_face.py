@@ -31,7 +31,7 @@ from nxd_ckpt.live.dtensor import refuse_sizes
 from nxd_ckpt.live.models import open_model
 from nxd_ckpt.live.optimizer import open_optimizer
 from nxd_ckpt.load.delivery import Delivery
-from nxd_ckpt.load.filter_agreement import Unmatched, refuse_unmatched
+from nxd_ckpt.load.filter_summary import Unmatched, refuse_unmatched
 from nxd_ckpt.load.filters import Filter
 from nxd_ckpt.load.options import LoadOptions
 from nxd_ckpt.load.overwriting import fill_model, nbytes_of, overwriting
@@ -39,8 +39,8 @@ from nxd_ckpt.load.placing import local_tree
 from nxd_ckpt.load.tied import refuse_unequal_ties, unequal_ties
 from nxd_ckpt.storage.base import Storage
 from nxd_ckpt.storage.progress import report, watched
-from nxd_ckpt.tag.find_mapping import find_mapping
 from nxd_ckpt.tag.foreign.hugging_face_directory import HuggingFaceDirectory
+from nxd_ckpt.tag.mappings import find_mapping
 from nxd_ckpt.tag.reading import Leaf, LeafReader
 
 logger = logging.getLogger("nxd_ckpt")

@@ -14,7 +14,7 @@ from contextlib import ExitStack, nullcontext
 from typing import Any, cast
 
 from nxd_ckpt import effects
-from nxd_ckpt.coordination.agreement import Agreement, Alone, decided_by_rank0, on_all
+from nxd_ckpt.coordination.agreement import Agreement, SingleProcessAgreement, decided_by_rank0, on_all
 from nxd_ckpt.core.tags import Tag
 from nxd_ckpt.core.topology import Topology
 from nxd_ckpt.errors import (
@@ -23,14 +23,14 @@ from nxd_ckpt.errors import (
     RanksDisagree,
     TagReplaced,
 )
-from nxd_ckpt.gc_paused import garbage_left
+from nxd_ckpt.gc_paused import gc_paused
+from nxd_ckpt.load.attempt import LoadAttempt
 from nxd_ckpt.load.downloading import open_cache
-from nxd_ckpt.load.filter_agreement import word_of
+from nxd_ckpt.load.filter_summary import filter_summary
 from nxd_ckpt.load.hugging_face import load_hugging_face
 from nxd_ckpt.load.options import LoadOptions
 from nxd_ckpt.load.overwriting import overwriting
-from nxd_ckpt.load.prepared import PreparedLoad
-from nxd_ckpt.load.retries import Tries
+from nxd_ckpt.load.retries import LoadRetries
 from nxd_ckpt.storage.base import Storage
 from nxd_ckpt.storage.progress import report
 from nxd_ckpt.tag.foreign.hugging_face_directory import is_hugging_face
@@ -55,13 +55,13 @@ def load(
 
     ``storages`` are the places that may have the tag, the nearest first. See Checkpointer.load.
     """
-    agreement = agreement or Alone()
+    agreement = agreement or SingleProcessAgreement()
     started = effects.monotonic()
-    asked = agreement.gather([tag, word_of(options)])
+    asked = agreement.gather([tag, filter_summary(options)])
     wanted: Tag | None = decided_by_rank0(agreement, lambda: _same_on_all(asked or [[tag, {}]]))
 
     touched: list[str] = []
-    tries = Tries(storages, agreement, options, wanted is None, given[1] is not None)
+    tries = LoadRetries(storages, agreement, options, wanted is None, given[1] is not None)
     empty = [one for one in given if isinstance(one, dict) and not one]
 
     def read() -> Any:
@@ -106,7 +106,7 @@ def _load(
     options: LoadOptions,
     timeout: float,
     touched: list[str],
-) -> PreparedLoad:
+) -> LoadAttempt:
     """Load the tag of ``source``, which ``storage`` reads. Once live objects change, it is among ``touched``."""
     with ExitStack() as caches:
         prepared = _found(storage, source, topology, agreement, given, options, caches)
@@ -140,20 +140,20 @@ def _found(
     given: tuple[Any, Any, Any],
     options: LoadOptions,
     caches: ExitStack,
-) -> PreparedLoad:
+) -> LoadAttempt:
     """The load of a tag that fits the live objects on all ranks. ``caches`` is closed once it is done."""
 
-    def prepare() -> PreparedLoad:
+    def prepare() -> LoadAttempt:
         options.validate()
         settled = options.settled(reads_are_cheap=storage.renames)
         cache = None
         if options.pre_download:
             cache = caches.enter_context(open_cache(storage, source.tag, options.work_dir))
-        with garbage_left():
+        with gc_paused():
             opened = open_complete_tag(cache or storage, source.tag, trust_pickle=options.trust_pickle)
             _must_be_of(opened, source.attempt)
             with opened.kept():
-                prepared = PreparedLoad(opened, topology, *given, settled, cache)
+                prepared = LoadAttempt(opened, topology, *given, settled, cache)
                 if not prepared.filtered:
                     prepared.find()
             return prepared
@@ -200,7 +200,7 @@ def _passed_over(damaged: Mapping[Copy, str]) -> str:
     return "; ".join(f"{copy.tag!r} is damaged ({why})" for copy, why in damaged.items())
 
 
-def _must_be_one_save(agreement: Agreement, prepared: PreparedLoad) -> None:
+def _must_be_one_save(agreement: Agreement, prepared: LoadAttempt) -> None:
     """Raise, on all ranks, TagReplaced if some opened a tag before it was replaced and others after; or RanksDisagree.
 
     Where no digest tells two saves apart, copies on several hosts may be of other times: these are one.

@@ -12,7 +12,7 @@ from nxd_ckpt.core.heads import Hardware
 from nxd_ckpt.core.partition import Partition
 from nxd_ckpt.errors import InvalidArgument
 from nxd_ckpt.live.ignoring import IgnoreKeys
-from nxd_ckpt.options.hugging_face import MappingSource
+from nxd_ckpt.options.hugging_face import MappingSpec
 from nxd_ckpt.storage.urls import StrPath
 
 Verify = bool | Literal["reading"]
@@ -86,7 +86,7 @@ class LoadOptions:
     work_dir: StrPath | None = None
     trust_pickle: bool = False
     progress: bool = True
-    mapping: MappingSource = None
+    mapping: MappingSpec = None
     kv_size_multiplier: int = 1
     hardware: Hardware = "trn1"
     key_mapping: Mapping[str, str] | None = None
@@ -139,7 +139,7 @@ class OurLoadKeywords(TypedDict, total=False):
     work_dir: StrPath | None
     trust_pickle: bool
     progress: bool
-    mapping: MappingSource
+    mapping: MappingSpec
     kv_size_multiplier: int
     hardware: Hardware
     key_mapping: Mapping[str, str] | None

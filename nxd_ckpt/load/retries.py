@@ -26,7 +26,7 @@ Doubts = Sequence[tuple[str, int]]
 """What is ``distrusted``, see :class:`~nxd_ckpt.storage.base.Replicated`."""
 
 
-class Tries:
+class LoadRetries:
     """The tries of one load, the same on all ranks. ``number`` is how many failed that others follow.
 
     ``unnamed``: any tag will do. ``damaged`` is what was wrong with copies that no file of another place helped.

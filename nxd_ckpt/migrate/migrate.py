@@ -27,7 +27,7 @@ from nxd_ckpt.hugging_face.mapped_tag import MappedTag
 from nxd_ckpt.migrate.source import Origin, find_origin
 from nxd_ckpt.migrate.torchtitan_state import TorchTitanState, counters
 from nxd_ckpt.options.execution import ExecutionOptions
-from nxd_ckpt.options.hugging_face import ExportKeywords, MappingSource
+from nxd_ckpt.options.hugging_face import ExportKeywords, MappingSpec
 from nxd_ckpt.options.migration import MigrateKeywords, MigrateOptions
 from nxd_ckpt.options.torch_forms import ToDcpOptions
 from nxd_ckpt.output.locations import locate_any, locate_apart, locate_output, location_of, refuse_inside
@@ -36,8 +36,8 @@ from nxd_ckpt.output.output import TORCH_DCP, Output
 from nxd_ckpt.reshard.dcp_state import DcpState
 from nxd_ckpt.reshard.whole_tag import WholeTag
 from nxd_ckpt.storage.urls import StrPath, join
-from nxd_ckpt.tag.find_mapping import INFERENCE, find_mapping, inference_sizes
 from nxd_ckpt.tag.foreign.recognise import Writer
+from nxd_ckpt.tag.mappings import INFERENCE, find_mapping, inference_sizes
 
 
 @dataclass(frozen=True)
@@ -154,7 +154,7 @@ def _terms(origin: Origin, chosen: MigrateOptions) -> HuggingFaceTerms:
     )
 
 
-def _given(origin: Origin, chosen: MigrateOptions) -> MappingSource:
+def _given(origin: Origin, chosen: MigrateOptions) -> MappingSpec:
     return chosen.mapping if chosen.mapping is not None else origin.mapping
 
 

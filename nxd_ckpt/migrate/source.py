@@ -12,17 +12,17 @@ from nxd_ckpt.errors import PartNotFound, UnsafePickle, UnsupportedState
 from nxd_ckpt.live.parameters import is_tensor
 from nxd_ckpt.migrate.optimum_files import json_object, refuse_other_model, stage_metadata
 from nxd_ckpt.migrate.optimum_metadata import SHARDED_METADATA, old_mapping
-from nxd_ckpt.options.hugging_face import MappingSource
+from nxd_ckpt.options.hugging_face import MappingSpec
 from nxd_ckpt.output.locations import Location, locate_any
 from nxd_ckpt.output.source import open_any, refuse_mixed_ranks
 from nxd_ckpt.reshard.group_names import COMPUTED, Names, group_names
 from nxd_ckpt.storage.base import Storage
 from nxd_ckpt.storage.urls import StorageOptions, StrPath, directory_and_name, join
 from nxd_ckpt.tag.files import TagFiles
-from nxd_ckpt.tag.find_mapping import INFERENCE, NEMO
 from nxd_ckpt.tag.foreign import legacy
 from nxd_ckpt.tag.foreign.recognise import Recognised, Writer, recognise
 from nxd_ckpt.tag.foreign.torch_xla_files import RANDOM_STATES, are_trainers
+from nxd_ckpt.tag.mappings import INFERENCE, NEMO
 from nxd_ckpt.tag.opened import OpenTag
 
 _OF_THE_RUN = ("optimizer.pt", "scheduler.pt", "trainer_state.json", "training_args.bin")
@@ -48,7 +48,7 @@ class Origin:
     place: Location
     opened: OpenTag
     config: str | None = None
-    mapping: MappingSource = None
+    mapping: MappingSpec = None
     kv_size_multiplier: int | None = None
     param_names: Names | None = None
     step: int | None = None

@@ -121,5 +121,5 @@ class PreemptionKeywords(TypedDict, total=False):
     preemption_grace: float
 
 
-class WholeKeywords(CheckpointerKeywords, PreemptionKeywords, total=False):
+class CheckpointerInitKeywords(CheckpointerKeywords, PreemptionKeywords, total=False):
     """Those of a Checkpointer that a script makes itself."""

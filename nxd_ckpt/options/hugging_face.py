@@ -14,7 +14,7 @@ from nxd_ckpt.errors import InvalidArgument
 from nxd_ckpt.options.execution import NewJobKeywords, NewJobOptions, SavedNames, SharedKeywords, SharedOptions
 from nxd_ckpt.storage.urls import StrPath
 
-MappingSource = str | os.PathLike[str] | Mapping[str, Any] | None
+MappingSpec = str | os.PathLike[str] | Mapping[str, Any] | None
 """The name of a mapping that the package ships, the path of a JSON or YAML file, the document itself, or None."""
 
 
@@ -36,7 +36,7 @@ class MappingOptions:
     """
 
     config: StrPath | None = None
-    mapping: MappingSource = None
+    mapping: MappingSpec = None
     kv_size_multiplier: int = 1
     hardware: Hardware = "trn1"
     pad_attn_heads: bool = False
@@ -50,7 +50,7 @@ class MappingOptions:
 
 class MappingKeywords(TypedDict, total=False):
     config: StrPath | None
-    mapping: MappingSource
+    mapping: MappingSpec
     kv_size_multiplier: int
     hardware: Hardware
     pad_attn_heads: bool

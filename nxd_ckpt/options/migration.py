@@ -8,7 +8,7 @@ from typing import Literal, get_args
 from nxd_ckpt.core.heads import Hardware
 from nxd_ckpt.errors import InvalidArgument
 from nxd_ckpt.options.execution import OutputKeywords, OutputOptions, SavedNames
-from nxd_ckpt.options.hugging_face import Dtype, MappingSource
+from nxd_ckpt.options.hugging_face import Dtype, MappingSpec
 from nxd_ckpt.storage.urls import StrPath
 
 Form = Literal["hf", "dcp", "torchtitan", "tag"]
@@ -36,7 +36,7 @@ class MigrateOptions(OutputOptions):
 
     to: Form = "hf"
     config: StrPath | None = None
-    mapping: MappingSource = None
+    mapping: MappingSpec = None
     kv_size_multiplier: int | None = None
     hardware: Hardware | None = None
     model_only: bool = False
@@ -55,7 +55,7 @@ class MigrateOptions(OutputOptions):
 class MigrateKeywords(OutputKeywords, total=False):
     to: Form
     config: StrPath | None
-    mapping: MappingSource
+    mapping: MappingSpec
     kv_size_multiplier: int | None
     hardware: Hardware | None
     model_only: bool

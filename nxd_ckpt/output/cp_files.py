@@ -71,7 +71,7 @@ def _foreign(files: TagFiles, inside: DigestsInside, file: str) -> TagFile:
     return TagFile(file, nbytes, inside=tuple(inside.of(file, nbytes)))
 
 
-class Bringing:
+class FileCopy:
     """Brings files of the tag ``opened`` below ``folder`` of ``target``. Several threads may.
 
     ``hard_links`` says that files of ours may be linked where that works: none of them is ever modified in place.

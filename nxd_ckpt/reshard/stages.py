@@ -13,7 +13,7 @@ from nxd_ckpt.errors import TopologyMismatch
 _NUMBER = re.compile(r"\.(\d+)(?=\.|$)")
 
 
-def restaged(saved: Sequence[Sequence[str]], pp: int) -> list[list[str]]:
+def redistribute_layers(saved: Sequence[Sequence[str]], pp: int) -> list[list[str]]:
     """The names of each of ``pp`` stages, from those of each saved stage, in the model's order.
 
     One stage holds all of them. Else repeated layers (the most numerous ``prefix.N.``) are spread evenly, where that

@@ -24,7 +24,7 @@ from nxd_ckpt.reshard.optimizer_names import is_number
 from nxd_ckpt.reshard.reshard_context import ReshardContext
 from nxd_ckpt.reshard.resharded_state import ReshardedState, recorded_state
 from nxd_ckpt.reshard.saved_optimizer import SavedSlot
-from nxd_ckpt.reshard.stages import restaged
+from nxd_ckpt.reshard.stages import redistribute_layers
 from nxd_ckpt.tag.opened import OpenTag
 
 _LEAVES = (TensorStub, Assembly)
@@ -111,7 +111,7 @@ class TargetModel:
         given, topology = self._target.stages, self._target.topology
         if given is not None and len(given) != topology.pp:
             raise TopologyMismatch(f"stages= lists {len(given)} pipeline stages, but pp is {topology.pp}")
-        return given or restaged(list(self._source.names.values()), topology.pp)
+        return given or redistribute_layers(list(self._source.names.values()), topology.pp)
 
     @cached_property
     def specs(self) -> dict[str, ParameterSpec]:
@@ -199,7 +199,7 @@ class TargetOptimizer:
             return set(stages[topology.pp_rank])
         if self._context.opened.parts.model:
             return set(self._model.stages[topology.pp_rank])
-        return set(restaged([list(slots) for slots in stages], topology.pp)[topology.pp_rank])
+        return set(redistribute_layers([list(slots) for slots in stages], topology.pp)[topology.pp_rank])
 
     def _slot(self, name: str, saved: SavedSlot, kind: str) -> OptimizerSlot:
         spec = self._context.as_recorded(name, "float32", saved.likely_shape, expert=saved.expert)

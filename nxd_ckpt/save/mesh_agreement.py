@@ -22,12 +22,12 @@ _Lines = dict[str, list[Any]]
 """dtype, shape, placements and the number of its mesh, of each tensor by name."""
 
 
-def with_words(state: SaveState, members: tuple[int, ...] | None) -> tuple[SaveState, HeldInWords]:
+def mesh_summary(state: SaveState, members: tuple[int, ...] | None) -> tuple[SaveState, MeshSummary]:
     """The state, and what this rank says of it. Raises UnsupportedState for a DTensor that is not cut into boxes."""
-    return state, HeldInWords(state, members)
+    return state, MeshSummary(state, members)
 
 
-def agree_on_groups(agreement: Agreement, held: HeldInWords) -> list[MeshGroup] | None:
+def agree_on_groups(agreement: Agreement, held: MeshSummary) -> list[MeshGroup] | None:
     """The groups of a mesh job; None where no rank holds a DTensor. All ranks at once.
 
     Raises RanksDisagree, on all ranks: ranks of one mesh hold other tensors, or in another way; or one name stands for
@@ -42,7 +42,7 @@ def agree_on_groups(agreement: Agreement, held: HeldInWords) -> list[MeshGroup] 
     return [MeshGroup.from_json(group) for group in answer["groups"]]
 
 
-class HeldInWords:
+class MeshSummary:
     """What one rank holds."""
 
     def __init__(self, state: SaveState, members: tuple[int, ...] | None = None) -> None:

@@ -96,7 +96,7 @@ class SaveOptions:
             )
 
 
-class OurSaveKeywords(TypedDict, total=False):
+class ExtraSaveKeywords(TypedDict, total=False):
     """Those that neuronx_distributed's signature does not have."""
 
     param_names: Sequence[Sequence[str]] | None
@@ -111,7 +111,7 @@ class OurSaveKeywords(TypedDict, total=False):
     dedup: bool
 
 
-class SaveKeywords(OurSaveKeywords, total=False):
+class SaveKeywords(ExtraSaveKeywords, total=False):
     num_workers: int | None
     use_xser: bool
     num_kept_ckpts: int | None

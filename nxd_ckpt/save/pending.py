@@ -54,7 +54,7 @@ class SaveProgress:
             self.future.set_exception(error)
 
 
-class InFlight:
+class UnfinishedSaves:
     """The saves of one Checkpointer that are under way, or whose failure is still to be raised.
 
     There is no lock: signal handlers save too, and every change of the list is atomic.

@@ -13,14 +13,14 @@ from nxd_ckpt.core.topology import Topology
 from nxd_ckpt.errors import CheckpointError, OutcomeUnknown, RanksDisagree, as_checkpoint_errors, in_words, to_wire
 from nxd_ckpt.live import torch_xla
 from nxd_ckpt.live.save_state import SaveState
+from nxd_ckpt.save.attempt import SaveAttempt
 from nxd_ckpt.save.background import Helpers, Worker
 from nxd_ckpt.save.counting import Counting
-from nxd_ckpt.save.mesh_agreement import agree_on_groups, with_words
+from nxd_ckpt.save.mesh_agreement import agree_on_groups, mesh_summary
 from nxd_ckpt.save.pending import SaveProgress
 from nxd_ckpt.save.plan import SavePlan
 from nxd_ckpt.save.planner import Planner
 from nxd_ckpt.save.replica_differences import warn_of_differences
-from nxd_ckpt.save.saving import Saving
 from nxd_ckpt.save.staging import Stager
 from nxd_ckpt.save.waves import Wave, plan_waves
 from nxd_ckpt.save.writing import WRITERS
@@ -64,7 +64,7 @@ class Pipeline:
         Those of a mesh job tell each other what they hold, for all saves from now on. Raises on all what is impossible
         on any, and RanksDisagree.
         """
-        state, held = on_all(agreement, lambda: with_words(captured(), self._topology.members))
+        state, held = on_all(agreement, lambda: mesh_summary(captured(), self._topology.members))
         self._planner.groups = agree_on_groups(agreement, held)
         planned = on_all(agreement, lambda: self.plan(state))
         words = agreement.gather(planned.plan.agreed(tag, self._topology))
@@ -73,7 +73,7 @@ class Pipeline:
             warn_of_differences(agreement, state, self._topology, self._planner.groups)
         return planned
 
-    def stage(self, saving: Saving, planned: Planned) -> None:
+    def stage(self, saving: SaveAttempt, planned: Planned) -> None:
         """Copy the state into the arena and hand it over, in as many waves as it takes."""
         stager = self._staging()
         self._stop_counting()  # the memory is needed
@@ -90,7 +90,7 @@ class Pipeline:
         """Run ``task`` on the writer thread, after those before it. It must not raise."""
         self._writer.submit(task)
 
-    def conclude(self, saving: Saving, pending: SaveProgress, started: float) -> None:
+    def conclude(self, saving: SaveAttempt, pending: SaveProgress, started: float) -> None:
         """Commit what was handed over, on the writer thread, and settle it; ``started`` is when its save was called."""
         self.submit(lambda: _conclude(saving, pending, started))
 
@@ -137,7 +137,7 @@ class Pipeline:
             self._stager = Stager(Arena(self._memory_cap if self._memory_cap is not None else default_cap(local)))
         return self._stager
 
-    def _hand_over(self, saving: Saving, wave: Wave, views: list[memoryview], *, wait: bool) -> None:
+    def _hand_over(self, saving: SaveAttempt, wave: Wave, views: list[memoryview], *, wait: bool) -> None:
         written = effects.Event()
 
         def write() -> None:
@@ -156,7 +156,7 @@ class Pipeline:
                 saving.counting.end_wave()
 
 
-def await_decided(saving: Saving, pending: SaveProgress, *, shown: bool) -> None:
+def await_decided(saving: SaveAttempt, pending: SaveProgress, *, shown: bool) -> None:
     """Until it is decided, with a bar of what this rank writes, if it is to be ``shown``; raises what failed."""
     total = 0 if saving.plan is None else sum(planned.image.nbytes for planned in saving.plan.files)
     with watched("save", total, lambda: saving.nbytes, shown):
@@ -171,7 +171,7 @@ def _must_agree(words: list[Any] | None) -> None:
             raise RanksDisagree(f"ranks 0 and {rank} disagree on what is being saved: {words[0]} against {word}")
 
 
-def _conclude(saving: Saving, pending: SaveProgress, started: float) -> None:
+def _conclude(saving: SaveAttempt, pending: SaveProgress, started: float) -> None:
     error: BaseException | None = None
     try:
         with as_checkpoint_errors():

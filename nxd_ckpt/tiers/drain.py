@@ -20,7 +20,7 @@ from nxd_ckpt.commit.session import Session, open_session
 from nxd_ckpt.commit.tier import Tier
 from nxd_ckpt.conversion.cp import copy_files
 from nxd_ckpt.coordination import intents, journal
-from nxd_ckpt.coordination.agreement import Alone
+from nxd_ckpt.coordination.agreement import SingleProcessAgreement
 from nxd_ckpt.coordination.paths import COPIES
 from nxd_ckpt.core.topology import Topology
 from nxd_ckpt.core.units import size
@@ -48,7 +48,7 @@ _PAUSE = 1.0
 """Seconds before a copy that the storage failed is tried again; twice as many each time."""
 
 
-class Handed(NamedTuple):
+class PendingCopy(NamedTuple):
     """A tag that is to be copied: its bytes, whether it may replace one, and when it became visible (seconds, as
     effects.monotonic())."""
 
@@ -65,8 +65,8 @@ class Drain:
         self.tier, self._number, self.newest = tier, number, 0.0
         self._source, self._target, self._timeout = source, target, timeout
         self._changed, self._stopping = effects.Condition(), effects.Event()
-        self._waiting: Handed | None = None
-        self._running: Handed | None = None
+        self._waiting: PendingCopy | None = None
+        self._running: PendingCopy | None = None
         self._error: Exception | None = None
         self._session: Session | None = None
         self._pace = Pace(None)
@@ -83,7 +83,7 @@ class Drain:
         Raises DirectoryInUse, or what the storage raises.
         """
         if self._session is None:
-            self._session = open_session(self._target, Topology(), Alone(), None, self._timeout)
+            self._session = open_session(self._target, Topology(), SingleProcessAgreement(), None, self._timeout)
             self.newest = max((info.latest_time for info in list_tags(self._target)), default=0.0)
         return self._session
 
@@ -93,13 +93,13 @@ class Drain:
         with self._changed:
             return {handed.tag for handed in (self._running, self._waiting) if handed is not None}
 
-    def saved(self, handed: Handed) -> None:
+    def saved(self, handed: PendingCopy) -> None:
         """The first tier has another save, which may be one that is to be left out here."""
         self._saves += 1
         if (self._saves - 1) % self.tier.every == 0:
             self.hand_over(handed)
 
-    def hand_over(self, handed: Handed) -> None:
+    def hand_over(self, handed: PendingCopy) -> None:
         """Copy a tag, in place of one that still waits."""
         with self._changed:
             passed_over, self._waiting = self._waiting, handed
@@ -154,7 +154,7 @@ class Drain:
                 self._running, self._error = None, error
                 self._changed.notify_all()
 
-    def _try(self, handed: Handed) -> Exception | None:
+    def _try(self, handed: PendingCopy) -> Exception | None:
         """Copy it; what failed, after it was tried again or was hopeless. It was logged."""
         for tried in range(1, _TRIES + 1):
             self._pace = Pace(self.tier.rate)
@@ -182,7 +182,7 @@ class Drain:
         )
         return problem
 
-    def _copy(self, handed: Handed) -> None:
+    def _copy(self, handed: PendingCopy) -> None:
         started, session = effects.monotonic(), self.claim()
         session.require()  # what is there counts only where it is this tier still
         opened = open_complete_tag(self._source, handed.tag)
@@ -222,7 +222,7 @@ class Drain:
             retain(session, publication, rules)
             journal.discard_trash(session.storage, session.run_id, session.confirm)
 
-    def _report(self, handed: Handed, nbytes: int, started: float) -> None:
+    def _report(self, handed: PendingCopy, nbytes: int, started: float) -> None:
         now, waiting = effects.monotonic(), self._waiting
         logger.info(
             "copied %s to tier %s: %s in %.2f s, %.2f s after its save; %s behind",
@@ -269,12 +269,12 @@ class Drains:
             newest = there.get(choose_nearest([self._source], None).tag)
         if newest is not None and newest.ours:
             for drain in self._drains:
-                drain.hand_over(Handed(newest.tag, 0, None, effects.monotonic()))
+                drain.hand_over(PendingCopy(newest.tag, 0, None, effects.monotonic()))
 
     def saved(self, tag: str, nbytes: int, overwrite: bool | None) -> None:
         """A save is visible on the first tier."""
         for drain in self._drains:
-            drain.saved(Handed(tag, nbytes, overwrite, effects.monotonic()))
+            drain.saved(PendingCopy(tag, nbytes, overwrite, effects.monotonic()))
 
     def finished(self, tier: int, within: float) -> bool:
         """Whether that tier has all that it is to have, after at most so many seconds. Raises what failed last."""

@@ -7,7 +7,7 @@ from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
 from nxd_ckpt.commit.tier import Tier, checked_tiers
-from nxd_ckpt.coordination.agreement import Agreement, Alone, decided_by_rank0
+from nxd_ckpt.coordination.agreement import Agreement, SingleProcessAgreement, decided_by_rank0
 from nxd_ckpt.core.manifest import FileEntry
 from nxd_ckpt.core.retention import Rule
 from nxd_ckpt.core.tags import latest
@@ -126,7 +126,7 @@ class Tiers:
         if not self.per_host:
             return look()
         with self.joined(agreement, lasting=False):
-            return decided_by_rank0(agreement or Alone(), look)
+            return decided_by_rank0(agreement or SingleProcessAgreement(), look)
 
     @property
     def per_host(self) -> bool:

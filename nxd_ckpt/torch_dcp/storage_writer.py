@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from nxd_ckpt.commit.session import open_session
-from nxd_ckpt.coordination.agreement import Agreement, Alone, decided_by_rank0, on_all
+from nxd_ckpt.coordination.agreement import Agreement, SingleProcessAgreement, decided_by_rank0, on_all
 from nxd_ckpt.coordination.meeting import meet
 from nxd_ckpt.core.box import Box
 from nxd_ckpt.core.dcp_names import DcpNames, DcpPart
@@ -206,7 +206,7 @@ class StorageWriter(TorchStorageWriter):
         """This rank's place among those that save, and how they agree."""
         job = _job_size()
         if job == 1 or (self._is_coordinator and self._world_size == 1):
-            return Topology(), Alone()
+            return Topology(), SingleProcessAgreement()
         topology = Topology(dp=job, rank=dist.get_rank())
         agreement = meet(topology.rank, job, self._timeout, "save")
         assert agreement is not None  # there is a process group of this size

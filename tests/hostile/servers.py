@@ -18,7 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
-from nxd_ckpt.coordination.agreement import Alone
+from nxd_ckpt.coordination.agreement import SingleProcessAgreement
 from nxd_ckpt.coordination.peers import _HELLO, Heard, Hub, _Lines, _Stranger
 from nxd_ckpt.coordination.stopping import Stopping
 from nxd_ckpt.errors import CheckpointError
@@ -189,7 +189,7 @@ class _Heard:
             heard(rank, word)
 
 
-class _Member(Alone):
+class _Member(SingleProcessAgreement):
     """One of two ranks. Rank 1 is told what rank 0 was, which comes first."""
 
     def __init__(self, peers: _Heard, rank: int, told: list[Any]) -> None:

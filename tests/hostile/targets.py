@@ -35,9 +35,9 @@ from nxd_ckpt.migrate.optimum_metadata import read_metadata as read_optimum
 from nxd_ckpt.storage.archive.members import find_members
 from nxd_ckpt.tag.directory import is_checkpoint_of_ours_or_nxd, list_tags, may_be_replaced
 from nxd_ckpt.tag.files import TagFiles
-from nxd_ckpt.tag.find_mapping import find_mapping
 from nxd_ckpt.tag.foreign.hugging_face_directory import CONFIG, INDEX, HuggingFaceDirectory
 from nxd_ckpt.tag.foreign.torch_dcp import DcpFiles, read_metadata
+from nxd_ckpt.tag.mappings import find_mapping
 from nxd_ckpt.tag.seal import DIGESTS
 from nxd_ckpt.testing.memory import MemoryStorage
 from tests.formats.helpers import pread_of, rendered, saved

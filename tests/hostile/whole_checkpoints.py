@@ -26,8 +26,8 @@ from nxd_ckpt.convert import from_dcp
 from nxd_ckpt.errors import CheckpointError
 from nxd_ckpt.storage.local import LocalStorage
 from nxd_ckpt.storage.urls import open_storage
-from nxd_ckpt.tag.find_mapping import find_mapping
 from nxd_ckpt.tag.foreign.hugging_face_directory import HuggingFaceDirectory
+from nxd_ckpt.tag.mappings import find_mapping
 from nxd_ckpt.tag.verify import verify_checkpoint
 from tests.hostile.damage import damaged, damaged_inside, damaged_json
 

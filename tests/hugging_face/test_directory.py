@@ -18,8 +18,8 @@ from nxd_ckpt.formats.assembly import read_assembly
 from nxd_ckpt.formats.tensors import dtype_name
 from nxd_ckpt.hugging_face.mapped_directory import MappedDirectory
 from nxd_ckpt.storage.local import LocalStorage
-from nxd_ckpt.tag.find_mapping import find_mapping
 from nxd_ckpt.tag.foreign.hugging_face_directory import INDEX, HuggingFaceDirectory, is_hugging_face
+from nxd_ckpt.tag.mappings import find_mapping
 from nxd_ckpt.testing.storage import HookedStorage, Operation
 from tests.hugging_face.jobs import jobs
 from tests.hugging_face.reference import Job, Model

@@ -16,7 +16,7 @@ from nxd_ckpt.convert import export_checkpoint, import_checkpoint, migrate
 from nxd_ckpt.core.mapping_document import load_mapping
 from nxd_ckpt.errors import IncompatibleState, InvalidArgument, KeyMismatch, ShapeMismatch, UnsupportedState
 from nxd_ckpt.hugging_face.adapter_mapping import adapter_mapping
-from nxd_ckpt.tag.find_mapping import find_mapping
+from nxd_ckpt.tag.mappings import find_mapping
 from tests.hugging_face.reference import State
 from tests.hugging_face.saved import differences, live, weights, write_config
 

@@ -18,7 +18,7 @@ from nxd_ckpt.convert import from_dcp, import_checkpoint
 from nxd_ckpt.core.topology import Coordinates, Topology
 from nxd_ckpt.errors import CheckpointError, InvalidArgument, MalformedFile
 from nxd_ckpt.storage.local import LocalStorage
-from nxd_ckpt.tag.find_mapping import find_mapping
+from nxd_ckpt.tag.mappings import find_mapping
 from nxd_ckpt.tag.nxd_tag import open_tag
 from tests.formats.helpers import torch_file
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from nxd_ckpt.coordination.agreement import Agreement, Alone, StoreAgreement, decided_by_rank0, on_all
+from nxd_ckpt.coordination.agreement import Agreement, SingleProcessAgreement, StoreAgreement, decided_by_rank0, on_all
 from nxd_ckpt.coordination.meeting import meet
 from nxd_ckpt.errors import CheckpointError, DigestMismatch, PeerTimeout
 from tests.runtime.clock import Clock
@@ -124,9 +124,9 @@ def test_the_store_does_not_fill_up() -> None:
 
 def test_a_single_process_agrees_with_itself() -> None:
     """A single process agrees with itself."""
-    assert ["x"] == Alone().gather("x")
-    assert "x" == Alone().broadcast("x")
-    assert isinstance(meet(0, 1, 5.0, "load"), Alone)
+    assert ["x"] == SingleProcessAgreement().gather("x")
+    assert "x" == SingleProcessAgreement().broadcast("x")
+    assert isinstance(meet(0, 1, 5.0, "load"), SingleProcessAgreement)
 
 
 def test_there_is_no_agreement_without_a_group() -> None:

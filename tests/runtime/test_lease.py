@@ -19,7 +19,7 @@ import pytest
 from nxd_ckpt import Topology
 from nxd_ckpt.commit.session import open_session
 from nxd_ckpt.coordination import lease
-from nxd_ckpt.coordination.agreement import Alone
+from nxd_ckpt.coordination.agreement import SingleProcessAgreement
 from nxd_ckpt.coordination.lease import Heartbeat, Lease
 from nxd_ckpt.coordination.paths import HEARTBEAT, LEASE, PLACE, STAGING, staging_dir
 from nxd_ckpt.errors import DirectoryInUse, StorageError
@@ -462,7 +462,7 @@ def test_who_removes_what_a_dead_job_left_shows_that_it_goes_on(storage: LocalSt
     for number in range(10):
         storage.write(f"{staging_dir(f'dead-{number}')}/file", b"1")
 
-    class Waited(Alone):
+    class Waited(SingleProcessAgreement):
         signs = 0
 
         def sign(self) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from nxd_ckpt.coordination.agreement import Agreement, Alone
+from nxd_ckpt.coordination.agreement import Agreement, SingleProcessAgreement
 from nxd_ckpt.coordination.peers import Heard, Hub, Peers, Spoke
 from nxd_ckpt.coordination.stopping import Stopping
 from nxd_ckpt.errors import PeerTimeout
@@ -66,7 +66,7 @@ def test_all_stop_at_the_same_step(seed: int) -> None:
 def test_one_rank_stops_at_its_next_step() -> None:
     """Nobody has to be asked."""
     told: list[str] = []
-    stopping = Stopping(Alone(), lambda: next(iter(told), None), LONG)
+    stopping = Stopping(SingleProcessAgreement(), lambda: next(iter(told), None), LONG)
     before = stopping.step(1)
     told.append("SIGTERM")
     assert (False, True) == (before, stopping.step(2))

@@ -17,7 +17,7 @@ from nxd_ckpt.core.manifest import RankIndex
 from nxd_ckpt.core.names import DONE, MANIFEST
 from nxd_ckpt.core.topology import Coordinates
 from nxd_ckpt.errors import DirectoryInUse
-from nxd_ckpt.output.cp_files import Bringing, Brought, files_to_copy
+from nxd_ckpt.output.cp_files import Brought, FileCopy, files_to_copy
 from nxd_ckpt.save.writing import write_index
 from nxd_ckpt.storage.base import Storage
 from nxd_ckpt.storage.local import LocalStorage
@@ -178,7 +178,7 @@ def test_a_copy_removes_nothing_in_a_store_after_a_take_over(store: MemoryStorag
     def confirm() -> bool:
         return holds[0] or _raise(TAKEN)
 
-    bringing = Bringing(opened, store, TAG, hard_links=False, progress=lambda nbytes: None, confirm=confirm)
+    bringing = FileCopy(opened, store, TAG, hard_links=False, progress=lambda nbytes: None, confirm=confirm)
     holds[0] = False
     for call in (lambda: bringing.remove("surplus"), lambda: bringing.bring(file)):
         with pytest.raises(DirectoryInUse):

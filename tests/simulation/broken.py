@@ -319,7 +319,7 @@ BREAKS = [
 BREAKS += [
     Break(
         "The order time ignores the tags that are there.", "disk",
-        {_COMMIT: ("tags, now = list_tags(storage), effects.time()", "tags, now = list_tags(storage)[:0], effects.time()")},
+        {_COMMIT: ("now = list_tags(storage), effects.time()", "now = list_tags(storage)[:0], effects.time()")},
         lambda schedule: schedule.fault == "clock",
     ),
     Break(

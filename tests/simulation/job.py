@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from nxd_ckpt import Checkpointer, Topology
 from nxd_ckpt.coordination import at_exit
-from nxd_ckpt.coordination.agreement import Agreement, Alone, Words
+from nxd_ckpt.coordination.agreement import Agreement, SingleProcessAgreement, Words
 from nxd_ckpt.coordination.meeting import Venue
 from nxd_ckpt.coordination.peers import Address
 from nxd_ckpt.errors import CheckpointError, CheckpointNotFound, OutcomeUnknown, TagReplaced
@@ -257,7 +257,7 @@ def among(jobs: list[Job], world: World) -> Iterator[None]:
     ) -> Agreement | None:
         process = world.current.process if world.current is not None else None
         job = next((job for job in jobs if process in job.processes), None)
-        return Alone() if job is None else job.agreement(rank, timeout, call)
+        return SingleProcessAgreement() if job is None else job.agreement(rank, timeout, call)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("nxd_ckpt.checkpointer.meet", meet)

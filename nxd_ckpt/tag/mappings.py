@@ -16,7 +16,7 @@ from nxd_ckpt.core.mapping import ModelMapping
 from nxd_ckpt.core.mapping_document import load_mapping
 from nxd_ckpt.core.sizes import Sizes
 from nxd_ckpt.errors import InvalidArgument
-from nxd_ckpt.options.hugging_face import MappingSource
+from nxd_ckpt.options.hugging_face import MappingSpec
 from nxd_ckpt.storage.urls import local_path
 
 INFERENCE = "nxd_inference"
@@ -35,7 +35,7 @@ def inference_sizes(mapping: ModelMapping, config: Mapping[str, Any], tp: int) -
     return mapping.sizes(config, copies, "trn2")
 
 
-def find_mapping(given: MappingSource, config: Mapping[str, Any]) -> ModelMapping:
+def find_mapping(given: MappingSpec, config: Mapping[str, Any]) -> ModelMapping:
     """The mapping; None chooses by the ``model_type`` of config.json.
 
     Raises:

@@ -45,7 +45,7 @@ from nxd_ckpt.tag.foreign.dcp_metadata import dump_metadata
 logger = logging.getLogger("nxd_ckpt")
 
 
-class Saving:
+class SaveAttempt:
     """The effects of one attempt, in order, on the background thread; a failure becomes this rank's vote.
 
     So does an exit that is raised there: it cannot end the process, and must not leave the save undecided.

@@ -14,7 +14,7 @@ from nxd_ckpt.storage.base import Storage
 
 
 @dataclass(frozen=True)
-class SaveInFlight:
+class ObservedSave:
     """A save that is not decided yet.
 
     Attributes:
@@ -32,7 +32,7 @@ class SaveInFlight:
     is_dead: bool | None
 
 
-def saves_in_flight(storage: Storage) -> list[SaveInFlight]:
+def saves_in_flight(storage: Storage) -> list[ObservedSave]:
     """Those that ranks have begun to write, oldest first, by the names of their attempts. Changes nothing."""
     holder = lease.read(storage)
     attempts = {entry.name for place in (STAGING, VOTES) for entry in storage.list(place)}
@@ -45,7 +45,7 @@ def saves_in_flight(storage: Storage) -> list[SaveInFlight]:
         voted = [entry.name for entry in storage.list(votes_dir(attempt)) if entry.name.endswith(".vote.json")]
         nbytes = _nbytes(storage, staging_dir(attempt)) if storage.renames else None
         tag = _tag(storage, attempt, voted)
-        found.append(SaveInFlight(attempt, tag, len(voted), nbytes, None if runs is None else not runs))
+        found.append(ObservedSave(attempt, tag, len(voted), nbytes, None if runs is None else not runs))
     return found
 
 

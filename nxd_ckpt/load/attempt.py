@@ -16,7 +16,7 @@ from nxd_ckpt.coordination.agreement import Agreement
 from nxd_ckpt.core.topology import Coordinates, Topology
 from nxd_ckpt.errors import CheckpointError, CorruptCheckpoint, OptimizerMismatch
 from nxd_ckpt.formats.tensors import allocated, iter_leaves
-from nxd_ckpt.gc_paused import garbage_left
+from nxd_ckpt.gc_paused import gc_paused
 from nxd_ckpt.live import torch_xla
 from nxd_ckpt.live.dtensor import names_without_wrappers
 from nxd_ckpt.live.model import ModelAdapter
@@ -24,7 +24,7 @@ from nxd_ckpt.live.models import open_model
 from nxd_ckpt.live.save_state import SaveState
 from nxd_ckpt.load.delivery import Delivery
 from nxd_ckpt.load.downloading import download
-from nxd_ckpt.load.filter_agreement import Unmatched, refuse_unmatched
+from nxd_ckpt.load.filter_summary import Unmatched, refuse_unmatched
 from nxd_ckpt.load.filters import Filter
 from nxd_ckpt.load.load_context import load_context
 from nxd_ckpt.load.mesh_shares import MeshShares, agree_on_blocks
@@ -48,7 +48,7 @@ _MEASURED = 64 * 2**20
 """Bytes that are read to learn how fast reading is."""
 
 
-class PreparedLoad:
+class LoadAttempt:
     """A load whose objects and trees, once :meth:`find` found them, fit. When its bytes are verified too, :meth:`apply`
     only copies.
 
@@ -189,7 +189,7 @@ class PreparedLoad:
         mine = [one for one in leaves if self._shares is None or self._shares.is_verified_here(one[1])]
         total = partial(self.reader.nbytes_to_verify, [(leaf, self._takes(leaf)) for _, leaf in mine])
         try:
-            with self._watched("verify", total), garbage_left():
+            with self._watched("verify", total), gc_paused():
                 for name, leaf in mine:
                     self.reader.verify(leaf, name, self._takes(leaf))
                 self.reader.finish()
@@ -284,13 +284,13 @@ class PreparedLoad:
     def _fill(self) -> None:
         model, optimizer = self._trees.model, self._trees.optimizer
         if model is not None:
-            with garbage_left():
+            with gc_paused():
                 strict = self._options.strict_names
                 fill_model(model, self._trees.names, self._trees.model_tree, self._delivery, strict)
             self._delivery.finish()
             model.after_load()
         if optimizer is not None:
-            with garbage_left():
+            with gc_paused():
                 if self._trees.optimizer_tree:
                     optimizer.load(self._trees.optimizer_tree, self._delivery, self._trees.keeps)
                 else:

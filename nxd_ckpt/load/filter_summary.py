@@ -118,7 +118,7 @@ def _in_all(items: Sequence[str], words: Sequence[Sequence[str]]) -> list[str]:
     return [item for item in dict.fromkeys(items) if item in common]
 
 
-def word_of(options: LoadOptions) -> dict[str, str]:
+def filter_summary(options: LoadOptions) -> dict[str, str]:
     """What all ranks must give alike, as text."""
     given = {
         "key_mapping": options.key_mapping,

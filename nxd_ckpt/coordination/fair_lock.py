@@ -1,4 +1,4 @@
-"""Turns: the calls of several threads, one at a time."""
+"""A fair lock: the calls of several threads, one at a time, in the order in which they came."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from nxd_ckpt.coordination.backoff import pause_after
 from nxd_ckpt.errors import CheckpointError
 
 
-class Turns:
+class FairLock:
     """Gives threads their turn in the order in which they asked for it, which a lock does not promise.
 
     Without locks and events: a signal handler may interrupt their holder anywhere, and ask for a turn itself.
@@ -21,8 +21,8 @@ class Turns:
         self._queue: list[tuple[int, object]] = []  # the first has its turn; every change is atomic
 
     @contextmanager
-    def taken(self, what: str, timeout: float | None = None) -> Iterator[None]:
-        """Within, it is this thread's turn; ``what`` it is for, in an error.
+    def held(self, what: str, timeout: float | None = None) -> Iterator[None]:
+        """Hold the lock; ``what`` names the call in errors.
 
         Raises:
             CheckpointError: this very thread has a turn already, or waits for one: a signal handler interrupted it.
