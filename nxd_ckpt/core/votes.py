@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from nxd_ckpt.core import document
@@ -16,6 +16,7 @@ from nxd_ckpt.core.dcp_chunks import DcpChunk
 from nxd_ckpt.core.entries import checked, integers
 from nxd_ckpt.core.keys import checked_text
 from nxd_ckpt.core.manifest import RankLine
+from nxd_ckpt.core.suggestions import first_of
 from nxd_ckpt.core.topology import Topology
 from nxd_ckpt.errors import MalformedFile, RanksDisagree, SaveFailed, in_words
 
@@ -30,7 +31,8 @@ class Vote:
     once. ``replicated`` is a digest of the content of its tensors that are believed equal on all tp ranks, None if it
     wrote none of them. ``seconds`` it wrote, and ``stage_seconds`` its caller waited. ``chunks`` is what
     rank 0 needs to know of its files of a torch DCP directory. ``duplicated`` of its ``nbytes`` were not written, since
-    an earlier tag has the same files.
+    an earlier tag has the same files. ``numbers`` are digests of the plain numbers in the optimizer of a mesh job, by
+    what they are called: the first rank of each group writes its own.
     """
 
     rank: int
@@ -45,6 +47,7 @@ class Vote:
     host: str = ""
     chunks: tuple[DcpChunk, ...] = ()
     duplicated: int = 0
+    numbers: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -81,6 +84,7 @@ def load_vote(data: bytes, where: str) -> Vote:
             host=checked_text(fields["host"]),
             chunks=tuple(map(DcpChunk.from_json, fields["chunks"])),
             duplicated=fields["duplicated"],
+            numbers=_digests(fields["numbers"]),
         )
     except (KeyError, TypeError, ValueError, OverflowError) as problem:
         raise MalformedFile(f"{where}: not a vote of this version ({problem})") from problem
@@ -123,6 +127,8 @@ def judge(votes: Sequence[Vote], topology: Topology, leader_of: Mapping[int, int
                 "hold states with different names, shapes, dtypes or placements; tensors would be missing or written "
                 "twice"
             )
+        if leader_of is not None and vote.numbers != votes[leader].numbers:
+            raise RanksDisagree(_different_numbers(votes[leader], vote))
         if vote.replica != votes[leader].replica:
             raise RanksDisagree(
                 f"ranks {leader} and {vote.rank} are replicas of each other (same tp, pp and ep rank), but hold model "
@@ -152,6 +158,22 @@ def _difference(first: Vote, other: Vote) -> str:
         f"ranks {first.rank} and {other.rank} disagree on what is being saved: {found}; all ranks must call "
         "save_checkpoint with the same arguments, in the same order"
     )
+
+
+def _different_numbers(leader: Vote, vote: Vote) -> str:
+    names = {**leader.numbers, **vote.numbers}
+    differ = sorted(name for name in names if leader.numbers.get(name) != vote.numbers.get(name))
+    return (
+        f"ranks {leader.rank} and {vote.rank} hold different numbers in the optimizer: {first_of(differ)}. A tag has "
+        "one number for all ranks of a mesh: keep each rank's own as a plain tensor of one dimension in the state of a "
+        "sharded parameter, which comes back to its rank, or in rank_content=; or make them equal on all ranks"
+    )
+
+
+def _digests(raw: Any) -> dict[str, int]:
+    found: dict[str, int] = checked(dict, raw)
+    integers(list(found.values()))
+    return found
 
 
 def _error_of(wire: Any) -> tuple[str, str] | None:

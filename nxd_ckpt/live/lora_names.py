@@ -20,6 +20,11 @@ def is_adapter(name: str) -> bool:
     return _MARK in name
 
 
+def is_key_or_value(name: str) -> bool:
+    """True for a B of a grouped-query attention's keys or values, of which several ranks may keep copies."""
+    return name.rpartition(".")[0].endswith(_B.rstrip(".")) and name.endswith(("_k", "_v"))
+
+
 def without_base_layer(name: str) -> str:
     """What a tensor was called before its layer was wrapped."""
     return name.replace(BASE_LAYER, "")

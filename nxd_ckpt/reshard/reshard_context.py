@@ -21,6 +21,7 @@ from nxd_ckpt.core.topology import Coordinates, Topology
 from nxd_ckpt.errors import MalformedFile
 from nxd_ckpt.formats.strides import dense, stride_of
 from nxd_ckpt.formats.tensors import Assembly, Fragment, TensorStub
+from nxd_ckpt.live.lora_names import is_key_or_value
 from nxd_ckpt.reshard.resharding import derived, plan_parameter, respecified
 from nxd_ckpt.tag.opened import OpenTag
 
@@ -49,7 +50,8 @@ class ReshardContext:
     def model_tree(self, at: Coordinates) -> dict[str, Any]:
         """The model's state dict at these saving coordinates, adapters as that rank held them.
 
-        NxD's ``merge_sharded_lora`` writes each rank's rows, one rank after the other, into the files of all ranks.
+        NxD's ``merge_sharded_lora`` writes each rank's rows, one rank after the other, into the files of all ranks; of
+        keys and values of which ranks keep copies, the copies too.
         """
         tree, tp = self.opened.model_tree(at), self.saved.tp
         return {**tree, **{name: part for name, part in self._own_parts(tree, at.tp_rank, tp) if tp > 1}}
@@ -57,11 +59,16 @@ class ReshardContext:
     def _own_parts(self, tree: Mapping[str, Any], tp_rank: int, tp: int) -> Iterator[tuple[str, Assembly]]:
         for name, spec in self.gathered.items():
             leaf, dim = tree.get(name), spec.partition.partition_dim
+            has_copies = is_key_or_value(name)
+            dim = 0 if dim is None and has_copies else dim
             if dim is None or not spec.partition.known or not isinstance(leaf, TensorStub | Assembly):
                 continue
             whole = spec.partition.global_shape(spec.shape, self.live.ep)
-            if leaf.shape == whole and whole[dim] % tp == 0:
-                part = tuple(size // tp if at == dim else size for at, size in enumerate(whole))
+            copies = leaf.shape[dim] // max(whole[dim], 1) if has_copies and len(leaf.shape) == len(whole) else 1
+            held = tuple(size * copies if at == dim else size for at, size in enumerate(whole))
+            is_one_rank = copies == 1 and spec.partition.partition_dim is None
+            if leaf.shape == held and held[dim] % tp == 0 and not is_one_rank:
+                part = tuple(size // tp if at == dim else size for at, size in enumerate(held))
                 offset = tuple(tp_rank * size if at == dim else 0 for at, size in enumerate(part))
                 yield name, Assembly.of(leaf).within(Box(offset, part))
 

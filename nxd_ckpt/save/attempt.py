@@ -300,6 +300,7 @@ class SaveAttempt:
             host=effects.processes().partition("/")[0],
             chunks=self._writer.chunks() if rank > 0 else (),
             duplicated=self._writer.duplicated_nbytes,
+            numbers=self.plan.numbers,
         )
 
     def _learn(self) -> Verdict:

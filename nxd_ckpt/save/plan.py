@@ -24,6 +24,8 @@ from functools import cached_property
 from math import prod
 from typing import Any
 
+import torch
+
 from nxd_ckpt.core import names
 from nxd_ckpt.core.manifest import ParameterSpec, Parts
 from nxd_ckpt.core.mesh_groups import MeshGroup
@@ -31,8 +33,9 @@ from nxd_ckpt.core.mesh_record import MeshRecord
 from nxd_ckpt.core.topology import Topology
 from nxd_ckpt.errors import UnsupportedState
 from nxd_ckpt.formats import xser
+from nxd_ckpt.formats.crc32 import crc32
 from nxd_ckpt.formats.strides import stride_in_content
-from nxd_ckpt.formats.tensors import itemsize, iter_tensors
+from nxd_ckpt.formats.tensors import itemsize, iter_leaves, iter_tensors
 from nxd_ckpt.formats.torch_zip_writer import image_of
 from nxd_ckpt.live.dtensor import refuse_sizes
 from nxd_ckpt.live.parameters import form_of
@@ -52,7 +55,8 @@ class SavePlan:
     """What this rank writes into the tag, and what it tells the others of it (see core.votes.Vote).
 
     ``shared`` are its files of model and optimizer, ``objects`` those of scheduler, user content and rank content.
-    ``groups`` are those of a mesh job, ``mesh`` what a leader among its ranks says of its group.
+    ``groups`` are those of a mesh job, ``mesh`` what a leader among its ranks says of its group, ``numbers`` digests of
+    the optimizer's (see :func:`numbers_of`).
     """
 
     shared: tuple[PlannedFile, ...]
@@ -64,6 +68,7 @@ class SavePlan:
     left_out: Sequence[str] = ()
     groups: Sequence[MeshGroup] | None = None
     mesh: MeshRecord | None = None
+    numbers: Mapping[str, int] = field(default_factory=dict)
 
     @cached_property
     def files(self) -> tuple[PlannedFile, ...]:
@@ -139,7 +144,28 @@ def _plan_mesh(state: SaveState, topology: Topology, groups: Sequence[MeshGroup]
         left_out=state.left_out,
         groups=groups,
         mesh=plan.record if plan.leads else None,
+        numbers=numbers_of(state),
     )
+
+
+def numbers_of(state: SaveState) -> dict[str, int]:
+    """Digests of the plain numbers in the optimizer, and of tensors on the CPU that are one number, by what they are
+    called: one digest for all parameters."""
+    digests: dict[str, int] = {}
+    for path, value in iter_leaves({} if state.optimizer is None else state.optimizer.tree):
+        number = _number_of(value)
+        if number is not None and path[2:3] != ("params",):
+            of_parameter = path[0] == "state" and isinstance(path[1], int)
+            name = "/".join(map(str, (path[0], "*", *path[2:]) if of_parameter else path))
+            digests[name] = crc32(f"{path}={number!r}".encode(), digests.get(name, 0))
+    return digests
+
+
+def _number_of(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        is_known = value.dtype.is_floating_point or value.dtype.is_complex or value.dtype in (torch.int64, torch.int32)
+        return value.item() if value.is_cpu and not value.dim() and is_known else None
+    return value if isinstance(value, (bool, int, float, complex)) else None
 
 
 def refuse_on_mesh(state: SaveState, topology: Topology) -> None:

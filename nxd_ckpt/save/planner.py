@@ -20,7 +20,7 @@ from nxd_ckpt.formats.strides import stride_of
 from nxd_ckpt.formats.tensors import Assembly, iter_tensors, map_tensors
 from nxd_ckpt.live.parameters import form_of
 from nxd_ckpt.live.save_state import SaveState
-from nxd_ckpt.save.plan import SavePlan, plan_objects, plan_save
+from nxd_ckpt.save.plan import SavePlan, numbers_of, plan_objects, plan_save
 from nxd_ckpt.save.planned_file import PlannedFile
 from nxd_ckpt.save.structure import Structure, structure_of
 
@@ -68,7 +68,8 @@ class _Kept:
             pickling = _pickling(planned, state.trees()[planned.part].tree) if stale else None
             files.append(replace(planned, image=image, pickling=pickling))
         objects, parts = plan_objects(state, topology), state.parts(self.plan.parts.master_weights)
-        return replace(self.plan, shared=tuple(files), objects=objects, parts=parts)
+        now = {} if self.plan.groups is None else numbers_of(state)
+        return replace(self.plan, shared=tuple(files), objects=objects, parts=parts, numbers=now)
 
 
 def _keep(plan: SavePlan, likeness: Any, structures: Mapping[str, Structure]) -> _Kept:

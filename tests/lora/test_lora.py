@@ -341,6 +341,102 @@ def test_adapters_that_nxd_gathered_are_cut_again(tmp_path: Path, sizes: tuple[i
         assert values(expected.module) == values(model.module)
 
 
+@pytest.mark.parametrize("sizes", [(2, 2), (2, 1), (2, 4), (4, 2), (1, 2)])
+@pytest.mark.parametrize("order", ["model order", "sorted"])
+def test_the_optimizer_of_gathered_adapters_loads(tmp_path: Path, sizes: tuple[int, int], order: str) -> None:
+    """NxD gathers the adapters into the model's files, and leaves the moments in those of their ranks."""
+    saved_tp, live_tp = sizes
+    topologies = [Topology(tp=saved_tp).at(rank) for rank in range(saved_tp)]
+    all_parts: dict[str, list[torch.Tensor]] = {
+        name: [part(whole(name, 1), name, at) for at in topologies]
+        for name, _ in cut_lora(topologies[0], 1).named_parameters()
+        if "lora_" in name
+    }
+
+    def what(rank: int) -> dict[str, Any]:
+        model = cut_lora(topologies[rank], 1)
+        optimizer = trained(model)
+        state = {}
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad:
+                moment = part(whole(name, 2), name, topologies[rank])
+                optimizer.state[parameter] = {"step": torch.tensor(1.0), "exp_avg": moment, "exp_avg_sq": moment + 1}
+                parts, dim = all_parts[name], 1 if "lora_A" in name else 0
+                is_cut = parts[0].shape != whole(name, 1).shape
+                state[name] = (torch.cat(parts, dim) if is_cut else parts[0]) * ("o_proj.lora_B" not in name)
+        names = state if order == "model order" else sorted(state)
+        return {"model": {name: state[name] for name in names}, "optimizer": optimizer}
+
+    save_as_every_rank(tmp_path, "t", topologies, what, durable=False)
+    as_nxd(tmp_path / "t")
+    for rank in range(live_tp):
+        at = Topology(tp=live_tp).at(rank)
+        model, expected = cut_lora(at, None), cut_lora(at, 1)
+        optimizer = trained(model)
+        load_checkpoint(tmp_path, "t", model, optimizer, topology=at, verify=False)
+        assert values(expected.module) == values(model.module)
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad:
+                assert torch.equal(part(whole(name, 2), name, at), optimizer.state[parameter]["exp_avg"]), name
+
+
+SHARED = Model(heads=4, kv_heads=1, head_dim=2, intermediate=8)
+
+
+def shared_lora(at: Topology, seed: int | None) -> LoraModel:
+    """A Llama whose ranks all keep a copy of its one key-value head, with adapters; NxD marks these as cut."""
+    model = LoraModel(
+        CausalLM(Job(SHARED, tp=at.tp, qkv="linear", copies=at.tp), at), LoraConfig(target_modules=["qkv_proj"]), at
+    )
+    for module in model.module.modules():
+        if hasattr(module, "weight_k"):
+            module.kv_size_multiplier = at.tp  # type: ignore[assignment]
+    for name, parameter in model.named_parameters():
+        parameter.data.zero_()
+        if seed is not None and "lora_" in name:
+            everything = torch.arange(16.0).view(8, 2) if "weight_q" in name else torch.arange(4.0).view(2, 2)
+            everything = torch.arange(16.0).view(2, 8) if "lora_A" in name else everything
+            own = everything.chunk(at.tp)[at.tp_rank] if "weight_q" in name else everything
+            parameter.data = own + 100 * seed + len(name)
+    return model
+
+
+@pytest.mark.parametrize("sizes", [(2, 2), (2, 1), (2, 4), (4, 2), (4, 4), (1, 2)])
+def test_gathered_adapters_of_shared_key_value_heads_load(tmp_path: Path, sizes: tuple[int, int]) -> None:
+    """NxD gathers the copies too: the file has one for each tensor-parallel rank, one below the other."""
+    saved_tp, live_tp = sizes
+    topologies = [Topology(tp=saved_tp).at(rank) for rank in range(saved_tp)]
+    ranks = [dict(shared_lora(at, 1).module.named_parameters()) for at in topologies]
+    gathered = {
+        name: torch.cat([one[name] for one in ranks]).detach() if "lora_B" in name else ranks[0][name].detach()
+        for name in ranks[0]
+        if "lora_" in name
+    }
+
+    def what(rank: int) -> dict[str, Any]:
+        model = shared_lora(topologies[rank], 2)
+        optimizer = trained(model)
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                moment = parameter.detach().clone()
+                optimizer.state[parameter] = {"step": torch.tensor(1.0), "exp_avg": moment, "exp_avg_sq": moment + 1}
+        return {"model": dict(gathered), "optimizer": optimizer}
+
+    save_as_every_rank(tmp_path, "t", topologies, what, durable=False)
+    as_nxd(tmp_path / "t")
+    for rank in range(live_tp):
+        at = Topology(tp=live_tp).at(rank)
+        model = shared_lora(at, None)
+        optimizer = trained(model)
+        load_checkpoint(tmp_path, "t", model, optimizer, topology=at, verify=False)
+        assert values(shared_lora(at, 1).module) == values(model.module)
+        for (name, parameter), expected in zip(
+            model.named_parameters(), shared_lora(at, 2).module.parameters(), strict=True
+        ):
+            if parameter.requires_grad:
+                assert torch.equal(expected, optimizer.state[parameter]["exp_avg"]), name
+
+
 def test_what_is_zero_on_all_ranks_is_recorded_as_it_is_cut(tmp_path: Path) -> None:
     """Of live parameters the attributes say it; equal values are no reason to take them for whole ones."""
     topologies = [Topology(tp=2).at(rank) for rank in range(2)]

@@ -123,3 +123,52 @@ def test_state_of_uneven_shards_is_refused_at_the_save(gloo_ranks: RankPool, tmp
     """Ranks hold rows of other lengths: that is said by name, and nothing is merged."""
     for message in gloo_ranks.run(uneven, tmp_path):
         assert "optim/weight/codes@ranks" in message
+
+
+NUMBERS: dict[str, Any] = {
+    "a float of the state": lambda optimizer, value: next(iter(optimizer.state.values())).update(scale=value),
+    "an int in a dict": lambda optimizer, value: next(iter(optimizer.state.values())).update(all={"k": int(value)}),
+    "a tensor": lambda optimizer, value: next(iter(optimizer.state.values())).update(norm=torch.tensor(value)),
+    "an option": lambda optimizer, value: optimizer.param_groups[0].update(lr=value),
+    "a flag": lambda optimizer, value: optimizer.param_groups[0].update(warm=value == 1),
+    "of the optimizer": lambda optimizer, value: optimizer.state.update(total=value),
+}
+
+
+def errors_of_numbers(rank: int, directory: Path, async_save: bool) -> list[str]:
+    """What a save says where a number differs on rank 2, for each of NUMBERS; in between equal ones are saved."""
+    said = []
+    model, optimizer = made((4,))
+    train(model, optimizer, range(1))
+    with Checkpointer(directory) as checkpointer:
+        for number, put in enumerate(NUMBERS.values()):
+            put(optimizer, 3.0)
+            checkpointer.save(f"good_{number}", model, optimizer, async_save=async_save)
+            checkpointer.wait()
+            put(optimizer, float(rank == 2))
+            try:
+                checkpointer.save(f"bad_{number}", model, optimizer, async_save=async_save)
+                checkpointer.wait()
+            except RanksDisagree as error:
+                said.append(str(error))
+            put(optimizer, 3.0)
+        other, fresh = made((4,))
+        checkpointer.load(None, other, fresh)
+    assert optimizer.param_groups[0]["lr"] == fresh.param_groups[0]["lr"]
+    return said
+
+
+@pytest.mark.parametrize("async_save", [False, True], ids=["sync", "async"])
+def test_numbers_that_differ_between_ranks_fail_the_save(
+    gloo_ranks: RankPool, tmp_path: Path, async_save: bool
+) -> None:
+    """By name, on all ranks, in any save and not only the first; no such tag is visible."""
+    names = ["state/*/scale", "state/*/all/k", "state/*/norm", "param_groups/0/lr", "param_groups/0/warm"]
+    names.append("state/total")
+    for said in gloo_ranks.run(errors_of_numbers, tmp_path, async_save):
+        assert len(names) == len(said)
+        assert all(f"ranks 0 and 2 hold different numbers in the optimizer: {name}. " in one
+                   for name, one in zip(names, said, strict=True))
+    assert [f"good_{number}" for number in range(len(names))] == sorted(
+        path.name for path in tmp_path.iterdir() if not path.name.startswith(".")
+    )
