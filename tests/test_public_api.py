@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 
-import nxd_ckpt
 from nxd_ckpt import (
     Checkpoint,
     Checkpointer,
@@ -90,9 +89,3 @@ def test_a_checkpoint_says_where_it_is(tmp_path: Path, golden: Path) -> None:
     shutil.rmtree(tmp_path / "run" / "t")
     assert f"<Checkpoint {tmp_path}/run/t, dp=1 tp=1 pp=1 ep=1>" == repr(ours)
     assert repr(theirs).endswith(", by neuronx_distributed>")
-
-
-def test_every_public_name_is_there() -> None:
-    """Names are looked up in their modules at first use."""
-    for name in nxd_ckpt.__all__:
-        assert getattr(nxd_ckpt, name) is not None

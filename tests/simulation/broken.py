@@ -26,11 +26,9 @@ from tests.simulation.saves import SAVES
 from tests.simulation.schedule import Schedule, run
 from tests.simulation.store_schedule import StoreSchedule
 
-_COORDINATION, _SAVE = "nxd_ckpt/runtime/coordination", "nxd_ckpt/runtime/save"
-_JOURNAL, _LEASE, _REPLACEMENT = (f"{_COORDINATION}/{name}.py" for name in ("journal", "lease", "replacement"))
-_COMMIT, _PUBLICATION, _SAVING, _VOTING, _WRITING = (
-    f"{_SAVE}/{name}.py" for name in ("commit", "publication", "saving", "voting", "writing")
-)
+_JOURNAL, _LEASE, _REPLACEMENT = (f"nxd_ckpt/coordination/{name}.py" for name in ("journal", "lease", "replacement"))
+_COMMIT, _PUBLICATION, _VOTING = (f"nxd_ckpt/commit/{name}.py" for name in ("commit", "publication", "voting"))
+_SAVING, _WRITING = "nxd_ckpt/save/attempt.py", "nxd_ckpt/save/writing.py"
 _IDENTITY = "nxd_ckpt/tag/identity.py"
 _CHOOSING = "nxd_ckpt/tag/choosing.py"
 _DISK, _S3 = "tests/simulation/world/disk_storage.py", "nxd_ckpt/storage/s3/storage.py"
@@ -394,7 +392,7 @@ BREAKS += [
     ),
     Break(
         "A job that begins does not recover what a dead one left.", "disk",
-        {f"{_SAVE}/session.py": ("    journal.recover(storage)\n", "")},
+        {"nxd_ckpt/commit/session.py": ("    journal.recover(storage)\n", "")},
         lambda schedule: _renames_twice(schedule) and _ends(schedule),
     ),
     Break(
@@ -418,7 +416,7 @@ BREAKS += [
     ),
     Break(
         "The trash is emptied while there is a journal.", "disk",
-        {_JOURNAL: ("        if is_open(storage):\n            return\n        for entry", "        for entry")},
+        {_JOURNAL: ("        if is_open(storage):\n            return\n        names = [e", "        names = [e")},
         lambda schedule: _replaces(schedule) and _ends(schedule),
     ),
     Break(
