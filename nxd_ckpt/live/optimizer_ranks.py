@@ -14,16 +14,21 @@ from typing import Any
 import torch
 
 from nxd_ckpt.errors import OptimizerMismatch
+from nxd_ckpt.formats.tensors import Path, iter_tensors, map_tensors
 from nxd_ckpt.live.dtensor import Placed, is_dtensor, placed_of
 from nxd_ckpt.live.optimizer_state import ON_HOST, ROWS
+from nxd_ckpt.live.parameters import form_of
 
 
 def is_of_rank(parameter: torch.Tensor, entry: Any, value: Any) -> bool:
-    """True for a plain tensor in the state of a parameter that is cut over ranks, unless it is a number, or as large as
-    the whole parameter: those count as alike on all ranks."""
-    if not isinstance(value, torch.Tensor) or is_dtensor(value) or value.dim() == 0 or entry in ON_HOST:
+    """True for a plain tensor in the state of a parameter that is cut over ranks, or a container with one, unless it is
+    a number, or as large as the whole parameter: those count as alike on all ranks."""
+    if entry in ON_HOST or not _is_cut(parameter):
         return False
-    return _is_cut(parameter) and value.shape != parameter.shape
+    tensors = [tensor for _, tensor in iter_tensors(value, torch.Tensor)]
+    if any(map(is_dtensor, tensors)):
+        return False
+    return any(tensor.dim() and tensor.shape != parameter.shape for tensor in tensors)
 
 
 def row_name(parameter: torch.Tensor, entry: Any) -> str:
@@ -39,6 +44,16 @@ def name_of_rows(entry: Any) -> str | None:
     return name if mark else None
 
 
+def as_rows(value: Any, parameter: torch.Tensor) -> Any:
+    """The value with :func:`as_row` for each of its tensors."""
+    return map_tensors(value, lambda tensor: as_row(tensor, parameter), torch.Tensor)
+
+
+def own_of_rows(rows: Any) -> Any:
+    """The value of this rank, of which each tensor was loaded as its row."""
+    return map_tensors(rows, lambda row: row[0], torch.Tensor)
+
+
 def as_row(value: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
     """The rows of all ranks of the parameter's mesh, a DTensor, of which this rank has ``value``."""
     library: Any = sys.modules["torch.distributed.tensor"]
@@ -51,9 +66,13 @@ def as_row(value: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
     return rows
 
 
-def placed_row(name: str, parameter: torch.Tensor, shape: tuple[int, ...]) -> Placed:
-    """How rows of this shape lie on the parameter's mesh."""
-    return placed_of(name, as_row(torch.empty(shape[1:], device="meta"), parameter))
+def placed_rows(name: str, parameter: torch.Tensor, saved: Any) -> dict[Path, Placed]:
+    """How the saved rows of an entry lie on the parameter's mesh, by the path of each tensor in it."""
+
+    def placed(shape: tuple[int, ...]) -> Placed:
+        return placed_of(name, as_row(torch.empty(shape[1:], device="meta"), parameter))
+
+    return {path: placed(form_of(leaf)[1]) for path, leaf in iter_tensors(saved)}
 
 
 def check_rows(name: str, parameter: torch.Tensor, entries: Mapping[Any, Any]) -> None:

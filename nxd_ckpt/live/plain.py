@@ -15,7 +15,15 @@ from nxd_ckpt.formats.tensors import Path
 from nxd_ckpt.live.dtensor import Placed, is_dtensor
 from nxd_ckpt.live.load_hooks import OptimizerHooks, keys_of_its_own
 from nxd_ckpt.live.optimizer_names import if_known
-from nxd_ckpt.live.optimizer_ranks import as_row, check_rows, is_of_rank, name_of_rows, placed_row, row_name
+from nxd_ckpt.live.optimizer_ranks import (
+    as_rows,
+    check_rows,
+    is_of_rank,
+    name_of_rows,
+    own_of_rows,
+    placed_rows,
+    row_name,
+)
 from nxd_ckpt.live.optimizer_state import (
     Keeps,
     LeafSource,
@@ -34,7 +42,7 @@ from nxd_ckpt.live.optimizer_state import (
     stride_to_note,
     traits_of_all,
 )
-from nxd_ckpt.live.parameters import form_of, spec_of
+from nxd_ckpt.live.parameters import spec_of
 from nxd_ckpt.live.state import OptimizerForm, State, StateTensor, state_of
 
 
@@ -118,7 +126,7 @@ class PlainOptimizer:
             own = [one for one, value in rows.get(index, {}).items() if is_of_rank(slot.key, one, value)]
             if own:
                 entries = dict(rows[index])
-                rows[index] = entries | {row_name(slot.key, one): as_row(entries.pop(one), slot.key) for one in own}
+                rows[index] = entries | {row_name(slot.key, one): as_rows(entries.pop(one), slot.key) for one in own}
         return {**state, "state": rows}
 
     def validate(self, saved: Mapping[str, Any]) -> None:
@@ -147,10 +155,10 @@ class PlainOptimizer:
         for index, slot in self._by_index(saved).items():
             entries = saved["state"].get(index, {})
             slot.place(entries, self._optimizer.state.get(slot.key, {}))
-            for entry, leaf in entries.items():
-                if is_rows(entry):
-                    slot.placed[entry] = placed_row(slot.global_name(entry), slot.key, form_of(leaf)[1])
             found |= {("state", index, entry): placed for entry, placed in slot.placed.items()}
+            for entry in filter(is_rows, entries):
+                rows = placed_rows(slot.global_name(entry), slot.key, entries[entry])
+                found |= {("state", index, entry, *path): placed for path, placed in rows.items()}
         return found
 
     def load(self, saved: Mapping[str, Any], read: LeafSource, keeps: Keeps = keeps_nothing) -> None:
@@ -178,7 +186,7 @@ class PlainOptimizer:
             kept = {entry: value for entry, value in live.items() if keeps(slot.global_name(entry))}
             entries = saved["state"].get(index, {})
             values = {entry: materialise(value, _Now(read), cpu, slot.key) for entry, value in entries.items()}
-            rows = {name_of_rows(one): values.pop(one)[0] for one in list(values) if is_rows(one)}
+            rows = {name_of_rows(one): own_of_rows(values.pop(one)) for one in list(values) if is_rows(one)}
             loaded = {entry: slot.held(entry, value) for entry, value in values.items()} | rows | kept
             if loaded:
                 state[index] = loaded
@@ -195,7 +203,7 @@ class PlainOptimizer:
         for slot in self._slots:
             entries = self._optimizer.state.get(slot.key, {})
             for one in list(filter(is_rows, entries)):
-                entries[name_of_rows(one)] = entries.pop(one)[0]
+                entries[name_of_rows(one)] = own_of_rows(entries.pop(one))
         if not self._hooks.loads_itself:  # else it has called them
             self._hooks.after_load()
 

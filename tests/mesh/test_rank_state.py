@@ -172,3 +172,54 @@ def test_numbers_that_differ_between_ranks_fail_the_save(
     assert [f"good_{number}" for number in range(len(names))] == sorted(
         path.name for path in tmp_path.iterdir() if not path.name.startswith(".")
     )
+
+
+class NestedMoments(LocalMoments):
+    """Keeps what it has of its shard in lists and dicts, as preconditioners are kept."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for parameter in self.param_groups[0]["params"]:
+            state, local, grad = self.state[parameter], parameter.to_local(), parameter.grad.to_local()
+            if not state:
+                state["factors"] = [torch.zeros(size, size) for size in local.shape]
+                state["projection"] = {"basis": torch.randn(3, 2).T, "kind": 7, "norms": (torch.zeros(()), None)}
+            for total, one in zip(state["factors"], (grad, grad.T), strict=True):
+                total += one @ one.T
+            state["projection"]["norms"][0].add_(grad.norm())
+            local.sub_(0.01 * state["factors"][0] @ grad * state["projection"]["norms"][0])
+            local.sub_(state["projection"]["basis"].sum())
+
+
+def nested_states(rank: int, directory: Path, own_way: bool) -> list[bool]:
+    """Whether this rank's nested state came back, into fresh objects, and into ones that have stepped."""
+
+    def new() -> tuple[torch.nn.Module, Any]:
+        model, _ = made((4,))
+        torch.manual_seed(rank)
+        optimizer = NestedMoments(model.parameters())
+        if own_way:
+            optimizer.register_load_state_dict_pre_hook(lambda one, state: None)
+        return model, optimizer
+
+    model, optimizer = new()
+    train(model, optimizer, range(2))
+    same = []
+    with Checkpointer(directory) as checkpointer:
+        checkpointer.save("t", model, optimizer)
+        for steps in (0, 1):
+            other, fresh = new()
+            train(other, fresh, range(steps))
+            checkpointer.load("t", other, fresh)
+            same.append(repr(optimizer.state_dict()) == repr(fresh.state_dict()))
+    return same
+
+
+@pytest.mark.parametrize("own_way", [False, True], ids=["plain", "with a hook"])
+def test_nested_state_of_a_rank_comes_back_to_it(gloo_ranks: RankPool, tmp_path: Path, own_way: bool) -> None:
+    """Lists, dicts and tuples of a rank's own tensors; on another mesh they are refused."""
+    assert [[True, True]] * 4 == gloo_ranks.run(nested_states, tmp_path, own_way)
+    torch.manual_seed(0)
+    model = torch.nn.Linear(4, 8, bias=False)
+    with Checkpointer(tmp_path) as checkpointer, pytest.raises(OptimizerMismatch, match="factors is a plain tensor"):
+        checkpointer.load("t", model, NestedMoments(model.parameters()))
