@@ -1,7 +1,7 @@
-"""Whether what counts the steps of a run agrees: the optimizer's steps, the scheduler, positions in the data. Pure.
+"""Rules for the counters of a run: optimizer steps, scheduler, positions in the data. Pure.
 
-Numbers that agree in one tag agree in the next one of the same run. So most rules first look whether a counter follows
-the optimizer's steps in the earlier tag, and say something only then.
+Numbers that agree in one tag agree in the next tag of the same run. So most rules first check that a counter follows
+the optimizer's steps in the earlier tag, and report only then.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ _SAME_RATE = 1e-6
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a run was when a tag was saved.
+    """State of a run's counters when a tag was saved.
 
     Attributes:
         steps: the optimizer's steps of each parameter, by global rank; empty for optimizers that count none.
         stages: the pipeline stage of each parameter, where there are several.
-        values: single values by name, as "scheduler/last_epoch" and "user_content/step".
-        of_ranks: the same of what each rank saved for itself, by rank.
+        values: single values by name, such as "scheduler/last_epoch" and "user_content/step".
+        of_ranks: values that each rank saved for itself, by rank.
     """
 
     steps: Mapping[str, Mapping[int, int]]
@@ -47,14 +47,14 @@ class Progress:
 
     @property
     def step(self) -> int | None:
-        """The steps of the parameter that has most; without any, those of the scheduler."""
+        """Steps of the parameter with the most; the scheduler's steps if the optimizer counts none."""
         if self.steps:
             return max(max(ranks.values()) for ranks in self.steps.values())
         return whole_number(self.values.get("scheduler/last_epoch"))
 
 
 def whole_number(value: Any) -> int | None:
-    """``value``, a number without fraction (a tensor's too), as int; None for anything else."""
+    """Return ``value`` as int if it is a number (or a tensor) without fraction, else None."""
     if isinstance(value, bool) or not hasattr(value, "__int__"):
         return None
     try:
@@ -64,13 +64,13 @@ def whole_number(value: Any) -> int | None:
 
 
 def growth(before: Progress, after: Progress) -> dict[str, int]:
-    """By how much the steps of each parameter grew that both tags know."""
+    """Return the increase in steps of each parameter that both tags have."""
     both = before.steps.keys() & after.steps.keys()
     return {name: max(after.steps[name].values()) - max(before.steps[name].values()) for name in both}
 
 
 def check_ranks(now: Progress) -> Iterator[Finding]:
-    """The shards of a parameter have made the same steps on all ranks."""
+    """Report ranks whose shards of a parameter have made a different number of steps."""
     behind: dict[tuple[int, int, int], list[str]] = {}
     for name, ranks in now.steps.items():
         usual, _ = Counter(ranks.values()).most_common(1)[0]
@@ -87,7 +87,7 @@ def check_ranks(now: Progress) -> Iterator[Finding]:
 
 
 def check_steps(before: Progress, after: Progress) -> Iterator[Finding]:
-    """Steps grow, and by the same number on all pipeline stages."""
+    """Report steps that fell, stood still, or grew differently between pipeline stages."""
     grown = growth(before, after)
     back = sorted(name for name, by in grown.items() if by < 0)
     if back:
@@ -114,9 +114,9 @@ def check_steps(before: Progress, after: Progress) -> Iterator[Finding]:
 
 
 def moved_counters(before: Progress, after: Progress) -> dict[str, tuple[int, int]]:
-    """Counters of steps that went on by at least one step of the optimizer, with their values before and after.
+    """Return counters that grew by at least one optimizer step, with their values before and after.
 
-    A counter of micro-batches makes several counts for each step of the optimizer; its rate is known from ``before``.
+    A counter of micro-batches counts several times per optimizer step; its rate is taken from ``before``.
     """
     moved: dict[str, tuple[int, int]] = {}
     sides = [("", before.values, after.values)]
@@ -137,7 +137,7 @@ def _common_ranks(before: Progress, after: Progress) -> list[int]:
 
 
 def _no_step(before: Progress, after: Progress) -> Finding:
-    """The finding of an optimizer that stands still: a problem if steps were counted meanwhile."""
+    """Return the finding for an optimizer without steps: a problem if other counters moved meanwhile."""
     message = f"no parameter made a step: both tags are of step {after.step}"
     moved = moved_counters(before, after)
     if not moved:
@@ -152,7 +152,7 @@ def _no_step(before: Progress, after: Progress) -> Finding:
 
 
 def _scale_fell(before: Progress, after: Progress) -> bool:
-    """A loss scaler lowers its scale where it skips a step."""
+    """Return whether a loss scaler lowered its scale: it does so when it skips a step."""
     for name, value in before.values.items():
         was, now = _real(value), _real(after.values.get(name))
         if _words(name) & {"scale"} and was is not None and now is not None and now < was:
@@ -161,7 +161,7 @@ def _scale_fell(before: Progress, after: Progress) -> bool:
 
 
 def check_rates(before: Progress | None, after: Progress) -> Iterator[Finding]:
-    """The optimizer's learning rates are those that the scheduler set last."""
+    """Report learning rates of the optimizer that are not the ones the scheduler set last."""
     if before is not None and any(True for _ in _other_rates(before)):
         return  # this run sets its rates by other means
     for name, rate, scheduled in _other_rates(after):
@@ -169,7 +169,7 @@ def check_rates(before: Progress | None, after: Progress) -> Iterator[Finding]:
 
 
 def check_scheduler(before: Progress, after: Progress) -> Iterator[Finding]:
-    """A scheduler that counted the optimizer's steps counts them still."""
+    """Report a scheduler that followed the optimizer's steps and no longer does."""
     counts = [whole_number(tag.values.get("scheduler/last_epoch")) for tag in (before, after)]
     was, now = counts
     if was is None or now is None or not before.steps or not after.steps:
@@ -194,7 +194,7 @@ def check_scheduler(before: Progress, after: Progress) -> Iterator[Finding]:
 
 
 def check_positions(before: Progress, after: Progress) -> Iterator[Finding]:
-    """What counted batches, or samples, at a steady rate goes on so; and all ranks' positions moved alike."""
+    """Report positions in the data that left their steady rate, or moved unevenly between ranks."""
     if before.step is None or after.step is None or after.step <= before.step:
         return
     steps = before.step, after.step
@@ -206,18 +206,18 @@ def check_positions(before: Progress, after: Progress) -> Iterator[Finding]:
 
 
 def _other_rates(tag: Progress) -> Iterator[tuple[str, float, float]]:
-    """Names of learning rates that are not the scheduler's, with both."""
+    """Yield name, actual and scheduled rate of each learning rate that is not the scheduler's."""
     number = 0
     while f"scheduler/_last_lr/{number}" in tag.values:
         name = f"optim/param_groups/{number}/lr"
-        rate, scheduled = (_real(tag.values.get(one)) for one in (name, f"scheduler/_last_lr/{number}"))
+        rate, scheduled = (_real(tag.values.get(key)) for key in (name, f"scheduler/_last_lr/{number}"))
         if rate is not None and scheduled is not None and not _equal(rate, scheduled):
             yield name, rate, scheduled
         number += 1
 
 
-def _equal(one: float, other: float) -> bool:
-    return abs(one - other) <= _SAME_RATE * max(abs(one), abs(other))
+def _equal(a: float, b: float) -> bool:
+    return abs(a - b) <= _SAME_RATE * max(abs(a), abs(b))
 
 
 def _real(value: Any) -> float | None:
@@ -252,8 +252,10 @@ def _positions(
 
 
 def is_position(name: str) -> bool:
-    """Whether a value's name is that of a place in the data, or of a count of steps. Streams that take turns move by
-    fits and starts."""
+    """True if the name is that of a position in the data or a count of steps.
+
+    Streams that take turns move irregularly, so they do not count.
+    """
     if "/shared/states/" in name:
         return False
     words = _words(name)
@@ -267,13 +269,13 @@ def _counts_steps(name: str) -> bool:
 
 
 def _words(name: str) -> set[str]:
-    """The words of the last part of a name that is no number: ``trainer/globalStep`` gives global and step."""
+    """Return the words of the last part of a name that is no number: global and step for ``trainer/globalStep``."""
     last = next((part for part in reversed(name.split("/")) if not part.isdigit()), "")
     return set(re.findall(r"[a-z]+", re.sub(r"(?<=[a-z])(?=[A-Z])", "_", last).lower()))
 
 
 def _uneven(before: Progress, after: Progress, steps: int) -> Iterator[Finding]:
-    """Positions that moved by the same for each step on most ranks, and by no whole number for each on others."""
+    """Report positions that moved by whole steps on most ranks and by a fraction of a step on others."""
     moved: dict[str, dict[int, int]] = {}
     for rank in _common_ranks(before, after):
         for name, value in before.of_ranks[rank].items():

@@ -1,4 +1,4 @@
-"""What two tags differ in, and by how much, whatever sizes they were saved on."""
+"""Differences between two tags, which may have been saved on different sizes."""
 
 from __future__ import annotations
 
@@ -19,8 +19,12 @@ __all__ = ["ABSENT", "Difference", "TensorDifference", "ValueDifference", "diff_
 
 @dataclass(frozen=True)
 class ValueDifference:
-    """A value, not a tensor, that differs. ``name`` is such as "optim/param_groups/0/lr", "scheduler/last_epoch" or
-    "user_content/steps". ABSENT stands for a value that one of the tags does not have."""
+    """A differing value that is not a tensor.
+
+    Attributes:
+        name: for example "optim/param_groups/0/lr", "scheduler/last_epoch" or "user_content/steps".
+        a, b: the value in each tag; ABSENT where a tag does not have it.
+    """
 
     name: str
     a: Any
@@ -29,7 +33,7 @@ class ValueDifference:
 
 @dataclass(frozen=True)
 class Difference:
-    """What the tags ``a`` and ``b`` differ in. True if they differ, or if something could not be compared.
+    """Differences between the tags ``a`` and ``b``. True if they differ, or if something could not be compared.
 
     Attributes:
         tensors, values: those that differ.
@@ -50,13 +54,22 @@ class Difference:
         return bool(self.tensors or self.values or self.problems)
 
     def _repr_html_(self) -> str:
-        """For a notebook."""
+        """Return a table for a notebook."""
         rows: list[tuple[Any, ...]] = []
         rows += [
-            (one.name, one.kind, one.differing, _rounded(one.max_difference), _rounded(one.relative_norm))
-            for one in self.tensors
+            (
+                difference.name,
+                difference.kind,
+                difference.differing,
+                _rounded(difference.max_difference),
+                _rounded(difference.relative_norm),
+            )
+            for difference in self.tensors
         ]
-        rows += [(one.name, "value", f"{one.a!r:.80}", f"{one.b!r:.80}", None) for one in self.values]
+        rows += [
+            (difference.name, "value", f"{difference.a!r:.80}", f"{difference.b!r:.80}", None)
+            for difference in self.values
+        ]
         head = ("name", "what differs", "elements, or a", "max |a - b|, or b", "||a - b|| / ||a||")
         differ = f"{len(self.tensors)} tensors and {len(self.values)} values differ"
         return html_table(f"{differ}, {self.same_tensors} tensors are the same", head, rows)
@@ -78,16 +91,17 @@ def diff_checkpoints(
 ) -> Difference:
     """Compare two tags, of nxd_ckpt or NxD, in any place, saved on any sizes.
 
-    Tensors are put together by name, and compared in 64 MiB of memory; their digests are verified. NaN in the same
-    place is equal. Tensors of different dtypes are compared as numbers; without a ``tolerance`` they always differ. If
-    it is not known how a tensor is cut, and both tags were saved on the same tp and ep, then what their ranks held is
-    compared.
+    Tensors are matched by name, and compared in 64 MiB of memory; their digests are verified. NaN in the same place is
+    equal. Tensors of different dtypes are compared as numbers; without a ``tolerance`` they always differ. If a
+    tensor's
+    partition is unknown and both tags were saved on the same tp and ep, the parts of each rank are compared.
 
     Args:
-        a, b: opened by :func:`open_checkpoint`, with ``partitions=`` and ``saved_param_names=`` where they do not say.
-        prefix: compare only names that begin so: a shell's patterns such as "model/" or "optim/*/exp_avg".
-        tolerance: two tensors are equal if no element differs by more, whatever their dtypes.
-        full: read also tensors whose recorded digests (CRC-32) are equal.
+        a, b: opened by `open_checkpoint`, with ``partitions=`` and ``saved_param_names=`` if the tags do not record
+            them.
+        prefix: compare only names with this beginning; shell patterns such as "model/" or "optim/*/exp_avg".
+        tolerance: treat differences up to this as equal, whatever the dtypes.
+        full: also read tensors whose recorded digests (CRC-32) are equal.
         progress: show a bar on a terminal.
 
     Raises:
@@ -99,23 +113,23 @@ def diff_checkpoints(
         raise InvalidArgument(f"tolerance must be a number, 0 or more, found {tolerance!r}")
     prefixes = [prefix] if isinstance(prefix, str) else list(prefix)
     with a.opened.kept(), b.opened.kept():
-        found = _difference(a, b, prefixes, tolerance, full, progress)
-        if found.problems or any(tensor.problem for tensor in found.tensors):
+        difference = _difference(a, b, prefixes, tolerance, full, progress)
+        if difference.problems or any(tensor.problem for tensor in difference.tensors):
             a.opened.require_kept()
             b.opened.require_kept()
-    return found
+    return difference
 
 
 def _difference(
     a: Checkpoint, b: Checkpoint, prefixes: Sequence[str], tolerance: float | None, full: bool, progress: bool
 ) -> Difference:
-    def wanted(name: str) -> bool:
-        return not prefixes or any(fnmatchcase(name, f"{one}*") for one in prefixes)
+    def is_selected(name: str) -> bool:
+        return not prefixes or any(fnmatchcase(name, f"{prefix}*") for prefix in prefixes)
 
     problems: dict[str, str] = {}
-    values_a, values_b = (plain_values(one.whole, problems) for one in (a, b))
-    names = [name for name in dict.fromkeys([*values_a, *values_b]) if wanted(name)]
-    comparison = TensorComparison(a.whole, b.whole, wanted, full=full)
+    values_a, values_b = (plain_values(tag.whole, problems) for tag in (a, b))
+    names = [name for name in dict.fromkeys([*values_a, *values_b]) if is_selected(name)]
+    comparison = TensorComparison(a.whole, b.whole, is_selected, full=full)
     if prefixes and not names and not comparison.names:
         raise InvalidArgument(f"no name in either tag begins with {' or '.join(prefixes)}")
     with watched("diff", comparison.nbytes, lambda: comparison.done.nbytes, progress):
@@ -126,6 +140,6 @@ def _difference(
         tuple(pair for pair in pairs if not equal_values(pair.a, pair.b)),
         len(comparison.names) - len(tensors),
         comparison.same_digests,
-        tuple(problem for name, problem in problems.items() if wanted(name)),
+        tuple(problem for name, problem in problems.items() if is_selected(name)),
         comparison.done.nbytes,
     )

@@ -1,4 +1,4 @@
-"""Whether a tag can be resumed from, and whether it continues the tag before it, as no correct run could fail to do."""
+"""Checks that a tag can be resumed from and that it continues the tag before it; a correct run fails none of them."""
 
 from __future__ import annotations
 
@@ -13,32 +13,35 @@ from nxd_ckpt.core import optimizer_bounds
 from nxd_ckpt.core.findings import Finding, doubt, problem
 from nxd_ckpt.core.html_table import html_table
 from nxd_ckpt.core.suggestions import first_of
-from nxd_ckpt.errors import CorruptCheckpoint, PartLost, as_checkpoint_errors
+from nxd_ckpt.core.topology import Coordinates
+from nxd_ckpt.errors import CorruptCheckpoint, OptimizerMismatch, PartLost, PartNotFound, as_checkpoint_errors
 from nxd_ckpt.examine import counters, shard_findings
-from nxd_ckpt.examine.counters import Progress
-from nxd_ckpt.examine.shard_findings import Known, merged
+from nxd_ckpt.examine.counters import Progress, whole_number
+from nxd_ckpt.examine.shard_findings import OptimizerContext, merged
 from nxd_ckpt.examine.shards import AFTER, WEIGHT, Shard, crosswise, read_shards, shards_of
-from nxd_ckpt.examine.steps import steps_of
-from nxd_ckpt.formats.tensors import itemsize, torch_dtype
+from nxd_ckpt.formats.tensors import Assembly, TensorStub, itemsize, torch_dtype
+from nxd_ckpt.live.optimizer_state import STEP
 from nxd_ckpt.load.scheduled_rates import lacks_scheduled_rates
 from nxd_ckpt.reshard.plain_values import equal_values, plain_values, rank_values
+from nxd_ckpt.reshard.saved_optimizer import saved_optimizer
 from nxd_ckpt.storage.progress import Counter, watched
+from nxd_ckpt.tag.opened import OpenTag
 
 __all__ = ["Examination", "Finding", "examine_checkpoint"]
 
 _SUSPECTS = 32
-"""Shards at most that are compared with each other: each pair is read."""
+"""Maximum number of shards that are compared with each other: each pair is read."""
 
 
 @dataclass(frozen=True)
 class Examination:
-    """What was found. True if nothing is wrong: no problem; doubts do not count.
+    """Result of an examination. True if there is no problem; doubts do not count.
 
     Attributes:
         tag, before: the tags, as errors name them; ``before`` is None where the tag was examined by itself.
         step, step_before: the optimizer's steps in them; None where nothing counts them.
-        findings: what is wrong, problems first.
-        parameters, nbytes: how many parameters were looked at, and the bytes that were read for it.
+        findings: problems, then doubts.
+        parameters, nbytes: how many parameters were examined, and the bytes that were read.
         problems: values that were not examined, and why.
     """
 
@@ -52,11 +55,11 @@ class Examination:
     problems: tuple[str, ...]
 
     def __bool__(self) -> bool:
-        return not any(one.severity == "problem" for one in self.findings)
+        return not any(finding.severity == "problem" for finding in self.findings)
 
     def _repr_html_(self) -> str:
-        """For a notebook."""
-        rows = [(one.severity, one.kind, one.what, one.message) for one in self.findings]
+        """Return a table for a notebook."""
+        rows = [(finding.severity, finding.kind, finding.what, finding.message) for finding in self.findings]
         after = "" if self.before is None else f" after {self.before}"
         return html_table(f"{self.tag}{after}: {'ok' if self else 'not ok'}", ("", "kind", "what", "message"), rows)
 
@@ -65,61 +68,62 @@ class Examination:
 def examine_checkpoint(
     checkpoint: Checkpoint, before: Checkpoint | None = None, *, progress: bool = False
 ) -> Examination:
-    """Examine a tag, and whether it is what a run that went on from ``before`` has saved.
+    """Examine a tag, and whether a run that continued from ``before`` can have saved it.
 
-    Both are read in 64 MiB of memory, and verified: once, but for a few weights that are unlike what they were. They
-    may have been saved on any sizes. docs/doctor.md lists what is checked, and what a finding means.
+    Both are read in 64 MiB of memory and verified: once, except weights that changed unexpectedly, which are read
+    again.
+    They may have been saved on any sizes. docs/doctor.md lists the checks and the meaning of each finding.
 
     Args:
-        checkpoint: opened by :func:`open_checkpoint`.
+        checkpoint: opened by `open_checkpoint`.
         before: an earlier tag of the same run; None examines the tag by itself.
         progress: show a bar on a terminal.
 
     Raises:
         TagReplaced: a tag was removed, or saved again, since it was opened.
     """
-    tags = [one for one in (before, checkpoint) if one is not None]
+    tags = [tag for tag in (before, checkpoint) if tag is not None]
     try:
-        for one in tags:
-            one.opened.require_kept()
-        found = _Examined(before, checkpoint).result(progress)
+        for tag in tags:
+            tag.opened.require_kept()
+        examination = _Doctor(before, checkpoint).result(progress)
     except (CorruptCheckpoint, PartLost) as error:
-        for one in tags:
-            one.opened.require_kept()
+        for tag in tags:
+            tag.opened.require_kept()
         damage = problem("files", checkpoint.opened.where, str(error))
         return Examination(checkpoint.opened.where, _where(before), None, None, (damage,), 0, 0, ())
-    for one in tags:
-        one.opened.require_kept()
-    return found
+    for tag in tags:
+        tag.opened.require_kept()
+    return examination
 
 
-class _Examined:
+class _Doctor:
     def __init__(self, before: Checkpoint | None, after: Checkpoint) -> None:
         self._before, self._after = before, after
         self._unread: dict[str, str] = {}
-        self._apart: dict[str, str] = {}
+        self._unexamined: dict[str, str] = {}
         self._was = None if before is None else self._progress(before)
         self._is = self._progress(after)
         if before is not None and self._was is not None and before.topology.sizes != after.topology.sizes:
             self._was = replace(self._was, of_ranks={})  # no rank of then is one of now
         options = [{} if tag is None else _options(tag) for tag in (before, after)]
         grown = {} if self._was is None else counters.growth(self._was, self._is)
-        self._known = Known(options[0], options[1], grown, counts=bool(self._is.steps))
+        self._context = OptimizerContext(options[0], options[1], grown, counts=bool(self._is.steps))
 
     def result(self, progress: bool) -> Examination:
         whole = None if self._before is None else self._before.whole
-        shards = [self._with_laws(one) for one in shards_of(whole, self._after.whole, self._apart)]
-        done, total = Counter(), sum(_nbytes(one) for one in shards)
+        shards = [self._with_bounds(shard) for shard in shards_of(whole, self._after.whole, self._unexamined)]
+        done, total = Counter(), sum(_nbytes(shard) for shard in shards)
         with watched("doctor", total, lambda: done.nbytes, progress):
             read_shards(whole, self._after.whole, shards, done)
-        findings = merged([*self._of_shards(shards), *self._of_the_tag(), *self._of_both()])
+        findings = merged([*self._shard_findings(shards), *self._tag_findings(), *self._comparison_findings()])
         return Examination(
             self._after.opened.where,
             _where(self._before),
             self._is.step,
             None if self._was is None else self._was.step,
             tuple(findings),
-            len({one.parameter for one in shards}),
+            len({shard.parameter for shard in shards}),
             done.nbytes,
             tuple(self._unread.values()),
         )
@@ -129,10 +133,10 @@ class _Examined:
         steps, stages = steps_of(tag.opened)
         return Progress(steps, values, stages, rank_values(tag.opened, self._unread))
 
-    def _with_laws(self, shard: Shard) -> Shard:
-        """The shard, with the bounds that its optimizer keeps."""
-        was, now = (options.get(shard.parameter, {}) for options in (self._known.before, self._known.after))
-        grown = self._known.grown.get(shard.parameter)
+    def _with_bounds(self, shard: Shard) -> Shard:
+        """Return the shard with the bounds that its optimizer keeps."""
+        was, now = (options.get(shard.parameter, {}) for options in (self._context.before, self._context.after))
+        grown = self._context.grown.get(shard.parameter)
         for role, side in shard.places:
             if side == AFTER and shard.has(role) and grown is not None and grown >= 0:
                 factor = optimizer_bounds.decay(role, now)
@@ -144,32 +148,32 @@ class _Examined:
             shard.bound = optimizer_bounds.momentum_bound(now)
         return shard
 
-    def _of_shards(self, shards: list[Shard]) -> Iterator[Finding]:
+    def _shard_findings(self, shards: list[Shard]) -> Iterator[Finding]:
         for shard in shards:
             yield from shard_findings.check_values(shard)
         yield from shard_findings.check_rounding(shards)
         if self._before is None:
             return
         for shard in shards:
-            yield from shard_findings.check_moves(shard, self._known)
-        if self._was is not None and self._went_on(self._was):
-            yield from shard_findings.check_any_moved(shards, self._known)
+            yield from shard_findings.check_moves(shard, self._context)
+        if self._was is not None and self._continued(self._was):
+            yield from shard_findings.check_any_moved(shards, self._context)
         yield from _stale_buffers(shards)
         for role, suspects in shard_findings.suspects(shards).items():
-            for one, other in crosswise(self._before.whole, self._after.whole, suspects[:_SUSPECTS], role):
-                yield shard_findings.exchanged(role, one, other)
+            for origin, target in crosswise(self._before.whole, self._after.whole, suspects[:_SUSPECTS], role):
+                yield shard_findings.exchanged(role, origin, target)
 
-    def _went_on(self, was: Progress) -> bool:
+    def _continued(self, was: Progress) -> bool:
         return (self._is.step or 0) > (was.step or 0) or bool(counters.moved_counters(was, self._is))
 
-    def _of_the_tag(self) -> Iterator[Finding]:
-        for name, why in self._apart.items():
+    def _tag_findings(self) -> Iterator[Finding]:
+        for name, why in self._unexamined.items():
             yield doubt("parts", name, f"it was not examined: {why}")
         yield from counters.check_ranks(self._is)
         if not lacks_scheduled_rates(self._after.opened):
             yield from counters.check_rates(self._was, self._is)
 
-    def _of_both(self) -> Iterator[Finding]:
+    def _comparison_findings(self) -> Iterator[Finding]:
         if self._before is None or self._was is None:
             return
         for check in (counters.check_steps, counters.check_scheduler, counters.check_positions):
@@ -181,17 +185,17 @@ class _Examined:
 
 
 def _options(tag: Checkpoint) -> dict[str, dict[str, Any]]:
-    """The options of each parameter's group, with single numbers for tensors of one."""
-    found: dict[str, dict[str, Any]] = {}
+    """Return the options of each parameter's group, with tensors of one element as numbers."""
+    options_by_parameter: dict[str, dict[str, Any]] = {}
     for group in tag.param_groups:
         options = {key: _single(value) for key, value in group.items() if key != "params"}
-        found |= dict.fromkeys(group["params"], options)
-    return found
+        options_by_parameter |= dict.fromkeys(group["params"], options)
+    return options_by_parameter
 
 
 def _single(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
-        return [_single(one) for one in value]
+        return [_single(item) for item in value]
     return value.item() if hasattr(value, "numel") and value.numel() == 1 else value
 
 
@@ -204,16 +208,20 @@ def _where(tag: Checkpoint | None) -> str | None:
 
 
 def _stale_buffers(shards: list[Shard]) -> Iterator[Finding]:
-    """Running statistics of a module that counted batches meanwhile."""
+    """Report running statistics that stood still in a module that counted batches."""
     by_name = {shard.parameter: shard for shard in shards}
     for name, shard in by_name.items():
         module, _, last = name.rpartition(".")
         if last != "num_batches_tracked" or not shard.moved.get(WEIGHT):
             continue
         for buffer in (f"{module}.running_mean", f"{module}.running_var"):
-            held = by_name.get(buffer)
-            if held is not None and held.moved.get(WEIGHT) is False:
-                yield problem("buffers", f"model/{buffer}", f"it did not change, though {name} did: it is of before")
+            buffer_shard = by_name.get(buffer)
+            if buffer_shard is not None and buffer_shard.moved.get(WEIGHT) is False:
+                yield problem(
+                    "buffers",
+                    f"model/{buffer}",
+                    f"it did not change, though {name} did: it is the buffer of the tag before",
+                )
 
 
 def _lost_parts(before: Checkpoint, after: Checkpoint) -> Iterator[Finding]:
@@ -232,7 +240,7 @@ def _lost_parts(before: Checkpoint, after: Checkpoint) -> Iterator[Finding]:
 
 
 def _regrouped(before: Checkpoint, after: Checkpoint) -> Iterator[Finding]:
-    """Param groups hold the same parameters."""
+    """Report param groups that hold other parameters than before."""
     was, now = ([sorted(map(str, group["params"])) for group in tag.param_groups] for tag in (before, after))
     if was != now and before.parts.optimizer and after.parts.optimizer:
         counts = [list(map(len, groups)) for groups in (was, now)]
@@ -242,7 +250,7 @@ def _regrouped(before: Checkpoint, after: Checkpoint) -> Iterator[Finding]:
 
 
 def _untied(before: Checkpoint, after: Checkpoint) -> Iterator[Finding]:
-    """What was one tensor under several names is one still."""
+    """Report tied tensors that are several tensors now."""
     was, now = (
         {name: spec.tie for name, spec in tag.manifest.parameters.items()} if tag.manifest is not None else {}
         for tag in (before, after)
@@ -257,7 +265,7 @@ def _untied(before: Checkpoint, after: Checkpoint) -> Iterator[Finding]:
 
 
 def _standing_random(before: Progress, after: Progress) -> Iterator[Finding]:
-    """Random state that moved on some ranks only."""
+    """Report random state that moved on some ranks only."""
     moved: dict[int, bool] = {}
     for rank in sorted(before.of_ranks.keys() & after.of_ranks.keys()):
         for name, value in before.of_ranks[rank].items():
@@ -268,3 +276,57 @@ def _standing_random(before: Progress, after: Progress) -> Iterator[Finding]:
     if still and len(still) < len(moved):
         ranks = first_of(map(str, still))
         yield doubt("random", f"rank {still[0]}", f"random state did not move on rank {ranks}, on others it did")
+
+
+def steps_of(opened: OpenTag) -> tuple[dict[str, dict[int, int]], dict[str, int]]:
+    """Return steps by parameter and global rank, and the pipeline stage of each parameter where there are several.
+
+    Parameters without a count have none. Experts differ between expert-parallel ranks, and have a name for each. A
+    count
+    whose digest equals another one's is not read again.
+    """
+    steps: dict[str, dict[int, int]] = {}
+    stages: dict[str, int] = {}
+    read: dict[Any, int | None] = {}
+    for at in _writers(opened):
+        prefix = f"#{at.pp_rank}." if opened.topology.pp > 1 else "#"
+        try:
+            tree, names = opened.optimizer_tree(at), opened.optimizer_names(at)
+            slots = saved_optimizer(tree, names, prefix, lambda name: None, opened.where).slots
+        except PartLost:
+            raise
+        except (OptimizerMismatch, PartNotFound):
+            continue
+        for name, slot in slots.items():
+            key = f"{name} of expert rank {at.dp_rank % opened.topology.ep}" if slot.expert else name
+            step = _number(opened, slot.entries.get(STEP), read)
+            if step is not None:
+                steps.setdefault(key, {})[opened.topology.rank_of(at)] = step
+                if opened.topology.pp > 1:
+                    stages[key] = at.pp_rank
+    return steps, stages
+
+
+def _writers(opened: OpenTag) -> list[Coordinates]:
+    """Return one rank for each file of the optimizer."""
+    kind, sizes = opened.parts.optimizer, opened.topology
+    if kind is None:
+        return []
+    if opened.manifest is not None and opened.manifest.leaders is not None:
+        return [sizes.coordinates_of(rank) for rank in opened.manifest.leaders]
+    every = map(sizes.coordinates_of, range(sizes.world_size))
+    return list(every) if kind in ("zero1", "zero1_dcp") else list(dict.fromkeys(map(sizes.writer_of, every)))
+
+
+def _number(opened: OpenTag, value: Any, read: dict[Any, int | None]) -> int | None:
+    if not isinstance(value, (TensorStub, Assembly)):
+        return whole_number(value)
+    stubs = [fragment.stub for fragment in Assembly.of(value).fragments]
+    if [stub.numel for stub in stubs] != [1]:
+        return None
+    (stub,) = stubs
+    key = (stub.dtype, stub.storage.crc32, stub.storage.nbytes, stub.offset - stub.storage.offset)
+    if key not in read or stub.storage.crc32 is None:
+        count = opened.read(stub)
+        read[key] = None if count.is_complex() or count.dtype == torch.bool else whole_number(count.item())
+    return read[key]

@@ -1,4 +1,4 @@
-"""Figures of the report as rectangles: what a page draws, without saying how it looks."""
+"""Figures of the report as rectangles, without their appearance."""
 
 from __future__ import annotations
 
@@ -12,34 +12,34 @@ PARTS = (("weights", "one"), ("master weights", "two"), ("moments", "three"))
 _WIDTH = 900
 _ROW = 16
 _RANKS = 128
-"""Rows of a timeline, at most: the slowest ranks."""
+"""Maximum number of rows in a timeline: the slowest ranks."""
 _LABELLED = 60
-"""The width from which on a rectangle of the treemap has room for a name."""
+"""Minimum width of a rectangle of the treemap that shows a name."""
 _SHADES = 6
 _LEAST = 1e-6
-"""Relative differences up to this one share the lightest shade."""
+"""Relative differences up to this share the lightest shade."""
 
 Rectangle = dict[str, Any]
 
 
 def treemap(modules: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """An area for each module, as large as its bytes, cut into its parts."""
-    height, found = 300, list[Rectangle]()
+    """Return a rectangle per module, its area proportional to its bytes, divided into its parts."""
+    height, rectangles = 300, list[Rectangle]()
     rows = [(row, total) for row in modules if (total := sum(row[part] for part, _ in PARTS))]
     for row, x, y, width, high in _areas(rows, 0, 0, _WIDTH, height):
-        name, held = row["module"], [((part, colour), row[part]) for part, colour in PARTS if row[part]]
-        for (part, colour), *area in _areas(held, x, y, width, high):
-            found.append(_rectangle(colour, f"{name}: {part} {size(row[part])}", *area))
+        name, parts = row["module"], [((part, colour), row[part]) for part, colour in PARTS if row[part]]
+        for (part, colour), *area in _areas(parts, x, y, width, high):
+            rectangles.append(_rectangle(colour, f"{name}: {part} {size(row[part])}", *area))
         if width > _LABELLED and high > _ROW:
-            found[-1]["label"] = {"x": round(x + 4, 1), "y": round(y + 12, 1), "text": _short(name, width)}
-    return {"width": _WIDTH, "height": height, "rectangles": found}
+            rectangles[-1]["label"] = {"x": round(x + 4, 1), "y": round(y + 12, 1), "text": _short(name, width)}
+    return {"width": _WIDTH, "height": height, "rectangles": rectangles}
 
 
 def timeline(saved: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """A bar for each rank of one save: staging, then writing; the straggler is marked. The slowest come first."""
+    """Return a bar per rank of one save: staging, then writing. The slowest come first; the straggler is marked."""
     rows = sorted(saved, key=lambda row: -row["stage_seconds"] - row["write_seconds"])[:_RANKS]
     most = max((row["stage_seconds"] + row["write_seconds"] for row in rows), default=0) or 1.0
-    found: list[Rectangle] = []
+    rectangles: list[Rectangle] = []
     for number, row in enumerate(rows):
         at = 0.0
         where = f"rank {row['rank']}{' on ' + row['host'] if row['host'] else ''}"
@@ -47,27 +47,27 @@ def timeline(saved: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
             width = _WIDTH * row[key] / most
             title = f"{where}: {phase} {row[key]:.2f} s, {size(row['nbytes'])}"
             is_late = row["straggler"] and phase == "writing"
-            found.append(_rectangle("late" if is_late else colour, title, at, number * _ROW, width, _ROW - 3))
+            rectangles.append(_rectangle("late" if is_late else colour, title, at, number * _ROW, width, _ROW - 3))
             at += width
-        found[-1]["label"] = {"x": 4, "y": number * _ROW + 10, "text": where}
+        rectangles[-1]["label"] = {"x": 4, "y": number * _ROW + 10, "text": where}
     height = max(1, len(rows)) * _ROW
-    return {"width": _WIDTH, "height": height, "rectangles": found, "left_out": len(saved) - len(rows)}
+    return {"width": _WIDTH, "height": height, "rectangles": rectangles, "left_out": len(saved) - len(rows)}
 
 
 def heatmap(differences: Mapping[str, Any]) -> dict[str, Any]:
-    """A row for each layer, with a shade for how far each of its modules moved."""
+    """Return a row per layer, shaded by how far each of its modules moved."""
     columns, rows = differences["modules"], []
     for layer, cells in zip(differences["layers"], differences["cells"], strict=True):
-        told = [
+        shades = [
             None if value is None else {"shade": _shade(value), "title": f"{layer} {module}: {100 * value:.3g} %"}
             for module, value in zip(columns, cells, strict=True)
         ]
-        rows.append({"layer": layer, "cells": told})
+        rows.append({"layer": layer, "cells": shades})
     return {"columns": columns, "rows": rows}
 
 
 def _shade(value: float) -> int:
-    """From 0 for what did not move to the darkest for what is another tensor."""
+    """Return a shade from 0 (unchanged) to the darkest (a different tensor)."""
     if not value:
         return 0
     return max(1, min(_SHADES, round(_SHADES * (1 - math.log10(max(value, _LEAST)) / math.log10(_LEAST)))))
@@ -76,7 +76,7 @@ def _shade(value: float) -> int:
 def _areas(
     items: Sequence[tuple[Any, int]], x: float, y: float, width: float, height: float
 ) -> Iterator[tuple[Any, float, float, float, float]]:
-    """The rectangle cut in two along its longer side, again and again, each side as large as what is in it."""
+    """Divide a rectangle recursively along its longer side, in proportion to the weights of ``items``."""
     if len(items) < 2:
         yield from ((item, x, y, width, height) for item, _ in items)
         return
@@ -98,6 +98,6 @@ def _rectangle(colour: str, title: str, x: float, y: float, width: float, height
 
 
 def _short(name: str, width: float) -> str:
-    """As much of the end of a name as fits: layers differ there."""
+    """Return the end of the name that fits: layers differ there."""
     room = int(width / 7)
     return name if len(name) <= room else f"…{name[-(room - 1):]}"

@@ -1,4 +1,4 @@
-"""The document of ``nxd-ckpt report`` as one page of HTML: no script, nothing from elsewhere, every name escaped."""
+"""HTML page of ``nxd-ckpt report``: no script, no external resources, every name escaped."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from nxd_ckpt.examine.report_figures import PARTS, heatmap, timeline, treemap
 
 _WIDTH, _HEIGHT = 900, 90
 _LINE = 40
-"""Points of a line, at most."""
+"""Maximum number of points of a line."""
 _MODULES = 200
-"""Modules that are shown, at most."""
+"""Maximum number of modules shown."""
 _PHASES = (
     ("staged", "two", "stage_seconds"),
     ("written", "three", "write_seconds"),
@@ -25,7 +25,7 @@ _PHASES = (
 
 
 def page_of(document: Mapping[str, Any]) -> str:
-    """The page. Names in ``document`` may hold anything: all of it is shown as text."""
+    """Render the page. Names in ``document`` may hold anything: all of it is shown as text."""
     environment = Environment(autoescape=True, trim_blocks=True)
     environment.filters |= {
         "size": size,
@@ -35,7 +35,7 @@ def page_of(document: Mapping[str, Any]) -> str:
         "number": lambda value: "" if value is None else f"{value:.4g}",
         "percent": lambda value: "" if value is None else f"{100 * value:.3g} %",
     }
-    template = environment.from_string((files("nxd_ckpt.cli") / "report_page.html").read_text())
+    template = environment.from_string((files("nxd_ckpt.examine") / "report_page.html").read_text())
     tags, modules = document["tags"], document["modules"]
     health = document["health"]
     shown = {
@@ -54,13 +54,13 @@ def page_of(document: Mapping[str, Any]) -> str:
 
 
 def _printable(page: str) -> str:
-    """Without characters that are no text, or turn its direction: names come from disk."""
+    """Escape unprintable characters and those that turn the text direction: names come from disk."""
     hidden = (char for char in set(page) if not char.isprintable() and char != "\n")
     return page.translate({ord(char): ascii(char)[1:-1] for char in hidden})
 
 
 def _plots(tags: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Sizes, and seconds of each save, one bar for each tag."""
+    """Return bar charts of the tags' sizes and of the seconds of each save."""
     sizes = [[("size", "one", tag["nbytes"], size(tag["nbytes"]))] for tag in tags]
     times = [
         [
@@ -69,16 +69,16 @@ def _plots(tags: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         ]
         for tag in tags
     ]
-    found = [{"title": "Size of each tag, oldest first", "legend": (), **_bars(tags, sizes)}]
+    plots = [{"title": "Size of each tag, oldest first", "legend": (), **_bars(tags, sizes)}]
     if any(bar[2] for bars in times for bar in bars):
         legend = (("staging", "two"), ("writing", "three"), ("committing", "one"))
-        found.append({"title": "Seconds of each save:", "legend": legend, **_bars(tags, times)})
-    return found
+        plots.append({"title": "Seconds of each save:", "legend": legend, **_bars(tags, times)})
+    return plots
 
 
 def _places(tiers: Sequence[Mapping[str, Any]], tag: str) -> str:
-    """The numbers of the tiers that have the tag; the directory itself is number 0."""
-    return ", ".join(str(number) for number, one in enumerate(tiers, 1) if tag in one["tags"])
+    """Return the numbers of the tiers that have the tag; the directory itself is number 0."""
+    return ", ".join(str(number) for number, tier in enumerate(tiers, 1) if tag in tier["tags"])
 
 
 def _bars(tags: Sequence[Mapping[str, Any]], stacks: Sequence[Sequence[tuple[str, str, float, str]]]) -> dict[str, Any]:
@@ -104,7 +104,7 @@ def _bars(tags: Sequence[Mapping[str, Any]], stacks: Sequence[Sequence[tuple[str
 
 
 def _module(row: Mapping[str, Any], largest: Mapping[str, Any]) -> dict[str, Any]:
-    """A row of the table, with its bars; the largest module's fill the width."""
+    """Return a row of the table with its bars; the bars of the largest module fill the width."""
     most, at, bars = sum(largest[part] for part, _ in PARTS) or 1, 0.0, []
     for part, colour in PARTS:
         width = 300 * row[part] / most
@@ -115,12 +115,12 @@ def _module(row: Mapping[str, Any], largest: Mapping[str, Any]) -> dict[str, Any
 
 
 def _line(values: Sequence[float | None]) -> str:
-    """The points of a line through the values, 80 wide and 16 high; empty for less than two."""
+    """Return the points of a line through the values, 80 wide and 16 high; empty for fewer than two."""
     every = max(1, -(-len(values) // _LINE))
-    known = [value for value in values[::-1][::every][::-1] if value is not None]
-    if len(known) < 2:
+    points = [value for value in values[::-1][::every][::-1] if value is not None]
+    if len(points) < 2:
         return ""
-    low, high = min(known), max(known)
+    low, high = min(points), max(points)
     scale = (high - low) or 1.0
-    step = 80 / (len(known) - 1)
-    return " ".join(f"{step * number:.4g},{15 - 14 * (value - low) / scale:.4g}" for number, value in enumerate(known))
+    step = 80 / (len(points) - 1)
+    return " ".join(f"{step * number:.4g},{15 - 14 * (value - low) / scale:.4g}" for number, value in enumerate(points))

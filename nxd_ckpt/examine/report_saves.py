@@ -1,4 +1,4 @@
-"""What the report says of saves: how long each rank took, who was late, and how far the weights moved between two."""
+"""Saves in the report: seconds of each rank, stragglers, and how far the weights moved between two tags."""
 
 from __future__ import annotations
 
@@ -12,50 +12,52 @@ from nxd_ckpt.core.units import size
 from nxd_ckpt.examine.diff import diff_checkpoints
 
 _ALWAYS = 3
-"""In so many saves, one after the other, a rank is late before it is always late."""
+"""Number of consecutive saves a rank must be late in to be called always late."""
 _LAYERS, _MODULES = 200, 40
-"""Rows and columns of the comparison, at most."""
+"""Maximum number of rows and columns of the comparison."""
 _OTHER = "other"
 
 
 def timeline(tag: Checkpoint) -> list[dict[str, Any]]:
-    """How each rank took part in the save of a tag; empty where that was not recorded."""
+    """Return each rank's part in the save of a tag; empty where that was not recorded."""
     phases = () if tag.manifest is None else tag.manifest.phases
     late = straggler(phases)
     return [
         {
             "rank": rank,
-            "host": one.host,
-            "stage_seconds": one.stage_seconds,
-            "write_seconds": one.write_seconds,
-            "nbytes": one.nbytes,
+            "host": phase.host,
+            "stage_seconds": phase.stage_seconds,
+            "write_seconds": phase.write_seconds,
+            "nbytes": phase.nbytes,
             "straggler": rank == late,
         }
-        for rank, one in enumerate(phases)
+        for rank, phase in enumerate(phases)
     ]
 
 
 def stragglers(tags: Sequence[Checkpoint]) -> Iterator[tuple[str, str]]:
-    """Where, and what: the rank that the latest save waited for, and one that was late in each of the last saves."""
+    """Yield place and text: the rank that the latest save waited for, "always" if it was late in each of the last
+    saves.
+    """
     recorded = [tag for tag in tags if tag.manifest is not None and tag.manifest.phases]
     late = [straggler(tag.manifest.phases) for tag in recorded if tag.manifest is not None]
     if not late or late[-1] is None or recorded[-1] is not tags[-1] or recorded[-1].manifest is None:
         return
     rank, phases = late[-1], recorded[-1].manifest.phases
-    one, others = phases[rank], sorted(other.write_seconds for other in phases)
-    median = others[(len(others) - 1) // 2]
+    phase, seconds = phases[rank], sorted(each.write_seconds for each in phases)
+    median = seconds[(len(seconds) - 1) // 2]
     always = len(late) >= _ALWAYS and set(late[-_ALWAYS:]) == {rank}
     yield (
         f"the last {_ALWAYS} saves" if always else recorded[-1].tag,
-        f"{'always ' if always else ''}waited for rank {rank} on {one.host}: it wrote {size(one.nbytes)} in "
-        f"{one.write_seconds:.1f} s, half of the ranks in {median:.1f} s or less",
+        f"{'always ' if always else ''}waited for rank {rank} on {phase.host}: it wrote {size(phase.nbytes)} in "
+        f"{phase.write_seconds:.1f} s, half of the ranks in {median:.1f} s or less",
     )
 
 
 def differences(before: Checkpoint, after: Checkpoint, progress: bool) -> dict[str, Any]:
-    """``||a - b|| / ||a||`` of every weight, by layer and by its name inside of that; None where it is not known."""
-    found = diff_checkpoints(before, after, prefix="model/", progress=progress)
-    moved = {one.name: one.relative_norm for one in found.tensors}
+    """Return ``||a - b|| / ||a||`` of every weight, by layer and by its name within the layer; None where unknown."""
+    difference = diff_checkpoints(before, after, prefix="model/", progress=progress)
+    moved = {tensor.name: tensor.relative_norm for tensor in difference.tensors}
     cells: dict[str, dict[str, float | None]] = {}
     for name in after.metadata:
         if name.startswith("model/") and name in before.metadata:
@@ -68,6 +70,6 @@ def differences(before: Checkpoint, after: Checkpoint, progress: bool) -> dict[s
 
 
 def _place(name: str) -> tuple[str, str]:
-    """``model.layers.3`` and ``mlp.up.weight``; what is in no layer is among the others."""
+    """Split a name into layer and module: ``model.layers.3`` and ``mlp.up.weight``."""
     layer = re.match(r"(.*?\.?\d+)\.(.*)", name)
     return (layer[1], layer[2]) if layer else (_OTHER, name)

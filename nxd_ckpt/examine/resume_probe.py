@@ -1,12 +1,14 @@
-"""Whether a run that was just loaded goes on as the one that was saved: its state at once, then its first loss."""
+"""Checks that a loaded run continues the saved one: its state at once, then its first loss."""
 
 from __future__ import annotations
 
 import logging
 import math
 from collections import deque
+from collections.abc import Iterator
 from typing import Any
 
+import torch
 from typing_extensions import Unpack
 
 from nxd_ckpt.checkpoint import Checkpoint
@@ -16,36 +18,43 @@ from nxd_ckpt.core.option_classes import options_of, takes
 from nxd_ckpt.core.topology import Topology
 from nxd_ckpt.errors import as_checkpoint_errors
 from nxd_ckpt.examine.doctor import Examination
-from nxd_ckpt.examine.live_findings import live_findings
+from nxd_ckpt.formats.crc32 import crc32
+from nxd_ckpt.formats.tensors import Assembly, TensorStub, allocated, byte_view, digest_of, dtype_name, itemsize
+from nxd_ckpt.load.attempt import LoadAttempt
 from nxd_ckpt.load.options import LoadKeywords, LoadOptions
+from nxd_ckpt.reshard.plain_values import ABSENT, equal_values
+from nxd_ckpt.save.capture import capture
+from nxd_ckpt.save.options import SaveOptions
 from nxd_ckpt.storage.progress import Counter
+from nxd_ckpt.tag.opened import OpenTag
+from nxd_ckpt.tag.reading import Leaf, LeafReader
 
 logger = logging.getLogger("nxd_ckpt")
 
 _LOSSES = 32
 _ENOUGH = 4
-"""Losses at least by which the next one is judged."""
+"""Number of losses needed to judge the next one."""
 _BEYOND = 2.0
-"""How far beyond the last losses the next one may lie, in units of their range."""
+"""Allowed distance of the next loss from the last losses, in units of their range."""
 
 
 class ResumeProbe:
-    """Proves that a resume took what was saved: weights, optimizer, scheduler, and the loss of the first step.
+    """Check that a resume took what was saved: weights, optimizer, scheduler, and the loss of the first step.
 
     ::
 
         probe = ResumeProbe()
         content = load_checkpoint("run", None, model, optimizer, scheduler)
-        found = probe.check(open_checkpoint("run"), model, optimizer, scheduler, losses=content["losses"])
-        for finding in found.findings:
+        examination = probe.check(open_checkpoint("run"), model, optimizer, scheduler, losses=content["losses"])
+        for finding in examination.findings:
             print(finding)
         for batch in batches:
             ...
             probe.saw(loss.item())
             save_checkpoint("run", tag, model, optimizer, scheduler, {"losses": probe.losses})
 
-    The fingerprints are the digests that every save records anyway, so a save costs nothing more but for the last 32
-    losses. Each rank checks what it holds, and no rank waits for another.
+    The fingerprints are the digests that every save records anyway, so a save costs only the last 32 losses more. Each
+    rank checks its own state, and no rank waits for another.
     """
 
     def __init__(self) -> None:
@@ -54,7 +63,7 @@ class ResumeProbe:
 
     @property
     def losses(self) -> list[float]:
-        """The last ones that were seen, at most 32, oldest first: for ``user_content=``."""
+        """The last losses, at most 32, oldest first: for ``user_content=``."""
         return list(self._losses)
 
     @as_checkpoint_errors()
@@ -70,57 +79,117 @@ class ResumeProbe:
         topology: Topology | None = None,
         **options: Unpack[LoadKeywords],
     ) -> Examination:
-        """Compare live objects, right after the load and before the first step, with what ``checkpoint`` holds.
+        """Compare live objects, right after the load and before the first step, with ``checkpoint``.
 
         Every bit counts. Where a tag has the tensor as this rank holds it, its digest is compared; on other sizes its
-        bytes are read again. A problem is found in a model that the load did not reach (a copy, weights made anew
-        after it), in an optimizer or scheduler that was not loaded, and in learning rates that were set otherwise.
+        bytes
+        are read again. A problem is reported for a model that the load did not reach (a copy, or weights created after
+        it),
+        an optimizer or scheduler that was not loaded, and learning rates that were changed.
 
         Args:
-            checkpoint: the tag that was loaded, opened by :func:`open_checkpoint`.
-            model, optimizer, scheduler: as they were given to the load; None is not compared.
-            losses: what :attr:`losses` were at the save; the next one that :meth:`saw` is given is compared with them.
-            topology: this rank's place; by default as a load finds it.
-            options: as of the load.
+            checkpoint: the tag that was loaded, opened by `open_checkpoint`.
+            model, optimizer, scheduler: the objects passed to the load; None is not compared.
+            losses: `losses` at the save; the next loss passed to `saw` is compared with them.
+            topology: this rank's place; by default as a load detects it.
+            options: the load's options.
 
         Raises:
-            CheckpointError: as a load of these objects.
+            CheckpointError: the errors of a load of these objects.
         """
         chosen, compared = options_of(LoadOptions, options), Counter()
         where = topology or default_topology()
-        found = list(live_findings(checkpoint.opened, where, model, optimizer, scheduler, chosen, compared))
-        for one in found:
-            logger.warning("%s: %s: %s", checkpoint.opened.where, one.what, one.message)
+        findings = list(live_findings(checkpoint.opened, where, model, optimizer, scheduler, chosen, compared))
+        for finding in findings:
+            logger.warning("%s: %s: %s", checkpoint.opened.where, finding.what, finding.message)
         if losses is not None:
             self._losses, self._is_first = deque(losses, maxlen=_LOSSES), True
-        return Examination(checkpoint.opened.where, None, None, None, tuple(found), 0, compared.nbytes, ())
+        return Examination(checkpoint.opened.where, None, None, None, tuple(findings), 0, compared.nbytes, ())
 
     def saw(self, loss: float) -> Finding | None:
-        """Tell the probe the loss of a step. The first one after :meth:`check` is compared with those before the save.
+        """Record the loss of a step. The first one after `check` is compared with those before the save.
 
-        Returns what is wrong with it, which is also logged: a problem if it is no number, a doubt if it lies outside of
-        the range of the last losses by more than twice that range.
+        Returns the finding, which is also logged: a problem if the loss is no number, a doubt if it lies outside the
+        range of
+        the last losses by more than twice that range. None if the loss is plausible.
         """
-        found = self._judged(loss) if self._is_first else None
-        if found is not None:
-            logger.warning("the first loss after the load: %s", found.message)
+        finding = self._judge(loss) if self._is_first else None
+        if finding is not None:
+            logger.warning("the first loss after the load: %s", finding.message)
         self._is_first = False
         self._losses.append(float(loss))
-        return found
+        return finding
 
-    def _judged(self, loss: float) -> Finding | None:
-        known = [one for one in self._losses if math.isfinite(one)]
+    def _judge(self, loss: float) -> Finding | None:
+        finite = [loss_before for loss_before in self._losses if math.isfinite(loss_before)]
         if not math.isfinite(loss):
-            return problem("loss", "loss", f"expected a number, found {loss}") if known else None
-        if len(known) < _ENOUGH:
+            return problem("loss", "loss", f"expected a number, found {loss}") if finite else None
+        if len(finite) < _ENOUGH:
             return None
-        low, high = min(known), max(known)
+        low, high = min(finite), max(finite)
         slack = _BEYOND * (high - low)
         if low - slack <= loss <= high + slack:
             return None
         return doubt(
             "loss",
             "loss",
-            f"found {loss:g}, and the last {len(known)} before the save were from {low:g} to {high:g}: the run may not "
-            "go on from what was saved, or on other data; a batch that is unlike the others explains this",
+            f"found {loss:g}, and the last {len(finite)} before the save were from {low:g} to {high:g}: the run may "
+            "not continue from the saved state, or on other data; an unusual batch explains this",
         )
+
+
+def live_findings(
+    opened: OpenTag,
+    topology: Topology,
+    model: Any,
+    optimizer: Any,
+    scheduler: Any,
+    options: LoadOptions,
+    compared: Counter,
+) -> Iterator[Finding]:
+    """Yield the differences between the live objects and the tag. ``compared`` counts the bytes.
+
+    A tensor that the tag holds as a whole is compared by digest, without reading it. Parts of others, for example on
+    other sizes than at the save, are read again.
+
+    Raises the errors of a load of these objects.
+    """
+    options.validate()
+    attempt = LoadAttempt(opened, topology, model, optimizer, scheduler, options.settled(reads_are_cheap=False), None)
+    if attempt.filtered:
+        attempt.apply_filter()
+    attempt.find()
+    save_options = SaveOptions(param_names=options.param_names, partitions=options.partitions)
+    live = capture(topology, save_options, model=model, optimizer=optimizer, scheduler=scheduler)
+    with attempt.reader as reader:
+        for kind, name, saved, now in attempt.beside(live):
+            if isinstance(saved, (TensorStub, Assembly)):
+                if not isinstance(now, (torch.Tensor, int, float)):
+                    yield problem(kind, name, "the tag holds it, and the live objects do not: it was not loaded")
+                    continue
+                compared.add(saved.numel * itemsize(saved.dtype))
+                if not _same(saved, torch.as_tensor(now), name, reader):
+                    yield problem(kind, name, "the live tensor is not the one that was saved")
+            elif isinstance(saved, (int, float)) and isinstance(now, torch.Tensor) and now.numel() == 1:
+                here = now.detach().cpu().reshape(())
+                if not equal_values(torch.as_tensor(saved, dtype=here.dtype), here):
+                    yield problem(kind, name, f"expected {saved!r}, as it was saved, found {here.item()!r}")
+            elif now is not ABSENT and not equal_values(saved, now):
+                yield problem(kind, name, f"expected {saved!r}, as it was saved, found {now!r}")
+
+
+def _same(saved: Leaf, live: torch.Tensor, name: str, reader: LeafReader) -> bool:
+    if tuple(live.shape) != saved.shape:
+        return False
+    host_copy = live.detach().cpu().contiguous()
+    if isinstance(saved, TensorStub) and _is_whole(saved) and saved.dtype == dtype_name(host_copy.dtype):
+        return saved.storage.crc32 == crc32(byte_view(host_copy))
+    out = allocated(saved.shape, saved.dtype)
+    reader.read_into(saved, out, name, compare=True, verified=False)
+    reader.finish()
+    return equal_values(out.to(host_copy.dtype), host_copy)
+
+
+def _is_whole(stub: TensorStub) -> bool:
+    """Return whether the digest covers exactly this tensor, tightly packed."""
+    return digest_of(stub) is not None and stub.is_contiguous and stub.nbytes == stub.storage.nbytes

@@ -1,4 +1,4 @@
-"""What is wrong with the shards of a tag, by itself and after the tag before it: from what was counted of them."""
+"""Findings on the shards of a tag, by itself and against the tag before it, from counts of their elements."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ from nxd_ckpt.formats.tensors import torch_dtype
 from nxd_ckpt.reshard.summary import TensorStatistics
 
 _FEW = 16
-"""Elements of a tensor that may stand still by chance, all of them."""
+"""Tensors with fewer elements may stand still by chance."""
 _NOTHING = 1e-30
-"""What is smaller than this may fade to zero."""
+"""Smaller values may fade to zero."""
 _FINE = 1e-5
-"""The precision of a dtype in which a second moment falls at every step."""
+"""Coarsest precision in which a second moment falls at every step."""
 _VISIBLE = 2.0
-"""How many units in the last place of the largest weight an update must have, to be seen for certain."""
+"""Units in the last place of the largest weight that an update needs to be visible for certain."""
 _UNLIKE = 0.5
-"""The cosine of a weight before and after, below which it may be another one."""
+"""Cosine of a weight before and after below which it may be another weight."""
 
 
 @dataclass(frozen=True)
-class Known:
-    """What is known of the parameters, by name, besides their tensors.
+class OptimizerContext:
+    """Options and steps of the parameters, by name.
 
     Attributes:
         before, after: the options of their param groups in both tags.
-        grown: by how many steps the optimizer went on.
-        counts: whether the optimizer counts steps at all.
+        grown: the number of steps the optimizer made between the tags.
+        counts: true if the optimizer counts steps at all.
     """
 
     before: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
@@ -43,14 +43,14 @@ class Known:
 
 
 def check_values(shard: Shard) -> Iterator[Finding]:
-    """No NaN, no infinity; first moments bounded by second ones."""
+    """Report NaN and infinities, and first moments beyond the bound set by second ones."""
     for (role, side), summary in shard.summaries.items():
-        found = summary.statistics
-        if side == AFTER and found.nans + found.infs:
+        statistics = summary.statistics
+        if side == AFTER and statistics.nans + statistics.infs:
             yield problem(
                 "values",
                 _name(shard, role),
-                f"{found.nans} NaN and {found.infs} infinite of {found.numel} elements{_where(shard)}",
+                f"{statistics.nans} NaN and {statistics.infs} infinite of {statistics.numel} elements{_where(shard)}",
             )
     if shard.beyond:
         yield problem(
@@ -61,17 +61,15 @@ def check_values(shard: Shard) -> Iterator[Finding]:
         )
 
 
-def check_moves(shard: Shard, known: Known) -> Iterator[Finding]:
-    """What the optimizer stepped has moved, and what it did not has not."""
-    grown = known.grown.get(shard.parameter)
+def check_moves(shard: Shard, context: OptimizerContext) -> Iterator[Finding]:
+    """Report weights and moments that moved without a step, or stood still through one."""
+    grown = context.grown.get(shard.parameter)
     weight = MASTER if shard.has(MASTER) else WEIGHT
     moments = [role for role in (*FIRST, *SECOND) if shard.has(role) and _could_move(shard, role)]
     moved = shard.moved.get(weight)
     if grown == 0 and moved:
-        yield problem(
-            "steps", shard.parameter, f"the weight changed, but its optimizer made no step{_where(shard)}"
-        )
-    if grown or (grown is None and moved and not known.counts):
+        yield problem("steps", shard.parameter, f"the weight changed, but its optimizer made no step{_where(shard)}")
+    if grown or (grown is None and moved and not context.counts):
         for role in moments:
             if not shard.moved[role]:
                 yield problem(
@@ -81,7 +79,7 @@ def check_moves(shard: Shard, known: Known) -> Iterator[Finding]:
                     f"{_where(shard)}: it is of the tag before",
                 )
     if moved is False:
-        yield from _standing_still(shard, known, weight, grown, any(shard.moved[role] for role in moments))
+        yield from _standing_still(shard, context, weight, grown, any(shard.moved[role] for role in moments))
     for role, count in shard.fallen.items():
         if count:
             yield problem(
@@ -92,15 +90,18 @@ def check_moves(shard: Shard, known: Known) -> Iterator[Finding]:
             )
 
 
-def check_any_moved(shards: Sequence[Shard], known: Known) -> Iterator[Finding]:
-    """Of all weights that an optimizer has, one at least."""
-    moved = [shard.moved.get(WEIGHT) for shard in shards if shard.parameter in known.after and shard.has(WEIGHT)]
+def check_any_moved(shards: Sequence[Shard], context: OptimizerContext) -> Iterator[Finding]:
+    """Report an optimizer of whose weights not one changed."""
+    moved = [shard.moved.get(WEIGHT) for shard in shards if shard.parameter in context.after and shard.has(WEIGHT)]
     if moved and not any(moved):
         yield problem("weights", "model", "not one weight changed since the tag before, though the run went on")
 
 
 def check_rounding(shards: Sequence[Shard]) -> Iterator[Finding]:
-    """Weights are the master weights, rounded to nearest; or everywhere to a neighbour, as hardware may round."""
+    """Report weights that are not their master weights rounded to nearest.
+
+    Rounding to a neighbour is only a doubt if it happens everywhere: hardware may round so.
+    """
     rounded = [shard for shard in shards if AFTER in shard.off]
     off = [shard for shard in rounded if shard.off[AFTER]]
     was_exact = any(BEFORE in shard.off for shard in rounded) and not any(shard.off.get(BEFORE) for shard in rounded)
@@ -112,49 +113,49 @@ def check_rounding(shards: Sequence[Shard]) -> Iterator[Finding]:
         )
         if shard.far[AFTER] or was_exact or share < 0.5:
             yield problem("rounding", f"model/{shard.parameter}", message)
-        elif not any(BEFORE in one.off for one in rounded):
+        elif not any(BEFORE in shard.off for shard in rounded):
             yield doubt("rounding", f"model/{shard.parameter}", f"{message}; stochastic rounding explains this")
 
 
 def suspects(shards: Iterable[Shard]) -> dict[str, list[Shard]]:
-    """Shards of weights, and of master weights, that are unlike what they were."""
+    """Return shards of weights, and of master weights, that are unlike those before."""
     return {
         role: [
             shard
             for shard in shards
-            if shard.has(role) and _numel(shard) >= _FEW and role in shard.dots and shard.alike(role) < _UNLIKE
+            if shard.has(role) and _numel(shard) >= _FEW and role in shard.dots and shard.similarity(role) < _UNLIKE
         ]
         for role in (WEIGHT, MASTER)
     }
 
 
-def exchanged(role: str, one: Shard, other: Shard) -> Finding:
-    """``one`` in the tag before is what ``other`` is now."""
+def exchanged(role: str, origin: Shard, target: Shard) -> Finding:
+    """Return the finding that ``origin``, in the tag before, is ``target`` now."""
     return problem(
         "shards",
-        _name(other, role),
-        f"what is at {_place(other)} now was at {_place(one)} of {_name(one, role)} in the tag before",
+        _name(target, role),
+        f"what is at {_place(target)} now was at {_place(origin)} of {_name(origin, role)} in the tag before",
     )
 
 
 def merged(findings: Iterable[Finding]) -> list[Finding]:
-    """Those that say the same kind of thing of several shards of one tensor as one; problems first."""
-    found: dict[tuple[str, str, str], list[Finding]] = {}
-    for one in findings:
-        found.setdefault((one.severity, one.kind, one.what), []).append(one)
+    """Merge findings of one kind on several shards of one tensor; problems come first."""
+    groups: dict[tuple[str, str, str], list[Finding]] = {}
+    for finding in findings:
+        groups.setdefault((finding.severity, finding.kind, finding.what), []).append(finding)
     result = []
-    for (severity, kind, what), those in found.items():
-        more = f" (and {len(those) - 1} more of it)" if len(those) > 1 else ""
-        result.append((problem if severity == "problem" else doubt)(kind, what, those[0].message + more))
-    return sorted(result, key=lambda one: one.severity != "problem")
+    for (severity, kind, what), group in groups.items():
+        more = f" (and {len(group) - 1} more of it)" if len(group) > 1 else ""
+        result.append((problem if severity == "problem" else doubt)(kind, what, group[0].message + more))
+    return sorted(result, key=lambda finding: finding.severity != "problem")
 
 
 def _standing_still(
-    shard: Shard, known: Known, weight: str, grown: int | None, others_moved: bool
+    shard: Shard, context: OptimizerContext, weight: str, grown: int | None, others_moved: bool
 ) -> Iterator[Finding]:
-    """A weight that did not move, though its optimizer's state says that it should have."""
+    """Report a weight that did not move though its optimizer's state shows that it should have."""
     name = _name(shard, weight)
-    if shard.parameter not in known.after:
+    if shard.parameter not in context.after:
         return
     if not any(shard.has(role) for role in FIRST):
         return
@@ -166,7 +167,7 @@ def _standing_still(
     largest = None if second is None else max(_of(shard, second, side).absmax for side in (BEFORE, AFTER))
     updates = [
         least_update(options, smallest, largest)
-        for options in (known.before.get(shard.parameter, {}), known.after[shard.parameter])
+        for options in (context.before.get(shard.parameter, {}), context.after[shard.parameter])
     ]
     precision = torch.finfo(torch_dtype(shard.leaves[weight, AFTER].dtype)).eps
     visible = _VISIBLE * precision * _of(shard, weight, AFTER).absmax
@@ -180,7 +181,7 @@ def _standing_still(
 
 
 def _could_move(shard: Shard, role: str) -> bool:
-    """Whether its elements cannot all stand still by chance, or because of their precision."""
+    """Return whether its elements must move: not by chance all still, nor limited by precision."""
     dtype = torch_dtype(shard.leaves[role, AFTER].dtype)
     coarse = role in SECOND and (not dtype.is_floating_point or torch.finfo(dtype).eps > _FINE)
     return _numel(shard) >= _FEW and not coarse and _of(shard, role, BEFORE).absmax > _NOTHING
@@ -207,5 +208,5 @@ def _place(shard: Shard) -> str:
 
 
 def _where(shard: Shard) -> str:
-    """The place in the tensor, of shards."""
+    """Return the shard's place in its tensor; empty for whole tensors."""
     return f" (at {_place(shard)}, {shard.file})" if any(shard.box.offset) or shard.file else ""

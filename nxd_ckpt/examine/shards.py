@@ -1,7 +1,7 @@
-"""Parameters of one or two tags, shard by shard: weight, master weight and optimizer state read side by side, once.
+"""Parameters of one or two tags, shard by shard: weight, master weight and optimizer state, read side by side, once.
 
-A shard is what one rank saved of the entry that is cut most. The same elements of all its tensors are in memory at the
-same time, so that what must hold for each element is counted.
+A shard is one rank's part of the entry with the finest partition. The same elements of all its tensors are in memory
+at the same time, so that rules for single elements can be counted.
 """
 
 from __future__ import annotations
@@ -24,21 +24,22 @@ WEIGHT, MASTER = "weight", "master_weights"
 BEFORE, AFTER = 0, 1
 
 Place = tuple[str, int]
-"""What a tensor is of its parameter, WEIGHT or the key of an optimizer's entry, and of which tag."""
+"""Role of a tensor (WEIGHT or the key of an optimizer's entry) and its tag."""
 
 _TINY = 1e-30
-"""Below, squares and decays are lost to the smallest numbers that a dtype has."""
+"""Smaller values lose squares and decays to the smallest numbers of a dtype."""
 _LOST = 1e-16
-"""First moments whose squares are."""
+"""Smaller first moments lose their squares."""
 
 
 @dataclass
 class Shard:
-    """One shard, and what was counted of it.
+    """One shard, and the counts of its elements.
 
-    ``decays`` are the least ratios, after to before, of entries that have one; ``bound`` that of the first moment to
-    the root of the second. ``fallen`` counts elements below the ratio, ``beyond`` those above the bound, ``off`` and
-    ``far`` weights that are not the rounded master weight, and not next to it either.
+    ``decays`` are the least ratios, after to before, of entries that have one; ``bound`` limits the ratio of the first
+    moment to the root of the second. ``fallen`` counts elements below the ratio, ``beyond`` elements above the bound,
+    ``off`` weights that are not the rounded master weight, and ``far`` those of them that are no neighbour of it
+    either.
     """
 
     parameter: str
@@ -60,32 +61,32 @@ class Shard:
         return list(self.leaves)
 
     def has(self, role: str) -> bool:
-        """Whether both tags have it."""
+        """Return whether both tags have it."""
         return (role, BEFORE) in self.leaves and (role, AFTER) in self.leaves
 
-    def alike(self, role: str) -> float:
-        """The cosine of what it was and what it is; 1 where either is zero."""
+    def similarity(self, role: str) -> float:
+        """Return the cosine between before and after; 1 where either is zero."""
         norms = [self.summaries[role, side].statistics.norm for side in (BEFORE, AFTER)]
         return self.dots.get(role, 0.0) / (norms[0] * norms[1]) if all(norms) else 1.0
 
     def add(self, tensors: tuple[torch.Tensor, ...]) -> None:
-        """The next elements of all ``places``."""
-        for chunks in zip(*(torch.split(one, CHUNK) for one in tensors), strict=True):
+        """Count the next elements of all ``places``."""
+        for chunks in zip(*(torch.split(tensor, CHUNK) for tensor in tensors), strict=True):
             self._add(dict(zip(self.leaves, chunks, strict=True)))
 
-    def _add(self, held: Mapping[Place, torch.Tensor]) -> None:
-        for place, values in held.items():
+    def _add(self, values_by_place: Mapping[Place, torch.Tensor]) -> None:
+        for place, values in values_by_place.items():
             self.summaries.setdefault(place, Summary()).add(values)
-        for role in {role for role, _ in held}:
+        for role in {role for role, _ in values_by_place}:
             if self.has(role):
-                self._compare(role, held[role, BEFORE], held[role, AFTER])
-        first, second = held.get(("exp_avg", AFTER)), held.get(("exp_avg_sq", AFTER))
+                self._compare(role, values_by_place[role, BEFORE], values_by_place[role, AFTER])
+        first, second = values_by_place.get(("exp_avg", AFTER)), values_by_place.get(("exp_avg_sq", AFTER))
         if self.bound is not None and first is not None and second is not None:
             bound = second.clamp(min=0).sqrt_().mul_(self.bound).add_(_LOST)
             self.beyond += int(((first.abs() > bound) | (second < 0)).sum())
         for side in (BEFORE, AFTER):
-            if (WEIGHT, side) in held and (MASTER, side) in held:
-                self._round(side, held[WEIGHT, side], held[MASTER, side])
+            if (WEIGHT, side) in values_by_place and (MASTER, side) in values_by_place:
+                self._round(side, values_by_place[WEIGHT, side], values_by_place[MASTER, side])
 
     def _compare(self, role: str, before: torch.Tensor, after: torch.Tensor) -> None:
         if before.dtype == after.dtype and before.dtype.itemsize <= 8:
@@ -111,9 +112,9 @@ class Shard:
 
 
 def shards_of(before: WholeTag | None, after: WholeTag, problems: dict[str, str]) -> Iterator[Shard]:
-    """Every tensor of ``after``, with what belongs to the same parameter in both tags and has the same shape.
+    """Yield every tensor of ``after`` with the tensors of the same parameter and shape in both tags.
 
-    Tensors that cannot be put together are left out, and ``problems`` say why, by name.
+    Tensors that cannot be assembled are left out, and ``problems`` says why, by name.
 
     Raises:
         PartLost: a file of a tag is gone.
@@ -123,20 +124,20 @@ def shards_of(before: WholeTag | None, after: WholeTag, problems: dict[str, str]
     for side, tag in names:
         for name in () if tag is None else tag.tensors:
             assert tag is not None
-            parameter, role = _whose(tag, name)
+            parameter, role = _parameter_and_role(tag, name)
             roles.setdefault(parameter, {})[role, side] = name
-    for parameter, found in roles.items():
-        held = {}
-        for (role, side), name in found.items():
+    for parameter, names_by_place in roles.items():
+        leaves = {}
+        for (role, side), name in names_by_place.items():
             tag = names[side][1]
             assert tag is not None
             try:
-                held[role, side] = _leaves(tag, name)
+                leaves[role, side] = _leaves(tag, name)
             except PartLost:
                 raise
             except (IncompatibleState, PartNotFound) as error:
                 problems[name] = str(error)
-        yield from _shards(parameter, held)
+        yield from _shards(parameter, leaves)
 
 
 def read_shards(before: WholeTag | None, after: WholeTag, shards: Iterable[Shard], done: Counter) -> None:
@@ -155,37 +156,37 @@ def read_shards(before: WholeTag | None, after: WholeTag, shards: Iterable[Shard
     for window in SideBySide(*tags).windows(matched()):
         for shard, tensors in window:
             shard.add(tensors)
-            done.add(sum(one.nbytes for one in tensors))
+            done.add(sum(tensor.nbytes for tensor in tensors))
 
 
 def crosswise(before: WholeTag, after: WholeTag, shards: list[Shard], role: str) -> Iterator[tuple[Shard, Shard]]:
-    """Pairs of shards of which the first was, in ``before``, what the second is now. Reads each pair anew."""
+    """Yield pairs of shards of which the first was, in ``before``, what the second is now. Reads each pair again."""
     pairs = [
-        (one, other)
-        for one in shards
-        for other in shards
-        if one is not other and one.leaves[role, BEFORE].shape == other.leaves[role, AFTER].shape
+        (origin, target)
+        for origin in shards
+        for target in shards
+        if origin is not target and origin.leaves[role, BEFORE].shape == target.leaves[role, AFTER].shape
     ]
     dots = [0.0] * len(pairs)
     tensors = [
-        Matched(number, one.parameter, ((BEFORE, one.leaves[role, BEFORE]), (AFTER, other.leaves[role, AFTER])))
-        for number, (one, other) in enumerate(pairs)
+        Matched(number, origin.parameter, ((BEFORE, origin.leaves[role, BEFORE]), (AFTER, target.leaves[role, AFTER])))
+        for number, (origin, target) in enumerate(pairs)
     ]
     for window in SideBySide(before.opened, after.opened).windows(tensors):
         for number, (x, y) in window:
             dots[number] += float(torch.dot(x.float(), y.float()))
-    for (one, other), dot in zip(pairs, dots, strict=True):
-        norms = one.summaries[role, BEFORE].statistics.norm * other.summaries[role, AFTER].statistics.norm
+    for (origin, target), dot in zip(pairs, dots, strict=True):
+        norms = origin.summaries[role, BEFORE].statistics.norm * target.summaries[role, AFTER].statistics.norm
         if norms and dot / norms > _SAME_CONTENT:
-            yield one, other
+            yield origin, target
 
 
 _SAME_CONTENT = 0.9
-"""The cosine from which on a shard is taken for another one, a few steps later."""
+"""Cosine from which on a shard counts as another one, a few steps later."""
 
 
-def _whose(tag: WholeTag, name: str) -> tuple[str, str]:
-    """The parameter, and what the tensor is of it, as names have them. General state is that of "state"."""
+def _parameter_and_role(tag: WholeTag, name: str) -> tuple[str, str]:
+    """Split a tensor's name into parameter and role. General state belongs to the parameter "state"."""
     if tag.is_general(name):
         _, parameter, role = name.split("/", 2)
         return parameter, role
@@ -194,7 +195,7 @@ def _whose(tag: WholeTag, name: str) -> tuple[str, str]:
 
 
 def _leaves(tag: WholeTag, name: str) -> list[Leaf]:
-    """The tensor; where its cut is not known, what each rank held."""
+    """Return the tensor, or the part of each rank if its partition is unknown."""
     try:
         return [tag.leaf(name)]
     except PartLost:
@@ -203,16 +204,24 @@ def _leaves(tag: WholeTag, name: str) -> list[Leaf]:
         return tag.leaves_by_rank(name)
 
 
-def _shards(parameter: str, held: Mapping[Place, list[Leaf]]) -> Iterator[Shard]:
-    """Those that have the shape of the weight, or of the largest entry, cut as the one with most parts; then the rest,
-    in the same way."""
-    if not held:
+def _shards(parameter: str, leaves_by_place: Mapping[Place, list[Leaf]]) -> Iterator[Shard]:
+    """Yield shards of one shape after another: first that of the weight or the largest entry.
+
+    Entries of one shape are divided like the one with the most parts.
+    """
+    if not leaves_by_place:
         return
-    first = held.get((WEIGHT, AFTER)) or held.get((WEIGHT, BEFORE)) or max(held.values(), key=lambda one: one[0].numel)
+    first = (
+        leaves_by_place.get((WEIGHT, AFTER))
+        or leaves_by_place.get((WEIGHT, BEFORE))
+        or max(leaves_by_place.values(), key=lambda entry: entry[0].numel)
+    )
     shapes = [leaf.shape for leaf in first]
-    alike = {place: leaves for place, leaves in held.items() if [leaf.shape for leaf in leaves] == shapes}
+    same_shape = {
+        place: leaves for place, leaves in leaves_by_place.items() if [leaf.shape for leaf in leaves] == shapes
+    }
     for number, shape in enumerate(shapes):
-        leaves = {place: found[number] for place, found in alike.items()}
+        leaves = {place: entry[number] for place, entry in same_shape.items()}
         whole = Box.whole(shape)
         if not whole.numel:
             continue
@@ -223,7 +232,9 @@ def _shards(parameter: str, held: Mapping[Place, list[Leaf]]) -> Iterator[Shard]
         for fragment in fragments:
             inside = {place: _within(leaf, fragment.target) for place, leaf in leaves.items()}
             yield Shard(parameter, fragment.target, fragment.stub.file, inside)
-    yield from _shards(parameter, {place: leaves for place, leaves in held.items() if place not in alike})
+    yield from _shards(
+        parameter, {place: leaves for place, leaves in leaves_by_place.items() if place not in same_shape}
+    )
 
 
 def _within(leaf: Leaf, box: Box) -> Leaf:
@@ -231,6 +242,6 @@ def _within(leaf: Leaf, box: Box) -> Leaf:
 
 
 def _ordered(values: torch.Tensor) -> torch.Tensor:
-    """Floating-point numbers of two bytes as integers in the same order, neighbours one apart; both zeros are 0."""
+    """Return 2-byte floats as integers in the same order, neighbours one apart; both zeros are 0."""
     bits = values.view(torch.int16).to(torch.int32)
     return torch.where(bits < 0, -(bits & 0x7FFF), bits)

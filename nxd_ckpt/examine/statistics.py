@@ -1,4 +1,4 @@
-"""Every tensor of a tag in a few numbers: norm, mean, largest value, zeros, NaN and infinite ones."""
+"""Statistics of every tensor of a tag: norm, mean, largest value, zeros, NaN and infinities."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from nxd_ckpt.tag.reading import Leaf
 __all__ = ["Statistics", "TensorStatistics", "checkpoint_statistics"]
 
 _AHEAD = 64 * 2**20
-"""Bytes that are asked for before the earlier ones are waited for: what is asked for takes memory, too."""
+"""Bytes that are requested before earlier ones are waited for: requested bytes occupy memory."""
 
 
 @dataclass(frozen=True)
 class Statistics:
-    """What is known of the tensors of a tag.
+    """Statistics of the tensors of a tag.
 
     Attributes:
-        tensors: by name, as :attr:`Checkpoint.metadata` has them, in its order.
+        tensors: by name, in the order of `Checkpoint.metadata`.
         problems: why a tensor has none, by name.
-        cached: whether they were kept beside the tag, and no tensor was read.
+        cached: true if they were stored beside the tag, so that no tensor was read.
     """
 
     tensors: Mapping[str, TensorStatistics]
@@ -41,15 +41,16 @@ class Statistics:
 
 @as_checkpoint_errors()
 def checkpoint_statistics(checkpoint: Checkpoint, *, cache: bool = True, progress: bool = False) -> Statistics:
-    """Read a tag once, in some 10 MiB of memory for each of the threads that read, and count. Its digests are verified.
+    """Read a tag once, in some 10 MiB of memory per reading thread, and count. Its digests are verified.
 
-    A tensor of which it is not known how ranks cut it is counted as the ranks hold it, one after the other.
+    A tensor whose partition is unknown is counted as the ranks hold it, one after the other.
 
     Args:
-        checkpoint: opened by :func:`open_checkpoint`.
-        cache: use what an earlier call kept in ``.nxd_ckpt/statistics`` beside the tag, and keep what is found there,
-            where that can be written. Not of a checkpoint that was opened with ``partitions`` or
-            ``saved_param_names``, nor of a tag without markers.
+        checkpoint: opened by `open_checkpoint`.
+        cache: use statistics that an earlier call stored in ``.nxd_ckpt/statistics`` beside the tag, and store new ones
+            there if it is writable. Not for a checkpoint opened with ``partitions`` or ``saved_param_names``, nor for a
+            tag
+            without markers.
         progress: show a bar on a terminal.
 
     Raises:
@@ -59,14 +60,14 @@ def checkpoint_statistics(checkpoint: Checkpoint, *, cache: bool = True, progres
     opened = checkpoint.opened
     cache = cache and checkpoint.as_recorded and keeps_statistics(opened)
     with opened.kept():
-        kept = read_statistics(opened) if cache else None
-        if kept is not None:
-            return Statistics(MappingProxyType(kept), {}, cached=True)
-        found = _count(checkpoint.whole, progress)
+        cached = read_statistics(opened) if cache else None
+        if cached is not None:
+            return Statistics(MappingProxyType(cached), {}, cached=True)
+        statistics = _count(checkpoint.whole, progress)
         opened.require_kept()
-    if cache and not found.problems:
-        write_statistics(opened, found.tensors)
-    return found
+    if cache and not statistics.problems:
+        write_statistics(opened, statistics.tensors)
+    return statistics
 
 
 def _count(whole: WholeTag, progress: bool) -> Statistics:
@@ -79,7 +80,7 @@ def _count(whole: WholeTag, progress: bool) -> Statistics:
             raise
         except (IncompatibleState, PartNotFound) as error:
             problems[name] = str(error)
-    found = {name: [_Counted() for _ in leaves] for name, leaves in tensors.items()}
+    counts = {name: [_LeafCount() for _ in leaves] for name, leaves in tensors.items()}
     total = sum(itemsize(leaf.dtype) * leaf.numel for leaves in tensors.values() for leaf in leaves)
     with (
         whole.opened.reader() as reader,
@@ -87,20 +88,24 @@ def _count(whole: WholeTag, progress: bool) -> Statistics:
     ):
         asked = nbytes = 0
         for name, leaves in tensors.items():
-            for leaf, counted in zip(leaves, found[name], strict=True):
+            for leaf, counted in zip(leaves, counts[name], strict=True):
                 reader.visit(leaf, name, counted.add)
                 nbytes += itemsize(leaf.dtype) * leaf.numel
                 if nbytes > _AHEAD:
                     reader.wait(asked)
                     asked, nbytes = reader.asked, 0
         reader.finish()
-    statistics = {name: _together(leaves).statistics for name, leaves in found.items()}
+    statistics = {name: _together(leaves).statistics for name, leaves in counts.items()}
     return Statistics(MappingProxyType(statistics), MappingProxyType(problems), cached=False)
 
 
-class _Counted:
-    """What is counted of a leaf so far, its parts added in their order, whichever is counted first: so the last digits
-    are the same whenever it is counted, and those of the ranks that count the same parts at the save."""
+class _LeafCount:
+    """Counts of a leaf so far.
+
+    Parts are added in their order, whichever is counted first, so that the last digits never vary and equal those of
+    the
+    ranks that count the same parts at the save.
+    """
 
     def __init__(self) -> None:
         self.summary = Summary()
@@ -108,25 +113,25 @@ class _Counted:
         self._next, self._waiting = 0, dict[int, list[Summary]]()
 
     def add(self, number: int, values: list[torch.Tensor]) -> None:
-        """Count a part, and add it once those before it are: from any thread."""
-        counted = [Summary.of(part) for one in values for part in torch.split(one, PART)]
+        """Count a part, and add it once all parts before it are. Thread-safe."""
+        counted = [Summary.of(part) for summary in values for part in torch.split(summary, PART)]
         with self._lock:
             self._waiting[number] = counted
             while self._next in self._waiting:
-                for one in self._waiting.pop(self._next):
-                    self.summary.add_all(one)
+                for summary in self._waiting.pop(self._next):
+                    self.summary.add_all(summary)
                 self._next += 1
 
 
-def _together(leaves: list[_Counted]) -> Summary:
+def _together(leaves: list[_LeafCount]) -> Summary:
     whole = Summary()
-    for one in leaves:
-        whole.add_all(one.summary)
+    for leaf in leaves:
+        whole.add_all(leaf.summary)
     return whole
 
 
 def _leaves(whole: WholeTag, name: str) -> Iterator[Leaf]:
-    """The tensor; where its cut is not known, what each rank held that holds another part of it."""
+    """Yield the tensor, or the distinct parts of the ranks if its partition is unknown."""
     try:
         yield whole.leaf(name)
     except PartLost:

@@ -1,4 +1,4 @@
-"""The tensors of two tags compared by name: which are the same, and how far the others are apart."""
+"""Comparison of two tags' tensors by name: which are equal, and how far the others differ."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ class TensorDifference:
     """One tensor that is not the same in both tags.
 
     Attributes:
-        name: as :attr:`Checkpoint.metadata` has it.
-        a, b: what each tag has; None where it has none.
-        differing: elements that differ, as numbers; None where they were not compared.
-        nans: those of them that are NaN on one side only.
+        name: its name in `Checkpoint.metadata`.
+        a, b: the tensor of each tag; None where a tag has none.
+        differing: the number of elements that differ; None where they were not compared.
+        nans: how many of them are NaN on one side only.
         max_difference: the largest ``|a - b|`` of the others, right to six digits.
         relative_norm: ``||a - b|| / ||a||`` of the others, right to six digits.
         problem: why the tensors could not be compared.
@@ -38,7 +38,7 @@ class TensorDifference:
 
     @property
     def kind(self) -> str:
-        """What differs: "only in a", "only in b", "shape", "values", or the "dtype" alone; or "not compared"."""
+        """ "only in a", "only in b", "shape", "values", "dtype" (nothing else differs) or "not compared"."""
         if self.a is None or self.b is None:
             return "only in b" if self.a is None else "only in a"
         if self.problem is not None:
@@ -49,8 +49,8 @@ class TensorDifference:
 
 
 @dataclass
-class _Compared:
-    """A name that both tags have, and what is found out about it."""
+class _Pair:
+    """A name that both tags have, with the result of its comparison so far."""
 
     shapes_fit: bool = True
     problem: str | None = None
@@ -58,26 +58,27 @@ class _Compared:
 
 
 class TensorComparison:
-    """Compares the tensors of ``a`` and ``b`` whose names are ``wanted``; those with equal digests only if ``full``.
+    """Comparison of the tensors of ``a`` and ``b`` that ``is_selected`` names.
 
-    ``names`` are those of either tag, ``nbytes`` what is to be read of ``b``, of which ``done`` counts what was.
-    ``same_digests`` is how many tensors are not read at all.
+    Tensors with equal digests are read only if ``full``; ``same_digests`` counts those not read. ``names`` are the
+    selected
+    names of either tag, ``nbytes`` the bytes to read of ``b``, and ``done`` counts those read so far.
     """
 
-    def __init__(self, a: WholeTag, b: WholeTag, wanted: Callable[[str], bool], *, full: bool = False) -> None:
+    def __init__(self, a: WholeTag, b: WholeTag, is_selected: Callable[[str], bool], *, full: bool = False) -> None:
         self._a, self._b, self._full = a, b, full
-        self.names = [name for name in dict.fromkeys([*a.tensors, *b.tensors]) if wanted(name)]
+        self.names = [name for name in dict.fromkeys([*a.tensors, *b.tensors]) if is_selected(name)]
         self.same_digests, self.done = 0, Counter()
-        self._compared = {name: _Compared() for name in self.names if name in a.tensors and name in b.tensors}
-        self._pairs = [pair for name, found in self._compared.items() for pair in self._plan(name, found)]
+        self._by_name = {name: _Pair() for name in self.names if name in a.tensors and name in b.tensors}
+        self._pairs = [matched for name, pair in self._by_name.items() for matched in self._plan(name, pair)]
 
     @property
     def nbytes(self) -> int:
-        return sum(b.numel * itemsize(b.dtype) for pair in self._pairs for _, b in pair.leaves[1:])
+        return sum(b.numel * itemsize(b.dtype) for matched in self._pairs for _, b in matched.leaves[1:])
 
     def differences(self, tolerance: float | None = None) -> Iterator[TensorDifference]:
-        """Those tensors that differ, in the order of their names; with a ``tolerance`` those with an element that does
-        by more, whatever their dtypes.
+        """Yield the tensors that differ, by name; with ``tolerance`` those with a larger difference, whatever their
+        dtypes.
 
         Raises:
             CorruptCheckpoint: bytes of a tag are not those that were written.
@@ -93,47 +94,45 @@ class TensorComparison:
 
     def _difference(self, name: str, tolerance: float | None) -> TensorDifference | None:
         a, b = self._a.tensors.get(name), self._b.tensors.get(name)
-        found = self._compared.get(name)
-        if a is None or b is None or found is None:
+        pair = self._by_name.get(name)
+        if a is None or b is None or pair is None:
             return TensorDifference(name, a, b)
-        if found.problem is not None or not found.shapes_fit:
-            return TensorDifference(name, a, b, problem=found.problem)
-        tally = found.tally
+        if pair.problem is not None or not pair.shapes_fit:
+            return TensorDifference(name, a, b, problem=pair.problem)
+        tally = pair.tally
         if tolerance is None:
             same = not tally.differing and a.dtype == b.dtype
         else:
             same = not tally.nans and tally.max_difference <= tolerance
         if same:
             return None
-        return TensorDifference(
-            name, a, b, tally.differing, tally.nans, tally.max_difference, tally.relative_norm
-        )
+        return TensorDifference(name, a, b, tally.differing, tally.nans, tally.max_difference, tally.relative_norm)
 
-    def _plan(self, name: str, found: _Compared) -> list[Matched[Tally]]:
-        """What is to be read to compare the tensors of that name."""
+    def _plan(self, name: str, pair: _Pair) -> list[Matched[Tally]]:
+        """Return the reads that compare the tensors of that name."""
         try:
             leaves = self._leaves(name)
         except PartLost:
             raise
         except (IncompatibleState, PartNotFound) as error:
-            found.problem = str(error)
+            pair.problem = str(error)
             return []
-        found.shapes_fit = all(a.shape == b.shape for a, b in leaves)
-        if not found.shapes_fit:
+        pair.shapes_fit = all(a.shape == b.shape for a, b in leaves)
+        if not pair.shapes_fit:
             return []
         unlike = [(a, b) for a, b in leaves if self._full or not _same_digests(a, b)]
         self.same_digests += not unlike
-        return [Matched(found.tally, name, ((0, a), (1, b))) for a, b in unlike]
+        return [Matched(pair.tally, name, ((0, a), (1, b))) for a, b in unlike]
 
     def _leaves(self, name: str) -> list[tuple[Leaf, Leaf]]:
-        """The tensor of both tags; where one does not know its cut, what each rank of the same sizes held."""
+        """Return the tensor of both tags, or the parts of each rank (of equal sizes) if its partition is unknown."""
         try:
             return [(self._a.leaf(name), self._b.leaf(name))]
         except PartLost:
             raise
         except (IncompatibleState, PartNotFound):
-            sizes, other = self._a.opened.topology, self._b.opened.topology
-            if (sizes.tp, sizes.ep) != (other.tp, other.ep):
+            sizes_a, sizes_b = self._a.opened.topology, self._b.opened.topology
+            if (sizes_a.tp, sizes_a.ep) != (sizes_b.tp, sizes_b.ep):
                 raise
             a, b = self._a.leaves_by_rank(name), self._b.leaves_by_rank(name)
             if len(a) != len(b):  # other ZeRO-1 shards
@@ -143,19 +142,19 @@ class TensorComparison:
 
 
 def _same_digests(a: Leaf, b: Leaf) -> bool:
-    """Whether both are made of the same parts of tensors with the same recorded digests."""
+    """Return whether both consist of the same parts of tensors with the same recorded digests."""
     parts = [_parts(Assembly.of(leaf)) for leaf in (a, b)]
     return a.dtype == b.dtype and None not in parts and parts[0] == parts[1]
 
 
 def _parts(leaf: Assembly) -> list[tuple[object, ...]] | None:
-    """Equal for equal tensors; None where files do not tell."""
-    found: list[tuple[object, ...]] = []
+    """Return a description that is equal for equal tensors; None if files lack digests."""
+    parts: list[tuple[object, ...]] = []
     for fragment in sorted(leaf.fragments, key=lambda fragment: fragment.target):
         stub, record = fragment.stub, fragment.stub.storage
         if record.crc32 is None:
             return None
         begin = stub.offset - record.offset
         form = (stub.dtype, stub.shape, stub.stride, begin, record.nbytes, record.crc32)
-        found.append((fragment.target, fragment.source, *form))
-    return found
+        parts.append((fragment.target, fragment.source, *form))
+    return parts

@@ -1,7 +1,7 @@
 """The tensors of one save in numbers, counted from the staged bytes while these are written, and after that.
 
 Each rank keeps what it counted beside the tag, box by box; whoever reads it puts the boxes of all ranks together
-(:mod:`nxd_ckpt.examine.counted_at_save`). All of it, the files that are kept included, is done by a thread of
+(:mod:`nxd_ckpt.examine.statistics_cache`). All of it, the files that are kept included, is done by a thread of
 its own. No save waits for that: one that needs the memory stops the counting.
 """
 
