@@ -37,7 +37,7 @@ from nxd_ckpt.core.tags import next_order_time, seconds_until_after
 from nxd_ckpt.core.topology import Coordinates, Topology
 from nxd_ckpt.core.votes import Vote, judge, tp_groups_that_differ
 from nxd_ckpt.errors import CheckpointError
-from nxd_ckpt.storage.base import Storage
+from nxd_ckpt.storage.base import Storage, is_mounted
 from nxd_ckpt.tag.directory import find_tag, is_checkpoint_of_ours_or_nxd, list_tags
 
 logger = logging.getLogger("nxd_ckpt")
@@ -172,6 +172,25 @@ def retire(session: Session, tag: str) -> bool:
     removed = retire_unpinned(session, publication_of(session, session.counter, tag, None), found)
     journal.discard_trash(storage, session.run_id, session.confirm)
     return removed
+
+
+def clear_failed(session: Session, attempt: str) -> None:
+    """Rank 0, before ``attempt``, where disks may be full and tags are written in place: remove what earlier attempts
+    of this run left, once no rank writes for them any more.
+
+    That takes no longer than the others take to come to this attempt. What is left after ``timeout`` seconds without
+    progress, or of ranks that ended, stays: then this attempt fails, too, or has room enough.
+    """
+    storage, (run_id, _, counter) = session.storage, attempt.rpartition("-")
+    for entry in storage.list(STAGING) if is_mounted(storage) else ():
+        run, _, number = entry.name.rpartition("-")
+        if run == run_id and number.isdigit() and int(number) < int(counter):
+            ranks, timeout = session.topology.world_size, session.timeout
+            if voting.await_votes(
+                storage, entry.name, ranks, timeout, attempt, session.is_leaving, session.is_gone
+            ):
+                session.require()
+                _clear(session, staging_dir(entry.name))
 
 
 def clean_up(session: Session, counter: int) -> None:

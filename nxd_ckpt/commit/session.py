@@ -18,11 +18,22 @@ from nxd_ckpt.coordination.agreement import Agreement, decided_by_rank0, on_all
 from nxd_ckpt.coordination.backoff import Backoff
 from nxd_ckpt.coordination.control_files import make_places
 from nxd_ckpt.coordination.lease import Heartbeat, Lease
-from nxd_ckpt.coordination.paths import PROBES, RUNS, STAGING, TRASH, VOTES, spare_file, spared_file, verdict_file
+from nxd_ckpt.coordination.paths import (
+    PLACE,
+    PROBES,
+    RUNS,
+    STAGING,
+    TRASH,
+    VOTES,
+    spare_file,
+    spared_file,
+    verdict_file,
+)
+from nxd_ckpt.core.limits import NOTE
 from nxd_ckpt.core.topology import Topology
 from nxd_ckpt.core.votes import Vote
-from nxd_ckpt.errors import DirectoryNotShared, InvalidArgument, MalformedFile
-from nxd_ckpt.storage.base import DirEntry, Storage
+from nxd_ckpt.errors import DirectoryNotShared, InvalidArgument, MalformedFile, StorageError
+from nxd_ckpt.storage.base import DirEntry, PerHost, Reserving, Storage, is_mounted
 from nxd_ckpt.tag.directory import tag_around
 
 logger = logging.getLogger("nxd_ckpt")
@@ -58,6 +69,8 @@ class Session:
     heartbeat: Heartbeat | None = None
     place: bytes | None = None
     """The mark of the directory, see lease.place_of."""
+    home_place: bytes | None = None
+    """Where hosts have a disk of their own, the mark of that which has the votes."""
     counter: int = 0
     """The number of the last attempt."""
     lost_votes: dict[str, Vote] = field(default_factory=dict)
@@ -67,7 +80,7 @@ class Session:
     """Whether that rank's process is known to have ended."""
     last_saved: str | None = None
     """The tag of the last save of this run that became visible."""
-    _has_spare: bool = False
+    _spares: list[str] = field(default_factory=list)
     leaves_at: float = math.inf
     """When this rank, after an exception, stops waiting for the others (seconds, as effects.monotonic())."""
 
@@ -79,19 +92,49 @@ class Session:
         """The name of the file that rank 0 leaves for the others to find."""
         return self.run_id if self.storage.renames else self.run_id + _IN_PLACE
 
-    def keep_spare(self) -> None:
-        """Take the space of a vote, as far as there is any: see :meth:`give_spare`."""
-        if self.storage.renames and not self._has_spare:
-            with suppress(OSError):
-                self.storage.write(spare_file(self.run_id, self.topology.rank), bytes(_SPARE))
-                self._has_spare = True
+    def keep_spares(self) -> None:
+        """Keep room for a vote, and on rank 0 for a verdict, as far as there is any: see :meth:`write_in_spare`."""
+        rank = self.topology.rank
+        for number in range(1 if rank else 2) if is_mounted(self.storage) else ():
+            key = spare_file(self.run_id, rank, number)
+            if key not in self._spares:
+                with suppress(OSError):
+                    self.storage.write(key, bytes(_SPARE))
+                    self._spares.append(key)
 
-    def give_spare(self) -> None:
-        """Give it back: on a full disk, for the word of this rank that the save has failed."""
-        if self._has_spare:
-            self._has_spare = False
+    def write_in_spare(self, key: str, data: bytes) -> bool:
+        """Write a small file, though the disk is full, in the space that was kept; False if there is none of it."""
+        if not self._spares:
+            return False
+        spare = self._spares.pop()
+        try:
+            if len(data) <= _SPARE and isinstance(self.storage, Reserving):
+                self.storage.write_reserved(spare, key, data)
+                return True
+        except OSError:  # a file system that overwrites nothing in place
+            pass
+        with suppress(OSError):
+            self.storage.remove(spare)
+        return False
+
+    def give_spares(self) -> None:
+        """Give back what is kept."""
+        while self._spares:
             with suppress(OSError):
-                self.storage.remove(spare_file(self.run_id, self.topology.rank))
+                self.storage.remove(self._spares.pop())
+
+    @property
+    def votes_here(self) -> bool:
+        """True where votes are in the directory of this host, and not on another one."""
+        return not isinstance(self.storage, PerHost) or self.storage.is_home
+
+    def require_votes(self) -> None:
+        """Raise StorageError where votes are on another host, of whose directory the mark is gone."""
+        if not self.votes_here and self.storage.read(PLACE, NOTE) != self.home_place:
+            raise StorageError(
+                f"{self.storage.url}: the directory on the host of rank 0 is not the one that this job took: its mark "
+                f"{PLACE} is not there. It was unmounted, or something else is mounted or linked in its place"
+            )
 
     def require(self, *, strictly: bool = False) -> None:
         """Raise DirectoryInUse where this is rank 0, and another job took the directory over meanwhile; ``strictly``
@@ -116,7 +159,7 @@ class Session:
                 self.storage = lease.directory_of(self.storage, self.lease)
                 self.storage.remove(f"{PROBES}/{self.probe}")
                 lease.release(self.storage, self.lease)
-        self.give_spare()
+        self.give_spares()
         forget_slots(self.run_id)
 
 
@@ -157,6 +200,16 @@ def _open_with_group(session: Session, agreement: Agreement, run_id: str | None)
     # Shorter than the others' timeout, so that the rank which looks in vain reports it to them.
     within = min(_SEEN_WITHIN, session.timeout / 2)
     on_all(agreement, lambda: _see_probe(session, within))
+    storage = session.storage
+    if isinstance(storage, PerHost):
+        on_all(agreement, lambda: _mark(session))
+        storage.expect(PLACE, lease.place_of(storage))
+
+
+def _mark(session: Session) -> None:
+    """Mark the directory on this host, and note the mark of that of rank 0, which has marked its own by now."""
+    lease.mark_place(session.storage)
+    session.home_place = session.storage.read(PLACE, NOTE)
 
 
 def _open_without_group(session: Session, run_id: str | None) -> None:

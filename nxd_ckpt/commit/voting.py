@@ -85,26 +85,42 @@ def await_votes(
     timeout: float,
     waiting_in: str,
     leaving: Callable[[], bool],
+    gone: Callable[[int], bool] = lambda rank: False,
 ) -> bool:
-    """Wait until all ranks have voted on an attempt, whatever they voted. Rank 0 only.
+    """Wait until all other ranks have voted on an attempt, whatever they voted. Rank 0 only, which has left it.
 
     Meanwhile it shows them that it is working on the attempt ``waiting_in``. False ``timeout`` seconds after the last
-    progress of any rank, or when this rank is ``leaving`` the job.
+    progress of any rank, when one that has not voted is known to be ``gone``, or this rank is ``leaving`` the job.
     """
     patience, backoff, sign = _Patience(timeout), Backoff(storage), _Sign(storage, waiting_in, timeout)
     while True:
         sign.give()
         names = backoff.timed(lambda: _listed(storage, votes_dir(attempt)))
-        if _votes(names) == world_size:
+        ranks = range(1, world_size)
+        missing = [rank for rank in ranks if _name(rank_file(attempt, rank, "vote")) not in names]
+        if not missing:
             return True
-        if leaving() or patience.is_over(_votes(names), partial(_progress, storage, attempt, names, range(world_size))):
+        if leaving() or any(map(gone, missing)):
+            return False
+        if patience.is_over(_votes(names), partial(_progress, storage, attempt, names, ranks)):
             return False
         backoff.pause()
 
 
-def cast(storage: Storage, attempt: str, vote: Vote) -> None:
-    """Make this rank's vote durable: the last thing it does for an attempt before it waits."""
-    storage.write(rank_file(attempt, vote.rank, "vote"), votes.dump(vote))
+Write = Callable[[str, bytes], bool]
+"""Another way to write a small file; False if it has not written it."""
+
+
+def not_written(key: str, data: bytes) -> bool:
+    return False
+
+
+def cast(storage: Storage, attempt: str, vote: Vote, first: Write = not_written) -> None:
+    """Make this rank's vote durable: the last thing it does for an attempt before it waits. ``first`` tries to write
+    it."""
+    key, data = rank_file(attempt, vote.rank, "vote"), votes.dump(vote)
+    if not first(key, data):
+        storage.write(key, data)
     storage.sync_dir(votes_dir(attempt))
 
 
@@ -162,13 +178,18 @@ def collect(
         backoff.pause()
 
 
-def announce(storage: Storage, attempt: str, verdict: Verdict, *, awaited: bool = True) -> None:
-    """Publish rank 0's decision; with more tries if other ranks wait for it (``awaited``)."""
+def announce(
+    storage: Storage, attempt: str, verdict: Verdict, first: Write = not_written, *, awaited: bool = True
+) -> None:
+    """Publish rank 0's decision; with more tries if other ranks wait for it (``awaited``). ``first`` tries to write
+    it."""
+    key, data = verdict_file(attempt), votes.dump(verdict)
 
     def write() -> None:
-        storage.write(verdict_file(attempt), votes.dump(verdict))
+        storage.write(key, data)
 
-    _retried(write) if awaited else write()
+    if not first(key, data):
+        _retried(write) if awaited else write()
     storage.sync_dir(verdict_dir(attempt))
 
 

@@ -26,7 +26,7 @@ from nxd_ckpt.core.entries import integers
 from nxd_ckpt.core.keys import checked_text
 from nxd_ckpt.core.limits import NOTE
 from nxd_ckpt.errors import DirectoryInUse, MalformedFile, StorageError
-from nxd_ckpt.storage.base import Storage, is_mounted, remove_if, without_links
+from nxd_ckpt.storage.base import Storage, here, is_mounted, remove_if, without_links
 
 logger = logging.getLogger("nxd_ckpt")
 
@@ -91,8 +91,7 @@ def acquire(storage: Storage, run_id: str, patience: float, sign: Callable[[], N
 
 
 def _acquired(storage: Storage, mine: Lease, patience: float, sign: Callable[[], None]) -> Lease:
-    if is_mounted(storage):
-        storage.link_new(PLACE, uuid.uuid4().hex.encode())
+    mark_place(storage)
     # Before the lease: NFS goes on to miss a file, for up to a minute, that was not there when it was asked for first.
     storage.link_new(HEARTBEAT, _encode(mine, beat=0))
     while not storage.link_new(LEASE, _encode(mine)):
@@ -188,12 +187,18 @@ def _repaired(storage: Storage, mine: Lease) -> Lease | None:
     return read(storage)
 
 
+def mark_place(storage: Storage) -> None:
+    """Give a directory that may be unmounted a mark, if it has none; of several hosts' directories the one here."""
+    if is_mounted(storage):
+        here(storage).link_new(PLACE, uuid.uuid4().hex.encode())
+
+
 def place_of(storage: Storage) -> bytes | None:
     """The mark that tells a mounted directory from any that is mounted in its place later; None where there is none."""
     if not is_mounted(storage):
         return None
     try:
-        return storage.read(PLACE, NOTE)
+        return here(storage).read(PLACE, NOTE)
     except FileNotFoundError:
         return None
 
@@ -202,7 +207,7 @@ def require_place(storage: Storage, run_id: str, place: bytes | None) -> None:
     """Raise StorageError unless the path still leads to the directory with this mark, or with the lease of this run."""
     if place is None or place_of(storage) == place:
         return
-    holder = read(storage)
+    holder = read(here(storage))
     if holder is None or holder.run_id != run_id:
         raise StorageError(
             f"{storage.url} is not the directory that this job took: its mark {PLACE} and its lease are not there. It "

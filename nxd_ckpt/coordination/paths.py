@@ -30,9 +30,9 @@ ON_HOSTS = Names(HIDDEN, (STAGING, TRASH, PINS), MARKER, DONE)
 later job must finish, or leave."""
 
 
-def spare_file(run_id: str, rank: int) -> str:
-    """Kept so that its space and name are there for a vote once the disk is full."""
-    return f"{PROBES}/{run_id}-rank_{rank}.spare"
+def spare_file(run_id: str, rank: int, number: int = 0) -> str:
+    """Kept so that its space and name are there for a vote or a verdict once the disk is full."""
+    return f"{PROBES}/{run_id}-rank_{rank}.spare{number or ''}"
 
 
 def statistics_file(tag: str) -> str:

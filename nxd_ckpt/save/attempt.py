@@ -12,7 +12,7 @@ from itertools import chain
 
 from nxd_ckpt import effects
 from nxd_ckpt.commit import voting
-from nxd_ckpt.commit.commit import Commit, clean_up, commit
+from nxd_ckpt.commit.commit import Commit, clean_up, clear_failed, commit
 from nxd_ckpt.commit.host_semaphore import writing_slot
 from nxd_ckpt.commit.publication import is_visible, publication_of
 from nxd_ckpt.commit.session import Session
@@ -97,28 +97,43 @@ class SaveAttempt:
         """Prepare what even a failing rank needs to vote, then wait until the attempt's files may be written."""
         session = self.session
         self._next_attempt()
-        try:
-            lease.require_place(session.storage, session.run_id, session.place)
-        except (OSError, StorageError) as error:
-            self.error, self._is_elsewhere = self.error or error, True
+        self._look_for_place()
+        self._look_for_votes()
+        if self._is_elsewhere:
             return
         try:
             self._pass_over()
-            session.storage.make_dir(verdict_dir(self.attempt))
-            session.keep_spare()
+            if session.topology.rank == 0 and self.publication.in_place:
+                clear_failed(session, self.attempt)
             for attempt, vote in list(session.lost_votes.items()):
                 voting.cast(session.storage, attempt, vote)
                 del session.lost_votes[attempt]
+            if session.topology.rank > 0 and self.publication.in_place and self.error is None:
+                self._await_opening()  # before anything is written: there may be no room before
+            session.storage.make_dir(verdict_dir(self.attempt))
+            session.keep_spares()
             if session.topology.rank == 0:
                 self._open_vote()
-            elif self.publication.in_place and self.error is None:
-                self._await_opening()
             if self.error is None:
                 session.storage.make_dir(self.publication.folder)
                 if self._dedup and self._writer is not None:
                     self._writer.parent = parent_of(session.storage, session.last_saved)
         except BaseException as error:
             self.error = self.error or error
+
+    def _look_for_place(self) -> None:
+        session = self.session
+        try:
+            lease.require_place(session.storage, session.run_id, session.place)
+        except (OSError, StorageError) as error:
+            self.error, self._is_elsewhere = self.error or error, session.votes_here
+
+    def _look_for_votes(self) -> None:
+        """On the host of rank 0, if that is another one: else this rank would wait for it in vain."""
+        try:
+            self.session.require_votes()
+        except (OSError, StorageError) as error:
+            self.error, self._is_elsewhere = self.error or error, True
 
     def _next_attempt(self) -> None:
         session = self.session
@@ -138,6 +153,9 @@ class SaveAttempt:
             if rank0:
                 error = SaveFailed(f"rank 0 did not make this save, but that of {self.tag!r}")
                 voting.announce(storage, self.attempt, Verdict(to_wire(error), tag=tag))
+            elif self.publication.in_place:
+                missed = SaveFailed(f"this rank did not make the save of {tag!r}")
+                voting.cast(storage, self.attempt, Vote(self.session.topology.rank, error=to_wire(missed)))
             self._next_attempt()
 
     def _open_vote(self) -> None:
@@ -182,6 +200,8 @@ class SaveAttempt:
             OutcomeUnknown: no verdict came.
         """
         self._finish_files()
+        if not self._is_elsewhere:
+            self._look_for_place()
         if self._is_elsewhere and self.error is not None:
             self.session.lost_votes[self.attempt] = self._vote(None)
             raise self._failed(self.error) from self.error
@@ -264,7 +284,8 @@ class SaveAttempt:
             if self.error is not None:
                 self._make_room()
             self._own = self._vote(index)
-            voting.cast(storage, self.attempt, self._own)
+            in_spare = self.session.write_in_spare if self.error is not None else voting.not_written
+            voting.cast(storage, self.attempt, self._own, in_spare)
         except OSError as error:
             # Rank 0 misses this vote, or sees it all the same: its verdict counts.
             self.error = self.error or error
@@ -273,7 +294,7 @@ class SaveAttempt:
                 if voting.has_cast(storage, self.attempt, rank):
                     raise
                 self._make_room()
-                voting.cast(storage, self.attempt, lost)
+                voting.cast(storage, self.attempt, lost, self.session.write_in_spare)
             except OSError:
                 self.session.lost_votes[self.attempt] = lost
 
@@ -281,7 +302,6 @@ class SaveAttempt:
         """Remove this rank's files of an attempt that has failed: on a full disk even a vote needs their space."""
         if self._writer is not None and self.session.storage.renames:
             self._writer.discard()
-        self.session.give_spare()
 
     def _vote(self, index: RankLine | None) -> Vote:
         rank = self.session.topology.rank
@@ -361,6 +381,7 @@ class SaveAttempt:
             session.storage,
             self.attempt,
             replace(verdict, tag=self.tag),
+            session.write_in_spare if verdict.error is not None else voting.not_written,
             awaited=session.topology.world_size > 1,
         )
         try:

@@ -229,6 +229,35 @@ def without_links(storage: Storage) -> Storage | None:
 
 
 @runtime_checkable
+class Reserving(Protocol):
+    """A storage whose disk may be full, so that space for a small file is worth being kept."""
+
+    def write_reserved(self, reserve: str, key: str, data: bytes) -> None:
+        """As :meth:`Storage.write`, with the space and the name of the file ``reserve``, which is gone afterwards."""
+
+
+@runtime_checkable
+class PerHost(Protocol):
+    """A storage that is made of a directory of each host of a job."""
+
+    @property
+    def own(self) -> Storage:
+        """The directory of the host of this process."""
+
+    @property
+    def is_home(self) -> bool:
+        """True where ``own`` has the job's own small files."""
+
+    def expect(self, key: str, mark: bytes | None) -> None:
+        """From now on change nothing in ``own`` but where the file ``key`` holds this mark; None: no matter what."""
+
+
+def here(storage: Storage) -> Storage:
+    """What of the storage is on this host; all of it, if it is not :class:`PerHost`."""
+    return storage.own if isinstance(storage, PerHost) else storage
+
+
+@runtime_checkable
 class Scattered(Protocol):
     """What a storage may also be."""
 

@@ -22,6 +22,7 @@ from nxd_ckpt.storage.local_files import (
     duplicate,
     kind_of,
     open_regular,
+    overwrite,
     stat_of,
     version_of,
 )
@@ -90,6 +91,12 @@ class LocalStorage:
         except BaseException:
             temporary.unlink(missing_ok=True)
             raise
+
+    def write_reserved(self, reserve: str, key: str, data: bytes) -> None:
+        old, new = self._own(reserve), self._own(key)
+        self._make_parents(new)
+        overwrite(old, data, self.durable)
+        os.replace(old, new)
 
     def link_new(self, key: str, data: bytes) -> bool:
         # link(2) fails if the name exists and is atomic on NFS too, where O_EXCL has a history of not being.

@@ -83,6 +83,19 @@ def version_of(found: os.stat_result) -> Version:
     return Version(found.st_size, f"{found.st_dev} {found.st_ino} {found.st_mtime_ns}")
 
 
+def overwrite(path: Path, data: bytes, durable: bool) -> None:
+    """Give a file that is there these bytes, in the blocks that it has."""
+    fd = os.open(path, flags("O_WRONLY", "O_CLOEXEC", "O_NOFOLLOW"))
+    try:
+        with naming(path):
+            _write_all(fd, memoryview(data), 0)
+            os.ftruncate(fd, len(data))
+            if durable:
+                sync_file(fd)
+    finally:
+        os.close(fd)
+
+
 def duplicate(source: Path, version: Version, target: Path, durable: bool) -> bool:
     """As :meth:`nxd_ckpt.storage.base.Duplicating.duplicate`: a file that shares the blocks on the disk where the file
     system has that, else another name for the same file."""

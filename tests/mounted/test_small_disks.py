@@ -3,7 +3,6 @@ leaves what was; as soon as the disk takes it, the next one works."""
 
 from __future__ import annotations
 
-import os
 import re
 import subprocess
 from collections.abc import Callable, Iterator
@@ -26,13 +25,13 @@ from nxd_ckpt import (
 from nxd_ckpt.errors import CheckpointError
 from tests.protocol.job import Job, until
 from tests.protocol.states import PATIENCE, SHORT, lose_patience
+from tests.rigs.full_disks import FULL, PAGE, inodes_left, pages_left
 from tests.rigs.mounts import needs_mounts
 
 pytestmark = [pytest.mark.plain, pytest.mark.once, needs_mounts("/dev/loop-control")]
 
 WORLD = 2
 MIB = 2**20
-FULL = "No space left on device"
 PIECE = 2**14
 """Numbers of a tensor of 64 KiB: its file goes through the page cache, so that a sync finds what is wrong."""
 
@@ -121,22 +120,6 @@ def check_full(path: Path, large: int) -> None:
 def test_a_full_tmpfs(tmp_path: Path) -> None:
     with mounted("tmpfs", tmp_path / "disk", "-t", "tmpfs", "-o", "size=4m") as disk:
         check_full(disk / "run", 8 * MIB)
-
-
-PAGE = 4096
-
-
-def pages_left(disk: Path, nbytes: int) -> None:
-    """Fill the disk but for so many bytes."""
-    free = os.statvfs(disk)
-    with (disk / "filler").open("wb") as file:
-        file.write(bytes(max(0, free.f_bavail * free.f_frsize - nbytes)))
-
-
-def inodes_left(disk: Path, count: int) -> None:
-    """Take all inodes but so many."""
-    for number in range(os.statvfs(disk).f_favail - count):
-        (disk / f"empty-{number}").touch()
 
 
 def saved_by_all(path: Path, tag: str, ranks: int, kib: int, value: float) -> bool:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Sequence
 from contextlib import suppress
+from pathlib import Path
 from typing import Protocol
 
 from nxd_ckpt.core.limits import DOCUMENT, NOTE
@@ -41,6 +43,9 @@ class Directory(Protocol):
     def write(self, key: str, data: bytes) -> None:
         """The bytes and the name are durable, and so are those of the directories above it."""
 
+    def write_reserved(self, reserve: str, key: str, data: bytes) -> None:
+        """The same."""
+
     def link_new(self, key: str, data: bytes) -> bool:
         """The same."""
 
@@ -61,12 +66,22 @@ class Directory(Protocol):
 class OwnDirectory(LocalStorage):
     """The directory of the host that this process runs on."""
 
+    _mark: tuple[str, bytes] | None = None
+
+    def expect(self, key: str, mark: bytes | None) -> None:
+        """As :meth:`nxd_ckpt.storage.base.PerHost.expect`: what changes anything raises OSError (ESTALE) elsewhere."""
+        self._mark = None if mark is None else (key, mark)
+
     def peek(self, keys: Sequence[str]) -> list[bytes | None]:
         return [self._peeked(key) for key in keys]
 
     def write(self, key: str, data: bytes) -> None:
         self._make_room(key)
         super().write(key, data)
+        self.sync_dir(_folder(key))
+
+    def write_reserved(self, reserve: str, key: str, data: bytes) -> None:
+        super().write_reserved(reserve, key, data)
         self.sync_dir(_folder(key))
 
     def link_new(self, key: str, data: bytes) -> bool:
@@ -102,6 +117,16 @@ class OwnDirectory(LocalStorage):
         """Also where nothing was written on this host."""
         with suppress(FileNotFoundError):
             super().sync_dir(key)
+
+    def _own(self, key: str) -> Path:
+        if self._mark is not None and self._peeked(self._mark[0]) != self._mark[1]:
+            raise OSError(
+                errno.ESTALE,
+                f"{self.url} is not the directory that this job took: its mark {self._mark[0]} is not there. It was "
+                "unmounted, or something else is mounted or linked in its place, or the mark was removed. Nothing is "
+                "written there until it is back; to use what is there now, start the job anew",
+            )
+        return super()._own(key)
 
     def _make_room(self, key: str) -> None:
         self.make_dir(_folder(key))

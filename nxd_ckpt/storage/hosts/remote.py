@@ -116,6 +116,9 @@ class RemoteDirectory:
     def write(self, key: str, data: bytes) -> None:
         self._ask("write", key, data)
 
+    def write_reserved(self, reserve: str, key: str, data: bytes) -> None:
+        self._ask("write_reserved", key, data, reserve=reserve)
+
     def link_new(self, key: str, data: bytes) -> bool:
         return bool(self._ask("link_new", key, data)[0])
 

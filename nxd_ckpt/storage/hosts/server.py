@@ -268,6 +268,10 @@ class _Conversation:
         self._directory.write(self._key(fields), blobs[0])
         return {}, b""
 
+    def _do_write_reserved(self, fields: Fields, blobs: list[bytes]) -> Answer:
+        self._directory.write_reserved(self._key(fields, "reserve"), self._key(fields), blobs[0])
+        return {}, b""
+
     def _do_link_new(self, fields: Fields, blobs: list[bytes]) -> Answer:
         return {"value": self._directory.link_new(self._key(fields), blobs[0])}, b""
 

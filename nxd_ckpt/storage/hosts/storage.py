@@ -48,6 +48,7 @@ class HostsStorage:
     read_nbytes = CRC_BLOCK
     may_lack_files = True
     """A host may be lost, and its files with it."""
+    may_be_unmounted = True
 
     def __init__(self, own: OwnDirectory, names: Names) -> None:
         self.own, self.url = own, own.url
@@ -66,6 +67,16 @@ class HostsStorage:
                 "which all ranks call together"
             )
         return self._hosts
+
+    @property
+    def is_home(self) -> bool:
+        return self.hosts.here == 0
+
+    def expect(self, key: str, mark: bytes | None) -> None:
+        self.own.expect(key, mark)
+
+    def without_links(self) -> Storage | None:
+        return self.own.without_links()
 
     @property
     def is_joined(self) -> bool:
@@ -93,6 +104,7 @@ class HostsStorage:
         if self._hosts is not None:
             self._received = self.received
             self._leave()
+        self.own.expect("", None)
         self._hosts = None
         self._members.clear()
         self.distrusted.clear()
@@ -136,6 +148,10 @@ class HostsStorage:
         there = [directory for directory in self._order(key) if directory.is_file(key)]
         for directory in there or [self.own, *self._replicas]:
             directory.write(key, data)
+
+    def write_reserved(self, reserve: str, key: str, data: bytes) -> None:
+        """Only for the job's own small files, which are at home."""
+        self._home.write_reserved(reserve, key, data)
 
     def link_new(self, key: str, data: bytes) -> bool:
         at_home, mirrored = self._names.is_at_home(key), self._names.is_mirrored(key)

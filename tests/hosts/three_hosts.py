@@ -1,0 +1,37 @@
+"""What the ranks of a job on three hosts do, one on each."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from nxd_ckpt import Checkpointer, Topology
+from nxd_ckpt.errors import CheckpointError
+from tests.hosts.jobs import TIMEOUT, state, tier
+
+HOSTS = 3
+
+
+def saver_of(rank: int, path: Path, timeout: float = TIMEOUT, **options: Any) -> Checkpointer:
+    """The job's Checkpointer on that rank's host."""
+    topology = Topology(tp=HOSTS, rank=rank)
+    return Checkpointer(tiers=[tier(path, rank, **options)], topology=topology, timeout=timeout)
+
+
+def outcome(saver: Checkpointer, step: int, numbers: int = 64) -> str:
+    """What becomes of a save."""
+    try:
+        saver.save(f"step_{step}", state(step, saver.topology.rank, numbers), user_content=step)
+    except CheckpointError as error:
+        return f"{type(error).__name__}: {error}"
+    return "saved"
+
+
+def newest(rank: int, path: Path, **options: Any) -> int:
+    """The step that is loaded, bit-exact."""
+    model: dict[str, Any] = {}
+    with saver_of(rank, path, **options) as loader:
+        step = int(loader.load(model=model))
+    numbers = model["weight"].numel()
+    assert all(value.equal(model[name]) for name, value in state(step, rank, numbers).items())
+    return step

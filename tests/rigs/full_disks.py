@@ -1,0 +1,22 @@
+"""File systems with only so much room left."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+FULL = "No space left on device"
+PAGE = 4096
+
+
+def pages_left(disk: Path, nbytes: int) -> None:
+    """Fill the disk but for so many bytes."""
+    free = os.statvfs(disk)
+    with (disk / "filler").open("wb") as file:
+        file.write(bytes(max(0, free.f_bavail * free.f_frsize - nbytes)))
+
+
+def inodes_left(disk: Path, count: int) -> None:
+    """Take all inodes but so many."""
+    for number in range(os.statvfs(disk).f_favail - count):
+        (disk / f"empty-{number}").touch()
