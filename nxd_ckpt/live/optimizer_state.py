@@ -186,6 +186,11 @@ def check_state(
                 check_form(slot, entry, value, live.get(slot.key, {}).get(entry), any_shape=any_shape)
 
 
+def keeps_any_shape(optimizer: Any) -> bool:
+    """True for another class than torch's own: it may keep anything for a parameter."""
+    return not type(optimizer).__module__.startswith("torch.optim")
+
+
 def check_form(slot: Slot, entry: str, saved: Any, live: Any, *, any_shape: bool = False) -> None:
     """Compare a saved tensor with the live one, or with what it will be kept under where there is none yet."""
     dtype, shape = form_of(saved)

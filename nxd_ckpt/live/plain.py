@@ -36,6 +36,7 @@ from nxd_ckpt.live.optimizer_state import (
     flat_parameters,
     form_of_slots,
     is_rows,
+    keeps_any_shape,
     keeps_nothing,
     materialise,
     restore_groups,
@@ -146,8 +147,7 @@ class PlainOptimizer:
         slots = self._by_index(saved)
         for index, slot in slots.items():
             check_rows(slot.name, slot.key, saved["state"].get(index, {}))
-        # Another class than torch's own may keep anything for a parameter, though its name is not known.
-        any_shape = not type(self._optimizer).__module__.startswith("torch.optim")
+        any_shape = keeps_any_shape(self._optimizer)
         check_state(slots, saved["state"], self._optimizer.state, any_shape=any_shape)
 
     def placed(self, saved: Mapping[str, Any]) -> dict[Path, Placed]:

@@ -36,6 +36,7 @@ from nxd_ckpt.live.optimizer_state import (
     fill_state,
     flat_parameters,
     form_of_slots,
+    keeps_any_shape,
     keeps_nothing,
     overwrite,
     restore_groups,
@@ -121,7 +122,8 @@ class Zero1Optimizer:
                     f"optim/{slots[index].name}: saved for a parameter of shape {tuple(shape)}, the live one has "
                     f"{tuple(slots[index].parameter.shape)}; did the order of parameters, or tp, change?"
                 )
-        check_state(slots, saved["base_state"], self._optimizer.base_optimizer.state)
+        base = self._optimizer.base_optimizer
+        check_state(slots, saved["base_state"], base.state, any_shape=keeps_any_shape(base))
         for index, weights in saved.get(MASTERS, {}).items():
             if index not in slots:
                 raise OptimizerMismatch(f"optimizer: master weights for unknown parameter {index!r}")

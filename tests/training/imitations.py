@@ -25,13 +25,26 @@ class _Own(torch.optim.Optimizer):
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
-                    grad = parameter.grad.reshape(parameter.shape[0] if parameter.dim() else 1, -1)
+                    held, own = (self.held(one) for one in (parameter, parameter.grad))
+                    grad = own.reshape(held.shape[0] if held.dim() else 1, -1)
                     change = self.update(self.state[parameter], grad, group)
-                    parameter.sub_(group["lr"] * change.reshape(parameter.shape))
+                    held.sub_(group["lr"] * change.reshape(held.shape))
         return loss
+
+    def held(self, tensor: Any) -> Tensor:
+        """What of a tensor is stepped on: all of it, or for :func:`on_shards` this rank's shard of a DTensor."""
+        shard: Tensor = tensor.to_local() if self.on_shards else tensor
+        return shard
+
+    on_shards = False
 
     def update(self, state: dict[str, Any], grad: Tensor, group: dict[str, Any]) -> Tensor:
         raise NotImplementedError
+
+
+def on_shards(kind: type[_Own]) -> type[_Own]:
+    """An optimizer of DTensors that steps on each rank's own shard, and keeps plain tensors for that."""
+    return type(f"{kind.__name__}OnShards", (kind,), {"on_shards": True})
 
 
 class Lion(_Own):
@@ -62,7 +75,7 @@ class Shampoo(_Own):
     def update(self, state: dict[str, Any], grad: Tensor, group: dict[str, Any]) -> Tensor:
         if not state:
             state["step"] = 0
-            state["preconditioners"] = [torch.eye(size) for size in grad.shape]
+            state["preconditioners"] = [torch.eye(size, device=grad.device) for size in grad.shape]
         state["step"] += 1
         left, right = state["preconditioners"]
         left += grad @ grad.T
@@ -75,13 +88,13 @@ class Soap(_Own):
 
     def update(self, state: dict[str, Any], grad: Tensor, group: dict[str, Any]) -> Tensor:
         if not state:
-            state.update(step=torch.tensor(0), GG=[torch.zeros(s, s) for s in grad.shape], Q=None, shape=grad.shape)
+            state.update(step=torch.tensor(0), GG=[grad.new_zeros(s, s) for s in grad.shape], Q=None, shape=grad.shape)
             state.update(exp_avg=torch.zeros_like(grad), exp_avg_sq=torch.zeros_like(grad), ranks=(grad.dim(), None))
         state["step"] += 1
         for total, one in zip(state["GG"], (grad, grad.T), strict=True):
             total.lerp_(one @ one.T, 0.05)
         if int(state["step"]) % 2 == 0:
-            state["Q"] = [torch.linalg.qr(total + torch.eye(len(total)))[0] for total in state["GG"]]
+            state["Q"] = [torch.linalg.qr(total + torch.eye(len(total)).to(total))[0] for total in state["GG"]]
         turned = grad if state["Q"] is None else state["Q"][0].T @ grad @ state["Q"][1]
         state["exp_avg"].lerp_(grad, 0.1)
         state["exp_avg_sq"].lerp_(turned.square(), 0.05)
@@ -101,7 +114,7 @@ class GaLore(_Own):
     def update(self, state: dict[str, Any], grad: Tensor, group: dict[str, Any]) -> Tensor:
         if "projection" not in state:
             state["projection"] = {"basis": torch.linalg.svd(grad, full_matrices=False)[0][:, :2], "type": "left"}
-            state["exp_avg"] = torch.zeros(min(2, min(grad.shape)), grad.shape[1])
+            state["exp_avg"] = grad.new_zeros(min(2, min(grad.shape)), grad.shape[1])
         basis = state["projection"]["basis"]
         state["exp_avg"].lerp_(basis.T @ grad, 0.1)
         return basis @ state["exp_avg"]
@@ -112,9 +125,9 @@ class EightBit(_Own):
 
     def update(self, state: dict[str, Any], grad: Tensor, group: dict[str, Any]) -> Tensor:
         if not state:
-            state["state1"] = torch.zeros(grad.numel(), dtype=torch.uint8)
-            state["qmap1"] = torch.linspace(-1, 1, 256)
-            state["absmax1"] = torch.zeros(-(-grad.numel() // 4))
+            state["state1"] = torch.zeros(grad.numel(), dtype=torch.uint8, device=grad.device)
+            state["qmap1"] = torch.linspace(-1, 1, 256, device=grad.device)
+            state["absmax1"] = grad.new_zeros(-(-grad.numel() // 4))
         scale = state["absmax1"].repeat_interleave(4)[: grad.numel()]
         moment = state["qmap1"][state["state1"].long()] * scale
         moment = 0.9 * moment + 0.1 * grad.flatten()
@@ -148,8 +161,8 @@ class Factored(_Own):
 class ScheduleFree(_Own):
     """Another copy of the weights, and numbers in the param groups that each step changes."""
 
-    def __init__(self, params: Any) -> None:
-        super().__init__(params, k=0, weight_sum=0.0, train_mode=True, lr_max=-1.0)
+    def __init__(self, params: Any, **options: Any) -> None:
+        super().__init__(params, k=0, weight_sum=0.0, train_mode=True, lr_max=-1.0, **options)
 
     def update(self, state: dict[str, Any], grad: Tensor, group: dict[str, Any]) -> Tensor:
         group["k"] += 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from nxd_ckpt.api import close_checkpointers
 from nxd_ckpt.errors import InvalidArgument, OptimizerMismatch
 from nxd_ckpt.testing import ResumeDiffers, check_resume
 from tests.rigs.rank_pool import RankPool
+from tests.training import imitations
 from tests.training.registry import CASES, OPTIMIZERS, OWN, Inner, Mixed, step
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]
@@ -129,10 +131,23 @@ def test_a_lazy_parameter_of_an_optimizer_is_refused_by_name(tmp_path: Path) -> 
     close_checkpointers()
 
 
-ON_RANKS = {
-    name: make
-    for name, make in {**OPTIMIZERS, **OWN}.items()
-    if name in ("SGD", "Adam", "AdamW", "Adagrad", "NAdam", "Lion", "factored", "Muon", "own options")
+ON_RANKS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    # Without those that torch cannot step on DTensors.
+    **{name: make for name, make in OPTIMIZERS.items() if name not in ("Rprop", "Adafactor")},
+    **{name: OWN[name] for name in ("Lion", "factored", "Muon", "own options", "schedule-free", "Lookahead")},
+    **{name: OWN[name] for name in ("tensors as options", "maximize", "decoupled")},
+}
+ON_SHARDS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    f"{kind.__name__} on shards": imitations.on_shards(kind)
+    for kind in (
+        imitations.Lion,
+        imitations.Muon,
+        imitations.Shampoo,
+        imitations.Soap,
+        imitations.GaLore,
+        imitations.EightBit,
+        imitations.ScheduleFree,
+    )
 }
 
 
@@ -143,9 +158,10 @@ def _on_ranks(rank: int, names: list[str]) -> list[str]:
 
         def make(name: str = name) -> Any:
             torch.manual_seed(0)
-            model = Inner(torch.nn.Linear(6, 7), torch.nn.Linear(7, 6, bias=False))
+            rows = 7 if name in ON_RANKS else 8  # what is kept for a shard has one shape on all ranks
+            model = Inner(torch.nn.Linear(6, rows), torch.nn.Linear(rows, 6 if rows == 7 else 8, bias=False))
             fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
-            return model, ON_RANKS[name](model.parameters())
+            return model, {**ON_RANKS, **ON_SHARDS}[name](model.parameters())
 
         try:
             check_resume(make, step, new_process=False)
@@ -154,6 +170,11 @@ def _on_ranks(rank: int, names: list[str]) -> list[str]:
     return problems
 
 
-def test_resumed_ranks_are_the_uninterrupted_ones(gloo_ranks: RankPool) -> None:
-    """FSDP2 on four ranks, with shards of different sizes; all ranks hear of a difference."""
-    assert [[]] * 4 == gloo_ranks.run(_on_ranks, list(ON_RANKS))
+SOME = ["AdamW", "SGD", "factored", "own options", "Soap on shards", "EightBit on shards"]
+OTHERS = [name for name in (*ON_RANKS, *ON_SHARDS) if name not in SOME]
+
+
+@pytest.mark.parametrize("names", [SOME, pytest.param(OTHERS, marks=pytest.mark.soak)], ids=["some", "others"])
+def test_resumed_ranks_are_the_uninterrupted_ones(gloo_ranks: RankPool, names: list[str]) -> None:
+    """FSDP2 on four ranks, also with shards of different sizes; all ranks hear of a difference."""
+    assert [[]] * 4 == gloo_ranks.run(_on_ranks, names)

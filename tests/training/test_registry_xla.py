@@ -1,0 +1,76 @@
+"""A resumed run is the uninterrupted one with torch-xla's ZeRO-1, for optimizers of the registry."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from nxd_ckpt import Checkpointer, Topology
+from nxd_ckpt.testing import ResumeDiffers, check_resume
+from tests.rigs.rank_pool import RankPool
+from tests.training.model import zero1
+from tests.training.registry import OPTIMIZERS, OWN, Inner
+
+pytestmark = pytest.mark.xla
+
+BASES = {**OPTIMIZERS, **OWN}
+SOME, OTHERS = ["AdamW", "8 bits", "SOAP"], ["SGD", "NAdam", "Lion", "Shampoo", "Muon", "schedule-free"]
+
+
+def _save(directory: str, tag: str, *objects: Any) -> None:
+    with Checkpointer(directory, topology=Topology(dp=4, rank=dist.get_rank())) as checkpointer:
+        checkpointer.save(tag, *objects, use_xser=True)
+
+
+def _load(directory: str, tag: str, *objects: Any) -> None:
+    with Checkpointer(directory, topology=Topology(dp=4, rank=dist.get_rank())) as checkpointer:
+        checkpointer.load(tag, *objects)
+
+
+def _step(model: Any, optimizer: Any) -> float:
+    import torch_xla
+
+    optimizer.zero_grad()
+    loss: torch.Tensor = model()
+    loss.backward()
+    optimizer.step()
+    torch_xla.sync()
+    return loss.item()
+
+
+def _on_xla(rank: int, names: list[str]) -> list[str]:
+    """What differs after a resume, one line for each optimizer."""
+    import torch_xla
+
+    topology, problems = Topology(dp=4, rank=rank), []
+    for name in names:
+
+        def make(name: str = name) -> Any:
+            torch.manual_seed(0)
+            model = _OnDevice(torch.nn.Linear(6, 7), torch.nn.Linear(7, 6, bias=False)).to(torch_xla.device())
+            settings = {"pin_layout": False, "save_master_weights": True}
+            return model, zero1(list(model.parameters()), topology, settings, BASES[name])  # type: ignore[arg-type]
+
+        try:
+            check_resume(make, _step, save=_save, load=_load, steps=2, steps_after=2, new_process=False)
+        except ResumeDiffers as error:
+            problems.append(f"{name}: {error}")
+    return problems
+
+
+class _OnDevice(Inner):
+    """Its batch is made on the host: the same on each rank and in each run."""
+
+    def forward(self) -> torch.Tensor:
+        batch = torch.randn(4, 6).to(next(self.parameters()).device)
+        loss: torch.Tensor = self.layers(batch).square().mean()
+        return loss
+
+
+@pytest.mark.parametrize("names", [SOME, pytest.param(OTHERS, marks=pytest.mark.soak)], ids=["some", "others"])
+def test_resumed_shards_are_the_uninterrupted_ones(xla_ranks: RankPool, names: list[str]) -> None:
+    """Four ranks, each with a quarter of every parameter and of what the optimizer keeps for it."""
+    assert [[]] * 4 == xla_ranks.run(_on_xla, names)
