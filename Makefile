@@ -24,8 +24,10 @@ XLA_READY := $(VENV)/.nxd-ckpt-installed
 PLAIN_READY := $(VENV_PLAIN)/.nxd-ckpt-installed
 BENCH_READY := $(VENV)/.nxd-ckpt-bench-installed
 
-# TorchTitan and what its checkpoint manager imports, 8 MB; it depends on far more, which the manager does not use.
+# TorchTitan and what its checkpoint manager imports, 8 MB; it depends on far more, which the manager does not use. The
+# release that AWS ships lies beside it, in a folder of its own.
 TITAN := 'torchtitan==0.3.*' 'spmd_types==0.2.3' tyro docstring_parser typeguard
+OLD_TITAN := --target $(VENV_PLAIN)/torchtitan-0.2.2 'torchtitan==0.2.2'
 
 # Ranks are processes and share few cores: one thread each.
 export OMP_NUM_THREADS := 1
@@ -118,4 +120,5 @@ $(PLAIN_READY): pyproject.toml setup.py
 	test -x $(VENV_PLAIN)/bin/python || $(PYTHON) -m venv $(VENV_PLAIN)
 	flock setup.py $(VENV_PLAIN)/bin/python -m pip install --quiet --no-compile --editable '.[dev]' 'torch==2.13.*'
 	$(VENV_PLAIN)/bin/python -m pip install --quiet --no-compile --no-deps $(TITAN) || echo "TorchTitan is not tested: it needs Python 3.11"
+	$(VENV_PLAIN)/bin/python -m pip install --quiet --no-compile --no-deps --upgrade $(OLD_TITAN)
 	touch $@

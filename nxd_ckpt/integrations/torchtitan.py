@@ -1,8 +1,11 @@
-"""TorchTitan's checkpoints as tags: its own checkpoint manager, with what is written and read replaced.
+"""TorchTitan's checkpoints as tags: its own checkpoint manager, with its reading and writing replaced.
 
-Written for torchtitan 0.3, whose manager decides what is saved when, and what is loaded. In a trainer's config::
+For torchtitan 0.3 and 0.2.2, whose managers decide what is saved when, and what is loaded. With 0.3, in a trainer's
+config::
 
     checkpoint = CheckpointManager.Config(enable=True, interval=500, keep_latest_k=3, async_mode="async")
+
+With 0.2.2, `nxd_ckpt.integrations.torchtitan_trainer` puts the manager into the trainer.
 
 A checkpoint is the tag ``step-N`` in the checkpoint folder: complete or invisible, with digests, and of model and
 optimizer by name, so that every tool of nxd_ckpt works on it.
@@ -10,16 +13,17 @@ optimizer by name, so that every tool of nxd_ckpt works on it.
 
 from __future__ import annotations
 
+import importlib
 import re
 from dataclasses import dataclass, replace
-from typing import Any
+from inspect import signature
+from types import ModuleType
+from typing import Any, ClassVar
 
 import torch
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, async_save, save
-from torchtitan.components.checkpointer import MODEL, OPTIMIZER, AsyncMode
-from torchtitan.components.checkpointer import CheckpointManager as TitanCheckpointManager
 from torchtitan.tools.utils import GarbageCollection
 
 from nxd_ckpt.core.names import DONE
@@ -30,36 +34,83 @@ from nxd_ckpt.tag.directory import list_tags
 from nxd_ckpt.torch_dcp.storage_reader import StorageReader
 from nxd_ckpt.torch_dcp.storage_writer import StorageWriter
 
+_MODULES = {
+    "torchtitan.components.checkpointer": "0.3",
+    "torchtitan.components.checkpoint": "0.2.2",
+}
+"""The modules that hold the manager, each with the first release that has it there."""
+
+_OVERRIDDEN = ("dcp_save", "dcp_load", "_find_load_step", "_purge_stale_checkpoints")
+_NAMES = ("CheckpointManager", "AsyncMode", "MODEL", "OPTIMIZER")
 _STEP = re.compile(r"step-(\d+)")
 
 
+def _titan_module() -> ModuleType:
+    """Import the module of TorchTitan's manager. Raises ImportError, with the names that were looked for."""
+    for name in _MODULES:
+        try:
+            module = importlib.import_module(name)
+        except ModuleNotFoundError as error:
+            if error.name != name:  # something that TorchTitan itself needs
+                raise
+            continue
+        missing = [other for other in _NAMES if not hasattr(module, other)]
+        missing += [
+            f"CheckpointManager.{method}"
+            for method in _OVERRIDDEN
+            if not hasattr(getattr(module, "CheckpointManager", None), method)
+        ]
+        if missing:
+            raise ImportError(
+                f"this torchtitan is not supported: {name} has no {', '.join(missing)}. Releases 0.2.2 and 0.3 have; "
+                "install one of them, or save through nxd_ckpt.adapters.dcp"
+            )
+        return module
+    looked_for = ", ".join(f"{name}.CheckpointManager ({release})" for name, release in _MODULES.items())
+    raise ImportError(
+        f"this torchtitan is not supported: looked for {looked_for}, found neither. Install torchtitan 0.2.2 or 0.3, "
+        "or save through nxd_ckpt.adapters.dcp"
+    )
+
+
+_titan = _titan_module()
+MODEL, OPTIMIZER, AsyncMode = _titan.MODEL, _titan.OPTIMIZER, _titan.AsyncMode
+TitanCheckpointManager: Any = _titan.CheckpointManager
+
+
 class CheckpointManager(TitanCheckpointManager):  # type: ignore[misc]
-    """Takes the place of ``torchtitan.components.checkpointer.CheckpointManager``, with the same options.
+    """A drop-in for TorchTitan's ``CheckpointManager``, with the same arguments and options.
 
     ``keep_latest_k`` never removes a tag before its successor is complete. Both async modes work; without an
     accelerator the memory of ``async_with_pinned_mem`` is not pinned. Checkpoints that TorchTitan's own manager wrote
     load too: a run continues with them. ``initial_load_path`` may be any tag, of neuronx-distributed too. Hugging Face
-    checkpoints are read and written as by TorchTitan.
+    checkpoints are read and written as by TorchTitan. With torchft, each replica's data loader is saved and loaded as
+    by TorchTitan 0.2.2.
     """
 
-    @dataclass(kw_only=True, slots=True)
-    class Config(TitanCheckpointManager.Config):  # type: ignore[misc]
-        """See TorchTitan's."""
+    durable: ClassVar[bool] = True
+    """Fsync a checkpoint before it becomes visible. With 0.3, ``Config.durable`` decides for one manager."""
 
-        durable: bool = True
-        """Whether a checkpoint is fsynced before it becomes visible."""
+    if hasattr(TitanCheckpointManager, "Config"):  # from 0.3 on the manager builds itself from its own config
 
-    def __init__(self, config: Config, **parts: Any) -> None:
+        @dataclass(kw_only=True, slots=True)
+        class Config(TitanCheckpointManager.Config):  # type: ignore[misc]
+            """TorchTitan's options, and ``durable``: fsync a checkpoint before it becomes visible."""
+
+            durable: bool = True
+
+    def __init__(self, *args: Any, **parts: Any) -> None:
+        call = signature(super().__init__).bind(*args, **parts)
+        name = "config" if "config" in call.arguments else "checkpoint_config"
+        config = call.arguments[name]
         # TorchTitan's own removal of checkpoints is by name, and whether they are complete or not.
-        given: Any = config
-        own = replace(given, keep_latest_k=0)
-        super().__init__(own, **parts)
-        if not self.enable:
-            return
+        call.arguments[name] = replace(config, keep_latest_k=0)
+        super().__init__(*call.args, **call.kwargs)
         self.keep_latest_k = config.keep_latest_k
-        self._durable = config.durable
+        self._durable: bool = getattr(config, "durable", self.durable)
         self._buffers: dict[str, torch.Tensor] = {}
-        if self.async_mode == AsyncMode.ASYNC_WITH_PINNED_MEM and not torch.accelerator.is_available():
+        pinned = self.enable and self.async_mode == AsyncMode.ASYNC_WITH_PINNED_MEM
+        if pinned and not torch.accelerator.is_available():
             self.stager = DefaultStager(StagingOptions(False, True, True, False))
 
     @torch.no_grad()
@@ -67,35 +118,36 @@ class CheckpointManager(TitanCheckpointManager):  # type: ignore[misc]
         self,
         state_dict: dict[str, Any],
         checkpoint_id: str,
-        async_mode: AsyncMode,
+        async_mode: Any,
         enable_garbage_collection: bool = False,
         to_hf: bool = False,
     ) -> Any:
-        """Save the tag ``checkpoint_id``; what TorchTitan's returns.
+        """Save the tag ``checkpoint_id``, and return the same as TorchTitan's method.
 
-        Raises torch's CheckpointException on all ranks, of what failed on any; nothing became visible.
+        Raises torch's CheckpointException on all ranks for a failure on any; nothing became visible then.
         """
         if to_hf:
             return super().dcp_save(state_dict, checkpoint_id, async_mode, enable_garbage_collection, to_hf)
         writer = StorageWriter(
             model_key="", optim_key=OPTIMIZER, num_kept_ckpts=self.keep_latest_k or None, durable=self._durable
         )
-        common: dict[str, Any] = {"storage_writer": writer, "checkpoint_id": checkpoint_id, "process_group": self.pg}
+        group = getattr(self, "pg", None)  # 0.2.2 has it in its async modes alone
+        common: dict[str, Any] = {"storage_writer": writer, "checkpoint_id": checkpoint_id, "process_group": group}
         if async_mode == AsyncMode.DISABLED:
-            found: Any = save(state_dict, **common)
+            result: Any = save(state_dict, **common)
         elif async_mode == AsyncMode.ASYNC:
-            found = async_save(state_dict, **common)
+            result = async_save(state_dict, **common)
         else:
             process, state_dict = AsyncCheckpointerType.PROCESS, state_dict | self._kept_buffers(state_dict)
-            found = async_save(state_dict, async_checkpointer_type=process, async_stager=self.stager, **common)
+            result = async_save(state_dict, async_checkpointer_type=process, async_stager=self.stager, **common)
         if enable_garbage_collection:
             GarbageCollection.collect("GC collection invoked by checkpointer.")
-        return found
+        return result
 
     def dcp_load(self, state_dict: dict[str, Any], checkpoint_id: str, from_hf: bool, from_quantized: bool) -> None:
-        """Load the tag ``checkpoint_id``, or what else TorchTitan loads.
+        """Load the tag ``checkpoint_id``, or another checkpoint that TorchTitan loads.
 
-        Raises torch's CheckpointException on all ranks, of what failed on any.
+        Raises torch's CheckpointException on all ranks for a failure on any.
         """
         if from_hf or not _is_tag(checkpoint_id):
             super().dcp_load(state_dict, checkpoint_id, from_hf, from_quantized)
@@ -104,8 +156,8 @@ class CheckpointManager(TitanCheckpointManager):  # type: ignore[misc]
         self.states[MODEL].load_state_dict(state_dict)
 
     def _kept_buffers(self, state_dict: dict[str, Any]) -> dict[str, torch.Tensor]:
-        """The model's buffers as they are now. They are staged beside the next forward pass, which may change them;
-        parameters and the optimizer's state wait for it. The memory is the same each time: stagers cache by it.
+        """Copy the model's buffers. They are staged beside the next forward pass, which may change them; parameters and
+        the optimizer's state wait for it. The memory is the same each time: stagers cache by it.
         """
         for module in self.states[MODEL].model:
             for name in canonical((name for name, _ in module.named_buffers()), "the model"):
@@ -116,12 +168,12 @@ class CheckpointManager(TitanCheckpointManager):  # type: ignore[misc]
 
     def _find_load_step(self, folder: str = "") -> int:
         storage = open_storage(folder or self.folder)
-        found = (_STEP.fullmatch(info.tag) for info in list_tags(storage) if info.complete)
-        steps = [int(match.group(1)) for match in found if match]
+        matches = (_STEP.fullmatch(info.tag) for info in list_tags(storage) if info.complete)
+        steps = [int(match.group(1)) for match in matches if match]
         return max([*steps, int(super()._find_load_step(folder))])
 
     def _purge_stale_checkpoints(self) -> None:
-        """Each save has removed what is too many."""
+        """Do nothing: each save has removed the surplus tags."""
 
 
 def _is_tag(path: str) -> bool:

@@ -1,7 +1,13 @@
-"""TorchTitan's own containers, saved and resumed by our checkpoint manager, on two ranks under FSDP2."""
+"""TorchTitan's own containers, saved and resumed by our checkpoint manager, on two ranks under FSDP2.
+
+The environment has torchtitan 0.3; 0.2.2 lies in a folder of its own in it, which its ranks import first.
+"""
 
 from __future__ import annotations
 
+import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -23,8 +29,22 @@ from tests.rigs.rank_pool import RankPool
 pytestmark = [pytest.mark.plain, pytest.mark.once]
 
 
+RELEASES = ("0.3", "0.2.2")
+OLD = Path(sys.prefix, "torchtitan-0.2.2")
+
+
+@pytest.fixture(scope="module", params=RELEASES)
+def release(request: pytest.FixtureRequest) -> Iterator[str]:
+    """The release that ranks import: they take this process' path."""
+    if request.param == "0.2.2":
+        assert OLD.is_dir(), f"{OLD} is not there: make {sys.prefix}/.nxd-ckpt-installed"
+        sys.path.insert(0, str(OLD))
+    yield str(request.param)
+    sys.path[:] = [path for path in sys.path if path != str(OLD)]
+
+
 @pytest.fixture(scope="module")
-def pool() -> Iterator[RankPool]:
+def pool(release: str) -> Iterator[RankPool]:
     with RankPool(2) as started:
         yield started
 
@@ -58,7 +78,7 @@ def test_a_run_of_torchtitans_own_manager_continues(tmp_path: Path, pool: RankPo
     assert "embed.weight" in manifest_of(tmp_path / "both", "step-4").parameters
 
 
-def test_the_last_save_is_the_model_in_the_export_dtype(tmp_path: Path, pool: RankPool) -> None:
+def test_the_last_save_is_the_model_in_the_export_dtype(tmp_path: Path, pool: RankPool, release: str) -> None:
     """``last_save_model_only`` and ``export_dtype``; plain jobs load it."""
     pool.run(titan.last_save, tmp_path)
     assert ["step-2", "step-3"] == tags(tmp_path)
@@ -66,6 +86,8 @@ def test_the_last_save_is_the_model_in_the_export_dtype(tmp_path: Path, pool: Ra
     assert manifest.parts.optimizer is None
     assert "bfloat16" == manifest.parameters["embed.weight"].dtype
     model = titan.Model().to(torch.bfloat16)
+    if release == "0.2.2":  # casts the counter too
+        model.counter.seen = model.counter.seen.to(torch.bfloat16)
     load_checkpoint(tmp_path / "checkpoint", "step-3", model)
 
 
@@ -83,6 +105,49 @@ def test_a_run_begins_with_a_model_of_others(hf: bool, tmp_path: Path, pool: Ran
         save_checkpoint(tmp_path / "given", "step_1", model)
     expected = [parameter.tolist() for parameter in model.parameters()]
     assert [expected] * 2 == pool.run(titan.initially, tmp_path, where, hf)
+
+
+@pytest.mark.parametrize("release", ["0.2.2"], indirect=True)  # 0.3 has no torchft in its manager
+def test_each_replica_of_torchft_has_its_own_data_position(tmp_path: Path, pool: RankPool) -> None:
+    """The first replica saves everything, each its data loader, and both are tags."""
+    for step, data in pool.run(titan.fault_tolerant, tmp_path, timeout=300):
+        assert 2 == step
+        assert data != {}
+    assert ["ft-replicat-0", "ft-replicat-1", "step-2"] == tags(tmp_path)
+    replicas = tmp_path / "checkpoint" / "ft-replicat-1"
+    assert "step-4" == open_checkpoint(replicas).tag
+
+
+def test_the_trainer_takes_our_manager(tmp_path: Path, pool: RankPool, release: str) -> None:
+    """Of 0.2.2 by the one import that its config names; 0.3's config builds its own."""
+    for module, file in pool.run(titan.through_the_trainer, tmp_path):
+        assert "nxd_ckpt.integrations.torchtitan" == module
+        assert (str(OLD) in file) == (release == "0.2.2")
+
+
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        ({}, r"looked for torchtitan.components.checkpointer.CheckpointManager \(0.3\), torchtitan.components.checkpoint"),
+        (
+            {"checkpoint.py": "AsyncMode = MODEL = OPTIMIZER = None\nclass CheckpointManager:\n    dcp_save = 1\n"},
+            "components.checkpoint has no CheckpointManager.dcp_load, CheckpointManager._find_load_step",
+        ),
+    ],
+)
+def test_another_torchtitan_is_refused_by_the_names_that_it_lacks(
+    files: dict[str, str], message: str, tmp_path: Path
+) -> None:
+    """A fork may have renamed what we extend: the error says what was looked for."""
+    package = tmp_path / "torchtitan"
+    sources = {"__init__.py": "", "components/__init__.py": "", "tools/__init__.py": ""}
+    sources |= {"tools/utils.py": "GarbageCollection = None\n", **{f"components/{k}": v for k, v in files.items()}}
+    for name, source in sources.items():
+        (package / name).parent.mkdir(parents=True, exist_ok=True)
+        (package / name).write_text(source)
+    code = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); import nxd_ckpt.integrations.torchtitan"
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert re.search(message, ended.stderr), ended.stderr
 
 
 def test_its_config_is_torchtitans() -> None:

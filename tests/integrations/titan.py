@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from importlib.util import find_spec
 from pathlib import Path
 from threading import Event
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -16,13 +19,19 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils.data import IterableDataset
-from torchtitan.components.checkpointer import AsyncMode
-from torchtitan.components.checkpointer import CheckpointManager as TitanCheckpointManager
+
+if find_spec("triton") is None:  # kernels that 0.2.2 imports with everything, and checkpoints never call
+    kernels: Any = ModuleType("torchtitan.models.moe.kernels")
+    kernels.generate_permute_indices = None
+    sys.modules.setdefault(kernels.__name__, kernels)
+
 from torchtitan.components.dataloader import ParallelAwareDataloader
-from torchtitan.components.optimizer import LRSchedulersContainer, OptimizersContainer, ParamGroupConfig
+from torchtitan.components.optimizer import OptimizersContainer
 from torchtitan.protocols.state_dict_adapter import StateDictAdapter
 
-from nxd_ckpt.integrations.torchtitan import CheckpointManager
+from nxd_ckpt.integrations.torchtitan import AsyncMode, CheckpointManager, TitanCheckpointManager
+
+IS_0_3 = hasattr(TitanCheckpointManager, "Config")
 
 
 class Counter(torch.nn.Module):
@@ -122,7 +131,14 @@ class Training:
     """A job on this rank, with a manager of the class ``kind``; ``options`` are those of its config."""
 
     def __init__(
-        self, rank: int, directory: Path, *, seed: int = 1, kind: Any = CheckpointManager, **options: Any
+        self,
+        rank: int,
+        directory: Path,
+        *,
+        seed: int = 1,
+        kind: Any = CheckpointManager,
+        ft: Any = None,
+        **options: Any,
     ) -> None:
         mesh = init_device_mesh("cpu", (2,))
         torch.manual_seed(seed)
@@ -131,15 +147,13 @@ class Training:
         self.model.counter = checkpoint_wrapper(self.model.counter, checkpoint_fn=_called)
         fully_shard(self.model.embed, mesh=mesh)
         fully_shard(self.model, mesh=mesh)
-        groups = [ParamGroupConfig(pattern=".*", optimizer_name="AdamW", optimizer_kwargs={"lr": 0.1})]
-        self.optimizers = OptimizersContainer.Config(param_groups=groups, implementation="for-loop").build(
-            model_parts=[self.model]
-        )
-        self.schedulers = LRSchedulersContainer(self.optimizers, _decay)
+        self.optimizers, self.schedulers = _containers(self.model)
         self.loader = ParallelAwareDataloader(Numbers(rank), rank, 2, batch_size=3)
         self.state = TrainState()
-        config = kind.Config(enable=True, folder="checkpoint", interval=2, **options)
-        self.manager = config.build(
+        self.manager = _manager(
+            kind,
+            options,
+            ft=ft,
             dataloader=self.loader,
             model_parts=[self.model],
             optimizers=self.optimizers,
@@ -172,9 +186,37 @@ class Training:
         if late is not None:
             late.passed.set()
         self.manager.maybe_wait_for_staging()
-        self.manager.maybe_wait_for_saving()
+        if IS_0_3:
+            self.manager.maybe_wait_for_saving()
+        else:
+            self.manager._async_wait()
         self.manager.close()
         return found
+
+
+def _containers(model: torch.nn.Module) -> tuple[Any, Any]:
+    """AdamW and a decay of its learning rate, in the containers of this release."""
+    if IS_0_3:
+        from torchtitan.components.optimizer import LRSchedulersContainer, ParamGroupConfig
+
+        groups = [ParamGroupConfig(pattern=".*", optimizer_name="AdamW", optimizer_kwargs={"lr": 0.1})]
+        config: Any = OptimizersContainer.Config(param_groups=groups, implementation="for-loop")
+        optimizers = config.build(model_parts=[model])
+    else:
+        from torchtitan.components.lr_scheduler import LRSchedulersContainer
+
+        optimizers = OptimizersContainer([model], torch.optim.AdamW, {"lr": 0.1, "foreach": False})
+    return optimizers, LRSchedulersContainer(optimizers, _decay)
+
+
+def _manager(kind: Any, options: dict[str, Any], *, ft: Any = None, **parts: Any) -> Any:
+    """A manager of that class, as the trainer of this release makes it."""
+    common = {"enable": True, "folder": "checkpoint", "interval": 2, **options}
+    if IS_0_3:
+        return kind.Config(**common).build(**parts)
+    from torchtitan.config import Checkpoint
+
+    return kind(checkpoint_config=Checkpoint(**common), ft_manager=ft, **parts)
 
 
 def _called(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -210,6 +252,40 @@ def continued(rank: int, directory: Path) -> list[Any]:
 def last_save(rank: int, directory: Path) -> list[tuple[float, float]]:
     """The last save holds the model alone, in another dtype."""
     return Training(rank, directory, export_dtype="bfloat16", last_save_model_only=True).run(3, last=True)
+
+
+class Replica:
+    """As much of torchft's manager as checkpoints ask: the replica that saves, and its state's functions."""
+
+    enabled = True
+
+    def __init__(self, replica: int, saves: bool) -> None:
+        self.replica_id = replica
+        self.manager = SimpleNamespace(participating_rank=lambda: int(not saves), set_state_dict_fns=lambda *_: None)
+
+
+def fault_tolerant(rank: int, directory: Path) -> list[Any]:
+    """Two replicas: the first saves all, each its own data loader; the second is started again and reads on."""
+    for replica in (0, 1):
+        Training(rank, directory, ft=Replica(replica, saves=replica == 0), async_mode="async").run(2 + 2 * replica)
+    again = Training(rank, directory, seed=2, ft=Replica(1, saves=False), async_mode="async")
+    assert again.manager.load()
+    return [again.state.step, again.loader.state_dict()]
+
+
+def through_the_trainer(rank: int, directory: Path) -> list[str]:
+    """The manager that a trainer's module has after the import of ours."""
+    trainer = ModuleType("torchtitan.train")
+    trainer.CheckpointManager = TitanCheckpointManager  # type: ignore[attr-defined]
+    sys.modules[trainer.__name__] = trainer
+    import nxd_ckpt.integrations.torchtitan_trainer
+
+    assert nxd_ckpt.integrations.torchtitan_trainer
+    return [f"{trainer.CheckpointManager.__module__}", _titan_file()]
+
+
+def _titan_file() -> str:
+    return str(sys.modules[TitanCheckpointManager.__module__].__file__)
 
 
 def initially(rank: int, directory: Path, path: Path, hf: bool) -> list[Any]:

@@ -1,0 +1,27 @@
+"""Importing this makes the trainer of torchtitan 0.2.2 save and load by `nxd_ckpt.integrations.torchtitan`.
+
+That trainer has no option for another checkpoint manager, but it imports a module of the user's before it makes one::
+
+    torchrun ... -m torchtitan.train --job.config_file llama.toml \\
+        --experimental.custom_import nxd_ckpt.integrations.torchtitan_trainer
+"""
+
+from __future__ import annotations
+
+import sys
+
+from nxd_ckpt.integrations.torchtitan import CheckpointManager, TitanCheckpointManager
+
+
+def _use_our_manager() -> list[str]:
+    """Replace TorchTitan's manager in every module that has imported it; return their names."""
+    changed = []
+    for name, module in list(sys.modules.items()):
+        is_trainer = name == "__main__" or name.startswith("torchtitan.")
+        if is_trainer and vars(module).get("CheckpointManager") is TitanCheckpointManager:
+            module.CheckpointManager = CheckpointManager  # type: ignore[attr-defined]
+            changed.append(name)
+    return changed
+
+
+_use_our_manager()
