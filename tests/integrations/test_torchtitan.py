@@ -128,7 +128,7 @@ def test_the_trainer_takes_our_manager(tmp_path: Path, pool: RankPool, release: 
 @pytest.mark.parametrize(
     ("files", "message"),
     [
-        ({}, r"looked for torchtitan.components.checkpointer.CheckpointManager \(0.3\), torchtitan.components.checkpoint"),
+        ({}, r"looked for torchtitan.components.checkpointer.CheckpointManager \(0.3\), torchtitan.components.ch"),
         (
             {"checkpoint.py": "AsyncMode = MODEL = OPTIMIZER = None\nclass CheckpointManager:\n    dcp_save = 1\n"},
             "components.checkpoint has no CheckpointManager.dcp_load, CheckpointManager._find_load_step",
