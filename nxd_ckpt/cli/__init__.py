@@ -1,1 +1,1 @@
-"""The command ``nxd-ckpt``: looking at checkpoints, on any machine with torch and without torch-xla."""
+"""Command ``nxd-ckpt``: work with checkpoints on any machine with torch, without torch-xla."""

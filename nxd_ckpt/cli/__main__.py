@@ -1,4 +1,4 @@
-"""``python -m nxd_ckpt.cli``: the same as ``nxd-ckpt``."""
+"""Entry point of ``python -m nxd_ckpt.cli``, the same command as ``nxd-ckpt``."""
 
 import sys
 

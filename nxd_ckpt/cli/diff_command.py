@@ -1,4 +1,4 @@
-"""``nxd-ckpt diff``: what two tags differ in, and by how much."""
+"""``nxd-ckpt diff``: differences between two tags."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from nxd_ckpt.cli import text
-from nxd_ckpt.cli.options import add_options, opening
+from nxd_ckpt.cli.command import Command
+from nxd_ckpt.cli.options import opening
 from nxd_ckpt.core import units
 from nxd_ckpt.core.units import size
 from nxd_ckpt.options.opening import OpenOptions
@@ -18,50 +19,18 @@ if TYPE_CHECKING:
     from nxd_ckpt.reshard.whole_tag import GlobalTensor
     from nxd_ckpt.tag.listing import Options
 
-NAME = "diff"
-EXAMPLE = "nxd-ckpt diff run1/step_200 run1/step_300"
-SUMMARY = "what two checkpoints differ in, and by how much"
-DESCRIPTION = (
-    "Compare two tags, of nxd_ckpt or neuronx-distributed, whatever sizes they were saved on: tensors of model and "
-    "optimizer by name, options of param groups, scheduler and user content. Tensors are verified by their digests on "
-    "the way; those with equal digests are the same without being read. Exit code 0 if nothing differs, 1 if something "
-    "does or could not be compared, 2 for an error."
-)
 _SHOWN = 50
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    for side in ("A", "B"):
-        parser.add_argument(side.lower(), metavar=side, help="a tag, or a directory for its latest one; or their URL")
-    parser.add_argument(
-        "--prefix",
-        metavar="GLOB",
-        action="append",
-        help="compare only what has a name that begins so: model/, 'optim/*/exp_avg', user_content/; again for more",
-    )
-    parser.add_argument(
-        "--tolerance",
-        metavar="X",
-        type=float,
-        help="take tensors for the same in which no element differs by more, whatever their dtypes",
-    )
-    parser.add_argument("--full", action="store_true", help="read tensors whose recorded digests are equal, too")
-    parser.add_argument("--all", action="store_true", help=f"show all that differs, not {_SHOWN} of a kind")
-    add_options(parser, OpenOptions)
-    text.add_quiet(parser)
-    text.add_json(parser)
-    parser.set_defaults(code_of_error=2)
-
-
-def run(args: argparse.Namespace) -> int:
+def _run(args: argparse.Namespace) -> int:
     from nxd_ckpt.examine.diff import diff_checkpoints
     from nxd_ckpt.tag.identity import of_latest
 
-    places = [_locate(path, args) for path in (args.a, args.b)]
+    locations = [_locate(path, args) for path in (args.a, args.b)]
 
-    def compared() -> tuple[Checkpoint, Checkpoint, Difference]:
-        a, b = (_open(*place, args) for place in places)
-        found = diff_checkpoints(
+    def compare() -> tuple[Checkpoint, Checkpoint, Difference]:
+        a, b = (_open(*location, args) for location in locations)
+        difference = diff_checkpoints(
             a,
             b,
             prefix=args.prefix or (),
@@ -69,27 +38,27 @@ def run(args: argparse.Namespace) -> int:
             full=args.full,
             progress=not args.quiet,
         )
-        return a, b, found
+        return a, b, difference
 
-    a, b, found = of_latest(any(tag is None for _, tag, _ in places), compared)
+    a, b, difference = of_latest(any(tag is None for _, tag, _ in locations), compare)
     document = {
         "a": _side(a),
         "b": _side(b),
-        "same": not found,
-        "same_tensors": found.same_tensors,
-        "same_digests": found.same_digests,
-        "nbytes": found.nbytes,
-        "tensors": [_tensor(difference) for difference in found.tensors],
-        "values": [_value(difference) for difference in found.values],
-        "problems": list(found.problems),
+        "same": not difference,
+        "same_tensors": difference.same_tensors,
+        "same_digests": difference.same_digests,
+        "nbytes": difference.nbytes,
+        "tensors": [_tensor(tensor) for tensor in difference.tensors],
+        "values": [_value(value) for value in difference.values],
+        "problems": list(difference.problems),
     }
-    if args.json or found or not args.quiet:
+    if args.json or difference or not args.quiet:
         text.show(document, _lines(document, None if args.all else _SHOWN), as_json=args.json)
-    return 1 if found else 0
+    return 1 if difference else 0
 
 
 def _locate(path: str, args: argparse.Namespace) -> tuple[str, str | None, Options]:
-    """Directory (or URL), tag if one is named, and what it is opened with."""
+    """Return the directory or URL, the tag if one is named, and the storage options."""
     from nxd_ckpt.storage.urls import options_for
     from nxd_ckpt.tag.listing import locate
 
@@ -126,10 +95,10 @@ def _tensor(difference: TensorDifference) -> dict[str, Any]:
     }
 
 
-def _form(told: GlobalTensor | None) -> dict[str, Any] | None:
-    if told is None:
+def _form(tensor: GlobalTensor | None) -> dict[str, Any] | None:
+    if tensor is None:
         return None
-    return {"dtype": told.dtype, "shape": None if told.shape is None else list(told.shape)}
+    return {"dtype": tensor.dtype, "shape": None if tensor.shape is None else list(tensor.shape)}
 
 
 def _value(difference: ValueDifference) -> dict[str, Any]:
@@ -180,3 +149,39 @@ def _limited(lines: list[str], total: int, limit: int | None) -> Iterator[str]:
     yield from lines
     if limit is not None and total > limit:
         yield f"  and {total - limit} more (--all shows them)"
+
+
+def _add_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--prefix",
+        metavar="GLOB",
+        action="append",
+        help="compare only names with this beginning: model/, 'optim/*/exp_avg', user_content/; repeatable",
+    )
+    parser.add_argument(
+        "--tolerance", metavar="X", type=float, help="treat differences up to X as equal, whatever the dtypes"
+    )
+    parser.add_argument("--full", action="store_true", help="also read tensors whose recorded digests are equal")
+    parser.add_argument("--all", action="store_true", help=f"show all differences, not {_SHOWN} of a kind")
+
+
+DIFF = Command(
+    "diff",
+    example="nxd-ckpt diff run1/step_200 run1/step_300",
+    summary="show how two checkpoints differ, and by how much",
+    description=(
+        "Compare two tags, of nxd_ckpt or neuronx-distributed, saved on any sizes: tensors of model and optimizer by "
+        "name, options of param groups, scheduler and user content. Tensors are verified by their digests when they "
+        "are read; those with equal digests are equal and are not read. Exit code 0 if nothing differs, 1 if "
+        "something differs or could not be compared, 2 for an error."
+    ),
+    operands=(
+        ("A", "a tag, or a directory for its latest one; or their URL"),
+        ("B", "a tag, or a directory for its latest one; or their URL"),
+    ),
+    add_flags=_add_flags,
+    options=OpenOptions,
+    quiet=True,
+    run=_run,
+    code_of_error=2,
+)

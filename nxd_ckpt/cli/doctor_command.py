@@ -1,4 +1,4 @@
-"""``nxd-ckpt doctor``: whether a tag can be resumed from, and was resumed right."""
+"""``nxd-ckpt doctor``: check that a tag can be resumed from, and was resumed correctly."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from nxd_ckpt.cli import text
-from nxd_ckpt.cli.options import add_options, opening
+from nxd_ckpt.cli.command import Command
+from nxd_ckpt.cli.options import opening
 from nxd_ckpt.core import units
 from nxd_ckpt.core.units import size
 from nxd_ckpt.options.opening import OpenOptions
@@ -17,49 +18,28 @@ if TYPE_CHECKING:
     from nxd_ckpt.checkpoint import Checkpoint
     from nxd_ckpt.examine.doctor import Examination
 
-NAME = "doctor"
-EXAMPLE = "nxd-ckpt doctor run1"
-SUMMARY = "whether a checkpoint can be resumed from, and was resumed right"
-DESCRIPTION = (
-    "Examine a tag, and whether it continues the one before it: steps, moments and weights moved, and by what their "
-    "optimizer can do; master weights round to the weights; no shards are exchanged; scheduler, learning rates and "
-    "data position agree with the steps. Of a directory, its latest tag is examined, after the one before. Everything "
-    "is read and verified. Exit code 1 if there is a problem; doubts, for which there may be a reason, are only shown, "
-    "unless --strict is given."
-)
 
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("tag", metavar="TAG", help="a tag, or a directory for its latest one; or their URL")
-    parser.add_argument("before", metavar="BEFORE", nargs="?", help="an earlier tag (default: the one before TAG)")
-    parser.add_argument("--alone", action="store_true", help="examine the tag by itself, without the one before")
-    parser.add_argument("--strict", action="store_true", help="exit with code 1 for doubts too")
-    add_options(parser, OpenOptions)
-    text.add_quiet(parser)
-    text.add_json(parser)
-
-
-def run(args: argparse.Namespace) -> int:
+def _run(args: argparse.Namespace) -> int:
     from nxd_ckpt.examine.doctor import examine_checkpoint
     from nxd_ckpt.tag.identity import of_latest
 
     if args.alone and args.before is not None:
         raise argparse.ArgumentTypeError("--alone examines one tag: leave out BEFORE")
 
-    def examined() -> Examination:
-        after, before = _opened(args)
+    def examine() -> Examination:
+        after, before = _open_tags(args)
         return examine_checkpoint(after, before, progress=not args.quiet)
 
-    found = of_latest(True, examined)
-    document = {"ok": bool(found), **asdict(found)}
-    if args.json or found.findings or not args.quiet:
+    examination = of_latest(True, examine)
+    document = {"ok": bool(examination), **asdict(examination)}
+    if args.json or examination.findings or not args.quiet:
         text.show(document, _lines(document), as_json=args.json)
-    passed = not found.findings if args.strict else bool(found)
+    passed = not examination.findings if args.strict else bool(examination)
     return 0 if passed else 1
 
 
-def _opened(args: argparse.Namespace) -> tuple[Checkpoint, Checkpoint | None]:
-    """The tag, and the one before it if there is one and it is wanted."""
+def _open_tags(args: argparse.Namespace) -> tuple[Checkpoint, Checkpoint | None]:
+    """Open the tag and the one before it, unless there is none or --alone is given."""
     from nxd_ckpt.checkpoint import open_checkpoint
     from nxd_ckpt.storage.urls import options_for
     from nxd_ckpt.tag.listing import locate, tag_before
@@ -79,10 +59,10 @@ def _opened(args: argparse.Namespace) -> tuple[Checkpoint, Checkpoint | None]:
 
 
 def _lines(document: dict[str, Any]) -> Iterator[str]:
-    for one in document["findings"]:
-        yield f"{one['severity']}: {one['what']}: {one['message']}"
+    for finding in document["findings"]:
+        yield f"{finding['severity']}: {finding['what']}: {finding['message']}"
     yield from (f"not examined: {problem}" for problem in document["problems"])
-    problems = sum(one["severity"] == "problem" for one in document["findings"])
+    problems = sum(finding["severity"] == "problem" for finding in document["findings"])
     doubts = len(document["findings"]) - problems
     yield f"{document['tag']}: {_verdict(problems, doubts)}"
     step = "" if document["step"] is None else f"step {document['step']}"
@@ -95,5 +75,32 @@ def _lines(document: dict[str, Any]) -> Iterator[str]:
 
 
 def _verdict(problems: int, doubts: int) -> str:
-    said = [units.count(number, noun) for number, noun in ((problems, "problem"), (doubts, "doubt")) if number]
-    return ", ".join(said) or "ok"
+    counts = [units.count(number, noun) for number, noun in ((problems, "problem"), (doubts, "doubt")) if number]
+    return ", ".join(counts) or "ok"
+
+
+def _add_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--alone", action="store_true", help="examine the tag by itself, without the one before")
+    parser.add_argument("--strict", action="store_true", help="exit with code 1 for doubts too")
+
+
+DOCTOR = Command(
+    "doctor",
+    example="nxd-ckpt doctor run1",
+    summary="check that a checkpoint can be resumed from, and was resumed correctly",
+    description=(
+        "Examine a tag, and whether it continues the one before it: steps, moments and weights moved, and by amounts "
+        "that their optimizer can cause; master weights round to the weights; no shards are exchanged; scheduler, "
+        "learning rates and data position agree with the steps. For a directory, its latest tag is compared with the "
+        "one before. Everything is read and verified. Exit code 1 if there is a problem. Doubts, which may have an "
+        "innocent reason, are only shown, unless --strict is given."
+    ),
+    operands=(
+        ("TAG", "a tag, or a directory for its latest one; or their URL"),
+        ("BEFORE?", "an earlier tag (default: the one before TAG)"),
+    ),
+    add_flags=_add_flags,
+    options=OpenOptions,
+    quiet=True,
+    run=_run,
+)

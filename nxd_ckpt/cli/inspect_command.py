@@ -1,4 +1,4 @@
-"""``nxd-ckpt inspect``: what one checkpoint holds."""
+"""``nxd-ckpt inspect``: contents of one checkpoint."""
 
 from __future__ import annotations
 
@@ -7,53 +7,19 @@ from collections.abc import Iterator
 from typing import Any
 
 from nxd_ckpt.cli import text
-from nxd_ckpt.cli.name_patterns import alike
-from nxd_ckpt.cli.storage_options import add_storage_option
+from nxd_ckpt.cli.command import Command
+from nxd_ckpt.cli.name_patterns import group_names
 from nxd_ckpt.core import units
 from nxd_ckpt.core.mesh import Mesh
 from nxd_ckpt.core.units import size
 
-NAME = "inspect"
-EXAMPLE = "nxd-ckpt inspect run1/step_300 --tensors 'optim/*'"
-SUMMARY = "what one checkpoint holds"
-DESCRIPTION = (
-    "Show one complete tag: sizes, versions, parameters and how they are cut, the optimizer's groups and state, the "
-    "keys of the user content. Nothing but the structure is read, and no code of the checkpoint is run. What "
-    "neuronx-distributed did not write down is shown as '?' or 'unknown'. Exit code 1 if a part cannot be read."
-)
 
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("directory", metavar="DIR", help="a checkpoint directory or URL, or a tag in it")
-    parser.add_argument("tag", metavar="TAG", nargs="?", help="which one (default: the latest complete one)")
-    instead = parser.add_mutually_exclusive_group()
-    instead.add_argument(
-        "--tensors",
-        metavar="PATTERN",
-        nargs="?",
-        const="*",
-        help="show instead where the rank's tensors lie: those whose name matches, such as 'model/*.weight', or all",
-    )
-    instead.add_argument(
-        "--by-prefix",
-        metavar="DEPTH",
-        nargs="?",
-        type=int,
-        const=0,
-        help="show instead the global tensors of model and optimizer by the first DEPTH parts of their names, or "
-        "(default) those together that differ in numbers alone",
-    )
-    parser.add_argument("--rank", metavar="N", type=int, default=0, help="the global rank to look as (default: 0)")
-    add_storage_option(parser)
-    text.add_json(parser)
-
-
-def run(args: argparse.Namespace) -> int:
+def _run(args: argparse.Namespace) -> int:
     from nxd_ckpt.cli.inspection import inspection
 
     options = args.storage_options
     document = inspection(
-        args.directory, args.tag, rank=args.rank, pattern=args.tensors, depth=args.by_prefix, options=options
+        args.dir, args.tag, rank=args.rank, pattern=args.tensors, depth=args.by_prefix, options=options
     )
     text.show(document, _lines(document), as_json=args.json)
     return 1 if document["problems"] else 0
@@ -105,7 +71,7 @@ def _number(metric: float | None) -> str:
 
 
 def _mesh(mesh: dict[str, Any]) -> str:
-    """``fsdp=2 tp=4``, or ``2 of tp=4``."""
+    """Describe a mesh: ``fsdp=2 tp=4``, or ``2 of tp=4``."""
     count = "" if mesh["count"] == 1 else f"{mesh['count']} of "
     return count + Mesh(tuple(mesh["names"]), tuple(mesh["shape"]), ()).describe()
 
@@ -130,7 +96,7 @@ def _parameters(parameters: list[dict[str, Any]] | None) -> Iterator[str]:
         for one in parameters
     )
     named = zip((one["name"] for one in parameters), forms, strict=True)
-    rows = ((name, *form) for name, _, form in alike(named))
+    rows = ((name, *form) for name, _, form in group_names(named))
     yield from text.table(("NAME", "DTYPE", "LOCAL", "GLOBAL", "CUT", "TRAINED"), rows)
 
 
@@ -205,3 +171,43 @@ def _tensor(tensor: dict[str, Any]) -> tuple[str, ...]:
 def _box(piece: dict[str, Any]) -> str:
     ends = (f"{start}:{start + size}" for start, size in zip(piece["offset"], piece["size"], strict=True))
     return f"[{', '.join(ends)}]"
+
+
+def _add_flags(parser: argparse.ArgumentParser) -> None:
+    instead = parser.add_mutually_exclusive_group()
+    instead.add_argument(
+        "--tensors",
+        metavar="PATTERN",
+        nargs="?",
+        const="*",
+        help="show instead where the rank's tensors are stored: all, or those with a matching name ('model/*.weight')",
+    )
+    instead.add_argument(
+        "--by-prefix",
+        metavar="DEPTH",
+        nargs="?",
+        type=int,
+        const=0,
+        help="show instead the global tensors of model and optimizer, grouped by the first DEPTH parts of their names; "
+        "without DEPTH, names that differ only in numbers are one group",
+    )
+    parser.add_argument("--rank", metavar="N", type=int, default=0, help="show this global rank's view (default: 0)")
+
+
+INSPECT = Command(
+    "inspect",
+    example="nxd-ckpt inspect run1/step_300 --tensors 'optim/*'",
+    summary="show what one checkpoint holds",
+    description=(
+        "Show one complete tag: sizes, versions, parameters and how they are partitioned, the optimizer's groups and "
+        "state, the keys of the user content. Only the structure is read, and no code of the checkpoint is run. Facts "
+        "that neuronx-distributed does not record are shown as '?' or 'unknown'. Exit code 1 if a part cannot be "
+        "read."
+    ),
+    operands=(
+        ("DIR", "a checkpoint directory or URL, or a tag in it"),
+        ("TAG?", "which one (default: the latest complete one)"),
+    ),
+    add_flags=_add_flags,
+    run=_run,
+)

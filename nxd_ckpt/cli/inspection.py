@@ -1,21 +1,23 @@
-"""Everything that ``nxd-ckpt inspect`` says of one tag, as a JSON document."""
+"""The JSON document behind ``nxd-ckpt inspect``."""
 
 from __future__ import annotations
 
 import math
+import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from nxd_ckpt.cli.optimizer import optimizer
-from nxd_ckpt.cli.parameters import parameters
-from nxd_ckpt.cli.prefixes import prefixes
+from nxd_ckpt.cli.name_patterns import group_names
+from nxd_ckpt.cli.parameters import describe_partition, parameters
 from nxd_ckpt.cli.tensors import tensors
-from nxd_ckpt.cli.values import content_document
+from nxd_ckpt.cli.values import content_document, plain
 from nxd_ckpt.core import names
 from nxd_ckpt.core.tags import TagInfo, latest
-from nxd_ckpt.errors import CheckpointError, TagReplaced, UnsafePickle
+from nxd_ckpt.core.topology import Coordinates, Topology
+from nxd_ckpt.errors import CheckpointError, InvalidArgument, TagReplaced, UnsafePickle
+from nxd_ckpt.reshard.whole_tag import GlobalTensor, WholeTag
 from nxd_ckpt.storage.urls import open_storage
 from nxd_ckpt.tag.choosing import choose_tag
 from nxd_ckpt.tag.directory import is_whole_without_marks, list_tags
@@ -46,11 +48,10 @@ def inspection(
     depth: int | None = None,
     options: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """One complete tag, by default the latest of the directory ``path``, which may also be the tag itself.
+    """Describe one complete tag, by default the latest of the directory ``path``, which may also be the tag itself.
 
-    What a rank holds is said of ``rank``; its tensors are listed if there is a ``pattern``. With a
-    ``depth`` the global tensors are told by prefix. What cannot be read is
-    None, and ``problems`` says why.
+    ``rank`` is the rank whose contents are shown; ``pattern`` lists its tensors, ``depth`` groups the global tensors by
+    prefix. Parts that cannot be read are None, and ``problems`` says why.
 
     Raises:
         CheckpointNotFound: no such tag, or it is incomplete.
@@ -63,10 +64,10 @@ def inspection(
     def read() -> dict[str, Any]:
         opened = open_complete_tag(storage, choose_tag(storage, tag))
         with opened.kept():
-            found = _document(opened, rank, pattern, depth)
-            if found["problems"]:
+            document = _document(opened, rank, pattern, depth)
+            if document["problems"]:
                 opened.require_kept()
-        return found
+        return document
 
     return of_latest(tag is None, read)
 
@@ -85,7 +86,7 @@ def _document(opened: OpenTag, rank: int, pattern: str | None, depth: int | None
         "directory": storage.url,
         **summary(opened, info),
         "latest": info == latest(tags),
-        **_of_manifest(opened),
+        **_manifest_fields(opened),
         "sizes": _sizes(opened),
         "meshes": None,
         "parameters": None,
@@ -96,26 +97,26 @@ def _document(opened: OpenTag, rank: int, pattern: str | None, depth: int | None
         "prefixes": None,
         "problems": problems,
     }
-    with _noting(problems):
+    with _collect_problems(problems):
         document["meshes"] = _meshes(opened)
-    with _noting(problems):
+    with _collect_problems(problems):
         document["parameters"] = parameters(opened)
-    with _noting(problems):
+    with _collect_problems(problems):
         document["optimizer"] = optimizer(opened, at)
-    with _noting(problems):
+    with _collect_problems(problems):
         document["user_content"] = _user_content(opened)
     if pattern is not None:
-        with _noting(problems):
+        with _collect_problems(problems):
             document["tensors"] = tensors(opened, at, pattern)
     if depth is not None:
-        with _noting(problems):
+        with _collect_problems(problems):
             document["prefixes"] = prefixes(opened, depth)
     return document
 
 
 @contextmanager
-def _noting(problems: list[str]) -> Iterator[None]:
-    """A part that cannot be read is a problem, and no reason to say nothing of the others."""
+def _collect_problems(problems: list[str]) -> Iterator[None]:
+    """Turn errors of one part into ``problems``, so that the other parts are shown."""
     try:
         yield
     except CheckpointError as error:
@@ -123,8 +124,8 @@ def _noting(problems: list[str]) -> Iterator[None]:
             problems.append(str(error))
 
 
-def _of_manifest(opened: OpenTag) -> dict[str, Any]:
-    """What only a manifest knows; with the same keys for tags without one."""
+def _manifest_fields(opened: OpenTag) -> dict[str, Any]:
+    """Return the facts that only a manifest records; tags without one have the same keys."""
     manifest = opened.manifest
     return {
         "attempt": None if manifest is None else manifest.attempt,
@@ -136,7 +137,7 @@ def _of_manifest(opened: OpenTag) -> dict[str, Any]:
 
 
 def _meshes(opened: OpenTag) -> list[dict[str, Any]] | None:
-    """The device meshes of a mesh job, how many there are of each form: stages and replicas may have their own."""
+    """Return the device meshes of a mesh job, with the number of each form: stages and replicas may have their own."""
     if opened.mesh is None:
         return None
     counts: Counter[tuple[Any, Any]] = Counter()
@@ -147,7 +148,7 @@ def _meshes(opened: OpenTag) -> list[dict[str, Any]] | None:
 
 
 def _sizes(opened: OpenTag) -> dict[str, dict[str, int]]:
-    """Files and bytes of each part that has any; ``other`` is what no version writes there, or an older layout."""
+    """Return files and bytes of each part; ``other`` is unknown, or from an older layout."""
     sizes: dict[str, dict[str, int]] = {}
     files = TagFiles(opened.storage, opened.tag)
     for file in files_of(files):
@@ -164,3 +165,81 @@ def _user_content(opened: OpenTag) -> dict[str, Any] | None:
         return {**content_document(opened.user_content()), "refused": None}
     except UnsafePickle as error:  # whoever saved it asked for that: trust_pickle=True
         return {"type": None, "entries": [], "refused": str(error)}
+
+
+def optimizer(opened: OpenTag, at: Coordinates) -> dict[str, Any] | None:
+    """Return kind, groups, and state entries of a tag's optimizer as one rank sees it; None if none was saved."""
+    kind = opened.parts.optimizer
+    if kind is None:
+        return None
+    tree = opened.optimizer_tree(at)
+    state = _dict(tree.get("base_state")) or _dict(tree.get("state"))
+    groups = [group for group in _list(tree.get("param_groups")) if isinstance(group, dict)]
+    return {
+        "kind": kind,
+        "rank": opened.topology.rank_of(at),
+        "parameters": sum(len(_list(group.get("params"))) for group in groups),
+        "parameters_with_state": len(state),
+        "entries": list(dict.fromkeys(str(name) for entries in state.values() for name in _dict(entries))),
+        "master_weights": opened.parts.master_weights,
+        "names_known": opened.optimizer_names(at) is not None,
+        "param_groups": [
+            {
+                "parameters": len(_list(group.get("params"))),
+                "options": {str(key): plain(value) for key, value in group.items() if key != "params"},
+            }
+            for group in groups
+        ],
+    }
+
+
+def _dict(value: Any) -> dict[Any, Any]:
+    """Return ``value`` if it is a dict, else an empty one, so that a malformed file can be shown."""
+    return value if isinstance(value, dict) else {}
+
+
+def _list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []
+
+
+_PART = re.compile(r"[^./]+[./]?")
+
+
+def prefixes(opened: OpenTag, depth: int) -> list[dict[str, Any]]:
+    """Describe the tensors that share the first ``depth`` parts of their names; parts end with a dot or slash.
+
+    With 0, names that differ only in numbers and have one form are one group, and the prefix is their whole name.
+    """
+    if depth < 0:
+        raise InvalidArgument(f"--by-prefix must be a number of parts, from 0 on, found {depth}")
+    tensors = WholeTag(opened).tensors
+    groups: dict[str, list[GlobalTensor]] = {}
+    if depth > 0:
+        for name, tensor in tensors.items():
+            groups.setdefault("".join(_PART.findall(name)[:depth]), []).append(tensor)
+        return [_of_group(prefix, members, opened.topology) for prefix, members in groups.items()]
+    forms = ((name, (tensor.dtype, tensor.shape, tensor.partition)) for name, tensor in tensors.items())
+    return [
+        _of_group(name, [GlobalTensor(name, form[0], form[1], None, form[2])] * count, opened.topology)
+        for name, count, form in group_names(forms)
+    ]
+
+
+def _of_group(prefix: str, members: list[GlobalTensor], topology: Topology) -> dict[str, Any]:
+    shapes = dict.fromkeys(member.shape for member in members)
+    sizes = [member.nbytes for member in members]
+    known_sizes = [nbytes for nbytes in sizes if nbytes is not None]
+    first = members[0].shape
+    return {
+        "prefix": prefix,
+        "tensors": len(members),
+        "dtypes": list(dict.fromkeys(member.dtype for member in members)),
+        "shapes": len(shapes),
+        "shape": None if len(shapes) > 1 or first is None else list(first),
+        "nbytes": sum(known_sizes) if len(known_sizes) == len(sizes) else None,
+        "cuts": list(
+            dict.fromkeys(
+                describe_partition(member.partition, topology) for member in members if member.partition is not None
+            )
+        ),
+    }

@@ -1,18 +1,19 @@
-"""The flags of a command: one for each field of the options that its function takes, with the field's doc for help."""
+"""Flags of a command, one for each field of its function's options, with the field's documentation as help."""
 
 from __future__ import annotations
 
 import argparse
+import json
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
 
 from nxd_ckpt.cli import text
-from nxd_ckpt.cli.json_files import nested_lists, partitions_in
-from nxd_ckpt.cli.storage_options import add_output_option, add_storage_option
 from nxd_ckpt.core.option_classes import docs_of, fields_of
 from nxd_ckpt.core.partition import Partition
+from nxd_ckpt.errors import CheckpointError, InvalidArgument
 from nxd_ckpt.options.opening import OpenOptions
 
 _FLAGS = {
@@ -21,24 +22,17 @@ _FLAGS = {
     "use_safetensors": "--safetensors",
     "unshard_strategy": "--strategy",
 }
-"""Those that are not called as their keyword is."""
-
-_OF_THEIR_OWN = {
-    "storage_options": add_storage_option,
-    "output_options": add_output_option,
-    "progress": text.add_quiet,
-}
-"""Keywords whose flag says it in another form."""
+"""Flags that are not named after their keyword."""
 
 _WITHOUT_FLAG = ("durable", "timeout", "trust_pickle")
 
 
 class _Form(NamedTuple):
-    """How values of a type are given: what argparse is told, what the help begins with, and what becomes of them."""
+    """Command-line form of a type: arguments for argparse, a prefix for the help, and a conversion of the value."""
 
     arguments: Mapping[str, Any]
     prefix: str = ""
-    read: Callable[[Any], Any] = lambda given: given
+    read: Callable[[Any], Any] = lambda value: value
 
 
 def add_options(
@@ -49,40 +43,44 @@ def add_options(
     without: Collection[str] = (),
     flags: Mapping[str, str] | None = None,
 ) -> None:
-    """A flag for each field of ``kind``, or for ``only`` some, explained by the first sentence of the field's doc.
+    """Add a flag for each field of ``kind`` (or of ``only``), explained by the first sentence of the field's doc.
 
-    ``flags`` are those that are spelled differently than usual.
+    ``flags`` overrides the usual spelling.
     """
     docs, hints, spelled = docs_of(kind), get_type_hints(kind), {**_FLAGS, **(flags or {})}
     for field in fields_of(kind):
         name = field.name
         if name in (*_WITHOUT_FLAG, *without) or (only is not None and name not in only):
             continue
-        if name in _OF_THEIR_OWN:
-            _OF_THEIR_OWN[name](parser)
+        if name in _SPECIAL_FLAGS:
+            _SPECIAL_FLAGS[name](parser)
             continue
         form = _form_of(hints[name])
-        said = docs[name].partition(". ")[0].rstrip(".").replace("``", "")
+        meaning = docs[name].partition(". ")[0].rstrip(".").replace("``", "")
         default = "" if field.default in (None, False) else f" (default: {field.default})"
         parser.add_argument(
             spelled.get(name, f"--{name.replace('_', '-')}"),
             dest=name,
             default=field.default,
-            help=f"{form.prefix}{said}{default}".replace("%", "%%"),
+            help=f"{form.prefix}{meaning}{default}".replace("%", "%%"),
             **form.arguments,
         )
 
 
 def options_of(args: argparse.Namespace, kind: type[Any]) -> dict[str, Any]:
-    """What the flags say, as keywords of the function. Raises InvalidArgument for a JSON file of another form."""
+    """Return the flags' values as keywords of the function. Raises InvalidArgument for a malformed JSON file."""
     hints = {name: hint for name, hint in get_type_hints(kind).items() if name in args}
-    given = {name: _form_of(hint).read(getattr(args, name)) for name, hint in hints.items()}
-    return given | ({"progress": not args.quiet} if "quiet" in args else {})
+    options = {name: _form_of(hint).read(getattr(args, name)) for name, hint in hints.items()}
+    return options | ({"progress": not args.quiet} if "quiet" in args else {})
 
 
 def _form_of(hint: Any) -> _Form:
-    kinds = [one for one in get_args(hint) if one is not NoneType] if get_origin(hint) in (Union, UnionType) else [hint]
-    origins = [get_origin(one) or one for one in kinds]
+    kinds = (
+        [member for member in get_args(hint) if member is not NoneType]
+        if get_origin(hint) in (Union, UnionType)
+        else [hint]
+    )
+    origins = [get_origin(member) or member for member in kinds]
     if origins == [bool]:
         return _Form({"action": "store_true"})
     if origins == [int]:
@@ -100,7 +98,111 @@ def _form_of(hint: Any) -> _Form:
 
 
 def opening(args: argparse.Namespace, options: Mapping[str, Any] | None) -> dict[str, Any]:
-    """The keywords of :func:`open_checkpoint` that the flags say, and the options of the URL."""
-    found = options_of(args, OpenOptions) | {"storage_options": options}
-    found.pop("progress", None)
-    return found
+    """Return the flags' values and the URL's options as keywords of `open_checkpoint`."""
+    keywords = options_of(args, OpenOptions) | {"storage_options": options}
+    keywords.pop("progress", None)
+    return keywords
+
+
+Option = tuple[list[str], Any]
+
+
+def add_storage_option(parser: argparse._ActionsContainer) -> None:
+    """Add --storage-option. Its value is one mapping, nested by the dots in its keys, or None.
+
+    Values may be secrets: no message shows one.
+    """
+    _add(
+        parser,
+        "--storage-option",
+        "storage option for URLs, named as in fsspec and s3fs; repeatable; use a.b for nested keys, for example "
+        "client_kwargs.region_name=us-west-2",
+    )
+
+
+def add_output_option(parser: argparse._ActionsContainer) -> None:
+    """Add --output-option, the storage options of an output in another place."""
+    _add(parser, "--output-option", "storage option for the output only, instead of every --storage-option")
+
+
+def _add(parser: argparse._ActionsContainer, flag: str, about: str) -> None:
+    keyword = f"{flag[2:].replace('-', '_')}s"
+    parser.add_argument(flag, dest=keyword, metavar="KEY=VALUE", type=_option, action=_Nest, help=about)
+
+
+class _Nest(argparse.Action):
+    """Action that puts one more option into the mapping."""
+
+    def __call__(
+        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, flag: str | None = None
+    ) -> None:
+        keys, value = values
+        whole = getattr(namespace, self.dest) or {}
+        inner = whole
+        for key in keys[:-1]:
+            inner = inner.setdefault(key, {})
+            if not isinstance(inner, dict):
+                raise argparse.ArgumentError(self, f"{'.'.join(keys)}: {key} has a value of its own")
+        inner[keys[-1]] = value
+        setattr(namespace, self.dest, whole)
+
+
+def _option(text: str) -> Option:
+    key, separator, value = text.partition("=")
+    keys = key.split(".")
+    if not separator or not all(keys):
+        raise argparse.ArgumentTypeError("expected KEY=VALUE")
+    return keys, _value(value)
+
+
+def _value(text: str) -> Any:
+    """Parse true, false, null, a number or a quoted string as JSON; return anything else as it is."""
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        return text
+    return text if isinstance(value, (list, dict)) else value
+
+
+def partitions_in(path: str | None) -> dict[str, Partition] | None:
+    """Read parameters' partitions by name from a JSON file. Raises InvalidArgument if it is malformed."""
+    if path is None:
+        return None
+    document = _json(path)
+    if not isinstance(document, dict) or not all(isinstance(cut, dict) for cut in document.values()):
+        raise InvalidArgument(f'{path}: expected {{"name": {{"partition_dim": 0, "num_partitions": 2}}, ...}}')
+    try:
+        return {name: Partition.from_json(cut) for name, cut in document.items()}
+    except CheckpointError as error:
+        raise InvalidArgument(f"{path}: {error}") from error
+
+
+def nested_lists(path: str | None, depth: int) -> Any:
+    """Read lists of names, nested ``depth`` deep, from a JSON file."""
+
+    def fits(value: Any, depth: int) -> bool:
+        if depth == 0:
+            return isinstance(value, str)
+        return isinstance(value, list) and all(fits(item, depth - 1) for item in value)
+
+    if path is None:
+        return None
+    document = _json(path)
+    if not fits(document, depth):
+        raise InvalidArgument(f'{path}: expected names in lists nested {depth} deep, such as {"[" * depth}"name", ...')
+    return document
+
+
+def _json(path: str) -> Any:
+    try:
+        return json.loads(Path(path).read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
+        raise InvalidArgument(f"{path} cannot be read as JSON: {error}") from error
+
+
+_SPECIAL_FLAGS = {
+    "storage_options": add_storage_option,
+    "output_options": add_output_option,
+    "progress": text.add_quiet,
+}
+"""Keywords whose flag has another form."""

@@ -1,4 +1,4 @@
-"""The parameters and buffers of a tag's model: shapes, and how they are cut over ranks."""
+"""Parameters and buffers of a tag's model: shapes, and how they are partitioned over ranks."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from nxd_ckpt.tag.opened import OpenTag
 
 
 def parameters(opened: OpenTag) -> list[dict[str, Any]]:
-    """Every parameter and buffer, those of all pipeline stages. Where only files tell: None for what they do not."""
+    """Describe every parameter and buffer, of all pipeline stages. Facts that a tag does not record are None."""
     if not opened.parts.model:
         return []
     if opened.manifest is None:
-        return list(_of_files(opened).values())
-    return [_of_spec(name, spec, opened.topology) for name, spec in opened.manifest.parameters.items()]
+        return list(_from_files(opened).values())
+    return [_from_spec(name, spec, opened.topology) for name, spec in opened.manifest.parameters.items()]
 
 
-def in_words(partition: Partition, topology: Topology) -> str:
-    """How a parameter is cut: ``whole``, ``dim 0 in 4``, ``dim 0 over 2 ep ranks, dim 1 in 4``."""
+def describe_partition(partition: Partition, topology: Topology) -> str:
+    """Return the partition as text: ``whole``, ``dim 0 in 4``, ``dim 0 over 2 ep ranks, dim 1 in 4``."""
     if not partition.known:
         return "unknown"
     cuts = []
@@ -37,17 +37,17 @@ def in_words(partition: Partition, topology: Topology) -> str:
 
 
 def _plain_cut(partition: Partition, tp: int) -> str:
-    words = f"dim {partition.partition_dim} in {partition.num_partitions}"
+    cut = f"dim {partition.partition_dim} in {partition.num_partitions}"
     if partition.partition_stride > 1:
-        words += f", {partition.partition_stride} blocks each"
+        cut += f", {partition.partition_stride} blocks each"
     if partition.num_partitions < tp:
-        words += f", each on {tp // partition.num_partitions} ranks"
+        cut += f", each on {tp // partition.num_partitions} ranks"
     if partition.rank_ordering is not None:
-        words += f", by rank {' '.join(map(str, partition.rank_ordering))}"
-    return words
+        cut += f", by rank {' '.join(map(str, partition.rank_ordering))}"
+    return cut
 
 
-def _of_spec(name: str, spec: ParameterSpec, topology: Topology) -> dict[str, Any]:
+def _from_spec(name: str, spec: ParameterSpec, topology: Topology) -> dict[str, Any]:
     partition = spec.partition
     return {
         "name": name,
@@ -55,21 +55,24 @@ def _of_spec(name: str, spec: ParameterSpec, topology: Topology) -> dict[str, An
         "shape": list(spec.shape),
         "global_shape": list(partition.global_shape(spec.shape, topology.ep)) if partition.known else None,
         "partition": partition.to_json(),
-        "cut": in_words(partition, topology),
+        "cut": describe_partition(partition, topology),
         "trainable": spec.trainable,
     }
 
 
-def _of_files(opened: OpenTag) -> dict[str, dict[str, Any]]:
-    """NxD's files keep local tensors and nothing of how they were cut; alone on tp and ep, nothing was."""
+def _from_files(opened: OpenTag) -> dict[str, dict[str, Any]]:
+    """Describe parameters from NxD's files.
+
+    They hold local tensors without their partition; if tp and ep are 1, tensors are whole.
+    """
     topology = opened.topology
     whole = topology.tp == topology.ep == 1
-    found: dict[str, dict[str, Any]] = {}
+    parameters: dict[str, dict[str, Any]] = {}
     for pp_rank in range(topology.pp):
         tree = opened.model_tree(Coordinates(pp_rank=pp_rank))
         for path, leaf in iter_tensors(tree, (TensorStub, MissingTensor)):
             name, shape = ".".join(map(str, path)), None if leaf.shape is None else list(leaf.shape)
-            found.setdefault(
+            parameters.setdefault(
                 name,
                 {
                     "name": name,
@@ -81,4 +84,4 @@ def _of_files(opened: OpenTag) -> dict[str, dict[str, Any]]:
                     "trainable": None,
                 },
             )
-    return found
+    return parameters

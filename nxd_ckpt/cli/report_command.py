@@ -7,52 +7,15 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from nxd_ckpt.cli import text
-from nxd_ckpt.cli.storage_options import add_storage_option
+from nxd_ckpt.cli.command import Command
 from nxd_ckpt.core import units
 from nxd_ckpt.core.units import size
 
 if TYPE_CHECKING:
     from nxd_ckpt.output.locations import Location
 
-NAME = "report"
-EXAMPLE = "nxd-ckpt report run1 -o report.html"
-SUMMARY = "a page that shows the checkpoints in a directory"
-DESCRIPTION = (
-    "Write one HTML file that shows a directory of checkpoints, or a tag: problems first, sizes and durations of the "
-    "saves, who wrote what and how long it took, bytes by module, and the health of the tensors: norms over tags, "
-    "means, NaN, zeros. It "
-    "needs no network, and runs no script. The numbers are kept beside the tags, so that the next report reads new "
-    "tags only. Of a directory of Hugging Face's it shows the tensors' sizes."
-)
 
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("directory", metavar="DIR", help="a checkpoint directory or URL, or a tag in it")
-    parser.add_argument("-o", "--output", metavar="FILE", help="the page (needed without --json)")
-    parser.add_argument(
-        "--count",
-        metavar="N",
-        type=int,
-        default=2,
-        help="read the tensors of the N latest tags, of which nothing is kept yet (default: 2)",
-    )
-    parser.add_argument(
-        "--diff", action="store_true", help="compare the weights of the latest tag with the one before, layer by layer"
-    )
-    parser.add_argument("--doctor", action="store_true", help="examine the latest tag after the one before, and say so")
-    parser.add_argument(
-        "--tier",
-        metavar="URL",
-        action="append",
-        default=[],
-        help="another tier of the job: say which tags it has, and how far it is behind; again for more",
-    )
-    add_storage_option(parser)
-    text.add_quiet(parser)
-    text.add_json(parser)
-
-
-def run(args: argparse.Namespace) -> int:
+def _run(args: argparse.Namespace) -> int:
     from nxd_ckpt.examine.report_document import report_document
     from nxd_ckpt.examine.report_page import page_of
     from nxd_ckpt.output.locations import location_of, refuse_inside_tag
@@ -70,7 +33,7 @@ def run(args: argparse.Namespace) -> int:
     document = of_latest(
         True,
         lambda: report_document(
-            args.directory,
+            args.dir,
             args.storage_options,
             count=args.count,
             doctor=args.doctor,
@@ -91,7 +54,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _refuse_other_kinds(output: Location) -> None:
-    """Raise InvalidArgument where something else than a file is: a rename would put the page in place of a device."""
+    """Raise InvalidArgument if the output exists and is no file: a rename would replace a device by the page."""
     from nxd_ckpt.errors import InvalidArgument, MalformedFile
 
     try:
@@ -99,3 +62,42 @@ def _refuse_other_kinds(output: Location) -> None:
             output.open().size(output.name)
     except MalformedFile as error:
         raise InvalidArgument(f"output {error}; choose another path") from error
+
+
+def _add_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("-o", "--output", metavar="FILE", help="the page (needed without --json)")
+    parser.add_argument(
+        "--count",
+        metavar="N",
+        type=int,
+        default=2,
+        help="read the tensors of the N latest tags that have no stored statistics (default: 2)",
+    )
+    parser.add_argument(
+        "--diff", action="store_true", help="compare the weights of the latest tag with the one before, layer by layer"
+    )
+    parser.add_argument("--doctor", action="store_true", help="examine the latest tag as nxd-ckpt doctor does")
+    parser.add_argument(
+        "--tier",
+        metavar="URL",
+        action="append",
+        default=[],
+        help="another tier of the job: show which tags it has, and how far it lags behind; repeatable",
+    )
+
+
+REPORT = Command(
+    "report",
+    example="nxd-ckpt report run1 -o report.html",
+    summary="write a page that shows the checkpoints in a directory",
+    description=(
+        "Write one HTML file that shows a directory of checkpoints, or a tag: problems first, then sizes and "
+        "durations of the saves, each rank's bytes and seconds, bytes by module, and the health of the tensors: norms "
+        "over tags, means, NaN, zeros. It needs no network, and runs no script. The statistics are stored beside the "
+        "tags, so that the next report reads new tags only. For a Hugging Face directory it shows the tensors' sizes."
+    ),
+    operands=(("DIR", "a checkpoint directory or URL, or a tag in it"),),
+    add_flags=_add_flags,
+    quiet=True,
+    run=_run,
+)

@@ -1,4 +1,4 @@
-"""Where the tensors that a rank holds lie on disk."""
+"""Location on disk of the tensors that a rank holds."""
 
 from __future__ import annotations
 
@@ -16,38 +16,39 @@ from nxd_ckpt.tag.opened import OpenTag
 
 
 def tensors(opened: OpenTag, at: Coordinates, pattern: str) -> list[dict[str, Any]]:
-    """The tensors of model and optimizer that the rank at these coordinates holds and whose name matches.
+    """Return the tensors of model and optimizer that the rank at these coordinates holds and whose name matches.
 
-    ``pattern`` is a shell's, on names such as ``model/embed.weight`` and ``optim/embed.weight/exp_avg``. From the
-    indexes, without reading a state; of NxD's tags from the files, where optimizer entries have numbers for names
-    (``optim/#0/exp_avg``) and nothing says which boxes of a global tensor they are.
+    ``pattern`` is a shell pattern for names such as ``model/embed.weight`` and ``optim/embed.weight/exp_avg``. They are
+    read
+    from the indexes, without reading a state. For NxD's tags they are read from the files, where optimizer entries have
+    numbers as names (``optim/#0/exp_avg``) and the boxes of the global tensor are unknown.
     """
-    found = _of_files(opened, at) if opened.manifest is None else _of_indexes(opened, at)
-    return [tensor for tensor in found if fnmatchcase(tensor["name"], pattern)]
+    described = _from_files(opened, at) if opened.manifest is None else _from_indexes(opened, at)
+    return [tensor for tensor in described if fnmatchcase(tensor["name"], pattern)]
 
 
-def _of_indexes(opened: OpenTag, at: Coordinates) -> list[dict[str, Any]]:
-    """Replicas share the writing, so that what a rank holds is in the indexes of others, too."""
+def _from_indexes(opened: OpenTag, at: Coordinates) -> list[dict[str, Any]]:
+    """Return the rank's tensors from the indexes, including those of replicas, which share the writing."""
     topology = opened.topology
     if opened.manifest is not None and opened.manifest.leaders is not None:
         return [_indexed(entry) for entry in opened.index(at).tensors]  # of a mesh job: what this rank wrote
-    held: dict[str, dict[str, TensorEntry]] = {file: {} for file in _state_files(opened, at)}
+    entries_by_file: dict[str, dict[str, TensorEntry]] = {file: {} for file in _state_files(opened, at)}
     writers = topology.replicas(at) if opened.parts.use_xser else map(topology.rank_of, (topology.writer_of(at), at))
     for rank in dict.fromkeys(writers):
         for entry in opened.index(topology.coordinates_of(rank)).tensors:
             file = entry.file.partition(".tensors/")[0]
-            if file in held:
-                held[file][entry.name] = entry
+            if file in entries_by_file:
+                entries_by_file[file][entry.name] = entry
     entries: dict[str, TensorEntry] = {}
-    for of_file in held.values():
-        entries |= of_file
+    for file_entries in entries_by_file.values():
+        entries |= file_entries
     if opened.parts.optimizer == "zero1_dcp":
-        entries |= {entry.name: entry for entry in _of_dcp(opened, at)}
+        entries |= {entry.name: entry for entry in _dcp_entries(opened, at)}
     return [_indexed(entry) for entry in sorted(entries.values(), key=_order(opened))]
 
 
-def _of_dcp(opened: OpenTag, at: Coordinates) -> Iterator[TensorEntry]:
-    """The optimizer's tensors where they lie in a torch DCP directory: shards are the rank's, others its stage's."""
+def _dcp_entries(opened: OpenTag, at: Coordinates) -> Iterator[TensorEntry]:
+    """Yield the optimizer's tensors in a torch DCP directory: shards of the rank, others of its stage."""
     leader = Coordinates(at.pp_rank)
     for writer in dict.fromkeys((leader, at)):
         for entry in opened.index(writer).tensors:
@@ -56,7 +57,7 @@ def _of_dcp(opened: OpenTag, at: Coordinates) -> Iterator[TensorEntry]:
 
 
 def _state_files(opened: OpenTag, at: Coordinates) -> list[str]:
-    """The rank files that hold the state of the rank at these coordinates; a later one outweighs those before."""
+    """Return the rank files with the rank's state; entries of a later file replace those of earlier ones."""
     topology, kind = opened.topology, opened.parts.optimizer or "plain"
     shared = replace(at, dp_rank=0)  # with xser, ep rank 0's folder has what is not an expert's, and its own experts
     files = [names.model_file(topology, shared), names.model_file(topology, at)]
@@ -65,7 +66,7 @@ def _state_files(opened: OpenTag, at: Coordinates) -> list[str]:
 
 
 def _order(opened: OpenTag) -> Callable[[TensorEntry], tuple[str, int]]:
-    """Model before optimizer, parameters in the model's order."""
+    """Return a sort key: model before optimizer, parameters in the model's order."""
     specs = () if opened.manifest is None else opened.manifest.parameters
     position = {name: number for number, name in enumerate(specs)}
 
@@ -94,27 +95,29 @@ def _indexed(entry: TensorEntry) -> dict[str, Any]:
     }
 
 
-def _of_files(opened: OpenTag, at: Coordinates) -> Iterator[dict[str, Any]]:
+def _from_files(opened: OpenTag, at: Coordinates) -> Iterator[dict[str, Any]]:
     if opened.parts.model:
         for path, leaf in iter_tensors(opened.model_tree(at), _LEAVES):
             yield _on_disk(f"model/{'.'.join(map(str, path))}", leaf)
     if opened.parts.optimizer:
-        known = opened.optimizer_names(at)
+        names = opened.optimizer_names(at)
         for path, leaf in iter_tensors(opened.optimizer_tree(at), (*_LEAVES, Assembly)):
-            for one in (fragment.stub for fragment in leaf.fragments) if isinstance(leaf, Assembly) else (leaf,):
-                yield _on_disk(f"optim/{_state_name(path, known)}", one)
+            for stub in (fragment.stub for fragment in leaf.fragments) if isinstance(leaf, Assembly) else (leaf,):
+                yield _on_disk(f"optim/{_state_name(path, names)}", stub)
 
 
 _LEAVES = (TensorStub, MissingTensor)
 
 
-def _state_name(path: Path, known: list[str] | None) -> str:
-    """``(base_state, 0, exp_avg)`` -> ``#0/exp_avg``, as indexes name what has no name."""
+def _state_name(path: Path, parameter_names: list[str] | None) -> str:
+    """Name a state entry as indexes do: ``(base_state, 0, exp_avg)`` becomes ``#0/exp_avg`` if the parameter has no
+    name.
+    """
     section, *rest = path
     if section not in ("state", "base_state", "sharded_master_weights") or not rest:
         return "/".join(map(str, path))
     index, *state = rest
-    names_by_index = dict(enumerate(known or ()))
+    names_by_index = dict(enumerate(parameter_names or ()))
     return "/".join([names_by_index.get(index, f"#{index}"), *map(str, state or ["master_weights"])])
 
 

@@ -1,4 +1,4 @@
-"""Values that a checkpoint holds, rendered shortly: they may be large, nested, or chosen to confuse a terminal."""
+"""Short rendering of a checkpoint's values: they may be large, nested, or crafted to confuse a terminal."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from nxd_ckpt.formats.tensors import dtype_name
 
 
 class _Short(reprlib.Repr):
-    """``repr`` of bounded length and depth, tensors and arrays by dtype and shape."""
+    """``repr`` of bounded length and depth; tensors and arrays by dtype and shape."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -33,19 +33,19 @@ _SHORT = _Short()
 
 
 def short(value: Any) -> str:
-    """One line, at most a few hundred characters, for any plain data."""
+    """Return one line, of at most a few hundred characters, for any plain data."""
     return _SHORT.repr(value)
 
 
 def plain(value: Any) -> Any:
-    """``value`` itself where JSON has it, else :func:`short` of it."""
+    """Return ``value`` itself if JSON can express it, else its `short` form."""
     if value is None or isinstance(value, (bool, int, str)) or (isinstance(value, float) and math.isfinite(value)):
         return value
     return [plain(item) for item in value] if isinstance(value, (list, tuple)) else short(value)
 
 
 def content_document(content: Any) -> dict[str, Any]:
-    """The type of user content, and an entry for each of its keys; a single one without key where it is no dict."""
+    """Describe user content: its type, and an entry for each key; a single entry without key if it is no dict."""
     items = content.items() if isinstance(content, dict) else [(None, content)]
     return {
         "type": type(content).__name__,

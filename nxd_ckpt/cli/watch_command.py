@@ -1,4 +1,4 @@
-"""``nxd-ckpt watch``: what a running job does in its directory, as it happens."""
+"""``nxd-ckpt watch``: the saves of a running job, as they happen."""
 
 from __future__ import annotations
 
@@ -9,45 +9,24 @@ from time import sleep, strftime
 from typing import TYPE_CHECKING, Any
 
 from nxd_ckpt.cli import text
-from nxd_ckpt.cli.storage_options import add_storage_option
+from nxd_ckpt.cli.command import Command
 from nxd_ckpt.core import units
 from nxd_ckpt.core.units import size
 
 if TYPE_CHECKING:
     from nxd_ckpt.tag.listing import Told
 
-NAME = "watch"
-EXAMPLE = "nxd-ckpt watch /fsx/run7"
-SUMMARY = "the saves of a running job, as they happen"
-DESCRIPTION = (
-    "Show which saves are in flight in a directory, how many ranks have written their part, and how much is written; "
-    "then, until it is interrupted, a line for every change: saves that begin, go on, become visible or fail, and tags "
-    "that are replaced or removed. A directory that does not exist yet is waited for, but not with --once. It changes "
-    "nothing, and the job does not notice it."
-)
 _LONGEST = 86400.0
-"""Seconds between two looks, at most."""
+"""Maximum seconds between two looks."""
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("directory", metavar="DIR", help="a checkpoint directory or URL")
-    parser.add_argument("--once", action="store_true", help="look once, and end")
-    parser.add_argument(
-        "--interval", metavar="SECONDS", type=float, default=2.0, help="between two looks (default: 2)"
-    )
-    add_storage_option(parser)
-    text.add_json(parser)
-
-
-def run(args: argparse.Namespace) -> int:
+def _run(args: argparse.Namespace) -> int:
     if not 0 <= args.interval <= _LONGEST:
-        raise argparse.ArgumentTypeError(
-            f"--interval must be from 0 to {_LONGEST:.0f} seconds, found {args.interval}"
-        )
+        raise argparse.ArgumentTypeError(f"--interval must be from 0 to {_LONGEST:.0f} seconds, found {args.interval}")
     before: dict[str, Any] | None = None
-    told: Told = {}
+    summaries: Told = {}
     while True:
-        now = _look(args.directory, args.storage_options, told, may_be_absent=not args.once)
+        now = _look(args.dir, args.storage_options, summaries, may_be_absent=not args.once)
         if args.json and now != before:
             print(json.dumps(now, allow_nan=False, indent=2 if args.once else None), flush=True)
         elif not args.json:
@@ -58,7 +37,7 @@ def run(args: argparse.Namespace) -> int:
         sleep(args.interval)
 
 
-def _look(directory: str, options: Any, told: Told, may_be_absent: bool) -> dict[str, Any]:
+def _look(directory: str, options: Any, summaries: Told, may_be_absent: bool) -> dict[str, Any]:
     from dataclasses import asdict
 
     from nxd_ckpt.commit.observed_saves import saves_in_flight
@@ -71,7 +50,7 @@ def _look(directory: str, options: Any, told: Told, may_be_absent: bool) -> dict
         return {"directory": storage.url, "latest": None, "tags": {}, "saves": [], "exists": False}
     require_directory(storage)
     saves = [asdict(one) for one in saves_in_flight(storage)]
-    listed = watched_document(directory, options, told)
+    listed = watched_document(directory, options, summaries)
     complete = (tag for tag in listed["tags"] if tag["complete"])
     tags = {tag["tag"]: {name: tag[name] for name in ("order_time", "nbytes", "topology")} for tag in complete}
     return {"directory": listed["directory"], "latest": listed["latest"], "tags": tags, "saves": saves, "exists": True}
@@ -85,16 +64,16 @@ def _first_lines(now: dict[str, Any]) -> Iterator[str]:
     latest = f", the latest is {now['latest']}" if tags else ""
     yield f"{now['directory']}: {units.count(len(tags), 'complete tag')}{latest}"
     for save in now["saves"]:
-        yield _told(save)
+        yield _save_text(save)
     if not now["saves"]:
         yield "no save is in flight"
 
 
 def _changes(before: dict[str, Any], now: dict[str, Any]) -> Iterator[str]:
-    """A line for each, with the time of day."""
+    """Return a line for each change, with the time of day."""
     clock = strftime("%H:%M:%S")
     were = {save["attempt"]: save for save in before["saves"]}
-    yield from (f"{clock}  {_told(save)}" for save in now["saves"] if were.get(save["attempt"]) != save)
+    yield from (f"{clock}  {_save_text(save)}" for save in now["saves"] if were.get(save["attempt"]) != save)
     ended = {save["tag"] for save in before["saves"]} - {None, *(save["tag"] for save in now["saves"])}
     for tag, about in now["tags"].items():
         if tag not in before["tags"] or tag in ended or before["tags"][tag]["order_time"] != about["order_time"]:
@@ -103,8 +82,29 @@ def _changes(before: dict[str, Any], now: dict[str, Any]) -> Iterator[str]:
     yield from (f"{clock}  {tag}: removed" for tag in before["tags"] if tag not in now["tags"])
 
 
-def _told(save: dict[str, Any]) -> str:
+def _save_text(save: dict[str, Any]) -> str:
     written = "" if save["nbytes"] is None else f", {size(save['nbytes'])} written"
     state = "was being saved by a process that is gone" if save["is_dead"] else "is being saved"
     what = save["tag"] or f"attempt {save['attempt']}"
     return f"{what}: {state}: {units.count(save['ranks_done'], 'rank')} done{written}"
+
+
+def _add_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--once", action="store_true", help="look once, and end")
+    parser.add_argument("--interval", metavar="SECONDS", type=float, default=2.0, help="between two looks (default: 2)")
+
+
+WATCH = Command(
+    "watch",
+    example="nxd-ckpt watch /fsx/run7",
+    summary="show the saves of a running job as they happen",
+    description=(
+        "Show which saves are in flight in a directory, how many ranks have written their part, and how much is "
+        "written. Then, until it is interrupted, print a line for every change: saves that begin, progress, become "
+        "visible or fail, and tags that are replaced or removed. It waits for a directory that does not exist yet, "
+        "except with --once. It changes nothing, and does not disturb the job."
+    ),
+    operands=(("DIR", "a checkpoint directory or URL"),),
+    add_flags=_add_flags,
+    run=_run,
+)

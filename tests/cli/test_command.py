@@ -241,7 +241,7 @@ def test_help_does_not_wait_for_torch() -> None:
     program = """
 import contextlib, sys
 from nxd_ckpt.cli.main import COMMANDS, main
-for arguments in ([], *([command.NAME] for command in COMMANDS)):
+for arguments in ([], *([command.name] for command in COMMANDS)):
     with contextlib.suppress(SystemExit), contextlib.redirect_stdout(None):
         main([*arguments, "--help"])
 print("torch" in sys.modules)

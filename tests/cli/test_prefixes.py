@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from nxd_ckpt import Topology
-from nxd_ckpt.cli.name_patterns import alike
+from nxd_ckpt.cli.name_patterns import group_names
 from tests.cli.conftest import Run
 from tests.interop.saving import save_as_every_rank
 
@@ -21,7 +21,7 @@ def test_names_that_differ_in_numbers_are_one_line() -> None:
     experts = [(f"moe.{layer}.{expert}.w", "f32") for layer in range(2) for expert in range(4)]
     gaps = [(f"gap.{layer}.w", "f32") for layer in (0, 2)] + [("ragged.0.0", "x"), ("ragged.1.1", "x")]
     odd = [("layers.12.up", "bf16"), ("conv1d.weight", "x"), ("conv2d.weight", "x"), ("a*b.7", "x")]
-    assert alike([*layers, *experts, *gaps, *odd]) == [
+    assert group_names([*layers, *experts, *gaps, *odd]) == [
         ("layers.{0..11}.up", 12, "f32"),
         ("moe.{0..1}.{0..3}.w", 8, "f32"),
         ("gap.*.w", 2, "f32"),

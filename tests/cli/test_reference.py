@@ -6,7 +6,8 @@ import shlex
 
 import pytest
 
-from nxd_ckpt.cli.main import COMMANDS, Command, parsers
+from nxd_ckpt.cli.command import Command
+from nxd_ckpt.cli.main import COMMANDS, parsers
 from tests.cli.reference import DOCUMENT, command_lines, rendered, steady
 from tests.docs.markdown import headings
 
@@ -23,9 +24,9 @@ def test_every_command_is_documented() -> None:
     """It has a heading of its own, an example, and its help."""
     lines = command_lines(DOCUMENT.read_text())
     for command in COMMANDS:
-        assert f"`nxd-ckpt {command.NAME}`" in headings(DOCUMENT)
-        assert [command.NAME, "--help"] in lines
-        assert any(line[0] == command.NAME and "--help" not in line for line in lines)
+        assert f"`nxd-ckpt {command.name}`" in headings(DOCUMENT)
+        assert [command.name, "--help"] in lines
+        assert any(line[0] == command.name and "--help" not in line for line in lines)
 
 
 def test_every_command_says_what_each_argument_is_for() -> None:
@@ -35,14 +36,14 @@ def test_every_command_says_what_each_argument_is_for() -> None:
         assert [] == [action.dest for action in parser._actions if not action.help]
 
 
-@pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command.NAME)
+@pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command.name)
 def test_help_begins_with_an_example(command: Command) -> None:
     """It is a command line that the command takes."""
     whole, single = parsers()
-    first, *_ = single[command.NAME].format_help().splitlines()
+    first, *_ = single[command.name].format_help().splitlines()
     said, _, example = first.partition(": nxd-ckpt ")
     assert "example" == said
-    assert command.NAME == whole.parse_args(shlex.split(example)).command
+    assert command.name == whole.parse_args(shlex.split(example)).command
 
 
 def test_a_changed_output_is_seen() -> None:

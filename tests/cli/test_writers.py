@@ -74,7 +74,7 @@ def writing(request: pytest.FixtureRequest, run: Run, examples: Path, models: Pa
 
 def test_every_command_that_writes_is_tried_here() -> None:
     """All commands but those that only look, or keep and remove tags."""
-    assert {command.NAME for command in COMMANDS} == WRITERS.keys() | LOOKERS | KEEPERS
+    assert {command.name for command in COMMANDS} == WRITERS.keys() | LOOKERS | KEEPERS
 
 
 def test_a_dry_run_says_what_would_be_and_writes_nothing(writing: Writing) -> None:

@@ -19,7 +19,7 @@ from tests.protocol.stores import Process
 pytestmark = [pytest.mark.plain, pytest.mark.once]
 
 RUN = "the-directory"
-OPENERS = ("verify", "checkpoint", "listing", "retention", "examine.report_document", "storage.urls")
+OPENERS = ("tag.verify", "checkpoint", "tag.listing", "prune", "examine.report_document", "storage.urls")
 """Where a storage is opened by its path."""
 
 

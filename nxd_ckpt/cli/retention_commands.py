@@ -1,0 +1,148 @@
+"""``nxd-ckpt prune``, ``pin`` and ``unpin``: remove tags by rules, and exempt tags from them."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from nxd_ckpt.cli import text
+from nxd_ckpt.cli.command import Command
+from nxd_ckpt.cli.options import options_of
+from nxd_ckpt.core import units
+from nxd_ckpt.core.retention import Best, Every, Last, Rule, Within
+from nxd_ckpt.errors import InvalidArgument
+from nxd_ckpt.options.tags import PruneOptions
+
+_UNITS = {"d": "days", "h": "hours", "min": "minutes"}
+
+
+def _run(args: argparse.Namespace) -> int:
+    from nxd_ckpt.prune import prune_checkpoints
+
+    if not args.retain:
+        raise argparse.ArgumentTypeError("give at least one rule: --last, --every, --best or --within")
+    done = prune_checkpoints(args.dir, args.retain, **options_of(args, PruneOptions))
+    document = {
+        "directory": done.directory,
+        "kept": [{"tag": tag, "because": list(why)} for tag, why in done.kept.items()],
+        "removed": list(done.removed),
+        "dry_run": args.dry_run,
+    }
+    text.show(document, _lines(document), as_json=args.json)
+    return 0
+
+
+def _lines(document: dict[str, Any]) -> Iterator[str]:
+    removed = len(document["removed"])
+    verb = "would be" if document["dry_run"] else "is" if removed == 1 else "are"
+    yield f"{document['directory']}: {units.count(removed, 'tag')} {verb} removed"
+    kept = [(one["tag"], "stays", ", ".join(one["because"])) for one in document["kept"]]
+    yield from text.table(("TAG", "", "BECAUSE"), [*((tag, "goes", "") for tag in document["removed"]), *kept])
+
+
+def _last(text: str) -> Rule:
+    return _rule(lambda: Last(_count(text)))
+
+
+def _every(text: str) -> Rule:
+    return _rule(lambda: Every(_count(text)))
+
+
+def _best(text: str) -> Rule:
+    metric, _, rest = text.partition(":")
+    count, _, mode = rest.partition(":")
+    return _rule(lambda: Best(metric, _count(count or "1"), mode or "min"))  # type: ignore[arg-type]
+
+
+def _within(text: str) -> Rule:
+    match = re.fullmatch(r"([0-9.]+) ?(d|h|min)", text)
+    if match is None:
+        raise argparse.ArgumentTypeError(f"expected a time such as 30min, 2h or 3d, found {text!r}")
+    return _rule(lambda: Within(**{_UNITS[match[2]]: float(match[1])}))
+
+
+def _count(text: str) -> int:
+    try:
+        return int(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"expected a whole number, found {text!r}") from error
+
+
+def _rule(make: Callable[[], Rule]) -> Rule:
+    try:
+        return make()
+    except InvalidArgument as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+
+
+def _add_flags(parser: argparse.ArgumentParser) -> None:
+    rules = parser.add_argument_group("rules, of which at least one is needed")
+    for flag, metavar, rule, about in (
+        ("--last", "N", _last, "keep the newest N tags"),
+        ("--every", "STEPS", _every, "keep the tags whose step, a number in the name, is a multiple of STEPS"),
+        (
+            "--best",
+            "METRIC[:N[:max]]",
+            _best,
+            "keep the N tags (default: 1) with the lowest METRIC that was passed to the save; with max the highest",
+        ),
+        ("--within", "TIME", _within, "keep the tags saved at most TIME before the newest: 30min, 2h, 3d"),
+    ):
+        rules.add_argument(flag, dest="retain", metavar=metavar, type=rule, action="append", help=about)
+
+
+PRUNE = Command(
+    "prune",
+    example="nxd-ckpt prune run1 --last 3 --every 1000 --dry-run",
+    summary="remove the checkpoints that no rule keeps",
+    description=(
+        "Remove the complete tags in a directory that none of the given rules keeps. Pinned tags, the newest tag, and "
+        "anything that is not a complete checkpoint always stay. While a job that saves there is running, the command "
+        "is refused, so it does not disturb the job."
+    ),
+    operands=(("DIR", "a checkpoint directory or URL"),),
+    add_flags=_add_flags,
+    options=PruneOptions,
+    run=_run,
+)
+
+
+def _pin(args: argparse.Namespace) -> int:
+    from nxd_ckpt.prune import pin_checkpoint
+
+    pin_checkpoint(args.dir, args.tag, storage_options=args.storage_options)
+    text.show({"tag": args.tag, "pinned": True}, [f"{args.tag} is pinned"], as_json=args.json)
+    return 0
+
+
+def _unpin(args: argparse.Namespace) -> int:
+    from nxd_ckpt.prune import unpin_checkpoint
+
+    was_pinned = unpin_checkpoint(args.dir, args.tag, storage_options=args.storage_options)
+    line = f"{args.tag} is no longer pinned" if was_pinned else f"{args.tag} was not pinned"
+    text.show({"tag": args.tag, "pinned": False, "was_pinned": was_pinned}, [line], as_json=args.json)
+    return 0
+
+
+PIN = Command(
+    "pin",
+    example="nxd-ckpt pin run1 step_300",
+    summary="keep a checkpoint, whatever retention says",
+    description=(
+        "Pin a complete tag: neither a job's retention nor prune removes it until it is unpinned. A pin belongs to "
+        "the name, so a tag that is saved again stays pinned. A running job may save to the directory meanwhile."
+    ),
+    operands=(("DIR", "a checkpoint directory or URL"), ("TAG", "which tag in it")),
+    run=_pin,
+)
+
+UNPIN = Command(
+    "unpin",
+    example="nxd-ckpt unpin run1 step_300",
+    summary="let retention remove a pinned checkpoint again",
+    description="Undo pin. The tag itself may be gone; a tag that is not pinned stays as it is.",
+    operands=PIN.operands,
+    run=_unpin,
+)
