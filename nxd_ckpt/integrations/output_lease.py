@@ -6,6 +6,7 @@ renames and removes before that, and beside that.
 
 from __future__ import annotations
 
+import logging
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,6 +16,8 @@ from nxd_ckpt.coordination.lease import Heartbeat, Lease
 from nxd_ckpt.effects import in_forked_children
 from nxd_ckpt.errors import DirectoryInUse
 from nxd_ckpt.storage.base import Storage
+
+logger = logging.getLogger("nxd_ckpt")
 
 _PATIENCE = 60.0
 """Seconds for which a job of another host is watched, to see whether it lives."""
@@ -29,16 +32,17 @@ class OutputLease:
         storage: the directory that has the lease; it is created.
         also: others, for which no other live job may hold the lease.
         shown: the directory as the user knows it, for messages.
+        run_id: by which this process knows a lease again that it could not give back; by default it never does.
 
     Raises:
         DirectoryInUse: another live job has one of them. Nothing was changed.
     """
 
-    def __init__(self, storage: Storage, *also: Storage, shown: str) -> None:
+    def __init__(self, storage: Storage, *also: Storage, shown: str, run_id: str = "") -> None:
         for place in (*also, storage):
             refuse_other_job(place, shown)
         self._storage = storage
-        self._lease = lease.acquire(storage, uuid.uuid4().hex[:12], _PATIENCE)
+        self._lease = lease.acquire(storage, run_id or new_run_id(), _PATIENCE)
         self._heartbeat = Heartbeat(storage, self._lease, _BEAT)
 
     def require(self) -> None:
@@ -46,9 +50,12 @@ class OutputLease:
         lease.require(self._storage, self._lease, strictly=True)
 
     def release(self) -> None:
-        """Give the directory back."""
+        """Give the directory back. Where that fails, the lease ends with this process."""
         self._heartbeat.stop()
-        lease.release(self._storage, self._lease)
+        try:
+            lease.release(self._storage, self._lease)
+        except OSError as error:
+            logger.warning("%s: no other job can save there before this process ends: %s", self._storage.url, error)
 
 
 class Holding:
@@ -57,6 +64,7 @@ class Holding:
     def __init__(self) -> None:
         self._leases: dict[str, OutputLease] = {}
         self._users: dict[str, set[str]] = {}
+        self._run_ids: dict[str, str] = {}
         in_forked_children(self._leases.clear)
         in_forked_children(self._users.clear)
 
@@ -65,7 +73,8 @@ class Holding:
         if storage.url in self._leases:
             self._leases[storage.url].require()
         else:
-            self._leases[storage.url] = OutputLease(storage, *also, shown=shown)
+            run_id = self._run_ids.setdefault(storage.url, new_run_id())
+            self._leases[storage.url] = OutputLease(storage, *also, shown=shown, run_id=run_id)
         return self._leases[storage.url]
 
     def users(self, storage: Storage) -> set[str]:
@@ -76,6 +85,11 @@ class Holding:
         """Give the lease back unless it has users."""
         if not self.users(storage) and storage.url in self._leases:
             self._leases.pop(storage.url).release()
+
+
+def new_run_id() -> str:
+    """A name that no other launch has."""
+    return uuid.uuid4().hex[:12]
 
 
 def refuse_other_job(storage: Storage, shown: str) -> bool:

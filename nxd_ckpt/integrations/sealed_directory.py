@@ -221,10 +221,21 @@ class SealedDirectory:
         try:
             if self._published is not None:
                 self._published.result()
-                retire()
-                self._output.remove(self._attempt)
+                self._tidy(retire)
         finally:
             self._give_back()
+
+    def _tidy(self, retire: Callable[[], None]) -> None:
+        """It is visible, and the save has not failed, whatever cannot be removed."""
+        try:
+            retire()
+            self._output.remove(self._attempt)
+        except OSError as error:
+            logger.warning(
+                "%s was saved, but not everything older could be removed; the next save there tries again: %s",
+                self.path,
+                error,
+            )
 
     def _give_back(self) -> None:
         _leases.users(self._claimed).discard(self._attempt)
@@ -260,11 +271,14 @@ class SealedDirectory:
         names = [match[0] for match in sorted(filter(None, found), key=lambda match: int(match[1]))]
         kept = {own, *stay} & {*names}
         surplus = [name for name in names if name not in kept] if limit else []
-        for name in surplus[: max(len(names) - max(limit or 0, len(kept)), 0)]:
+        surplus = surplus[: max(len(names) - max(limit or 0, len(kept)), 0)]
+        for name in surplus:
             self._require_lease()
-            away = f"{_INCOMPLETE}/{self._attempt}/{name}"
-            self._storage.rename(os.path.join(folder, name), away)
-            self._storage.remove(away)
+            self._storage.rename(os.path.join(folder, name), f"{_INCOMPLETE}/{self._attempt}/{name}")
+        if surplus:
+            self._storage.sync_dir(folder)  # else a power cut could bring a name back without its files
+        for name in surplus:
+            self._output.remove(f"{self._attempt}/{name}")
 
     def _seal(self) -> dict[str, list[int]]:
         """Sync what the library wrote; its digests. Raises SaveFailed where that is not what is there."""
@@ -308,9 +322,14 @@ class SealedDirectory:
         except OSError:
             replacement.put_back()
             raise
-        storage.sync_dir(self._folder)
+        try:
+            storage.sync_dir(self._folder)
+        except OSError:
+            replacement.undo()
+            raise
         self._keep_added(replacement.aside)
-        storage.remove(replacement.aside)
+        with suppress(OSError):  # it goes with all that is left of this attempt
+            storage.remove(replacement.aside)
 
     def _refuse_two_of_a_name(self) -> None:
         """Raise SaveFailed where a callback has written a file to where the directory is to be, and the library one of

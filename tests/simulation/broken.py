@@ -532,14 +532,6 @@ BREAKS += [
         {_FILES: ("            left, offset = left - count, offset + count\n", "            left = 0\n")},
     ),
     Break(
-        "Who gives up a file removes whatever has its name by then.", "local",
-        {_FILES: ("own is None or os.path.samestat(own, self._path.lstat())", "True")},
-    ),
-    Break(
-        "A file that was moved aside, and is another one, does not come back.", "lease, local",
-        {_LOCAL: ("                self._put_back(aside, path)\n", "")},
-    ),
-    Break(
         "A file is moved aside before anybody looks whether it is the one.", "lease, local",
         {_LOCAL: ("            if _read(path, DOCUMENT) != expected:\n                return False\n", "")},
     ),

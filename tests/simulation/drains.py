@@ -5,6 +5,7 @@ The lower tier is the disk that loses what was not synced. The first is another 
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 
@@ -32,6 +33,20 @@ class Draining:
     swaps: bool = True
     killed_before: str | None = None
 
+    @property
+    def before(self) -> tuple[Save, ...]:
+        """What is there before anything happens, where something happens to the last one."""
+        return self.saves[:-1]
+
+    @property
+    def first(self) -> tuple[Save, ...]:
+        return self.saves[-1:]
+
+    @property
+    def second(self) -> Save:
+        """Of a job that comes meanwhile, or afterwards."""
+        return Save(self.saves[-1].tag, 3, overwrite=True)
+
     def prepare(self, recording: Recording) -> None:
         if self.killed_before is not None:
             recording.killed_before = self.killed_before
@@ -43,23 +58,36 @@ class Draining:
 
     def look_at(self, stage: DiskStage) -> None:
         """A process lists the tags, and then another job copies what it saved."""
+        self.hold(stage)
+        self.finish(stage)
+
+    def hold(self, stage: DiskStage) -> None:
+        """Raises AssertionError where a promise is broken."""
         stage.look()
         stage.hold()
+
+    def finish(self, stage: DiskStage) -> None:
+        """Another job copies what it saved. Raises AssertionError."""
         self._drain(stage, (Save("next", 9, num_kept=self.saves[0].num_kept),), "rebooted")
         stage.hold()
         stage.next_saves_work()
 
+    def job(self, stage: DiskStage, machine: str, saves: Sequence[Save]) -> tuple[Job, Callable[[], None]]:
+        """One launch, which finds the first of the saves as the newest of its first tier, and what its process does."""
+        [save] = saves
+        process = stage.world.start_process(machine)
+        job = Job(stage.world, f"draining-{process.pid}", [process], has_group=False)
+        stage.jobs.append(job)
+        return job, partial(job.do, save, partial(_drain, save, stage.storage(process)))
+
     def _drain(self, stage: DiskStage, saves: tuple[Save, ...], machine: str) -> None:
         """Each launch of the job finds one of the saves as the newest of the first tier."""
         for save in saves:
-            process = stage.world.start_process(machine)
-            job = Job(stage.world, "draining", [process], has_group=False)
-            stage.jobs.append(job)
+            job, drain = self.job(stage, machine, [save])
             with pytest.MonkeyPatch.context() as patch:
                 if stage.calls is None:
                     patch.setattr("nxd_ckpt.output.cp_files.sync", DiskStorage.sync_file)
-                drain = partial(job.do, save, partial(_drain, save, stage.storage(process)))
-                run_to_end(stage.world, [stage.world.spawn(process, drain)])
+                run_to_end(stage.world, [stage.world.spawn(job.processes[0], drain)])
 
 
 def _drain(save: Save, lower: Storage) -> None:

@@ -86,11 +86,11 @@ class Job:
 
     def do(self, save: Save, call: Callable[[], object]) -> None:
         """What comes of ``call``, which its only process makes, counts as what came of the ``save``."""
-        began, problem = self.world.now, None
+        began, problem = self.world.now, None  # type: float, Exception | None
         self.begun.append((0, save))
         try:
             call()
-        except CheckpointError as error:
+        except (CheckpointError, OSError) as error:
             problem = error
         word = "failed" if problem else "saved"
         self.outcomes.append(Outcome(0, save, word, began, self.world.now, problem))

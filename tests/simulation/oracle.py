@@ -25,7 +25,7 @@ def visible(storage: Storage, late: bool = False) -> dict[str, int]:
     of several saves.
     """
     folders = [entry.name for entry in storage.list() if entry.is_dir and entry.name[0] != "."]
-    tags = {folder: _value(storage, folder) for folder in folders if _claims(storage, folder, late)}
+    tags = {folder: value_of(storage, folder) for folder in folders if _claims(storage, folder, late)}
     return tags | {folder: _unsharded(storage, folder) for folder in folders if storage.is_file(f"{folder}/model.pt")}
 
 
@@ -65,7 +65,7 @@ def _names(storage: Storage, tag: str) -> set[str]:
     return {"checkpoint", "done", "manifest.json", *indexes, *data}
 
 
-def _value(storage: Storage, tag: str) -> int:
+def value_of(storage: Storage, tag: str) -> int:
     listed = {entry.name for entry in storage.list(tag)}
     assert {"checkpoint", "manifest.json", "index", "model", "user_content.pt"} <= listed, f"{tag} has only {listed}"
     manifest = json.loads(storage.read(f"{tag}/manifest.json"))

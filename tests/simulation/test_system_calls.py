@@ -150,6 +150,23 @@ def test_a_lease_that_is_moved_aside_comes_back_before_anybody_takes_its_name() 
         run(LeaseSchedule.of_system_calls(seed))
 
 
+def test_what_was_moved_aside_and_is_another_one_comes_back(calls: SystemCalls, disk: Disk) -> None:
+    """Somebody else replaces a file between the look and the rename."""
+    other = LocalStorage(calls.mount(disk))
+    swapped: list[str] = []
+
+    def turn(call: str, path: str) -> None:
+        if call == "rename" and not swapped:
+            swapped.append(path)
+            other.write("file", b"another")
+
+    storage = LocalStorage(calls.mount(disk, turn))
+    other.write("file", b"old")
+    assert not storage.exchange("file", b"old", b"new")
+    assert b"another" == other.read("file")
+    assert ["file"] == disk.files("")
+
+
 def test_a_seed_is_replayed_exactly() -> None:
     """Also the names of temporary files are the same."""
     traces = [run(DiskSchedule.of_system_calls(4)).trace for _ in range(2)]

@@ -1,0 +1,55 @@
+"""Sealed directories and drains: kills, errors and other jobs at every step, and every state that a crash leaves."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.simulation.crashes import enumerated
+from tests.simulation.drains import DRAINS
+from tests.simulation.sealed import TRAINERS, Trainer
+from tests.simulation.steps import EVENTS, Scene, Step, all_steps
+
+pytestmark = [pytest.mark.plain, pytest.mark.once]
+
+SCENES: list[Scene] = [*TRAINERS, *(drains for drains in DRAINS if drains.killed_before is None)]
+EVERY = 41
+"""`make test` lets something happen at one in so many steps; `make soak` at each."""
+MOMENTS, MOST = 23, 6
+
+
+@pytest.mark.parametrize("event", EVENTS)
+@pytest.mark.parametrize("scene", SCENES, ids=lambda scene: scene.name)
+def test_the_promises_hold_whatever_happens_at_a_step(scene: Scene, event: str) -> None:
+    """A failure names the scene, what happened, and at which system call."""
+    assert EVERY < all_steps(scene, event, EVERY)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(0)
+@pytest.mark.parametrize("event", EVENTS)
+@pytest.mark.parametrize("scene", SCENES, ids=lambda scene: scene.name)
+def test_the_promises_hold_whatever_happens_at_any_step(scene: Scene, event: str) -> None:
+    """At each of them."""
+    assert 0 < all_steps(scene, event)
+
+
+@pytest.mark.parametrize("at", [137, 138, 139, 143, 154, 156, 157, 160])
+def test_a_directory_that_cannot_be_removed_fails_no_save_of_a_plug_in(at: int) -> None:
+    """Nor does a lease that cannot be given back; a sync that fails after the rename undoes it."""
+    Step(TRAINERS[1], "error", at).go()
+
+
+@pytest.mark.parametrize("trainer", TRAINERS[1:3], ids=lambda trainer: trainer.name)
+def test_a_sealed_directory_is_whole_in_states_that_a_crash_leaves(trainer: Trainer) -> None:
+    """At some of the moments at which power may be lost while it is saved, or an older one removed."""
+    count = enumerated(trainer, every=MOMENTS, most=MOST, local=True)
+    assert [] == count.failures
+    assert 1 < count.looked_at
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(0)
+@pytest.mark.parametrize("trainer", TRAINERS, ids=lambda trainer: trainer.name)
+def test_a_sealed_directory_is_whole_in_every_state_that_a_crash_leaves(trainer: Trainer) -> None:
+    """At every moment."""
+    assert [] == enumerated(trainer, local=True).failures
