@@ -171,9 +171,9 @@ def _different_numbers(leader: Vote, vote: Vote) -> str:
 
 
 def _digests(raw: Any) -> dict[str, int]:
-    found: dict[str, int] = checked(dict, raw)
-    integers(list(found.values()))
-    return found
+    digests: dict[str, int] = checked(dict, raw)
+    integers(list(digests.values()))
+    return digests
 
 
 def _error_of(wire: Any) -> tuple[str, str] | None:

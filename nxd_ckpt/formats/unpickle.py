@@ -124,9 +124,9 @@ class _Safe(Machine):
         self.references: list[TensorReference] = []
 
     def find_class(self, module: str, name: str) -> Any:
-        found = self._parts.find(module, name)
-        if found is not None:
-            return found
+        rebuilder = self._parts.find(module, name)
+        if rebuilder is not None:
+            return rebuilder
         kind = _reference_named(module, name)
         if kind is not None:
             return Call(partial(self._reference, kind))

@@ -59,8 +59,8 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
     with torch.no_grad():  # else it is a function of the DTensor, with a gradient
         local: Any = tensor.to_local()  # type: ignore[attr-defined]
     local = local.wait() if hasattr(local, "wait") else local
-    found: torch.Tensor = local.detach() if local.requires_grad else local
-    return found
+    detached: torch.Tensor = local.detach() if local.requires_grad else local
+    return detached
 
 
 def like(local: torch.Tensor, model: torch.Tensor) -> torch.Tensor:
@@ -120,12 +120,12 @@ def placed_of(name: str, tensor: torch.Tensor) -> Placed:
         )
     placements = tuple(_placement(name, placement) for placement in about.placements)
     placed = Placed(Layout(_mesh(about.device_mesh), placements), tuple(tensor.shape), tuple(coordinate))
-    found = tuple(local_of(tensor).shape)
-    if placed.local_shape != found:
+    local_shape = tuple(local_of(tensor).shape)
+    if placed.local_shape != local_shape:
         raise UnsupportedState(
             f"{name} is a DTensor of shape {tuple(tensor.shape)} with placements {tuple(about.placements)}, of which "
-            f"this rank must hold {placed.local_shape}, but it holds {found}: make it with distribute_tensor, or with "
-            "from_local(..., shape=, stride=)"
+            f"this rank must hold {placed.local_shape}, but it holds {local_shape}: make it with distribute_tensor, or "
+            "with from_local(..., shape=, stride=)"
         )
     return placed
 
@@ -185,11 +185,11 @@ def names_without_wrappers(live: Iterable[str], saved: Collection[str]) -> dict[
 
 def _by_plain_name(names: Iterable[str]) -> dict[str, list[str]]:
     """The names by what they are without any wrapper's; data parallelism calls what it wraps ``module``."""
-    found: dict[str, list[str]] = {}
+    by_plain_name: dict[str, list[str]] = {}
     for name in names:
         plain = ".".join(part for part in without_wrappers(name).split(".") if part != "module")
-        found.setdefault(plain, []).append(name)
-    return found
+        by_plain_name.setdefault(plain, []).append(name)
+    return by_plain_name
 
 
 @lru_cache(maxsize=64)

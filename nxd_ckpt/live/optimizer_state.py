@@ -111,7 +111,7 @@ class Slot:
             if shape == tuple(model.shape):
                 self.placed[entry] = placed_of(self.global_name(entry), model)
 
-    def held(self, entry: Any, tensor: torch.Tensor) -> torch.Tensor:
+    def as_placed(self, entry: Any, tensor: torch.Tensor) -> torch.Tensor:
         """What an entry that is new becomes of the ``tensor`` that was loaded."""
         if entry not in self.placed or is_rows(entry):
             return tensor
@@ -154,10 +154,10 @@ def form_of_slots(kind: str, slots: Sequence[Slot], groups: Sequence[Group]) -> 
 
 def check_groups(live: Sequence[Group], saved: Sequence[Group]) -> list[Any]:
     """The saved indices of all parameters, in live order. Raises OptimizerMismatch if the groups differ in size."""
-    wanted, found = ([len(group["params"]) for group in groups] for groups in (live, saved))
-    if wanted != found:
+    wanted, sizes = ([len(group["params"]) for group in groups] for groups in (live, saved))
+    if wanted != sizes:
         raise OptimizerMismatch(
-            f"optimizer: the checkpoint has parameters per param group {found}, the live optimizer has {wanted}; "
+            f"optimizer: the checkpoint has parameters per param group {sizes}, the live optimizer has {wanted}; "
             "build param_groups as when it was saved (same groups, same frozen parameters)"
         )
     return [index for group in saved for index in group["params"]]
@@ -201,7 +201,7 @@ def check_form(slot: Slot, entry: str, saved: Any, live: Any, *, any_shape: bool
         # what was reduced away (Adafactor's row_var and col_var).
         wanted_dtype = dtype
         # A plain optimizer whose parameters are known by name may keep matrices of any shape (Shampoo, SOAP, GaLore).
-        of_key = tuple(1 if found == 1 else size for found, size in zip(shape, slot.key.shape, strict=False))
+        of_key = tuple(1 if saved_size == 1 else size for saved_size, size in zip(shape, slot.key.shape, strict=False))
         is_free = any_shape or (slot.key is slot.parameter and not slot.name.startswith("#"))
         wanted = of_key if 0 < len(shape) == slot.key.dim() and not is_free else shape
     if shape != wanted:
@@ -358,11 +358,11 @@ def _fill_step(entries: _Entries, entry: Any, value: Any, live: Any, slot: Slot,
 def _make(entries: _Entries, entry: Any, leaf: Any, device: torch.device, slot: Slot, read: LeafSource) -> None:
     key = _layout_of(slot, entry)
     if device.type == "cpu":
-        entries[entry] = slot.held(entry, _new(leaf, read, key))
+        entries[entry] = slot.as_placed(entry, _new(leaf, read, key))
     else:
 
         def take(value: torch.Tensor) -> None:
-            entries[entry] = slot.held(entry, place(_strided(value, leaf, key), device))
+            entries[entry] = slot.as_placed(entry, place(_strided(value, leaf, key), device))
 
         read.then(leaf, take)
 

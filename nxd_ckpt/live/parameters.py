@@ -136,12 +136,20 @@ def stride_like(model: torch.Tensor | None, shape: tuple[int, ...]) -> tuple[int
 def own_stride(value: torch.Tensor, model: torch.Tensor | None) -> Stride | None:
     """The strides to note of a tensor of state, which a load makes like ``model``: if it has others, or others than
     what is made without a model."""
+    # Nearly all are row-major, in each save: these few questions are quick.
+    if not value.dim() or (_is_row_major(value) and (model is None or _is_row_major(model))):
+        return None
     local = dtensor.local_of(value)
-    if not local.dim() or is_unusual(local) or local.is_meta or torch_xla.is_xla(local):
+    if is_unusual(local) or local.is_meta or torch_xla.is_xla(local):
         return None
     shape, steps = tuple(local.shape), local.stride()
     as_parameter = steps == stride_like(model, shape)
     return None if as_parameter and steps == contiguous_stride(shape) else Stride(steps, as_parameter)
+
+
+def _is_row_major(tensor: torch.Tensor) -> bool:
+    is_plain = type(tensor) in _PLAIN and tensor.layout is torch.strided
+    return is_plain and tensor.stride() == contiguous_stride(tuple(tensor.shape))
 
 
 def is_dense(tensor: torch.Tensor) -> bool:
@@ -158,11 +166,11 @@ def _dense_stride(tensor: torch.Tensor) -> tuple[int, ...]:
 def materialize(tensor: torch.Tensor) -> None:
     """Give a tensor on the meta device memory on the CPU, uninitialised. It stays the same object, with its attributes:
     optimizers, and modules that share it, need not be told."""
-    found = torch.empty_like(tensor, device="cpu", memory_format=torch.preserve_format, requires_grad=False)
+    on_host = torch.empty_like(tensor, device="cpu", memory_format=torch.preserve_format, requires_grad=False)
     if isinstance(tensor, torch.nn.Parameter):
-        found = torch.nn.Parameter(found, requires_grad=tensor.requires_grad)
-    vars(found).update(vars(tensor))
-    torch.utils.swap_tensors(tensor, found)  # type: ignore[no-untyped-call]
+        on_host = torch.nn.Parameter(on_host, requires_grad=tensor.requires_grad)
+    vars(on_host).update(vars(tensor))
+    torch.utils.swap_tensors(tensor, on_host)  # type: ignore[no-untyped-call]
 
 
 def is_unusual(tensor: torch.Tensor) -> bool:

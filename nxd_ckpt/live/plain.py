@@ -151,15 +151,15 @@ class PlainOptimizer:
         check_state(slots, saved["state"], self._optimizer.state, any_shape=any_shape)
 
     def placed(self, saved: Mapping[str, Any]) -> dict[Path, Placed]:
-        found: dict[Path, Placed] = {}
+        by_path: dict[Path, Placed] = {}
         for index, slot in self._by_index(saved).items():
             entries = saved["state"].get(index, {})
             slot.place(entries, self._optimizer.state.get(slot.key, {}))
-            found |= {("state", index, entry): placed for entry, placed in slot.placed.items()}
+            by_path |= {("state", index, entry): placed for entry, placed in slot.placed.items()}
             for entry in filter(is_rows, entries):
                 rows = placed_rows(slot.global_name(entry), slot.key, entries[entry])
-                found |= {("state", index, entry, *path): placed for path, placed in rows.items()}
-        return found
+                by_path |= {("state", index, entry, *path): placed for path, placed in rows.items()}
+        return by_path
 
     def load(self, saved: Mapping[str, Any], read: LeafSource, keeps: Keeps = keeps_nothing) -> None:
         if self._hooks.loads_itself:
@@ -187,7 +187,7 @@ class PlainOptimizer:
             entries = saved["state"].get(index, {})
             values = {entry: materialise(value, _Now(read), cpu, slot.key) for entry, value in entries.items()}
             rows = {name_of_rows(one): own_of_rows(values.pop(one)) for one in list(values) if is_rows(one)}
-            loaded = {entry: slot.held(entry, value) for entry, value in values.items()} | rows | kept
+            loaded = {entry: slot.as_placed(entry, value) for entry, value in values.items()} | rows | kept
             if loaded:
                 state[index] = loaded
         state |= {key: materialise(value, _Now(read), cpu) for key, value in saved["state"].items() if key not in slots}

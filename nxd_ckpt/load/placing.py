@@ -24,8 +24,8 @@ def part_of(leaf: Leaf, pieces: Sequence[Piece], shape: tuple[int, ...]) -> Leaf
     for piece in pieces:
         if isinstance(leaf, TensorStub) and piece.local.size == leaf.shape:
             return leaf
-        held = Assembly.of(leaf).within(piece.box).fragments
-        fragments += (fragment.moved(piece.local.offset) for fragment in held)
+        inside = Assembly.of(leaf).within(piece.box).fragments
+        fragments += (fragment.moved(piece.local.offset) for fragment in inside)
     if len(fragments) == 1 and fragments[0].is_whole(leaf.dtype, shape):
         return fragments[0].stub  # on the mesh of the save each part is a whole saved tensor
     return Assembly(leaf.dtype, shape, tuple(fragments))
@@ -35,8 +35,8 @@ def local_tree(tree: dict[Any, Any], placed: Mapping[Path, Placed]) -> dict[Any,
     """``tree`` with :func:`local_part` in place of each leaf that is ``placed``, by its path."""
     if not placed:
         return tree
-    found = {id(leaf): placed[path] for path, leaf in iter_tensors(tree) if path in placed}
-    cut: dict[Any, Any] = map_tensors(tree, lambda leaf: _cut(leaf, found.get(id(leaf))))
+    by_leaf = {id(leaf): placed[path] for path, leaf in iter_tensors(tree) if path in placed}
+    cut: dict[Any, Any] = map_tensors(tree, lambda leaf: _cut(leaf, by_leaf.get(id(leaf))))
     return cut
 
 

@@ -65,10 +65,10 @@ class ReshardContext:
                 continue
             whole = spec.partition.global_shape(spec.shape, self.live.ep)
             copies = leaf.shape[dim] // max(whole[dim], 1) if has_copies and len(leaf.shape) == len(whole) else 1
-            held = tuple(size * copies if at == dim else size for at, size in enumerate(whole))
+            gathered = tuple(size * copies if at == dim else size for at, size in enumerate(whole))
             is_one_rank = copies == 1 and spec.partition.partition_dim is None
-            if leaf.shape == held and held[dim] % tp == 0 and not is_one_rank:
-                part = tuple(size // tp if at == dim else size for at, size in enumerate(held))
+            if leaf.shape == gathered and gathered[dim] % tp == 0 and not is_one_rank:
+                part = tuple(size // tp if at == dim else size for at, size in enumerate(gathered))
                 offset = tuple(tp_rank * size if at == dim else 0 for at, size in enumerate(part))
                 yield name, Assembly.of(leaf).within(Box(offset, part))
 

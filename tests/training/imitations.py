@@ -25,13 +25,13 @@ class _Own(torch.optim.Optimizer):
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
-                    held, own = (self.held(one) for one in (parameter, parameter.grad))
-                    grad = own.reshape(held.shape[0] if held.dim() else 1, -1)
+                    own, own_grad = (self.stepped(one) for one in (parameter, parameter.grad))
+                    grad = own_grad.reshape(own.shape[0] if own.dim() else 1, -1)
                     change = self.update(self.state[parameter], grad, group)
-                    held.sub_(group["lr"] * change.reshape(held.shape))
+                    own.sub_(group["lr"] * change.reshape(own.shape))
         return loss
 
-    def held(self, tensor: Any) -> Tensor:
+    def stepped(self, tensor: Any) -> Tensor:
         """What of a tensor is stepped on: all of it, or for :func:`on_shards` this rank's shard of a DTensor."""
         shard: Tensor = tensor.to_local() if self.on_shards else tensor
         return shard
