@@ -30,7 +30,7 @@ from nxd_ckpt.core.manifest import CRC_BLOCK
 from nxd_ckpt.core.names import DONE, HIDDEN, MANIFEST
 from nxd_ckpt.errors import CheckpointError, InvalidArgument, OutcomeUnknown, SaveFailed, as_checkpoint_errors
 from nxd_ckpt.integrations.output_lease import Holding, OutputLease
-from nxd_ckpt.integrations.written_files import WrittenFiles
+from nxd_ckpt.integrations.written_files import WrittenFiles, raise_unless_absent
 from nxd_ckpt.output.transfer import sync
 from nxd_ckpt.save.background import Helpers
 from nxd_ckpt.save.pending import PendingSave
@@ -283,7 +283,7 @@ class SealedDirectory:
     def _seal(self) -> dict[str, list[int]]:
         """Sync what the library wrote; its digests. Raises SaveFailed where that is not what is there."""
         digests = self._written.seal()
-        for folder, _, names in os.walk(self.staged):
+        for folder, _, names in os.walk(self.staged, onerror=raise_unless_absent):
             for name in sorted(names):
                 sync(self._storage, os.path.relpath(os.path.join(folder, name), self._storage.url))
             self._storage.sync_dir(os.path.relpath(folder, self._storage.url))

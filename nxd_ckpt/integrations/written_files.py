@@ -20,6 +20,12 @@ _CAUSE = (
 )
 
 
+def raise_unless_absent(error: OSError) -> None:
+    """For ``os.walk``, which takes a directory that it cannot read for an empty one."""
+    if not isinstance(error, FileNotFoundError):
+        raise error
+
+
 class _Seen(NamedTuple):
     """One file as it was seen: another one of its name, or other bytes, make this differ."""
 
@@ -111,7 +117,7 @@ class WrittenFiles:
 
     def _now(self) -> dict[str, _Seen]:
         seen = {}
-        for folder, _, names in os.walk(self._root):
+        for folder, _, names in os.walk(self._root, onerror=raise_unless_absent):
             for name in sorted(names):
                 path = os.path.join(folder, name)
                 try:

@@ -62,10 +62,10 @@ class LocalStorage:
         return stat_of(self.path(key), stat.S_IFREG).st_size
 
     def is_dir(self, key: str) -> bool:
-        return self.path(key).is_dir()
+        return stat.S_ISDIR(_mode(self.path(key)))
 
     def is_file(self, key: str) -> bool:
-        return self.path(key).is_file()
+        return stat.S_ISREG(_mode(self.path(key)))
 
     def kind(self, key: str) -> str | None:
         """In words, a file, a FIFO, a device, ...; None where nothing is, or what cannot be looked at."""
@@ -155,7 +155,7 @@ class LocalStorage:
     def rename(self, source: str, target: str) -> None:
         # rename(2) replaces an empty directory or a file silently; this contract does not.
         old, new = self._own(source), self._own(target)
-        if os.path.lexists(new):
+        if _mode(new, follow=False):
             raise FileExistsError(f"cannot rename {old} to {new}: it exists")
         self._make_parents(new)
         os.rename(old, new)
@@ -263,6 +263,9 @@ class LocalStorage:
 _NO_LINKS = {errno.EPERM, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EXDEV}
 """What file systems without hard links (FAT, mounted object stores) answer to link(2)."""
 
+_NOTHING_THERE = {errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.EBADF}
+"""What stat(2) answers where there is no such file, or a link leads nowhere."""
+
 _NOT_OURS = {errno.EACCES, errno.EPERM, errno.EROFS, errno.EINVAL}
 """What a system answers if a directory that others made may not be read, or is of a file system without syncs."""
 
@@ -286,6 +289,19 @@ def _refuse_links(folders: Sequence[Path]) -> None:
                 "what it leads to in its place, or remove it",
                 str(folder),
             )
+
+
+def _mode(path: Path, *, follow: bool = True) -> int:
+    """What stat(2) says of its kind; 0 where nothing is. Raises OSError where that is not known, as of a stale handle.
+
+    Newer versions of Python tell the two apart no more.
+    """
+    try:
+        return os.stat(path, follow_symlinks=follow).st_mode
+    except OSError as error:
+        if error.errno not in _NOTHING_THERE:
+            raise
+        return 0
 
 
 def _is_dir(entry: os.DirEntry[str]) -> bool:

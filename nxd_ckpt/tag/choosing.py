@@ -30,6 +30,9 @@ _SWAP_TAKES = 10.0
 
 _READ_ONLY = (errno.EACCES, errno.EPERM, errno.EROFS)
 
+_SKEW = 2.0
+"""Seconds by which the clocks of hosts and of a file server may differ."""
+
 _LOOKS = 3
 """How often a tag is looked for before it counts as absent."""
 
@@ -61,6 +64,7 @@ def _latest(storage: Storage, without: Collection[str]) -> TagInfo:
     if newest is None:
         raise CheckpointNotFound(f"{storage.url}: no complete checkpoint; {describe_incomplete(storage)}")
     _refuse_guess(storage, tags, newest)
+    _warn_of_clock(storage, tags, newest)
     return newest
 
 
@@ -114,6 +118,24 @@ def _refuse_guess(storage: Storage, tags: Sequence[TagInfo], newest: TagInfo) ->
         same,
         newest.tag,
     )
+
+
+def _warn_of_clock(storage: Storage, tags: Sequence[TagInfo], newest: TagInfo) -> None:
+    """Where the latest tag is dated after now, what another program saved later has an earlier time. Ours has not."""
+    ahead = newest.order_time - effects.time()
+    other = latest(info for info in tags if not info.ours and info.tag and info.tag != newest.tag)
+    if ahead > _SKEW and other is not None:
+        logger.warning(
+            "%s: %s is taken for the latest, though it is dated %.0f s after the clock of this host. %s, which another "
+            "program saved, has an earlier time, and may be newer all the same: if it is, load it by its name. Set the "
+            "clock right, or the time of %s/%s",
+            storage.url,
+            newest.tag,
+            ahead,
+            other.tag,
+            newest.tag,
+            names.DONE,
+        )
 
 
 def settled_tags(storage: Storage, *, only_look: bool = False) -> list[TagInfo]:

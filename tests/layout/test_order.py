@@ -130,6 +130,27 @@ def test_foreign_tags_of_one_time_are_not_removed_and_not_guessed_in_silence(
     assert {*names, "new"} == set(visible_tags(tmp_path))
 
 
+@pytest.mark.parametrize("first_is_ours", [False, True])
+def test_a_tag_that_is_dated_after_the_clock_is_not_taken_in_silence(
+    tmp_path: Path, first_is_ours: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What NxD saves after it counts as older: the warning names both. What we save after it is the latest."""
+    ahead = float(int(time.time()) + 500)
+    if first_is_ours:
+        with mock.patch("nxd_ckpt.effects.time", return_value=ahead):
+            save(tmp_path, 1)
+    else:
+        save_as_nxd(tmp_path, "step_1", 1.0, ahead)
+    load_checkpoint(tmp_path, model={})
+    assert "dated" not in caplog.text
+    save_as_nxd(tmp_path, "step_2", 2.0)
+    load_checkpoint(tmp_path, model={})
+    assert "step_1 is taken for the latest, though it is dated" in caplog.text
+    assert "s after the clock of this host. step_2, which another program saved" in caplog.text
+    save(tmp_path, 3)
+    assert "step_3" == order(tmp_path)[-1]
+
+
 def test_steps_tell_foreign_tags_of_one_time_apart(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """step_10 is later than step_9, and that than step_8."""
     for step in (10, 8, 9):
