@@ -1,4 +1,5 @@
-"""Keywords of the tools, as ``core.option_classes`` describes them: the commands make their flags and help of them.
+"""Keywords of the tools, as `nxd_ckpt.core.option_classes` describes them; the commands' flags and help derive from
+them.
 
-Knows no torch, which ``nxd-ckpt --help`` does not wait for.
+Imports no torch, which ``nxd-ckpt --help`` does not wait for.
 """

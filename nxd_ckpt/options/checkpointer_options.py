@@ -1,4 +1,4 @@
-"""How a checkpoint directory is used, for all saves and loads. Knows no torch."""
+"""Options of a checkpoint directory, for all its saves and loads. Imports no torch."""
 
 from __future__ import annotations
 
@@ -21,18 +21,19 @@ OnFailure = Literal["raise", "warn"]
 
 @dataclass(frozen=True)
 class DirectoryOptions:
-    """Who uses a directory, and how it is reached.
+    """Participants of a directory, and access to it.
 
     Attributes:
         topology: this rank's place among all ranks; by default it is read from neuronx_distributed's parallel state
-            where that is initialised, else all ranks of the process group are one data-parallel group, else this
-            process is alone. With it, a single process can load what any rank would.
-        process_group: the ranks that save and load together, a group of torch.distributed, where not all ranks of the
-            job do: independent models on some of the ranks each. By default all of them.
+            if that is initialised, else all ranks of the process group are one data-parallel group, else this
+            process is alone. With it, a single process can load any rank's state.
+        process_group: group of torch.distributed with the ranks that save and load together, if it is not the whole
+            job:
+            for example independent models, each on some of the ranks. By default all ranks.
         timeout: seconds without any progress after which a rank counts as lost. A rank whose process ended is noticed
             in about five seconds.
-        storage_options: what a URL is opened with, under the names that fsspec and s3fs use. They may hold secrets:
-            they are neither logged nor saved.
+        storage_options: storage options for URLs, named as in fsspec and s3fs. They may hold secrets: they are neither
+            logged nor saved.
     """
 
     topology: Topology | None = None
@@ -50,17 +51,20 @@ class DirectoryKeywords(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class CheckpointerOptions(DirectoryOptions):
-    """The same for a directory that is saved to. They count from the first save on.
+    """Options of a directory that is saved to. They take effect from the first save on.
 
     Attributes:
         run_id: joins ranks without a process group: a string that is the same on all ranks, and new for every launch.
-        durable: fsync everything before a tag becomes visible. Without it is for scratch space only.
-        memory_cap: bytes of host memory that this rank may use for staging; by default its share of what is free.
-        progress: show a bar on rank 0's standard error, if that is a terminal, for what the caller waits for longer
-            than two seconds.
-        on_save_failure: "raise", or "warn": then a save that fails, for whatever reason, is logged on every rank, and
-            training goes on.
-        max_failed_saves: with "warn", so many saves in a row may fail; the last of them is raised, by the call itself,
+        durable: fsync everything before a tag becomes visible. False is for scratch space only.
+        memory_cap: bytes of host memory that this rank may use for staging; by default its share of the free memory.
+        progress: show a bar on rank 0's standard error, if that is a terminal, when the caller waits for longer than
+            two
+            seconds.
+        on_save_failure: "raise" or "warn". With "warn" a save that fails, for whatever reason, is logged on every rank,
+            and
+            training continues.
+        max_failed_saves: with "warn", this many saves in a row may fail; the last of them is raised, by the call
+            itself,
             or if it was async, by the next save, ``wait`` or ``finalize_checkpoint``.
     """
 
@@ -72,7 +76,7 @@ class CheckpointerOptions(DirectoryOptions):
     max_failed_saves: int = 3
 
     def validate(self) -> None:
-        """Raises InvalidArgument for what has no meaning."""
+        """Raise InvalidArgument for meaningless values."""
         if self.on_save_failure not in get_args(OnFailure):
             raise InvalidArgument(f"on_save_failure must be 'raise' or 'warn', found {self.on_save_failure!r}")
         limit = self.max_failed_saves
@@ -90,17 +94,19 @@ class CheckpointerKeywords(DirectoryKeywords, total=False):
 
 
 Notice = bool | Signals | int | Callable[[], bool]
-"""What tells a rank that it is about to be stopped."""
+"""Source of the news that a rank is about to be stopped."""
 
 
 @dataclass(frozen=True)
 class PreemptionOptions:
-    """How training is stopped from outside without losing a step.
+    """Stopping training from outside without losing a step.
 
     Attributes:
-        preemption: what tells a rank that it is about to be stopped: True for SIGTERM, another signal, or a function
-            without arguments that each call of :meth:`Checkpointer.step` asks. Until the Checkpointer is closed, the
-            signal does nothing else.
+        preemption: source of the news that this rank is about to be stopped: True for SIGTERM, another signal, or a
+            function
+            without arguments that each `Checkpointer.step` calls. Until the Checkpointer is closed, the signal has no
+            other
+            effect.
         preemption_grace: seconds between the signal and the end: within them all ranks must agree on the step to save.
     """
 
@@ -108,7 +114,7 @@ class PreemptionOptions:
     preemption_grace: float = 30.0
 
     def validate(self) -> None:
-        """Raises InvalidArgument for what has no meaning."""
+        """Raise InvalidArgument for meaningless values."""
         notice = self.preemption
         if not callable(notice) and not (isinstance(notice, int) and (notice in (False, True) or notice in [*Signals])):
             raise InvalidArgument(f"preemption must be True, a signal or a function, found {notice!r}")
@@ -122,4 +128,4 @@ class PreemptionKeywords(TypedDict, total=False):
 
 
 class CheckpointerInitKeywords(CheckpointerKeywords, PreemptionKeywords, total=False):
-    """Those of a Checkpointer that a script makes itself."""
+    """All keywords of ``Checkpointer()``."""

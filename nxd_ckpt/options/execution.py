@@ -1,4 +1,4 @@
-"""What tools that write have in common: how their output is made, and with what."""
+"""Options that all writing tools share: creation of their output, and resources."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from nxd_ckpt.options.checkpointer_options import DEFAULT_TIMEOUT
 from nxd_ckpt.storage.urls import StorageOptions
 
 Names = Sequence[Sequence[str]]
-"""For each pipeline stage the names of its parameters."""
+"""Names of the parameters of each pipeline stage."""
 SavedNames = Sequence[Sequence[Sequence[str]]]
-"""For each pipeline stage, for each param group, the names of its parameters in order."""
+"""Names of the parameters of each param group, in order, for each pipeline stage."""
 
 
 @dataclass(frozen=True)
 class OutputOptions:
-    """How an output is made.
+    """Creation of an output.
 
     Attributes:
         overwrite: replace an existing output, once the conversion has succeeded.
         dry_run: plan everything, and write nothing.
-        storage_options: what URLs are opened with, under the names that fsspec and s3fs use; secrets stay in memory.
-        output_options: the same for the output alone, if it needs others.
+        storage_options: storage options for URLs, named as in fsspec and s3fs; secrets stay in memory.
+        output_options: storage options for the output, if it needs others.
         durable: fsync everything before the output becomes visible.
-        progress: show a bar on standard error, if that is a terminal, for what takes longer than two seconds.
+        progress: show a bar on standard error, if that is a terminal, for work that takes longer than two seconds.
     """
 
     overwrite: bool = False
@@ -40,7 +40,7 @@ class OutputOptions:
 
     @property
     def written_with(self) -> StorageOptions | None:
-        """What the output is opened with."""
+        """Storage options of the output."""
         return self.storage_options if self.output_options is None else self.output_options
 
 
@@ -55,11 +55,11 @@ class OutputKeywords(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class SharedOptions(OutputOptions):
-    """The same for work that the ranks of a job may share.
+    """Options of work that the ranks of a job may share.
 
     Attributes:
-        all_ranks: share the work among all ranks of the job, or all processes that torchrun started: each of them makes
-            the same call. Without it a conversion is this process's own business, on one rank of a running job too.
+        all_ranks: share the work among all ranks of the job, or all processes that torchrun started; each of them makes
+            the same call. Without it this process converts alone, also if it is one rank of a running job.
         timeout: seconds without progress after which another rank counts as lost.
     """
 
@@ -74,17 +74,17 @@ class SharedKeywords(OutputKeywords, total=False):
 
 @dataclass(frozen=True)
 class ExecutionOptions(SharedOptions):
-    """The same for work that processes of a host may share, too.
+    """Options of work that processes of a host may share, too.
 
     Attributes:
-        num_workers: processes on this host. More than one import the caller's main module again: call below
+        num_workers: number of processes on this host. More than one import the caller's main module again: call below
             ``if __name__ == "__main__":``.
     """
 
     num_workers: int = 1
 
     def validate(self) -> None:
-        """Raises InvalidArgument for what contradicts itself."""
+        """Raise InvalidArgument for contradictions."""
         check_workers(self.num_workers)
 
 
@@ -94,7 +94,7 @@ class ExecutionKeywords(SharedKeywords, total=False):
 
 @dataclass(frozen=True)
 class NewJobOptions(ExecutionOptions):
-    """The same for a tag that is made of what is no tag.
+    """Options for a tag that is made from another form of checkpoint.
 
     Attributes:
         dp: data-parallel size.
@@ -114,7 +114,7 @@ class NewJobOptions(ExecutionOptions):
 
     @property
     def topology(self) -> Topology:
-        """Raises InvalidArgument for sizes that contradict each other."""
+        """Topology of these sizes. Raises InvalidArgument if they contradict each other."""
         return Topology(self.dp, self.tp, self.pp, self.ep)
 
 
@@ -128,6 +128,6 @@ class NewJobKeywords(ExecutionKeywords, total=False):
 
 
 def check_workers(num_workers: object) -> None:
-    """Raise InvalidArgument where that is no number of workers."""
+    """Raise InvalidArgument unless it is a number of workers."""
     if not isinstance(num_workers, int) or num_workers < 1:
         raise InvalidArgument(f"num_workers must be an int of at least 1, found {num_workers!r}")

@@ -1,4 +1,4 @@
-"""What export to Hugging Face and import from there take."""
+"""Options of export to and import from Hugging Face."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from nxd_ckpt.options.execution import NewJobKeywords, NewJobOptions, SavedNames
 from nxd_ckpt.storage.urls import StrPath
 
 MappingSpec = str | os.PathLike[str] | Mapping[str, Any] | None
-"""The name of a mapping that the package ships, the path of a JSON or YAML file, the document itself, or None."""
+"""Name of a shipped mapping, path of a JSON or YAML file, the document itself, or None."""
 
 
 Dtype = Literal["float32", "bfloat16", "float16"]
@@ -23,13 +23,13 @@ Dtype = Literal["float32", "bfloat16", "float16"]
 
 @dataclass(frozen=True)
 class MappingOptions:
-    """How names and shapes are translated between Hugging Face and NxD.
+    """Translation of names and shapes between Hugging Face and NxD.
 
     Attributes:
         config: the model's config.json, or a Hugging Face directory with one.
         mapping: the name of a shipped mapping, a JSON or YAML file, or its document; by default config.json chooses
-            it. docs/hugging-face.md lists those that are shipped.
-        kv_size_multiplier: how often the job keeps each key-value head.
+            it. docs/hugging-face.md lists the shipped ones.
+        kv_size_multiplier: number of copies of each key-value head in the job.
         hardware: the order of those copies.
         pad_attn_heads: the job pads its query heads with zeros to a multiple of its tensor-parallel size (trn1).
         dtype: cast floating-point numbers to this; by default they stay as they are.
@@ -43,7 +43,7 @@ class MappingOptions:
     dtype: Dtype | None = None
 
     def check_dtype(self) -> None:
-        """Raises InvalidArgument."""
+        """Raise InvalidArgument for an unknown dtype."""
         if self.dtype is not None and self.dtype not in get_args(Dtype):
             raise InvalidArgument(f"dtype must be one of {', '.join(get_args(Dtype))}, found {self.dtype!r}")
 
@@ -59,25 +59,26 @@ class MappingKeywords(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class ExportOptions(MappingOptions, SharedOptions):
-    """How a tag's model is exported.
+    """Export of a tag's model.
 
     Attributes:
-        config: the model's config.json, or a Hugging Face directory with one. It says which mapping and how many heads
-            and experts, and is copied, with generation_config.json beside it.
+        config: the model's config.json, or a Hugging Face directory with one. It determines the mapping and the numbers
+            of
+            heads and experts, and is copied, with generation_config.json beside it.
         tokenizer: a directory whose tokenizer files are copied.
-        size_per_shard: bytes of a weight file at most, as a number or such as "5GB"; a larger tensor has a file of its
-            own.
+        size_per_shard: maximum size of a weight file, e.g. 5GB, or bytes; a larger tensor has a file of its own.
         master_weights: export the optimizer's master weights, where it has them.
-        optimizer: write the optimizer's state too. That is ``optimizer.safetensors`` (or shards and their index), where
+        optimizer: write the optimizer's state too. It becomes ``optimizer.safetensors`` (or shards and their index),
+            where
             the tensor ``NAME/exp_avg`` is that state of the model's ``NAME``, and optimizer.json with param groups,
-            steps and whatever else is no tensor. Nothing of it is cast.
-        saved_param_names: the optimizer's parameter names, for each pipeline stage, for each param group, in order,
-            where the tag does not say (NxD's do not) and master weights or its state are needed.
+            steps and everything else that is no tensor. Nothing of it is cast.
+        saved_param_names: the optimizer's parameter names, for each pipeline stage, for each param group, in order.
+            Needed for master weights or state if the tag does not record them (NxD's do not).
         presharded: write the model as NxD inference loads it in place of a Hugging Face directory: a safetensors file
             of each tensor-parallel rank, for the "weights" of a compiled Llama, Mistral, Qwen 2 or Qwen 3.
-        tp: how many tensor-parallel ranks those are.
+        tp: number of tensor-parallel ranks for presharded files.
         overwrite: replace an existing Hugging Face directory.
-        dry_run: show what maps to what and what does not, and write nothing. Names that are not mapped are no error.
+        dry_run: show the mapping of every name, and write nothing. Names without a mapping are no error.
     """
 
     tokenizer: StrPath | None = None
@@ -89,7 +90,7 @@ class ExportOptions(MappingOptions, SharedOptions):
     tp: int = 1
 
     def validate(self) -> None:
-        """Raises InvalidArgument for what no export could honour."""
+        """Raise InvalidArgument for options that no export can honour."""
         self.check_dtype()
         if self.tp < 1 or (self.tp > 1 and not self.presharded):
             raise InvalidArgument(f"tp must be at least 1, and is for presharded=True; found {self.tp}")
@@ -109,18 +110,17 @@ class ExportKeywords(MappingKeywords, SharedKeywords, total=False):
 
 @dataclass(frozen=True)
 class ImportOptions(MappingOptions, NewJobOptions):
-    """How a tag is made of a Hugging Face directory.
+    """Import of a Hugging Face directory as a tag.
 
     Attributes:
-        config: the model's config.json, or a directory with one; by default that of the Hugging Face directory.
+        config: the model's config.json, or a directory with one; by default the one in the Hugging Face directory.
         virtual_pp: chunks of the model that each rank of an interleaved pipeline holds (virtual_pipeline_size).
         qkv_linear: the model has ``GQAQKVColumnParallelLinear`` (weight_q, weight_k, weight_v), not three layers.
-        fuse_qkv: the same with ``fuse_qkv=True`` (weight_qkv), with or without ``qkv_linear``.
+        fuse_qkv: the model has it with ``fuse_qkv=True`` (weight_qkv), with or without ``qkv_linear``.
         coalesce_qkv: the model has one ``ColumnParallelLinear`` for q, k and v.
         split_gate_up: the model has gate_proj and up_proj, not gate_up_proj.
-        model_key: where a file that torch.save wrote has the state dict, if it holds more.
-        dry_run: show what maps to what and what does not, and write nothing. Names that are unknown or missing are no
-            error.
+        model_key: key of the state dict in a file that torch.save wrote, if it holds more.
+        dry_run: show the mapping of every name, and write nothing. Unknown and missing names are no error.
     """
 
     virtual_pp: int = 1
@@ -140,14 +140,14 @@ class ImportOptions(MappingOptions, NewJobOptions):
 
     @property
     def variants(self) -> tuple[str, ...]:
-        """Which of a mapping's variants the model is."""
-        asked = {
+        """Variants of a mapping that the model uses."""
+        variants = {
             "fuse_qkv": self.fuse_qkv,
             "qkv_linear": self.qkv_linear and not self.fuse_qkv,
             "coalesce_qkv": self.coalesce_qkv,
             "split_gate_up": self.split_gate_up,
         }
-        return tuple(name for name, wanted in asked.items() if wanted)
+        return tuple(name for name, used in variants.items() if used)
 
 
 class ImportKeywords(MappingKeywords, NewJobKeywords, total=False):

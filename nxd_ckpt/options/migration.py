@@ -1,4 +1,4 @@
-"""What a migration takes."""
+"""Options of a migration."""
 
 from __future__ import annotations
 
@@ -16,22 +16,23 @@ Form = Literal["hf", "dcp", "torchtitan", "tag"]
 
 @dataclass(frozen=True)
 class MigrateOptions(OutputOptions):
-    """What is made of a checkpoint, and what nothing beside it says.
+    """Form of the result, and facts that the checkpoint does not record.
 
     Attributes:
         to: the form: a Hugging Face directory, a torch DCP directory, TorchTitan's ``step-N`` in the given directory,
             or a tag of one rank.
         config: the model's config.json, or a Hugging Face directory with one; by default the one beside the
             checkpoint.
-        mapping: the name of a shipped mapping, a JSON or YAML file, or its document; by default what is beside the
-            checkpoint says it, else config.json.
-        kv_size_multiplier: how often the job kept each key-value head, where nothing beside the checkpoint says so.
+        mapping: the name of a shipped mapping, a JSON or YAML file, or its document; by default files beside the
+            checkpoint determine it, else config.json.
+        kv_size_multiplier: number of copies of each key-value head in the job, if no file beside the checkpoint records
+            it.
         hardware: the order of those copies; by default the one in which they are equal.
         model_only: leave out optimizer, scheduler and user content.
         dtype: cast the model's floating-point numbers to this; the optimizer's state stays as it is.
-        size_per_shard: of the form hf, bytes of a weight file at most, as a number or such as "5GB".
-        saved_param_names: the optimizer's parameter names, for each pipeline stage, for each param group, in order,
-            where neither the tag nor its writer's param groups tell.
+        size_per_shard: for the form hf, maximum size of a weight file, e.g. 5GB, or bytes.
+        saved_param_names: the optimizer's parameter names, for each pipeline stage, for each param group, in order, if
+            neither the tag nor its writer's param groups record them.
     """
 
     to: Form = "hf"
@@ -45,7 +46,7 @@ class MigrateOptions(OutputOptions):
     saved_param_names: SavedNames | None = None
 
     def validate(self) -> None:
-        """Raises InvalidArgument."""
+        """Raise InvalidArgument for an unknown form or dtype."""
         if self.to not in get_args(Form):
             raise InvalidArgument(f"to must be one of {', '.join(get_args(Form))}, found {self.to!r}")
         if self.dtype is not None and self.dtype not in get_args(Dtype):

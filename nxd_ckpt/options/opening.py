@@ -1,4 +1,4 @@
-"""What reading a tag, without a job, takes."""
+"""Options for reading a tag without a job."""
 
 from __future__ import annotations
 
@@ -14,14 +14,16 @@ from nxd_ckpt.storage.urls import StorageOptions
 
 @dataclass(frozen=True)
 class OpenOptions:
-    """How a tag is opened. ``storage_options`` may hold secrets: no repr shows them.
+    """Opening of a tag. ``storage_options`` may hold secrets: no repr shows them.
 
     Attributes:
-        partitions: how parameters were cut over its ranks, by name, where the tag does not say (NxD's do not).
-        saved_param_names: the optimizer's parameter names, for each pipeline stage, for each param group, in order,
-            where the tag does not say (NxD's do not).
+        partitions: how parameters were partitioned over its ranks, by name, if the tag does not record it (NxD's do
+            not).
+        saved_param_names: the optimizer's parameter names, for each pipeline stage, for each param group, in order, if
+            the
+            tag does not record them (NxD's do not).
         trust_pickle: allow objects of any class in it.
-        storage_options: what a URL is opened with, under the names that fsspec and s3fs use.
+        storage_options: storage options for URLs, named as in fsspec and s3fs.
     """
 
     partitions: Mapping[str, Partition] | None = None

@@ -1,4 +1,4 @@
-"""What the tools take that make a tag of a tag."""
+"""Options of the tools that make a tag from a tag."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from nxd_ckpt.storage.urls import StorageOptions
 
 @dataclass(frozen=True)
 class Zero1Options(ExecutionOptions):
-    """How a ZeRO-1 optimizer is converted; names are those of NxD's ``nxd_convert_zero_checkpoints``.
+    """Conversion of a ZeRO-1 optimizer, with the names of NxD's ``nxd_convert_zero_checkpoints``.
 
     Attributes:
         convert_to_full: one file ``optim/full_tp_rank_XX_pp_rank_XX.pt`` for each tp, pp (and ep) rank, not padded.
@@ -41,7 +41,7 @@ class Zero1Options(ExecutionOptions):
     def validate(self) -> None:
         super().validate()
         if self.convert_to_full == self.convert_to_sharded:
-            raise InvalidArgument("give convert_to_full or convert_to_sharded, one of the two")
+            raise InvalidArgument("give either convert_to_full or convert_to_sharded")
         if self.convert_to_sharded and self.dp_size is None:
             raise InvalidArgument("convert_to_sharded needs dp_size, the new data-parallel size")
         if self.convert_to_full and self.dp_size is not None:
@@ -57,18 +57,21 @@ class Zero1Keywords(ExecutionKeywords, total=False):
 
 @dataclass(frozen=True)
 class ReshardOptions(ExecutionOptions):
-    """How a tag is cut anew.
+    """New sizes of a tag, and facts that it does not record.
 
     Attributes:
         dp: data-parallel size; by default the input's.
         tp: tensor-parallel size; by default the input's.
         pp: pipeline-parallel size; by default the input's.
         ep: expert-parallel size, which divides ``dp``; by default the input's.
-        partitions: how parameters were cut over the input's ranks, by name, where it does not say (NxD's tags do not).
+        partitions: how parameters were partitioned over the input's ranks, by name, if it does not record it (NxD's
+            tags do
+            not).
         stages: the names of each new pipeline stage; by default layers are spread evenly, in their order.
         saved_param_names: the optimizer's parameter names, for each pipeline stage of the input, for each param group,
-            in order, where it does not say (NxD's tags do not; needed where more than dp changes).
-        use_xser: whether to write xser files; by default as the input's.
+            in
+            order, if it does not record them (NxD's tags do not; needed if more than dp changes).
+        use_xser: write xser files; by default as the input.
     """
 
     dp: int | None = None
@@ -82,7 +85,7 @@ class ReshardOptions(ExecutionOptions):
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Those that are given."""
+        """Sizes that are set, by name."""
         sizes = {"dp": self.dp, "tp": self.tp, "pp": self.pp, "ep": self.ep}
         return {name: size for name, size in sizes.items() if size is not None}
 
@@ -100,17 +103,18 @@ class ReshardKeywords(ExecutionKeywords, total=False):
 
 @dataclass(frozen=True)
 class CopyOptions(OutputOptions):
-    """How a tag is copied.
+    """Copy of a tag.
 
     Attributes:
         overwrite: replace an existing checkpoint at the target. On file systems it stays until the copy is complete; on
             stores it is removed first.
-        hard_links: link files rather than copy them where that works: within one file system, and for tags of nxd_ckpt
+        hard_links: link files instead of copying them, if possible: within one file system, and for tags of nxd_ckpt
             only, whose files nobody modifies.
-        num_workers: files that are copied at once.
-        max_bytes_per_second: how fast at most, as a number or such as "20MB", where others need the disk or the network
-            too; by default as fast as it goes. Files that are there and are verified count as well.
-        timeout: seconds after which a job that holds the target's directory, and is gone, counts as dead.
+        num_workers: number of files that are copied at once.
+        max_bytes_per_second: maximum speed, as a number or such as "20MB", if others need the disk or the network too;
+            by
+            default unlimited. Existing files that are verified count as well.
+        timeout: seconds after which a job that uses the target's directory, and is gone, counts as dead.
     """
 
     hard_links: bool = False
@@ -119,7 +123,7 @@ class CopyOptions(OutputOptions):
     timeout: float = DEFAULT_TIMEOUT
 
     def validate(self) -> None:
-        """Raises InvalidArgument for what no copy could honour."""
+        """Raise InvalidArgument for options that no copy can honour."""
         check_workers(self.num_workers)
 
 
@@ -132,11 +136,11 @@ class CopyKeywords(OutputKeywords, total=False):
 
 @dataclass(frozen=True)
 class PackOptions(OutputOptions):
-    """How a tag is packed.
+    """Packing of a tag.
 
     Attributes:
         overwrite: replace an existing file.
-        dry_run: plan everything, and write nothing. The bytes are then those before compression.
+        dry_run: plan everything, and write nothing. The reported bytes are then those before compression.
         durable: fsync the archive before it appears.
     """
 
@@ -147,12 +151,12 @@ class PackKeywords(OutputKeywords, total=False):
 
 @dataclass(frozen=True)
 class PruneOptions:
-    """How tags are removed by rules.
+    """Removal of tags by rules.
 
     Attributes:
-        dry_run: remove nothing, and say what would be removed.
-        storage_options: what a URL is opened with, under the names that fsspec and s3fs use.
-        timeout: seconds after which a job that holds the directory, and is gone, counts as dead.
+        dry_run: remove nothing, and show what would be removed.
+        storage_options: storage options for URLs, named as in fsspec and s3fs.
+        timeout: seconds after which a job that uses the directory, and is gone, counts as dead.
     """
 
     dry_run: bool = False

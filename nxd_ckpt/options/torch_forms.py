@@ -1,4 +1,4 @@
-"""What the tools take that exchange tags with torch: as torch DCP directories, or as plain files."""
+"""Options of the tools that exchange tags with torch: as torch DCP directories, or as plain files."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ StrategyName = Literal["one_file", "one_file_per_tensor", "chunks"]
 
 
 class Strategy(Protocol):
-    """How tensors are spread over files. OLMo-core's ``UnshardStrategy`` is one too."""
+    """Distribution of tensors over files. OLMo-core's ``UnshardStrategy`` is one too."""
 
     @property
     def name(self) -> str: ...
@@ -29,7 +29,7 @@ class Strategy(Protocol):
 
 @dataclass(frozen=True)
 class DcpOptions:
-    """Where in a torch DCP state dict model and optimizer are.
+    """Place of model and optimizer in a torch DCP state dict.
 
     Attributes:
         model_key: the key of the model in the state dict, "" for the state dict itself.
@@ -47,12 +47,12 @@ class DcpKeywords(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class FromDcpOptions(DcpOptions, NewJobOptions):
-    """How a tag is made of a torch DCP directory.
+    """Tag made from a torch DCP directory.
 
     Attributes:
         optimizer: the form of the optimizer: "zero1" is NxD's sharded one.
-        partitions: how parameters are cut, by name; what is not named is whole on each rank.
-            ``Partition(partition_dim=0)`` cuts over all tensor-parallel ranks, ``expert=True`` over expert-parallel
+        partitions: how to partition parameters, by name; all others are whole on each rank.
+            ``Partition(partition_dim=0)`` divides over all tensor-parallel ranks, ``expert=True`` over expert-parallel
             ones.
     """
 
@@ -78,13 +78,15 @@ class FromDcpKeywords(DcpKeywords, NewJobKeywords, total=False):
 
 @dataclass(frozen=True)
 class ToDcpOptions(DcpOptions, OutputOptions):
-    """How a torch DCP directory is made of a tag.
+    """Torch DCP directory made from a tag.
 
     Attributes:
         flatten_optimizer_state: param groups by parameter, as with torch's ``flatten_optimizer_state_dict=True``.
-        partitions: how parameters were cut, by name, where the tag does not say (NxD's do not, with tp or ep).
-        saved_param_names: the optimizer's parameter names, for each pipeline stage, for each param group, in order,
-            where the tag does not say (NxD's do not).
+        partitions: how parameters were partitioned, by name, if the tag does not record it (NxD's do not, with tp or
+            ep).
+        saved_param_names: the optimizer's parameter names, for each pipeline stage, for each param group, in order, if
+            the
+            tag does not record them (NxD's do not).
         overwrite: replace an existing torch DCP directory.
     """
 
@@ -105,18 +107,20 @@ class ToDcpKeywords(DcpKeywords, OutputKeywords, total=False):
 
 @dataclass(frozen=True)
 class UnshardOptions(OutputOptions):
-    """How a tag is written as plain files.
+    """Plain files made from a tag.
 
     Attributes:
-        optim: whether to write the optimizer; by default if the tag has one.
-        use_safetensors: safetensors files in place of ``.pt``, and JSON for what is no tensor.
-        unshard_strategy: how many files for each of model and optimizer. In place of a name an
-            :class:`~nxd_ckpt.convert.UnshardStrategy`, also OLMo-core's own.
-        size_per_shard: with "chunks", bytes of a file at most, as a number or such as "5GB"; a larger tensor has a file
-            of its own.
-        partitions: how parameters were cut over the ranks, by name, where the tag does not say (NxD's do not).
-        saved_param_names: the optimizer's parameter names, for each pipeline stage, for each param group, in order,
-            where the tag does not say (NxD's do not). Without them entries are called "#0", "#1", ... where that is
+        optim: write the optimizer; by default if the tag has one.
+        use_safetensors: write safetensors files instead of ``.pt``, and JSON for values that are no tensors.
+        unshard_strategy: number of files for each of model and optimizer. Instead of a name it may be an
+            `nxd_ckpt.convert.UnshardStrategy`, also OLMo-core's own.
+        size_per_shard: with "chunks", maximum size of a file, e.g. 5GB, or bytes; a larger tensor has a file of its
+            own.
+        partitions: how parameters were partitioned over the ranks, by name, if the tag does not record it (NxD's do
+            not).
+        saved_param_names: the optimizer's parameter names, for each pipeline stage, for each param group, in order, if
+            the
+            tag does not record them (NxD's do not). Without them entries are called "#0", "#1", ... where that is
             enough.
         overwrite: replace an existing unsharded checkpoint.
     """

@@ -53,8 +53,8 @@ def refused(
 @pytest.mark.parametrize(
     ("options", "complaint"),
     [
-        ({}, "one of the two"),
-        ({"convert_to_full": True, "convert_to_sharded": True, "dp_size": 2}, "one of the two"),
+        ({}, "give either"),
+        ({"convert_to_full": True, "convert_to_sharded": True, "dp_size": 2}, "give either"),
         ({"convert_to_sharded": True}, "needs dp_size"),
         ({"convert_to_full": True, "dp_size": 2}, "leave it out"),
         ({"convert_to_sharded": True, "dp_size": 0}, "at least 1"),
