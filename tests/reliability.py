@@ -1,4 +1,4 @@
-"""docs/reliability.md: what a run of the tests writes into it, of itself."""
+"""docs/reliability-counts.md: what a run of the tests writes into it, of itself."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 
 REPOSITORY = Path(__file__).parents[1]
-_PAGE = REPOSITORY / "docs" / "reliability.md"
+_PAGE = REPOSITORY / "docs" / "reliability-counts.md"
 
 
 def put(place: str, text: str) -> None:

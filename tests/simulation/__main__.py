@@ -1,5 +1,5 @@
 """``python -m tests.simulation``: run schedules, or look at all that crashes leave; count, also into
-docs/reliability.md."""
+docs/reliability-counts.md."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def _quietly_enumerated(work: Work, interleavings: int) -> CrashCount:
 
 
 def write(place: str, total: Count, first: int, origin: list[tuple[str, str]]) -> None:
-    """Add a run to those that docs/reliability.md has."""
+    """Add a run to those that docs/reliability-counts.md has."""
     seeds = f"{first:,} to {first + total.schedules - 1:,}"
     counts = [f"{total.schedules:,}", f"{len(total.failures):,}", f"{total.rate:.0f}"]
     run = [*(value for _, value in origin), platform.python_version(), place, seeds, *counts]
@@ -124,7 +124,7 @@ def write(place: str, total: Count, first: int, origin: list[tuple[str, str]]) -
 
 
 def write_faults(place: str, faults: Counter[str]) -> None:
-    """Add them to the sums that docs/reliability.md has."""
+    """Add them to the sums that docs/reliability-counts.md has."""
     places = [*PLACES, *(f"{name} with dedup" for name in PLACES)]
     found = {name: dict(zip(places, map(number, numbers), strict=True)) for name, *numbers in rows_of("faults")}
     for name, count in faults.items():
@@ -153,7 +153,7 @@ def main() -> None:
     parser.add_argument("--processes", type=int, default=2, help="how many at once")
     parser.add_argument("--dedup", action="store_true", help="with saves that have a file in common, and dedup=True")
     parser.add_argument("--crashes", type=int, metavar="N", help="every crash state in N interleavings, instead")
-    parser.add_argument("--write", action="store_true", help="write the counts into docs/reliability.md")
+    parser.add_argument("--write", action="store_true", help="write the counts into docs/reliability-counts.md")
     given = parser.parse_args()
     origin = date_and_commit()  # the checkout may move on while it runs
     if given.crashes:

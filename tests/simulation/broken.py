@@ -600,7 +600,7 @@ def main() -> None:
     parser.add_argument("--limit", type=int, default=20_000, help="the seeds to try (default: %(default)s)")
     parser.add_argument("--processes", type=int, default=2, help="how many at once (default: %(default)s)")
     parser.add_argument("--first", type=int, default=0, help="the first of the list (default: %(default)s)")
-    parser.add_argument("--write", action="store_true", help="write what was found into docs/reliability.md")
+    parser.add_argument("--write", action="store_true", help="write what was found into docs/reliability-counts.md")
     given = parser.parse_args()
     if given.write and given.first:
         parser.error("--write is for the whole list")
