@@ -56,7 +56,7 @@ class Trainer:
 
     def hold(self, stage: DiskStage) -> None:
         """Raises AssertionError where a promise is broken."""
-        found = _visible(stage.outside())
+        found = visible(stage.outside())
         outcomes = [told for job in stage.jobs for told in job.outcomes]
         stage.promises.nothing_good_is_lost(found, stage.jobs)
         stage.promises.every_rank_tells_the_same(found, outcomes)
@@ -126,7 +126,7 @@ def _content(value: int, name: str) -> bytes:
     return f"{name} of save {value}".encode() * 5
 
 
-def _visible(storage: Storage) -> dict[str, int]:
+def visible(storage: Storage) -> dict[str, int]:
     """The number of the save that each visible directory holds. Raises AssertionError for one that is not whole."""
     return {entry.name: _value(storage, entry.name) for entry in storage.list() if entry.name[0] != "."}
 

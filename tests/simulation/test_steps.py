@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from tests.simulation.crashes import enumerated
+from tests.simulation.crashes import Recording, enumerated
 from tests.simulation.drains import DRAINS
-from tests.simulation.sealed import TRAINERS, Trainer
+from tests.simulation.sealed import TRAINERS, Trainer, visible
 from tests.simulation.steps import EVENTS, Scene, Step, all_steps
+from tests.simulation.world import DiskStorage
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]
 
@@ -45,6 +46,16 @@ def test_a_sealed_directory_is_whole_in_states_that_a_crash_leaves(trainer: Trai
     count = enumerated(trainer, every=MOMENTS, most=MOST, local=True)
     assert [] == count.failures
     assert 1 < count.looked_at
+
+
+def test_a_removed_directory_comes_back_from_no_power_cut_without_its_files() -> None:
+    """Its name is gone for good before the first file is: at each moment all lasts but the rename that took it away."""
+    recording = Recording(TRAINERS[1], 0, local=True)
+    recording.go()
+    for moment in recording.moments:
+        disk = moment.disk
+        disk.crash(lambda change: not change.what.startswith("rename checkpoint-1"), lambda file: bytes(file.data))
+        visible(DiskStorage(disk))
 
 
 @pytest.mark.soak
