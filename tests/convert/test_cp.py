@@ -32,7 +32,8 @@ pytestmark = [pytest.mark.plain, pytest.mark.once]
 
 KILLED = """
 import sys
-from nxd_ckpt.convert import copy_checkpoint, locations
+from nxd_ckpt.convert import copy_checkpoint
+from nxd_ckpt.output import locations
 from nxd_ckpt.storage.local import LocalStorage
 from nxd_ckpt.testing.storage import HookedStorage, killing
 

@@ -30,7 +30,8 @@ pytestmark = [pytest.mark.plain, pytest.mark.once]
 
 KILLED = """
 import sys
-from nxd_ckpt.convert import convert_zero1, locations
+from nxd_ckpt.convert import convert_zero1
+from nxd_ckpt.output import locations
 from nxd_ckpt.storage.local import LocalStorage
 from nxd_ckpt.testing.storage import HookedStorage, killing
 

@@ -48,7 +48,8 @@ NBYTES = sum(tensor.nbytes for tensor in STATE.values())
 
 KILLED = """
 import json, sys
-from nxd_ckpt.convert import copy_checkpoint, locations
+from nxd_ckpt.convert import copy_checkpoint
+from nxd_ckpt.output import locations
 from nxd_ckpt.storage.urls import open_storage
 from nxd_ckpt.testing.storage import HookedStorage, killing
 

@@ -40,7 +40,7 @@ from nxd_ckpt.testing.storage import HookedStorage, Operation
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]
 
-MODULES = ("verify", "checkpoint", "commit.tier", "api", "listing", "output.locations")
+MODULES = ("tag.verify", "checkpoint", "commit.tier", "api", "tag.listing", "output.locations")
 """Where a reader opens its storage."""
 
 

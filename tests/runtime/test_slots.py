@@ -143,7 +143,7 @@ def test_a_stuck_holder_is_given_up(run_id: str) -> None:
 def test_a_holder_that_moves_is_waited_for(run_id: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """However long it takes."""
     clock, holder = Clock(), ExitStack()
-    monkeypatch.setattr(host_semaphore, "host", clock)
+    monkeypatch.setattr(host_semaphore, "effects", clock)
     moved = holder.enter_context(writing_slot(run_id, 1, 5.0))
 
     def move() -> None:

@@ -36,7 +36,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     """What voting takes for the time."""
     clock = Clock()
     for module in (voting, backoff):
-        monkeypatch.setattr(module, "host", clock)
+        monkeypatch.setattr(module, "effects", clock)
     return clock
 
 
