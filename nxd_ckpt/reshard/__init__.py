@@ -1,1 +1,1 @@
-"""A tag as a rank of any sizes sees it, or as whole tensors."""
+"""Resharding: a tag as a rank of any sizes sees it, or as whole tensors."""

@@ -1,7 +1,7 @@
-"""A tag as the state dict that torch DCP keeps flat: global tensors and values, each by DCP's name.
+"""A tag as torch DCP's flat state dict: global tensors and values by DCP's names.
 
-Optimizer state that belongs to no parameter has no name in DCP, and is left out. An optimizer's ``step`` is a tensor
-there, as in torch's optimizers; the Python number that NxD's keep becomes one.
+Optimizer state that belongs to no parameter has no name in DCP, and is left out. An optimizer's ``step`` is a tensor in
+DCP, as in torch's optimizers; NxD's Python number becomes one.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from nxd_ckpt.tag.opened import OpenTag
 class DcpTensor:
     """A tensor of the state dict: its dtype (torch's name), whole shape, and the keys that lead to it.
 
-    ``source`` is its name in the tag, or the tensor itself where it is one of few elements that no rank cut.
+    ``source`` is its name in the tag, or the tensor itself if it is a small one that no rank cut.
     """
 
     dtype: str
@@ -41,28 +41,31 @@ class DcpTensor:
 
 
 class DcpState:
-    """The tag ``opened``, put together by ``tag``. Reads trees, no tensor of model or optimizer."""
+    """The flat state dict of a tag. Reads trees, no tensor of model or optimizer."""
 
     def __init__(self, opened: OpenTag, tag: WholeTag, names: DcpNames) -> None:
         self._opened, self._tag, self._names = opened, tag, names
 
     @cached_property
     def tensors(self) -> dict[str, DcpTensor]:
-        """Every tensor whose whole shape is known, by name."""
-        return {name: told for name, (_, told) in self._all.items() if isinstance(told, DcpTensor)}
+        """Tensors whose whole shape is known, by name."""
+        return {name: tensor for name, (_, tensor) in self._all.items() if isinstance(tensor, DcpTensor)}
 
     @cached_property
     def values(self) -> dict[str, tuple[Path, Any]]:
-        """What is not a tensor, by name, with the keys that lead to it."""
-        return {name: held for name, held in self._all.items() if not isinstance(held[1], DcpTensor)}
+        """Values that are no tensors, by name, with the keys that lead to them."""
+        return {name: item for name, item in self._all.items() if not isinstance(item[1], DcpTensor)}
 
     @property
     def unknown(self) -> list[str]:
-        """Names in the tag of tensors that cannot be put together: how they are cut is not known."""
+        """Names in the tag of tensors that cannot be assembled, because their cut is not known."""
         return [tensor.name for tensor in self._tag.tensors.values() if tensor.shape is None]
 
     def leaf(self, name: str) -> Assembly | torch.Tensor:
-        """What the tensor is made of. Raises KeyMismatch for an unknown name, and as WholeTag.leaf."""
+        """Return the assembly of a tensor.
+
+        Raises KeyMismatch for an unknown name, and the errors of `WholeTag.leaf`.
+        """
         tensor = self.tensors.get(name)
         if tensor is None:
             raise KeyMismatch(f"{self._opened.where} has no tensor that torch DCP would call {name!r}")
@@ -70,16 +73,16 @@ class DcpState:
 
     @cached_property
     def _all(self) -> dict[str, tuple[Path, Any]]:
-        """All of it, tensors as DcpTensor. Raises KeyMismatch where two entries have the same name."""
-        found: dict[str, tuple[Path, Any]] = {}
+        """All entries with paths, tensors as DcpTensor. Raises KeyMismatch if two entries have one name."""
+        entries: dict[str, tuple[Path, Any]] = {}
         for entry, value in chain(self._global_tensors(), self._values()):
-            if entry.name in found:
+            if entry.name in entries:
                 raise KeyMismatch(
-                    f"{self._opened.where}: torch DCP joins keys by dots, and would call both {found[entry.name][0]} "
-                    f"and {entry.path} {entry.name!r}; choose other keys for model and optimizer, or other names"
+                    f"{self._opened.where}: torch DCP joins keys by dots, so {entries[entry.name][0]} and {entry.path} "
+                    f"would both be called {entry.name!r}; choose other keys for model and optimizer, or other names"
                 )
-            found[entry.name] = entry.path, value
-        return found
+            entries[entry.name] = entry.path, value
+        return entries
 
     def _global_tensors(self) -> Iterator[tuple[DcpEntry, DcpTensor]]:
         for tensor in self._tag.tensors.values():
@@ -88,7 +91,7 @@ class DcpState:
                 yield entry, DcpTensor(tensor.dtype, tensor.shape, entry.path, tensor.name)
 
     def _values(self) -> Iterator[tuple[DcpEntry, Any]]:
-        """All that is not a tensor of model or optimizer; the tensors in it are read."""
+        """Yield all entries but tensors of model and optimizer. Tensors inside of them are read."""
         for name, value in self._tag.values.items():
             if self._tag.is_general(name):
                 continue
@@ -110,7 +113,7 @@ class DcpState:
 
 
 def _as_torch(path: Path, value: Any) -> Any:
-    """An optimizer's count of steps as torch's optimizers hold it."""
+    """Return an optimizer's count of steps as torch's optimizers hold it: as a tensor."""
     is_step = path[0] == "optim" and path[-1] == STEP
     return torch.tensor(float(value)) if is_step and isinstance(value, (int, float)) else value
 
@@ -122,15 +125,17 @@ def _as_entry(entry: DcpEntry, value: Any) -> Any:
 
 
 def _flat(path: Path, value: Any, above: tuple[int, ...] = ()) -> Iterator[tuple[DcpEntry, Any]]:
-    """The entries that torch flattens a value to. A dict whose keys count from 0 on stays one: its paths would be those
-    of a list."""
+    """Yield the entries that torch flattens a value to.
+
+    A dict whose keys are 0, 1, ... stays one entry: its paths would be those of a list.
+    """
     above = (*above, id(value))
     items: list[tuple[Any, Any]] = []
     if isinstance(value, dict) and list(value) != list(range(len(value))):
         items = list(value.items())
     elif isinstance(value, list) and _is_split(value):
         items = list(enumerate(value))
-    if not items or any(id(child) in above for _, child in items):  # what holds itself is pickled
+    if not items or any(id(child) in above for _, child in items):  # a container that holds itself is pickled
         entry = DcpEntry.at(path)
         yield entry, _as_entry(entry, value)
         return
@@ -139,7 +144,8 @@ def _flat(path: Path, value: Any, above: tuple[int, ...] = ()) -> Iterator[tuple
 
 
 def _is_split(value: list[Any], above: tuple[int, ...] = ()) -> bool:
-    """Whether torch flattens the list: where there is a tensor or a dict in it, or in a list of it."""
+    """Return whether torch flattens the list: it has a tensor or a dict in it, or in a list in it."""
     above = (*above, id(value))
-    inner = (one for one in value if isinstance(one, list) and id(one) not in above)
-    return any(isinstance(one, (torch.Tensor, dict)) for one in value) or any(_is_split(one, above) for one in inner)
+    lists = (item for item in value if isinstance(item, list) and id(item) not in above)
+    has_leaf = any(isinstance(item, (torch.Tensor, dict)) for item in value)
+    return has_leaf or any(_is_split(inner, above) for inner in lists)

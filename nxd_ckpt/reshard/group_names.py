@@ -1,4 +1,4 @@
-"""Whose the entries of an optimizer are, where its tag does not say it but its writer's param groups are known."""
+"""Parameter names for an optimizer whose tag has none, from the param groups that its writer usually makes."""
 
 from __future__ import annotations
 
@@ -13,38 +13,39 @@ from nxd_ckpt.reshard.saved_optimizer import SavedSlot, saved_optimizer
 from nxd_ckpt.tag.opened import OpenTag
 
 COMPUTED = "rotary_emb.inv_freq"
-"""What the names of tensors end in that are no parameters."""
+"""The end of names of buffers that are no parameters."""
 
 Names = list[list[list[str]]]
-"""By stage and param group."""
+"""Parameter names by pipeline stage and param group."""
 
 
 def group_names(opened: OpenTag, stages: Sequence[Sequence[str]] | None = None) -> Names | None:
-    """The names of the optimizer's parameters, by stage and param group; None where the tag says them, or has no
-    optimizer. ``stages`` are the model's parameters of each stage, in order, by default those of the tag.
+    """Return the names of the optimizer's parameters; None if the tag has them, or has no optimizer.
 
-    Raises OptimizerMismatch where no such groups fit what was saved.
+    ``stages`` are the model's parameters of each stage, in order, by default those of the tag.
+
+    Raises OptimizerMismatch if no usual groups fit the sizes and shapes of the saved ones.
     """
     if opened.parts.optimizer is None:
         return None
-    known = opened.optimizer_names(Coordinates())
-    if known is not None and not any(map(is_number, known)):
+    recorded = opened.optimizer_names(Coordinates())
+    if recorded is not None and not any(map(is_number, recorded)):
         return None
-    every = [_Stage(opened, pp_rank, stages) for pp_rank in range(opened.topology.pp)]
+    all_stages = [_Stage(opened, pp_rank, stages) for pp_rank in range(opened.topology.pp)]
     for patterns in NOT_DECAYED:
-        found = [stage.names(patterns) for stage in every]
-        if all(names is not None for names in found):
-            return [names for names in found if names is not None]
-    counts = [[len(group) for group in stage.groups] for stage in every]
+        names_by_stage = [stage.names(patterns) for stage in all_stages]
+        if all(names is not None for names in names_by_stage):
+            return [names for names in names_by_stage if names is not None]
+    counts = [[len(group) for group in stage.groups] for stage in all_stages]
     raise OptimizerMismatch(
-        f"{opened.where} does not say which parameters the entries of its optimizer belong to, and param groups of "
-        f"{counts} parameters are not those that its writer makes of this model; pass saved_param_names=: for each "
-        "pipeline stage, for each param group, the names in order"
+        f"{opened.where} does not name the parameters of its optimizer, and its writer does not usually make groups of "
+        f"{counts} parameters of this model, so names cannot be derived; pass saved_param_names=: for each pipeline "
+        "stage, for each param group, the names in order"
     )
 
 
 class _Stage:
-    """One pipeline stage: its parameters in the model's order, and what the optimizer saved for each."""
+    """One pipeline stage: its parameters in the model's order, and the saved slots of its optimizer."""
 
     def __init__(self, opened: OpenTag, pp_rank: int, stages: Sequence[Sequence[str]] | None) -> None:
         at = Coordinates(pp_rank)
@@ -60,6 +61,6 @@ class _Stage:
             self.groups[slot.group].append(slot)
 
     def names(self, patterns: Iterable[str]) -> list[list[str]] | None:
-        """The groups' names, if those whose names have one of ``patterns`` in them are the second group."""
+        """Return the names by group, those with one of ``patterns`` in the second group; None if they do not fit."""
         shapes = [[slot.likely_shape for slot in slots] for slots in self.groups]
         return grouped({name: self._shapes.get(name) for name in self._parameters}, shapes, patterns)

@@ -1,4 +1,4 @@
-"""What a tag holds besides tensors, as values by name: steps that are numbers, options, scheduler, user content."""
+"""Plain values of a tag by name: steps that are numbers, options, scheduler, user content."""
 
 from __future__ import annotations
 
@@ -20,45 +20,48 @@ class _Absent:
 
 
 ABSENT: Any = _Absent()
-"""Stands for a value that is not there."""
+"""A stand-in for an absent value."""
 
 
 def plain_values(tag: WholeTag, problems: dict[str, str]) -> dict[str, Any]:
-    """Single values by such names as "optim/param_groups/0/lr", "scheduler/last_epoch" and "user_content/steps".
+    """Return values by names such as "optim/param_groups/0/lr", "scheduler/last_epoch" and "user_content/steps".
 
-    What cannot be read without running code is left out, and ``problems`` say why, by name.
+    Values that cannot be read without running code are left out; ``problems`` gets the reason, by name.
     """
     opened = tag.opened
-    found = {name: value for key, inner in tag.values.items() for name, value in _leaves(key, inner)}
+    values = {name: value for key, inner in tag.values.items() for name, value in _leaves(key, inner)}
     for number, group in enumerate(tag.param_groups):
         options: Any = map_tensors(group, opened.read)
-        found |= {f"optim/param_groups/{number}/params": options.pop("params")}
-        found |= dict(_leaves(f"optim/param_groups/{number}", options))
-    for name, read in _others(opened).items():
+        values |= {f"optim/param_groups/{number}/params": options.pop("params")}
+        values |= dict(_leaves(f"optim/param_groups/{number}", options))
+    for name, read in _readers(opened).items():
         try:
-            found |= dict(_leaves(name, read()))
+            values |= dict(_leaves(name, read()))
         except UnsafePickle as error:
             problems[f"{name}/"] = f"{name} is not compared: {error}"
-    return found
+    return values
 
 
 def rank_values(opened: OpenTag, problems: dict[str, str]) -> dict[int, dict[str, Any]]:
-    """What each rank saved for itself, as :func:`plain_values`, by rank: "rank_content/random/torch" and the like."""
-    found: dict[int, dict[str, Any]] = {}
+    """Return the values that each rank saved for itself, by rank and name, such as "rank_content/random/torch".
+
+    Values that cannot be read without running code are left out; ``problems`` gets the reason, by name.
+    """
+    values: dict[int, dict[str, Any]] = {}
     for rank in range(opened.topology.world_size) if opened.parts.rank_content else ():
         try:
-            found[rank] = dict(_leaves("rank_content", opened.rank_content(rank)))
+            values[rank] = dict(_leaves("rank_content", opened.rank_content(rank)))
         except PartLost:
             raise
         except PartNotFound:
             continue  # this rank saved nothing
         except UnsafePickle as error:
             problems["rank_content/"] = f"rank_content is not compared: {error}"
-    return found
+    return values
 
 
 def equal_values(a: Any, b: Any) -> bool:
-    """Whether two leaves are equal; NaN equals NaN, and a number the same number of another type."""
+    """Return whether two leaves are equal; NaN equals NaN, and numbers of different types are compared by value."""
     if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
         if (a.dtype, a.shape) != (b.dtype, b.shape):
             return False
@@ -72,15 +75,15 @@ def equal_values(a: Any, b: Any) -> bool:
     return bool(a == b) or (a != a and b != b)
 
 
-def _others(opened: OpenTag) -> dict[str, Callable[[], Any]]:
-    found: dict[str, Callable[[], Any]] = {}
+def _readers(opened: OpenTag) -> dict[str, Callable[[], Any]]:
+    readers: dict[str, Callable[[], Any]] = {}
     if opened.parts.scheduler:
-        found["scheduler"] = opened.scheduler
+        readers["scheduler"] = opened.scheduler
     if opened.parts.user_content:
-        found["user_content"] = opened.user_content
-    return found
+        readers["user_content"] = opened.user_content
+    return readers
 
 
 def _leaves(name: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """What a container holds, all the way down, by path."""
+    """Yield the leaves of a nested container, with their paths below ``name``."""
     return (("/".join((name, *map(str, path))), leaf) for path, leaf in iter_leaves(value))

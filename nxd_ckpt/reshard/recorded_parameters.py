@@ -1,4 +1,4 @@
-"""How the parameters of a tag were cut, as far as it tells."""
+"""Cuts of the parameters of a tag, as recorded or derived."""
 
 from __future__ import annotations
 
@@ -17,13 +17,12 @@ from nxd_ckpt.tag.opened import OpenTag
 
 
 def recorded_parameters(opened: OpenTag, partitions: Mapping[str, Partition]) -> dict[str, ParameterSpec]:
-    """How every parameter of the tag was cut, as far as manifest, files and ``partitions`` tell.
+    """Return the specification of every parameter of the tag, from manifest, files and ``partitions``.
 
     In a tag without a manifest, tensors with equal digests on two tensor-parallel (and expert-parallel) ranks count as
-    replicated. The others count as cut in an unknown way, and so do those that are all zero, whose digests say nothing.
+    replicated. All other cuts are unknown, also of tensors that are all zero: equal digests prove nothing there.
     """
-    known = {} if opened.manifest is None else opened.manifest.parameters
-    recorded = known or _synthesised(opened)
+    recorded = (opened.manifest.parameters if opened.manifest is not None else {}) or _synthesised(opened)
     return {
         name: _repartitioned(name, spec, partitions[name], opened.topology.ep) if name in partitions else spec
         for name, spec in recorded.items()
@@ -31,11 +30,11 @@ def recorded_parameters(opened: OpenTag, partitions: Mapping[str, Partition]) ->
 
 
 def _repartitioned(name: str, spec: ParameterSpec, partition: Partition, ep: int) -> ParameterSpec:
-    """The parameter as the caller says that it was cut. Raises TopologyMismatch where the save said another size."""
-    recorded, wanted = (cut.global_shape(spec.shape, ep) for cut in (spec.partition, partition))
-    if spec.explicit and partition.known and recorded != wanted:
+    """Return the parameter with the caller's cut. Raises TopologyMismatch if the save recorded another whole shape."""
+    recorded, expected = (cut.global_shape(spec.shape, ep) for cut in (spec.partition, partition))
+    if spec.explicit and partition.known and recorded != expected:
         raise TopologyMismatch(
-            f"model/{name}: the save says that all ranks together hold {recorded}, partitions= makes it {wanted} "
+            f"model/{name}: the save recorded the whole shape {recorded}, but partitions= makes it {expected} "
             f"({partition}); leave {name} out of partitions=, or pass the cut of {recorded} on these sizes"
         )
     return replace(spec, partition=partition, explicit=True)
@@ -43,7 +42,7 @@ def _repartitioned(name: str, spec: ParameterSpec, partition: Partition, ep: int
 
 def _synthesised(opened: OpenTag) -> dict[str, ParameterSpec]:
     sizes = opened.topology
-    found: dict[str, ParameterSpec] = {}
+    parameters: dict[str, ParameterSpec] = {}
     for pp_rank in range(sizes.pp if opened.parts.model else 0):
         first, *others = [
             opened.model_tree(Coordinates(pp_rank, ep_rank, tp_rank))
@@ -52,11 +51,11 @@ def _synthesised(opened: OpenTag) -> dict[str, ParameterSpec]:
         ]
         for name, leaf in first.items():
             if is_tensor(leaf):
-                known = all(_same_bytes(leaf, tree.get(name)) for tree in others)
-                found[name] = ParameterSpec(*form_of(leaf), Partition(known=known))
-    return found
+                replicated = all(_same_bytes(leaf, tree.get(name)) for tree in others)
+                parameters[name] = ParameterSpec(*form_of(leaf), Partition(known=replicated))
+    return parameters
 
 
-def _same_bytes(one: Any, other: Any) -> bool:
-    digest = digest_of(one)
-    return digest is not None and digest == digest_of(other) and digest[-1] != crc32.zeros(one.storage.nbytes)
+def _same_bytes(a: Any, b: Any) -> bool:
+    digest = digest_of(a)
+    return digest is not None and digest == digest_of(b) and digest[-1] != crc32.zeros(a.storage.nbytes)

@@ -1,6 +1,6 @@
-"""From the sizes that a tag was saved on to those that it is loaded on: places, cuts and specifications of both sides.
+"""Saved and live sizes of one load: ranks, cuts and parameter specifications of both sides.
 
-How a parameter was cut comes from the manifest, for tags without one from how the live parameter is cut.
+The saved cut of a parameter comes from the manifest, or for tags without one from the live parameter's cut.
 """
 
 from __future__ import annotations
@@ -28,13 +28,18 @@ from nxd_ckpt.tag.opened import OpenTag
 
 @dataclass(frozen=True)
 class ReshardContext:
-    """The tag ``opened``, for the rank that ``live`` is seen from.
+    """A tag, and the rank of another job that loads it.
 
-    ``partitions`` say how live parameters are cut where their attributes do not, ``recorded`` how they were saved.
-    ``aliases`` are all names of each tied parameter, by any of them. ``every_stage`` looks through all saved pipeline
-    stages, also where this rank's own one stayed the same. ``experts`` are the saved expert parameters, None if the tag
-    does not mark them: live ones are marked only where expert parallelism cuts them. ``gathered``
-    are the live adapters that a tag of NxD may hold whole in each file.
+    Attributes:
+        opened: the tag.
+        live: sizes of the loading job, and the rank in it.
+        partitions: cuts of live parameters whose attributes do not describe them.
+        recorded: cuts of the parameters as saved.
+        aliases: all names of each tied parameter, by each of its names.
+        every_stage: True to search all saved pipeline stages, also if this rank's own one stayed the same.
+        experts: saved expert parameters; None if the tag does not mark them (live ones are marked only if expert
+            parallelism cuts them).
+        gathered: live adapters that a tag of NxD may hold whole in each file.
     """
 
     opened: OpenTag
@@ -48,10 +53,10 @@ class ReshardContext:
     _plans: dict[Any, list[Read[CutIndex]]] = field(default_factory=dict, repr=False, compare=False)
 
     def model_tree(self, at: Coordinates) -> dict[str, Any]:
-        """The model's state dict at these saving coordinates, adapters as that rank held them.
+        """Return the model's state dict at these saving coordinates, with that rank's parts of gathered adapters.
 
-        NxD's ``merge_sharded_lora`` writes each rank's rows, one rank after the other, into the files of all ranks; of
-        keys and values of which ranks keep copies, the copies too.
+        NxD's ``merge_sharded_lora`` writes all ranks' rows, in order of ranks, into the file of every rank; for keys
+        and values that ranks replicate, also the copies.
         """
         tree, tp = self.opened.model_tree(at), self.saved.tp
         return {**tree, **{name: part for name, part in self._own_parts(tree, at.tp_rank, tp) if tp > 1}}
@@ -73,7 +78,7 @@ class ReshardContext:
                 yield name, Assembly.of(leaf).within(Box(offset, part))
 
     def seen_from(self, live: Topology) -> ReshardContext:
-        """The same for another rank."""
+        """Return this context for another rank."""
         return replace(self, live=live, _plans={})
 
     @property
@@ -82,24 +87,24 @@ class ReshardContext:
 
     @property
     def stages(self) -> Sequence[int]:
-        """The saved pipeline stages where this rank's names may be: its own, where stages stayed the same."""
+        """Saved pipeline stages that may have this rank's names: only its own, if stages stayed the same."""
         own = self.saved.pp == self.live.pp and not self.every_stage
         return [self.live.pp_rank] if own else range(self.saved.pp)
 
     @property
     def holds_all(self) -> bool:
-        """Whether this rank's stage holds every name of :attr:`stages`."""
+        """True if this rank's stage holds every name of `stages`."""
         return self.live.pp == 1 or (self.saved.pp == self.live.pp and not self.every_stage)
 
     def near(self, pp_rank: int) -> Coordinates:
-        """A saving rank of that stage that tells what any does: where sizes are the same, the one of this place."""
+        """Return the reference rank of a stage: the rank at this rank's place, where sizes are the same."""
         saved, live = self.saved, self.live
         ep_rank = live.ep_rank if saved.ep == live.ep else 0
         return Coordinates(pp_rank, ep_rank, live.tp_rank if saved.tp == live.tp else 0)
 
     @property
     def is_sharded(self) -> bool:
-        """Whether each data-parallel rank saved shards of the optimizer's state."""
+        """True if each data-parallel rank saved shards of the optimizer's state."""
         return self.opened.parts.optimizer in ("zero1", "zero1_dcp")
 
     @property
@@ -115,7 +120,7 @@ class ReshardContext:
         return CutIndex(self.live.tp_rank, self.live.ep_rank)
 
     def names(self, name: str) -> tuple[str, ...]:
-        """The name, then the others of the same parameter, live or when it was saved."""
+        """Return the name, then the other names of the parameter, live or saved."""
         recorded = self.recorded.get(name)
         tied = [] if recorded is None or recorded.tie is None else self._saved_ties[recorded.tie]
         return tuple(dict.fromkeys((name, *self.aliases.get(name, ()), *tied)))
@@ -129,19 +134,19 @@ class ReshardContext:
         return ties
 
     def is_expert(self, name: str) -> bool:
-        """Whether the tag marks it as an expert's parameter."""
+        """Return whether the tag marks it as an expert's parameter."""
         return not set(self.names(name)).isdisjoint(self.experts or ())
 
     def live_spec(self, name: str, spec: ParameterSpec) -> ParameterSpec:
-        """The live parameter's specification, with the partition that the caller gave for it."""
+        """Return the live parameter's specification, with the caller's partition if there is one."""
         if not self.partitions:
             return spec
-        given = next((self.partitions[alias] for alias in self.names(name) if alias in self.partitions), None)
-        return spec if given is None else replace(spec, partition=given, explicit=True)
+        cut = next((self.partitions[alias] for alias in self.names(name) if alias in self.partitions), None)
+        return spec if cut is None else replace(spec, partition=cut, explicit=True)
 
     def saved_spec(self, name: str, live: ParameterSpec, shape: tuple[int, ...]) -> ParameterSpec:
-        """The parameter as saving ranks held it, with ``shape``; cut as recorded, else as the live one is."""
-        recorded, explicit = self._recorded(name), self._is_said(name, live)
+        """Return the parameter as saving ranks held it, with ``shape``; cut as recorded, otherwise as the live one."""
+        recorded, explicit = self._recorded(name), self._is_live_explicit(name, live)
         if recorded is not None and self._is_credible(name, replace(recorded, shape=shape), live):
             return replace(recorded, shape=shape, explicit=recorded.explicit or explicit)
         if self.is_expert(name):
@@ -150,11 +155,11 @@ class ReshardContext:
             return ParameterSpec(live.dtype, shape, live.partition, live.trainable, explicit=explicit)
         return replace(derived(name, shape, self.saved_cut, live, self.live_cut), explicit=explicit)
 
-    def _is_said(self, name: str, live: ParameterSpec) -> bool:
-        """True where the live side says how the parameter is cut: the caller, or attributes.
+    def _is_live_explicit(self, name: str, live: ParameterSpec) -> bool:
+        """Return whether the caller or the live parameter's attributes give its cut.
 
-        Attributes of keys and values count only at the save, which looks at the attention's module: NxD's say as many
-        parts as ranks where ranks share them.
+        Attributes of keys and values count only at the save, which looks at the attention's module: NxD's attributes
+        count as many parts as ranks even if ranks share them.
         """
         names = self.names(name)
         if any(alias in self.partitions for alias in names):
@@ -162,9 +167,9 @@ class ReshardContext:
         return live.explicit and not any(_KEY_OR_VALUE.search(alias) for alias in names)
 
     def as_recorded(self, name: str, dtype: str, shape: tuple[int, ...], *, expert: bool = False) -> ParameterSpec:
-        """The parameter, of ``shape`` on each saving rank, as this rank holds it if nothing live says how.
+        """Return the parameter, of ``shape`` on each saving rank, as this rank holds it by what was recorded.
 
-        Raises TopologyMismatch where the sizes do not divide it, or how it was cut is not known.
+        Raises TopologyMismatch if the sizes do not divide it, or its saved cut is not known.
         """
         recorded = self.recorded.get(name)
         if recorded is None:
@@ -172,7 +177,7 @@ class ReshardContext:
         return respecified(name, replace(recorded, shape=shape), self.saved_cut, self.live_cut)
 
     def recorded_shape(self, name: str) -> tuple[int, ...] | None:
-        """The shape that the parameter had on each saving rank, if that is recorded."""
+        """Return the recorded shape of the parameter on each saving rank; None if there is none."""
         recorded = self._recorded(name)
         return None if recorded is None else recorded.shape
 
@@ -189,7 +194,7 @@ class ReshardContext:
         shards: int = 1,
         shard: int = 0,
     ) -> list[Read[CutIndex]]:
-        """What this rank copies from where, of a tensor shaped like the parameter and cut by ZeRO-1 as given."""
+        """Return this rank's reads for a tensor shaped like the parameter and cut by ZeRO-1 as given."""
         terms = (saved.shape, saved.partition, live.shape, live.partition, saved_shards, shards, shard)
         if terms not in self._plans:  # a model has many parameters, of few forms
             self._plans[terms] = plan_parameter(
@@ -203,32 +208,32 @@ class ReshardContext:
         return self._plans[terms]
 
     def suspects(self, name: str, saved: ParameterSpec) -> list[tuple[CutIndex, bool, str]]:
-        """Places to be compared with the first one: (place, whether it should be equal, what partitions= would say).
+        """Return ranks to compare with the first: (rank, True if it should be equal, the attribute for partitions=).
 
-        Attributes get lost, and then a parameter counts as replicated. The commit has compared tags of ours over
-        tensor-parallel ranks. A parameter with as many partitions as ranks that some of them hold alike may be a key or
-        value of grouped-query attention, of which there are fewer. An explicit cut is believed: biases that are not
-        trained, or one seed on all ranks, make ranks alike, too.
+        Attributes get lost, and then a parameter counts as replicated. (The commit of a tag of ours compared
+        tensor-parallel ranks.) If ranks hold equal parts of a parameter with as many partitions as ranks, it may be a
+        key or value of grouped-query attention, with fewer partitions. An explicit cut is trusted: untrained biases, or
+        one seed on all ranks, make ranks equal too.
         """
         sizes, live, partition = self.saved, self.live, saved.partition
-        found: list[tuple[CutIndex, bool, str]] = []
+        pairs: list[tuple[CutIndex, bool, str]] = []
         if sizes.ep > 1 and (sizes.ep, sizes.tp) != (live.ep, live.tp) and not partition.expert:
-            found.append((CutIndex(ep_rank=1), True, "expert=True"))
+            pairs.append((CutIndex(ep_rank=1), True, "expert=True"))
         if sizes.tp == 1 or sizes.tp == live.tp:
-            return found
+            return pairs
         guessed = self._is_guessed(name, partition)
         if partition.replicated_over_tp and guessed:
-            found += [(CutIndex(tp_rank), True, "partition_dim") for tp_rank in sorted({1, sizes.tp - 1})]
+            pairs += [(CutIndex(tp_rank), True, "partition_dim") for tp_rank in sorted({1, sizes.tp - 1})]
         elif 1 < partition.num_partitions < sizes.tp and guessed:
-            found.append((CutIndex(partition.num_partitions), True, "rank_ordering"))
+            pairs.append((CutIndex(partition.num_partitions), True, "rank_ordering"))
         elif partition.num_partitions == sizes.tp and not (partition.expert or saved.explicit or prod(saved.shape) < 2):
             # On Trn1 ranks r and r + parts share one, on Trn2 neighbours.
             parts = [parts for parts in range(1, sizes.tp) if sizes.tp % parts == 0]
-            found += [(CutIndex(tp_rank), False, "num_partitions") for tp_rank in parts]
-        return found
+            pairs += [(CutIndex(tp_rank), False, "num_partitions") for tp_rank in parts]
+        return pairs
 
     def _is_guessed(self, name: str, partition: Partition) -> bool:
-        """True where nothing recorded this cut, or the save another one; the caller may say what is not known."""
+        """Return whether this cut is a guess: none was recorded, or the save recorded another one."""
         if self._recorded(name) is None:
             return True
         manifest = self.opened.manifest
@@ -236,10 +241,13 @@ class ReshardContext:
         return any(spec is not None and spec.partition.known and spec.partition != partition for spec in saved)
 
     def _is_credible(self, name: str, recorded: ParameterSpec, live: ParameterSpec) -> bool:
-        """Whether what was recorded stands: against another whole, a cut that the caller gives counts more, and against
-        no attributes at all those of the live parameter."""
-        given = any(alias in self.partitions for alias in self.names(name))
-        if not given and (_is_explicit(recorded.partition) or not _is_explicit(live.partition)):
+        """Return whether the recorded cut is to be used.
+
+        If the whole shapes differ, the caller's cut wins over it; so do the live parameter's attributes, if the save
+        recorded none.
+        """
+        is_given = any(alias in self.partitions for alias in self.names(name))
+        if not is_given and (_is_explicit(recorded.partition) or not _is_explicit(live.partition)):
             return True
         sides = ((recorded, self.saved.ep), (live, self.live.ep))
         wholes = [spec.partition.global_shape(spec.shape, ep) for spec, ep in sides]
@@ -247,11 +255,11 @@ class ReshardContext:
 
 
 _KEY_OR_VALUE = re.compile(r"(^|[._])(q?kv|[kv]|key|value)([._]|_?proj|$)|query_key_value|weight_[kv]|bias_[kv]")
-"""Usual names of what grouped-query attention shares between tensor-parallel ranks."""
+"""Usual names of keys and values, which grouped-query attention shares between tensor-parallel ranks."""
 
 
 def _is_explicit(partition: Partition) -> bool:
-    """Whether attributes say how it is cut: without any it counts as replicated."""
+    """Return whether attributes describe the cut; a parameter without any counts as replicated."""
     return partition.known and (partition.partition_dim is not None or partition.expert)
 
 
@@ -263,35 +271,34 @@ def assembled(
     stubs: Mapping[CutIndex, TensorStub | Assembly],
     expected: tuple[int, ...],
 ) -> TensorStub | Assembly:
-    """The tensor of ``shape`` made of ``reads``; a whole saved one as it is.
+    """Assemble the tensor of ``shape`` from ``reads``; return a whole saved tensor unchanged.
 
-    Holders' tensors have the shape ``expected``. Raises MalformedFile where one has another shape or dtype than the
-    sizes and the other ranks' files say.
+    ``expected`` is the shape of the holders' tensors. Raises MalformedFile if one has another shape or dtype.
     """
     for stub in stubs.values():
         if (stub.dtype, stub.shape) != (dtype, expected):
             raise MalformedFile(
-                f"{name}: {_files_of(stub)} holds {stub.dtype} {stub.shape}, expected {dtype} {expected} as the other "
-                "ranks' files and sizes say; the tag mixes files of two saves, or of two conversions"
+                f"{name}: {_files_of(stub)} holds {stub.dtype} {stub.shape}, expected {dtype} {expected} by the other "
+                "ranks' files and the sizes; the tag mixes files of two saves, or of two conversions"
             )
     if len(reads) == 1 and reads[0].source == reads[0].target == Box.whole(shape):
         stub = stubs[reads[0].holder]
         if stub.shape == shape:
             return stub
     fragments = tuple(chain.from_iterable(_fragments(stubs[read.holder], read) for read in reads))
-    # Of other sizes, the order of dimensions is what is left of the strides.
+    # With another shape, only the order of dimensions remains of the strides.
     stride = next((stride for stub in stubs.values() if (stride := stride_of(stub)) is not None), None)
     return Assembly(dtype, shape, fragments, stride and stride._replace(steps=dense(stride.steps, shape)))
 
 
-def _fragments(held: TensorStub | Assembly, read: Read[CutIndex]) -> Iterator[Fragment]:
-    """What is copied from one holder's tensor, which may itself be put together."""
-    if isinstance(held, TensorStub):
-        yield Fragment(held, read.source, read.target)
+def _fragments(leaf: TensorStub | Assembly, read: Read[CutIndex]) -> Iterator[Fragment]:
+    """Yield the fragments that are copied from one holder's tensor, which may itself be an assembly."""
+    if isinstance(leaf, TensorStub):
+        yield Fragment(leaf, read.source, read.target)
         return
-    for fragment in held.within(read.source).fragments:
+    for fragment in leaf.within(read.source).fragments:
         yield fragment.moved(read.target.offset)
 
 
-def _files_of(held: TensorStub | Assembly) -> str:
-    return ", ".join(sorted({fragment.stub.file for fragment in Assembly.of(held).fragments}))
+def _files_of(leaf: TensorStub | Assembly) -> str:
+    return ", ".join(sorted({fragment.stub.file for fragment in Assembly.of(leaf).fragments}))

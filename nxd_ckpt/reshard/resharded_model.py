@@ -1,4 +1,4 @@
-"""A saved model as one rank of another job holds it: trees of assemblies in place of whole saved tensors."""
+"""A saved model as one rank of another job holds it: trees of assemblies instead of whole saved tensors."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from nxd_ckpt.tag.files import MissingTensor
 
 
 class ReshardedModel:
-    """The model's part of a tag. Reads trees only, each once."""
+    """The model of a tag, for one rank. Reads trees only, each once."""
 
     def __init__(self, context: ReshardContext) -> None:
         self._context = context
@@ -25,40 +25,40 @@ class ReshardedModel:
 
     @cached_property
     def names(self) -> dict[int, list[str]]:
-        """The names that each pipeline stage saved that may matter to this rank; none of a tag without a model."""
+        """Names by pipeline stage, for each stage that may matter to this rank; empty if the tag has no model."""
         stages = self._context.stages if self._context.opened.parts.model else ()
         return {pp_rank: list(self._reference(pp_rank)) for pp_rank in stages}
 
     @cached_property
     def stages(self) -> dict[str, list[int]]:
-        """The stages that saved each name, in the order of the names."""
-        found: dict[str, list[int]] = {}
+        """Pipeline stages that saved each name, in the order of the names."""
+        stages_by_name: dict[str, list[int]] = {}
         for pp_rank, names in self.names.items():
             for name in names:
-                found.setdefault(name, []).append(pp_rank)
-        return found
+                stages_by_name.setdefault(name, []).append(pp_rank)
+        return stages_by_name
 
     @cached_property
     def values(self) -> dict[str, Any]:
-        """What a saving rank has under each name, on the first stage that saved it."""
+        """Values of a saving rank by name, from the first stage that saved the name."""
         return {name: self._reference(stages[0])[name] for name, stages in self.stages.items()}
 
     def form(self, name: str) -> tuple[str, tuple[int, ...]] | None:
-        """Dtype and shape of what a saving rank has there; None where that is no tensor, or nothing tells them."""
+        """Return dtype and shape of a name on a saving rank; None if it is no tensor, or they are not recorded."""
         value: Any = self.values.get(name)
-        told = is_tensor(value) and None not in (value.dtype, value.shape)
-        return form_of(value) if told else None
+        is_described = is_tensor(value) and None not in (value.dtype, value.shape)
+        return form_of(value) if is_described else None
 
     def value(self, name: str) -> Any:
-        """What a saving rank has under this name. Raises TopologyMismatch where stages have other values under it."""
-        stages, held = self.stages[name], self.values[name]
+        """Return a saving rank's value. Raises TopologyMismatch if stages saved different values under this name."""
+        stages, reference = self.stages[name], self.values[name]
         trees = [self._reference(pp_rank) for pp_rank in stages] if len(stages) > 1 else []
         digests = [[digest_of(leaf) for _, leaf in iter_tensors(tree[name])] for tree in trees]
-        if any(one != digests[0] for one in digests):
+        if any(leaves != digests[0] for leaves in digests):
             raise TopologyMismatch(
                 f"model/{name}: pipeline stages {stages} saved different values under this name, so it is ambiguous"
             )
-        return held
+        return reference
 
     def tree(
         self,
@@ -66,34 +66,34 @@ class ReshardedModel:
         extra: Iterable[str] = (),
         ignores: Callable[[str], bool] = lambda name: False,
     ) -> dict[str, Any]:
-        """The state dict of a rank whose tensors are ``live``; ``extra`` names what it holds beside tensors.
+        """Return the state dict of a rank whose tensors are ``live``; ``extra`` names its other entries.
 
-        Of the saved names those that are live, and where this rank holds all stages (or the same as when it was saved)
-        the others too, for the caller to say that they are unexpected; none that ``ignores`` says. A tensor that is in
-        no model file stays a MissingTensor.
+        It has the saved names that are live. If this rank holds all stages (or the saved ones stayed the same), it has
+        the other saved names too, so that the caller can report them as unexpected. Names for which ``ignores`` is true
+        are left out. A tensor that is in no model file stays a MissingTensor.
 
         Raises:
-            ShapeMismatch, TopologyMismatch, IncompatibleState: a tensor cannot be cut anew; says why.
+            ShapeMismatch, TopologyMismatch, IncompatibleState: a tensor cannot be cut anew; the message says why.
         """
         context = self._context
         specs = {name: context.live_spec(name, spec) for name, spec in live.items()}
-        wanted = {*specs, *extra}
+        required = {*specs, *extra}
         return {
-            name: self.leaf(name, specs.get(name), wanted=name in wanted)
+            name: self.leaf(name, specs.get(name), required=name in required)
             for name in self.stages
-            if not ignores(name) and (context.holds_all or name in wanted)
+            if not ignores(name) and (context.holds_all or name in required)
         }
 
-    def leaf(self, name: str, live: ParameterSpec | None, *, wanted: bool = True) -> Any:
-        """What a rank whose tensor is ``live`` (None for what is no tensor) makes of this name.
+    def leaf(self, name: str, live: ParameterSpec | None, *, required: bool = True) -> Any:
+        """Return the value of this name on a rank whose tensor is ``live`` (None if it is no tensor there).
 
-        Raises as :meth:`tree`.
+        Raises ShapeMismatch, TopologyMismatch or IncompatibleState if it cannot be cut anew.
         """
         context, reference = self._context, self.value(name)
         if isinstance(reference, MissingTensor):
             return reference
         if live is None or not is_tensor(reference):
-            if wanted:
+            if required:
                 self._refuse_other_values(name, reference)
             return reference
         dtype, shape = form_of(reference)
@@ -104,35 +104,34 @@ class ReshardedModel:
         return assembled(f"model/{name}", dtype, live.shape, reads, stubs, shape)
 
     def saved_by(self, pp_rank: int, place: CutIndex) -> Mapping[str, Any]:
-        """The tree of the saving rank whose model file holds what is at ``place`` of a stage."""
+        """Return the tree of the saving rank whose model file holds the cut at ``place`` of a stage."""
         return self._tree(Coordinates(pp_rank, place.ep_rank, place.tp_rank))
 
     def refuse_unequal_replicas(self, name: str, pp_rank: int, saved: ParameterSpec) -> None:
-        """Compare digests of what is taken for equal, or for different, on all ranks of a dimension that changes.
+        """Compare digests of ranks that should hold equal, or different, values along a dimension that changes.
 
-        Raises TopologyMismatch, naming what ``partitions=`` has to say.
+        Raises TopologyMismatch, with the attribute that ``partitions=`` has to give.
         """
         first = self._digests(name, pp_rank, CutIndex())
         for place, equal, attribute in self._context.suspects(name, saved):
-            other = self._digests(name, pp_rank, place)
-            if None in (*first, *other) or equal == (first == other):
+            digests = self._digests(name, pp_rank, place)
+            if None in (*first, *digests) or equal == (first == digests):
                 continue
             if equal or not self._is_constant(name, pp_rank):
-                taken, saw = ("the same", "other values than") if equal else ("another part", "the same values as")
+                expected, actual = ("equal", "other values than") if equal else ("different", "the same values as")
                 raise TopologyMismatch(
-                    f"model/{name}: taken to be {taken} on each rank, but rank (tp {place.tp_rank}, ep "
-                    f"{place.ep_rank}) saved {saw} rank 0: its attributes were lost, or do not tell; pass partitions= "
+                    f"model/{name}: expected to be {expected} on all ranks, but rank (tp {place.tp_rank}, ep "
+                    f"{place.ep_rank}) saved {actual} rank 0. Its attributes were lost or incomplete; pass partitions= "
                     f"with its {attribute}{'' if equal else ' on these sizes, or Partition() if all ranks share it'}"
                 )
 
     def _is_constant(self, name: str, pp_rank: int) -> bool:
-        """Whether all elements are the same (a bias that is still zero): then equal ranks prove nothing, and need
-        not."""
+        """Return whether all elements are equal, such as a bias that is still zero: then equal ranks prove nothing."""
         values = self._context.opened.read(self.saved_by(pp_rank, CutIndex())[name]).flatten()
         return bool((values == values[:1]).all())
 
     def _refuse_other_values(self, name: str, reference: Any) -> None:
-        """Tensors in extra state, or in a dict of the state dict, say nothing of a cut: only equal ones are taken."""
+        """Raise TopologyMismatch if tensors in extra state differ between ranks: nothing describes their cut."""
         saved, live = self._context.saved, self._context.live
         leaves = list(iter_tensors(reference))
         if not leaves or (saved.tp, saved.ep) == (live.tp, live.ep):
@@ -142,7 +141,7 @@ class ReshardedModel:
         for place in (CutIndex(tp_rank, ep_rank) for ep_rank in range(saved.ep) for tp_rank in range(saved.tp)):
             if self._digests(name, pp_rank, place) != first or None in first:
                 raise TopologyMismatch(
-                    f"model/{name}: holds tensors whose cut nothing describes, and rank (tp {place.tp_rank}, ep "
+                    f"model/{name}: holds tensors whose cut is not recorded, and rank (tp {place.tp_rank}, ep "
                     f"{place.ep_rank}) saved other values than rank 0; load it on the sizes that it was saved on"
                 )
 
@@ -151,10 +150,10 @@ class ReshardedModel:
         return [digest_of(leaf) for _, leaf in iter_tensors(value, (TensorStub, Assembly, MissingTensor))]
 
     def _reference(self, pp_rank: int) -> Mapping[str, Any]:
-        """The tree of a saving rank of that stage."""
+        """Return the tree of the reference rank of this stage."""
         return self._tree(self._context.near(pp_rank))
 
     def _tree(self, at: Coordinates) -> dict[str, Any]:
-        if at not in self._trees:  # more of them than the tag keeps may be asked for each name
+        if at not in self._trees:  # each name may need more trees than the tag caches
             self._trees[at] = self._context.model_tree(at)
         return self._trees[at]

@@ -1,4 +1,4 @@
-"""A saved optimizer as one rank of another job holds it: found by parameter name, shards cut anew."""
+"""A saved optimizer as one rank of another job holds it: matched by parameter name, with ZeRO-1 shards cut anew."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from nxd_ckpt.reshard.saved_optimizer import SavedOptimizer, SavedSlot, saved_op
 from nxd_ckpt.tag.state_dicts import refuse_numbers
 
 Covers = Callable[[str], bool]
-"""Tells by a global name whether something is left out."""
+"""A predicate on global names: True if the entry is to be left out."""
 
 
 def _covers_nothing(name: str) -> bool:
@@ -35,8 +35,8 @@ def _covers_nothing(name: str) -> bool:
 
 
 @dataclass(frozen=True)
-class _Found:
-    """A live parameter in the tag: the stage, the name and the slot that it was saved under."""
+class _SavedParameter:
+    """A live parameter's counterpart in the tag: its pipeline stage, its name there and its slot."""
 
     pp_rank: int
     name: str
@@ -44,7 +44,7 @@ class _Found:
 
 
 class ReshardedOptimizer:
-    """The optimizer's part of a tag, beside its ``model``. Reads trees only, each once."""
+    """The optimizer of a tag; ``model`` is the model of the same tag. Reads trees only, each once."""
 
     def __init__(self, context: ReshardContext, names: OptimizerNames, model: ReshardedModel) -> None:
         self._context, self._names, self._model = context, names, model
@@ -53,81 +53,84 @@ class ReshardedOptimizer:
 
     @cached_property
     def stages(self) -> dict[int, Mapping[str, SavedSlot]]:
-        """The slots that each pipeline stage saved that may matter to this rank, by name, in order of their number."""
+        """Slots by name, for each pipeline stage that may matter to this rank, in order of their number."""
         return {pp_rank: saved.slots for pp_rank, saved in self._references.items()}
 
     @cached_property
     def slots(self) -> dict[str, SavedSlot]:
-        """Those of all these stages, of the first one that has the name."""
-        found: dict[str, SavedSlot] = {}
+        """Slots by name; the first pipeline stage that has a name wins."""
+        first: dict[str, SavedSlot] = {}
         for slots in self.stages.values():
             for name, slot in slots.items():
-                found.setdefault(name, slot)
-        return found
+                first.setdefault(name, slot)
+        return first
 
     @cached_property
     def groups(self) -> Sequence[Mapping[str, Any]]:
-        """The options of every param group, also of those without parameters; of the stage that has most of them."""
+        """Options of every param group, also of empty ones, from the stage that has most groups."""
         return max((saved.groups for saved in self._references.values()), key=len, default=())
 
     @cached_property
     def general(self) -> Mapping[str, Any]:
-        """State that is no parameter's, the same on all ranks."""
+        """State that belongs to no parameter, equal on all ranks."""
         return next((saved.general for saved in self._references.values()), {})
 
     @cached_property
     def own(self) -> Mapping[str, Any]:
-        """What the optimizer's class has in its state dict beside torch's keys, the same on all ranks."""
+        """Keys that the optimizer's class adds to torch's state dict, equal on all ranks."""
         return next((saved.own for saved in self._references.values()), {})
 
     def group_order(self, form: OptimizerForm, covers: Covers = _covers_nothing) -> list[int]:
-        """The number of the saved group that each live param group (without experts' own) was, as far as it has one."""
+        """Return the saved group's number for each live param group, without experts' own.
+
+        Its own number if none fits.
+        """
         order, begin = [], 0
         for number, size in enumerate(form.groups[: form.ordinary[1] if form.ordinary else None]):
-            wanted = [slot for slot in form.slots[begin : begin + size] if not covers(f"optim/{slot.name}")]
-            order.append(self._find(wanted[0].name).slot.group if wanted else number)
+            loaded = [slot for slot in form.slots[begin : begin + size] if not covers(f"optim/{slot.name}")]
+            order.append(self._find(loaded[0].name).slot.group if loaded else number)
             begin += size
         return order
 
     def entries(self) -> Iterator[str]:
-        """The global names of all that it was saved with; the parameter's where there is no state of it."""
+        """Yield the global names of all saved entries; the parameter's own name if it has no state."""
         yield from (f"optim/state/{key}" for key in self.general)
         for name, slot in self.slots.items():
             yield from [f"optim/{name}/{entry}" for entry in slot.state] or [f"optim/{name}"]
 
     def has(self, name: str) -> bool:
-        """True if the saved optimizer had the live parameter of that name."""
-        return self._held(name) is not None
+        """True if the saved optimizer had this live parameter."""
+        return self._match(name) is not None
 
     def tree(
         self, form: OptimizerForm, ignores: Covers = _covers_nothing, covers: Covers = _covers_nothing
     ) -> dict[str, Any]:
-        """The state dict of an optimizer of that form, without the entries that ``ignores`` says.
+        """Return the state dict of an optimizer of this form, without the entries for which ``ignores`` is true.
 
-        Parameters whose names ``covers`` says, with all below, need not be in the tag.
+        Parameters for which ``covers`` is true ("optim/NAME") need not be in the tag.
 
         Raises:
-            OptimizerMismatch: a parameter that the saved one did not have, an entry that is not of its parameter's
-                shape, or a param group of parameters that were saved with different options.
-            ShapeMismatch, TopologyMismatch, IncompatibleState: a tensor cannot be cut anew; says why.
+            OptimizerMismatch: the tag lacks a parameter, an entry has not its parameter's shape, or a param group
+                holds parameters that were saved with different options.
+            ShapeMismatch, TopologyMismatch, IncompatibleState: a tensor cannot be cut anew; the message says why.
         """
         slots = [replace(slot, spec=self._context.live_spec(slot.name, slot.spec)) for slot in form.slots]
-        found = [None if covers(f"optim/{slot.name}") else self._find(slot.name) for slot in slots]
+        matches = [None if covers(f"optim/{slot.name}") else self._find(slot.name) for slot in slots]
         entries: dict[Any, Any] = {}
         masters: dict[int, Any] = {}
-        for index, (slot, saved) in enumerate(zip(slots, found, strict=True)):
+        for index, (slot, saved) in enumerate(zip(slots, matches, strict=True)):
             if saved is None:
                 continue
             self._refuse_entries_elsewhere(slot, saved)
-            wanted = [key for key in saved.slot.state if not ignores(f"optim/{slot.name}/{key}")]
-            state = {key: self._entry(slot, saved, key) for key in wanted}
+            keys = [key for key in saved.slot.state if not ignores(f"optim/{slot.name}/{key}")]
+            state = {key: self._entry(slot, saved, key) for key in keys}
             if saved.slot.master is not None and MASTER_WEIGHTS in state:
                 masters[index] = state.pop(MASTER_WEIGHTS)
             if state:
                 entries[index] = state
-        self._refuse_shared(slots, found)
+        self._refuse_shared(slots, matches)
         entries |= {key: value for key, value in self.general.items() if not ignores(f"optim/state/{key}")}
-        groups = self._groups(form, [None if saved is None else saved.slot for saved in found])
+        groups = self._groups(form, [None if saved is None else saved.slot for saved in matches])
         if form.kind == "plain":
             return {"state": entries, "param_groups": groups, **self.own}
         tree: dict[str, Any] = {"state": {}, "param_groups": groups, "base_state": entries}
@@ -140,18 +143,18 @@ class ReshardedOptimizer:
         return tree | ({MASTERS: masters} if masters else {}) | dict(self.own)
 
     def slot(self, name: str, spec: ParameterSpec) -> SavedSlot | None:
-        """What was saved for the parameter ``spec``; None where the optimizer had no such parameter.
+        """Return the saved slot of the parameter ``spec``; None if the optimizer had no such parameter.
 
-        Raises IncompatibleState where some of its shards have more state than others.
+        Raises IncompatibleState if some of its shards have more state than others.
         """
-        saved = self._held(name)
+        saved = self._match(name)
         if saved is None:
             return None
         self._refuse_entries_elsewhere(OptimizerSlot(name, self._context.live_spec(name, spec)), saved)
         return saved.slot
 
     def entry(self, name: str, key: str, spec: ParameterSpec) -> Assembly | None:
-        """The state ``key`` (or master weights) of the parameter ``spec``, cast to its dtype; None where there is none.
+        """Return the state ``key`` (or master weights) of the parameter ``spec``, cast to its dtype; None if absent.
 
         Raises OptimizerMismatch if it is not shaped like the parameter.
         """
@@ -159,141 +162,145 @@ class ReshardedOptimizer:
         return Assembly.of(leaf).cast(spec.dtype) if isinstance(leaf, (TensorStub, Assembly)) else None
 
     def value(self, name: str, key: str, spec: ParameterSpec) -> Any:
-        """The same in the dtype that it was saved in, or the plain value that is there instead."""
-        saved = self._held(name)
+        """Return the state ``key`` of the parameter ``spec`` in its saved dtype, or its plain value; None if absent."""
+        saved = self._match(name)
         if saved is None or saved.slot.state.get(key) is None:
             return None
         return self._entry(OptimizerSlot(name, self._context.live_spec(name, spec)), saved, key)
 
-    def as_held(self, name: str, key: str, spec: ParameterSpec) -> list[TensorStub]:
-        """The state ``key``, whatever its shape, of each saving rank that held another part of the parameter ``spec``.
+    def stubs_by_rank(self, name: str, key: str, spec: ParameterSpec) -> list[TensorStub]:
+        """Return the state ``key``, of any shape, of each saving rank that held a part of the parameter ``spec``.
 
         Raises IncompatibleState if one of them has none.
         """
-        found = self._find(name)
-        reads = self._reads(OptimizerSlot(name, self._context.live_spec(name, spec)), found, found.slot.likely_shape)
-        return [self._leaf_at(found, place, key) for place in dict.fromkeys(read.holder for read in reads)]
+        saved = self._find(name)
+        reads = self._reads(OptimizerSlot(name, self._context.live_spec(name, spec)), saved, saved.slot.likely_shape)
+        return [self._leaf_at(saved, place, key) for place in dict.fromkeys(read.holder for read in reads)]
 
-    def _entry(self, slot: OptimizerSlot, found: _Found, key: str) -> Any:
-        """One entry of a parameter's state: cut anew if it is shaped like the parameter, scalars as they were."""
-        context, name, reference = self._context, f"optim/{slot.name}/{key}", found.slot.state[key]
+    def _entry(self, slot: OptimizerSlot, saved: _SavedParameter, key: str) -> Any:
+        """Return one entry of a parameter's state: cut anew if shaped like the parameter, else as saved."""
+        context, name, reference = self._context, f"optim/{slot.name}/{key}", saved.slot.state[key]
         if key == STEP:
             return reference
-        alone = self.holds_whole(found.slot) and (context.live.tp, context.live.ep, slot.shards) == (1, 1, 1)
+        alone = self.holds_whole(saved.slot) and (context.live.tp, context.live.ep, slot.shards) == (1, 1, 1)
         if not is_tensor(reference):
             if not alone and any(leaf.shape for _, leaf in iter_tensors(reference)):
                 raise OptimizerMismatch(
-                    f"{name}: saved as a {type(reference).__name__} of tensors; only entries of the parameter's own "
-                    "shape, and scalars, can be loaded on other sizes"
+                    f"{name}: saved as a {type(reference).__name__} of tensors. On other parallel sizes only scalars, "
+                    "and entries of the parameter's own shape, can be loaded; load it on the saved sizes"
                 )
             return reference
         dtype, shape = form_of(reference)
-        whole = found.slot.likely_shape
-        if not self.is_shaped_like(found.slot, shape):
+        whole = saved.slot.likely_shape
+        if not self.is_shaped_like(saved.slot, shape):
             if not shape or alone:
                 return reference
             raise OptimizerMismatch(
-                f"{name}: saved with shape {shape} for a parameter that each rank held with shape {whole}; only "
-                "entries of the parameter's own shape, and scalars, can be loaded on other sizes"
+                f"{name}: saved with shape {shape} for a parameter that each rank held with shape {whole}. On other "
+                "parallel sizes only scalars, and entries of the parameter's own shape, can be loaded; load it on the "
+                "saved sizes"
             )
-        reads = self._reads(slot, found, whole)
-        self._refuse_unequal_replicas(name, context.saved_spec(slot.name, slot.spec, whole), found, key)
-        stubs = {read.holder: self._leaf_at(found, read.holder, key) for read in reads}
+        reads = self._reads(slot, saved, whole)
+        self._refuse_unequal_replicas(name, context.saved_spec(slot.name, slot.spec, whole), saved, key)
+        stubs = {read.holder: self._leaf_at(saved, read.holder, key) for read in reads}
         return assembled(name, dtype, zero1_shape(slot.spec.shape, slot.shards), reads, stubs, shape)
 
     def is_shaped_like(self, slot: SavedSlot, shape: tuple[int, ...]) -> bool:
-        """Whether a saved entry of ``shape`` is cut as its parameter was."""
+        """True if a saved entry of ``shape`` is cut as its parameter was."""
         return shape == zero1_shape(slot.likely_shape, self._shards(slot))
 
     def holds_whole(self, slot: SavedSlot) -> bool:
-        """Whether a saving rank held all of the parameter's state: what it saved is then whole, whatever its shape."""
+        """True if one saving rank held all of the parameter's state, so that any shape of it is whole."""
         return (self._context.saved.tp, self._context.saved.ep, self._shards(slot)) == (1, 1, 1)
 
-    def _reads(self, slot: OptimizerSlot, found: _Found, whole: tuple[int, ...]) -> list[Read[CutIndex]]:
-        """What all entries of a parameter that are shaped like it are read from."""
+    def _reads(
+        self, slot: OptimizerSlot, saved: _SavedParameter, whole: tuple[int, ...]
+    ) -> list[Read[CutIndex]]:
+        """Return the reads for entries that are shaped like the parameter; ``whole`` is its shape on a saving rank."""
         return self._context.reads(
             f"optim/{slot.name}",
             self._context.saved_spec(slot.name, slot.spec, whole),
             slot.spec,
-            saved_shards=self._shards(found.slot),
+            saved_shards=self._shards(saved.slot),
             shards=slot.shards,
             shard=slot.shard,
         )
 
-    def _refuse_entries_elsewhere(self, slot: OptimizerSlot, found: _Found) -> None:
-        """Raise IncompatibleState if a rank saved state that the rank which stands for all did not. Experts may differ,
-        because each is another parameter.
-        """
-        mine = {key for key, value in found.slot.entries.items() if value is not None}
-        whole = found.slot.shape
-        if whole is None or (mine and len(mine) == len(found.slot.entries)):
-            return
-        for place in {read.holder for read in self._reads(slot, found, whole)}:
-            other = self._saved_by(self._at(found, place)).slots.get(found.name, found.slot)
-            more = {key for key, value in other.entries.items() if value is not None} - mine
-            if more:
-                near = self._context.near(found.pp_rank)
-                raise self._only_here_and_there(found, ", ".join(sorted(map(str, more))), near)
+    def _refuse_entries_elsewhere(self, slot: OptimizerSlot, saved: _SavedParameter) -> None:
+        """Raise IncompatibleState if another rank saved state that the reference rank did not.
 
-    def _refuse_unequal_replicas(self, name: str, saved: ParameterSpec, found: _Found, key: str) -> None:
-        """Of what is taken to be equal on all ranks, compare another rank's: of the weights, where there are any."""
-        suspects = self._context.suspects(found.name, saved)
+        Experts may differ: each is a parameter of its own.
+        """
+        mine = {key for key, value in saved.slot.entries.items() if value is not None}
+        whole = saved.slot.shape
+        if whole is None or (mine and len(mine) == len(saved.slot.entries)):
+            return
+        for place in {read.holder for read in self._reads(slot, saved, whole)}:
+            other = self._saved_by(self._at(saved, place)).slots.get(saved.name, saved.slot)
+            extra = {key for key, value in other.entries.items() if value is not None} - mine
+            if extra:
+                near = self._context.near(saved.pp_rank)
+                raise self._saved_by_some(saved, ", ".join(sorted(map(str, extra))), near)
+
+    def _refuse_unequal_replicas(self, name: str, spec: ParameterSpec, saved: _SavedParameter, key: str) -> None:
+        """Raise TopologyMismatch if ranks that should be replicas differ; compares weights where the tag has them."""
+        suspects = self._context.suspects(saved.name, spec)
         if not suspects:  # as when only dp changes: the model's files are not even opened
             return
-        has_weights = found.pp_rank in self._model.stages.get(found.name, ())
-        if has_weights and found.name not in self._compared:
-            self._model.refuse_unequal_replicas(found.name, found.pp_rank, saved)
-            self._compared.add(found.name)
+        has_weights = saved.pp_rank in self._model.stages.get(saved.name, ())
+        if has_weights and saved.name not in self._compared:
+            self._model.refuse_unequal_replicas(saved.name, saved.pp_rank, spec)
+            self._compared.add(saved.name)
         for place, equal, attribute in suspects:
-            if found.slot.expert and place.ep_rank:  # what weights that are in no file cannot show
+            if saved.slot.expert and place.ep_rank:  # weights cannot show it if they are in no file
                 raise TopologyMismatch(
-                    f"{name}: taken to be the same on each rank, but the optimizer has it among the experts: its "
-                    f"attributes were lost; pass partitions= with its {attribute}"
+                    f"{name}: expected to be equal on all ranks, but the optimizer has it among the experts. The "
+                    f"parameter's attributes were lost; pass partitions= with its {attribute}"
                 )
-            # Of ZeRO-1 each has a shard of its own: no replicas.
+            # With ZeRO-1 each rank has a shard of its own, no replica.
             if has_weights or not equal or (self._context.is_sharded and place.ep_rank):
                 continue
-            pair = [self._leaf_at(found, at, key) for at in (CutIndex(), place)]
+            pair = [self._leaf_at(saved, at, key) for at in (CutIndex(), place)]
             digests = {leaf.storage.crc32 for leaf in pair if isinstance(leaf, TensorStub)}
             if len(digests) == 2 and None not in digests:
                 raise TopologyMismatch(
-                    f"{name}: taken to be the same on each rank, but rank (tp {place.tp_rank}, ep {place.ep_rank}) "
-                    f"saved other values than rank 0: its attributes were lost; pass partitions= with its {attribute}"
+                    f"{name}: expected to be equal on all ranks, but rank (tp {place.tp_rank}, ep {place.ep_rank}) "
+                    f"saved other values than rank 0. Its attributes were lost; pass partitions= with its {attribute}"
                 )
 
-    def _refuse_shared(self, slots: Sequence[OptimizerSlot], found: Sequence[_Found | None]) -> None:
-        """Raise OptimizerMismatch where two live parameters would take the state of a single one."""
+    def _refuse_shared(self, slots: Sequence[OptimizerSlot], matches: Sequence[_SavedParameter | None]) -> None:
+        """Raise OptimizerMismatch if two live parameters would take the state of a single one."""
         first: dict[tuple[int, str], str] = {}
-        for slot, saved in zip(slots, found, strict=True):
+        for slot, saved in zip(slots, matches, strict=True):
             if saved is None:
                 continue
-            other = first.setdefault((saved.pp_rank, saved.name), slot.name)
-            if other != slot.name:
+            owner = first.setdefault((saved.pp_rank, saved.name), slot.name)
+            if owner != slot.name:
                 raise OptimizerMismatch(
-                    f"optimizer: {other!r} and {slot.name!r} were one parameter (tied) when "
-                    f"{self._context.opened.where} was saved, live they are two; tie them, or load with optimizer=None"
+                    f"optimizer: {owner!r} and {slot.name!r} were one tied parameter when {self._context.opened.where} "
+                    "was saved, but are two parameters now; tie them, or load with optimizer=None"
                 )
 
-    def _leaf_at(self, found: _Found, place: CutIndex, key: str) -> Any:
-        at = self._at(found, place)
-        slot = self._saved_by(at).slots.get(found.name)
+    def _leaf_at(self, saved: _SavedParameter, place: CutIndex, key: str) -> Any:
+        at = self._at(saved, place)
+        slot = self._saved_by(at).slots.get(saved.name)
         leaf = None if slot is None else slot.state.get(key)
         if not is_tensor(leaf):
-            raise self._only_here_and_there(found, key, at)
+            raise self._saved_by_some(saved, key, at)
         return leaf
 
-    def _only_here_and_there(self, found: _Found, key: str, at: Coordinates) -> IncompatibleState:
+    def _saved_by_some(self, saved: _SavedParameter, key: str, at: Coordinates) -> IncompatibleState:
         return IncompatibleState(
-            f"{self._context.opened.where}: the rank at {at} saved no {key} for {found.name!r}, others did; the files "
-            "are of two saves, or the parameter had a gradient on some ranks only"
+            f"{self._context.opened.where}: the rank at {at} saved no {key} for {saved.name!r}, but others did. The "
+            "files are from two saves, or the parameter had a gradient on some ranks only; load another tag"
         )
 
-    def _at(self, found: _Found, place: CutIndex) -> Coordinates:
-        """The saving rank whose file holds what is at ``place``."""
+    def _at(self, saved: _SavedParameter, place: CutIndex) -> Coordinates:
+        """Return the coordinates of the saving rank whose file holds the cut at ``place``."""
         dp_rank = place.ep_rank
         if self._context.is_sharded:
-            dp_rank = place.shard * self._context.saved.ep + place.ep_rank if found.slot.expert else place.shard
-        return Coordinates(found.pp_rank, dp_rank, place.tp_rank)
+            dp_rank = place.shard * self._context.saved.ep + place.ep_rank if saved.slot.expert else place.shard
+        return Coordinates(saved.pp_rank, dp_rank, place.tp_rank)
 
     def _shards(self, slot: SavedSlot) -> int:
         if not self._context.is_sharded:
@@ -301,13 +308,13 @@ class ReshardedOptimizer:
         return self._context.saved.expert_dp if slot.expert else self._context.saved.dp
 
     def _groups(self, form: OptimizerForm, saved: Sequence[SavedSlot | None]) -> list[dict[str, Any]]:
-        """Param groups with the options that their parameters were saved with; none where all of them are None."""
+        """Return param groups with their saved options; no options if every entry of ``saved`` is None."""
         groups, begin = [], 0
         for number, size in enumerate(form.groups):
             own = [slot for slot in saved[begin : begin + size] if slot is not None]
             for slot in own[1:]:
                 self._refuse_other_options(number, own[0], slot)
-            # Experts' groups are numbered anew, and so are the parameters in them.
+            # Experts' groups, and the parameters in them, are counted from 0 again.
             first, first_group = form.ordinary if form.ordinary and number >= form.ordinary[1] else (0, 0)
             by_number = {} if size else dict(enumerate(self.groups))  # an empty group has only its number
             options = own[0].options if own else by_number.get(number - first_group, {})
@@ -316,42 +323,42 @@ class ReshardedOptimizer:
         return groups
 
     def _refuse_other_options(self, number: int, first: SavedSlot, other: SavedSlot) -> None:
-        same = (first.group, first.expert) == (other.group, other.expert)
-        options = set() if same else {*first.options, *other.options}
-        differ = sorted(name for name in options if not _equal(first.options.get(name), other.options.get(name)))
-        if differ:
-            values = first.options.get(differ[0]), other.options.get(differ[0])
+        is_same_group = (first.group, first.expert) == (other.group, other.expert)
+        options = set() if is_same_group else {*first.options, *other.options}
+        keys = sorted(name for name in options if not _equal(first.options.get(name), other.options.get(name)))
+        if keys:
+            values = first.options.get(keys[0]), other.options.get(keys[0])
             raise OptimizerMismatch(
                 f"optimizer: the live param group {number} holds parameters that {self._context.opened.where} has in "
-                f"groups {first.group} and {other.group}, which differ in {', '.join(differ)} ({differ[0]}: "
-                f"{values[0]!r} and {values[1]!r}); build param_groups so that each holds parameters of one saved group"
+                f"groups {first.group} and {other.group}, whose options differ: {', '.join(keys)} ({keys[0]} is "
+                f"{values[0]!r} and {values[1]!r}). Build param_groups so that each holds parameters of one saved group"
             )
 
-    def _find(self, name: str) -> _Found:
-        found = self._held(name)
-        if found is None:
+    def _find(self, name: str) -> _SavedParameter:
+        match = self._match(name)
+        if match is None:
             raise OptimizerMismatch(
-                f"optimizer: {self._context.opened.where} has no entry for {name!r}: it was frozen, or not passed to "
-                f"the optimizer, when that was saved. It has {first_of(self.slots)}; build param_groups of the same "
-                "parameters"
+                f"optimizer: {self._context.opened.where} has no entry for {name!r}: when it was saved, the parameter "
+                f"was frozen or not passed to the optimizer. It has {first_of(self.slots)}; build param_groups of the "
+                "same parameters"
             )
-        return found
+        return match
 
-    def _held(self, name: str) -> _Found | None:
+    def _match(self, name: str) -> _SavedParameter | None:
         for pp_rank, slots in self.stages.items():
-            held = [alias for alias in self._context.names(name) if alias in slots]
-            if len(held) > 1:
+            names = [alias for alias in self._context.names(name) if alias in slots]
+            if len(names) > 1:
                 raise OptimizerMismatch(
-                    f"optimizer: {', '.join(held)} are one parameter live (tied), but each had a state of its own when "
+                    f"optimizer: {', '.join(names)} are one tied parameter now, but each had its own state when "
                     f"{self._context.opened.where} was saved; untie them, or load with optimizer=None"
                 )
-            if held:
-                return _Found(pp_rank, held[0], slots[held[0]])
+            if names:
+                return _SavedParameter(pp_rank, names[0], slots[names[0]])
         return None
 
     @cached_property
     def _references(self) -> dict[int, SavedOptimizer]:
-        """What a saving rank of each stage has that tells what any does; none of a tag without an optimizer."""
+        """The optimizer of one reference rank of each stage; empty if the tag has no optimizer."""
         stages = self._context.stages if self._context.opened.parts.optimizer is not None else ()
         return {pp_rank: self._saved_by(self._context.near(pp_rank)) for pp_rank in stages}
 
@@ -362,8 +369,8 @@ class ReshardedOptimizer:
             tree = opened.optimizer_tree(at, names)
             if "base_state" not in tree and opened.parts.optimizer != "plain":
                 raise OptimizerMismatch(
-                    f"{opened.where}: the optimizer's shards were cut in a way that only it knows "
-                    "(zero1_optimizer=True for one that is not ZeRO-1); load them on the sizes that they were saved on"
+                    f"{opened.where}: only the optimizer knows how its shards were cut (it was saved with "
+                    "zero1_optimizer=True, but is no ZeRO-1 optimizer); load it on the sizes that it was saved on"
                 )
             if opened.manifest is None:
                 refuse_numbers(tree, names, opened.where)
@@ -372,6 +379,6 @@ class ReshardedOptimizer:
         return self._saved[at]
 
 
-def _equal(one: Any, other: Any) -> bool:
-    one, other = by_digest(one), by_digest(other)
-    return type(one) is type(other) and bool(one == other)
+def _equal(a: Any, b: Any) -> bool:
+    a, b = by_digest(a), by_digest(b)
+    return type(a) is type(b) and bool(a == b)

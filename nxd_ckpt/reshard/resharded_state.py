@@ -1,5 +1,7 @@
-"""A tag's model and optimizer as one rank of another job holds them: by name, a weight that is in no file as its master
-weights have it."""
+"""Model and optimizer of a tag as one rank of another job holds them.
+
+A weight that is in no file comes from its master weights.
+"""
 
 from __future__ import annotations
 
@@ -23,9 +25,9 @@ from nxd_ckpt.tag.opened import OpenTag
 
 
 class ReshardedState:
-    """Both parts of the tag of ``context``, for its rank. A part that the tag has not is empty.
+    """Model and optimizer of the tag of ``context``, for its rank; each empty if the tag lacks it.
 
-    Reads trees only, each once, and those of a part when that is asked for.
+    Reads trees only, each once, when a part is first used.
     """
 
     def __init__(self, context: ReshardContext, names: OptimizerNames) -> None:
@@ -34,18 +36,17 @@ class ReshardedState:
         self.optimizer = self.optimizer_by(names)
 
     def seen_from(self, live: Topology) -> ReshardedState:
-        """The same for another rank."""
+        """Return this state for another rank."""
         return ReshardedState(self.context.seen_from(live), self._names)
 
     def optimizer_by(self, names: OptimizerNames) -> ReshardedOptimizer:
-        """The optimizer, whose parameters other ``names`` tell."""
+        """Return the optimizer, with parameter names from ``names``."""
         return ReshardedOptimizer(self.context, names, self.model)
 
     def weight(self, name: str, leaf: Any, live: ParameterSpec | None = None) -> Any:
-        """``leaf``, which is this rank's of the model's name; of one that is in no file its master weights, cast.
+        """Return ``leaf``, this rank's leaf of the model; if no file holds it, its master weights, cast.
 
-        ``live`` is how the rank holds it, by default as recorded. Where there are no master weights of it either, it
-        stays a MissingTensor.
+        ``live`` is how the rank holds it, by default as recorded. Without master weights it stays a MissingTensor.
         """
         if not isinstance(leaf, MissingTensor) or leaf.dtype is None:
             return leaf
@@ -54,23 +55,23 @@ class ReshardedState:
         return leaf if live is None else self.master_weight(name, replace(live, dtype=leaf.dtype)) or leaf
 
     def required_weight(self, name: str, leaf: Any) -> Any:
-        """The same for a rank of which nothing live is known.
+        """Return ``leaf`` or its master weights, for a rank without a live model.
 
-        Raises PartNotFound where there is none, and PartLost where no master weights could have stood for it.
+        Raises PartNotFound if there is neither, and PartLost if the tag has no master weights at all.
         """
-        found = self.weight(name, leaf)
-        if isinstance(found, MissingTensor):
+        weight = self.weight(name, leaf)
+        if isinstance(weight, MissingTensor):
             unnamed = any(map(is_number, self.optimizer.slots))
-            hint = ", as far as the tag tells: pass saved_param_names=" if unnamed else ""
+            hint = " under that name; pass saved_param_names=" if unnamed else ""
             kind = PartNotFound if self.context.opened.parts.master_weights else PartLost
             raise kind(
-                f"{self.context.opened.where}: no file holds model/{name} ({found.file} is missing), nor its master "
+                f"{self.context.opened.where}: no file holds model/{name} ({weight.file} is missing), nor its master "
                 f"weights{hint}"
             )
-        return found
+        return weight
 
     def master_weight(self, name: str, live: ParameterSpec) -> Assembly | None:
-        """The parameter as its master weights have it, cast to its dtype; None where there are none."""
+        """Return the parameter's master weights, cast to its dtype; None if the tag has none."""
         has_any = self.context.opened.parts.master_weights
         return self.optimizer.entry(name, MASTER_WEIGHTS, live) if has_any else None
 
@@ -82,12 +83,14 @@ def recorded_state(
     partitions: Mapping[str, Partition] | None = None,
     saved_names: Sequence[Sequence[Sequence[str]]] | None = None,
 ) -> ReshardedState:
-    """What the rank that ``live`` is seen from would hold, by what was recorded; for tools, without a live model.
+    """Return the state that rank ``live.rank`` of a job of these sizes would hold; for tools, without a live model.
 
     Args:
-        partitions: how parameters of the tag were cut, by name, where it does not say.
-        saved_names: the optimizer's parameter names as saved, by stage and group, where it does not say; parameters
-            that nobody names have numbers.
+        opened: the tag.
+        live: sizes of the job, and the rank.
+        partitions: cuts of parameters of the tag, by name, where it does not record them.
+        saved_names: the optimizer's parameter names as saved, by stage and group, where the tag has none; parameters
+            without names are called by number.
     """
     recorded = recorded_parameters(opened, partitions or {})
     context = ReshardContext(opened, live, recorded=recorded, every_stage=True)

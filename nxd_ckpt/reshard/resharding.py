@@ -1,8 +1,8 @@
-"""One parameter on two jobs: what a rank of the loading one reads from ranks of the saving one. Pure.
+"""Resharding of one parameter: what a rank of the loading job reads from ranks of the saving job. Pure.
 
-Two ways lead from one to the other. Where both cut over tensor-parallel (and for experts, expert-parallel) ranks alike,
-a rank's own tensor is all that matters: ZeRO-1 shards are cut anew along its rows, and nobody needs to know what part
-of the whole it is. Else both cuts must be known, and everything goes through the whole tensor.
+There are two cases. If both jobs cut it alike over tensor-parallel (and for experts, expert-parallel) ranks, only the
+rank's own tensor matters: ZeRO-1 shards are cut anew along its rows, and its place in the whole need not be known.
+Otherwise both cuts must be known, and reads are planned through the whole tensor.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from nxd_ckpt.core.section import Section
 from nxd_ckpt.core.topology import Topology
 from nxd_ckpt.errors import InvalidArgument, ShapeMismatch, TopologyMismatch
 
-_PASS = (
+_PASS_PARTITIONS = (
     "pass partitions= with how the live parameter is cut (its attributes may have been lost when .to(device) replaced "
     "the parameter), or load on the sizes that it was saved on"
 )
@@ -27,26 +27,27 @@ _PASS = (
 def plan_parameter(
     name: str, saved: ParameterSpec, saved_cut: Cut, live: ParameterSpec, live_cut: Cut, at: CutIndex
 ) -> list[Read[CutIndex]]:
-    """What the live rank at ``at`` copies from where; each element of its tensor once, padding left out.
+    """Plan the reads of the live rank at ``at``: each element of its tensor once, padding left out.
 
-    ``shape`` of both specs is that of the tensor on every rank of its job, not yet cut by ZeRO-1, and so are the boxes
-    of the reads counted: ``source`` in the holder's ZeRO-1 shard, ``target`` in this rank's.
+    ``shape`` of both specs is the tensor's on each rank of its job, before ZeRO-1. Boxes of the reads count from the
+    holder's ZeRO-1 shard (``source``) and from this rank's (``target``).
 
     Raises:
-        ShapeMismatch: the two are not the same tensor.
-        TopologyMismatch: a cut is not known, or not one of the regular ones.
-        IncompatibleState: a part of the tensor is held by no saving rank.
+        ShapeMismatch: saved and live parameter differ in shape.
+        TopologyMismatch: a cut is not known, or irregular.
+        IncompatibleState: no saving rank holds a part of the tensor.
     """
     saved, live = _experts_on_both(saved, saved_cut, live, live_cut)
     if _cut_alike(saved, saved_cut, live, live_cut):
         if saved.shape != live.shape:
             raise ShapeMismatch(
-                f"{name}: saved with shape {saved.shape}, the live one has {live.shape}; is it the same model?"
+                f"{name}: saved with shape {saved.shape}, but the live parameter has shape {live.shape}; build the "
+                "model that was saved"
             )
         whole = Box.whole(live.shape)
-        wanted = _shard([Piece(whole, whole)], live.shape, live_cut.shards, at.shard)
+        pieces_here = _shard([Piece(whole, whole)], live.shape, live_cut.shards, at.shard)
         cut = Cut(shards=saved_cut.shards)
-        reads = _reads(name, wanted, Partition(), saved.shape, cut, CutIndex())
+        reads = _reads(name, pieces_here, Partition(), saved.shape, cut, CutIndex())
         same = CutIndex(at.tp_rank, at.ep_rank if saved_cut.ep == live_cut.ep else 0)
         return [replace(read, holder=replace(same, shard=read.holder.shard)) for read in reads]
     _check_wholes(name, saved, saved_cut, live, live_cut)
@@ -55,10 +56,10 @@ def plan_parameter(
     if pieces is None:
         raise TopologyMismatch(
             f"{name}: the live parameter has shape {live.shape}, which cannot be cut as {live.partition} over "
-            f"{live_cut.tp} tensor-parallel ranks; {_PASS}"
+            f"{live_cut.tp} tensor-parallel ranks; {_PASS_PARTITIONS}"
         )
-    wanted = _shard(pieces, live.shape, live_cut.shards, at.shard)
-    return _reads(name, wanted, saved.partition, saved.shape, saved_cut, at)
+    pieces_here = _shard(pieces, live.shape, live_cut.shards, at.shard)
+    return _reads(name, pieces_here, saved.partition, saved.shape, saved_cut, at)
 
 
 def check_partitions(
@@ -66,7 +67,7 @@ def check_partitions(
 ) -> None:
     """Raise InvalidArgument for partitions that a rank with these ``parameters`` cannot have."""
     unknown = [name for name in given if name not in parameters]
-    if unknown and topology.pp == 1:  # else it may be on another stage
+    if unknown and topology.pp == 1:  # with pp > 1 it may be on another stage
         raise InvalidArgument(f"partitions= names {unknown[:5]}, which the model does not have")
     for name, partition in given.items():
         held = parameters.get(name)
@@ -78,13 +79,13 @@ def check_partitions(
 
 
 def rescaled(name: str, partition: Partition, tp: int, new_tp: int) -> Partition:
-    """How a parameter that ``tp`` ranks cut in this way is cut over ``new_tp`` ranks, by NxD's conventions.
+    """Return the cut over ``new_tp`` ranks of a parameter that ``tp`` ranks cut in this way, by NxD's conventions.
 
-    As many partitions as ranks stay as many as ranks; fewer (the replicated heads of grouped-query attention) stay as
-    many as they are, as long as there are ranks for them.
+    If there were as many partitions as ranks, there are again. Fewer partitions (the replicated heads of grouped-query
+    attention) keep their number, as long as there are ranks for them.
 
     Raises:
-        TopologyMismatch: no convention says.
+        TopologyMismatch: no convention applies.
     """
     if tp == new_tp or partition.partition_dim is None or not partition.known:
         return partition
@@ -99,20 +100,20 @@ def rescaled(name: str, partition: Partition, tp: int, new_tp: int) -> Partition
 
 
 def respecified(name: str, spec: ParameterSpec, cut: Cut, new: Cut) -> ParameterSpec:
-    """The parameter as each rank of a job with the sizes ``new`` holds it, before ZeRO-1, cut as by :func:`rescaled`.
+    """Return the parameter as each rank of a job of sizes ``new`` holds it, before ZeRO-1, cut as by `rescaled`.
 
     Raises:
-        TopologyMismatch: the sizes do not divide it, or how it is cut is not known.
+        TopologyMismatch: the sizes do not divide it, or its cut is not known.
     """
-    same = (cut.tp, cut.ep if spec.partition.expert else 0) == (new.tp, new.ep if spec.partition.expert else 0)
-    if same:
+    is_same_cut = (cut.tp, cut.ep if spec.partition.expert else 0) == (new.tp, new.ep if spec.partition.expert else 0)
+    if is_same_cut:
         return spec
     if not spec.partition.known:
-        raise TopologyMismatch(f"{name}: how it is cut over {cut.tp} tensor-parallel ranks is not known; {_PASS}")
+        raise TopologyMismatch(f"{name}: its cut over {cut.tp} tensor-parallel ranks is not known; {_PASS_PARTITIONS}")
     partition = rescaled(name, spec.partition, cut.tp, new.tp)
     whole = _whole(spec, cut)
     if whole is None:
-        raise TopologyMismatch(f"{name}: shape {spec.shape} cannot be cut as {spec.partition}; {_PASS}")
+        raise TopologyMismatch(f"{name}: shape {spec.shape} cannot be cut as {spec.partition}; {_PASS_PARTITIONS}")
     shape = list(whole)
     if partition.expert:
         shape[0] = _divided(name, shape[0], new.ep, f"experts, over ep={new.ep} ranks")
@@ -126,12 +127,10 @@ def respecified(name: str, spec: ParameterSpec, cut: Cut, new: Cut) -> Parameter
     return ParameterSpec(spec.dtype, tuple(shape), partition, spec.trainable)
 
 
-def derived(
-    name: str, shape: tuple[int, ...], cut: Cut, live: ParameterSpec, live_cut: Cut
-) -> ParameterSpec:
-    """A saved parameter, of ``shape`` on each rank, of which nobody recorded how it was cut: as the live one is.
+def derived(name: str, shape: tuple[int, ...], cut: Cut, live: ParameterSpec, live_cut: Cut) -> ParameterSpec:
+    """Return a saved parameter, of ``shape`` on each rank, whose cut was not recorded: cut like the live one.
 
-    As many partitions as the shapes tell, where they do.
+    The number of partitions follows from the shapes, where it can.
     """
     partition = rescaled(name, live.partition, live_cut.tp, cut.tp)
     dim, whole = partition.partition_dim, _whole(live, live_cut)
@@ -169,15 +168,15 @@ def _rescaled_count(name: str, count: int, tp: int, new_tp: int) -> int:
 
 def _no_convention(name: str, what: str, tp: int, new_tp: int) -> TopologyMismatch:
     return TopologyMismatch(
-        f"{name}: cut over {tp} tensor-parallel ranks with {what}; how {new_tp} ranks hold it does not follow from "
-        "that. Pass partitions= with the cut over those"
+        f"{name}: cut over {tp} tensor-parallel ranks with {what}, from which the cut over {new_tp} ranks does not "
+        "follow; pass partitions= with that cut"
     )
 
 
 def _experts_on_both(
     saved: ParameterSpec, saved_cut: Cut, live: ParameterSpec, live_cut: Cut
 ) -> tuple[ParameterSpec, ParameterSpec]:
-    """Both specifications, with what one alone can tell: NxD marks experts only where expert parallelism cuts them."""
+    """Complete the expert flag of either side: NxD marks experts only if expert parallelism cuts them."""
     if saved_cut.ep == 1:
         saved = replace(saved, partition=replace(saved.partition, expert=live.partition.expert))
     elif live_cut.ep == 1:
@@ -186,38 +185,38 @@ def _experts_on_both(
 
 
 def _cut_alike(saved: ParameterSpec, saved_cut: Cut, live: ParameterSpec, live_cut: Cut) -> bool:
-    """Whether a live rank's tensor, before ZeRO-1, is that of the saving rank with the same tp (and ep) rank."""
+    """Return whether a live rank's tensor, before ZeRO-1, equals that of the saving rank with its tp (and ep) rank."""
     expert = saved.partition.expert or live.partition.expert
     if saved_cut.tp != live_cut.tp or (expert and saved_cut.ep != live_cut.ep):
         return False
     if saved.shape != live.shape and saved.partition.known and live.partition.known:
         return False
-    # On equal sizes a cut that is not known, or was lost on one side, does not matter; two that differ do.
+    # On equal sizes an unknown cut does not matter, on either side; two different cuts do.
     explicit = [spec.partition.known and not spec.partition.replicated_over_tp for spec in (saved, live)]
     return not all(explicit) or saved.partition == live.partition
 
 
 def _check_wholes(name: str, saved: ParameterSpec, saved_cut: Cut, live: ParameterSpec, live_cut: Cut) -> None:
-    """Raise unless both sides are known cuts of a tensor of one shape."""
+    """Raise unless both sides are known cuts of whole tensors of one shape."""
     if not saved.partition.known:
         raise TopologyMismatch(
-            f"{name}: how it was cut over {saved_cut.tp} tensor-parallel ranks is not known: its ranks held different "
-            f"values, but no partition attributes; {_PASS}"
+            f"{name}: the cut over {saved_cut.tp} tensor-parallel ranks is not known: ranks held different values, but "
+            f"no partition attributes; {_PASS_PARTITIONS}"
         )
     if not live.partition.known:
-        raise TopologyMismatch(f"{name}: the live parameter does not say how it is cut; {_PASS}")
+        raise TopologyMismatch(f"{name}: the live parameter has no known cut; {_PASS_PARTITIONS}")
     if saved.partition.expert != live.partition.expert:
         kinds = ("an ordinary parameter", "an expert's")
         raise TopologyMismatch(
-            f"{name}: saved as {kinds[saved.partition.expert]}, the live one is {kinds[live.partition.expert]} "
-            f"(attribute expert_model_parallel); {_PASS}"
+            f"{name}: saved as {kinds[saved.partition.expert]}, but the live one is {kinds[live.partition.expert]} "
+            f"(attribute expert_model_parallel); {_PASS_PARTITIONS}"
         )
     wholes = [_whole(spec, cut) for spec, cut in ((saved, saved_cut), (live, live_cut))]
     if wholes[0] != wholes[1]:
         raise ShapeMismatch(
             f"{name}: the whole tensor was saved with shape {wholes[0]} (each rank {saved.shape}, "
-            f"{_words(saved_cut)}), the live one has {wholes[1]} (each rank {live.shape}, {_words(live_cut)}). If "
-            f"it is the same model, {_PASS}"
+            f"{_sizes(saved_cut)}), the live one has {wholes[1]} (each rank {live.shape}, {_sizes(live_cut)}). If it "
+            f"is the same model, {_PASS_PARTITIONS}"
         )
 
 
@@ -228,7 +227,7 @@ def _whole(spec: ParameterSpec, cut: Cut) -> tuple[int, ...] | None:
     return spec.partition.global_shape(spec.shape, cut.ep)
 
 
-def _words(cut: Cut) -> str:
+def _sizes(cut: Cut) -> str:
     return f"tp={cut.tp} ep={cut.ep}"
 
 
@@ -237,15 +236,15 @@ def _shard(pieces: list[Piece], local_shape: tuple[int, ...], shards: int, shard
 
 
 def _reads(
-    name: str, wanted: list[Piece], partition: Partition, shape: tuple[int, ...], cut: Cut, near: CutIndex
+    name: str, targets: list[Piece], partition: Partition, shape: tuple[int, ...], cut: Cut, near: CutIndex
 ) -> list[Read[CutIndex]]:
-    held: dict[tuple[CutIndex, Piece], None] = {}
-    for want in wanted:
-        found = holders(partition, shape, want.box, cut, near)
-        if found is None:
+    sources: dict[tuple[CutIndex, Piece], None] = {}
+    for target in targets:
+        owners = holders(partition, shape, target.box, cut, near)
+        if owners is None:
             raise TopologyMismatch(
                 f"{name}: saved with shape {shape}, which cannot be cut as {partition} over {cut.tp} tensor-parallel "
                 "ranks; pass partitions= with how the live parameter is cut"
             )
-        held.update(dict.fromkeys(found))
-    return plan_reads(wanted, list(held), name)
+        sources.update(dict.fromkeys(owners))
+    return plan_reads(targets, list(sources), name)

@@ -1,4 +1,4 @@
-"""A saved optimizer's state by parameter name, whatever form its tree has."""
+"""A saved optimizer's state by parameter name, for every form of its tree."""
 
 from __future__ import annotations
 
@@ -13,18 +13,21 @@ from nxd_ckpt.live.parameters import form_of, is_tensor
 from nxd_ckpt.live.state import MASTER_WEIGHTS
 from nxd_ckpt.live.zero1 import EXPERT_KEYS, MASTERS
 
-_KNOWN = {"state", "param_groups", "base_state", "shape_info", MASTERS, *EXPERT_KEYS}
-"""The keys of the state dicts of torch's optimizers, and of NxD's."""
+_USUAL_KEYS = {"state", "param_groups", "base_state", "shape_info", MASTERS, *EXPERT_KEYS}
+"""Keys in the state dicts of torch's and NxD's optimizers."""
 
 
 @dataclass(frozen=True)
 class SavedSlot:
-    """What one rank saved for one parameter.
+    """One rank's saved optimizer state of one parameter.
 
-    ``entries`` are its state ("step", "exp_avg", ...: leaves and plain values), empty where it never had a gradient;
-    ``master`` its shard of the master weights. ``shape`` is the parameter's on that rank, before ZeRO-1 (None where
-    nothing tells). ``options`` are those of its param group, number ``group``. ``expert`` says that it is in an
-    optimizer of its own, for experts, whose groups are numbered as the other's.
+    Attributes:
+        group: number of its param group.
+        options: options of that group.
+        entries: state by key ("step", "exp_avg", ...), leaves and plain values; empty if it never had a gradient.
+        master: the rank's shard of the master weights, or None.
+        shape: the parameter's shape on that rank, before ZeRO-1; None if not recorded.
+        expert: True if it is in the experts' own optimizer, whose groups are numbered from 0 too.
     """
 
     group: int
@@ -36,12 +39,12 @@ class SavedSlot:
 
     @property
     def state(self) -> Mapping[str, Any]:
-        """The entries, master weights among them where there are any."""
+        """The entries, with the master weights if there are any."""
         return self.entries if self.master is None else {**self.entries, MASTER_WEIGHTS: self.master}
 
     @property
     def likely_shape(self) -> tuple[int, ...]:
-        """``shape``, where nothing tells it that of the largest entry."""
+        """``shape``; if not recorded, the shape of the largest entry."""
         if self.shape is not None:
             return self.shape
         shapes = [form_of(leaf)[1] for key, leaf in self.entries.items() if key != STEP and is_tensor(leaf)]
@@ -50,11 +53,13 @@ class SavedSlot:
 
 @dataclass(frozen=True)
 class SavedOptimizer:
-    """What one rank saved of an optimizer.
+    """One rank's saved state of an optimizer.
 
-    ``slots`` are its parameters by name, in the order of their numbers. ``groups`` are the options of each param group,
-    empty ones too; with experts apart, of the ordinary parameters' groups. ``general`` is state that is no parameter's.
-    ``own`` is what the optimizer's class has in its state dict beside torch's keys.
+    Attributes:
+        slots: the parameters by name, in the order of their numbers.
+        groups: options of each param group, also of empty ones; without experts' own groups.
+        general: state that belongs to no parameter.
+        own: keys that the optimizer's class adds to torch's state dict.
     """
 
     slots: Mapping[str, SavedSlot]
@@ -70,11 +75,13 @@ def saved_optimizer(
     shape: Callable[[str], tuple[int, ...] | None],
     where: str,
 ) -> SavedOptimizer:
-    """What is in one rank's ``tree``; without ``names`` a parameter is called by its number behind ``prefix``. The tag
-    tells its ``shape``, by name, where the optimizer does not.
+    """Parse one rank's state dict ``tree``.
+
+    Without ``names``, a parameter is called by ``prefix`` and its number. ``shape`` gives a parameter's shape by name,
+    for optimizers that do not record it.
 
     Raises:
-        OptimizerMismatch: ``names`` are not as many as the tree has parameters, or the state is not kept by parameter.
+        OptimizerMismatch: the number of ``names`` is not that of the parameters.
         MalformedFile: not an optimizer's state dict.
     """
     try:
@@ -84,15 +91,15 @@ def saved_optimizer(
     names = [f"{prefix}{index}" for index in range(len(slots))] if names is None else names
     if len(names) != len(slots):
         raise OptimizerMismatch(
-            f"{where}: the optimizer was saved with {len(slots)} parameters, but {len(names)} names were given; list "
-            "those that it was saved with, per param group in order"
+            f"{where}: the optimizer was saved with {len(slots)} parameters, but {len(names)} names were passed; list "
+            "the parameters that it was saved with, per param group in order"
         )
     groups, section = tree["param_groups"], tree["base_state"] if "base_state" in tree else tree["state"]
     return SavedOptimizer(
         {name: replace(slot, shape=slot.shape or shape(name)) for name, slot in zip(names, slots, strict=True)},
         [options_of(group) for group in groups[: tree.get("ep_param_group_offset", len(groups))]],
         {key: value for key, value in section.items() if isinstance(key, str)},
-        {key: value for key, value in tree.items() if key not in _KNOWN},
+        {key: value for key, value in tree.items() if key not in _USUAL_KEYS},
     )
 
 

@@ -1,4 +1,4 @@
-"""Which pipeline stage holds which names, after their number changed. Pure.
+"""Names of each pipeline stage after the number of stages changed. Pure.
 
 A live pipeline model knows its stages; this is for tools, which have nothing but the names.
 """
@@ -14,12 +14,11 @@ _NUMBER = re.compile(r"\.(\d+)(?=\.|$)")
 
 
 def redistribute_layers(saved: Sequence[Sequence[str]], pp: int) -> list[list[str]]:
-    """The names of each of ``pp`` stages, from those of each saved stage, in the model's order.
+    """Return the names of each of ``pp`` stages, in the model's order, from the names of each saved stage.
 
-    One stage holds all of them. Else repeated layers (the most numerous ``prefix.N.``) are spread evenly, where that
-    leaves some over one more to each of the last stages (as NxD's pipeline.partition does); what comes before them in
-    the model goes to the first stage, what comes after to the last, and a name that several stages held (a tied
-    embedding) to both of these.
+    A single stage holds all names. Otherwise the repeated layers (the most numerous ``prefix.N.``) are spread evenly;
+    a remainder goes to the last stages, one layer each (as in NxD's pipeline.partition). Names before the layers go to
+    the first stage, names after them to the last. A name that several stages held (a tied embedding) goes to both.
 
     Raises:
         TopologyMismatch: fewer layers than stages.
@@ -52,23 +51,23 @@ def redistribute_layers(saved: Sequence[Sequence[str]], pp: int) -> list[list[st
 
 
 def interleaved(chunks: Sequence[Sequence[str]], pp: int) -> list[list[str]]:
-    """The names of each of ``pp`` ranks of an interleaved pipeline, to which chunks are dealt out in turn.
+    """Return the names of each of ``pp`` ranks of an interleaved pipeline: chunks are dealt to the ranks in turn.
 
-    (As NxD's pipeline.partition.stage_to_pipeline_parallel_rank; a rank saves its chunks as one model.)
+    This is NxD's pipeline.partition.stage_to_pipeline_parallel_rank. A rank saves its chunks as one model.
     """
     return [[name for chunk in chunks[rank::pp] for name in chunk] for rank in range(pp)]
 
 
 def _layers(names: Sequence[str]) -> Mapping[str, int]:
-    """The layer of every name that is in one: by the prefix that has the most numbers after it."""
+    """Return the layer number of every name that has one, for the prefix with the most different numbers."""
     numbers: dict[str, set[int]] = {}
-    found: dict[str, list[tuple[str, int]]] = {}
+    numbers_by_name: dict[str, list[tuple[str, int]]] = {}
     for name in names:
         for match in _NUMBER.finditer(name):
             prefix, number = name[: match.start()], int(match[1])
             numbers.setdefault(prefix, set()).add(number)
-            found.setdefault(name, []).append((prefix, number))
+            numbers_by_name.setdefault(name, []).append((prefix, number))
     if not numbers:
         return {}
     best = max(numbers, key=lambda prefix: (len(numbers[prefix]), -len(prefix)))
-    return {name: number for name, places in found.items() for prefix, number in places if prefix == best}
+    return {name: number for name, places in numbers_by_name.items() for prefix, number in places if prefix == best}

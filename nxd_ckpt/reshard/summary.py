@@ -1,7 +1,7 @@
-"""Numbers that tell whether a tensor is healthy, counted in chunks that stay in the processor's cache.
+"""Statistics that show whether a tensor is healthy, counted in chunks that fit the processor's cache.
 
-Floating-point numbers are kept as a sign and a magnitude that grows with its bits. So the largest one, NaN, infinities
-and zeros show in the bits, as integers, which is quicker, above all for 16 bits. Only sums need float32.
+A floating-point number is a sign and a magnitude that grows with its bits. So the largest one, NaN, infinities and
+zeros are found in the bits, as integers, which is quicker, above all for 16 bits. Only sums need float32.
 """
 
 from __future__ import annotations
@@ -17,33 +17,35 @@ import torch
 from nxd_ckpt import effects
 
 CHUNK = 2**16
-"""Elements that are compared at once: few enough to stay in the processor's cache, as float64 too."""
+"""Elements that are compared at once; few enough to fit the processor's cache, also as float64."""
 PART = 2**20
-"""Elements that are counted at once: few enough to stay in the processor's outer cache, also while they become float32,
-and so many that threads that count seldom wait for Python's lock. Who counts the same parts gets the same last digits.
+"""Elements that are counted at once.
+
+Few enough to fit the processor's outer cache, also while they become float32; many enough that threads seldom wait for
+Python's lock. Equal parts give equal last digits.
 """
 _ROW = 2**10
-"""Squares that are summed in float32; sums of rows are summed in float64. A norm has an error below 1e-6 of itself."""
+"""Squares that are summed in float32; rows are summed in float64. The relative error of a norm is below 1e-6."""
 _SAFE = 2.0**-80
-"""From this size on, a float32 sum of squares has lost nothing significant to squares too small for float32."""
+"""From this size on, squares too small for float32 do not matter to a float32 sum of squares."""
 _COUNTS, _MEASURES = 4, 3
-"""The first numbers of a summary's JSON, and the others."""
+"""Counts, then measures, in a summary's JSON."""
 _MOST = 2**63 - 1
-"""Numbers that a tensor can have."""
+"""Largest possible number of elements of a tensor."""
 _SMALLER = 2.0**-64
-"""Sums are kept smaller by this factor: no tensor of float64 makes them overflow."""
+"""Factor by which sums are scaled down, so that no float64 tensor makes them overflow."""
 
 
 @dataclass(frozen=True)
 class TensorStatistics:
-    """One tensor in numbers.
+    """Statistics of one tensor; a complex element counts as two numbers.
 
     Attributes:
-        numel: its numbers; a complex element is two of them.
-        nans, infs: those that are NaN, or infinite. All below is of the others, the finite ones.
-        zeros: those that are 0.
-        mean: NaN where there is no finite number.
-        norm: the root of the sum of squares; the largest float64 where it is larger than that.
+        numel: how many numbers it has.
+        nans, infs: how many are NaN, and infinite. The fields below cover finite numbers only.
+        zeros: how many are 0.
+        mean: their mean; NaN if there is no finite number.
+        norm: the root of the sum of squares, at most the largest float64.
         absmax: the largest absolute value.
     """
 
@@ -57,7 +59,7 @@ class TensorStatistics:
 
     @property
     def finite(self) -> int:
-        """Numbers that are neither NaN nor infinite."""
+        """How many numbers are neither NaN nor infinite."""
         return self.numel - self.nans - self.infs
 
     @property
@@ -67,14 +69,14 @@ class TensorStatistics:
 
     @property
     def rms(self) -> float:
-        """The root of the mean square; 0 where there is no finite number."""
+        """The root of the mean square; 0 if there is no finite number."""
         return self.norm / sqrt(self.finite) if self.finite else 0.0
 
 
 class _Form(NamedTuple):
-    """How numbers of a dtype lie in their bits: integers of the same size, the sign, and infinity, above which is NaN.
+    """Bit layout of a dtype: integer types of the same size, the sign bit, and infinity; NaN is above infinity.
 
-    Moved to the left by ``shift``, the bits are those of float32 (``single``) or of a float of their own.
+    Shifted left by ``shift``, the bits are those of ``single``: float32, or a float type of their own.
     """
 
     signed: torch.dtype
@@ -85,9 +87,9 @@ class _Form(NamedTuple):
     shift: int = 0
 
     def value(self, magnitude: int) -> float:
-        """The number of these bits."""
-        held = np.uint32 if self.single is np.float32 else self.unsigned
-        return float(held(magnitude << self.shift).view(self.single))
+        """Return the number with these bits."""
+        bits = np.uint32 if self.single is np.float32 else self.unsigned
+        return float(bits(magnitude << self.shift).view(self.single))
 
 
 _BITS = {
@@ -98,21 +100,21 @@ _BITS = {
 
 
 class Summary:
-    """What is known of a tensor so far."""
+    """The statistics of a tensor's elements so far."""
 
     def __init__(self) -> None:
         self._numel = self._nans = self._infs = self._nonzero = 0
         self._sum = self._norm = self._absmax = 0.0
 
     def add(self, values: torch.Tensor) -> None:
-        """The next elements: contiguous, of one dimension."""
+        """Add the next elements: contiguous, of one dimension."""
         with np.errstate(over="ignore", invalid="ignore"):
             for chunk in torch.split(values, PART):
                 if not (chunk.dtype in _BITS and chunk.numel() and self._add_finite(chunk, _BITS[chunk.dtype])):
                     self._add(chunk)
 
     def _add_finite(self, chunk: torch.Tensor, form: _Form) -> bool:
-        """Add numbers by their bits. False, and nothing is added, if one of them is not finite."""
+        """Add numbers by their bits. If one is not finite, add nothing and return False."""
         bits = chunk.view(form.signed)
         numbers, (least, most) = bits.numpy(), map(int, torch.aminmax(bits))
         unsigned = numbers.view(form.unsigned)
@@ -139,7 +141,7 @@ class Summary:
             if not x.numel():
                 return
             low, high = (float(end) for end in torch.aminmax(x))
-        self._nonzero += int(np.count_nonzero(x.numpy() != 0))  # torch counts in four times that time
+        self._nonzero += int(np.count_nonzero(x.numpy() != 0))  # torch takes four times as long
         self._add_measures(x, max(-low, high))
 
     def _add_measures(self, x: torch.Tensor, absmax: float) -> None:
@@ -150,42 +152,42 @@ class Summary:
         self._norm = hypot(self._norm, _norm(x, absmax))
 
     def add_all(self, other: Summary) -> None:
-        """The elements of ``other``, too."""
+        """Add the elements of ``other``."""
         self._numel, self._nans = self._numel + other._numel, self._nans + other._nans
         self._infs, self._nonzero = self._infs + other._infs, self._nonzero + other._nonzero
         self._sum, self._norm = self._sum + other._sum, hypot(self._norm, other._norm)
         self._absmax = max(self._absmax, other._absmax)
 
     def to_json(self) -> list[int | float]:
-        """Counts, then measures: all that is needed to go on."""
+        """Return counts, then measures, from which `from_json` restores this summary."""
         counts = [self._numel, self._nans, self._infs, self._nonzero]
         return [*counts, self._sum, min(self._norm, sys.float_info.max), self._absmax]
 
     @staticmethod
     def from_json(numbers: list[int | float]) -> Summary:
-        """Raises ValueError or TypeError for what is no summary."""
+        """Restore a summary. Raises ValueError or TypeError if ``numbers`` are none."""
         counts, measures = numbers[:_COUNTS], numbers[_COUNTS:]
         counted = all(type(count) is int and count >= 0 for count in counts)
-        measured = len(measures) == _MEASURES and all(type(one) in (int, float) for one in measures)
+        measured = len(measures) == _MEASURES and all(type(measure) in (int, float) for measure in measures)
         if counted and measured and counts[1] + counts[2] <= counts[3] <= counts[0] <= _MOST:
             total, norm, absmax = map(float, measures)
             if isfinite(total) and 0 <= absmax < inf and 0 <= norm < inf:
-                found = Summary()
-                found._numel, found._nans, found._infs, found._nonzero = map(int, counts)
-                found._sum, found._norm, found._absmax = total, norm, absmax
-                return found
-        raise ValueError(f"expected counts and measures, found {numbers!r:.80}")
+                summary = Summary()
+                summary._numel, summary._nans, summary._infs, summary._nonzero = map(int, counts)
+                summary._sum, summary._norm, summary._absmax = total, norm, absmax
+                return summary
+        raise ValueError(f"expected {_COUNTS} counts and {_MEASURES} measures, found {numbers!r:.80}")
 
     @staticmethod
     def of(values: torch.Tensor) -> Summary:
-        """Of a part of a tensor, on any thread, for :meth:`add_all`."""
-        found = Summary()
-        found.add(values)
-        return found
+        """Return the summary of a part of a tensor, on any thread, to be added by `add_all`."""
+        summary = Summary()
+        summary.add(values)
+        return summary
 
     @property
     def numel(self) -> int:
-        """Numbers, a complex element being two."""
+        """How many numbers there are; a complex element is two."""
         return self._numel
 
     @property
@@ -203,15 +205,17 @@ class Summary:
 
     def _mean(self, finite: int) -> float:
         mean = self._sum / finite / _SMALLER
-        return max(-self._absmax, min(self._absmax, mean))  # rounding may take it beyond them, and to infinity
+        return max(-self._absmax, min(self._absmax, mean))  # rounding may exceed the bounds, or give infinity
 
 
 _own = effects.local()
 
 
 def _as_single(chunk: torch.Tensor) -> torch.Tensor:
-    """At most :data:`PART` numbers as float32, until this thread asks for the next: memory that is new each time would
-    have to be cleared by the system each time."""
+    """Return at most `PART` numbers as float32, valid until this thread calls again.
+
+    The memory is reused: the system would have to clear new memory each time.
+    """
     if chunk.dtype == torch.float32:
         return chunk
     if not hasattr(_own, "singles"):
@@ -227,7 +231,7 @@ def _norm(x: torch.Tensor, absmax: float) -> float:
 
 
 def exact(tensor: torch.Tensor) -> torch.Tensor:
-    """Every number as it is, but for integers beyond 2^53."""
+    """Return the tensor in double precision, exact except for integers beyond 2^53."""
     return tensor.to(torch.complex128 if tensor.dtype.is_complex else torch.float64)
 
 
@@ -236,23 +240,23 @@ def fits_single(dtype: torch.dtype) -> bool:
 
 
 def square(x: torch.Tensor) -> float:
-    """The sum of squares, of floating-point or complex numbers: infinite or NaN where one of them is."""
+    """Return the sum of squares of floating-point or complex numbers; infinite or NaN if an element is."""
     if fits_single(x.dtype):
         with np.errstate(over="ignore", invalid="ignore"):
-            found = _square_by_rows(x.to(torch.float32).numpy().reshape(-1))
-        if _SAFE < found < inf:
-            return found
+            squares = _square_by_rows(x.to(torch.float32).numpy().reshape(-1))
+        if _SAFE < squares < inf:
+            return squares
     x = exact(x)
     x = torch.view_as_real(x).flatten() if x.is_complex() else x
     return float(torch.dot(x, x))
 
 
 def _square_by_rows(numbers: np.ndarray[Any, np.dtype[np.float32]]) -> float:
-    """The dot product of each row with itself: one in float32 over all of them would lose two more digits."""
+    """Return the sum of squares, added row by row; one sum over all numbers in float32 would lose two more digits."""
     whole = len(numbers) // _ROW * _ROW
     squares = np.matmul(numbers[:whole].reshape(-1, 1, _ROW), numbers[:whole].reshape(-1, _ROW, 1))
-    found = float(squares.sum(dtype=np.float64))
+    total = float(squares.sum(dtype=np.float64))
     if whole < len(numbers):
         rest = numbers[whole:].astype(np.float64)
-        found += float(np.dot(rest, rest))
-    return found
+        total += float(np.dot(rest, rest))
+    return total

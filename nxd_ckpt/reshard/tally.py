@@ -1,4 +1,4 @@
-"""How far two tensors are apart, counted window by window: equal ones cost a look at their bytes."""
+"""The distance of two tensors, counted window by window; windows of equal bytes are quick."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from nxd_ckpt.reshard.summary import CHUNK, exact, fits_single, square
 
 
 class Tally:
-    """What is known of ``a`` and ``b`` so far. NaN in the same place is equal; NaN in only one is counted separately.
+    """The difference of ``a`` and ``b`` so far. NaN equals NaN; NaN on one side only is counted separately.
 
     Attributes:
         differing: elements that are not equal as numbers, including those that are NaN on one side only.
-        nans: the latter.
-        max_difference: the largest ``|a - b|`` of the others; to float32's precision where neither has more.
+        nans: elements that are NaN on one side only.
+        max_difference: the largest ``|a - b|`` of the other elements; in float32's precision if neither has more.
     """
 
     def __init__(self) -> None:
@@ -25,7 +25,7 @@ class Tally:
 
     @property
     def relative_norm(self) -> float:
-        """``||a - b|| / ||a||``; infinite where ``a`` is zero and ``b`` is not."""
+        """``||a - b|| / ||a||``; infinite if ``a`` is zero and ``b`` is not."""
         if self._difference == 0:
             return 0.0
         if self._norm == 0 or isinf(self._difference):
@@ -33,15 +33,15 @@ class Tally:
         return sqrt(self._difference / self._norm)
 
     def add(self, a: torch.Tensor, b: torch.Tensor) -> None:
-        """The next elements of both: contiguous, of one dimension and equal length; dtypes may differ."""
-        for one, other in zip(torch.split(a, CHUNK), torch.split(b, CHUNK), strict=True):
-            if one.dtype == other.dtype and same_bytes(one, other):
-                self._norm += _finite_square(one)
-            elif not self._compare_singles(one, other):
-                self._compare(one, other)
+        """Add the next elements of both: contiguous, of one dimension and equal length; dtypes may differ."""
+        for x, y in zip(torch.split(a, CHUNK), torch.split(b, CHUNK), strict=True):
+            if x.dtype == y.dtype and same_bytes(x, y):
+                self._norm += _finite_square(x)
+            elif not self._compare_singles(x, y):
+                self._compare(x, y)
 
     def _compare_singles(self, a: torch.Tensor, b: torch.Tensor) -> bool:
-        """Compare ordinary numbers, at half the cost of float64; False if one is infinite, NaN, or too precise."""
+        """Compare in float32, at half the cost of float64; False if a number is infinite, NaN, or too precise."""
         if not (fits_single(a.dtype) and fits_single(b.dtype)):
             return False
         x, y = a.to(torch.float32), b.to(torch.float32)
@@ -58,7 +58,7 @@ class Tally:
     def _compare(self, a: torch.Tensor, b: torch.Tensor) -> None:
         x, y = exact(a), exact(b)
         distance = (x - y).abs()
-        if a.dtype == b.dtype and a.dtype in (torch.int64, torch.uint64):  # float64 rounds them: what is lost is small
+        if a.dtype == b.dtype and a.dtype in (torch.int64, torch.uint64):  # float64 rounds large ones
             near = (a.view(torch.int64) - b.view(torch.int64)).abs().to(torch.float64)
             distance = torch.where(distance == 0, near, distance)
         largest = float(distance.max())
@@ -76,11 +76,12 @@ class Tally:
 
 
 def same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Return True if two tensors of one dtype and length have equal bytes."""
     nbytes = a.numel() * a.element_size()
-    return torch.equal(*(one.view(torch.int64 if nbytes % 8 == 0 else torch.uint8) for one in (a, b)))
+    return torch.equal(*(tensor.view(torch.int64 if nbytes % 8 == 0 else torch.uint8) for tensor in (a, b)))
 
 
 def _finite_square(x: torch.Tensor) -> float:
-    """The same of the finite elements alone."""
-    found = square(x)
-    return found if isfinite(found) else square(exact(x).masked_fill(~x.isfinite(), 0))
+    """Return the sum of squares of the finite elements."""
+    squares = square(x)
+    return squares if isfinite(squares) else square(exact(x).masked_fill(~x.isfinite(), 0))

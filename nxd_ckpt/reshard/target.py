@@ -1,6 +1,6 @@
-"""What a rank of other sizes holds when no live model says it: from what was saved and NxD's conventions.
+"""State of a rank of other sizes without a live model: derived from the saved state and NxD's conventions.
 
-For tools, and for loading into empty dicts.
+Tools use it, and loads into empty dicts.
 """
 
 from __future__ import annotations
@@ -31,22 +31,23 @@ _LEAVES = (TensorStub, Assembly)
 
 
 def _nothing(name: str) -> bool:
-    """No name. A function with a name of its own, since targets are sent to worker processes."""
+    """Ignore no name. Not a lambda: targets are sent to worker processes, so it must pickle."""
     return False
 
 
 @dataclass(frozen=True)
 class Target:
-    """What to make of a tag for the rank that ``topology`` is seen from.
+    """The form that a tag is to take on the rank of ``topology``.
 
     Attributes:
+        topology: sizes of the new job, and the rank in it.
         optimizer: "zero1", "zero1_full" or "plain"; None keeps the kind.
-        use_xser: None keeps it.
-        model: whether the model is wanted; the optimizer is where there is one.
-        partitions: how parameters of the tag were cut, by name, where it does not say.
-        stages: the names of each of the target's pipeline stages; by default as reshard.stages has it.
-        saved_names: the optimizer's parameter names as saved, by stage and group, where the tag does not say.
-        ignores: names of the model that are not wanted.
+        use_xser: True or False; None keeps it.
+        model: True to include the model; the optimizer is always included if the tag has one.
+        partitions: cuts of parameters of the tag, by name, where it does not record them.
+        stages: the names of each of the target's pipeline stages; by default from `redistribute_layers`.
+        saved_names: the optimizer's parameter names as saved, by stage and group, where the tag has none.
+        ignores: a predicate on names of the model; True leaves the tensor out.
     """
 
     topology: Topology
@@ -60,11 +61,11 @@ class Target:
 
 
 def target_state(opened: OpenTag, target: Target) -> SaveState:
-    """What the target's rank would save: model and optimizer, with leaves that stand for saved tensors.
+    """Return model and optimizer as the target's rank would save them; leaves stand for saved tensors.
 
     Raises:
-        TopologyMismatch: sizes that do not divide a parameter, or a cut that is not known.
-        OptimizerMismatch: which parameters the optimizer's entries belong to is not known.
+        TopologyMismatch: the sizes do not divide a parameter, or its cut is not known.
+        OptimizerMismatch: the parameters of the optimizer's entries are not known.
     """
     rank, parts = TargetRank(opened, target), opened.parts
     form = None if parts.optimizer is None else rank.optimizer.form
@@ -72,7 +73,7 @@ def target_state(opened: OpenTag, target: Target) -> SaveState:
         model=rank.model.state() if parts.model and target.model else None,
         optimizer=None if parts.optimizer is None else rank.optimizer.state(),
         optimizer_kind=None if form is None else form.kind,
-        optimizer_names=None if form is None else _known(slot.name for slot in form.slots),
+        optimizer_names=None if form is None else _if_named(slot.name for slot in form.slots),
         use_xser=parts.use_xser if target.use_xser is None else target.use_xser,
     )
 
@@ -107,29 +108,29 @@ class TargetModel:
 
     @cached_property
     def stages(self) -> Sequence[Sequence[str]]:
-        """The names of each stage of the target."""
-        given, topology = self._target.stages, self._target.topology
-        if given is not None and len(given) != topology.pp:
-            raise TopologyMismatch(f"stages= lists {len(given)} pipeline stages, but pp is {topology.pp}")
-        return given or redistribute_layers(list(self._source.names.values()), topology.pp)
+        """Names of each pipeline stage of the target."""
+        listed, topology = self._target.stages, self._target.topology
+        if listed is not None and len(listed) != topology.pp:
+            raise TopologyMismatch(f"stages= lists {len(listed)} pipeline stages, but pp is {topology.pp}")
+        return listed or redistribute_layers(list(self._source.names.values()), topology.pp)
 
     @cached_property
     def specs(self) -> dict[str, ParameterSpec]:
-        """The tensors of this rank, as it holds them."""
-        forms = ((name, self._source.form(name)) for name in self._wanted)
+        """Tensors of this rank, with the shapes and cuts that it holds."""
+        forms = ((name, self._source.form(name)) for name in self._names)
         return {name: self._state.context.as_recorded(name, *form) for name, form in forms if form is not None}
 
     def tree(self) -> dict[str, Any]:
-        """The state dict; weights that were left out come from the optimizer's master weights."""
-        mine = self._wanted
-        tree = self._source.tree(self.specs, mine, self._target.ignores)
-        absent = [name for name in mine if name not in tree]
+        """Return the state dict; weights that were not saved come from the optimizer's master weights."""
+        names = self._names
+        tree = self._source.tree(self.specs, names, self._target.ignores)
+        absent = [name for name in names if name not in tree]
         if absent:
-            raise PartNotFound(f"{self._state.context.opened.where}: no stage holds {absent[:5]}, which stages= names")
-        return {name: self._state.required_weight(name, tree[name]) for name in mine}
+            raise PartNotFound(f"{self._state.context.opened.where}: no stage holds {absent[:5]}, which stages= lists")
+        return {name: self._state.required_weight(name, tree[name]) for name in names}
 
     def state(self) -> ModelState:
-        """The same, to be saved."""
+        """Return the state dict with the description of each tensor, ready to be saved."""
         tree = self.tree()
         ties = _ties(tree)
         tensors: dict[Path, StateTensor] = {}
@@ -141,20 +142,23 @@ class TargetModel:
         return ModelState(tree, lambda: tensors, specify=lambda: dict(self.specs))
 
     @property
-    def _wanted(self) -> list[str]:
-        """The names of this rank's stage that are wanted."""
+    def _names(self) -> list[str]:
+        """Names of this rank's stage, without ignored ones."""
         return [name for name in self.stages[self._target.topology.pp_rank] if not self._target.ignores(name)]
 
 
 class TargetOptimizer:
-    """The optimizer of one rank of the target: the saved param groups, each with what is on this rank's stage."""
+    """The optimizer of one rank of the target: the saved param groups, restricted to this rank's stage."""
 
     def __init__(self, state: ReshardedState, target: Target, model: TargetModel) -> None:
         self._context, self._source, self._target, self._model = state.context, state.optimizer, target, model
 
     @cached_property
     def form(self) -> OptimizerForm:
-        """With ZeRO-1 and expert parallelism, each group is there twice: without its experts, and with them alone."""
+        """The optimizer's form.
+
+        With ZeRO-1 and expert parallelism each group is there twice, without and of experts.
+        """
         kind = self._target.optimizer or self._context.opened.parts.optimizer or "plain"
         kind = "zero1" if kind == "zero1_dcp" else kind
         slots = self._slots_here()
@@ -174,26 +178,26 @@ class TargetOptimizer:
         )
 
     def tree(self) -> dict[str, Any]:
-        """The state dict."""
+        """Return the state dict."""
         return self._source.tree(self.form)
 
     def state(self) -> State:
-        """The same, to be saved."""
+        """Return the state dict with the description of each tensor, ready to be saved."""
         tree = self.tree()
         return State(tree, lambda: {path: self._describe(path, leaf) for path, leaf in iter_tensors(tree, _LEAVES)})
 
     def _slots_here(self) -> dict[str, SavedSlot]:
-        """The saved slots of this rank's parameters: in saved order; in the model's where experts come back to it."""
-        found = {name: slot for name, slot in self._source.slots.items() if name in self._mine}
+        """Return the saved slots of this rank, in saved order, or in the model's if experts come back to it."""
+        slots = {name: slot for name, slot in self._source.slots.items() if name in self._stage_names}
         rejoined = self._context.saved.ep > 1 and self._target.topology.ep == 1
         if not rejoined or not self._context.opened.parts.model:
-            return found
-        order = [name for name in self._model.stages[self._target.topology.pp_rank] if name in found]
-        return {name: found[name] for name in [*order, *found]}
+            return slots
+        order = [name for name in self._model.stages[self._target.topology.pp_rank] if name in slots]
+        return {name: slots[name] for name in [*order, *slots]}
 
     @cached_property
-    def _mine(self) -> set[str]:
-        """The parameters on this rank's stage."""
+    def _stage_names(self) -> set[str]:
+        """Parameters on this rank's stage."""
         stages, topology = list(self._source.stages.values()), self._target.topology
         if self._target.stages is None and len(stages) == topology.pp:
             return set(stages[topology.pp_rank])
@@ -227,39 +231,38 @@ class TargetOptimizer:
 
 
 def _check_names(context: ReshardContext, target: Target) -> None:
-    """Raise OptimizerMismatch without names, unless places do in their stead: on the same sizes, but for dp."""
+    """Raise OptimizerMismatch without parameter names, unless positions suffice: sizes are equal but for dp."""
     opened, saved, live = context.opened, context.saved, context.live
     names = opened.optimizer_names(Coordinates())
-    known = target.saved_names is not None or (names is not None and not any(map(is_number, names)))
-    if not known and (saved.tp, saved.pp, saved.ep) != (live.tp, live.pp, live.ep):
+    has_names = target.saved_names is not None or (names is not None and not any(map(is_number, names)))
+    if not has_names and (saved.tp, saved.pp, saved.ep) != (live.tp, live.pp, live.ep):
         raise OptimizerMismatch(
-            f"{opened.where} does not say which parameters the entries of its optimizer belong to; from "
-            f"{saved.describe()} to {live.describe()} they are needed. Pass "
-            "saved_param_names=: for each pipeline stage that it was saved on, for each param group, the names in "
-            "order"
+            f"{opened.where} does not name the parameters of its optimizer, but to go from {saved.describe()} to "
+            f"{live.describe()} the names are needed. Pass saved_param_names=: for each pipeline stage that it was "
+            "saved on, for each param group, the names in order"
         )
 
 
 def _check_experts(context: ReshardContext) -> None:
-    """Raise TopologyMismatch where experts are to be cut, and the tag does not say which parameters those are."""
+    """Raise TopologyMismatch if experts are to be cut, but the tag marks no parameters as experts'."""
     saved, live = context.saved, context.live
     if live.ep == saved.ep or live.ep == 1 or any(spec.partition.expert for spec in context.recorded.values()):
         return
     raise TopologyMismatch(
         f"{context.opened.where}, saved on {saved.describe()}, marks no parameter as an expert's; for ep={live.ep} "
-        "pass partitions= with expert=True for those that are"
+        "pass partitions= with expert=True for the experts' parameters"
     )
 
 
 def _ties(tree: Mapping[str, Any]) -> dict[str, str]:
-    """For every name whose leaf several have (the same bytes of the same file): the first of them."""
+    """Return, for each name that shares its leaf (equal bytes of one file), the first name that shares it."""
     names: dict[Any, list[str]] = {}
     for name, leaf in tree.items():
         if isinstance(leaf, _LEAVES):
             names.setdefault((leaf.file, leaf.offset) if isinstance(leaf, TensorStub) else leaf, []).append(name)
-    return {name: same[0] for same in names.values() if len(same) > 1 for name in same}
+    return {name: group[0] for group in names.values() if len(group) > 1 for name in group}
 
 
-def _known(names: Iterable[str]) -> tuple[str, ...] | None:
+def _if_named(names: Iterable[str]) -> tuple[str, ...] | None:
     listed = tuple(names)
     return None if any(map(is_number, listed)) else listed

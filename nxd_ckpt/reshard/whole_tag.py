@@ -1,7 +1,7 @@
-"""A tag as global tensors: each under its name, put together from what the ranks saved. Reads trees only, no tensor.
+"""A tag as global tensors by name, assembled from the ranks' parts. Reads trees only, no tensor.
 
-What cannot be put together has a name all the same, and asking for it raises the reason: NxD's own tags do not say how
-their tensors are cut, or which parameters the entries of their optimizer belong to.
+A tensor that cannot be assembled still has a name, and reading it raises the reason: NxD's own tags do not record how
+tensors are cut, or which parameters the entries of their optimizer belong to.
 """
 
 from __future__ import annotations
@@ -28,24 +28,26 @@ from nxd_ckpt.tag.verification import refuse_missing
 _LEAVES = (TensorStub, Assembly, MissingTensor)
 
 _Place = tuple[Path, Any]
-"""The keys that lead to something, and what a saving rank has there."""
+"""A path of keys, and a saving rank's value there."""
 
 _GENERAL = ("optim", "state")
-"""Where state is that belongs to no parameter, as the filters of a load name it."""
+"""Path of optimizer state that belongs to no parameter, as in the filters of a load."""
 
 UNKNOWN_DTYPE = "?"
-"""Of a tensor that is in no file, and of which none says what it was."""
+"""The dtype of a tensor that is in no file, and whose dtype no file records."""
 
 
 @dataclass(frozen=True)
 class GlobalTensor:
-    """One tensor of a tag, all of it.
+    """The description of one whole tensor of a tag.
 
-    ``name`` is "model/embed.weight", "optim/embed.weight/exp_avg" or, where a tag does not tell whose it is,
-    "optim/#3/exp_avg". ``shape`` is the whole tensor's, None where its cut is not known; ``local_shape`` what a saving
-    rank's file holds of it (its shard, under ZeRO-1), None where no file does. ``dtype`` is torch's name ("bfloat16").
-    ``partition`` says how saving ranks cut it over tensor- and expert-parallel ranks; None where it has no parameter's
-    shape.
+    Attributes:
+        name: "model/embed.weight", "optim/embed.weight/exp_avg" or, without a parameter name, "optim/#3/exp_avg".
+        dtype: torch's name, such as "bfloat16".
+        shape: shape of the whole tensor; None if its cut is not known.
+        local_shape: shape in a saving rank's file (of its shard, under ZeRO-1); None if no file holds it.
+        partition: how saving ranks cut it over tensor- and expert-parallel ranks; None if it is not shaped like a
+            parameter.
     """
 
     name: str
@@ -56,7 +58,7 @@ class GlobalTensor:
 
     @property
     def nbytes(self) -> int | None:
-        """Bytes of the whole tensor; None where its shape or dtype is not known."""
+        """Bytes of the whole tensor; None if its shape or dtype is not known."""
         if self.shape is None or self.dtype == UNKNOWN_DTYPE:
             return None
         return prod(self.shape) * itemsize(self.dtype)
@@ -66,9 +68,10 @@ class WholeTag:
     """The tag ``opened``, as a single rank would hold it.
 
     Args:
-        live: as the rank would hold it that this is seen from, in a job of its sizes.
-        partitions: how parameters of the tag were cut, by name, where it does not say.
-        saved_param_names: the optimizer's parameter names as saved, by stage and group, where it does not say.
+        opened: the tag.
+        live: sizes of another job, and a rank in it, to see that rank's tensors instead of whole ones.
+        partitions: cuts of parameters of the tag, by name, where it does not record them.
+        saved_param_names: the optimizer's parameter names as saved, by stage and group, where the tag has none.
     """
 
     def __init__(
@@ -84,102 +87,103 @@ class WholeTag:
         self._context, self._model, self._optimizer = self._state.context, self._state.model, self._state.optimizer
 
     def seen_from(self, live: Topology) -> WholeTag:
-        """The same, as another rank would hold it."""
+        """Return this tag as another rank would hold it."""
         return WholeTag(self.opened, live=live, partitions=self._partitions, saved_param_names=self._saved_names)
 
     @cached_property
     def tensors(self) -> dict[str, GlobalTensor]:
-        """Every tensor by its name: the model's in its order, then the optimizer's.
+        """All tensors by name: the model's in its order, then the optimizer's.
 
         Raises:
             OptimizerMismatch: ``saved_param_names`` do not fit the optimizer.
         """
-        found = {name: self._describe(name, *place) for name, place in self._model_places.items()}
-        found |= {name: self._describe_entry(name, *place) for name, place in self._entry_places.items()}
+        by_name = {name: self._describe(name, *place) for name, place in self._model_places.items()}
+        by_name |= {name: self._describe_entry(name, *place) for name, place in self._entry_places.items()}
         for name, (_, leaf) in self._general_places.items():
-            found[name] = GlobalTensor(name, *form_of(leaf), form_of(leaf)[1], None)
-        return found
+            by_name[name] = GlobalTensor(name, *form_of(leaf), form_of(leaf)[1], None)
+        return by_name
 
     @cached_property
     def values(self) -> dict[str, Any]:
-        """What is not a tensor, by names of the same kind: Python numbers, extra state."""
+        """Values that are no tensors (Python numbers, extra state), by names of the same kind."""
         return {name: value for name, (_, value) in self._value_places.items()}
 
     def path(self, name: str) -> Path:
-        """The keys that lead to what has that name: "model" or "optim", the name or the parameter's, and so on."""
-        places = next(one for one in (self._model_places, self._entry_places, self._value_places) if name in one)
+        """Return the keys that lead to a name: "model" or "optim", the parameter's name, and so on."""
+        places = next(table for table in (self._model_places, self._entry_places, self._value_places) if name in table)
         return places[name][0]
 
     def is_general(self, name: str) -> bool:
-        """Whether it is optimizer state that belongs to no parameter."""
+        """Return whether the name is optimizer state that belongs to no parameter."""
         return name in self._general_places or (name in self._value_places and self.path(name)[:2] == _GENERAL)
 
     @cached_property
     def param_groups(self) -> list[dict[str, Any]]:
-        """The options of each param group, and under "params" the names of its parameters.
+        """The options of each param group, with the names of its parameters under "params".
 
-        A stage may lack groups, and experts have groups of their own: a parameter is in the group of its number if that
-        has its options, else in the first that has.
+        A stage may lack groups, and experts have their own. So a parameter is in the group of its number if the options
+        agree, otherwise in the first group whose options agree.
         """
         groups = [(options, list[str]()) for options in self._optimizer.groups]
         for name, slot in self._optimizer.slots.items():
             likely = groups[slot.group : slot.group + 1]
             fits = (names for options, names in likely + groups if by_digest(options) == by_digest(slot.options))
-            found = next(fits, None)
-            if found is None:
-                found = []
-                groups.append((dict(slot.options), found))
-            found.append(name)
+            members = next(fits, None)
+            if members is None:
+                members = []
+                groups.append((dict(slot.options), members))
+            members.append(name)
         return [{**options, "params": names} for options, names in groups]
 
     def leaf(self, name: str) -> TensorStub | Assembly:
-        """What the tensor is made of, to be read by ``opened.reader()``.
+        """Return the stub or assembly of a tensor, to be read by ``opened.reader()``.
 
         Raises:
             KeyMismatch: no such tensor.
             PartNotFound: no file holds it.
-            TopologyMismatch: how it is cut is not known.
-            OptimizerMismatch, IncompatibleState: it cannot be put together; says why.
+            TopologyMismatch: its cut is not known.
+            OptimizerMismatch, IncompatibleState: it cannot be assembled; the message says why.
         """
         if name in self._model_places:
             return self._model_leaf(self._model_places[name][0][1:])
-        found: TensorStub | Assembly
+        tensor: TensorStub | Assembly
         if name in self._entry_places:
             (_, parameter, key, *inner), _ = self._entry_places[name]
-            found = _at(self._entry_value(parameter, key), inner)
-            return found
+            tensor = _at(self._entry_value(parameter, key), inner)
+            return tensor
         if name in self._general_places:
-            _, found = self._general_places[name]
-            refuse_missing(self.opened.where, {name: found})
-            return found
+            _, tensor = self._general_places[name]
+            refuse_missing(self.opened.where, {name: tensor})
+            return tensor
         names = [*self._model_places, *self._entry_places]
         close = closest(name, names)
         others = f"it has {len(names)}{', such as ' if names else ''}{', '.join(names[:3])}"
-        meant = others if close is None else f"did you mean {close!r}?"
-        raise KeyMismatch(f"{self.opened.where} has no tensor {name!r}; {meant}")
+        hint = others if close is None else f"did you mean {close!r}?"
+        raise KeyMismatch(f"{self.opened.where} has no tensor {name!r}; {hint}")
 
     def leaves_by_rank(self, name: str) -> list[TensorStub | Assembly]:
-        """What each expert- and tensor-parallel rank holds of the tensor. For that its cut need not be known. Of state
-        that is not of its parameter's shape, as Adafactor's, what each saving rank has of its own.
+        """Return what each expert- and tensor-parallel rank holds of the tensor; its cut need not be known.
 
-        Raises as :meth:`leaf`.
+        For state that has not its parameter's shape, such as Adafactor's, these are the saving ranks' own parts.
+
+        Raises KeyMismatch, PartNotFound, OptimizerMismatch or IncompatibleState like `leaf`.
         """
-        if name not in self._entry_places or self._is_put_together(*self._entry_places[name]):
+        if name not in self._entry_places or self._is_assembled(*self._entry_places[name]):
             return [seen.leaf(name) for seen in self._by_rank]
         try:
-            return list(self._as_held(name))
+            return list(self._stubs_by_rank(name))
         except TopologyMismatch:
-            return [leaf for seen in self._by_rank for leaf in seen._as_held(name)]
+            return [leaf for seen in self._by_rank for leaf in seen._stubs_by_rank(name)]
 
-    def _as_held(self, name: str) -> Sequence[TensorStub]:
+    def _stubs_by_rank(self, name: str) -> Sequence[TensorStub]:
         (_, parameter, key), _ = self._entry_places[name]
-        return self._optimizer.as_held(parameter, key, self._spec_of(parameter))
+        return self._optimizer.stubs_by_rank(parameter, key, self._spec_of(parameter))
 
-    def _is_put_together(self, path: Path, leaf: Any) -> bool:
-        """Whether an optimizer's entry is one tensor of all ranks: shaped like its parameter, or a scalar."""
-        (_, parameter, key, *inner), (_, held) = path, form_of(leaf)
-        scalar = key == STEP or not held
-        return scalar or bool(inner) or self._optimizer.is_shaped_like(self._optimizer.slots[parameter], held)
+    def _is_assembled(self, path: Path, leaf: Any) -> bool:
+        """Return whether an optimizer's entry is one tensor of all ranks: shaped like its parameter, or a scalar."""
+        (_, parameter, key, *inner), (_, shape) = path, form_of(leaf)
+        scalar = key == STEP or not shape
+        return scalar or bool(inner) or self._optimizer.is_shaped_like(self._optimizer.slots[parameter], shape)
 
     @cached_property
     def _by_rank(self) -> list[WholeTag]:
@@ -188,16 +192,16 @@ class WholeTag:
         return [self.seen_from(Topology(dp=sizes.ep, tp=sizes.tp, ep=sizes.ep, rank=rank)) for rank in ranks]
 
     def model_state(self) -> dict[str, Any]:
-        """The model's state dict, by name: what each tensor is made of in its place, all else as it was saved.
+        """Return the model's state dict: a stub or assembly for each tensor, other values as saved.
 
-        Raises as :meth:`leaf`.
+        Raises PartNotFound, TopologyMismatch or IncompatibleState if a tensor cannot be assembled.
         """
         return {name: self._model_value(name, value) for name, value in self._model.values.items()}
 
     def optimizer_state(self) -> dict[str, dict[str, Any]]:
-        """The entries of each parameter that has any, master weights among them, by its name.
+        """Return the entries of each parameter that has any, with its master weights, by parameter name.
 
-        Raises as :meth:`leaf`.
+        Raises PartNotFound, TopologyMismatch, OptimizerMismatch or IncompatibleState if one cannot be assembled.
         """
         return {
             name: {key: self._entry_value(name, key) for key in entries}
@@ -207,7 +211,7 @@ class WholeTag:
 
     @cached_property
     def general_state(self) -> dict[str, Any]:
-        """The optimizer's state that belongs to no parameter, the same on all ranks, by the optimizer's keys."""
+        """Optimizer state that belongs to no parameter, equal on all ranks, by the optimizer's keys."""
         return dict(self._optimizer.general)
 
     def _model_value(self, name: str, value: Any) -> Any:
@@ -221,9 +225,9 @@ class WholeTag:
         name, value = path[0], self._model.values[path[0]]
         spec = self._context.as_recorded(name, *_form(value)) if is_tensor(value) else None
         leaf = self._model.leaf(name, spec)
-        found = self._state.required_weight(_name(*path), _at(leaf, path[1:]))
-        assert isinstance(found, (TensorStub, Assembly))
-        return found
+        weight = self._state.required_weight(_name(*path), _at(leaf, path[1:]))
+        assert isinstance(weight, (TensorStub, Assembly))
+        return weight
 
     def _entry_value(self, parameter: str, key: str) -> Any:
         try:
@@ -234,8 +238,8 @@ class WholeTag:
             if not parameter.startswith("#"):
                 raise
             raise OptimizerMismatch(
-                f"{self.opened.where} does not say which parameter optim/{parameter}/{key} belongs to, so its cut is "
-                "not known; pass saved_param_names=: for each pipeline stage, for each param group, the names in order"
+                f"{self.opened.where} does not name the parameter of optim/{parameter}/{key}, so its cut is not known; "
+                "pass saved_param_names=: for each pipeline stage, for each param group, the names in order"
             ) from error
 
     def _spec_of(self, parameter: str) -> ParameterSpec:
@@ -257,21 +261,21 @@ class WholeTag:
 
     @cached_property
     def _value_places(self) -> dict[str, _Place]:
-        """(path, value) by the name of what is no tensor. Of what has tensors in it, each thing beside them."""
-        held: list[tuple[Path, Any]] = [(("model", name), value) for name, value in self._model.values.items()]
-        held += [
+        """Values that are no tensors, with their paths, by name; containers with tensors in them are split."""
+        candidates: list[tuple[Path, Any]] = [(("model", name), value) for name, value in self._model.values.items()]
+        candidates += [
             (("optim", name, key), value)
             for name, slot in self._optimizer.slots.items()
             for key, value in slot.entries.items()
         ]
-        held += [((*_GENERAL, key), value) for key, value in self.general_state.items()]
-        found: dict[str, _Place] = {}
-        for above, value in held:
+        candidates += [((*_GENERAL, key), value) for key, value in self.general_state.items()]
+        places: dict[str, _Place] = {}
+        for prefix, value in candidates:
             has_tensors = any(True for _ in iter_tensors(value, _LEAVES))
             for path, leaf in iter_leaves(value) if has_tensors else [((), value)]:
                 if not is_tensor(leaf):
-                    found[_name(*above, *path)] = (*above, *path), leaf
-        return found
+                    places[_name(*prefix, *path)] = (*prefix, *path), leaf
+        return places
 
     def _describe(self, name: str, path: Path, leaf: Any) -> GlobalTensor:
         (_, parameter, *inner), dtype = path, _form(leaf)[0]
@@ -291,12 +295,12 @@ class WholeTag:
         return GlobalTensor(name, dtype, whole, local, self._partition(parameter))
 
     def _whole(
-        self, parameter: str, dtype: str, held: tuple[int, ...] | None, *, expert: bool = False
+        self, parameter: str, dtype: str, shape: tuple[int, ...] | None, *, expert: bool = False
     ) -> tuple[int, ...] | None:
-        if held is None:
+        if shape is None:
             return None
         try:
-            return self._context.as_recorded(parameter, dtype, held, expert=expert).shape
+            return self._context.as_recorded(parameter, dtype, shape, expert=expert).shape
         except TopologyMismatch:
             return None
 
@@ -309,12 +313,12 @@ class WholeTag:
 
 
 def _places(tree: Mapping[str, Any]) -> dict[str, _Place]:
-    """Of each tensor in a tree, by its name."""
+    """Return the tensors of a tree with their paths, by name."""
     return {_name(*path): (path, leaf) for path, leaf in iter_tensors(tree, _LEAVES)}
 
 
 def _at(tree: Any, path: Sequence[Any]) -> Any:
-    """The tensor there."""
+    """Return the tensor at a path."""
     return dict(iter_tensors(tree, _LEAVES))[tuple(path)]
 
 
@@ -323,7 +327,7 @@ def _name(*path: Any) -> str:
 
 
 def _form(leaf: Any) -> tuple[str, tuple[int, ...]]:
-    """Dtype and shape; of a tensor that is in no file, as far as its info file says."""
+    """Return dtype and shape; if the tensor is in no file, as far as its info file records them."""
     if isinstance(leaf, MissingTensor):
         return leaf.dtype or UNKNOWN_DTYPE, leaf.shape or ()
     return form_of(leaf)

@@ -119,7 +119,7 @@ def test_a_tie_that_was_made(tmp_path: Path) -> None:
 
     save(tmp_path, Topology(), what)
     live = Model({"embed": torch.zeros(2)}, ties={"head": "embed"})
-    refuse(tmp_path, errors.OptimizerMismatch, "embed, head are one parameter live", live, adam(live))
+    refuse(tmp_path, errors.OptimizerMismatch, "embed, head are one tied parameter now", live, adam(live))
 
 
 def test_a_tie_that_was_broken(tmp_path: Path) -> None:
@@ -163,7 +163,7 @@ def test_tensors_inside_extra_state_load_where_all_ranks_agree(tmp_path: Path) -
             load_checkpoint(directory, "tag", other, topology=Topology())
             assert [0.0, 0.0] == other["stats"]["seen"].tolist()
         else:
-            with pytest.raises(errors.TopologyMismatch, match="stats: holds tensors whose cut nothing describes"):
+            with pytest.raises(errors.TopologyMismatch, match="stats: holds tensors whose cut is not recorded"):
                 load_checkpoint(directory, "tag", other, topology=Topology())
 
 
@@ -262,7 +262,7 @@ def test_partitions_that_make_it_another_size_are_refused(tmp_path: Path, alike:
     values = [torch.arange(8.0) + (0 if alike else 100 * rank) for rank in range(2)]
     cut = {"w": Partition(partition_dim=0, num_partitions=2)}
     save(tmp_path, Topology(tp=2), lambda rank: {"model": {"w": values[rank]}}, partitions=cut)
-    with pytest.raises(errors.TopologyMismatch, match=r"w: the save says .* \(16,\), partitions= makes it \(8,\)"):
+    with pytest.raises(errors.TopologyMismatch, match=r"w: the save recorded .* \(16,\), but partitions= makes it \(8,\)"):
         load_checkpoint(tmp_path, "tag", {}, topology=Topology(), partitions={"w": Partition()})
     live = Model({"w": torch.zeros(8)})
     whole = {"w": Partition()}

@@ -97,7 +97,7 @@ def test_ranks_that_should_be_equal_and_are_not(golden: Path) -> None:
     model = GoldenModel(saved(golden, "h_tp2_pp2_zero1_xser"))
     live = Live(model, Topology())
     before = {key: value.clone() for key, value in live.stage.state_dict().items()}
-    with pytest.raises(errors.TopologyMismatch, match=r"norm.*taken to be the same on each rank.*partitions="):
+    with pytest.raises(errors.TopologyMismatch, match=r"norm.*expected to be equal on all ranks.*partitions="):
         live.load(model, saved_param_names=model.saved_names)
     assert None is difference(before, dict(live.stage.state_dict()))
 

@@ -125,7 +125,7 @@ def test_attributes_that_were_lost_at_the_save(tmp_path: Path, caplog: pytest.Lo
     live = fresh(WEIGHTS, LIVE, LIVE.topology)
     for parameter in live.stage.parameters():
         vars(parameter).clear()
-    refuse(tmp_path, live, errors.TopologyMismatch, "embed: how it was cut .* is not known.*partitions=")
+    refuse(tmp_path, live, errors.TopologyMismatch, "embed: the cut .* is not known.*partitions=")
     same_tp = layout_of("dp4tp2", WEIGHTS)
     live = fresh(WEIGHTS, same_tp, same_tp.topology.at(5))
     load_rank(tmp_path, live)

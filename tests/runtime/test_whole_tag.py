@@ -32,7 +32,7 @@ def test_every_cut_is_undone(tmp_path: Path) -> None:
         assert torch.equal(whole(name), read(opened, tag, f"model/{name}")), name
 
     assert tag.tensors["model/lost"].shape is None
-    with pytest.raises(TopologyMismatch, match="lost: how it is cut"):
+    with pytest.raises(TopologyMismatch, match="lost: its cut over"):
         tag.leaf("model/lost")
 
 
