@@ -21,7 +21,7 @@ from nxd_ckpt.checkpointer import Checkpointer
 from nxd_ckpt.commit.tier import Tier, checked_tiers
 from nxd_ckpt.coordination.environment import default_topology, topology_of
 from nxd_ckpt.coordination.meeting import meet
-from nxd_ckpt.core.option_classes import parted, takes
+from nxd_ckpt.core.option_classes import split_options, takes
 from nxd_ckpt.core.tags import Tag
 from nxd_ckpt.core.topology import Topology
 from nxd_ckpt.effects import in_forked_children
@@ -114,7 +114,7 @@ def save_checkpoint(
     Raises:
         CheckpointError: see :mod:`nxd_ckpt.errors`; on every rank, and nothing became visible.
     """
-    shared, own = parted(CheckpointerOptions, options)
+    shared, own = split_options(CheckpointerOptions, options)
     own["overwrite"] = _overwrite(options.get("overwrite"), save_overwrite)
     own |= {"num_workers": num_workers, "use_xser": use_xser, "num_kept_ckpts": num_kept_ckpts}
     own |= {"zero1_optimizer": zero1_optimizer, "use_zero1_dcp": use_zero1_dcp}
@@ -169,7 +169,7 @@ def load_checkpoint(
     """
     directory = _directory(path, checkpoint_dir_str, tiers)
     # A handle of its own: loading takes no lease and keeps nothing, but waits for what is in flight there.
-    shared, own = parted(DirectoryOptions, options)
+    shared, own = split_options(DirectoryOptions, options)
     shared["topology"] = topology = _topology(options)
     with _lock:
         writing = _open.get((normalised(directory), topology))

@@ -21,7 +21,7 @@ from nxd_ckpt.coordination.fair_lock import FairLock
 from nxd_ckpt.coordination.forks import require_own
 from nxd_ckpt.coordination.meeting import meet
 from nxd_ckpt.coordination.preemption import Preemption
-from nxd_ckpt.core.option_classes import options_of, parted, takes
+from nxd_ckpt.core.option_classes import options_of, split_options, takes
 from nxd_ckpt.core.tags import Tag, validate_tag
 from nxd_ckpt.errors import CheckpointError, as_checkpoint_errors
 from nxd_ckpt.live.save_state import SaveState
@@ -78,7 +78,7 @@ class Checkpointer:
             tiers: the places that checkpoints go to, of which the first is ``path``, which may be left out. What is
                 visible there is copied to the others in the background (``docs/tiers.md``).
         """
-        preemption, shared = parted(PreemptionOptions, options)
+        preemption, shared = split_options(PreemptionOptions, options)
         self._options = chosen = CheckpointerOptions(**shared)
         chosen.validate()
         self._places = Tiers(path, tiers, storage, chosen)

@@ -1,4 +1,4 @@
-"""Boxes: rectangles of a global tensor, and the algebra of resharding, which is their overlap.
+"""Boxes: rectangles of a global tensor. Their overlap is the algebra of resharding.
 
 A box is an offset and a size per dimension, in elements. A 0-dimensional tensor has one box, ``Box((), ())``, of one
 element. Boxes are half open: they cover ``offset <= index < offset + size`` in every dimension.
@@ -17,7 +17,7 @@ from nxd_ckpt.errors import InvalidArgument
 
 @dataclass(frozen=True, order=True)
 class Box:
-    """``offset`` and ``size`` per dimension, in elements of the global tensor."""
+    """A rectangle: ``offset`` and ``size`` per dimension, in elements of the global tensor."""
 
     offset: tuple[int, ...]
     size: tuple[int, ...]
@@ -28,11 +28,12 @@ class Box:
 
     @staticmethod
     def whole(shape: Iterable[int]) -> Box:
+        """Return the box of a whole tensor."""
         size = tuple(shape)
         return Box((0,) * len(size), size)
 
     def intersect(self, other: Box) -> Box | None:
-        """The common part, or None where there is none (an empty box has no part in common with anything)."""
+        """Return the common part, or None if there is none (an empty box overlaps nothing)."""
         offset = tuple(max(a, b) for a, b in zip(self.offset, other.offset, strict=True))
         ends = (
             min(a + n, b + m)
@@ -42,41 +43,41 @@ class Box:
         return None if any(extent <= 0 for extent in size) else Box(offset, size)
 
     def contains(self, other: Box) -> bool:
-        """Whether all of ``other`` is inside this box."""
+        """Return whether all of ``other`` is inside this box."""
         return other.numel == 0 or all(
             a <= b and b + m <= a + n
             for a, n, b, m in zip(self.offset, self.size, other.offset, other.size, strict=True)
         )
 
     def shifted(self, origin: tuple[int, ...]) -> Box:
-        """This box in coordinates whose zero is at ``origin``."""
+        """Return this box in coordinates whose zero is at ``origin``."""
         return Box(tuple(a - b for a, b in zip(self.offset, origin, strict=True)), self.size)
 
     def moved(self, by: tuple[int, ...]) -> Box:
-        """This box, ``by`` further in each dimension."""
+        """Return this box, moved by ``by``."""
         return Box(tuple(a + b for a, b in zip(self.offset, by, strict=True)), self.size)
 
     def narrowed(self, dim: int, start: int, length: int) -> Box:
-        """The part ``start <= index < start + length`` along ``dim``, counted from this box's own offset."""
+        """Return the part ``start <= index < start + length`` along ``dim``, counted from this box's offset."""
         offset, size = list(self.offset), list(self.size)
         offset[dim] += start
         size[dim] = length
         return Box(tuple(offset), tuple(size))
 
     def permuted(self, order: tuple[int, ...]) -> Box:
-        """This box of a tensor whose dimensions are put into ``order``."""
+        """Return this box after the tensor's dimensions are permuted into ``order``."""
         return Box(tuple(self.offset[dim] for dim in order), tuple(self.size[dim] for dim in order))
 
     def without(self, dim: int) -> Box:
-        """This box of a tensor without that dimension."""
+        """Return this box without the dimension ``dim``."""
         return Box(self.offset[:dim] + self.offset[dim + 1 :], self.size[:dim] + self.size[dim + 1 :])
 
     def with_dim(self, dim: int) -> Box:
-        """This box of a tensor that has one more dimension there, of a single element."""
+        """Return this box with one more dimension at ``dim``, of a single element."""
         return Box((*self.offset[:dim], 0, *self.offset[dim:]), (*self.size[:dim], 1, *self.size[dim:]))
 
     def minus(self, other: Box) -> list[Box]:
-        """This box without ``other``, as at most two disjoint boxes per dimension."""
+        """Return this box without ``other``, as at most two disjoint boxes per dimension."""
         common = self.intersect(other)
         if common is None:
             return [self] if self.numel else []
@@ -92,15 +93,15 @@ class Box:
         return parts
 
     def __str__(self) -> str:
-        """``[0:4, 2:3]``, as one would index the tensor."""
+        """Return ``[0:4, 2:3]``, the index of the box in the tensor."""
         return "[" + ", ".join(f"{a}:{a + n}" for a, n in zip(self.offset, self.size, strict=True)) + "]"
 
 
 def box_of(index: Box | slice | tuple[slice, ...], shape: tuple[int, ...]) -> Box:
-    """What ``index`` means of a tensor of ``shape``: slices as Python has them, all of the dimensions that have none.
+    """Return the box that ``index`` selects in a tensor of ``shape``; dimensions without a slice are selected whole.
 
     Raises:
-        InvalidArgument: more slices than dimensions, one with a step, what is no slice, or a box outside the tensor.
+        InvalidArgument: too many slices, a slice with a step, not a slice, or a box outside the tensor.
     """
     if isinstance(index, Box):
         fits = len(index.offset) == len(index.size) == len(shape) and min((*index.offset, *index.size), default=0) >= 0
@@ -111,38 +112,38 @@ def box_of(index: Box | slice | tuple[slice, ...], shape: tuple[int, ...]) -> Bo
     if len(slices) > len(shape):
         raise InvalidArgument(f"{len(slices)} slices for a tensor of shape {list(shape)}")
     offset, size = [0] * len(shape), list(shape)
-    for dim, one in enumerate(slices):
-        if not isinstance(one, slice) or one.step not in (None, 1):
+    for dim, item in enumerate(slices):
+        if not isinstance(item, slice) or item.step not in (None, 1):
             raise InvalidArgument(
-                f"dimension {dim}: expected a slice without a step, such as slice(0, 4), found {one!r}"
+                f"dimension {dim}: expected a slice without a step, such as slice(0, 4), found {item!r}"
             )
-        start, stop, _ = one.indices(shape[dim])
+        start, stop, _ = item.indices(shape[dim])
         offset[dim], size[dim] = start, max(0, stop - start)
     return Box(tuple(offset), tuple(size))
 
 
-_CUT = 12
-"""Dimensions that a tensor is cut along, at most: 2**12 corners a box."""
+_MAX_CUT_DIMENSIONS = 12
+"""Largest number of dimensions that a tensor may be cut along; a box has 2**12 corners then."""
 
 
-def are_all_of(whole: Box, boxes: Sequence[Box]) -> bool:
-    """Whether ``boxes`` together are all of ``whole``, each element once.
+def is_tiling(whole: Box, boxes: Sequence[Box]) -> bool:
+    """Return whether ``boxes`` cover ``whole`` exactly, each element once.
 
-    A box is known by its corners, each with the sign +1 where an even number of its coordinates are ends, else -1.
-    Where boxes meet, their corners cancel out; what is left are the corners of the whole, if and only if each element
-    is in one box. That takes no comparison of each box with each other one.
+    Each corner of a box has the sign +1 if an even number of its coordinates are ends, otherwise -1. Corners cancel
+    out where boxes meet. The corners of the whole remain if and only if each element is in exactly one box. So boxes
+    need not be compared in pairs.
 
     Raises:
-        InvalidArgument: they are cut along more dimensions than any tensor is.
+        InvalidArgument: the boxes are cut along more dimensions than are supported.
     """
     filled = [box for box in boxes if box.numel]
-    if filled == [whole]:  # most often
+    if filled == [whole]:  # the usual case
         return True
     if not all(whole.contains(box) for box in filled):
         return False
     cut = [dim for dim, size in enumerate(whole.size) if any(box.size[dim] != size for box in filled)]
-    if len(cut) > _CUT:
-        raise InvalidArgument(f"a tensor is cut along {len(cut)} dimensions, at most {_CUT} are read")
+    if len(cut) > _MAX_CUT_DIMENSIONS:
+        raise InvalidArgument(f"a tensor is cut along {len(cut)} dimensions, at most {_MAX_CUT_DIMENSIONS} are read")
     corners: Counter[tuple[int, ...]] = Counter()
     for box, weight in [*((box, 1) for box in filled), *([(whole, -1)] if whole.numel else [])]:
         for ends in product(*(((box.offset[dim], 1), (box.offset[dim] + box.size[dim], -1)) for dim in cut)):
@@ -151,9 +152,9 @@ def are_all_of(whole: Box, boxes: Sequence[Box]) -> bool:
 
 
 def boxes_of_run(start: int, stop: int, shape: Sequence[int]) -> Iterator[Box]:
-    """The elements ``start <= index < stop`` of a row-major tensor of ``shape``, as boxes in ascending order.
+    """Yield the elements ``start <= index < stop`` of a row-major tensor of ``shape`` as boxes, ascending.
 
-    Each box is itself one run of elements. There are at most two per dimension, and one.
+    Each box is one run of elements. There are at most ``2 * len(shape) + 1`` of them.
     """
     if start >= stop:
         return

@@ -1,4 +1,4 @@
-"""Objects that are closed where a ``with`` block ends."""
+"""A base class for objects that are closed at the end of a ``with`` block."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing_extensions import Self
 
 
 class Closing:
-    """To be closed, or used as a context manager."""
+    """An object with `close`, also usable as a context manager."""
 
     def close(self) -> None:
         raise NotImplementedError

@@ -1,4 +1,4 @@
-"""What ``.metadata`` of a torch DCP directory says of one stored piece, as ranks tell it to its writer. Pure."""
+"""Chunks of a torch DCP directory, as ranks report them to the writer of ``.metadata``. Pure."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from nxd_ckpt.core.keys import checked_name
 class DcpChunk(NamedTuple):
     """A chunk of a tensor, or a plain value: ``nbytes`` from byte ``start`` of ``file``, relative to the directory.
 
-    ``path`` are the keys that lead to it in the state dict. ``dtype`` is torch's name, None for a value; the chunk has
+    ``path`` is the keys that lead to it in the state dict. ``dtype`` is torch's name, None for a value. The chunk has
     ``size`` and begins at ``offset`` in the tensor of ``shape``, all in elements.
     """
 
@@ -31,7 +31,7 @@ class DcpChunk(NamedTuple):
 
     @staticmethod
     def from_json(fields: list[Any]) -> DcpChunk:
-        """The chunk whose JSON is ``fields``: its fields in order. Raises TypeError or ValueError for other ones."""
+        """Parse a chunk's JSON, its fields in order. Raises TypeError or ValueError if they are invalid."""
         path, dtype, shape, offset, size, file, *place = fields
         shape, offset, size = (tuple(integers(numbers)) for numbers in (shape, offset, size))
         return DcpChunk(tuple(path), dtype, shape, offset, size, checked_name(file), *integers(place, 2))

@@ -1,8 +1,8 @@
-"""The names of torch DCP for a tag's tensors and values, and back: one place for both directions. Pure.
+"""Torch DCP's names for a tag's tensors and values, in both directions. Pure.
 
-DCP keeps a nested state dict flat, keys joined by dots, and beside each name the path of keys that it came from. Model
-and optimizer are in it as ``torch.distributed.checkpoint.state_dict`` gives them (``get_model_state_dict``,
-``get_optimizer_state_dict``), each under a key, as OLMo-core has them:
+DCP flattens a nested state dict to keys joined by dots, and keeps the path of keys for each name. Model and optimizer
+are in the form of ``torch.distributed.checkpoint.state_dict`` (``get_model_state_dict``, ``get_optimizer_state_dict``),
+each under a key, as in OLMo-core:
 
 =========================  =====================================  ===================================================
 of a tag                   DCP                                    with flattened optimizer states
@@ -31,19 +31,19 @@ from nxd_ckpt.errors import InvalidArgument, KeyMismatch, MalformedFile
 PARAMS = "params"
 MASTER_WEIGHTS = "master_weights"
 SCHEDULER, USER_CONTENT = "scheduler", "user_content"
-"""Keys of a state dict under which these parts of a tag are."""
+"""Keys of these parts of a tag in a state dict."""
 
 _STATE, _GROUPS = "state", "param_groups"
 _EXTRA_STATE = "_extra_state"
-"""What names of a module's extra state end in, which may be a dict."""
+"""The end of names of a module's extra state, which may be a dict."""
 
 Path = tuple[Any, ...]
-"""The keys that lead to an entry in the nested state dict."""
+"""Keys that lead to an entry of the nested state dict."""
 
 
 @dataclass(frozen=True)
 class DcpEntry:
-    """The flat name of something in a state dict, and the keys that lead to it."""
+    """The flat name of an entry of a state dict, and the keys that lead to it."""
 
     name: str
     path: Path
@@ -54,7 +54,7 @@ class DcpEntry:
 
 
 class DcpPart(Enum):
-    """What an entry is of: the model, a parameter's state in the optimizer, an option of its param groups, ..."""
+    """The part of a tag that an entry belongs to."""
 
     MODEL = auto()
     STATE = auto()
@@ -65,10 +65,10 @@ class DcpPart(Enum):
 
 @dataclass(frozen=True)
 class DcpNames:
-    """Under which keys model, optimizer and user content are; "" where they are the state dict itself.
+    """Keys of model, optimizer and user content; "" for the state dict itself.
 
-    ``flat_optimizer`` is how ``get_optimizer_state_dict`` names states with ``flatten_optimizer_state_dict``. It and
-    ``content`` matter for what is written only.
+    ``flat_optimizer`` uses the names of ``get_optimizer_state_dict`` with ``flatten_optimizer_state_dict``. It and
+    ``content`` apply to writing only.
     """
 
     model: str = "model"
@@ -81,12 +81,12 @@ class DcpNames:
             raise InvalidArgument(f"model_key and optim_key must differ, found {self.model!r} for both")
 
     def to_json(self) -> bytes:
-        """As a document of a tag that DCP wrote: docs/format.md."""
+        """Return the document for a tag that DCP wrote (docs/format.md)."""
         return json.dumps({"format_version": 1, "kind": "dcp_names", **asdict(self)}).encode()
 
     @staticmethod
     def from_json(data: bytes, where: str) -> DcpNames:
-        """Raises MalformedFile, naming ``where``, for what :meth:`to_json` did not write."""
+        """Parse the document. Raises MalformedFile, naming ``where``, for anything else."""
         fields = document.small(data, where)
         try:
             if (fields.pop("format_version"), fields.pop("kind")) != (1, "dcp_names"):
@@ -94,10 +94,10 @@ class DcpNames:
             model, optim, content = (checked(str, fields[key]) for key in ("model", "optim", "content"))
             return DcpNames(model, optim, checked(bool, fields["flat_optimizer"]), content)
         except (KeyError, TypeError, ValueError) as error:
-            raise MalformedFile(f"{where}: not the names of torch DCP that this version knows ({error})") from error
+            raise MalformedFile(f"{where}: not a document of torch DCP names of this version ({error})") from error
 
     def entry(self, path: Path) -> DcpEntry:
-        """What DCP calls what a tag has at ``("model", "embed.weight")``, ``("optim", "embed.weight", "exp_avg")``."""
+        """Return DCP's entry for a path in a tag, such as ``("optim", "embed.weight", "exp_avg")``."""
         part, *keys = path
         if part == "model":
             return DcpEntry.at((*_head(self.model), *keys))
@@ -105,7 +105,7 @@ class DcpNames:
         return DcpEntry.at((*_head(self.optim), *state))
 
     def group_entries(self, groups: Sequence[Mapping[str, Any]]) -> list[tuple[DcpEntry, Any]]:
-        """What DCP keeps of param groups, whose "params" are names."""
+        """Return DCP's entries for param groups, whose "params" are names."""
         head = _head(self.optim)
         if not self.flat_optimizer:
             return [
@@ -122,10 +122,10 @@ class DcpNames:
         ]
 
     def part_of(self, name: str, path: Path | None, is_tensor: bool) -> DcpPart:
-        """Which part of a tag DCP's ``name`` is, to which the keys ``path`` lead, if that is known.
+        """Return the part of a tag that DCP's ``name`` is; ``path`` is the keys that lead to it, if known.
 
-        Where the model is the state dict itself, it is the tensors in that, and extra state; what is below a key of its
-        own (``train_state.step``) is user content, also where it is a tensor.
+        If the model is the state dict itself, it is all tensors at its top level, and extra state. Anything nested
+        (``train_state.step``) is user content, even a tensor.
         """
         if self.state_key(name) is not None:
             return DcpPart.STATE
@@ -141,30 +141,33 @@ class DcpNames:
         return DcpPart.MODEL if of_model else DcpPart.CONTENT
 
     def tag_name(self, name: str, part: DcpPart) -> str:
-        """What a tag calls a tensor of the model, or of the optimizer's state."""
+        """Return a tag's name for a tensor of the model or of the optimizer's state."""
         if part is DcpPart.MODEL:
             return f"model/{self.model_name(name)}"
         return "/".join(("optim", *(self.state_key(name) or ())))
 
     def model_name(self, name: str) -> str | None:
-        """What DCP's ``name``, not one of the optimizer's, is in the model; None for what is not there."""
+        """Return the model's name for DCP's ``name``, which is not one of the optimizer.
+
+        None if it is not the model's.
+        """
         return _after(self.model, name) if self.model else name
 
     def model_path(self, path: Path) -> Path:
-        """(name in the model, keys below it) of the keys that lead to it: only extra state has any below."""
+        """Return (name in the model, keys below it) for a path; only extra state has keys below."""
         keys = path[len(_head(self.model)) :]
         ends = (number for number, key in enumerate(keys, 1) if str(key).endswith(_EXTRA_STATE))
         end = next(ends, len(keys))
         return (".".join(map(str, keys[:end])), *keys[end:])
 
     def state_key(self, name: str) -> tuple[str, str] | None:
-        """(parameter, key) of an optimizer's state that DCP's ``name`` is; None for anything else."""
+        """Return (parameter, key) if DCP's ``name`` is an optimizer's state; None for anything else."""
         rest = self._of_optimizer(_STATE, name)
         parameter, _, key = (rest or "").rpartition(".")
         return (parameter, key) if parameter else None
 
     def option_key(self, name: str) -> tuple[str, str] | None:
-        """(number of the param group, or a parameter, option) that DCP's ``name`` is; None for anything else."""
+        """Return (param group's number or parameter, option) if DCP's ``name`` is an option; None for anything else."""
         rest = self._of_optimizer(_GROUPS, name)
         owner, _, option = (rest or "").rpartition(".")
         return (owner, option) if owner else None
@@ -176,13 +179,13 @@ class DcpNames:
 def groups_of(
     options: Iterable[tuple[str, str, Any]], parameters: Sequence[str], same: Callable[[Any, Any], bool] = eq
 ) -> list[dict[str, Any]]:
-    """Param groups, "params" being names, of (owner, option, value) as :meth:`DcpNames.option_key` has the first two.
+    """Return param groups, with names as "params", from (owner, option, value), the first two from `option_key`.
 
-    Flattened, each parameter has options of its own: those that are the ``same`` are a group. ``parameters`` are all
-    that have state; without any options they are one group.
+    In flat form each parameter has its own options, and parameters whose options are the ``same`` form a group.
+    ``parameters`` are all that have state; without any options they form one group.
 
     Raises:
-        KeyMismatch: parameters with state are in no group, or in two.
+        KeyMismatch: a parameter with state is in no group, or in several.
     """
     by_owner: dict[str, dict[str, Any]] = {}
     for owner, option, value in options:
@@ -197,20 +200,20 @@ def groups_of(
     wrong = [name for name in {**listed, **dict.fromkeys(parameters)} if listed[name] != 1]
     if wrong:
         raise KeyMismatch(
-            f"the optimizer has these parameters in no param group, or in several: {', '.join(wrong[:5])}; each "
-            "must be in one"
+            f"the optimizer has these parameters in no param group, or in several: {', '.join(wrong[:5])}; each must "
+            "be in exactly one group"
         )
     return groups
 
 
 class _Node(dict[Any, Any]):
-    """A container that paths lead through, and no value."""
+    """An inner node of a nested state dict, as opposed to a dict that is a value."""
 
 
 def nested(entries: Iterable[tuple[Path, Any]]) -> Any:
-    """The state dict that these paths lead through, or what is in it: keys that count from 0 on are a list's.
+    """Return the nested state dict with these entries; keys 0, 1, 2, ... of one node become a list.
 
-    Raises KeyMismatch where two paths are the same, or one ends in the middle of another.
+    Raises KeyMismatch if two paths are equal, or one is the start of another.
     """
     root = _Node()
     for path, value in entries:

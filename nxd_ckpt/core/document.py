@@ -1,8 +1,7 @@
 """JSON documents of many equal elements, written and read element by element.
 
-An index of 100,000 tensors, read at once, is a million small containers, and the garbage collector goes through all
-that live again and again. So each element becomes what it stands for as soon as it is parsed, and text straight from
-that.
+An index of 100,000 tensors, parsed at once, is a million small containers, which the garbage collector visits again and
+again. So each element is converted to its object as soon as it is parsed, and written from the object directly.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from nxd_ckpt.errors import MalformedFile
 from nxd_ckpt.gc_paused import gc_paused
 
 quoted: Callable[[str], str] = json.encoder.encode_basestring_ascii
-"""A string as JSON."""
+"""Return a string as JSON."""
 
 _value_at: Callable[[str, int], tuple[Any, int]] = json.JSONDecoder().scan_once  # type: ignore[attr-defined]
 _BLANKS = " \t\n\r"
@@ -25,28 +24,31 @@ _blanks_at: Callable[[str, int], re.Match[str]] = re.compile(rf"[{_BLANKS}]*").m
 
 
 plain: Callable[[Any], str] = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode
-"""Any plain value as JSON. Raises ValueError for NaN and infinity, which JSON does not have."""
+"""Return any plain value as JSON. Raises ValueError for NaN and infinity, which JSON does not have."""
 
 
 def integers(values: Iterable[int]) -> str:
-    """A list of integers as JSON."""
+    """Return a list of integers as JSON."""
     return f"[{','.join(map(str, values))}]"
 
 
 def array(elements: Iterable[str]) -> str:
-    """JSON texts as one array."""
+    """Join JSON texts into one array."""
     return f"[{','.join(elements)}]"
 
 
 def members(elements: Mapping[str, str]) -> str:
-    """JSON texts as one object, by name."""
+    """Join JSON texts, by name, into one object."""
     return "{" + ",".join(f"{quoted(name)}:{text}" for name, text in elements.items()) + "}"
 
 
 def whole(data: bytes) -> Any:
-    """All of a document at once. Raises ValueError or RecursionError where it is none, or has a name twice: readers
-    differ in which value they take."""
-    with gc_paused():  # lists inside of lists are walked through again and again
+    """Parse a whole document.
+
+    Raises ValueError or RecursionError if it is invalid, or has a name twice, since readers differ in which value they
+    take.
+    """
+    with gc_paused():  # it would visit nested lists again and again
         return json.loads(data, object_pairs_hook=_once_each)
 
 
@@ -59,7 +61,7 @@ def _once_each(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def small(data: bytes, where: str) -> dict[str, Any]:
-    """The JSON object of a few fields that a file holds. Raises MalformedFile, naming ``where``, for anything else."""
+    """Parse a file that is one small JSON object. Raises MalformedFile, naming ``where``, for anything else."""
     try:
         fields = whole(data)
     except (ValueError, RecursionError) as error:
@@ -70,12 +72,12 @@ def small(data: bytes, where: str) -> dict[str, Any]:
 
 
 def read(text: str, makers: Mapping[str, Callable[[Any], Any]]) -> dict[str, Any]:
-    """The members of the JSON object ``text``; those in ``makers`` with ``makers[name](element)`` for each element.
+    """Parse the JSON object ``text``; members in ``makers`` get ``makers[name](element)`` for each of their elements.
 
-    These must be arrays or objects themselves, and stay lists and dicts.
+    These members must be arrays or objects, and stay lists and dicts.
 
     Raises:
-        ValueError: not valid JSON, or not such an object. Whatever a maker raises.
+        ValueError: not valid JSON, or not such an object. Errors of makers pass.
     """
     scanner = _Scanner(text)
 
@@ -94,7 +96,7 @@ class _Scanner:
         self._text, self._at = text, 0
 
     def value(self) -> Any:
-        """The next value, whole."""
+        """Parse the next value."""
         try:
             value, self._at = _value_at(self._text, self._at)
         except StopIteration:
@@ -104,37 +106,37 @@ class _Scanner:
         return value
 
     def container(self, make: Callable[[Any], Any]) -> list[Any] | dict[str, Any]:
-        """The next array or object, with ``make(element)`` for each element."""
+        """Parse the next array or object, with ``make(element)`` for each element."""
         if self._next() == "{":
             return self.members(lambda _: make(self.value()))
-        found: list[Any] = []
-        more = self._begins("[", "]")
-        while more:
-            found.append(make(self.value()))
-            more = self._goes_on("]")
-        return found
+        elements: list[Any] = []
+        has_next = self._begins("[", "]")
+        while has_next:
+            elements.append(make(self.value()))
+            has_next = self._has_another("]")
+        return elements
 
     def members(self, member: Callable[[str], Any]) -> dict[str, Any]:
-        """The next object; ``member(name)`` reads the value of each member."""
-        found: dict[str, Any] = {}
-        more = self._begins("{", "}")
-        while more:
+        """Parse the next object; ``member(name)`` parses the value of each member."""
+        fields: dict[str, Any] = {}
+        has_next = self._begins("{", "}")
+        while has_next:
             name = self.value()
             if type(name) is not str or self._next() != ":":
                 raise self._expected("a name and ':'")
-            if name in found:
+            if name in fields:
                 raise ValueError(f"{name!r:.80} is there twice")
             self._at += 1
-            found[name] = member(name)
-            more = self._goes_on("}")
-        return found
+            fields[name] = member(name)
+            has_next = self._has_another("}")
+        return fields
 
     def end(self) -> None:
         if self._next():
             raise self._expected("the end")
 
     def _begins(self, opening: str, closing: str) -> bool:
-        """Go over the opening mark; whether an element follows."""
+        """Skip the opening mark; return whether an element follows."""
         if self._next() != opening:
             raise self._expected(repr(opening))
         self._at += 1
@@ -142,8 +144,8 @@ class _Scanner:
         self._at += empty
         return not empty
 
-    def _goes_on(self, closing: str) -> bool:
-        """Go over what comes behind an element; whether another one follows."""
+    def _has_another(self, closing: str) -> bool:
+        """Skip the mark after an element; return whether another element follows."""
         mark = self._next()
         if mark not in (",", closing):
             raise self._expected(f"',' or {closing!r}")
@@ -151,7 +153,7 @@ class _Scanner:
         return mark == ","
 
     def _next(self) -> str:
-        """The next character that is not white space; empty at the end."""
+        """Return the next character that is not white space; empty at the end."""
         mark = self._text[self._at : self._at + 1]
         return self._next() if mark in _BLANKS and self._skips_blanks() else mark
 

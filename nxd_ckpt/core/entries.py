@@ -1,4 +1,4 @@
-"""What manifests and indexes list, tensors, files and parameters, and the JSON of each."""
+"""Entries of manifests and indexes (tensors, files and parameters) and their JSON."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from nxd_ckpt.core.keys import checked_key, checked_text
 from nxd_ckpt.core.partition import Partition, Piece
 
 CRC_BLOCK = 4 * 2**20
-"""Bytes that one block digest covers: a slice is verified by reading the blocks it touches, not the tensor."""
+"""Bytes that one block digest covers; a slice is verified by the blocks it touches, not the whole tensor."""
 
 KindT = TypeVar("KindT")
 
 
 class TensorEntry(NamedTuple):
-    """One tensor that one rank wrote: where its bytes lie, and which part of which global tensor they are.
+    """One tensor that one rank wrote: the place of its bytes, and its part of a global tensor.
 
     ``offset`` and ``nbytes`` count bytes in ``file`` (a key relative to the tag); the bytes are contiguous and little
-    endian. ``crc32`` holds a CRC-32 per :data:`CRC_BLOCK` bytes. ``pieces`` is None where the cut is unknown.
+    endian. ``crc32`` holds a CRC-32 per `CRC_BLOCK` bytes. ``pieces`` is None if the cut is unknown.
     """
 
     name: str
@@ -43,10 +43,10 @@ class FileEntry(NamedTuple):
 
 @dataclass(frozen=True)
 class ParameterSpec:
-    """A parameter or buffer of the model, as every rank of its pipeline stage holds it.
+    """A parameter or buffer of the model, with its shape on every rank of its pipeline stage.
 
-    ``tie`` is equal for all names of one tensor, and None where it has only one. ``explicit`` is True where attributes
-    or the caller say that it is cut into ``partition.num_partitions``: then equal values on two ranks are no sign that
+    ``tie`` is equal for all names of one tensor, and None if it has only one name. ``explicit`` is True if attributes
+    or the caller say that it is cut into ``partition.num_partitions``: then equal values on two ranks do not mean that
     they share it.
     """
 
@@ -59,7 +59,7 @@ class ParameterSpec:
 
 
 def tensor_text(entry: TensorEntry) -> str:
-    """The JSON of one tensor."""
+    """Return the JSON of one tensor."""
     quoted, listed = document.quoted, document.integers
     pieces = "null"
     if entry.pieces is not None:
@@ -73,7 +73,7 @@ def tensor_text(entry: TensorEntry) -> str:
 
 
 def parameters_text(parameters: Mapping[str, ParameterSpec]) -> str:
-    """The JSON of all parameters, by name."""
+    """Return the JSON of all parameters, by name."""
     partitions: dict[Partition, str] = {}  # few, and most parameters have the same
 
     def text(spec: ParameterSpec) -> str:
@@ -91,9 +91,9 @@ def parameters_text(parameters: Mapping[str, ParameterSpec]) -> str:
 
 
 class Makers:
-    """From an element's JSON to what it stands for. Equal parts become one object: many tensors have few shapes.
+    """Converters from an element's JSON to its object. Equal parts share one object: many tensors have few shapes.
 
-    Raise KeyError, TypeError, ValueError or MalformedFile for what is not valid.
+    They raise KeyError, TypeError, ValueError or MalformedFile if the element is invalid.
     """
 
     def __init__(self) -> None:
@@ -106,7 +106,7 @@ class Makers:
         return FileEntry(*integers(entry, 2))
 
     def tensor(self, fields: Any) -> TensorEntry:
-        key = repr((fields["shape"], fields["pieces"]))  # tells 1 from True and from 1.0
+        key = repr((fields["shape"], fields["pieces"]))  # unlike equality, it distinguishes 1, True and 1.0
         form = self._forms.get(key)
         if form is None:
             form = self._forms[key] = _form(fields["name"], fields["shape"], fields["pieces"])
@@ -143,7 +143,7 @@ class Makers:
 
 
 def _form(name: str, shape: Any, raw: Any) -> tuple[tuple[int, ...], tuple[Piece, ...] | None]:
-    """A tensor's shape and pieces."""
+    """Return a tensor's shape and pieces."""
     shape = tuple(integers(shape))
     if raw is None:
         return shape, None
@@ -156,14 +156,14 @@ def _form(name: str, shape: Any, raw: Any) -> tuple[tuple[int, ...], tuple[Piece
 
 
 def checked(kind: type[KindT], value: Any) -> KindT:
-    """``value``, if it is of that kind. Raises TypeError."""
+    """Return ``value``; raise TypeError unless it is of that kind."""
     if not isinstance(value, kind):
         raise TypeError(f"expected a {kind.__name__}, found {value!r:.80}")
     return value
 
 
 def integers(values: Any, count: int | None = None) -> Sequence[int]:
-    """``values``, if they are non-negative integers, and ``count`` of them. Raises ValueError or TypeError."""
+    """Return ``values``; raise ValueError or TypeError unless they are ``count`` non-negative integers."""
     for value in values:
         if type(value) is not int or value < 0:
             raise ValueError(f"expected non-negative integers, found {values!r}")

@@ -1,4 +1,4 @@
-"""What an examination finds wrong with a tag. Pure."""
+"""Findings of an examination of a tag. Pure."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import Literal
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that is wrong.
+    """One fault, or suspected fault, of a tag.
 
     Attributes:
-        kind: a word for programs: "values", "steps", "weights", "moments", "shards", "rounding", "ties", "groups",
+        kind: a keyword for programs: "values", "steps", "weights", "moments", "shards", "rounding", "ties", "groups",
             "scheduler", "position", "random", "parts", "files", "buffers", "loss".
-        severity: "problem", which no correct run explains; "doubt", for which there may be a good reason.
-        what: the tensor, value or part that it is about.
+        severity: "problem" cannot occur in a correct run; "doubt" may have a good reason.
+        what: the tensor, value or part.
         message: what was expected and what was found.
     """
 

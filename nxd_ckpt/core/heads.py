@@ -1,21 +1,21 @@
-"""In which order attention heads lie in NxD's tensors: stretches of rows of a Hugging Face tensor. Pure.
+"""The order of attention heads in NxD's tensors, as runs of rows of a Hugging Face tensor. Pure.
 
 With more tensor-parallel ranks than key-value heads, NxD's ``GQAQKVColumnParallelLinear`` keeps ``m`` =
 ``kv_size_multiplier`` copies of k and v, so that all ranks together have ``kv_heads * m`` *places* for key-value heads.
-Beside the place lie the query heads that attend to it, a block of ``heads / (kv_heads * m)``. Which head is at which
-place depends on the hardware (source: NxD's ``modules.qkv_linear`` and ``scripts/checkpoint_converter.py``)::
+Each place has the block of ``heads / (kv_heads * m)`` query heads that attend to it. The head at each place depends on
+the hardware (source: NxD's ``modules.qkv_linear`` and ``scripts/checkpoint_converter.py``)::
 
     4 query heads, 2 key-value heads, m = 2        k and v          q, and the columns of o_proj
     trn1: copies are interleaved                   K0 K1 K0 K1      Q0 Q2 Q1 Q3
     trn2: copies are neighbours                    K0 K0 K1 K1      Q0 Q1 Q2 Q3
 
-Both orders are NxD's whatever the number of ranks; each rank holds an equal part of the places.
+NxD uses both orders for any number of ranks; each rank holds an equal part of the places.
 
-NxD's converter repeats k and v for trn2 as it does for trn1 (K0 K1 K0 K1), while it leaves query heads in their order:
-what it writes for trn2 is *converted*, a third order, which no layer of NxD's computes with.
+NxD's converter repeats k and v for trn2 as for trn1 (K0 K1 K0 K1), but leaves query heads in their order. This third
+order, *converted*, is one that no layer of NxD computes with.
 
-Where the ranks do not divide the query heads, a job may pad them (``pad_attn_heads``): the blocks at the last places
-are then zero, for each key-value head the same number.
+If the ranks do not divide the query heads, a job may pad them (``pad_attn_heads``): the blocks at the last places are
+then zero, equally many for each key-value head.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ HARDWARE: tuple[Hardware, ...] = get_args(Hardware)
 
 
 def inference_copies(heads: int, kv_heads: int, tp: int) -> int:
-    """How often NxD inference keeps each key-value head on ``tp`` ranks, in trn2's order.
+    """Return how often NxD inference keeps each key-value head on ``tp`` ranks, in trn2's order.
 
-    Once where they can be shared out; else until there is one for each rank, or one for each query head.
+    Once if ``tp`` divides them; otherwise as often as gives each rank one head, or each query head one.
     """
     if heads == kv_heads or kv_heads % tp == 0:
         return 1
@@ -42,7 +42,7 @@ def inference_copies(heads: int, kv_heads: int, tp: int) -> int:
 
 
 class HeadRun(NamedTuple):
-    """``length`` elements along one dimension: from ``nxd`` on in NxD's tensor, from ``hf`` on in Hugging Face's."""
+    """``length`` elements along one dimension, from ``nxd`` on in NxD's tensor and ``hf`` on in Hugging Face's."""
 
     nxd: int
     hf: int
@@ -51,9 +51,9 @@ class HeadRun(NamedTuple):
 
 @dataclass(frozen=True)
 class Heads:
-    """The heads of an attention layer, of ``head_dim`` elements each, and how often NxD keeps each key-value head.
+    """The heads of an attention layer, of ``head_dim`` elements each, with NxD's ``copies`` of each key-value head.
 
-    With ``padded`` NxD has as many query heads, the last ones of which are padding.
+    ``padded`` is NxD's number of query heads, if the last ones are padding.
 
     Raises:
         InvalidArgument: counts that do not divide.
@@ -71,12 +71,12 @@ class Heads:
         if min(self.heads, self.kv_heads, self.head_dim, self.copies) < 1:
             raise InvalidArgument(f"heads, kv_heads, head_dim and kv_size_multiplier must be at least 1, found {self}")
         if self.kv_heads * self.copies > HEADS:
-            raise InvalidArgument(f"{self.kv_heads} key-value heads, {self.copies} times each; at most {HEADS}")
+            raise InvalidArgument(f"{self.kv_heads} key-value heads, {self.copies} times each; at most {HEADS} allowed")
         if self.hardware not in HARDWARE:
             raise InvalidArgument(f"hardware must be one of {', '.join(HARDWARE)}, found {self.hardware!r}")
         if self._kept > self.heads and self.hardware == "trn2":
             raise InvalidArgument(
-                "pad_attn_heads is not supported for trn2, where NxD's own converter cannot take the padding out again"
+                "pad_attn_heads is not supported for trn2, because NxD's own converter cannot remove the padding again"
             )
         if self._kept % (self.kv_heads * self.copies) or self.heads % (self.kv_heads * max(self._block, 1)):
             padded = "" if self._kept == self.heads else f", padded to {self.padded},"
@@ -86,14 +86,14 @@ class Heads:
             )
 
     def runs(self, kind: str) -> list[HeadRun]:
-        """The rows of q ("query"; the columns of o_proj lie alike) or of k and v ("kv"), in NxD's order."""
+        """Return the rows of q ("query"; also the columns of o_proj) or of k and v ("kv"), in NxD's order."""
         places = range(self.kv_heads * self.copies)
         if kind == "kv":
             return _runs((self._kv_head(place) for place in places), self.head_dim)
         return _runs(map(self._query_block, places[: self.heads // self._block]), self._block * self.head_dim)
 
     def length(self, kind: str) -> int:
-        """The rows of q, or of k or v, in NxD's tensor, padding included."""
+        """Return the number of rows of q, or of k or v, in NxD's tensor, padding included."""
         return self.head_dim * (self.kv_heads * self.copies if kind == "kv" else self._kept)
 
     @property
@@ -102,7 +102,7 @@ class Heads:
 
     @property
     def _block(self) -> int:
-        """Query heads beside each place."""
+        """Query heads at each place."""
         return self._kept // (self.kv_heads * self.copies)
 
     def _kv_head(self, place: int) -> int:
@@ -110,7 +110,7 @@ class Heads:
         return place % self.kv_heads if interleaved else place // self.copies
 
     def _query_block(self, place: int) -> int:
-        """The block of query heads at ``place``; those that attend to one key-value head are neighbours."""
+        """Return the block of query heads at ``place``; query heads of one key-value head are neighbours."""
         if self.hardware == "trn2":
             return place
         copy, head = divmod(place, self.kv_heads)
@@ -118,9 +118,9 @@ class Heads:
 
 
 def _runs(blocks: Iterable[int], size: int) -> list[HeadRun]:
-    """Block after block in NxD's order; what is next to each other on both sides is one run.
+    """Return the runs of blocks in NxD's order; blocks that are neighbours on both sides are in one run.
 
-    Runs are equal or apart on Hugging Face's side: a block's first copy and a later one are never in one.
+    On Hugging Face's side two runs are equal or disjoint: a block's first copy is never in one run with a later copy.
     """
     runs: list[HeadRun] = []
     seen: set[int] = set()

@@ -1,4 +1,4 @@
-"""Small tables for notebooks, in which every name is text. Pure."""
+"""Small HTML tables for notebooks, in which all names are escaped text. Pure."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from html import escape
 
 _ROWS = 50
-"""Rows that are shown, at most."""
+"""Largest number of rows that are shown."""
 
 
 def html_table(title: str, head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
-    """A heading and a table; what is too much is counted."""
+    """Return a heading and a table; rows beyond the limit are only counted."""
     left_out = f"<p>and {len(rows) - _ROWS} more</p>" if len(rows) > _ROWS else ""
     body = "".join(_row("td", row) for row in rows[:_ROWS])
     table = f"<table><thead>{_row('th', head)}</thead><tbody>{body}</tbody></table>" if rows else ""
@@ -22,5 +22,5 @@ def _row(kind: str, cells: Sequence[object]) -> str:
 
 
 def _text(value: object) -> str:
-    """Names come from disk: no markup, and nothing that turns the direction of what follows."""
+    """Escape a value, since names come from disk: no markup, and no marks that turn the direction of text."""
     return escape("".join(char if char.isprintable() else ascii(char)[1:-1] for char in str(value)))

@@ -1,6 +1,6 @@
-"""Names of files and directories as they are read from a file: damaged and hostile ones lead nowhere. Pure.
+"""Checks of names of files and directories from untrusted files. Pure.
 
-Whatever document names a file, a tag or an attempt, its names pass here before anything is done with them.
+Every name of a file, a tag or an attempt in a document passes here before it is used.
 """
 
 from __future__ import annotations
@@ -8,11 +8,11 @@ from __future__ import annotations
 from typing import Any
 
 _NAME, _KEY = 255, 1024
-"""Bytes that a name may have in a file system, and a key in an object store."""
+"""Bytes that a name in a file system, and a key in an object store, may have."""
 
 
 def checked_name(name: Any) -> str:
-    """``name``, if it is that of one file or directory. Raises ValueError for anything else."""
+    """Return ``name``; raise ValueError unless it can be the name of one file or directory."""
     if type(name) is not str or not name or name in (".", ".."):
         raise ValueError(f"expected the name of a file or directory, found {name!r:.80}")
     if any(mark in name for mark in "/\\\0"):
@@ -23,7 +23,7 @@ def checked_name(name: Any) -> str:
 
 
 def checked_key(key: Any) -> str:
-    """``key``, if it is names joined by ``/``, and so that of something below. Raises ValueError for anything else."""
+    """Return ``key``; raise ValueError unless it is names joined by ``/``, and so below its directory."""
     if type(key) is not str or _length(key) > _KEY:
         raise ValueError(f"expected a path of at most {_KEY} bytes, found {key!r:.80}")
     for name in key.split("/"):
@@ -32,7 +32,7 @@ def checked_key(key: Any) -> str:
 
 
 def checked_text(text: Any) -> str:
-    """``text``, if it is a string that can be written as UTF-8. Raises ValueError for anything else."""
+    """Return ``text``; raise ValueError unless it is a string that can be written as UTF-8."""
     if type(text) is not str:
         raise ValueError(f"expected a string, found {text!r:.80}")
     _length(text)
@@ -40,7 +40,7 @@ def checked_text(text: Any) -> str:
 
 
 def _length(text: str) -> int:
-    """In bytes of UTF-8."""
+    """Return the length in bytes of UTF-8."""
     try:
         return len(text.encode())
     except UnicodeEncodeError:

@@ -1,7 +1,7 @@
-"""What a checkpoint holds: the manifest of a tag and the index of each rank, and their JSON.
+"""The manifest of a tag, the index of each rank, and their JSON.
 
-The manifest is O(parameters + ranks); an index is O(tensors of one rank). Both carry ``format_version`` and are
-validated on reading. docs/format.md describes the JSON for other implementers.
+The size of the manifest is O(parameters + ranks), that of an index O(tensors of one rank). Both have a
+``format_version`` and are validated when read. docs/format.md describes the JSON for other implementers.
 """
 
 from __future__ import annotations
@@ -53,11 +53,11 @@ __all__ = [
 
 FORMAT_VERSION = 1
 MESH_VERSION = 2
-"""The version of the documents of a mesh job that have a key more."""
+"""Version of documents of a mesh job that have a key more."""
 METRICS_VERSION = 3
-"""That of a manifest with metrics, of a mesh job or not."""
+"""Version of a manifest with metrics, of a mesh job or not."""
 PHASES_VERSION = 4
-"""That of a manifest that tells how each rank took part, with metrics or not, of a mesh job or not."""
+"""Version of a manifest with phases by rank, with metrics or not, of a mesh job or not."""
 
 _VERSIONS = {
     "manifest": (FORMAT_VERSION, MESH_VERSION, METRICS_VERSION, PHASES_VERSION),
@@ -71,9 +71,9 @@ _Maker = Callable[[Any], Any]
 
 @dataclass(frozen=True)
 class RankIndex:
-    """Everything that the rank at ``coordinates`` wrote into a tag. ``parameters`` are those that it *holds*.
+    """Everything that the rank at ``coordinates`` wrote into a tag. ``parameters`` are the parameters it *holds*.
 
-    ``mesh`` is for leaders of a mesh job only: what the ranks of its group wrote together.
+    Only leaders of a mesh job have ``mesh``: the tensors that the ranks of the group wrote together.
     """
 
     coordinates: Coordinates
@@ -86,7 +86,7 @@ class RankIndex:
 
 @dataclass(frozen=True)
 class RankLine:
-    """One rank's line in the manifest: the size and CRC-32 of its index file."""
+    """One rank's entry in the manifest: size in bytes and CRC-32 of its index file."""
 
     nbytes: int
     crc32: int
@@ -97,10 +97,10 @@ OPTIMIZERS = ("plain", "zero1", "zero1_full", "zero1_dcp")
 
 @dataclass(frozen=True)
 class Parts:
-    """What was asked to be saved.
+    """The parts that a tag has.
 
-    ``optimizer`` is ``"plain"``, ``"zero1"`` (every rank its shard), ``"zero1_full"`` (the same unsharded, a file for
-    each tp, pp and ep rank; what the converter writes), ``"zero1_dcp"`` or None.
+    ``optimizer`` is ``"plain"``, ``"zero1"`` (a shard for every rank), ``"zero1_full"`` (the same unsharded, a file for
+    each tp, pp and ep rank; written by the converter), ``"zero1_dcp"`` or None.
     """
 
     model: bool = False
@@ -115,11 +115,11 @@ class Parts:
 
 @dataclass(frozen=True)
 class Manifest:
-    """One complete tag. ``order_time`` in seconds since the epoch; ``ranks`` by global rank, in order.
+    """One complete tag. ``order_time`` is in seconds since the epoch; ``ranks`` are by global rank, in order.
 
-    ``leaders`` are the first ranks of a mesh job's groups: their indexes say what the tensors are. None otherwise.
-    ``metrics`` are what the save was told of the training; None for what was not finite. ``phases`` are by global rank,
-    and empty where they were not recorded.
+    ``leaders`` are the first ranks of a mesh job's groups, whose indexes describe the tensors; None for other jobs.
+    ``metrics`` are the training's, None for values that were not finite. ``phases`` are by global rank; empty if they
+    were not recorded.
     """
 
     tag: str
@@ -137,11 +137,12 @@ class Manifest:
 
     @property
     def is_converted(self) -> bool:
-        """Whether it was made of another checkpoint's files: nothing live was staged for it."""
+        """True if a tool made it from another checkpoint's files: nothing live was staged for it."""
         return "stage_seconds" not in self.timings
 
 
 def dump_index(index: RankIndex) -> bytes:
+    """Return the JSON of an index file."""
     at = index.coordinates
     mesh = {} if index.mesh is None else {"mesh": index.mesh.text()}
     return document.members(
@@ -175,13 +176,17 @@ def load_index(data: bytes, where: str) -> RankIndex:
 
 
 def load_parameters(data: bytes, where: str) -> Mapping[str, ParameterSpec]:
-    """The ``parameters`` of an index file alone: its tensors are parsed, and not kept. Raises as :func:`load_index`."""
+    """Return only the ``parameters`` of an index file: its tensors are parsed, but not kept.
+
+    Raises MalformedFile, naming ``where``, for anything but a valid index.
+    """
     with _naming(where):
         makers: dict[str, _Maker] = {"files": bool, "tensors": bool, "parameters": Makers().spec}
         return _named(checked_text, _read(data, "rank_index", makers)["parameters"])
 
 
 def dump_manifest(manifest: Manifest) -> bytes:
+    """Return the JSON of a manifest, with a digest of itself at its end."""
     topology = manifest.topology
     rank_map = topology.rank_map
     places = None if rank_map is None else [[at.pp_rank, at.dp_rank, at.tp_rank] for at in rank_map]
@@ -207,7 +212,7 @@ def dump_manifest(manifest: Manifest) -> bytes:
             **phases,
         }
     )
-    # It verifies the indexes, and nothing else verifies it: so it carries a digest of the bytes before this field.
+    # The manifest verifies the indexes, but no other file verifies it. So it ends with a digest of its own bytes.
     unsealed = text[:-1].encode()
     return unsealed + _seal(unsealed)
 
@@ -216,9 +221,9 @@ def load_manifest(data: bytes, where: str) -> Manifest:
     """Parse a manifest. Raises MalformedFile, naming ``where``, for anything but a valid one."""
     with _naming(where):
         fields = _read(data, "manifest", {"parameters": Makers().spec})
-        found = zlib.crc32(data.rpartition(_SEAL)[0])
-        if fields.get("crc32") != found:
-            raise MalformedFile(f"expected CRC-32 {fields.get('crc32')}, found {found}: its bytes changed")
+        crc32 = zlib.crc32(data.rpartition(_SEAL)[0])
+        if fields.get("crc32") != crc32:
+            raise MalformedFile(f"expected CRC-32 {fields.get('crc32')}, found {crc32}: its bytes changed")
         topology = _topology(fields["topology"])
         version = fields["format_version"]
         ranks = tuple(RankLine(*integers(line, 2)) for line in fields["ranks"])
@@ -241,7 +246,7 @@ def load_manifest(data: bytes, where: str) -> Manifest:
 
 
 def is_manifest(data: bytes) -> bool:
-    """Whether these bytes are a manifest as :func:`dump_manifest` makes it: by its beginning and its digest alone."""
+    """Return whether these bytes are a manifest of `dump_manifest`, by their beginning and digest alone."""
     return data.startswith(_HEADS) and data.endswith(_seal(data.rpartition(_SEAL)[0]))
 
 
@@ -253,10 +258,10 @@ def _topology(fields: Any) -> Topology:
 
 
 def _leaders(ranks: Any, topology: Topology) -> tuple[int, ...]:
-    found = tuple(integers(checked(list, ranks)))
-    if not found or topology.sizes != Topology(topology.dp).sizes or max(found) >= topology.world_size:
-        raise ValueError(f"a mesh job on {topology.describe()}, led by ranks {found[:8]}")
-    return found
+    leaders = tuple(integers(checked(list, ranks)))
+    if not leaders or topology.sizes != Topology(topology.dp).sizes or max(leaders) >= topology.world_size:
+        raise ValueError(f"a mesh job on {topology.describe()}, led by ranks {leaders[:8]}")
+    return leaders
 
 
 def _parts(fields: Any) -> Parts:
@@ -277,16 +282,16 @@ def _metrics(fields: Any) -> Metrics:
 
 
 def _number(value: Any, limit: float = float(2**63)) -> Any:
-    """``value``, an int or a float as it is, if it is a count or a time. Raises ValueError."""
+    """Return ``value`` unchanged; raise ValueError unless it is an int or a float from 0 to ``limit``."""
     if type(value) not in (int, float) or not 0 <= value <= limit:
         raise ValueError(f"expected a number from 0 to {limit}, found {value!r:.80}")
     return value
 
 
-def _named(checked_one: Callable[[Any], str], fields: Any) -> dict[str, Any]:
-    """``fields``, an object whose names are in order."""
+def _named(check: Callable[[Any], str], fields: Any) -> dict[str, Any]:
+    """Return ``fields``, an object all of whose names pass ``check``."""
     for name in checked(dict, fields):
-        checked_one(name)
+        check(name)
     return fields  # type: ignore[no-any-return]
 
 
@@ -298,7 +303,7 @@ def _read(data: bytes, kind: str, makers: Mapping[str, _Maker]) -> dict[str, Any
     try:
         fields = document.read(data.decode(), makers)
     except Exception:
-        _check_kind(_parsed(data), kind)  # if it is of another kind or version, that is what is wrong
+        _check_kind(_parsed(data), kind)  # another kind or version is the more useful error
         raise
     _check_kind(fields, kind)
     return fields
@@ -313,12 +318,12 @@ def _parsed(data: bytes) -> Any:
 
 def _check_kind(fields: Any, kind: str) -> None:
     if not isinstance(fields, dict) or fields.get("kind") != kind:
-        found = f"the kind {shown(fields.get('kind'))}" if isinstance(fields, dict) else shown(fields)
-        raise MalformedFile(f"expected a JSON object of kind {kind!r}, found {found}")
+        actual = f"the kind {shown(fields.get('kind'))}" if isinstance(fields, dict) else shown(fields)
+        raise MalformedFile(f"expected a JSON object of kind {kind!r}, found {actual}")
     if fields.get("format_version") not in _VERSIONS[kind]:
-        known = ", ".join(map(str, _VERSIONS[kind]))
+        versions = ", ".join(map(str, _VERSIONS[kind]))
         raise MalformedFile(
-            f"format_version {shown(fields.get('format_version'))}, this nxd_ckpt reads {known}; use the version of "
+            f"format_version {shown(fields.get('format_version'))}, this nxd_ckpt reads {versions}; use the version of "
             "nxd_ckpt that wrote it, or a newer one"
         )
 
@@ -332,7 +337,7 @@ def _is_of_mesh(fields: Mapping[str, Any]) -> bool:
 
 
 class _naming:
-    """Turns what a malformed document makes of the parser into one MalformedFile that names the file."""
+    """A context that turns every error of parsing a malformed document into a MalformedFile that names the file."""
 
     def __init__(self, where: str) -> None:
         self.where = where
@@ -341,7 +346,7 @@ class _naming:
         return None
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        if isinstance(error, MalformedFile):  # a part of the document that does not know its file
+        if isinstance(error, MalformedFile):  # raised by a parser of a part, which does not know the file
             raise MalformedFile(f"{self.where}: {error}") from error
         if isinstance(error, (LookupError, TypeError, ValueError, AttributeError, OverflowError, RecursionError)):
             raise MalformedFile(f"{self.where}: malformed ({type(error).__name__}: {error})") from error

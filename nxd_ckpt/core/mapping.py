@@ -1,13 +1,12 @@
-"""Which Hugging Face tensors make up which NxD tensors: a model's mapping, as data. Pure.
+"""A model's mapping between Hugging Face tensors and NxD tensors, as data. Pure.
 
-A mapping is a list of rules. A rule names one NxD tensor, by a pattern, and in order the Hugging Face tensors that lie
-side by side in it; a placeholder such as ``{layer}`` stands for a number::
+A mapping is a list of rules. A rule names one NxD tensor, by a pattern, and the Hugging Face tensors that lie side by
+side in it, in order; a placeholder such as ``{layer}`` stands for a number::
 
     {"nxd": "model.layers.{layer}.mlp.gate_up_proj.weight", "dim": 0,
      "hf": ["model.layers.{layer}.mlp.gate_proj.weight", "model.layers.{layer}.mlp.up_proj.weight"]}
 
-Both directions come from the same rule (:mod:`nxd_ckpt.hugging_face.hf_slice`). docs/hugging-face.md describes the
-format.
+Both directions use the same rule (`nxd_ckpt.hugging_face.hf_slice`). docs/hugging-face.md describes the format.
 """
 
 from __future__ import annotations
@@ -29,8 +28,8 @@ from nxd_ckpt.core.suggestions import first_of
 from nxd_ckpt.errors import InvalidArgument, KeyMismatch
 
 
-def _readable(count: int, what: str) -> int:
-    """``count``, if a model can have so many tensors. Raises InvalidArgument."""
+def _checked_count(count: int, what: str) -> int:
+    """Return ``count``; raise InvalidArgument if no model can have so many tensors."""
     if count > MODEL_TENSORS:
         raise InvalidArgument(f"config.json describes {count} tensors with {what}; at most {MODEL_TENSORS} are allowed")
     return count
@@ -38,8 +37,11 @@ def _readable(count: int, what: str) -> int:
 
 @dataclass(frozen=True)
 class RuleMember:
-    """A Hugging Face tensor in an NxD one. Along the rule's dimension it has the elements that ``heads`` says ("query"
-    or "kv", in NxD's order of heads), or as many as the size ``rows``, or an equal share of the NxD tensor."""
+    """A Hugging Face tensor in an NxD one.
+
+    Along the rule's dimension it has the rows of ``heads`` ("query" or "kv", in NxD's order of heads), or as many as
+    the size ``rows``, or an equal share of the NxD tensor.
+    """
 
     name: Pattern
     heads: str | None = None
@@ -51,17 +53,18 @@ class Rule:
     """One NxD tensor, by pattern, and the Hugging Face tensors in it.
 
     Attributes:
-        nxd: its name.
-        members: those tensors, side by side along ``dim``.
-        dim: the dimension of the NxD tensor that is cut over tensor-parallel ranks, each member by itself; None where
+        nxd: pattern of its name.
+        members: the Hugging Face tensors, side by side along ``dim``.
+        dim: the dimension of the NxD tensor that is cut over tensor-parallel ranks, for each member separately; None if
             all ranks hold it whole.
-        transposed: the last two dimensions are swapped.
-        interleaved: members do not lie side by side, but head by head: for each key-value head, its part of each.
-        stacked: the placeholder that only ``members`` have: the NxD tensor has a first dimension more, one index for
-            each number of it, which is cut over expert-parallel ranks.
-        optional: not every model has it (a bias).
-        variant: where Hugging Face's tensors may become one of several: the option that asks for this one; None where
-            none has to.
+        transposed: True if the last two dimensions are swapped.
+        interleaved: True if members do not lie side by side, but head by head: for each key-value head, its part of
+            each member.
+        stacked: the placeholder that only ``members`` have. The NxD tensor has one more first dimension, with an index
+            for each of its numbers, which is cut over expert-parallel ranks.
+        optional: True if not every model has it (a bias).
+        variant: the option that selects this rule, if Hugging Face's tensors may become one of several; None if no
+            option is needed.
     """
 
     nxd: Pattern
@@ -74,8 +77,8 @@ class Rule:
     variant: str | None = None
 
     def names(self, numbers: Numbers, sizes: Sizes) -> list[str]:
-        """The Hugging Face tensors in the NxD tensor with these numbers."""
-        count = 0 if self.stacked is None else _readable(sizes.get(self.stacked), self.stacked)
+        """Return the Hugging Face tensors in the NxD tensor with these numbers."""
+        count = 0 if self.stacked is None else _checked_count(sizes.get(self.stacked), self.stacked)
         stack = [{}] if self.stacked is None else [{self.stacked: index} for index in range(count)]
         return [member.name.fill({**numbers, **index}) for index in stack for member in self.members]
 
@@ -94,15 +97,15 @@ class ModelMapping:
     """The rules of a family of models.
 
     Attributes:
-        name: how it is asked for.
-        model_types: what config.json calls such models (``model_type``).
-        tied: of two tied Hugging Face tensors the one that files leave out, and the one that they hold.
-        ties: whether files leave it out where config.json does not say ``tie_word_embeddings``.
+        name: name of the mapping, by which callers choose it.
+        rules: one for each NxD tensor.
+        model_types: values of ``model_type`` in config.json.
+        tied: pairs of tied Hugging Face tensors: the one that files leave out, and the one that they hold.
+        ties: True if files leave it out when config.json has no ``tie_word_embeddings``.
         ignored: NxD tensors that Hugging Face computes (rotary frequencies, masks).
-        packed: Hugging Face tensors that hold several of those that rules name.
-        base_prefix: what names of the base model begin with, and do not in files of that alone; "" where there is no
-            such prefix.
-        keys: where config.json has sizes under other keys than :data:`~nxd_ckpt.core.sizes.CONFIG_KEYS`.
+        keys: keys of sizes in config.json that differ from `CONFIG_KEYS`.
+        packed: Hugging Face tensors that hold several of the tensors in rules.
+        base_prefix: prefix of the base model's names, which files of the base model alone lack; "" if there is none.
     """
 
     name: str
@@ -116,70 +119,70 @@ class ModelMapping:
     base_prefix: str = ""
 
     def sizes(self, config: Mapping[str, Any], kv_size_multiplier: int, hardware: str) -> Sizes:
-        """Those of one such model.
+        """Return the sizes of one model.
 
-        Raises InvalidArgument for another hardware than there is, or copies of heads that no rule knows of.
+        Raises InvalidArgument for unknown hardware, or copies of heads if no rule has heads.
         """
         if hardware not in HARDWARE:
             raise InvalidArgument(f"hardware must be one of {', '.join(HARDWARE)}, found {hardware!r}")
         if kv_size_multiplier != 1 and not any(member.heads for rule in self.rules for member in rule.members):
             raise InvalidArgument(
                 f"kv_size_multiplier={kv_size_multiplier}, but mapping {self.name!r} has no rule with heads that could "
-                "be kept several times; leave it out, or say in a mapping file of your own which tensors have heads"
+                "be kept several times; leave it out, or pass a mapping file of your own whose rules have heads"
             )
         return Sizes(config, kv_size_multiplier, hardware, self.keys)
 
     def matches(self, names: Iterable[str]) -> list[Match]:
-        """The rule of each NxD tensor, without those that Hugging Face computes.
+        """Return the rule of each NxD tensor, without tensors that Hugging Face computes.
 
         Raises:
-            KeyMismatch: no rule maps a name; lists them, each with the closest rules.
+            KeyMismatch: no rule maps a name; the message lists such names with the closest rules.
         """
-        found, unknown = self.split(names)
+        matches_, unknown = self.split(names)
         if unknown:
-            raise KeyMismatch(self._in_words(unknown))
-        return found
+            raise KeyMismatch(self._unmapped_text(unknown))
+        return matches_
 
     def split(self, names: Iterable[str]) -> tuple[list[Match], list[str]]:
-        """The same, and apart the names that no rule maps."""
-        found: list[Match] = []
+        """Return the rule of each NxD tensor, and separately the names that no rule maps."""
+        matches: list[Match] = []
         unknown: list[str] = []
         for name in names:
             match = self._match(name)
             if match is not None:
-                found.append(match)
+                matches.append(match)
             elif not any(pattern.match(name) is not None for pattern in self.ignored):
                 unknown.append(name)
-        return found, unknown
+        return matches, unknown
 
     def closest(self, name: str) -> list[str]:
-        """The NxD patterns of rules that are most like ``name``, at most two."""
+        """Return the NxD patterns of rules that are most like ``name``, at most two."""
         patterns = [rule.nxd.text for rule in self.rules]
         return difflib.get_close_matches(re.sub(r"\b\d+\b", "{layer}", name), patterns, n=2)
 
     def required(self, sizes: Sizes) -> list[str]:
-        """The Hugging Face tensors that every such model has, as far as config.json says how many layers there are."""
+        """Return the Hugging Face tensors that every such model has, as far as config.json has the number of layers."""
         names: dict[str, None] = {}
         required = [rule for rule in self.rules if not rule.optional]  # some name the same tensors
         for pattern in dict.fromkeys(member.name for rule in required for member in rule.members):
             counts = [sizes.find(key) for key in pattern.placeholders]
             if None not in counts:
-                _readable(len(names) + prod(count or 0 for count in counts), pattern.text)
+                _checked_count(len(names) + prod(count or 0 for count in counts), pattern.text)
                 for numbers in product(*(range(count or 0) for count in counts)):
                     names[pattern.fill(dict(zip(pattern.placeholders, numbers, strict=True)))] = None
         left_out = self.tied if self.are_tied(sizes) else ()
         return [name for name in names if name not in left_out]
 
     def in_files(self, names: Iterable[str]) -> list[str]:
-        """Under which names files have the Hugging Face tensors that rules call ``names``, each once."""
+        """Return the names in files of the Hugging Face tensors that rules call ``names``, each once."""
         return list(dict.fromkeys(self._in_file(name) for name in names))
 
     def has_tensor(self, name: str) -> bool:
-        """Whether a rule names this Hugging Face tensor."""
+        """Return whether a rule has this Hugging Face tensor."""
         return any(member.name.match(name) is not None for rule in self.rules for member in rule.members)
 
     def packed_as(self, name: str) -> Packed | None:
-        """How the tensor of this name in a file is packed; None where it is not."""
+        """Return the packing of a tensor in a file; None if it is not packed."""
         return next((packed for packed in self.packed if packed.hf.match(name) is not None), None)
 
     def _in_file(self, name: str) -> str:
@@ -187,14 +190,14 @@ class ModelMapping:
         return next((holder for holder in holders if holder is not None), name)
 
     def are_tied(self, sizes: Sizes) -> bool:
-        """Whether files leave out what is tied."""
+        """Return whether files leave out tied tensors."""
         return bool(sizes.config.get("tie_word_embeddings", self.ties))
 
     def _match(self, name: str) -> Match | None:
-        found = ((rule, rule.nxd.match(name)) for rule in self.rules)
-        return next((Match(name, rule, numbers) for rule, numbers in found if numbers is not None), None)
+        matches = ((rule, rule.nxd.match(name)) for rule in self.rules)
+        return next((Match(name, rule, numbers) for rule, numbers in matches if numbers is not None), None)
 
-    def _in_words(self, unknown: list[str]) -> str:
+    def _unmapped_text(self, unknown: list[str]) -> str:
         def text(name: str) -> str:
             close = self.closest(name)
             return f"{name!r}" + (f" (closest rules: {', '.join(close)})" if close else "")

@@ -1,4 +1,4 @@
-"""Mappings as JSON documents: reading and checking them. docs/hugging-face.md describes the format. Pure."""
+"""Reading and checking of mappings as JSON documents. docs/hugging-face.md describes the format. Pure."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from nxd_ckpt.errors import InvalidArgument
 FORMAT_VERSION = 1
 
 VARIANTS = ("qkv_linear", "fuse_qkv", "coalesce_qkv", "split_gate_up")
-"""The options of an import that rules may depend on."""
+"""Options of an import that rules may depend on."""
 
 
 def load_mapping(document: Any, where: str) -> ModelMapping:
-    """The mapping that a JSON document describes.
+    """Return the mapping that a JSON document describes.
 
     Raises:
-        InvalidArgument: not such a document; names ``where`` and what is wrong.
+        InvalidArgument: the document is invalid; the message names ``where`` and the fault.
     """
     reader = _Fields(document, where)
     version = reader.take("format_version", int)
@@ -28,7 +28,8 @@ def load_mapping(document: Any, where: str) -> ModelMapping:
         raise InvalidArgument(f"{where}: format_version {version}, expected {FORMAT_VERSION}")
     keys = {size: _strings(names, f"{where}: config") for size, names in reader.take("config", dict, {}).items()}
     if not set(keys) <= set(CONFIG_KEYS):
-        raise InvalidArgument(f"{where}: config names {sorted(set(keys) - set(CONFIG_KEYS))}, known: {[*CONFIG_KEYS]}")
+        unknown = sorted(set(keys) - set(CONFIG_KEYS))
+        raise InvalidArgument(f"{where}: config names {unknown}, expected only {[*CONFIG_KEYS]}")
     rules = tuple(_rule(rule, f"{where}: rule {number}") for number, rule in enumerate(reader.take("rules", list)))
     packed = reader.take("packed", list, [])
     mapping = ModelMapping(
@@ -39,7 +40,7 @@ def load_mapping(document: Any, where: str) -> ModelMapping:
         ties=reader.take("tie_word_embeddings", bool, False),
         ignored=tuple(map(Pattern, _strings(reader.take("ignored", list, []), f"{where}: ignored"))),
         keys=keys,
-        packed=tuple(_packed(one, f"{where}: packed {number}") for number, one in enumerate(packed)),
+        packed=tuple(_packed(each, f"{where}: packed {number}") for number, each in enumerate(packed)),
         base_prefix=_prefix(reader.take("base_model_prefix", str, "")),
     )
     reader.done()
@@ -127,11 +128,11 @@ def _check_packed(packed: Packed, where: str) -> None:
     if not set(packed.heads) <= {None, "query", "kv"}:
         raise InvalidArgument(f"{where}: heads must be 'query' or 'kv', found {packed.heads}")
     if (packed.dim is None) != (len(packed.parts) == 1) or (packed.dim is not None and packed.dim < own_dim):
-        raise InvalidArgument(f"{where}: several parts, and no single one, need dim, which is not the stacked one")
+        raise InvalidArgument(f"{where}: several parts need dim, not the stacked one, and a single part has none")
     if packed.alternating and (packed.dim is None or any(packed.heads)):
-        raise InvalidArgument(f"{where}: parts that alternate need dim, and are equal: without heads")
+        raise InvalidArgument(f"{where}: alternating parts need dim, and cannot have heads: their sizes are equal")
     if packed.flat and (packed.stacked is None or packed.dim is not None):
-        raise InvalidArgument(f"{where}: flat is for the numbers of stacked, with a single part and without dim")
+        raise InvalidArgument(f"{where}: flat needs stacked, a single part and no dim")
     expected = {*packed.hf.placeholders, *([] if packed.stacked is None else [packed.stacked])}
     for pattern in packed.parts:
         if set(pattern.placeholders) != expected:
@@ -156,7 +157,7 @@ _REQUIRED: Any = object()
 
 
 class _Fields:
-    """The members of a JSON object, taken one by one; none may be left."""
+    """The fields of a JSON object, taken one by one; `done` refuses the rest."""
 
     def __init__(self, document: Any, where: str) -> None:
         if not isinstance(document, dict):

@@ -1,9 +1,9 @@
-"""The groups of a mesh job: ranks that hold the same tensors in the same way, on meshes of their own. Pure.
+"""Groups of a mesh job: ranks that hold the same tensors in the same way, on their own meshes. Pure.
 
-A job is all of its ranks, and no mesh need be all of them: pipeline stages hold other tensors, and what FSDP shards
-over two ranks of each of four tensor-parallel groups is on four meshes. So ranks whose states are alike (names, dtypes,
-shapes, placements) are a *group*. Its meshes that stand at the same place of these states are stacked into one, whose
-first dimension everything is replicated over. Who writes what then follows for each rank alone, from its group.
+A mesh need not span the job: pipeline stages hold other tensors, and FSDP over two ranks of each of four
+tensor-parallel groups uses four meshes. So ranks whose states are alike (names, dtypes, shapes, placements) are a
+*group*. Meshes at the same place of these states are stacked into one, over whose first dimension everything is
+replicated. Each rank then derives from its group alone which ranks write what.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from nxd_ckpt.core.mesh_record import mesh_fields, mesh_of
 
 
 class MeshPlace(NamedTuple):
-    """One of a rank's meshes, as it tells the others: a digest of its ranks, and the rank's place in it (row-major).
+    """One of a rank's meshes, as sent to other ranks: a digest of its ranks, and the rank's place in it (row-major).
 
-    ``ranks`` are only in the word of the first of them.
+    Only the first rank of a mesh sends ``ranks``.
     """
 
     digest: str
@@ -30,8 +30,8 @@ class MeshPlace(NamedTuple):
     ranks: Sequence[int] | None = None
 
 
-class MeshWord(NamedTuple):
-    """What a rank says of its state: a digest of all of it but the ranks of its meshes, and those."""
+class RankStructure(NamedTuple):
+    """A rank's state as sent to other ranks: a digest of all but its meshes' ranks, and the meshes."""
 
     structure: str
     meshes: Sequence[MeshPlace]
@@ -39,18 +39,21 @@ class MeshWord(NamedTuple):
 
 @dataclass(frozen=True)
 class MeshGroup:
-    """Ranks, ascending, that hold the same tensors, and the stacked meshes that these lie on."""
+    """Ranks, ascending, that hold the same tensors, and the stacked meshes of these tensors."""
 
     ranks: tuple[int, ...]
     meshes: tuple[Mesh, ...] = ()
 
     @property
     def plain(self) -> Layout:
-        """Of tensors that lie on no mesh: each rank holds them whole."""
+        """Layout of tensors that are on no mesh: each rank holds them whole."""
         return Layout(Mesh(("",), (len(self.ranks),), self.ranks), (None,))
 
     def layout(self, mesh: Mesh, placements: tuple[Placement, ...]) -> Layout | None:
-        """Of tensors on a rank's own ``mesh``: that on the stacked one. None where the group does not know it."""
+        """Return the layout on the stacked mesh of tensors on a rank's own ``mesh``.
+
+        None if the group does not have it.
+        """
         for stacked in self.meshes:
             first = stacked.coordinate_of(mesh.ranks[0])
             if first is None or stacked.shape[1:] != mesh.shape:
@@ -69,48 +72,48 @@ class MeshGroup:
 
 
 class OutsideOfGroup(Exception):
-    """The mesh of ``rank`` has ranks that hold other tensors, or not in its way; ``other`` is one of them, if known."""
+    """A mesh of ``rank`` includes ranks outside of its group; ``other`` is one of them, if known."""
 
     def __init__(self, rank: int, other: int | None) -> None:
         super().__init__(rank, other)
         self.rank, self.other = rank, other
 
 
-def groups_of(words: Sequence[MeshWord]) -> list[MeshGroup]:
-    """The groups of a job, in the order of their first ranks, from the words of all ranks.
+def groups_of(structures: Sequence[RankStructure]) -> list[MeshGroup]:
+    """Return the groups of a job, in the order of their first ranks, from the structures of all ranks.
 
     Raises:
         OutsideOfGroup: a mesh is not all in one group.
     """
     members: dict[tuple[Any, ...], list[int]] = {}
-    for rank, word in enumerate(words):
-        shapes = tuple((tuple(mesh.names), tuple(mesh.shape)) for mesh in word.meshes)
-        members.setdefault((word.structure, shapes), []).append(rank)
+    for rank, each in enumerate(structures):
+        shapes = tuple((tuple(mesh.names), tuple(mesh.shape)) for mesh in each.meshes)
+        members.setdefault((each.structure, shapes), []).append(rank)
     return [
-        MeshGroup(tuple(ranks), tuple(_joined(words, ranks, number) for number in range(len(shapes))))
+        MeshGroup(tuple(ranks), tuple(_joined(structures, ranks, number) for number in range(len(shapes))))
         for (_, shapes), ranks in members.items()
     ]
 
 
-def _joined(words: Sequence[MeshWord], ranks: Sequence[int], number: int) -> Mesh:
-    """The meshes at place ``number`` of the words of a group's ``ranks``, stacked."""
-    found: dict[str, dict[int, int]] = {}
+def _joined(structures: Sequence[RankStructure], ranks: Sequence[int], number: int) -> Mesh:
+    """Stack the meshes ``number`` of a group's ``ranks``."""
+    places_by_digest: dict[str, dict[int, int]] = {}
     for rank in ranks:
-        mesh = words[rank].meshes[number]
-        found.setdefault(mesh.digest, {})[mesh.place] = rank
+        mesh = structures[rank].meshes[number]
+        places_by_digest.setdefault(mesh.digest, {})[mesh.place] = rank
     stack = []
-    for digest, places in found.items():
+    for digest, places in places_by_digest.items():
         rank = next(iter(places.values()))
-        names, shape = words[rank].meshes[number].names, tuple(words[rank].meshes[number].shape)
+        names, shape = structures[rank].meshes[number].names, tuple(structures[rank].meshes[number].shape)
         own = tuple(rank for _, rank in sorted(places.items()))
-        said = words[own[0]].meshes[number].ranks
-        if len(places) != prod(shape) or said is None or tuple(said) != own:
-            strangers = (
+        listed = structures[own[0]].meshes[number].ranks
+        if len(places) != prod(shape) or listed is None or tuple(listed) != own:
+            outsiders = (
                 other
-                for other, word in enumerate(words)
-                if other not in ranks and any(mesh.digest == digest for mesh in word.meshes)
+                for other, each in enumerate(structures)
+                if other not in ranks and any(mesh.digest == digest for mesh in each.meshes)
             )
-            raise OutsideOfGroup(rank, next(strangers, None))
+            raise OutsideOfGroup(rank, next(outsiders, None))
         stack.append(Mesh(tuple(names), shape, own))
     return _stacked(stack)
 

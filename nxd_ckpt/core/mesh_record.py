@@ -1,7 +1,6 @@
-"""What a tag of a mesh job says of its tensors: each whole one, and which ranks wrote the parts of it. Pure.
+"""The record of a mesh job's tensors in a tag: each whole tensor, and the ranks that wrote its parts. Pure.
 
-The first rank of each group of ranks that hold the same tensors writes it into its index. docs/format.md describes the
-JSON.
+The first rank of each group of ranks with the same tensors writes it into its index. docs/format.md describes the JSON.
 """
 
 from __future__ import annotations
@@ -20,10 +19,10 @@ from nxd_ckpt.core.mesh import Layout, Mesh, Placement, Shard
 
 
 class WholeTensor(NamedTuple):
-    """One tensor of a mesh job, all of it.
+    """One whole tensor of a mesh job.
 
-    ``layout`` numbers the record's layouts: of the ranks that hold the same, the ``replica``-th wrote it. None: its
-    parts are in the indexes of ``ranks``, however they are cut.
+    ``layout`` is the number of one of the record's layouts; of replicas, the ``replica``-th rank wrote the part. If it
+    is None, the parts are in the indexes of ``ranks``, cut in any way.
     """
 
     name: str
@@ -36,13 +35,13 @@ class WholeTensor(NamedTuple):
 
 @dataclass(frozen=True)
 class MeshRecord:
-    """The ``tensors`` of a group of ranks: in the order of its model's state, then in that of its optimizer's."""
+    """The ``tensors`` of a group of ranks: first the model's, then the optimizer's, each in the order of its state."""
 
     layouts: tuple[Layout, ...]
     tensors: tuple[WholeTensor, ...]
 
     def writers(self, tensor: WholeTensor, wanted: Box) -> Iterator[int]:
-        """The global ranks that wrote parts of ``wanted``, a box of one of the tensors; maybe others among them."""
+        """Yield the global ranks that wrote parts of ``wanted``, a box of one of the tensors, and possibly others."""
         if tensor.layout is None:
             yield from tensor.ranks
             return
@@ -51,9 +50,9 @@ class MeshRecord:
             yield layout.rank_of(coordinate, tensor.replica)
 
     def text(self) -> str:
-        """The JSON."""
+        """Return the record as JSON."""
         meshes = list(dict.fromkeys(layout.mesh for layout in self.layouts))
-        layouts = [[meshes.index(layout.mesh), [_listed(one) for one in layout.placements]] for layout in self.layouts]
+        layouts = [[meshes.index(each.mesh), list(map(_placement_fields, each.placements))] for each in self.layouts]
         return document.members(
             {
                 "meshes": document.plain([mesh_fields(mesh) for mesh in meshes]),
@@ -64,31 +63,31 @@ class MeshRecord:
 
     @staticmethod
     def from_json(fields: Any) -> MeshRecord:
-        """Raises KeyError, TypeError or ValueError for what is not valid."""
+        """Parse the record's JSON. Raises KeyError, TypeError or ValueError if it is invalid."""
         meshes = [mesh_of(mesh) for mesh in checked(list, fields["meshes"])]
         layouts = tuple(_layout(layout, meshes) for layout in checked(list, fields["layouts"]))
         return MeshRecord(layouts, tuple(_tensor(tensor, layouts) for tensor in checked(list, fields["tensors"])))
 
 
 def mesh_fields(mesh: Mesh) -> dict[str, Any]:
-    """The JSON of a mesh, as plain values."""
+    """Return the JSON of a mesh, as plain values."""
     in_order = mesh.ranks == tuple(range(len(mesh.ranks)))
     return {"names": list(mesh.names), "shape": list(mesh.shape), "ranks": None if in_order else list(mesh.ranks)}
 
 
 def mesh_of(fields: Any) -> Mesh:
-    """The mesh whose JSON is ``fields``. Raises as :meth:`MeshRecord.from_json`."""
+    """Parse a mesh's JSON. Raises KeyError, TypeError or ValueError if it is invalid."""
     names, shape = tuple(map(checked_text, fields["names"])), tuple(integers(fields["shape"]))
     size = prod(shape)
     if len(names) != len(shape) or not 0 < size <= RANKS:
         raise ValueError(f"a mesh of shape {shape} with {len(names)} names")
     ranks = tuple(range(size)) if fields["ranks"] is None else tuple(integers(fields["ranks"], size))
     if len(set(ranks)) != size:
-        raise ValueError(f"a mesh of {size} ranks, some of which are listed twice")
+        raise ValueError(f"a mesh of {size} ranks lists some of them twice")
     return Mesh(names, shape, ranks)
 
 
-def _listed(placement: Placement) -> list[int] | None:
+def _placement_fields(placement: Placement) -> list[int] | None:
     if placement is None:
         return None
     return [placement.dim] if placement.split == 1 else [placement.dim, placement.split]
@@ -99,7 +98,7 @@ def _layout(fields: Any, meshes: list[Mesh]) -> Layout:
     mesh = meshes[integers([number])[0]]
     if len(placements) != len(mesh.shape):
         raise ValueError(f"{len(placements)} placements on a mesh of {len(mesh.shape)} dimensions")
-    return Layout(mesh, tuple(None if one is None else Shard(*_numbers_of(one)) for one in placements))
+    return Layout(mesh, tuple(None if each is None else Shard(*_numbers_of(each)) for each in placements))
 
 
 def _numbers_of(placement: Any) -> list[int]:

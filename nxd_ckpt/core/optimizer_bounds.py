@@ -1,12 +1,12 @@
-"""What optimizers cannot do, whatever the data: the bounds that their state keeps from one tag to the next. Pure.
+"""Bounds that an optimizer's state obeys from one tag to the next, with any data. Pure.
 
-Of Adam and its kin, with gradients g and second moments v = b2 v + (1 - b2) g^2:
+For Adam and its kin, with gradients g and second moments v = b2 v + (1 - b2) g^2:
 
-- v falls by no more than the factor b2 a step;
+- v falls by no more than the factor b2 per step;
 - m = b1 m + (1 - b1) g is bounded by the root of v, by Cauchy and Schwarz: m^2 <= v (1 - b1)^2 / ((1 - b2) (1 - b1^2 /
   b2)), if b1^2 < b2.
 
-Both hold element by element, and state of another parameter, or of another shard, breaks them.
+Both hold for each element. State of another parameter, or of another shard, breaks them.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ FIRST = ("exp_avg", "momentum_buffer")
 SECOND = ("exp_avg_sq", "square_avg")
 _GROWING = ("max_exp_avg_sq", "sum")
 _SLACK = 2.0
-"""Some schedulers change b1 meanwhile."""
+"""Tolerance, because some schedulers change b1 during training."""
 
 
 def decay(entry: str, options: Mapping[str, Any]) -> float | None:
-    """The least factor from one step to the next of that entry; None where there is none that is known."""
+    """Return the least factor of the entry from one step to the next; None if none is known."""
     if entry in ("exp_avg_sq", "exp_inf"):
         return _betas(options)[1]
     if entry == "square_avg":
@@ -34,12 +34,12 @@ def decay(entry: str, options: Mapping[str, Any]) -> float | None:
 
 
 def least_ratio(factor: float, steps: int, precision: float) -> float:
-    """What is left after that many steps, computed with the relative ``precision`` of a dtype."""
+    """Return ``factor`` to the power ``steps``, lowered for rounding with a dtype's relative ``precision``."""
     return float((factor * max(0.0, 1 - 2 * precision)) ** steps * (1 - 1e-3))
 
 
 def momentum_bound(options: Mapping[str, Any]) -> float | None:
-    """``|m|`` is at most this times the root of v; None where no bound is known."""
+    """Return the largest ratio of ``|m|`` to the root of v; None if no bound is known."""
     first, second = _betas(options)
     if first is None or second is None or first**2 >= second:
         return None
@@ -47,8 +47,10 @@ def momentum_bound(options: Mapping[str, Any]) -> float | None:
 
 
 def least_update(options: Mapping[str, Any], first: float, second: float | None) -> float | None:
-    """By how much the weight moves in a step that has the largest first moment, at least; ``second`` is the largest
-    second moment. None where the options do not tell."""
+    """Return the least change of the weight with the largest first moment, in one step.
+
+    ``first`` and ``second`` are the largest first and second moments. None if the options do not determine it.
+    """
     rate, small = _number(options.get("lr")), _number(options.get("eps", 0.0))
     if rate is None or small is None:
         return None
@@ -58,7 +60,7 @@ def least_update(options: Mapping[str, Any], first: float, second: float | None)
 
 
 def _may_not_divide(options: Mapping[str, Any]) -> bool:
-    """Of RAdam, by the options that it has and lacks: at its first steps it does not divide by the second moment."""
+    """Return True for RAdam, by its options: in its first steps it does not divide by the second moment."""
     return "decoupled_weight_decay" in options and not {"amsgrad", "momentum_decay"} & options.keys()
 
 
@@ -70,7 +72,7 @@ def _betas(options: Mapping[str, Any]) -> tuple[float | None, float | None]:
 
 
 def _share(value: Any) -> float | None:
-    """A number from 0 to 1, 1 excluded."""
+    """Return a number from 0 to 1, 1 excluded, or None."""
     number = _number(value)
     return number if number is not None and 0 <= number < 1 else None
 

@@ -1,9 +1,9 @@
-"""Hugging Face tensors that hold several *parts*: which slice of the tensor each part is. Pure.
+"""Packed Hugging Face tensors, which hold several *parts*, and the slice of each part. Pure.
 
-Rules know parts by names of their own, as if they were tensors in the files. So one rule serves a model whose files
-hold q, k and v apart and one whose files hold them in a single tensor, and NxD may keep them in either way.
+In rules, parts have names like tensors in the files. So one rule serves models whose files hold q, k and v apart, and
+models whose files hold them in a single tensor; NxD may keep them either way.
 
-A part is a slice of its tensor as NumPy writes one, ``tensor[expert, start:end]`` or ``tensor[:, first::step]``.
+A part is a slice of its tensor, in NumPy's notation ``tensor[expert, start:end]`` or ``tensor[:, first::step]``.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ class Packed:
     """A tensor in Hugging Face's files, by pattern, and its parts.
 
     Attributes:
-        hf: its name.
-        parts: their names.
-        heads: for each part "query" or "kv", whose rows it has; None for an equal share of the rest.
-        dim: the dimension of the tensor along which parts lie; None where there is one part, or one for each number.
-        alternating: along it the parts take turns, element by element, in place of one behind the other.
-        stacked: the placeholder that only parts have: its numbers are indices of the tensor's first dimension.
-        flat: they are no dimension of their own: each has an equal share of the rows.
+        hf: pattern of its name.
+        parts: patterns of the parts' names.
+        heads: for each part "query" or "kv" if it has the rows of such heads; None for an equal share of the rest.
+        dim: the dimension along which parts lie; None if there is one part, or one for each number.
+        alternating: True if parts alternate along ``dim``, element by element, instead of following each other.
+        stacked: the placeholder that only parts have; its numbers are indices of the tensor's first dimension.
+        flat: True if numbers have no dimension of their own, but equal shares of the rows.
     """
 
     hf: Pattern
@@ -40,20 +40,20 @@ class Packed:
     flat: bool = False
 
     def names(self, numbers: Numbers, sizes: Sizes) -> list[str]:
-        """The parts of the tensor with these numbers, in order."""
+        """Return the names of the parts of the tensor with these numbers, in order."""
         return [part.fill(each) for each in self._stack(numbers, sizes) for part in self.parts]
 
     def holder(self, part: str) -> str | None:
-        """The tensor that holds the part of this name; None if it is no part of such a tensor."""
-        found = (pattern.match(part) for pattern in self.parts)
-        return next((self.hf.fill(numbers) for numbers in found if numbers is not None), None)
+        """Return the tensor that holds the part of this name; None if there is none."""
+        matches = (pattern.match(part) for pattern in self.parts)
+        return next((self.hf.fill(numbers) for numbers in matches if numbers is not None), None)
 
     def slices(self, name: str, shape: tuple[int, ...], sizes: Sizes) -> dict[str, PartSlice]:
-        """The parts of the tensor ``name``, which has ``shape``.
+        """Return the slices of the parts of the tensor ``name``, by part.
 
         Raises:
-            ShapeMismatch: such parts cannot make up a tensor of this shape.
-            InvalidArgument: config.json does not say how many there are.
+            ShapeMismatch: a tensor of this shape cannot have these parts.
+            InvalidArgument: config.json does not say how many parts there are.
         """
         numbers = self.hf.match(name) or {}
         least = max(0 if self.dim is None else self.dim + 1, int(self.stacked is not None))
@@ -61,16 +61,16 @@ class Packed:
             raise ShapeMismatch(f"{name} has shape {shape}, but its parts need at least {least} dimensions")
         count = len(self._stack(numbers, sizes))
         if self.stacked is not None and (shape[0] % count if self.flat else shape[0] != count):
-            raise ShapeMismatch(f"{name} has shape {shape}, but config.json says that there are {count} in it")
-        found = [
+            raise ShapeMismatch(f"{name} has shape {shape}, but by config.json it should hold {count} parts")
+        slices_ = [
             part
             for index in range(count)
             for part in self._along_dim(self._indexed(shape, index if self.stacked else None, count), name, sizes)
         ]
-        return dict(zip(self.names(numbers, sizes), found, strict=True))
+        return dict(zip(self.names(numbers, sizes), slices_, strict=True))
 
     def shape(self, parts: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
-        """That of the tensor whose parts, in order, have these shapes."""
+        """Return the shape of the tensor whose parts, in order, have these shapes."""
         first = list(parts[0])
         stack = 1 if self.stacked is None else len(parts) // len(self.parts)
         if self.stacked is not None and not self.flat:
@@ -105,18 +105,18 @@ class Packed:
             yield whole
             return
         size = whole.size[dim]
-        known = [None if kind is None else _rows(kind, sizes) for kind in self.heads]
-        left = size - sum(length or 0 for length in known)
-        share, rest = divmod(left, known.count(None)) if None in known else (0, left)
+        lengths = [None if kind is None else _rows(kind, sizes) for kind in self.heads]
+        left = size - sum(length or 0 for length in lengths)
+        share, rest = divmod(left, lengths.count(None)) if None in lengths else (0, left)
         if rest or left < 0:
             parts = ", ".join(part.text for part in self.parts)
             raise ShapeMismatch(
-                f"{name}: {size} elements along dimension {dim} are not those of {parts}; is this the model's "
-                "config.json?"
+                f"{name}: {size} elements along dimension {dim} do not fit the parts {parts}; pass the model's own "
+                "config.json"
             )
         start = 0
         for number in range(count):
-            length = known[number]
+            length = lengths[number]
             length = share if length is None else length
             yield whole.narrowed(dim, number, length, count) if self.alternating else whole.narrowed(dim, start, length)
             start += length
@@ -124,8 +124,10 @@ class Packed:
 
 @dataclass(frozen=True)
 class PartSlice:
-    """``size`` elements in each dimension of the tensor, from ``start`` on; along ``dim`` every ``step``-th one. With
-    ``indexed`` the part has no first dimension."""
+    """``size`` elements in each dimension of the tensor, from ``start`` on; along ``dim`` every ``step``-th one.
+
+    With ``indexed`` the part has no first dimension.
+    """
 
     start: tuple[int, ...]
     size: tuple[int, ...]
@@ -135,11 +137,11 @@ class PartSlice:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """That of the part."""
+        """Shape of the part."""
         return self.size[1:] if self.indexed else self.size
 
     def narrowed(self, dim: int, start: int, length: int, step: int = 1) -> PartSlice:
-        """``length`` elements along ``dim``, counted from this slice's start."""
+        """Return ``length`` elements along ``dim``, counted from this slice's start."""
         starts, sizes = list(self.start), list(self.size)
         starts[dim] += start
         sizes[dim] = length

@@ -1,4 +1,4 @@
-"""The boundary of every parser: whatever a damaged or hostile file provokes comes out as an error that names it."""
+"""The boundary of every parser: each error from a damaged or hostile file becomes one that names the file."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ _LONGEST = 300
 
 @contextmanager
 def parsing(where: str, what: str) -> Iterator[None]:
-    """Around everything that reads ``where``, which should be ``what`` ("a torch file").
+    """Wrap the parsing of ``where``, which should be ``what`` ("a torch file").
 
-    Garbage is left where it is until the end: what parsers make is kept, and there may be much of it.
-    Our own errors pass, and so do those of the storage (OSError, EOFError): they are not about what the bytes say.
+    Garbage collection pauses: parsers keep what they make, and it may be much. Errors of this package, and of the
+    storage (OSError, EOFError), pass: they are not about the contents.
 
     Raises:
-        MalformedFile: whatever else was raised, nesting too deep for Python included.
+        MalformedFile: any other error, also nesting that is too deep for Python.
         HostExhausted: there was no memory left.
     """
     try:
@@ -32,6 +32,6 @@ def parsing(where: str, what: str) -> Iterator[None]:
             f"{where}: the host has no memory left to read it; free some, or raise the limit (ulimit -v)"
         ) from error
     except Exception as error:
-        # Parsers are fed with anything: a list of what they may raise would never be complete.
-        found = f"{type(error).__name__}: {error}"[:_LONGEST]
-        raise MalformedFile(f"{where}: not {what} ({found}). Restore the file, or load another one") from error
+        # Hostile input can make parsers raise anything; a list of exceptions would never be complete.
+        cause = f"{type(error).__name__}: {error}"[:_LONGEST]
+        raise MalformedFile(f"{where}: not {what} ({cause}). Restore the file, or load another one") from error

@@ -1,18 +1,18 @@
-"""How a parameter is cut over ranks: a function from coordinates to pieces of the global tensor.
+"""Cuts of a parameter over ranks: a function from coordinates to pieces of the global tensor.
 
-A :class:`Piece` says which rectangle of a rank's *local* tensor is which rectangle of the *global* one. All the ways
-to cut end up as lists of pieces: a plain cut gives one, a strided or fused one (QKV, gate-up) one per section, a
-ZeRO-1 shard those parts of them that fall into its rows. Rows of a shard that are padding belong to no piece.
+A `Piece` maps a rectangle of a rank's *local* tensor to a rectangle of the *global* one. Every kind of cut gives a list
+of pieces: a plain cut one, a strided or fused one (QKV, gate-up) one per section, a ZeRO-1 shard the parts of these in
+its rows. Padding rows of a shard belong to no piece.
 
 The cuts, from outside in (source: neuronx_distributed 0.9 to 0.18; ``trace.trace.shard_children`` does all but the
-last at once, ``parallel_layers.layers.create_local_weight`` is what training does):
+last at once, training uses ``parallel_layers.layers.create_local_weight``):
 
 1. expert parallel: dimension 0 in equal parts, by ``ep_rank``;
-2. tensor parallel: ``partition_dim``, see :class:`Partition`;
-3. ZeRO-1: dimension 0 of what is left, padded, by the rank in the sharding group (torch_xla's
+2. tensor parallel: ``partition_dim``, see `Partition`;
+3. ZeRO-1: dimension 0 of the rest, padded, by the rank in the sharding group (torch_xla's
    ``ZeroRedundancyOptimizer``).
 
-Pipeline parallelism cuts no tensor: it says which names a rank holds.
+Pipeline parallelism cuts no tensor; it assigns names to ranks.
 """
 
 from __future__ import annotations
@@ -28,26 +28,26 @@ from nxd_ckpt.errors import InvalidArgument, MalformedFile
 
 @dataclass(frozen=True, order=True)
 class Piece:
-    """``local`` (in the rank's tensor) holds the elements of ``box`` (in the global tensor); equal sizes."""
+    """A rectangle ``local`` of the rank's tensor that holds the elements ``box`` of the global one; equal sizes."""
 
     local: Box
     box: Box
 
     def within(self, window: Box) -> Piece | None:
-        """The part of this piece inside ``window`` of the local tensor, local offsets counted from the window's."""
+        """Return the part inside ``window`` of the local tensor, with local offsets counted from the window's."""
         common = self.local.intersect(window)
         if common is None:
             return None
         return Piece(common.shifted(window.offset), _moved(common, self.local, self.box))
 
     def local_of(self, part: Box) -> Box:
-        """Where ``part`` of the global tensor, inside ``box``, lies in the local tensor."""
+        """Return the place in the local tensor of ``part``, a box of the global tensor inside ``box``."""
         return _moved(part, self.box, self.local)
 
 
 @dataclass(frozen=True)
 class SectionLayout:
-    """A section of a parameter as the ranks hold it: partition i's ``local`` rectangle is ``first``, moved i blocks."""
+    """One section on the ranks: the ``local`` rectangle of partition i holds ``first``, moved by i blocks."""
 
     section: Section
     local: Box
@@ -61,7 +61,7 @@ class SectionLayout:
         return Piece(self.local, Box(self.first.narrowed(self.dim, partition * block, block).offset, self.local.size))
 
     def partitions_in(self, wanted: Box) -> range:
-        """The partitions whose pieces reach into ``wanted`` along the dimension that is cut."""
+        """Return the partitions whose pieces overlap ``wanted`` along the dimension that is cut."""
         if self.dim is None:
             return range(1)
         return blocks_in(
@@ -74,19 +74,18 @@ class SectionLayout:
 
 @dataclass(frozen=True)
 class Partition:
-    """How one parameter is cut, in NxD's terms (its parameter attributes of the same names).
+    """The cut of one parameter, in the terms of NxD's parameter attributes of the same names.
 
     ``partition_dim`` is cut into ``num_partitions * partition_stride`` equal blocks; partition ``i`` holds the blocks
-    ``i, i + num_partitions, ...`` (source: ``create_local_weight``). The rank ``r`` holds the partition
-    ``rank_ordering[r]``, or ``r`` without one, modulo ``num_partitions`` (source: ``shard_children``): with fewer
-    partitions than ranks, each is held by several. ``expert`` tensors are also cut along dimension 0 over the
-    expert-parallel ranks, outermost.
+    ``i, i + num_partitions, ...`` (source: ``create_local_weight``). Rank ``r`` holds partition ``rank_ordering[r]``,
+    or ``r`` without one, modulo ``num_partitions`` (source: ``shard_children``). So with fewer partitions than ranks,
+    several ranks hold each. ``expert`` tensors are first cut along dimension 0 over the expert-parallel ranks.
 
-    ``fused`` describes what those attributes cannot: a parameter that holds several tensors, cut each by itself. NxD's
-    ``GQAQKVColumnParallelLinear`` with ``fuse_qkv`` makes one of q, k and v, and leaves no attributes on it. With
-    ``kv_size_multiplier = m`` its k and v, fused or not, are ``m`` copies of a tensor in ``tp / m`` partitions,
-    although their attributes say ``tp``: rank ``r`` holds ``r % (tp / m)`` on Trn1, ``r // m`` on Trn2 (source:
-    ``modules.qkv_linear`` and ``scripts/checkpoint_converter.py``). For tp = 4, m = 2 on Trn1, unfused::
+    ``fused`` describes a parameter that holds several tensors, each cut by itself, which those attributes cannot
+    describe. NxD's ``GQAQKVColumnParallelLinear`` with ``fuse_qkv`` makes one parameter of q, k and v, without
+    attributes. With ``kv_size_multiplier = m`` its k and v, fused or not, are ``m`` copies of a tensor in ``tp / m``
+    partitions, although their attributes say ``tp``: rank ``r`` holds ``r % (tp / m)`` on Trn1, ``r // m`` on Trn2
+    (source: ``modules.qkv_linear`` and ``scripts/checkpoint_converter.py``). For tp = 4, m = 2 on Trn1, unfused::
 
         Partition(0, num_partitions=2)        # on Trn2, with rank_ordering=(0, 0, 1, 1)
 
@@ -94,11 +93,12 @@ class Partition:
 
         Partition(0, fused=(Section(64, 4, (0, 2, 1, 3)), Section(16, 2), Section(16, 2)))
 
-    ``known`` is False where the live parameter's attributes contradict what was seen (see the commit's comparison of
-    replicas): such a tensor is read by its own rank only.
+    ``known`` is False if the saved values contradict the live parameter's attributes (the commit compares replicas);
+    such a tensor is read by its own rank only.
 
     Raises:
-        InvalidArgument: counts below 1, an ordering that leaves out a partition, or ``fused`` beside what it replaces.
+        InvalidArgument: a count below 1, an ordering without one of the partitions, or ``fused`` together with the
+            attributes that it replaces.
     """
 
     partition_dim: int | None = None
@@ -117,8 +117,8 @@ class Partition:
         instead = (self.partition_stride, self.num_partitions, self.rank_ordering) != (1, 1, None)
         if self.fused and (instead or self.partition_dim is None):
             raise InvalidArgument(
-                "partition: fused needs partition_dim. Each section has its own partition_stride, num_partitions and "
-                "rank_ordering: leave those out"
+                "partition: fused needs partition_dim, and no partition_stride, num_partitions or rank_ordering: each "
+                "section has its own"
             )
 
     @property
@@ -128,7 +128,7 @@ class Partition:
         return all(section.num_partitions == 1 for section in self.fused or (self,))
 
     def to_json(self) -> dict[str, Any]:
-        """Only what differs from a replicated parameter, so that manifests stay small."""
+        """Return the fields that differ from a replicated parameter's, so that manifests stay small."""
         full = {
             "partition_dim": self.partition_dim,
             "partition_stride": self.partition_stride,
@@ -147,10 +147,10 @@ class Partition:
             fused = tuple(Section(size, count, _as_tuple(order)) for size, count, order in fields.get("fused", ()))
             return Partition(**{**fields, "rank_ordering": _as_tuple(fields.get("rank_ordering")), "fused": fused})
         except (TypeError, ValueError) as error:
-            raise MalformedFile(f"partition {fields!r} is not one that this version knows: {error}") from error
+            raise MalformedFile(f"partition {fields!r} is invalid, or of a newer version: {error}") from error
 
     def global_shape(self, local_shape: Iterable[int], ep: int) -> tuple[int, ...]:
-        """The shape of the whole parameter, from the shape that every rank holds."""
+        """Return the shape of the whole parameter, from its shape on each rank."""
         shape = list(local_shape)
         if self.fused and self.partition_dim is not None:
             shape[self.partition_dim] = sum(section.size for section in self.fused)
@@ -161,12 +161,12 @@ class Partition:
         return tuple(shape)
 
     def pieces(self, local_shape: tuple[int, ...], tp_rank: int, tp: int, ep_rank: int) -> list[Piece] | None:
-        """What the rank at these coordinates holds, or None where the cut is not one of the regular ones."""
-        strips = self.strips(local_shape, tp, ep_rank)
-        return None if strips is None else [strip.piece(strip.section.partition_of(tp_rank)) for strip in strips]
+        """Return the pieces of the rank at these coordinates; None if the cut is irregular."""
+        layouts = self.section_layouts(local_shape, tp, ep_rank)
+        return None if layouts is None else [layout.piece(layout.section.partition_of(tp_rank)) for layout in layouts]
 
-    def strips(self, local_shape: tuple[int, ...], tp: int, ep_rank: int) -> list[SectionLayout] | None:
-        """The sections, as each of the ``tp`` ranks with this ``ep_rank`` holds one partition of; None as above."""
+    def section_layouts(self, local_shape: tuple[int, ...], tp: int, ep_rank: int) -> list[SectionLayout] | None:
+        """Return the sections over the ``tp`` ranks of this ``ep_rank``; None if the cut is irregular."""
         sections = self._sections(local_shape)
         if sections is None or not all(section.fits(tp) for section in sections):
             return None
@@ -180,7 +180,7 @@ class Partition:
         return list(_side_by_side(sections, local, whole, dim))
 
     def _sections(self, local_shape: tuple[int, ...]) -> list[Section] | None:
-        """What is cut, by itself each, one after the other; None where the shape cannot have been cut so."""
+        """Return the sections, which follow each other and are cut separately; None if the shape does not fit."""
         dim = self.partition_dim
         if not self.known or (self.expert and not local_shape) or (dim is not None and dim >= len(local_shape)):
             return None
@@ -194,17 +194,17 @@ class Partition:
 
 
 def zero1_rows(rows: int, dp: int) -> int:
-    """Rows of each ZeRO-1 shard: dimension 0 padded with zeros to a multiple of ``dp``, cut into equal shards."""
+    """Return the rows of a ZeRO-1 shard: dimension 0 padded with zeros to a multiple of ``dp``, in equal shards."""
     return -(-rows // dp)
 
 
 def zero1_shape(local_shape: tuple[int, ...], dp: int) -> tuple[int, ...]:
-    """The shape of each ZeRO-1 shard. A 0-dimensional parameter has no rows to cut: every shard is all of it."""
+    """Return the shape of a ZeRO-1 shard. A 0-dimensional parameter has no rows: every shard is all of it."""
     return (zero1_rows(local_shape[0], dp), *local_shape[1:]) if local_shape else ()
 
 
 def zero1_pieces(pieces: Iterable[Piece], local_shape: tuple[int, ...], dp: int, dp_rank: int) -> list[Piece]:
-    """The pieces that the ZeRO-1 shard ``dp_rank`` of ``dp`` holds; local offsets count from the shard's first row.
+    """Return the pieces in the ZeRO-1 shard ``dp_rank`` of ``dp``; local offsets count from the shard's first row.
 
     A 0-dimensional parameter has no rows to cut: every shard is all of it.
     """
@@ -226,7 +226,7 @@ def _side_by_side(sections: Iterable[Section], local: Box, whole: Box, dim: int)
 
 
 def _moved(part: Box, start: Box, end: Box) -> Box:
-    """``part`` of the rectangle ``start``, as the same part of ``end``."""
+    """Return the part of ``end`` that corresponds to ``part`` of the equally large rectangle ``start``."""
     return Box(tuple(c + a - b for a, b, c in zip(part.offset, start.offset, end.offset, strict=True)), part.size)
 
 

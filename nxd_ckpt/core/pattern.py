@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 Numbers = Mapping[str, int]
-"""What placeholders stand for."""
+"""Values of placeholders."""
 
 _PLACEHOLDER = re.compile(r"\{(\w+)\}")
 
@@ -24,26 +24,26 @@ class Pattern:
         return tuple(dict.fromkeys(self._keys))
 
     def match(self, name: str) -> dict[str, int] | None:
-        found = self._regex.fullmatch(name)
-        return None if found is None else {key: int(value) for key, value in found.groupdict().items()}
+        match_ = self._regex.fullmatch(name)
+        return None if match_ is None else {key: int(value) for key, value in match_.groupdict().items()}
 
     def fill(self, numbers: Numbers) -> str:
         return self._template % tuple([numbers[key] for key in self._keys])
 
     @cached_property
     def _keys(self) -> list[str]:
-        """The placeholders, as often as they occur."""
+        """The placeholders, each as often as it occurs."""
         return _PLACEHOLDER.findall(self.text)
 
     @cached_property
     def _template(self) -> str:
-        """Half a million names are filled for one model."""
+        """A template for ``%``, because half a million names are filled for one model."""
         return "%d".join(part.replace("%", "%%") for part in _PLACEHOLDER.split(self.text)[::2])
 
     @cached_property
     def _regex(self) -> re.Pattern[str]:
-        found = ""
+        regex = ""
         for number, part in enumerate(_PLACEHOLDER.split(self.text)):  # every second one is a placeholder
-            group = f"(?P={part})" if f"(?P<{part}>" in found else rf"(?P<{part}>0|[1-9]\d{{0,17}})"
-            found += group if number % 2 else re.escape(part)
-        return re.compile(found)
+            group = f"(?P={part})" if f"(?P<{part}>" in regex else rf"(?P<{part}>0|[1-9]\d{{0,17}})"
+            regex += group if number % 2 else re.escape(part)
+        return re.compile(regex)

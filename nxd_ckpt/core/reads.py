@@ -1,7 +1,7 @@
-"""Plans of reading: which parts of which saved tensors make up what a rank wants. Everything is overlap of boxes.
+"""Read plans: the parts of saved tensors that fill a rank's tensor. Everything is overlap of boxes.
 
-:func:`holders` asks who saved the wanted part (without listing all ranks), :func:`plan_reads` which rectangles go
-where, :func:`contiguous_runs` which bytes of a file those are.
+`holders` finds the ranks that saved a box (without listing all ranks), `plan_reads` the rectangles to copy, and
+`contiguous_runs` their bytes in a file.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ HolderT = TypeVar("HolderT")
 
 @dataclass(frozen=True)
 class Cut:
-    """Into how many parts each way of cutting cuts. ``shards`` is ZeRO-1's sharding group, 1 for the model's state."""
+    """The number of parts in each kind of cut. ``shards`` is the size of ZeRO-1's sharding group, 1 for the model."""
 
     tp: int = 1
     ep: int = 1
@@ -30,7 +30,7 @@ class Cut:
 
 @dataclass(frozen=True, order=True)
 class CutIndex:
-    """Which of a :class:`Cut`'s parts. ``ep_rank`` is 0 for tensors that are not cut over experts."""
+    """The index of one part of a `Cut`. ``ep_rank`` is 0 for tensors that are not cut over experts."""
 
     tp_rank: int = 0
     ep_rank: int = 0
@@ -39,7 +39,7 @@ class CutIndex:
 
 @dataclass(frozen=True)
 class Read(Generic[HolderT]):
-    """Copy ``source`` of the holder's local tensor to ``target`` of the wanting rank's local tensor; equal sizes."""
+    """A copy of ``source`` in the holder's local tensor to ``target`` in the reading rank's; equal sizes."""
 
     holder: HolderT
     source: Box
@@ -49,74 +49,72 @@ class Read(Generic[HolderT]):
 def holders(
     partition: Partition, local_shape: tuple[int, ...], wanted: Box, cut: Cut, near: CutIndex = CutIndex()
 ) -> list[tuple[CutIndex, Piece]] | None:
-    """Who holds the parts of ``wanted``, and which pieces: together they cover it, each element once.
+    """Return the holders of ``wanted`` with their pieces, which cover it, each element once.
 
     Work is proportional to the answer (and to the number of sections of a strided or fused parameter), not to the
-    number of ranks. Where several tensor-parallel ranks hold the same piece, it is the one of ``near``, the asking
-    rank's own place, if that is one of them, and another one for another asker otherwise, so that not everyone reads
-    the same file.
+    number of ranks. If several tensor-parallel ranks hold a piece, it is read from the rank at ``near`` if that has it,
+    otherwise from one that depends on ``near``, so that readers spread over the files.
 
     Args:
-        partition: how the saved parameter is cut.
+        partition: cut of the saved parameter.
         local_shape: its shape on each saving rank, before ZeRO-1.
         wanted: a box of the global tensor.
-        cut: the sizes of the saving job.
+        cut: sizes of the saving job.
+        near: index of the reading rank.
 
     Returns:
-        Pieces as the holders have them, not clipped to ``wanted``; local offsets count from the first row of the
-        holder's ZeRO-1 shard. None where the cut is not one of the regular ones.
+        Whole pieces of the holders, not clipped to ``wanted``; local offsets count from the first row of the holder's
+        ZeRO-1 shard. None if the cut is irregular.
     """
-    found: list[tuple[CutIndex, Piece]] = []
+    pieces: list[tuple[CutIndex, Piece]] = []
     for ep_rank in _ep_ranks(partition, local_shape, wanted, cut.ep):
-        strips = partition.strips(local_shape, cut.tp, ep_rank)
-        if strips is None:
+        layouts = partition.section_layouts(local_shape, cut.tp, ep_rank)
+        if layouts is None:
             return None
-        for strip in strips:
-            for number in strip.partitions_in(wanted):
-                piece = strip.piece(number)
-                tp_rank = _nearest(strip.section.tp_ranks_of(number, cut.tp), near.tp_rank)
+        for layout in layouts:
+            for number in layout.partitions_in(wanted):
+                piece = layout.piece(number)
+                tp_rank = _nearest(layout.section.tp_ranks_of(number, cut.tp), near.tp_rank)
                 for shard in _shards(piece, local_shape, wanted, cut.shards):
                     place = CutIndex(tp_rank, ep_rank, shard)
-                    found += [(place, part) for part in zero1_pieces([piece], local_shape, cut.shards, shard)]
-    return found
+                    pieces += [(place, part) for part in zero1_pieces([piece], local_shape, cut.shards, shard)]
+    return pieces
 
 
 def plan_reads(
-    wanted: Iterable[Piece], held: Sequence[tuple[HolderT, Piece]], name: str = "tensor"
+    targets: Iterable[Piece], sources: Sequence[tuple[HolderT, Piece]], name: str = "tensor"
 ) -> list[Read[HolderT]]:
-    """What to read to fill the wanted pieces, each element exactly once; of several holders the first one is read.
+    """Plan the reads that fill the target pieces, each element exactly once, from the first holder that has it.
 
     Args:
-        wanted: the pieces of the wanting rank's local tensor. Elements of it that are in no piece (ZeRO-1's padding)
-            are not read.
-        held: pieces of the same global tensor, by holder.
-        name: the tensor's, for the error.
+        targets: pieces of the reading rank's local tensor. Elements in no piece (ZeRO-1's padding) are not read.
+        sources: pieces of the same global tensor, by holder.
+        name: the tensor's name, for the error.
 
     Raises:
-        IncompatibleState: a part of a wanted piece is in no held one; the message names it.
+        IncompatibleState: no source has a part of a target piece; the message names it.
     """
     reads: list[Read[HolderT]] = []
-    for want in wanted:
-        missing = [want.box] if want.box.numel else []
-        for holder, piece in held:
+    for target in targets:
+        missing = [target.box] if target.box.numel else []
+        for holder, piece in sources:
             if not missing:
                 break
             for common in [part for box in missing if (part := box.intersect(piece.box)) is not None]:
-                reads.append(Read(holder, piece.local_of(common), want.local_of(common)))
+                reads.append(Read(holder, piece.local_of(common), target.local_of(common)))
             missing = [rest for box in missing for rest in box.minus(piece.box)]
         if missing:
             raise IncompatibleState(
-                f"{name}: elements {missing[0]} of the whole tensor are wanted, but no rank of the checkpoint holds "
-                "them; is a rank's file missing, or was it saved with another shape or partition?"
+                f"{name}: elements {missing[0]} of the whole tensor are in no rank's file; a rank's file is missing, "
+                "or the tensor was saved with another shape or partition"
             )
     return reads
 
 
 def contiguous_runs(box: Box, shape: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """The elements of ``box`` in a row-major tensor of ``shape``, as runs (first element, number of elements).
+    """Yield the elements of ``box`` in a row-major tensor of ``shape`` as runs (first element, number of elements).
 
-    Ascending, disjoint, and as long as possible. In the order of the runs, the elements are those of the box in
-    row-major order.
+    Runs are ascending, disjoint and as long as possible. Together they are the box's elements in row-major order.
     """
     if not box.numel:
         return
@@ -137,7 +135,7 @@ def contiguous_runs(box: Box, shape: Sequence[int]) -> Iterator[tuple[int, int]]
 
 
 def _ep_ranks(partition: Partition, local_shape: tuple[int, ...], wanted: Box, ep: int) -> Iterable[int]:
-    """The expert-parallel ranks whose rows reach into ``wanted``; 0 where experts are not cut."""
+    """Return the expert-parallel ranks whose rows overlap ``wanted``; 0 if experts are not cut."""
     if not partition.expert or not local_shape:
         return range(1)
     rows = partition.global_shape(local_shape, ep=1)[0]
@@ -145,7 +143,7 @@ def _ep_ranks(partition: Partition, local_shape: tuple[int, ...], wanted: Box, e
 
 
 def _shards(piece: Piece, local_shape: tuple[int, ...], wanted: Box, shards: int) -> Iterable[int]:
-    """The ZeRO-1 shards that hold parts of ``piece`` that are wanted."""
+    """Return the ZeRO-1 shards that hold wanted parts of ``piece``."""
     common = piece.box.intersect(wanted)
     if common is None:
         return ()

@@ -1,7 +1,7 @@
-"""What the live model calls a tensor, and what the checkpoint calls it. Pure.
+"""Names of a tensor in the live model and in the checkpoint. Pure.
 
 All names are replaced at once: ``{"a": "b", "b": "a"}`` swaps two tensors, and in ``{"a": "b", "b": "c"}`` the live
-``b`` is the saved ``c``. So chains and cycles mean one thing; only two live names for one saved tensor do not.
+``b`` is the saved ``c``. So chains and cycles are unambiguous; two live names for one saved tensor are refused.
 """
 
 from __future__ import annotations
@@ -13,26 +13,26 @@ from functools import cached_property
 from nxd_ckpt.errors import InvalidArgument
 
 NOT_LIVE = "/"
-"""What a saved name begins with, seen from the live side, if no live name stands for it."""
+"""Start of a saved name on the live side if it has no live name."""
 
 _POSITION = "#"  # an optimizer's parameter without a name: "#3"
 
 
 @dataclass(frozen=True)
 class Renaming:
-    """``key_mapping``: live names to whole names in the checkpoint. Before all others stands ``prefix`` there."""
+    """Names in the checkpoint: ``key_mapping`` gives whole names by live name, ``prefix`` precedes all others."""
 
     key_mapping: Mapping[str, str] = field(default_factory=dict)
     prefix: str = ""
 
     def __bool__(self) -> bool:
-        """Whether any name changes."""
+        """True if any name changes."""
         return bool(self.prefix or self.key_mapping)
 
     def validate(self) -> None:
-        """Raise InvalidArgument for what is no mapping of names, or takes one saved tensor for two live ones."""
+        """Raise InvalidArgument unless it maps names to names, and no two live names to one saved tensor."""
         if not isinstance(self.prefix, str):
-            raise InvalidArgument(f"prefix={self.prefix!r}: expected what names in the checkpoint begin with, a string")
+            raise InvalidArgument(f"prefix={self.prefix!r}: expected a string, the start of names in the checkpoint")
         if not isinstance(self.key_mapping, Mapping):
             raise InvalidArgument(
                 f"key_mapping must be a dict of live names to names in the checkpoint, found {self.key_mapping!r}"
@@ -40,47 +40,47 @@ class Renaming:
         for live, saved in self.key_mapping.items():
             if not (isinstance(live, str) and isinstance(saved, str) and live and saved):
                 raise InvalidArgument(f"key_mapping must map names to names, found {live!r}: {saved!r}")
-            other = self._live_by_saved[saved]
-            if other != live:
-                raise _collision(other, live, saved, "map each to a tensor of its own")
+            first = self._live_by_saved[saved]
+            if first != live:
+                raise _collision(first, live, saved, "map each to a tensor of its own")
 
     def saved(self, live: str) -> str:
-        """What the checkpoint calls it."""
+        """Return the name in the checkpoint."""
         if live.startswith(NOT_LIVE):
             return live.removeprefix(NOT_LIVE)
         return live if live.startswith(_POSITION) else self.key_mapping.get(live, self.prefix + live)
 
     def live(self, saved: str) -> str:
-        """What the live model calls it, or would; with :data:`NOT_LIVE` in front if that name stands for another."""
+        """Return the live name, existing or not; with `NOT_LIVE` in front if that name means another tensor."""
         if saved.startswith(_POSITION):
             return saved
-        found = self._live_by_saved.get(saved)
-        if found is None and saved.startswith(self.prefix):
-            found = saved.removeprefix(self.prefix)
-            found = None if found in self.key_mapping else found
-        return found or NOT_LIVE + saved
+        name = self._live_by_saved.get(saved)
+        if name is None and saved.startswith(self.prefix):
+            name = saved.removeprefix(self.prefix)
+            name = None if name in self.key_mapping else name
+        return name or NOT_LIVE + saved
 
     def concerns(self, saved: str) -> bool:
-        """Whether a saved name is of what is loaded: others do not begin with the prefix."""
+        """Return whether a saved name can be loaded: it is mapped, or begins with the prefix."""
         return saved.startswith(self.prefix) or saved in self._live_by_saved
 
     def refuse_collisions(self, names: Iterable[str], aliases: Callable[[str], Sequence[str]]) -> None:
-        """Raise InvalidArgument if one of the live ``names`` is, by its own name, what is mapped to another one.
+        """Raise InvalidArgument if one of the live ``names``, unmapped, equals a saved name that is mapped to another.
 
-        ``aliases`` gives all names of a parameter: tied ones are one tensor.
+        ``aliases`` returns all names of a parameter: tied names are one tensor.
         """
         for name in names:
-            other = None if name in self.key_mapping else self._live_by_saved.get(self.saved(name))
-            if other is not None and other not in aliases(name):
-                found = self.saved(name)
-                raise _collision(other, name, found, f"map {name!r} to another one, or leave it out with ignore_keys=")
+            mapped = None if name in self.key_mapping else self._live_by_saved.get(self.saved(name))
+            if mapped is not None and mapped not in aliases(name):
+                advice = f"map {name!r} to another one, or leave it out with ignore_keys="
+                raise _collision(mapped, name, self.saved(name), advice)
 
     @cached_property
     def _live_by_saved(self) -> dict[str, str]:
-        found: dict[str, str] = {}
+        names: dict[str, str] = {}
         for live, saved in self.key_mapping.items():
-            found.setdefault(saved, live)
-        return found
+            names.setdefault(saved, live)
+        return names
 
 
 def _collision(first: str, second: str, saved: str, advice: str) -> InvalidArgument:

@@ -1,6 +1,6 @@
-"""Which tags to keep: rules, and a pure function from tags to those that stay and those that go.
+"""Retention: rules, and a pure function that divides tags into those to keep and those to remove.
 
-A tag stays if any rule keeps it, if it is pinned, or if it is the newest. So no policy keeps nothing.
+A tag stays if any rule keeps it, if it is pinned, or if it is the newest. So every policy keeps at least one tag.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from nxd_ckpt.core.tags import TagInfo, in_order, step_of, undecided
 from nxd_ckpt.errors import InvalidArgument
 
 Metrics: TypeAlias = Mapping[str, float | None]
-"""What a save was told of the training, by name; None for what was not finite."""
+"""Metrics of the training that a save recorded, by name; None if a value was not finite."""
 
 
 @dataclass(frozen=True)
 class Last:
-    """Keeps the newest ``count`` tags."""
+    """A rule that keeps the newest ``count`` tags."""
 
     count: int
 
@@ -37,11 +37,11 @@ class Last:
 
 @dataclass(frozen=True)
 class Every:
-    """Keeps each tag whose step is a multiple of ``steps``. Its step is the last number in its name, but one that
-    follows a word such as "step" or "iter" goes before others, and decimals and epochs are none if there is another.
+    """A rule that keeps each tag whose step is a multiple of ``steps``.
 
-    So 300 is that of "300", of "step_300", of "epoch1-step300" and of "step300-epoch1". A tag without a number has no
-    step.
+    The step is the last number after a word such as "step" or "iter", otherwise the last number in the name; decimals
+    never count, and epochs only without any other number. So it is 300 for "300", "step_300", "epoch1-step300" and
+    "step300-epoch1". A tag without a number has no step.
     """
 
     steps: int
@@ -59,10 +59,10 @@ class Every:
 
 @dataclass(frozen=True)
 class Best:
-    """Keeps the ``count`` tags with the lowest ``metric``, or with ``mode="max"`` the highest.
+    """A rule that keeps the ``count`` tags with the lowest ``metric``, or with ``mode="max"`` the highest.
 
-    Ties: the newest. It also keeps every tag that was saved without that metric, or with one that was not finite: how
-    good they are is not known. So a metric whose name is misspelt removes nothing.
+    Of equal ones it keeps the newest. It also keeps every tag that was saved without that metric, or with one that was
+    not finite, because their quality is not known. So a metric whose name is misspelt removes nothing.
     """
 
     metric: str
@@ -82,27 +82,29 @@ class Best:
     def chosen(self, tags: Sequence[TagInfo], metrics: Mapping[str, Metrics]) -> Sequence[TagInfo]:
         sign = 1 if self.mode == "min" else -1
         values = [(self.value(metrics.get(info.tag, {})), info) for info in reversed(tags)]
-        ranked = sorted([(sign * value, info) for value, info in values if value is not None], key=lambda one: one[0])
+        ranked = sorted([(sign * value, info) for value, info in values if value is not None], key=lambda pair: pair[0])
         return [info for _, info in ranked[: self.count]] + [info for value, info in values if value is None]
 
     def value(self, metrics: Metrics) -> float | None:
-        """The metric of a tag; None where it is absent or not finite."""
+        """Return the metric of a tag; None if it is absent or not finite."""
         value = metrics.get(self.metric)
         return value if value is not None and math.isfinite(value) else None
 
 
 @dataclass(frozen=True)
 class Within:
-    """Keeps the tags that were saved at most so long before the newest. No clock is asked, so that time which passes
-    without a save removes nothing."""
+    """A rule that keeps the tags that were saved at most this long before the newest tag.
+
+    No clock is read, so time that passes without a save removes nothing.
+    """
 
     hours: float = 0
     days: float = 0
     minutes: float = 0
 
     def __post_init__(self) -> None:
-        given = (self.hours, self.days, self.minutes)
-        if not all(_is_number(value) and 0 <= value < math.inf for value in given) or not any(given):
+        values = (self.hours, self.days, self.minutes)
+        if not all(_is_number(value) and 0 <= value < math.inf for value in values) or not any(values):
             raise InvalidArgument(
                 f"Within() needs a time of more than 0, found hours={self.hours!r}, days={self.days!r}, "
                 f"minutes={self.minutes!r}"
@@ -113,8 +115,8 @@ class Within:
         return 3600 * (24 * self.days + self.hours) + 60 * self.minutes
 
     def __str__(self) -> str:
-        given = ((self.days, "d"), (self.hours, "h"), (self.minutes, "min"))
-        return f"within {' '.join(f'{value:g} {unit}' for value, unit in given if value)}"
+        parts = ((self.days, "d"), (self.hours, "h"), (self.minutes, "min"))
+        return f"within {' '.join(f'{value:g} {unit}' for value, unit in parts if value)}"
 
     def chosen(self, tags: Sequence[TagInfo], metrics: Mapping[str, Metrics]) -> Sequence[TagInfo]:
         return [info for info in tags if info.order_time >= tags[-1].order_time - self.seconds]
@@ -122,12 +124,12 @@ class Within:
 
 Rule: TypeAlias = Last | Every | Best | Within
 BY_AGE = (Last, Within)
-"""Rules that go by when a tag was saved."""
+"""Rules that depend on the time of a tag."""
 
 
 @dataclass(frozen=True)
 class Retention:
-    """What becomes of the complete tags of a directory, oldest first: why each of the ``kept`` stays, and which go."""
+    """A decision on complete tags, oldest first: the reasons for each of the ``kept``, and the ``surplus`` tags."""
 
     kept: Mapping[str, tuple[str, ...]]
     surplus: tuple[str, ...]
@@ -136,7 +138,7 @@ class Retention:
 def decide(
     tags: Iterable[TagInfo], rules: Sequence[Rule], metrics: Mapping[str, Metrics], pinned: Collection[str] = ()
 ) -> Retention:
-    """What stays by ``rules``, given the ``metrics`` of each tag and the names of those that are ``pinned``.
+    """Decide which tags stay by ``rules``, with the ``metrics`` of each tag and the names of ``pinned`` tags.
 
     Incomplete tags are never counted and never removed: they may be another program's save in progress.
     """
@@ -159,13 +161,13 @@ def decide(
 
 
 def unknown_metrics(rules: Sequence[Rule], metrics: Mapping[str, Metrics]) -> list[str]:
-    """For each rule by a metric that no tag has, a sentence that says so."""
-    known = {name for one in metrics.values() for name in one}
+    """Return a sentence for each rule whose metric no tag has."""
+    names = {name for each in metrics.values() for name in each}
     return [
-        f"Best({rule.metric!r}): no tag has the metric {listed([rule.metric], known)}; "
-        f"tags have {first_of(sorted(known)) or 'no metrics'}, and saves pass them as metrics={{...}}"
+        f"Best({rule.metric!r}): no tag has the metric {listed([rule.metric], names)}; "
+        f"tags have {first_of(sorted(names)) or 'no metrics'}, and saves pass them as metrics={{...}}"
         for rule in rules
-        if isinstance(rule, Best) and metrics and all(rule.value(one) is None for one in metrics.values())
+        if isinstance(rule, Best) and metrics and all(rule.value(each) is None for each in metrics.values())
     ]
 
 
@@ -176,11 +178,11 @@ def _reason(rule: Rule, metrics: Metrics) -> str:
 
 
 def rules_of(num_kept_ckpts: int | None, retain: Sequence[Rule] | None = None) -> tuple[Rule, ...] | None:
-    """What both say together; None keeps all. ``num_kept_ckpts`` is None or -1 (as NxD has it), or ``Last`` so many.
+    """Combine both options into rules; None keeps all. ``num_kept_ckpts`` is None, -1 (NxD's) or the count of `Last`.
 
     Raises:
-        InvalidArgument: 0 would delete the checkpoint just saved; other negatives and non-integers mean nothing. A
-            policy without rules, or of anything else than rules.
+        InvalidArgument: ``num_kept_ckpts`` is 0 (it would delete the checkpoint just saved), another negative number or
+            no integer; or ``retain`` is empty, or has an element that is no rule.
     """
     last: tuple[Rule, ...] = ()
     if num_kept_ckpts is not None and num_kept_ckpts != -1:
@@ -192,29 +194,29 @@ def rules_of(num_kept_ckpts: int | None, retain: Sequence[Rule] | None = None) -
         last = (Last(num_kept_ckpts),)
     if retain is None:
         return last or None
-    if not isinstance(retain, (list, tuple)) or not retain or not all(isinstance(one, Rule) for one in retain):
+    if not isinstance(retain, (list, tuple)) or not retain or not all(isinstance(rule, Rule) for rule in retain):
         raise InvalidArgument(
             f"retain={retain!r}: expected a list of rules such as [Last(3), Every(1000), Best('loss', 3), "
-            "Within(hours=2)]; None keeps all tags, and a list without rules would keep none"
+            "Within(hours=2)]; None keeps all tags, an empty list would keep none"
         )
     return (*retain, *last)
 
 
 def recorded_metrics(metrics: Mapping[str, float] | None) -> dict[str, float | None]:
-    """What a manifest says of ``metrics``, real numbers by name: floats, and None for what is not finite.
+    """Return ``metrics``, real numbers by name, as a manifest has them: floats, or None if not finite.
 
     Raises InvalidArgument for anything else.
     """
-    given: Any = {} if metrics is None else metrics
-    if not isinstance(given, Mapping) or not all(isinstance(name, str) and name for name in given):
+    numbers: Any = {} if metrics is None else metrics
+    if not isinstance(numbers, Mapping) or not all(isinstance(name, str) and name for name in numbers):
         raise InvalidArgument(f"metrics={metrics!r:.200}: expected numbers by name, such as {{'loss': 2.1}}")
-    for name, value in given.items():
+    for name, value in numbers.items():
         if not _is_number(value):
             raise InvalidArgument(
                 f"metrics: {name!r} is {value!r:.80}, a {type(value).__name__}; expected a number (float(value) makes "
                 "one of a tensor)"
             )
-    return {name: _finite(value) for name, value in given.items()}
+    return {name: _finite(value) for name, value in numbers.items()}
 
 
 def _finite(value: Any) -> float | None:

@@ -1,4 +1,4 @@
-"""Sections: what is cut into equal blocks over tensor-parallel ranks. Most parameters are one, fused ones several."""
+"""Sections, which are cut into equal blocks over tensor-parallel ranks. A fused parameter has several of them."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from nxd_ckpt.errors import InvalidArgument
 
 @dataclass(frozen=True)
 class Section:
-    """One of the tensors that a fused parameter holds one after the other along ``partition_dim``, each cut by itself.
+    """One tensor of a fused parameter. Sections follow each other along ``partition_dim``, and are cut separately.
 
-    ``size`` elements of the *whole* section along that dimension are cut into ``num_partitions`` equal blocks.
-    ``rank_ordering`` as in :class:`Partition`.
+    The ``size`` elements of the *whole* section along that dimension are cut into ``num_partitions`` equal blocks.
+    Rank ``r`` holds block ``rank_ordering[r]``, or ``r`` without one, modulo ``num_partitions``.
     """
 
     size: int
@@ -33,22 +33,22 @@ class Section:
         return self.size // self.num_partitions
 
     def fits(self, tp: int) -> bool:
-        """Whether each of ``tp`` ranks holds one partition, and each partition is held equally often."""
+        """Return whether each of ``tp`` ranks holds one partition, and each partition is held equally often."""
         return tp % self.num_partitions == 0 and (self.rank_ordering is None or len(self.rank_ordering) == tp)
 
     def partition_of(self, tp_rank: int) -> int:
-        """The partition that a rank holds."""
+        """Return the partition that a rank holds."""
         return (tp_rank if self.rank_ordering is None else self.rank_ordering[tp_rank]) % self.num_partitions
 
     def tp_ranks_of(self, partition: int, tp: int) -> Sequence[int]:
-        """The ranks that hold a partition: more than one where ``num_partitions`` is below ``tp``."""
+        """Return the ranks that hold a partition, several if ``num_partitions`` is below ``tp``."""
         if self.rank_ordering is None:
             return range(partition, tp, self.num_partitions)
         return [tp_rank for tp_rank in range(tp) if self.partition_of(tp_rank) == partition]
 
 
 def blocks_in(start: int, length: int, block: int, count: int) -> range:
-    """Which of ``count`` equal blocks, side by side from 0 on, have a part in ``start <= index < start + length``."""
+    """Return the blocks that overlap ``start <= index < start + length``, of ``count`` equal ones from 0 on."""
     if length <= 0 or block <= 0:
         return range(0)
     return range(max(0, start // block), min(count, -(-(start + length) // block)))
@@ -61,7 +61,7 @@ def check_count(what: str, value: object, least: int) -> None:
 
 
 def check_order(num_partitions: int, rank_ordering: tuple[int, ...] | None) -> None:
-    """Raise InvalidArgument unless the ordering, if any, names every one of the partitions."""
+    """Raise InvalidArgument unless the ordering, if any, has every one of the partitions."""
     check_count("num_partitions", num_partitions, 1)
     if rank_ordering is None:
         return

@@ -1,4 +1,4 @@
-"""The sizes of a model, from Hugging Face's config.json and from how it is trained. Pure."""
+"""Sizes of a model, from Hugging Face's config.json and from its training. Pure."""
 
 from __future__ import annotations
 
@@ -18,21 +18,23 @@ CONFIG_KEYS: Mapping[str, tuple[str, ...]] = {
     "hidden": ("hidden_size",),
     "vocab": ("vocab_size",),
 }
-"""Under which keys config.json has a size: the first that is there. A mapping may say otherwise, ``ffn.experts`` being
-``experts`` inside of ``ffn``."""
+"""Keys of each size in config.json; the first one that is there counts.
+
+A mapping may have other keys; ``ffn.experts`` is ``experts`` inside of ``ffn``.
+"""
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """What a mapping's rules need to know of one model.
+    """Sizes of one model, for the rules of a mapping.
 
     Attributes:
         config: Hugging Face's config.json.
         kv_size_multiplier: how often NxD keeps each key-value head.
-        hardware: "trn1" or "trn2": the order of those copies.
-        converted: NxD's converter wrote them, in an order of its own for trn2.
+        hardware: "trn1" or "trn2", which decides the order of those copies.
+        keys: keys in config.json that differ from `CONFIG_KEYS`.
+        converted: True if NxD's converter wrote the heads, whose order for trn2 differs.
         heads_of: query heads are padded to a multiple of this.
-        keys: as :data:`CONFIG_KEYS`, where it differs.
     """
 
     config: Mapping[str, Any]
@@ -43,40 +45,41 @@ class Sizes:
     heads_of: int = 1
 
     def find(self, name: str) -> int | None:
-        """The size of that name, or None where config.json does not say.
+        """Return the size of this name, or None if config.json does not have it.
 
         Raises:
-            InvalidArgument: it says something that is no size.
+            InvalidArgument: the value is no size.
         """
         keys = self.keys.get(name) or CONFIG_KEYS.get(name, ())
-        key, value = next(((key, found) for key in keys if (found := self._said(key)) is not None), (None, None))
+        values = ((key, self._config_value(key)) for key in keys)
+        key, value = next((pair for pair in values if pair[1] is not None), (None, None))
         if value is None and name == "head_dim":
             return self._divided_head_dim()
         if value is not None and (type(value) is not int or value < 1):
             raise InvalidArgument(f"config.json: {key} must be a positive integer, found {value!r}")
         return value
 
-    def _said(self, key: str) -> Any:
-        found: Any = self.config
+    def _config_value(self, key: str) -> Any:
+        value: Any = self.config
         for part in key.split("."):
-            found = found.get(part) if isinstance(found, Mapping) else None
-        return found
+            value = value.get(part) if isinstance(value, Mapping) else None
+        return value
 
     def key(self, name: str) -> str:
-        """Under which keys config.json has a size, for errors."""
+        """Return the keys of a size in config.json, for error messages."""
         return " or ".join(self.keys.get(name) or CONFIG_KEYS.get(name, (name,)))
 
     def get(self, name: str) -> int:
-        """As :meth:`find`; raises InvalidArgument where config.json does not say."""
+        """Return the size of this name. Raises InvalidArgument if config.json does not have it."""
         value = self.find(name)
         if value is None:
             raise InvalidArgument(
-                f"config.json does not say {self.key(name)}, which the mapping needs; pass that of this model"
+                f"config.json has no {self.key(name)}, which the mapping needs; pass the config.json of this model"
             )
         return value
 
     def attention(self) -> Heads:
-        """The heads of its attention layers. Raises InvalidArgument for counts that do not divide."""
+        """Return the heads of its attention layers. Raises InvalidArgument for counts that do not divide."""
         counts = (self.get("heads"), self.get("kv_heads"), self.get("head_dim"))
         padded = counts[0] + -counts[0] % self.heads_of
         return Heads(*counts, self.kv_size_multiplier, self.hardware, self.converted, padded)

@@ -1,4 +1,4 @@
-"""Names in the words of an error: some of many, with those that may have been meant. Pure."""
+"""Lists of names in error messages, with suggestions of similar names. Pure."""
 
 from __future__ import annotations
 
@@ -9,37 +9,37 @@ _SHOWN = 8
 
 
 def listed(names: Iterable[str], others: Collection[str]) -> str:
-    """The names, at most eight, each with the one of ``others`` that is most like it, if one is."""
+    """Return at most eight of the names, each with the most similar one of ``others``, if there is one."""
     return first_of(names, lambda name: _with_suggestion(name, others))
 
 
 def first_of(names: Iterable[str], text: Callable[[str], str] = str) -> str:
-    """The first eight of the names, as ``text`` shows each, and how many more there are."""
+    """Return the first eight of the names, as ``text`` shows each, and how many more there are."""
     names = list(names)
     more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
     return ", ".join(map(text, names[:_SHOWN])) + more
 
 
 def closest(name: str, others: Collection[str]) -> str | None:
-    """The one of ``others`` that is most like the name, if one is."""
+    """Return the one of ``others`` that is most similar to the name, if one is."""
     return next(iter(difflib.get_close_matches(name, others, n=1)), None)
 
 
 def prefix_advice(missing: Collection[str], unexpected: Collection[str], all_missing: bool) -> str | None:
-    """How to load, if each of the ``missing`` live names is an unexpected saved one but for a first component.
+    """Return advice if each ``missing`` live name differs from an unexpected saved one by a first component only.
 
-    ``all_missing`` says that no live name is in the checkpoint as it is.
+    ``all_missing`` is True if no live name is in the checkpoint.
     """
     spare = set(unexpected)
     for prefix in _first_components(unexpected):
-        if missing and {prefix + one for one in missing} <= spare:
+        if missing and {prefix + name for name in missing} <= spare:
             each = f"key_mapping={{name: {prefix!r} + name}} for each of them"
             remedy = f"prefix={prefix!r}" if all_missing else each
-            return f"all that are missing are there with {prefix!r} in front: pass {remedy}"
+            return f"all missing names are there with {prefix!r} in front: pass {remedy}"
     for prefix in _first_components(missing):
-        if all(one.startswith(prefix) and one.removeprefix(prefix) in spare for one in missing):
+        if all(name.startswith(prefix) and name.removeprefix(prefix) in spare for name in missing):
             return (
-                f"all that are missing are there without {prefix!r} in front: pass key_mapping={{name: "
+                f"all missing names are there without {prefix!r} in front: pass key_mapping={{name: "
                 f"name.removeprefix({prefix!r}) for name in model.state_dict()}}"
             )
     return None

@@ -1,8 +1,8 @@
 """Tags: names of checkpoints in a directory, and their order.
 
-The order of tags is one number, ``order_time`` (seconds since the epoch, in microseconds): it lies above that of every
+Tags are ordered by one number, ``order_time`` (seconds since the epoch, with microseconds). It is above that of every
 tag that existed when the checkpoint was made, so a clock that jumps back cannot reorder them. Names decide only between
-tags of one time, which other programs leave where a file system keeps whole seconds. docs/format.md lists the cases.
+tags of one time; other programs leave such tags if a file system keeps whole seconds. docs/format.md lists the cases.
 """
 
 from __future__ import annotations
@@ -19,29 +19,31 @@ from nxd_ckpt.core.suggestions import listed
 from nxd_ckpt.errors import InvalidArgument, InvalidTag
 
 LATEST = 1e12
-"""Times of files count up to here, in seconds since the epoch; what says another is no clock's."""
+"""Largest time of a file, in seconds since the epoch; no clock shows a later one."""
 
 _PER_SECOND = 1e6
 _AFTER = 1e-3
-"""Seconds by which a save of ours is dated after a whole second of another program, where it cannot wait for the next:
-in a tie, a tag that is so close is the later one."""
+"""Seconds after a whole second at which a save of ours is dated if it cannot wait for the next second.
+
+In a tie with another program's tag of that second, a tag that is so close to it is the later one.
+"""
 
 _DIGITS = 18
-"""Digits of a number in a name that count."""
+"""Significant digits of a number in a name."""
 
 _DECIMAL = re.compile(r"(?<![0-9.])[0-9]+\.[0-9]+(?![0-9]|\.[0-9])")
-"""A loss or a learning rate in a name, which is no step."""
+"""A decimal in a name, such as a loss or a learning rate, which is no step."""
 _NUMBER = re.compile(r"([A-Za-z]*)[^A-Za-z0-9]*([0-9]+)")
-"""A number in a name, after the word before it, which says what it counts."""
+"""A number in a name, with the word before it, which says what it counts."""
 _STEP_WORDS = {"step", "steps", "iter", "iters", "iteration", "iterations", "ba", "batch", "batches"}
 _EPOCH_WORDS = {"e", "ep", "epoch", "epochs"}
 
 Tag: TypeAlias = str | int
-"""A tag as callers name it: 300 is "300"."""
+"""A tag from a caller: 300 is "300"."""
 
 
 def validate_tag(tag: object) -> str:
-    """``str(tag)``, checked to be a plain, visible directory name.
+    """Return ``str(tag)``; raise InvalidTag unless it is a plain, visible directory name.
 
     Raises:
         InvalidTag: empty, absolute, with ``/`` or ``\\``, ``..``, a leading dot, a NUL, half a character (a surrogate
@@ -59,7 +61,7 @@ def validate_tag(tag: object) -> str:
 
 
 def filled_tag(template: object, values: Mapping[str, Any] | None) -> object:
-    """The tag that a template such as "ep{epoch}-ba{batch:06d}" becomes; without ``values`` it is a tag as it stands.
+    """Fill a template such as "ep{epoch}-ba{batch:06d}"; without ``values``, return it unchanged.
 
     Raises:
         InvalidArgument: fields without a value, values without a field, attributes or items of values, or a format that
@@ -75,24 +77,24 @@ def filled_tag(template: object, values: Mapping[str, Any] | None) -> object:
     try:
         fields = [field for _, field, form, _ in Formatter().parse(template) for field in _fields(field, form)]
     except ValueError as error:
-        raise InvalidArgument(f"tag {template!r} is no template: {error}; write '{{{{' for a brace") from error
+        raise InvalidArgument(f"tag {template!r} is not a valid template: {error}; write '{{{{' for a brace") from error
     missing = [field for field in fields if field not in values]
     unused = [name for name in values if name not in fields]
     problems = [f"no value for {listed(missing, list(map(str, values)))}"] if missing else []
     problems += [f"no field for {listed(map(str, unused), fields)}"] if unused else []
     if problems:
         raise InvalidArgument(
-            f"tag {template!r} and tag_values= do not fit: {'; '.join(problems)}; fields are plain names, one for each "
-            "value"
+            f"tag {template!r} and tag_values= do not fit: {'; '.join(problems)}; use a field that is a plain name for "
+            "each value"
         )
     try:
         return template.format_map(values)
-    except Exception as error:  # of whatever a value does to format itself; it must reach all ranks
+    except Exception as error:  # a value's own formatting may raise anything, and it must reach all ranks
         raise InvalidArgument(f"tag {template!r} cannot be filled with {dict(values)}: {error}") from error
 
 
 def _fields(field: str | None, form: str | None) -> list[str]:
-    """The names in one field of a template: its own, and those in its format."""
+    """Return the names in one field of a template: its own, and those in its format."""
     if field is None:
         return []
     return [field, *(inner for _, inner, _, _ in Formatter().parse(form or "") if inner is not None)]
@@ -100,10 +102,15 @@ def _fields(field: str | None, form: str | None) -> list[str]:
 
 @dataclass(frozen=True)
 class TagInfo:
-    """One tag as a listing shows it. ``order_time`` is in seconds; ``ours`` says that its manifest describes it.
+    """One tag in a listing.
 
-    ``damage`` is what kept the listing from telling more: such a tag is not complete. ``marked`` is the time of its
-    marker: with another one it is another save, or a copy.
+    Attributes:
+        tag: its name.
+        order_time: seconds since the epoch, by which tags are ordered; 0 if unknown.
+        complete: True if all of it was saved.
+        ours: True if it has a manifest of this package.
+        damage: the fault that kept the listing from reading it; such a tag is not complete.
+        marked: time of its marker; another time means another save, or a copy.
     """
 
     tag: str
@@ -115,22 +122,22 @@ class TagInfo:
 
     @property
     def is_dated(self) -> bool:
-        """False where its storage, or what copied it, kept no time."""
+        """False if its storage, or a copy tool, kept no time."""
         return self.order_time > 0
 
     @property
     def is_coarse(self) -> bool:
-        """True if its order time is the time of a file in whole seconds: it was saved somewhen in that second."""
+        """True if its order time is a file's time in whole seconds: it was saved at some moment of that second."""
         return self.complete and not self.ours and self.is_dated and self.order_time % 1 == 0
 
     @property
     def latest_time(self) -> float:
-        """The last microsecond at which it may have been saved."""
+        """Last microsecond at which it may have been saved."""
         return self.order_time + 1 - 1 / _PER_SECOND if self.is_coarse else self.order_time
 
 
 def in_order(tags: Iterable[TagInfo]) -> list[TagInfo]:
-    """Oldest first. Of tags of one time, the steps in their names decide, else the names: so the order is total."""
+    """Return the tags, oldest first; tags of one time by the steps in their names, else by name."""
     order = list[TagInfo]()
     for group in _by_time(tags):
         by_step = _by_step(group)
@@ -139,15 +146,15 @@ def in_order(tags: Iterable[TagInfo]) -> list[TagInfo]:
 
 
 def undecided(tags: Iterable[TagInfo]) -> list[list[TagInfo]]:
-    """Complete tags of one time whose names do not tell which of them is newer, in groups."""
+    """Return groups of complete tags of one time whose names do not show which is newer."""
     groups = _by_time(info for info in tags if info.complete)
-    return [group for group in groups if len(group) > 1 and not _is_told_by_step(group)]
+    return [group for group in groups if len(group) > 1 and not _is_decided_by_step(group)]
 
 
 def undated(tags: Iterable[TagInfo]) -> list[TagInfo]:
-    """Complete tags of unknown time beside others of a known one: each may be older or newer than these.
+    """Return complete tags of unknown time if others have a time: each may be older or newer than these.
 
-    The one without a name is none: it is of a version that had no tags, and older.
+    The tag without a name does not count: it is from an NxD version without tags, and older.
     """
     complete = [info for info in tags if info.complete and info.tag]
     without = [info for info in complete if not info.is_dated]
@@ -155,41 +162,43 @@ def undated(tags: Iterable[TagInfo]) -> list[TagInfo]:
 
 
 def latest(tags: Iterable[TagInfo]) -> TagInfo | None:
-    """The newest complete tag."""
+    """Return the newest complete tag."""
     complete = in_order(info for info in tags if info.complete)
     return complete[-1] if complete else None
 
 
 def next_order_time(now: float, newest: float) -> float:
-    """The order time of a save at the time ``now``: later than that of the ``newest`` tag, whatever the clock says."""
+    """Return the order time of a save at the time ``now``: later than the ``newest`` tag's, whatever the clock says."""
     order_time = max(math.ceil(now * _PER_SECOND), round(newest * _PER_SECOND) + 1) / _PER_SECOND
     return order_time if order_time > newest else math.nextafter(newest, math.inf)
 
 
 def seconds_until_after(end: float, now: float) -> float:
-    """How long a save waits until its time is after ``end``, and not right after a whole second: there it would count
-    as later than what another program saves in that second, of which only the second is known."""
+    """Return how long a save must wait until its time is after ``end``, and not right after a whole second.
+
+    Right after a whole second it would count as later than another program's save in that second.
+    """
     begin = now if now > end else end + 2 / _PER_SECOND
     if 0 < begin % 1 <= _AFTER:
         begin += _AFTER + 2 / _PER_SECOND - begin % 1
     return begin - now
 
 
-def same_time(one: float, other: float) -> bool:
-    """True for equal times in microseconds: file systems that are finer round differently."""
-    return abs(one - other) * _PER_SECOND < 0.75
+def same_time(a: float, b: float) -> bool:
+    """Return True for equal times in microseconds: file systems with finer times round differently."""
+    return abs(a - b) * _PER_SECOND < 0.75
 
 
 def order_text(order_time: float) -> str:
-    """An order time as ``done`` holds it in a store."""
+    """Return an order time as text for the ``done`` marker of an object store."""
     return f"{order_time:.0f}" if order_time == int(order_time) else f"{order_time:.6f}"
 
 
 def step_of(tag: str) -> int | None:
-    """The step in a tag's name; None if it has none.
+    """Return the step in a tag's name; None if it has none.
 
-    That is the last number after a word such as "step" or "iter"; without one, the last number of all that does not
-    count epochs and is no decimal; else the last that counts epochs.
+    The step is the last number after a word such as "step" or "iter". Without such a word it is the last number that
+    counts no epochs and is no decimal, and otherwise the last number of epochs.
     """
     epoch, step = _epoch_and_step(tag)
     return epoch if step is None else step
@@ -204,29 +213,29 @@ def _epoch_and_step(tag: str) -> tuple[int | None, int | None]:
 
 
 def _by_time(tags: Iterable[TagInfo]) -> list[list[TagInfo]]:
-    """Tags of one time, oldest first.
+    """Return groups of tags of one time, oldest first.
 
-    Those of a second are of one time if one of them is known by that second only, and another was saved in it.
+    All tags of a second have one time if one of them has only whole seconds, and another was saved in that second.
     """
-    every = list(tags)
-    coarse = {info.order_time for info in every if info.is_coarse}
-    tied = {second for info in every if (second := info.order_time // 1) in coarse and _offset(info) > _AFTER}
+    all_tags = list(tags)
+    coarse = {info.order_time for info in all_tags if info.is_coarse}
+    tied = {second for info in all_tags if (second := info.order_time // 1) in coarse and _offset(info) > _AFTER}
     groups: dict[float, list[TagInfo]] = {}
-    for info in every:
+    for info in all_tags:
         second = info.order_time // 1
         groups.setdefault(second if second in tied else info.order_time, []).append(info)
     return [group for _, group in sorted(groups.items())]
 
 
 def _offset(info: TagInfo) -> float:
-    """Seconds since the last whole second."""
+    """Return the seconds since the last whole second."""
     return info.order_time % 1
 
 
 def _by_step(group: Sequence[TagInfo]) -> list[TagInfo] | None:
-    """A group in the order of the steps in its names, or of the epochs where no name has a step.
+    """Return a group in the order of the steps in its names, or of the epochs if no name has a step.
 
-    None unless all have one, no two the same, and what is known of the times does not contradict.
+    None unless all names have one, all are different, and the times do not contradict that order.
     """
     counts = {info.tag: _epoch_and_step(info.tag) for info in group}
     kind = 1 if any(step is not None for _, step in counts.values()) else 0
@@ -239,10 +248,10 @@ def _by_step(group: Sequence[TagInfo]) -> list[TagInfo] | None:
     return order if exact == sorted(exact) and early == sorted(early) else None
 
 
-def _is_told_by_step(group: Sequence[TagInfo]) -> bool:
-    """True if :func:`_by_step` has an order that the epochs in the names do not contradict.
+def _is_decided_by_step(group: Sequence[TagInfo]) -> bool:
+    """Return whether steps order a group, and the epochs in the names do not contradict that order.
 
-    Where a later epoch has an earlier step, each epoch counts its steps anew.
+    If a later epoch has an earlier step, each epoch counts its steps from the start.
     """
     order = _by_step(group) or ()
     epochs = [epoch for info in order if (epoch := _epoch_and_step(info.tag)[0]) is not None]

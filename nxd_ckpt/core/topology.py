@@ -1,4 +1,4 @@
-"""Who is where: the sizes of the parallel dimensions, and the map between global ranks and coordinates.
+"""Sizes of the parallel dimensions, and the map between global ranks and coordinates.
 
 The standard order of global ranks is pipeline outermost, then data, then tensor parallel fastest::
 
@@ -6,7 +6,7 @@ The standard order of global ranks is pipeline outermost, then data, then tensor
 
 Expert parallelism splits the data-parallel dimension: ``dp_rank = expert_dp_rank * ep + ep_rank``. Real clusters
 deviate (tp = 4 on Trn1 is strided inside a node; Trn2 uses rings), so a topology that was read from live process
-groups carries its own map in ``rank_map``.
+groups has its own map in ``rank_map``.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from nxd_ckpt.errors import InvalidArgument
 
 @dataclass(frozen=True, order=True)
 class Coordinates:
-    """One rank's place. ``ep_rank`` is implied by ``dp_rank`` and the topology's ``ep``."""
+    """The coordinates of one rank. ``ep_rank`` follows from ``dp_rank`` and the topology's ``ep``."""
 
     pp_rank: int = 0
     dp_rank: int = 0
@@ -30,14 +30,14 @@ class Coordinates:
 class Topology:
     """Sizes for dp, tp, pp and ep, and the coordinates of this rank.
 
-    ``Topology(dp=2, tp=4, rank=5)`` or, in place of the rank, coordinates:
-    ``Topology(dp=2, tp=4, dp_rank=1, tp_rank=1)``. ``ep`` must divide ``dp``: experts are spread over data-parallel
-    ranks. Without any argument: a single process. ``members`` are the ranks in the whole job of these ranks, in their
-    order, where they are a process group of some of its ranks.
+    ``Topology(dp=2, tp=4, rank=5)``, or with coordinates instead of the rank:
+    ``Topology(dp=2, tp=4, dp_rank=1, tp_rank=1)``. ``ep`` must divide ``dp``, because experts are spread over
+    data-parallel ranks. Without arguments it is a single process. If the ranks are a process group of a larger job,
+    ``members`` are their ranks in that job, in order.
 
     Raises:
-        InvalidArgument: sizes below 1, ``members`` that are not as many as the ranks, a rank or coordinate out of
-            range, ``ep`` that does not divide ``dp``, or both a rank and coordinates that name another rank.
+        InvalidArgument: a size below 1, a number of ``members`` other than the number of ranks, a rank or coordinate
+            out of range, ``ep`` that does not divide ``dp``, or a rank and coordinates that contradict each other.
     """
 
     dp: int
@@ -82,13 +82,13 @@ class Topology:
             )
         set_(self, "_ranks", {place: rank_ for rank_, place in enumerate(self.rank_map or ())})
         named = {"dp_rank": dp_rank, "tp_rank": tp_rank, "pp_rank": pp_rank}
-        given = {name: value for name, value in named.items() if value is not None}
+        passed = {name: value for name, value in named.items() if value is not None}
         if rank is None:
-            coordinates = Coordinates(**given)
+            coordinates = Coordinates(**passed)
             self.rank_of(coordinates)
         else:
             coordinates = self.coordinates_of(rank)
-            other = {name: value for name, value in given.items() if getattr(coordinates, name) != value}
+            other = {name: value for name, value in passed.items() if getattr(coordinates, name) != value}
             if other:
                 raise InvalidArgument(
                     f"Topology: rank {rank} is at {coordinates}, which contradicts {other}; pass one of the two"
@@ -133,7 +133,7 @@ class Topology:
         return {"dp": self.dp, "tp": self.tp, "pp": self.pp, "ep": self.ep}
 
     def rank_of(self, at: Coordinates) -> int:
-        """The global rank at these coordinates."""
+        """Return the global rank at these coordinates."""
         limits = ((at.pp_rank, self.pp, "pp"), (at.dp_rank, self.dp, "dp"), (at.tp_rank, self.tp, "tp"))
         for value, size, name in limits:
             if not 0 <= value < size:
@@ -142,7 +142,7 @@ class Topology:
         return standard if self.rank_map is None else self._ranks[at]
 
     def coordinates_of(self, rank: int) -> Coordinates:
-        """The coordinates of a global rank."""
+        """Return the coordinates of a global rank."""
         if not 0 <= rank < self.world_size:
             raise InvalidArgument(f"Topology: rank {rank} is not in [0, {self.world_size}) of {self.sizes}")
         if self.rank_map is not None:
@@ -152,29 +152,31 @@ class Topology:
         return Coordinates(pp_rank, dp_rank, tp_rank)
 
     def at(self, rank: int) -> Topology:
-        """The same sizes and map, seen from another rank."""
+        """Return the same sizes and map for another rank."""
         return Topology(**self.sizes, rank=rank, rank_map=self.rank_map, members=self.members)
 
     def replicas(self, at: Coordinates, *, expert: bool = False) -> list[int]:
-        """Global ranks that hold the same model state as ``at``: its dp group, or for expert tensors the ranks of it
-        with the same ep rank, in order of dp rank."""
+        """Return the global ranks that hold the same model state as ``at``, in order of dp rank.
+
+        They are its dp group, for expert tensors only those of the same ep rank.
+        """
         step = self.ep if expert else 1
         start = at.dp_rank % step
         return [self.rank_of(replace(at, dp_rank=dp_rank)) for dp_rank in range(start, self.dp, step)]
 
     def writer_of(self, at: Coordinates) -> Coordinates:
-        """The first of the ranks that hold the same model state as ``at``, experts included: it speaks for them."""
+        """Return the first rank with the same model state as ``at``, experts included, which writes for all of them."""
         return replace(at, dp_rank=at.dp_rank % self.ep)
 
     def describe(self) -> str:
-        """``dp=2 tp=4 pp=1 ep=1``."""
+        """Return ``dp=2 tp=4 pp=1 ep=1``."""
         return " ".join(f"{name}={size}" for name, size in self.sizes.items())
 
 
 def _own_map(
     rank_map: Sequence[Coordinates] | None, dp: int, tp: int, pp: int
 ) -> tuple[Coordinates, ...] | None:
-    """The map, or None where it is the standard one, so that equal topologies compare equal."""
+    """Return the map, or None if it is the standard one, so that equal topologies compare equal."""
     if rank_map is None:
         return None
     world = dp * tp * pp
@@ -196,10 +198,10 @@ def topology_from_groups(
     pp_groups: Sequence[Sequence[int]],
     ep: int = 1,
 ) -> Topology:
-    """The topology that live replica groups (lists of lists of global ranks) describe.
+    """Return the topology that live replica groups (lists of lists of global ranks) describe.
 
-    A rank's coordinate in a dimension is its position in its group of that dimension; nothing is assumed of how the
-    ranks are strided (source: neuronx_distributed's ``parallel_state``, whose groups differ between platforms).
+    A rank's coordinate in a dimension is its position in its group of that dimension; any stride of the ranks is
+    allowed (source: neuronx_distributed's ``parallel_state``, whose groups differ between platforms).
     """
     position = [
         {member: index for group in groups for index, member in enumerate(group)}

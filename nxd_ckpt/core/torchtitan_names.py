@@ -1,7 +1,7 @@
-"""What TorchTitan calls the tensors of a Hugging Face model, and how it orders the rows of q and k. Pure.
+"""TorchTitan's names for the tensors of a Hugging Face model, and its order of the rows of q and k. Pure.
 
-TorchTitan's Llama rotates neighbouring elements of a head (0 and 1, 2 and 3, ...), transformers' those half a head
-apart (0 and n/2, 1 and n/2 + 1, ...): so the rows of q and k lie in another order. Its Qwen 3 is as transformers'.
+TorchTitan's Llama rotates neighbouring elements of a head (0 and 1, 2 and 3, ...), that of transformers elements half a
+head apart (0 and n/2, 1 and n/2 + 1, ...). So the rows of q and k have another order. Qwen 3 is the same in both.
 Source: ``torchtitan.models.*.state_dict_adapter`` of torchtitan 0.3.
 """
 
@@ -37,15 +37,15 @@ _PAIRED = {"llama": ("attention.qkv_linear.wq.weight", "attention.qkv_linear.wk.
 
 
 class TorchTitanNames:
-    """Of the models that config.json calls ``model_type``.
+    """TorchTitan's names for models of one ``model_type`` in config.json.
 
-    Raises UnsupportedState for one that TorchTitan does not have, or whose names are not known here.
+    Raises UnsupportedState if TorchTitan does not have the model, or its names are not known here.
     """
 
     def __init__(self, model_type: object) -> None:
         if model_type is None:
             raise UnsupportedState(
-                "it is not known which model this is, and TorchTitan has other names for it; pass its config.json as "
+                "the model type is not known, but TorchTitan's names depend on it; pass the model's config.json as "
                 "config= (--config), or choose another form (hf, dcp or tag)"
             )
         if model_type not in _FAMILIES:
@@ -57,7 +57,7 @@ class TorchTitanNames:
         self._patterns = {Pattern(hf): Pattern(titan) for hf, titan in _FAMILIES[self._family].items()}
 
     def name(self, hf: str) -> str:
-        """TorchTitan's; raises UnsupportedState for a tensor that its model does not have."""
+        """Return TorchTitan's name. Raises UnsupportedState for a tensor that its model does not have."""
         for pattern, titan in self._patterns.items():
             numbers = pattern.match(hf)
             if numbers is not None:
@@ -65,13 +65,15 @@ class TorchTitanNames:
         raise UnsupportedState(f"TorchTitan's {self._family} has no tensor for {hf}; choose the form hf, dcp or tag")
 
     def has_pairs(self, titan: str) -> bool:
-        """Whether the rows of the tensor, or of a state shaped like it, lie in pairs."""
+        """Return whether the rows of the tensor, or of a state shaped like it, lie in pairs."""
         return any(f".{name}" in titan for name in _PAIRED.get(self._family, ()))
 
 
 class RowRun(NamedTuple):
-    """``length`` rows of a matrix from ``first`` on, whose place is ``box`` in one of four dimensions: head, row in
-    half a head, half, column."""
+    """``length`` rows of a matrix from ``first`` on, and their ``box`` in four dimensions.
+
+    The dimensions are head, row in half a head, half, column.
+    """
 
     first: int
     length: int
@@ -79,7 +81,7 @@ class RowRun(NamedTuple):
 
 
 def rows_in_pairs(first: int, count: int, column: int, columns: int, head_dim: int) -> list[RowRun]:
-    """Where rows of q or k, from half a head to half a head, go where the two of a pair are neighbours."""
+    """Return the places of rows of q or k, which lie by halves of a head, where rows of a pair are neighbours."""
     half, runs = head_dim // 2, []
     while count:
         head, within = divmod(first, head_dim)

@@ -1,7 +1,7 @@
-"""Votes and verdicts: what each rank reports of an attempt, and how rank 0 judges it. Pure.
+"""Votes and verdicts: each rank's report on a save attempt, and rank 0's judgement. Pure.
 
 A rank votes once, after its data and index are durable or after it failed. Rank 0 alone decides, from all votes; the
-others learn its verdict.
+others read its verdict.
 """
 
 from __future__ import annotations
@@ -23,16 +23,24 @@ from nxd_ckpt.errors import MalformedFile, RanksDisagree, SaveFailed, in_words
 
 @dataclass(frozen=True)
 class Vote:
-    """One rank's word on one attempt.
+    """One rank's report on one attempt.
 
-    ``plan`` describes what the rank believes is being saved (tag, parts, format, sizes) and must be equal on all
-    ranks. ``replica`` is a digest of the names, shapes and dtypes of its model state: ranks that share the writing of
-    one replica each write their share of *the same* list, so equal digests mean that every tensor was written exactly
-    once. ``replicated`` is a digest of the content of its tensors that are believed equal on all tp ranks, None if it
-    wrote none of them. ``seconds`` it wrote, and ``stage_seconds`` its caller waited. ``chunks`` is what
-    rank 0 needs to know of its files of a torch DCP directory. ``duplicated`` of its ``nbytes`` were not written, since
-    an earlier tag has the same files. ``numbers`` are digests of the plain numbers in the optimizer of a mesh job, by
-    what they are called: the first rank of each group writes its own.
+    Attributes:
+        rank: the global rank.
+        error: class name and message of its failure, or None.
+        plan: description of the save (tag, parts, format, sizes), which must be equal on all ranks.
+        replica: digest of the names, shapes and dtypes of its model state. Ranks that share the writing of one replica
+            each write a share of *the same* list, so equal digests mean that every tensor was written exactly once.
+        index: size and CRC-32 of its index file.
+        replicated: digest of the contents of its tensors that should be equal on all tp ranks; None if it wrote none.
+        nbytes: bytes of its files.
+        seconds: how long it wrote.
+        stage_seconds: how long its caller waited.
+        host: name of its host.
+        chunks: its chunks in a torch DCP directory, for the metadata that rank 0 writes.
+        duplicated: how many of ``nbytes`` were not written, because an earlier tag has the same files.
+        numbers: digests of the plain numbers in the optimizer of a mesh job, by name; the first rank of each group
+            writes its own.
     """
 
     rank: int
@@ -52,9 +60,9 @@ class Vote:
 
 @dataclass(frozen=True)
 class Verdict:
-    """Rank 0's decision: visible, or the error (class name, message) and the rank it came from.
+    """Rank 0's decision: the tag is visible, or the error (class name, message) and the rank that raised it.
 
-    ``tag`` is what rank 0 was saving, for ranks that were not in it.
+    ``tag`` is the tag that rank 0 was saving, for ranks that took no part in it.
     """
 
     error: tuple[str, str] | None = None
@@ -62,11 +70,13 @@ class Verdict:
     tag: str | None = None
 
 
-def dump(word: Vote | Verdict) -> bytes:
-    return json.dumps(word, default=vars).encode()
+def dump(document: Vote | Verdict) -> bytes:
+    """Return a vote or verdict as JSON."""
+    return json.dumps(document, default=vars).encode()
 
 
 def load_vote(data: bytes, where: str) -> Vote:
+    """Parse a vote. Raises MalformedFile, naming ``where``, for anything else."""
     fields = document.small(data, where)
     try:
         index, plan, replica, replicated = (fields[key] for key in ("index", "plan", "replica", "replicated"))
@@ -91,6 +101,7 @@ def load_vote(data: bytes, where: str) -> Vote:
 
 
 def load_verdict(data: bytes, where: str) -> Verdict:
+    """Parse a verdict. Raises MalformedFile, naming ``where``, for anything else."""
     fields = document.small(data, where)
     try:
         error, tag = _error_of(fields.get("error")), fields.get("tag")
@@ -108,7 +119,7 @@ def raise_error_of(vote: Vote) -> None:
 def judge(votes: Sequence[Vote], topology: Topology, leader_of: Mapping[int, int] | None = None) -> None:
     """Raise unless these votes, one of each rank, add up to one complete checkpoint.
 
-    ``leader_of`` says of each rank of a mesh job which is the first that shares the writing with it.
+    ``leader_of`` gives, for each rank of a mesh job, the first rank of the group that shares its writing.
 
     Raises:
         SaveFailed: a rank failed; the message names it and its error.
@@ -123,9 +134,9 @@ def judge(votes: Sequence[Vote], topology: Topology, leader_of: Mapping[int, int
         leader = _leader(vote.rank, topology) if leader_of is None else leader_of[vote.rank]
         if vote.replica != votes[leader].replica and leader_of is not None:
             raise RanksDisagree(
-                f"ranks {leader} and {vote.rank} held the same tensors on the same meshes at the first save, and now "
-                "hold states with different names, shapes, dtypes or placements; tensors would be missing or written "
-                "twice"
+                f"ranks {leader} and {vote.rank} held the same tensors on the same meshes at the first save, but now "
+                "their states differ in names, shapes, dtypes or placements; tensors would be missing or written "
+                "twice. Make the states equal, or restart the job"
             )
         if leader_of is not None and vote.numbers != votes[leader].numbers:
             raise RanksDisagree(_different_numbers(votes[leader], vote))
@@ -141,7 +152,7 @@ def _leader(rank: int, topology: Topology) -> int:
 
 
 def tp_groups_that_differ(votes: Sequence[Vote], topology: Topology) -> list[list[int]]:
-    """Groups of tp ranks whose tensors that should be replicas of each other have different content."""
+    """Return groups of tp ranks whose replicated tensors have different contents."""
     groups: dict[tuple[int, int], list[int]] = {}
     for vote in votes:
         if vote.replicated is not None:
@@ -150,12 +161,12 @@ def tp_groups_that_differ(votes: Sequence[Vote], topology: Topology) -> list[lis
     return [ranks for ranks in groups.values() if len({votes[rank].replicated for rank in ranks}) > 1]
 
 
-def _difference(first: Vote, other: Vote) -> str:
-    mine, theirs = dict(first.plan or {}), dict(other.plan or {})
+def _difference(first: Vote, vote: Vote) -> str:
+    mine, theirs = dict(first.plan or {}), dict(vote.plan or {})
     keys = [key for key in {**mine, **theirs} if mine.get(key) != theirs.get(key)]
-    found = ", ".join(f"{key}={mine.get(key)!r} against {theirs.get(key)!r}" for key in keys)
+    differences = ", ".join(f"{key}={mine.get(key)!r} against {theirs.get(key)!r}" for key in keys)
     return (
-        f"ranks {first.rank} and {other.rank} disagree on what is being saved: {found}; all ranks must call "
+        f"ranks {first.rank} and {vote.rank} disagree on what is being saved: {differences}; all ranks must call "
         "save_checkpoint with the same arguments, in the same order"
     )
 
@@ -176,8 +187,8 @@ def _digests(raw: Any) -> dict[str, int]:
     return digests
 
 
-def _error_of(wire: Any) -> tuple[str, str] | None:
-    if wire is None:
+def _error_of(fields: Any) -> tuple[str, str] | None:
+    if fields is None:
         return None
-    name, message = wire
+    name, message = fields
     return checked_text(name), checked_text(message)

@@ -16,7 +16,7 @@ from typing import Any
 from nxd_ckpt.coordination.control_files import drop_those_of_lost_tags
 from nxd_ckpt.coordination.paths import STATISTICS, statistics_file, summaries_dir, summaries_file
 from nxd_ckpt.core import document
-from nxd_ckpt.core.box import Box, are_all_of
+from nxd_ckpt.core.box import Box, is_tiling
 from nxd_ckpt.core.keys import checked_text
 from nxd_ckpt.core.manifest import Manifest
 from nxd_ckpt.core.parsing import parsing
@@ -154,7 +154,7 @@ def _boxes(opened: OpenTag, manifest: Manifest) -> dict[str, Boxes]:
 def _check(where: str, tensor: GlobalTensor, shape: tuple[int, ...], summaries: Boxes) -> None:
     """Raise MalformedFile unless the boxes are the whole tensor, each element once, and have as many numbers."""
     same_dimensions = all(len(box.size) == len(shape) for box in summaries)
-    if not same_dimensions or not are_all_of(Box.whole(shape), list(summaries)):
+    if not same_dimensions or not is_tiling(Box.whole(shape), list(summaries)):
         raise MalformedFile(f"{where}: {tensor.name}: its boxes overlap, or leave the tensor of shape {list(shape)}")
     each = 2 if tensor.dtype.startswith("complex") else 1
     for box, summary in summaries.items():

@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from hashlib import sha256
 from typing import Any
 
-from nxd_ckpt.core.filtering import Ignored, paths, with_wholes
+from nxd_ckpt.core.filtering import Ignored, paths, with_emptied_parents
 from nxd_ckpt.core.suggestions import listed
 from nxd_ckpt.errors import InvalidArgument, KeyMismatch
 from nxd_ckpt.live.model import ModelAdapter
@@ -74,7 +74,7 @@ class Ignoring:
         strange = [name for name in chosen if not isinstance(name, str) or name not in among]
         if strange:
             raise KeyMismatch(f"ignore_keys= returned names that it was not given: {listed(map(str, strange), known)}")
-        self._ignored = Ignored(self._besides, with_wholes(chosen, known))
+        self._ignored = Ignored(self._besides, with_emptied_parents(chosen, known))
         self.choice = [digest(sorted(filter(_is_state, names))) for names in (known, chosen)]
 
     def ignores(self, name: str) -> bool:

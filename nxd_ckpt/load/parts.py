@@ -6,7 +6,7 @@ import logging
 from collections.abc import Iterator
 from typing import Any
 
-from nxd_ckpt.core.data_position import Position, check_position, is_complete, is_data_position, put_together
+from nxd_ckpt.core.data_position import Position, check_position, is_complete, is_data_position, merge_positions
 from nxd_ckpt.core.limits import shown
 from nxd_ckpt.core.topology import Coordinates, Topology
 from nxd_ckpt.errors import CorruptCheckpoint, IncompatibleState, PartLost, PartNotFound, UnsafePickle
@@ -94,7 +94,7 @@ def own_content(opened: OpenTag, topology: Topology, filtered: Filter) -> dict[A
         topology.describe(),
     )
     wanted = {key: of for key, of in _positions(opened).items() if not filtered.covers(f"rank_content/{key}")}
-    return {key: put_together(of, f"{opened.where}: rank_content[{key!r}]") for key, of in wanted.items()}
+    return {key: merge_positions(of, f"{opened.where}: rank_content[{key!r}]") for key, of in wanted.items()}
 
 
 def positions_together(opened: OpenTag) -> tuple[dict[Any, Position], list[str]]:
@@ -109,7 +109,7 @@ def positions_together(opened: OpenTag) -> tuple[dict[Any, Position], list[str]]
         return {}, [f"the data positions of all ranks, if there are any: {error}"]
     for key, of in found.items():
         try:
-            together[key] = put_together(of, f"{opened.where}: rank_content[{key!r}]")
+            together[key] = merge_positions(of, f"{opened.where}: rank_content[{key!r}]")
         except IncompatibleState as error:
             alone.append(str(error))
     return together, alone

@@ -63,18 +63,18 @@ def plan_parameter(
 
 
 def check_partitions(
-    given: Mapping[str, Partition], parameters: Mapping[str, ParameterSpec], topology: Topology
+    partitions: Mapping[str, Partition], parameters: Mapping[str, ParameterSpec], topology: Topology
 ) -> None:
     """Raise InvalidArgument for partitions that a rank with these ``parameters`` cannot have."""
-    unknown = [name for name in given if name not in parameters]
+    unknown = [name for name in partitions if name not in parameters]
     if unknown and topology.pp == 1:  # with pp > 1 it may be on another stage
         raise InvalidArgument(f"partitions= names {unknown[:5]}, which the model does not have")
-    for name, partition in given.items():
-        held = parameters.get(name)
-        if held and partition.known and partition.strips(held.shape, topology.tp, topology.ep_rank) is None:
+    for name, partition in partitions.items():
+        parameter = parameters.get(name)
+        if parameter and partition.known and partition.section_layouts(parameter.shape, topology.tp, topology.ep_rank) is None:
             raise InvalidArgument(
                 f"partitions= says that {name} is cut as {partition}, but then {topology.tp} tensor-parallel ranks "
-                f"cannot each hold shape {held.shape}; pass the cut of the whole parameter"
+                f"cannot each hold shape {parameter.shape}; pass the cut of the whole parameter"
             )
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from nxd_ckpt.coordination.agreement import Agreement, decided_by_rank0
 from nxd_ckpt.core.mesh import Mesh, ravelled
-from nxd_ckpt.core.mesh_groups import MeshGroup, MeshPlace, MeshWord, OutsideOfGroup, groups_of
+from nxd_ckpt.core.mesh_groups import MeshGroup, MeshPlace, OutsideOfGroup, RankStructure, groups_of
 from nxd_ckpt.errors import RanksDisagree
 from nxd_ckpt.formats.tensors import iter_tensors
 from nxd_ckpt.live.parameters import form_of
@@ -65,9 +65,9 @@ class MeshSummary:
 
     @property
     def word(self) -> list[Any]:
-        """Whether there are DTensors among it, and a MeshWord."""
+        """Whether there are DTensors among it, and a RankStructure."""
         structure = sha256(repr(self.lines).encode()).hexdigest()[:32]
-        return [self._is_placed, MeshWord(structure, [_place(*mesh) for mesh in self._meshes])]
+        return [self._is_placed, RankStructure(structure, [_place(*mesh) for mesh in self._meshes])]
 
 
 def _place(mesh: Mesh, coordinate: tuple[int, ...]) -> MeshPlace:
@@ -80,7 +80,7 @@ def _answer(words: Sequence[Any]) -> dict[str, Any] | None:
     if not any(is_placed for is_placed, _ in words):
         return None
     try:
-        groups = groups_of([MeshWord(word[0], [MeshPlace(*mesh) for mesh in word[1]]) for _, word in words])
+        groups = groups_of([RankStructure(word[0], [MeshPlace(*mesh) for mesh in word[1]]) for _, word in words])
     except OutsideOfGroup as outside:
         return {"groups": [], "ask": [rank for rank in (outside.rank, outside.other) if rank is not None]}
     leaders = [group.ranks[0] for group in groups]

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from nxd_ckpt.core import names
-from nxd_ckpt.core.box import Box, are_all_of
+from nxd_ckpt.core.box import Box, is_tiling
 from nxd_ckpt.core.manifest import RankIndex, TensorEntry
 from nxd_ckpt.core.mesh import Mesh
 from nxd_ckpt.core.mesh_record import MeshRecord, WholeTensor
@@ -127,7 +127,7 @@ class MeshTrees:
         """What ``wanted``, a box of the tensor, is made of."""
         writers = record.writers(tensor, wanted)
         found = tuple(fragment for rank in writers for fragment in self._fragments_of(rank, tensor, wanted))
-        if not are_all_of(Box.whole(wanted.size), [fragment.target for fragment in found]):
+        if not is_tiling(Box.whole(wanted.size), [fragment.target for fragment in found]):
             raise MalformedFile(
                 f"{self.where}: what the indexes have of {tensor.name} is not all of {wanted}, or some of it twice"
             )

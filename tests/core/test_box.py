@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nxd_ckpt.core.box import Box, are_all_of
+from nxd_ckpt.core.box import Box, is_tiling
 from nxd_ckpt.errors import InvalidArgument
 from tests.core.cuts import numbered, part_of
 
@@ -98,7 +98,7 @@ def test_pieces_are_all_of_a_box_or_they_are_not(data: st.DataObject) -> None:
     """Any cut is all of it; with a piece lost, twice there or moved it is what counting the elements says."""
     whole = Box.whole(data.draw(st.tuples(*[st.integers(0, 4)] * 3)))
     pieces = cut_up(whole, data)
-    assert are_all_of(whole, data.draw(st.permutations(pieces)))
+    assert is_tiling(whole, data.draw(st.permutations(pieces)))
     for number in range(len(pieces)):
         changed = [*pieces]
         other = data.draw(st.sampled_from([[], [pieces[number]] * 2, [pieces[number].moved((0, 1, 0))]]))
@@ -108,18 +108,18 @@ def test_pieces_are_all_of_a_box_or_they_are_not(data: st.DataObject) -> None:
             counts[tuple(slice(a, a + n) for a, n in zip(piece.offset, piece.size, strict=True))] += 1
         expected = np.zeros((9, 9, 9), int)
         expected[tuple(slice(0, n) for n in whole.size)] = 1
-        assert bool((counts == expected).all()) == are_all_of(whole, changed)
+        assert bool((counts == expected).all()) == is_tiling(whole, changed)
 
 
 def test_many_pieces_are_compared_in_no_time() -> None:
     """100,000 chunks side by side along the last dimension: no comparison of each with each."""
     whole = Box((0, 0), (4, 100_000))
     pieces = [whole.narrowed(1, at, 1) for at in range(100_000)]
-    assert are_all_of(whole, pieces)
-    assert not are_all_of(whole, [*pieces[1:], pieces[1]])
+    assert is_tiling(whole, pieces)
+    assert not is_tiling(whole, [*pieces[1:], pieces[1]])
 
 
 def test_pieces_of_many_dimensions_are_refused() -> None:
     """What has 2**40 corners is none of a tensor's."""
     with pytest.raises(InvalidArgument, match="cut along 40 dimensions"):
-        are_all_of(Box.whole([2] * 40), [Box.whole([1] * 40)])
+        is_tiling(Box.whole([2] * 40), [Box.whole([1] * 40)])

@@ -23,7 +23,7 @@ from nxd_ckpt import (
     restore_data_position,
 )
 from nxd_ckpt.convert import reshard
-from nxd_ckpt.core.data_position import check_position, position, put_together
+from nxd_ckpt.core.data_position import check_position, merge_positions, position
 from nxd_ckpt.core.names import rank_content_file
 from nxd_ckpt.errors import IncompatibleState, InvalidArgument, MalformedFile
 from tests.interop.saving import save_as_every_rank
@@ -275,7 +275,7 @@ def test_many_missing_streams_are_not_listed() -> None:
     saved = position(1, 0, None, {"kind": "streams", "count": 10**12, "states": {0: STREAM}})
     check_position(saved, "here")
     with pytest.raises(IncompatibleState, match=rf"no rank saved stream 1 and {10**12 - 2} more of {10**12}"):
-        put_together({0: saved}, "here")
+        merge_positions({0: saved}, "here")
 
 
 def test_a_resharded_tag_has_them(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -262,7 +262,8 @@ def test_partitions_that_make_it_another_size_are_refused(tmp_path: Path, alike:
     values = [torch.arange(8.0) + (0 if alike else 100 * rank) for rank in range(2)]
     cut = {"w": Partition(partition_dim=0, num_partitions=2)}
     save(tmp_path, Topology(tp=2), lambda rank: {"model": {"w": values[rank]}}, partitions=cut)
-    with pytest.raises(errors.TopologyMismatch, match=r"w: the save recorded .* \(16,\), but partitions= makes it \(8,\)"):
+    expected = r"w: the save recorded .* \(16,\), but partitions= makes it \(8,\)"
+    with pytest.raises(errors.TopologyMismatch, match=expected):
         load_checkpoint(tmp_path, "tag", {}, topology=Topology(), partitions={"w": Partition()})
     live = Model({"w": torch.zeros(8)})
     whole = {"w": Partition()}

@@ -174,11 +174,11 @@ def test_what_alternates_goes_to_files_of_hugging_face_only(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("name", "shape", "complaint"),
     [
-        ("h.0.qkv", (18, 8), r"h\.0\.qkv: 18 elements along dimension 0 are not those of h\.\{layer\}\.q, "),
-        ("h.0.moe", (3, 8, 12), r"h\.0\.moe has shape \(3, 8, 12\), but config.json says that there are 2 in it"),
+        ("h.0.qkv", (18, 8), r"h\.0\.qkv: 18 elements along dimension 0 do not fit the parts h\.\{layer\}\.q, "),
+        ("h.0.moe", (3, 8, 12), r"h\.0\.moe has shape \(3, 8, 12\), but by config.json it should hold 2 parts"),
         ("h.0.moe", (2, 8, 13), r"h\.0\.moe: 13 elements along dimension 2"),
         ("h.0.moe", (2, 8), r"h\.0\.moe has shape \(2, 8\), but its parts need at least 3 dimensions"),
-        ("h.0.rows", (9, 8), r"h\.0\.rows has shape \(9, 8\), but config.json says that there are 2 in it"),
+        ("h.0.rows", (9, 8), r"h\.0\.rows has shape \(9, 8\), but by config.json it should hold 2 parts"),
     ],
 )
 def test_a_tensor_of_another_shape_is_refused(
@@ -213,10 +213,10 @@ def test_adapters_of_a_packed_layer_are_refused() -> None:
         ({"parts": []}, "parts must name tensors"),
         ({"heads": ["query"]}, "one entry for each"),
         ({"heads": ["query", "kv", "value"]}, "heads must be 'query' or 'kv'"),
-        ({"dim": None}, "several parts, and no single one, need dim"),
+        ({"dim": None}, "several parts need dim"),
         ({"dim": -1}, "not the stacked one"),
-        ({"alternating": True}, "parts that alternate need dim, and are equal"),
-        ({"flat": True}, "flat is for the numbers of stacked"),
+        ({"alternating": True}, "alternating parts need dim, and cannot have heads"),
+        ({"flat": True}, "flat needs stacked"),
         ({"parts": ["q", "k", "v"]}, "must have the placeholders \\['layer'\\]"),
         ({"hf": "qkv.{block}", "parts": ["q.{block}", "k.{block}", "v.{block}"]}, "must be one of the sizes"),
         ({"extra": 1}, "unknown \\['extra'\\]"),

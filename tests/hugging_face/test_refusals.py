@@ -62,7 +62,7 @@ def refused(
         (InvalidArgument, "no mapping for model_type 'opt'", {"changes": {"model_type": "opt"}}),
         (KeyMismatch, "no rule for", {"mapping": "gpt_neox", "kv_size_multiplier": 1}),
         (InvalidArgument, "gpt_neox' has no rule with heads", {"mapping": "gpt_neox", "kv_size_multiplier": 2}),
-        (InvalidArgument, "does not say vocab_size", {"config": None, "mapping": "llama"}),
+        (InvalidArgument, "has no vocab_size", {"config": None, "mapping": "llama"}),
         (InvalidArgument, "dtype must be one of", {"dtype": "int8"}),
         (InvalidArgument, "size_per_shard must be bytes", {"size_per_shard": "5 apples"}),
         (InvalidArgument, "size_per_shard must be bytes", {"size_per_shard": 0}),

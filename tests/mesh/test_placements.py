@@ -15,7 +15,7 @@ from torch.distributed.tensor import Shard as TorchShard
 from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import Replicate, _StridedShard
 
-from nxd_ckpt.core.box import Box, are_all_of
+from nxd_ckpt.core.box import Box, is_tiling
 from nxd_ckpt.core.mesh import Layout, Mesh, Placement, Shard
 from nxd_ckpt.core.mesh_record import MeshRecord, WholeTensor
 
@@ -97,7 +97,7 @@ def test_holders_together_hold_a_box_once(case: Case, data: st.DataObject) -> No
         own = [piece.box.intersect(wanted) for piece in layout.pieces(shape, coordinate)]
         assert any(own)
         parts += [part.shifted(wanted.offset) for part in own if part is not None]
-    assert are_all_of(Box.whole(size), parts)
+    assert is_tiling(Box.whole(size), parts)
 
 
 @given(layouts())

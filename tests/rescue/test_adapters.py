@@ -117,7 +117,7 @@ def test_what_is_refused(tmp_path: Path) -> None:
     for form in ("tag", "dcp", "torchtitan"):
         with pytest.raises(UnsupportedState, match="is an adapter without its base model"):
             migrate(place, tmp_path / "out", to=form, config=config)
-    with pytest.raises(InvalidArgument, match=r"config\.json does not say num_attention_heads"):
+    with pytest.raises(InvalidArgument, match=r"config\.json has no num_attention_heads"):
         migrate(place, tmp_path / "out")
     peft_config = place / "adapter_default" / "adapter_config.json"
     peft_config.write_text(json.dumps({"peft_type": "IA3"}))

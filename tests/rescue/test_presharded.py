@@ -71,7 +71,7 @@ def test_what_cannot_be(tmp_path: Path) -> None:
     model = Model(heads=8, kv_heads=2)
     config = write_config(tmp_path / "config", model.config)
     place = write_presharded(tmp_path / "weights", model, model.state(), 4)
-    _refused(place, InvalidArgument, "config.json does not say num_attention_heads")
+    _refused(place, InvalidArgument, "config.json has no num_attention_heads")
     (place / "tp2_sharded_checkpoint.safetensors").unlink()
     _refused(place, PartNotFound, "tp2_sharded_checkpoint.safetensors is missing", config=config)
     tag = save_job(tmp_path / "run", Job(model), model.state())

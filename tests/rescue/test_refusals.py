@@ -225,7 +225,7 @@ def _first_rank_with_a_number(place: Path) -> None:
             r"mp_metadata_pp_rank_0\.pt.*print",
         ),
         (_two_at_once, MalformedFile, "two layouts: neuronx-distributed and optimum-neuron"),
-        (_with_other_groups, OptimizerMismatch, "its writer does not usually make groups of .* parameters of this model"),
+        (_with_other_groups, OptimizerMismatch, "does not usually make groups of .* parameters of this model"),
     ],
 )
 def test_what_contradicts_itself(
@@ -319,7 +319,7 @@ def write_foreign(tag: Path, model: torch.nn.Module, optimizer: dict[str, Any]) 
 def test_torchtitan_needs_to_know_the_model(tmp_path: Path) -> None:
     """Names that a script's files hold do not say it."""
     write_xm_save(tmp_path / "last.pth", untrained())
-    with pytest.raises(UnsupportedState, match=r"not known which model this is, .* pass its config\.json"):
+    with pytest.raises(UnsupportedState, match=r"the model type is not known, .* pass the model's config\.json"):
         migrate(tmp_path / "last.pth", tmp_path / "out", to="torchtitan")
 
 
@@ -418,7 +418,7 @@ def test_other_layouts_are_named(
 def test_a_tag_alone_does_not_say_which_model_it_is(tmp_path: Path) -> None:
     """Then config.json is asked for; and for the optimizer's names, where the writer is not known."""
     run = untrained()
-    refused(write_nxdt(tmp_path, run), InvalidArgument, "it is not known which model this is")
+    refused(write_nxdt(tmp_path, run), InvalidArgument, "the model type is not known")
     config = tmp_path / "config.json"
     config.write_text(json.dumps(JOB.model.config))
     tag = write_nxd(tmp_path / "nxd" / "step_3", run)

@@ -250,7 +250,7 @@ def test_with_the_functions_of_neuronx_distributed(tmp_path: Path, monkeypatch: 
         ([Tier("s3://bucket/run"), Tier("s3a://bucket//run/")], "are the same place"),
         ([Tier("near"), Tier("far", every=0)], "every of tier far must be a number of saves"),
         ([Tier("near"), Tier("far", keep=0)], "0 would keep nothing"),
-        ([Tier("near"), Tier("far", retain=[])], "a list without rules would keep none"),
+        ([Tier("near"), Tier("far", retain=[])], "an empty list would keep none"),
         ([Tier("near"), Tier("far", max_bytes_per_second="fast")], "max_bytes_per_second of tier far must be bytes"),
         ([Tier("near", every=2), Tier("far")], "the first tier, near, is where every save is written"),
         ([Tier("")], "the path of a tier must be"),

@@ -148,7 +148,7 @@ def test_rules_say_which_tags_are_kept(tmp_path: Path) -> None:
         writer.metrics = {"loss": loss}
         save(plain_state(number), checkpoint_id=tmp_path / f"step_{number}", storage_writer=writer)
     assert ["step_1", "step_3"] == tags(tmp_path)
-    with pytest.raises(errors.InvalidArgument, match="a list without rules would keep none"):
+    with pytest.raises(errors.InvalidArgument, match="an empty list would keep none"):
         StorageWriter(tmp_path, "step", retain=[])
     with pytest.raises(CheckpointException, match="metrics: 'loss' is 'low'"):
         save(plain_state(4), storage_writer=StorageWriter(tmp_path, "step", metrics={"loss": "low"}))  # type: ignore[dict-item]

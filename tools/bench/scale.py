@@ -38,7 +38,7 @@ from nxd_ckpt.core.manifest import (
     load_index,
 )
 from nxd_ckpt.core.mesh import Layout, Mesh, Shard
-from nxd_ckpt.core.mesh_groups import MeshGroup, MeshPlace, MeshWord, groups_of
+from nxd_ckpt.core.mesh_groups import MeshGroup, MeshPlace, RankStructure, groups_of
 from nxd_ckpt.core.retention import Last
 from nxd_ckpt.core.votes import Verdict, Vote
 from nxd_ckpt.formats.tensors import Assembly
@@ -129,8 +129,8 @@ def mesh_memory(count: int) -> int:
 def _mesh_plan(clock: Clock, topology: Topology) -> tuple[list[MeshGroup], SavePlan]:
     """What a first save makes of all ranks' words, and the plan of rank 0."""
     held, ranks = _mesh_state(topology.world_size), tuple(range(topology.world_size))
-    words = [MeshWord("same", [MeshPlace("mesh", MESH, held.mesh.shape, rank)]) for rank in ranks]
-    words[0] = MeshWord("same", [MeshPlace("mesh", MESH, held.mesh.shape, 0, ranks)])
+    words = [RankStructure("same", [MeshPlace("mesh", MESH, held.mesh.shape, rank)]) for rank in ranks]
+    words[0] = RankStructure("same", [MeshPlace("mesh", MESH, held.mesh.shape, 0, ranks)])
     groups = clock("groups", lambda: groups_of(words))
     return groups, clock("one plan", lambda: plan_save(SaveState(held.state), topology, groups))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from math import prod
 from typing import Any
 
-from nxd_ckpt.core.box import Box, are_all_of
+from nxd_ckpt.core.box import Box, is_tiling
 from nxd_ckpt.errors import CheckpointError, CheckpointNotFound, MalformedFile
 from nxd_ckpt.formats.tensors import Assembly, Fragment, TensorStub
 from nxd_ckpt.tag.files import TagFiles
@@ -79,7 +79,7 @@ class DcpTensors:
     def _tensor(self, name: str, form: WholeForm) -> TensorStub | Assembly:
         whole, chunks = Box.whole(form.shape), self._metadata.entries.get(name, ())
         boxes = [self._box(name, form, chunk) for chunk in chunks]
-        if not are_all_of(whole, boxes):
+        if not is_tiling(whole, boxes):
             raise MalformedFile(
                 f"{self._where}: the chunks of {name} must cover its shape {form.shape}, each element "
                 f"once; found {', '.join(map(str, boxes[:5]))}"
