@@ -1,1 +1,1 @@
-"""Tags and Hugging Face directories in terms of each other, by the rules of a mapping."""
+"""Conversion between tags and Hugging Face directories, by the rules of a mapping."""

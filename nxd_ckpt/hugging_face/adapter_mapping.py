@@ -1,7 +1,7 @@
-"""The mapping of a model's LoRA adapters, as PEFT names them, made of that of the model. Pure.
+"""The mapping of a model's LoRA adapters to PEFT's names, derived from the model's mapping. Pure.
 
-A B of rank r is cut, ordered and fused along its rows as the weight that it is added to, an A along its columns. So
-where several Hugging Face tensors lie side by side in one of NxD's, each has its part of B, and all have the same A.
+A B of rank r is cut, ordered and fused along its rows like the weight that it is added to, an A along its columns. So
+if several Hugging Face tensors lie side by side in one of NxD's, each has its part of B, and all have the same A.
 """
 
 from __future__ import annotations
@@ -17,32 +17,32 @@ from nxd_ckpt.errors import UnsupportedState
 from nxd_ckpt.live.lora_names import CONFIG, is_adapter, without_base_layer
 
 PREFIX = "base_model.model."
-"""What names in PEFT's files begin with."""
+"""Prefix of names in PEFT's files."""
 
 _WEIGHT = ".weight"
 
 
 @dataclass(frozen=True)
 class AdapterMapping(ModelMapping):
-    """``rules`` of adapters, and ``base`` for what else was trained; the ``settings`` are NxD's ``LoraConfig``."""
+    """``rules`` of adapters, and ``base`` for other trained tensors; ``settings`` are NxD's ``LoraConfig``."""
 
     base: ModelMapping = field(default_factory=lambda: ModelMapping("", ()))
     settings: Mapping[str, Any] = field(default_factory=dict)
 
     def split(self, names: Iterable[str]) -> tuple[list[Match], list[str]]:
-        found: list[Match] = []
+        matches_: list[Match] = []
         unknown: list[str] = []
         for name in names:
             if is_adapter(name) and name != CONFIG:
                 numbers = [(rule, rule.nxd.match(name)) for rule in self.rules]
-                matches = [Match(name, rule, given) for rule, given in numbers if given is not None]
+                matches = [Match(name, rule, values) for rule, values in numbers if values is not None]
             elif name != CONFIG and self._is_trained(name):
                 matches = [self._as_peft(name, match) for match in self.base.split([without_base_layer(name)])[0]]
             else:
-                continue  # of the base, which is not exported
-            found += matches
+                continue  # a tensor of the base, which is not exported
+            matches_ += matches
             unknown += [] if matches else [name]
-        return found, unknown
+        return matches_, unknown
 
     def required(self, sizes: Sizes) -> list[str]:
         return []
@@ -52,7 +52,7 @@ class AdapterMapping(ModelMapping):
         return any(key in name for key in modules) or (self.settings.get("bias") == "all" and "bias" in name)
 
     def _as_peft(self, name: str, match: Match) -> Match:
-        """A bias of a wrapped layer is its base layer's at PEFT too."""
+        """Return the match for PEFT, where a bias of a wrapped layer also belongs to the base layer."""
         wrapped = without_base_layer(name) != name
 
         def named(text: str) -> str:
@@ -63,23 +63,23 @@ class AdapterMapping(ModelMapping):
 
 
 def adapter_mapping(base: ModelMapping, settings: Mapping[str, Any]) -> AdapterMapping:
-    """The mapping of the adapters of such a model, saved with these settings.
+    """Return the mapping of a model's adapters that were saved with these settings.
 
-    Raises UnsupportedState for a model whose files hold several layers in one tensor: PEFT has one adapter for that.
+    Raises UnsupportedState for a model whose files pack several layers into one tensor: PEFT has one adapter for it.
     """
     if base.packed:
         raise UnsupportedState(
             f"LoRA adapters of {base.name!r} models cannot be exported: {base.packed[0].hf.text} is one layer for "
-            "PEFT, and several for NxD; save with merge_lora, and export that"
+            "PEFT, but several for NxD; save with merge_lora, and export that tag"
         )
-    rules = {(rule.nxd.text, rule.members): rule for one in base.rules for rule in _rules_of(one)}
+    rules = {(rule.nxd.text, rule.members): rule for base_rule in base.rules for rule in _rules_of(base_rule)}
     return AdapterMapping(base.name, tuple(rules.values()), keys=base.keys, base=base, settings=settings)
 
 
 def _rules_of(rule: Rule) -> Iterator[Rule]:
-    """A and B of the layer whose weight the rule is about; none of what is no linear layer's weight."""
-    layer, found, which = rule.nxd.text.rpartition(_WEIGHT)
-    if not found or rule.stacked is not None or rule.transposed:
+    """Yield the rules of A and B for a linear layer's weight; none for other rules."""
+    layer, separator, which = rule.nxd.text.rpartition(_WEIGHT)
+    if not separator or rule.stacked is not None or rule.transposed:
         return
 
     def as_peft(letter: str) -> Any:

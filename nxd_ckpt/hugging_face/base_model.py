@@ -1,5 +1,4 @@
-"""Hugging Face files of a model without its head, by the names that the model with the head has. Reads headers only.
-"""
+"""Hugging Face files of a model without its head, by the names of the model with the head. Reads headers only."""
 
 from __future__ import annotations
 
@@ -12,10 +11,10 @@ from nxd_ckpt.hugging_face.mapped_directory import HuggingFaceTensors
 
 
 class HeadedTensors:
-    """The tensors of ``directory`` by the names that the rules of ``mapping`` have.
+    """The tensors of ``directory`` by their names in the rules of ``mapping``.
 
-    transformers leaves the base model's prefix out where it saves that alone, as in openai-community/gpt2, and loads
-    such files into the model with the head too.
+    transformers omits the base model's prefix if it saves that alone, as in openai-community/gpt2, and loads such files
+    into the model with the head too.
     """
 
     def __init__(self, directory: HuggingFaceTensors, mapping: ModelMapping) -> None:
@@ -30,12 +29,12 @@ class HeadedTensors:
         return sorted(self._in_files)
 
     def tensor(self, name: str, tied: Mapping[str, str] | None = None) -> TensorStub | Assembly:
-        in_files = {one: self._in_files.get(other, other) for one, other in (tied or {}).items()}
+        in_files = {name: self._in_files.get(kept, kept) for name, kept in (tied or {}).items()}
         return self._directory.tensor(self._in_files.get(name, name), in_files)
 
     @cached_property
     def _in_files(self) -> dict[str, str]:
-        """By name, the name in files."""
+        """Names in files, by name in the rules."""
         names, prefix = self._directory.names, self._mapping.base_prefix
         if any(name.startswith(prefix) for name in names):
             return {name: name for name in names}

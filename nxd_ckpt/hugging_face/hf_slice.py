@@ -1,11 +1,11 @@
-"""Which part of which Hugging Face tensor is which part of an NxD tensor: boxes, for both directions. Pure.
+"""Parts of Hugging Face tensors and their places in an NxD tensor, as boxes for both directions. Pure.
 
-NxD's tensor is the *whole* one: what all tensor-parallel ranks hold, one behind the other along the rule's dimension
-(each member by itself), and all expert-parallel ranks along the first. So k and v are there as often as they are kept,
-and how the parameter's own attributes say that it is cut does not matter: :func:`partition_of` says it.
+NxD's tensor is the *whole* one: the parts of all tensor-parallel ranks in order along the rule's dimension (each member
+separately), and of all expert-parallel ranks along the first. So it has every copy of k and v. The cut comes from
+`partition_of`, not from the parameter's attributes.
 
-Boxes of a Hugging Face tensor are counted in it as it lies in NxD's: its last two dimensions swapped where the rule
-says so, and a first dimension of 1 where it is stacked.
+Boxes of a Hugging Face tensor use NxD's layout: the last two dimensions are swapped if the rule is transposed, and
+there is a first dimension of 1 if it is stacked.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ class HfSlice:
     """One Hugging Face tensor of an NxD tensor.
 
     Attributes:
-        name: of the Hugging Face tensor.
-        shape: as in its file.
-        pieces: ``local`` in it, as it lies in NxD's, and ``box`` in NxD's whole tensor. Together they are all that the
-            two have in common; an element of k or v is in several.
+        name: name of the Hugging Face tensor.
+        shape: its shape in the file.
+        pieces: everything that both tensors share: ``local`` is the box in the Hugging Face tensor, in NxD's layout,
+            and ``box`` that in NxD's whole tensor. An element of k or v is in several pieces.
     """
 
     name: str
@@ -40,12 +40,12 @@ class HfSlice:
 
     @property
     def once(self) -> tuple[Piece, ...]:
-        """The pieces, of several copies the first one: each element of the Hugging Face tensor once."""
+        """The pieces of the first copy: each element of the Hugging Face tensor once."""
         return self.copies[0]
 
     @property
     def copies(self) -> list[tuple[Piece, ...]]:
-        """The pieces copy by copy: each has every element of the Hugging Face tensor once."""
+        """The pieces copy by copy; each copy has every element of the Hugging Face tensor once."""
         places: dict[Box, list[Piece]] = {}
         for piece in self.pieces:
             places.setdefault(piece.local, []).append(piece)
@@ -53,28 +53,28 @@ class HfSlice:
 
 
 def hf_slices(match: Match, shape: tuple[int, ...], sizes: Sizes) -> list[HfSlice]:
-    """The Hugging Face tensors of an NxD tensor whose whole shape is ``shape``.
+    """Return the Hugging Face tensors of an NxD tensor whose whole shape is ``shape``.
 
     Raises:
-        ShapeMismatch: it is not that of a model with these sizes.
-        InvalidArgument: config.json does not say what the rule needs to know, or heads that do not divide.
+        ShapeMismatch: a model with these sizes has another shape.
+        InvalidArgument: config.json lacks a size that the rule needs, or heads do not divide.
     """
     rule = match.rule
     _check_dimensions(match, shape)
     places = _places(rule, _lengths(match, shape, sizes), sizes)
-    found = []
+    slices = []
     for index, numbers in _stack(match, shape, sizes):
         for member, runs in zip(rule.members, places, strict=True):
             laid_out = _laid_out(rule, shape, runs)
             pieces = tuple(_pieces(rule, laid_out, index, runs))
-            found.append(HfSlice(member.name.fill(numbers), _in_file(rule, laid_out), pieces))
-    return found
+            slices.append(HfSlice(member.name.fill(numbers), _in_file(rule, laid_out), pieces))
+    return slices
 
 
 def whole_shape(match: Match, shapes: Sequence[tuple[int, ...]], sizes: Sizes, multiple: int = 1) -> tuple[int, ...]:
-    """The shape of an NxD tensor, from those of its Hugging Face tensors in the order of ``match.rule.names``.
+    """Return the shape of an NxD tensor, from the shapes of its Hugging Face tensors in the order of the rule's names.
 
-    One that may have more rows than Hugging Face's (the vocabulary) gets a multiple of ``multiple``.
+    If it may have more rows than Hugging Face's (a vocabulary), rows are rounded up to a multiple of ``multiple``.
 
     Raises:
         ShapeMismatch: the tensors do not lie side by side.
@@ -98,7 +98,7 @@ def whole_shape(match: Match, shapes: Sequence[tuple[int, ...]], sizes: Sizes, m
 
 
 def partition_of(match: Match, shape: tuple[int, ...], sizes: Sizes, tp: int) -> Partition:
-    """How ``tp`` ranks (and any number of expert-parallel ones) hold an NxD tensor whose whole shape is ``shape``.
+    """Return the cut over ``tp`` ranks (and any number of expert-parallel ones) of an NxD tensor of whole ``shape``.
 
     Raises:
         TopologyMismatch: a member cannot be cut into ``tp`` equal parts.
@@ -130,72 +130,72 @@ def _check_dimensions(match: Match, shape: tuple[int, ...]) -> None:
 
 
 def _stack(match: Match, shape: tuple[int, ...], sizes: Sizes) -> Iterator[tuple[int | None, Numbers]]:
-    """The index in the first dimension, if it is one of numbered tensors, with all numbers of their names."""
+    """Yield (index in the first dimension, or None if not stacked; all numbers of the names)."""
     stacked = match.rule.stacked
     if stacked is None:
         yield None, match.numbers
         return
     expected = sizes.find(stacked)
     if expected not in (None, shape[0]):
-        raise ShapeMismatch(f"{match.name} has shape {shape}, but config.json says that its first size is {expected}")
+        raise ShapeMismatch(f"{match.name} has shape {shape}, but by config.json its first size is {expected}")
     for index in range(shape[0]):
         yield index, {**match.numbers, stacked: index}
 
 
 def _lengths(match: Match, shape: tuple[int, ...], sizes: Sizes) -> list[int]:
-    """How many elements of NxD's dimension each member has."""
+    """Return how many elements of NxD's dimension each member has."""
     rule = match.rule
     if rule.dim is None:
         return [0]
-    known = [
+    by_heads = [
         sizes.attention().length(member.heads) if member.heads else None
         for member in rule.members
     ]
-    left = shape[rule.dim] - sum(length or 0 for length in known)
-    share, rest = divmod(left, known.count(None)) if None in known else (0, left)
+    left = shape[rule.dim] - sum(length or 0 for length in by_heads)
+    share, rest = divmod(left, by_heads.count(None)) if None in by_heads else (0, left)
     if rest or left < 0:
         names = ", ".join(member.name.text for member in rule.members)
         raise ShapeMismatch(
             f"{match.name}: {shape[rule.dim]} elements along dimension {rule.dim} do not fit {names}: "
-            f"{_in_words(sizes)}. Is this the model's config.json, and the kv_size_multiplier that it was trained "
-            "with, and are the files of all ranks there?"
+            f"{_sizes_text(sizes)}. Check that this is the model's config.json, that kv_size_multiplier is that of the "
+            "training, and that the files of all ranks are there"
         )
-    return [share if length is None else length for length in known]
+    return [share if length is None else length for length in by_heads]
 
 
 def _places(rule: Rule, lengths: Sequence[int], sizes: Sizes) -> list[list[HeadRun]]:
-    """Where each member's elements lie along NxD's dimension."""
-    found, start = [], 0
+    """Return the runs of each member along NxD's dimension."""
+    places, start = [], 0
     if not rule.interleaved:
         for member, length in zip(rule.members, lengths, strict=True):
-            found.append([run._replace(nxd=start + run.nxd) for run in _runs(member, length, sizes)])
+            places.append([run._replace(nxd=start + run.nxd) for run in _runs(member, length, sizes)])
             start += length
-        return found
+        return places
     if sizes.kv_size_multiplier != 1:
         raise InvalidArgument(f"{rule.nxd.text} holds each key-value head once; leave out kv_size_multiplier")
     groups = sizes.get("kv_heads")
     group = sum(lengths) // groups
     for share in (length // groups for length in lengths):
-        found.append([HeadRun(start + number * group, number * share, share) for number in range(groups)])
+        places.append([HeadRun(start + number * group, number * share, share) for number in range(groups)])
         start += share
-    return found
+    return places
 
 
 def _runs(member: RuleMember, length: int, sizes: Sizes) -> list[HeadRun]:
-    """The stretches of a member's elements along the dimension, counted from its own start."""
+    """Return the runs of a member's elements along the dimension, counted from its own start."""
     if member.heads:
         return sizes.attention().runs(member.heads)
     rows = length if member.rows is None else sizes.get(member.rows)
     if rows > length:
         raise ShapeMismatch(
-            f"{member.name.text} should have {rows} rows ({member.rows}), NxD's tensor has {length}; is this the "
-            "model's config.json, and are the files of all ranks there?"
+            f"{member.name.text} should have {rows} rows ({member.rows}), but NxD's tensor has {length}; check that "
+            "this is the model's config.json, and that the files of all ranks are there"
         )
     return [HeadRun(0, 0, rows)]
 
 
 def _laid_out(rule: Rule, shape: tuple[int, ...], runs: Sequence[HeadRun]) -> tuple[int, ...]:
-    """The shape of the Hugging Face tensor as it lies in NxD's."""
+    """Return the shape of the Hugging Face tensor in NxD's layout."""
     stacked = shape if rule.stacked is None else (1, *shape[1:])
     if rule.dim is None:
         return stacked
@@ -226,7 +226,7 @@ def _swapped(shape: tuple[int, ...]) -> tuple[int, ...]:
     return (*shape[:-2], shape[-1], shape[-2])
 
 
-def _in_words(sizes: Sizes) -> str:
+def _sizes_text(sizes: Sizes) -> str:
     names = ("heads", "kv_heads", "head_dim")
-    found = [f"{name}={sizes.find(name)}" for name in names if sizes.find(name) is not None]
-    return ", ".join([*found, f"kv_size_multiplier={sizes.kv_size_multiplier}"])
+    parts = [f"{name}={sizes.find(name)}" for name in names if sizes.find(name) is not None]
+    return ", ".join([*parts, f"kv_size_multiplier={sizes.kv_size_multiplier}"])

@@ -1,7 +1,7 @@
-"""A tag in Hugging Face's terms, as a tag again: as a job on one rank that trains transformers' model would save it.
+"""A tag translated to Hugging Face's names: the tag that a job on one rank with transformers' model would save.
 
-So whatever can be made of a tag can be made of this: another tag, a torch DCP directory. Its optimizer is a plain one,
-and where NxD's kept master weights in float32, these are the model.
+So every conversion of a tag applies to it: to another tag, or to a torch DCP directory. Its optimizer is a plain one.
+If NxD's optimizer kept master weights in float32, these become the model.
 """
 
 from __future__ import annotations
@@ -32,16 +32,18 @@ from nxd_ckpt.tag.reading import LeafReader
 
 @dataclass(frozen=True)
 class HuggingFaceTerms:
-    """How a tag is translated, and what goes with it. Plain data: it is handed to worker processes.
+    """The translation of a tag, and its other contents. Plain data, because it is sent to worker processes.
 
     Attributes:
-        mapping, sizes: of the model.
-        param_names: the optimizer's parameter names as saved, by stage and group, where the tag does not say.
-        torchtitan: TorchTitan's names, where it is to have those in place of Hugging Face's.
-        both_names: what is tied is there under both names, as in the state dict of a module, and not as in files.
-        dtype: what the model's numbers of floating point are cast to, if anything.
-        optimizer: whether the optimizer is wanted, where there is one.
-        scheduler, content: the scheduler's state dict and the user content, None for none.
+        mapping: mapping of the model.
+        sizes: sizes of the model.
+        param_names: the optimizer's parameter names as saved, by stage and group, where the tag has none.
+        torchtitan: TorchTitan's names, to use instead of Hugging Face's.
+        both_names: True to have tied tensors under both names, as in a module's state dict, unlike in files.
+        dtype: dtype that the model's floating-point numbers are cast to; None keeps theirs.
+        optimizer: True to include the optimizer, if there is one.
+        scheduler: the scheduler's state dict, or None.
+        content: the user content, or None.
     """
 
     mapping: ModelMapping
@@ -56,9 +58,9 @@ class HuggingFaceTerms:
 
 
 class HuggingFaceTag(OpenTag):
-    """The tag ``opened`` by ``terms``.
+    """The tag ``opened``, translated by ``terms``.
 
-    Raises as MappedTag, and MappedOptimizer where an optimizer is wanted.
+    Raises the errors of `MappedTag`, and with an optimizer those of `MappedOptimizer`.
     """
 
     def __init__(self, opened: OpenTag, terms: HuggingFaceTerms) -> None:
@@ -66,11 +68,14 @@ class HuggingFaceTag(OpenTag):
         self._opened, self._terms = opened, terms
         names = terms.param_names
         self._mapped = MappedTag(opened, terms.mapping, terms.sizes, master_weights=terms.optimizer, param_names=names)
-        wanted = terms.optimizer and opened.parts.optimizer is not None
-        self._optimizer = MappedOptimizer(opened, self._mapped) if wanted else None
+        has_optimizer = terms.optimizer and opened.parts.optimizer is not None
+        self._optimizer = MappedOptimizer(opened, self._mapped) if has_optimizer else None
 
     def require_all(self) -> None:
-        """Raise what MappedTag.require_all and MappedOptimizer.require_all raise; PartNotFound without a model."""
+        """Check that all of it can be translated, by the checks of `MappedTag` and `MappedOptimizer`.
+
+        Also raises PartNotFound without a model.
+        """
         if not self._opened.parts.model:
             raise PartNotFound(f"{self.where} was saved without a model")
         self._mapped.require_all()
@@ -79,12 +84,12 @@ class HuggingFaceTag(OpenTag):
 
     @property
     def general(self) -> bool:
-        """Whether the optimizer has state that belongs to no parameter."""
+        """True if the optimizer has state that belongs to no parameter."""
         return self._optimizer is not None and "general" in self._optimizer.document
 
     @property
     def steps(self) -> int | None:
-        """How many steps the optimizer has made; None where it does not count them."""
+        """Number of steps that the optimizer has made; None if it does not count them."""
         state = {} if self._optimizer is None else self._optimizer.document["state"]
         counts = [entries[STEP] for entries in state.values() if STEP in entries]
         return int(max(counts)) if counts else None
@@ -116,15 +121,15 @@ class HuggingFaceTag(OpenTag):
 
     def _model_tree(self, at: Coordinates) -> dict[str, Any]:
         dtype = self._terms.dtype
-        held = {one.name: one for one in self._mapped.file_tensors}
+        tensors = {tensor.name: tensor for tensor in self._mapped.file_tensors}
         if self._terms.both_names:
             ties = self._mapped.ties.items()
-            held |= {name: held[other] for name, other in ties if other in held and name not in held}
-        return {self._name(name): self._leaf(one, cast_dtype(one.dtype, dtype)) for name, one in held.items()}
+            tensors |= {name: tensors[kept] for name, kept in ties if kept in tensors and name not in tensors}
+        return {self._name(name): self._leaf(each, cast_dtype(each.dtype, dtype)) for name, each in tensors.items()}
 
     def _optimizer_tree(self, at: Coordinates, param_names: Sequence[str] | None) -> dict[str, Any]:
         if self._optimizer is None:
-            raise PartNotFound(f"{self.where}: no optimizer is taken from it")
+            raise PartNotFound(f"{self.where}: it was opened without an optimizer")
         document, numbers = self._optimizer.document, dict[str, int]()
         groups = []
         for group in self._groups:
@@ -134,9 +139,10 @@ class HuggingFaceTag(OpenTag):
         state: dict[Any, Any] = {
             numbers[self._name(name)]: dict(entries) for name, entries in document["state"].items()
         }
-        for one in self._optimizer.tensors:
-            if one.entry != MASTER_WEIGHTS:
-                state.setdefault(numbers[self._name(one.weight)], {})[one.entry] = self._leaf(one, one.dtype)
+        for tensor in self._optimizer.tensors:
+            if tensor.entry != MASTER_WEIGHTS:
+                entries = state.setdefault(numbers[self._name(tensor.weight)], {})
+                entries[tensor.entry] = self._leaf(tensor, tensor.dtype)
         return restore_types({"state": {**state, **document.get("general", {})}, "param_groups": groups})
 
     @property
@@ -152,7 +158,7 @@ class HuggingFaceTag(OpenTag):
         if isinstance(tensor, PackedTensor) and tensor.alternates:
             raise UnsupportedState(
                 f"{self.where}: in {tensor.name} two tensors alternate, element by element, which only an export to "
-                "Hugging Face's files can write; make another form of those"
+                "Hugging Face's files can write; export those first, and convert them"
             )
         return DeferredAssembly(dtype, tensor.shape, partial(self._fragments_of, tensor))
 

@@ -1,4 +1,4 @@
-"""A Hugging Face directory as a job of given sizes would hold it: what each of its ranks would save."""
+"""A Hugging Face directory as a job of given sizes holds it: the state that each of its ranks would save."""
 
 from __future__ import annotations
 
@@ -24,16 +24,18 @@ from nxd_ckpt.reshard.stages import interleaved, redistribute_layers
 
 @dataclass(frozen=True)
 class ImportTarget:
-    """What to make of a Hugging Face directory for the rank that ``topology`` is seen from.
+    """The form that a Hugging Face directory is to take.
 
     Attributes:
-        mapping, sizes: of the model.
+        topology: sizes of the job.
+        mapping: mapping of the model.
+        sizes: sizes of the model.
         variants: the options that choose among the mapping's rules.
-        dtype: what numbers of floating point are cast to; None keeps theirs.
-        use_xser: write xser files.
+        dtype: dtype that floating-point numbers are cast to; None keeps theirs.
+        use_xser: True to write xser files.
         virtual_pp: chunks of the model that each pipeline rank holds.
-        stages: the names of each pipeline stage; by default as reshard.stages has it.
-        model_key: where a pickled file has the model's state dict.
+        stages: the names of each pipeline stage; by default layers are spread evenly.
+        model_key: key of the model's state dict in a pickled file.
     """
 
     topology: Topology
@@ -55,45 +57,45 @@ class ImportedModel:
 
     @property
     def selection(self) -> Selection:
-        """What becomes of the directory's tensors, and what hinders it."""
+        """The NxD tensors that the directory becomes, and obstacles."""
         target = self._target
         return selection(target.mapping, self._directory.names, target.sizes, target.variants)
 
     @cached_property
     def matches(self) -> dict[str, Match]:
-        """The NxD tensors by name, in the model's order. Raises as `hugging_face.selection.selected`."""
+        """The NxD tensors by name, in the model's order. Raises the errors of `selected`."""
         target, directory = self._target, self._directory
         try:
-            found = selected(target.mapping, directory.names, target.sizes, target.variants)
+            matches_ = selected(target.mapping, directory.names, target.sizes, target.variants)
         except KeyMismatch as error:
             raise KeyMismatch(f"{directory.where}: {error}") from None
-        return {match.name: match for match in found}
+        return {match.name: match for match in matches_}
 
     @cached_property
     def stages(self) -> Sequence[Sequence[str]]:
-        """The names of each pipeline stage."""
-        given, pp = self._target.stages, self._target.topology.pp
-        if given is None:
+        """Names of each pipeline stage."""
+        stages_, pp = self._target.stages, self._target.topology.pp
+        if stages_ is None:
             return self.staged(list(self.matches))
-        if len(given) != pp:
-            raise TopologyMismatch(f"stages= lists {len(given)} pipeline stages, but pp is {pp}")
-        listed = {name for names in given for name in names}
+        if len(stages_) != pp:
+            raise TopologyMismatch(f"stages= lists {len(stages_)} pipeline stages, but pp is {pp}")
+        listed = {name for names in stages_ for name in names}
         if listed != set(self.matches):
             wrong = ", ".join(sorted(listed ^ set(self.matches))[:5])
             raise KeyMismatch(f"{self._directory.where}: stages= must list every NxD tensor, and no other: {wrong}")
-        return given
+        return stages_
 
     def staged(self, names: Sequence[str]) -> list[list[str]]:
-        """These names on the pipeline stages where layers are spread evenly."""
+        """Return these names by pipeline stage, with layers spread evenly."""
         pp = self._target.topology.pp
         return interleaved(redistribute_layers([names], pp * self._target.virtual_pp), pp)
 
     def state(self, topology: Topology) -> SaveState:
-        """What the rank that ``topology`` is seen from would save, its leaves assemblies of the directory's tensors.
+        """Return the state that the rank of ``topology`` would save; leaves are assemblies of the directory's tensors.
 
         Raises:
-            TopologyMismatch: sizes that do not divide a tensor.
-            ShapeMismatch, InvalidArgument: tensors that are not those of a model with this config.json.
+            TopologyMismatch: the sizes do not divide a tensor.
+            ShapeMismatch, InvalidArgument: the tensors do not fit a model with this config.json.
             KeyMismatch, PartNotFound, MalformedFile: the directory lacks a tensor, or is damaged.
         """
         mapped = MappedDirectory(self._directory, self._target.mapping, self._target.sizes, topology)
@@ -110,7 +112,7 @@ class ImportedModel:
         )
 
     def spec(self, match: Match, topology: Topology) -> ParameterSpec:
-        """The tensor as each rank holds it."""
+        """Return the tensor's specification on each rank."""
         rule, sizes, tied = match.rule, self._target.sizes, self._target.mapping.tied
         stubs = [self._directory.tensor(name, tied) for name in rule.names(match.numbers, sizes)]
         shape = list(whole_shape(match, [stub.shape for stub in stubs], sizes, multiple=topology.tp))
@@ -130,6 +132,6 @@ class ImportedModel:
         dtypes = {cast_dtype(dtype, self._target.dtype) for dtype in dtypes}
         if len(dtypes) > 1:
             raise DtypeMismatch(
-                f"{match.name} is made of tensors of {' and '.join(sorted(dtypes))}; choose the dtype to cast them to"
+                f"{match.name} is made of tensors of {' and '.join(sorted(dtypes))}; pass dtype= to cast them"
             )
         return dtypes.pop()

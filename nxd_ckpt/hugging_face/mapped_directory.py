@@ -1,4 +1,4 @@
-"""A Hugging Face directory as tensors of an NxD job: what a rank holds, as parts of its files. Reads headers only."""
+"""A Hugging Face directory as tensors of an NxD job: each rank's tensors as parts of its files. Reads headers only."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from nxd_ckpt.hugging_face.hf_slice import hf_slices, partition_of
 
 
 class HuggingFaceTensors(Protocol):
-    """What holds a model's tensors by Hugging Face's names: a directory, or a tag that is seen so."""
+    """A source of a model's tensors by Hugging Face's names: a directory, or a tag."""
 
     @property
     def where(self) -> str: ...
@@ -28,7 +28,7 @@ class HuggingFaceTensors(Protocol):
 
 
 class MappedDirectory:
-    """The model of ``directory`` by ``mapping``, for the rank of a job that ``topology`` is seen from."""
+    """The model of ``directory`` by ``mapping``, on one rank of a job."""
 
     def __init__(
         self, directory: HuggingFaceTensors, mapping: ModelMapping, sizes: Sizes, topology: Topology
@@ -36,12 +36,12 @@ class MappedDirectory:
         self._directory, self._mapping, self._sizes, self._topology = directory, mapping, sizes, topology
 
     def assembly(self, match: Match, dtype: str, shape: tuple[int, ...]) -> Assembly:
-        """The NxD tensor that ``match`` names, of ``shape`` on each rank: only this rank's slices of files.
+        """Assemble this rank's part, of ``shape``, of the NxD tensor ``match`` from slices of files.
 
         Numbers are cast to ``dtype``; rows that pad the vocabulary are zero.
 
         Raises:
-            ShapeMismatch: it is not that of the directory's model, on this job's sizes.
+            ShapeMismatch: the directory's model has another shape on this job's sizes.
             TopologyMismatch: the sizes do not divide it.
             KeyMismatch, PartNotFound, MalformedFile: the directory lacks a tensor, or is damaged.
         """
@@ -49,20 +49,20 @@ class MappedDirectory:
         partition = partition_of(match, whole, self._sizes, self._topology.tp)
         pieces = partition.pieces(shape, self._topology.tp_rank, self._topology.tp, self._topology.ep_rank)
         if pieces is None:
-            raise TopologyMismatch(f"{match.name}: shape {shape} on each of {self._topology.tp} ranks cannot be")
+            raise TopologyMismatch(f"{match.name} cannot have shape {shape} on each of {self._topology.tp} ranks")
         fragments: list[Fragment] = []
-        for one in hf_slices(match, whole, self._sizes):  # one by one: hundreds of experts may be stacked
-            wanted = [part for piece in pieces for part in _covered(piece, one.pieces)]
-            if not wanted:
+        for hf_slice in hf_slices(match, whole, self._sizes):  # one by one: hundreds of experts may be stacked
+            targets = [part for piece in pieces for part in _covered(piece, hf_slice.pieces)]
+            if not targets:
                 continue
-            stub = self._stub(match, one.name, one.shape)
-            for read in plan_reads(wanted, [(stub, member) for member in one.pieces], match.name):
+            stub = self._stub(match, hf_slice.name, hf_slice.shape)
+            for read in plan_reads(targets, [(stub, member) for member in hf_slice.pieces], match.name):
                 part = Assembly.of(read.holder).within(read.source)
                 fragments += [fragment.moved(read.target.offset) for fragment in part.fragments]
         return Assembly(dtype, shape, tuple(fragments))
 
     def _stub(self, match: Match, name: str, shape: tuple[int, ...]) -> TensorStub | Assembly:
-        """A tensor of the directory as it lies in NxD's."""
+        """Return a tensor of the directory in NxD's layout."""
         tied = self._mapping.tied if self._mapping.are_tied(self._sizes) else {}
         stub = self._directory.tensor(name, tied)
         if stub.shape != shape:
@@ -89,6 +89,6 @@ class MappedDirectory:
 
 
 def _covered(piece: Piece, members: Iterable[Piece]) -> list[Piece]:
-    """The parts of ``piece`` that are in a Hugging Face tensor: others are in other tensors, or padding."""
-    found = [(member, piece.box.intersect(member.box)) for member in members]
-    return [Piece(piece.local_of(common), common) for _, common in found if common is not None]
+    """Return the parts of ``piece`` that are in one Hugging Face tensor; other parts are elsewhere, or padding."""
+    overlaps = [(member, piece.box.intersect(member.box)) for member in members]
+    return [Piece(piece.local_of(common), common) for _, common in overlaps if common is not None]

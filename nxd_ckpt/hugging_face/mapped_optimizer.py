@@ -1,9 +1,10 @@
-"""A tag's optimizer in Hugging Face's terms: state tensors cut as the weights that they belong to, and all the rest as
-one plain document. Reads trees, and of tensors only scalars.
+"""A tag's optimizer by Hugging Face's names: state tensors, cut like their weights, and a plain document for the rest.
 
-Of the copies that NxD keeps of a key-value head the first one's state is taken, as its weights are: NxD sums the
-gradients of the copies (over its kv-shared groups), so each has the gradient, and the moments, of the one head that
-Hugging Face has. Adding them up, or taking their mean, would be wrong.
+Reads trees, and of tensors only scalars.
+
+If NxD keeps copies of a key-value head, the first copy's state is used, as for its weights. NxD sums the gradients of
+the copies (over its kv-shared groups), so each copy has the gradient, and the moments, of Hugging Face's one head.
+Their sum or mean would be wrong.
 """
 
 from __future__ import annotations
@@ -35,8 +36,8 @@ class MappedOptimizer:
     """The optimizer of the tag ``opened``, whose model is ``mapped``.
 
     Raises:
-        PartNotFound: there is none.
-        OptimizerMismatch: nothing says which parameters its entries belong to.
+        PartNotFound: the tag has no optimizer.
+        OptimizerMismatch: the optimizer's parameters have no names.
     """
 
     def __init__(self, opened: OpenTag, mapped: MappedTag) -> None:
@@ -44,7 +45,7 @@ class MappedOptimizer:
 
     @cached_property
     def tensors(self) -> list[HfTensor | PackedTensor]:
-        """One for each state of each Hugging Face tensor that is shaped like it, in the model's order.
+        """States that are shaped like a Hugging Face tensor, in the model's order.
 
         Raises:
             IncompatibleState: ranks, or parts of one tensor, have different kinds of state.
@@ -60,10 +61,10 @@ class MappedOptimizer:
 
     @cached_property
     def document(self) -> dict[str, Any]:
-        """Param groups with the Hugging Face tensors in each, and by tensor the state that is a number, as steps.
+        """Param groups with their Hugging Face tensors, and state that is a number, such as steps, by tensor.
 
         Raises:
-            UnsupportedState: an option, or general state, is no plain value.
+            UnsupportedState: an option, or state of no parameter, is no plain value.
             IncompatibleState: parts of one Hugging Face tensor are in different groups, or have made different steps.
         """
         groups: dict[tuple[int, str], dict[str, Any]] = {}
@@ -76,13 +77,13 @@ class MappedOptimizer:
                     continue
                 name, options = self._mapped.in_file(tensor.name), values.of(slot.options, "param_groups")
                 scalars = {key: leaf for key, leaf in slot.entries.items() if _is_scalar(key, leaf, tensor.source)}
-                # Stages, and experts, have groups of their own of each number: with the same options they are one.
-                found = ((slot.group, repr(options)), values.of(scalars, name))
+                # Stages and experts number their groups separately; groups of one number and options are merged.
+                placement = ((slot.group, repr(options)), values.of(scalars, name))
                 if name not in placed:
-                    groups.setdefault(found[0], {**options, "params": []})["params"].append(name)
-                if placed.setdefault(name, found) != found:
+                    groups.setdefault(placement[0], {**options, "params": []})["params"].append(name)
+                if placed.setdefault(name, placement) != placement:
                     raise IncompatibleState(
-                        f"{self._opened.where}: {name} is one tensor in Hugging Face's files, and its parts, such as "
+                        f"{self._opened.where}: {name} is one tensor in Hugging Face's files, but its parts, such as "
                         f"{tensor.name}, are in different param groups, or have made different numbers of steps"
                     )
             general = values.of(self._saved.general, "state")
@@ -92,11 +93,11 @@ class MappedOptimizer:
         return {**document, "general": general} if general else document
 
     def require_all(self) -> None:
-        """Check that all of it can be exported, as far as trees and scalars tell.
+        """Check by trees and scalars that all of it can be exported.
 
         Raises:
-            KeyMismatch: the optimizer has parameters that are no Hugging Face tensor.
-            OptimizerMismatch: state of another shape than its parameter.
+            KeyMismatch: a parameter of the optimizer is in no Hugging Face tensor.
+            OptimizerMismatch: a state has another shape than its parameter.
             MalformedFile: state that is a tensor for some parameters, and a number for others.
             UnsupportedState: an option, or state, that is neither a tensor nor plain.
         """
@@ -105,7 +106,7 @@ class MappedOptimizer:
         if names:
             raise KeyMismatch(
                 f"{self._opened.where}: the optimizer has state of {', '.join(names[:_SHOWN])} ({len(names)} "
-                "parameters), which the model in this tag does not have; are param_names those that it was saved with?"
+                "parameters), which the model in this tag does not have; pass param_names= as it was saved"
             )
         self._refuse_numbers()
         for tensor in self.tensors:
@@ -129,22 +130,25 @@ class MappedOptimizer:
                 value = slot.state[key]
                 is_one_number = is_tensor(value) and not form_of(value)[1] and bool(shapes[name])
                 if is_one_number or not (is_tensor(value) or value is None):
-                    found = "a tensor of one number" if is_one_number else f"the number {value!r:.80}"
-                    other = f"as {key} of {shaped[key]!r} is" if key in shaped else "like the parameter"
+                    actual = "a tensor of one number" if is_one_number else f"the number {value!r:.80}"
+                    expected = f"as {key} of {shaped[key]!r} is" if key in shaped else "like the parameter"
                     raise MalformedFile(
-                        f"{self._opened.where}: optimizer, {key} of {name!r} is {found}, expected a tensor, {other}; "
-                        "the file is damaged, or was changed"
+                        f"{self._opened.where}: optimizer, {key} of {name!r} is {actual}, expected a tensor, "
+                        f"{expected}; the file is damaged, or was changed"
                     )
 
     @cached_property
     def _slots(self) -> dict[str, SavedSlot]:
-        """What was saved for each of the tag's tensors that is a parameter of the optimizer's."""
+        """Saved slots of the tag's tensors that are parameters of the optimizer, by name."""
         sources = {tensor.source.name: tensor.source for tensor in self._mapped.tensors}
-        found = {name: self._slot(source) for name, source in sources.items()}
-        return {name: slot for name, slot in found.items() if slot is not None}
+        slots = {name: self._slot(source) for name, source in sources.items()}
+        return {name: slot for name, slot in slots.items() if slot is not None}
 
     def _slot(self, source: NxdTensor) -> SavedSlot | None:
-        """Of the first rank that holds the parameter; the others must have the same kinds of state."""
+        """Return the slot of the first rank with the parameter.
+
+        Raises IncompatibleState if other ranks have other kinds of state.
+        """
         stage, sizes = source.pp_rank, self._opened.topology
         experts = range(sizes.ep if source.match.rule.stacked else 1)
         places = [CutIndex(tp_rank, ep_rank) for ep_rank, tp_rank in product(experts, range(sizes.tp))]
@@ -155,25 +159,25 @@ class MappedOptimizer:
         for at, slot in others:
             if _keys(slot) != _keys(first[1]):
                 raise IncompatibleState(
-                    f"{self._opened.where}: the rank at {first[0]} saved {_in_words(first[1])} for {source.name!r}, "
-                    f"the one at {at} {_in_words(slot)}; the parameter had a gradient on some ranks only"
+                    f"{self._opened.where}: for {source.name!r} the rank at {first[0]} saved {_keys_text(first[1])}, "
+                    f"but the one at {at} {_keys_text(slot)}; the parameter had a gradient on some ranks only"
                 )
         return first[1]
 
 
 class _PlainValues:
-    """JSON values of what an optimizer keeps beside tensors; of tensors with one element, that."""
+    """Conversion of an optimizer's plain state to JSON values; a tensor of one element becomes a number."""
 
     def __init__(self, where: str, reader: LeafReader) -> None:
         self._where, self._reader = where, reader
 
     def of(self, value: Any, name: str) -> Any:
-        """Raises UnsupportedState for what is neither."""
+        """Return ``value`` as a JSON value. Raises UnsupportedState if it has none."""
         if is_tensor(value) and value.numel == 1:
-            found = allocated(value.shape, value.dtype)
-            self._reader.read_into(value, found, f"optim/{name}", compare=True, verified=False)
+            scalar = allocated(value.shape, value.dtype)
+            self._reader.read_into(value, scalar, f"optim/{name}", compare=True, verified=False)
             self._reader.finish()
-            return found.item()
+            return scalar.item()
         if isinstance(value, (list, tuple)):
             return [self.of(item, name) for item in value]
         if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
@@ -194,6 +198,6 @@ def _keys(slot: SavedSlot | None) -> set[str] | None:
     return None if slot is None else {str(key) for key, value in slot.state.items() if value is not None}
 
 
-def _in_words(slot: SavedSlot | None) -> str:
+def _keys_text(slot: SavedSlot | None) -> str:
     keys: Iterable[str] = _keys(slot) or ()
     return ", ".join(sorted(keys)) or "nothing"

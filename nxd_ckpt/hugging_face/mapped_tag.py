@@ -1,7 +1,7 @@
-"""A tag as Hugging Face tensors: which parts of which saved tensors make up each. Reads trees only, no tensor.
+"""A tag as Hugging Face tensors, each assembled from parts of saved tensors. Reads trees only, no tensor.
 
-How the tag's ranks cut a parameter comes from the mapping, not from what was recorded: attributes get lost, and those
-of replicated heads do not tell all.
+The cut of a parameter comes from the mapping, not from the tag's record: attributes get lost, and those of replicated
+heads are incomplete.
 """
 
 from __future__ import annotations
@@ -47,9 +47,11 @@ class MappedTag:
     """The model of the tag ``opened`` as Hugging Face tensors, by ``mapping``.
 
     Args:
-        sizes: of the model, and how often its key-value heads were kept.
-        master_weights: take the optimizer's master weights, in float32, where it has them.
-        param_names: the optimizer's parameter names as saved, by stage and group, where the tag does not say.
+        opened: the tag.
+        mapping: mapping of the model.
+        sizes: sizes of the model, and the number of copies of its key-value heads.
+        master_weights: True to prefer the optimizer's master weights, in float32, if it has them.
+        param_names: the optimizer's parameter names as saved, by stage and group, where the tag has none.
     """
 
     def __init__(
@@ -73,7 +75,7 @@ class MappedTag:
         return self._first.model
 
     def _state(self, place: CutIndex) -> ReshardedState:
-        """What the ranks at this place held, before ZeRO-1."""
+        """Return the state of the ranks at this place, before ZeRO-1."""
         if place not in self._states:
             sizes = self._opened.topology
             here = Topology(sizes.dp, sizes.tp, sizes.pp, sizes.ep, dp_rank=place.ep_rank, tp_rank=place.tp_rank)
@@ -82,58 +84,58 @@ class MappedTag:
 
     @cached_property
     def unknown(self) -> list[str]:
-        """The names in the tag that no rule maps."""
+        """Names in the tag that no rule maps."""
         return self._mapping.split(self._model.stages)[1]
 
     @cached_property
     def tensors(self) -> list[HfTensor]:
-        """The Hugging Face tensors of what rules map, in the tag's order; tied ones as files hold them.
+        """Hugging Face tensors of all mapped names, in the tag's order, without tied ones that files leave out.
 
         Raises:
-            ShapeMismatch, TopologyMismatch, InvalidArgument: shapes and sizes that do not fit; says which.
+            ShapeMismatch, TopologyMismatch, InvalidArgument: shapes and sizes do not fit; the message names them.
             IncompatibleState: two tensors of the tag are the same Hugging Face tensor, or tied ones differ.
         """
         return [tensor for tensor in self._mapped.values() if not self._is_left_out(tensor)]
 
     @property
     def file_tensors(self) -> list[HfTensor | PackedTensor]:
-        """The same as files have them, several parts in one tensor. Raises as :func:`.packed` too."""
+        """Hugging Face tensors as files have them, with parts packed. Raises the errors of `packed` too."""
         return self.packed(self.tensors)
 
     def packed(self, tensors: Sequence[HfTensor]) -> list[HfTensor | PackedTensor]:
-        """``tensors``, or state of the optimizer's for them, as files have them. Raises as :func:`.packed`."""
+        """Pack ``tensors``, or the optimizer's state for them, as files have them. Raises the errors of `packed`."""
         return packed(tensors, self._mapping, self.sizes)
 
     def in_file(self, name: str) -> str:
-        """Under which name files have what rules call ``name``."""
+        """Return the name in files of the tensor that rules call ``name``."""
         return self._mapping.in_files([name])[0]
 
     @property
     def ties(self) -> Mapping[str, str]:
-        """Of tied tensors the one that files leave out, and the one that they hold."""
+        """Pairs of tied tensors: the one that files leave out, and the one that they hold."""
         return self._mapping.tied if self._mapping.are_tied(self.sizes) else {}
 
     @property
     def left_out(self) -> set[str]:
-        """The tensors of the tag that files leave out, because they are tied to others."""
+        """Tensors of the tag that files leave out, because they are tied to others."""
         return {tensor.source.name for tensor in self._mapped.values() if self._is_left_out(tensor)}
 
     @property
     def missing(self) -> list[str]:
-        """Hugging Face tensors that every such model has, and the tag does not."""
-        held = {tensor.name for tensor in self.tensors}
-        absent = self._mapping.in_files(name for name in self._mapping.required(self.sizes) if name not in held)
-        return [name for name in absent if name not in held]
+        """Hugging Face tensors that every such model has, but the tag does not."""
+        names = {tensor.name for tensor in self.tensors}
+        absent = self._mapping.in_files(name for name in self._mapping.required(self.sizes) if name not in names)
+        return [name for name in absent if name not in names]
 
     def require_all(self) -> None:
-        """Check that this is the tag of such a model, as far as names and digests tell; reads padding only.
+        """Check by names and digests that this is the tag of such a model; of tensors, only padding is read.
 
         Raises:
             KeyMismatch: names are not mapped, or tensors are missing.
             MalformedFile: a rank lacks a tensor that others have.
-            ShapeMismatch: rows or heads that are no padding would be left out.
-            TopologyMismatch: ranks that should hold the same hold different values.
-            OptimizerMismatch: master weights are wanted, and nothing says whose they are.
+            ShapeMismatch: rows or heads that are not padding would be left out.
+            TopologyMismatch: ranks that should hold equal values hold different ones.
+            OptimizerMismatch: master weights are to be used, but their parameters have no names.
         """
         if self._prefers_masters and self._opened.parts.master_weights:
             self.named_optimizer()
@@ -142,7 +144,7 @@ class MappedTag:
         if self.missing:
             raise KeyMismatch(
                 f"{self._opened.where} lacks {', '.join(self.missing[:_SHOWN])} ({len(self.missing)} tensors), which "
-                f"every model of mapping {self._mapping.name!r} has with this config.json; is it this model's?"
+                f"every model of mapping {self._mapping.name!r} has with this config.json; pass the model's own"
             )
         for source in {tensor.source.name: tensor.source for tensor in self.tensors}.values():
             self._refuse_holes(source)
@@ -150,30 +152,30 @@ class MappedTag:
         self.refuse_lost_values(self.tensors)
 
     def refuse_lost_values(self, tensors: Sequence[HfTensor]) -> None:
-        """Raise ShapeMismatch where more than padding of zeros would be left out of ``tensors``; reads only that."""
+        """Raise ShapeMismatch if anything but padding of zeros would be left out of ``tensors``; reads only that."""
         refuse_lost_values(self._opened, self.sizes, tensors, self.assembly)
 
     def named_optimizer(self) -> ReshardedOptimizer:
-        """The optimizer; raises PartNotFound without one, OptimizerMismatch if its parameters have no names."""
+        """Return the optimizer. Raises PartNotFound without one, OptimizerMismatch if its parameters have no names."""
         optimizer = self._first.optimizer
         if self._opened.parts.optimizer is None:
             raise PartNotFound(f"{self._opened.where} was saved without an optimizer")
         if any(map(is_number, optimizer.slots)):
             raise OptimizerMismatch(
-                f"{self._opened.where} does not say which parameters the entries of its optimizer belong to; pass "
-                "saved_param_names=: for each pipeline stage, for each param group (experts' last), the names in order"
+                f"{self._opened.where} does not name the parameters of its optimizer; pass saved_param_names=: for "
+                "each pipeline stage, for each param group (experts' last), the names in order"
             )
         return optimizer
 
     def slot(self, source: NxdTensor, place: CutIndex) -> SavedSlot | None:
-        """What the ranks at this place saved of the optimizer for the tensor; None without.
+        """Return the optimizer's slot for the tensor that the ranks at this place saved; None if there is none.
 
-        Raises IncompatibleState where those that hold its other shards saved more.
+        Raises IncompatibleState if ranks with its other shards saved more.
         """
         return self._state(place).optimizer.slot(source.name, self._spec(source, source.dtype))
 
     def assembly(self, tensor: HfTensor | PackedTensor) -> Assembly:
-        """What the Hugging Face tensor is made of, row-major as in its file; stacked ones have a 1 in front.
+        """Assemble a Hugging Face tensor, row-major as in its file; a stacked one has a first dimension of 1.
 
         Raises:
             PartNotFound: a tensor is in no file.
@@ -182,13 +184,13 @@ class MappedTag:
             return tensor.assembly([self.assembly(part) for part, _ in tensor.parts])
         source, transposed = tensor.source, tensor.source.match.rule.transposed
         cut = Cut(self._opened.topology.tp, self._opened.topology.ep)
-        held = [
+        sources = [
             place
             for piece in tensor.hf_slice.once
             for place in holders(source.partition, source.local_shape, piece.box, cut) or ()
         ]
         fragments: list[Fragment] = []
-        for read in plan_reads(tensor.hf_slice.once, list(dict.fromkeys(held)), tensor.name):
+        for read in plan_reads(tensor.hf_slice.once, list(dict.fromkeys(sources)), tensor.name):
             leaf = Assembly.of(self._leaf(tensor, read.holder)).within(read.source)
             fragments += [fragment.moved(read.target.offset) for fragment in leaf.fragments]
         shape = tensor.shape if source.match.rule.stacked is None else (1, *tensor.shape)
@@ -199,18 +201,19 @@ class MappedTag:
 
     @cached_property
     def _mapped(self) -> dict[str, HfTensor]:
-        """All Hugging Face tensors of what rules map, by name."""
-        found: dict[str, HfTensor] = {}
+        """All Hugging Face tensors of mapped names, by name."""
+        tensors: dict[str, HfTensor] = {}
         for match in self._mapping.split(self._model.stages)[0]:
             source = self._source(match)
-            for one in hf_slices(match, source.shape, self.sizes):
-                if one.name in found:
+            for hf_slice in hf_slices(match, source.shape, self.sizes):
+                if hf_slice.name in tensors:
+                    first = tensors[hf_slice.name].source.name
                     raise IncompatibleState(
-                        f"{self._opened.where}: {one.name} would come from {found[one.name].source.name} and from "
-                        f"{match.name}; the mapping must choose one"
+                        f"{self._opened.where}: {hf_slice.name} would come from {first} and from {match.name}; the "
+                        "mapping must choose one"
                     )
-                found[one.name] = HfTensor(one, source.dtype, source)
-        return found
+                tensors[hf_slice.name] = HfTensor(hf_slice, source.dtype, source)
+        return tensors
 
     def _source(self, match: Match) -> NxdTensor:
         leaf, form = self._model.value(match.name), self._model.form(match.name)
@@ -219,7 +222,7 @@ class MappedTag:
         dtype, shape = form
         tp = self._opened.topology.tp
         whole = self._whole(match, shape, tp)
-        # A vocabulary that every rank holds all of was never cut.
+        # If every rank holds the whole vocabulary, it was never cut.
         partition = partition_of(match, whole, self.sizes, 1 if whole == shape else tp)
         source = NxdTensor(match, self._model.stages[match.name][0], dtype, shape, whole, partition)
         if self._preferred(source, CutIndex()) is not None:
@@ -238,103 +241,103 @@ class MappedTag:
         return tuple(shape)
 
     def _is_left_out(self, tensor: HfTensor) -> bool:
-        """Whether it is tied to another one that files hold in its place."""
-        other = self._mapped.get(self.ties.get(tensor.name, ""))
-        if other is None:
+        """Return whether it is tied to another tensor, which files hold instead."""
+        kept = self._mapped.get(self.ties.get(tensor.name, ""))
+        if kept is None:
             return False
-        digests = [digest_of(self._model.value(one.source.name)) for one in (tensor, other)]
+        digests = [digest_of(self._model.value(tied.source.name)) for tied in (tensor, kept)]
         if digests[0] != digests[1]:
             raise IncompatibleState(
-                f"{self._opened.where}: config.json ties {tensor.name} to {other.name}, but the tag holds different "
-                "values; set tie_word_embeddings to false in the config.json that goes with this model"
+                f"{self._opened.where}: config.json ties {tensor.name} to {kept.name}, but the tag holds different "
+                "values; set tie_word_embeddings to false in this model's config.json"
             )
         return True
 
     def _leaf(self, tensor: HfTensor, place: CutIndex) -> TensorStub | Assembly:
-        """What the rank at ``place`` holds: from its model's file, or from the optimizer's."""
+        """Return the part of the rank at ``place``, from its model file or its optimizer file."""
         source, entry = tensor.source, tensor.entry
         if entry is None:
             return self._weight(source, place)
-        found = self._state(place).optimizer.value(source.name, entry, self._spec(source, tensor.dtype))
-        if not isinstance(found, (TensorStub, Assembly)):
+        leaf = self._state(place).optimizer.value(source.name, entry, self._spec(source, tensor.dtype))
+        if not isinstance(leaf, (TensorStub, Assembly)):
             at = Coordinates(source.pp_rank, place.ep_rank, place.tp_rank)
             raise PartNotFound(f"{self._opened.where}: no file holds optim/{source.name}/{entry} of the rank at {at}")
-        self._refuse_other_form(tensor.source_name, found, (tensor.dtype, found.shape))
-        return found
+        self._refuse_other_form(tensor.source_name, leaf, (tensor.dtype, leaf.shape))
+        return leaf
 
     def _weight(self, source: NxdTensor, place: CutIndex) -> TensorStub | Assembly:
         leaf = self._model.saved_by(source.pp_rank, place).get(source.name)
         if isinstance(leaf, (TensorStub, Assembly)):
             self._refuse_other_form(source.name, leaf, self._model.form(source.name))
-        found = self._preferred(source, place)
-        if found is None:
-            found = self._state(place).weight(source.name, leaf)
-        if not isinstance(found, (TensorStub, Assembly)):
+        weight_ = self._preferred(source, place)
+        if weight_ is None:
+            weight_ = self._state(place).weight(source.name, leaf)
+        if not isinstance(weight_, (TensorStub, Assembly)):
             raise PartNotFound(f"{self._opened.where}: no file holds model/{source.name}, nor its master weights")
-        return found
+        return weight_
 
     def _refuse_other_form(self, name: str, leaf: Any, first: tuple[str, tuple[int, ...]] | None) -> None:
-        """Raise MalformedFile where a rank has a tensor of other dtype or shape than the ``first`` one."""
-        found = form_of(leaf)
-        if first is not None and found != first:
+        """Raise MalformedFile if a rank's tensor differs from the first rank's in dtype or shape."""
+        form = form_of(leaf)
+        if first is not None and form != first:
             where = f"{leaf.file}: " if isinstance(leaf, TensorStub) else ""
-            (dtype, shape), (expected, whole) = found, first
+            (dtype, shape), (expected, whole) = form, first
             raise MalformedFile(
-                f"{self._opened.where}/{where}{name} is {dtype} {shape}, on the first rank {expected} {whole}; the tag "
-                "mixes files of two saves"
+                f"{self._opened.where}/{where}{name} is {dtype} {shape}, but on the first rank {expected} {whole}; the "
+                "tag mixes files of two saves"
             )
 
     def _preferred(self, source: NxdTensor, place: CutIndex) -> Assembly | None:
-        """The master weights of a rank, where they are preferred and there are any."""
+        """Return a rank's master weights, if they are preferred and exist."""
         if not self._prefers_masters:
             return None
         return self._state(place).master_weight(source.name, self._spec(source, "float32"))
 
     def _spec(self, source: NxdTensor, dtype: str) -> ParameterSpec:
-        """The tensor as each rank held it, in ``dtype``."""
+        """Return the tensor's specification on each rank, in ``dtype``."""
         spec = self._first.context.as_recorded(source.name, dtype, source.local_shape)
         return replace(spec, dtype=dtype)
 
     def _refuse_holes(self, source: NxdTensor) -> None:
-        """Tensor-parallel ranks have tensors of the same names, also where the first one's is all that is read."""
+        """Raise MalformedFile if a tensor-parallel rank lacks the tensor, even if only the first rank's is read."""
         for tp_rank in range(self._opened.topology.tp):
             if not is_tensor(self._model.saved_by(source.pp_rank, CutIndex(tp_rank)).get(source.name)):
                 raise MalformedFile(
                     f"{self._opened.where}: tensor-parallel rank {tp_rank} of pipeline stage {source.pp_rank} has no "
-                    f"tensor {source.name}, the first rank has; the tag mixes files of two saves"
+                    f"tensor {source.name}, but the first rank has it; the tag mixes files of two saves"
                 )
 
     def _refuse_unequal_copies(self, source: NxdTensor) -> None:
-        """Ranks that by the mapping hold the same part of Hugging Face's tensors must have saved the same bytes.
+        """Raise TopologyMismatch if ranks that by the mapping hold the same part saved different bytes.
 
-        That is where a wrong kv_size_multiplier, hardware or mapping shows. Digests tell, as far as files have them.
+        This detects a wrong kv_size_multiplier, hardware or mapping, by digests, if the files have any.
         """
         members = [
-            (one.name, piece)
-            for one in hf_slices(source.match, source.shape, self.sizes)
-            for piece in one.pieces
+            (hf_slice.name, piece)
+            for hf_slice in hf_slices(source.match, source.shape, self.sizes)
+            for piece in hf_slice.pieces
         ]
         first: dict[Any, tuple[int, Any]] = {}
         for tp_rank in range(self._opened.topology.tp):
-            found = digest_of(self._model.saved_by(source.pp_rank, CutIndex(tp_rank)).get(source.name))
-            if found is None:
+            digest = digest_of(self._model.saved_by(source.pp_rank, CutIndex(tp_rank)).get(source.name))
+            if digest is None:
                 return
-            held = tuple(self._held(source, members, tp_rank))
-            if not held:  # padding
+            parts = tuple(self._parts(source, members, tp_rank))
+            if not parts:  # padding
                 continue
-            other, digest = first.setdefault(held, (tp_rank, found))
-            if digest != found:
+            first_rank, expected = first.setdefault(parts, (tp_rank, digest))
+            if digest != expected:
                 raise TopologyMismatch(
-                    f"{self._opened.where}: by the mapping, tensor-parallel ranks {other} and {tp_rank} hold the same "
-                    f"of {source.name}, but they saved other values; are kv_size_multiplier="
-                    f"{self.sizes.kv_size_multiplier}, hardware={self.sizes.hardware!r} and the mapping those of the "
-                    "job that saved it?"
+                    f"{self._opened.where}: by the mapping, tensor-parallel ranks {first_rank} and {tp_rank} hold the "
+                    f"same part of {source.name}, but they saved different values; pass the mapping, "
+                    "kv_size_multiplier and hardware of the job that saved it (now kv_size_multiplier="
+                    f"{self.sizes.kv_size_multiplier}, hardware={self.sizes.hardware!r})"
                 )
 
-    def _held(
+    def _parts(
         self, source: NxdTensor, members: Sequence[tuple[str, Piece]], tp_rank: int
     ) -> Iterator[tuple[Box, str, Box]]:
-        """What a rank holds, in terms of Hugging Face's tensors: (its box, theirs); equal for equal parts."""
+        """Yield a rank's parts of Hugging Face's tensors: (its box, name, their box); equal for equal parts."""
         for piece in source.partition.pieces(source.local_shape, tp_rank, self._opened.topology.tp, 0) or ():
             for name, member in members:
                 common = piece.box.intersect(member.box)

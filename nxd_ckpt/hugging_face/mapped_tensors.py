@@ -11,9 +11,9 @@ from nxd_ckpt.hugging_face.hf_slice import HfSlice
 
 @dataclass(frozen=True)
 class NxdTensor:
-    """A tensor of the tag, all of it: its rule, the pipeline stage that holds it, and how the ranks of that cut it.
+    """A whole tensor of the tag: its rule, the pipeline stage that holds it, and its cut over the stage's ranks.
 
-    ``local_shape`` is what each rank holds, ``shape`` the whole one.
+    ``local_shape`` is the shape on each rank, ``shape`` the whole one.
     """
 
     match: Match
@@ -30,8 +30,10 @@ class NxdTensor:
 
 @dataclass(frozen=True)
 class HfTensor:
-    """A Hugging Face tensor, and the tensor of the tag that holds it; with ``entry``, that state of the optimizer's
-    for it, which is cut as it is."""
+    """A Hugging Face tensor, and the tensor of the tag that holds it.
+
+    With ``entry`` it is the optimizer's state of that name for the tensor, which is cut like the tensor.
+    """
 
     hf_slice: HfSlice
     dtype: str
@@ -40,7 +42,7 @@ class HfTensor:
 
     @property
     def weight(self) -> str:
-        """The Hugging Face tensor that it is, or is the state of."""
+        """Name of the Hugging Face tensor that it is, or is the state of."""
         return self.hf_slice.name
 
     @property

@@ -1,5 +1,7 @@
-"""Hugging Face tensors that hold several parts (:mod:`nxd_ckpt.core.packing`): the parts as tensors of their own, and
-put together again. Reads headers only."""
+"""Packed Hugging Face tensors (`nxd_ckpt.core.packing`): their parts as separate tensors, and packed again.
+
+Reads headers only.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,7 @@ from nxd_ckpt.hugging_face.mapped_tensors import HfTensor, NxdTensor
 
 
 class UnpackedTensors:
-    """The tensors of ``directory``, parts of packed ones in place of these."""
+    """The tensors of ``directory``, with parts instead of packed tensors."""
 
     def __init__(self, directory: HuggingFaceTensors, mapping: ModelMapping, sizes: Sizes) -> None:
         self._directory, self._mapping, self._sizes = HeadedTensors(directory, mapping), mapping, sizes
@@ -31,36 +33,38 @@ class UnpackedTensors:
 
     @property
     def names(self) -> list[str]:
-        return sorted({*self._directory.names}.difference(self._held.values()).union(self._held))
+        return sorted({*self._directory.names}.difference(self._packed_by_part.values()).union(self._packed_by_part))
 
     def tensor(self, name: str, tied: Mapping[str, str] | None = None) -> TensorStub | Assembly:
-        held = self._held.get(name)
-        if held is None:
+        packed = self._packed_by_part.get(name)
+        if packed is None:
             return self._directory.tensor(name, tied)
-        whole = self._directory.tensor(held)
-        return _part(whole, self._slices(held, whole.shape)[name])
+        whole = self._directory.tensor(packed)
+        return _part(whole, self._slices(packed, whole.shape)[name])
 
     @cached_property
-    def _held(self) -> dict[str, str]:
-        """By part, the tensor of the files that holds it."""
-        found: dict[str, str] = {}
+    def _packed_by_part(self) -> dict[str, str]:
+        """The tensor in the files that holds each part, by part."""
+        names: dict[str, str] = {}
         for name in self._directory.names:
-            packed = self._mapping.packed_as(name)
-            if packed is not None:
-                found |= dict.fromkeys(packed.names(packed.hf.match(name) or {}, self._sizes), name)
-        return found
+            packing = self._mapping.packed_as(name)
+            if packing is not None:
+                names |= dict.fromkeys(packing.names(packing.hf.match(name) or {}, self._sizes), name)
+        return names
 
-    def _slices(self, held: str, shape: tuple[int, ...]) -> Mapping[str, PartSlice]:
-        packed = self._mapping.packed_as(held)
-        if held not in self._sliced and packed is not None:  # experts are hundreds: once for all of them
-            self._sliced[held] = packed.slices(held, shape, self._sizes)
-        return self._sliced[held]
+    def _slices(self, packed: str, shape: tuple[int, ...]) -> Mapping[str, PartSlice]:
+        packing = self._mapping.packed_as(packed)
+        if packed not in self._sliced and packing is not None:  # cached, because there are hundreds of experts
+            self._sliced[packed] = packing.slices(packed, shape, self._sizes)
+        return self._sliced[packed]
 
 
 @dataclass(frozen=True)
 class PackedTensor:
-    """A tensor of Hugging Face's files, and its ``parts``, each with its slice; with ``entry``, that state of the
-    optimizer's for it."""
+    """A tensor of Hugging Face's files, and its ``parts``, each with its slice.
+
+    With ``entry`` it is the optimizer's state of that name for the tensor.
+    """
 
     weight: str
     shape: tuple[int, ...]
@@ -86,11 +90,14 @@ class PackedTensor:
 
     @property
     def alternates(self) -> bool:
-        """Whether its parts take turns, element by element."""
+        """True if its parts alternate, element by element."""
         return self.parts[0][1].step > 1
 
     def assembly(self, parts: Sequence[Assembly]) -> Assembly:
-        """It, made of its parts. Where these alternate, that dimension is two: as long as a part, and their number."""
+        """Assemble it from its parts.
+
+        If these alternate, that dimension becomes two: the length of a part, and the number of parts.
+        """
         first = self.parts[0][1]
         shape, at = self.shape, first.dim + 1  # the new dimension
         if self.alternates:
@@ -112,69 +119,69 @@ class PackedTensor:
 
 
 def packed(tensors: Sequence[HfTensor], mapping: ModelMapping, sizes: Sizes) -> list[HfTensor | PackedTensor]:
-    """``tensors`` as files have them, in their order; one that lacks parts is left out.
+    """Pack ``tensors`` as files have them, in their order; a packed tensor that lacks parts is left out.
 
     Raises:
-        ShapeMismatch: parts of other shapes than the others.
-        IncompatibleState: parts of other dtypes, or state of the optimizer's for some parts only.
+        ShapeMismatch: a part's shape does not fit the other parts.
+        IncompatibleState: parts have different dtypes, or only some have a state of the optimizer.
     """
     groups: dict[tuple[str, str | None], dict[str, HfTensor]] = {}
     for tensor in tensors:
-        (held,) = mapping.in_files([tensor.weight])
-        groups.setdefault((held, tensor.entry), {})[tensor.weight] = tensor
-    found: list[HfTensor | PackedTensor] = []
-    for (held, entry), parts in groups.items():
-        how = mapping.packed_as(held)
-        if how is None or held in parts:
-            found += parts.values()
+        (name,) = mapping.in_files([tensor.weight])
+        groups.setdefault((name, tensor.entry), {})[tensor.weight] = tensor
+    tensors_in_files: list[HfTensor | PackedTensor] = []
+    for (name, entry), parts in groups.items():
+        packing = mapping.packed_as(name)
+        if packing is None or name in parts:
+            tensors_in_files += parts.values()
             continue
-        names = how.names(how.hf.match(held) or {}, sizes)
-        absent = [name for name in names if name not in parts]
+        part_names = packing.names(packing.hf.match(name) or {}, sizes)
+        absent = [part for part in part_names if part not in parts]
         if not absent:
-            found.append(_put_together(how, held, [parts[name] for name in names], sizes))
+            tensors_in_files.append(_packed(packing, name, [parts[part] for part in part_names], sizes))
         elif entry is not None:
             raise IncompatibleState(
-                f"the optimizer has {entry} for {next(iter(parts))}, and not for {absent[0]}, which is in the same "
-                f"Hugging Face tensor, {held}"
+                f"the optimizer has {entry} for {next(iter(parts))}, but not for {absent[0]}, which is in the same "
+                f"Hugging Face tensor, {name}"
             )
-    return found
+    return tensors_in_files
 
 
-def _put_together(how: Packed, held: str, parts: Sequence[HfTensor], sizes: Sizes) -> PackedTensor:
-    shape = how.shape([part.shape for part in parts])
-    slices = how.slices(held, shape, sizes)
+def _packed(packing: Packed, name: str, parts: Sequence[HfTensor], sizes: Sizes) -> PackedTensor:
+    shape = packing.shape([part.shape for part in parts])
+    slices = packing.slices(name, shape, sizes)
     for part in parts:
         if part.shape != slices[part.weight].shape:
             raise ShapeMismatch(
-                f"{held}: its part {part.weight} has shape {part.shape}, beside the other parts it should have "
-                f"{slices[part.weight].shape}; is this the model's config.json?"
+                f"{name}: its part {part.weight} has shape {part.shape}, but with the other parts it should have "
+                f"{slices[part.weight].shape}; pass the model's own config.json"
             )
         if part.dtype != parts[0].dtype:
             raise IncompatibleState(
-                f"{held}: its part {part.weight} was saved as {part.dtype}, {parts[0].weight} as {parts[0].dtype}"
+                f"{name}: its part {part.weight} was saved as {part.dtype}, but {parts[0].weight} as {parts[0].dtype}"
             )
-    return PackedTensor(held, shape, tuple((part, slices[part.weight]) for part in parts), parts[0].entry)
+    return PackedTensor(name, shape, tuple((part, slices[part.weight]) for part in parts), parts[0].entry)
 
 
-def _part(held: TensorStub | Assembly, piece: PartSlice) -> Assembly:
-    """The part of the tensor."""
+def _part(whole: TensorStub | Assembly, piece: PartSlice) -> Assembly:
+    """Return a part of the tensor."""
     if piece.step > 1:
-        return Assembly.of(_spaced(held, piece))
-    part = Assembly.of(held).within(Box(piece.start, piece.size))
+        return Assembly.of(_spaced(whole, piece))
+    part = Assembly.of(whole).within(Box(piece.start, piece.size))
     fragments = [fragment.without(0) if piece.indexed else fragment for fragment in part.fragments]
     return Assembly(part.dtype, piece.shape, tuple(fragments))
 
 
-def _spaced(held: TensorStub | Assembly, piece: PartSlice) -> TensorStub:
-    if isinstance(held, Assembly):
-        raise UnsupportedState("parts that alternate are read from files only")
-    offset = sum(start * stride for start, stride in zip(piece.start, held.stride, strict=True))
-    stride = tuple(each * (piece.step if dim == piece.dim else 1) for dim, each in enumerate(held.stride))
+def _spaced(whole: TensorStub | Assembly, piece: PartSlice) -> TensorStub:
+    if isinstance(whole, Assembly):
+        raise UnsupportedState("alternating parts can only be read from files")
+    offset = sum(start * stride for start, stride in zip(piece.start, whole.stride, strict=True))
+    stride = tuple(each * (piece.step if dim == piece.dim else 1) for dim, each in enumerate(whole.stride))
     return TensorStub(
-        held.file,
-        held.offset + offset * itemsize(held.dtype),
-        held.dtype,
+        whole.file,
+        whole.offset + offset * itemsize(whole.dtype),
+        whole.dtype,
         piece.shape,
         stride[1:] if piece.indexed else stride,
-        held.storage,
+        whole.storage,
     )

@@ -1,4 +1,4 @@
-"""Padding that a tag has and Hugging Face's files have not: it is cut off only where nothing is lost by that."""
+"""Padding in a tag that Hugging Face's files lack; it is removed only if no values are lost."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ logger = logging.getLogger("nxd_ckpt")
 def refuse_lost_values(
     opened: OpenTag, sizes: Sizes, tensors: Iterable[HfTensor], assembly: Callable[[HfTensor], Assembly]
 ) -> None:
-    """Check that what is cut off from ``tensors`` is padding: explained by the sizes, and zero. Bounded memory.
+    """Check that the removed parts of ``tensors`` are padding: explained by the sizes, and zero. Bounded memory.
 
     Raises:
-        ShapeMismatch: it may be trained rows or heads; names them, what config.json says, and the remedy.
+        ShapeMismatch: they may be trained rows or heads; the message has them, config.json's size, and the remedy.
     """
     sources = {tensor.source_name: tensor for tensor in tensors}
     cut: list[str] = []
@@ -35,15 +35,15 @@ def refuse_lost_values(
                 _refuse_unexplained(opened, name, tensor, padding, sizes)
                 nonzero: list[int] = []
 
-                def look(number: int, parts: list[torch.Tensor], nonzero: list[int] = nonzero) -> None:
+                def note_nonzero(number: int, parts: list[torch.Tensor], nonzero: list[int] = nonzero) -> None:
                     if any(bool((part != 0).any()) for part in parts):
                         nonzero.append(number)
 
-                reader.visit(assembly(replace(tensor, hf_slice=padding)), name, look)
+                reader.visit(assembly(replace(tensor, hf_slice=padding)), name, note_nonzero)
                 reader.finish()
                 if nonzero:
                     raise ShapeMismatch(
-                        f"{_described(opened, name, tensor, padding, sizes)} They are not zero, so they are no "
+                        f"{_described(opened, name, tensor, padding, sizes)} They are not zero, so they are not "
                         f"padding, and would be lost; {_remedy(tensor, sizes)}"
                     )
                 cut.append(f"{name} {_range(tensor, padding)}")
@@ -57,7 +57,7 @@ def _refuse_unexplained(opened: OpenTag, name: str, tensor: HfTensor, padding: H
         return
     if not is_rounded(tensor.source.shape[rule.dim], sizes.get(rows), opened.topology.tp):
         raise ShapeMismatch(
-            f"{_described(opened, name, tensor, padding, sizes)} No rounding of the vocabulary explains so many, so "
+            f"{_described(opened, name, tensor, padding, sizes)} No rounding of the vocabulary gives so many rows, so "
             f"they may be trained; {_remedy(tensor, sizes)}"
         )
 
@@ -66,9 +66,9 @@ def _described(opened: OpenTag, name: str, tensor: HfTensor, padding: HfSlice, s
     rule = tensor.source.match.rule
     length = tensor.source.shape[rule.dim or 0]
     rows = rule.members[0].rows
-    said = f"{sizes.key(rows)} {sizes.get(rows)}" if rows else f"{sizes.key('heads')} {sizes.get('heads')}"
+    size = f"{sizes.key(rows)} {sizes.get(rows)}" if rows else f"{sizes.key('heads')} {sizes.get('heads')}"
     return (
-        f"{opened.where}: {name} has {length} rows along dimension {rule.dim}, but config.json says {said}: "
+        f"{opened.where}: {name} has {length} rows along dimension {rule.dim}, but config.json has {size}: "
         f"{_range(tensor, padding)} are in no tensor of the result."
     )
 

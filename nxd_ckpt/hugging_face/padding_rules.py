@@ -1,4 +1,4 @@
-"""What of an NxD tensor is in no Hugging Face tensor: rows that pad a vocabulary, heads that pad others. Pure."""
+"""Padding of an NxD tensor, which no Hugging Face tensor has: rows of a vocabulary, or heads. Pure."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from nxd_ckpt.core.sizes import Sizes
 from nxd_ckpt.hugging_face.hf_slice import HfSlice, hf_slices
 
 _MULTIPLES = tuple(2**power for power in range(11))
-"""To which multiples frameworks round a vocabulary (``make_vocab_size_divisible_by`` is 128 with Megatron)."""
+"""Multiples to which frameworks round a vocabulary (Megatron's ``make_vocab_size_divisible_by`` is 128)."""
 
 
 def padding_of(match: Match, shape: tuple[int, ...], sizes: Sizes) -> list[HfSlice]:
-    """The parts of the NxD tensor of whole ``shape`` that no Hugging Face tensor has, as slices of their own.
+    """Return the parts of the NxD tensor of whole ``shape`` that no Hugging Face tensor has, as separate slices.
 
-    Raises as :func:`~nxd_ckpt.hugging_face.hf_slice.hf_slices`.
+    Raises ShapeMismatch or InvalidArgument like `hf_slices`.
     """
     rule = match.rule
     if rule.dim is None or (rule.stacked is not None and not shape[0]):
         return []
-    found = hf_slices(match, shape, sizes)
-    first = [piece.box for one in found for piece in one.pieces if rule.stacked is None or not piece.box.offset[0]]
+    pieces = [piece for hf_slice in hf_slices(match, shape, sizes) for piece in hf_slice.pieces]
+    first = [piece.box for piece in pieces if rule.stacked is None or not piece.box.offset[0]]
     gaps = list(_gaps([(box.offset[rule.dim], box.size[rule.dim]) for box in first], shape[rule.dim]))
     whole = Box.whole(shape)
     boxes = [whole.narrowed(rule.dim, start, length) for start, length in gaps]
@@ -33,8 +33,8 @@ def padding_of(match: Match, shape: tuple[int, ...], sizes: Sizes) -> list[HfSli
 
 
 def is_rounded(length: int, rows: int, tp: int) -> bool:
-    """Whether ``length`` is the number of ``rows`` rounded up, to a power of two or a multiple of it and ``tp``."""
-    multiples = {size for one in _MULTIPLES for size in (one, one * tp)}
+    """Return whether ``length`` is ``rows`` rounded up to a multiple of a power of two, or of that times ``tp``."""
+    multiples = {size for power in _MULTIPLES for size in (power, power * tp)}
     return any(length == rows + -rows % size for size in multiples)
 
 

@@ -71,7 +71,9 @@ def check_partitions(
         raise InvalidArgument(f"partitions= names {unknown[:5]}, which the model does not have")
     for name, partition in partitions.items():
         parameter = parameters.get(name)
-        if parameter and partition.known and partition.section_layouts(parameter.shape, topology.tp, topology.ep_rank) is None:
+        if parameter is None or not partition.known:
+            continue
+        if partition.section_layouts(parameter.shape, topology.tp, topology.ep_rank) is None:
             raise InvalidArgument(
                 f"partitions= says that {name} is cut as {partition}, but then {topology.tp} tensor-parallel ranks "
                 f"cannot each hold shape {parameter.shape}; pass the cut of the whole parameter"

@@ -103,7 +103,7 @@ def test_names_may_be_given(tmp_path: Path) -> None:
     job = Job(Model(), tp=2)
     tag = save_trained(tmp_path / "run", job, dp=2, zero1=True, names=False)
     for options in ({}, {"optimizer": False, "master_weights": True}):
-        with pytest.raises(OptimizerMismatch, match=r"does not say which parameters.*saved_param_names="):
+        with pytest.raises(OptimizerMismatch, match=r"does not name the parameters.*saved_param_names="):
             export(tag, tmp_path / "out", job, **options)
     held = list(job.rank(job.model.state()))
     names = [[[name for name in held if ("norm" in name) == norm] for norm in (False, True)]]
@@ -159,7 +159,7 @@ def _absent(entry: dict[str, Any]) -> None:
     [
         (_of_another_shape, OptimizerMismatch, r"exp_avg_sq_row: saved with shape \(3,\)"),
         (_unusual, UnsupportedState, r"/history: .* is neither state shaped like its parameter"),
-        (_absent, IncompatibleState, r"saved exp_avg, step for 'model\.norm\.weight', the one at .* nothing"),
+        (_absent, IncompatibleState, r"for 'model\.norm\.weight' the rank at .* saved exp_avg, step, but the one at .* nothing"),
     ],
 )
 def test_state_that_cannot_be_exported(

@@ -58,7 +58,7 @@ MISSING: dict[str, list[tuple[str, str]]] = {
         ("done", "is incomplete: it has no 'done' marker"),
         ("model/dp_rank_00_tp_rank_01_pp_rank_01.pt", "the files of dp 0 tp 1 pp 1 are not there"),
         ("optim/dp_rank_01_tp_rank_01_pp_rank_01.pt", "the files of dp 1 tp 1 pp 1 are not there"),
-        ("*/dp_rank_0?_tp_rank_01_*", "are the files of all ranks there"),
+        ("*/dp_rank_0?_tp_rank_01_*", "the files of all ranks are there"),
         ("*/dp_rank_0?_tp_rank_0?_pp_rank_01.pt", "each of the 1 pipeline stages that .* was saved on, found 2"),
     ],
     "nxd xser": [
@@ -68,9 +68,9 @@ MISSING: dict[str, list[tuple[str, str]]] = {
     ],
     "nxd 0.1": [
         ("tp_rank_01_pp_rank_00/checkpoint.pt", "no file 'tp_rank_01_pp_rank_00/checkpoint.pt'"),
-        ("tp_rank_01_pp_rank_00", "are the files of all ranks there"),
+        ("tp_rank_01_pp_rank_00", "the files of all ranks are there"),
     ],
-    "nxdt": [("*/*_tp_rank_01_*", "are the files of all ranks there")],
+    "nxdt": [("*/*_tp_rank_01_*", "the files of all ranks are there")],
     "optimum": [
         ("shards/mp_metadata_*.json", r"files of 2 pipeline stages, but metadata .* of stages \[\]"),
         ("shards/*/*_tp_rank_01_*", "its metadata is of 2 tensor-parallel ranks, its files are of 1"),
@@ -78,10 +78,10 @@ MISSING: dict[str, list[tuple[str, str]]] = {
     ],
     "optimum 0.1": [
         ("shards/mp_metadata_*.pt", r"files of 1 pipeline stages, but metadata .* of stages \[\]"),
-        ("shards/*/*_tp_rank_01_*", "are the files of all ranks there"),
+        ("shards/*/*_tp_rank_01_*", "the files of all ranks are there"),
     ],
     "optimum 0.0 xser": [
-        ("*/tp_rank_01_pp_rank_00*", "are the files of all ranks there"),
+        ("*/tp_rank_01_pp_rank_00*", "the files of all ranks are there"),
         ("*/tp_rank_01_pp_rank_00.tensors/tensor_0.pt", r"no file holds model/model\.embed_tokens\.weight"),
     ],
     "adapter": [
@@ -91,7 +91,7 @@ MISSING: dict[str, list[tuple[str, str]]] = {
     ],
     "nemo": [
         ("tp_rank_01_pp_rank_001", "no megatron_llama.* of tp 1 pp 1"),
-        ("tp_rank_01_*", "are the files of all ranks there"),
+        ("tp_rank_01_*", "the files of all ranks are there"),
         ("*/optim/dp_rank_001", "a shard of .* files of ranks are missing"),
     ],
     "tiered": [
@@ -101,7 +101,7 @@ MISSING: dict[str, list[tuple[str, str]]] = {
     "tiered by ray": [("*/rank_1", r"should be in 'job/step_3/rank_1/checkpoint.pt', which is not there")],
     "presharded": [
         ("tp0_*", "tp0_sharded_checkpoint.safetensors is missing"),
-        ("tp1_*", "are the files of all ranks there"),
+        ("tp1_*", "the files of all ranks are there"),
     ],
     "fsdp": [("*rank-00000002*", r"those of ranks \[2\] are not there")],
     "xm.save": [("last.pth", "it holds nothing")],
@@ -198,7 +198,7 @@ def _first_tensor(tree: Any, key: Any) -> Any:
 
 
 CONTRADICTIONS = "|".join(
-    ["two saves", "they saved other values", "but the 3 ranks hold shards", "in different dtypes", "not hold the same"]
+    ["two saves", "they saved different values", "but the 3 ranks hold shards", "in different dtypes", "not hold the same"]
 )
 
 
