@@ -198,7 +198,7 @@ def _first_tensor(tree: Any, key: Any) -> Any:
 
 
 CONTRADICTIONS = "|".join(
-    ["two saves", "they saved different values", "but the 3 ranks hold shards", "in different dtypes", "not hold the same"]
+    ["two saves", "saved different values", "but the 3 ranks hold shards", "in different dtypes", "not hold the same"]
 )
 
 
