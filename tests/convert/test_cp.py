@@ -59,7 +59,7 @@ def test_a_copy_goes_as_fast_as_it_may(tmp_path: Path) -> None:
     copied = copy_checkpoint(source, tmp_path / "output" / "slow", max_bytes_per_second=4 * planned.nbytes)
     assert time.monotonic() - started >= 0.25
     assert copied.nbytes == copied.copied_nbytes
-    with pytest.raises(InvalidArgument, match="max_bytes_per_second must be a number of bytes, or .* such as 5GB .* found 0"):
+    with pytest.raises(InvalidArgument, match="max_bytes_per_second must be a number of bytes"):
         copy_checkpoint(source, tmp_path / "output" / "fast", max_bytes_per_second=0)
 
 
