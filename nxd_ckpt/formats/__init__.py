@@ -1,1 +1,1 @@
-"""Bytes <-> trees of tensors: the torch zip container, xser references, safe unpickling, CRC-32."""
+"""Conversion between bytes and trees of tensors: the torch zip container, xser references, safe unpickling, CRC-32."""

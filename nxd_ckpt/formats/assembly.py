@@ -1,8 +1,8 @@
-"""Reading assemblies: only the bytes that are wanted, straight to where they belong, in bounded memory.
+"""Reader of assemblies: only the necessary bytes, directly into their memory, in bounded memory.
 
 A fragment is read slab by slab. A slab that is one run of bytes on disk and in memory needs no copy; others go through
-scratch memory of at most :data:`SLAB` bytes, which also casts. The bytes are verified by the digests of the blocks that
-they lie in (:func:`blocks_of`): reading a slice needs no digest of the whole tensor.
+scratch memory of at most `SLAB` bytes, which also casts. The bytes are verified by the digests of their blocks
+(`blocks_of`), so that reading a slice needs no digest of the whole tensor.
 """
 
 from __future__ import annotations
@@ -30,21 +30,20 @@ from nxd_ckpt.formats.tensors import (
 from nxd_ckpt.formats.torch_zip import read_tensor
 
 SLAB = 4 * 2**20
-"""Bytes that are read at once, at most."""
+"""Largest number of bytes that are read at once."""
 
 _HOLES = 16
-"""A hole between two runs is read too if it is not longer than a 16th of what is wanted around it: that saves a
-read."""
+"""Gaps between runs are read too, to save reads, if together they are at most this fraction of the needed elements."""
 
 ReadRanges = Callable[[str, Sequence[tuple[int, memoryview]]], None]
-"""(file's key, [(offset, memory), ...]) -> None: fills each memory with the file's bytes from its offset, or raises."""
+"""(file's key, [(offset, memory), ...]) -> None: fill each memory with the file's bytes from its offset, or raise."""
 
 DirectRun = tuple[int, memoryview]
-"""Bytes of a file from an offset on, and the memory that takes them as they are."""
+"""An offset in a file, and the memory that takes the bytes from there unchanged."""
 
 
 def read_assembly(leaf: Assembly, read: ReadRanges) -> torch.Tensor:
-    """The tensor, on the CPU."""
+    """Return the tensor, on the CPU."""
     out = allocated(leaf.shape, leaf.dtype)
     clear_padding(leaf, out)
     for fragment in leaf.fragments:
@@ -56,19 +55,19 @@ def read_assembly(leaf: Assembly, read: ReadRanges) -> torch.Tensor:
 
 
 def clear_padding(leaf: Assembly, out: torch.Tensor) -> None:
-    """Make ``out`` zero if there are elements that no fragment covers."""
+    """Fill ``out`` with zeros if there are elements that no fragment covers."""
     if sum(fragment.target.numel for fragment in leaf.fragments) < leaf.numel:
         out.zero_()
 
 
 def as_stored(fragment: Fragment, out: torch.Tensor) -> tuple[Fragment, torch.Tensor]:
-    """Both with their dimensions in the order in which the bytes lie in the file, if there is such an order."""
+    """Return both with their dimensions in the file's order, if the bytes there have such an order."""
     order = _order(fragment)
     return (fragment, out) if order is None else (fragment.permuted(order), out.permute(order))
 
 
 def in_stored_order(fragment: Fragment) -> Fragment:
-    """As :func:`as_stored`, for whoever does not mind where its elements go."""
+    """Return the fragment with its dimensions in the file's order, if the bytes there have such an order."""
     order = _order(fragment)
     return fragment if order is None else fragment.permuted(order)
 
@@ -78,7 +77,7 @@ def _order(fragment: Fragment) -> tuple[int, ...] | None:
 
 
 def blocks_of(fragment: Fragment) -> Iterator[int]:
-    """The digest blocks that the fragment's bytes lie in, numbered within the record of its stub, ascending."""
+    """Yield the digest blocks of the fragment's bytes, numbered within the record of its stub, ascending."""
     stub, size = fragment.stub, itemsize(fragment.stub.dtype)
     if not stub.is_contiguous:
         order = stub.storage_order
@@ -95,9 +94,9 @@ def blocks_of(fragment: Fragment) -> Iterator[int]:
 
 
 def direct_run(fragment: Fragment, out: torch.Tensor) -> DirectRun | None:
-    """Where the fragment's bytes begin in the file, and the memory of ``out`` that takes them as they are.
+    """Return the offset of the fragment's bytes in the file, and the memory of ``out`` that takes them unchanged.
 
-    None where they are not one run on both sides, or of another dtype.
+    None unless they are one run on both sides, of the same dtype.
     """
     stub = fragment.stub
     target = box_of(out, fragment.target)
@@ -108,7 +107,7 @@ def direct_run(fragment: Fragment, out: torch.Tensor) -> DirectRun | None:
 
 
 def slabs_of(fragment: Fragment) -> Iterator[Fragment]:
-    """The fragment, :func:`as_stored`, in parts of at most :data:`SLAB` bytes."""
+    """Yield the fragment, from `as_stored`, in parts of at most `SLAB` bytes."""
     if not fragment.stub.is_contiguous:
         yield fragment
         return
@@ -117,14 +116,14 @@ def slabs_of(fragment: Fragment) -> Iterator[Fragment]:
 
 
 def run_of_block(stub: TensorStub, block: int) -> tuple[int, int]:
-    """The elements ``start <= index < stop`` of the contiguous stub whose bytes lie in that block of its record."""
+    """Return the range of elements (start, stop) of the contiguous stub whose bytes are in a block of its record."""
     begin, size = stub.offset - stub.storage.offset, itemsize(stub.dtype)
     start, stop = ((at * CRC_BLOCK - begin) // size for at in (block, block + 1))
     return max(start, 0), min(stop, stub.numel)
 
 
 def fragments_in(fragment: Fragment, start: int, stop: int) -> Iterator[Fragment]:
-    """What the fragment has of the elements ``start <= index < stop`` of its contiguous stub."""
+    """Yield the parts of the fragment among the elements ``start <= index < stop`` of its contiguous stub."""
     for box in boxes_of_run(start, stop, fragment.stub.shape):
         common = box.intersect(fragment.source)
         if common is not None:
@@ -132,13 +131,13 @@ def fragments_in(fragment: Fragment, start: int, stop: int) -> Iterator[Fragment
 
 
 def cut_out(fragment: Fragment, out: torch.Tensor, block: int, memory: memoryview) -> None:
-    """Copy what the fragment has of a block, which is in ``memory``, to where it belongs in ``out``."""
+    """Copy the fragment's part of a block, which is in ``memory``, to its place in ``out``."""
     for piece, values in _cut(fragment, block, memory):
         copy_values(box_of(out, piece.target), values)
 
 
 def elements_in(fragment: Fragment, block: int, memory: memoryview) -> list[torch.Tensor]:
-    """What the fragment has of a block, which is in ``memory``: as tensors of one dimension, in as few as possible."""
+    """Return the fragment's part of a block, which is in ``memory``, as few tensors of one dimension."""
     runs = list(islice(contiguous_runs(fragment.source, fragment.stub.shape), 2))
     if len(runs) > 1:
         return [values.reshape(-1) for _, values in _cut(fragment, block, memory)]
@@ -147,7 +146,7 @@ def elements_in(fragment: Fragment, block: int, memory: memoryview) -> list[torc
 
 
 def _cut(fragment: Fragment, block: int, memory: memoryview) -> Iterator[tuple[Fragment, torch.Tensor]]:
-    """The parts of the fragment that lie in the block, with the elements of each."""
+    """Yield the parts of the fragment in the block, with the elements of each."""
     stub = fragment.stub
     elements, strides = _elements(stub, block, memory), contiguous_stride(stub.shape)
     start, stop = run_of_block(stub, block)
@@ -157,16 +156,16 @@ def _cut(fragment: Fragment, block: int, memory: memoryview) -> Iterator[tuple[F
 
 
 def _elements(stub: TensorStub, block: int, memory: memoryview) -> torch.Tensor:
-    """Those of the stub that lie in the block, as they are in ``memory``."""
+    """Return the stub's elements in the block, as a view of ``memory``."""
     start, stop = run_of_block(stub, block)
     begin = stub.offset - stub.storage.offset + start * itemsize(stub.dtype) - block * CRC_BLOCK
     return torch.frombuffer(memory, dtype=torch_dtype(stub.dtype), count=stop - start, offset=begin)
 
 
 def read_part(slab: Fragment, out: torch.Tensor, read: ReadRanges) -> None:
-    """Put one of :func:`slabs_of` where it belongs in ``out``."""
+    """Read one of `slabs_of` into its place in ``out``."""
     stub, source, target = slab.stub, slab.source, box_of(out, slab.target)
-    if not stub.is_contiguous:  # never one of ours: a view that torch.save stored as it was
+    if not stub.is_contiguous:  # never in our files: a view that torch.save stored unchanged
         whole = read_tensor(lambda offset, memory: read(stub.file, [(offset, memory)]), stub)
         copy_values(target, box_of(whole, source))
         return
@@ -192,7 +191,7 @@ def read_part(slab: Fragment, out: torch.Tensor, read: ReadRanges) -> None:
 
 
 def cut_box(box: Box, limit: int) -> Iterator[Box]:
-    """``box`` cut along its outer dimensions into boxes of at most ``limit`` elements, in row-major order."""
+    """Yield ``box`` cut along its outer dimensions into boxes of at most ``limit`` elements, in row-major order."""
     if box.numel <= limit:
         yield box
         return
@@ -204,13 +203,13 @@ def cut_box(box: Box, limit: int) -> Iterator[Box]:
 
 
 def _narrowed(fragment: Fragment, source: Box) -> Fragment:
-    """That box of the fragment's source, and where it goes."""
+    """Return the part of the fragment at a box of its source."""
     target = source.shifted(fragment.source.offset).moved(fragment.target.offset)
     return Fragment(fragment.stub, source, target)
 
 
 def box_of(tensor: torch.Tensor, box: Box) -> torch.Tensor:
-    """That part of the tensor, as a view of it."""
+    """Return the part of the tensor at ``box``, as a view."""
     for dim, (offset, size) in enumerate(zip(box.offset, box.size, strict=True)):
         tensor = tensor.narrow(dim, offset, size)
     return tensor

@@ -1,9 +1,9 @@
-"""CRC-32 (the zip container's digest) of bytes, of blocks, and of what is put together from parts.
+"""CRC-32 (the zip container's digest) of bytes, blocks and concatenations.
 
-The algebra: a CRC is a polynomial over GF(2) modulo P, and appending n bytes multiplies it by x^(8n). So
-the CRC of a concatenation follows from the CRCs and lengths of its parts (:func:`combine`), and a file that
-is a small header and gigabytes of tensors never has to be read again to know its digest. Polynomials are
-kept bit-reflected, as zip and zlib do: the coefficient of x^0 is the highest bit.
+The algebra: a CRC is a polynomial over GF(2) modulo P, and appending n bytes multiplies it by x^(8n). So the CRC of a
+concatenation follows from the CRCs and lengths of its parts (`combine`), and a file of a small header and gigabytes of
+tensors need not be read again for its digest. Polynomials are bit-reflected, as in zip and zlib: the coefficient of x^0
+is the highest bit.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _combine: Callable[[int, int, int], int]
 try:
     from isal.isal_zlib import crc32 as _crc32
     from isal.isal_zlib import crc32_combine as _combine
-except ImportError:  # no wheel for this platform: zlib's CRC is five times slower, and as correct
+except ImportError:  # no wheel for this platform: zlib's CRC is five times slower, but equal
     from zlib import crc32 as _crc32
 
     def _combine(crc_a: int, crc_b: int, length_b: int) -> int:
@@ -35,12 +35,12 @@ _ONES = 0xFFFFFFFF
 
 
 def crc32(buffer: Bytes, value: int = 0) -> int:
-    """CRC-32 of ``buffer``, continuing from ``value`` (the CRC of what came before). Releases the GIL."""
+    """Return the CRC-32 of ``buffer``, continuing from ``value`` (the CRC of the bytes before). Releases the GIL."""
     return _crc32(buffer, value)
 
 
 def _multiply(a: int, b: int) -> int:
-    """a * b mod P."""
+    """Return a * b mod P."""
     product = 0
     while a:
         if a & _ONE:
@@ -52,7 +52,7 @@ def _multiply(a: int, b: int) -> int:
 
 @cache
 def _x_to_two_to(k: int) -> int:
-    """x^(2^k) mod P, by squaring."""
+    """Return x^(2^k) mod P, by squaring."""
     if k == 0:
         return _ONE >> 1
     root = _x_to_two_to(k - 1)
@@ -61,7 +61,7 @@ def _x_to_two_to(k: int) -> int:
 
 @lru_cache(maxsize=65536)
 def _x_to_bytes(nbytes: int) -> int:
-    """x^(8 * nbytes) mod P: what ``nbytes`` more bytes multiply a CRC by."""
+    """Return x^(8 * nbytes) mod P, the factor of a CRC for ``nbytes`` more bytes."""
     power, k = _ONE, 3
     while nbytes:
         if nbytes & 1:
@@ -72,28 +72,28 @@ def _x_to_bytes(nbytes: int) -> int:
 
 
 def _shift(crc: int, nbytes: int) -> int:
-    """``crc`` times x^(8 * nbytes)."""
+    """Return ``crc`` times x^(8 * nbytes)."""
     return _multiply(_x_to_bytes(nbytes), crc)
 
 
 def combine(crc_a: int, crc_b: int, length_b: int) -> int:
-    """CRC of ``a + b`` from the CRC of ``a``, and the CRC and length in bytes of ``b``: O(log length)."""
+    """Return the CRC of ``a + b`` from the CRC of ``a``, and the CRC and length in bytes of ``b``: O(log length)."""
     return _combine(crc_a, crc_b, length_b)
 
 
 def zeros(length: int) -> int:
-    """CRC of ``length`` zero bytes, without making them."""
-    # The register starts, and its final value is given out, inverted.
+    """Return the CRC of ``length`` zero bytes, without making them."""
+    # The register's initial and final values are inverted.
     return combine(_ONES, 0, length) ^ _ONES
 
 
 def block_crcs(buffer: memoryview) -> list[int]:
-    """CRC of each :data:`BLOCK` of ``buffer`` (contiguous, one byte per item); the last may be shorter."""
+    """Return the CRC of each `BLOCK` of ``buffer`` (contiguous, one byte per item); the last may be shorter."""
     return [crc32(buffer[start : start + BLOCK]) for start in range(0, len(buffer), BLOCK)]
 
 
 def combine_blocks(crcs: Sequence[int], nbytes: int) -> int:
-    """CRC of all ``nbytes`` bytes from the CRCs that :func:`block_crcs` gave."""
+    """Return the CRC of all ``nbytes`` bytes from the CRCs of `block_crcs`."""
     whole = 0
     for index, crc in enumerate(crcs):
         whole = combine(whole, crc, min(BLOCK, nbytes - index * BLOCK))

@@ -1,4 +1,4 @@
-"""Files to be written, as images: all of a file's layout is known before the bytes of its tensors are."""
+"""Images of files to be written: the layout of a file before the bytes of its tensors are there."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing_extensions import Self
 
 @dataclass(frozen=True, slots=True)
 class StorageRecord:
-    """One tensor's place in the file: its ``nbytes`` tight, row-major bytes belong at ``offset``."""
+    """One tensor's place in the file: its ``nbytes`` tight, row-major bytes go to ``offset``."""
 
     offset: int
     nbytes: int
@@ -24,9 +24,9 @@ class StorageRecord:
 
 @dataclass(frozen=True)
 class Image(ABC):
-    """A file of ``nbytes`` bytes but for its tensors' contents.
+    """A file of ``nbytes`` bytes, complete except for its tensors' contents.
 
-    Those go where ``storages`` says, which are in file order; ``tensors`` are what belongs there.
+    These go to ``storages``, which are in file order; ``tensors`` are the tensors for them.
     """
 
     nbytes: int
@@ -34,30 +34,30 @@ class Image(ABC):
     tensors: Sequence[Any] = field(repr=False)
 
     holds_crcs: ClassVar[bool] = True
-    """Whether the CRC-32s of its storages stand in it. Of a file without them they are not needed, nor computed."""
+    """True if the file contains the CRC-32s of its storages; otherwise they are not computed."""
 
     @property
     def tensor_nbytes(self) -> int:
-        """The first bytes of the file, which are storages with whatever stands before each."""
+        """Length of the first part of the file: all storages, with the bytes before each."""
         return self.storages[-1].end if self.storages else 0
 
     @property
     def spans(self) -> Sequence[tuple[int, int]]:
-        """(offset, bytes) of each file in this one: it may be several, one behind the other."""
+        """(offset, bytes) of each file in this one: it may consist of several files."""
         return [(0, self.nbytes)]
 
     @abstractmethod
     def header(self, index: int, crcs: Sequence[int]) -> tuple[int, bytes]:
-        """(offset, bytes) of what lies between the storage before number ``index`` and that itself.
+        """Return (offset, bytes) of the bytes between storage ``index`` and the one before it.
 
-        ``crcs`` are the CRC-32s of the storages up to that one, which may stand in it: it can only be written once
-        these are hashed. Lengths and offsets do not depend on them.
+        ``crcs`` are the CRC-32s of the storages up to this one, which the header may contain, so it can only be written
+        after these are hashed. Lengths and offsets do not depend on them.
         """
 
     @abstractmethod
     def tail(self, crcs: Sequence[int]) -> bytes:
-        """Everything from ``tensor_nbytes`` on; ``crcs`` are those of all storages, in order."""
+        """Return everything from ``tensor_nbytes`` on; ``crcs`` are the CRC-32s of all storages, in order."""
 
     def holding(self, tensors: Sequence[Any]) -> Self:
-        """The same file for other tensors, one of the same bytes for each storage."""
+        """Return the same file for other tensors, one of equal size for each storage."""
         return replace(self, tensors=tensors)

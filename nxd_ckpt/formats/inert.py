@@ -1,4 +1,4 @@
-"""What a pickle gets in place of functions and classes: objects that it can call but not change."""
+"""Inert objects that a pickle gets instead of functions and classes: it can call them, but not change them."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 from nxd_ckpt.errors import UnsafePickle
 
 
-class Sealed:
-    """An object whose attributes a pickle cannot set, nor those of its class."""
+class Inert:
+    """An object whose attributes, and class attributes, a pickle cannot set."""
 
     __slots__ = ()
 
@@ -17,7 +17,7 @@ class Sealed:
         raise UnsafePickle("a pickle tries to change a function or class that it names, which no checkpoint does")
 
 
-class Call(Sealed):
+class Call(Inert):
     """A function that a pickle may call."""
 
     __slots__ = ("_function",)
@@ -29,14 +29,14 @@ class Call(Sealed):
         return self._function(*args)
 
 
-class Marker(Sealed):
+class Marker(Inert):
     """A class that a pickle may name as an argument, and never call."""
 
     __slots__ = ()
 
 
-class StandIn(Sealed):
-    """Takes the place of a numpy object until its state is set; ``real()`` is the object itself, then and always."""
+class StandIn(Inert):
+    """A placeholder for a NumPy object until its state is set; ``real()`` is the object itself from then on."""
 
     __slots__ = ()
 

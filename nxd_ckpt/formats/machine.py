@@ -1,20 +1,19 @@
-"""The machine that runs a pickle's opcodes, with a bound on what each of them may cost.
+"""The machine that runs a pickle's opcodes, with a bound on the cost of each of them.
 
-Python's own machine in C trusts the pickle: a key of tuples inside of tuples crashes the process (they are hashed
-without a look at the stack), one that holds itself twice, 60 levels deep, takes for ever, and ten bytes that name memo
-slot 2**31 take 32 GiB. So pickles of checkpoints are run by the standard library's machine in Python, as torch runs
-those of ``weights_only``, with these rules:
+Python's own machine in C trusts the pickle: a key of deeply nested tuples crashes the process (they are hashed without
+a check of the stack), one that contains itself twice, 60 levels deep, takes for ever, and ten bytes that name memo slot
+2**31 take 32 GiB. So pickles of checkpoints are run by the standard library's machine in Python, which torch also uses
+for ``weights_only``, with these rules:
 
-- a key holds few values (:data:`~nxd_ckpt.core.limits.KEY_VALUES`), counted before it is hashed, and few have the same
-  hash (:data:`~nxd_ckpt.core.limits.KEYS_OF_ONE_HASH`);
-- what is called is a :class:`~nxd_ckpt.formats.inert.Call`, or one of few builtin types with arguments that they are
-  written with; all calls together get little more to work on than the pickle has bytes, so that a long value that the
-  pickle names again and again is not copied again and again;
-- state is set on those objects only that are written with one, and what stands for a numpy object is replaced by it
-  then, before anything else can hold it;
-- opcodes that no checkpoint has (``INST``, ``OBJ``, ``DUP``, extension codes, buffers) are unknown.
+- A key has few values (`limits.KEY_VALUES`), counted before it is hashed, and few keys have the same hash
+  (`limits.KEYS_OF_ONE_HASH`).
+- Only `inert.Call` objects can be called, and a few builtin types with their usual arguments. All calls together get
+  little more to work on than the pickle has bytes, so that a long value cannot be copied again and again.
+- Only objects that are written with a state get one. A stand-in for a NumPy object is then replaced by the object,
+  before anything else can refer to it.
+- Opcodes that no checkpoint has (``INST``, ``OBJ``, ``DUP``, extension codes, buffers) are refused.
 
-The result is a tree that can be walked: not too deep, and not too large with shared parts counted each time.
+The result is a tree that can be walked: not too deep, and not too large if shared parts count each time.
 """
 
 from __future__ import annotations
@@ -30,11 +29,11 @@ from nxd_ckpt.core import limits
 from nxd_ckpt.core.limits import check_count, shown
 from nxd_ckpt.errors import MalformedFile, UnsafePickle
 from nxd_ckpt.formats.inert import Call, StandIn
-from nxd_ckpt.formats.safe_globals import Keys, made, set_state
+from nxd_ckpt.formats.safe_globals import Keys, call_builtin, set_state
 from nxd_ckpt.formats.tensors import CONTAINERS, TensorStub
 
 _REUSE = 4
-"""A pickle may hand each of its bytes to calls this often: short texts, such as an encoding's name, are shared."""
+"""How often a pickle may pass each of its bytes to calls; short texts, such as an encoding's name, are shared."""
 
 _SPARE = 2**20
 
@@ -43,10 +42,10 @@ _Load = Callable[[Any], None]
 
 
 class Machine(_Machine):  # type: ignore[misc]
-    """Runs ``data``. Subclasses say what ``find_class`` gives, and ``persistent_load``.
+    """A run of the pickle ``data``. Subclasses define ``find_class`` and ``persistent_load``.
 
-    ``objects`` bounds how many containers and other objects are made, beside one for every
-    :data:`~nxd_ckpt.core.limits.PICKLE_OBJECT_NBYTES` of ``data``.
+    At most ``objects`` containers and other objects are made, and one more for every `limits.PICKLE_OBJECT_NBYTES` of
+    ``data``.
     """
 
     def __init__(self, data: bytes, objects: int = limits.PICKLE_OBJECTS) -> None:
@@ -54,11 +53,11 @@ class Machine(_Machine):  # type: ignore[misc]
         self._objects = objects + len(data) // limits.PICKLE_OBJECT_NBYTES
         self._work_left = _REUSE * len(data) + _SPARE
         self._keys: dict[int, tuple[Any, Keys]] = {}
-        self._stand_ins = 0  # those whose state was not set yet
+        self._stand_ins = 0  # whose state was not set yet
 
     def load(self) -> Any:
-        """What the pickle describes. Raises whatever its bytes provoke."""
-        # Frames are no more than hints how much to read at once: all of it is in memory, and is read from there.
+        """Return the pickle's object. Hostile bytes may raise anything."""
+        # Frames only hint how much to read at once, but all of the pickle is in memory.
         self.read, self.readline = read, _ = self._file_read, self._file_readline
         self.metastack, self.stack = list[Any](), list[Any]()
         self.append = self.stack.append
@@ -69,8 +68,8 @@ class Machine(_Machine):  # type: ignore[misc]
                 left -= objects
                 if left < 0:
                     raise UnsafePickle(
-                        f"its pickle makes more than {self._objects} objects, which is the most that is read of one as "
-                        "long as this"
+                        f"its pickle makes more than {self._objects} objects, which is the limit for a pickle of this "
+                        "length"
                     )
                 load(self)
         except pickle._Stop as stop:  # type: ignore[attr-defined]
@@ -85,7 +84,7 @@ class Machine(_Machine):  # type: ignore[misc]
     def load_newobj_ex(self) -> None:
         keywords = self.stack.pop()
         if keywords:
-            raise UnsafePickle("its pickle makes an object with keywords, which no plain data is written with")
+            raise UnsafePickle("its pickle makes an object with keywords, which plain data never needs")
         self.load_reduce()
 
     def load_build(self) -> None:
@@ -118,9 +117,9 @@ class Machine(_Machine):  # type: ignore[misc]
         self._set(self._top(dict), items)
 
     def load_dict(self) -> None:
-        items, found = self.pop_mark(), dict[Any, Any]()
-        self._set(found, items)
-        self.append(found)
+        items, new = self.pop_mark(), dict[Any, Any]()
+        self._set(new, items)
+        self.append(new)
 
     def load_additems(self) -> None:
         items = self.pop_mark()
@@ -144,8 +143,10 @@ class Machine(_Machine):  # type: ignore[misc]
             target[key] = value
 
     def _check_keys(self, target: Any, keys: Collection[Any]) -> None:
-        """Check the keys of a dict or a set together, however many opcodes fill it; the dict or set is kept, so that no
-        other one gets its id."""
+        """Check all keys of a dict or a set together, even if several opcodes fill it.
+
+        The dict or set is kept, so that no other one gets its id.
+        """
         if not target:
             Keys(self._spend).check(keys)
             return
@@ -155,23 +156,23 @@ class Machine(_Machine):  # type: ignore[misc]
         self._keys[id(target)][1].check(keys)
 
     def _top(self, kind: type | tuple[type, ...]) -> Any:
-        """What is on top of the stack, which must be of that kind."""
-        found = self.stack[-1]
-        if not isinstance(found, kind):
-            raise MalformedFile(f"its pickle puts items into {shown(found)}")
-        return found
+        """Return the top of the stack, which must be of that kind."""
+        top = self.stack[-1]
+        if not isinstance(top, kind):
+            raise MalformedFile(f"its pickle puts items into {shown(top)}")
+        return top
 
     def _call(self, function: Any, args: Any) -> Any:
         if type(args) is not tuple:
             raise MalformedFile(f"its pickle calls with {shown(args)}")
-        self._work_left -= len(args)  # a long one may be handed over again and again
+        self._work_left -= len(args)  # a long one may be passed again and again
         self._work(args)
-        found = function(*args) if isinstance(function, Call) else made(function, args, self._spend)
-        self._stand_ins += isinstance(found, StandIn)
-        return found
+        result = function(*args) if isinstance(function, Call) else call_builtin(function, args, self._spend)
+        self._stand_ins += isinstance(result, StandIn)
+        return result
 
     def _work(self, values: Iterable[Any]) -> None:
-        """Take the length of these values from what calls may work on."""
+        """Subtract the length of these values from the work that calls may do."""
         for value in values:
             kind = type(value)
             if kind is int:
@@ -183,15 +184,15 @@ class Machine(_Machine):  # type: ignore[misc]
     def _spend(self, work: int) -> None:
         self._work_left -= work
         if self._work_left < 0:
-            raise UnsafePickle("its pickle makes copies of its own values, far more than it is long")
+            raise UnsafePickle("its pickle copies its own values, to many times its length")
 
 
 _SIZED = (str, bytes, bytearray, list, tuple, dict, set, frozenset)
-_SCALARS = (type(None), bool, float)  # the most frequent of what has no length: found at once
+_SCALARS = (type(None), bool, float)  # the most frequent types without a length, checked first
 
 
 def _without_stand_in(get: _Load) -> _Load:
-    """As ``get``, which takes something from the memo. It was put there when it was made, before its state was set."""
+    """Wrap ``get``, which reads the memo: a stand-in was put there before its state was set, so replace it."""
 
     def load(self: Machine) -> None:
         get(self)
@@ -244,11 +245,11 @@ _OBJECTS = {
     **dict.fromkeys(_ONE, 1),
     **dict.fromkeys(("EMPTY_SET", "FROZENSET", "REDUCE", "NEWOBJ", "NEWOBJ_EX"), 3),
 }
-"""As how many objects an opcode counts: by the time that it takes, and the memory."""
+"""Number of objects that an opcode counts as, by its time and memory."""
 
 
 def _opcodes() -> dict[bytes, tuple[_Load, int]]:
-    """Each opcode: what it does, and as how many objects it counts. No opcode at all is where the pickle ends."""
+    """Return (function, number of objects that it counts as) by opcode. An empty opcode is the end of the pickle."""
     loads = {**_Machine.dispatch, **{getattr(pickle, name)[0]: load for name, load in _REPLACED.items()}}
     objects = {getattr(pickle, name): count for name, count in _OBJECTS.items()}
     known = {bytes([code]): load for code, load in loads.items()}
@@ -259,12 +260,12 @@ _OPCODES = _opcodes()
 
 
 def check_walk(tree: Any) -> None:
-    """Raise MalformedFile unless a walk through ``tree`` comes to an end soon, and without too deep a recursion.
+    """Raise MalformedFile unless a walk through ``tree`` ends soon, and without too deep a recursion.
 
-    What occurs twice counts twice, since a walk that knows paths goes there twice; what holds itself ends there. A few
-    bytes can make many values of that kind, so how many there may be depends on how many are held.
+    A container that occurs twice counts twice, since a walk with paths visits it twice; the walk ends at a container
+    inside of itself. A few bytes can repeat many values, so the limit depends on the number of distinct values.
     """
-    values = held = 0
+    values = distinct = 0
     most = limits.TREE_REPEATED_VALUES
     above: dict[int, None] = {}
     seen = set[int]()
@@ -278,12 +279,12 @@ def check_walk(tree: Any) -> None:
             values += count
             if id(node) not in seen:
                 seen.add(id(node))
-                held += count
-            if values > most:  # as it was when it held less
-                most = min(limits.TREE_VALUES, limits.TREE_REPEATED_VALUES + limits.TREE_REPEATS * held)
-                check_count(values, most, f"values of its tree, which holds {held}, shared ones counted each time")
+                distinct += count
+            if values > most:  # the limit for fewer distinct values
+                most = min(limits.TREE_VALUES, limits.TREE_REPEATED_VALUES + limits.TREE_REPEATS * distinct)
+                check_count(values, most, f"values of its tree, shared ones counted each time ({distinct} distinct)")
             if len(stack) > limits.TREE_DEPTH:
-                check_count(len(stack), limits.TREE_DEPTH, "containers inside of each other")
+                check_count(len(stack), limits.TREE_DEPTH, "nested containers")
             containers = _containers(below)
             if containers:
                 above[id(node)] = None
@@ -294,16 +295,16 @@ def check_walk(tree: Any) -> None:
 
 
 _CONTAINER = 10
-"""What going into a container costs, in values."""
+"""The cost of entering a container, in values."""
 
 _LEAVES = frozenset({type(None), bool, int, float, str, bytes, TensorStub})
-"""Most of what is no container: told at once."""
+"""The most frequent types of leaves, checked first."""
 
 _SEQUENCES = (list, tuple, deque)
 
 
 def _containers(values: Collection[Any]) -> Collection[Any]:
-    """The containers among ``values`` that are not empty."""
+    """Return the containers among ``values`` that are not empty."""
     if _LEAVES.issuperset(map(type, values)):
         return ()
     return [value for value in values if type(value) not in _LEAVES and isinstance(value, CONTAINERS) and value]

@@ -1,4 +1,4 @@
-"""numpy's arrays, scalars and dtypes in pickles, rebuilt from checked numbers: their own code trusts its input."""
+"""NumPy's arrays, scalars and dtypes in pickles, rebuilt from checked numbers, because NumPy trusts its input."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 
 
 class NumpyDtype(StandIn):
+    """A dtype of plain numbers or text."""
+
     __slots__ = ("_code", "_order")
 
     _PLAIN = re.compile(r"b1|[iu][1248]|f(2|4|8|16)|c(8|16|32)|[SU][0-9]+")
@@ -27,7 +29,7 @@ class NumpyDtype(StandIn):
         self._code, self._order = code, "="
 
     def __setstate__(self, state: object) -> None:
-        """(version, byte order, subarray, names, fields, ...): only the byte order is taken."""
+        """Take the byte order from (version, byte order, subarray, names, fields, ...)."""
         if not isinstance(state, tuple) or state[1] not in ("<", ">", "|", "=") or any(state[2:5]):
             raise UnsafePickle(f"numpy dtype {self._code!r} carries records or subarrays, which are refused")
         self._order = state[1]
@@ -38,6 +40,8 @@ class NumpyDtype(StandIn):
 
 
 class NumpyArray(StandIn):
+    """An array of plain numbers or text."""
+
     __slots__ = ("_array",)
 
     def __init__(self, kind: object, *shape_and_code: object) -> None:
@@ -46,7 +50,7 @@ class NumpyArray(StandIn):
         self._array: np.ndarray[Any, Any] | None = None
 
     def __setstate__(self, state: object) -> None:
-        """(version, shape, dtype, whether Fortran order, bytes)"""
+        """Set the contents from (version, shape, dtype, True for Fortran order, bytes)."""
         _, shape, dtype, fortran, raw = state if isinstance(state, tuple) else ()
         numpy = _numpy()
         if not isinstance(dtype, numpy.dtype) or not isinstance(raw, bytes):
@@ -67,7 +71,7 @@ def _numpy() -> Any:
     try:
         import numpy
     except ImportError as error:
-        raise CheckpointError("this file holds numpy values: install numpy to read it") from error
+        raise CheckpointError("this file holds numpy values; install numpy to read it") from error
     return numpy
 
 

@@ -1,8 +1,7 @@
-"""Pickling a tree of tensors as ``torch.save`` does, without touching the tensors' data.
+"""Pickling of a tree of tensors like ``torch.save``, without reading the tensors' data.
 
-Each tensor is written as a tight, contiguous CPU tensor on a storage of its own, whatever it is a view of
-and wherever it lives; ``torch.load`` rebuilds it by ``torch._utils._rebuild_tensor_v2`` (or v3, for dtypes
-without a legacy storage class), as from any file.
+Each tensor is written as a tight, contiguous CPU tensor with its own storage, even if it is a view or on a device.
+``torch.load`` rebuilds it by ``torch._utils._rebuild_tensor_v2`` (or v3, for dtypes without a legacy storage class).
 """
 
 from __future__ import annotations
@@ -41,9 +40,9 @@ def pickle_tree(
     tensor_key: Callable[[Any], Hashable],
     stride_of: Callable[[Any], Stride | None] = stride_of,
 ) -> tuple[bytes, list[tuple[Any, int]]]:
-    """The pickle of ``tree``, and its distinct tensors with their tight bytes, in storage key order.
+    """Return the pickle of ``tree``, and its distinct tensors with their tight bytes, in storage key order.
 
-    It notes the strides that ``stride_of`` gives for tensors.
+    The pickle records the strides that ``stride_of`` returns for tensors.
     """
     file = io.BytesIO()
     pickler = _Pickler(file, tensor_key, stride_of)
@@ -53,8 +52,8 @@ def pickle_tree(
         raise UnsafePickle(f"this state cannot be pickled: {error}. Save a state_dict() of it instead") from error
     if file.tell() > limits.PICKLE_NBYTES:
         raise UnsafePickle(
-            f"this state, without its tensors, is a pickle of {file.tell()} bytes, and a load reads at most "
-            f"{limits.PICKLE_NBYTES}: keep large arrays as tensors"
+            f"this state, without its tensors, is a pickle of {file.tell()} bytes, but a load reads at most "
+            f"{limits.PICKLE_NBYTES}; keep large arrays as tensors"
         )
     return _with_torch_xla_references(file.getvalue()), [
         (storage.tensor, storage.nbytes) for storage in pickler.storages.values()
@@ -62,7 +61,7 @@ def pickle_tree(
 
 
 class _StorageReference:
-    """A record of the file that is to be written; pickled as a persistent id."""
+    """A record of the file to be written, pickled as a persistent id."""
 
     __slots__ = ("nbytes", "persistent_id", "tensor")
 
@@ -73,16 +72,14 @@ class _StorageReference:
 
 
 class _NoHooks:
-    """A tensor's backward hooks, pickled as an empty OrderedDict: one for each tensor, which may get hooks
-    later.
-    """
+    """A tensor's backward hooks, pickled as an empty OrderedDict; each tensor has its own, since hooks may be added."""
 
     __slots__ = ()
 
 
 @cache
 def _storage_class(dtype: torch.dtype) -> tuple[type, bool]:
-    """How storages of ``dtype`` are named, and whether that is a legacy class, which counts elements."""
+    """Return the storage class of ``dtype``, and True if it is a legacy class, which counts elements."""
     legacy = STORAGE_CLASSES.get(dtype_name(dtype))
     return (getattr(torch, legacy), True) if legacy else (torch.UntypedStorage, False)
 
@@ -131,7 +128,7 @@ def _refuse_unusual(tensor: torch.Tensor) -> None:
     if not plain or kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
         raise UnsupportedState(
             f"a tensor {kind.__module__}.{kind.__qualname__} of layout {tensor.layout} and dtype {tensor.dtype} "
-            "cannot be saved: save its dense local tensors instead"
+            "cannot be saved; save its dense local tensors instead"
         )
 
 
@@ -139,9 +136,9 @@ _TORCH_XLA_REFERENCE: Mapping[type, str] = {TensorReference: "torch_xla.utils.se
 
 
 def _with_torch_xla_references(pickled: bytes) -> bytes:
-    """``pickled`` with our TensorReference as torch-xla's.
+    """Return ``pickled`` with torch-xla's TensorReference instead of ours.
 
-    The search ends at the first tensor of a reference file.
+    In a reference file the search ends at the first tensor.
     """
     if TensorReference.__module__.encode() not in pickled:
         return pickled
@@ -149,11 +146,9 @@ def _with_torch_xla_references(pickled: bytes) -> bytes:
 
 
 def renamed(pickled: bytes, names: Mapping[type, str]) -> bytes:
-    """``pickled``, of protocol 2, in which classes that stand for others have the names of these, which need not be
-    installed: "module name" by class.
+    """Return ``pickled``, of protocol 2, with other names ("module name") for classes; these need not be installed.
 
-    A class is named once, where it comes first, and remembered. Opcodes are looked at, as user data may hold the same
-    text.
+    A pickle names a class once, at its first use. Only opcodes are replaced, because user data may have the same text.
     """
     left = {f"{kind.__module__} {kind.__qualname__}": name for kind, name in names.items()}
     parts, begin = list[bytes](), 0

@@ -1,4 +1,4 @@
-"""What counts as plain data: checked when saving, so that no file is written that a load would refuse."""
+"""A check for plain data when saving, so that no file is written that a load would refuse."""
 
 from __future__ import annotations
 
@@ -73,7 +73,8 @@ def check_picklable_as_data(obj: Any, name: str = "object") -> None:
         parts = _parts(node, path)
         if parts is None:
             kind = node if isinstance(node, type) else type(node)
-            raise _refused(path, f"is {kind.__module__}.{kind.__qualname__}, which load refuses: it is not plain data")
+            name = f"{kind.__module__}.{kind.__qualname__}"
+            raise _refused(path, f"is {name}, which a load refuses, because it is not plain data")
         for part, where in parts:
             walk(part, where)
 
@@ -81,8 +82,8 @@ def check_picklable_as_data(obj: Any, name: str = "object") -> None:
 
 
 def _length(node: Any) -> tuple[int, int]:
-    """How long what is written as text may be, and how long it is."""
-    if isinstance(node, fractions.Fraction):  # as text it would itself run into Python's limit
+    """Return the allowed and the actual length of a value that is written as text."""
+    if isinstance(node, fractions.Fraction):  # conversion to text would exceed Python's own limit
         parts = (node.numerator, node.denominator)
         return limits.NUMBER_DIGITS, -(-max(part.bit_length() for part in parts) * 3 // 10)
     return limits.PATH_LENGTH if isinstance(node, pathlib.PurePath) else limits.NUMBER_DIGITS, len(str(node))
@@ -103,11 +104,11 @@ def _refused(path: str, why: str) -> UnsafePickle:
 
 
 def _parts(node: Any, path: str) -> Iterable[tuple[Any, str]] | None:
-    """The parts of an object of allowed type, each with its path; None if the type is not allowed."""
+    """Return the parts of an object of allowed type, each with its path; None if the type is not allowed."""
     kind = type(node)
     if kind in _AS_TEXT:
-        longest, found = _length(node)
-        if found > longest:
+        longest, length = _length(node)
+        if length > longest:
             raise _refused(path, f"is longer than the {longest} characters that a load accepts in a {kind.__name__}")
         return ()
     if kind in (dict, OrderedDict, Counter, defaultdict, set, frozenset):
@@ -130,7 +131,7 @@ def _parts(node: Any, path: str) -> Iterable[tuple[Any, str]] | None:
 
 
 def _is_plain_numpy(node: Any) -> bool:
-    """A numpy array, scalar or dtype (recognised without importing numpy) of numbers or text."""
+    """Return whether it is a NumPy array, scalar or dtype of numbers or text, without importing NumPy."""
     kind = type(node)
     if kind.__module__.partition(".")[0] != "numpy":
         return False

@@ -1,10 +1,10 @@
-"""The globals that a checkpoint's pickle may name, each as something inert: the allowlist of safe unpickling.
+"""The allowlist of safe unpickling: globals that a checkpoint's pickle may name, as inert objects.
 
-An unpickler *calls* what a pickle names and *sets the state* of what it made. So nothing is handed to it by its real
-name that either could misuse: it gets builtin types, values, and :class:`Call` objects, which can only be called, check
-their arguments, and refuse attributes. Arguments are those that the object is written with, and as large as what is
-made of them: a ``Fraction("1e999999999")`` would take all memory, and so would a set of a range. numpy arrays and
-dtypes are :class:`~nxd_ckpt.formats.inert.StandIn` objects, which are replaced once their state is set.
+An unpickler *calls* the globals in a pickle and *sets the state* of the results. So it gets no real object that this
+could misuse: only builtin types, values, and `Call` objects, which can only be called, check their arguments, and
+refuse attributes. Arguments must be those that the object is written with, and as large as the result: a
+``Fraction("1e999999999")`` would take all memory, and so would a set of a range. NumPy arrays and dtypes are
+`inert.StandIn` objects, which are replaced once their state is set.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ import torch
 from nxd_ckpt.core import limits
 from nxd_ckpt.core.limits import check_sizes, shown
 from nxd_ckpt.errors import MalformedFile, UnsafePickle
-from nxd_ckpt.formats.inert import Call, Marker, Sealed
+from nxd_ckpt.formats.inert import Call, Inert, Marker
 from nxd_ckpt.formats.numpy_values import NumpyArray, NumpyDtype, numpy_scalar
 from nxd_ckpt.formats.tensors import TensorReference
 
 KindT = TypeVar("KindT")
 
 def _encode(text: object, encoding: object) -> bytes:
-    """How protocol 2 writes bytes."""
+    """Return bytes, which protocol 2 writes as text."""
     if not isinstance(text, str) or encoding not in ("latin1", "latin-1"):
         raise MalformedFile(f"bytes are written as latin1 text, found {shown(text)} in {shown(encoding)}")
     return str.encode(text, "latin1")
@@ -66,18 +66,18 @@ def _counter(counts: object = None) -> Counter[Any]:
 
 
 def _deque(items: object = (), longest: object = None) -> deque[Any]:
-    """Written empty, with the most that it may hold; its items follow."""
+    """Return an empty deque, of a maximum length; its items follow."""
     if items not in ((), []) or not (longest is None or (type(longest) is int and 0 <= longest < 2**63)):
         raise MalformedFile("a deque is written empty, with a length or None")
     return deque(maxlen=longest)
 
 
 def _ordered(items: object = None) -> OrderedDict[Any, Any]:
-    """Written empty; in Python 2 with a list of its items."""
+    """Return an OrderedDict; it is written empty, by Python 2 with a list of its items."""
     pairs = [] if items is None else _of(list, items, "OrderedDict")
     keys = [key for key, _ in pairs]
-    if any(isinstance(key, (tuple, frozenset)) for key in keys):  # the same ones could be hashed again and again
-        raise MalformedFile("an OrderedDict of Python 2 is read with keys that are text or numbers")
+    if any(isinstance(key, (tuple, frozenset)) for key in keys):  # the same keys could be hashed again and again
+        raise MalformedFile("an OrderedDict of Python 2 may have only text or numbers as keys")
     Keys().check(keys)
     return OrderedDict(pairs)
 
@@ -90,7 +90,7 @@ _FRACTION = re.compile(r"-?[0-9]+(/[0-9]+)?")
 
 
 def _fraction(*parts: object) -> fractions.Fraction:
-    """Numerator and denominator, before Python 3.11 as text: without an exponent, whatever else Fraction reads."""
+    """Return a Fraction from numerator and denominator, or from text (before Python 3.11) without an exponent."""
     if len(parts) == 1:
         text = _short(*parts, limits.NUMBER_DIGITS, "Fraction")
         if _FRACTION.fullmatch(text):
@@ -144,30 +144,30 @@ def _of(kind: type[KindT], value: object, what: str) -> KindT:
 
 
 def _short(text: object, limit: int, what: str) -> str:
-    found = _of(str, text, what)
-    if len(found) > limit:
-        raise MalformedFile(f"a {what} of {len(found)} characters, at most {limit} are read")
-    return found
+    value = _of(str, text, what)
+    if len(value) > limit:
+        raise MalformedFile(f"a {what} of {len(value)} characters, at most {limit} are allowed")
+    return value
 
 
 class Keys:
-    """The keys of one dict, or the items of one set: those that take long to find are refused.
+    """The keys of one dict, or the items of one set; it refuses keys that take long to look up.
 
-    Numbers and tuples can be chosen so that all have one hash; then each is compared with all before it. Text cannot:
-    its hash is another one in every process.
+    Numbers and tuples can be chosen so that all have one hash; then each is compared with all before it. Text cannot,
+    because its hash differs in every process. ``spend`` is called with the number of values of each tuple, before it is
+    hashed.
     """
 
     def __init__(self, spend: Callable[[int], None] = lambda values: None) -> None:
-        """``spend`` is told how many values each tuple has, before it is hashed."""
         self._spend = spend
         self._first: dict[int, Any] = {}
         self._others: dict[int, list[Any]] = {}
 
     def check(self, keys: Iterable[Any]) -> None:
-        """Raise MalformedFile for one that takes long to hash, or to compare with those that were checked before."""
+        """Raise MalformedFile for a key that takes long to hash, or to compare with keys that were checked before."""
         for key in keys:
             kind = type(key)
-            if kind is str or (kind is int and -_OWN_HASH < key < _OWN_HASH) or isinstance(key, Sealed):
+            if kind is str or (kind is int and -_OWN_HASH < key < _OWN_HASH) or isinstance(key, Inert):
                 continue
             values = _check_nesting(key)
             self._spend(values)
@@ -183,12 +183,14 @@ class Keys:
 
 
 _OWN_HASH = 2**61 - 1
-"""Numbers from here on have the hash of smaller ones."""
+"""From this number on, ints have the hash of smaller ones."""
 
 
 def _check_nesting(key: Any) -> int:
-    """How many values a key has. Hashing walks through all tuples in it, by the C stack, and through those that occur
-    twice each time."""
+    """Return the number of values in a key; raise MalformedFile for too many.
+
+    Hashing walks through all tuples in it, on the C stack, and through repeated ones each time.
+    """
     if not isinstance(key, (tuple, frozenset)):
         return 1
     values, nodes = 0, [key]
@@ -205,8 +207,8 @@ def _check_nesting(key: Any) -> int:
 _NESTED = frozenset({tuple, frozenset, torch.Size})
 
 
-def made(kind: object, args: tuple[Any, ...], spend: Callable[[int], None]) -> Any:
-    """What a builtin type makes of ``args``, if pickles ever write it with such arguments; ``spend`` as for Keys."""
+def call_builtin(kind: object, args: tuple[Any, ...], spend: Callable[[int], None]) -> Any:
+    """Call a builtin type with ``args``, if pickles write it with such arguments; ``spend`` is passed to `Keys`."""
     if not isinstance(kind, type) or kind not in BUILTIN_TYPES:
         raise UnsafePickle(f"its pickle calls {shown(kind)}, which is not a function")
     if kind in (set, frozenset) and len(args) == 1:
@@ -216,14 +218,16 @@ def made(kind: object, args: tuple[Any, ...], spend: Callable[[int], None]) -> A
         if [type(part) for part in args] != [float, float]:
             raise MalformedFile("a complex is written with two floats")
     elif args:
-        raise UnsafePickle(f"its pickle makes a {kind.__name__} of {shown(args[0])}, which no plain data is written as")
+        raise UnsafePickle(f"its pickle makes a {kind.__name__} of {shown(args[0])}, as plain data is never written")
     return kind(*args)
 
 
 def set_state(obj: Any, state: Any) -> None:
-    """What BUILD does, for the objects that are written with a state. Attributes of dicts are dropped: they could
-    shadow methods."""
-    if isinstance(obj, (Sealed, TensorReference, uuid.UUID)):
+    """Set the state of an object, for the opcode BUILD; only for types that are written with a state.
+
+    Attributes of dicts are dropped, because they could shadow methods.
+    """
+    if isinstance(obj, (Inert, TensorReference, uuid.UUID)):
         obj.__setstate__(state)  # type: ignore[union-attr]
     elif isinstance(obj, (Namespace, types.SimpleNamespace)):
         if not isinstance(state, dict) or not all(isinstance(name, str) for name in state):
@@ -243,7 +247,7 @@ def _dtypes() -> dict[tuple[str, str], Any]:
 
 
 def _both(module: str, name: str, value: Any) -> dict[tuple[str, str], Any]:
-    """numpy's internals under their names before and since numpy 2."""
+    """Return a NumPy internal under its names before and since NumPy 2."""
     return {(f"numpy.{core}.{module}", name): value for core in ("core", "_core")}
 
 
@@ -259,11 +263,11 @@ def _paths() -> dict[tuple[str, str], Any]:
 
 
 BUILTIN_TYPES: tuple[type, ...] = (int, float, str, bool, list, dict, set, tuple, frozenset, complex)
-"""Builtin types that a pickle may name: as values, to be called (:func:`made`), and as a defaultdict's factory."""
+"""Builtin types that a pickle may name: as values, to call them (`call_builtin`), and as a defaultdict's factory."""
 
 
 def _none_of(kind: type[KindT]) -> Callable[[], KindT]:
-    """An object whose state follows."""
+    """Return a function that makes an object without state, which follows."""
     return lambda: kind.__new__(kind)
 
 
@@ -303,4 +307,4 @@ GLOBALS: dict[tuple[str, str], Any] = {
     ("torch.serialization", "_get_layout"): Call(_layout),
     ("torch.torch_version", "TorchVersion"): Call(_text),
     }
-"""(module, name) -> what the unpickler gets. Tensors and their storages are :mod:`.unpickle`'s own."""
+"""(module, name) -> the object for the unpickler. Tensors and their storages are in `unpickle`."""

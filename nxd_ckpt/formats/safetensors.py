@@ -1,8 +1,7 @@
-"""Safetensors files: 8 bytes with the length of a JSON header, the header, and the tensors' bytes without a hole.
+"""Safetensors files: 8 bytes with the length of a JSON header, the header, and the tensors' bytes without gaps.
 
-Source: the format's own description and the checks of its library (github.com/huggingface/safetensors), which this
-reader makes all of. Only headers are handled here: bytes go from storage to their tensors, and back, as those of any
-other file.
+Source: the format's own description and the checks of its library (github.com/huggingface/safetensors), all of which
+this reader makes. Only headers are handled here; the tensors' bytes are read and written as for any other file.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ METADATA = "__metadata__"
 
 _LENGTH = struct.Struct("<Q")
 _LONGEST = 100_000_000
-"""Bytes that a header may have: the library's limit."""
+"""Largest header in bytes, by the library's limit."""
 _ALIGNMENT = 8
 
 _DTYPES = {
@@ -50,11 +49,11 @@ _DTYPES = {
 }
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 _OTHERS = ("F4", "F6_E2M3", "F6_E3M2", "F8_E5M2FNUZ", "F8_E4M3FNUZ")
-"""Dtypes of newer files that have no tensors of whole bytes, or that no checkpoint of ours can hold."""
+"""Dtypes of newer files that torch has no tensors for, or that our files cannot hold."""
 
 
 class TensorForm(NamedTuple):
-    """A tensor to be written; ``dtype`` is torch's name without prefix."""
+    """A tensor to be written: its name, dtype (torch's name without prefix) and shape."""
 
     name: str
     dtype: str
@@ -67,7 +66,7 @@ class TensorForm(NamedTuple):
 
 @dataclass(frozen=True)
 class Header:
-    """What a file holds: where each tensor lies, by name, and what its writer noted (plain strings)."""
+    """A file's header: a stub for each tensor by name, and the writer's metadata (plain strings)."""
 
     tensors: Mapping[str, TensorStub]
     metadata: Mapping[str, str]
@@ -75,7 +74,7 @@ class Header:
 
 @dataclass(frozen=True)
 class SafetensorsImage(Image):
-    """``head``, and a storage for each of ``forms``."""
+    """A file of ``head`` and a storage for each of ``forms``."""
 
     head: bytes = field(repr=False)
     forms: Sequence[TensorForm]
@@ -83,7 +82,7 @@ class SafetensorsImage(Image):
     holds_crcs = False
 
     def header(self, index: int, crcs: Sequence[int]) -> tuple[int, bytes]:
-        """The file's, before its first tensor; there is nothing before the others."""
+        """Return the file's header before the first tensor; nothing before the others."""
         return (self.storages[index].offset, b"") if index else (0, self.head)
 
     def tail(self, crcs: Sequence[int]) -> bytes:
@@ -91,10 +90,10 @@ class SafetensorsImage(Image):
 
 
 def lay_out(tensors: Iterable[TensorForm], metadata: Mapping[str, str]) -> SafetensorsImage:
-    """A file of such tensors. They are sorted as the library sorts them, so that each is aligned to its dtype.
+    """Lay out a file of such tensors, sorted like the library's, so that each is aligned to its dtype.
 
     Raises:
-        UnsupportedState: the format has no such dtype.
+        UnsupportedState: the format does not have a dtype, or a tensor has a reserved name.
         InvalidArgument: more names than a header may hold.
     """
     ordered = sorted(tensors, key=lambda form: (-itemsize(form.dtype), form.name))
@@ -103,7 +102,7 @@ def lay_out(tensors: Iterable[TensorForm], metadata: Mapping[str, str]) -> Safet
     for form in ordered:
         if form.name == METADATA:
             raise UnsupportedState(
-                f"safetensors files cannot hold a tensor named {METADATA}, which is the key of their notes; rename the "
+                f"safetensors files cannot hold a tensor named {METADATA}, the key of the metadata; rename the "
                 "tensor, or write torch files (.pt)"
             )
         if form.dtype not in _NAMES:
@@ -123,11 +122,11 @@ def lay_out(tensors: Iterable[TensorForm], metadata: Mapping[str, str]) -> Safet
 
 
 def read_header(pread: Pread, size: int, file: str) -> Header:
-    """What the file of ``size`` bytes holds. ``file`` names it in errors, and is the key that stubs carry.
+    """Read the header of a file of ``size`` bytes. ``file`` names it in errors, and is the key in stubs.
 
     Raises:
-        MalformedFile: truncated, or not a safetensors file; names what is wrong.
-        UnsupportedState: a dtype that torch has no tensors of.
+        MalformedFile: truncated, or not a safetensors file; the message names the fault.
+        UnsupportedState: a dtype for which torch has no tensors.
     """
     with parsing(file, "a safetensors file"):
         return _header(pread, size, file)
@@ -136,8 +135,8 @@ def read_header(pread: Pread, size: int, file: str) -> Header:
 def _header(pread: Pread, size: int, file: str) -> Header:
     header, begin = _parse(pread, size, file)
     metadata = header.pop(METADATA, None) or {}
-    strings = isinstance(metadata, dict) and all(isinstance(value, str) for value in metadata.values())
-    if not strings:
+    has_strings = isinstance(metadata, dict) and all(isinstance(value, str) for value in metadata.values())
+    if not has_strings:
         raise _malformed(file, f"{METADATA} must hold strings only")
     spans = {name: _span(name, about, file) for name, about in header.items()}
     end = 0
@@ -158,7 +157,7 @@ class _Span(NamedTuple):
 
 
 def _parse(pread: Pread, size: int, file: str) -> tuple[dict[str, Any], int]:
-    """The header, and the offset of the first tensor's bytes."""
+    """Return the header, and the offset of the first tensor's bytes."""
     if size < _LENGTH.size:
         raise _malformed(file, f"{size} bytes are too few for the length of its header")
     length: int = _LENGTH.unpack(pread(0, _LENGTH.size))[0]
@@ -181,7 +180,7 @@ def _span(name: str, about: Any, file: str) -> _Span:
         raise _malformed(file, f"tensor {shown(name)}: expected dtype, shape and data_offsets, found {shown(about)}")
     dtype, shape, offsets = about["dtype"], about["shape"], about["data_offsets"]
     if dtype in _OTHERS:
-        raise UnsupportedState(f"{file}: tensor {shown(name)} is {dtype}, of which torch has no tensors; cast it first")
+        raise UnsupportedState(f"{file}: tensor {shown(name)} is {dtype}, which torch does not have; cast it first")
     if not isinstance(dtype, str) or dtype not in _DTYPES:
         raise _malformed(file, f"tensor {shown(name)} has the unknown dtype {shown(dtype)}")
     where = f"{file}: not a whole safetensors file: tensor {shown(name)}"
@@ -191,8 +190,8 @@ def _span(name: str, about: Any, file: str) -> _Span:
     begin, end = offsets
     expected = prod(shape) * itemsize(_DTYPES[dtype])
     if end - begin != expected:
-        found = f"{dtype} {list(shape)} has {expected} bytes, its offsets say {end - begin}"
-        raise _malformed(file, f"tensor {shown(name)}: {found}")
+        sizes = f"{dtype} {list(shape)} has {expected} bytes, but its offsets span {end - begin}"
+        raise _malformed(file, f"tensor {shown(name)}: {sizes}")
     return _Span(begin, end, _DTYPES[dtype], shape)
 
 
@@ -202,11 +201,11 @@ def _stub(file: str, data: int, span: _Span) -> TensorStub:
 
 
 def _without_duplicates(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        (twice, _), *_ = Counter(name for name, _ in pairs).most_common(1)
-        raise ValueError(f"{shown(twice)} appears twice")
-    return found
+    values = dict(pairs)
+    if len(values) != len(pairs):
+        (name, _), *_ = Counter(name for name, _ in pairs).most_common(1)
+        raise ValueError(f"{shown(name)} appears twice")
+    return values
 
 
 def _refuse_constant(text: str) -> Any:

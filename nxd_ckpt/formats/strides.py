@@ -1,7 +1,7 @@
-"""The strides that saved tensors had in memory. Files hold every tensor row-major; what it was is noted beside it.
+"""Strides of saved tensors in memory. Files hold every tensor row-major, with a note of its stride.
 
-In a torch file the note is a Python attribute of the tensor, as torch pickles such: ``torch.load`` gives the tensor
-with that attribute. In a file of references it is an attribute of the reference.
+In a torch file the note is a Python attribute of the tensor, which ``torch.load`` restores. In a file of references it
+is an attribute of the reference.
 """
 
 from __future__ import annotations
@@ -30,24 +30,26 @@ LeafT = TypeVar("LeafT", bound=TensorStub | Assembly)
 ATTRIBUTE, AS_PARAMETER = "live_stride", "as_parameter"
 
 _SPARSENESS = 4
-"""How many times its elements a tensor may span in memory; one with larger gaps comes back dense."""
+"""The most that a tensor may span in memory, as a multiple of its elements; with larger gaps it is loaded dense."""
 
 
 class Stride(NamedTuple):
-    """Strides in elements. ``as_parameter`` says that they follow from the parameter that the state is of: a load gives
-    those of the live one."""
+    """Strides in elements.
+
+    With ``as_parameter`` they equal those of the state's parameter, so a load uses the live parameter's.
+    """
 
     steps: tuple[int, ...]
     as_parameter: bool = False
 
 
 def note(stride: Stride) -> dict[str, Any]:
-    """The attributes that note the stride in a file."""
+    """Return the attributes that record the stride in a file."""
     return {ATTRIBUTE: stride.steps} | ({AS_PARAMETER: True} if stride.as_parameter else {})
 
 
 def noted(attributes: object) -> Stride | None:
-    """The stride that the attributes of a saved tensor note. Raises MalformedFile for what is none."""
+    """Return the stride in a saved tensor's attributes, or None. Raises MalformedFile if it is invalid."""
     steps = attributes.get(ATTRIBUTE) if isinstance(attributes, Mapping) else None
     if steps is None or not isinstance(attributes, Mapping):
         return None
@@ -55,20 +57,20 @@ def noted(attributes: object) -> Stride | None:
 
 
 def stride_of(leaf: Any) -> Stride | None:
-    """What is noted of a leaf of a tree."""
+    """Return the recorded stride of a leaf of a tree."""
     stride: Stride | None = getattr(leaf, ATTRIBUTE, None)
     return stride
 
 
 def with_note(tensor: torch.Tensor, stride: Stride) -> torch.Tensor:
-    """Another object for the same memory, which has the note: the caller's own stays as it is."""
+    """Return another tensor object of the same memory with the note; the caller's own is unchanged."""
     alias = tensor.detach()
     setattr(alias, ATTRIBUTE, stride)
     return alias
 
 
 def stride_in_content(tensor: Any) -> Stride | None:
-    """The stride to note of a tensor that no live one will tell about: if it is not row-major."""
+    """Return the stride to record for a tensor in user content: None if it is row-major."""
     if stride_of(tensor) is not None:
         return stride_of(tensor)
     if not isinstance(tensor, torch.Tensor) or tensor.device.type in ("xla", "meta"):
@@ -77,7 +79,7 @@ def stride_in_content(tensor: Any) -> Stride | None:
 
 
 def stored_stride(leaf: Any) -> Stride | None:
-    """What is noted of a leaf, or what ``torch.save`` kept of it; None for a tensor that was row-major."""
+    """Return a leaf's recorded stride, or the one that ``torch.save`` kept; None if it was row-major."""
     stride = stride_of(leaf)
     if stride is None and isinstance(leaf, TensorStub) and leaf.stride != contiguous_stride(leaf.shape):
         return Stride(leaf.stride)
@@ -85,7 +87,7 @@ def stored_stride(leaf: Any) -> Stride | None:
 
 
 def fitted(steps: tuple[int, ...], shape: tuple[int, ...]) -> tuple[int, ...]:
-    """These strides, if a tensor of ``shape`` can have them; else the dense ones of the same order of dimensions.
+    """Return ``steps`` if a tensor of ``shape`` can have them; otherwise dense strides in the same dimension order.
 
     Elements may share memory only along dimensions of stride 0.
     """
@@ -100,14 +102,14 @@ def fitted(steps: tuple[int, ...], shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def dense(steps: tuple[int, ...], shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The strides without gaps of a tensor of ``shape`` whose dimensions are in the order of ``steps``."""
+    """Return strides without gaps for a tensor of ``shape`` with the dimension order of ``steps``."""
     order = sorted(range(len(shape)), key=lambda dim: -steps[dim]) if len(steps) == len(shape) else range(len(shape))
     tight = contiguous_stride(tuple(shape[dim] for dim in order))
     return tuple(tight[place] for place in _inverse(list(order)))
 
 
 def strided(value: torch.Tensor, stride: Stride | None) -> torch.Tensor:
-    """A contiguous CPU tensor's values in memory of that stride, as far as it fits."""
+    """Return a contiguous CPU tensor's values in memory of that stride, as far as it fits."""
     shape = tuple(value.shape)
     steps = contiguous_stride(shape) if stride is None else fitted(stride.steps, shape)
     if steps == value.stride():
@@ -118,13 +120,13 @@ def strided(value: torch.Tensor, stride: Stride | None) -> torch.Tensor:
 
 
 def fill(memory: torch.Tensor, value: torch.Tensor) -> None:
-    """Copy ``value`` into ``memory``; along its dimensions of stride 0, which have one value, once."""
+    """Copy ``value`` into ``memory``; along dimensions of stride 0, which have one value, only once."""
     at = tuple(slice(0, 1) if step == 0 else slice(None) for step in memory.stride())
     copy_values(memory[at], value[at])
 
 
 def with_stride(leaf: LeafT, stride: Stride | None) -> LeafT:
-    """The leaf with that note. Raises MalformedFile unless it has a step for each dimension."""
+    """Return the leaf with the stride recorded. Raises MalformedFile unless it has a step for each dimension."""
     if stride is None:
         return leaf
     if len(stride.steps) != len(leaf.shape):

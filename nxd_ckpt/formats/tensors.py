@@ -1,7 +1,7 @@
-"""Where a tensor's bytes lie, and walking the trees that hold tensors.
+"""Stand-ins for stored tensors, and walks through trees of tensors.
 
-A *tree* is what a checkpoint file holds: dicts, lists, tuples and namespaces of plain data, with tensors
-(or what stands for them: :class:`TensorStub`, :class:`TensorReference`) as leaves.
+A *tree* is the content of a checkpoint file: dicts, lists, tuples and namespaces of plain data, with tensors (or their
+stand-ins `TensorStub` and `TensorReference`) as leaves.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ Path = tuple[Any, ...]
 
 @dataclass(frozen=True)
 class StorageSpan:
-    """One record of a torch zip file: its name, where in the file its bytes begin, their number and digest.
+    """One record of a torch zip file: its name, offset and number of bytes in the file, and their digest.
 
-    ``crc32`` is None where the file says 0, which upstream means as "not recorded" and which verifies nothing.
+    ``crc32`` is None if the file has 0, which torch uses for "not recorded" and which verifies nothing.
     """
 
     __slots__ = ("crc32", "nbytes", "offset", "record")
@@ -48,12 +48,11 @@ class StorageSpan:
 
 @dataclass(frozen=True)
 class TensorStub:
-    """Where one tensor's bytes lie: nothing of them is in memory.
+    """The place of one tensor's bytes in a file; none of them are in memory.
 
-    ``file`` is a key relative to the tag (posix), ``offset`` the absolute offset in bytes of the first
-    element in that file, ``dtype`` torch's name without prefix ("bfloat16"), ``shape`` and ``stride`` count
-    elements. ``storage`` is the record that the tensor is a view of; its digest is the only one that a
-    foreign file carries.
+    ``file`` is a key relative to the tag (posix), ``offset`` the absolute offset in bytes of the first element in that
+    file, ``dtype`` torch's name without prefix ("bfloat16"); ``shape`` and ``stride`` count elements. ``storage`` is
+    the record that the tensor is a view of; a foreign file has no other digest.
     """
 
     # Slots, frozen, no __setstate__: an unpickler's BUILD cannot point a stub elsewhere.
@@ -75,33 +74,31 @@ class TensorStub:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the tensor stored tightly: elements times element size."""
+        """Bytes of the tensor when stored tightly: elements times element size."""
         return self.numel * itemsize(self.dtype)
 
     @property
     def is_contiguous(self) -> bool:
-        """Whether the bytes in the file are those of the tight, row-major tensor, one after the other."""
+        """True if the bytes in the file are contiguous and row-major."""
         tight = contiguous_stride(self.shape)
-        return self.stride == tight or self.numel == 0 or all(
-            have == want for size, have, want in zip(self.shape, self.stride, tight, strict=True) if size > 1
-        )
+        sizes = zip(self.shape, self.stride, tight, strict=True)
+        return self.stride == tight or self.numel == 0 or all(a == b for size, a, b in sizes if size > 1)
 
     @property
     def storage_order(self) -> tuple[int, ...] | None:
-        """The order of dimensions in which the bytes in the file are a tight, row-major tensor; None if there is
-        none."""
+        """The order of dimensions in which the bytes in the file are tight and row-major; None if there is none."""
         order = tuple(sorted(range(len(self.shape)), key=lambda dim: (self.shape[dim] > 1, -self.stride[dim])))
         return order if self.permuted(order).is_contiguous else None
 
     def permuted(self, order: tuple[int, ...]) -> TensorStub:
-        """The same bytes with the dimensions ``order``, as ``torch.permute`` has it."""
+        """Return the same bytes with the dimensions ``order``, like ``torch.permute``."""
         shape, stride = (tuple(sizes[dim] for dim in order) for sizes in (self.shape, self.stride))
         return TensorStub(self.file, self.offset, self.dtype, shape, stride, self.storage)
 
 
 @dataclass(frozen=True)
 class NotedStub(TensorStub):
-    """A stub of which it is noted how the tensor lay in memory: a ``formats.strides.Stride``."""
+    """A stub with the tensor's stride in memory: a `formats.strides.Stride`."""
 
     __slots__ = ("live_stride",)
 
@@ -113,18 +110,18 @@ class NotedStub(TensorStub):
 
 @dataclass(frozen=True)
 class Fragment:
-    """``source``, a box of the tensor that ``stub`` stands for, is ``target``, one of the tensor put together."""
+    """A part of an assembly: ``source``, a box of the stored tensor ``stub``, goes to the box ``target``."""
 
     stub: TensorStub
     source: Box
     target: Box
 
     def permuted(self, order: tuple[int, ...]) -> Fragment:
-        """The same with the dimensions ``order`` of both tensors."""
+        """Return the fragment with both tensors permuted to the dimensions ``order``."""
         return Fragment(self.stub.permuted(order), self.source.permuted(order), self.target.permuted(order))
 
     def without(self, dim: int) -> Fragment:
-        """The same without a dimension along which it has a single element."""
+        """Return the fragment without a dimension along which it has a single element."""
         stub, at = self.stub, slice(dim, dim + 1)
         shape, stride = list(stub.shape), list(stub.stride)
         offset = stub.offset + self.source.offset[dim] * stride[dim] * itemsize(stub.dtype)
@@ -133,28 +130,28 @@ class Fragment:
         return Fragment(inner, self.source.without(dim), self.target.without(dim))
 
     def with_dim(self, dim: int) -> Fragment:
-        """The same with one more dimension, of a single element."""
+        """Return the fragment with one more dimension, of a single element."""
         stub = self.stub
         shape, stride = ((*sizes[:dim], 1, *sizes[dim:]) for sizes in (stub.shape, stub.stride))
         outer = TensorStub(stub.file, stub.offset, stub.dtype, shape, stride, stub.storage)
         return Fragment(outer, self.source.with_dim(dim), self.target.with_dim(dim))
 
     def is_whole(self, dtype: str, shape: tuple[int, ...]) -> bool:
-        """Whether the tensor put together, of ``dtype`` and ``shape``, is simply the saved one."""
+        """Return whether the assembled tensor, of ``dtype`` and ``shape``, is simply the stored one."""
         stub, whole = self.stub, Box.whole(shape)
         return (stub.dtype, stub.shape) == (dtype, shape) and self.source == self.target == whole
 
     def moved(self, offset: tuple[int, ...]) -> Fragment:
-        """The same, so much further on in the tensor put together."""
+        """Return the fragment with its target moved by ``offset``."""
         return Fragment(self.stub, self.source, self.target.moved(offset))
 
 
 @dataclass(frozen=True)
 class Assembly:
-    """A tensor of ``dtype`` and ``shape`` to be put together from parts of saved ones, cast where they differ.
+    """A tensor of ``dtype`` and ``shape``, to be assembled from parts of saved tensors, which are cast if necessary.
 
-    Parts do not overlap; elements that are in none are zero (the padding of ZeRO-1 shards). ``live_stride`` is as that
-    of a :class:`NotedStub`, or None.
+    Parts do not overlap; elements in no part are zero (the padding of ZeRO-1 shards). ``live_stride`` is the stride in
+    memory, a `formats.strides.Stride`, or None.
     """
 
     dtype: str
@@ -164,7 +161,7 @@ class Assembly:
 
     @staticmethod
     def of(leaf: TensorStub | Assembly) -> Assembly:
-        """The leaf itself, a whole saved tensor as the one part of it."""
+        """Return the leaf as an assembly; a saved tensor becomes its only part."""
         if isinstance(leaf, Assembly):
             return leaf
         whole = Box.whole(leaf.shape)
@@ -175,23 +172,23 @@ class Assembly:
         return math.prod(self.shape)
 
     def cast(self, dtype: str) -> Assembly:
-        """The same tensor in another dtype."""
+        """Return the tensor in another dtype."""
         return Assembly(dtype, self.shape, self.fragments, self.live_stride)
 
     def within(self, window: Box) -> Assembly:
-        """The part of this tensor inside ``window``, of the window's size."""
-        found = []
+        """Return the part of this tensor inside ``window``, of the window's size."""
+        parts = []
         for fragment in self.fragments:
             common = fragment.target.intersect(window)
             if common is not None:
                 source = common.shifted(fragment.target.offset)
                 offset = tuple(a + b for a, b in zip(source.offset, fragment.source.offset, strict=True))
-                found.append(Fragment(fragment.stub, Box(offset, common.size), common.shifted(window.offset)))
-        return Assembly(self.dtype, window.size, tuple(found))
+                parts.append(Fragment(fragment.stub, Box(offset, common.size), common.shifted(window.offset)))
+        return Assembly(self.dtype, window.size, tuple(parts))
 
 
 class DeferredAssembly(Assembly):
-    """An assembly whose parts ``find`` looks up when they are asked for: those of a box of the tensor, in the box."""
+    """An assembly whose parts are computed on demand: ``find(box)`` returns the parts in a box, relative to it."""
 
     _find: Callable[[Box], tuple[Fragment, ...]]
 
@@ -220,11 +217,11 @@ class DeferredAssembly(Assembly):
 
 
 class TensorReference:
-    """Stands for a tensor kept in another file, ``NAME.pt.tensors/tensor_{tid}.pt``.
+    """A reference to a tensor in another file, ``NAME.pt.tensors/tensor_{tid}.pt``.
 
-    On disk it is torch-xla's class of this name (``torch_xla.utils.serialization``), which is neither
-    imported nor needed here. That of neuronx-nemo-megatron knows dtype and shape of the tensor too, ``about`` it.
-    ``noted`` are further attributes that ours may have (``formats.strides``).
+    On disk it is torch-xla's class of this name (``torch_xla.utils.serialization``), which is neither imported nor
+    needed here. The class of neuronx-nemo-megatron also has dtype and shape of the tensor, which are in ``about``.
+    ``noted`` are further attributes that ours may have (`formats.strides`).
     """
 
     __slots__ = ("about", "noted", "tid")
@@ -255,14 +252,14 @@ class TensorReference:
 
 
 class UnfinishedReference(TensorReference):
-    """A reference of NxD's in a list: NxD writes those in dicts only as torch-xla's, and reads none but these."""
+    """A reference of NxD's own class, in a list: NxD converts those in dicts to torch-xla's, and reads only these."""
 
     __slots__ = ()
 
 
 @cache
 def dtype_name(dtype: torch.dtype) -> str:
-    """``torch.float32`` -> "float32"."""
+    """Return the name of a dtype: ``torch.float32`` -> "float32"."""
     return str(dtype).removeprefix("torch.")
 
 
@@ -270,42 +267,42 @@ _DTYPES = {name: dtype for name, dtype in vars(torch).items() if isinstance(dtyp
 
 
 def torch_dtype(name: str) -> torch.dtype:
-    """The dtype of that name; raises InvalidArgument for one that the installed torch does not know."""
+    """Return the dtype of a name. Raises InvalidArgument if the installed torch does not have it."""
     dtype = _DTYPES.get(name)
     if dtype is None:
-        raise InvalidArgument(f"torch {torch.__version__} has no dtype {name!r}: a newer torch may be needed")
+        raise InvalidArgument(f"torch {torch.__version__} has no dtype {name!r}; install a newer torch")
     return dtype
 
 
 _WITHOUT_KERNELS = frozenset(
     dtype for name, dtype in _DTYPES.items() if re.fullmatch(r"u?int[1-7]|float4_\w+", name)
 )
-"""Dtypes whose elements torch, or some releases of it, cannot copy. Each is a byte."""
+"""Dtypes whose elements torch, or some of its releases, cannot copy; each element is one byte."""
 
 
 def copy_values(target: torch.Tensor, source: torch.Tensor) -> None:
-    """``target.copy_(source)``, of every dtype: where torch has no kernel, of the bytes."""
+    """Copy ``source`` to ``target`` for every dtype; if torch has no kernel, copy the bytes."""
     if target.dtype == source.dtype and target.dtype in _WITHOUT_KERNELS:
         target, source = target.view(torch.uint8), source.view(torch.uint8)
     target.copy_(source)
 
 
-def cast_dtype(dtype: str, wanted: str | None) -> str:
-    """The dtype that a tensor is cast to: numbers of floating point to the ``wanted`` one, if any; others stay."""
-    if wanted is None or not torch_dtype(dtype).is_floating_point:
+def cast_dtype(dtype: str, target: str | None) -> str:
+    """Return the dtype that a tensor is cast to: floating-point numbers to ``target``, if not None; others stay."""
+    if target is None or not torch_dtype(dtype).is_floating_point:
         return dtype
-    return wanted
+    return target
 
 
 @cache
 def itemsize(name: str) -> int:
-    """Bytes per element of the dtype of that name."""
+    """Return the bytes per element of the dtype of a name."""
     return torch_dtype(name).itemsize
 
 
 @lru_cache(maxsize=4096)
 def contiguous_stride(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Strides, in elements, of a tight row-major tensor of ``shape``."""
+    """Return the strides, in elements, of a tight row-major tensor of ``shape``."""
     strides, step = [], 1
     for size in reversed(shape):
         strides.append(step)
@@ -314,15 +311,15 @@ def contiguous_stride(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def allocated(shape: tuple[int, ...], dtype: str, stride: tuple[int, ...] | None = None) -> torch.Tensor:
-    """An empty tensor on the CPU, contiguous unless a ``stride`` is given, in elements.
+    """Return an uninitialised tensor on the CPU, contiguous or with the given ``stride`` in elements.
 
-    Raises HostExhausted where the host has no memory for it.
+    Raises HostExhausted if the host has no memory for it.
     """
     try:
         if stride is not None:
             return torch.empty_strided(shape, stride, dtype=torch_dtype(dtype))
         return torch.empty(shape, dtype=torch_dtype(dtype))
-    except (RuntimeError, MemoryError) as error:  # torch's allocator has no class of its own
+    except (RuntimeError, MemoryError) as error:  # torch's allocator has no error class of its own
         raise HostExhausted(
             f"the host has no memory left for the {math.prod(shape) * itemsize(dtype)} bytes of a tensor {dtype} "
             f"{list(shape)}; free some, or load on more ranks"
@@ -330,7 +327,7 @@ def allocated(shape: tuple[int, ...], dtype: str, stride: tuple[int, ...] | None
 
 
 def byte_view(tensor: torch.Tensor) -> memoryview:
-    """The memory of a contiguous CPU tensor, one byte per item; it keeps the tensor alive."""
+    """Return the memory of a contiguous CPU tensor, one byte per item; it keeps the tensor alive."""
     if tensor.device.type != "cpu" or not tensor.is_contiguous():
         raise InvalidArgument(
             f"a contiguous CPU tensor is needed, got one on {tensor.device} strided {tensor.stride()}"
@@ -344,13 +341,13 @@ TENSORS = (torch.Tensor, TensorStub, Assembly)
 
 
 def iter_tensors(tree: Any, leaves: type | tuple[type, ...] = TENSORS) -> Iterator[tuple[Path, Any]]:
-    """Every leaf (an instance of ``leaves``) with its path, depth first, dicts in their order."""
+    """Yield every leaf (an instance of ``leaves``) with its path, depth first, dicts in their order."""
 
     def walk(node: Any, path: Path, above: tuple[int, ...]) -> Iterator[tuple[Path, Any]]:
         for key, child in children_of(node):
             if isinstance(child, leaves):
                 yield (*path, key), child
-            # A pickle may hold itself; and of what holds nothing there may be millions.
+            # A pickle may contain itself, and there may be millions of empty containers.
             elif isinstance(child, CONTAINERS) and child and id(child) not in above:
                 yield from walk(child, (*path, key), (*above, id(child)))
 
@@ -358,8 +355,10 @@ def iter_tensors(tree: Any, leaves: type | tuple[type, ...] = TENSORS) -> Iterat
 
 
 def iter_leaves(tree: Any) -> Iterator[tuple[Path, Any]]:
-    """Everything in ``tree`` that is no container, tensors too, with its path. An empty container is a leaf; one that
-    holds itself ends there."""
+    """Yield everything in ``tree`` that is no container, tensors too, with its path.
+
+    An empty container is a leaf. The walk does not enter a container again below itself.
+    """
 
     def walk(node: Any, path: Path, above: tuple[int, ...]) -> Iterator[tuple[Path, Any]]:
         children = list(children_of(node))
@@ -373,26 +372,24 @@ def iter_leaves(tree: Any) -> Iterator[tuple[Path, Any]]:
 
 
 def by_digest(tree: Any) -> Any:
-    """``tree`` with what is known of its bytes in place of each stored tensor: equal trees hold equal tensors, wherever
-    they lie."""
+    """Return ``tree`` with dtype, shape and digest for each stored tensor, so that trees of equal tensors are equal."""
 
-    def told(leaf: TensorStub) -> tuple[Any, ...]:
+    def described(leaf: TensorStub) -> tuple[Any, ...]:
         return leaf.dtype, leaf.shape, leaf.storage.crc32
 
-    return map_tensors(tree, told, TensorStub)
+    return map_tensors(tree, described, TensorStub)
 
 
 def digest_of(leaf: Any) -> tuple[Any, ...] | None:
-    """What is equal for stored tensors of equal bytes, wherever they lie; None where files do not tell."""
-    known = isinstance(leaf, TensorStub) and leaf.storage.crc32 is not None
-    return (leaf.dtype, leaf.shape, leaf.storage.crc32) if known else None
+    """Return dtype, shape and digest, equal for stored tensors of equal bytes; None if the file has no digest."""
+    has_digest = isinstance(leaf, TensorStub) and leaf.storage.crc32 is not None
+    return (leaf.dtype, leaf.shape, leaf.storage.crc32) if has_digest else None
 
 
 def map_tensors(tree: Any, fn: Callable[[Any], Any], leaves: type | tuple[type, ...] = TENSORS) -> Any:
-    """A copy of ``tree`` with ``fn(leaf)`` for every leaf, depth first, dicts in their order.
+    """Return a copy of ``tree`` with ``fn(leaf)`` for every leaf, depth first, dicts in their order.
 
-    Containers keep their type, and one that occurs twice is copied once; what is neither container nor leaf
-    is shared.
+    Containers keep their type, and one that occurs twice is copied once; other values are shared.
     """
     copies: dict[int, Any] = {}
 
@@ -405,7 +402,7 @@ def map_tensors(tree: Any, fn: Callable[[Any], Any], leaves: type | tuple[type, 
             if isinstance(node, tuple):
                 copies[id(node)] = _like(node, [walk(child) for child in node])
             else:
-                new = copies[id(node)] = copy.copy(node)  # before its children: it may hold itself
+                new = copies[id(node)] = copy.copy(node)  # before its children, since it may contain itself
                 for key, child in children_of(node):
                     _set(new, key, walk(child))
         return copies[id(node)]
@@ -414,11 +411,11 @@ def map_tensors(tree: Any, fn: Callable[[Any], Any], leaves: type | tuple[type, 
 
 
 CONTAINERS = (dict, list, tuple, deque, Namespace, SimpleNamespace)
-"""What trees are made of."""
+"""Types of the inner nodes of trees."""
 
 
 def children_of(node: Any) -> Iterable[tuple[Any, Any]]:
-    """What a container holds, with the key, index or name of each; nothing for what is no container."""
+    """Return the children of a container, each with its key, index or name; nothing for any other value."""
     if isinstance(node, dict):
         return node.items()
     if isinstance(node, (list, tuple, deque)):

@@ -1,8 +1,7 @@
-"""Reading torch zip files (what ``torch.save`` writes) from any storage, without executing their pickle.
+"""Reader of torch zip files, as ``torch.save`` writes them, from any storage, without executing their pickle.
 
-The structure is read first, as a tree of :class:`~nxd_ckpt.formats.tensors.TensorStub`; tensors are read
-one by one, straight to where they belong, and verified on the way against the digest that the container
-carries.
+The structure is read first, as a tree of `TensorStub`. Tensors are then read one by one, directly into their memory,
+and verified by the digests in the container.
 """
 
 from __future__ import annotations
@@ -28,16 +27,16 @@ from nxd_ckpt.formats.zip_container import Record
 from nxd_ckpt.formats.zip_directory import Pread, malformed, read_records, remembering
 
 PreadInto = Callable[[int, memoryview], None]
-"""(offset, memory) -> None: fills ``memory`` with the file's bytes from ``offset``, or raises."""
+"""(offset, memory) -> None: fill ``memory`` with the file's bytes from ``offset``, or raise."""
 
 _SMALL_FILE = 256 * 2**10
 _BYTE_ORDER = 16
 
 
 def read_directory(pread: Pread, size: int, file: str, begins: Sequence[int] = ()) -> dict[str, Record]:
-    """The records of a torch zip file of ``size`` bytes, by name within the archive ("data.pkl", "data/0").
+    """Return the records of a torch zip file of ``size`` bytes, by name within the archive ("data.pkl", "data/0").
 
-    ``file`` names it in errors, ``begins`` is for read_records. Raises MalformedFile.
+    ``file`` names it in errors; ``begins`` goes to `read_records`. Raises MalformedFile.
     """
     records = read_records(pread, size, file, begins)
     archives = {record.name.partition("/")[0] for record in records}
@@ -56,12 +55,12 @@ def read_tree(
     leaf: Leaf = lambda stub: stub,
     begins: Sequence[int] = (),
 ) -> Any:
-    """What the file holds, with ``leaf(stub)`` (by default the TensorStub itself) for each tensor.
+    """Return the file's contents, with ``leaf(stub)`` (by default the TensorStub itself) for each tensor.
 
-    ``file`` is the key that stubs carry, ``begins`` where tensors are known to begin (see read_records). With
-    ``trust_pickle=True`` any class is unpickled; objects that hold tensors inside, where no tree walk finds
-    them, then need a ``leaf`` that reads (:func:`read_tensor`). Raises MalformedFile, DigestMismatch for a
-    changed pickle, UnsafePickle, UnsupportedState for big-endian files.
+    ``file`` is the key in stubs; ``begins`` are known offsets of tensors (see `read_records`). With
+    ``trust_pickle=True`` any class is unpickled; for objects with tensors inside, which no tree walk reaches, ``leaf``
+    must read them (`read_tensor`). Raises MalformedFile, DigestMismatch for a changed pickle, UnsafePickle,
+    UnsupportedState for big-endian files.
     """
     with parsing(file, "a torch file"):
         if size <= _SMALL_FILE:
@@ -69,7 +68,7 @@ def read_tree(
         directory = read_directory(pread, size, file, begins)
         order = directory.get("byteorder")
         if order is not None and _contents(pread, order, file, _BYTE_ORDER) != b"little":
-            raise UnsupportedState(f"{file}: written on a big-endian machine: save it again on a little-endian one")
+            raise UnsupportedState(f"{file}: written on a big-endian machine; save it again on a little-endian one")
         storages = {
             name.removeprefix("data/"): StorageSpan(name, record.offset, record.nbytes, record.crc32)
             for name, record in directory.items()
@@ -88,27 +87,27 @@ def _contents(pread: Pread, record: Record, file: str, limit: int) -> bytes:
     return data
 
 
-def _check(found: int, expected: int | None, file: str, record: str) -> None:
-    if expected is not None and found != expected:
+def _check(actual: int, expected: int | None, file: str, record: str) -> None:
+    if expected is not None and actual != expected:
         raise DigestMismatch(
-            f"{file}, record {record!r}: expected CRC-32 {expected:08x}, found {found:08x}. "
+            f"{file}, record {record!r}: expected CRC-32 {expected:08x}, found {actual:08x}. "
             "The bytes changed since they were written: restore the file, or load another tag"
         )
 
 
 def read_tensor(pread_into: PreadInto, stub: TensorStub, verify: bool = True) -> torch.Tensor:
-    """The tensor of ``stub``, contiguous on the CPU. As :func:`read_into` otherwise."""
+    """Read the tensor of ``stub`` into a new contiguous CPU tensor. Raises DigestMismatch like `read_into`."""
     tensor = allocated(stub.shape, stub.dtype)
     read_into(pread_into, stub, tensor, verify)
     return tensor
 
 
 def read_into(pread_into: PreadInto, stub: TensorStub, out: memoryview | torch.Tensor, verify: bool = True) -> None:
-    """Fill ``out`` with the tensor of ``stub``: its elements one after the other, row-major.
+    """Fill ``out`` with the elements of the tensor of ``stub``, row-major.
 
-    ``out`` is a contiguous CPU tensor or memory of ``stub.nbytes`` bytes. With ``verify`` the whole storage
-    record that the tensor is a view of is read, in blocks of bounded memory, and compared with its CRC-32;
-    a record without one is not. Raises DigestMismatch, then what ``out`` holds is undefined.
+    ``out`` is a contiguous CPU tensor or memory of ``stub.nbytes`` bytes. With ``verify`` the whole storage record that
+    the tensor is a view of is read, in blocks of bounded memory, and compared with its CRC-32, if it has one. Raises
+    DigestMismatch; the contents of ``out`` are undefined then.
     """
     memory = byte_view(out) if isinstance(out, torch.Tensor) else out.cast("B")
     if len(memory) != stub.nbytes:
@@ -127,20 +126,20 @@ def read_into(pread_into: PreadInto, stub: TensorStub, out: memoryview | torch.T
 
 
 def _read_span(pread_into: PreadInto, stub: TensorStub, memory: memoryview, verify: bool) -> None:
-    """Fill ``memory`` from the tensor's first byte on, verifying the storage that it lies in."""
+    """Fill ``memory`` from the tensor's first byte on, and verify the tensor's storage."""
     storage = stub.storage
     if not verify or storage.crc32 is None:
         pread_into(stub.offset, memory)
         return
-    found = 0
+    crc = 0
     for offset, block in _blocks(storage.offset, stub.offset, memory, storage.offset + storage.nbytes):
         pread_into(offset, block)
-        found = crc32(block, found)
-    _check(found, storage.crc32, stub.file, storage.record)
+        crc = crc32(block, crc)
+    _check(crc, storage.crc32, stub.file, storage.record)
 
 
 def _blocks(begin: int, middle: int, memory: memoryview, end: int) -> Iterator[tuple[int, memoryview]]:
-    """Blocks covering [begin, end) of a file: ``memory`` from ``middle`` on, reused scratch around it."""
+    """Yield blocks that cover [begin, end) of a file: ``memory`` from ``middle`` on, reused scratch around it."""
     after = middle + len(memory)
     outside = max(middle - begin, end - after)
     scratch = memoryview(bytearray(min(BLOCK, outside)))

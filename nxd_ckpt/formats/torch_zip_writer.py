@@ -1,10 +1,9 @@
-"""Writing torch zip files whose layout is known before any tensor's bytes, and any value beside them, are.
+"""Writer of torch zip files whose layout is known before the tensors' bytes are.
 
-A :class:`ZipImage` says where in the file each tensor belongs and, once their digests are known, what all
-other bytes are. So tensors are staged straight into memory that is laid out as the file, hashed there and
-written from there. The result is what ``torch.save`` would have written for CPU copies of the tensors, stored
-tightly: ``torch.load`` (also with ``mmap=True``), ``xser.load`` and unzip read it. Only the order of the
-records differs: the pickle comes after the tensors, so that where these lie does not depend on its length.
+A `ZipImage` has each tensor's place in the file and, once digests are known, all other bytes. So tensors are staged
+directly into memory with the file's layout, hashed there and written from there. The result equals a ``torch.save`` of
+tight CPU copies of the tensors: ``torch.load`` (also with ``mmap=True``), ``xser.load`` and unzip read it. Only the
+order of records differs: the pickle follows the tensors, so that their offsets do not depend on its length.
 """
 
 from __future__ import annotations
@@ -22,41 +21,41 @@ from nxd_ckpt.formats.strides import Stride, stride_of
 from nxd_ckpt.formats.zip_container import Record
 
 LARGE = 64 * 2**10
-"""Records of at least so many bytes begin at a multiple of 4,096 (direct IO), others of 64 (as torch's)."""
+"""Records of at least this many bytes begin at a multiple of 4,096 (direct IO), others of 64 (as torch's)."""
 
 _ARCHIVE = "archive/"
 
 
 @dataclass(frozen=True)
 class ZipImage(Image):
-    """A torch zip file: before each tensor stands its record's header, the rest is the pickle and the directory."""
+    """A torch zip file: each tensor after its record's header, then the pickle and the directory."""
 
     _contents: Sequence[bytes] = field(repr=False)
     _records: Sequence[Record] = field(repr=False)  # those of storages, then those of _contents
 
     def header(self, index: int, crcs: Sequence[int]) -> tuple[int, bytes]:
-        """(offset, bytes) of the header before storage number ``index``, in which its CRC-32 stands."""
+        """Return (offset, bytes) of the header before storage ``index``, which contains its CRC-32."""
         record = self._records[index]
         return record.header_offset, zip_container.local_header(record, crcs[index])
 
     def tail(self, crcs: Sequence[int]) -> bytes:
-        """Everything from ``tensor_nbytes`` on; ``crcs`` are those of all storages, in order."""
+        """Return everything from ``tensor_nbytes`` on; ``crcs`` are the CRC-32s of all storages, in order."""
         digests = [crc32(content) for content in self._contents]
         headers = map(zip_container.local_header, self._records[len(self.storages) :], digests)
         written = [header + content for header, content in zip(headers, self._contents, strict=True)]
         return b"".join([*written, zip_container.directory(self._records, [*crcs, *digests])])
 
     def pickled_anew(self, tree: Any, tensor_key: Callable[[Any], Hashable]) -> ZipImage:
-        """The image of ``tree``, whose tensors have the same dtypes, shapes and ties, and lie where they lay."""
+        """Return the image of ``tree``, whose tensors have the same dtypes, shapes, ties and places in the file."""
         pickled, tensors = pickle_tree(tree, tensor_key)
         if [storage.nbytes for storage in self.storages] != [nbytes for _, nbytes in tensors]:
-            raise AssertionError("a state that was taken for unchanged has other tensors")
+            raise AssertionError("a state that should be unchanged has other tensors")
         return _image(pickled, self._records[: len(self.storages)], self.storages, self.tensors)
 
 
 @dataclass(frozen=True)
 class JoinedImage(Image):
-    """Torch zip files one behind the other."""
+    """Several torch zip files in one file."""
 
     _archives: Sequence[ZipImage] = field(repr=False)
     _starts: Sequence[int] = field(repr=False)  # of each archive its first byte
@@ -64,7 +63,7 @@ class JoinedImage(Image):
 
     @staticmethod
     def of(values: Iterable[Any]) -> JoinedImage:
-        """A file for each of ``values``; raises as :func:`image_of`."""
+        """Return the image of a file for each of ``values``. Raises the errors of `image_of`."""
         archives, end = [image_of(value) for value in values], 0
         storages, starts, first = list[StorageRecord](), list[int](), list[int]()
         for archive in archives:
@@ -81,7 +80,7 @@ class JoinedImage(Image):
         return [(start, archive.nbytes) for start, archive in zip(self._starts, self._archives, strict=True)]
 
     def header(self, index: int, crcs: Sequence[int]) -> tuple[int, bytes]:
-        """As that of a :class:`ZipImage`; it may hold the end of one file, and whole ones that hold no tensor."""
+        """Return (offset, bytes) before storage ``index``, with the end of a file and whole files without tensors."""
         number = self._archive_of(index)
         first, start = self._first[number], self._starts[number]
         offset, header = self._archives[number].header(index - first, crcs[first : index + 1])
@@ -91,19 +90,19 @@ class JoinedImage(Image):
         return begin, self._tails(index, number, crcs).ljust(start - begin, b"\0") + header
 
     def tail(self, crcs: Sequence[int]) -> bytes:
-        """Everything from ``tensor_nbytes`` on."""
+        """Return everything from ``tensor_nbytes`` on."""
         return self._tails(len(self.storages), len(self._archives), crcs)
 
     def pickled_anew(self, tree: Any, tensor_key: Callable[[Any], Hashable]) -> JoinedImage:
-        """The image of other values, a list."""
+        """Return the image of other values, a list."""
         return JoinedImage.of(tree)
 
     def _archive_of(self, index: int) -> int:
-        """The number of the archive that the storage is in."""
+        """Return the number of the archive that the storage is in."""
         return bisect_right(self._first, index) - 1
 
     def _tails(self, index: int, end: int, crcs: Sequence[int]) -> bytes:
-        """What follows the last storage before number ``index``, of its archive and those up to number ``end``."""
+        """Return the ends of archives from that of the storage before ``index`` up to archive ``end``."""
         begin = self._archive_of(index - 1) if index else 0
         bounds = [*self._first[begin:end], index]
         tails = zip(self._archives[begin:end], bounds, bounds[1:], strict=False)
@@ -116,13 +115,13 @@ def image_of(
     tensor_key: Callable[[Any], Hashable] = id,
     stride_of: Callable[[Any], Stride | None] = stride_of,
 ) -> ZipImage:
-    """The file that holds ``tree``; no tensor is read.
+    """Return the image of the file for ``tree``; no tensor is read.
 
     Tensors may be on any device, meta included, or be TensorStubs or Assemblies. Tensors of the same ``tensor_key``,
     dtype and shape (ties) share one storage. Parameters become plain tensors, and nothing requires grad.
-    TensorReferences are written as torch-xla's. The strides that ``stride_of`` gives are noted. Raises
-    UnsupportedState for tensors that are not plain strided ones, UnsafePickle for what cannot be pickled at all;
-    whether the rest is data only is for ``check_picklable_as_data`` to say.
+    TensorReferences are written as torch-xla's. Strides from ``stride_of`` are recorded. Raises UnsupportedState for
+    tensors that are not plain strided ones, UnsafePickle for values that cannot be pickled at all;
+    `check_picklable_as_data` checks that the rest is plain data.
     """
     pickled, tensors = pickle_tree(tree, tensor_key, stride_of)
     records = _placed(((f"data/{index}", nbytes) for index, (_, nbytes) in enumerate(tensors)), 0)
@@ -135,13 +134,13 @@ def _image(
 ) -> ZipImage:
     contents = {"data.pkl": pickled, "byteorder": b"little", "version": b"3\n"}
     after = _placed(((name, len(content)) for name, content in contents.items()), records[-1].end if records else 0)
-    every = [*records, *after]
-    total = every[-1].end + zip_container.directory_nbytes(every)
-    return ZipImage(total, storages, tensors, list(contents.values()), every)
+    all_records = [*records, *after]
+    total = all_records[-1].end + zip_container.directory_nbytes(all_records)
+    return ZipImage(total, storages, tensors, list(contents.values()), all_records)
 
 
 def _placed(sizes: Iterable[tuple[str, int]], cursor: int) -> list[Record]:
-    """Records of these names and sizes, one after the other from ``cursor`` on."""
+    """Return records of these names and sizes, in order from ``cursor`` on."""
     records: list[Record] = []
     for name, nbytes in sizes:
         records.append(zip_container.place(_ARCHIVE + name, nbytes, cursor, 4096 if nbytes >= LARGE else 64))

@@ -1,7 +1,7 @@
 """Safe unpickling of a torch file's ``data.pkl``: data, not code, and no tensor's bytes are read.
 
-Only the globals of :mod:`.safe_globals` and torch's rebuilding of tensors are known here; anything else is refused
-by name, never imported. ``trust_pickle=True`` lets the rest through to Python's own machinery.
+Only the globals of `safe_globals` and torch's functions that rebuild tensors are allowed; others are refused by name,
+never imported. With ``trust_pickle=True`` Python's own unpickler handles the others.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from nxd_ckpt.core.limits import check_form, check_sizes, shown
 from nxd_ckpt.core.parsing import parsing
 from nxd_ckpt.errors import HostExhausted, MalformedFile, UnsafePickle, UnsupportedState
 from nxd_ckpt.formats import strides
-from nxd_ckpt.formats.inert import Call, Sealed
+from nxd_ckpt.formats.inert import Call, Inert
 from nxd_ckpt.formats.machine import Machine, check_walk
 from nxd_ckpt.formats.plain_data import check_picklable_as_data
 from nxd_ckpt.formats.safe_globals import GLOBALS
@@ -50,7 +50,7 @@ STORAGE_CLASSES = {
     "complex128": "ComplexDoubleStorage",
     "complex64": "ComplexFloatStorage",
 }
-"""torch's legacy storage class of each dtype that has one; newer dtypes are written as ``UntypedStorage``."""
+"""Torch's legacy storage class of each dtype that has one; newer dtypes are written as ``UntypedStorage``."""
 
 _DTYPE_OF_STORAGE = {storage: dtype for dtype, storage in STORAGE_CLASSES.items()}
 _UNTYPED = "uint8"
@@ -67,12 +67,11 @@ def unpickle(
     trust_pickle: bool = False,
     leaf: Leaf = lambda stub: stub,
 ) -> Any:
-    """The tree that ``data`` describes, with ``leaf(stub)`` for every tensor.
+    """Return the tree in ``data``, with ``leaf(stub)`` for every tensor.
 
-    ``file`` names the file in stubs and errors; ``storages`` are its records by storage key. Views and
-    parameters come as plain tensors; Python attributes of tensors and of OrderedDicts are dropped. Raises
-    UnsafePickle for anything that is more than data (unless ``trust_pickle``), MalformedFile for what is no
-    pickle of a torch file.
+    ``file`` names the file in stubs and errors; ``storages`` are its records by storage key. Views and parameters
+    become plain tensors; Python attributes of tensors and of OrderedDicts are dropped. Raises UnsafePickle for
+    anything that is more than data (unless ``trust_pickle``), MalformedFile if it is no pickle of a torch file.
     """
     parts = _Parts(file, storages, leaf)
     try:
@@ -90,7 +89,7 @@ def unpickle(
 def _load(machine: _Safe) -> Any:
     tree = machine.load()
     check_walk(tree)
-    if not all(hasattr(made, "tid") for made in machine.references):
+    if not all(hasattr(reference, "tid") for reference in machine.references):
         raise MalformedFile("a tensor reference without a `tid`")
     return tree
 
@@ -99,8 +98,8 @@ _NAME = 100
 _REMEDY = "If you trust whoever wrote the file, pass trust_pickle=True"
 
 
-class _SavedStorage(Sealed):
-    """A record of the file and the dtype it is said to hold."""
+class _SavedStorage(Inert):
+    """A record of the file, and the dtype that the pickle gives for it."""
 
     __slots__ = ("dtype", "span")
 
@@ -108,7 +107,7 @@ class _SavedStorage(Sealed):
         self.dtype, self.span = dtype, span
 
 
-class _StorageClass(Sealed):
+class _StorageClass(Inert):
     __slots__ = ("dtype",)
 
     def __init__(self, dtype: str) -> None:
@@ -116,7 +115,7 @@ class _StorageClass(Sealed):
 
 
 class _Safe(Machine):
-    """Gets the safe globals, and no others."""
+    """The unpickler for untrusted files: safe globals only."""
 
     def __init__(self, data: bytes, parts: _Parts) -> None:
         super().__init__(data)
@@ -139,14 +138,14 @@ class _Safe(Machine):
         return self._parts.storage(pid)
 
     def _reference(self, kind: type[TensorReference]) -> TensorReference:
-        """What torch-xla's class of that name makes; its state follows."""
-        made = kind.__new__(kind)
-        self.references.append(made)
-        return made
+        """Create a reference, as torch-xla's class of that name does; its state follows."""
+        reference = kind.__new__(kind)
+        self.references.append(reference)
+        return reference
 
 
 class _Trusting(pickle.Unpickler):
-    """Gets any global: for files whose author is trusted."""
+    """The unpickler for trusted files: any global."""
 
     def __init__(self, data: bytes, parts: _Parts) -> None:
         super().__init__(io.BytesIO(data), encoding="utf-8")
@@ -160,15 +159,15 @@ class _Trusting(pickle.Unpickler):
 
 
 def _reference_named(module: str, name: str) -> type[TensorReference] | None:
-    """What stands for other programs' class of that name, if it is a reference."""
+    """Return our class for another program's class of that name, if it is a reference."""
     if name == "_InternalTensorReference" and module.startswith("neuronx_distributed."):
         return UnfinishedReference
-    known = module.startswith(("torch_xla.", "neuronx_distributed.", "nemo."))
-    return TensorReference if name == "TensorReference" and known else None
+    is_known = module.startswith(("torch_xla.", "neuronx_distributed.", "nemo."))
+    return TensorReference if name == "TensorReference" and is_known else None
 
 
 class _Parts:
-    """What the pickle of a torch file makes tensors of: storages, and the functions that rebuild them."""
+    """The pickle's tensor parts: storages, and the functions that rebuild tensors."""
 
     def __init__(self, file: str, storages: Mapping[str, StorageSpan], leaf: Leaf) -> None:
         self._file, self._storages, self._leaf = file, storages, leaf
@@ -186,14 +185,14 @@ class _Parts:
         }
 
     def find(self, module: str, name: str) -> Any:
-        """What the pickle gets for a global of torch's, None for any other."""
+        """Return the object for one of torch's globals, None for any other."""
         storage = name.removesuffix("Storage") != name and module in ("torch", "torch.storage", "torch.cuda")
         if storage and (name == "UntypedStorage" or name in _DTYPE_OF_STORAGE):
             return _StorageClass(_DTYPE_OF_STORAGE.get(name, _UNTYPED))
         return self._tensors.get((module, name))
 
     def storage(self, pid: Any) -> _SavedStorage:
-        """The storage that a persistent id stands for."""
+        """Return the storage of a persistent id."""
         kind, storage_class, key, _location, numel = pid if type(pid) is tuple and len(pid) == 5 else (None,) * 5
         if kind != "storage" or not isinstance(storage_class, _StorageClass) or not isinstance(key, str):
             raise MalformedFile(f"its pickle refers to {shown(pid)}, expected a tensor's storage")
@@ -208,7 +207,7 @@ class _Parts:
         return _SavedStorage(storage_class.dtype, span)
 
     def _rebuild(self, rebuild: Any, _: object, args: Iterable[Any], attributes: object) -> Any:
-        """A tensor that has Python attributes."""
+        """Rebuild a tensor that has Python attributes."""
         if not isinstance(rebuild, Call) or rebuild not in self._tensors.values():
             raise MalformedFile(f"a tensor is rebuilt by {shown(rebuild)}")
         self._noted = strides.noted(attributes)
@@ -276,9 +275,9 @@ class _Parts:
         self._left -= nbytes
         if self._left < 0:
             raise MalformedFile(
-                f"a tensor of shape {shape} and stride {stride} in {storage.span.nbytes} bytes: the tensors of the "
-                f"file repeat what it stores to more than {self._limit} bytes, which is the most that is read; save "
-                "expanded tensors as they are stored, and expand them after loading"
+                f"a tensor of shape {shape} and stride {stride} in {storage.span.nbytes} bytes: by repetition, the "
+                f"tensors of the file have more than the allowed {self._limit} bytes; save expanded tensors "
+                "unexpanded, and expand them after loading"
             )
         begin = storage.span.offset + (offset * size if end else 0)
         stub = TensorStub(self._file, begin, dtype, shape, stride, storage.span)
@@ -296,7 +295,7 @@ def _are_counts(numbers: Any) -> bool:
 
 @lru_cache(maxsize=4096)
 def _extent(shape: tuple[int, ...], stride: tuple[int, ...], size: int) -> tuple[int, int]:
-    """Bytes of a tight tensor of ``shape``, and the place of its last element, counted in elements."""
+    """Return the bytes of a tight tensor of ``shape``, and the place of its last element, counted in elements."""
     check_form(shape, size, "a tensor")
     if len(shape) != len(check_sizes(stride, "a tensor's stride")):
         raise MalformedFile(f"a tensor of shape {shape} and stride {stride}")

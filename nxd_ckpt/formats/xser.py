@@ -1,8 +1,7 @@
-"""xser mode: a state as a file of references and one file per tensor.
+"""xser format: a state as a file of references, and one file per tensor.
 
-``NAME.pt`` holds the state with a :class:`TensorReference` for each tensor, ``NAME.pt.info.pt`` what
-:func:`info` gives, ``NAME.pt.tensors/tensor_{tid}.pt`` each one tensor. Source: torch-xla's
-``utils/serialization.py`` and NxD's checkpoints.
+``NAME.pt`` holds the state with a `TensorReference` for each tensor, ``NAME.pt.info.pt`` the result of `info`, and each
+``NAME.pt.tensors/tensor_{tid}.pt`` one tensor. Source: torch-xla's ``utils/serialization.py`` and NxD's checkpoints.
 """
 
 from __future__ import annotations
@@ -21,10 +20,10 @@ __all__ = ["TensorReference", "balance", "info", "join", "normalise", "split"]
 
 
 def split(tree: Any) -> tuple[Any, list[tuple[int, Any]]]:
-    """``tree`` with references for its tensors, and the tensors with their tids.
+    """Return ``tree`` with references for its tensors, and the tensors with their tids.
 
-    A tid counts every tensor depth first, dicts in their order, CPU and 0-dim ones included; a tensor that
-    occurs twice has two.
+    A tid counts every tensor depth first, dicts in their order, CPU and 0-dim tensors included; a tensor that occurs
+    twice has two tids.
     """
     tensors: list[tuple[int, Any]] = []
 
@@ -37,17 +36,20 @@ def split(tree: Any) -> tuple[Any, list[tuple[int, Any]]]:
 
 
 def references_of(tree: Any) -> Any:
-    """What the file of references of a state dict pickles."""
+    """Return the content of the reference file of a state dict."""
     return split(normalise(tree))[0]
 
 
 def join(tree: Any, leaf: Callable[[TensorReference], Any]) -> Any:
-    """``tree`` with ``leaf(reference)`` for every reference. Tensors that are inline already (mixed files) stay."""
+    """Return ``tree`` with ``leaf(reference)`` for every reference; tensors that are inline (mixed files) stay."""
     return map_tensors(tree, leaf, TensorReference)
 
 
 def info(tensors: Iterable[tuple[int, Any]], expert: Collection[int] = ()) -> dict[int, dict[str, Any]]:
-    """What ``NAME.pt.info.pt`` holds for (tid, tensor); ``expert`` are the tids of expert parameters."""
+    """Return the content of ``NAME.pt.info.pt`` for (tid, tensor) pairs.
+
+    ``expert`` are the tids of expert parameters.
+    """
     return {
         tid: {
             "dtype": torch_dtype(tensor.dtype) if isinstance(tensor.dtype, str) else tensor.dtype,
@@ -59,9 +61,9 @@ def info(tensors: Iterable[tuple[int, Any]], expert: Collection[int] = ()) -> di
 
 
 def balance(nbytes: Sequence[int], n: int) -> list[int]:
-    """Which of ``n`` ranks writes each tensor, given the tensors' bytes.
+    """Return which of ``n`` ranks writes each tensor, from the tensors' bytes.
 
-    As NxD: smallest first, each to the rank that has the least so far; ties go to the lower tid and rank.
+    Like NxD: smallest first, each to the rank with the least bytes so far; ties go to the lower tid and rank.
     """
     owners = [0] * len(nbytes)
     ranks = [(0, rank) for rank in range(n)]
@@ -72,9 +74,9 @@ def balance(nbytes: Sequence[int], n: int) -> list[int]:
 
 
 def normalise(tree: Any) -> Any:
-    """``tree`` with OrderedDicts as dicts, and ``betas`` and ``shape_info`` as lists, as NxD's way to disk leaves them.
+    """Return ``tree`` with OrderedDicts as dicts, and ``betas`` and ``shape_info`` as lists, as NxD writes them.
 
-    Other tuples, and other sizes, stay what they are: only then can a load give them back.
+    Other tuples and sizes keep their type, so that a load returns them unchanged.
     """
     if isinstance(tree, TENSORS):
         return tree
@@ -89,7 +91,7 @@ _AS_LISTS = ("betas", "shape_info")
 
 
 def _listed(tree: Any) -> Any:
-    """``tree`` with lists for tuples and sizes."""
+    """Return ``tree`` with lists for tuples and sizes."""
     if isinstance(tree, dict):
         return {key: _listed(value) for key, value in tree.items()}
     return list(map(_listed, tree)) if isinstance(tree, (list, tuple)) else tree

@@ -1,6 +1,6 @@
 """The zip container of torch files: stored (uncompressed) records, a directory, an end mark.
 
-Nothing here has a size or place that depends on a digest, so that a file's layout is known before its contents.
+No size or offset depends on a digest, so that a file's layout is known before its contents.
 Source: PKWARE's APPNOTE 6.3.
 """
 
@@ -26,9 +26,9 @@ ZIP64, PADDING = 0x0001, 0x4246  # ids of extra fields; torch pads under this on
 
 @dataclass(frozen=True)
 class Record:
-    """One stored file of the archive: where its header and its ``nbytes`` of data begin in the file.
+    """One stored file of the archive: the offsets of its header and of its ``nbytes`` of data.
 
-    ``crc32`` is None if unknown: not computed yet, or 0 in a file, where upstream means "not recorded".
+    ``crc32`` is None if unknown: not computed yet, or 0 in a file, which torch uses for "not recorded".
     """
 
     __slots__ = ("crc32", "header_offset", "name", "nbytes", "offset")
@@ -45,7 +45,7 @@ class Record:
 
 
 def place(name: str, nbytes: int, cursor: int, alignment: int) -> Record:
-    """The record of ``name`` with its header at ``cursor`` and its data at the next fitting multiple."""
+    """Return the record of ``name`` with its header at ``cursor`` and its data at the next fitting multiple."""
     header = LOCAL.size + len(name) + (20 if nbytes >= FULL32 else 0)
     offset = -(-(cursor + header) // alignment) * alignment
     if 0 < offset - cursor - header < 4:  # an extra field takes four bytes itself
@@ -54,7 +54,7 @@ def place(name: str, nbytes: int, cursor: int, alignment: int) -> Record:
 
 
 def local_header(record: Record, crc32: int) -> bytes:
-    """Everything from the record's header offset to its data, padding included."""
+    """Return everything from the record's header offset to its data, padding included."""
     size, sizes = record.nbytes, b""
     if size >= FULL32:
         size, sizes = FULL32, struct.pack("<2H2Q", ZIP64, 16, record.nbytes, record.nbytes)
@@ -67,13 +67,13 @@ def local_header(record: Record, crc32: int) -> bytes:
 
 
 def _wide(record: Record) -> list[int]:
-    """Those of the directory entry's numbers that need 64 bits, in the extra field's order."""
+    """Return the numbers of the directory entry that need 64 bits, in the extra field's order."""
     sizes = [record.nbytes] * 2 if record.nbytes >= FULL32 else []
     return sizes + ([record.header_offset] if record.header_offset >= FULL32 else [])
 
 
 def directory_nbytes(records: Sequence[Record]) -> int:
-    """Length of what :func:`directory` gives for ``records``; needs no digest."""
+    """Return the length of `directory` for ``records``; needs no digest."""
     entries = 0
     for record in records:
         wide = len(_wide(record))
@@ -90,7 +90,7 @@ def _needs64(records: Sequence[Record], nbytes: int) -> bool:
 
 
 def directory(records: Sequence[Record], crcs: Sequence[int]) -> bytes:
-    """The central directory and end marks that follow the data of the last record."""
+    """Return the central directory and end marks that follow the data of the last record."""
     entries = b"".join(map(_entry, records, crcs))
     count, offset = len(records), _directory_offset(records)
     numbers = (min(count, FULL16), min(count, FULL16), min(len(entries), FULL32), min(offset, FULL32))

@@ -1,4 +1,4 @@
-"""Reading the directory of an untrusted zip file, in few reads."""
+"""Reader of an untrusted zip file's directory, with few reads."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from nxd_ckpt.formats.zip_container import (
 )
 
 Pread = Callable[[int, int], bytes]
-"""(offset, nbytes) -> those bytes of a file; fewer only where the file ends."""
+"""(offset, nbytes) -> these bytes of a file; fewer only at its end."""
 
 TAIL = 64 * 2**10
 """Bytes read from the end of a file at first: the end mark and most directories."""
@@ -38,13 +38,13 @@ ENCRYPTED, DIGEST_FOLLOWS = 0x1, 0x8
 
 
 def read_records(pread: Pread, size: int, file: str, begins: Sequence[int] = ()) -> list[Record]:
-    """Every record of the archive, by position. Few reads: the end, the directory, the headers in batches.
+    """Return every record of the archive, by position. Reads the end, the directory, and headers in batches.
 
-    ``begins`` are offsets, ascending, at which the data of records is known to begin: their headers, which would say
-    no more, are not read. That is for callers who verify the data itself.
+    ``begins`` are known offsets, ascending, of records' data: headers of these records are not read, so the caller must
+    verify the data.
 
-    Verified: the directory ends the file, and every record is stored plainly, lies before the directory, agrees
-    with its own header and overlaps no other. Raises MalformedFile, naming ``file`` and what is wrong.
+    Verifies that the directory ends the file, and that every record is stored plainly, lies before the directory,
+    agrees with its own header and overlaps no other. Raises MalformedFile, naming ``file`` and the fault.
     """
     begin = max(0, size - TAIL)
     pread = remembering(pread, begin, _exactly(pread, begin, size - begin, file))
@@ -55,12 +55,12 @@ def read_records(pread: Pread, size: int, file: str, begins: Sequence[int] = ())
         raise malformed(file, f"its directory of {nbytes} bytes at {offset} does not end where it should, at {end}")
     raw = _exactly(pread, offset, nbytes, file)
     entries = sorted(_parse_entries(raw, count, file))
-    known = dict(_where_known(entries, offset, begins))
-    unknown = [entry for entry in entries if entry[0] not in known]
-    windows = _headers(pread, unknown, offset, file)
+    by_begin = dict(_with_known_data(entries, offset, begins))
+    rest = [entry for entry in entries if entry[0] not in by_begin]
+    windows = _headers(pread, rest, offset, file)
     records, before = [], 0
     for entry in entries:
-        record = known.get(entry[0]) or _located(entry, *next(windows), file)
+        record = by_begin.get(entry[0]) or _located(entry, *next(windows), file)
         if record.header_offset < before or record.end > offset:
             raise malformed(file, f"record {shown(record.name)} overlaps another, or the directory")
         records.append(record)
@@ -68,8 +68,8 @@ def read_records(pread: Pread, size: int, file: str, begins: Sequence[int] = ())
     return records
 
 
-def _where_known(entries: Sequence[_Entry], limit: int, begins: Sequence[int]) -> Iterator[tuple[int, Record]]:
-    """(offset of its header, record) of each entry between whose header and the next one data is known to begin."""
+def _with_known_data(entries: Sequence[_Entry], limit: int, begins: Sequence[int]) -> Iterator[tuple[int, Record]]:
+    """Yield (offset of its header, record) for each entry with a known data offset before the next header."""
     ends = [*(start for start, *_ in entries[1:]), limit]
     for (start, name, raw_name, nbytes, crc32), end in zip(entries, ends, strict=False):
         at = bisect_left(begins, start + LOCAL.size + len(raw_name))
@@ -78,7 +78,7 @@ def _where_known(entries: Sequence[_Entry], limit: int, begins: Sequence[int]) -
 
 
 def remembering(pread: Pread, begin: int, data: bytes) -> Pread:
-    """``pread`` that takes from ``data``, the file's bytes from ``begin`` on, what lies in there."""
+    """Wrap ``pread`` to return bytes inside ``data``, the file's bytes from ``begin`` on, from memory."""
 
     def remembered(offset: int, nbytes: int) -> bytes:
         if begin <= offset and offset + nbytes <= begin + len(data):
@@ -89,6 +89,7 @@ def remembering(pread: Pread, begin: int, data: bytes) -> Pread:
 
 
 def malformed(file: str, what: str) -> MalformedFile:
+    """Return the error for a damaged file."""
     return MalformedFile(f"{file}: {what}. The file is truncated or damaged: restore it, or load another tag")
 
 
@@ -100,7 +101,7 @@ def _exactly(pread: Pread, offset: int, nbytes: int, file: str) -> bytes:
 
 
 def _find_directory(pread: Pread, size: int, file: str) -> tuple[int, int, int, int]:
-    """(where the directory must end, number of entries, offset, bytes)"""
+    """Return (required end of the directory, number of entries, offset, bytes)."""
     begin = max(0, size - TAIL)
     tail = _exactly(pread, begin, size - begin, file)
     at = tail.rfind(END_MARK)
@@ -120,24 +121,24 @@ def _find_directory(pread: Pread, size: int, file: str) -> tuple[int, int, int, 
         if mark != END64_MARK:
             raise malformed(file, f"no 64-bit end mark at {end}")
     if disk or first_disk or here != count:
-        raise malformed(file, "it is one part of an archive in several files")
+        raise malformed(file, "it is one part of a split archive")
     return end, count, offset, nbytes
 
 
 def _not_a_zip(pread: Pread, size: int, file: str) -> MalformedFile:
     start = pread(0, min(size, 4))
     if start == LOCAL_MARK:
-        return malformed(file, "it begins as a torch file and has no end mark")
+        return malformed(file, "it begins like a torch file but has no end mark")
     if start[:1] == b"\x80":
         return MalformedFile(
-            f"{file}: expected a torch zip file, found the format of before torch 1.6. "
+            f"{file}: expected a torch zip file, found the format before torch 1.6. "
             "Save it again: torch.save(torch.load(path), path)"
         )
     return malformed(file, f"expected a torch zip file, found {size} bytes beginning with {start!r}")
 
 
 _Entry = tuple[int, str, bytes, int, int]
-"""Offset of the local header, name, the name's bytes, nbytes, CRC-32. A plain tuple: there may be very many."""
+"""Offset of the local header, name, the name's bytes, nbytes, CRC-32. A plain tuple, since there may be very many."""
 
 
 def _parse_entries(raw: bytes, count: int, file: str) -> Iterator[_Entry]:
@@ -169,7 +170,7 @@ def _parse_entries(raw: bytes, count: int, file: str) -> Iterator[_Entry]:
 
 
 def _widened(extra: bytes, numbers: list[int], name: str, file: str) -> Iterator[int]:
-    """``numbers``, those saturated at 32 bits taken from the 64-bit extra field, in order."""
+    """Yield ``numbers``, with those saturated at 32 bits replaced from the 64-bit extra field, in order."""
     field = _extra_field(extra)
     wide = struct.iter_unpack("<Q", field[: len(field) // 8 * 8])
     for number in numbers:
@@ -194,9 +195,9 @@ _WINDOW = 2**20
 
 
 def _headers(pread: Pread, entries: Sequence[_Entry], limit: int, file: str) -> Iterator[tuple[bytes, int]]:
-    """Bytes of the file, and where in them each entry's local header begins; it is there up to its name.
+    """Yield bytes of the file, and the offset in them of each entry's local header, up to its name.
 
-    Neighbours no further apart than ``_MERGE`` share a read.
+    Headers no further apart than ``_MERGE`` share a read.
     """
     begin, window = 0, b""
     for index, (start, name, raw_name, _, _) in enumerate(entries):
@@ -216,13 +217,13 @@ def _headers(pread: Pread, entries: Sequence[_Entry], limit: int, file: str) -> 
 
 
 def _located(entry: _Entry, window: bytes, at: int, file: str) -> Record:
-    """The record of a directory entry, its data found by its local header, which must tell the same."""
+    """Return the record of a directory entry; its data offset comes from the local header, which must agree."""
     start, name, raw_name, nbytes, crc32 = entry
     mark, _, flags, method, _, _, digest, _, length, name_length, extra_length = LOCAL.unpack_from(window, at)
-    same = mark == LOCAL_MARK and method == STORED and window.startswith(raw_name, at + LOCAL.size)
+    agrees = mark == LOCAL_MARK and method == STORED and window.startswith(raw_name, at + LOCAL.size)
     if not flags & DIGEST_FOLLOWS:
-        same = same and digest == crc32 and length in (FULL32, nbytes)
-    if not same or name_length != len(raw_name) or flags & ENCRYPTED:
+        agrees = agrees and digest == crc32 and length in (FULL32, nbytes)
+    if not agrees or name_length != len(raw_name) or flags & ENCRYPTED:
         raise malformed(file, f"record {shown(name)} and its header at {start} differ")
     offset = start + LOCAL.size + name_length + extra_length
     return Record(name, start, offset, nbytes, crc32 if crc32 or not nbytes else None)

@@ -215,7 +215,7 @@ MALFORMED = {
     "a directory elsewhere": (with_end(NONE, offset=5), "does not end where it should"),
     "more entries than there are": (with_end(NONE, here=2, count=2), "breaks off after 1 of 2"),
     "fewer entries than there are": (with_end(NONE, here=0, count=0), "0 entries"),
-    "several disks": (with_end(NONE, disk=1), "several files"),
+    "several disks": (with_end(NONE, disk=1), "split archive"),
     "a header that says otherwise": (NONE.replace(b"archive/data.pkl", b"archive/data.pkx", 1), "differ"),
     "overlapping records": (overlapping(), "overlap|differ"),
     "a record twice": (torch_file(b"", **{"0": b"x", "1": b"x"}).replace(b"data/1", b"data/0"), "twice"),

@@ -24,7 +24,7 @@ from hypothesis import strategies as st
 
 from nxd_ckpt.errors import CorruptCheckpoint, MalformedFile, UnsafePickle, UnsupportedState
 from nxd_ckpt.formats import safe_globals
-from nxd_ckpt.formats.inert import Sealed
+from nxd_ckpt.formats.inert import Inert
 from nxd_ckpt.formats.tensors import StorageSpan, TensorReference, TensorStub, map_tensors
 from nxd_ckpt.formats.torch_zip import read_tensor, read_tree
 from nxd_ckpt.formats.torch_zip_writer import image_of
@@ -343,7 +343,7 @@ def test_the_allowlist_hands_out_nothing_mutable() -> None:
             setattr(value, "canary", canary)  # noqa: B010
     for value in safe_globals.GLOBALS.values():
         if not isinstance(value, (type, torch.dtype)):
-            assert isinstance(value, Sealed)
+            assert isinstance(value, Inert)
 
 
 def test_lazily_conjugated_tensors_are_refused_with_the_remedy() -> None:

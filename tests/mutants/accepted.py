@@ -50,13 +50,13 @@ ACCEPTED: Mapping[str, Mapping[str, str]] = {
             (
                 "_defaultdict: not isinstance(factory, type) or factory not in BUILTIN_TYPES -> "
                 "not isinstance(factory, type) and factory not in BUILTIN_TYPES",
-                "made: not isinstance(kind, type) or kind not in BUILTIN_TYPES -> "
+                "call_builtin: not isinstance(kind, type) or kind not in BUILTIN_TYPES -> "
                 "not isinstance(kind, type) and kind not in BUILTIN_TYPES",
             ),
             "a pickle gets no types but these",
         ),
-        "Keys.check: kind is str or (kind is int and -_OWN_HASH < key < _OWN_HASH) or isinstance(key, Sealed) -> "
-        "kind is str and (kind is int and -_OWN_HASH < key < _OWN_HASH) and isinstance(key, Sealed)": (
+        "Keys.check: kind is str or (kind is int and -_OWN_HASH < key < _OWN_HASH) or isinstance(key, Inert) -> "
+        "kind is str and (kind is int and -_OWN_HASH < key < _OWN_HASH) and isinstance(key, Inert)": (
             "keys that need not be looked at are, and pass"
         ),
         "_check_nesting: 1 -> 2": "twice the work of a number as a key is still far less than its bytes allow",

@@ -18,7 +18,7 @@ import torch
 from nxd_ckpt.core.limits import DCP_METADATA, TREE_DEPTH, check_form, check_sizes, shown
 from nxd_ckpt.core.parsing import parsing
 from nxd_ckpt.errors import MalformedFile, UnsafePickle
-from nxd_ckpt.formats.inert import Call, Sealed
+from nxd_ckpt.formats.inert import Call, Inert
 from nxd_ckpt.formats.machine import Machine
 from nxd_ckpt.formats.safe_globals import GLOBALS
 from nxd_ckpt.formats.tensors import dtype_name
@@ -178,7 +178,7 @@ def _inside(directory: str, name: str) -> str:
     return f"{directory}/{name}" if directory else name
 
 
-class _Record(Sealed):
+class _Record(Inert):
     """Stands for an object of an allowed class: its fields by name, without the arguments it was made with."""
 
     __slots__ = ("fields",)
