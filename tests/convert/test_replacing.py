@@ -30,8 +30,8 @@ pytestmark = [pytest.mark.plain, pytest.mark.once]
 KILLED = """
 import os, sys
 
-from nxd_ckpt.convert import pack_checkpoint
-from nxd_ckpt.output import locations, to_dcp, unshard_checkpoint
+from nxd_ckpt.convert import pack_checkpoint, to_dcp, unshard_checkpoint
+from nxd_ckpt.output import locations
 from nxd_ckpt.storage import local
 from nxd_ckpt.storage.local import LocalStorage
 from nxd_ckpt.testing.storage import HookedStorage, killing
