@@ -129,7 +129,7 @@ class Checkpoint:
         Raises:
             OptimizerMismatch: ``saved_param_names`` do not fit the optimizer.
         """
-        with self._opened.kept(verified=self.manifest is not None):
+        with self._opened.guarded(verified=self.manifest is not None):
             return MappingProxyType(self.whole.tensors)
 
     def keys(self, *patterns: str) -> list[str]:
@@ -140,14 +140,14 @@ class Checkpoint:
     @as_checkpoint_errors()
     def values(self) -> Mapping[str, Any]:
         """What is not a tensor, by names of the same kind: steps that are Python numbers, extra state."""
-        with self._opened.kept():
+        with self._opened.guarded():
             return MappingProxyType(self.whole.values)
 
     @property
     @as_checkpoint_errors()
     def param_groups(self) -> list[dict[str, Any]]:
         """The options of each of the optimizer's param groups, and under "params" the names of its parameters."""
-        with self._opened.kept():
+        with self._opened.guarded():
             groups: list[dict[str, Any]] = self._read(self.whole.param_groups)
         return groups
 
@@ -168,7 +168,7 @@ class Checkpoint:
             CorruptCheckpoint: its bytes are not those that were written.
             TagReplaced: the tag was removed, or saved again, since it was opened.
         """
-        with self._opened.kept(verified=self.manifest is not None):
+        with self._opened.guarded(verified=self.manifest is not None):
             leaf = self.whole.leaf(name)
             if box is not None:
                 leaf = Assembly.of(leaf).within(box_of(box, leaf.shape))
@@ -181,32 +181,32 @@ class Checkpoint:
         Raises:
             PartNotFound: it was saved without a model, or a tensor is in no file.
         """
-        with self._opened.kept():
+        with self._opened.guarded():
             state: dict[str, Any] = self._read(self._opened.model_tree(self.topology.coordinates_of(rank)))
         return state
 
     @as_checkpoint_errors()
     def optimizer_state(self, rank: int = 0) -> dict[str, Any]:
         """The optimizer's state dict as the global ``rank`` held it (its own shard under ZeRO-1), on the CPU."""
-        with self._opened.kept():
+        with self._opened.guarded():
             state: dict[str, Any] = self._read(self._opened.optimizer_tree(self.topology.coordinates_of(rank)))
         return state
 
     @as_checkpoint_errors()
     def scheduler_state(self) -> Any:
-        with self._opened.kept():
+        with self._opened.guarded():
             return self._opened.scheduler()
 
     @as_checkpoint_errors()
     def user_content(self) -> Any:
         """What the user saved beside the state; None if nothing."""
-        with self._opened.kept():
+        with self._opened.guarded():
             return self._opened.user_content()
 
     @as_checkpoint_errors()
     def rank_content(self, rank: int) -> Any:
         """What the global ``rank`` saved for itself."""
-        with self._opened.kept():
+        with self._opened.guarded():
             return self._opened.rank_content(rank)
 
     def _read(self, tree: Any) -> Any:

@@ -63,10 +63,10 @@ def inspection(
 
     def read() -> dict[str, Any]:
         opened = open_complete_tag(storage, choose_tag(storage, tag))
-        with opened.kept():
+        with opened.guarded():
             document = _document(opened, rank, pattern, depth)
             if document["problems"]:
-                opened.require_kept()
+                opened.require_unchanged()
         return document
 
     return of_latest(tag is None, read)

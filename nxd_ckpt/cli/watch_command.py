@@ -14,7 +14,7 @@ from nxd_ckpt.core import units
 from nxd_ckpt.core.units import size
 
 if TYPE_CHECKING:
-    from nxd_ckpt.tag.listing import Told
+    from nxd_ckpt.tag.listing import TagSummaries
 
 _LONGEST = 86400.0
 """Maximum seconds between two looks."""
@@ -24,7 +24,7 @@ def _run(args: argparse.Namespace) -> int:
     if not 0 <= args.interval <= _LONGEST:
         raise argparse.ArgumentTypeError(f"--interval must be from 0 to {_LONGEST:.0f} seconds, found {args.interval}")
     before: dict[str, Any] | None = None
-    summaries: Told = {}
+    summaries: TagSummaries = {}
     while True:
         now = _look(args.dir, args.storage_options, summaries, may_be_absent=not args.once)
         if args.json and now != before:
@@ -37,7 +37,7 @@ def _run(args: argparse.Namespace) -> int:
         sleep(args.interval)
 
 
-def _look(directory: str, options: Any, summaries: Told, may_be_absent: bool) -> dict[str, Any]:
+def _look(directory: str, options: Any, summaries: TagSummaries, may_be_absent: bool) -> dict[str, Any]:
     from dataclasses import asdict
 
     from nxd_ckpt.commit.observed_saves import saves_in_flight

@@ -83,7 +83,7 @@ def copy_checkpoint(src: StrPath, dst: StrPath, **options: Unpack[CopyKeywords])
     source = locate_input(src, chosen.storage_options)
     target = locate_output(dst, source, chosen.overwrite, chosen.written_with)
     opened = open_source(source)
-    with opened.kept():
+    with opened.guarded():
         files = files_to_copy(opened)
     planned = Copy(source.path, target.path, len(files), sum(file.nbytes for file in files))
     if chosen.dry_run:
@@ -95,7 +95,7 @@ def copy_checkpoint(src: StrPath, dst: StrPath, **options: Unpack[CopyKeywords])
         with (
             watched("copy", planned.nbytes, lambda: pace.nbytes, chosen.progress),
             ThreadPoolExecutor(chosen.num_workers, "nxd_ckpt-copy") as threads,
-            opened.kept(verified=True),
+            opened.guarded(verified=True),
         ):
             brought = copy_files(opened, files, publication, session, pace, threads, hard_links=chosen.hard_links)
     done = Copy(
@@ -153,7 +153,7 @@ def copy_files(
     for directory in _directories(files):
         session.storage.sync_dir(f"{folder}/{directory}" if directory else folder)
     if opened.manifest is None:  # no digest tells its files from those of a later save
-        opened.require_kept()
+        opened.require_unchanged()
     session.require()
     try:
         publication.publish(session, order_time, [file.name for file in files])

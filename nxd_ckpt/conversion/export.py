@@ -142,7 +142,7 @@ def _prepared(tag: StrPath, out: StrPath, chosen: ExportOptions, converted: bool
     sizes = mapping.sizes(config_in(files), chosen.kv_size_multiplier, chosen.hardware)
     opened = open_any(source)
     sizes = replace(sizes, converted=converted, heads_of=opened.topology.tp if chosen.pad_attn_heads else 1)
-    with opened.kept():
+    with opened.guarded():
         settings = settings_of(opened)
         if settings is not None:
             mapping = adapter_mapping(mapping, settings)
@@ -262,7 +262,7 @@ def _write(job: _Job, output: Output, agreement: Agreement, progress: bool) -> N
 
 
 def _write_files(job: _Job, output: Output, files: Sequence[WeightFile], written: Counter) -> None:
-    with job.opened.kept(), job.opened.reader() as reader:
+    with job.opened.guarded(), job.opened.reader() as reader:
         planned = [job.planned(file) for file in files]
         write_images(reader, output.storage, output.folder, [planned], written.add)
 

@@ -40,7 +40,7 @@ class Input(Protocol):
     def bring(self, topology: Topology, folder: str, progress: Callable[[int], None]) -> PassedFiles:
         """Take over what belongs to the rank, below ``folder``; see :class:`.FilePassthrough`."""
 
-    def kept(self) -> AbstractContextManager[None]:
+    def guarded(self) -> AbstractContextManager[None]:
         """The input is read within. Raises TagReplaced if it is no longer the save that was opened."""
 
 
@@ -84,8 +84,8 @@ class _Verified:
     def __init__(self, opened: OpenTag) -> None:
         self._opened = opened
 
-    def kept(self) -> AbstractContextManager[None]:
-        return self._opened.kept()
+    def guarded(self) -> AbstractContextManager[None]:
+        return self._opened.guarded()
 
     def reader(self) -> LeafReader:
         return self._opened.reader()
@@ -129,7 +129,7 @@ class _Directory:
     def __init__(self, directory: HuggingFaceDirectory, target: ImportTarget) -> None:
         self._files, self._model = directory.files, ImportedModel(directory, target)
 
-    def kept(self) -> AbstractContextManager[None]:
+    def guarded(self) -> AbstractContextManager[None]:
         return nullcontext()
 
     def state(self, topology: Topology) -> SaveState:

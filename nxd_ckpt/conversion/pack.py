@@ -73,7 +73,7 @@ def pack_checkpoint(tag: StrPath, out: StrPath, **options: Unpack[PackKeywords])
     compression_of(target.name)
     output = Output(target, overwrite=chosen.overwrite, durable=chosen.durable, kind=None)
     opened = open_source(source)
-    with opened.kept():
+    with opened.guarded():
         members = list(_members(opened))
     head = _list_of(opened.tag, members)
     members = [replace(member, at=member.at + len(head)) for member in members]
@@ -81,7 +81,7 @@ def pack_checkpoint(tag: StrPath, out: StrPath, **options: Unpack[PackKeywords])
     if chosen.dry_run:
         return Packed(source.path, target.path, len(members), nbytes)
     written = Counter()
-    with output.made(), opened.kept(verified=True), watched("pack", nbytes, lambda: written.nbytes, chosen.progress):
+    with output.made(), opened.guarded(verified=True), watched("pack", nbytes, lambda: written.nbytes, chosen.progress):
         _write(opened, head, members, nbytes, output, written)
     report("packed", f"{source.path} as {target.path}", nbytes, started)
     return Packed(source.path, target.path, len(members), output.storage.size(target.name))
@@ -162,7 +162,7 @@ def _write(
             _put(opened, member, writer, written)
         writer.write_at(members[-1].end, bytes(nbytes - members[-1].end))
         if opened.manifest is None:  # no digest tells its files from those of a later save
-            opened.require_kept()
+            opened.require_unchanged()
 
 
 def _put(opened: OpenTag, member: _Member, writer: Writer, written: Counter) -> None:

@@ -35,7 +35,7 @@ class RankWriter:
 
         Raises what makes the conversion impossible: sizes that do not divide a tensor, parameters without a name, ...
         """
-        with self._input.kept():
+        with self._input.guarded():
             return sum(planned.image.nbytes for planned in self._plan(self._job.topology.at(rank)).files)
 
     def write(self, ranks: Sequence[int], publication: Publication, progress: Progress) -> list[Vote]:
@@ -43,7 +43,7 @@ class RankWriter:
 
         Raises TagReplaced where the input is another save by now.
         """
-        with self._input.kept():
+        with self._input.guarded():
             return self._write(ranks, publication, progress)
 
     def _write(self, ranks: Sequence[int], publication: Publication, progress: Progress) -> list[Vote]:

@@ -53,7 +53,7 @@ def to_dcp(tag: StrPath, dcp_directory: StrPath, **options: Unpack[ToDcpKeywords
     source = locate_input(tag, chosen.storage_options)
     target = locate_apart(dcp_directory, source, chosen.written_with)
     opened = open_source(source)
-    with opened.kept():
+    with opened.guarded():
         state = _state(opened, chosen)
         output = Output(target, overwrite=chosen.overwrite, durable=chosen.durable, kind=TORCH_DCP)
     return write_dcp(opened, state, output, source, chosen)
@@ -62,7 +62,7 @@ def to_dcp(tag: StrPath, dcp_directory: StrPath, **options: Unpack[ToDcpKeywords
 def write_dcp(opened: OpenTag, state: DcpState, output: Output, source: Location, chosen: OutputOptions) -> Converted:
     """Write ``state``, which ``opened`` reads, as ``output``. Raises what reading its tensors raises."""
     started = time.monotonic()
-    with opened.kept():
+    with opened.guarded():
         files = plan_files(state)
     nbytes = sum(tensor.nbytes for tensor in state.tensors.values())
     done = Converted(source.path, output.place.path, None, nbytes)
@@ -72,7 +72,7 @@ def write_dcp(opened: OpenTag, state: DcpState, output: Output, source: Location
     planned = sum(file.image.nbytes for file in files)
     with output.made():
         with (
-            opened.kept(),
+            opened.guarded(),
             watched("convert", planned, lambda: written.nbytes, chosen.progress),
             opened.reader() as reader,
         ):

@@ -104,7 +104,7 @@ def unshard_checkpoint(tag_dir: StrPath, output_dir: StrPath, **options: Unpack[
     source = locate_input(tag_dir, chosen.storage_options)
     target = locate_apart(output_dir, source, chosen.written_with)
     opened = open_source(source)
-    with opened.kept():
+    with opened.guarded():
         tag = WholeTag(opened, partitions=chosen.partitions, saved_param_names=chosen.saved_param_names)
         parts = [_Part(opened, tag, part, strategy, chosen.use_safetensors) for part in _parts(opened, chosen.optim)]
     output = Output(target, overwrite=chosen.overwrite, durable=chosen.durable, kind=_UNSHARDED)
@@ -115,7 +115,7 @@ def unshard_checkpoint(tag_dir: StrPath, output_dir: StrPath, **options: Unpack[
     if chosen.dry_run:
         return done
     written = Counter()
-    with output.made(), opened.kept(), watched("unshard", nbytes, lambda: written.nbytes, chosen.progress):
+    with output.made(), opened.guarded(), watched("unshard", nbytes, lambda: written.nbytes, chosen.progress):
         for part in reversed(parts):  # of a store the model, which readers look for, comes last
             part.write(output, written)
     report("unsharded", f"{source.path} to {target.path}", nbytes, started)

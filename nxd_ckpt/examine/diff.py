@@ -112,11 +112,11 @@ def diff_checkpoints(
     if tolerance is not None and not tolerance >= 0:
         raise InvalidArgument(f"tolerance must be a number, 0 or more, found {tolerance!r}")
     prefixes = [prefix] if isinstance(prefix, str) else list(prefix)
-    with a.opened.kept(), b.opened.kept():
+    with a.opened.guarded(), b.opened.guarded():
         difference = _difference(a, b, prefixes, tolerance, full, progress)
         if difference.problems or any(tensor.problem for tensor in difference.tensors):
-            a.opened.require_kept()
-            b.opened.require_kept()
+            a.opened.require_unchanged()
+            b.opened.require_unchanged()
     return difference
 
 

@@ -85,15 +85,15 @@ def examine_checkpoint(
     tags = [tag for tag in (before, checkpoint) if tag is not None]
     try:
         for tag in tags:
-            tag.opened.require_kept()
+            tag.opened.require_unchanged()
         examination = _Doctor(before, checkpoint).result(progress)
     except (CorruptCheckpoint, PartLost) as error:
         for tag in tags:
-            tag.opened.require_kept()
+            tag.opened.require_unchanged()
         damage = problem("files", checkpoint.opened.where, str(error))
         return Examination(checkpoint.opened.where, _where(before), None, None, (damage,), 0, 0, ())
     for tag in tags:
-        tag.opened.require_kept()
+        tag.opened.require_unchanged()
     return examination
 
 

@@ -154,7 +154,7 @@ def _ranks(tag: Checkpoint) -> list[dict[str, Any]]:
     """Return files and bytes that each rank wrote of the tag."""
     if tag.manifest is None or tag.topology.world_size > _RANKS:
         return []
-    with tag.opened.kept(verified=True):
+    with tag.opened.guarded(verified=True):
         return [_rank(tag, rank) for rank in range(tag.topology.world_size)]
 
 

@@ -59,12 +59,12 @@ def checkpoint_statistics(checkpoint: Checkpoint, *, cache: bool = True, progres
     """
     opened = checkpoint.opened
     cache = cache and checkpoint.as_recorded and keeps_statistics(opened)
-    with opened.kept():
+    with opened.guarded():
         cached = read_statistics(opened) if cache else None
         if cached is not None:
             return Statistics(MappingProxyType(cached), {}, cached=True)
         statistics = _count(checkpoint.whole, progress)
-        opened.require_kept()
+        opened.require_unchanged()
     if cache and not statistics.problems:
         write_statistics(opened, statistics.tensors)
     return statistics

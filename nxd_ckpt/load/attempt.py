@@ -85,7 +85,7 @@ class LoadAttempt:
 
     def apply_filter(self) -> Unmatched:
         """Find out what the filter is about; what is about nothing is for all ranks to say."""
-        with self._opened.kept():
+        with self._opened.guarded():
             return self._apply_filter()
 
     def _apply_filter(self) -> Unmatched:
@@ -107,7 +107,7 @@ class LoadAttempt:
 
     def find(self) -> None:
         """Find the trees to load, and what else there is to load."""
-        with self._opened.kept():
+        with self._opened.guarded():
             self._find()
 
     def _find(self) -> None:
@@ -175,7 +175,7 @@ class LoadAttempt:
 
         With ``pre_download``, the files that are needed are brought first.
         """
-        with self._opened.kept(verified=self._is_verified):
+        with self._opened.guarded(verified=self._is_verified):
             self._verify()
 
     def _verify(self) -> None:
@@ -221,9 +221,9 @@ class LoadAttempt:
         """Which save it is; see OpenTag."""
         return self._opened.save
 
-    def require_kept(self) -> None:
+    def require_unchanged(self) -> None:
         """Raise TagReplaced unless it is still the save that was opened."""
-        self._opened.require_kept()
+        self._opened.require_unchanged()
 
     @property
     def identity(self) -> str:
@@ -276,7 +276,7 @@ class LoadAttempt:
         with (
             self._broadcast or nullcontext(),
             overwriting(self.where),
-            self._opened.kept(verified=self._options.verifies_first or self._is_verified),
+            self._opened.guarded(verified=self._options.verifies_first or self._is_verified),
             self._watched("load", lambda: self.nbytes),
         ):
             self._fill()
@@ -336,7 +336,7 @@ def _may_be_wrapped(opened: OpenTag, topology: Topology, live: ModelAdapter) -> 
     if opened.manifest is not None:
         return True
     saved = opened.topology
-    with opened.kept():
+    with opened.guarded():
         own = opened.model_tree(
             Coordinates(min(topology.pp_rank, saved.pp - 1), topology.ep_rank % saved.ep, topology.tp_rank % saved.tp)
         )

@@ -152,7 +152,7 @@ def _found(
         with gc_paused():
             opened = open_complete_tag(cache or storage, source.tag, trust_pickle=options.trust_pickle)
             _must_be_of(opened, source.attempt)
-            with opened.kept():
+            with opened.guarded():
                 prepared = LoadAttempt(opened, topology, *given, settled, cache)
                 if not prepared.filtered:
                     prepared.find()
@@ -207,7 +207,7 @@ def _must_be_one_save(agreement: Agreement, prepared: LoadAttempt) -> None:
     """
     saves = agreement.gather(prepared.save)
     if decided_by_rank0(agreement, lambda: len(set(saves or ())) > 1):
-        on_all(agreement, prepared.require_kept)
+        on_all(agreement, prepared.require_unchanged)
     _must_be_one(agreement, prepared.identity)
 
 

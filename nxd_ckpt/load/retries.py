@@ -11,14 +11,14 @@ from nxd_ckpt.errors import CheckpointNotFound, CorruptCheckpoint, PartLost, Pee
 from nxd_ckpt.load.options import LoadOptions
 from nxd_ckpt.load.overwriting import PARTLY
 from nxd_ckpt.storage.base import Replicated, Storage
-from nxd_ckpt.tag.nearest import Copy, Source, say_taken, taken_from
+from nxd_ckpt.tag.nearest import Copy, Source, source_with_substitutes, warn_of_substitutes
 from nxd_ckpt.tag.union import (
-    SameSave,
-    Taken,
+    SaveCopies,
+    Substitute,
     changed_everywhere,
+    copies_of_save,
     distrust_manifests,
     manifest_of,
-    same_save,
     survey,
 )
 
@@ -85,18 +85,18 @@ class LoadRetries:
         nearest = self._storages[place]
         before = _distrusted(nearest)
 
-        def find() -> tuple[SameSave | None, Doubts]:
+        def find() -> tuple[SaveCopies | None, Doubts]:
             distrust_manifests(nearest, tag)
-            return same_save(self._storages, place, tag), sorted(_distrusted(nearest))
+            return copies_of_save(self._storages, place, tag), sorted(_distrusted(nearest))
 
         decided, of_manifests = decided_by_rank0(agreement, find)
         if decided is None or (len(decided[0]) == 1 and not _is_replicated(nearest)):
             return None
         _distrust(nearest, of_manifests)
-        held = SameSave(*decided)
+        held = SaveCopies(*decided)
         places, known_by = [self._storages[number] for number in held.places], self._storages[held.manifest]
 
-        def own_share() -> tuple[dict[str, Taken], Doubts]:
+        def own_share() -> tuple[dict[str, Substitute], Doubts]:
             manifest = manifest_of(known_by, tag)
             ranks = range(agreement.rank, len(manifest.ranks), agreement.world_size)
             without = () if self._with_optimizer else (f"{names.OPTIMIZER_DIR}/",)
@@ -106,12 +106,12 @@ class LoadRetries:
         words = agreement.gather(on_all(agreement, own_share))
 
         def of_all() -> tuple[Source, Doubts] | None:
-            found = {key: Taken(*taken) for word, _ in words or () for key, taken in word.items()}
+            found = {key: Substitute(*taken) for word, _ in words or () for key, taken in word.items()}
             distrusted = sorted({(key, number) for _, doubts in words or () for key, number in doubts})
-            whole = taken_from(held, tag, manifest_of(known_by, tag).attempt, found)
+            whole = source_with_substitutes(held, tag, manifest_of(known_by, tag).attempt, found)
             if whole.elsewhere == source.elsewhere and {*distrusted} == before:
                 return None
-            say_taken(places, whole, found)
+            warn_of_substitutes(places, whole, found)
             return whole, distrusted
 
         mended = decided_by_rank0(agreement, of_all)

@@ -101,7 +101,7 @@ def migrate(src: StrPath, dst: StrPath, **options: Unpack[MigrateKeywords]) -> M
         done = _as_adapter(origin, dst, chosen)
         found = (done.target, origin.writer.value, chosen.to, done.mapping, None, done.nbytes, origin.left_out)
         return Migration(os.fspath(src), *found)
-    with origin.opened.kept():
+    with origin.opened.guarded():
         terms = _terms(origin, chosen)
         seen = HuggingFaceTag(origin.opened, terms)
         seen.require_all()

@@ -80,7 +80,7 @@ def find_origin(path: StrPath, options: StorageOptions | None, *, optimizer: boo
         above, _, tag = found.tag.rpartition("/")
         place = Location(join(place.directory, above), tag, options)
     opened = open_any(place)
-    with opened.kept():
+    with opened.guarded():
         if optimizer:
             refuse_mixed_ranks(opened, 0, 1)
         return describe(Origin(found.writer, place, opened), storage, found, names)

@@ -70,7 +70,7 @@ def open_source(place: Location) -> OpenTag:
             "0.5 or torch-xla; make a tag of it (nxd-ckpt migrate --to tag), then convert that"
         )
     if opened.manifest is None:
-        with opened.kept():
+        with opened.guarded():
             _refuse_missing_ranks(opened)
     return opened
 
@@ -86,7 +86,7 @@ def refuse_mixed_ranks(opened: OpenTag, process: int, processes: int) -> None:
         return
     # Most ranks are compared with the first ones of their stage.
     comparable = lru_cache(maxsize=8)(partial(_comparable, opened))
-    with opened.kept():
+    with opened.guarded():
         for rank in range(process, opened.topology.world_size, processes):
             at = opened.topology.coordinates_of(rank)
             _refuse_other_shards(opened, at)

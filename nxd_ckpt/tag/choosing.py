@@ -26,7 +26,7 @@ from nxd_ckpt.tag.directory import (
 logger = logging.getLogger("nxd_ckpt")
 
 _SWAP_TAKES = 10.0
-"""Seconds that a live job may need to replace a tag (two renames and their syncs) before a reader looks closer."""
+"""Seconds that a live job may need to replace a tag (two renames and their syncs) before a reader intervenes."""
 
 _READ_ONLY = (errno.EACCES, errno.EPERM, errno.EROFS)
 
@@ -34,26 +34,26 @@ _SKEW = 2.0
 """Seconds by which the clocks of hosts and of a file server may differ."""
 
 _LOOKS = 3
-"""How often a tag is looked for before it counts as absent."""
+"""Number of lookups after which a tag counts as absent."""
 
 
 def choose_tag(storage: Storage, tag: Tag | None, without: Collection[str] = ()) -> str:
-    """The name of the tag to load; see :func:`choose`."""
+    """Return the name of the tag that `choose` selects."""
     return choose(storage, tag, without).tag
 
 
 def choose(storage: Storage, tag: Tag | None, without: Collection[str] = ()) -> TagInfo:
-    """The tag to load: the one asked for if it is complete, else the latest complete one that is not in ``without``.
+    """Return the tag to load: ``tag`` if it is complete, else the latest complete one that is not in ``without``.
 
-    A tag that is asked for may lack every marker, like those of NxD's converter; a warning says so.
+    A named tag may lack every marker, like those of NxD's converter; a warning says so.
 
     Raises:
-        CheckpointNotFound: no directory, no complete tag, or no such tag; says what is there.
+        CheckpointNotFound: no directory, no complete tag, or no such tag; the message lists the directory's content.
         CorruptCheckpoint: its marker is not a file.
     """
-    wanted = None if tag is None else validate_tag(tag)
+    name = None if tag is None else validate_tag(tag)
     require_directory(storage)
-    return _latest(storage, without) if wanted is None else _named(storage, wanted)
+    return _latest(storage, without) if name is None else _find_named(storage, name)
 
 
 def _latest(storage: Storage, without: Collection[str]) -> TagInfo:
@@ -68,36 +68,38 @@ def _latest(storage: Storage, without: Collection[str]) -> TagInfo:
     return newest
 
 
-def _named(storage: Storage, wanted: str) -> TagInfo:
-    """Looks at that tag alone: others may be many, and each is several requests to a store."""
-    found = next(iter(_settled(storage, lambda: [info for info in [find_tag(storage, wanted)] if info])), None)
-    if found is None and is_whole_without_marks(storage, wanted):
+def _find_named(storage: Storage, tag: str) -> TagInfo:
+    """Return the named tag. Inspects no other tags: they may be many, and each costs several requests to a store."""
+    info = next(
+        iter(_settled(storage, lambda: [candidate for candidate in [find_tag(storage, tag)] if candidate])), None
+    )
+    if info is None and is_whole_without_marks(storage, tag):
         logger.warning(
-            "%s/%s has no %r marker, nor any other sign of a save. It is taken for what a converter wrote: the files "
-            "of all ranks that the names imply are there",
+            "%s/%s has no %r marker, nor any other sign of a save. It is read as the output of a converter: the files "
+            "of all ranks that the names imply exist",
             storage.url,
-            wanted,
+            tag,
             names.DONE,
         )
-        return TagInfo(wanted, 0.0, complete=True, ours=False)
-    if found is None:
-        raise CheckpointNotFound(f"{storage.url}: no tag {wanted!r}; {describe_incomplete(storage)}")
-    if found.damage is not None:
-        raise CorruptCheckpoint(f"{found.damage}; restore the tag from a copy, or remove it")
-    if not found.complete:
+        return TagInfo(tag, 0.0, complete=True, ours=False)
+    if info is None:
+        raise CheckpointNotFound(f"{storage.url}: no tag {tag!r}; {describe_incomplete(storage)}")
+    if info.damage is not None:
+        raise CorruptCheckpoint(f"{info.damage}; restore the tag from a copy, or remove it")
+    if not info.complete:
         raise CheckpointNotFound(
-            f"{storage.url}/{wanted} is incomplete: it has no {names.DONE!r} marker, its save was interrupted; "
+            f"{storage.url}/{tag} is incomplete: it has no {names.DONE!r} marker, its save was interrupted; "
             f"{describe_incomplete(storage)}"
         )
-    return found
+    return info
 
 
 def _refuse_guess(storage: Storage, tags: Sequence[TagInfo], newest: TagInfo) -> None:
-    """Raise CheckpointNotFound where nothing tells which tag is the latest; warn where it is only likely."""
+    """Raise CheckpointNotFound if the latest tag cannot be determined; warn if it is only likely."""
     without = undated(tags)
     if without:
         logger.warning(
-            "%s: it is not known when %s was saved. %s is taken for the latest; if that is wrong, name another one",
+            "%s: the time of %s is unknown. %s is assumed to be the latest; if that is wrong, name another one",
             storage.url,
             first_of(info.tag for info in without),
             newest.tag,
@@ -139,7 +141,7 @@ def _warn_of_clock(storage: Storage, tags: Sequence[TagInfo], newest: TagInfo) -
 
 
 def settled_tags(storage: Storage, *, only_look: bool = False) -> list[TagInfo]:
-    """The tags in a directory while others save there.
+    """Return the tags in a directory while others save there.
 
     With ``only_look`` a dead job's replacement is left as it is.
     """
@@ -147,10 +149,10 @@ def settled_tags(storage: Storage, *, only_look: bool = False) -> list[TagInfo]:
 
 
 def _settled(storage: Storage, look: Callable[[], list[TagInfo]], *, only_look: bool = False) -> list[TagInfo]:
-    """What ``look`` finds, once a complete tag is among it.
+    """Return the result of ``look``, once it has a complete tag.
 
-    A tag that is being replaced is away for a moment. One that is published while the directory is listed may be
-    missed, as may the one that is removed for it. So what is not found is looked for again.
+    A tag that is being replaced is absent for a moment. One that is published while the directory is listed may be
+    missed, as may the one that is removed for it. So missing tags are looked up again.
     """
     tags: list[TagInfo] = []
     for _ in range(_LOOKS):
@@ -162,9 +164,9 @@ def _settled(storage: Storage, look: Callable[[], list[TagInfo]], *, only_look: 
 
 
 def settle_swap(storage: Storage, *, only_look: bool = False) -> None:
-    """If a swap of an existing tag is in progress: let a live job finish it, finish or undo a dead one's.
+    """Let a live job finish the replacement of a tag; finish or undo that of a dead job.
 
-    The latter not with ``only_look``. A tag that is pinned, and that a dead job has moved away, gets its name back too.
+    With ``only_look`` a dead job's swap stays. A pinned tag that a dead job has moved away gets its name back too.
     """
     if not journal.is_open(storage):
         if not only_look:
@@ -195,8 +197,8 @@ def _put_back_pinned(storage: Storage) -> None:
             raise
         for tag, key in away.items():
             logger.warning(
-                "%s/%s is pinned, and a job that was to remove it ended before it saw that: it is in %s, and gets its "
-                "name back from whoever may write here (%s)",
+                "%s/%s is pinned, but a job that was removing it ended before it noticed. The tag is in %s; the next "
+                "process that may write here restores its name (%s)",
                 storage.url,
                 tag,
                 key,

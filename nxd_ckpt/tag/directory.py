@@ -1,10 +1,9 @@
-"""What a checkpoint directory holds: its tags, which of them are complete, and which may be removed.
+"""Content of a checkpoint directory: its tags, which of them are complete, and which may be removed.
 
-A tag is complete if it holds ``done`` (NxD 0.7 and newer, and ours). :mod:`nxd_ckpt.tag.order` says how tags are
-ordered.
-NxD 0.6 knew no marker: there a tag counts if the file ``newest`` lists it and no rank's file is missing,
-because ``newest`` was written before the data. The layouts of 0.1 to 0.5 have no tags: the directory itself
-is the checkpoint, listed as the tag ``""`` (:data:`NO_TAG`), older than any other.
+A tag is complete if it holds ``done`` (NxD 0.7 and newer, and ours). `nxd_ckpt.tag.order` defines the order of tags.
+NxD 0.6 has no marker: there a tag is complete if the file ``newest`` lists it and no rank's file is missing,
+because ``newest`` is written before the data. The layouts of 0.1 to 0.5 have no tags: the directory itself
+is the checkpoint, listed as the tag ``""`` (``NO_TAG``), older than any other.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ _NXD_DIRS = {MODEL_DIR, OPTIMIZER_DIR}
 
 
 def require_directory(storage: Storage, key: str = "", what: str = "checkpoint directory") -> None:
-    """Raise CheckpointNotFound unless ``key``, which is ``what``, is a directory. For a file the error says so."""
+    """Raise CheckpointNotFound unless ``key``, described by ``what``, is a directory."""
     if storage.is_dir(key):
         return
     where = f"{storage.url.rstrip('/')}/{key}" if key else storage.url
@@ -59,16 +58,18 @@ def require_directory(storage: Storage, key: str = "", what: str = "checkpoint d
 
 
 def tag_around(storage: Storage) -> str | None:
-    """The tag that this directory is, or on a file system lies in, by a link or a bind mount too, if there is one."""
+    """Return the tag that this directory is, or on a file system lies in (also by a link or a bind mount); else
+    None.
+    """
     if _is_tag(storage):
         return storage.url
-    seen = [storage.root, *map(Path, aliases(storage.root))] if isinstance(storage, LocalStorage) else []
-    above = dict.fromkeys(folder for path in seen for folder in path.parents)
+    paths = [storage.root, *map(Path, aliases(storage.root))] if isinstance(storage, LocalStorage) else []
+    above = dict.fromkeys(folder for path in paths for folder in path.parents)
     return next((str(folder) for folder in above if _is_tag(LocalStorage(folder))), None)
 
 
 def _is_tag(storage: Storage) -> bool:
-    """Whether the directory itself is a complete tag: with both of NxD's markers, or with an index and manifest."""
+    """True if the directory itself is a complete tag: with both of NxD's markers, or with an index and manifest."""
     return any(
         storage.is_file(file) and storage.is_file(DONE) and storage.is_dir(folder)
         for file, folder in ((MANIFEST, INDEX_DIR), (MARKER, MODEL_DIR), (MARKER, OPTIMIZER_DIR))
@@ -76,29 +77,31 @@ def _is_tag(storage: Storage) -> bool:
 
 
 def list_tags(storage: Storage) -> list[TagInfo]:
-    """The tags in a directory, complete or not, in order of name; hidden names and other directories are skipped. A
-    damaged one never hides the others."""
+    """Return the tags in a directory, complete or not, in order of name.
+
+    Hidden names and other directories are skipped. A damaged tag never hides the others.
+    """
     return list(_tags(storage))
 
 
 def holds_tags(storage: Storage) -> bool:
-    """Whether :func:`list_tags` has any; looks at no more of them than it takes."""
+    """Return whether there is any tag. Inspects no more of them than needed."""
     return next(_tags(storage), None) is not None
 
 
 def find_tag(storage: Storage, tag: str) -> TagInfo | None:
-    """What :func:`list_tags` says of the tag of that name; looks at no other one."""
+    """Return the tag of that name as `list_tags` describes it, or None; inspects no other one."""
     if not storage.is_dir(tag):
         return None
-    return _inspect(storage, tag, _listed_in_newest(storage) if storage.is_file(NEWEST) else {})
+    return _inspect(storage, tag, _times_in_newest(storage) if storage.is_file(NEWEST) else {})
 
 
 def _tags(storage: Storage) -> Iterator[TagInfo]:
     top = storage.list()
     ranks = [name for entry in top if (name := legacy.parse(entry.name)) is not None]
     if ranks:
-        yield _without_tag(storage, ranks)
-    newest = _listed_in_newest(storage) if DirEntry(NEWEST, False) in top else {}
+        yield _legacy_tag(storage, ranks)
+    newest = _times_in_newest(storage) if DirEntry(NEWEST, False) in top else {}
     for entry in top:
         info = _inspect(storage, entry.name, newest) if entry.is_dir and entry.name[0] != "." else None
         if info is not None:
@@ -106,11 +109,10 @@ def _tags(storage: Storage) -> Iterator[TagInfo]:
 
 
 def is_checkpoint_of_ours_or_nxd(storage: Storage, tag: str) -> bool:
-    """Whether retention may remove this tag: complete, and holding nothing that is not a checkpoint's.
+    """Return whether retention may remove this tag: it is complete, and holds nothing but a checkpoint's files.
 
-    Either our manifest says so, or both of NxD's markers are there as NxD writes them (the one character
-    ``1``) with none but NxD's names beside them. A directory of the user that holds a file named
-    ``checkpoint`` is neither.
+    Either our manifest proves it, or both of NxD's markers are there as NxD writes them (the one character
+    ``1``) with only NxD's names beside them. A directory of the user that holds a file named ``checkpoint`` is neither.
     """
     if not tag:
         return False
@@ -120,15 +122,18 @@ def is_checkpoint_of_ours_or_nxd(storage: Storage, tag: str) -> bool:
     if entries.get(MANIFEST) is False:
         return _is_our_manifest(storage, f"{tag}/{MANIFEST}")
     files = {name for name, is_dir in entries.items() if not is_dir}
-    known = files <= _NXD_FILES and entries.keys() - files <= _NXD_DIRS
-    return known and MARKER in files and all(_marked(storage, f"{tag}/{name}", b"1") for name in (MARKER, DONE))
+    only_nxd_names = files <= _NXD_FILES and entries.keys() - files <= _NXD_DIRS
+    return (
+        only_nxd_names and MARKER in files and all(_has_mark(storage, f"{tag}/{name}", b"1") for name in (MARKER, DONE))
+    )
 
 
 def may_be_replaced(storage: Storage, tag: str) -> bool:
-    """Whether saving under this name may replace what is there: nothing, a checkpoint, or the remains of one.
+    """Return whether a save may replace what has this name: nothing, a checkpoint, or the remains of one.
 
-    Remains are marked as a checkpoint, and hold nothing but a checkpoint's files, down to the ranks' own. In a store
-    the mark may be missing: a job that was taken over may have written on after its successor removed it.
+    Remains are marked as a checkpoint, and hold only a checkpoint's files, down to the ranks' own. In a store the mark
+    may
+    be missing: a job that lost its lease may have continued to write after its successor removed it.
     """
     entries = {entry.name: entry.is_dir for entry in storage.list(tag)}
     if not entries or is_checkpoint_of_ours_or_nxd(storage, tag):
@@ -136,39 +141,42 @@ def may_be_replaced(storage: Storage, tag: str) -> bool:
     files = {name for name, is_dir in entries.items() if not is_dir}
     folders = entries.keys() - files
     if MARKER in files:
-        marked = _marked(storage, f"{tag}/{MARKER}", b"1", b"")
+        marked = _has_mark(storage, f"{tag}/{MARKER}", b"1", b"")
     else:  # a tag of NxD 0.6 or 0.7 has no mark either
         foreign = DONE in files and recorded_order_time(storage, tag) is None
         marked = not storage.renames and not foreign and not storage.is_file(NEWEST)
-    known = files <= _NXD_FILES | {MANIFEST, DCP_NAMES} and folders <= _NXD_DIRS | {INDEX_DIR, RANK_CONTENT_DIR}
+    only_our_names = files <= _NXD_FILES | {MANIFEST, DCP_NAMES} and folders <= _NXD_DIRS | {
+        INDEX_DIR,
+        RANK_CONTENT_DIR,
+    }
     inside = (entry.name for part in folders for entry in storage.list(f"{tag}/{part}"))
-    return marked and known and all(map(_of_a_rank, inside))
+    return marked and only_our_names and all(map(_is_rank_file, inside))
 
 
 def is_whole_without_marks(storage: Storage, tag: str) -> bool:
-    """Whether no save has left a marker in this directory, and it has the files of all ranks that the names imply.
+    """Return whether a directory has no marker of a save, but the files of all ranks that the names imply.
 
     NxD's converter writes such directories, with only ``model/``; NxD and we begin a save with a marker. They are not
     listed, because nothing shows when they were finished, but load if they are named.
     """
-    found = {entry.name for entry in storage.list(tag)} if tag and storage.is_dir(tag) else set()
-    marked = found & {MARKER, DONE, MANIFEST, INDEX_DIR}
-    if marked or not found & _NXD_DIRS or not _has_all_ranks(storage, tag):
+    names = {entry.name for entry in storage.list(tag)} if tag and storage.is_dir(tag) else set()
+    marked = names & {MARKER, DONE, MANIFEST, INDEX_DIR}
+    if marked or not names & _NXD_DIRS or not _has_all_ranks(storage, tag):
         return False
-    parts = [{entry.name for entry in storage.list(f"{tag}/{part}")} for part in _NXD_DIRS & found]
+    parts = [{entry.name for entry in storage.list(f"{tag}/{part}")} for part in _NXD_DIRS & names]
     sizes = {(size.tp, size.pp) for part in parts if (size := spanned(filter(None, map(parse, part))))}
     # xser: a rank's tensors are written before the file that refers to them.
     return len(sizes) == 1 and all(name.removesuffix(".tensors") in part for part in parts for name in part)
 
 
-def _of_a_rank(name: str) -> bool:
-    """Whether a file or directory in a part's directory is one that a rank writes (or its temporary)."""
+def _is_rank_file(name: str) -> bool:
+    """Return whether a rank writes a file or directory of this name into a part's directory, also as its temporary."""
     return name.lstrip(".").startswith(("dp_rank_", "full_tp_rank_", "rank_", "__", "metadata"))
 
 
 def describe_incomplete(storage: Storage) -> str:
-    """What a directory without a complete tag holds instead, for error messages, and what to call for that."""
-    kind = _kind_of(storage)
+    """Describe a directory without a complete tag for error messages, with the call that reads its content."""
+    kind = _describe_other_kind(storage)
     if kind is not None:
         return kind
     tags = {info.tag: info for info in list_tags(storage)}
@@ -190,8 +198,8 @@ def describe_incomplete(storage: Storage) -> str:
     return f"it holds {first_of(lines)}"
 
 
-def _kind_of(storage: Storage) -> str | None:
-    """What a directory is that is no directory of tags, and which call reads it; None where nothing tells."""
+def _describe_other_kind(storage: Storage) -> str | None:
+    """Describe a directory that is no directory of tags, with the call that reads it; None if it is unknown."""
     url = storage.url.rstrip("/")
     if _is_tag(storage):
         directory, _, tag = url.rpartition("/")
@@ -220,15 +228,17 @@ def _kind_of(storage: Storage) -> str | None:
     return None
 
 
-def _listed_in_newest(storage: Storage) -> dict[str, float]:
-    """The order time of each line of ``newest``: its modification time, less a second for every line that
-    follows. A damaged one lists nothing."""
+def _times_in_newest(storage: Storage) -> dict[str, float]:
+    """Return the order time of each line of ``newest``: its modification time, less a second per following line.
+
+    A damaged file lists nothing.
+    """
     try:
         data, written = storage.read(NEWEST), marker_time(storage, NEWEST)
     except FileNotFoundError:
         return {}
     except MalformedFile as error:
-        logger.warning("ignored, and with it tags that neuronx_distributed 0.6 wrote: %s", error)
+        logger.warning("%s; tags that neuronx_distributed 0.6 wrote are ignored", error)
         return {}
     lines = [line.strip() for line in data.decode(errors="replace").splitlines()]
     tags = [line for line in lines if line]
@@ -271,16 +281,16 @@ def _has_all_ranks(storage: Storage, tag: str) -> bool:
     return any(parts) and not any(holes(part) for part in parts)
 
 
-def _without_tag(storage: Storage, ranks: list[ParsedName]) -> TagInfo:
-    """The directory itself, as a checkpoint of these ranks' files."""
+def _legacy_tag(storage: Storage, ranks: list[ParsedName]) -> TagInfo:
+    """Return the directory itself as a checkpoint of these ranks' files."""
     try:
         return TagInfo(NO_TAG, 0.0, complete=not holes(ranks), ours=False)
     except MalformedFile as error:
         return TagInfo(NO_TAG, 0.0, complete=False, ours=False, damage=f"{storage.url}: {error}")
 
 
-def _marked(storage: Storage, key: str, *marks: bytes) -> bool:
-    """Whether a marker holds one of ``marks``, and, in a store, after it the attempt."""
+def _has_mark(storage: Storage, key: str, *marks: bytes) -> bool:
+    """Return whether a marker holds one of ``marks`` (in a store the attempt follows)."""
     try:
         return storage.read(key, NOTE).partition(b" ")[0] in marks
     except MalformedFile:

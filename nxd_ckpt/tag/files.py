@@ -1,6 +1,6 @@
-"""The files of one tag: listing them, and reading them as trees whose tensors are still on disk.
+"""Files of one tag: listing them, and reading them as trees whose tensors are still on disk.
 
-xser files hold references in place of tensors; :meth:`TagFiles.joined` follows them, so that callers see one
+xser files hold references in place of tensors; `TagFiles.joined` resolves them, so that callers see one
 kind of tree. Files are listed once: a tag does not change while it is being read.
 """
 
@@ -37,13 +37,13 @@ from nxd_ckpt.storage.base import Storage
 
 
 class IndexHints(Protocol):
-    """What is known of files before they are opened."""
+    """Facts about files that are known before they are opened."""
 
     def tensor(self, file: str) -> TensorStub | None:
-        """What an xser tensor's file holds; None if the file must be opened to find out."""
+        """Return the tensor of an xser file; None if the file must be opened to find out."""
 
     def begins(self, file: str) -> Sequence[int]:
-        """Offsets in the file at which tensors begin, ascending, as far as known."""
+        """Return offsets in the file at which tensors begin, ascending, as far as known."""
 
 
 @dataclass(frozen=True)
@@ -61,13 +61,13 @@ class MissingTensor:
 
 @dataclass(frozen=True)
 class UnfinishedTensor(MissingTensor):
-    """A leaf that NxD referred to in a way that it reads back itself in no load; see UnfinishedReference."""
+    """A leaf whose reference NxD wrote but cannot read back in any load; see `UnfinishedReference`."""
 
 
 class TagFiles:
-    """The files below ``tag`` ("" for the storage's root itself). Keys are relative to the tag.
+    """Files below ``tag`` ("" for the storage's root itself). Keys are relative to the tag.
 
-    ``trust_pickle=True`` lets files be unpickled that hold more than plain data: only for checkpoints whose
+    ``trust_pickle=True`` also unpickles files that hold more than plain data: only for checkpoints whose
     author is trusted as much as the code that reads them.
     """
 
@@ -76,27 +76,27 @@ class TagFiles:
         self.tag = tag
         self.trust_pickle = trust_pickle
         self._listings: dict[str, Mapping[str, bool]] = {}
-        self._known: IndexHints | None = None
+        self._hints: IndexHints | None = None
 
     @contextmanager
-    def knowing(self, known: IndexHints) -> Iterator[None]:
-        """Within, nothing is read from files that is ``known`` already."""
-        before, self._known = self._known, known
+    def with_hints(self, hints: IndexHints) -> Iterator[None]:
+        """Within this context, files are not read for facts that ``hints`` has."""
+        before, self._hints = self._hints, hints
         try:
             yield
         finally:
-            self._known = before
+            self._hints = before
 
     def key(self, file: str) -> str:
-        """The storage's key of a file of this tag."""
+        """Return the storage's key of a file of this tag."""
         return f"{self.tag}/{file}" if self.tag and file else self.tag or file
 
     def where(self, file: str) -> str:
-        """A file of this tag, as errors name it."""
+        """Return the name of a file of this tag for errors."""
         return f"{self.storage.url}/{self.key(file)}"
 
     def names(self, directory: str = "") -> Mapping[str, bool]:
-        """Name -> whether it is a directory, of everything directly below ``directory``."""
+        """Return everything directly below ``directory``: name -> whether it is a directory."""
         if directory not in self._listings:
             self._listings[directory] = dict(self.storage.list(self.key(directory)))
         return self._listings[directory]
@@ -106,11 +106,11 @@ class TagFiles:
         return self.names(directory).get(name) is False
 
     def object(self, file: str) -> Any:
-        """All of a small file, tensors included. Raises as :meth:`tree` and :meth:`read`."""
+        """Read all of a small file, tensors included. Raises the errors of `tree` and `read`."""
         return self._parse(file, 0, None, lambda stub: strided(self._read(stub), stored_stride(stub)))
 
     def tree(self, file: str, start: int = 0, nbytes: int | None = None) -> Any:
-        """What a ``torch.save`` file holds, a TensorStub or (xser) a TensorReference for each tensor.
+        """Read a ``torch.save`` file, with a TensorStub or (xser) a TensorReference for each tensor.
 
         ``start`` and ``nbytes`` select one inside a larger file, as in torch DCP's ``.distcp`` files.
 
@@ -122,7 +122,7 @@ class TagFiles:
         return self._parse(file, start, nbytes, lambda stub: stub)
 
     def safetensors(self, file: str) -> Mapping[str, TensorStub]:
-        """The tensors of a safetensors file, by name; its header is read. Raises as :meth:`tree`."""
+        """Return the tensors of a safetensors file by name, from its header. Raises PartNotFound, MalformedFile."""
         key = self.key(file)
         with self.named(file), closing(self.storage.open(key)) as reader:
 
@@ -134,8 +134,9 @@ class TagFiles:
             return read_header(pread, self.storage.size(key), file).tensors
 
     def read(self, leaf: TensorStub | Assembly) -> torch.Tensor:
-        """One tensor, on the CPU. A whole one is compared with the CRC-32 in its file, where that records one; of one
-        that is put together only the parts are read, and not compared.
+        """Read one tensor to the CPU.
+
+        A whole one is compared with the CRC-32 in its file, if it has one; parts of an assembled one are not compared.
 
         Raises:
             DigestMismatch: the bytes are not those that were written.
@@ -151,11 +152,12 @@ class TagFiles:
             reader.read_ranges(ranges)
 
     def joined(self, file: str, shared: str | None = None) -> Any:
-        """:meth:`tree` with every xser reference followed; a file may hold tensors inline as well.
+        """Read a tree with every xser reference resolved; a file may hold tensors inline as well.
 
-        A tensor without a file becomes a :class:`MissingTensor`. ``shared`` is the ``ep_rank_00`` file that
-        keeps what the expert-parallel ranks have in common: a tensor that is not an expert's and not beside
-        ``file`` is looked for there, under the same path in the tree (tids count for each file by itself).
+        A tensor without a file becomes a `MissingTensor`. ``shared`` is the ``ep_rank_00`` file with the state that
+        expert-parallel ranks have in common: a tensor that is not an expert's and not beside ``file`` is looked up
+        there, by
+        the same path in the tree (tids count for each file by itself). Raises the errors of `tree`.
         """
         tree = self.tree(file)
         paths = {reference.tid: path for path, reference in iter_tensors(tree, TensorReference)}
@@ -166,7 +168,7 @@ class TagFiles:
         followed: dict[int, TensorStub | MissingTensor] = {}
 
         def follow(reference: TensorReference) -> TensorStub | MissingTensor:
-            """Each file is read once, however often a damaged one refers to it."""
+            """Resolve a reference; each file is read once, however often a damaged one refers to it."""
             if reference.tid not in followed:
                 followed[reference.tid] = first(reference)
             return followed[reference.tid]
@@ -183,12 +185,10 @@ class TagFiles:
                 return UnfinishedTensor(".".join(map(str, path)), tensor_file, dtype, shape)
             if not self.has(tensor_file):
                 return MissingTensor(".".join(map(str, path)), tensor_file, dtype, shape)
-            known = None if self._known is None else self._known.tensor(tensor_file)
-            stub = known or self.tree(tensor_file)
+            hint = None if self._hints is None else self._hints.tensor(tensor_file)
+            stub = hint or self.tree(tensor_file)
             if not isinstance(stub, TensorStub):
-                raise MalformedFile(
-                    f"{self.key(tensor_file)}: expected one tensor, found {type(stub).__name__}"
-                )
+                raise MalformedFile(f"{self.key(tensor_file)}: expected one tensor, found {type(stub).__name__}")
             if (dtype, shape) not in ((None, None), (stub.dtype, stub.shape)):
                 raise MalformedFile(
                     f"{self.key(tensor_file)}: {names.info_file(file) if info else file} says {dtype} {shape}, "
@@ -199,14 +199,18 @@ class TagFiles:
         return map_tensors(tree, follow, TensorReference)
 
     def marked_experts(self, file: str) -> set[str] | None:
-        """The names at the top of the tree whose tensors are marked as experts'; None if the files mark nothing.
+        """Return the top-level names whose tensors are marked as experts'; None if the files mark nothing.
 
-        Raises as :meth:`tree`.
+        Raises PartNotFound, MalformedFile, UnsafePickle.
         """
         marks = {tid: about.get("expert_model_parallel") for tid, about in self._info(file).items()}
         if None in marks.values() or not marks:
             return None
-        return {str(path[0]) for path, found in iter_tensors(self.tree(file), TensorReference) if marks.get(found.tid)}
+        return {
+            str(path[0])
+            for path, reference in iter_tensors(self.tree(file), TensorReference)
+            if marks.get(reference.tid)
+        }
 
     def _parse(self, file: str, start: int, nbytes: int | None, leaf: Leaf) -> Any:
         def absolute(stub: TensorStub) -> Any:
@@ -227,7 +231,7 @@ class TagFiles:
                 file,
                 trust_pickle=self.trust_pickle,
                 leaf=absolute if start else leaf,
-                begins=() if self._known is None or start else self._known.begins(file),
+                begins=() if self._hints is None or start else self._hints.begins(file),
             )
 
     def _read(self, stub: TensorStub) -> torch.Tensor:
@@ -237,7 +241,7 @@ class TagFiles:
         return partial(self.storage.read_into, self.key(file))
 
     def _info(self, file: str) -> dict[int, dict[str, Any]]:
-        """dtype and shape by tid; empty for NxD 0.6 and the converter's output, which have no info file."""
+        """Return dtype and shape by tid; empty for NxD 0.6 and the converter's output, which have no info file."""
         info_file = names.info_file(file)
         info = self.tree(info_file) if self.has(info_file) else {}
         if not isinstance(info, dict) or not all(isinstance(about, dict) for about in info.values()):
@@ -249,7 +253,7 @@ class TagFiles:
         return info
 
     def _shared_files(self, shared: str) -> dict[Path, str]:
-        """The tensor file of every path in the tree of ``shared``."""
+        """Return the tensor file of every path in the tree of ``shared``."""
         if not self.has(shared):
             return {}
         references = iter_tensors(self.tree(shared), TensorReference)
@@ -257,7 +261,7 @@ class TagFiles:
 
     @contextmanager
     def named(self, file: str) -> Iterator[None]:
-        """Turns errors of the formats, and of reading ``file``, into ones that name storage and tag too."""
+        """Add storage and tag to errors of the formats and of reading ``file``."""
         where = f"{self.storage.url}/{self.tag}" if self.tag else self.storage.url
         try:
             yield

@@ -1,4 +1,4 @@
-"""The grid of ranks that a set of file names spans: its sizes, and its holes. Pure."""
+"""Grid of ranks that a set of file names spans: its sizes and its holes. Pure."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ from nxd_ckpt.errors import MalformedFile
 
 
 def spanned(files: Iterable[ParsedName]) -> ParsedName:
-    """The size of every dimension: one more than the highest rank in it. ``ep`` is None if no name has the
-    field.
+    """Return the size of every dimension: one more than its highest rank. ``ep`` is None if no name has that field.
 
     Raises MalformedFile for a grid of more ranks than there can be.
     """
@@ -31,7 +30,7 @@ def spanned(files: Iterable[ParsedName]) -> ParsedName:
 
 
 def holes(files: Iterable[ParsedName]) -> list[ParsedName]:
-    """The names that are missing from the grid that the others span."""
+    """Return the names that are missing from the grid that the others span."""
     names = set(files)
     if not names:
         return []
@@ -42,7 +41,7 @@ def holes(files: Iterable[ParsedName]) -> list[ParsedName]:
 
 
 def describe(files: Iterable[ParsedName]) -> str:
-    """``4 rank files: dp 0-3, tp 0-0, pp 0-0``, for error messages."""
+    """Describe the ranks for errors: ``4 rank files: dp 0-3, tp 0-0, pp 0-0``."""
     names = set(files)
     if not names:
         return "no rank files"

@@ -1,4 +1,4 @@
-"""Which save a tag is. Its name does not say: another save may take the name while a reader still reads the first."""
+"""Identity of a tag's save. The name is not enough: another save may take it while a reader still reads the first."""
 
 from __future__ import annotations
 
@@ -18,59 +18,58 @@ from nxd_ckpt.storage.wrapper import StorageWrapper
 T = TypeVar("T")
 
 _SIGNS = (CorruptCheckpoint, CheckpointNotFound, UnsafePickle, OSError, EOFError)
-"""Errors of reading a tag whose files are damaged, are being removed, or are those of two saves."""
+"""Errors of reading a tag whose files are damaged, are being removed, or belong to two saves."""
 
 _TRIES = 10
-"""How often a reader begins again with the latest tag. A job that writes faster than others read must keep more
-tags."""
+"""Number of attempts to read the latest tag. A job that writes faster than others read must keep more tags."""
 
 
 class Identity:
-    """The save that is found under the name ``tag`` when this is made.
+    """The save found under the name ``tag`` at construction.
 
-    ``word`` is the same for all who look at that save, and for no other. It is None where there is no such directory.
+    ``fingerprint`` is equal for all who look at that save, and for no other. It is None if there is no such directory.
     """
 
     def __init__(self, storage: Storage, tag: str) -> None:
         self._storage, self._tag = storage, tag
-        self.word = _word(storage, tag)
+        self.fingerprint = _fingerprint(storage, tag)
 
     @property
     def lasts(self) -> bool:
-        """Whether the next save of that name has another word. NxD 0.6 and its converter leave nothing that tells."""
-        return self.word not in (None, _UNMARKED)
+        """True if the next save of that name has another fingerprint. NxD 0.6 and its converter leave no such trace."""
+        return self.fingerprint not in (None, _UNMARKED)
 
-    def must_be(self, word: str | None) -> None:
-        """Raise TagReplaced unless it is the save that ``word`` stands for."""
-        if self.word is None or self.word != word:
-            raise self._replaced(self.word)
+    def must_be(self, fingerprint: str | None) -> None:
+        """Raise TagReplaced unless it is the save with that fingerprint."""
+        if self.fingerprint is None or self.fingerprint != fingerprint:
+            raise self._replaced(self.fingerprint)
 
     def require(self) -> None:
-        """Raise TagReplaced unless the same save is there still."""
-        word = _word(self._storage, self._tag)
-        if word is None or word != self.word:
-            raise self._replaced(word)
+        """Raise TagReplaced unless the same save is still there."""
+        fingerprint = _fingerprint(self._storage, self._tag)
+        if fingerprint is None or fingerprint != self.fingerprint:
+            raise self._replaced(fingerprint)
 
     @property
     def copy(self) -> str:
-        """Which copy of that save it is: several hosts may each have one on a disk of their own.
+        """Identity of this copy of the save: several hosts may each have one on their own disk.
 
-        The same for all who look at the same copy. Copies keep the times of files, so a file system is asked more; what
-        cannot be asked, such as an archive on a disk, may be another one for each that looks.
+        It is equal for all who look at the same copy. Copies keep the times of files, so a file system's inode is part
+        of it;
+        where there is none, such as for an archive, each reader has its own.
         """
         used = self._storage.used if isinstance(self._storage, LayeredStorage) else [self._storage]
-        return " ".join([str(self.word), *(_copy_in(storage, self._tag) for storage in used)])
+        return " ".join([str(self.fingerprint), *(_copy_in(storage, self._tag) for storage in used)])
 
     @contextmanager
-    def kept(self) -> Iterator[None]:
-        """The tag is read within this context: an error caused by another save, or by its removal, is raised as
-        TagReplaced."""
+    def guarded(self) -> Iterator[None]:
+        """Context for reading the tag: errors that another save or a removal causes are raised as TagReplaced."""
         try:
             yield
         except _SIGNS as error:
             if self._is_there():
                 raise
-            raise self._replaced(_word(self._storage, self._tag), error) from error
+            raise self._replaced(_fingerprint(self._storage, self._tag), error) from error
 
     def _is_there(self) -> bool:
         try:
@@ -81,18 +80,17 @@ class Identity:
             pass  # nothing can be learned: then the first error says more
         return True
 
-    def _replaced(self, word: str | None, error: Exception | None = None) -> TagReplaced:
-        what = "removed" if word is None else "replaced by another save"
+    def _replaced(self, fingerprint: str | None, error: Exception | None = None) -> TagReplaced:
+        what = "removed" if fingerprint is None else "replaced by another save"
         met = "" if error is None else f" (met: {type(error).__name__}: {error})"
         where = f"{self._storage.url}/{self._tag}" if self._tag else self._storage.url
         return TagReplaced(f"{where} was {what} while it was read; read it again, or another tag{met}")
 
 
 def of_latest(looks_again: bool, read: Callable[[], T]) -> T:
-    """``read()``; again with the tag that is the latest then, if it was replaced or removed. Not where only one was
-    named: then it ``looks_again`` for none.
+    """Call ``read``; if the tag was replaced or removed, call it again for the tag that is the latest then.
 
-    Raises TagReplaced there, and where too many in a row were replaced.
+    Without ``looks_again``, for a named tag, or after too many replacements, TagReplaced is raised.
     """
     for _ in range(_TRIES - 1):
         try:
@@ -106,15 +104,15 @@ def of_latest(looks_again: bool, read: Callable[[], T]) -> T:
 def _copy_in(storage: Storage, tag: str) -> str:
     while isinstance(storage, StorageWrapper):
         storage = storage.inner
-    found: object = None if not storage.renames else uuid4().hex
+    identity: object = None if not storage.renames else uuid4().hex
     if isinstance(storage, LocalStorage):
-        with suppress(OSError, CheckpointError):  # whoever reads it will say so
+        with suppress(OSError, CheckpointError):  # reading it raises the error
             done = f"{tag}/{names.DONE}"
-            found = storage.inode(done if storage.is_file(done) else tag)
-    return str(found)
+            identity = storage.inode(done if storage.is_file(done) else tag)
+    return str(identity)
 
 
-def _word(storage: Storage, tag: str) -> str | None:
+def _fingerprint(storage: Storage, tag: str) -> str | None:
     prefix = f"{tag}/" if tag else ""
     done = _digest(storage, f"{prefix}{names.DONE}")
     if not storage.renames and done not in (None, _ONE):
@@ -148,7 +146,7 @@ def _size(storage: Storage, key: str) -> str | None:
 
 
 _UNMARKED = "None [None, None]"
-"""The word of a directory without manifest and markers."""
+"""Fingerprint of a directory without manifest and markers."""
 _ONE = f"1 {crc32.crc32(b'1'):08x}"
 
 

@@ -1,4 +1,4 @@
-"""The tags in a directory: which one is meant, and what can be said of each without reading its tensors."""
+"""Tags of a directory: finding the one that is meant, and facts about each without reading tensors."""
 
 from __future__ import annotations
 
@@ -45,15 +45,15 @@ from nxd_ckpt.tag.opening import open_complete_tag
 from nxd_ckpt.tag.verify import files_of
 
 _LAST = datetime(9999, 1, 1, tzinfo=timezone.utc).timestamp()
-"""No later time can be written as a date."""
+"""Latest time that can be written as a date."""
 
 _TIME = "%Y-%m-%dT%H:%M:%S.%fZ"
 
 Options = Mapping[str, Any] | None
 
-Told = dict[TagInfo, dict[str, Any]]
-Tell = Callable[[TagInfo, TagInfo | None], dict[str, Any]]
-"""What is said of a tag, where the other one is the newest."""
+TagSummaries = dict[TagInfo, dict[str, Any]]
+Summarize = Callable[[TagInfo, TagInfo | None], dict[str, Any]]
+"""Returns the summary of a tag, given the newest one."""
 
 
 @dataclass(frozen=True)
@@ -62,12 +62,12 @@ class ListedTag:
 
     Attributes:
         tag: its name; empty for the directory itself, of NxD 0.1 to 0.5.
-        saved: when; None where nothing tells.
-        complete, latest, pinned: whether it can be loaded; is what a load takes; is kept whatever retention says.
+        saved: its time; None if unknown.
+        complete, latest, pinned: it can be loaded; a load takes it by default; retention never removes it.
         nbytes: bytes of its files.
-        topology: the sizes it was saved on, by name, None for one that is not known; None for one that is not complete.
+        topology: the sizes it was saved on, by name, None for an unknown one; None for an incomplete tag.
         written_by: "nxd_ckpt" or "neuronx_distributed".
-        problems: what it lacks, or what is wrong with it.
+        problems: missing parts, and other problems.
     """
 
     tag: str
@@ -82,18 +82,18 @@ class ListedTag:
 
 
 class TagList(tuple[ListedTag, ...]):
-    """The tags of a directory, in the order in which they became visible."""
+    """Tags of a directory, in the order in which they became visible."""
 
     def _repr_html_(self) -> str:
-        """For a notebook: the newest first."""
-        complete = sum(one.complete for one in self)
+        """Return a table for a notebook, newest first."""
+        complete = sum(tag.complete for tag in self)
         head = ("tag", "state", "saved (UTC)", "size", "topology", "problems")
-        return html_table(f"{len(self)} tags, {complete} complete", head, [_html_row(one) for one in reversed(self)])
+        return html_table(f"{len(self)} tags, {complete} complete", head, [_html_row(tag) for tag in reversed(self)])
 
 
 @as_checkpoint_errors()
 def list_checkpoints(path: str | os.PathLike[str], *, storage_options: Options = None) -> TagList:
-    """The tags of a directory, complete or not, in the order in which they became visible. Reads no tensor.
+    """Return the tags of a directory, complete or not, in the order in which they became visible. Reads no tensor.
 
     Raises:
         CheckpointNotFound: no such directory, or ``path`` is itself a tag.
@@ -101,17 +101,17 @@ def list_checkpoints(path: str | os.PathLike[str], *, storage_options: Options =
     tags = directory_document(os.fspath(path), storage_options)["tags"]
     return TagList(
         ListedTag(
-            tag=one["tag"],
-            saved=_time_of(one["order_time"]),
-            problems=(*(f"it lacks {what}" for what in one["lacks"]), *one["problems"]),
-            **{key: one[key] for key in ("complete", "latest", "pinned", "nbytes", "topology", "written_by")},
+            tag=tag["tag"],
+            saved=_time_of(tag["order_time"]),
+            problems=(*(f"it lacks {what}" for what in tag["lacks"]), *tag["problems"]),
+            **{key: tag[key] for key in ("complete", "latest", "pinned", "nbytes", "topology", "written_by")},
         )
-        for one in tags
+        for tag in tags
     )
 
 
 def locate(path: str, tag: str | None, options: Options = None) -> tuple[str, str | None]:
-    """Directory (or URL) and tag that are meant: ``path`` is the directory, or (without ``tag``) one of its tags.
+    """Return directory (or URL) and tag: ``path`` is the directory, or (without ``tag``) one of its tags.
 
     Raises:
         CheckpointNotFound: no such directory.
@@ -127,7 +127,7 @@ def locate(path: str, tag: str | None, options: Options = None) -> tuple[str, st
 
 
 def tags_to_verify(path: str, options: Options = None) -> list[str | None]:
-    """The complete tags in a directory, oldest first, and those that damage keeps from it.
+    """Return the complete tags in a directory, oldest first, and those that are incomplete because of damage.
 
     None stands for the directory itself, of NxD 0.1 to 0.5.
 
@@ -135,14 +135,14 @@ def tags_to_verify(path: str, options: Options = None) -> list[str | None]:
         CheckpointNotFound: no such directory, or no complete tag in it.
     """
     storage = _open(path, options)
-    found = [info.tag or None for info in in_order(settled_tags(storage)) if info.complete or info.damage]
-    if not found:
+    tags = [info.tag or None for info in in_order(settled_tags(storage)) if info.complete or info.damage]
+    if not tags:
         raise CheckpointNotFound(f"{storage.url}: no complete checkpoint; {describe_incomplete(storage)}")
-    return found
+    return tags
 
 
 def tag_before(opened: OpenTag) -> str | None:
-    """The complete tag that became visible last before this one; None where there is none."""
+    """Return the complete tag that became visible last before this one; None if there is none."""
     older = None
     for info in in_order(settled_tags(opened.storage)):
         if info.tag == opened.tag:
@@ -152,71 +152,80 @@ def tag_before(opened: OpenTag) -> str | None:
 
 
 def directory_document(path: str, options: Options = None) -> dict[str, Any]:
-    """Every tag in a directory, in the order in which they became visible.
+    """Describe every tag in a directory, in the order in which they became visible.
 
     Raises:
         CheckpointNotFound: no such directory, or ``path`` is itself a tag.
     """
     storage = _open(path, options)
-    return of_latest(True, lambda: _listing(storage, path, options, partial(_listed, storage)))
+    return of_latest(True, lambda: _listing(storage, path, options, partial(_describe_tag, storage)))
 
 
-def watched_document(path: str, options: Options, told: Told) -> dict[str, Any]:
-    """The same for who looks again and again: complete tags are opened once, and ``told`` keeps what is said of them.
+def watched_document(path: str, options: Options, summaries: TagSummaries) -> dict[str, Any]:
+    """Describe every tag in a directory that is observed repeatedly: complete tags are opened once.
 
-    A replacement that a dead job left half done is not finished or undone.
+    ``summaries`` keeps their descriptions between calls. A replacement that a dead job left half done stays as it is.
+
+    Raises:
+        CheckpointNotFound: no such directory, or ``path`` is itself a tag.
     """
     storage = _open(path, options)
 
-    def tell(info: TagInfo, newest: TagInfo | None) -> dict[str, Any]:
-        found = told.get(info) or _listed(storage, info, newest)
-        if found["complete"] and not found["problems"]:
-            told[info] = found
-        return found | {"latest": info == newest}
+    def summarize(info: TagInfo, newest: TagInfo | None) -> dict[str, Any]:
+        summary = summaries.get(info) or _describe_tag(storage, info, newest)
+        if summary["complete"] and not summary["problems"]:
+            summaries[info] = summary
+        return summary | {"latest": info == newest}
 
-    return of_latest(True, lambda: _listing(storage, path, options, tell, only_look=True))
+    return of_latest(True, lambda: _listing(storage, path, options, summarize, only_look=True))
 
 
 def opened_document(path: str, only: str | None, options: Options) -> tuple[dict[str, Any], dict[str, OpenTag]]:
-    """The same, of one tag or all, and the complete ones that can be opened, by name: each is opened once.
+    """Describe one tag of a directory or all, and return the complete ones that can be opened, by name.
 
     Raises:
         TagReplaced: one was removed, or saved again, meanwhile.
     """
     storage, opened = _open(path, options), dict[str, OpenTag]()
 
-    def tell(info: TagInfo, newest: TagInfo | None) -> dict[str, Any]:
-        return _listed(storage, info, newest, opened)
+    def summarize(info: TagInfo, newest: TagInfo | None) -> dict[str, Any]:
+        return _describe_tag(storage, info, newest, opened)
 
-    document = _listing(storage, path, options, tell, only)
+    document = _listing(storage, path, options, summarize, only)
     return document, opened
 
 
 def _listing(
-    storage: Storage, path: str, options: Options, tell: Tell, only: str | None = None, *, only_look: bool = False
+    storage: Storage,
+    path: str,
+    options: Options,
+    summarize: Summarize,
+    only: str | None = None,
+    *,
+    only_look: bool = False,
 ) -> dict[str, Any]:
     tags = in_order(settled_tags(storage, only_look=only_look))
     if not tags and locate(path, None, options)[1] is not None:
         raise CheckpointNotFound(f"{storage.url}: no checkpoints; {describe_incomplete(storage)}")
     newest = latest(tags)
     if only is not None and all(info.tag != only for info in tags):
-        tags = [replace(choose(storage, only), order_time=inf)]  # without markers: no time tells its place
+        tags = [replace(choose(storage, only), order_time=inf)]  # without markers: it has no time
     try:
         pins = pinned(storage)
-    except (OSError, CheckpointError):  # what cannot be read there is no reason to show no tags
+    except (OSError, CheckpointError):  # tags are shown without their pins then
         pins = set()
     return {
         "directory": storage.url,
         "latest": None if newest is None else newest.tag,
-        "tags": [{**tell(info, newest), "pinned": info.tag in pins} for info in tags if only in (None, info.tag)],
+        "tags": [{**summarize(info, newest), "pinned": info.tag in pins} for info in tags if only in (None, info.tag)],
         "note": None if tags else f"no checkpoints; {describe_incomplete(storage)}",
     }
 
 
 def summary(opened: OpenTag, info: TagInfo) -> dict[str, Any]:
-    """What a listing says of a complete tag. Raises what opening its first files raises."""
+    """Return the facts that a listing has on a complete tag. Raises the errors of opening its first files."""
     return {
-        **_named(info),
+        **_name_and_time(info),
         "complete": True,
         "written_by": "nxd_ckpt" if opened.manifest is not None else "neuronx_distributed",
         "topology": _sizes(opened),
@@ -231,12 +240,12 @@ def _open(path: str, options: Options) -> Storage:
     return storage
 
 
-def _listed(
+def _describe_tag(
     storage: Storage, info: TagInfo, newest: TagInfo | None, keep: dict[str, OpenTag] | None = None
 ) -> dict[str, Any]:
-    """What is said of a tag; if it could be opened, it is put into ``keep``."""
+    """Describe a tag; if it can be opened, add it to ``keep``."""
     document: dict[str, Any] = {
-        **_named(info),
+        **_name_and_time(info),
         "complete": info.complete,
         "written_by": "nxd_ckpt" if info.ours else "neuronx_distributed",
         "topology": None,
@@ -248,7 +257,7 @@ def _listed(
         "problems": [],
     }
     manifest, identity = None, Identity(storage, info.tag)
-    with identity.kept():
+    with identity.guarded():
         try:
             if info.damage is not None:
                 raise CorruptCheckpoint(info.damage)
@@ -269,7 +278,7 @@ def _listed(
     return document
 
 
-def _named(info: TagInfo) -> dict[str, Any]:
+def _name_and_time(info: TagInfo) -> dict[str, Any]:
     if info.tag == NO_TAG or info.damage is not None or info.order_time > _LAST:  # no marker has a time there
         return {"tag": info.tag, "order_time": None, "age_seconds": None}
     at = datetime.fromtimestamp(info.order_time, timezone.utc)
@@ -282,49 +291,49 @@ def _time_of(text: str | None) -> datetime | None:
     return None if text is None else datetime.strptime(text, _TIME).replace(tzinfo=timezone.utc)
 
 
-def _html_row(one: ListedTag) -> tuple[object, ...]:
-    state = "latest" if one.latest else "complete" if one.complete else "incomplete"
-    saved = "?" if one.saved is None else f"{one.saved:%Y-%m-%d %H:%M:%S}"
-    sizes = " ".join(f"{name}={'?' if count is None else count}" for name, count in (one.topology or {}).items())
-    name = one.tag or "(the directory itself)"
-    return name, f"{state}, pinned" if one.pinned else state, saved, size(one.nbytes), sizes, "; ".join(one.problems)
+def _html_row(tag: ListedTag) -> tuple[object, ...]:
+    state = "latest" if tag.latest else "complete" if tag.complete else "incomplete"
+    saved = "?" if tag.saved is None else f"{tag.saved:%Y-%m-%d %H:%M:%S}"
+    sizes = " ".join(f"{name}={'?' if count is None else count}" for name, count in (tag.topology or {}).items())
+    name = tag.tag or "(the directory itself)"
+    return name, f"{state}, pinned" if tag.pinned else state, saved, size(tag.nbytes), sizes, "; ".join(tag.problems)
 
 
 def _sizes(opened: OpenTag) -> dict[str, int | None]:
     sizes: dict[str, int | None] = {**opened.topology.sizes}
-    told = opened.manifest is not None or opened.parts.optimizer in ("zero1", "zero1_dcp")
-    if not told and opened.topology.dp == opened.topology.ep:
+    dp_is_recorded = opened.manifest is not None or opened.parts.optimizer in ("zero1", "zero1_dcp")
+    if not dp_is_recorded and opened.topology.dp == opened.topology.ep:
         sizes["dp"] = None  # data-parallel replicas leave no trace in NxD's files
     return sizes
 
 
 def _nbytes(storage: Storage, tag: str, manifest: Manifest | None) -> int:
-    """Bytes of a tag's files, markers left out. Of ours the manifest knows, without asking for each of many files."""
+    """Return bytes of a tag's files, without markers. Our manifest records them, which saves a request per file."""
     if manifest is not None and "bytes" in manifest.timings:
         indexes = sum(line.nbytes for line in manifest.ranks)
         return int(manifest.timings["bytes"]) + indexes + storage.size(f"{tag}/{names.MANIFEST}")
-    files, found = TagFiles(storage, tag), 0
+    files, total = TagFiles(storage, tag), 0
     for file in files_of(files):
         with suppress(FileNotFoundError):  # it is being saved over, or removed
-            found += storage.size(files.key(file))
-    return found
+            total += storage.size(files.key(file))
+    return total
 
 
 def _lacking(storage: Storage, tag: str) -> Iterator[str]:
-    """What keeps a tag from being complete, one phrase each."""
+    """Yield a phrase for each thing a tag lacks to be complete."""
     listing = {entry.name: entry.is_dir for entry in storage.list(tag)}
     if tag == NO_TAG:
         yield from _missing_ranks("", [name for file in listing if (name := legacy.parse(file)) is not None])
         return
     if names.MARKER in listing or names.MANIFEST in listing:  # else it is of NxD 0.6, which wrote no markers
         yield f"its {names.DONE!r} marker"
-    found = {
+    ranks_by_part = {
         part: [name for entry in storage.list(f"{tag}/{part}") if (name := names.parse(entry.name)) is not None]
         for part in (names.MODEL_DIR, names.OPTIMIZER_DIR)
     }
-    for part, ranks in found.items():
+    for part, ranks in ranks_by_part.items():
         yield from _missing_ranks(f" in {part}/", ranks)
-    if not any(found.values()):
+    if not any(ranks_by_part.values()):
         yield "all files of model and optimizer"
 
 

@@ -1,4 +1,4 @@
-"""Finding a mapping: one of those that the package ships, a file of the user's, or a document."""
+"""Lookup of a mapping: one that the package ships, a file of the user's, or a document."""
 
 from __future__ import annotations
 
@@ -20,35 +20,37 @@ from nxd_ckpt.options.hugging_face import MappingSpec
 from nxd_ckpt.storage.urls import local_path
 
 INFERENCE = "nxd_inference"
-"""The one whose names are those of NxD inference."""
+"""Name of the mapping with the names of NxD inference."""
 
 NEMO = "nemo_llama"
-"""The one whose names are those of a Llama of neuronx-nemo-megatron."""
+"""Name of the mapping with the names of a Llama of neuronx-nemo-megatron."""
 
 _YAML = (".yaml", ".yml")
 
 
 def inference_sizes(mapping: ModelMapping, config: Mapping[str, Any], tp: int) -> Sizes:
-    """Those of a model on ``tp`` ranks of NxD inference. Raises InvalidArgument for a config.json without heads."""
+    """Return the sizes of a model on ``tp`` ranks of NxD inference. Raises InvalidArgument without heads in
+    config.json.
+    """
     once = mapping.sizes(config, 1, "trn2")
     copies = inference_copies(once.get("heads"), once.get("kv_heads"), tp)
     return mapping.sizes(config, copies, "trn2")
 
 
-def find_mapping(given: MappingSpec, config: Mapping[str, Any]) -> ModelMapping:
-    """The mapping; None chooses by the ``model_type`` of config.json.
+def find_mapping(spec: MappingSpec, config: Mapping[str, Any]) -> ModelMapping:
+    """Return the mapping; None chooses by the ``model_type`` of config.json.
 
     Raises:
         InvalidArgument: there is none of that name, for such models, or at that path; or it is malformed.
     """
-    if isinstance(given, Mapping):
-        return load_mapping(dict(given), "mapping")
+    if isinstance(spec, Mapping):
+        return load_mapping(dict(spec), "mapping")
     shipped = shipped_mappings()
-    if given is None:
+    if spec is None:
         return _for_model_type(config.get("model_type"), shipped)
-    if not isinstance(given, (str, os.PathLike)):
-        raise InvalidArgument(f"mapping: expected a name, a path or a JSON object, found {type(given).__name__}")
-    name = os.fspath(given)
+    if not isinstance(spec, (str, os.PathLike)):
+        raise InvalidArgument(f"mapping: expected a name, a path or a JSON object, found {type(spec).__name__}")
+    name = os.fspath(spec)
     if name in shipped:
         return shipped[name]
     path = Path(local_path(name))
@@ -60,7 +62,7 @@ def find_mapping(given: MappingSpec, config: Mapping[str, Any]) -> ModelMapping:
 
 def _raw(path: Path, limit: int) -> bytes:
     with path.open("rb") as file:
-        nbytes = os.fstat(file.fileno()).st_size  # a read of so many bytes at most would take that memory first
+        nbytes = os.fstat(file.fileno()).st_size  # read(limit) would allocate the limit first
         if nbytes > limit:
             raise InvalidArgument(
                 f"mapping {path} has {nbytes} bytes: at most {limit} are allowed ({MAPPING} of JSON, {MAPPING_YAML} of "
@@ -86,7 +88,7 @@ def _yaml(path: Path) -> Any:
         ) from error
 
     class Loader(yaml.SafeLoader):  # type: ignore[misc]
-        """Without aliases: a short file of them stands for more values than memory holds."""
+        """YAML loader without aliases: a short file of them stands for more values than memory holds."""
 
         depth = 0
 
@@ -113,11 +115,11 @@ def _yaml(path: Path) -> Any:
 
 @cache
 def shipped_mappings() -> dict[str, ModelMapping]:
-    """Those of the package, by name."""
+    """Return the mappings of the package, by name."""
     folder = resources.files("nxd_ckpt") / "mappings"
     files = sorted((file for file in folder.iterdir() if file.name.endswith(".json")), key=lambda file: file.name)
-    found = [load_mapping(json.loads(file.read_text()), f"mappings/{file.name}") for file in files]
-    return {mapping.name: mapping for mapping in found}
+    mappings = [load_mapping(json.loads(file.read_text()), f"mappings/{file.name}") for file in files]
+    return {mapping.name: mapping for mapping in mappings}
 
 
 def _for_model_type(model_type: Any, shipped: Mapping[str, ModelMapping]) -> ModelMapping:
@@ -129,8 +131,8 @@ def _for_model_type(model_type: Any, shipped: Mapping[str, ModelMapping]) -> Mod
             "it is not known which model this is. Pass its config.json, or a Hugging Face directory with one, as "
             "config= (exports and imports); or pass mapping=, a mapping file or the name of a shipped one"
         )
-    known = sorted(name for mapping in shipped.values() for name in mapping.model_types)
+    supported = sorted(name for mapping in shipped.values() for name in mapping.model_types)
     raise InvalidArgument(
-        f"config.json: no mapping for model_type {model_type!r} (there are some for {', '.join(known)}); pass "
+        f"config.json: no mapping for model_type {model_type!r} (there are some for {', '.join(supported)}); pass "
         "mapping=, a mapping file for this model"
     )

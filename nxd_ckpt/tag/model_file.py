@@ -1,4 +1,4 @@
-"""One file that holds a whole Hugging Face model: safetensors, or a state dict that torch.save wrote. Only read."""
+"""One file with a whole Hugging Face model: safetensors, or a state dict that torch.save wrote. Only read."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from nxd_ckpt.tag.foreign.hugging_face_directory import HuggingFaceDirectory
 
 
 class WholeModelFile(HuggingFaceDirectory):
-    """The ``file`` of ``storage``, whose name ends in .safetensors unless torch.save wrote it.
+    """The model in ``file`` of ``storage``; torch.save wrote it unless the name ends in .safetensors.
 
     From a pickle only plain data is read. ``model_key`` is the key of the state dict, if the file holds more than that.
 

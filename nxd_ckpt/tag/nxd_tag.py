@@ -1,8 +1,8 @@
 """Reading one tag: from coordinates to trees whose tensors are still on disk.
 
-:func:`open_tag` finds out which layout a tag has. Tags of ours are plain NxD tags with an index beside the files, so
-that the same reader serves both; what a foreign tag does not say (its sizes, its parts) is worked out from file names,
-or else from the structure of one file.
+`open_tag` determines the layout of a tag. Our tags are plain NxD tags with an index beside the files, so that the same
+reader serves both. Facts that a foreign tag does not record (its sizes, its parts) are derived from file names, or
+else from the structure of one file.
 """
 
 from __future__ import annotations
@@ -26,48 +26,48 @@ from nxd_ckpt.tag.state_dicts import checked_model, checked_optimizer, is_model,
 
 
 class TagLayout(Protocol):
-    """One tag, whatever version wrote it. Trees are state dicts as that rank held them, with a TensorStub (or
-    a MissingTensor) for each tensor; read one at a time with ``files.read``.
+    """One tag, whatever version wrote it.
 
-    All methods raise PartNotFound where the tag lacks what is asked for, MalformedFile for a damaged file.
+    Trees are state dicts as the rank held them, with a TensorStub (or a MissingTensor) for each tensor; ``files.read``
+    reads one tensor. All methods raise PartNotFound if the tag lacks the part, MalformedFile for a damaged file.
     """
 
     files: TagFiles
 
     def topology(self) -> Topology:
-        """The sizes, with the standard order of ranks where the files do not tell. Without ZeRO-1 nothing shows dp; it
-        is taken to be ``ep``, the least that it can be."""
+        """Return the sizes, with the standard order of ranks if the files do not record it.
+
+        Without ZeRO-1 nothing shows dp; it is assumed to be ``ep``, its least value.
+        """
 
     def parts(self) -> Parts:
-        """What the tag holds."""
+        """Return the parts that the tag holds."""
 
     def model_tree(self, at: Coordinates) -> dict[str, Any]:
-        """The model's state dict of the rank at these coordinates."""
+        """Return the model's state dict of the rank at these coordinates."""
 
     def optimizer_tree(self, at: Coordinates, param_names: Sequence[str] | None = None) -> dict[str, Any]:
-        """The optimizer's state dict of the rank at these coordinates, with types as :func:`restore_types`
-        has them.
+        """Return the optimizer's state dict of the rank at these coordinates, with restored types.
 
-        ``param_names``, the parameters by index, decide where entries are kept by name (``use_zero1_dcp``).
+        ``param_names``, the parameters by index, are needed if entries are stored by name (``use_zero1_dcp``).
         """
 
     def optimizer_names(self, at: Coordinates) -> list[str] | None:
-        """The parameter behind each optimizer index, if the files have names (``use_zero1_dcp``), else None."""
+        """Return the parameter behind each optimizer index, if the files have names (``use_zero1_dcp``), else None."""
 
     def scheduler(self) -> Any:
-        """The scheduler's state dict, tensors included."""
+        """Return the scheduler's state dict, tensors included."""
 
     def user_content(self) -> Any:
-        """What the user saved beside the state, tensors included."""
+        """Return the user content, tensors included."""
 
 
 def open_tag(
     storage: Storage, tag: str = "", *, topology: Topology | None = None, trust_pickle: bool = False
 ) -> TagLayout:
-    """The layout of ``tag``, or of the storage's root itself for ``""``.
+    """Return the layout of ``tag``, or of the storage's root itself for ``""``.
 
-    ``topology`` replaces what file names tell: a manifest knows dp without ZeRO-1, and how ranks were
-    ordered.
+    ``topology`` replaces the sizes in file names: a manifest records dp without ZeRO-1, and the order of ranks.
 
     Raises:
         PartNotFound: the directory holds none of the files of any layout.
@@ -92,14 +92,12 @@ def open_tag(
     )
 
 
-
-
 class NxdTag:
-    """A tag of NxD 0.6 or newer, or of ours; also the directories that NxD's converter writes."""
+    """Tag of NxD 0.6 or newer, or of ours; also the directories that NxD's converter writes."""
 
     def __init__(self, files: TagFiles, topology: Topology | None = None) -> None:
         self.files = files
-        self._given_topology = topology
+        self._fixed_topology = topology
 
     @reading
     def topology(self) -> Topology:
@@ -115,9 +113,7 @@ class NxdTag:
             scheduler=self.files.has(names.SCHEDULER),
             user_content=self.files.has(names.USER_CONTENT),
             rank_content=names.RANK_CONTENT_DIR in self.files.names(),
-            use_xser=any(
-                name.endswith(".tensors") for part in _STATE_DIRS for name in self.files.names(part)
-            ),
+            use_xser=any(name.endswith(".tensors") for part in _STATE_DIRS for name in self.files.names(part)),
             master_weights=optimizer is not None and "sharded_master_weights" in optimizer,
             lower_precision_weights=model is None or not any(iter_tensors(model, MissingTensor)),
         )
@@ -142,25 +138,25 @@ class NxdTag:
 
     @reading
     def scheduler(self) -> Any:
-        found = self.files.tree(names.SCHEDULER)
-        kind = "an optimizer" if is_optimizer(found) else "a model" if is_model(found) else None
+        tree = self.files.tree(names.SCHEDULER)
+        kind = "an optimizer" if is_optimizer(tree) else "a model" if is_model(tree) else None
         if kind is not None:
             raise MalformedFile(
                 f"{self.files.where(names.SCHEDULER)} holds the state of {kind}, not of a scheduler: files were "
                 "swapped; restore it, or load without scheduler="
             )
-        return self._filled(names.SCHEDULER, found)
+        return self._with_tensors(names.SCHEDULER, tree)
 
     @reading
     def user_content(self) -> Any:
         if names.INDEX_DIR in self.files.names():  # it verifies what is in the file
             return self.files.object(names.USER_CONTENT)
-        found = self.files.tree(names.USER_CONTENT)
-        self._refuse_exchanged(found)
-        return self._filled(names.USER_CONTENT, found)
+        tree = self.files.tree(names.USER_CONTENT)
+        self._refuse_exchanged(tree)
+        return self._with_tensors(names.USER_CONTENT, tree)
 
     def _refuse_exchanged(self, content: Any) -> None:
-        """Raise MalformedFile where the user content is the model's state dict, or an optimizer's."""
+        """Raise MalformedFile if the user content is the model's state dict, or an optimizer's."""
         model = self._first_model if is_model(content) else None
         of_model = model is not None and list(model) == list(content)
         if (of_model or is_optimizer(content)) and not self.files.trust_pickle:
@@ -170,20 +166,20 @@ class NxdTag:
                 "files were swapped; restore it, or pass trust_pickle=True if that is what the user saved"
             )
 
-    def _filled(self, file: str, tree: Any) -> Any:
-        """``tree``, which is what ``file`` holds, with its tensors."""
+    def _with_tensors(self, file: str, tree: Any) -> Any:
+        """Return ``tree``, the structure of ``file``, with its tensors."""
         has_tensors = self.files.trust_pickle or any(True for _ in iter_tensors(tree))  # trusted objects hide them
         return self.files.object(file) if has_tensors else tree
 
     @reading
     def rank_content(self, rank: int) -> Any:
-        """What the global rank saved for itself alone, tensors included."""
+        """Return the content that the global rank saved for itself, tensors included."""
         return self.files.object(names.rank_content_file(rank))
 
     @cached_property
     def _topology(self) -> Topology:
-        if self._given_topology is not None:
-            return self._given_topology
+        if self._fixed_topology is not None:
+            return self._fixed_topology
         model, optimizer = (spanned(self._ranks(part)) for part in _STATE_DIRS)
         tp, pp = max(model.tp, optimizer.tp), max(model.pp, optimizer.pp)
         dp, ep = optimizer.dp, max(model.ep or 1, optimizer.ep or 1)
@@ -201,7 +197,7 @@ class NxdTag:
     @cached_property
     def _dcp(self) -> Zero1Dcp | None:
         exists = self.files.has(names.DCP_METADATA)
-        return Zero1Dcp(self.files, names.OPTIMIZER_DIR, self._given_topology) if exists else None
+        return Zero1Dcp(self.files, names.OPTIMIZER_DIR, self._fixed_topology) if exists else None
 
     @cached_property
     def _first_model(self) -> dict[str, Any] | None:
@@ -226,15 +222,18 @@ class NxdTag:
         return "zero1" if "base_state" in self._first_optimizer else "plain"
 
     def _refuse_merged_experts(self) -> None:
-        """NxD's converter knows nothing of experts: it unshards them over all data-parallel ranks, those of other
-        experts among them, and keeps one rank's. Our unsharded files of experts have the rank in their names."""
+        """Raise MalformedFile for an unsharded optimizer of experts that NxD's converter wrote.
+
+        The converter does not handle experts: it unshards them over all data-parallel ranks, including those of other
+        experts, and keeps one rank's. Our unsharded files of experts have the rank in their names.
+        """
         if any(ranks.ep is not None for ranks in self._ranks(names.OPTIMIZER_DIR)):
             return
         tree = self._first_optimizer or {}
         groups = tree.get("param_groups")
         listed = [tuple(group.get("params", ())) for group in groups or () if isinstance(group, dict)]
         indices = [index for params in listed for index in params]
-        restarted = len(set(indices)) < len(indices)  # those of experts count from 0 again
+        restarted = len(set(indices)) < len(indices)  # experts count from 0 again
         named = any(ranks.ep is not None for ranks in self._ranks(names.MODEL_DIR))
         if named or restarted or "ep_param_group_offset" in tree:
             raise MalformedFile(
@@ -244,7 +243,7 @@ class NxdTag:
             )
 
     def _first_state(self, part: str) -> dict[str, Any] | None:
-        """The state of the lowest rank that has a file, for what is the same on all of them."""
+        """Return the state of the lowest rank that has a file, for facts that are equal on all ranks."""
         files = self._rank_files(part)
         if not files:
             return None
@@ -254,8 +253,8 @@ class NxdTag:
         return list(self._rank_files(part).values())
 
     def _rank_files(self, part: str) -> dict[str, names.ParsedName]:
-        found = {name: names.parse(name) or names.parse_full(name) for name in self.files.names(part)}
-        return {name: ranks for name, ranks in found.items() if ranks is not None}
+        parsed = {name: names.parse(name) or names.parse_full(name) for name in self.files.names(part)}
+        return {name: ranks for name, ranks in parsed.items() if ranks is not None}
 
     def _state(self, file: str, shared: str | None = None) -> dict[str, Any]:
         if not self.files.has(file):
@@ -278,5 +277,3 @@ def _without_expert_rank(at: Coordinates) -> Coordinates:
 
 def _lowest_first(ranks: names.ParsedName) -> tuple[int, ...]:
     return tuple(rank or 0 for rank in ranks)
-
-

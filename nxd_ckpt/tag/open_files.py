@@ -1,4 +1,4 @@
-"""The files of a tag, kept open while a load reads from them in many places and threads."""
+"""Files of a tag, kept open while a load reads from them in many places and threads."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from nxd_ckpt.storage.base import Reader
 from nxd_ckpt.tag.files import TagFiles
 
 _KEPT = 64
-"""How many idle files stay open at most: with xser there is one for each tensor."""
+"""Maximum number of idle files that stay open: with xser there is one for each tensor."""
 
 
 class OpenFiles:
-    """Files of ``files``, each opened once for every thread that reads it. Use as a context manager, or close it."""
+    """Files of ``files``, each opened once per thread that reads it. A context manager, or to be closed."""
 
     def __init__(self, files: TagFiles) -> None:
         self._files = files
@@ -22,9 +22,9 @@ class OpenFiles:
         self._idle: deque[tuple[str, Reader]] = deque()  # the last used at the end
 
     def read_ranges(self, file: str, ranges: Sequence[tuple[int, memoryview]]) -> None:
-        """Fill each memory with the file's bytes from its offset on. From any thread.
+        """Fill each memory with the file's bytes from its offset on. Thread-safe.
 
-        Raises as TagFiles.read_ranges.
+        Raises the errors of `TagFiles.read_ranges`.
         """
         with self._files.named(file):
             reader = self._take(file)
@@ -34,7 +34,7 @@ class OpenFiles:
                 self._give_back(file, reader)
 
     def close(self) -> None:
-        """Close what is open; nobody may be reading. What is read afterwards is opened anew."""
+        """Close all files; nobody may be reading. A later read opens its file again."""
         while self._idle:
             self._idle.popleft()[1].close()
 

@@ -1,4 +1,4 @@
-"""One complete tag that is open: what each rank saved in it, read and verified."""
+"""One complete tag that is open: the state that each rank saved in it, read and verified."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from nxd_ckpt.tag.reading import Leaf, LeafReader
 from nxd_ckpt.tag.tree_cache import TreeCache
 from nxd_ckpt.tag.verification import (
     Entries,
-    Written,
+    WrittenFiles,
     WrittenHints,
     changed_tensors,
     check_bytes,
@@ -39,10 +39,11 @@ logger = logging.getLogger("nxd_ckpt")
 
 
 class OpenTag:
-    """One complete tag: its layout, with the manifest's knowledge where it has one.
+    """One complete tag: its layout, with the facts of its manifest if it has one.
 
-    ``opens_all`` says that nothing will verify what is loaded before it is: then every file that trees refer to is
-    opened, to show that it is of this save, though its index tells what it holds.
+    ``opens_all`` is for loads that are not verified beforehand: every file that trees refer to is opened, to show that
+    it
+    belongs to this save, even if its index describes it.
     """
 
     opens_all = False
@@ -64,38 +65,40 @@ class OpenTag:
 
     @property
     def where(self) -> str:
-        """The tag, as errors name it."""
+        """Name of the tag in errors."""
         return f"{self.storage.url}/{self.tag}" if self.tag else self.storage.url
 
     @contextmanager
-    def kept(self, *, verified: bool = False) -> Iterator[None]:
-        """Within, it is read. Raises TagReplaced, in place of what is met, if it is no more the save that was opened.
+    def guarded(self, *, verified: bool = False) -> Iterator[None]:
+        """Context for reading the tag. Raises TagReplaced, in place of other errors, if it is no longer the opened
+        save.
 
-        ``verified`` says that all that is read is compared with digests that were known before. What is not may be of
-        another save without any error: then it is asked at the end in any case.
+        ``verified`` means that every read is compared with digests that were known before. Otherwise bytes may come
+        from
+        another save without any error, so the identity is checked at the end in any case.
         """
-        with nullcontext() if self.identity is None else self.identity.kept():
+        with nullcontext() if self.identity is None else self.identity.guarded():
             yield
         if not verified:
-            self.require_kept()
+            self.require_unchanged()
 
     @property
     def save(self) -> str | None:
-        """Which save it is, for others who open it (see :meth:`require_save`); None for what is no tag."""
-        return None if self.identity is None else self.identity.word
+        """Fingerprint of the save, for others who open it (see `require_save`); None without a tag."""
+        return None if self.identity is None else self.identity.fingerprint
 
     @property
     def copy(self) -> str | None:
-        """Which copy of the save it is; None for what is no tag."""
+        """Identity of this copy of the save; None without a tag."""
         return None if self.identity is None else self.identity.copy
 
-    def require_kept(self) -> None:
+    def require_unchanged(self) -> None:
         """Raise TagReplaced unless it is still the save that was opened."""
         if self.identity is not None:
             self.identity.require()
 
     def require_save(self, save: str | None) -> None:
-        """Raise TagReplaced unless it is the save that somebody else found."""
+        """Raise TagReplaced unless it is the save that another reader opened."""
         if self.identity is not None:
             self.identity.must_be(save)
 
@@ -108,9 +111,9 @@ class OpenTag:
         return self._layout.parts() if self.manifest is None else self.manifest.parts
 
     def model_tree(self, at: Coordinates) -> dict[str, Any]:
-        """The model's state dict at these coordinates, a TensorStub (or MissingTensor) for each tensor.
+        """Return the model's state dict at these coordinates, a TensorStub (or MissingTensor) for each tensor.
 
-        It is kept for a while, as :meth:`optimizer_tree` is: nobody may change it.
+        It is cached for a while, like `optimizer_tree`: nobody may change it.
         """
         return self._trees.get(("model", self.topology.writer_of(at)), partial(self._model_tree, at))
 
@@ -120,7 +123,7 @@ class OpenTag:
         self._verify_state(names.model_file(self.topology, at), self.topology.writer_of(at))
         left_out = not self.parts.lower_precision_weights
         read = partial(self._layout.model_tree, at)
-        tree = self._verified_tree(read, Written(names.MODEL_DIR, self._shared_indexes(at)), left_out)
+        tree = self._verified_tree(read, WrittenFiles(names.MODEL_DIR, self._shared_indexes(at)), left_out)
         refuse_unfinished(self.where, tree)
         return tree
 
@@ -141,23 +144,23 @@ class OpenTag:
         )
 
     def model_names(self) -> set[str]:
-        """The names of the model on all pipeline stages."""
+        """Return the names of the model on all pipeline stages."""
         if self.manifest is not None:
             return {*self.manifest.parameters}
         return {name for stage in range(self.topology.pp) for name in self.model_tree(Coordinates(stage))}
 
     def experts(self) -> set[str] | None:
-        """The expert parameters, as neuronx_distributed's xser files mark them; None where files do not tell."""
+        """Return the expert parameters, as marked in neuronx_distributed's xser files; None if files mark none."""
         if self.manifest is not None or self.topology.ep == 1 or not self.parts.model:
             return None
         files = (names.model_file(self.topology, Coordinates(stage)) for stage in range(self.topology.pp))
-        found = [self._layout.files.marked_experts(file) for file in files]
-        return None if None in found else {name for marked in found for name in marked or ()}
+        marked_by_stage = [self._layout.files.marked_experts(file) for file in files]
+        return None if None in marked_by_stage else {name for marked in marked_by_stage for name in marked or ()}
 
     def optimizer_tree(self, at: Coordinates, param_names: Sequence[str] | None = None) -> dict[str, Any]:
-        """The optimizer's state dict at these coordinates, a TensorStub for each tensor.
+        """Return the optimizer's state dict at these coordinates, a TensorStub for each tensor.
 
-        ``param_names``, in order of their index, are needed only by layouts that keep names instead.
+        ``param_names``, in order of their index, are needed only by layouts that store names instead.
         """
         key = "optimizer", at, None if param_names is None else tuple(param_names)
         return self._trees.get(key, partial(self._optimizer_tree, at, param_names))
@@ -174,12 +177,14 @@ class OpenTag:
             self._verify_state(file, at if own else self.topology.writer_of(at))
         read = partial(self._layout.optimizer_tree, at, param_names)
         indexes = map(self.index, [at]) if own else self._shared_indexes(at)
-        tree = self._verified_tree(read, Written(names.OPTIMIZER_DIR, indexes))
+        tree = self._verified_tree(read, WrittenFiles(names.OPTIMIZER_DIR, indexes))
         refuse_missing(self.where, tree)
         return tree
 
     def _dcp_tree(self, at: Coordinates) -> dict[str, Any]:
-        """The same of a torch DCP directory of ours: what ranks share is in files of the first one of each stage."""
+        """Return the optimizer's state dict from our torch DCP directory: shared state is in the first rank's files per
+        stage.
+        """
         first, leader = self.topology.coordinates_of(0), Coordinates(at.pp_rank)
         self._verify(names.DCP_METADATA, first)
         shared = dict.fromkeys((Coordinates(), leader))
@@ -187,36 +192,36 @@ class OpenTag:
             self._verify(names.dcp_file(self.topology.rank_of(place), 0), place)
         read = partial(self._layout.optimizer_tree, at, self.optimizer_names(at))
         writers = dict.fromkeys((at, *shared))
-        return self._verified_tree(read, Written(names.OPTIMIZER_DIR, map(self.index, writers)))
+        return self._verified_tree(read, WrittenFiles(names.OPTIMIZER_DIR, map(self.index, writers)))
 
     def _verified_tree(
-        self, read: Callable[[], dict[str, Any]], written: Written, left_out: bool = False
+        self, read: Callable[[], dict[str, Any]], written: WrittenFiles, left_out: bool = False
     ) -> dict[str, Any]:
         if self.manifest is None:
             return read()
 
         verify_size = self._verify_size if self.storage.renames else _unverified
-        with self._layout.files.knowing(WrittenHints(written, None if self.opens_all else verify_size)):
+        with self._layout.files.with_hints(WrittenHints(written, None if self.opens_all else verify_size)):
             tree = read()
         verify_tensors(self.where, tree, written, left_out=left_out)
         self._entries |= written.entries
         return tree
 
     def optimizer_names(self, at: Coordinates) -> list[str] | None:
-        """The parameter behind each index of the optimizer's state, or None where the tag does not tell."""
+        """Return the parameter behind each index of the optimizer's state, or None if the tag does not record it."""
         if self.manifest is None:
             return self._layout.optimizer_names(at)
         if self.mesh is not None:
             return self.mesh.optimizer_names()
-        found = self.index(replace(self.topology.writer_of(at), tp_rank=0)).optimizer_names
-        return None if found is None else list(found)
+        recorded = self.index(replace(self.topology.writer_of(at), tp_rank=0)).optimizer_names
+        return None if recorded is None else list(recorded)
 
     def scheduler(self) -> Any:
         self._verify(names.SCHEDULER, self.topology.coordinates_of(0))
         return self._layout.scheduler()
 
     def user_content(self) -> Any:
-        """The user content, or None where none was saved."""
+        """Return the user content, or None if none was saved."""
         if not self.parts.user_content:
             return None
         self._verify(names.USER_CONTENT, self.topology.coordinates_of(0))
@@ -224,7 +229,7 @@ class OpenTag:
 
     @cached_property
     def dcp_names(self) -> DcpNames | None:
-        """What torch DCP called what is in the tag, where DCP wrote it."""
+        """torch DCP's names of the tag's content, if DCP wrote it."""
         files = self._layout.files
         if self.mesh is None or not files.has(names.DCP_NAMES):
             return None
@@ -232,12 +237,12 @@ class OpenTag:
         return DcpNames.from_json(files.storage.read(files.key(names.DCP_NAMES)), files.where(names.DCP_NAMES))
 
     def rank_content(self, rank: int) -> Any:
-        """What the global ``rank`` saved for itself. Raises PartNotFound where it saved nothing."""
+        """Return the content that the global ``rank`` saved for itself. Raises PartNotFound if there is none."""
         self._verify(names.rank_content_file(rank), self.topology.coordinates_of(rank))
         return self._layout.files.object(names.rank_content_file(rank))
 
     def index(self, at: Coordinates) -> RankIndex:
-        """The index of the rank at these coordinates, verified against the manifest. Ours only."""
+        """Return the index of the rank at these coordinates, verified against the manifest. Only for our tags."""
         if at not in self._indexes:
             self._indexes[at] = self._load_index(at)
         return self._indexes[at]
@@ -256,7 +261,7 @@ class OpenTag:
         return load_index(data, where)
 
     def read(self, leaf: Leaf) -> torch.Tensor:
-        """One tensor, on the CPU.
+        """Read one tensor to the CPU.
 
         Raises:
             DigestMismatch: the bytes are not those that were written.
@@ -264,7 +269,11 @@ class OpenTag:
         return self._layout.files.read(leaf) if isinstance(leaf, TensorStub) else self.put_together(leaf, "")
 
     def put_together(self, leaf: Leaf, name: str) -> torch.Tensor:
-        """As :meth:`read`, where parts too are compared with the indexes; an error names the tensor ``name``."""
+        """Read one tensor to the CPU, comparing its parts with the indexes too; ``name`` names it in errors.
+
+        Raises:
+            DigestMismatch: the bytes are not those that were written.
+        """
         out = allocated(leaf.shape, leaf.dtype)
         with self.reader() as reader:
             reader.read_into(leaf, out, name, compare=True, verified=False)
@@ -272,16 +281,16 @@ class OpenTag:
         return out
 
     def reader(self) -> LeafReader:
-        """Reads and verifies the leaves of this tag's trees, as far as those have been made by now."""
+        """Return a reader that verifies the leaves of the trees that have been made so far."""
         return LeafReader(self._layout.files, self._entries)
 
     def _shared_indexes(self, at: Coordinates) -> Iterator[RankIndex]:
-        """The indexes of the ranks that share the writing of the state at these coordinates, one at a time."""
+        """Yield the indexes of the ranks that share the writing of the state at these coordinates."""
         # With xser, ep rank 0's hold what is not an expert's.
         for place in dict.fromkeys((self.topology.writer_of(at), replace(at, dp_rank=0))):
             for rank in self.topology.replicas(place, expert=self.topology.ep > 1):
                 member = self.topology.coordinates_of(rank)
-                # Not kept but for the first, which is asked again: with xser there may be one for each dp rank.
+                # Only the first is cached, because it is used again: with xser there may be one for each dp rank.
                 yield self.index(member) if member == place else self._load_index(member)
 
     def _verify_state(self, file: str, writer: Coordinates) -> None:
@@ -295,30 +304,30 @@ class OpenTag:
             return
         entry = self.index(writer).files.get(file)
         if entry is None:
-            held = first_of(sorted(self.index(writer).files))
-            raise PartNotFound(f"{self.where}: no file {file!r} was saved; its rank saved {held}")
+            saved_files = first_of(sorted(self.index(writer).files))
+            raise PartNotFound(f"{self.where}: no file {file!r} was saved; its rank saved {saved_files}")
         self._verify_size(file, entry.nbytes)
         if entry.nbytes <= _SMALL:
             data = self.storage.read(f"{self.tag}/{file}")
             try:
                 check_bytes(data, entry, f"{self.where}/{file}")
             except DigestMismatch as error:
-                changed = changed_tensors(data, (one for one in self.index(writer).tensors if one.file == file))
+                changed = changed_tensors(data, (entry for entry in self.index(writer).tensors if entry.file == file))
                 raise DigestMismatch(f"{error}{': ' if changed else ''}{first_of(sorted(changed))}") from error
         self._verified.add(file)
 
     def _verify_size(self, file: str, expected: int) -> None:
         where = f"{self.where}/{file}"
         try:
-            found = self.storage.size(f"{self.tag}/{file}")
+            nbytes = self.storage.size(f"{self.tag}/{file}")
         except FileNotFoundError as error:
             raise PartLost(f"{where} is missing: the tag lost files since it was saved") from error
-        if found != expected:
-            raise MalformedFile(f"{where} has {found} bytes, expected {expected}: truncated or replaced")
+        if nbytes != expected:
+            raise MalformedFile(f"{where} has {nbytes} bytes, expected {expected}: truncated or replaced")
 
 
 _SMALL = 4 * 2**20
 
 
 def _unverified(file: str, expected: int) -> None:
-    """Where asking for a size is a request. Of another size, its bytes are not those of the index either."""
+    """Skip the check of a size, which costs a request in a store: a file of another size fails its digest anyway."""

@@ -1,4 +1,4 @@
-"""Opening one complete tag: whose it is, and whether its files are those that its manifest names."""
+"""Opening one complete tag: who wrote it, and whether its files are those of its manifest."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ logger = logging.getLogger("nxd_ckpt")
 
 
 def open_complete_tag(storage: Storage, tag: str, *, trust_pickle: bool = False) -> OpenTag:
-    """Open a tag that was chosen (:mod:`nxd_ckpt.tag.choosing`).
+    """Open a tag that `nxd_ckpt.tag.choosing` chose.
 
     Raises:
-        CorruptCheckpoint: its manifest is damaged, or of manifest and index one is there and the other is not.
-        TagReplaced: it was removed since it was chosen, perhaps to be saved anew.
+        CorruptCheckpoint: its manifest is damaged, or only one of manifest and index exists.
+        TagReplaced: it was removed since it was chosen, perhaps to be saved again.
     """
     identity = Identity(storage, tag)
-    with identity.kept():
-        identity.must_be(identity.word)
+    with identity.guarded():
+        identity.must_be(identity.fingerprint)
         opened = _open(storage, tag, identity, trust_pickle)
         identity.require()  # else its manifest may be that of the next save
         return opened
@@ -36,7 +36,7 @@ def _open(storage: Storage, tag: str, identity: Identity, trust_pickle: bool) ->
     where = f"{storage.url}/{tag}"
     listed = {entry.name for entry in storage.list(tag)}
     if tag and not storage.renames and _is_in_flux(listed):
-        # Elsewhere a tag goes as a whole. Here one that is emptied or written anew must not pass for a foreign one.
+        # File systems rename whole tags. In a store, one that is being emptied or written must not look foreign.
         raise TagReplaced(f"{where} was removed, or is being replaced, since it was looked up")
     manifest = None
     if names.MANIFEST in listed:
@@ -51,14 +51,14 @@ def _open(storage: Storage, tag: str, identity: Identity, trust_pickle: bool) ->
             )
             manifest = None
         elif names.INDEX_DIR not in listed:
-            raise _lost(f"{where}/{names.INDEX_DIR}/", left=names.MANIFEST)
+            raise _part_lost(f"{where}/{names.INDEX_DIR}/", left=names.MANIFEST)
     elif tag and names.INDEX_DIR in listed:
-        raise _lost(f"{where}/{names.MANIFEST}", left=f"{names.INDEX_DIR}/")
+        raise _part_lost(f"{where}/{names.MANIFEST}", left=f"{names.INDEX_DIR}/")
     elif (file := file_of_ours(storage, tag)) is not None:
         logger.warning(
-            "%s has neither %s nor %s/, but %s is of a save of ours: the tag lost them. It is read as what "
-            "neuronx_distributed writes: nothing tells whether all its files are there, and of one save. Restore the "
-            "tag from a copy, or load another one",
+            "%s has neither %s nor %s/, but nxd_ckpt wrote %s: the tag lost them. It is read as a plain "
+            "neuronx_distributed checkpoint: whether all its files exist, and belong to one save, is unknown. Restore "
+            "the tag from a copy, or load another one",
             where,
             names.MANIFEST,
             names.INDEX_DIR,
@@ -77,18 +77,18 @@ def _manifest(storage: Storage, tag: str) -> Manifest:
         raise TagReplaced(f"{storage.url}/{tag} was removed, or is being replaced, while it was read") from error
 
 
-def _lost(where: str, left: str) -> CorruptCheckpoint:
+def _part_lost(where: str, left: str) -> CorruptCheckpoint:
     return CorruptCheckpoint(
-        f"{where} is missing, though there is {left}: the tag lost files, and nothing verifies the others. Restore it "
-        f"from a copy; or, to read it as what neuronx_distributed writes, with only the digests inside its files, "
+        f"{where} is missing, but {left} exists: the tag lost files, and the others cannot be verified. Restore it "
+        f"from a copy. To read it as a plain neuronx_distributed checkpoint, with only the digests inside its files, "
         f"remove {left} too"
     )
 
 
 def _is_in_flux(listed: Set[str]) -> bool:
-    """Whether a tag in a store is being emptied or written: ``done``, which begins the one and ends the other, is gone.
+    """Return whether a tag in a store is being emptied or written: ``done``, the first removed and last written, is
+    gone.
 
     Tags of neuronx_distributed 0.6 have no ``done``, but no ``checkpoint`` either.
     """
     return names.DONE not in listed and (not listed or bool(listed & {names.MARKER, names.INDEX_DIR, names.MANIFEST}))
-

@@ -1,9 +1,9 @@
-"""The order time of a tag: the one number by which tags are ordered. docs/format.md lists the cases.
+"""Order time of a tag: the one number by which tags are ordered. docs/format.md lists the cases.
 
-A tag of ours has it in its manifest, and that counts, wherever the tag was copied to and whatever times its files have.
-``done`` has it too, as its modification time or, in a store, as text: it shows without the manifest's parameters that
-nobody else wrote the marker. A tag of another program has the time of its ``done``, also one that was saved over a tag
-of ours: its files are then not those that our index names.
+Our tags have it in their manifest, and that counts, wherever the tag was copied to and whatever times its files have.
+``done`` has it too, as its modification time or, in a store, as text: it shows without reading the manifest that nobody
+else wrote the marker. A tag of another program has the time of its ``done``, also one that was saved over a tag of
+ours: its files are then not those that our index names.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from nxd_ckpt.formats.zip_directory import read_records
 from nxd_ckpt.storage.base import Storage
 
 _HEAD = 320
-"""Bytes of a manifest, of which all have more, that hold its order time, unless the tag's name is very long."""
+"""Bytes at the beginning of a manifest that hold its order time, unless the tag's name is very long. All have more."""
 _ORDER_TIME = re.compile(
     rb'\{"format_version": ?\d+, ?"kind": ?"manifest", ?"tag": ?"(?:[^"\\]|\\.)*", ?"attempt": ?"[^"\\]*", ?'
     rb'"order_time": ?([0-9.e+]{1,40}), ?"'
@@ -34,12 +34,12 @@ _RECORDED = re.compile(rb"([0-9]{1,13}(?:\.[0-9]{1,6})?) [^ ]+")
 
 
 def marker_time(storage: Storage, key: str) -> float:
-    """The modification time of a marker in seconds; what is no clock's time counts as the latest one."""
+    """Return the modification time of a marker in seconds; an impossible time counts as the latest possible one."""
     return min(storage.time(key), LATEST)
 
 
 def recorded_order_time(storage: Storage, tag: str) -> float | None:
-    """The order time that ``done`` holds, which only a save of ours into a store leaves there; else None.
+    """Return the order time in ``done``, which only our saves into a store leave there; else None.
 
     Another program that saves over such a tag leaves its own marker, ``1``.
     """
@@ -52,10 +52,9 @@ def recorded_order_time(storage: Storage, tag: str) -> float | None:
 
 
 def order_time_of_ours(storage: Storage, tag: str, marked: float) -> float | None:
-    """The order time of a complete tag with a manifest, whose ``done`` holds none and is of the time ``marked``; None
-    if another program saved over the tag.
+    """Return the order time of a complete tag with a manifest whose ``done``, of the time ``marked``, records none.
 
-    A damaged manifest tells nothing: then the time of ``done`` counts.
+    None if another program saved over the tag. With a damaged manifest the time of ``done`` counts.
     """
     key = f"{tag}/{MANIFEST}"
     try:
@@ -71,9 +70,10 @@ def order_time_of_ours(storage: Storage, tag: str, marked: float) -> float | Non
 def is_written_over(storage: Storage, tag: str, manifest: Manifest) -> bool:
     """True if another program saved over a tag of ours.
 
-    It wrote its own ``done``, and files of rank 0 that are whole, and not those that our index describes. A copy has
-    another ``done`` time, and damage leaves files that are not whole, or whose own digests are still those of our
-    index: neither is taken for a save.
+    It wrote its own ``done``, and whole files of rank 0 that are not those of our index. A copy has another ``done``
+    time,
+    and damage leaves files that are not whole, or whose own digests are still those of our index: neither counts as a
+    save.
     """
     order_time = manifest.order_time
     if recorded_order_time(storage, tag) == order_time or same_time(order_time, storage.time(f"{tag}/{DONE}")):
@@ -92,7 +92,7 @@ def is_written_over(storage: Storage, tag: str, manifest: Manifest) -> bool:
 
 
 def _order_time_in_head(storage: Storage, key: str) -> float | None:
-    """The order time in a manifest's first bytes, which nothing verifies."""
+    """Return the order time in a manifest's first bytes, unverified."""
     with closing(storage.open(key)) as reader:
         head = bytearray(_HEAD)
         try:
@@ -112,7 +112,7 @@ def _index(storage: Storage, key: str) -> RankIndex | None:
 
 
 def _first_files(index: RankIndex, folders: Iterable[str]) -> list[str]:
-    """The first and the last zip file of a rank in each of the folders, and in their folders of xser tensors."""
+    """Return the first and the last zip file of a rank in each of the folders, and in their folders of xser tensors."""
     listed: dict[str, list[str]] = {}
     for file in sorted(index.files):
         if file.endswith(".pt") and file.split("/")[0] in folders:
@@ -121,9 +121,9 @@ def _first_files(index: RankIndex, folders: Iterable[str]) -> list[str]:
 
 
 def _is_another_file(storage: Storage, tag: str, file: str, index: RankIndex) -> bool:
-    """True for a whole zip archive that is not the one which the index describes.
+    """True for a whole zip archive that is not the one in the index.
 
-    It is of another size; or its records, by their own digests, are not the tensors of the index; or there are no
+    It has another size; or its records, by their own digests, are not the tensors of the index; or there are no
     tensors, and it is undamaged, but with other bytes.
     """
     key, entry = f"{tag}/{file}", index.files[file]
@@ -164,7 +164,7 @@ def _holds(records: Iterable[Record], tensors: Mapping[int, TensorEntry]) -> boo
 def _is_another_dcp_save(storage: Storage, tag: str, index: RankIndex) -> bool:
     """True if ``.metadata`` of a ZeRO-1 optimizer is not the one of the index, and neither is a data file of rank 0.
 
-    Both are whole: the metadata can be read, and the file ends where it says. Damage of one of them is not that.
+    Both must be whole: the metadata can be read, and the file has the size it states. Damage of one of them is no save.
     """
     from nxd_ckpt.tag.files import TagFiles  # with torch, which a listing does without
     from nxd_ckpt.tag.foreign.torch_dcp import DcpFiles, read_metadata
@@ -202,8 +202,7 @@ def _is_whole(storage: Storage, key: str) -> bool:
 
 
 def file_of_ours(storage: Storage, tag: str) -> str | None:
-    """The key of a file that a save of ours wrote into a tag; None where none is found among the first and the last of
-    the model and of the optimizer."""
+    """Return the key of a file that our save wrote into a tag, searching the first and last of each part; else None."""
     for part in (names.MODEL_DIR, names.OPTIMIZER_DIR):
         folder = f"{tag}/{part}" if tag else part
         files = [f"{folder}/{entry.name}" for entry in storage.list(folder) if not entry.is_dir]
@@ -225,7 +224,7 @@ def _is_of_ours(storage: Storage, key: str) -> bool:
 
 
 def _records(storage: Storage, key: str, size: int, begins: Sequence[int] = ()) -> list[Record]:
-    """Records of a file that is a whole zip archive; ``begins`` as for read_records.
+    """Return the records of a file that is a whole zip archive; ``begins`` as in `read_records`.
 
     Raises MalformedFile for any other file.
     """

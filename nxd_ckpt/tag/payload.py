@@ -1,5 +1,7 @@
-"""What a training script saved as one dict: the state of model, optimizer and scheduler under the usual keys, and
-whatever else it liked. What Lightning saves has lists of optimizers and of schedulers."""
+"""Dict that a training script saved: the state of model, optimizer and scheduler under usual keys, and other content.
+
+Lightning saves lists of optimizers and of schedulers.
+"""
 
 from __future__ import annotations
 
@@ -17,12 +19,12 @@ OPTIMIZER_KEYS = ("optimizer", "optimizer_state_dict", "optim", "optimizer_state
 SCHEDULER_KEYS = ("scheduler", "lr_scheduler", "scheduler_state_dict", "lr_schedulers")
 
 _COUNTS = ("step", "global_step", "epoch")
-"""What scripts keep beside the model that tells saves apart."""
+"""Keys of counters beside the model that distinguish saves."""
 
 
 @dataclass(frozen=True)
 class Payload:
-    """``content`` is what the file holds: such a dict, or the state dict of a model or of an optimizer itself."""
+    """Content of such a file: the dict, or the state dict of a model or of an optimizer itself."""
 
     content: dict[str, Any]
 
@@ -41,25 +43,25 @@ class Payload:
 
     @property
     def rest(self) -> dict[str, Any]:
-        """Whatever else it holds: step, epoch, arguments."""
+        """Everything else: step, epoch, arguments."""
         if is_optimizer(self.content) or self._is_bare_model:
             return {}
-        known = {*MODEL_KEYS, *OPTIMIZER_KEYS, *SCHEDULER_KEYS}
+        part_keys = {*MODEL_KEYS, *OPTIMIZER_KEYS, *SCHEDULER_KEYS}
 
         def is_part(key: str, value: Any) -> bool:
-            several = isinstance(value, list) and len(value) > 1  # which of them is meant only the script knows
-            return key in known and not several
+            several = isinstance(value, list) and len(value) > 1  # only the script knows which one to use
+            return key in part_keys and not several
 
         return {key: value for key, value in self.content.items() if not is_part(key, value)}
 
     @property
     def keys(self) -> list[str]:
-        """The first few, for errors."""
+        """The first few keys, for errors."""
         return [str(key) for key in self.content][:8]
 
     @property
     def _is_bare_model(self) -> bool:
-        """A state dict itself: tensors right below, or nothing but them."""
+        """True for a state dict itself: tensors at the top level, and no parts."""
         nested = any(self._part(keys) is not None for keys in (MODEL_KEYS, OPTIMIZER_KEYS))
         has_tensors = any(len(path) == 1 for path, _ in iter_tensors(self.content))
         return not nested and not is_optimizer(self.content) and has_tensors
@@ -71,11 +73,13 @@ class Payload:
 
 
 def refuse_other_counts(ranks: Mapping[str, Payload], above: str) -> None:
-    """Raise MalformedFile where files of ``ranks``, by name below the directory ``above``, count other steps or epochs
-    than the first that counts them."""
+    """Raise MalformedFile if files of ``ranks`` count other steps or epochs than the first that counts them.
+
+    ``ranks`` are by name below the directory ``above``.
+    """
     for key in _COUNTS:
-        said = {name: payload.content.get(key) for name, payload in ranks.items()}
-        counts = {name: number for name, number in said.items() if type(number) is int}
+        values = {name: payload.content.get(key) for name, payload in ranks.items()}
+        counts = {name: number for name, number in values.items() if type(number) is int}
         first = next(iter(counts), "")
         for name, number in counts.items():
             if number != counts[first]:

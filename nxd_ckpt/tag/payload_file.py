@@ -1,4 +1,4 @@
-"""One ``torch.save`` file that holds a whole checkpoint, as ``xm.save`` writes it. Only read."""
+"""One ``torch.save`` file with a whole checkpoint, as ``xm.save`` writes it. Only read."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from nxd_ckpt.tag.state_dicts import checked_model, checked_optimizer, reading
 
 
 class PayloadFile:
-    """See TagLayout. The checkpoint of a single rank, whose ``payload`` is in ``file``."""
+    """Layout (`TagLayout`) of a single rank's checkpoint, whose ``payload`` is in ``file``."""
 
     def __init__(self, files: TagFiles, file: str, payload: Payload) -> None:
         self.files, self.where, self._payload = files, files.where(file), payload
@@ -51,7 +51,7 @@ class PayloadFile:
 
     @reading
     def user_content(self) -> Any:
-        """Whatever else the file holds: step, epoch, arguments."""
+        """Return everything else in the file: step, epoch, arguments."""
         return self._read(self._rest)
 
     @property

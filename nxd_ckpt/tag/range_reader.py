@@ -1,5 +1,7 @@
-"""Ranges of a tag's files, read by several threads: neighbours together, each compared with its digest while its bytes
-are still in the processor's cache."""
+"""Reading of ranges of a tag's files by several threads.
+
+Neighbours are read together, and each range is compared with its digest while its bytes are in the processor's cache.
+"""
 
 from __future__ import annotations
 
@@ -18,14 +20,14 @@ from nxd_ckpt.tag.read_pool import PIECE, ReadPool
 from nxd_ckpt.tag.verification import Digest, mismatch, naming
 
 _TOGETHER = 500
-"""Ranges of a piece, at most: those of tiny tensors."""
+"""Maximum number of ranges in a piece, for tiny tensors."""
 
 
 class Range(NamedTuple):
-    """Bytes to be read into ``memory``, or nowhere.
+    """Bytes to read into ``memory``, or to discard.
 
-    ``expected`` is their CRC-32, if they have one of their own; else they may be the ``segment``-th that ``digest`` is
-    of. ``deliver`` is called with the bytes once these are right.
+    ``expected`` is their CRC-32, if they have their own; else they may be the ``segment``-th of those that ``digest``
+    covers. ``deliver`` is called with the bytes once they are verified.
     """
 
     offset: int
@@ -43,15 +45,16 @@ class Range(NamedTuple):
 
     @property
     def scratch_nbytes(self) -> int:
-        """What it takes of the memory that is used again, so that the next may begin as any dtype wants it."""
+        """Bytes of scratch memory that it needs, rounded up so that the next range is aligned for any dtype."""
         return -(-self.nbytes // 16) * 16 if self.memory is None else 0
 
 
 class RangeReader(Closing):
-    """Reads ranges of ``files`` on as many threads as the storage likes, the caller's included. Close it. ``done``
-    counts what was read.
+    """Reader of ranges of ``files`` on the storage's preferred number of threads, the caller's included.
 
-    :meth:`add` and :meth:`call` return before anything was read, and raise what an earlier call met.
+    `add` and `call` return before anything is read, and raise the error of an earlier call. ``done`` counts the bytes.
+    It
+    must be closed.
     """
 
     def __init__(self, files: TagFiles) -> None:
@@ -61,16 +64,16 @@ class RangeReader(Closing):
         self._nbytes, self._scratch_nbytes = 0, 0
         self._longest = max(PIECE, files.storage.read_nbytes)
 
-    def add(self, file: str, one: Range) -> None:
-        if file != self._file or len(self._ranges) >= _TOGETHER or not self._goes_along(one):
+    def add(self, file: str, item: Range) -> None:
+        if file != self._file or len(self._ranges) >= _TOGETHER or not self._fits(item):
             self._flush()
         self._file = file
-        self._nbytes += one.nbytes
-        self._scratch_nbytes += one.scratch_nbytes
-        self._ranges.append(one)
+        self._nbytes += item.nbytes
+        self._scratch_nbytes += item.scratch_nbytes
+        self._ranges.append(item)
 
     def call(self, name: str, read: partial[None]) -> None:
-        """Let one of the threads do this; errors name the tensor ``name``."""
+        """Run ``read`` on one of the threads; errors name the tensor ``name``."""
 
         def task(scratch: memoryview) -> None:
             with naming(name):
@@ -80,16 +83,16 @@ class RangeReader(Closing):
         self._pool.submit(task)
 
     def read_ranges(self, file: str, ranges: Sequence[tuple[int, memoryview]]) -> None:
-        """Read them at once, on this thread, with no digest."""
+        """Read at once, on this thread, without a digest."""
         self._open.read_ranges(file, ranges)
 
     @property
     def asked(self) -> int:
-        """What :meth:`wait` takes to wait for all that was asked for until now."""
+        """Argument for `wait` that covers everything requested so far."""
         return self._pool.submitted + bool(self._ranges)
 
     def wait(self, asked: int) -> None:
-        """Return when the earlier of what was asked for, or all of it, is read. Raises what reading it met."""
+        """Return when the first ``asked`` requests are read. Raises their errors."""
         if asked > self._pool.submitted:
             self._flush()
         self._pool.wait_for(asked)
@@ -99,15 +102,17 @@ class RangeReader(Closing):
         self._pool.close()
         self._open.close()
 
-    def _goes_along(self, one: Range) -> bool:
-        """Whether it is read together with those before it: small ones are, and what follows on them as long as the
-        storage likes long reads."""
+    def _fits(self, item: Range) -> bool:
+        """Return whether it is read together with those before it.
+
+        Small ranges are, and adjacent ones up to the storage's preferred length.
+        """
         if not self._ranges:
             return True
-        if self._scratch_nbytes + one.scratch_nbytes > PIECE:
+        if self._scratch_nbytes + item.scratch_nbytes > PIECE:
             return False
-        follows = 0 <= one.offset - self._ranges[-1].end <= HOLE
-        return self._nbytes + one.nbytes <= (self._longest if follows else PIECE)
+        follows = 0 <= item.offset - self._ranges[-1].end <= HOLE
+        return self._nbytes + item.nbytes <= (self._longest if follows else PIECE)
 
     def _flush(self) -> None:
         if self._ranges:
@@ -117,28 +122,28 @@ class RangeReader(Closing):
     def _read(self, file: str, ranges: Sequence[Range], scratch: memoryview) -> None:
         """Read the ranges at once, and compare their digests."""
         memories, at = [], 0
-        for one in ranges:
-            memories.append(scratch[at : at + one.nbytes] if one.memory is None else one.memory)
-            at += one.scratch_nbytes
+        for item in ranges:
+            memories.append(scratch[at : at + item.nbytes] if item.memory is None else item.memory)
+            at += item.scratch_nbytes
         try:
-            self._open.read_ranges(file, [(one.offset, memory) for one, memory in zip(ranges, memories, strict=True)])
+            self._open.read_ranges(file, [(item.offset, memory) for item, memory in zip(ranges, memories, strict=True)])
         except MalformedFile:  # the file ends before one of them does
-            for one, memory in zip(ranges, memories, strict=True):
-                with naming(one.name):
-                    self._open.read_ranges(file, [(one.offset, memory)])
+            for item, memory in zip(ranges, memories, strict=True):
+                with naming(item.name):
+                    self._open.read_ranges(file, [(item.offset, memory)])
             raise
-        self.done.add(sum(one.nbytes for one in ranges))
-        for one, memory in zip(ranges, memories, strict=True):
-            if one.expected is not None or one.digest is not None:
-                self._compare(file, one, memory)
-            if one.deliver is not None:
-                one.deliver(memory)
+        self.done.add(sum(item.nbytes for item in ranges))
+        for item, memory in zip(ranges, memories, strict=True):
+            if item.expected is not None or item.digest is not None:
+                self._compare(file, item, memory)
+            if item.deliver is not None:
+                item.deliver(memory)
 
-    def _compare(self, file: str, one: Range, memory: memoryview) -> None:
-        found = crc32.crc32(memory)
-        with naming(one.name):
-            if one.digest is not None:
-                one.digest.take(one.segment, found, one.nbytes)
-            elif found != one.expected:
-                where = f"{self._files.where(file)}, {one.nbytes} bytes from {one.offset} on"
-                raise mismatch(where, one.expected or 0, found)
+    def _compare(self, file: str, item: Range, memory: memoryview) -> None:
+        crc = crc32.crc32(memory)
+        with naming(item.name):
+            if item.digest is not None:
+                item.digest.take(item.segment, crc, item.nbytes)
+            elif crc != item.expected:
+                where = f"{self._files.where(file)}, {item.nbytes} bytes from {item.offset} on"
+                raise mismatch(where, item.expected or 0, crc)

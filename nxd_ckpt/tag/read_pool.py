@@ -1,7 +1,7 @@
-"""A few threads that read, and the caller's own among them while it waits.
+"""A few threads that read, and the caller's own thread while it waits.
 
-Tasks start in the order in which they are given. An error stops those that have not started. If several fail, the error
-of the first task is raised, whichever thread was faster.
+Tasks start in the order of submission. An error stops those that have not started. If several fail, the error of the
+first task is raised, whichever thread was faster.
 """
 
 from __future__ import annotations
@@ -15,15 +15,20 @@ from nxd_ckpt.core.closing import Closing
 from nxd_ckpt.core.manifest import CRC_BLOCK
 
 PIECE = CRC_BLOCK
-"""Bytes of scratch memory of each thread, and of what a task reads: large enough that threads seldom meet, small enough
-that the bytes are still in the cache when their digest is computed; and a block of a tensor is verified at once."""
+"""Bytes of scratch memory per thread, and of a task's read.
+
+Large enough that threads seldom contend, small enough that the bytes are still in the cache when their digest is
+computed; and a block of a tensor is verified at once.
+"""
 
 Task = Callable[[memoryview], None]
-"""Called with :data:`PIECE` bytes of scratch memory that are the thread's own."""
+"""Called with ``PIECE`` bytes of scratch memory that belong to the thread."""
 
 
 class ReadPool(Closing):
-    """Runs tasks on ``threads`` threads, the caller's included: the storage's ``concurrency``. Close it."""
+    """Pool that runs tasks on ``threads`` threads, the caller's included: the storage's ``concurrency``. Must be
+    closed.
+    """
 
     def __init__(self, threads: int) -> None:
         self._others = threads - 1
@@ -37,7 +42,7 @@ class ReadPool(Closing):
         self.submitted = 0
 
     def submit(self, task: Task) -> None:
-        """Run ``task`` soon. Raises what an earlier one raised."""
+        """Run ``task`` soon. Raises the error of an earlier one."""
         if self._failed is not None:
             self.wait_for(self.submitted)
         with self._changed:
@@ -56,7 +61,8 @@ class ReadPool(Closing):
 
     def wait_for(self, count: int) -> None:
         """Return once the first ``count`` tasks are done, and help with them. Raises the error of the first that
-        failed."""
+        failed.
+        """
         while (item := self._next(count)) is not None:
             self._run(*item)
         if self._failed is not None:
@@ -64,7 +70,7 @@ class ReadPool(Closing):
             raise error
 
     def close(self) -> None:
-        """Drop what has not started and end the threads; returns when no task runs any more."""
+        """Drop tasks that have not started and end the threads; returns when no task runs any more."""
         with self._changed:
             self._closed = True
             self._queue.clear()
@@ -77,11 +83,11 @@ class ReadPool(Closing):
                 thread.join()
 
     def _next(self, count: int) -> tuple[int, Task] | None:
-        """The next of the first ``count`` tasks to run here; None once all of them are done."""
+        """Return the next of the first ``count`` tasks to run here; None once all of them are done."""
         with self._changed:
             while True:
                 if self._queue and self._queue[0][0] < count:
-                    return self._started()
+                    return self._start_next()
                 if not any(number < count for number in self._running):
                     return None
                 self._changed.wait()
@@ -93,10 +99,10 @@ class ReadPool(Closing):
                     self._changed.wait()
                 if self._closed:
                     return
-                item = self._started()
+                item = self._start_next()
             self._run(*item)
 
-    def _started(self) -> tuple[int, Task]:
+    def _start_next(self) -> tuple[int, Task]:
         number, task = self._queue.popleft()
         self._running[number] = effects.get_ident()
         return number, task

@@ -1,11 +1,11 @@
 """Reading the tensors of a tag's trees, verified: whole ones by their file's digest, parts by their blocks' digests.
 
 An index has a digest for every block of a tensor's bytes: a part is verified by the blocks that it lies in. A tag
-without indexes has one digest a tensor: there the whole tensor is read once to verify any part of it.
+without indexes has one digest per tensor: there the whole tensor is read once to verify any part of it.
 
-What is asked for is done by the time of :meth:`LeafReader.finish`: cut and collected into pieces that several threads
-read, whose digests are compared while their bytes are still in the processor's cache. A block that several parts lie in
-is read once for all that ask for it in between.
+Requests are complete when `LeafReader.finish` returns: they are cut and collected into pieces that several threads
+read, whose digests are compared while their bytes are in the processor's cache. A block with several requested parts is
+read once.
 """
 
 from __future__ import annotations
@@ -35,41 +35,42 @@ from nxd_ckpt.formats.assembly import (
 )
 from nxd_ckpt.formats.tensors import Assembly, Fragment, TensorStub, allocated, byte_view, torch_dtype
 from nxd_ckpt.tag.files import TagFiles
+from nxd_ckpt.tag.pending_blocks import PendingBlock, Request, Visit, span_of
 from nxd_ckpt.tag.range_reader import Range, RangeReader
 from nxd_ckpt.tag.read_pool import PIECE
 from nxd_ckpt.tag.verification import Digest, naming
 from nxd_ckpt.tag.verified_records import Expected, VerifiedRecords
-from nxd_ckpt.tag.wanted_blocks import Visit, Want, WantedBlock, span_of
 
 Leaf = TensorStub | Assembly
 
 Takes = Callable[[Fragment, int], bool]
-"""Whether a block of the record that a part is read from is to be verified here, and not by another rank."""
+"""Returns whether this rank, not another one, verifies a block of the record that a part is read from."""
 
 Look = Callable[[int, list[torch.Tensor]], None]
 """Called with the number of a part of a leaf, and its elements as tensors of one dimension: valid until it returns."""
 
 _PENDING = 64 * 2**20
-"""Bytes of blocks that are collected before they are read: what a conversion asks for at once, and no more."""
+"""Bytes of blocks that are collected before they are read: the amount that a conversion requests at once."""
 
 
 class LeafReader(Closing):
-    """Reads and verifies leaves. ``entries`` are what the tag's indexes say of their tensors, as far as it has any.
+    """Reader that verifies leaves. ``entries`` are the tensors in the tag's indexes, if it has any.
 
-    Its methods return before anything was read, and raise what an earlier call met: :meth:`finish` waits for all. To be
-    closed, or used as a context manager. ``done`` counts what was read.
+    Its methods return before anything is read, and raise the error of an earlier call: `finish` waits for all. It must
+    be
+    closed, or used as a context manager. ``done`` counts the bytes read.
     """
 
     def __init__(self, files: TagFiles, entries: Mapping[tuple[str, int], TensorEntry]) -> None:
         self._files, self._records = files, VerifiedRecords(entries)
         self._ranges = RangeReader(files)
         self.done = self._ranges.done
-        self._blocks, self._blocks_nbytes = dict[tuple[str, int, int], WantedBlock](), 0
+        self._blocks, self._blocks_nbytes = dict[tuple[str, int, int], PendingBlock](), 0
 
     def verify(self, leaf: Leaf, name: str, takes: Takes | None = None) -> None:
-        """Read what ``leaf`` is made of, of parts the blocks that they lie in, and compare digests; each byte once.
+        """Read the sources of ``leaf``, for parts their blocks, and compare digests; each byte once.
 
-        Only those blocks that ``takes`` says, if it is given.
+        With ``takes`` only the blocks that it selects.
 
         Raises:
             DigestMismatch: bytes changed; names the tensor ``name``.
@@ -90,9 +91,11 @@ class LeafReader(Closing):
     ) -> None:
         """Fill a contiguous CPU tensor of the leaf's dtype and shape.
 
-        With ``compare`` the digests of what is read as a whole, tensor or block, are compared. Unless all of it was
-        ``verified``, the rest is then as well, but for blocks that ``takes``, if it is given, does not say, and for
-        that the blocks are read that parts lie in; else nothing but the leaf's own bytes.
+        With ``compare`` the digests of everything that is read as a whole, tensor or block, are compared. Unless all of
+        it was
+        ``verified`` before, the remaining parts are verified too, by reading the blocks they lie in; with ``takes``,
+        only the
+        blocks that it selects. Otherwise only the leaf's own bytes are read.
 
         Raises:
             DigestMismatch: bytes changed; names the tensor ``name``.
@@ -107,8 +110,11 @@ class LeafReader(Closing):
                     self._read_part(fragment, out, name, compare, None if verified else takes or _takes_all)
 
     def visit(self, leaf: Leaf, name: str, look: Look) -> None:
-        """Show all elements of ``leaf`` to ``look``, verified, in parts: by the threads that read them, while they are
-        in the processor's cache, in any order. The same leaf has the same parts whenever it is visited.
+        """Call ``look`` with all elements of ``leaf``, verified, in parts and in any order.
+
+        The threads that read them call it, while the bytes are in the processor's cache. A leaf has the same parts
+        whenever it
+        is visited.
 
         Raises:
             DigestMismatch: bytes changed; names the tensor ``name``.
@@ -116,7 +122,7 @@ class LeafReader(Closing):
         leaf, numbers, dtype = Assembly.of(leaf), itertools.count(), torch_dtype(leaf.dtype)
 
         def show(number: int, values: list[torch.Tensor]) -> None:
-            look(number, [one.to(dtype) for one in values])
+            look(number, [value.to(dtype) for value in values])
 
         with naming(name):
             for fragment in leaf.fragments:
@@ -128,19 +134,19 @@ class LeafReader(Closing):
 
     @property
     def asked(self) -> int:
-        """What :meth:`wait` takes to wait for all that was asked for until now."""
+        """Argument for `wait` that covers everything requested so far."""
         self._read_blocks()
         return self._ranges.asked
 
     def wait(self, asked: int | None = None) -> None:
-        """Return when what was asked for is in memory, all or the earlier of it. Raises what reading it met.
+        """Return when the first ``asked`` requests, or all, are in memory. Raises their errors.
 
-        What is compared by one digest for all of a tensor may still be unverified then: :meth:`finish` does the rest.
+        Tensors with a single digest may still be unverified then: `finish` does the rest.
         """
         self._ranges.wait(self.asked if asked is None else asked)
 
     def finish(self) -> None:
-        """Return when all that was asked for is in memory, and verified where that was asked for. Raises as above."""
+        """Return when all requests are in memory, and verified if requested. Raises their errors."""
         self._read_blocks()
         for stub, block, name in list(self._records.unread()):
             self._block(stub, block, name)
@@ -151,7 +157,7 @@ class LeafReader(Closing):
         self._ranges.close()
 
     def nbytes_to_verify(self, leaves: Iterable[tuple[Leaf, Takes | None]]) -> int:
-        """Bytes that :meth:`verify` reads of all of these together."""
+        """Return the bytes that `verify` reads of all of these together."""
         records: dict[tuple[str, int], int] = {}
         blocks: dict[tuple[str, int, int], int] = {}
         for leaf, takes in leaves:
@@ -164,7 +170,7 @@ class LeafReader(Closing):
         return sum(records.values()) + sum(nbytes for (*of, _), nbytes in blocks.items() if tuple(of) not in records)
 
     def _verify(self, stub: TensorStub, blocks: Iterator[int] | None, name: str) -> None:
-        """Verify these blocks of the stub's record; all of it without them, or where only the whole has a digest."""
+        """Verify these blocks of the stub's record; all of it without them, or if only the whole has a digest."""
         if blocks is not None and self._records.entry(stub) is not None:
             for block in blocks:
                 self._block(stub, block, name)
@@ -189,10 +195,10 @@ class LeafReader(Closing):
     def _read_record(self, stub: TensorStub, memory: memoryview | None, name: str) -> None:
         """Read the record that the stub is a view of, its own bytes into ``memory`` if any, and compare the digest.
 
-        One without a digest verifies nothing, but must be there.
+        A record without a digest is read too, because it must exist.
         """
         storage = stub.storage
-        # That 0 means "not recorded" is said of files that no index vouches for.
+        # Only in files without an index does 0 mean "not recorded".
         expected = storage.crc32 if self._records.entry(stub) is None else storage.crc32 or 0
         if storage.nbytes <= PIECE and (memory is None or len(memory) == storage.nbytes):
             self._ranges.add(stub.file, Range(storage.offset, storage.nbytes, memory, name, expected))
@@ -204,17 +210,15 @@ class LeafReader(Closing):
         for number, (offset, nbytes, target) in enumerate(segments):
             self._ranges.add(stub.file, Range(offset, nbytes, target, name, None, digest, number))
 
-    def _read_part(
-        self, fragment: Fragment, out: torch.Tensor, name: str, compare: bool, takes: Takes | None
-    ) -> None:
-        """Read a part; None as ``takes`` if it was verified before."""
+    def _read_part(self, fragment: Fragment, out: torch.Tensor, name: str, compare: bool, takes: Takes | None) -> None:
+        """Read a part; ``takes`` is None if it was verified before."""
         fragment, out = as_stored(fragment, out)
         run = direct_run(fragment, out)
         if compare and takes is not None:
             if fragment.stub.is_contiguous:
                 for block in blocks_of(fragment):
-                    one = self._block(fragment.stub, block, name, takes(fragment, block))
-                    one.wants.append(Want(fragment, out, run))
+                    pending = self._block(fragment.stub, block, name, takes(fragment, block))
+                    pending.requests.append(Request(fragment, out, run))
             else:
                 self._verify(fragment.stub, blocks_of(fragment), name)
                 self._read_slabs(fragment, out, name)
@@ -235,14 +239,14 @@ class LeafReader(Closing):
             self._ranges.call(name, partial(self._show_view, fragment, partial(show, next(numbers))))
 
     def _show_view(self, fragment: Fragment, show: Callable[[list[torch.Tensor]], None]) -> None:
-        """Of what ``torch.save`` stored as the view that it was."""
+        """Show a part of a view that ``torch.save`` stored as a view."""
         out = allocated(fragment.source.size, fragment.stub.dtype)
         whole = Fragment(fragment.stub, fragment.source, Box.whole(fragment.source.size))
         read_part(whole, out, self._ranges.read_ranges)
         show([out.reshape(-1)])
 
     def _read_run(self, entry: TensorEntry, fragment: Fragment, run: DirectRun, name: str) -> None:
-        """Read a part that is a run; whole blocks of it are compared where they arrive."""
+        """Read a part that is a run; its whole blocks are compared on arrival."""
         offset, memory = run
         for block in blocks_of(fragment):
             begin, nbytes = span_of(fragment.stub, block)
@@ -251,51 +255,51 @@ class LeafReader(Closing):
             target = memory[first - offset : last - offset]
             self._ranges.add(entry.file, Range(first, last - first, target, name, expected))
 
-    def _block(self, stub: TensorStub, number: int, name: str, is_verified_here: bool = True) -> WantedBlock:
-        """The block among those that are to be read next, now at the latest."""
+    def _block(self, stub: TensorStub, number: int, name: str, is_verified_here: bool = True) -> PendingBlock:
+        """Return the pending block, which is read next."""
         place = stub.file, stub.storage.offset, number
         block = self._blocks.get(place)
         if block is None:
             nbytes = span_of(stub, number)[1]
             if self._blocks_nbytes + nbytes > _PENDING:
                 self._read_blocks()
-            block = self._blocks[place] = WantedBlock(stub, number, name)
+            block = self._blocks[place] = PendingBlock(stub, number, name)
             self._blocks_nbytes += nbytes
         block.is_verified_here |= is_verified_here
         return block
 
     def _read_blocks(self) -> None:
-        """Ask for the blocks that are wanted, neighbours one after the other."""
+        """Request the pending blocks, neighbours one after the other."""
         blocks, self._blocks, self._blocks_nbytes = self._blocks, {}, 0
-        for _, one in sorted(blocks.items(), key=lambda item: item[0]):
-            with naming(one.name):
-                self._read_block(one)
+        for _, block in sorted(blocks.items(), key=lambda item: item[0]):
+            with naming(block.name):
+                self._read_block(block)
 
-    def _read_block(self, one: WantedBlock) -> None:
-        """Read all of a block where it is to be compared, or where several want it; else what is wanted of it."""
-        stub, (offset, nbytes) = one.stub, one.span
+    def _read_block(self, block: PendingBlock) -> None:
+        """Read all of a block that must be verified or that several parts need; else only the requested bytes."""
+        stub, (offset, nbytes) = block.stub, block.span
         where = f"{self._files.where(stub.file)}, record {stub.storage.record!r}"
         count = -(-stub.storage.nbytes // CRC_BLOCK)
         expected = None
-        if one.is_verified_here or one.is_wanted_whole:
-            expected = self._records.claim(stub, one.number, count, one.name, where)
-        unshared = not one.visits and (len(one.wants) < 2 or one.wanted_nbytes < nbytes // 2)
+        if block.is_verified_here or block.is_read_whole:
+            expected = self._records.claim(stub, block.number, count, block.name, where)
+        unshared = not block.visits and (len(block.requests) < 2 or block.requested_nbytes < nbytes // 2)
         if expected is None and unshared:
-            for want in one.wants:
-                self._read_want(want, one)
+            for request in block.requests:
+                self._read_request(request, block)
             return
-        target, others = one.shared_out()
-        deliver = partial(one.deliver, others) if others or one.visits else None
-        self._ranges.add(stub.file, Range(offset, nbytes, target, one.name, *(expected or Expected()), deliver))
+        target, copies = block.target()
+        deliver = partial(block.deliver, copies) if copies or block.visits else None
+        self._ranges.add(stub.file, Range(offset, nbytes, target, block.name, *(expected or Expected()), deliver))
 
-    def _read_want(self, want: Want, one: WantedBlock) -> None:
-        """Read what is wanted of a block, and nothing else."""
-        if want.run is not None:
-            begin, memory = want.clipped(*one.span)
-            self._read_plain(one.stub.file, begin, memory, one.name)
+    def _read_request(self, request: Request, block: PendingBlock) -> None:
+        """Read the requested bytes of a block only."""
+        if request.run is not None:
+            begin, memory = request.clipped(*block.span)
+            self._read_plain(block.stub.file, begin, memory, block.name)
             return
-        for piece in fragments_in(want.fragment, *run_of_block(one.stub, one.number)):
-            self._read_slabs(piece, want.out, one.name)
+        for piece in fragments_in(request.fragment, *run_of_block(block.stub, block.number)):
+            self._read_slabs(piece, request.out, block.name)
 
     def _read_slabs(self, fragment: Fragment, out: torch.Tensor, name: str) -> None:
         for slab in slabs_of(fragment):
@@ -315,7 +319,7 @@ def _takes_all(fragment: Fragment, block: int) -> bool:
 
 
 def _sources(leaf: Leaf, takes: Takes | None) -> Iterator[tuple[TensorStub, Iterator[int] | None]]:
-    """What ``leaf`` is read from, with the blocks of it that are to be verified; None for a whole tensor."""
+    """Yield the stubs that ``leaf`` is read from, with their blocks to verify; None for a whole tensor."""
     if isinstance(leaf, TensorStub) and takes is None:
         yield leaf, None
         return
@@ -327,7 +331,9 @@ def _sources(leaf: Leaf, takes: Takes | None) -> Iterator[tuple[TensorStub, Iter
 def _segments(
     begin: int, end: int, middle: int, memory: memoryview | None
 ) -> Iterator[tuple[int, int, memoryview | None]]:
-    """(offset, length, memory) of pieces that cover [begin, end) of a file: from ``middle`` on ``memory``, if any."""
+    """Yield (offset, length, memory) of pieces that cover [begin, end) of a file: from ``middle`` on ``memory``, if
+    any.
+    """
     if memory is None:
         middle, memory = begin, memoryview(b"")
     after = middle + len(memory)

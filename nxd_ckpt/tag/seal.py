@@ -1,7 +1,7 @@
-"""The seal of a directory that holds tags beside another library's files: size and digest of every file.
+"""Seal of a directory that holds tags beside another library's files: size and digest of every file.
 
-A seal lists all files, so a directory is compared with it both ways: a file that is gone, a file that was added, and a
-file whose bytes changed. The files of a tag are listed by its indexes; the seal has its manifest, which verifies those.
+A seal lists all files, so a directory is compared with it both ways: files that are gone, that were added, or whose
+bytes changed. The files of a tag are listed by its indexes; the seal has its manifest, which verifies those.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from nxd_ckpt.storage.progress import Counter
 from nxd_ckpt.tag.verification import crc32_of
 
 DIGESTS = "digests.json"
-"""Size in bytes and CRC-32 of every other file, by its path; of those of tags, their manifests know, which are here."""
+"""Name of the file with size in bytes and CRC-32 of every other file, by path; for a tag only its manifest."""
 
 _DEEPEST = 32
-"""Directories above a file; deeper ones are not looked into, as a link may lead back."""
+"""Maximum directories above a file; deeper ones are ignored, as a link may lead back."""
 _ELSEWHERE = "the checkpoint is damaged; resume from another one"
 
 
 def read_seal(storage: Storage) -> dict[str, Any]:
-    """Size and CRC-32 of every file, by its path.
+    """Return size and CRC-32 of every file, by its path.
 
     Raises:
         PartLost, MalformedFile: there is no seal, or it is damaged.
@@ -48,7 +48,7 @@ def read_seal(storage: Storage) -> dict[str, Any]:
 
 
 def file_digest(storage: Storage, key: str, memory: memoryview) -> list[int]:
-    """Size in bytes and CRC-32 of a file, which is read a ``memory`` full at a time."""
+    """Return size in bytes and CRC-32 of a file, read in pieces of ``memory``."""
     size = storage.size(key)
     return [size, crc32_of(storage, key, 0, size, memory, Counter())]
 
@@ -57,7 +57,7 @@ def seal_problems(storage: Storage, tag: str, ignored: Sequence[str] = ()) -> It
     """Compare a directory with its seal; each problem names one file that is gone, changed, or was added.
 
     Args:
-        tag: one that the directory holds, whatever is left of it.
+        tag: a tag in the directory, even if it lost files.
         ignored: glob patterns of files that may have been added.
 
     Raises:
@@ -96,7 +96,7 @@ def seal_problems(storage: Storage, tag: str, ignored: Sequence[str] = ()) -> It
 
 
 def _tags(storage: Storage, seal: Collection[str], tag: str) -> set[str]:
-    """The directories whose files their own indexes list. Seals of older versions do not name them."""
+    """Return the directories whose files their own indexes list. Seals of older versions do not name them."""
     tags = {name.rpartition("/")[0] for name in seal if name.endswith(f"/{MANIFEST}")}
     if not tags:
         tags = {entry.name for entry in storage.list() if storage.is_file(f"{entry.name}/{DONE}")}
@@ -104,7 +104,7 @@ def _tags(storage: Storage, seal: Collection[str], tag: str) -> set[str]:
 
 
 def _files(storage: Storage, tags: Collection[str]) -> set[str]:
-    """All files but those of tags, hidden ones (of file systems, desktops, our own statistics), and the seal."""
+    """Return all files except those of tags, hidden ones (of file systems, desktops, our statistics), and the seal."""
     files, folders = set[str](), [""]
     for folder in folders:  # grows
         for entry in storage.list(folder):

@@ -1,7 +1,7 @@
-"""Tensors of one or several tags read side by side, in windows: the same elements of all, verified, in memory that does
-not grow.
+"""Reading of tensors of one or several tags side by side, in windows.
 
-Each tag has a reader with its own threads. While one window is looked at, the next one is read.
+A window has the same elements of all tensors, verified; memory does not grow. Each tag has a reader with its own
+threads. While one window is processed, the next one is read.
 """
 
 from __future__ import annotations
@@ -22,8 +22,9 @@ from nxd_ckpt.tag.opened import OpenTag
 from nxd_ckpt.tag.reading import LeafReader
 
 _MEMORY = 32 * 2**20
-"""Bytes of a window, shared by its tensors; there are two windows. Of two tensors each has whole blocks, which are
-verified where they arrive."""
+"""Bytes of a window, shared by its tensors; there are two windows. Two tensors have whole blocks each, verified on
+arrival.
+"""
 _ALIGNED = 64
 
 Leaf = TensorStub | Assembly
@@ -34,8 +35,7 @@ Window = list[tuple[Key, tuple[torch.Tensor, ...]]]
 
 @dataclass(frozen=True)
 class Matched(Generic[Key]):
-    """Tensors of equal shape, each with the number of its tag, with the caller's key for them and their name in
-    errors."""
+    """Tensors of equal shape, each with the number of its tag, the caller's key for them, and their name in errors."""
 
     key: Key
     name: str
@@ -47,7 +47,7 @@ class Matched(Generic[Key]):
 
     @property
     def itemsize(self) -> int:
-        """That of the largest dtype."""
+        """Item size of the largest dtype."""
         return max(itemsize(leaf.dtype) for _, leaf in self.leaves)
 
 
@@ -61,16 +61,16 @@ class _Placed(Generic[Key]):
 
 
 class SideBySide:
-    """Reads tensors of the ``tags``."""
+    """Reader of tensors of the ``tags``."""
 
     def __init__(self, *tags: OpenTag) -> None:
         self._tags = tags
         self._arenas = Arena(_MEMORY), Arena(_MEMORY)
 
     def windows(self, tensors: Iterable[Matched[Key]]) -> Iterator[Window[Key]]:
-        """The elements of all tensors, as tensors of one dimension: valid until the next window is asked for.
+        """Yield the elements of all tensors, as tensors of one dimension: valid until the next window is requested.
 
-        Those that are matched come in any order, the same for all of them: as they lie in the files of one of the tags.
+        Elements come in any order, the same for all tensors: the order in the files of one of the tags.
 
         Raises:
             CorruptCheckpoint: bytes of a tag are not those that were written.
@@ -89,26 +89,26 @@ class SideBySide:
                 reader.finish()
 
     def _fill(self, readers: list[LeafReader], pieces: list[_Placed[Key]], arena: Arena) -> Window[Key]:
-        memory, found = arena.reserve(_MEMORY), []
+        memory, window = arena.reserve(_MEMORY), []
         for piece in pieces:
             sides = zip(piece.matched.leaves, piece.places, strict=True)
             read = tuple(_read(readers[tag], leaf, piece, memory[at:]) for (tag, leaf), at in sides)
-            found.append((piece.matched.key, read))
+            window.append((piece.matched.key, read))
         for reader in readers:
             reader.wait()
-        return found
+        return window
 
 
 def _read(reader: LeafReader, leaf: Leaf, piece: _Placed[Key], memory: memoryview) -> torch.Tensor:
-    """Start reading the piece into the memory, and return the tensor that it will be."""
+    """Start reading the piece into the memory, and return its future tensor."""
     out = torch.frombuffer(memory, dtype=torch_dtype(leaf.dtype), count=piece.box.numel)
-    wanted = leaf if piece.box.size == leaf.shape else Assembly.of(leaf).within(piece.box)
-    reader.read_into(wanted, out.view(piece.box.size), piece.matched.name, compare=True, verified=False)
+    part = leaf if piece.box.size == leaf.shape else Assembly.of(leaf).within(piece.box)
+    reader.read_into(part, out.view(piece.box.size), piece.matched.name, compare=True, verified=False)
     return out
 
 
 def _windows(tensors: Iterable[Matched[Key]]) -> Iterator[list[_Placed[Key]]]:
-    """The tensors cut into pieces, and these collected into windows."""
+    """Cut the tensors into pieces, and collect these into windows."""
     pieces: list[_Placed[Key]] = []
     at = 0
     for matched in tensors:
@@ -125,8 +125,9 @@ def _windows(tensors: Iterable[Matched[Key]]) -> Iterator[list[_Placed[Key]]]:
 
 
 def _boxes(matched: Matched[Key], limit: int) -> Iterator[Box]:
-    """Boxes of at most ``limit`` elements that cover the tensors. The bytes of a box lie together in a file of one
-    tag."""
+    """Yield boxes of at most ``limit`` elements that cover the tensors. A box's bytes are contiguous in a file of one
+    tag.
+    """
     whole = Box.whole(matched.shape)
     if whole.numel <= limit:  # it fits: a whole tensor is read and verified at once
         yield from [whole] * bool(whole.numel)

@@ -1,4 +1,4 @@
-"""The structure that a state dict must have: checked where a file's tree leaves this layer, and nowhere above."""
+"""Required structure of a state dict: checked where a file's tree leaves this layer, and nowhere above."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ _MOMENTS = {
     "grad_avg",
     "acc_delta",
 }
-"""Names that optimizers, torch's and others, give to state that is a tensor for each parameter (or None)."""
+"""Keys of optimizers, torch's and others, for state that is a tensor for each parameter (or None)."""
 _MAY_BE_ONE_NUMBER = {"exp_avg_sq"}
-"""Names that some optimizers (NovoGrad) keep as a tensor of one number for each parameter."""
+"""Keys for which some optimizers (NovoGrad) have a tensor of one number for each parameter."""
 
 
 def reading(method: MethodT) -> MethodT:
-    """A method of a layout, which has ``files``: whatever it comes across in them is an error of ours."""
+    """Decorate a method of a layout: unexpected content of its ``files`` is raised as an error of ours."""
 
     @wraps(method)
     def read(self: Any, *args: Any, **keywords: Any) -> Any:
@@ -42,12 +42,12 @@ def reading(method: MethodT) -> MethodT:
 
 
 def is_optimizer(state: Any) -> bool:
-    """Whether a state dict is an optimizer's: torch's keys, or ZeRO-1's."""
+    """Return whether a state dict is an optimizer's: torch's keys, or ZeRO-1's."""
     return isinstance(state, dict) and "param_groups" in state and ("state" in state or "base_state" in state)
 
 
 def is_model(state: Any) -> bool:
-    """Whether a state dict is that of a model: tensors by name, and nothing else."""
+    """Return whether a state dict is a model's: tensors by name, and nothing else."""
     return (
         isinstance(state, dict)
         and bool(state)
@@ -57,18 +57,18 @@ def is_model(state: Any) -> bool:
 
 
 def checked_model(tree: Any, where: str) -> dict[str, Any]:
-    """``tree``, if it has names for keys. Raises MalformedFile, naming ``where``."""
+    """Return ``tree`` if its keys are names. Raises MalformedFile, naming ``where``."""
     return _names(tree, f"{where}: expected a model's state dict")
 
 
 def checked_optimizer(tree: Any, where: str) -> dict[str, Any]:
-    """``tree``, if it is as optimizers make it: torch's, or ZeRO-1's. Raises MalformedFile, naming ``where``."""
+    """Return ``tree`` if it has an optimizer's form: torch's, or ZeRO-1's. Raises MalformedFile, naming ``where``."""
     _names(tree, f"{where}: expected an optimizer's state dict")
     for key in _BY_INDEX:
         for index, state in _dict(tree.get(key, {}), f"{where}: {key}").items():
             if not isinstance(index, (int, str)):
                 raise MalformedFile(f"{where}: {key} must be by index or name, found {shown(index)}")
-            if isinstance(index, int):  # what has a name may be of the optimizer as a whole, and of any form
+            if isinstance(index, int):  # a named entry may belong to the whole optimizer, and have any form
                 _names(state, f"{where}: {key} of {shown(index)}")
     _dict(tree.get("sharded_master_weights", {}), f"{where}: sharded_master_weights")
     for index, shape in _dict(tree.get("shape_info", {}), f"{where}: shape_info").items():
@@ -84,15 +84,16 @@ def checked_optimizer(tree: Any, where: str) -> dict[str, Any]:
 
 
 def refuse_numbers(tree: Mapping[str, Any], names: Sequence[str] | None, where: str) -> None:
-    """Raise MalformedFile if the optimizer's state dict ``tree`` has a number or text in the place of a moment or of
-    master weights, or a tensor of one number beside those of a parameter. ``names`` are its parameters'.
+    """Raise MalformedFile for a number or text in place of a moment or of master weights in the state dict ``tree``.
 
-    Optimizers would compute with it, and spread it over the parameter; and of what no digest proves, nothing else shows
-    that the file was changed.
+    A tensor of one number beside a parameter's own tensors is refused too. ``names`` are the parameters. Optimizers
+    would
+    compute with it and spread it over the parameter; and without a digest, nothing else shows that the file was
+    changed.
     """
     for index, master in tree.get("sharded_master_weights", {}).items():
         if _is_plain(master):
-            raise _number(f"{where}: optimizer, master weights of {_who(index, names)}", master)
+            raise _number_error(f"{where}: optimizer, master weights of {_parameter_text(index, names)}", master)
     states = {index: state for key in _BY_INDEX for index, state in tree.get(key, {}).items()}
     by_index = {index: state for index, state in states.items() if isinstance(state, Mapping)}
     tensors = {
@@ -104,26 +105,30 @@ def refuse_numbers(tree: Mapping[str, Any], names: Sequence[str] | None, where: 
             value = state[name]
             is_one = of_parameter and name not in _MAY_BE_ONE_NUMBER and getattr(value, "shape", None) == ()
             if is_one or _is_plain(value):
-                other = f"as {name} of {_who(tensors[name], names)} is" if name in tensors else "like the parameter"
-                raise _number(f"{where}: optimizer, {name} of {_who(index, names)}", value, other)
+                expected = (
+                    f"as {name} of {_parameter_text(tensors[name], names)} is"
+                    if name in tensors
+                    else "like the parameter"
+                )
+                raise _number_error(f"{where}: optimizer, {name} of {_parameter_text(index, names)}", value, expected)
 
 
-def _who(index: Any, names: Sequence[str] | None) -> str:
+def _parameter_text(index: Any, names: Sequence[str] | None) -> str:
     if names is not None and isinstance(index, int) and 0 <= index < len(names):
         return repr(names[index])
     return f"parameter {shown(index)}"
 
 
-def _number(what: str, value: Any, other: str = "like the parameter") -> MalformedFile:
+def _number_error(what: str, value: Any, expected: str = "like the parameter") -> MalformedFile:
     described = f"the number {value!r}" if type(value) in (int, float) else shown(value)
     described = "a tensor of one number" if hasattr(value, "shape") else described
-    return MalformedFile(f"{what} is {described}, expected a tensor, {other}; the file is damaged, or was changed")
+    return MalformedFile(f"{what} is {described}, expected a tensor, {expected}; the file is damaged, or was changed")
 
 
 def _is_plain(value: Any) -> bool:
-    """True for a number or text, or several of these; None is what optimizers have that keep no such state."""
+    """True for a number or text, or several of these; None means that an optimizer has no such state."""
     several = value if isinstance(value, (list, tuple)) else (value,)
-    return all(isinstance(one, (bool, int, float, complex, str, bytes)) for one in several)
+    return all(isinstance(item, (bool, int, float, complex, str, bytes)) for item in several)
 
 
 def _names(value: Any, what: str) -> dict[str, Any]:

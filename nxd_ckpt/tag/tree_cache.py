@@ -1,4 +1,4 @@
-"""The trees of a tag that were read last, so that ranks which are planned one after the other parse none anew."""
+"""Cache of the trees of a tag that were read last, so that ranks planned one after the other parse none again."""
 
 from __future__ import annotations
 
@@ -11,27 +11,27 @@ from nxd_ckpt.tag.files import MissingTensor
 Tree = dict[str, Any]
 
 _LIMIT = 2**16
-"""Tensors in all the trees that are kept: about 40 MB of what is known of them."""
+"""Maximum number of tensors in all cached trees: about 40 MB."""
 
 
 class TreeCache:
-    """The trees that were asked for last, of ``limit`` tensors together, or a single larger one.
+    """The trees that were used last, of ``limit`` tensors together, or a single larger one.
 
-    A view that asks many trees for each of its tensors holds them itself: they may be more than are kept here.
+    A view that uses many trees for each of its tensors holds them itself: they may be more than the cache keeps.
     """
 
     def __init__(self, limit: int = _LIMIT) -> None:
         self._limit, self._count = limit, 0
-        self._trees: dict[Hashable, tuple[dict[str, Any], int]] = {}  # the one that was asked for last comes last
+        self._trees: dict[Hashable, tuple[dict[str, Any], int]] = {}  # in order of last use
 
     def get(self, key: Hashable, read: Callable[[], Tree]) -> Tree:
-        """The tree of that key, which ``read`` makes where it is not kept. It is shared: nobody may change it."""
-        kept = self._trees.pop(key, None)
-        if kept is None:
+        """Return the tree of that key; ``read`` makes it if it is not cached. It is shared: nobody may change it."""
+        cached = self._trees.pop(key, None)
+        if cached is None:
             tree = read()
-            kept = tree, sum(1 for _ in iter_tensors(tree, (TensorStub, Assembly, MissingTensor)))
-            self._count += kept[1]
-        self._trees[key] = kept
+            cached = tree, sum(1 for _ in iter_tensors(tree, (TensorStub, Assembly, MissingTensor)))
+            self._count += cached[1]
+        self._trees[key] = cached
         while self._count > self._limit and len(self._trees) > 1:
             self._count -= self._trees.pop(next(iter(self._trees)))[1]
-        return kept[0]
+        return cached[0]

@@ -1,4 +1,4 @@
-"""One save in several places, each of which may have lost or damaged files of it: from where each file is taken."""
+"""One save in several places, each of which may have lost or damaged files: the place from which to read each file."""
 
 from __future__ import annotations
 
@@ -20,49 +20,52 @@ from nxd_ckpt.tag.verification import verify_file
 logger = logging.getLogger("nxd_ckpt")
 
 
-class Taken(NamedTuple):
-    """A file that the nearest place does not have as it was saved, and ``why``. ``place`` is the number of the one that
-    does; None if there is none."""
+class Substitute(NamedTuple):
+    """Replacement for a file that the nearest place lost or damaged.
+
+    ``place`` is the number of a place with the file as it was saved, None if there is none; ``why`` describes the
+    damage.
+    """
 
     place: int | None
     why: str
 
 
-Wrong = Callable[[Storage, str, FileEntry, memoryview], str | None]
-"""What is wrong with a file in a storage, None if nothing; it is given memory to read through."""
+Check = Callable[[Storage, str, FileEntry, memoryview], str | None]
+"""Returns the problem of a file in a storage, None if there is none; gets memory to read through."""
 
 
-class SameSave(NamedTuple):
-    """The numbers of the places that hold a save, the nearest first, and which of these has the ``manifest`` that it
-    is known by."""
+class SaveCopies(NamedTuple):
+    """Numbers of the places that hold a save, nearest first, and of the one with the valid ``manifest``."""
 
     places: tuple[int, ...]
     manifest: int
 
 
-def same_save(storages: Sequence[Storage], place: int, tag: str) -> SameSave | None:
-    """Where else the save is that has the name ``tag`` at ``place``: at places after it, complete, with the same
-    manifest, to the last byte. The nearest one's own may be damaged: then the order time must be the same.
+def copies_of_save(storages: Sequence[Storage], place: int, tag: str) -> SaveCopies | None:
+    """Find copies of the save that has the name ``tag`` at ``place``.
 
-    None for what is no save of ours. A place that cannot be asked does not hold it.
+    A copy is at a later place, complete, and has a byte-equal manifest. If the nearest one's own manifest is damaged,
+    the
+    order time must be equal. None if it is no save of ours. A place that cannot be read does not count.
     """
     order_time, own = choose(storages[place], tag).order_time, _manifest(storages[place], tag)
-    places, first, known = [place], place, own
+    places, first, manifest = [place], place, own
     for other in range(place + 1, len(storages)):
         try:
             info = choose(storages[other], tag)
         except (CheckpointError, OSError):
             continue
-        found = _manifest(storages[other], tag) if info.order_time == order_time else None
-        if found is None or known not in (None, found):
+        its = _manifest(storages[other], tag) if info.order_time == order_time else None
+        if its is None or manifest not in (None, its):
             continue
         places.append(other)
-        first, known = (other, found) if known is None else (first, known)
-    return None if known is None else SameSave(tuple(places), first)
+        first, manifest = (other, its) if manifest is None else (first, manifest)
+    return None if manifest is None else SaveCopies(tuple(places), first)
 
 
 def manifest_of(storage: Storage, tag: str) -> Manifest:
-    """Raises MalformedFile, OSError."""
+    """Read the manifest of a tag. Raises MalformedFile, OSError."""
     key = f"{tag}/{names.MANIFEST}"
     return load_manifest(storage.read(key), f"{storage.url}/{key}")
 
@@ -72,27 +75,28 @@ def survey(
     tag: str,
     manifest: Manifest,
     ranks: Iterable[int],
-    wrong: Wrong,
+    check: Check,
     without: Sequence[str] = (),
-) -> dict[str, Taken]:
-    """By key, the files that ``ranks`` saved and that the first of ``places``, which hold the same save, has not as
-    they were saved. Their indexes are read and verified; of other files ``wrong`` tells.
+) -> dict[str, Substitute]:
+    """Return, by key, the files of ``ranks`` that the first of ``places`` does not have as they were saved.
 
-    Files that begin with one of ``without`` are left out; so are those that no index that is left lists.
+    All places hold the same save. Indexes are read and verified; ``wrong`` checks the other files. Files that begin
+    with
+    one of ``without`` are left out, and so are those that no remaining index lists.
     """
-    found: dict[str, Taken] = {}
-    of_index = changed if isinstance(wrong, Listed) else wrong
+    substitutes: dict[str, Substitute] = {}
+    check_index = changed if isinstance(check, ListingCheck) else check
     with ReadPool(max(place.concurrency for place in places)) as pool:
         for rank in ranks:
-            for key, entry in _files(places, tag, manifest, rank, found, of_index):
+            for key, entry in _files(places, tag, manifest, rank, substitutes, check_index):
                 if not key.startswith(tuple(f"{tag}/{part}" for part in without)):
-                    pool.submit(partial(_find, found, places, key, entry, wrong))
+                    pool.submit(partial(_find_substitute, substitutes, places, key, entry, check))
         pool.wait_for(pool.submitted)
-    return found
+    return substitutes
 
 
 def changed(storage: Storage, key: str, entry: FileEntry, memory: memoryview) -> str | None:
-    """All of the file is read."""
+    """Return the problem of a file after reading all of it."""
     try:
         verify_file(storage, key, entry, memory, Counter())
     except (CheckpointError, OSError, EOFError) as error:
@@ -101,32 +105,31 @@ def changed(storage: Storage, key: str, entry: FileEntry, memory: memoryview) ->
 
 
 def changed_everywhere(storage: Storage, key: str, entry: FileEntry, memory: memoryview) -> str | None:
-    """The same, of all copies of the file that the storage has: nothing is wrong if one is good, and those that are not
-    are distrusted from now on."""
-    return _good_copy(storage, key, lambda copy: changed(copy, key, entry, memory))
+    """Return the problem of a file if all its copies in the storage are bad; bad copies are distrusted from now on."""
+    return _check_copies(storage, key, lambda copy: changed(copy, key, entry, memory))
 
 
 def distrust_manifests(storage: Storage, tag: str) -> None:
-    """The same for the copies of a manifest."""
+    """Distrust bad copies of a manifest from now on."""
     key = f"{tag}/{names.MANIFEST}"
-    _good_copy(storage, key, lambda copy: "it is damaged" if _manifest(copy, tag) is None else None)
+    _check_copies(storage, key, lambda copy: "it is damaged" if _manifest(copy, tag) is None else None)
 
 
-def _good_copy(storage: Storage, key: str, wrong: Callable[[Storage], str | None]) -> str | None:
+def _check_copies(storage: Storage, key: str, check: Callable[[Storage], str | None]) -> str | None:
     if not isinstance(storage, Replicated):
-        return wrong(storage)
-    found = {number: wrong(copy) for number, copy in storage.copies(key).items()}
-    if None not in found.values():
-        return next(iter(found.values()), f"{storage.url}/{key} is missing")
-    for number, why in found.items():
+        return check(storage)
+    problems = {number: check(copy) for number, copy in storage.copies(key).items()}
+    if None not in problems.values():
+        return next(iter(problems.values()), f"{storage.url}/{key} is missing")
+    for number, why in problems.items():
         if why is not None:
             logger.warning("%s/%s is read from another copy than that of host %d: %s", storage.url, key, number, why)
             storage.distrusted.add((key, number))
     return None
 
 
-class Listed:
-    """Whether a file is missing, by listings alone: one for each directory of each storage."""
+class ListingCheck:
+    """Check whether a file is missing, by listings alone: one for each directory of each storage."""
 
     def __init__(self) -> None:
         self._listings: dict[tuple[int, str], set[str]] = {}
@@ -149,7 +152,7 @@ def _names(storage: Storage, directory: str) -> set[str]:
 
 
 def _manifest(storage: Storage, tag: str) -> bytes | None:
-    """The manifest's bytes; None if it is damaged, or cannot be read."""
+    """Return the manifest's bytes; None if it is damaged, or cannot be read."""
     try:
         manifest_of(storage, tag)
         return storage.read(f"{tag}/{names.MANIFEST}")
@@ -158,34 +161,35 @@ def _manifest(storage: Storage, tag: str) -> bytes | None:
 
 
 def _files(
-    places: Sequence[Storage], tag: str, manifest: Manifest, rank: int, found: dict[str, Taken], wrong: Wrong
+    places: Sequence[Storage], tag: str, manifest: Manifest, rank: int, substitutes: dict[str, Substitute], check: Check
 ) -> Iterator[tuple[str, FileEntry]]:
-    """What this rank saved, by its index; nothing where no place has that. What is to be said of the index is
-    ``found``."""
+    """Yield the files that this rank saved, by its index; none if no place has that. Substitutes for it are added."""
     line = manifest.ranks[rank]
     key = f"{tag}/{names.index_file(manifest.topology.coordinates_of(rank))}"
-    _find(found, places, key, FileEntry(line.nbytes, line.crc32), wrong, memoryview(bytearray(line.nbytes)))
-    place = found[key].place if key in found else 0
+    _find_substitute(
+        substitutes, places, key, FileEntry(line.nbytes, line.crc32), check, memoryview(bytearray(line.nbytes))
+    )
+    place = substitutes[key].place if key in substitutes else 0
     if place is not None:
         files = load_index(places[place].read(key), f"{places[place].url}/{key}").files
         yield from ((f"{tag}/{file}", entry) for file, entry in files.items())
 
 
-def _find(
-    found: dict[str, Taken],
+def _find_substitute(
+    substitutes: dict[str, Substitute],
     places: Sequence[Storage],
     key: str,
     entry: FileEntry,
-    wrong: Wrong,
+    check: Check,
     memory: memoryview,
 ) -> None:
-    """Add the file to what is ``found`` unless nothing is wrong with it in the nearest place."""
+    """Add a substitute for the file unless the nearest place has it intact."""
     first = None
     for number, storage in enumerate(places):
-        why = wrong(storage, key, entry, memory)
+        why = check(storage, key, entry, memory)
         if why is None:
             if first is not None:
-                found[key] = Taken(number, first)
+                substitutes[key] = Substitute(number, first)
             return
         first = first or why
-    found[key] = Taken(None, first or "")
+    substitutes[key] = Substitute(None, first or "")

@@ -1,9 +1,8 @@
-"""Whether the tensors that a tag's files show are those that its indexes say were written.
+"""Checks that the tensors in a tag's files are those that its indexes list.
 
 A file verifies its own bytes (the CRC-32s in its zip directory), but not that it belongs to this save: one that was
-copied from another save is intact too. The indexes, which the manifest verifies, say what belongs. So a file that holds
-nothing but one tensor need not be opened to know what that should be: its bytes verify themselves by the index's
-digests.
+copied from another save is intact too. The indexes, which the manifest verifies, say what belongs. So a file with a
+single tensor need not be opened to know its expected content: the index's digests verify its bytes.
 """
 
 from __future__ import annotations
@@ -24,10 +23,10 @@ Entries = dict[tuple[str, int], TensorEntry]
 """Tensors by file and offset of their first byte in it."""
 
 
-class Written:
-    """What the ``indexes`` of the ranks that share a state say of the files below ``part``, "model" or "optim".
+class WrittenFiles:
+    """Files below ``part`` ("model" or "optim") in the ``indexes`` of the ranks that share a state.
 
-    They are read one after the other, and no more of them than needed.
+    Indexes are read one after the other, and no more of them than needed.
     """
 
     def __init__(self, part: str, indexes: Iterable[RankIndex]) -> None:
@@ -36,7 +35,7 @@ class Written:
         self.entries: Entries = {}
 
     def has(self, file: str) -> bool:
-        """Whether a rank wrote this file."""
+        """Return whether a rank wrote this file."""
         while file not in self._files:
             index = next(self._indexes, None)
             if index is None:
@@ -50,31 +49,31 @@ class Written:
         return True
 
     def tensor(self, file: str) -> tuple[TensorStub, int] | None:
-        """The tensor of a file that holds one alone, and the file's size, as written; None where that is not known."""
+        """Return the tensor of a file that holds a single one, and the file's size, as written; None if unknown."""
         about, entries = self._files[file] if self.has(file) else (None, [])
         if about is None or len(entries) != 1:
             return None
         return stub_of(entries[0]), about.nbytes
 
     def begins(self, file: str) -> list[int]:
-        """The offsets at which its tensors begin, ascending."""
+        """Return the offsets at which its tensors begin, ascending."""
         return sorted({entry.offset for entry in self._files[file][1]}) if self.has(file) else []
 
 
 class WrittenHints:
-    """What indexes say of files, told to who would read it from them.
+    """Index facts for readers of files (`IndexHints`).
 
-    Without ``verify_size`` every file is opened all the same; one of another size is not what the indexes speak of.
+    Without ``verify_size`` every file is opened nevertheless; a file of another size is not the one in the index.
     """
 
-    def __init__(self, written: Written, verify_size: Callable[[str, int], None] | None) -> None:
+    def __init__(self, written: WrittenFiles, verify_size: Callable[[str, int], None] | None) -> None:
         self._written, self._verify_size = written, verify_size
 
     def tensor(self, file: str) -> TensorStub | None:
-        found = None if self._verify_size is None else self._written.tensor(file)
-        if found is None or self._verify_size is None:
+        tensor = None if self._verify_size is None else self._written.tensor(file)
+        if tensor is None or self._verify_size is None:
             return None
-        stub, nbytes = found
+        stub, nbytes = tensor
         self._verify_size(file, nbytes)
         return stub
 
@@ -83,17 +82,17 @@ class WrittenHints:
 
 
 def stub_of(entry: TensorEntry) -> TensorStub:
-    """What stands for a tensor that was written."""
+    """Return the stub of a tensor that was written."""
     dtype, shape, nbytes, crc = _form(entry)
     record = StorageSpan("data/0", entry.offset, nbytes, crc if crc or not nbytes else None)
     return TensorStub(entry.file, entry.offset, dtype, shape, contiguous_stride(shape), record)
 
 
-def verify_tensors(where: str, tree: Any, written: Written, *, left_out: bool = False) -> None:
-    """Compare every leaf of ``tree`` with what was ``written``; reads no tensor.
+def verify_tensors(where: str, tree: Any, written: WrittenFiles, *, left_out: bool = False) -> None:
+    """Compare every leaf of ``tree`` with the files ``written``; reads no tensor.
 
-    The bytes are still to be compared with the leaves' digests. ``left_out`` says that tensors without a file are no
-    loss as long as no index lists one.
+    The bytes are still to be compared with the leaves' digests. ``left_out`` allows tensors without a file if no index
+    lists one.
 
     Raises:
         PartLost: a tensor's file is missing.
@@ -103,44 +102,46 @@ def verify_tensors(where: str, tree: Any, written: Written, *, left_out: bool = 
         is_listed = written.has(leaf.file)
         if isinstance(leaf, MissingTensor):
             if is_listed or not left_out:
-                name = _named(path)
-                raise PartLost(f"{where}/{leaf.file} is missing, tensor {name!r}: the tag has lost files since")
+                name = _dotted(path)
+                raise PartLost(
+                    f"{where}/{leaf.file} is missing, tensor {name!r}: the tag lost files since it was saved"
+                )
             continue
         entry = written.entries.get((leaf.file, leaf.storage.offset))
         if entry is None or _form(entry) != (leaf.dtype, leaf.shape, leaf.storage.nbytes, leaf.storage.crc32 or 0):
             raise DigestMismatch(
-                f"{where}/{leaf.file}, tensor {_named(path)!r}: expected {_entry_text(entry)}, found {leaf.dtype} "
+                f"{where}/{leaf.file}, tensor {_dotted(path)!r}: expected {_entry_text(entry)}, found {leaf.dtype} "
                 f"{leaf.shape} with CRC-32 {leaf.storage.crc32 or 0:08x}; the file is of another save: restore it, or "
                 "load another tag"
             )
 
 
 class Digest:
-    """The CRC-32 that the bytes at ``where`` must have, which are read in ``segments``: in any order, by any thread."""
+    """Expected CRC-32 of the bytes at ``where``, which are read in ``segments``: in any order, by any thread."""
 
-    __slots__ = ("_expected", "_found", "_lock", "_missing", "_where")
+    __slots__ = ("_crcs", "_expected", "_lock", "_missing", "_where")
 
     def __init__(self, where: str, expected: int, segments: int) -> None:
         self._where, self._expected, self._missing = where, expected, segments
-        self._found: list[tuple[int, int]] = [(0, 0)] * segments
+        self._crcs: list[tuple[int, int]] = [(0, 0)] * segments
         self._lock = effects.Lock()
 
-    def take(self, segment: int, found: int, nbytes: int) -> None:
-        """A segment's CRC-32 and length; raises DigestMismatch with the last one, unless all together are right."""
+    def take(self, segment: int, crc: int, nbytes: int) -> None:
+        """Add a segment's CRC-32 and length; with the last one, raise DigestMismatch unless all together match."""
         with self._lock:
-            self._found[segment] = found, nbytes
+            self._crcs[segment] = crc, nbytes
             self._missing -= 1
             if self._missing:
                 return
         whole = 0
-        for crc, length in self._found:
-            whole = crc32.combine(whole, crc, length)
+        for each, length in self._crcs:
+            whole = crc32.combine(whole, each, length)
         if whole != self._expected:
             raise mismatch(self._where, self._expected, whole)
 
 
 def mismatch(where: str, expected: int, found: int) -> DigestMismatch:
-    """What is wrong with the bytes at ``where``: their CRC-32."""
+    """Return the error for bytes at ``where`` with another CRC-32."""
     return DigestMismatch(
         f"{where}: expected CRC-32 {expected:08x}, found {found:08x}. The bytes changed since they were written: "
         "restore the file, or load another tag"
@@ -148,7 +149,7 @@ def mismatch(where: str, expected: int, found: int) -> DigestMismatch:
 
 
 class naming:
-    """Puts the tensor's name into an error about its bytes."""
+    """Context that adds the tensor's name to an error about its bytes."""
 
     __slots__ = ("_name",)
 
@@ -164,7 +165,7 @@ class naming:
 
 
 def changed_tensors(data: bytes, entries: Iterable[TensorEntry]) -> list[str]:
-    """Names of the tensors whose bytes in a file, all of it in ``data``, are not those that were written."""
+    """Return the names of the tensors in a file, all of it in ``data``, whose bytes are not those that were written."""
     view = memoryview(data)
     return [
         entry.name
@@ -177,7 +178,7 @@ def refuse_unfinished(where: str, tree: Any) -> None:
     """Raise UnsupportedState for references that NxD left in lists."""
     for path, leaf in iter_tensors(tree, UnfinishedTensor):
         raise UnsupportedState(
-            f"{where}: the reference to tensor {_named(path)!r} ({leaf.file}) lies in nested lists, where "
+            f"{where}: the reference to tensor {_dotted(path)!r} ({leaf.file}) lies in nested lists, where "
             "neuronx-distributed's use_xser=True leaves references unfinished, and reads none back: such state (LBFGS "
             "keeps lists) does not load. Load without it (optimizer=None), and save it with "
             "use_xser=False, or with nxd_ckpt"
@@ -185,15 +186,17 @@ def refuse_unfinished(where: str, tree: Any) -> None:
 
 
 def refuse_missing(where: str, tree: Any) -> None:
-    """Raise PartLost, naming tensor and file, if a leaf of ``tree``, of which nothing is ever left out, is in no file;
-    UnsupportedState as :func:`refuse_unfinished`."""
+    """Raise PartLost, naming tensor and file, if a leaf of ``tree`` is in no file. Nothing may be left out of it.
+
+    Raises UnsupportedState for references that NxD left in lists.
+    """
     refuse_unfinished(where, tree)
     for path, leaf in iter_tensors(tree, MissingTensor):
-        raise PartLost(f"{where}/{leaf.file} is missing: no file holds tensor {_named(path)!r}")
+        raise PartLost(f"{where}/{leaf.file} is missing: no file holds tensor {_dotted(path)!r}")
 
 
 def _saved(tree: Any) -> Iterator[tuple[Path, TensorStub | MissingTensor]]:
-    """Every leaf with its path; of one that is put together, its parts."""
+    """Yield every leaf with its path; an assembled one as its parts."""
     for path, leaf in iter_tensors(tree, (TensorStub, Assembly, MissingTensor)):
         if isinstance(leaf, Assembly):
             yield from ((path, fragment.stub) for fragment in leaf.fragments)
@@ -212,7 +215,7 @@ def _entry_text(entry: TensorEntry | None) -> str:
     return f"{dtype} {shape} with CRC-32 {crc:08x}"
 
 
-def _named(path: Path) -> str:
+def _dotted(path: Path) -> str:
     return ".".join(map(str, path))
 
 
@@ -226,7 +229,7 @@ def check_bytes(data: bytes, expected: FileEntry, where: str) -> None:
 
 
 def verify_file(storage: Storage, key: str, expected: FileEntry, memory: memoryview, done: Counter) -> None:
-    """Read a whole file, a ``memory`` full at a time, and compare it with what was written. ``done`` counts its bytes.
+    """Read a whole file in pieces of ``memory``, and compare it with its index entry. ``done`` counts its bytes.
 
     Raises:
         PartNotFound, MalformedFile, DigestMismatch: it is missing, has another size, or other bytes.
@@ -239,21 +242,21 @@ def verify_file(storage: Storage, key: str, expected: FileEntry, memory: memoryv
     if size != expected.nbytes:
         raise MalformedFile(f"{where} has {size} bytes, expected {expected.nbytes}")
     try:
-        found = crc32_of(storage, key, 0, size, memory, done)
+        crc = crc32_of(storage, key, 0, size, memory, done)
     except FileNotFoundError as error:
         raise PartNotFound(f"{where} is missing") from error
     except EOFError as error:
         raise MalformedFile(f"{where} is shorter than when it was opened: {error}") from error
-    if found != expected.crc32:
-        raise DigestMismatch(f"{where}: expected CRC-32 {expected.crc32:08x}, found {found:08x}")
+    if crc != expected.crc32:
+        raise DigestMismatch(f"{where}: expected CRC-32 {expected.crc32:08x}, found {crc:08x}")
 
 
 def crc32_of(storage: Storage, key: str, start: int, nbytes: int, memory: memoryview, done: Counter) -> int:
-    """The CRC-32 of so many bytes of a file from ``start`` on, which are read a ``memory`` full at a time."""
-    found = 0
+    """Return the CRC-32 of ``nbytes`` of a file from ``start`` on, read in pieces of ``memory``."""
+    crc = 0
     for offset in range(0, nbytes, len(memory) or 1):
         part = memory[: min(len(memory), nbytes - offset)]
         storage.read_into(key, start + offset, part)
-        found = crc32.crc32(part, found)
+        crc = crc32.crc32(part, crc)
         done.add(len(part))
-    return found
+    return crc

@@ -1,7 +1,7 @@
-"""Which blocks of a tag's records are verified by now, and with what the others are to be compared.
+"""Verified blocks of a tag's records, and the digests that the others must have.
 
 A record is the bytes of one tensor in a file. An index has a digest for every block of it. Without an index there is
-one digest for all of it: its blocks are then read in any order, for whoever wants parts of them, and the last decides.
+one digest for all of it: its blocks are then read in any order, as parts of them are requested, and the last decides.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Record = tuple[str, int]
 
 
 class Expected(NamedTuple):
-    """What the bytes of one block are compared with: their own CRC-32, or as the ``segment``-th of a digest."""
+    """Digest of one block: its own CRC-32, or the ``segment``-th of a longer digest."""
 
     crc32: int | None = None
     digest: Digest | None = None
@@ -26,7 +26,7 @@ class Expected(NamedTuple):
 
 
 class _Begun(NamedTuple):
-    """A record whose blocks are compared all together, some of which have been read."""
+    """A record with one digest for all its blocks, some of which have been read."""
 
     stub: TensorStub
     name: str
@@ -35,7 +35,7 @@ class _Begun(NamedTuple):
 
 
 class VerifiedRecords:
-    """What is known of a tag's records. ``entries`` are what its indexes say, as far as it has any. By one thread."""
+    """State of a tag's records. ``entries`` are those of its indexes, if it has any. For one thread."""
 
     def __init__(self, entries: Mapping[Record, TensorEntry]) -> None:
         self._entries = entries
@@ -44,22 +44,22 @@ class VerifiedRecords:
         self._begun: dict[Record, _Begun] = {}
 
     def entry(self, stub: TensorStub) -> TensorEntry | None:
-        """What an index says of the stub's record."""
+        """Return the index entry of the stub's record."""
         return self._entries.get(_record(stub))
 
     def is_whole(self, stub: TensorStub) -> bool:
-        """Whether all of the record is verified, or will be by what was asked for."""
+        """Return whether all of the record is verified, or will be by earlier requests."""
         return _record(stub) in self._whole
 
     def claim_whole(self, stub: TensorStub) -> None:
-        """Say that all of the record will be read and compared."""
+        """Mark that all of the record will be read and compared."""
         self._whole.add(_record(stub))
 
     def claim(self, stub: TensorStub, block: int, count: int, name: str, where: str) -> Expected | None:
-        """What to compare the block with; whoever asks reads all of it. None where nothing is to be compared, or was.
+        """Return the digest to compare the block with; the caller must read all of it. None if there is none, or it was
+        claimed.
 
-        ``count`` is how many blocks the record has. ``name`` and ``where`` say in errors what tensor this is, and which
-        bytes.
+        ``count`` is the record's number of blocks. ``name`` and ``where`` describe tensor and bytes in errors.
         """
         record = _record(stub)
         if record in self._whole or (record, block) in self._blocks:
@@ -78,9 +78,9 @@ class VerifiedRecords:
         return Expected(None, begun.digest, block)
 
     def unread(self) -> Iterator[tuple[TensorStub, int, str]]:
-        """What is missing to verify the records that have been begun: a stub of each, block by block, and its name."""
-        for one in self._begun.values():
-            yield from ((one.stub, block, one.name) for block in sorted(one.missing))
+        """Yield the unread blocks of records that have been begun: a stub, the block, and the tensor's name."""
+        for begun in self._begun.values():
+            yield from ((begun.stub, block, begun.name) for block in sorted(begun.missing))
 
 
 def _record(stub: TensorStub) -> Record:

@@ -1,6 +1,6 @@
-"""Verifying a whole tag: ours byte for byte against its indexes, NxD's by the digests that its files carry.
+"""Verification of a whole tag: ours byte for byte against its indexes, NxD's by the digests in its files.
 
-A tag of ours has digests of every byte of every file, headers and padding included. The files of neuronx_distributed
+Our tags have digests of every byte of every file, headers and padding included. The files of neuronx_distributed
 are zip archives with a CRC-32 for each record (a tensor's bytes, or the pickle). Those are compared, and bytes without
 a digest are counted. Missing files are found by the references between files.
 """
@@ -45,16 +45,16 @@ from nxd_ckpt.tag.verification import crc32_of, verify_file
 
 _CHUNK = 16 * 2**20
 _DEEPEST = 8
-"""Directories above a file of a tag; NxD's and ours have two at most."""
+"""Maximum directories above a file of a tag; NxD's and ours have two."""
 _MARKERS = (names.MARKER, names.DONE)
 
 
 @dataclass(frozen=True)
 class Verification:
-    """What was read, and what is wrong with it: each of ``problems`` names a file, what was expected, what was found.
+    """Counts and problems of a verification. Each problem names a file, what was expected, and what was found.
 
     ``nbytes`` counts all bytes that were read: ``verified`` of them match a recorded digest, and ``undigested`` are
-    contents (records of zip files, other files) that have none. The rest lies around records, or in damaged files.
+    contents (records of zip files, other files) without one. The rest lies around records, or in damaged files.
     ``ours``: the tag was compared with its indexes.
     """
 
@@ -77,8 +77,8 @@ def verify_checkpoint(
 ) -> Verification:
     """Read every file of a tag, by default the latest, and compare it with the recorded digests.
 
-    In a tag of ours they cover all bytes of all files; a load verifies only what it reads. In one that NxD wrote they
-    are the CRC-32s in its files, and files that others refer to must be there. Extra memory: one chunk of 16 MiB.
+    In our tags they cover all bytes of all files, while a load verifies only the bytes it reads. In tags that NxD wrote
+    they are the CRC-32s in its files, and files that others refer to must exist. Extra memory: one chunk of 16 MiB.
     ``progress`` shows a bar on standard error, if that is a terminal.
 
     Raises:
@@ -95,19 +95,21 @@ def _verify(storage: Storage, tag: Tag | None, progress: bool) -> Verification:
     try:
         chosen = choose_tag(storage, tag)
         opened = open_complete_tag(storage, chosen)
-    except CorruptCheckpoint as error:  # without marker and manifest nothing tells what the rest should be
+    except CorruptCheckpoint as error:  # without marker and manifest the expected content is unknown
         return Verification(chosen, 0, 0, (str(error),))
-    with opened.kept(verified=opened.manifest is not None):
-        found = _verify_foreign(opened, progress) if opened.manifest is None else _verify_ours(opened, progress)
-        found = replace(found, problems=(*found.problems, *_problems_of_seal(opened)))
-        if found.problems:
-            opened.require_kept()
-    report("verified", opened.where, found.nbytes, started)
-    return found
+    with opened.guarded(verified=opened.manifest is not None):
+        verification = _verify_foreign(opened, progress) if opened.manifest is None else _verify_ours(opened, progress)
+        verification = replace(verification, problems=(*verification.problems, *_problems_of_seal(opened)))
+        if verification.problems:
+            opened.require_unchanged()
+    report("verified", opened.where, verification.nbytes, started)
+    return verification
 
 
 def _problems_of_seal(opened: OpenTag) -> Iterator[str]:
-    """Of a tag among another library's files, which a seal lists: files that are gone, changed, or were added."""
+    """Yield problems of a tag beside another library's files, which a seal lists: files that are gone, changed, or
+    added.
+    """
     storage = opened.storage
     if opened.manifest is None or not storage.is_file(DIGESTS):
         return
@@ -122,7 +124,7 @@ def _problems_of_seal(opened: OpenTag) -> Iterator[str]:
 
 
 def require_all_files(storage: Storage, tag: str) -> None:
-    """Compare the names and sizes of a tag's files with what its indexes list; no contents are read.
+    """Compare the names and sizes of a tag's files with its indexes; no contents are read.
 
     Raises:
         CorruptCheckpoint, PartNotFound: a file is missing, has another size, or was added.
@@ -141,7 +143,7 @@ def require_all_files(storage: Storage, tag: str) -> None:
 
 
 def _files_and_sizes(opened: OpenTag) -> tuple[set[str], dict[str, int]]:
-    """Files of a tag of ours that no index lists, but for hidden ones; and the size of each file that one does."""
+    """Return the files of our tag that no index lists, except hidden ones; and the size of each listed file."""
     ranks = map(opened.topology.coordinates_of, range(opened.topology.world_size))
     sizes = {file: entry.nbytes for at in ranks for file, entry in opened.index(at).files.items()}
     added = set[str]()
@@ -153,7 +155,9 @@ def _files_and_sizes(opened: OpenTag) -> tuple[set[str], dict[str, int]]:
 
 
 def files_of(files: TagFiles) -> Iterator[str]:
-    """Every file of a tag but for its markers, relative to it. A directory of NxD 0.1 to 0.5 is one itself (``""``)."""
+    """Yield every file of a tag, relative to it, except markers. A directory of NxD 0.1 to 0.5 is one itself
+    (``""``).
+    """
     for entry in files.storage.list(files.tag):
         if files.tag == NO_TAG and not _is_legacy(entry.name):
             continue
@@ -192,7 +196,7 @@ def _verify_ours(opened: OpenTag, progress: bool) -> Verification:
 
 
 def _entries(opened: OpenTag, problems: list[str]) -> Iterator[tuple[str, FileEntry]]:
-    """Every file that any rank wrote; an index that cannot be trusted is a problem by itself."""
+    """Yield every file that any rank wrote; an untrustworthy index is a problem by itself."""
     for rank in range(opened.topology.world_size):
         try:
             index = opened.index(opened.topology.coordinates_of(rank))
@@ -204,23 +208,23 @@ def _entries(opened: OpenTag, problems: list[str]) -> Iterator[tuple[str, FileEn
 
 
 def _marker(opened: OpenTag, marker: str) -> FileEntry:
-    """What it should be: NxD's ``1``, or, where a tag was saved to a store, that or its order time, and its attempt."""
+    """Return the expected marker: NxD's ``1``; in a store that or the order time, followed by the attempt."""
     data = b"1"
     if opened.manifest is not None:
         first = order_text(opened.manifest.order_time) if marker == names.DONE else "1"
         in_store = f"{first} {opened.manifest.attempt}".encode()
-        with suppress(OSError, MalformedFile):  # whoever compares the file with this says so
+        with suppress(OSError, MalformedFile):  # comparing the file with this reports it
             data = in_store if opened.storage.size(f"{opened.tag}/{marker}") == len(in_store) else data
     return FileEntry(len(data), crc32.crc32(data))
 
 
 def _memory(nbytes: int) -> memoryview:
-    """What so many bytes are read through."""
+    """Return a buffer for reading so many bytes."""
     return memoryview(bytearray(min(_CHUNK, nbytes)))
 
 
 class Digested(NamedTuple):
-    """Bytes of a file that it carries a CRC-32 of itself, or None: one record of a zip archive."""
+    """Bytes of a file with the CRC-32 that it carries, or None: one record of a zip archive."""
 
     name: str
     offset: int
@@ -229,17 +233,17 @@ class Digested(NamedTuple):
 
 
 class DigestsInside:
-    """The digests that the files of a tag carry themselves: those of zip archives, which torch.save writes."""
+    """Digests in the files of a tag itself: those of zip archives, which torch.save writes."""
 
     def __init__(self, tag_files: TagFiles) -> None:
         self._files, self._storage = tag_files, tag_files.storage
         self._dcp: dict[str, list[tuple[int, int]]] | None = None
 
     def of(self, file: str, nbytes: int) -> Iterator[Digested]:
-        """Every record in the file of that size; none for a file of another kind.
+        """Yield every record in the file of that size; none for a file of another kind.
 
         Raises:
-            PartNotFound, MalformedFile: it is damaged, or another file is not there that says what lies in it.
+            PartNotFound, MalformedFile: it is damaged, or the file that describes its content is missing.
         """
         for start, size in self._archives(file, nbytes) or ():
             key = self._files.key(file)
@@ -253,11 +257,11 @@ class DigestsInside:
                 yield Digested(name, start + record.offset, record.nbytes, record.crc32)
 
     def has_none(self, file: str) -> bool:
-        """Whether the file is of a kind that carries no digests."""
+        """Return whether the file is of a kind that carries no digests."""
         return self._archives(file, 0) is None
 
     def _archives(self, file: str, size: int) -> list[tuple[int, int]] | None:
-        """Offset and length of every torch file in this one; None for a file of another kind."""
+        """Return offset and length of every torch file in this one; None for a file of another kind."""
         if file.endswith(".distcp"):
             return self._dcp_archives().get(file, [])
         payload = file.partition("/")[0]
@@ -284,14 +288,14 @@ def _verify_foreign(opened: OpenTag, progress: bool) -> Verification:
     with watched("verify", None, lambda: records.done.nbytes, progress):
         for file in files:
             records.read(file)
-    problems += _lost_files(opened, known=tuple(problems))
+    problems += _lost_files(opened, reported=tuple(problems))
     return Verification(
         opened.tag, len(files), records.nbytes, tuple(problems), records.verified, records.undigested, ours=False
     )
 
 
 class _Records:
-    """Reads files of a tag that has no index, record by record, and counts."""
+    """Reader of a tag without an index, record by record, with counts."""
 
     def __init__(self, tag_files: TagFiles, where: str) -> None:
         self.tag_files = tag_files
@@ -302,7 +306,7 @@ class _Records:
         self.problems: list[str] = []
 
     def read(self, file: str) -> None:
-        """Count the file, and verify what it holds; what is wrong with it goes into ``problems``."""
+        """Count the file, and verify its content; damage is added to ``problems``."""
         try:
             size = self._storage.size(self.tag_files.key(file))
             self.nbytes += size
@@ -320,18 +324,18 @@ class _Records:
 
     def _verify(self, file: str, record: Digested) -> None:
         key, memory = self.tag_files.key(file), _memory(record.nbytes)
-        found = crc32_of(self._storage, key, record.offset, record.nbytes, memory, self.done)
+        crc = crc32_of(self._storage, key, record.offset, record.nbytes, memory, self.done)
         if record.crc32 is None:
             self.undigested += record.nbytes
-        elif found == record.crc32:
+        elif crc == record.crc32:
             self.verified += record.nbytes
         else:
-            digests = f"expected CRC-32 {record.crc32:08x}, found {found:08x}"
+            digests = f"expected CRC-32 {record.crc32:08x}, found {crc:08x}"
             self.problems.append(f"{self._where}/{file}, record {record.name!r}: {digests}")
 
 
-def _lost_files(opened: OpenTag, known: tuple[str, ...]) -> list[str]:
-    """What the state of the ranks refers to and is not there. Damage that is ``known`` is not said twice."""
+def _lost_files(opened: OpenTag, reported: tuple[str, ...]) -> list[str]:
+    """Return missing files that the state of the ranks refers to. Damage that was ``reported`` is not repeated."""
     lost: list[str] = []
     try:
         for at, look in _looks(opened):
@@ -340,13 +344,13 @@ def _lost_files(opened: OpenTag, known: tuple[str, ...]) -> list[str]:
             except PartNotFound as error:
                 lost.append(str(error))
     except CheckpointError as error:
-        if not known:
+        if not reported:
             lost.append(str(error))
     return list(dict.fromkeys(lost))
 
 
 def _looks(opened: OpenTag) -> Iterator[tuple[Coordinates, Callable[[OpenTag, Coordinates], list[str]]]]:
-    """For every state that the tag should hold: whose it is, and what looks for its files."""
+    """Yield for every state that the tag should hold its rank, and the function that searches its files."""
     topology, parts = opened.topology, opened.parts
     for at in map(topology.coordinates_of, range(topology.world_size)):
         if parts.model and at == topology.writer_of(at):

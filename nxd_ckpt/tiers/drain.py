@@ -186,14 +186,14 @@ class Drain:
         started, session = effects.monotonic(), self.claim()
         session.require()  # what is there counts only where it is this tier still
         opened = open_complete_tag(self._source, handed.tag)
-        with opened.kept():
+        with opened.guarded():
             files = files_to_copy(opened)
         saved = None if opened.manifest is None else opened.manifest.attempt
         session.counter += 1
         publication = copy_publication(session, handed.tag, handed.overwrite, saved, session.counter)
         is_there = _has(session.storage, opened)
         if not is_there:
-            with opened.kept(verified=True), _noted(session, handed.tag):
+            with opened.guarded(verified=True), _noted(session, handed.tag):
                 copy_files(
                     opened,
                     files,

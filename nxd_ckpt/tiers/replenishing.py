@@ -96,14 +96,14 @@ class Replenishing:
         source = self._source
         lacking = source.lacking(tag) | self._wrong(f"{tag}/{names.MANIFEST}")
         opened = open_complete_tag(source, tag)
-        with opened.kept():
+        with opened.guarded():
             files = [self._known(tag, file) for file in files_to_copy(opened) if file.name != names.MANIFEST]
         holders = source.holders([f"{tag}/{file.name}" for file in files])
         held = {file.name: holders[f"{tag}/{file.name}"] for file in files}
         fetches = [Fetch(number, file) for file in files for number in self._wrong(f"{tag}/{file.name}")]
         fetches += missing_copies(files, held, source.reachable(), lacking, 1 + len(source.hosts.replicas))
         newcomers = [number for number in lacking if not source.is_member(number, tag)]
-        opened.require_kept()
+        opened.require_unchanged()
         for number in newcomers:  # what it has of the name is of an older save, or of none
             source.hosts.directories[number].remove(tag)
         for fetch in fetches:
@@ -129,7 +129,7 @@ class Replenishing:
             for _ in pieces:
                 if self._stopping.is_set():
                     raise CheckpointError("a save began, whose tag has all replicas")
-        opened.require_kept()  # no lease is held where nothing was saved yet
+        opened.require_unchanged()  # no lease is held where nothing was saved yet
         if fetch.number in self._wrong(key):
             directory.remove(key)
         directory.rename(f"{FETCHED}/{key}", key)
@@ -141,7 +141,7 @@ class Replenishing:
 
     def _mark(self, opened: OpenTag, number: int) -> None:
         """Last, and of all the marker last: with it the host's files are those of the save."""
-        opened.require_kept()
+        opened.require_unchanged()
         for name in (names.MANIFEST, names.DONE, names.MARKER):
             key = f"{opened.tag}/{name}"
             self._source.hosts.directories[number].write(key, self._source.read(key))

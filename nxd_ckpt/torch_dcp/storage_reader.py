@@ -139,7 +139,7 @@ class StorageReader(TorchStorageReader):
             PartNotFound, TopologyMismatch, OptimizerMismatch: a tensor cannot be put together; says why.
         """
         opened, states = self._open()
-        with opened.kept():
+        with opened.guarded():
             self._read(opened, states, plan, planner)
         done: Future[None] = Future()
         done.set_result(None)
@@ -171,7 +171,7 @@ class StorageReader(TorchStorageReader):
     def _open(self) -> tuple[OpenTag, _States]:
         if self._opened is None:
             opened = open_source(locate_input(self._path, self._options))
-            with opened.kept():
+            with opened.guarded():
                 tag = WholeTag(opened, partitions=self._partitions, saved_param_names=self._saved_names)
                 self._opened = opened, _States(opened, tag, self._names(opened))
         return self._opened

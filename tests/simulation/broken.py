@@ -108,7 +108,9 @@ _VOTES = {_VOTING: ("        if not missing:\n", "        if found:\n")}
 _LEASE_IS_FREE = ("    if runs is not None:\n        return runs\n", "    return False\n")
 _LEASE_IS_HELD = (_LEASE_IS_FREE[0], "    return True\n")
 _IS_NOT_ASKED_AGAIN = {
-    _IDENTITY: ("        if word is None or word != self.word:\n", "        if word is None:\n"),
+    _IDENTITY: (
+        "        if fingerprint is None or fingerprint != self.fingerprint:\n", "        if fingerprint is None:\n"
+    ),
 }
 _MISMATCH = """    if found != expected.crc32:
         raise DigestMismatch(f"{where}: expected CRC-32 {expected.crc32:08x}, found {found:08x}: its bytes changed")
