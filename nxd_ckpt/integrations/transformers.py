@@ -29,7 +29,7 @@ from nxd_ckpt.coordination.meeting import meet
 from nxd_ckpt.coordination.worker_shield import kept
 from nxd_ckpt.errors import IncompatibleState, OptimizerMismatch, UnsupportedState
 from nxd_ckpt.integrations.resume_checks import WORLD_SIZE, parameter_names, require_same, require_same_setting
-from nxd_ckpt.integrations.sealed_directory import SealedDirectory, is_ours, verify_files
+from nxd_ckpt.integrations.sealed import SealedDirectory, is_ours, verify_files
 from nxd_ckpt.integrations.transformers_sigterm import SENTINEL, last_complete, make_way, refuse_interrupted
 from nxd_ckpt.options.checkpointer_options import DEFAULT_TIMEOUT
 from nxd_ckpt.save.pending import PendingSave

@@ -10,7 +10,7 @@ import os
 import re
 
 from nxd_ckpt.errors import CheckpointNotFound
-from nxd_ckpt.integrations.sealed_directory import is_sealed
+from nxd_ckpt.integrations.sealed import is_sealed
 
 SENTINEL = "checkpoint-is-incomplete.txt"
 

@@ -15,7 +15,7 @@ import torch
 from nxd_ckpt import Checkpointer, Topology
 from nxd_ckpt.coordination.agreement import Agreement
 from nxd_ckpt.errors import DigestMismatch, MalformedFile, StorageError
-from nxd_ckpt.integrations.sealed_directory import SealedDirectory, verify_files
+from nxd_ckpt.integrations.sealed import SealedDirectory, verify_files
 from nxd_ckpt.storage.local import LocalStorage
 from nxd_ckpt.tag.verify import verify_checkpoint
 from tests.integrations.killed import in_a_process

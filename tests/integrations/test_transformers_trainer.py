@@ -30,7 +30,7 @@ from nxd_ckpt.errors import (
     PartLost,
     SaveFailed,
 )
-from nxd_ckpt.integrations import sealed_directory
+from nxd_ckpt.integrations import sealed
 from nxd_ckpt.integrations.transformers import Trainer
 from nxd_ckpt.storage.local import LocalStorage
 from nxd_ckpt.tag.verify import verify_checkpoint
@@ -85,13 +85,13 @@ class Measuring(Background):
 def adding(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Any]:
     """Callbacks that write a file of some name into each checkpoint as soon as transformers says that it was saved. The
     first checkpoint is not visible by then; the last one is."""
-    written, publish = Event(), sealed_directory.SealedDirectory._publish
+    written, publish = Event(), sealed.SealedDirectory._publish
 
     def late(directory: Any, digests: Any) -> None:
         assert directory.path.endswith("-4") or written.wait(600)
         publish(directory, digests)
 
-    monkeypatch.setattr(sealed_directory.SealedDirectory, "_publish", late)
+    monkeypatch.setattr(sealed.SealedDirectory, "_publish", late)
 
     class Adding(transformers.TrainerCallback):  # type: ignore[misc]
         def __init__(self, name: str) -> None:
@@ -148,7 +148,7 @@ def test_a_run_of_transformers_own_checkpoints_goes_on(tmp_path: Path, whole: An
     shutil.rmtree(tmp_path / "checkpoint-4")
     resumed = trained(tmp_path, resume=True, seed=2)
     assert weights(whole) == weights(resumed)
-    assert sealed_directory.is_sealed(str(tmp_path / "checkpoint-4"), "training_state")
+    assert sealed.is_sealed(str(tmp_path / "checkpoint-4"), "training_state")
 
 
 @pytest.mark.parametrize(

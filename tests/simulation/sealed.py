@@ -17,7 +17,7 @@ import torch
 
 from nxd_ckpt import Checkpointer, Topology
 from nxd_ckpt.coordination import at_exit
-from nxd_ckpt.integrations.sealed_directory import SealedDirectory
+from nxd_ckpt.integrations.sealed import SealedDirectory
 from nxd_ckpt.storage.base import Storage
 from nxd_ckpt.storage.local import LocalStorage
 from tests.simulation import oracle

@@ -30,7 +30,7 @@ raises is what the call raises."""
 def leases_of_its_own() -> Iterator[None]:
     """Within, no lease is held that an earlier world left: their paths are the same."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("nxd_ckpt.integrations.sealed_directory._leases", Holding())
+        patch.setattr("nxd_ckpt.integrations.sealed._leases", Holding())
         yield
 
 
