@@ -1,9 +1,8 @@
-"""What the system gives a job: time, threads, their priority, chance, and which process this is.
+"""System effects of a job: time, threads, their priority, randomness, and the process's identity.
 
 The folders from ``coordination`` to ``load``, ``storage.s3`` and the ``Checkpointer`` ask for them here, as
-``effects.sleep(1)``, so that a simulation can put its own in their place (``tests/simulation/world``). Two places do
-not, and are not simulated: ``coordination/peers.py``, which watches connections of the system's, and the pool of
-``tag/side_by_side.py``.
+``effects.sleep(1)``, so that a simulation can replace them (``tests/simulation/world``). Two places do not, and are not
+simulated: ``coordination/peers.py``, which watches the system's connections, and the pool of ``tag/side_by_side.py``.
 """
 
 from __future__ import annotations
@@ -53,7 +52,7 @@ _BEST_EFFORT_LOWEST = 2 << 13 | 7  # class and level; the idle class could wait 
 
 
 def yield_disk_to_others() -> None:
-    """Lower the calling thread's priority for the disk, where threads have their own (Linux)."""
+    """Lower the calling thread's disk priority, where threads have their own (Linux)."""
     call = _IOPRIO_SET.get(platform.machine()) if platform.system() == "Linux" else None
     if call is not None:
         with contextlib.suppress(OSError, AttributeError):
@@ -61,7 +60,7 @@ def yield_disk_to_others() -> None:
 
 
 def yield_processor_to_others() -> None:
-    """Lower the calling thread's priority for the processor, where threads have their own (Linux).
+    """Lower the calling thread's processor priority, where threads have their own (Linux).
 
     Not for a thread that runs Python for long: preempted, it would still hold the interpreter.
     """
@@ -77,7 +76,7 @@ def in_forked_children(call: Callable[[], object]) -> None:
 
 
 def processes() -> str:
-    """This machine's boot and process namespace: pids mean the same within it and nothing outside."""
+    """Return this machine's boot and process namespace: pids have a meaning only within it."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         namespace = os.readlink("/proc/self/ns/pid")
@@ -87,7 +86,7 @@ def processes() -> str:
 
 
 def born(pid: int) -> str | None:
-    """When the process started (clock ticks since boot, from /proc), or None if it does not run."""
+    """Return the process's start time (clock ticks since boot, from /proc), or None if it does not run."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:

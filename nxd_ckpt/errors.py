@@ -32,7 +32,7 @@ Each message names the thing (tag, rank, file, tensor), what was expected, what 
     └── PeerTimeout                              a rank did not answer in an agreement
 
 An exception is made from its message alone, so that one rank's error can be raised again, as the same class, on every
-other rank (:func:`to_wire`, :func:`from_wire`).
+other rank (`to_wire`, `from_wire`).
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class CheckpointNotFound(CheckpointError, FileNotFoundError):
 
 
 class PartNotFound(CheckpointNotFound):
-    """The tag does not hold what was asked for (model, optimizer, scheduler, a rank's file)."""
+    """The tag lacks a part that was asked for (model, optimizer, scheduler, a rank's file)."""
 
 
 class PartLost(PartNotFound):
@@ -79,7 +79,7 @@ class TagReplaced(CheckpointError):
 
 
 class CorruptCheckpoint(CheckpointError):
-    """What is on disk is not what was written."""
+    """Damage: the bytes on disk are not those that were written."""
 
 
 class MalformedFile(CorruptCheckpoint):
@@ -164,7 +164,7 @@ def _tree(base: type[CheckpointError]) -> Iterator[type[CheckpointError]]:
 
 
 def _exhausted(error: BaseException) -> BaseException:
-    """What a host raises that is out of memory or threads, as HostExhausted; anything else as it is."""
+    """Return HostExhausted for an error that means no memory or threads; any other error unchanged."""
     if isinstance(error, CheckpointError):
         return error
     is_thread = isinstance(error, RuntimeError) and "start new thread" in str(error)
@@ -177,7 +177,7 @@ def _exhausted(error: BaseException) -> BaseException:
 
 
 def to_wire(error: BaseException) -> tuple[str, str]:
-    """``error`` as (class name, message), to be sent to other ranks."""
+    """Return ``error`` as (class name, message), to be sent to other ranks."""
     error = _exhausted(error)
     name = type(error).__name__
     if isinstance(error, CheckpointError):
@@ -186,32 +186,32 @@ def to_wire(error: BaseException) -> tuple[str, str]:
 
 
 def in_words(wire: tuple[str, str]) -> str:
-    """``DigestMismatch: model/x.pt ...``; errors of other libraries already carry their class."""
+    """Return ``DigestMismatch: model/x.pt ...``; errors of other libraries already name their class."""
     name, message = wire
     return message if name in ("CheckpointError", "StorageError") else f"{name}: {message}"
 
 
 def from_wire(name: str, message: str, rank: int) -> CheckpointError:
-    """The exception that ``rank`` raised, as the same class, its message led by the rank."""
-    known = {cls.__name__: cls for cls in _tree(CheckpointError)}
-    return known.get(name, CheckpointError)(f"on rank {rank}: {message}")
+    """Return the exception that ``rank`` raised, as the same class, with the rank before its message."""
+    classes = {cls.__name__: cls for cls in _tree(CheckpointError)}
+    return classes.get(name, CheckpointError)(f"on rank {rank}: {message}")
 
 
 @contextmanager
 def as_checkpoint_errors() -> Iterator[None]:
-    """What users call is decorated with this: an error of the system, or of a store, leaves it as a CheckpointError,
-    and so does the end of the host's memory or threads.
+    """Translate errors of the system, a store, or exhausted memory or threads into CheckpointErrors.
 
-    Inside, it stays what it is: who asks for a file must be able to tell one that is missing from a full disk.
+    For public functions. Inside, errors stay what they are: a reader must be able to tell a missing file from a full
+    disk.
     """
     try:
         yield
     except CheckpointError:
         raise
     except (OSError, MemoryError, RuntimeError) as error:
-        told = _exhausted(error)
-        if told is not error:
-            raise told from error
+        exhausted = _exhausted(error)
+        if exhausted is not error:
+            raise exhausted from error
         if not isinstance(error, OSError):
             raise
         translated = StorageError(to_wire(error)[1])

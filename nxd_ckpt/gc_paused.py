@@ -1,4 +1,4 @@
-"""Python's collection of garbage, which waits where much is made that is kept."""
+"""Garbage collection, paused while many lasting objects are made."""
 
 from __future__ import annotations
 
@@ -7,13 +7,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 _pauses: list[None] = []
-"""One for each thread that paused the collection, and starts it again."""
+"""An entry for each thread that paused the collection, and will resume it."""
 
 
 @contextmanager
 def gc_paused() -> Iterator[None]:
-    """No garbage collection inside: walking all objects again and again while thousands of new ones are made, none of
-    them garbage, takes longer than making them. A child that is forked meanwhile collects its own (see `effects`)."""
+    """Pause garbage collection inside.
+
+    Walking all objects again and again while thousands of new ones are made, none of them garbage, takes longer than
+    making them. A child that is forked meanwhile collects its own (see `effects`).
+    """
     if not gc.isenabled():
         yield
         return

@@ -80,7 +80,7 @@ def prune_checkpoints(path: StrPath, retain: Sequence[Rule], **options: Unpack[P
                 if retention.retire_unpinned(session, publication_of(session, 1, tag, None), tags[tag]):
                     removed.append(tag)
             if len(removed) < len(found.surplus):
-                kept = retention.judged(storage, settled_tags(storage), rules).retention.kept
+                kept = retention.judge_tags(storage, settled_tags(storage), rules).retention.kept
                 found = Retention(kept, tuple(removed))
             journal.discard_trash(storage, session.run_id, session.confirm)
     return Pruned(storage.url, found.kept, found.surplus)
@@ -119,7 +119,7 @@ def unpin_checkpoint(path: StrPath, tag: Tag, *, storage_options: StorageOptions
 
 def _judged(storage: Storage, tags: Iterable[TagInfo], rules: Sequence[Rule]) -> Retention:
     """Decide by the rules. Raises CorruptCheckpoint where nothing would be left that loads, and InvalidArgument."""
-    found, unknown = retention.judged(storage, tags, rules)
+    found, unknown = retention.judge_tags(storage, tags, rules)
     if unknown:
         raise InvalidArgument(f"{storage.url}: {'; '.join(unknown)}. Nothing was removed")
     if found.surplus and not any(_opens(storage, tag) for tag in reversed(list(found.kept))):

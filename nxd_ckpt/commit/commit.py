@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from nxd_ckpt import effects
 from nxd_ckpt.commit import voting
 from nxd_ckpt.commit.publication import Publication, publication_of
-from nxd_ckpt.commit.retention import judged, retire_unpinned
+from nxd_ckpt.commit.retention import judge_tags, retire_unpinned
 from nxd_ckpt.commit.session import Session
 from nxd_ckpt.commit.tier import Draining
 from nxd_ckpt.coordination import intents, journal
@@ -48,11 +48,11 @@ _CATCHES_UP = 2.0
 
 @dataclass(frozen=True)
 class Commit:
-    """What rank 0 knows of an attempt that is about to be decided.
+    """An attempt that rank 0 is about to decide.
 
-    ``rules`` say which tags stay, None that all do. ``parameters`` are those of its own index, ``groups`` those of a
-    mesh job; ``draining`` is there if there are more tiers than this one. ``voted`` is when rank 0 had voted itself
-    (seconds, as effects.monotonic()).
+    ``rules`` say which tags stay; None keeps all. ``parameters`` are those of rank 0's own index. ``groups`` are the
+    mesh groups of a mesh job. ``draining`` is set if there are further tiers. ``voted`` is the time of rank 0's own
+    vote (seconds, as effects.monotonic()).
     """
 
     publication: Publication
@@ -67,8 +67,10 @@ class Commit:
     voted: float | None = None
 
     def leaders(self, topology: Topology) -> list[int]:
-        """One rank of each pipeline stage and expert group, or of each group of a mesh job: together they hold every
-        parameter."""
+        """Return ranks that together have every parameter.
+
+        One of each pipeline stage and expert group, or of each mesh group.
+        """
         if self.groups is not None:
             return [group.ranks[0] for group in self.groups]
         places = (Coordinates(pp_rank, ep_rank) for pp_rank in range(topology.pp) for ep_rank in range(topology.ep))
@@ -76,7 +78,9 @@ class Commit:
 
 
 def commit(session: Session, topology: Topology, votes: Sequence[Vote], request: Commit) -> None:
-    """Make the tag visible, complete and durable; then apply retention. ``topology`` is that of the tag's ranks.
+    """Make the tag visible, complete and durable; then apply retention.
+
+    ``topology`` is that of the tag's ranks.
 
     Raises:
         DirectoryInUse: another job took the directory over.
@@ -108,19 +112,19 @@ def commit(session: Session, topology: Topology, votes: Sequence[Vote], request:
         phases=_phases(votes),
     )
     indexes = [names.index_file(topology.coordinates_of(rank)) for rank in range(topology.world_size)]
-    session.require()  # again: in place, what is written may get into the way of who saves the same tag by now
+    session.require()  # again: in place, a late write would disturb another job that saves this tag
     publication.put(storage, names.MANIFEST, dump_manifest(manifest))
     publication.publish(session, order_time, indexes)
     if request.rules is not None:
-        held = () if request.draining is None else request.draining.held
-        retain(session, publication, request.rules, held)
+        unread = () if request.draining is None else request.draining.unread
+        retain(session, publication, request.rules, unread)
 
 
 def _order_time(storage: Storage, elsewhere: float) -> float:
-    """Later than that of every tag, those ``elsewhere`` included.
+    """Return an order time after that of every tag, including ``elsewhere``, the newest on other tiers.
 
-    What other programs save next is dated by the clock: so the order times do not run ahead of it, and a clock that is
-    a little behind is waited for. So is the end of a whole second that is all that is known of another program's tag.
+    Other programs' next tags are dated by the clock. So order times do not run ahead of it, and the commit waits for a
+    clock that is a little behind. It also waits until the second is over that dates another program's tag.
     """
     tags, now = list_tags(storage), effects.time()
     newest = max([elsewhere, *(info.order_time for info in tags)])
@@ -131,8 +135,8 @@ def _order_time(storage: Storage, elsewhere: float) -> float:
         return next_order_time(newest, newest)  # not more, else it might lie within such a second
     if ahead > 0:
         logger.warning(
-            "%s: the newest tag is dated %.0f s after the clock of this host. This save is dated after it; a tag that "
-            "another program saves before that time counts as older. Set the clock right",
+            "%s: the newest tag is dated %.0f s after this host's clock. This save is dated after it; a tag that "
+            "another program saves before that time counts as older. Correct the clock",
             storage.url,
             ahead,
         )
@@ -143,18 +147,18 @@ def _order_time(storage: Storage, elsewhere: float) -> float:
 
 
 def _timings(votes: Sequence[Vote], request: Commit) -> dict[str, float]:
-    """What a manifest can tell: the commit is told up to the manifest itself."""
-    found = {**request.timings, "write_seconds": round(max(vote.seconds for vote in votes), 6)}
+    """Return the manifest's timings, in seconds and bytes; commit_seconds ends where the manifest is made."""
+    timings = {**request.timings, "write_seconds": round(max(vote.seconds for vote in votes), 6)}
     if request.voted is not None:
-        before = found.get("commit_seconds", 0.0)
-        found["commit_seconds"] = round(before + effects.monotonic() - request.voted, 6)
+        before = timings.get("commit_seconds", 0.0)
+        timings["commit_seconds"] = round(before + effects.monotonic() - request.voted, 6)
     duplicated = sum(vote.duplicated for vote in votes)
     nbytes = {"bytes": sum(vote.nbytes for vote in votes)}
-    return {**found, **nbytes, **({"duplicated_bytes": duplicated} if duplicated else {})}
+    return {**timings, **nbytes, **({"duplicated_bytes": duplicated} if duplicated else {})}
 
 
 def _phases(votes: Sequence[Vote]) -> tuple[RankPhases, ...]:
-    """How each of several ranks took part; empty where nothing live was saved. Of a single one the timings say it."""
+    """Return each rank's share of the save; empty for one rank, or where nothing live was saved."""
     if len(votes) < 2 or not all(vote.host for vote in votes):
         return ()
     return tuple(RankPhases(vote.stage_seconds, vote.seconds, vote.nbytes, vote.host) for vote in votes)
@@ -165,21 +169,21 @@ def retire(session: Session, tag: str) -> bool:
 
     Raises DirectoryInUse where another job took the directory over.
     """
-    storage, found = session.storage, find_tag(session.storage, tag)
-    if found is None or not is_checkpoint_of_ours_or_nxd(storage, tag):
+    storage, info = session.storage, find_tag(session.storage, tag)
+    if info is None or not is_checkpoint_of_ours_or_nxd(storage, tag):
         return False
     session.require()
-    removed = retire_unpinned(session, publication_of(session, session.counter, tag, None), found)
+    removed = retire_unpinned(session, publication_of(session, session.counter, tag, None), info)
     journal.discard_trash(storage, session.run_id, session.confirm)
     return removed
 
 
 def clear_failed(session: Session, attempt: str) -> None:
-    """Rank 0, before ``attempt``, where disks may be full and tags are written in place: remove what earlier attempts
-    of this run left, once no rank writes for them any more.
+    """Remove, on rank 0 before ``attempt``, what earlier attempts of this run left, once no rank writes for them.
 
-    That takes no longer than the others take to come to this attempt. What is left after ``timeout`` seconds without
-    progress, or of ranks that ended, stays: then this attempt fails, too, or has room enough.
+    This is for full disks on which tags are written in place. It takes no longer than the other ranks take to come to
+    this attempt. The files of ranks that ended, or made no progress for ``timeout`` seconds, stay: then this attempt
+    fails too, or has enough room.
     """
     storage, (run_id, _, counter) = session.storage, attempt.rpartition("-")
     for entry in storage.list(STAGING) if is_mounted(storage) else ():
@@ -194,10 +198,10 @@ def clear_failed(session: Session, attempt: str) -> None:
 
 
 def clean_up(session: Session, counter: int) -> None:
-    """Remove what this run's attempts left behind, as far as no rank can still be writing to it.
+    """Remove what this run's attempts left, where no rank can still be writing.
 
-    That is every attempt before ``counter`` once all ranks voted on ``counter``, and any on which all ranks voted.
-    What cannot be removed is logged: nobody waits for it, and the next job sweeps.
+    These are all attempts before ``counter`` once all ranks voted on ``counter``, and any on which all ranks voted. A
+    failure is logged only: nobody waits for it, and the next job sweeps.
     """
     try:
         _clean_up(session, counter)
@@ -206,7 +210,7 @@ def clean_up(session: Session, counter: int) -> None:
 
 
 def _clean_up(session: Session, counter: int) -> None:
-    """Raises DirectoryInUse where another job took over a storage on which it may be writing the same tags."""
+    """Raise DirectoryInUse if another job took over a storage where it may be writing the same tags."""
     storage, run_id, world_size = session.storage, session.run_id, session.topology.world_size
     if not storage.renames:
         session.require()
@@ -236,12 +240,12 @@ def _clear(session: Session, key: str) -> None:
 def _parameters(
     storage: Storage, folder: str, topology: Topology, leaders: Sequence[int], own: Mapping[str, ParameterSpec] | None
 ) -> dict[str, ParameterSpec]:
-    """Every parameter. Rank 0 need not read what it has just written itself."""
-    found: dict[str, ParameterSpec] = {}
+    """Return every parameter of the tag. Rank 0 need not read its own index, which it has just written."""
+    parameters: dict[str, ParameterSpec] = {}
     for rank in leaders:
         at = topology.coordinates_of(rank)
-        found.update(own if rank == 0 and own is not None else load_parameters(*_read(storage, folder, at)))
-    return found
+        parameters.update(own if rank == 0 and own is not None else load_parameters(*_read(storage, folder, at)))
+    return parameters
 
 
 def _unknown_where_replicas_differ(
@@ -251,7 +255,7 @@ def _unknown_where_replicas_differ(
     votes: Sequence[Vote],
     parameters: Mapping[str, ParameterSpec],
 ) -> dict[str, ParameterSpec]:
-    """Parameters believed replicated over tp whose content differs: their partition attributes were lost."""
+    """Return parameters that seem replicated over tp but differ: their partition attributes were lost."""
     unknown: dict[str, ParameterSpec] = {}
     for ranks in tp_groups_that_differ(votes, topology):
         content: dict[str, set[tuple[int, ...]]] = {}
@@ -285,17 +289,17 @@ def _read(storage: Storage, folder: str, at: Coordinates) -> tuple[bytes, str]:
 
 
 def retain(
-    session: Session, publication: Publication, rules: Sequence[Rule], held: Collection[str] = ()
+    session: Session, publication: Publication, rules: Sequence[Rule], unread: Collection[str] = ()
 ) -> None:
-    """Make surplus tags invisible, but those that are ``held``. Never fails the save: the new tag is already safe."""
+    """Make surplus tags invisible, except ``unread`` ones. Never fails the save: the new tag is already safe."""
     storage = session.storage
     try:
         tags = {info.tag: info for info in list_tags(storage)}
-        judgement = judged(storage, tags.values(), rules)
+        judgement = judge_tags(storage, tags.values(), rules)
         for sentence in judgement.unknown_metrics:
-            logger.warning("%s: retention by this rule removes nothing. %s", storage.url, sentence)
+            logger.warning("%s: this retention rule removes nothing. %s", storage.url, sentence)
         for tag in judgement.retention.surplus:
-            if tag not in (publication.tag, *held):
+            if tag not in (publication.tag, *unread):
                 session.require()
                 retire_unpinned(session, publication, tags[tag])
     except (OSError, CheckpointError) as error:

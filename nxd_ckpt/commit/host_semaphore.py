@@ -1,7 +1,7 @@
-"""How many ranks of a host write at the same time: file-lock slots.
+"""Slots that limit how many ranks of a host write at the same time: file locks.
 
 The kernel frees a lock when its holder dies, so a killed rank never blocks the others. A holder that is alive but stuck
-is waited for until the save's timeout. The lock files live in the host's temporary directory: slots are per host, not
+is waited for until the save's timeout. The lock files lie in the host's temporary directory: slots are per host, not
 per checkpoint.
 """
 
@@ -23,7 +23,7 @@ _POLL = 0.02
 def writing_slot(run_id: str, num_workers: int | None, timeout: float) -> Iterator[Callable[[], None]]:
     """Hold one of this host's ``num_workers`` slots of the run ``run_id``; None means no limit.
 
-    Gives a function to be called now and then while the holder makes progress.
+    Yields a function that the holder calls now and then while it makes progress.
 
     Raises TimeoutError after ``timeout`` seconds in which no holder made progress and no slot changed hands.
     """
@@ -39,31 +39,31 @@ def writing_slot(run_id: str, num_workers: int | None, timeout: float) -> Iterat
 
 
 def _take(folder: Path, run_id: str, num_workers: int, timeout: float) -> int:
-    seen: list[int] = []
+    last_times: list[int] = []
     since = effects.monotonic()
     while True:
-        moved = []
+        times = []
         for slot in range(num_workers):
             path = folder / f"{run_id}.{slot}"
             fd = os.open(path, flags("O_RDWR", "O_CREAT", "O_CLOEXEC"), 0o600)
             if try_lock(fd, path):
                 os.utime(fd)
                 return fd
-            moved.append(os.fstat(fd).st_mtime_ns)
+            times.append(os.fstat(fd).st_mtime_ns)
             os.close(fd)
         now = effects.monotonic()
-        if moved != seen:
-            seen, since = moved, now
+        if times != last_times:
+            last_times, since = times, now
         elif now - since >= timeout:
             raise TimeoutError(
-                f"waited for one of {num_workers} writing slots of this host: those who hold them made no progress for "
-                f"{timeout:.0f} s (num_workers= says how many there are)"
+                f"waited for one of {num_workers} writing slots of this host: their holders made no progress for "
+                f"{timeout:.0f} s (num_workers= sets the number of slots)"
             )
         effects.sleep(_POLL)
 
 
 def forget_slots(run_id: str) -> None:
-    """Remove the lock files of a finished run from this host, but none that another process holds."""
+    """Remove the lock files of a finished run from this host, except those that another process holds."""
     for path in default_work_dir().glob("*.*") if HAS_LOCKS else ():
         if path.name.rpartition(".")[0] == run_id:
             with suppress(BlockingIOError), locked(path, wait=False):

@@ -1,4 +1,4 @@
-"""The saves that are under way in a directory, as anyone may see them who looks at its control files."""
+"""Unfinished saves of a directory, as its control files show them to anyone."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ class ObservedSave:
 
     Attributes:
         attempt: ``RUN-COUNTER``.
-        tag: what it is to become; None where that does not show before the first rank has written its part.
-        ranks_done: how many ranks have written all that is theirs, or failed to.
+        tag: its tag; None where that is unknown until the first rank has written its part.
+        ranks_done: number of ranks that have written all their files, or failed to.
         nbytes: bytes of the files written so far; None in a store, where they lie in the tag itself.
-        is_dead: whether its process on this host is gone; None where that cannot be told from here.
+        is_dead: True if its process on this host is gone; None if its process is on another host.
     """
 
     attempt: str
@@ -33,27 +33,27 @@ class ObservedSave:
 
 
 def saves_in_flight(storage: Storage) -> list[ObservedSave]:
-    """Those that ranks have begun to write, oldest first, by the names of their attempts. Changes nothing."""
+    """List the saves that ranks have begun to write, by the names of their attempts, oldest first. Only reads."""
     holder = lease.read(storage)
     attempts = {entry.name for place in (STAGING, VOTES) for entry in storage.list(place)}
-    found = []
+    saves = []
     for attempt in sorted(attempts, key=_age):
         if storage.is_file(verdict_file(attempt)):
             continue
         is_ours = holder is not None and attempt.startswith(f"{holder.run_id}-")
         runs = holder.holder_runs_here() if holder is not None and is_ours else False
-        voted = [entry.name for entry in storage.list(votes_dir(attempt)) if entry.name.endswith(".vote.json")]
+        vote_files = [entry.name for entry in storage.list(votes_dir(attempt)) if entry.name.endswith(".vote.json")]
         nbytes = _nbytes(storage, staging_dir(attempt)) if storage.renames else None
-        tag = _tag(storage, attempt, voted)
-        found.append(ObservedSave(attempt, tag, len(voted), nbytes, None if runs is None else not runs))
-    return found
+        tag = _tag(storage, attempt, vote_files)
+        saves.append(ObservedSave(attempt, tag, len(vote_files), nbytes, None if runs is None else not runs))
+    return saves
 
 
-def _tag(storage: Storage, attempt: str, voted: list[str]) -> str | None:
+def _tag(storage: Storage, attempt: str, vote_files: list[str]) -> str | None:
     with suppress(FileNotFoundError):
         return storage.read(begin_file(attempt), NOTE).decode(errors="replace")
     with suppress(FileNotFoundError, MalformedFile):  # it was decided, and cleared away, meanwhile
-        for name in voted:
+        for name in vote_files:
             plan = votes.load_vote(storage.read(f"{votes_dir(attempt)}/{name}"), name).plan
             if plan is not None:
                 return str(plan["tag"])
@@ -66,9 +66,9 @@ def _age(attempt: str) -> tuple[str, int]:
 
 
 def _nbytes(storage: Storage, folder: str) -> int:
-    found = 0
+    nbytes = 0
     for entry in storage.list(folder):
         key = f"{folder}/{entry.name}"
         with suppress(FileNotFoundError):
-            found += _nbytes(storage, key) if entry.is_dir else storage.size(key)
-    return found
+            nbytes += _nbytes(storage, key) if entry.is_dir else storage.size(key)
+    return nbytes

@@ -1,11 +1,11 @@
-"""How an attempt becomes a tag: where its files are written, what comes before the first and what makes them visible.
+"""Publications: where an attempt's files are written, and the steps that make them a visible tag.
 
-Where directories can be renamed, an attempt is *staged*: written out of sight, and renamed when it is complete. Where
-they cannot (object stores, and some ways to mount them), it is written *in place*, and the tag is there from ``done``
-on, which comes last when a tag is made and goes first when it is removed.
+Where directories can be renamed, an attempt is *staged*: written out of sight, and renamed when it is complete.
+Elsewhere (object stores, and some ways to mount them) it is written *in place*: the tag is visible once ``done``
+exists, which is created last and removed first.
 
-One that ``resumes`` a copy keeps what an interrupted try brought: it gathers where no claim of the directory sweeps, in
-a folder named after the tag, or in place without any intent.
+A publication that ``resumes`` a copy keeps the files of an interrupted copy. It collects them in a folder named after
+the tag, which no new job sweeps, or in place without an intent.
 
 A publication is plain data, so that processes that only write files (a conversion's workers) can have it too.
 """
@@ -32,18 +32,18 @@ from nxd_ckpt.storage.base import Storage, remove_if
 from nxd_ckpt.tag.directory import may_be_replaced
 
 _FEW = 8
-"""So many files of a directory, in which all ranks may have some, are asked for one by one."""
+"""Number of files of one directory up to which each is asked for by name, instead of listing the directory."""
 
 
 class Publication(Protocol):
     """One attempt's way to its tag.
 
-    ``overwrite`` says whether a complete tag may be replaced; None means where it stays until its successor is
+    ``overwrite``: True if a complete tag may be replaced; None if it may where the old tag stays until the new one is
     complete.
     """
 
     in_place: ClassVar[bool]
-    """Whether no rank may write before rank 0 has begun: what is there is not the attempt's own until then."""
+    """True if no rank may write before rank 0 has begun: until then the files there may be another attempt's."""
 
     @property
     def attempt(self) -> str: ...
@@ -53,44 +53,44 @@ class Publication(Protocol):
 
     @property
     def folder(self) -> str:
-        """Where the attempt's files are written."""
+        """The folder of the attempt's files."""
 
     def begin(self, session: Session) -> None:
-        """Rank 0, before anything is written: make room. Raises SaveFailed where the tag must not be saved."""
+        """Make room, on rank 0 before anything is written. Raises SaveFailed if the tag must not be saved."""
 
     def put(self, storage: Storage, name: str, data: bytes) -> None:
-        """Write a small file into the folder; never over that of another job."""
+        """Write a small file into the folder; never over another job's."""
 
     def must_hold(self, storage: Storage, files: Collection[str]) -> None:
         """Raise DirectoryInUse unless these names, which were written into the folder, are there.
 
-        Where a folder is staged, whoever takes the directory over moves it away, all of it at once. What is written
-        after that makes it anew, with nothing in it but that.
+        A job that takes over a directory moves a staged folder away as a whole. Writing after that creates the folder
+        again, with only the later files in it.
         """
 
     def publish(self, session: Session, order_time: float, files: Collection[str]) -> None:
-        """Rank 0, when all else is complete and durable: make the tag visible, and that durable.
+        """Make the complete and durable tag visible, durably. Rank 0 only.
 
-        ``files`` are names of what was written into the folder, of every rank one that it wrote after its others.
+        ``files`` are names of files in the folder; of every rank at least the one that it wrote last.
 
-        Raises, with nothing visible but what was before:
+        Raises, with only the earlier tags visible:
             SaveFailed, OSError: it cannot be done.
             DirectoryInUse: another job took the directory over, and may have removed some of it.
         Raises, where the tag may be visible:
             OutcomeUnknown: the storage does not say.
         """
 
-    def retire(self, session: Session, tag: str, spared: Callable[[str], bool] = lambda key: False) -> bool:
-        """Make another tag invisible at once; journal.discard_trash deletes it.
+    def retire(self, session: Session, tag: str, is_kept: Callable[[str], bool] = lambda key: False) -> bool:
+        """Make another tag invisible at once; journal.discard_trash deletes it. True if it was removed.
 
-        False where it is ``spared``, which is told where the tag lies, and is asked once others can see that it goes:
-        who says so then or before, and finds that it is still there, is heard.
+        ``is_kept`` gets the key where the tag lies by then. It is called after others can see that the tag is going, so
+        that whoever objects until then, and still sees the tag, is heeded.
         """
 
 
 @dataclass(frozen=True)
 class Staged:
-    """For file systems: one rename makes it visible, and an old tag stays until then (see coordination.journal)."""
+    """A publication on a file system: one rename makes the tag visible, and an old tag stays until then."""
 
     attempt: str
     tag: str
@@ -130,8 +130,11 @@ class Staged:
                 raise
 
     def _publish_copy(self, session: Session, order_time: float, files: Collection[str]) -> None:
-        """As an attempt. Where it gathers nobody sweeps, and another job may copy the same tag: whoever looks at the
-        lease after it was moved away, and holds it, has all of it for itself."""
+        """Rename the collected copy to a staged attempt, and publish that.
+
+        No new job sweeps the folder of copies, and another job may copy the same tag. So only a job that still has the
+        lease after it moved the folder away has all of it for itself.
+        """
         storage, staged = session.storage, replace(self, resumes=False)
         session.require(strictly=True)
         storage.rename(self.folder, staged.folder)
@@ -153,11 +156,14 @@ class Staged:
             if not storage.is_file(key):
                 raise DirectoryInUse(
                     f"{storage.url}/{key} was written, and is gone: another job took the directory over, because this "
-                    "one gave no sign of life for too long, or somebody removed it. Stop one of two jobs"
+                    "one gave no sign of life for too long, or somebody removed the file. Stop one of the two jobs"
                 )
 
     def _not_listed(self, storage: Storage, files: Collection[str]) -> list[str]:
-        """A network file system may show an old listing: those have to be asked for."""
+        """Return the ``files`` that no listing shows.
+
+        A network file system may show an old listing, so these have to be asked for by name.
+        """
         there = {
             posixpath.join(folder, entry.name)
             for folder in {posixpath.dirname(name) for name in files}
@@ -165,16 +171,16 @@ class Staged:
         }
         return [name for name in files if name not in there]
 
-    def retire(self, session: Session, tag: str, spared: Callable[[str], bool] = lambda key: False) -> bool:
-        return journal.remove_tag(session.storage, tag, self.attempt, spared)
+    def retire(self, session: Session, tag: str, is_kept: Callable[[str], bool] = lambda key: False) -> bool:
+        return journal.remove_tag(session.storage, tag, self.attempt, is_kept)
 
 
 @dataclass(frozen=True)
 class InPlace:
-    """For stores without renames: keys are claimed by creating them, never written over, and ``done`` is the commit.
+    """A publication in a store without renames: keys are claimed by creating them, and ``done`` is the commit.
 
-    ``done`` holds the tag's order time, because its own cannot be set there, and the attempt, which tells whose it is.
-    Without an attempt it is a tag of NxD's that is copied, and so is its ``done``: ours says that there is a manifest.
+    ``done`` has the tag's order time, because a store cannot set a file's time, and the attempt, which tells whose it
+    is. A publication without an attempt copies a tag of NxD's, with NxD's ``done``: ours says that there is a manifest.
     """
 
     attempt: str
@@ -194,11 +200,11 @@ class InPlace:
             _refuse_existing(storage, self.tag)
         if self.resumes:
             _refuse_what_is_no_checkpoint(storage, self.tag)
-            remove_if(storage, f"{self.tag}/{DONE}", session.confirm)  # what is to be replaced is a checkpoint no more
+            remove_if(storage, f"{self.tag}/{DONE}", session.confirm)  # the replaced tag is no checkpoint any more
             session.require()
             storage.discard_unfinished(self.tag)
             storage.make_dir(self.tag)
-            storage.link_new(f"{self.tag}/{MARKER}", b"1")  # says of what an interruption leaves whose it is
+            storage.link_new(f"{self.tag}/{MARKER}", b"1")  # tells later whose an interrupted copy is
             return
         earlier = intents.saves_of(storage, self.tag)
         if not earlier:
@@ -211,13 +217,13 @@ class InPlace:
         for attempt in earlier:
             storage.remove(staging_dir(attempt))
         session.require()
-        # Not just "1": a late request that was to remove the marker of the tag before would take this one for it.
+        # Not just "1": a late request to remove the previous tag's marker would remove this one.
         if not storage.link_new(f"{self.tag}/{MARKER}", f"1 {self.attempt}".encode()):
             raise self._another_job(session)
 
     def put(self, storage: Storage, name: str, data: bytes) -> None:
         key = f"{self.folder}/{name}"
-        # What is there may be what an earlier try of the storage's wrote, whose reply was lost.
+        # The file may come from an earlier try of the storage, whose reply was lost.
         if not storage.link_new(key, data) and storage.read(key) != data:
             raise FileExistsError(f"{storage.url}/{key} was written by somebody else meanwhile")
 
@@ -242,18 +248,18 @@ class InPlace:
         self._withdraw_if_swept(session, mark)
 
     def must_hold(self, storage: Storage, files: Collection[str]) -> None:
-        """Nothing: whoever takes over takes the lease, which is looked at before ``done`` is created and after it."""
+        """Do nothing: a job that takes over takes the lease, which publish() checks before and after ``done``."""
 
-    def retire(self, session: Session, tag: str, spared: Callable[[str], bool] = lambda key: False) -> bool:
+    def retire(self, session: Session, tag: str, is_kept: Callable[[str], bool] = lambda key: False) -> bool:
         storage, intent = session.storage, trash_file(self.attempt, tag)
         intents.declare(storage, intent, tag)
-        goes = remove_if(storage, f"{tag}/{DONE}", lambda: not spared(tag))
+        goes = remove_if(storage, f"{tag}/{DONE}", lambda: not is_kept(tag))
         if not goes:
             storage.remove(intent)
         return goes
 
     def _empty(self, session: Session) -> None:
-        """Remove all there is of the tag, its ``done`` first: from then on nobody takes it for a checkpoint."""
+        """Remove everything of the tag, its ``done`` first: from then on nobody takes it for a checkpoint."""
         storage = session.storage
         remove_if(storage, f"{self.tag}/{DONE}", session.confirm)
         remove_if(storage, self.tag, session.confirm)
@@ -262,7 +268,7 @@ class InPlace:
         storage.make_dir(self.tag)
 
     def _await_writers(self, session: Session, attempts: list[str]) -> None:
-        """Until nobody of this run writes to the tag any more for an earlier attempt, which failed elsewhere."""
+        """Wait until no rank of this run writes to the tag for an earlier attempt, which failed elsewhere."""
         storage, ranks = session.storage, session.topology.world_size
 
         voting.report_progress(storage, self.attempt, 0, effects.monotonic_ns())
@@ -274,7 +280,7 @@ class InPlace:
                 )
 
     def _is_there(self, storage: Storage, error: OSError) -> bool:
-        """Whether ``done`` is, after an ``error`` that may be about the reply only."""
+        """Return whether ``done`` exists, after an ``error`` that may mean that only the reply was lost."""
         done = f"{self.tag}/{DONE}"
         try:
             return storage.is_file(done)
@@ -284,13 +290,16 @@ class InPlace:
             ) from error
 
     def _withdraw(self, storage: Storage, mark: bytes) -> None:
-        """Remove ``done``, unless it is that of another job by now."""
+        """Remove ``done``, unless it is another job's by now."""
         done = f"{self.tag}/{DONE}"
         with suppress(FileNotFoundError):
             remove_if(storage, done, lambda: storage.read(done) == mark)
 
     def _withdraw_if_swept(self, session: Session, mark: bytes) -> None:
-        """Whoever took over the directory before ``done`` was there removed what it would have completed."""
+        """Remove ``done`` if another job took the directory over before ``done`` was there.
+
+        Such a job removed the files that ``done`` would have completed.
+        """
         try:
             session.require()
         except OSError:
@@ -308,7 +317,7 @@ class InPlace:
 
 
 def publication_of(session: Session, counter: int, tag: str, overwrite: bool | None) -> Publication:
-    """That of this run's attempt ``counter``, as the session's storage allows it."""
+    """Return the publication of this run's attempt ``counter``, as the session's storage allows it."""
     kind = Staged if session.storage.renames else InPlace
     return kind(session.attempt(counter), tag, overwrite)
 
@@ -316,15 +325,17 @@ def publication_of(session: Session, counter: int, tag: str, overwrite: bool | N
 def copy_publication(
     session: Session, tag: str, overwrite: bool | None, saved: str | None, counter: int = 1
 ) -> Publication:
-    """That of this session's copy ``counter``, of the attempt ``saved``. Whether a tag may be replaced was asked
-    before."""
+    """Return the publication of this session's copy ``counter``, of the attempt ``saved``.
+
+    ``overwrite`` was checked before.
+    """
     if session.storage.renames:
         return Staged(session.attempt(counter), tag, overwrite, resumes=True)
     return InPlace(saved or "", tag, overwrite, resumes=True)
 
 
 def is_visible(storage: Storage, tag: str, attempt: str) -> bool:
-    """Whether the tag is complete, and of that attempt. False also where the storage does not say."""
+    """Return whether the tag is complete and from that attempt. False also if the storage does not say."""
     try:
         return storage.is_file(f"{tag}/{DONE}") and _is_of(storage, tag, attempt)
     except (OSError, CheckpointError):

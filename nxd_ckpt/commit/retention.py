@@ -1,4 +1,4 @@
-"""Which tags of a directory stay, by rules, pins, the metrics in the tags, and what no newer tag holds."""
+"""Retention in a directory: rules, pins, metrics, and the newest tag with a model or an optimizer."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ from nxd_ckpt.tag.directory import find_tag, is_checkpoint_of_ours_or_nxd
 
 
 class Judgement(NamedTuple):
-    """Which tags stay; and a sentence for each rule by a metric that no tag has, which therefore removes nothing."""
+    """Tags to keep and to remove, and a sentence for each rule that removes nothing because no tag has its metric."""
 
     retention: Retention
     unknown_metrics: Sequence[str]
 
 
-def judged(storage: Storage, tags: Iterable[TagInfo], rules: Sequence[Rule]) -> Judgement:
-    """Decide which of ``tags``, those of the directory, stay. Tags of neither ours nor NxD's are in neither list.
+def judge_tags(storage: Storage, tags: Iterable[TagInfo], rules: Sequence[Rule]) -> Judgement:
+    """Decide which of ``tags``, all tags of the directory, stay.
 
-    The newest tag with a model stays while all newer ones lack one, and so does the newest with an optimizer. No rule
-    that goes by age removes a tag of unknown age.
+    Tags of other programs than this and NxD are in neither list. The newest tag with a model stays while all newer ones
+    lack one, and so does the newest with an optimizer. No rule about age removes a tag of unknown age.
 
-    Raises OSError or CheckpointError where it cannot be told.
+    Raises OSError or CheckpointError if this cannot be decided.
     """
     ours = [info for info in tags if info.complete and is_checkpoint_of_ours_or_nxd(storage, info.tag)]
-    # Only where they are asked for: reading a manifest of many parameters takes its time.
-    asked = ours if any(isinstance(rule, Best) for rule in rules) else []
-    metrics = {info.tag: _metrics(storage, info) for info in asked}
+    # Only for a rule by metric: reading a manifest of many parameters takes its time.
+    measured = ours if any(isinstance(rule, Best) for rule in rules) else []
+    metrics = {info.tag: _metrics(storage, info) for info in measured}
     retention = decide(ours, rules, metrics, pinned(storage))
     if retention.surplus:
         kept, surplus = dict(retention.kept), list(retention.surplus)
@@ -53,8 +53,11 @@ def judged(storage: Storage, tags: Iterable[TagInfo], rules: Sequence[Rule]) -> 
 
 
 def retire_unpinned(session: Session, publication: Publication, info: TagInfo) -> bool:
-    """Make a tag invisible, unless it is pinned by the time at which that cannot be taken back, or another save than
-    was judged: whether it is. (If this job stood still meanwhile, another may have taken over, and saved that tag.)"""
+    """Make a tag invisible, unless it is pinned, or its name is another save's by now. True if it was removed.
+
+    Both are checked at the last moment before the removal is final. (If this job stood still meanwhile, another may
+    have taken over and saved a tag of that name.)
+    """
     storage = session.storage
 
     def stays(key: str) -> bool:

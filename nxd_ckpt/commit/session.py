@@ -41,17 +41,16 @@ logger = logging.getLogger("nxd_ckpt")
 _RUN_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
 
 _IN_PLACE = ".in_place"
-"""Ends the name of rank 0's probe if tags are written in place (see commit.publication), so that all ranks
-know."""
+"""End of the name of rank 0's probe if tags are written in place (see commit.publication), so that all ranks know."""
 
 _SEEN_WITHIN = 30.0
 """Seconds that a shared file system may take to show a new file to another host (NFS attribute caches: up to 30)."""
 
 _CANNOT_RENAME = {errno.EPERM, errno.EXDEV, errno.EINVAL, errno.EMFILE, errno.ENOSYS, errno.EOPNOTSUPP}
-"""Errors of mounted object stores when a directory is renamed. (EMFILE: gcsfuse, if files are in it.)"""
+"""Errors of mounted object stores when a directory with files is renamed; EMFILE is gcsfuse's."""
 
 _SPARE = 4096
-"""Bytes: more than a vote or a verdict that tells of an error, and a page of a file system."""
+"""Bytes: more than a vote or verdict with an error needs, and a page of a file system."""
 
 _PATIENCE = 6
 """Heartbeats that may be missing before a holder on another host counts as dead."""
@@ -70,19 +69,20 @@ class Session:
     place: bytes | None = None
     """The mark of the directory, see lease.place_of."""
     home_place: bytes | None = None
-    """Where hosts have a disk of their own, the mark of that which has the votes."""
+    """The mark of the directory with the votes, where each host has a disk of its own."""
     counter: int = 0
     """The number of the last attempt."""
     lost_votes: dict[str, Vote] = field(default_factory=dict)
-    """This rank's votes that could not be cast yet, by attempt. Until then, the others must assume that it is
-    writing."""
+    """This rank's votes that could not be cast yet, by attempt; until they are, others must assume that it is writing.
+
+    """
     is_gone: Callable[[int], bool] = lambda rank: False
-    """Whether that rank's process is known to have ended."""
+    """Return whether that rank's process is known to have ended."""
     last_saved: str | None = None
     """The tag of the last save of this run that became visible."""
     _spares: list[str] = field(default_factory=list)
     leaves_at: float = math.inf
-    """When this rank, after an exception, stops waiting for the others (seconds, as effects.monotonic())."""
+    """Time at which this rank, after an exception, stops waiting for the others (seconds, as effects.monotonic())."""
 
     def attempt(self, counter: int) -> str:
         return f"{self.run_id}-{counter}"
@@ -93,7 +93,7 @@ class Session:
         return self.run_id if self.storage.renames else self.run_id + _IN_PLACE
 
     def keep_spares(self) -> None:
-        """Keep room for a vote, and on rank 0 for a verdict, as far as there is any: see :meth:`write_in_spare`."""
+        """Reserve disk space for a vote, and on rank 0 for a verdict, as far as there is any."""
         rank = self.topology.rank
         for number in range(1 if rank else 2) if is_mounted(self.storage) else ():
             key = spare_file(self.run_id, rank, number)
@@ -103,7 +103,7 @@ class Session:
                     self._spares.append(key)
 
     def write_in_spare(self, key: str, data: bytes) -> bool:
-        """Write a small file, though the disk is full, in the space that was kept; False if there is none of it."""
+        """Write a small file into reserved space, even on a full disk; False if no space is left in reserve."""
         if not self._spares:
             return False
         spare = self._spares.pop()
@@ -118,32 +118,34 @@ class Session:
         return False
 
     def give_spares(self) -> None:
-        """Give back what is kept."""
+        """Release the reserved space."""
         while self._spares:
             with suppress(OSError):
                 self.storage.remove(self._spares.pop())
 
     @property
     def votes_here(self) -> bool:
-        """True where votes are in the directory of this host, and not on another one."""
+        """True if votes are in this host's directory, not in another host's."""
         return not isinstance(self.storage, PerHost) or self.storage.is_home
 
     def require_votes(self) -> None:
-        """Raise StorageError where votes are on another host, of whose directory the mark is gone."""
+        """Raise StorageError if votes are on another host, and its directory has lost its mark."""
         if not self.votes_here and self.storage.read(PLACE, NOTE) != self.home_place:
             raise StorageError(
-                f"{self.storage.url}: the directory on the host of rank 0 is not the one that this job took: its mark "
-                f"{PLACE} is not there. It was unmounted, or something else is mounted or linked in its place"
+                f"{self.storage.url}: the directory on the host of rank 0 is not the one that this job began with: its "
+                f"mark {PLACE} is not there. It was unmounted, or something else is mounted or linked in its place"
             )
 
     def require(self, *, strictly: bool = False) -> None:
-        """Raise DirectoryInUse where this is rank 0, and another job took the directory over meanwhile; ``strictly``
-        also where that one has ended, see lease.require."""
+        """Raise DirectoryInUse if this is rank 0 and another job took the directory over meanwhile.
+
+        With ``strictly`` also if that job has ended since; see lease.require.
+        """
         if self.lease is not None:
             lease.require(self.storage, self.lease, strictly=strictly)
 
     def confirm(self) -> bool:
-        """As :meth:`require`: True, or it raises."""
+        """Return True, or raise DirectoryInUse if another job took the directory over."""
         self.require()
         return True
 
@@ -151,7 +153,7 @@ class Session:
         return effects.monotonic() >= self.leaves_at
 
     def close(self) -> None:
-        """Give the directory back. Called after the last save was decided."""
+        """Release the directory, after the last save was decided."""
         if self.heartbeat is not None:
             self.heartbeat.stop()
         if self.lease is not None:
@@ -207,7 +209,7 @@ def _open_with_group(session: Session, agreement: Agreement, run_id: str | None)
 
 
 def _mark(session: Session) -> None:
-    """Mark the directory on this host, and note the mark of that of rank 0, which has marked its own by now."""
+    """Mark the directory on this host, and note the mark of rank 0's directory, which rank 0 has made by now."""
     lease.mark_place(session.storage)
     session.home_place = session.storage.read(PLACE, NOTE)
 
@@ -224,8 +226,8 @@ def _open_without_group(session: Session, run_id: str | None) -> None:
         make_places(session.storage)
         if not session.storage.link_new(f"{RUNS}/{run_id}", b"1"):
             raise InvalidArgument(
-                f"run_id {run_id!r} was used in {session.storage.url} before; give every launch a new one (with the "
-                "scheduler's restart count in it), else votes of the earlier one could be taken for this one's"
+                f"run_id {run_id!r} was used in {session.storage.url} before; give every launch a new one (for "
+                "example with the scheduler's restart count), else earlier votes could be taken for this launch's"
             )
         _claim(session, run_id, first=False)
     else:
@@ -239,16 +241,16 @@ def _refuse_inside_tag(storage: Storage) -> None:
     around = tag_around(storage)
     if around is not None:
         raise InvalidArgument(
-            f"{storage.url} is, or lies inside, the checkpoint {around}, so that copying or removing that would "
-            "include what is saved here; pass the directory that holds the tags, or another one"
+            f"{storage.url} is, or lies inside, the checkpoint {around}, so copying or removing that would "
+            "include what is saved here. Pass the directory of the tags, or another one"
         )
 
 
 def _claim(session: Session, run_id: str, *, first: bool, sign: Callable[[], None] = lambda: None) -> None:
-    """Rank 0: take the lease, repair what a dead job left, and leave a file for the other ranks to find.
+    """Take the lease on rank 0, repair what a dead job left, and leave a file for the other ranks to find.
 
-    ``first`` says that no other rank can have begun yet. To find out that a holder is dead, and to remove what it left,
-    may take long: ``sign`` shows those who wait that it goes on.
+    ``first``: no other rank can have begun yet. Finding out that a holder is dead, and removing its files, may take
+    long: ``sign`` shows the waiting ranks that this rank makes progress.
     """
     storage = session.storage
     session.run_id = run_id
@@ -265,7 +267,7 @@ def _claim(session: Session, run_id: str, *, first: bool, sign: Callable[[], Non
 
 
 def _can_rename(storage: Storage, run_id: str) -> bool:
-    """Try it, on a directory with a file: that is what some mounts of object stores refuse."""
+    """Try to rename a directory with a file in it, which some mounts of object stores refuse."""
     source, target = f"{PROBES}/{run_id}.source", f"{PROBES}/{run_id}.target"
     storage.write(f"{source}/file", b"1")
     try:
@@ -282,9 +284,9 @@ def _can_rename(storage: Storage, run_id: str) -> bool:
 
 
 def _see_probe(session: Session, within: float) -> None:
-    """All ranks: find what rank 0 left, which shows that the directory is shared, and how tags are written."""
-    found = _must_see(session, PROBES, [session.run_id, session.run_id + _IN_PLACE], within)
-    if found != session.run_id:
+    """Find rank 0's probe: it shows that the directory is shared, and how tags are written."""
+    probe = _must_see(session, PROBES, [session.run_id, session.run_id + _IN_PLACE], within)
+    if probe != session.run_id:
         session.storage.renames = False
 
 
@@ -300,7 +302,7 @@ def _must_be_writable(session: Session) -> None:
 
 
 def _must_be_live(session: Session) -> None:
-    """Raise unless rank 0 of this very run holds the directory: the mark that was found may be of an earlier launch."""
+    """Raise unless rank 0 of this launch has the directory: the mark may be an earlier launch's."""
     # Rank 0 may come late, and then has to find out whether an earlier holder is dead.
     deadline = effects.monotonic() + session.timeout + _PATIENCE * _beat_interval(session)
     beats, backoff = set[int | None](), Backoff(session.storage)
@@ -320,18 +322,18 @@ def _must_be_live(session: Session) -> None:
 
 
 def _beat_interval(session: Session) -> float:
-    """Seconds. Whoever finds a dead holder on another host must know before its own other ranks lose patience."""
+    """Seconds between heartbeats: rank 0 must detect a dead holder before its own other ranks time out."""
     return min(10.0, session.timeout / (2 * _PATIENCE))
 
 
 def _must_see(session: Session, folder: str, names: Sequence[str], within: float) -> str:
-    """Which of ``names`` rank 0 wrote into ``folder``."""
+    """Return the first of ``names`` that is in ``folder``, where rank 0 wrote one; wait ``within`` seconds for it."""
     deadline, backoff = effects.monotonic() + within, Backoff(session.storage)
     while True:
         listed = {entry.name for entry in backoff.timed(lambda: session.storage.list(folder))}
-        found = next((name for name in names if name in listed), None)
-        if found is not None:
-            return found
+        seen = next((name for name in names if name in listed), None)
+        if seen is not None:
+            return seen
         if effects.monotonic() > deadline:
             raise DirectoryNotShared(
                 f"rank {session.topology.rank} does not see {session.storage.url}/{folder}/{names[0]}, which rank 0 "
@@ -344,9 +346,9 @@ def _must_see(session: Session, folder: str, names: Sequence[str], within: float
 def _sweep(session: Session, *, first: bool, sign: Callable[[], None]) -> None:
     """Remove what dead jobs left behind.
 
-    We hold the lease, so rank 0 of every other run here has ended. What they had begun to do to tags in place is
-    finished, see coordination.intents. Raises DirectoryInUse if another job took the directory over meanwhile: what is
-    found may be its own then.
+    This job has the lease, so rank 0 of every other run here has ended. What they had begun to do to tags in place is
+    finished, see coordination.intents. Raises DirectoryInUse if another job took the directory over meanwhile: the
+    files may be its own then.
     """
     storage, run_id = session.storage, session.run_id
     for folder in (STAGING, VOTES, PROBES, TRASH):
@@ -380,8 +382,11 @@ def _losses_are_settled(storage: Storage, entries: Collection[DirEntry]) -> bool
 
 
 def _may_be_read(storage: Storage, attempt: str) -> bool:
-    """Whether an attempt was decided and no job has begun since: its rank 0 ends without waiting until the others have
-    read the verdict. Of the next job it is not spared again."""
+    """Return whether an attempt was decided and no job has begun since.
+
+    Its rank 0 may end before the others have read the verdict, so the first job after it leaves the verdict. The second
+    does not.
+    """
     if not storage.is_file(verdict_file(attempt)) or storage.is_file(spared_file(attempt)):
         return False
     storage.write(spared_file(attempt), b"")

@@ -1,4 +1,4 @@
-"""Tiers: the places that a job's checkpoints go to, from the nearest to the one that lasts longest."""
+"""Tiers: the places of a job's checkpoints, from the nearest to the most durable."""
 
 from __future__ import annotations
 
@@ -20,24 +20,23 @@ from nxd_ckpt.storage.urls import StorageOptions, StrPath, is_url, local_path, o
 
 @dataclass(frozen=True)
 class Tier:
-    """One of the places that a job's checkpoints go to. Every rank can reach it, unless it is ``per_host``.
+    """A place for a job's checkpoints. Every rank can reach it, unless it is ``per_host``.
 
     Attributes:
         path: the directory or URL.
-        every: the first save of a launch goes there, and of those after it every so many. The first tier takes all.
-        keep: complete tags to keep there, at least 1; None keeps all.
-        retain: rules for which tags to keep there, as of a save. ``keep`` beside it is one rule more.
-        max_bytes_per_second: how fast tags are copied there at most, as a number or such as "20MB"; by default as fast
-            as it goes.
-        storage_options: what a URL is opened with; by default what the Checkpointer was given.
-        storage: where the files go, in place of what ``path`` names: one of your own (``docs/own-storage.md``).
+        every: the tier gets the first save of a launch, and after it every so-many-th. The first tier gets all.
+        keep: number of complete tags to keep there, at least 1; None keeps all.
+        retain: rules for which tags to keep there, as for a save. ``keep`` counts as one more rule.
+        max_bytes_per_second: maximum rate of copying to the tier, as a number or such as "20MB"; by default unlimited.
+        storage_options: options for opening a URL; by default the Checkpointer's.
+        storage: a storage of your own to use instead of opening ``path`` (``docs/own-storage.md``).
         per_host: the directory is each host's own, on a disk that only its ranks see. Each rank writes on its own host,
-            and reads what the others have from them. Only for the first tier.
-        replicas: with ``per_host``, on how many hosts each file is: with 2, none is lost with a host.
-        replica_jump: the replica of a rank's files is on the host of the rank so many further; by default on the next
-            host.
-        interface: the address or network interface on which a host serves its directory to the others of the job; by
-            default on all of them.
+            and reads other ranks' files from theirs. Only for the first tier.
+        replicas: with ``per_host``, the number of hosts that have each file: with 2, no file is lost with one host.
+        replica_jump: distance in ranks from a rank to the rank whose host has the replica of its files; by default the
+            next host's.
+        interface: address or network interface on which a host serves its directory to the job's other hosts; by
+            default all.
     """
 
     path: StrPath
@@ -54,22 +53,22 @@ class Tier:
 
     @property
     def name(self) -> str:
-        """As errors and logs name it."""
+        """The path for errors and logs, without a password."""
         return without_password(os.fspath(self.path))
 
     @property
     def rules(self) -> tuple[Rule, ...] | None:
-        """Which complete tags stay; None keeps all."""
+        """Rules for which complete tags stay; None keeps all."""
         return rules_of(self.keep, self.retain)
 
     @property
     def rate(self) -> int | None:
-        """Bytes per second at most."""
+        """Maximum bytes per second; None is unlimited."""
         limit = self.max_bytes_per_second
         return None if limit is None else bytes_of(limit, f"max_bytes_per_second of tier {self.name}")
 
     def open(self, durable: bool, storage_options: StorageOptions | None) -> Storage:
-        """Its storage; ``storage_options`` are for a URL that has none of its own."""
+        """Open the tier's storage; ``storage_options`` are for a URL without its own."""
         if self.storage is not None:
             return self.storage
         if self.per_host:
@@ -78,7 +77,7 @@ class Tier:
         return open_storage(self.path, durable, options_for(self.path, storage_options) if own is None else own)
 
     def validate(self) -> None:
-        """Raises InvalidArgument for what has no meaning."""
+        """Raise InvalidArgument if an attribute is invalid."""
         if not isinstance(self.path, (str, os.PathLike)) or not os.fspath(self.path):
             raise InvalidArgument(f"the path of a tier must be a directory or URL, found {self.path!r}")
         if not _is_positive(self.every):
@@ -109,25 +108,25 @@ class Tier:
 
 
 class Draining(Protocol):
-    """What copies tags of the first tier to the others, as a save sees it."""
+    """The copier of tags from the first tier to the others, as a save sees it."""
 
     @property
-    def held(self) -> Collection[str]:
-        """Tags of the first tier that are still to be read: retention leaves them."""
+    def unread(self) -> Collection[str]:
+        """Tags of the first tier that are still to be copied: retention leaves them."""
 
     @property
     def newest(self) -> float:
-        """The order time of the newest tag on the other tiers: what is saved from now on comes after it."""
+        """Order time of the newest tag on the other tiers: later saves come after it."""
 
     def saved(self, tag: str, nbytes: int, overwrite: bool | None) -> None:
-        """A save is visible on the first tier; ``overwrite`` is what it was told."""
+        """Queue the copies of a save that is visible on the first tier; ``overwrite`` is the save's."""
 
 
 def checked_tiers(path: StrPath | None, tiers: object) -> tuple[Tier, ...]:
-    """``tiers``, or where there are none the directory ``path`` as the only one.
+    """Return ``tiers``, or the directory ``path`` as the only tier.
 
-    Raises InvalidArgument: no tier at all, one that has no meaning, two that are the same place or lie in each other,
-    a first one that is not ``path``, or that leaves saves out.
+    Raises InvalidArgument: no tier at all, an invalid one, two that are the same place or lie in each other, a first
+    one that is not ``path``, or that skips saves.
     """
     if tiers is None:
         if path is None:

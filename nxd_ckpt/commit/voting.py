@@ -1,7 +1,7 @@
-"""The votes of one attempt on disk: casting, collecting them, announcing and awaiting the verdict.
+"""Votes of one attempt on disk: casting and collecting them, announcing the verdict and waiting for it.
 
-Files are found by *listing* the votes directory, with back-off, never by asking for an expected name: NFS clients
-cache the absence of a name, but a changed directory is seen.
+Files are looked for by *listing* the votes directory, with back-off, never by name: NFS clients cache the absence of a
+name, but see a changed directory.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ from nxd_ckpt.storage.base import Storage
 ResultT = TypeVar("ResultT")
 
 _PAUSES = (0.1, 0.5, 2.0)
-"""Seconds between tries of what must not fail because of a transient error."""
+"""Seconds between tries of a step that must not fail because of a transient error."""
 
 _LAST_WORDS = 3.0
-"""Seconds after the end of a process in which a shared file system may still show what it wrote."""
+"""Seconds after a process ended in which a shared file system may still show its last writes."""
 
 
 def open_vote(storage: Storage, attempt: str, tag: str) -> None:
-    """Rank 0: tell the others that the attempt's files may be written into ``tag`` itself."""
+    """Tell the other ranks, on rank 0, that they may write the attempt's files into ``tag`` itself."""
     storage.write(begin_file(attempt), tag.encode())
     storage.sync_dir(verdict_dir(attempt))
 
@@ -56,15 +56,15 @@ def await_opening(
             ``leaving`` the job. Without its vote no tag becomes visible.
     """
     key = verdict_file(attempt)
-    found = _first_of([key, begin_file(attempt)], storage, attempt, timeout, leaving)
-    if found is None:
+    file = _first_of([key, begin_file(attempt)], storage, attempt, timeout, leaving)
+    if file is None:
         raise SaveFailed(
             f"rank 0 did not begin it: for {timeout:.0f} s it made no progress, or this rank is about to end; see the "
             "log of rank 0"
         )
-    if found == key:
+    if file == key:
         return votes.load_verdict(storage.read(key, NOTE), f"{storage.url}/{key}")
-    opened_for = storage.read(found, NOTE).decode(errors="replace")
+    opened_for = storage.read(file, NOTE).decode(errors="replace")
     if opened_for != tag:
         raise RanksDisagree(
             f"rank 0 saves {opened_for!r}, this rank {tag!r}; all ranks must call save_checkpoint with the same "
@@ -74,7 +74,7 @@ def await_opening(
 
 
 def all_voted(storage: Storage, attempt: str, world_size: int) -> bool:
-    """Whether no rank writes for the attempt any more: each has finished or failed."""
+    """Return whether all ranks have voted, so that none writes for the attempt any more."""
     return _votes(_listed(storage, votes_dir(attempt))) == world_size
 
 
@@ -87,14 +87,14 @@ def await_votes(
     leaving: Callable[[], bool],
     gone: Callable[[int], bool] = lambda rank: False,
 ) -> bool:
-    """Wait until all other ranks have voted on an attempt, whatever they voted. Rank 0 only, which has left it.
+    """Wait, on rank 0, until all other ranks have voted on an attempt, for or against it. Rank 0 itself has left it.
 
-    Meanwhile it shows them that it is working on the attempt ``waiting_in``. False ``timeout`` seconds after the last
-    progress of any rank, when one that has not voted is known to be ``gone``, or this rank is ``leaving`` the job.
+    Meanwhile rank 0 shows them that it is working on the attempt ``waiting_in``. Returns False ``timeout`` seconds
+    after the last progress of any rank, if a rank without a vote is ``gone``, or if this rank is ``leaving`` the job.
     """
     patience, backoff, sign = _Patience(timeout), Backoff(storage), _Sign(storage, waiting_in, timeout)
     while True:
-        sign.give()
+        sign.renew()
         names = backoff.timed(lambda: _listed(storage, votes_dir(attempt)))
         ranks = range(1, world_size)
         missing = [rank for rank in ranks if _name(rank_file(attempt, rank, "vote")) not in names]
@@ -108,7 +108,7 @@ def await_votes(
 
 
 Write = Callable[[str, bytes], bool]
-"""Another way to write a small file; False if it has not written it."""
+"""Another way to write a small file; it returns False if it did not."""
 
 
 def not_written(key: str, data: bytes) -> bool:
@@ -116,8 +116,10 @@ def not_written(key: str, data: bytes) -> bool:
 
 
 def cast(storage: Storage, attempt: str, vote: Vote, first: Write = not_written) -> None:
-    """Make this rank's vote durable: the last thing it does for an attempt before it waits. ``first`` tries to write
-    it."""
+    """Make this rank's vote durable: its last step for an attempt before it waits.
+
+    ``first`` is tried first to write it.
+    """
     key, data = rank_file(attempt, vote.rank, "vote"), votes.dump(vote)
     if not first(key, data):
         storage.write(key, data)
@@ -125,12 +127,12 @@ def cast(storage: Storage, attempt: str, vote: Vote, first: Write = not_written)
 
 
 def has_cast(storage: Storage, attempt: str, rank: int) -> bool:
-    """True if the vote of this rank is there, also one whose writer met an error after that."""
+    """Return whether this rank's vote is there, even if an error followed the write."""
     return storage.is_file(rank_file(attempt, rank, "vote"))
 
 
 def report_progress(storage: Storage, attempt: str, rank: int, amount: int) -> None:
-    """Show the others that this rank makes progress; ``amount`` is any number that changes."""
+    """Show the other ranks that this rank makes progress; ``amount`` is any number that changes."""
     key = rank_file(attempt, rank, "progress") if rank > 0 else alive_file(attempt)
     storage.write(key, str(amount).encode())
 
@@ -144,33 +146,33 @@ def collect(
     first: int = 0,
     gone: Callable[[int], bool] = lambda rank: False,
 ) -> list[Vote]:
-    """The votes of all ranks from ``first`` on, by rank. Rank 0 only.
+    """Return the votes of all ranks from ``first`` on, by rank. Rank 0 only.
 
-    Meanwhile it shows the other ranks that rank 0 is at work: they wait as long as it does, and no longer.
+    Meanwhile it shows the other ranks that rank 0 is at work: they wait as long as it does.
 
     Raises:
-        SaveFailed: at once when a vote is an error; a few seconds after a rank that has not voted was known to be
-            ``gone``; else ``timeout`` seconds after the last progress of any rank, naming the ranks that did not vote.
+        SaveFailed: at once when a vote is an error; a few seconds after a rank without a vote is ``gone``; else
+            ``timeout`` seconds after the last progress of any rank, naming the ranks that did not vote.
     """
-    found: dict[int, Vote] = {}
+    by_rank: dict[int, Vote] = {}
     missing = {_name(rank_file(attempt, rank, "vote")): rank for rank in range(first, world_size)}
     backoff = Backoff(storage)
     patience, sign, last_words = _Patience(timeout), _Sign(storage, attempt, timeout), _LastWords()
     while True:
-        sign.give()
+        sign.renew()
         names = backoff.timed(lambda: _listed(storage, votes_dir(attempt)))
         for name in sorted(names & missing.keys()):
             rank = missing.pop(name)
             key = rank_file(attempt, rank, "vote")
-            found[rank] = votes.load_vote(storage.read(key), f"{storage.url}/{key}")
-            votes.raise_error_of(found[rank])
+            by_rank[rank] = votes.load_vote(storage.read(key), f"{storage.url}/{key}")
+            votes.raise_error_of(by_rank[rank])
             backoff.reset()
         if not missing:
-            return [found[rank] for rank in sorted(found)]
+            return [by_rank[rank] for rank in sorted(by_rank)]
         ranks = list(missing.values())
         if last_words.are_over(dead := [rank for rank in ranks if gone(rank)]):
             raise SaveFailed(f"no vote from {_ranks(dead)} of {world_size}: the process ended; see its log")
-        if patience.is_over(len(found), partial(_progress, storage, attempt, names, ranks)):
+        if patience.is_over(len(by_rank), partial(_progress, storage, attempt, names, ranks)):
             raise SaveFailed(
                 f"no vote from {_ranks(ranks)} of {world_size} within {timeout:.0f} s of the last progress: "
                 "dead, stuck, or not in this save; see the logs of those ranks"
@@ -181,8 +183,10 @@ def collect(
 def announce(
     storage: Storage, attempt: str, verdict: Verdict, first: Write = not_written, *, awaited: bool = True
 ) -> None:
-    """Publish rank 0's decision; with more tries if other ranks wait for it (``awaited``). ``first`` tries to write
-    it."""
+    """Publish rank 0's verdict; with retries if other ranks wait for it (``awaited``).
+
+    ``first`` is tried first to write it.
+    """
     key, data = verdict_file(attempt), votes.dump(verdict)
 
     def write() -> None:
@@ -196,11 +200,11 @@ def announce(
 def await_verdict(
     storage: Storage, attempt: str, tag: str, timeout: float, gone: Callable[[], bool] = lambda: False
 ) -> Verdict:
-    """Rank 0's decision, as the other ranks learn it. The cost does not depend on the number of ranks.
+    """Return rank 0's verdict. The cost does not depend on the number of ranks.
 
     Raises:
-        OutcomeUnknown: rank 0 is known to be ``gone``, or showed no sign of working on this save for ``timeout``
-            seconds. That its process lives is no such sign: it may be doing something else.
+        OutcomeUnknown: rank 0 is ``gone``, or showed no sign of working on this save for ``timeout`` seconds. A live
+            process is no such sign: it may be doing something else.
     """
     key = verdict_file(attempt)
     if _first_of([key], storage, attempt, timeout, gone=gone) is None:
@@ -213,7 +217,7 @@ def await_verdict(
 
 
 def ended_with(storage: Storage, attempt: str) -> str | None:
-    """The tag that rank 0 has saved, or failed to save, with this attempt; None while it has not ended."""
+    """Return the tag that rank 0 has saved, or failed to save, with this attempt; None while it is undecided."""
     key = verdict_file(attempt)
     if _name(key) not in _listed(storage, verdict_dir(attempt)):
         return None
@@ -221,12 +225,12 @@ def ended_with(storage: Storage, attempt: str) -> str | None:
 
 
 def leave(storage: Storage, attempt: str, rank: int, tag: str) -> None:
-    """Tell rank 0, should it ever come, that this rank no longer waits for its verdict on the save of ``tag``."""
+    """Tell rank 0, if it ever comes, that this rank no longer waits for its verdict on the save of ``tag``."""
     storage.write(left_file(attempt, rank), tag.encode())
 
 
 def left_with(storage: Storage, attempt: str) -> str | None:
-    """The tag that another rank was saving with this attempt when it gave up on rank 0; None if none did."""
+    """Return the tag that another rank was saving in this attempt when it stopped waiting; None if none did."""
     left = sorted(name for name in _listed(storage, votes_dir(attempt)) if name.endswith(".left"))
     return storage.read(f"{votes_dir(attempt)}/{left[0]}", NOTE).decode(errors="replace") if left else None
 
@@ -239,7 +243,7 @@ def _first_of(
     leaving: Callable[[], bool] = lambda: False,
     gone: Callable[[], bool] = lambda: False,
 ) -> str | None:
-    """The first of ``keys``, all in the verdict's directory, that exists; None once rank 0 has timed out.
+    """Return the first of ``keys``, all in the verdict's directory, that exists; None once rank 0 has timed out.
 
     While a storage cannot be read, it counts as unchanged.
     """
@@ -249,7 +253,7 @@ def _first_of(
     def signs() -> dict[str, bytes]:
         alive = alive_file(attempt)
         with suppress(OSError):
-            return {alive: _said(storage, alive)} if _name(alive) in listed else {}
+            return {alive: _progress_of(storage, alive)} if _name(alive) in listed else {}
         return {}
 
     while True:
@@ -264,29 +268,28 @@ def _first_of(
 
 
 class _Sign:
-    """Rank 0's sign to the others that it is working on an attempt, renewed every tenth of the timeout, at least every
-    5 seconds."""
+    """Rank 0's sign that it works on an attempt, renewed every tenth of the timeout or 5 s, whichever is less."""
 
     def __init__(self, storage: Storage, attempt: str, timeout: float) -> None:
         self._storage, self._attempt, self._interval = storage, attempt, min(timeout / 10, 5.0)
-        self._given = effects.monotonic()
+        self._renewed = effects.monotonic()
 
-    def give(self) -> None:
+    def renew(self) -> None:
         now = effects.monotonic()
-        if now - self._given >= self._interval:
-            self._given = now
+        if now - self._renewed >= self._interval:
+            self._renewed = now
             with suppress(OSError):  # the next may succeed
                 report_progress(self._storage, self._attempt, 0, effects.monotonic_ns())
 
 
 class _LastWords:
-    """A few seconds of grace after a process ended: file systems may show what it wrote last only later."""
+    """A few seconds of grace after a process ended: file systems may show its last writes late."""
 
     def __init__(self) -> None:
         self._since = math.inf
 
     def are_over(self, gone: Collection[int]) -> bool:
-        """Whether ranks are ``gone``, and the grace is over."""
+        """Return whether ranks are ``gone`` and the grace is over."""
         if not gone:
             self._since = math.inf
             return False
@@ -297,9 +300,9 @@ class _LastWords:
 class _Patience:
     """A timeout in seconds that counts from the last sign of progress, not from the start.
 
-    ``count`` is a cheap sign of progress. ``look_closer`` gives more expensive ones: it is called every two seconds or
-    less often, so that it takes at most a twentieth of the time, but at least four times within the timeout, and at its
-    end.
+    ``count`` is a cheap sign of progress. ``look_closer`` returns more expensive ones. It is called at most every two
+    seconds, and rarely enough to take at most a twentieth of the time; but at least four times within the timeout, and
+    at its end.
     """
 
     def __init__(self, timeout: float) -> None:
@@ -323,7 +326,7 @@ class _Patience:
 
 
 def _retried(act: Callable[[], ResultT]) -> ResultT:
-    """For what only this rank can do: it is tried again if the storage fails for a moment."""
+    """Act, and try again if the storage fails for a moment: only this rank can do it."""
     for pause in _PAUSES:
         try:
             return act()
@@ -345,13 +348,13 @@ def _name(key: str) -> str:
 
 
 def _progress(storage: Storage, attempt: str, names: Collection[str], ranks: Sequence[int]) -> dict[str, bytes]:
-    """The progress that ``ranks`` reported last, as far as the listing ``names`` of the votes directory shows it."""
+    """Return the last progress of ``ranks``, as far as the listing ``names`` of the votes directory has it."""
     keys = [rank_file(attempt, rank, "progress") for rank in ranks]
-    return {_name(key): _said(storage, key) for key in keys if _name(key) in names}
+    return {_name(key): _progress_of(storage, key) for key in keys if _name(key) in names}
 
 
-def _said(storage: Storage, key: str) -> bytes:
-    """What a progress file says; nothing if it is damaged."""
+def _progress_of(storage: Storage, key: str) -> bytes:
+    """Return the content of a progress file; nothing if it is damaged."""
     try:
         return storage.read(key, NOTE)
     except MalformedFile:

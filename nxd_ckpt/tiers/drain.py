@@ -1,7 +1,7 @@
 """Drains: what is visible on a job's first tier is copied to the others, in the background of rank 0.
 
 Each lower tier has a drain of its own, which reads the first tier: where one is slow, full or away, the others go on.
-A drain copies one tag at a time, as :func:`nxd_ckpt.convert.copy_checkpoint` does, so it is verified on the way, goes
+A drain copies one tag at a time, as `nxd_ckpt.convert.copy_checkpoint` does, so it is verified on the way, goes
 on where an interrupted one ended, and appears at once. At most one more tag waits, the newest. Nothing is remembered
 between two launches: the next one looks for the newest tag of the first tier, and copies it to where it is not.
 """
@@ -88,7 +88,7 @@ class Drain:
         return self._session
 
     @property
-    def held(self) -> set[str]:
+    def unread(self) -> set[str]:
         """The tags that are being copied, or wait for it."""
         with self._changed:
             return {handed.tag for handed in (self._running, self._waiting) if handed is not None}
@@ -121,12 +121,15 @@ class Drain:
 
     def announce(self) -> None:
         """Say in the log what is waited for."""
-        if self.held:
-            logger.info("waiting until tier %s has %s", self.tier.name, " and ".join(sorted(self.held)))
+        if self.unread:
+            logger.info("waiting until tier %s has %s", self.tier.name, " and ".join(sorted(self.unread)))
 
     def close(self, grace: float | None) -> None:
-        """Give the tier back, once all is copied. With a ``grace`` copying stops, and the next launch goes on; if that
-        takes more than so many seconds, the tier is held until the process ends."""
+        """Give the tier back, once all is copied.
+
+        With a ``grace`` copying stops, and the next launch goes on; if that takes more than so many seconds, the tier
+        is held until the process ends.
+        """
         if grace is not None:
             self._stopping.set()
             self._pace.stop.set()
@@ -251,9 +254,9 @@ class Drains:
             raise
 
     @property
-    def held(self) -> set[str]:
+    def unread(self) -> set[str]:
         """Tags of the first tier that are still to be read."""
-        return set[str]().union(*(drain.held for drain in self._drains))
+        return set[str]().union(*(drain.unread for drain in self._drains))
 
     @property
     def newest(self) -> float:

@@ -166,15 +166,15 @@ def test_pinning_needs_a_tag(five: Path) -> None:
 
 def pinning_once(storage: Storage, tag: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Somebody pins ``tag`` after the rules were applied to the tags."""
-    judged = save_retention.judged
+    judge_tags = save_retention.judge_tags
 
     def judge(*args: Any) -> Any:
-        found = judged(*args)
+        judgement = judge_tags(*args)
         pin(storage, tag)
-        return found
+        return judgement
 
     for module in (save_retention, commit):
-        monkeypatch.setattr(module, "judged", judge)
+        monkeypatch.setattr(module, "judge_tags", judge)
 
 
 def test_what_is_pinned_while_rules_are_applied_stays(five: Path, monkeypatch: pytest.MonkeyPatch) -> None:

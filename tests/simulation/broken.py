@@ -104,7 +104,7 @@ _BEATS_OVER = {
         "                    _beat(self._storage, self._lease, beat)",
     )
 }
-_VOTES = {_VOTING: ("        if not missing:\n", "        if found:\n")}
+_VOTES = {_VOTING: ("        if not missing:\n            return [", "        if by_rank:\n            return [")}
 _LEASE_IS_FREE = ("    if runs is not None:\n        return runs\n", "    return False\n")
 _LEASE_IS_HELD = (_LEASE_IS_FREE[0], "    return True\n")
 _IS_NOT_ASKED_AGAIN = {
@@ -212,7 +212,7 @@ BREAKS = [
     ),
     Break(
         "Rank 0 does not give up on a rank.", "disk",
-        {_VOTING: ("patience.is_over(len(found), partial(_progress, storage, attempt, names, ranks))", "False")},
+        {_VOTING: ("patience.is_over(len(by_rank), partial(_progress, storage, attempt, names, ranks))", "False")},
     ),
     Break(
         "The manifest is not written.", "disk",
@@ -246,7 +246,7 @@ BREAKS = [
     Break("Rank 0 does not wait for the votes of the others.", "store", _VOTES),
     Break(
         "Ranks write before rank 0 has made room.", "store",
-        {_SAVING: ("                self._await_opening()\n", "                pass\n")},
+        {_SAVING: ("                self._await_opening()  #", "                pass  #")},
     ),
     Break(
         "A tag is not emptied before it is saved anew.", "store",
@@ -346,8 +346,8 @@ BREAKS += [
         {
             _COMMIT: (
                 "    publication.publish(session, order_time, indexes)\n    if request.rules is not None:\n"
-                "        held = () if request.draining is None else request.draining.held\n"
-                "        retain(session, publication, request.rules, held)\n",
+                "        unread = () if request.draining is None else request.draining.unread\n"
+                "        retain(session, publication, request.rules, unread)\n",
                 "    if request.rules is not None:\n        retain(session, publication, request.rules)\n"
                 "    publication.publish(session, order_time, indexes)\n",
             )
