@@ -170,7 +170,7 @@ class Words:
 class StoreAgreement:
     """Agreement through a c10d store that nobody else uses: that of one call which all ranks make.
 
-    All ranks must call the same methods in the same order: :meth:`broadcast` is what follows a :meth:`gather`. Raises
+    All ranks must call the same methods in the same order: `broadcast` is what follows a `gather`. Raises
     PeerTimeout, on all ranks, naming the rank that was waited for, after ``timeout`` seconds without its word, or as
     soon as it is known to be gone.
     """

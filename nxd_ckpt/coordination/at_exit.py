@@ -30,7 +30,7 @@ in_forked_children(_open.clear)
 
 
 def close_at_exit(what: Closable) -> None:
-    """Keep ``what``, and close it when the process ends, unless :func:`forget` comes first."""
+    """Keep ``what``, and close it when the process ends, unless `forget` comes first."""
     _open[id(what)] = what
 
 

@@ -23,7 +23,7 @@ def pause_after(waited: float, longest: float = LONGEST) -> float:
 
 
 class Backoff:
-    """Pauses between looks at ``storage``, as :func:`pause_after`; up to 2 s where a look takes long.
+    """Pauses between looks at ``storage``, as `pause_after`; up to 2 s where a look takes long.
 
     Listing thousands of votes takes long: a rank that did nothing else would slow down the training beside it. An
     object store charges for every look of every rank, so pauses grow up to 2 s there too.

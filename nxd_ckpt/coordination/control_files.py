@@ -61,8 +61,10 @@ def drop_those_of_lost_tags(storage: Storage, folder: str, place: Callable[[str]
 
 
 def make_places(storage: Storage) -> None:
-    """Make the directories that a job works in, so that they last. Anything else in place of one, a link too, is set
-    aside."""
+    """Make the directories that a job works in, so that they last.
+
+    Anything else in place of one, a link too, is set aside.
+    """
     storage.make_dir("")
     for folder in (HIDDEN, STAGING, VOTES, TRASH, RUNS, PROBES):
         try:

@@ -14,7 +14,7 @@ from nxd_ckpt.version import __version__
 
 
 def topology_of(topology: Topology | None, process_group: Any = None) -> Topology:
-    """This rank's place among those that save and load together: as said, else as :func:`default_topology` has it.
+    """This rank's place among those that save and load together: as said, else as `default_topology` has it.
 
     Raises:
         InvalidArgument: this process is not in the ``process_group``, or stands elsewhere in it than ``topology`` says.

@@ -4,7 +4,7 @@ Without renames a tag is filled, and emptied, one key after the other. So a smal
 and is removed when it is finished: in ``staging`` for a save, in ``trash`` for a removal. Whoever finds the intent of a
 dead job looks for the tag's ``done``. If it is there, the tag is complete: the save was committed, or its removal had
 not begun. If it is not, everything in the tag is removed. On a file system there is a directory under the same name,
-with what is not a tag yet, or no longer; :func:`clear` removes either.
+with what is not a tag yet, or no longer; `clear` removes either.
 """
 
 from __future__ import annotations

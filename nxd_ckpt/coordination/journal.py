@@ -130,8 +130,10 @@ def remove_tag(storage: Storage, tag: str, attempt: str, spared: Callable[[str],
 
 
 def discard_trash(storage: Storage, run_id: str, confirm: Callable[[], bool] = lambda: True) -> None:
-    """Delete what this run has renamed away. Failures are left for the next time, because nothing visible depends on
-    it. Nothing is deleted while there is a journal: an old tag may have to be put back.
+    """Delete what this run has renamed away.
+
+    Failures are left for the next time, because nothing visible depends on it. Nothing is deleted while there is a
+    journal: an old tag may have to be put back.
 
     In a store the intents there are finished; see intents.clear for ``confirm``. What another run has left is swept
     when a lease is taken: of one that stood still until it was taken over, it may be a tag that is about to get its

@@ -35,7 +35,7 @@ logger = logging.getLogger("nxd_ckpt")
 class Lease:
     """Who writes here. ``host`` identifies a process namespace, not just a machine; ``born`` tells reused pids apart.
 
-    ``place`` is the mark of the directory where it was taken, see :func:`place_of`. It is not part of the file.
+    ``place`` is the mark of the directory where it was taken, see `place_of`. It is not part of the file.
     """
 
     run_id: str
@@ -46,8 +46,10 @@ class Lease:
     """False for a damaged lease: its holder is not known, and it does not beat."""
     place: bytes | None = field(default=None, compare=False)
     taken_in: Storage | None = field(default=None, compare=False)
-    """That directory by its path without links; None where a path cannot come to lead elsewhere. Not part of the file
-    either."""
+    """That directory by its path without links; None where a path cannot come to lead elsewhere.
+
+    Not part of the file either.
+    """
 
     @staticmethod
     def of_this_process(run_id: str) -> Lease:

@@ -78,7 +78,7 @@ class Venue:
         self._secret = new_secret() if rank == 0 else None
 
     def meet(self, timeout: float, call: str) -> Agreement:
-        """See :func:`meet`."""
+        """See `meet`."""
         from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
         words = Words(self._store, self._rank, timeout, self._is_gone)

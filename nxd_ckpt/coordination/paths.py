@@ -26,8 +26,10 @@ UNFINISHED = ".unfinished"
 """Ends the name in the trash of what was no tag yet."""
 
 ON_HOSTS = Names(HIDDEN, (STAGING, TRASH, PINS), MARKER, DONE)
-"""Where the files go if each host has a disk of its own. Intents and pins outlive the host of rank 0: they say what a
-later job must finish, or leave."""
+"""Where the files go if each host has a disk of its own.
+
+Intents and pins outlive the host of rank 0: they say what a later job must finish, or leave.
+"""
 
 
 def spare_file(run_id: str, rank: int, number: int = 0) -> str:

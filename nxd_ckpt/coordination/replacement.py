@@ -4,7 +4,7 @@ Where the file system can exchange two names, one of the two has the name at eve
 renames (the old one out, the new one in). Whoever finds that they were interrupted finishes them:
 
 =====================  ==================================================
-what is there          state, and what :meth:`Replacement.settle` does
+what is there          state, and what `Replacement.settle` does
 =====================  ==================================================
 target and finished    the old one or the new one is in place: nothing
 finished               the old one is out: put the new one in
@@ -33,7 +33,7 @@ class Replacement(NamedTuple):
     aside: str
 
     def make(self) -> None:
-        """Raises OSError; then call :meth:`put_back`."""
+        """Raises OSError; then call `put_back`."""
         storage = self.storage
         if not self.is_there(self.target):
             storage.rename(self.finished, self.target)
@@ -48,7 +48,7 @@ class Replacement(NamedTuple):
             storage.rename(self.finished, self.target)
 
     def undo(self) -> None:
-        """Leave things as they were before :meth:`make`, which came to its end. Raises OSError."""
+        """Leave things as they were before `make`, which came to its end. Raises OSError."""
         self.storage.rename(self.target, self.finished)
         self.put_back()
 

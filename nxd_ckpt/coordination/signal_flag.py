@@ -39,8 +39,9 @@ class SignalFlag:
         worker_shield.keep(self.number)
 
     def remove(self) -> None:
-        """Put back the handler that was there before, once no other flag waits. Where ours cannot be taken away, it
-        passes the signal on.
+        """Put back the handler that was there before, once no other flag waits.
+
+        Where ours cannot be taken away, it passes the signal on.
         """
         if self in _installed:
             _installed.remove(self)

@@ -1,6 +1,6 @@
-"""A rank that is told to stop tells the others, and all stop at the same step (see :mod:`nxd_ckpt.core.stopping`).
+"""A rank that is told to stop tells the others, and all stop at the same step (see `nxd_ckpt.core.stopping`).
 
-Words go over the connections of :mod:`nxd_ckpt.coordination.peers`, and are answered on their thread. While
+Words go over the connections of `nxd_ckpt.coordination.peers`, and are answered on their thread. While
 nobody is told to stop, none are sent: a step costs a look at a flag.
 """
 

@@ -44,7 +44,7 @@ def keep(number: int) -> None:
 
 
 def release(number: int) -> None:
-    """Undo one :func:`keep`: after the last one, the signal ends workers as before."""
+    """Undo one `keep`: after the last one, the signal ends workers as before."""
     _kept[number] -= 1
     if _kept[number] > 0:
         return

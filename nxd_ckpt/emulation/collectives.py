@@ -63,7 +63,7 @@ def all_gather(peers: Peers, tensor: torch.Tensor, dim: int = 0) -> torch.Tensor
 def reduce_scatter(
     peers: Peers, reduce_type: str, tensor: torch.Tensor, scale: float = 1.0, dim: int = 0
 ) -> torch.Tensor:
-    """This member's slice along ``dim`` of what :func:`all_reduce` would give.
+    """This member's slice along ``dim`` of what `all_reduce` would give.
 
     Raises:
         InvalidArgument: ``dim`` does not divide by the group's size.
@@ -75,8 +75,7 @@ def reduce_scatter(
 
 
 def all_to_all(peers: Peers, tensor: torch.Tensor, split_dim: int = 0, concat_dim: int = 0) -> torch.Tensor:
-    """Slice ``i`` along ``split_dim`` goes to member ``i``; the slices received are joined along
-    ``concat_dim``.
+    """Slice ``i`` along ``split_dim`` goes to member ``i``; the slices received are joined along ``concat_dim``.
 
     Raises:
         InvalidArgument: ``split_dim`` does not divide by the group's size.

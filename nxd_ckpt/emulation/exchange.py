@@ -46,7 +46,7 @@ class Peers:
         rank: global rank of this process, one of ``ranks``.
         timeout: how long a collective waits for the others.
 
-    Construction is collective over ``ranks``. Raises :class:`PeerLost` if a member does not come.
+    Construction is collective over ``ranks``. Raises `PeerLost` if a member does not come.
     """
 
     def __init__(self, store: Store, ranks: Sequence[int], rank: int, timeout: timedelta) -> None:
@@ -81,7 +81,7 @@ class Peers:
         return [part.view(tensor.dtype).reshape(tensor.shape) for part in parts]
 
     def gather_bytes(self, call: str, payload: bytes) -> list[bytes]:
-        """Every member's payload, of any length, in group order. Raises as :meth:`gather` does."""
+        """Every member's payload, of any length, in group order. Raises as `gather` does."""
         sizes = [int(n) for n in self.gather(f"{call}: payload sizes", torch.tensor(len(payload)))]
         padded = payload.ljust(max(sizes), b"\0")
         brought = torch.frombuffer(bytearray(padded), dtype=torch.uint8) if padded else torch.empty(0)

@@ -32,8 +32,9 @@ class World:
     _peers: dict[tuple[int, ...], Peers] = field(default_factory=dict, repr=False)
 
     def peers(self, groups: Sequence[Sequence[int]] | None = None) -> Peers:
-        """This rank's group among ``groups``; all ranks when there are none. Joined at the first use, then
-        kept.
+        """This rank's group among ``groups``; all ranks when there are none.
+
+        Joined at the first use, then kept.
 
         Raises:
             InvalidArgument: this rank is in none of the groups.

@@ -70,7 +70,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
     """Write models and optimizers in the background; the checkpoint appears when that is done."""
 
     checkpoint_options: ClassVar[Mapping[str, Any]] = {}
-    """Keywords of :func:`nxd_ckpt.save_checkpoint`, such as ``durable`` and ``memory_cap``."""
+    """Keywords of `nxd_ckpt.save_checkpoint`, such as ``durable`` and ``memory_cap``."""
 
     any_world_size: ClassVar[bool] = False
     """Load what another number of processes saved, too. Random states are then those of the ranks that both have."""
@@ -202,8 +202,10 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
                 setattr(self, name, value)
 
     def _directory(self, output_dir: str | None) -> SealedDirectory:
-        """The checkpoint to be made. Raises InvalidArgument where the project's next one is there already, or
-        ``output_dir`` is no checkpoint."""
+        """The checkpoint to be made.
+
+        Raises InvalidArgument where the project's next one is there already, or ``output_dir`` is no checkpoint.
+        """
         durable = self.checkpoint_options.get("durable", True)
         if not self.project_configuration.automatic_checkpoint_naming:
             if output_dir is None:

@@ -25,7 +25,7 @@ from nxd_ckpt.live.dtensor import canonical
 
 
 def model_state(model: Any) -> dict[str, Any]:
-    """What :func:`put_back` takes: the model's state, by names without those of wrappers.
+    """What `put_back` takes: the model's state, by names without those of wrappers.
 
     Raises:
         UnsupportedState: its modules were wrapped without a device mesh.
@@ -43,14 +43,14 @@ def model_state(model: Any) -> dict[str, Any]:
 
 
 def put_back(model: Any, state: dict[str, Any]) -> None:
-    """Load what :func:`model_state` gave, and others have changed."""
+    """Load what `model_state` gave, and others have changed."""
     with _sharded(model):
         names = canonical(model.state_dict(), "the model")
         model.load_state_dict({wrapped: state[name] for name, wrapped in names.items()})
 
 
 class Unflattened(torch.optim.Optimizer):
-    """Stands for ``optimizer``: its parameters are the tensors of ``state``, which :func:`model_state` gave of
+    """Stands for ``optimizer``: its parameters are the tensors of ``state``, which `model_state` gave of
     ``model``, and its state is cut as they are."""
 
     def __init__(self, model: Any, optimizer: Any, state: dict[str, Any]) -> None:

@@ -73,7 +73,7 @@ package = _installed()
 _callbacks, _plugins = import_module(f"{package}.callbacks"), import_module(f"{_FABRIC[package]}.plugins")
 
 _EXTRA = "nxd_ckpt"
-"""The key of Lightning's dict under which :class:`ExactResume` keeps what it needs."""
+"""The key of Lightning's dict under which `ExactResume` keeps what it needs."""
 
 _META = "meta.pt"
 """What tells Lightning's own directories of sharded models from tags."""
@@ -92,7 +92,7 @@ class CheckpointIO(_plugins.CheckpointIO):  # type: ignore[misc,name-defined]
     Args:
         async_save: return from a save once the state is copied to host memory. A save that fails is logged at once, and
             raised by the next save, or by the end of ``fit``.
-        options: keywords of :func:`nxd_ckpt.save_checkpoint`, such as ``durable``, ``trust_pickle``, ``overwrite``
+        options: keywords of `nxd_ckpt.save_checkpoint`, such as ``durable``, ``trust_pickle``, ``overwrite``
             (needed where a store holds a checkpoint that is saved again, as ``last.ckpt`` is), ``storage_options`` and
             ``on_save_failure``.
     """
@@ -128,7 +128,7 @@ class CheckpointIO(_plugins.CheckpointIO):  # type: ignore[misc,name-defined]
     ) -> None:
         """Save ``parts``, keywords of ``nxd_ckpt.save_checkpoint``, as the tag that ``path`` names.
 
-        Every rank that has some of it calls this. Raises as :meth:`save_checkpoint`.
+        Every rank that has some of it calls this. Raises as `save_checkpoint`.
         """
         if storage_options is not None:
             raise InvalidArgument("storage_options belong to all saves: pass them to CheckpointIO(storage_options=...)")
@@ -155,7 +155,7 @@ class CheckpointIO(_plugins.CheckpointIO):  # type: ignore[misc,name-defined]
             weights_only: False allows objects of any class, which can run any code.
 
         Raises:
-            CheckpointError: see :mod:`nxd_ckpt.errors`.
+            CheckpointError: see `nxd_ckpt.errors`.
         """
         place = self.place(path)
         if is_lightnings(place):
@@ -176,8 +176,9 @@ class CheckpointIO(_plugins.CheckpointIO):  # type: ignore[misc,name-defined]
     def load(
         self, path: StrPath, model: Any, optimizer: Any, weights_only: bool | None, **options: Any
     ) -> tuple[Any, Any, dict[str, Any]]:
-        """Load the tag that ``path`` names, by keywords of ``nxd_ckpt.load_checkpoint``. Raises as
-        :meth:`load_checkpoint`.
+        """Load the tag that ``path`` names, by keywords of ``nxd_ckpt.load_checkpoint``.
+
+        Raises as `load_checkpoint`.
 
         Returns:
             The model and the optimizer, None for what the tag has none of, and the user content.
@@ -270,7 +271,7 @@ class ExactResume(_callbacks.Callback):  # type: ignore[misc,name-defined]
         """The model as it was, while a resume can still be refused after Lightning has loaded it."""
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Has whatever loads a checkpoint ask before that what :meth:`on_load_checkpoint` asks again."""
+        """Has whatever loads a checkpoint ask before that what `on_load_checkpoint` asks again."""
         self._before = None
         strategy, ask = trainer.strategy, partial(self._before_load, trainer, pl_module)
         if isinstance(strategy.checkpoint_io, CheckpointIO):
@@ -285,7 +286,7 @@ class ExactResume(_callbacks.Callback):  # type: ignore[misc,name-defined]
             self._before = {name: _copied(value) for name, value in pl_module.state_dict().items()}
 
     def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
-        """Adds what :meth:`on_load_checkpoint` reads; every rank calls it."""
+        """Adds what `on_load_checkpoint` reads; every rank calls it."""
         checkpoint[_EXTRA] = {
             "runs_with": {**_setting(trainer), **_optimizers(trainer)},
             "random": _random_states(trainer),

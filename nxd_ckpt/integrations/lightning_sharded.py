@@ -4,7 +4,7 @@ Written for Lightning 2.6. One line changes::
 
     trainer = Trainer(strategy=ModelParallelStrategy(), plugins=[CheckpointIO(async_save=True)], ...)
 
-or ``strategy=FSDPStrategy()``. The tags are those of :mod:`nxd_ckpt.integrations.lightning`, and its ``CheckpointIO``
+or ``strategy=FSDPStrategy()``. The tags are those of `nxd_ckpt.integrations.lightning`, and its ``CheckpointIO``
 has the options. Nothing is gathered, but by FSDPStrategy one module at a time.
 """
 
@@ -25,8 +25,10 @@ _strategies = import_module(f"{package}.strategies")
 
 
 class _Tags:
-    """What the strategies have in common. Checkpoints load on any number of ranks, also those of models that were not
-    sharded. Lightning's own sharded checkpoints load too.
+    """What the strategies have in common.
+
+    Checkpoints load on any number of ranks, also those of models that were not sharded. Lightning's own sharded
+    checkpoints load too.
     """
 
     model: Any
@@ -55,7 +57,7 @@ class _Tags:
 
         Raises:
             UnsupportedState: there are several optimizers, or a hook has changed the model's state in the dict.
-            CheckpointError: as :meth:`CheckpointIO.save_checkpoint`.
+            CheckpointError: as `CheckpointIO.save_checkpoint`.
         """
         rest = dict(checkpoint)
         state, optimizers = rest.pop("state_dict"), self.optimizers if "optimizer_states" in rest else []
@@ -73,7 +75,7 @@ class _Tags:
         """Load model and optimizer, and return the rest of Lightning's dict; every rank calls this.
 
         Raises:
-            CheckpointError: see :mod:`nxd_ckpt.errors`; nothing was changed.
+            CheckpointError: see `nxd_ckpt.errors`; nothing was changed.
         """
         path = self.broadcast(checkpoint_path)
         if is_lightnings(self.checkpoint_io.place(path)):
@@ -83,13 +85,13 @@ class _Tags:
         return self._load(path, _only(self.optimizers), weights_only, strict)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Nothing: :meth:`load_checkpoint` has done it."""
+        """Nothing: `load_checkpoint` has done it."""
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Nothing: :meth:`load_checkpoint` has done it."""
+        """Nothing: `load_checkpoint` has done it."""
 
     def teardown(self) -> None:
-        """As Lightning's; then finish what is in flight, as :meth:`CheckpointIO.teardown`."""
+        """As Lightning's; then finish what is in flight, as `CheckpointIO.teardown`."""
         super().teardown()  # type: ignore[misc]
         self.checkpoint_io.teardown()
 
@@ -98,7 +100,7 @@ class _Tags:
         raise NotImplementedError
 
     def _to_save(self, optimizer: Any) -> dict[str, Any]:
-        """Model and optimizer as keywords of ``save_checkpoint``; :meth:`_state_now` was called before."""
+        """Model and optimizer as keywords of ``save_checkpoint``; `_state_now` was called before."""
         raise NotImplementedError
 
     def _load(self, path: StrPath, optimizer: Any, weights_only: bool | None, strict: bool) -> dict[str, Any]:

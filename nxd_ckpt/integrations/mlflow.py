@@ -24,7 +24,7 @@ def log_checkpoint(
     this.
 
     Raises:
-        CheckpointError: as :func:`nxd_ckpt.integrations.reference.reference_to`; nothing was logged.
+        CheckpointError: as `nxd_ckpt.integrations.reference.reference_to`; nothing was logged.
     """
     reference = reference_to(path, tag, storage_options)
     found = {**reference.document(), "step": step, "metrics": dict(metrics or {})}

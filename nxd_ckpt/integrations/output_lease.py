@@ -26,7 +26,7 @@ _BEAT = 10.0
 
 
 class OutputLease:
-    """The lease of one directory, which this process holds until :meth:`release`.
+    """The lease of one directory, which this process holds until `release`.
 
     Args:
         storage: the directory that has the lease; it is created.
@@ -69,7 +69,7 @@ class Holding:
         in_forked_children(self._users.clear)
 
     def take(self, storage: Storage, *also: Storage, shown: str) -> OutputLease:
-        """The lease of this process, taken if need be. Raises as :class:`OutputLease`."""
+        """The lease of this process, taken if need be. Raises as `OutputLease`."""
         if storage.url in self._leases:
             self._leases[storage.url].require()
         else:

@@ -59,7 +59,7 @@ _leases = Holding()
 class SealedDirectory:
     """One directory, ``name`` in ``root``, on its way from where it is written to where it is seen.
 
-    Rank 0 calls :meth:`begin` and :meth:`retire`. ``durable=False`` syncs nothing.
+    Rank 0 calls `begin` and `retire`. ``durable=False`` syncs nothing.
     """
 
     def __init__(self, root: str, name: str, durable: bool = True) -> None:
@@ -104,7 +104,7 @@ class SealedDirectory:
             )
 
     def begin_together(self, agreement: Agreement) -> None:
-        """All ranks: rank 0's :meth:`begin`, after which each of them may write to :attr:`staged`."""
+        """All ranks: rank 0's `begin`, after which each of them may write to `staged`."""
         self._enter(decided_by_rank0(agreement, self.begin))
 
     def begin(self) -> str:
@@ -181,7 +181,7 @@ class SealedDirectory:
     def publishing(self, is_rank_0: bool) -> Iterator[list[PendingSave]]:
         """All files are there. Within, tags are saved and added to what is given; with them it becomes visible."""
         if not is_rank_0:
-            with suppress(OutcomeUnknown):  # rank 0 knows it, and says so in :meth:`wait`
+            with suppress(OutcomeUnknown):  # rank 0 knows it, and says so in `wait`
                 yield self._saves
             return
         if self._written.is_empty:
@@ -254,7 +254,7 @@ class SealedDirectory:
         return True
 
     def abandon(self) -> None:
-        """The process ends by an exception: as :meth:`close`, if the tags are saved. Never raises."""
+        """The process ends by an exception: as `close`, if the tags are saved. Never raises."""
         if all(save.done() for save in self._saves):
             with suppress(Exception):  # it was logged
                 self.close()

@@ -156,8 +156,10 @@ class CheckpointManager(TitanCheckpointManager):  # type: ignore[misc]
         self.states[MODEL].load_state_dict(state_dict)
 
     def _kept_buffers(self, state_dict: dict[str, Any]) -> dict[str, torch.Tensor]:
-        """Copy the model's buffers. They are staged beside the next forward pass, which may change them; parameters and
-        the optimizer's state wait for it. The memory is the same each time: stagers cache by it.
+        """Copy the model's buffers.
+
+        They are staged beside the next forward pass, which may change them; parameters and the optimizer's state wait
+        for it. The memory is the same each time: stagers cache by it.
         """
         for module in self.states[MODEL].model:
             for name in canonical((name for name, _ in module.named_buffers()), "the model"):

@@ -53,7 +53,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
     """Write the optimizer in the background; the checkpoint appears when that is done."""
 
     checkpoint_options: ClassVar[Mapping[str, Any]] = {}
-    """Keywords of :func:`nxd_ckpt.save_checkpoint`, such as ``durable`` and ``memory_cap``."""
+    """Keywords of `nxd_ckpt.save_checkpoint`, such as ``durable`` and ``memory_cap``."""
 
     any_world_size: ClassVar[bool] = False
     """Resume what another number of processes saved, too. Random states are then those of the ranks that both have."""
@@ -171,7 +171,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
             super()._load_best_model()
 
     def _rotate_checkpoints(self, use_mtime: bool = False, output_dir: str | None = None) -> None:
-        """Nothing: :meth:`_settle` removes what is too many, once the new checkpoint is complete."""
+        """Nothing: `_settle` removes what is too many, once the new checkpoint is complete."""
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         """Nothing of these, which are saved last. The model's files are complete by now."""

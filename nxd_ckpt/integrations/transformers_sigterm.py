@@ -1,7 +1,7 @@
 """What transformers 5 leaves of a checkpoint that it makes at SIGTERM (``enable_jit_checkpoint``) and cannot finish.
 
 It makes the directory ``checkpoint-N`` with a sentinel in it, saves, and removes the sentinel. It never looks for one
-afterwards: :func:`last_complete` and :func:`refuse_interrupted` do.
+afterwards: `last_complete` and `refuse_interrupted` do.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ def log_checkpoint(
 
     Raises:
         InvalidArgument: ``wandb.init()`` was not called.
-        CheckpointError: as :func:`nxd_ckpt.integrations.reference.reference_to`; nothing was logged.
+        CheckpointError: as `nxd_ckpt.integrations.reference.reference_to`; nothing was logged.
     """
     if wandb.run is None:
         raise InvalidArgument("there is no run to log to: call wandb.init() first")

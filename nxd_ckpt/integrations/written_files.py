@@ -96,7 +96,7 @@ class WrittenFiles:
         return {name: digest for name, (_, digest) in self._sealed.items()}
 
     def require_unchanged(self) -> None:
-        """Raise SaveFailed where a file vanished, appeared or changed since :meth:`seal`."""
+        """Raise SaveFailed where a file vanished, appeared or changed since `seal`."""
         for name, seen in self._compared().items():
             before, digest = self._sealed[name]
             # Some network file systems change times late: then the bytes tell.
@@ -104,7 +104,7 @@ class WrittenFiles:
                 raise self._refusal(name, "changed")
 
     def added(self, root: str) -> list[str]:
-        """Files that appeared or changed since :meth:`record`, by their names; the directory is called ``root`` now."""
+        """Files that appeared or changed since `record`, by their names; the directory is called ``root`` now."""
         now = WrittenFiles(root)._now()
         return sorted(name for name, seen in now.items() if self._seen.get(name) != seen)
 

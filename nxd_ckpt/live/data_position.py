@@ -20,7 +20,7 @@ _DATASET_STATE = "dataset_state"
 def capture_data_position(loader: Any) -> Position:
     """Where ``loader`` is, as plain data, for ``rank_content=``. A load on other dp re-splits it, if it can.
 
-    It can for :class:`DataStreams`, and for torchdata's StatefulDataLoader over an :class:`ElasticSampler`. The state
+    It can for `DataStreams`, and for torchdata's StatefulDataLoader over an `ElasticSampler`. The state
     of any other object with ``state_dict()`` is one rank's own: a load on other sizes refuses it.
 
     Raises:
@@ -46,7 +46,7 @@ def capture_data_position(loader: Any) -> Position:
 
 
 def restore_data_position(loader: Any, saved: Position) -> None:
-    """Put ``loader`` where :func:`capture_data_position` found it, or where all ranks' positions leave this one.
+    """Put ``loader`` where `capture_data_position` found it, or where all ranks' positions leave this one.
 
     Raises:
         InvalidArgument: not a data position.

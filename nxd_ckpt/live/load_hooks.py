@@ -50,7 +50,7 @@ class ModuleHooks:
         )
 
     def load(self, state: dict[str, Any], strict: bool) -> None:
-        """Hand the modules their entries of ``state``: of everything that :meth:`owns` says, CPU tensors by name.
+        """Hand the modules their entries of ``state``: of everything that `owns` says, CPU tensors by name.
 
         Raises KeyMismatch or ShapeMismatch where a module refuses them.
         """

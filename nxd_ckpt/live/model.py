@@ -99,7 +99,7 @@ class ModelAdapter:
         return {}
 
     def parameters(self, tp: int) -> dict[str, ParameterSpec]:
-        """The parameters and buffers that this rank holds, by name. Raises as :meth:`capture`."""
+        """The parameters and buffers that this rank holds, by name. Raises as `capture`."""
         ties = self._ties
         specs = {
             name: replace(spec_of(self._attributed(name), tp), dtype=form_of(tensor)[0])
@@ -169,7 +169,7 @@ class ModelAdapter:
         return names
 
     def owns(self, name: str) -> bool:
-        """True for a name whose module loads it by itself; see :class:`~nxd_ckpt.live.load_hooks.ModuleHooks`."""
+        """True for a name whose module loads it by itself; see `ModuleHooks`."""
         return False
 
     def takes_any(self, name: str) -> bool:
@@ -180,7 +180,7 @@ class ModelAdapter:
         """Raise UnsupportedState for one of ``names``, which are saved, that a load could not give back."""
 
     def load_own(self, values: dict[str, Any], strict: bool) -> None:
-        """Hand modules what they load by themselves: the CPU tensors, or other values, of all that :meth:`owns` says.
+        """Hand modules what they load by themselves: the CPU tensors, or other values, of all that `owns` says.
 
         Raises KeyMismatch or ShapeMismatch where one of them refuses it.
         """
@@ -193,7 +193,7 @@ class ModelAdapter:
         return self._live
 
     def assign(self, name: str, value: Any) -> None:
-        """Overwrite what ``name`` is live with a CPU tensor (or other value) that :meth:`validate` accepted.
+        """Overwrite what ``name`` is live with a CPU tensor (or other value) that `validate` accepted.
 
         Tensors are written in place and may be reused afterwards. No device computation, nothing compiled.
         """
@@ -227,7 +227,7 @@ class ModelAdapter:
         return any(map(is_dtensor, self._tensors.values()))
 
     def placed(self, names: Iterable[str]) -> dict[Path, Placed]:
-        """How those of ``names`` that are DTensors lie on their meshes, by path. Raises as :meth:`capture`."""
+        """How those of ``names`` that are DTensors lie on their meshes, by path. Raises as `capture`."""
         live = {name: self._tensors[name] for name in names if is_dtensor(self._tensors.get(name))}
         return {(name,): placed_of(f"model/{name}", tensor) for name, tensor in live.items()}
 
@@ -268,8 +268,10 @@ class ModelAdapter:
 
 
 class ModuleModel(ModelAdapter):
-    """A module. Values go straight into parameters and buffers, and not by ``load_state_dict``, but what that would
-    call of a user's own is called.
+    """A module.
+
+    Values go straight into parameters and buffers, and not by ``load_state_dict``, but what that would call of a user's
+    own is called.
 
     Pipeline models are recognised by ``local_state_dict``: it holds this stage under the whole model's names.
     """
@@ -459,8 +461,9 @@ class DictModel(ModelAdapter):
         return names
 
     def assign(self, name: str, value: Any) -> None:
-        """As for modules, but a value without a live tensor is stored as it is, and belongs to this dict from then
-        on."""
+        """As for modules, but a value without a live tensor is stored as it is, and belongs to this dict from then on.
+
+        """
         if isinstance(self._live.get(name), torch.Tensor) and isinstance(value, torch.Tensor):
             copy_in(self._live[name], value)
         else:

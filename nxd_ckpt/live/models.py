@@ -15,7 +15,7 @@ from nxd_ckpt.live.model import DictModel, ModelAdapter, ModuleModel
 def open_model(model: Any, *, may_be_meta: bool = False) -> ModelAdapter:
     """The adapter of ``model``: a module, an NxD wrapper, or a dict of tensors. For one save or one load.
 
-    With ``may_be_meta``, for a load that calls :meth:`ModelAdapter.materialize`, tensors may be on the meta device.
+    With ``may_be_meta``, for a load that calls `ModelAdapter.materialize`, tensors may be on the meta device.
     Raises InvalidArgument for anything else.
     """
     if isinstance(model, dict):

@@ -56,12 +56,12 @@ class OptimizerAdapter(Protocol):
     def placed(self, saved: Mapping[str, Any]) -> Mapping[Path, Placed]:
         """How those of ``saved``'s tensors, by path, that are put into DTensors lie on their meshes.
 
-        :meth:`load` takes what this rank holds of each in its place. Raises UnsupportedState for a DTensor that is not
+        `load` takes what this rank holds of each in its place. Raises UnsupportedState for a DTensor that is not
         cut into boxes.
         """
 
     def load(self, saved: Mapping[str, Any], read: LeafSource, keeps: Keeps = keeps_nothing) -> None:
-        """Continue from ``saved``, which :meth:`validate` accepted, reading one leaf at a time; after the model's load.
+        """Continue from ``saved``, which `validate` accepted, reading one leaf at a time; after the model's load.
 
         What ``keeps`` says is not in ``saved``, and stays as it is.
 
@@ -74,7 +74,7 @@ class OptimizerAdapter(Protocol):
         """Call what torch calls after a load; all is in its place."""
 
     def followed(self, saved: Mapping[str, Any]) -> Iterable[tuple[str, torch.Tensor]]:
-        """The live parameters, by name, that :meth:`load` takes copies of, where ``saved`` has none."""
+        """The live parameters, by name, that `load` takes copies of, where ``saved`` has none."""
 
     def follow(self, keeps: Keeps) -> None:
         """The model was loaded without the optimizer: copy its weights again into ZeRO-1's shards.

@@ -26,8 +26,10 @@ from nxd_ckpt.live.zero1 import EXPERT_KEYS, MASTERS
 
 
 class DictOptimizer:
-    """See OptimizerAdapter. The keys of a dict show its kind; for an empty or unusual one ``zero1`` says it. Without a
-    model, a parameter's shape is known (from ``shape_info``, or its state), but not its cut over tp.
+    """See OptimizerAdapter.
+
+    The keys of a dict show its kind; for an empty or unusual one ``zero1`` says it. Without a model, a parameter's
+    shape is known (from ``shape_info``, or its state), but not its cut over tp.
     """
 
     stepping = None

@@ -45,7 +45,7 @@ def name_of_rows(entry: Any) -> str | None:
 
 
 def as_rows(value: Any, parameter: torch.Tensor) -> Any:
-    """The value with :func:`as_row` for each of its tensors."""
+    """The value with `as_row` for each of its tensors."""
     return map_tensors(value, lambda tensor: as_row(tensor, parameter), torch.Tensor)
 
 

@@ -166,7 +166,7 @@ def check_groups(live: Sequence[Group], saved: Sequence[Group]) -> list[Any]:
 def check_state(
     slots: Mapping[Any, Slot], saved: Mapping[Any, Any], live: Mapping[torch.Tensor, Any], *, any_shape: bool = False
 ) -> None:
-    """Check that :func:`fill_state` can take ``saved``. A parameter without an entry never had a gradient.
+    """Check that `fill_state` can take ``saved``. A parameter without an entry never had a gradient.
 
     ``any_shape`` says that entries may have other shapes than their parameters, named or not.
 
@@ -393,7 +393,7 @@ def _new(leaf: Any, read: LeafSource, key: torch.Tensor | None) -> torch.Tensor:
 
 
 def _strided(value: torch.Tensor, leaf: Any, key: torch.Tensor | None) -> torch.Tensor:
-    """A CPU tensor, which is the leaf, with the strides that :func:`_new` gives it."""
+    """A CPU tensor, which is the leaf, with the strides that `_new` gives it."""
     return strided(value, Stride(_stride(leaf, key)))
 
 

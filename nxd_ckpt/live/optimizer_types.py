@@ -8,8 +8,9 @@ import torch
 
 
 def restore_types(optimizer_tree: dict[str, Any]) -> dict[str, Any]:
-    """The tree with ``betas`` as tuples and the values of ``shape_info`` as ``torch.Size``: NxD writes both
-    as lists."""
+    """The tree with ``betas`` as tuples and the values of ``shape_info`` as ``torch.Size``: NxD writes both as lists.
+
+    """
     tree = dict(optimizer_tree)
     if isinstance(groups := tree.get("param_groups"), list):
         tree["param_groups"] = [_with_betas(group) for group in groups]

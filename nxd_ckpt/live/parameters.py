@@ -164,8 +164,10 @@ def _dense_stride(tensor: torch.Tensor) -> tuple[int, ...]:
 
 
 def materialize(tensor: torch.Tensor) -> None:
-    """Give a tensor on the meta device memory on the CPU, uninitialised. It stays the same object, with its attributes:
-    optimizers, and modules that share it, need not be told."""
+    """Give a tensor on the meta device memory on the CPU, uninitialised.
+
+    It stays the same object, with its attributes: optimizers, and modules that share it, need not be told.
+    """
     on_host = torch.empty_like(tensor, device="cpu", memory_format=torch.preserve_format, requires_grad=False)
     if isinstance(tensor, torch.nn.Parameter):
         on_host = torch.nn.Parameter(on_host, requires_grad=tensor.requires_grad)

@@ -25,7 +25,7 @@ def capture_random_state() -> dict[str, Any]:
 
 
 def restore_random_state(state: dict[str, Any]) -> None:
-    """Put back what :func:`capture_random_state` gave; generators that this process does not use are left out."""
+    """Put back what `capture_random_state` gave; generators that this process does not use are left out."""
     version, internal, gauss = state["python"]
     random.setstate((version, tuple(internal), gauss))
     torch.set_rng_state(state["torch"])
@@ -38,5 +38,5 @@ def restore_random_state(state: dict[str, Any]) -> None:
 
 
 def is_random_state(value: Any) -> bool:
-    """Whether it is what :func:`capture_random_state` gave."""
+    """Whether it is what `capture_random_state` gave."""
     return isinstance(value, dict) and value.keys() - {"numpy", "xla"} == {"python", "torch"}

@@ -13,8 +13,9 @@ from nxd_ckpt.live.zero1 import EXPERT_KEYS
 
 @dataclass(frozen=True)
 class SaveState:
-    """Everything that one call asks to save, as this rank holds it. ``optimizer_kind`` as in core.manifest.Parts,
-    ``left_out`` says in words what was not to be saved.
+    """Everything that one call asks to save, as this rank holds it.
+
+    ``optimizer_kind`` as in core.manifest.Parts, ``left_out`` says in words what was not to be saved.
 
     Without ``lower_precision_weights`` those that the optimizer's master weights stand for are left out, if NxD would
     leave them out: only then can it load the rest.
@@ -45,7 +46,7 @@ class SaveState:
         return self.optimizer is not None and bool(self.optimizer.master_weight_entries())
 
     def parts(self, master_weights: bool) -> Parts:
-        """What is asked to be saved; ``master_weights`` is what :meth:`has_master_weights` gives, or gave."""
+        """What is asked to be saved; ``master_weights`` is what `has_master_weights` gives, or gave."""
         return Parts(
             model=self.model is not None,
             optimizer=self.optimizer_kind,

@@ -44,7 +44,7 @@ class State:
 
     ``tree`` is what NxD's state dict is, with live types; its containers are copies, its tensors the live ones (any
     device), or of DTensors what this rank holds; ``is_placed`` says that there are such. ``describe`` describes every
-    tensor of it, see :attr:`tensors`: only on demand, because that takes longer than copying a small one, and is
+    tensor of it, see `tensors`: only on demand, because that takes longer than copying a small one, and is
     mostly known already at the next save. ``grounds`` is all that ``describe`` depends on besides the tree: if tree and
     grounds are equal, so is the description.
     """

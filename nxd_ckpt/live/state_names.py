@@ -39,7 +39,7 @@ def without(
     """The state dict without the entries whose names ``ignores`` says; ``tree`` itself stays as it is.
 
     The shape of a parameter is left out if ``covers`` says its name with all below, and the options of a param group
-    where that holds for all its parameters, or with :data:`PARAM_GROUPS`.
+    where that holds for all its parameters, or with `PARAM_GROUPS`.
     """
     left = {**tree, **{section: dict(tree[section]) for section in (*_SECTIONS, _SHAPES) if section in tree}}
     for path, name in state_entries(tree, names):

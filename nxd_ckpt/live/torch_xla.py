@@ -74,7 +74,7 @@ def random_state() -> tuple[int, int]:
 
 
 def set_random_state(seed: int, draws: int) -> None:
-    """Continue as where :func:`random_state` gave ``seed`` and ``draws``."""
+    """Continue as where `random_state` gave ``seed`` and ``draws``."""
     library = _loaded()._XLAC
     device = library._xla_get_default_device()
     library._xla_set_rng_seed(seed, device)
@@ -85,7 +85,7 @@ def set_random_state(seed: int, draws: int) -> None:
 def to_cpu(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """The values of ``tensors`` on the host, in order, with one grouped transfer for those on XLA devices.
 
-    CPU tensors are returned as they are, not copied, those on other devices by ``.cpu()``. Call :func:`sync` before:
+    CPU tensors are returned as they are, not copied, those on other devices by ``.cpu()``. Call `sync` before:
     a tensor with pending work would be computed by a graph of its own, which is a compilation.
     """
     on_device = [tensor.detach() for tensor in tensors if is_xla(tensor)]

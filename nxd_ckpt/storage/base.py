@@ -3,17 +3,17 @@
 A storage holds bytes under keys: posix paths relative to one root (``step_300/model/x.pt``). It is naive on purpose:
 retries, latency and faults are wrappers around it. What a caller may rely on:
 
-1. After :meth:`Storage.write` or :meth:`Writer.close` returned, the bytes are complete and, on a durable storage,
-   on the disk. The *name* is only durable after :meth:`Storage.sync_dir` of the directory that holds it.
-2. :meth:`Storage.write` replaces at once: a reader sees the old bytes or the new ones, never a mixture.
-3. Where :attr:`Storage.renames` is true, :meth:`Storage.rename` is atomic and moves a whole directory.
+1. After `Storage.write` or `Writer.close` returned, the bytes are complete and, on a durable storage,
+   on the disk. The *name* is only durable after `Storage.sync_dir` of the directory that holds it.
+2. `Storage.write` replaces at once: a reader sees the old bytes or the new ones, never a mixture.
+3. Where `Storage.renames` is true, `Storage.rename` is atomic and moves a whole directory.
 4. A missing key raises FileNotFoundError; reading past the end raises EOFError. What is there, but cannot be what was
    asked for, raises MalformedFile at once, and never blocks: a directory, FIFO, device or link that leads nowhere in
-   place of a file, a file in place of a directory, more bytes than :meth:`Storage.read` is to take, a key that leaves
+   place of a file, a file in place of a directory, more bytes than `Storage.read` is to take, a key that leaves
    the root. Every other failure is an OSError. All name the url and the key, never credentials.
 5. Nothing is written, moved or removed through a link below the root, so nothing outside of it. Links are followed to
    read: a tag, or its files, may lie elsewhere.
-6. A :class:`Reader` goes on reading the file that it opened, whatever is renamed or written under the key meanwhile;
+6. A `Reader` goes on reading the file that it opened, whatever is renamed or written under the key meanwhile;
    where that cannot be, it raises OSError and never mixes two files.
 
 An object store (``renames`` is false) has keys and nothing else. There ``make_dir``, ``sync_dir`` and ``set_time`` do
@@ -41,7 +41,7 @@ class Writer(Protocol):
     """One file being written: any order of offsets, each byte once."""
 
     def write_at(self, offset: int, data: bytes | memoryview) -> None:
-        """Put ``data`` at byte ``offset``. It may be looked into until :meth:`settle` or :meth:`close` returns."""
+        """Put ``data`` at byte ``offset``. It may be looked into until `settle` or `close` returns."""
 
     def settle(self) -> None:
         """Return once nothing looks into memory that was handed over; raises what failed on the way."""
@@ -172,7 +172,7 @@ class Duplicating(Protocol):
 
     def duplicate(self, source: str, version: Version, target: str) -> bool:
         """Let the free key ``target`` have the bytes of ``source``, if that is still of ``version``, without moving
-        them: complete, and as durable as after :meth:`Writer.close`. The one may be removed or replaced, and the other
+        them: complete, and as durable as after `Writer.close`. The one may be removed or replaced, and the other
         stays.
 
         False where that cannot be done, or with an OSError: ``target`` is then as it was.
@@ -193,7 +193,7 @@ class Confirming(Protocol):
 def remove_if(storage: Storage, key: str, confirm: Callable[[], bool]) -> bool:
     """Remove a file or a whole directory if ``confirm`` says that it is to go; whether it did. Absent is fine.
 
-    Only a :class:`Confirming` storage leaves alone what comes there between that word and the removal.
+    Only a `Confirming` storage leaves alone what comes there between that word and the removal.
     """
     if isinstance(storage, Confirming):
         return storage.remove_if(key, confirm)
@@ -224,7 +224,7 @@ class Linked(Protocol):
 
 
 def without_links(storage: Storage) -> Storage | None:
-    """As :meth:`Linked.without_links`; None for any other storage."""
+    """As `Linked.without_links`; None for any other storage."""
     return storage.without_links() if isinstance(storage, Linked) else None
 
 
@@ -233,7 +233,7 @@ class Reserving(Protocol):
     """A storage whose disk may be full, so that space for a small file is worth being kept."""
 
     def write_reserved(self, reserve: str, key: str, data: bytes) -> None:
-        """As :meth:`Storage.write`, with the space and the name of the file ``reserve``, which is gone afterwards."""
+        """As `Storage.write`, with the space and the name of the file ``reserve``, which is gone afterwards."""
 
 
 @runtime_checkable
@@ -253,7 +253,7 @@ class PerHost(Protocol):
 
 
 def here(storage: Storage) -> Storage:
-    """What of the storage is on this host; all of it, if it is not :class:`PerHost`."""
+    """What of the storage is on this host; all of it, if it is not `PerHost`."""
     return storage.own if isinstance(storage, PerHost) else storage
 
 
@@ -281,8 +281,10 @@ class Replicated(Protocol):
     """Keys, and the number of a place whose copy of it is read only where there is no other."""
 
     def copies(self, key: str) -> dict[int, Storage]:
-        """The places that have a file, each as a storage of its own, which is only read. A number means the same place
-        in every process of the job."""
+        """The places that have a file, each as a storage of its own, which is only read.
+
+        A number means the same place in every process of the job.
+        """
 
 
 def checked_length(nbytes: int, limit: int, where: str) -> int:

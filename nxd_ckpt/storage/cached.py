@@ -33,7 +33,7 @@ _PIECE = 8 * 2**20
 
 
 class CachedStorage(RoutedStorage, Closing):
-    """``inner``, but for what :meth:`fetch` has brought: that is read from copies below ``work_dir``.
+    """``inner``, but for what `fetch` has brought: that is read from copies below ``work_dir``.
 
     To be closed, or used as a context manager; until then nobody removes the copies.
 
@@ -79,8 +79,10 @@ class CachedStorage(RoutedStorage, Closing):
         return sum(download.sizes)
 
     def discard(self) -> None:
-        """Remove the copies that this process reads, because they are damaged. The next process downloads them
-        again."""
+        """Remove the copies that this process reads, because they are damaged.
+
+        The next process downloads them again.
+        """
         for key in self._fetched:
             self._copies.remove(key)
         self._fetched.clear()

@@ -2,10 +2,10 @@
 
 How far the contract goes depends on the file system behind:
 
-- :meth:`FsspecStorage.link_new` is one conditional request where ``pipe_file`` takes ``mode="create"``, as for Google
-  Cloud Storage; elsewhere, and for :meth:`FsspecStorage.exchange` always, it is a look followed by a write, which is
+- `FsspecStorage.link_new` is one conditional request where ``pipe_file`` takes ``mode="create"``, as for Google
+  Cloud Storage; elsewhere, and for `FsspecStorage.exchange` always, it is a look followed by a write, which is
   safe among the threads of a process and, as jobs hold a lease, against all but two jobs that start together.
-- A file above :data:`_WHOLE` bytes streams; file systems that are no object stores show it while it grows.
+- A file above `_WHOLE` bytes streams; file systems that are no object stores show it while it grows.
 - A reader compares the file's properties (etag, generation, times) after each reading with those at its opening.
 """
 

@@ -97,7 +97,7 @@ def overwrite(path: Path, data: bytes, durable: bool) -> None:
 
 
 def duplicate(source: Path, version: Version, target: Path, durable: bool) -> bool:
-    """As :meth:`nxd_ckpt.storage.base.Duplicating.duplicate`: a file that shares the blocks on the disk where the file
+    """As `nxd_ckpt.storage.base.Duplicating.duplicate`: a file that shares the blocks on the disk where the file
     system has that, else another name for the same file."""
     fd, _ = open_regular(source)
     try:

@@ -1,4 +1,4 @@
-"""A storage that tries again what failed for a reason that may go away by itself: :data:`TRANSIENT` errors."""
+"""A storage that tries again what failed for a reason that may go away by itself: `TRANSIENT` errors."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ T = TypeVar("T")
 class RetryingStorage(StorageWrapper):
     """Repeats every operation that may be done twice, at most ``retries`` times, with growing pauses and jitter.
 
-    :meth:`link_new`, :meth:`exchange` and writes are not repeated, because nothing shows whether the first try arrived:
+    `link_new`, `exchange` and writes are not repeated, because nothing shows whether the first try arrived:
     their errors are raised.
     """
 

@@ -1,7 +1,7 @@
 """What operating systems lack, or call differently: flags, positioned reads and writes, syncing, locks.
 
 Linux has all of it. macOS lacks little; Windows, where people look at checkpoints on a laptop, most. Nothing here asks
-for a system's name: what is not there is done in another way, or (:func:`require_locks`) refused by name.
+for a system's name: what is not there is done in another way, or (`require_locks`) refused by name.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Which storage a path or URL names, and the arithmetic of URLs.
 
-``s3://bucket/prefix`` is :mod:`nxd_ckpt.storage.s3`, ``file://`` and everything without ``scheme://`` a directory, any
+``s3://bucket/prefix`` is `nxd_ckpt.storage.s3`, ``file://`` and everything without ``scheme://`` a directory, any
 other scheme a file system of fsspec. Libraries are imported when a URL needs them. A file that ends in ``.tar``,
-wherever it is, is the directory that was packed into it (:mod:`nxd_ckpt.storage.archive`); so is a compressed one,
+wherever it is, is the directory that was packed into it (`nxd_ckpt.storage.archive`); so is a compressed one,
 once it is unpacked.
 """
 

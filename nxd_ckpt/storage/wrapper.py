@@ -12,7 +12,7 @@ T = TypeVar("T")
 
 
 class StorageWrapper:
-    """A storage that hands every operation on to ``inner``, by way of :meth:`around`, which subclasses override."""
+    """A storage that hands every operation on to ``inner``, by way of `around`, which subclasses override."""
 
     def __init__(self, inner: Storage) -> None:
         self.inner = inner

@@ -1,4 +1,4 @@
-"""The tests that every :class:`~nxd_ckpt.storage.base.Storage` passes; needs pytest. Subclass them for your own::
+"""The tests that every `Storage` passes; needs pytest. Subclass them for your own::
 
     from nxd_ckpt.testing.contract import StorageContract
 
@@ -33,7 +33,7 @@ LARGE = os.urandom(2 * PART + 12_345)
 
 
 class StorageContract:
-    """What :mod:`nxd_ckpt.storage.base` promises, one test a promise."""
+    """What `nxd_ckpt.storage.base` promises, one test a promise."""
 
     notices_a_taken_large_key = True
     """Whether a large file that is closed under a key that was taken meanwhile raises FileExistsError, as a small one

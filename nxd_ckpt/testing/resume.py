@@ -55,8 +55,8 @@ def check_resume(
             and a scheduler.
         step: takes these objects, makes one step of training and returns the loss, a number or tensor.
         steps, steps_after: number of steps before the save, and after it.
-        save: takes a directory (a path), a tag, and the objects; by default :meth:`Checkpointer.save`.
-        load: takes the same, and loads into the objects; by default :meth:`Checkpointer.load`.
+        save: takes a directory (a path), a tag, and the objects; by default `Checkpointer.save`.
+        load: takes the same, and loads into the objects; by default `Checkpointer.load`.
         new_process: load in a new process, as a job that starts again does. ``make``, ``step``, ``save`` and ``load``
             must then be functions of a module. False loads in this process: on devices that belong to one process,
             such as NeuronCores.

@@ -62,7 +62,7 @@ class Tiers:
     def join(self, agreement: Agreement | None) -> None:
         """Find the other hosts, where the first tier is each host's own; all ranks call this, before they use it.
 
-        Raises, on every rank, what :func:`nxd_ckpt.tiers.hosts.join` raises; CheckpointError where no
+        Raises, on every rank, what `nxd_ckpt.tiers.hosts.join` raises; CheckpointError where no
         process group joins the ranks.
         """
         first, tier = self.first, self.tiers[0]
@@ -79,7 +79,7 @@ class Tiers:
     def _copy_out(
         self, key: str, place: int, folder: str, name: str, expected: FileEntry
     ) -> Generator[int, None, None]:
-        """What rank 0 asks this host for, see :meth:`HostsStorage.copy_out`: to a tier that this process was given."""
+        """What rank 0 asks this host for, see `HostsStorage.copy_out`: to a tier that this process was given."""
         from nxd_ckpt.output.transfer import copy_by_pieces
 
         first = self.first
@@ -95,8 +95,10 @@ class Tiers:
 
     @contextmanager
     def joined(self, agreement: Agreement | None, *, lasting: bool) -> Iterator[None]:
-        """The same for what is done within, at the end of which no rank reads any more; ``lasting``: for longer. So it
-        is where replicas are brought back."""
+        """The same for what is done within, at the end of which no rank reads any more; ``lasting``: for longer.
+
+        So it is where replicas are brought back.
+        """
         try:
             self.join(agreement)
             yield
@@ -144,8 +146,9 @@ class Tiers:
         return call + several + (", per host" if self.per_host else "")
 
     def claim(self, topology: Topology, agreement: Agreement | None) -> None:
-        """Find the other hosts. Rank 0: take the leases of all tiers but the first, as far as they can be reached; all
-        ranks call it.
+        """Find the other hosts.
+
+        Rank 0: take the leases of all tiers but the first, as far as they can be reached; all ranks call it.
 
         Raises, on every rank that is joined by the ``agreement``:
             DirectoryInUse: another live job writes to one of the tiers.
@@ -173,7 +176,7 @@ class Tiers:
 
     def replenish(self, agreement: Agreement | None) -> None:
         """Begin to bring back what the newest tags lack on hosts that were replaced, and copies that a load found
-        damaged, in the background of rank 0, until :meth:`settle`; all ranks call it, and serve their directories."""
+        damaged, in the background of rank 0, until `settle`; all ranks call it, and serve their directories."""
         first = self.first
         if not isinstance(first, HostsStorage) or agreement is None or self.tiers[0].replicas == 1:
             return
@@ -216,7 +219,7 @@ class Tiers:
         self._await(agreement, lambda drains, within: drains.finished(tier, within))
 
     def finish(self, meet: Callable[[], Agreement | None] | None) -> None:
-        """Before :meth:`close`, where each host copies its own files: stay on all ranks until they are copied, however
+        """Before `close`, where each host copies its own files: stay on all ranks until they are copied, however
         long that takes. All ranks ``meet`` for it, if they do; without who is gone rank 0 does what it can."""
         if meet is None or not self.per_host or len(self.tiers) == 1:
             return

@@ -1,7 +1,7 @@
 """The list of members that a packed archive begins with, so that readers need not go from header to header, one request
 each.
 
-It is the archive's first member, :data:`NAME`: ``{"format_version": 1, "members": [[name, offset, bytes, time], ...]}``
+It is the archive's first member, `NAME`: ``{"format_version": 1, "members": [[name, offset, bytes, time], ...]}``
 in order. An offset is that of the member's bytes, from the end of the list's own member on. Between the bytes of one
 member and those of the next there is a header and nothing else, and behind the last one the archive's end: a list that
 says otherwise is none, and what it says of a member is compared with that member's header.

@@ -4,7 +4,7 @@ Processes of a host share that file: whoever comes first makes it, under a lock 
 dies, and the others wait. It has its name only when it is complete. Of all archives the one that was used last stays,
 with those that a process has open.
 
-An archive is not trusted: no more is written than :data:`RATIO` times its bytes, and no other file than this one.
+An archive is not trusted: no more is written than `RATIO` times its bytes, and no other file than this one.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class UnpackedFile:
     """The archive ``key`` of ``inner``, ``compressed`` as named, as a plain one: made when it is first used.
 
     Raises then:
-        MalformedFile: it is truncated, damaged, or holds more than :data:`RATIO` times its bytes.
+        MalformedFile: it is truncated, damaged, or holds more than `RATIO` times its bytes.
         OSError: what reading it, or a full disk, raises.
     """
 

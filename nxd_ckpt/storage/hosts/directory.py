@@ -19,7 +19,7 @@ _LOCK = ".lock"
 
 
 class Directory(Protocol):
-    """One host's directory. Raises as :mod:`nxd_ckpt.storage.base` says; ConnectionError where the host is away."""
+    """One host's directory. Raises as `nxd_ckpt.storage.base` says; ConnectionError where the host is away."""
 
     url: str
 
@@ -69,7 +69,7 @@ class OwnDirectory(LocalStorage):
     _mark: tuple[str, bytes] | None = None
 
     def expect(self, key: str, mark: bytes | None) -> None:
-        """As :meth:`nxd_ckpt.storage.base.PerHost.expect`: what changes anything raises OSError (ESTALE) elsewhere."""
+        """As `nxd_ckpt.storage.base.PerHost.expect`: what changes anything raises OSError (ESTALE) elsewhere."""
         self._mark = None if mark is None else (key, mark)
 
     def peek(self, keys: Sequence[str]) -> list[bytes | None]:

@@ -136,7 +136,7 @@ class RemoteDirectory:
         return RemoteWriter(self, key, channel)
 
     def copy_out(self, key: str, place: int, folder: str, name: str, expected: FileEntry) -> Generator[int, None, None]:
-        """As :meth:`HostsStorage.copy_out`, over a connection of its own, whose end gives the file up."""
+        """As `HostsStorage.copy_out`, over a connection of its own, whose end gives the file up."""
         asked = {"key": key, "place": place, "folder": folder, "name": name, "expected": expected}
         with self.naming(), closing(self._connect()) as channel:
             moved = _answer_to(self._where, channel, {"do": "copy_out", **asked})[0]
@@ -213,8 +213,10 @@ class RemoteDirectory:
             self._idle.append(channel)
 
     def _connect(self) -> Channel:
-        """A new connection. One that is dropped before it is admitted, by a host that strangers keep busy, is tried
-        again for a while."""
+        """A new connection.
+
+        One that is dropped before it is admitted, by a host that strangers keep busy, is tried again for a while.
+        """
         deadline = time.monotonic() + min(self._timeout, _CONNECTING)
         while True:
             problem: OSError = ConnectionError("it has no address")

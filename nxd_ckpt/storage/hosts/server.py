@@ -42,7 +42,7 @@ _PAUSE = 0.1
 Answer = tuple[Fields, bytes]
 
 CopyOut = Callable[[str, int, str, str, FileEntry], Generator[int, None, None]]
-"""Copies a file of this host to a lower tier, see :meth:`HostsStorage.copy_out`: key, place, folder, name, expected."""
+"""Copies a file of this host to a lower tier, see `HostsStorage.copy_out`: key, place, folder, name, expected."""
 
 
 def copy_nothing(key: str, place: int, folder: str, name: str, expected: FileEntry) -> Generator[int, None, None]:
@@ -51,8 +51,10 @@ def copy_nothing(key: str, place: int, folder: str, name: str, expected: FileEnt
 
 
 _ANSWERED = (OSError, CheckpointError, EOFError, ValueError, TypeError, KeyError, IndexError, RuntimeError)
-"""Errors that the caller is told, who may ask for something else then. RuntimeError: an exiting process starts no
-threads."""
+"""Errors that the caller is told, who may ask for something else then.
+
+RuntimeError: an exiting process starts no threads.
+"""
 
 _serving: WeakSet[HostServer] = WeakSet()
 

@@ -40,7 +40,7 @@ class Hosts(NamedTuple):
 class HostsStorage:
     """Keys on the disks of all hosts; ``own`` is the directory on this one. Safe for threads.
 
-    It must be joined to the others with :meth:`join` before it is used.
+    It must be joined to the others with `join` before it is used.
     """
 
     renames = False
@@ -95,7 +95,7 @@ class HostsStorage:
     def join(
         self, hosts: Hosts, leave: Callable[[], None] = lambda: None, copy_own: CopyOut | None = None
     ) -> None:
-        """From now on it is all of these; ``leave`` gives up what that takes, ``copy_own`` is :meth:`copy_out` here."""
+        """From now on it is all of these; ``leave`` gives up what that takes, ``copy_own`` is `copy_out` here."""
         self._hosts, self._leave = hosts, leave
         self._copy_own = copy_own or copy_nothing
 

@@ -33,8 +33,10 @@ NAMED = (MalformedFile, EOFError, FileNotFoundError, FileExistsError)
 
 
 class Channel:
-    """One connection, used by one thread at a time. Every message must be over ``timeout`` seconds after its first
-    byte is waited for, but for the first of a request, which may be waited for without a limit.
+    """One connection, used by one thread at a time.
+
+    Every message must be over ``timeout`` seconds after its first byte is waited for, but for the first of a request,
+    which may be waited for without a limit.
 
     All methods raise OSError where the other end is gone, silent, or sends what is no message.
     """

@@ -15,7 +15,7 @@ except ImportError:  # no wheel for this platform
 
 
 class Body:
-    """Reads as one file. What :meth:`read` returns are views of the pieces."""
+    """Reads as one file. What `read` returns are views of the pieces."""
 
     def __init__(self, views: Sequence[memoryview], throttle: Throttle) -> None:
         self._views, self._throttle = views, throttle

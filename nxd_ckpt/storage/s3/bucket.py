@@ -24,8 +24,9 @@ _CONNECTIONS = 32
 
 @dataclass(frozen=True)
 class S3Options:
-    """``storage_options`` of an ``s3://`` URL, under s3fs's names where it has them. What is not given comes from the
-    usual places: environment, ``~/.aws``, the instance's role.
+    """``storage_options`` of an ``s3://`` URL, under s3fs's names where it has them.
+
+    What is not given comes from the usual places: environment, ``~/.aws``, the instance's role.
 
     ``retries`` is how often a request is repeated, ``max_bytes_per_second`` a cap on uploads and on downloads together.
     """

@@ -48,8 +48,10 @@ def put_if(bucket: Bucket, key: str, views: Sequence[memoryview], token: str, **
 
 
 def written_by(bucket: Bucket, key: str) -> str | None:
-    """Who wrote the object; None if unknown. It is called after a failure, whose error says more than one of this call
-    would."""
+    """Who wrote the object; None if unknown.
+
+    It is called after a failure, whose error says more than one of this call would.
+    """
     with contextlib.suppress(OSError):
         return bucket.token(key)
     return None

@@ -150,8 +150,11 @@ class S3Storage:
         yield from (found for page in self._bucket.pages(key) if (found := page.get("Contents", ())))
 
     def _delete(self, key: str, found: Sequence[Mapping[str, Any]]) -> None:
-        """Delete objects as they were ``found``. One that is another by now stays: a request that the store carries out
-        only long after we gave it up, and repeated it, would take it for the old one."""
+        """Delete objects as they were ``found``.
+
+        One that is another by now stays: a request that the store carries out only long after we gave it up, and
+        repeated it, would take it for the old one.
+        """
         for first in range(0, len(found), _BATCH):
             batch = [{"Key": item["Key"], "ETag": item["ETag"]} for item in found[first : first + _BATCH]]
             reply = self._bucket.call("delete_objects", key, Delete={"Objects": batch, "Quiet": True})

@@ -1,6 +1,6 @@
 """Files on their way into a bucket: in parts, several at a time, straight from the memory that was handed over.
 
-A part goes when all of its bytes are known. At most :data:`IN_FLIGHT` of them are on their way in the whole process;
+A part goes when all of its bytes are known. At most `IN_FLIGHT` of them are on their way in the whole process;
 further writes wait.
 """
 
@@ -33,13 +33,15 @@ _COPIED = 2**30
 
 
 def part_nbytes(nbytes: int) -> int:
-    """Bytes of the parts of a file of ``nbytes``: a multiple of :data:`PART`, so that no file has too many."""
+    """Bytes of the parts of a file of ``nbytes``: a multiple of `PART`, so that no file has too many."""
     return PART * max(1, -(-nbytes // (PART * MOST_PARTS)))
 
 
 class _Lanes:
-    """Daemon threads that send parts. They are not those of concurrent.futures, which an exiting interpreter stops
-    before the last save is finished."""
+    """Daemon threads that send parts.
+
+    They are not those of concurrent.futures, which an exiting interpreter stops before the last save is finished.
+    """
 
     def __init__(self) -> None:
         self._tasks: effects.SimpleQueue[Callable[[], None]] = effects.SimpleQueue()
@@ -143,8 +145,9 @@ class S3Writer:
         self._upload_id = None
 
     def copy(self, source: str, etag: str) -> bool:
-        """In place of writes and :meth:`close`: have the store copy an object, as long as its ETag is ``etag``. In
-        parts too where one request would do: their completion is what all stores refuse if the key was taken.
+        """In place of writes and `close`: have the store copy an object, as long as its ETag is ``etag``.
+
+        In parts too where one request would do: their completion is what all stores refuse if the key was taken.
 
         False where it was. Raises OSError where there is no such object any more.
         """
