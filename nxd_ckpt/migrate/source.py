@@ -21,7 +21,7 @@ from nxd_ckpt.storage.urls import StorageOptions, StrPath, directory_and_name, j
 from nxd_ckpt.tag.files import TagFiles
 from nxd_ckpt.tag.foreign import legacy
 from nxd_ckpt.tag.foreign.recognise import Recognised, Writer, recognise
-from nxd_ckpt.tag.foreign.torch_xla_files import RANDOM_STATES, are_trainers
+from nxd_ckpt.tag.foreign.torch_xla_files import RANDOM_STATES, is_trainers
 from nxd_ckpt.tag.mappings import INFERENCE, NEMO
 from nxd_ckpt.tag.opened import OpenTag
 
@@ -211,7 +211,7 @@ def _script(origin: Origin, storage: Storage, found: Recognised, names: bool) ->
     opened = origin.opened
     described = _tag(origin, storage, found, names)
     beside = TagFiles(storage, found.beside)
-    if found.writer is Writer.TORCH_XLA and found.tag == found.beside and are_trainers(beside.names()):
+    if found.writer is Writer.TORCH_XLA and found.tag == found.beside and is_trainers(beside.names()):
         described = _with_trainer(described, beside, join(origin.place.directory, origin.place.name))
     if not opened.parts.model:
         raise PartNotFound(f"{opened.where} has no model under the usual keys; {_HINTS[found.writer]}")

@@ -128,7 +128,7 @@ def _for_model_type(model_type: Any, shipped: Mapping[str, ModelMapping]) -> Mod
             return mapping
     if model_type is None:
         raise InvalidArgument(
-            "it is not known which model this is. Pass its config.json, or a Hugging Face directory with one, as "
+            "the model type is not known. Pass the model's config.json, or a Hugging Face directory with one, as "
             "config= (exports and imports); or pass mapping=, a mapping file or the name of a shipped one"
         )
     supported = sorted(name for mapping in shipped.values() for name in mapping.model_types)

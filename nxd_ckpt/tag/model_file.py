@@ -28,7 +28,7 @@ class WholeModelFile(HuggingFaceDirectory):
     def where(self) -> str:
         return self.files.where(self._file)
 
-    def _placed(self) -> dict[str, str]:
+    def _find_places(self) -> dict[str, str]:
         return dict.fromkeys(self._read(self._file), self._file)
 
     def _read(self, file: str) -> Mapping[str, TensorStub]:

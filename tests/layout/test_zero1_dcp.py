@@ -209,7 +209,7 @@ def test_entries_outside_the_directory_are_refused(tmp_path: Path) -> None:
     info = {MetadataIndex("shape_info.0"): _StorageInfo("../secret.pt", 0, 1)}
     raw = pickle.dumps(Metadata({}, storage_data=info))
     (tmp_path / "t" / "optim" / ".metadata").write_bytes(raw)
-    with pytest.raises(MalformedFile, match=r"'\.\./secret\.pt', which is not there"):
+    with pytest.raises(MalformedFile, match=r"'\.\./secret\.pt', which does not exist"):
         open_written(tmp_path).topology()
 
 

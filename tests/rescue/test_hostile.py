@@ -95,10 +95,10 @@ MISSING: dict[str, list[tuple[str, str]]] = {
         ("*/optim/dp_rank_001", "a shard of .* files of ranks are missing"),
     ],
     "tiered": [
-        ("rank_1", r"should be in 'job/rank_1/step_3/checkpoint.pt', which is not there"),
+        ("rank_1", r"should be in 'job/rank_1/step_3/checkpoint.pt', which does not exist"),
         ("*/*/metadata.metadata", "none of the layouts that are known"),
     ],
-    "tiered by ray": [("*/rank_1", r"should be in 'job/step_3/rank_1/checkpoint.pt', which is not there")],
+    "tiered by ray": [("*/rank_1", r"should be in 'job/step_3/rank_1/checkpoint.pt', which does not exist")],
     "presharded": [
         ("tp0_*", "tp0_sharded_checkpoint.safetensors is missing"),
         ("tp1_*", "the files of all ranks are there"),
@@ -107,7 +107,7 @@ MISSING: dict[str, list[tuple[str, str]]] = {
     "xm.save": [("last.pth", "it holds nothing")],
     "dcp": [
         (".metadata", r"not \.metadata, which torch DCP writes last"),
-        ("*.distcp", r"should be in '__0_0.distcp', which is not there"),
+        ("*.distcp", r"should be in '__0_0.distcp', which does not exist"),
     ],
 }
 """By layout, what goes missing, and what is said of it."""

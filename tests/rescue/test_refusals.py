@@ -541,7 +541,7 @@ def _one_of_other_groups(place: Path) -> None:
         (_one_of_another_model, MalformedFile, r"shard_metadata says \(2000, 8\) of .*, but the 3 ranks hold shards"),
         (_one_not_described, MalformedFile, "shard_metadata does not describe _fsdp_shard"),
         (_one_of_another_save, MalformedFile, "have different param groups, steps or entries"),
-        (_one_of_other_groups, OptimizerMismatch, "does not say which parameters .* leave the optimizer out"),
+        (_one_of_other_groups, OptimizerMismatch, "does not record which parameters .* leave the optimizer out"),
     ],
 )
 def test_ranks_of_fsdp(

@@ -160,7 +160,7 @@ def test_nxds_own_tags_load_with_the_names_that_they_lack(golden: Path) -> None:
     state = {"model": {name: torch.zeros_like(held[name]) for name in held}}
     load(state, storage_reader=reader)
     assert all(torch.equal(held[name], state["model"][name]) for name in held)
-    with pytest.raises(CheckpointException, match="but 1 names were given"):
+    with pytest.raises(CheckpointException, match="but 1 names were passed"):
         load(state, storage_reader=StorageReader(alone.directory / "step_3", saved_param_names=[[["one"]]]))
 
 

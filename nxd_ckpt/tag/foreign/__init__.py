@@ -1,1 +1,1 @@
-"""Layouts of other programs, read as a tag is."""
+"""Checkpoint layouts of other programs, read like a tag."""

@@ -1,4 +1,4 @@
-"""A torch DCP directory with a model and an optimizer in it, as a tag that a single rank saved.
+"""A torch DCP directory with a model and an optimizer, read as a tag that a single rank saved.
 
 ``torch.distributed.checkpoint.save`` writes such directories, and so does OLMo-core's ``save_model_and_optim_state``.
 """
@@ -21,17 +21,17 @@ from nxd_ckpt.tag.state_dicts import reading
 
 
 class DcpDirectory:
-    """See TagLayout. What ``files`` holds in these ``places``; raises as DcpTensors.
+    """Layout (`TagLayout`) of the DCP directory in ``files`` at ``places``. Raises the errors of `DcpTensors`.
 
-    Without ``names`` the optimizer is under "optim" or "optimizer", whichever is there.
+    Without ``names`` the optimizer is under "optim" or "optimizer", whichever exists.
     """
 
     def __init__(
         self, files: TagFiles, names: DcpNames | None = None, places: DcpFiles | TieredFiles | None = None
     ) -> None:
         self.files = files
-        self._held = DcpTensors(self.files, places or DcpFiles())
-        self._trees = DcpTrees(self._held, names or _usual(self._held.names))
+        self._tensors = DcpTensors(self.files, places or DcpFiles())
+        self._trees = DcpTrees(self._tensors, names or _usual_names(self._tensors.names))
 
     def topology(self) -> Topology:
         return Topology()
@@ -70,7 +70,7 @@ class DcpDirectory:
 
     @reading
     def optimizer_names(self, at: Coordinates) -> list[str] | None:
-        """None where the optimizer's own state dict was saved, which has numbers."""
+        """Return the parameters by index; None if the optimizer's own state dict was saved, which has numbers."""
         names = self._trees.parameters
         return None if names and all(map(str.isdecimal, names)) else names
 
@@ -83,14 +83,14 @@ class DcpDirectory:
         return self._trees.content()
 
     def _shape(self, parameter: str) -> tuple[int, ...]:
-        """The whole shape of a parameter: as the model has it, else as its largest entry."""
+        """Return the whole shape of a parameter: the model's, else that of its largest entry."""
         for names in (self._trees.model.get(parameter, {}).values(), self._trees.states.get(parameter, {}).values()):
-            forms = [form for form in map(self._held.form, names) if form is not None]
+            forms = [form for form in map(self._tensors.form, names) if form is not None]
             if forms:
                 return max((form.shape for form in forms), key=len)
         return ()
 
 
-def _usual(names: Iterable[str]) -> DcpNames:
+def _usual_names(names: Iterable[str]) -> DcpNames:
     keys = {name.partition(".")[0] for name in names}
     return DcpNames(optim="optimizer") if "optimizer" in keys and "optim" not in keys else DcpNames()

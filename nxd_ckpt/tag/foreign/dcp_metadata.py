@@ -1,6 +1,6 @@
-"""Writing ``.metadata`` of a torch DCP directory as torch's own writer pickles it, without importing that.
+"""Writing ``.metadata`` of a torch DCP directory as torch's writer pickles it, without importing torch's writer.
 
-The import takes seconds, as long as a conversion of gigabytes. So classes of the same fields stand for torch's
+The import takes seconds, as long as a conversion of gigabytes. So classes with the same fields replace torch's
 (``torch.distributed.checkpoint.metadata``), and are renamed in the pickle.
 """
 
@@ -19,7 +19,7 @@ from nxd_ckpt.formats.tensors import torch_dtype
 
 
 class _MemoryFormat:
-    """That of contiguous tensors."""
+    """Memory format of contiguous tensors."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (0,)
@@ -99,7 +99,9 @@ _TORCHS = {
 
 
 def dump_metadata(chunks: Iterable[DcpChunk]) -> bytes:
-    """The metadata of a directory of these chunks. Of values of one name the first counts: all ranks have the same."""
+    """Return the metadata of a directory of these chunks. Values of one name are equal on all ranks; the first
+    counts.
+    """
     entries: dict[str, Any] = {}
     paths: dict[str, Any] = {}
     data: dict[_MetadataIndex, _StorageInfo] = {}

@@ -1,4 +1,4 @@
-"""The tensors and values of a torch DCP directory by name: each tensor of the chunks that ranks saved of it."""
+"""Tensors and values of a torch DCP directory by name; each tensor consists of the chunks that ranks saved."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from nxd_ckpt.tag.foreign.torch_dcp import Chunk, DcpFiles, TieredFiles, WholeFo
 
 
 class DcpTensors:
-    """What ``files`` holds in these ``places``. A chunk's header is read when its tensor is asked for, once.
+    """Content of ``files`` at these ``places``. A chunk's header is read when its tensor is first used.
 
     Raises:
         CheckpointNotFound: it has no metadata: no such directory, or its save was interrupted.
-        UnsafePickle, MalformedFile: its metadata holds more than that, points elsewhere, or to a missing file.
+        UnsafePickle, MalformedFile: its metadata holds other objects, points elsewhere, or to a missing file.
     """
 
     def __init__(self, files: TagFiles, places: DcpFiles | TieredFiles) -> None:
@@ -35,28 +35,28 @@ class DcpTensors:
 
     @property
     def names(self) -> list[str]:
-        """All names, in the order of the state dict as far as that is recorded."""
-        told = self._metadata
-        return [name for name in {**told.paths, **told.entries, **told.forms} if name in told.described]
+        """All names, in the order of the state dict as far as it is recorded."""
+        metadata = self._metadata
+        return [name for name in {**metadata.paths, **metadata.entries, **metadata.forms} if name in metadata.described]
 
     def recorded(self, name: str) -> tuple[Any, ...] | None:
-        """The keys that lead to it in the state dict, where whoever wrote it recorded them."""
+        """Return the keys that lead to it in the state dict, if the writer recorded them."""
         path = self._metadata.paths.get(name)
         return None if path is None else tuple(path)
 
     def path(self, name: str) -> tuple[Any, ...]:
-        """The same; where they are not recorded, as its name has them."""
+        """Return the keys that lead to it in the state dict; if they are not recorded, the parts of its name."""
         return self.recorded(name) or tuple(name.split("."))
 
     def form(self, name: str) -> WholeForm | None:
-        """What the tensor is as a whole; None for what is no tensor."""
+        """Return dtype and shape of the whole tensor; None for another value."""
         return self._metadata.forms.get(name)
 
     def entry(self, name: str) -> Any:
-        """What stands for the tensor, or the value itself.
+        """Return the stub or assembly of the tensor, or the value itself.
 
         Raises:
-            MalformedFile: the chunks are not all of the tensor, or not what the metadata says.
+            MalformedFile: the chunks are not all of the tensor, or do not match the metadata.
             UnsafePickle: the value is more than plain data.
         """
         form = self.form(name)
@@ -67,7 +67,9 @@ class DcpTensors:
         return self._leaves[name]
 
     def _refuse_unpaired(self) -> None:
-        """Only a tensor without elements may be in no file."""
+        """Raise MalformedFile for names without files, or files without names. A tensor without elements needs no
+        file.
+        """
         entries, forms = self._metadata.entries, self._metadata.forms
         empty = {name for name, form in forms.items() if not prod(form.shape)}
         lost = sorted(self._metadata.described - entries.keys() - empty)
@@ -102,9 +104,9 @@ class DcpTensors:
     def _stub(self, name: str, form: WholeForm, box: Box, chunk: Chunk) -> TensorStub:
         stub = self._read(name, chunk)
         if not isinstance(stub, TensorStub) or (stub.dtype, stub.shape) != (form.dtype, box.size):
-            found = f"{stub.dtype} {stub.shape}" if isinstance(stub, TensorStub) else type(stub).__name__
+            actual = f"{stub.dtype} {stub.shape}" if isinstance(stub, TensorStub) else type(stub).__name__
             raise MalformedFile(
-                f"{self._files.where(chunk.file)}: the metadata say {form.dtype} {box.size} of {name}, found {found}; "
+                f"{self._files.where(chunk.file)}: the metadata say {form.dtype} {box.size} of {name}, found {actual}; "
                 "the directory mixes files of two saves"
             )
         return stub

@@ -1,6 +1,6 @@
-"""The entries of a torch DCP state dict, put back into the trees that a tag is made of.
+"""Entries of a torch DCP state dict, assembled into the trees of a tag.
 
-What is of neither model nor optimizer is user content, but for the part under "scheduler".
+Entries of neither model nor optimizer are user content, except the part under "scheduler".
 """
 
 from __future__ import annotations
@@ -15,16 +15,18 @@ from nxd_ckpt.formats.tensors import by_digest
 
 
 class Form(Protocol):
-    """What is known of a tensor."""
+    """Facts about a tensor."""
 
     @property
     def shape(self) -> tuple[int, ...]: ...
 
 
 class Entries(Protocol):
-    """A flat state dict: ``names`` in its order, and of each name the keys that lead to it (``recorded`` ones, and
-    those that are taken where none are), what it is as a tensor (None for what is none), and what stands for it in a
-    tree."""
+    """A flat state dict, with ``names`` in its order.
+
+    For each name: the keys that lead to it (``recorded``, or ``path`` with a default), its form as a tensor (None for
+    another value), and its ``entry`` in a tree.
+    """
 
     @property
     def where(self) -> str: ...
@@ -42,14 +44,14 @@ class Entries(Protocol):
 
 
 class DcpTrees:
-    """Made of ``entries``, whose names are as ``names`` says."""
+    """Trees of ``entries``, whose names follow the scheme ``names``."""
 
     def __init__(self, entries: Entries, names: DcpNames) -> None:
-        self._held = entries
+        self._entries = entries
         self.model: dict[str, dict[Path, str]] = {}
-        """Names of entries, by name in the model and by the keys below that."""
+        """Entries' names, by name in the model and by the keys below that."""
         self.states: dict[str, dict[str, str]] = {}
-        """Names of entries, by parameter and key."""
+        """Entries' names, by parameter and key."""
         self._options: list[tuple[str, str, str]] = []  # owner, option, entry
         self._scheduler: list[str] = []
         self._content: list[str] = []
@@ -57,14 +59,14 @@ class DcpTrees:
             self._sort_in(name, names)
 
     def _sort_in(self, name: str, names: DcpNames) -> None:
-        part = names.part_of(name, self._held.recorded(name), self._held.form(name) is not None)
+        part = names.part_of(name, self._entries.recorded(name), self._entries.form(name) is not None)
         if part is DcpPart.STATE:
             parameter, key = names.state_key(name) or ("", "")
             self.states.setdefault(parameter, {})[key] = name
         elif part is DcpPart.OPTION:
             self._options.append((*(names.option_key(name) or ("", "")), name))
         elif part is DcpPart.MODEL:
-            parameter, *below = names.model_path(self._held.path(name))
+            parameter, *below = names.model_path(self._entries.path(name))
             self.model.setdefault(parameter, {})[tuple(below)] = name
         else:
             (self._scheduler if part is DcpPart.SCHEDULER else self._content).append(name)
@@ -75,7 +77,7 @@ class DcpTrees:
 
     @property
     def has_flat_options(self) -> bool:
-        """Whether each parameter has options of its own."""
+        """True if each parameter has its own options."""
         return any(not owner.isdecimal() for owner, _, _ in self._options)
 
     @property
@@ -87,34 +89,34 @@ class DcpTrees:
         return bool(self._content)
 
     def model_tree(self) -> dict[str, Any]:
-        """The model's state dict."""
+        """Return the model's state dict."""
         entries = (
-            ((parameter, *below), self._held.entry(name))
-            for parameter, held in self.model.items()
-            for below, name in held.items()
+            ((parameter, *below), self._entries.entry(name))
+            for parameter, names in self.model.items()
+            for below, name in names.items()
         )
         return dict(nested(entries))
 
     @cached_property
     def groups(self) -> list[dict[str, Any]]:
-        """The param groups, "params" being names. Raises KeyMismatch where a parameter is in none, or in two."""
+        """The param groups, with names as "params". Raises KeyMismatch if a parameter is in none, or in two."""
         options = ((owner, option, self._option(option, name)) for owner, option, name in self._options)
         try:
-            return groups_of(options, list(self.states), lambda one, other: by_digest(one) == by_digest(other))
+            return groups_of(options, list(self.states), lambda a, b: by_digest(a) == by_digest(b))
         except KeyMismatch as error:
-            raise KeyMismatch(f"{self._held.where}: {error}") from None
+            raise KeyMismatch(f"{self._entries.where}: {error}") from None
 
     def _option(self, option: str, name: str) -> Any:
-        value = self._held.entry(name)
+        value = self._entries.entry(name)
         return list(map(str, value)) if option == PARAMS and isinstance(value, (list, tuple)) else value
 
     @property
     def parameters(self) -> list[str]:
-        """The optimizer's, by index."""
+        """The optimizer's parameters, by index."""
         return [name for group in self.groups for name in group[PARAMS]]
 
     def numbered_groups(self) -> list[dict[str, Any]]:
-        """The groups with the indices of their parameters in place of names."""
+        """Return the groups with the indices of their parameters instead of names."""
         numbered, begin = [], 0
         for group in self.groups:
             end = begin + len(group[PARAMS])
@@ -123,17 +125,19 @@ class DcpTrees:
         return numbered
 
     def state(self, parameter: str) -> dict[str, Any]:
-        """What the optimizer keeps of a parameter."""
-        return {key: self._held.entry(name) for key, name in self.states.get(parameter, {}).items()}
+        """Return the optimizer's state of a parameter."""
+        return {key: self._entries.entry(name) for key, name in self.states.get(parameter, {}).items()}
 
     def scheduler(self) -> Any:
         if not self._scheduler:
-            raise PartNotFound(f"{self._held.where} has nothing under {SCHEDULER!r}")
+            raise PartNotFound(f"{self._entries.where} has nothing under {SCHEDULER!r}")
         return self._nested(self._scheduler)[SCHEDULER]
 
     def content(self) -> Any:
-        """All that is of no other part, by the keys that it has in the state dict; what is under "user_content" is
-        among the rest."""
+        """Return everything that belongs to no other part, by its keys in the state dict.
+
+        Content under "user_content" is merged with the rest.
+        """
         content = self._nested(self._content)
         saved = content.pop(USER_CONTENT, {})
         if content and isinstance(saved, dict):
@@ -141,4 +145,4 @@ class DcpTrees:
         return {**content, USER_CONTENT: saved} if content else saved
 
     def _nested(self, names: Sequence[str]) -> Any:
-        return nested((self._held.path(name), self._held.entry(name)) for name in names)
+        return nested((self._entries.path(name), self._entries.entry(name)) for name in names)

@@ -1,6 +1,6 @@
-"""A checkpoint of torch-xla's FSDP, a file of each rank, as a tag that a single rank saved. Only read.
+"""A checkpoint of torch-xla's FSDP, a file of each rank, read as a tag that a single rank saved. Only read.
 
-Each tensor is put together from the parts that ranks hold of it, flat runs of elements.
+Each tensor is assembled from the ranks' parts, flat runs of elements.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from nxd_ckpt.formats.tensors import (
     iter_tensors,
 )
 from nxd_ckpt.tag.files import TagFiles
-from nxd_ckpt.tag.foreign.fsdp_shards import Member, ShardedParameter, plain_name, sharded_parameters
+from nxd_ckpt.tag.foreign.fsdp_shards import FlatParameter, ShardedParameter, plain_name, sharded_parameters
 from nxd_ckpt.tag.payload import MODEL_KEYS, OPTIMIZER_KEYS, Payload, refuse_other_counts
 from nxd_ckpt.tag.payload_file import PayloadFile
 from nxd_ckpt.tag.state_dicts import checked_model, checked_optimizer, reading
@@ -36,9 +36,9 @@ METADATA = "shard_metadata"
 
 
 class FsdpFiles(PayloadFile):
-    """See TagLayout. The files ``names`` of ranks 0, 1 and so on, and their ``payloads``.
+    """Layout (`TagLayout`) of the files ``names`` of ranks 0, 1 and so on, with their ``payloads``.
 
-    What is of neither model nor optimizer is the first rank's. Raises MalformedFile for files of two saves.
+    Content of neither model nor optimizer is the first rank's. Raises MalformedFile for files of two saves.
     """
 
     def __init__(self, files: TagFiles, names: Sequence[str], payloads: Sequence[Payload]) -> None:
@@ -48,27 +48,27 @@ class FsdpFiles(PayloadFile):
 
     @reading
     def parts(self) -> Parts:
-        found = super().parts()
-        if found.optimizer == "zero1":
-            raise UnsupportedState(f"{self.where}: ZeRO-1 of a model that FSDP shards is not carried; leave it out")
-        return found
+        parts = super().parts()
+        if parts.optimizer == "zero1":
+            raise UnsupportedState(f"{self.where}: ZeRO-1 of a model that FSDP shards is not supported; leave it out")
+        return parts
 
     @reading
     def model_tree(self, at: Coordinates) -> dict[str, Any]:
-        """The model's state dict, parameters where the first of those that were sharded with them stands."""
-        found: dict[str, Any] = {}
+        """Return the model's state dict; parameters that were sharded together are at the place of the first."""
+        tree: dict[str, Any] = {}
         for name, leaf in self._models[0].items():
             sharded = self._sharded.get(name)
             if sharded is None:
-                found[plain_name(name)] = self._buffer(name, leaf)
+                tree[plain_name(name)] = self._buffer(name, leaf)
             else:
                 shards = [model[name] for model in self._models]
-                found |= {member.name: self._whole(sharded, member, shards) for member in sharded.members}
-        return found
+                tree |= {member.name: self._whole(sharded, member, shards) for member in sharded.members}
+        return tree
 
     @reading
     def optimizer_tree(self, at: Coordinates, param_names: Sequence[str] | None = None) -> dict[str, Any]:
-        """The optimizer's, as that of a model that is not sharded: an entry for each parameter of the model."""
+        """Return the optimizer's state dict as for an unsharded model: an entry for each parameter."""
         states: dict[int, dict[str, Any]] = {}
         groups, numbers = [], count()
         for options, names in zip(self._optimizers[0]["param_groups"], self._groups, strict=True):
@@ -83,9 +83,7 @@ class FsdpFiles(PayloadFile):
 
     @reading
     def optimizer_names(self, at: Coordinates) -> list[str]:
-        return [
-            member.name for names in self._groups for name in names for member in self._sharded[name].members
-        ]
+        return [member.name for names in self._groups for name in names for member in self._sharded[name].members]
 
     @property
     def _rest(self) -> dict[str, Any]:
@@ -94,44 +92,44 @@ class FsdpFiles(PayloadFile):
     @cached_property
     def _models(self) -> list[dict[str, Any]]:
         """Each rank's state dict, with the same names in it."""
-        found = [
+        models = [
             checked_model(self._required(payload.model, MODEL_KEYS), self.files.where(name))
             for name, payload in zip(self._names, self._payloads, strict=True)
         ]
-        for name, model in zip(self._names, found, strict=True):
-            if model.keys() != found[0].keys():
-                other = ", ".join(sorted(map(str, model.keys() ^ found[0].keys()))[:5])
+        for name, model in zip(self._names, models, strict=True):
+            if model.keys() != models[0].keys():
+                differing = ", ".join(sorted(map(str, model.keys() ^ models[0].keys()))[:5])
                 raise MalformedFile(
-                    f"{self.files.where(name)} and {self._names[0]} do not hold the same names ({other}); files of two "
-                    "saves are mixed"
+                    f"{self.files.where(name)} and {self._names[0]} do not hold the same names ({differing}); "
+                    "files of two saves are mixed"
                 )
-        return found
+        return models
 
     @cached_property
     def _sharded(self) -> dict[str, ShardedParameter]:
-        """By the names in a rank's state dict, in their order: that of the model's ``parameters()``."""
+        """Sharded parameters by the names in a rank's state dict, in the order of the model's ``parameters()``."""
         metadata = self._payload.content[METADATA]
-        found = sharded_parameters(metadata, list(self._models[0]), self.where)
-        for name, sharded in found.items():
+        parameters = sharded_parameters(metadata, list(self._models[0]), self.where)
+        for name, sharded in parameters.items():
             shapes = []
             for file, model in zip(self._names, self._models, strict=True):
                 shapes.append(_stub(model[name], f"{self.files.where(file)}: {name}").shape)
             sharded.require(shapes, self.where)
-        return found
+        return parameters
 
     @cached_property
     def _optimizers(self) -> list[dict[str, Any]]:
-        """Each rank's, of the same param groups and steps."""
-        found = []
+        """Each rank's optimizer, with equal param groups and steps."""
+        trees = []
         for file, payload in zip(self._names, self._payloads, strict=True):
             tree = checked_optimizer(self._required(payload.optimizer, OPTIMIZER_KEYS), self.files.where(file))
-            found.append(tree)
-            if by_digest(_common(tree)) != by_digest(_common(found[0])):
+            trees.append(tree)
+            if by_digest(_common(tree)) != by_digest(_common(trees[0])):
                 raise MalformedFile(
                     f"{self.files.where(file)} and {self._names[0]} have different param groups, steps or entries of "
                     "the optimizer; files of two saves are mixed"
                 )
-        return found
+        return trees
 
     @cached_property
     def _groups(self) -> list[list[str]]:
@@ -140,43 +138,45 @@ class FsdpFiles(PayloadFile):
         shapes = {name: self._models[0][name].shape for name in self._sharded}
         saved = [[_shape(tree["state"].get(index, {})) for index in group["params"]] for group in tree["param_groups"]]
         for patterns in NOT_DECAYED:
-            found = grouped(shapes, saved, patterns)
-            if found is not None:
-                return found
+            groups = grouped(shapes, saved, patterns)
+            if groups is not None:
+                return groups
         raise OptimizerMismatch(
-            f"{self.where} does not say which parameters the entries of its optimizer belong to, and param groups of "
-            f"{[len(group) for group in saved]} parameters are none that are usual for {len(shapes)}: all in one, or "
-            "biases, or norms and biases, in the second; leave the optimizer out"
+            f"{self.where} does not record which parameters its optimizer's entries belong to, and param groups of "
+            f"{[len(group) for group in saved]} parameters are unusual for {len(shapes)} parameters: expected all in "
+            "one, or biases, or norms and biases, in the second; leave the optimizer out"
         )
 
-    def _entries(self, index: int, sharded: ShardedParameter, member: Member) -> dict[str, Any]:
-        """What the optimizer keeps of one parameter; what is no shard is the first rank's, and the same on all."""
-        shape, found = self._models[0][sharded.name].shape, {}
+    def _entries(self, index: int, sharded: ShardedParameter, member: FlatParameter) -> dict[str, Any]:
+        """Return the optimizer's state of one parameter; values that are no shards are the first rank's, equal on
+        all.
+        """
+        shape, entries = self._models[0][sharded.name].shape, {}
         for key, value in self._optimizers[0]["state"].get(index, {}).items():
             if isinstance(value, TensorStub) and value.shape == shape:
                 shards = [tree["state"][index][key] for tree in self._optimizers]
                 if any(shard.shape != shape for shard in shards):
                     raise MalformedFile(f"{self.where}: ranks hold {key} of {member.name} in different shapes")
-                found[key] = self._whole(sharded, member, shards)
+                entries[key] = self._whole(sharded, member, shards)
             elif isinstance(value, TensorStub) and value.shape:
                 raise UnsupportedState(
                     f"{self.where}: the optimizer's {key} of {member.name} has shape {value.shape}, its shard "
-                    f"{shape}; only state of the parameter's own shape is carried"
+                    f"{shape}; only state of the parameter's own shape is supported"
                 )
             else:
-                found[key] = value
-        return found
+                entries[key] = value
+        return entries
 
     def _buffer(self, name: str, leaf: Any) -> Any:
-        """A buffer, which all ranks hold, in the dtype that it had before FSDP cast it."""
+        """Return a buffer, which all ranks hold, in its dtype before FSDP cast it."""
         about = self._payload.content[METADATA]["buffer_info"].get(name)
         if about is None or not isinstance(leaf, TensorStub):
             return leaf
         whole = Assembly.of(leaf)
         return Assembly(dtype_name(about["_orig_dtype"]), whole.shape, whole.fragments)
 
-    def _whole(self, sharded: ShardedParameter, member: Member, shards: Sequence[Any]) -> Assembly:
-        """The parameter, of the parts of it that ranks hold."""
+    def _whole(self, sharded: ShardedParameter, member: FlatParameter, shards: Sequence[Any]) -> Assembly:
+        """Assemble the parameter from the parts that ranks hold."""
         stubs = [_stub(shard, f"{self.where}: {sharded.name}") for shard in shards]
         dtypes = dict.fromkeys(stub.dtype for stub in stubs)
         if len(dtypes) > 1:
@@ -188,8 +188,8 @@ class FsdpFiles(PayloadFile):
         return Assembly(stubs[0].dtype, member.shape, tuple(parts))
 
 
-def _rows(shards: Sequence[TensorStub], member: Member) -> Iterator[Fragment]:
-    """Of shards that are rows of it."""
+def _rows(shards: Sequence[TensorStub], member: FlatParameter) -> Iterator[Fragment]:
+    """Yield the fragments of shards that are rows of the parameter."""
     at = 0
     for stub in shards:
         rows = min(stub.shape[0], member.shape[0] - at)
@@ -199,8 +199,8 @@ def _rows(shards: Sequence[TensorStub], member: Member) -> Iterator[Fragment]:
         at += stub.shape[0]
 
 
-def _runs(shards: Sequence[TensorStub], member: Member) -> Iterator[Fragment]:
-    """Of shards that are runs of elements: each in boxes that are runs of the parameter's too."""
+def _runs(shards: Sequence[TensorStub], member: FlatParameter) -> Iterator[Fragment]:
+    """Yield the fragments of shards that are runs of elements, in boxes that are runs of the parameter too."""
     begin, end, at = member.begin, member.begin + prod(member.shape), 0
     for stub in shards:
         first, last = max(begin, at), min(end, at + stub.shape[0])
@@ -220,12 +220,12 @@ def _stub(leaf: Any, where: str) -> TensorStub:
 
 
 def _shape(entries: dict[str, Any]) -> Shape:
-    """That of what an optimizer keeps for one parameter."""
+    """Return the shape of an optimizer's largest entry for one parameter."""
     return max((leaf.shape for _, leaf in iter_tensors(entries, TensorStub)), key=len, default=())
 
 
 def _common(tree: dict[str, Any]) -> dict[str, Any]:
-    """What ranks' optimizers have in common: all but the shards."""
+    """Return the part of an optimizer that ranks have in common: all but the shards."""
     state = {
         index: {key: None if isinstance(leaf, TensorStub) and leaf.shape else leaf for key, leaf in entries.items()}
         for index, entries in tree["state"].items()

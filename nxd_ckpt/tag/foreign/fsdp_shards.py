@@ -1,8 +1,8 @@
-"""What torch-xla's FSDP says of its shards (``shard_metadata``): which parameters are in each, and where. Pure.
+"""torch-xla's FSDP description of its shards (``shard_metadata``): the parameters in each, and their places. Pure.
 
-A sharded parameter is a flat run of elements, cut into equal parts over the ranks behind padding at its end: one
+A sharded parameter is a flat run of elements, with padding at its end, divided equally over the ranks: one
 parameter of the model (``flatten_parameters=False``), or all of a wrapped module's, one after the other. With
-``shard_param_on_dim_0`` it keeps its dimensions, and its rows are cut. docs/rescue.md names the sources.
+``shard_param_on_dim_0`` it keeps its dimensions, and its rows are divided. docs/rescue.md names the sources.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ _SHARD = "_fsdp_shard"
 _FLAT = "_fsdp_wrapped_module.flat_param_"
 _WRAPPERS = ("_fsdp_wrapped_module.", "_fpw_module.")
 _MULTIPLE = 128
-"""Shards have a multiple of so many elements; in older versions any number."""
+"""Shards have a multiple of this many elements; in older versions any number."""
 
 
 @dataclass(frozen=True)
-class Member:
-    """One parameter of the model: its name and shape, and at which element of the sharded one it begins."""
+class FlatParameter:
+    """One parameter of the model: its name and shape, and its first element in the sharded one."""
 
     name: str
     shape: tuple[int, ...]
@@ -33,20 +33,20 @@ class Member:
 
 @dataclass(frozen=True)
 class ShardedParameter:
-    """``name`` is what each rank calls its shard, ``shape`` the whole one's without padding."""
+    """A sharded parameter: the ranks' ``name`` of it, and its whole ``shape`` without padding."""
 
     name: str
     shape: tuple[int, ...]
-    members: tuple[Member, ...]
+    members: tuple[FlatParameter, ...]
 
     def require(self, shards: Sequence[tuple[int, ...]], where: str) -> None:
-        """Raise MalformedFile unless shards of these shapes, one for each rank, are such a parameter."""
+        """Raise MalformedFile unless shards of these shapes, one for each rank, make up the parameter."""
         rows = len(shards[0]) > 1
         whole = self.shape[0] if rows else prod(self.shape)
-        held = sum(shape[0] for shape in shards if shape)
+        total = sum(shape[0] for shape in shards if shape)
         inner = self.shape[1:] if rows else ()
         fits = len(set(shards)) == 1 and shards[0][1:] == inner and len(shards[0]) > 0
-        if not fits or not whole <= held < whole + _MULTIPLE * len(shards):
+        if not fits or not whole <= total < whole + _MULTIPLE * len(shards):
             raise MalformedFile(
                 f"{where}: shard_metadata says {self.shape} of {self.name}, but the {len(shards)} ranks hold shards of "
                 f"{', '.join(map(str, dict.fromkeys(shards)))}; files of two saves are mixed"
@@ -54,41 +54,45 @@ class ShardedParameter:
 
 
 def sharded_parameters(metadata: Mapping[str, Any], names: Sequence[str], where: str) -> dict[str, ShardedParameter]:
-    """The sharded parameters among ``names``, those of a rank's state dict, in their order.
+    """Return the sharded parameters among ``names``, the names in a rank's state dict, in their order.
 
-    Raises MalformedFile where the metadata does not describe one; other errors where it is no such metadata.
+    Raises MalformedFile if the metadata does not describe one; other errors for other metadata.
     """
-    found: dict[str, ShardedParameter] = {}
+    parameters: dict[str, ShardedParameter] = {}
     for name in names:
         parts = name.split(".")
         at = next((number for number, part in enumerate(parts) if part.startswith(_SHARD)), None)
         if at is not None:
-            found[name] = _sharded(metadata, name, ".".join(parts[:at]), ".".join(parts[at:]), where)
+            parameters[name] = _sharded(metadata, name, ".".join(parts[:at]), ".".join(parts[at:]), where)
     described = sum(len(about) for about in metadata["shard_info"].values())
-    if described != len(found):
+    if described != len(parameters):
         raise MalformedFile(
-            f"{where}: shard_metadata describes {described} sharded parameters, the model has {len(found)}; files of "
-            "two saves are mixed"
+            f"{where}: shard_metadata describes {described} sharded parameters, the model has {len(parameters)}; "
+            "files of two saves are mixed"
         )
-    _refuse_twice(found, names, where)
-    return found
+    _refuse_twice(parameters, names, where)
+    return parameters
 
 
 def plain_name(name: str) -> str:
-    """The model's name, without FSDP's wrappers."""
+    """Return the model's name, without FSDP's wrappers."""
     for wrapper in _WRAPPERS:
         name = name.replace(wrapper, "")
     return name
 
 
-def _refuse_twice(found: Mapping[str, ShardedParameter], names: Sequence[str], where: str) -> None:
+def _refuse_twice(parameters: Mapping[str, ShardedParameter], names: Sequence[str], where: str) -> None:
     seen: set[str] = set()
     for name in names:
-        plain = [member.name for member in found[name].members] if name in found else [plain_name(name)]
-        for one in plain:
-            if one in seen:
-                raise MalformedFile(f"{where}: two entries of the model's state dict, one of them {name}, are of {one}")
-            seen.add(one)
+        parameter_names = (
+            [member.name for member in parameters[name].members] if name in parameters else [plain_name(name)]
+        )
+        for parameter in parameter_names:
+            if parameter in seen:
+                raise MalformedFile(
+                    f"{where}: two entries of the model's state dict, one of them {name}, are of {parameter}"
+                )
+            seen.add(parameter)
 
 
 def _sharded(metadata: Mapping[str, Any], name: str, prefix: str, suffix: str, where: str) -> ShardedParameter:
@@ -98,14 +102,14 @@ def _sharded(metadata: Mapping[str, Any], name: str, prefix: str, suffix: str, w
     shape = check_sizes(about["_orig_size"], f"{where}: {name}")
     whole = _joined(prefix, about["_orig_name"])
     if _FLAT not in whole:
-        return ShardedParameter(name, shape, (Member(plain_name(whole), shape, 0),))
+        return ShardedParameter(name, shape, (FlatParameter(plain_name(whole), shape, 0),))
     parameters, shapes, numels = metadata["flatten_info"][whole]
     begin, members = 0, []
-    for parameter, one, numel in zip(parameters, shapes, numels, strict=True):
-        size = check_sizes(one, f"{where}: {parameter}")
+    for parameter, its_shape, numel in zip(parameters, shapes, numels, strict=True):
+        size = check_sizes(its_shape, f"{where}: {parameter}")
         if prod(size) != numel:
             raise MalformedFile(f"{where}: shard_metadata says {numel} elements of {parameter}, whose shape is {size}")
-        members.append(Member(plain_name(_joined(whole.rpartition(".")[0], parameter)), size, begin))
+        members.append(FlatParameter(plain_name(_joined(whole.rpartition(".")[0], parameter)), size, begin))
         begin += numel
     if begin != prod(shape):
         raise MalformedFile(f"{where}: shard_metadata says {shape} of {name}, but {begin} elements of parameters in it")

@@ -1,6 +1,6 @@
 """Hugging Face directories: config.json, and tensors in safetensors files, found by their index. Only read.
 
-Headers are read when a tensor of their file is asked for: a rank opens the files that hold its slices.
+Headers are read when a tensor of their file is used: a rank opens the files that hold its slices.
 """
 
 from __future__ import annotations
@@ -31,82 +31,86 @@ _SHOWN = 5
 
 
 def is_hugging_face(storage: Storage, folder: str = "") -> bool:
-    """Whether the directory holds a model as Hugging Face keeps it, or one that we refuse to read."""
+    """Return whether the directory holds a model in Hugging Face's form, including forms that we refuse to read."""
     names = {entry.name for entry in storage.list(folder) if not entry.is_dir}
     return CONFIG in names and any(name.endswith(_SUFFIX) or name in (INDEX, *_PICKLES) for name in names)
 
 
 class HuggingFaceDirectory:
-    """The directory ``folder`` of ``storage``; "" is its root.
+    """Directory ``folder`` of ``storage``; "" is its root.
 
     Raises:
         UnsupportedState: its weights are pickles.
         PartNotFound: it has no weights, or a file that its index names is missing.
-        MalformedFile: index or config.json are not what they should be.
+        MalformedFile: index or config.json are malformed.
     """
 
     def __init__(self, storage: Storage, folder: str = "") -> None:
         self._storage = DequantizedStorage(storage)
         self.files = TagFiles(self._storage, folder)
         self._shards: dict[str, Mapping[str, TensorStub]] = {}
-        self._places = self._placed()
+        self._places = self._find_places()
         self._quantized = quantized_names(self._places)
 
     @property
     def where(self) -> str:
-        """The directory, as errors name it."""
+        """Name of the directory in errors."""
         return self.files.where("").rstrip("/")
 
     @cached_property
     def config(self) -> dict[str, Any]:
-        """config.json; empty without one."""
+        """Content of config.json; empty without one."""
         return self._document(CONFIG) if self.files.has(CONFIG) else {}
 
     @property
     def names(self) -> list[str]:
-        """All tensors, sorted; one that was quantized by its own name, in place of those of its parts."""
+        """All tensors, sorted; a quantized one has its own name, not those of its parts."""
         parts = {f"{name}{part}" for name in self._quantized for part in (BLOCKS, SCALES)}
         return sorted({*self._places} - parts | self._quantized)
 
     def refuse_quantized(self, config: Mapping[str, Any] | None = None) -> None:
-        """Raise UnsupportedState for weights that cannot be dequantized; a ``config`` used instead is asked too."""
+        """Raise UnsupportedState for weights that cannot be dequantized, by its own config.json or by ``config``."""
         names = self.names
         refuse_quantized(self.config, names, self.where)
         refuse_quantized(config or {}, names, self.where)
 
     def tensor(self, name: str, tied: Mapping[str, str] | None = None) -> TensorStub:
-        """As :meth:`stub`; raises UnsupportedState too for a dtype that only quantized weights have."""
+        """Return the stub of a tensor that is not quantized.
+
+        Raises the errors of `stub`, and UnsupportedState for a dtype that only quantized weights have.
+        """
         stub = self.stub(name, tied)
         refuse_quantized_dtype(name, stub.dtype, self.where)
         return stub
 
     def stub(self, name: str, tied: Mapping[str, str] | None = None) -> TensorStub:
-        """Where a tensor's bytes lie; ``tied`` maps tensors that files leave out to those that they are tied to.
+        """Return the place of a tensor's bytes; ``tied`` maps tensors that files leave out to those that they are tied
+        to.
 
         Raises:
             KeyMismatch: there is none of that name, nor the one that it is tied to.
-            MalformedFile: its file is malformed, or holds other tensors than the index says.
+            MalformedFile: its file is malformed, or does not match the index.
         """
         if name in self._quantized:
             return self._dequantized(name)
-        held = name if name in self._places else (tied or {}).get(name, name)
-        if held not in self._places:
-            tie = f", nor {held}, to which it is tied" if held != name else ""
+        stored_name = name if name in self._places else (tied or {}).get(name, name)
+        if stored_name not in self._places:
+            tie = f", nor {stored_name}, to which it is tied" if stored_name != name else ""
             raise KeyMismatch(f"{self.where} has no tensor {name}{tie}; is it a model of this mapping, and complete?")
-        return self._shard(self._places[held])[held]
+        return self._shard(self._places[stored_name])[stored_name]
 
     def _dequantized(self, name: str) -> TensorStub:
-        blocks, scales = (self._shard(self._places[one])[one] for one in (f"{name}{BLOCKS}", f"{name}{SCALES}"))
+        blocks, scales = (self._shard(self._places[part])[part] for part in (f"{name}{BLOCKS}", f"{name}{SCALES}"))
         tensor, file = Quantized(name, blocks, scales), f"{blocks.file}, {name}"
         key = self.files.key
         self._storage.add(key(file), key(blocks.file), key(scales.file), tensor)
         return tensor.stub(file)
 
-    def _placed(self) -> dict[str, str]:
-        return self._listed() if self.files.has(INDEX) else self._alone()
+    def _find_places(self) -> dict[str, str]:
+        return self._places_in_index() if self.files.has(INDEX) else self._places_in_single_file()
 
-    def _listed(self) -> dict[str, str]:
-        """The file of each tensor, by the index."""
+    def _places_in_index(self) -> dict[str, str]:
+        """Return the file of each tensor, by the index."""
         places = self._document(INDEX).get("weight_map")
         if not isinstance(places, dict) or not all(isinstance(file, str) for file in places.values()):
             raise MalformedFile(f"{self.files.where(INDEX)}: weight_map must name the file of each tensor")
@@ -120,15 +124,15 @@ class HuggingFaceDirectory:
                 )
         return dict(places)
 
-    def _alone(self) -> dict[str, str]:
-        """The same of a directory without an index, which has one file."""
-        found = sorted(name for name, is_dir in self.files.names().items() if name.endswith(_SUFFIX) and not is_dir)
-        if SINGLE in found:
-            found = [SINGLE]
-        if len(found) == 1:
-            return dict.fromkeys(self._read(found[0]), found[0])
-        if found:
-            shown = ", ".join(found[:_SHOWN])
+    def _places_in_single_file(self) -> dict[str, str]:
+        """Return the file of each tensor in a directory without an index, which has one file."""
+        files = sorted(name for name, is_dir in self.files.names().items() if name.endswith(_SUFFIX) and not is_dir)
+        if SINGLE in files:
+            files = [SINGLE]
+        if len(files) == 1:
+            return dict.fromkeys(self._read(files[0]), files[0])
+        if files:
+            shown = ", ".join(files[:_SHOWN])
             raise PartNotFound(f"{self.files.where(INDEX)} is missing, which says what in {shown} is the model's")
         if any(self.files.has(name) for name in _PICKLES):
             raise UnsupportedState(

@@ -9,7 +9,7 @@ NxD        layout
 ZeRO-1     ``DIR/optim.dp_rank_00.tp_rank_00``, one ``torch.save`` file a rank
 =========  ====================================================================================
 
-A payload is what the script passed (see :mod:`nxd_ckpt.tag.payload`); an optimizer's state dict may be in a
+A payload is the object that the script passed (see `nxd_ckpt.tag.payload`); an optimizer's state dict may be in a
 directory of its own. Lightning keeps such a directory for each of its ``.ckpt``.
 """
 
@@ -34,11 +34,11 @@ _PAYLOAD = re.compile(r"tp_rank_(\d{2,})(?:_pp_rank_(\d{2,})(?:_dp_rank_(\d{2,})
 _ZERO1 = re.compile(r"optim\.dp_rank_(\d{2,})\.tp_rank_(\d{2,})")
 _INNER = "checkpoint.pt"
 _RANK_KEYS = ("tp_rank", "pp_rank", "dp_rank")
-"""NxD added these to payloads itself: ranks, not state."""
+"""Keys that NxD added to payloads: ranks, not state."""
 
 
 def parse(name: str) -> ParsedName | None:
-    """The ranks in a payload's name, or None if it is not exactly such a name."""
+    """Return the ranks in a payload's name, or None if it is not exactly such a name."""
     match = _PAYLOAD.fullmatch(name)
     if match is None:
         return None
@@ -47,15 +47,15 @@ def parse(name: str) -> ParsedName | None:
 
 
 def parse_zero1(name: str) -> ParsedName | None:
-    """The ranks in the name of a ZeRO-1 optimizer's file, or None if it is not exactly such a name."""
+    """Return the ranks in the name of a ZeRO-1 optimizer's file, or None if it is not exactly such a name."""
     match = _ZERO1.fullmatch(name)
     return None if match is None else ParsedName(int(match[1]), None, int(match[2]), 0)
 
 
 def first_of_stages(files: TagFiles) -> list[str]:
-    """The file of the first tensor-parallel rank of each pipeline stage."""
-    found = [(ranks, name) for name in files.names() if (ranks := parse(name)) is not None]
-    return [_payload_file(files, name) for ranks, name in sorted(found) if ranks.tp == ranks.dp == 0]
+    """Return the file of the first tensor-parallel rank of each pipeline stage."""
+    names = [(ranks, name) for name in files.names() if (ranks := parse(name)) is not None]
+    return [_payload_file(files, name) for ranks, name in sorted(names) if ranks.tp == ranks.dp == 0]
 
 
 def _payload_file(files: TagFiles, name: str) -> str:
@@ -63,7 +63,7 @@ def _payload_file(files: TagFiles, name: str) -> str:
 
 
 class LegacyTag:
-    """One such directory; see :class:`nxd_ckpt.tag.nxd_tag.TagLayout` for what the methods promise."""
+    """Layout (`nxd_ckpt.tag.nxd_tag.TagLayout`) of one such directory."""
 
     def __init__(self, files: TagFiles, topology: Topology | None = None) -> None:
         self.files = files
@@ -89,8 +89,7 @@ class LegacyTag:
             scheduler=first.scheduler is not None,
             user_content=bool(first.rest),
             use_xser=any(name.endswith(".tensors") for name in self.files.names()),
-            master_weights=optimizer is not None
-            and "sharded_master_weights" in self.optimizer_tree(Coordinates()),
+            master_weights=optimizer is not None and "sharded_master_weights" in self.optimizer_tree(Coordinates()),
         )
 
     @reading
@@ -124,7 +123,7 @@ class LegacyTag:
 
     @reading
     def user_content(self) -> Any:
-        """Whatever else the payload of the first rank holds: step, epoch, arguments."""
+        """Return everything else in the payload of the first rank: step, epoch, arguments."""
         rest = self._payload(Coordinates()).rest
         if not rest:
             raise PartNotFound(f"{self.files.storage.url}: the payload holds nothing but model and optimizer")
@@ -144,9 +143,9 @@ class LegacyTag:
 
     def _payload(self, at: Coordinates) -> Payload:
         name = self._pick(self._payloads, at, dp=at.dp_rank if self._per_dp_rank else 0)
-        first, found = self._first, self._read(name)
-        refuse_other_counts({first[0]: first[1], name: found}, self.files.storage.url)
-        return found
+        first, payload = self._first, self._read(name)
+        refuse_other_counts({first[0]: first[1], name: payload}, self.files.storage.url)
+        return payload
 
     @cached_property
     def _first(self) -> tuple[str, Payload]:
@@ -156,9 +155,7 @@ class LegacyTag:
     def _read(self, name: str) -> Payload:
         payload = self.files.joined(_payload_file(self.files, name))
         if not isinstance(payload, dict):
-            raise MalformedFile(
-                f"{self.files.storage.url}/{name}: expected a dict, found {type(payload).__name__}"
-            )
+            raise MalformedFile(f"{self.files.storage.url}/{name}: expected a dict, found {type(payload).__name__}")
         return Payload(_without_ranks(payload))
 
     def _pick(self, files: dict[ParsedName, str], at: Coordinates, dp: int) -> str:

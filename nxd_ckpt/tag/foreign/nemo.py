@@ -36,26 +36,26 @@ _SUFFIX = ".ckpt"
 _OPTIMIZERS = "optim"
 _LAYER = re.compile(r"(?<=\.layers\.)\d+(?=\.)")
 _AROUND = ("model.module.", "model.")
-"""What holds the model, in the names of tensors."""
+"""Prefixes of the model in the names of tensors."""
 _BUFFERS = "untrained_buffer_names"
 _HEADS = ("word_embeddings.weight", "word_embeddings_for_head.weight")
 _HEAD = "language_model.output_layer.weight"
-"""Of tied embeddings the last stage holds a copy, under other names than a head of its own."""
+"""Name of the output layer. The last stage holds a copy of tied embeddings, under other names."""
 
 
 def is_of_rank(key: str) -> bool:
-    """Whether a file of that name is one rank's."""
+    """Return whether a file of that name is one rank's."""
     parts = key.split("/")
     return len(parts) > 1 and is_rank(parts[-2]) and key.endswith(_SUFFIX)
 
 
 def is_rank(folder: str) -> bool:
-    """Whether a directory of that name is one rank's."""
+    """Return whether a directory of that name is one rank's."""
     return _parse(folder) is not None
 
 
 def saves(storage: Storage, folder: str) -> list[str]:
-    """The first rank's file, a key of the storage, of each checkpoint in the directory."""
+    """Return the first rank's file, a key of the storage, of each checkpoint in the directory."""
     ranks = {parsed: entry.name for entry in storage.list(folder) if (parsed := _parse(entry.name)) and entry.is_dir}
     if not ranks:
         return []
@@ -64,7 +64,8 @@ def saves(storage: Storage, folder: str) -> list[str]:
 
 
 def open_files(files: TagFiles, name: str) -> NemoFiles:
-    """The checkpoint of that name. Raises PartNotFound where a rank's file is missing, MalformedFile for two layouts.
+    """Open the checkpoint of that name. Raises PartNotFound if a rank's file is missing, MalformedFile for two
+    layouts.
     """
     folders = [folder for folder, is_dir in files.names().items() if is_dir and _parse(folder)]
     ranks = {parsed: folder for folder in folders if (parsed := _parse(folder))}
@@ -78,9 +79,9 @@ def open_files(files: TagFiles, name: str) -> NemoFiles:
 
 
 class NemoFiles(PayloadFile):
-    """See TagLayout. The files called ``name`` in the directories of all ``ranks``.
+    """Layout (`TagLayout`) of the files called ``name`` in the directories of all ``ranks``.
 
-    What is of neither model nor optimizer is the first rank's.
+    Content of neither model nor optimizer is the first rank's.
     """
 
     def __init__(self, files: TagFiles, name: str, ranks: dict[ParsedName, str]) -> None:
@@ -96,8 +97,8 @@ class NemoFiles(PayloadFile):
 
     @reading
     def parts(self) -> Parts:
-        held = self._optimizers or self._payload.optimizer is not None
-        optimizer = self.optimizer_tree(Coordinates()) if held else None
+        has_optimizer = self._optimizers or self._payload.optimizer is not None
+        optimizer = self.optimizer_tree(Coordinates()) if has_optimizer else None
         return Parts(
             model=True,
             optimizer=None if optimizer is None else "zero1" if "base_state" in optimizer else "plain",
@@ -112,7 +113,7 @@ class NemoFiles(PayloadFile):
     def model_tree(self, at: Coordinates) -> dict[str, Any]:
         chunks = self._chunks(self._payload_of(at), at)
         return {
-            _LAYER.sub(lambda found: str(int(found[0]) + first), name): leaf  # noqa: B023
+            _LAYER.sub(lambda match: str(int(match[0]) + first), name): leaf  # noqa: B023
             for chunk, first in zip(chunks, self._first_layers[at.pp_rank], strict=True)
             for name, leaf in chunk.items()
         }
@@ -121,15 +122,15 @@ class NemoFiles(PayloadFile):
     def optimizer_tree(self, at: Coordinates, param_names: Sequence[str] | None = None) -> dict[str, Any]:
         if not self._optimizers:
             file = self._file(at)
-            found = self._required(self._payload_of(at).optimizer, OPTIMIZER_KEYS)
-            return checked_optimizer(found, self.files.where(file))
+            state = self._required(self._payload_of(at).optimizer, OPTIMIZER_KEYS)
+            return checked_optimizer(state, self.files.where(file))
         if at.dp_rank not in self._optimizers:
             raise PartNotFound(f"{self.files.where(self._folder)}: no optimizer of dp {at.dp_rank} for {self._name}")
         file = f"{self._ranks[_of(at)]}/{self._optimizers[at.dp_rank]}"
-        found = self.files.joined(file)
-        if not isinstance(found, list) or len(found) != 1:
+        state = self.files.joined(file)
+        if not isinstance(state, list) or len(state) != 1:
             raise MalformedFile(f"{self.files.where(file)}: expected a list with one optimizer's state dict")
-        tree = checked_optimizer(found[0], self.files.where(file))
+        tree = checked_optimizer(state[0], self.files.where(file))
         return {key: value for key, value in tree.items() if key != "untrained_buffers"}
 
     @property
@@ -142,12 +143,12 @@ class NemoFiles(PayloadFile):
 
     @cached_property
     def _optimizers(self) -> dict[int, str]:
-        """The file of each data-parallel rank with an optimizer of its own, below a rank's directory."""
+        """The file of each data-parallel rank with its own optimizer, below a rank's directory."""
         above = f"{self._folder}/{_OPTIMIZERS}"
         stem = self._name.removesuffix(_SUFFIX)
-        known, last = (stem.removesuffix("-last"), "-last") if stem.endswith("-last") else (stem, "")
-        names = (f"{known}-optimizer_states{last}{_SUFFIX}", f"{stem}.optimizer_states")  # the second is older
-        folders = {found[0]: int(found[1]) for found in map(_DP_RANK.fullmatch, self.files.names(above)) if found}
+        base, last = (stem.removesuffix("-last"), "-last") if stem.endswith("-last") else (stem, "")
+        names = (f"{base}-optimizer_states{last}{_SUFFIX}", f"{stem}.optimizer_states")  # the second is older
+        folders = {match[0]: int(match[1]) for match in map(_DP_RANK.fullmatch, self.files.names(above)) if match}
         _refuse_several(folders, len(set(folders.values())), self.files.where(above))
         return {
             rank: f"{_OPTIMIZERS}/{folder}/{name}"
@@ -158,38 +159,36 @@ class NemoFiles(PayloadFile):
 
     @cached_property
     def _first_layers(self) -> list[list[int]]:
-        """By stage and virtual stage, the model's number of the layer that is called 0 there."""
+        """The model's number of the layer that is called 0 there, by stage and virtual stage."""
         stages = [Coordinates(pp_rank) for pp_rank in range(self.topology().pp)]
-        counts = [
-            [_layers(chunk) for chunk in self._chunks(self._payload_of(at), at)] for at in stages
-        ]
+        counts = [[_layers(chunk) for chunk in self._chunks(self._payload_of(at), at)] for at in stages]
         if len({len(chunks) for chunks in counts}) > 1:
             numbers = list(map(len, counts))
             raise MalformedFile(f"{self.where}: stages have {numbers} virtual stages; expected one number")
-        first, found = 0, [[0] * len(chunks) for chunks in counts]
+        first, numbers_by_stage = 0, [[0] * len(chunks) for chunks in counts]
         for chunk in range(len(counts[0])):
             for stage, layers in enumerate(counts):
-                found[stage][chunk] = first
+                numbers_by_stage[stage][chunk] = first
                 first += layers[chunk]
-        return found
+        return numbers_by_stage
 
     def _chunks(self, payload: Payload, at: Coordinates) -> list[dict[str, Any]]:
-        """The state dict of each virtual stage, or the only one."""
+        """Return the state dict of each virtual stage, or the only one."""
         where = self.files.where(self._file(at))
         virtual = _virtual(payload.content)
         if virtual:
             return [dict(_flat(payload.content[key], where)) for key in virtual]
         tree = checked_model(self._required(payload.model, MODEL_KEYS), where)
-        return [{_named(name): leaf for name, leaf in tree.items() if name != _BUFFERS}]
+        return [{_model_name(name): leaf for name, leaf in tree.items() if name != _BUFFERS}]
 
     def _file(self, at: Coordinates) -> str:
         return f"{self._ranks[_of(at)]}/{self._name}"
 
     def _payload_of(self, at: Coordinates) -> Payload:
-        found = self._read_payload(self._file(at))
+        payload = self._read_payload(self._file(at))
         first = self._file(Coordinates())
-        refuse_other_counts({first: self._payload, self._file(at): found}, self.files.where("").rstrip("/"))
-        return found
+        refuse_other_counts({first: self._payload, self._file(at): payload}, self.files.where("").rstrip("/"))
+        return payload
 
     def _read_payload(self, file: str) -> Payload:
         content = self.files.joined(file)
@@ -220,25 +219,25 @@ def _of(at: Coordinates) -> ParsedName:
 
 
 def _virtual(content: dict[str, Any]) -> list[str]:
-    """The keys of virtual pipeline stages."""
+    """Return the keys of virtual pipeline stages."""
     return list(takewhile(content.__contains__, (f"model{number}" for number in count())))
 
 
 def _flat(tree: Any, where: str, above: str = "") -> Iterator[tuple[str, Any]]:
-    """Nested state dicts by whole names."""
+    """Yield the entries of nested state dicts by whole names."""
     for name, leaf in checked_model(tree, where).items():
         if isinstance(leaf, dict):
             yield from _flat(leaf, where, f"{above}{name}.")
         elif name != _BUFFERS:
-            yield _named(f"{above}{name}"), leaf
+            yield _model_name(f"{above}{name}"), leaf
 
 
-def _named(name: str) -> str:
-    """Its name in the model."""
+def _model_name(name: str) -> str:
+    """Return its name in the model."""
     around = next((prefix for prefix in _AROUND if name.startswith(prefix)), "")
     inside = name.removeprefix(around)
     return _HEAD if inside in _HEADS else inside
 
 
 def _layers(names: dict[str, Any]) -> int:
-    return max((int(found[0]) for found in map(_LAYER.search, names) if found), default=-1) + 1
+    return max((int(match[0]) for match in map(_LAYER.search, names) if match), default=-1) + 1

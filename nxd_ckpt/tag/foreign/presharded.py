@@ -1,4 +1,4 @@
-"""A model as NxD inference loads it: a safetensors file of each tensor-parallel rank. Only read."""
+"""A model in the form that NxD inference loads: a safetensors file of each tensor-parallel rank. Only read."""
 
 from __future__ import annotations
 
@@ -17,17 +17,19 @@ _NAME = re.compile(r"tp(\d+)_sharded_checkpoint\.safetensors")
 
 
 def file_name(tp_rank: int) -> str:
-    """The rank's file."""
+    """Return the name of the rank's file."""
     return f"tp{tp_rank}_sharded_checkpoint.safetensors"
 
 
-def are_there(names: Iterable[str]) -> bool:
-    """Whether a directory of these files holds such a model."""
+def is_present(names: Iterable[str]) -> bool:
+    """Return whether a directory of these files holds such a model."""
     return any(map(_NAME.fullmatch, names))
 
 
 class PreshardedFiles:
-    """See TagLayout. Raises PartNotFound where a rank's file is missing, MalformedFile for too many."""
+    """Layout (`TagLayout`) of such a model. Raises PartNotFound if a rank's file is missing, MalformedFile for too
+    many.
+    """
 
     def __init__(self, files: TagFiles) -> None:
         self.files = files
@@ -35,7 +37,7 @@ class PreshardedFiles:
         check_count(max(ranks) + 1, RANKS, f"{files.where('')}: the ranks that names of files say")
         missing = sorted(set(range(max(ranks) + 1)) - ranks)
         if missing:
-            raise PartNotFound(f"{files.where(file_name(missing[0]))} is missing: there is one of rank {max(ranks)}")
+            raise PartNotFound(f"{files.where(file_name(missing[0]))} is missing: there is a file of rank {max(ranks)}")
         self._tp = len(ranks)
 
     def topology(self) -> Topology:

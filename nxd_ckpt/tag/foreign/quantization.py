@@ -1,4 +1,4 @@
-"""How Hugging Face's files say that their weights are quantized: in config.json, by tensors beside them, by dtypes.
+"""Signs that weights in Hugging Face's files are quantized: in config.json, in tensors beside them, in dtypes.
 
 Numbers of a quantized weight mean nothing without its scales. MXFP4 is dequantized (`tag.foreign.quantized`); every
 other method is refused by name.
@@ -20,7 +20,7 @@ QUANTIZATION = "quantization_config"
 _SECTIONS = {QUANTIZATION: "an unnamed method", "compression_config": "compressed-tensors"}
 _READABLE = ("mxfp4",)
 _DEPTH = 4
-"""Sections in sections of config.json that are looked at: text_config, and what may be in it."""
+"""Nesting depth of sections in config.json that are examined: text_config, and sections in it."""
 
 _COMPANIONS = re.compile(
     r"(^|[._])(qweight|qzeros|g_idx|SCB|weight_format|quant_map|nested_absmax|nested_quant_map|absmax"
@@ -35,11 +35,11 @@ def refuse_quantized(config: Mapping[str, Any], names: Iterable[str], where: str
 
     Args:
         config: config.json; empty without one.
-        names: the tensors of the files, without those of MXFP4, which is read.
+        names: the tensors of the files, without those of MXFP4, which is supported.
         where: the directory, for errors.
 
     Raises:
-        UnsupportedState: naming the method, or the tensors that show that there is one.
+        UnsupportedState: naming the method, or the tensors that reveal it.
     """
     methods = sorted({*_methods(config, _DEPTH)}.difference(_READABLE))
     if methods:
@@ -65,7 +65,7 @@ def refuse_quantized_dtype(name: str, dtype: str, where: str) -> None:
 
 
 def without_quantization(config: Mapping[str, Any], depth: int = _DEPTH) -> dict[str, Any]:
-    """config.json without what says that the weights are quantized, in sections such as text_config too."""
+    """Return config.json without its description of quantization, in sections such as text_config too."""
     return {
         key: without_quantization(value, depth - 1) if isinstance(value, Mapping) and depth else value
         for key, value in config.items()
@@ -77,7 +77,7 @@ _REMEDY = "dequantize the model with the program that quantized it (transformers
 
 
 def _methods(config: Mapping[str, Any], depth: int) -> Iterator[str]:
-    """The quantization methods that config.json, or a section of it, names."""
+    """Yield the quantization methods that config.json, or a section of it, names."""
     for key, value in config.items():
         if key in _SECTIONS and value:
             yield _method(value, _SECTIONS[key])

@@ -31,14 +31,14 @@ _GROUPS = 2**15
 
 
 def quantized_names(names: Collection[str]) -> set[str]:
-    """The tensors that files with these ``names`` hold as numbers and scales."""
+    """Return the tensors that files with these ``names`` hold as numbers and scales."""
     stems = (name.removesuffix(BLOCKS) for name in names if name.endswith(BLOCKS))
     return {stem for stem in stems if f"{stem}{SCALES}" in names}
 
 
 @dataclass(frozen=True)
 class Quantized:
-    """The tensor ``name``. Raises MalformedFile where its two parts do not belong together."""
+    """The tensor ``name``. Raises MalformedFile if its two parts do not match."""
 
     name: str
     blocks: TensorStub
@@ -56,7 +56,7 @@ class Quantized:
             )
 
     def stub(self, file: str) -> TensorStub:
-        """The tensor as transformers has it, in ``file``, where experts and outputs come before inputs."""
+        """Return the stub of the dequantized tensor in ``file``, where experts and outputs come before inputs."""
         experts, out, groups, _ = self.blocks.shape
         inner = groups * GROUP
         nbytes = prod((experts, out, inner)) * itemsize(_DTYPE)
@@ -65,14 +65,14 @@ class Quantized:
 
 
 class DequantizedStorage(StorageWrapper):
-    """Another storage, which seems to hold a file of each tensor that was added, with its numbers in bfloat16."""
+    """Storage that seems to hold a file of each added tensor, with its numbers in bfloat16."""
 
     def __init__(self, inner: Storage) -> None:
         super().__init__(inner)
         self._tensors: dict[str, tuple[Quantized, str, str]] = {}
 
     def add(self, key: str, blocks: str, scales: str, tensor: Quantized) -> None:
-        """Let ``key`` be the file of ``tensor``, whose parts are in the files ``blocks`` and ``scales``."""
+        """Register ``key`` as the file of ``tensor``, whose parts are in the files ``blocks`` and ``scales``."""
         self._tensors[key] = tensor, blocks, scales
 
     def open(self, key: str) -> Reader:
@@ -84,7 +84,7 @@ class DequantizedStorage(StorageWrapper):
 
 
 class _Dequantizing:
-    """The numbers of one tensor, as bytes of a file."""
+    """Reader of one tensor's numbers as bytes of a file."""
 
     def __init__(self, storage: Storage, tensor: Quantized, blocks: str, scales: str) -> None:
         self._tensor = tensor
@@ -101,7 +101,7 @@ class _Dequantizing:
                 memory[begin - offset : stop - offset] = numbers[begin - first * size : stop - first * size]
 
     def _numbers(self, first: int, last: int) -> memoryview:
-        """Those of the groups from ``first`` to before ``last``."""
+        """Return the numbers of the groups from ``first`` to before ``last``."""
         blocks = torch.empty((last - first, GROUP_NBYTES), dtype=torch.uint8)
         scales = torch.empty(last - first, dtype=torch.uint8)
         self._blocks.read_ranges([(self._tensor.blocks.offset + first * GROUP_NBYTES, byte_view(blocks))])

@@ -1,5 +1,6 @@
-"""Whose checkpoint a directory is, by the names in it: every layout that the Neuron ecosystem wrote. docs/rescue.md has
-the sources. Reads listings only.
+"""Recognition of the writer of a checkpoint by the names in its directory, for every layout of the Neuron ecosystem.
+
+docs/rescue.md has the sources. Reads listings only.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from nxd_ckpt.tag.foreign.torch_dcp import METADATA
 
 
 class Writer(Enum):
-    """Who wrote it, as messages say it."""
+    """Program that wrote a checkpoint; the value is its name in messages."""
 
     NXD_CKPT = "nxd_ckpt"
     NXD = "neuronx-distributed"
@@ -37,8 +38,12 @@ class Writer(Enum):
 
 @dataclass(frozen=True)
 class Recognised:
-    """``tag`` is the directory's NxD tag, a key of the storage; of layouts without one the directory itself. ``beside``
-    is where the writer's other files are."""
+    """A checkpoint's writer and places.
+
+    ``tag`` is the directory's NxD tag, a key of the storage; for layouts without tags the directory itself. ``beside``
+    is
+    the directory of the writer's other files.
+    """
 
     writer: Writer
     tag: str
@@ -52,7 +57,7 @@ ADAPTER_SHARDS = "adapter_shards"
 
 _SHARDS, _OLD_SHARDS = "shards", "tensor_parallel_shards"
 _INSIDE = {Writer.OPTIMUM: _SHARDS, Writer.OPTIMUM_OLD: _OLD_SHARDS}
-"""Where in a directory the tensors are."""
+"""Subdirectory with the tensors, by writer."""
 _PARTS = frozenset((names.MODEL_DIR, names.OPTIMIZER_DIR))
 
 _Names = Mapping[str, bool]
@@ -60,36 +65,36 @@ _Names = Mapping[str, bool]
 
 
 def recognise(storage: Storage, folder: str) -> Recognised:
-    """Whose checkpoint ``folder`` is, or the one file of that name.
+    """Return the writer of the checkpoint ``folder``, or of the one file of that name.
 
     Raises:
         CheckpointNotFound: no layout that is known, or a directory of several checkpoints.
-        MalformedFile: it is two at once.
+        MalformedFile: it has two layouts at once.
     """
     if storage.is_file(folder):
         writer = Writer.NEMO if nemo.is_of_rank(folder) else Writer.TORCH_XLA
         return Recognised(writer, folder, folder.rpartition("/")[0])
     listing = dict(storage.list(folder))
     where = f"{storage.url}/{folder}" if folder else storage.url
-    found = [writer for writer, test in _TESTS.items() if test(storage, folder, listing)]
-    if found and found[0] in _SEVERAL and len(found) == 1:
-        save = _only(_SEVERAL[found[0]](storage, folder), where)
-        return Recognised(found[0], save, folder)
-    if len(found) > 1:
-        both = " and ".join(writer.value for writer in found)
+    writers = [writer for writer, test in _TESTS.items() if test(storage, folder, listing)]
+    if writers and writers[0] in _SEVERAL and len(writers) == 1:
+        save = _only(_SEVERAL[writers[0]](storage, folder), where)
+        return Recognised(writers[0], save, folder)
+    if len(writers) > 1:
+        both = " and ".join(writer.value for writer in writers)
         raise MalformedFile(f"{where} has the files of two layouts: {both}; move those of one to a place of their own")
-    if not found:
+    if not writers:
         below = sorted(name for name, is_dir in listing.items() if is_dir and _is_one(storage, f"{folder}/{name}"))
         if below:
             holds = "several checkpoints, expected one" if len(below) > 1 else "one checkpoint, and is none; pass that"
             raise CheckpointNotFound(f"{where} holds {holds}: {', '.join(below[:8])}")
-        lost = any(name.endswith(".distcp") for name in listing)
+        has_data = any(name.endswith(".distcp") for name in listing)
         raise CheckpointNotFound(
             f"{where} has none of the layouts that are known (docs/rescue.md lists them); it holds "
             f"{', '.join(sorted(listing)[:8]) or 'nothing'}"
-            + (f", but not {METADATA}, which torch DCP writes last: the save was interrupted" if lost else "")
+            + (f", but not {METADATA}, which torch DCP writes last: the save was interrupted" if has_data else "")
         )
-    return _located(found[0], folder)
+    return _located(writers[0], folder)
 
 
 def _only(saves: Sequence[str], where: str) -> str:
@@ -135,14 +140,14 @@ def _is_optimum(storage: Storage, folder: str, listing: _Names) -> bool:
 
 
 def _adapters(storage: Storage, folder: str) -> list[str]:
-    """The tag of each adapter in the directory, or of the one that it is of."""
+    """Return the tag of each adapter in the directory, or the directory's own."""
     if _is_in(folder, ADAPTER_SHARDS):
         return [folder]
     inside = [entry.name for entry in storage.list(folder) if entry.is_dir and entry.name.startswith("adapter_")]
     if ADAPTER_SHARDS in inside:
         return [_in(folder, ADAPTER_SHARDS)]
-    found = (_in(folder, name, ADAPTER_SHARDS) for name in inside)
-    return sorted(key for key in found if storage.is_dir(key))
+    keys = (_in(folder, name, ADAPTER_SHARDS) for name in inside)
+    return sorted(key for key in keys if storage.is_dir(key))
 
 
 def _is_legacy(storage: Storage, folder: str, listing: _Names) -> bool:
@@ -153,8 +158,8 @@ def _is_legacy(storage: Storage, folder: str, listing: _Names) -> bool:
 
 
 def _is_hugging_face(storage: Storage, folder: str, listing: _Names) -> bool:
-    weights = any(name.endswith(".safetensors") and not presharded.are_there([name]) for name in listing)
-    others = _is_optimum(storage, folder, listing) or torch_xla_files.are_trainers(listing)
+    weights = any(name.endswith(".safetensors") and not presharded.is_present([name]) for name in listing)
+    others = _is_optimum(storage, folder, listing) or torch_xla_files.is_trainers(listing)
     return weights and "config.json" in listing and not others
 
 
@@ -167,8 +172,8 @@ _TESTS: Mapping[Writer, Callable[[Storage, str, _Names], bool]] = {
     Writer.NEMO: lambda storage, folder, listing: bool(nemo.saves(storage, folder)),
     Writer.NXD_LEGACY: _is_legacy,
     Writer.TIERED: lambda storage, folder, listing: bool(tiered.saves(storage, folder)),
-    Writer.PRESHARDED: lambda storage, folder, listing: presharded.are_there(listing),
-    Writer.TORCH_XLA: lambda storage, folder, listing: torch_xla_files.are_there(listing),
+    Writer.PRESHARDED: lambda storage, folder, listing: presharded.is_present(listing),
+    Writer.TORCH_XLA: lambda storage, folder, listing: torch_xla_files.is_present(listing),
     Writer.TORCH_DCP: lambda storage, folder, listing: METADATA in listing,
     Writer.HUGGING_FACE: _is_hugging_face,
 }
@@ -179,7 +184,7 @@ _SEVERAL: Mapping[Writer, Callable[[Storage, str], list[str]]] = {
     Writer.TIERED: tiered.saves,
     Writer.NEMO: nemo.saves,
 }
-"""Those who put several checkpoints into a directory: the key of each."""
+"""Writers that put several checkpoints into a directory, with a function that returns the key of each."""
 
 
 def _has_metadata(listing: Iterable[str]) -> bool:

@@ -1,9 +1,9 @@
-"""Directories of torch.distributed.checkpoint: what ``.metadata`` says, read without torch.distributed.
+"""Directories of torch.distributed.checkpoint: content of ``.metadata``, read without torch.distributed.
 
 ``.metadata`` is a pickle of a few dataclasses (``torch.distributed.checkpoint.metadata``). It is unpickled
-into inert records: a short list of classes is known, each of which becomes a :class:`_Record` of its fields;
+into inert records: a short list of classes is known, each of which becomes a `_Record` of its fields;
 nothing is called. Every entry, a tensor's chunk or a plain object, is a ``torch.save`` file of its own inside
-``__{rank}_{n}.distcp``. SageMaker's tiered storage has a directory of each rank in its place.
+``__{rank}_{n}.distcp``. SageMaker's tiered storage has a directory per rank instead.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ METADATA = ".metadata"
 
 @dataclass(frozen=True)
 class DcpFiles:
-    """Where a save has its files: ``directory`` of a tag, "" for all of it."""
+    """Places of a DCP save's files: ``directory`` of a tag, "" for all of it."""
 
     directory: str = ""
 
@@ -38,15 +38,17 @@ class DcpFiles:
         return _inside(self.directory, METADATA)
 
     def file(self, info: Mapping[str, Any]) -> str | None:
-        """The file that a storage info's fields are of; None for one that is elsewhere."""
+        """Return the file in the fields of a storage info; None for one that is elsewhere."""
         relative = _name(info["relative_path"])
         return None if "/" in relative else _inside(self.directory, relative)
 
 
 @dataclass(frozen=True)
 class TieredFiles:
-    """The same of SageMaker's tiered storage: ``first`` is the first rank's directory, ``rank_0/step_300`` or
-    ``rank_0``; other ranks' differ in the rank."""
+    """Places of the files of SageMaker's tiered storage.
+
+    ``first`` is the first rank's directory, ``rank_0/step_300`` or ``rank_0``; other ranks' differ in the rank.
+    """
 
     first: str
 
@@ -64,7 +66,7 @@ TIERED_RANK = re.compile(r"rank_(\d+)")
 
 
 def of_rank(folder: str, rank: int) -> str:
-    """That rank's directory, beside this one of any rank."""
+    """Return that rank's directory, given one of any rank."""
     return "/".join(f"rank_{rank}" if TIERED_RANK.fullmatch(name) else name for name in folder.split("/"))
 
 
@@ -72,7 +74,7 @@ def of_rank(folder: str, rank: int) -> str:
 class Chunk:
     """One stored piece of an entry: ``nbytes`` from byte ``start`` of ``file``.
 
-    ``offsets`` places a tensor's chunk in the whole tensor, in elements; it is None for an object that is no
+    ``offsets`` is the place of a tensor's chunk in the whole tensor, in elements; None for an object that is no
     tensor.
     """
 
@@ -84,7 +86,7 @@ class Chunk:
 
 @dataclass(frozen=True)
 class WholeForm:
-    """What the metadata says of a whole tensor: dtype (torch's name), shape, and where its chunks are how large."""
+    """Metadata of a whole tensor: dtype (torch's name), shape, and the size of its chunk at each offset."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -93,9 +95,14 @@ class WholeForm:
 
 @dataclass(frozen=True)
 class DcpMetadata:
-    """``entries``: the chunks of every fully qualified name, in the order of their offsets. ``paths``: the
-    keys that lead to it in the state dict, where the writer recorded them. ``forms``: what tensors are, as wholes.
-    ``described``: all names that the writer knew of."""
+    """Metadata of a save.
+
+    ``entries``: the chunks of every fully qualified name, in the order of their offsets. ``paths``: the keys that lead
+    to
+    it in the state dict, if the writer recorded them. ``forms``: the forms of whole tensors. ``described``: all names
+    that
+    the writer described.
+    """
 
     entries: Mapping[str, tuple[Chunk, ...]]
     paths: Mapping[str, tuple[Any, ...]]
@@ -104,11 +111,11 @@ class DcpMetadata:
 
 
 def read_metadata(files: TagFiles, places: DcpFiles | TieredFiles) -> DcpMetadata:
-    """The metadata of the save that has its files in these places of a tag.
+    """Read the metadata of the save that has its files in these places of a tag.
 
     Raises:
         UnsafePickle: the pickle names a class that no DCP metadata holds.
-        MalformedFile: not such metadata, or one that points outside the directory or to a missing file.
+        MalformedFile: other content, or metadata that points outside the directory or to a missing file.
     """
     key = files.key(places.metadata)
     where = f"{files.storage.url}/{key}"
@@ -132,8 +139,8 @@ def _metadata(root: Any, places: DcpFiles | TieredFiles, files: TagFiles) -> Dcp
         name, offset = _name(index.fields["fqn"]), index.fields.get("offset")
         file, start, nbytes = places.file(info.fields), info.fields["offset"], info.fields["length"]
         if file is None or not files.has(file):
-            found = info.fields.get("relative_path", file)
-            raise MalformedFile(f"{shown(name)} should be in {shown(found)}, which is not there")
+            place = info.fields.get("relative_path", file)
+            raise MalformedFile(f"{shown(name)} should be in {shown(place)}, which does not exist")
         if info.fields.get("transform_descriptors"):
             raise MalformedFile(
                 f"{shown(name)} was written through {shown(info.fields['transform_descriptors'])}; only uncompressed "
@@ -142,9 +149,7 @@ def _metadata(root: Any, places: DcpFiles | TieredFiles, files: TagFiles) -> Dcp
         start, nbytes = check_sizes((start, nbytes), f"the place of {shown(name)} in {file}")
         at = None if offset is None else check_sizes(offset, f"the offsets of {shown(name)}")
         entries.setdefault(name, []).append(Chunk(at, file, start, nbytes))
-    ordered = {
-        name: tuple(sorted(chunks, key=lambda chunk: chunk.offsets or ())) for name, chunks in entries.items()
-    }
+    ordered = {name: tuple(sorted(chunks, key=lambda chunk: chunk.offsets or ())) for name, chunks in entries.items()}
     abouts = {_name(name): about.fields for name, about in root.fields["state_dict_metadata"].items()}
     forms = {name: _form(fields, shown(name)) for name, fields in abouts.items() if "chunks" in fields}
     planned = root.fields.get("planner_data") or {}
@@ -158,7 +163,7 @@ def _name(value: Any) -> str:
 
 
 def _keys(path: Any) -> tuple[Any, ...]:
-    """The keys that lead to an entry: each what a dict or a list has."""
+    """Check and return the keys that lead to an entry: keys of dicts or lists."""
     keys = tuple(path) if isinstance(path, (tuple, list)) else ()
     if not 0 < len(keys) <= TREE_DEPTH or not all(isinstance(key, (str, int, float)) for key in keys):
         raise MalformedFile(f"expected the keys that lead to an entry, found {shown(path)}")
@@ -179,7 +184,7 @@ def _inside(directory: str, name: str) -> str:
 
 
 class _Record(Inert):
-    """Stands for an object of an allowed class: its fields by name, without the arguments it was made with."""
+    """Stand-in for an object of an allowed class: its fields by name, without constructor arguments."""
 
     __slots__ = ("fields",)
 
@@ -187,7 +192,7 @@ class _Record(Inert):
         self.fields: dict[str, Any] = {}
 
     def __setstate__(self, state: Any) -> None:
-        # A TensorProperties' is a tuple.
+        # The state of TensorProperties is a tuple.
         self.fields = {"dtype": state[0]} if isinstance(state, tuple) and state else state
         if not isinstance(self.fields, dict):
             raise MalformedFile(f"expected the fields of an object, found {shown(state)}")

@@ -1,5 +1,7 @@
-"""Checkpoints that torch-xla's scripts save with ``xm.save``: one file, or with FSDP one of each rank; of transformers'
-trainer two of each, model and optimizer."""
+"""Checkpoints that torch-xla's scripts save with ``xm.save``: one file, or with FSDP one of each rank.
+
+transformers' trainer saves two of each, model and optimizer.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,7 @@ from nxd_ckpt.tag.payload import Payload
 from nxd_ckpt.tag.payload_file import PayloadFile
 
 RANDOM_STATES = re.compile(r"rng_state(?:_\d+)?\.pth")
-"""What transformers' trainer, and so optimum-neuron's, keeps of random numbers beside the model, for each rank."""
+"""Random states that transformers' trainer, and so optimum-neuron's, saves beside the model, for each rank."""
 
 _TRAINERS = re.compile(r"(rank\d+-of-\d+-)pytorch_model\.bin")
 _OPTIMIZER = "optimizer.pt"
@@ -24,18 +26,18 @@ _SHOWN = 8
 _RANK, _WORLD_SIZE = "rank", "world_size"
 
 
-def are_there(names: Iterable[str]) -> bool:
-    """Whether a directory of these files holds such a checkpoint."""
+def is_present(names: Iterable[str]) -> bool:
+    """Return whether a directory of these files holds such a checkpoint."""
     return any(map(_is_payload, names))
 
 
-def are_trainers(names: Iterable[str]) -> bool:
-    """Whether it is one of transformers' trainer, which keeps the whole model beside the ranks' files."""
+def is_trainers(names: Iterable[str]) -> bool:
+    """Return whether transformers' trainer wrote it, which keeps the whole model beside the ranks' files."""
     return any(map(_TRAINERS.fullmatch, names))
 
 
 def open_files(files: TagFiles, file: str | None = None) -> PayloadFile:
-    """The checkpoint in the directory, or in one ``file`` of it.
+    """Open the checkpoint in the directory, or in one ``file`` of it.
 
     Raises:
         CheckpointNotFound: several files, each a checkpoint of its own.
@@ -43,19 +45,19 @@ def open_files(files: TagFiles, file: str | None = None) -> PayloadFile:
         MalformedFile: no such files, or of two saves.
     """
     names = sorted(filter(_is_payload, files.names())) if file is None else [file]
-    found = {name: _payload(files, name) for name in names}
-    sharded = {name: payload for name, payload in found.items() if METADATA in payload.content}
+    payloads = {name: _payload(files, name) for name in names}
+    sharded = {name: payload for name, payload in payloads.items() if METADATA in payload.content}
     where = files.where("").rstrip("/")
-    alone = [name for name in names if name not in sharded]
-    if sharded and alone:
+    single = [name for name in names if name not in sharded]
+    if sharded and single:
         raise MalformedFile(
-            f"{where} has files of FSDP's ranks, {_listed(list(sharded))}, and {_listed(alone)}, which is none; pass "
+            f"{where} has files of FSDP's ranks, {_listed(list(sharded))}, and {_listed(single)}, which is none; pass "
             "the one that is meant, or move it away"
         )
-    if len(alone) > 1:
-        raise CheckpointNotFound(f"{where} holds several checkpoints; pass one of the files {_listed(alone)}")
-    if alone:
-        return PayloadFile(files, alone[0], found[alone[0]])
+    if len(single) > 1:
+        raise CheckpointNotFound(f"{where} holds several checkpoints; pass one of the files {_listed(single)}")
+    if single:
+        return PayloadFile(files, single[0], payloads[single[0]])
     with parsing(where, "a checkpoint of torch-xla's FSDP"):
         ordered = _by_rank(sharded, where)
     without = [name for name, payload in sharded.items() if payload.optimizer is None]
@@ -90,7 +92,7 @@ def _dict(files: TagFiles, name: str) -> dict[str, Any]:
 
 
 def _by_rank(sharded: Mapping[str, Payload], where: str) -> list[str]:
-    """The names of the files of ranks 0, 1 and so on, all of one save."""
+    """Return the names of the files of ranks 0, 1 and so on, all of one save."""
     about = {name: payload.content[METADATA] for name, payload in sharded.items()}
     first = next(iter(about))
     for name, metadata in about.items():

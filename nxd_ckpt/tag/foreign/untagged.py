@@ -1,4 +1,4 @@
-"""Checkpoints that are no tags of NxD's: which layout a directory or a file has."""
+"""Checkpoints that are no NxD tags: recognising the layout of a directory or a file."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from nxd_ckpt.tag.nxd_tag import TagLayout
 
 
 def is_untagged(listing: Iterable[str]) -> bool:
-    """Whether a directory of these files, which is no tag, has a layout that is read."""
+    """Return whether a directory of these files, which is no tag, has a readable layout."""
     names = set(listing)
     return TIERED_DATA in names or bool(_layouts(names))
 
 
 def open_untagged(storage: Storage, key: str) -> TagLayout:
-    """The layout of the directory or file ``key``.
+    """Return the layout of the directory or file ``key``.
 
     Raises:
         PartNotFound: the directory holds none of the files of any layout.
         MalformedFile: it holds those of two layouts.
-        CheckpointNotFound, MalformedFile: what opening its layout raises.
+        CheckpointNotFound, MalformedFile: errors of opening its layout.
     """
     if storage.is_file(key):
         folder, _, file = key.rpartition("/")
@@ -35,15 +35,15 @@ def open_untagged(storage: Storage, key: str) -> TagLayout:
         return torch_xla_files.open_files(TagFiles(storage, folder), file)
     files = TagFiles(storage, key)
     listing = set(files.names())
-    found = _layouts(listing)
-    if len(found) > 1:
-        both = " and ".join(layout.name for layout in found)
+    layouts = _layouts(listing)
+    if len(layouts) > 1:
+        both = " and ".join(layout.name for layout in layouts)
         raise MalformedFile(
             f"{files.where('').rstrip('/')} has the files of two layouts: {both}; move those of one to a place of "
             "their own"
         )
-    if found:
-        return found[0].open(files)
+    if layouts:
+        return layouts[0].open(files)
     if TIERED_DATA in listing:
         return _open_tiered(files)
     raise PartNotFound(f"{files.where('')}: no layout that is known; found {sorted(listing)[:8]}")
@@ -55,18 +55,18 @@ def _open_tiered(files: TagFiles) -> TagLayout:
 
 class _Layout(NamedTuple):
     name: str
-    is_there: Callable[[Set[str]], bool]
-    """Whether a directory of these files has it."""
+    is_present: Callable[[Set[str]], bool]
+    """Returns whether a directory of these files has it."""
     open: Callable[[TagFiles], TagLayout]
 
 
 _LAYOUTS = (
-    _Layout("torch-xla", torch_xla_files.are_there, torch_xla_files.open_files),
-    _Layout("NxD inference", presharded.are_there, presharded.PreshardedFiles),
+    _Layout("torch-xla", torch_xla_files.is_present, torch_xla_files.open_files),
+    _Layout("NxD inference", presharded.is_present, presharded.PreshardedFiles),
     _Layout("torch DCP", lambda listing: METADATA in listing, DcpDirectory),
     _Layout("SageMaker's tiered storage", lambda listing: TIERED_METADATA in listing, _open_tiered),
 )
 
 
 def _layouts(listing: Set[str]) -> list[_Layout]:
-    return [layout for layout in _LAYOUTS if layout.is_there(listing)]
+    return [layout for layout in _LAYOUTS if layout.is_present(listing)]

@@ -6,11 +6,11 @@ rank. Padding is not stored: the last chunk may have fewer rows, and ranks that 
 none. Plain objects (``param_groups``, ``shape_info``, an integer ``step``) are stored once for all ranks that
 agree on their name.
 
-What upstream leaves open (source: neuronx_distributed 0.9 to 0.18, ``optimizer/zero_dcp_utils.py``): the
-index behind a name is nowhere in the files. It is the position among the names, which stand in the order of
-the optimizer's state; a caller who knows the names by index passes ``param_names``. With pipeline stages
-``shape_info`` and ``params`` are those of one stage for all, so that there they are worked out from the
-chunks; unless each later stage has its own, with its suffix, as nxd_ckpt writes them.
+Upstream does not record some facts (source: neuronx_distributed 0.9 to 0.18, ``optimizer/zero_dcp_utils.py``): the
+index behind a name is nowhere in the files. It is the position among the names, which are in the order of
+the optimizer's state; a caller who has the names by index passes ``param_names``. With pipeline stages
+``shape_info`` and ``params`` are those of one stage for all, so there they are derived from the chunks, unless each
+later stage has its own, with its suffix, as nxd_ckpt writes them.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ _BY_NAME = ("base_state", "sharded_master_weights")
 
 
 class _ParsedEntry(NamedTuple):
-    """A name taken apart; ``pp`` and ``tp`` are None where the entry is for all ranks.
+    """A parsed name; ``pp`` and ``tp`` are None if the entry is for all ranks.
 
-    ``full`` is the shape of the whole tensor, where the metadata says it.
+    ``full`` is the shape of the whole tensor, if the metadata has it.
     """
 
     path: tuple[str, ...]
@@ -56,7 +56,7 @@ class _ParsedEntry(NamedTuple):
 class Zero1Dcp:
     """The optimizer in the DCP directory ``directory`` of a tag; ``dp``, ``tp``, ``pp`` are its sizes.
 
-    Those are at least what the entries show, which may be less where the last ranks hold nothing but padding.
+    They are at least those of the entries, which may show less if the last ranks hold only padding.
     """
 
     def __init__(self, files: TagFiles, directory: str, sizes: Topology | None = None) -> None:
@@ -76,18 +76,18 @@ class Zero1Dcp:
         self.pp = max(sizes.pp, *((entry.pp or 0) + 1 for entry in self._entries), 1)
 
     def names(self, at: Coordinates) -> list[str] | None:
-        """The parameter behind each index; None where one has no state, and so no name in the files."""
+        """Return the parameter behind each index; None if one has no state, and so no name in the files."""
         shapes = self._shapes_by_name(at)
         return list(shapes) if len(shapes) == len(self._shape_info(at, shapes)) else None
 
     def tree(self, at: Coordinates, param_names: Sequence[str] | None = None) -> dict[str, Any]:
-        """The ZeRO-1 state dict of the rank at these coordinates: NxD's keys, lists in place of tuples.
+        """Return the ZeRO-1 state dict of the rank at these coordinates: NxD's keys, lists in place of tuples.
 
         ``param_names`` are the parameters by index. A shard with padding is an Assembly.
 
         Raises:
             PartNotFound: no such rank.
-            OptimizerMismatch: which index a name has cannot be told; pass ``param_names``.
+            OptimizerMismatch: the index of a name is ambiguous; pass ``param_names``.
         """
         if at.dp_rank >= self.dp or at.tp_rank >= self.tp or at.pp_rank >= self.pp:
             raise PartNotFound(
@@ -97,12 +97,12 @@ class Zero1Dcp:
         shapes = self._shapes_by_name(at)
         shape_info = self._shape_info(at, shapes)
         index_of = self._indices(shapes, shape_info, param_names)
-        found: dict[str, dict[int, Any]] = {"base_state": {}}
+        sections: dict[str, dict[int, Any]] = {"base_state": {}}
         for entry in self._entries:
             # A plain object has no ranks in its name: it may be of a parameter of another pipeline stage.
             if entry.path[0] in _BY_NAME and entry.is_of(at) and entry.path[1] in shapes:
                 section, name, *state = entry.path
-                by_index, value = found.setdefault(section, {}), self._load(entry, at.dp_rank)
+                by_index, value = sections.setdefault(section, {}), self._load(entry, at.dp_rank)
                 if state:
                     by_index.setdefault(index_of[name], {})[state[0]] = value
                 else:
@@ -111,10 +111,10 @@ class Zero1Dcp:
         tree = {
             "state": {},
             "param_groups": groups,
-            "base_state": found.pop("base_state"),
+            "base_state": sections.pop("base_state"),
             "shape_info": shape_info,
         }
-        return tree | found
+        return tree | sections
 
     def _param_groups(self, at: Coordinates, count: int) -> list[dict[str, Any]]:
         groups: dict[int, dict[str, Any]] = {}
@@ -130,21 +130,21 @@ class Zero1Dcp:
         return [groups[index] for index in sorted(groups)]
 
     def _shape_info(self, at: Coordinates, shapes: dict[str, tuple[int, ...]]) -> dict[int, list[int]]:
-        """The full shape of each parameter by index."""
+        """Return the full shape of each parameter by index."""
         stored, are_own = self._of_stage("shape_info", at)
         if self.pp > 1 and not are_own:
             return {index: list(shape) for index, shape in enumerate(shapes.values())}
         return {int(entry.path[1]): list(self._load(entry, 0)) for entry in stored}
 
     def _of_stage(self, section: str, at: Coordinates) -> tuple[list[_ParsedEntry], bool]:
-        """What all ranks of a stage have in common, and whether it is known to be that stage's own."""
-        found = [entry for entry in self._entries if entry.path[0] == section]
-        own = [entry for entry in found if entry.pp == at.pp_rank]
-        ours = any(entry.pp is not None for entry in found)  # then those without a suffix are the first stage's
-        return own or [entry for entry in found if entry.pp is None], bool(own) or (ours and at.pp_rank == 0)
+        """Return the entries that all ranks of a stage share, and whether they belong to that stage alone."""
+        entries = [entry for entry in self._entries if entry.path[0] == section]
+        own = [entry for entry in entries if entry.pp == at.pp_rank]
+        ours = any(entry.pp is not None for entry in entries)  # then those without a suffix are the first stage's
+        return own or [entry for entry in entries if entry.pp is None], bool(own) or (ours and at.pp_rank == 0)
 
     def _shapes_by_name(self, at: Coordinates) -> dict[str, tuple[int, ...]]:
-        """The full shape of every parameter with state on this tp and pp rank, in the order of the state."""
+        """Return the full shape of every parameter with state on this tp and pp rank, in the order of the state."""
         first: dict[str, _ParsedEntry] = {}
         for entry in self._entries:
             if entry.path[0] in _BY_NAME and entry.is_sharded and entry.is_of(at):
@@ -167,18 +167,18 @@ class Zero1Dcp:
         if param_names is not None:
             index_of = {name: index for index, name in enumerate(param_names)}
         else:
-            index_of = _matched(shapes, shape_info, self._where)
+            index_of = _match_indices(shapes, shape_info, self._where)
         for name, shape in shapes.items():
-            wanted = shape_info.get(index_of.get(name, -1))
-            if wanted != list(shape):
+            expected = shape_info.get(index_of.get(name, -1))
+            if expected != list(shape):
                 raise OptimizerMismatch(
                     f"{self._where}: parameter {name!r} of shape {list(shape)} should have index "
-                    f"{index_of.get(name)}, whose shape is {wanted}; pass the names by index as param_names"
+                    f"{index_of.get(name)}, whose shape is {expected}; pass the names by index as param_names"
                 )
         return index_of
 
     def _load(self, entry: _ParsedEntry, dp_rank: int) -> Any:
-        """What that dp rank holds of a tensor, or the object itself where all ranks share it."""
+        """Return that dp rank's part of a tensor, or the object itself if all ranks share it."""
         if not entry.is_sharded:
             chunk = entry.chunks[0]
             shared = self._files.tree(chunk.file, chunk.start, chunk.nbytes)
@@ -191,15 +191,15 @@ class Zero1Dcp:
         return Assembly(stub.dtype, (rows, *stub.shape[1:]), (Fragment(stub, whole, whole),) if has_rows else ())
 
     def _rows(self, entry: _ParsedEntry) -> int:
-        """The rows of each shard. Raises MalformedFile unless the chunks are as many as there are shards with rows."""
+        """Return the rows of each shard. Raises MalformedFile unless the chunks are as many as shards with rows."""
         full = self._full_shape(entry)[0]
         rows = zero1_rows(full, self.dp)
         expected = list(range(0, full, rows)) if full else [0]
-        found = [(chunk.offsets or (0,))[0] for chunk in entry.chunks]
-        if found != expected:
+        rows_of_chunks = [(chunk.offsets or (0,))[0] for chunk in entry.chunks]
+        if rows_of_chunks != expected:
             raise MalformedFile(
                 f"{self._where}: {'.'.join(entry.path)} has {full} rows over {self.dp} ranks: expected "
-                f"{len(expected)} shards, at rows {expected[:6]}; found {len(found)}, at {found[:6]}"
+                f"{len(expected)} shards, at rows {expected[:6]}; found {len(rows_of_chunks)}, at {rows_of_chunks[:6]}"
             )
         return rows
 
@@ -227,13 +227,11 @@ def _take_apart(
     return _ParsedEntry(path, pp, tp, chunks, None if form is None else form.shape)
 
 
-def _matched(
-    shapes: dict[str, tuple[int, ...]], shape_info: dict[int, list[int]], where: str
-) -> dict[str, int]:
-    """The one way to give the names indices in ascending order, so that shapes agree.
+def _match_indices(shapes: dict[str, tuple[int, ...]], shape_info: dict[int, list[int]], where: str) -> dict[str, int]:
+    """Return the only assignment of ascending indices to the names with matching shapes.
 
-    Names are fewer than indices where parameters never had a gradient; then taking each name's first possible
-    index and taking its last must come to the same.
+    Names are fewer than indices if parameters never had a gradient; then taking each name's first possible
+    index and taking its last must lead to the same result.
     """
     first = _greedy(list(shapes.items()), sorted(shape_info.items()))
     last = _greedy(list(shapes.items())[::-1], sorted(shape_info.items(), reverse=True))
@@ -249,10 +247,10 @@ def _greedy(
     shapes: list[tuple[str, tuple[int, ...]]], candidates: list[tuple[int, list[int]]]
 ) -> dict[str, int] | None:
     remaining = iter(candidates)
-    found = {}
+    indices = {}
     for name, shape in shapes:
-        index = next((index for index, wanted in remaining if wanted == list(shape)), None)
+        index = next((index for index, candidate in remaining if candidate == list(shape)), None)
         if index is None:
             return None
-        found[name] = index
-    return found
+        indices[name] = index
+    return indices
