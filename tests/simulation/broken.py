@@ -6,18 +6,20 @@ from __future__ import annotations
 import argparse
 import gc
 import logging
+import math
 import os
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
 from shutil import copytree, ignore_patterns
+from threading import Lock
 from typing import NamedTuple
 
-from tests.reliability import REPOSITORY, date_and_commit, put, table
+from tests.reliability import REPOSITORY, date_and_commit, put, rows_of, table
 from tests.simulation.__main__ import PLACES
 from tests.simulation.crashes import enumerated
 from tests.simulation.disk_schedule import DiskSchedule
@@ -28,7 +30,7 @@ from tests.simulation.store_schedule import StoreSchedule
 
 _JOURNAL, _LEASE, _REPLACEMENT = (f"nxd_ckpt/coordination/{name}.py" for name in ("journal", "lease", "replacement"))
 _COMMIT, _PUBLICATION, _VOTING = (f"nxd_ckpt/commit/{name}.py" for name in ("commit", "publication", "voting"))
-_SAVING, _WRITING = "nxd_ckpt/save/attempt.py", "nxd_ckpt/save/writing.py"
+_SAVING, _SAVED_FILES = "nxd_ckpt/save/attempt.py", "nxd_ckpt/save/writing.py"
 _IDENTITY = "nxd_ckpt/tag/identity.py"
 _CHOOSING = "nxd_ckpt/tag/choosing.py"
 _DISK, _S3 = "tests/simulation/world/disk_storage.py", "nxd_ckpt/storage/s3/storage.py"
@@ -123,11 +125,11 @@ BREAKS = [
     ),
     Break(
         "The directory of the indexes is not synced.", "disk",
-        {_WRITING: ('        storage.sync_dir(os.path.dirname(f"{publication.folder}/{key}"))\n', "")},
+        {_SAVED_FILES: ('        storage.sync_dir(os.path.dirname(f"{publication.folder}/{key}"))\n', "")},
     ),
     Break(
         "The directories of the data are not synced.", "disk",
-        {_WRITING: ("        for folder in sorted(folders, reverse=True):", "        for folder in ():")},
+        {_SAVED_FILES: ("        for folder in sorted(folders, reverse=True):", "        for folder in ():")},
     ),
     Break(
         "The files of the data are not synced.", "disk",
@@ -544,8 +546,9 @@ BREAKS += [
 ]
 
 
-def schedules_until_noticed(number: int, limit: int) -> Found:
-    """Run the schedules that may show it, from seed 0 on, until one fails, in this process and with its code."""
+def schedules_until_noticed(number: int, limit: int, seconds: float) -> Found:
+    """Run the schedules that may show it, from seed 0 on, until one fails or the ``seconds`` of processor time are
+    over, in this process and with its code."""
     gc.disable()
     logging.disable(logging.CRITICAL)
     one = BREAKS[number]
@@ -556,11 +559,15 @@ def schedules_until_noticed(number: int, limit: int) -> Found:
         schedule = _SCHEDULES[one.place](seed)
         if not one.may_show(schedule):
             continue
+        if time.process_time() > seconds:
+            break
         runs += 1
         try:
             run(schedule)
         except AssertionError:
             return Found(seed, runs)
+        if runs % 100 == 0:
+            gc.collect()
     return Found(None, runs)
 
 
@@ -575,7 +582,7 @@ def _states_until_noticed(local: bool) -> Found:
     return Found(None, states)
 
 
-def broken(number: int, limit: int) -> Found:
+def broken(number: int, limit: int, seconds: float) -> Found:
     """The same in another process, with a copy of the code that is broken."""
     with tempfile.TemporaryDirectory() as copy:
         for part in ("nxd_ckpt", "tests/simulation"):
@@ -587,35 +594,49 @@ def broken(number: int, limit: int) -> Found:
             text = path.read_text()
             assert text.count(old) == 1, f"{name} has {text.count(old)} times {old!r}"
             path.write_text(text.replace(old, new))
-        code = f"from tests.simulation.broken import *; print(*schedules_until_noticed({number}, {limit}))"
+        code = f"from tests.simulation.broken import *; print(*schedules_until_noticed({number}, {limit}, {seconds}))"
         environment = {**os.environ, "PYTHONPATH": copy, "OMP_NUM_THREADS": "1"}
         command = [sys.executable, "-c", code]
         done = subprocess.run(command, cwd=copy, env=environment, stdout=subprocess.PIPE, text=True, check=True)
         seed, runs = done.stdout.split()
     found = Found(None if seed == "None" else int(seed), int(runs))
-    print(f"{BREAKS[number].place}: {BREAKS[number].what} {found}", flush=True)
+    print(f"{number}: {BREAKS[number].place}: {BREAKS[number].what} {found}", flush=True)
     return found
+
+
+_HEADER = ["what was broken", "place", "failed at schedule", "after schedules", "date", "commit"]
+_WRITING = Lock()
+
+
+def _write(number: int, found: Found, date: str, commit: str) -> None:
+    """One row of the table; the rows of others stay, in the order of the list."""
+    one, place = BREAKS[number], "broken on purpose"
+    with _WRITING:
+        rows = {(row[0], row[1]): row for row in rows_of(place)}
+        seed = "none" if found.seed is None else f"{found.seed:,}"
+        rows[one.what, one.place] = [one.what, one.place, seed, f"{found.schedules:,}", date, commit]
+        listed = ((other.what, other.place) for other in BREAKS)
+        put(place, table([rows[key] for key in listed if key in rows], _HEADER))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.simulation.broken", description=__doc__)
+    parser.add_argument("rows", type=int, nargs="*", help="which of the list, from 0 on (default: all)")
     parser.add_argument("--limit", type=int, default=20_000, help="the seeds to try (default: %(default)s)")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="processor time for each (default: no limit)")
     parser.add_argument("--processes", type=int, default=2, help="how many at once (default: %(default)s)")
-    parser.add_argument("--first", type=int, default=0, help="the first of the list (default: %(default)s)")
     parser.add_argument("--write", action="store_true", help="write what was found into docs/reliability-counts.md")
     given = parser.parse_args()
-    if given.write and given.first:
-        parser.error("--write is for the whole list")
-    origin = date_and_commit()  # the checkout may move on while it runs
+    (_, date), (_, commit) = date_and_commit()  # the checkout may move on while it runs
+
+    def find(number: int) -> Found:
+        found = broken(number, given.limit, given.seconds)
+        if given.write:
+            _write(number, found, date, commit)
+        return found
+
     with ThreadPoolExecutor(given.processes) as threads:
-        found = list(threads.map(partial(broken, limit=given.limit), range(given.first, len(BREAKS))))
-    rows = [
-        [one.what, one.place, "none" if seed is None else f"{seed:,}", f"{runs:,}"]
-        for one, (seed, runs) in zip(BREAKS[given.first :], found, strict=True)
-    ]
-    text = table(rows, ["what was broken", "place", "failed at schedule", "after schedules"])
-    if given.write:
-        put("broken on purpose", f"On {origin[0][1]}, at commit {origin[1][1]}:\n\n{text}")
+        found = list(threads.map(find, given.rows or range(len(BREAKS))))
     raise SystemExit(1 if any(seed is None for seed, _ in found) else 0)
 
 
