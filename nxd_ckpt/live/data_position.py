@@ -1,4 +1,4 @@
-"""The place of a live data loader, as plain data, and back."""
+"""Data positions: the place of a live data loader as plain data, and back."""
 
 from __future__ import annotations
 
@@ -14,14 +14,15 @@ from nxd_ckpt.live.elastic_sampler import ElasticSampler
 
 _STEPS_SINCE = "_steps_since_snapshot"
 _DATASET_STATE = "dataset_state"
-"""What torchdata calls them: batches that were delivered after the state was taken; state of the dataset's own."""
+"""torchdata's keys: batches delivered since the state was taken, and the dataset's own state."""
 
 
 def capture_data_position(loader: Any) -> Position:
-    """Where ``loader`` is, as plain data, for ``rank_content=``. A load on other dp re-splits it, if it can.
+    """Return the position of ``loader`` as plain data, for ``rank_content=``.
 
-    It can for `DataStreams`, and for torchdata's StatefulDataLoader over an `ElasticSampler`. The state
-    of any other object with ``state_dict()`` is one rank's own: a load on other sizes refuses it.
+    A load on another dp re-splits the position of `DataStreams`, and of torchdata's StatefulDataLoader over an
+    `ElasticSampler`. The state of any other object with ``state_dict()`` is one rank's own: a load on other sizes
+    refuses it.
 
     Raises:
         InvalidArgument: an object without ``state_dict`` and ``load_state_dict``.
@@ -46,24 +47,25 @@ def capture_data_position(loader: Any) -> Position:
 
 
 def restore_data_position(loader: Any, saved: Position) -> None:
-    """Put ``loader`` where `capture_data_position` found it, or where all ranks' positions leave this one.
+    """Move ``loader`` to a position that `capture_data_position` returned, re-split over other ranks if needed.
 
     Raises:
-        InvalidArgument: not a data position.
-        MalformedFile: one that no capture_data_position() gave.
-        IncompatibleState: one of another kind of loader, or of other data; or another rank's that cannot be re-split.
+        InvalidArgument: not a data position, or the loader is being iterated.
+        MalformedFile: a position that capture_data_position() cannot have returned.
+        IncompatibleState: the position is of another kind of loader, of other data, or of another rank and cannot be
+            re-split.
     """
     if not is_data_position(saved):
         raise InvalidArgument(
-            f"expected what capture_data_position() gave, found {type(saved).__name__}; a load fills "
+            f"expected the result of capture_data_position(), found {type(saved).__name__}; a load fills "
             "rank_content= with it"
         )
     check_position(saved, "data position")
     running = getattr(loader, "_iterator", None)  # torchdata's
     if running is not None and not getattr(running, "_finished", False):
         raise InvalidArgument(
-            f"{type(loader).__name__} is being iterated, and its iterator would go on from the old place: restore the "
-            "data position before iter(), or into a new loader"
+            f"{type(loader).__name__} is being iterated, and its iterator would continue from the old place: restore "
+            "the data position before iter(), or into a new loader"
         )
     shared, sampler = saved["shared"], _sampler_of(loader)
     kind = None if shared is None else shared["kind"]
@@ -76,17 +78,17 @@ def restore_data_position(loader: Any, saved: Position) -> None:
     elif not isinstance(loader, DataStreams) and kind != "streams" and _is_own(saved, sampler):
         loader.load_state_dict(saved["state"])
     else:
-        told = f"one rank's own, {saved['alone']}" if kind is None else f"of {kind}"
+        origin = f"one rank's own, {saved['alone']}" if kind is None else f"of {kind}"
         raise IncompatibleState(
-            f"a {type(loader).__name__} cannot go on from this data position, which is {told}; make the loader as it "
-            "was at the save, for the same rank of as many"
+            f"a {type(loader).__name__} cannot continue from this data position, which is {origin}; make the loader as "
+            "it was at the save, for the same rank and number of ranks"
         )
 
 
 def _is_own(saved: Position, sampler: ElasticSampler | None) -> bool:
-    """Whether it is the state of a loader that reads the same share, as far as both tell.
+    """Return whether the position is that of a loader with the same share, as far as both tell.
 
-    Positions that were put together are no rank's own.
+    Positions that were merged are no rank's own.
     """
     if saved["dp"] is None and saved["shared"] is not None:
         return False
@@ -98,29 +100,29 @@ def _place_of(saved: Position) -> tuple[int, int] | None:
 
 
 def _sampler_of(loader: Any) -> ElasticSampler | None:
-    """The ElasticSampler that tells ``loader`` what to read."""
+    """Return the ElasticSampler that chooses the samples of ``loader``; None if there is none."""
     if isinstance(loader, ElasticSampler):
         return loader
     if not isinstance(loader, DataLoader):
         return None
-    for one in (loader.sampler, getattr(loader.batch_sampler, "sampler", None)):
-        if isinstance(one, ElasticSampler):
-            return one
+    for sampler in (loader.sampler, getattr(loader.batch_sampler, "sampler", None)):
+        if isinstance(sampler, ElasticSampler):
+            return sampler
     return None
 
 
 def _place(loader: Any, sampler: ElasticSampler, state: Any) -> dict[str, Any] | None:
-    """The sampler's state as of the last batch that ``loader`` delivered; None where that cannot be told."""
-    told = next(_samplers(state), None)
+    """Return the sampler's state after the last batch that ``loader`` delivered; None if that is unknown."""
+    sampler_state = next(_samplers(state), None)
     later = sum(_all(state, _STEPS_SINCE))
-    if told is None or not later:
-        return told
+    if sampler_state is None or not later:
+        return sampler_state
     size = 1 if loader.batch_sampler is None else getattr(loader.batch_sampler, "batch_size", None)
-    return None if size is None else told | {"consumed": told["consumed"] + later * size * sampler.dp}
+    return None if size is None else sampler_state | {"consumed": sampler_state["consumed"] + later * size * sampler.dp}
 
 
 def _samplers(state: Any) -> Iterator[dict[str, Any]]:
-    """What ElasticSampler.state_dict() gave, anywhere in a loader's state."""
+    """Yield the states of ElasticSamplers anywhere in a loader's state."""
     if isinstance(state, dict):
         if state.get("kind") == "samples" and "consumed" in state:
             yield dict(state)
@@ -130,7 +132,7 @@ def _samplers(state: Any) -> Iterator[dict[str, Any]]:
 
 
 def _all(state: Any, name: str) -> Iterator[Any]:
-    """Every value of that name in nested dicts."""
+    """Yield every value of that name in nested dicts."""
     if isinstance(state, dict):
         for key, value in state.items():
             if key == name:

@@ -1,4 +1,4 @@
-"""Data as a fixed number of streams, which are shared out anew when the number of data-parallel ranks changes."""
+"""Data as a fixed number of streams, which are divided again when the number of data-parallel ranks changes."""
 
 from __future__ import annotations
 
@@ -22,12 +22,13 @@ class DataStreams:
     """
 
     def __init__(self, stream: Callable[[int], Any], count: int, *, dp: int = 1, dp_rank: int = 0) -> None:
-        """
+        """Make this rank's streams.
+
         Args:
-            stream: makes the stream of a number from 0 on.
-            count: how many there are, as long as the run lives: at least the largest dp that it will ever have, best a
+            stream: makes the stream with a number from 0 on.
+            count: number of streams, constant for the whole run: at least the largest dp it will ever have, ideally a
                 multiple of each.
-            dp, dp_rank: how many data-parallel ranks there are, and which one this is.
+            dp, dp_rank: number of data-parallel ranks, and this rank's number.
 
         Raises:
             InvalidArgument: a rank would have no stream, or there is no such rank.
@@ -44,7 +45,7 @@ class DataStreams:
 
     def __iter__(self) -> Iterator[Any]:
         while len(self._ended) < len(self._streams):
-            # Who was read least, so that streams that come from other ranks catch up.
+            # The least read one, so that streams that come from other ranks catch up.
             number = min(self._streams.keys() - self._ended, key=lambda number: (self._turns[number], number))
             if number not in self._iterators:
                 self._iterators[number] = iter(self._streams[number])
@@ -57,7 +58,7 @@ class DataStreams:
             yield item
 
     def state_dict(self) -> dict[str, Any]:
-        """The states of this rank's streams, by number."""
+        """Return the states of this rank's streams, by number."""
         states = {
             number: {"turns": self._turns[number], "ended": number in self._ended, "state": stream.state_dict()}
             for number, stream in self._streams.items()
@@ -65,18 +66,18 @@ class DataStreams:
         return {"kind": "streams", "count": self.count, "states": states}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from there. ``state`` may hold more streams than this rank reads: those of all ranks.
+        """Continue from ``state``, which may have more streams than this rank reads: those of all ranks.
 
-        Raises IncompatibleState where it lacks one that this rank reads.
+        Raises IncompatibleState if it lacks one that this rank reads.
         """
         states = state.get("states", {})
         missing = [number for number in self._streams if number not in states]
         if state.get("count") != self.count or missing:
-            found = f"stream {missing[0]} is missing" if missing else f"it has {state.get('count')}"
+            problem = f"stream {missing[0]} is missing" if missing else f"it has {state.get('count')}"
             first = min(self._streams)
             raise IncompatibleState(
                 f"the data position does not hold the streams {first}, {first + self.dp}, ... of {self.count} that "
-                f"rank {self.dp_rank} of dp={self.dp} reads: {found}"
+                f"rank {self.dp_rank} of dp={self.dp} reads: {problem}"
             )
         self._iterators.clear()
         for number, stream in self._streams.items():

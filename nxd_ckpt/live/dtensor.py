@@ -1,4 +1,4 @@
-"""torch's DTensors: what of a tensor this rank holds, without any communication.
+"""torch's DTensors: this rank's part of a tensor, without any communication.
 
 Nothing here imports torch.distributed.tensor: a tensor can only be a DTensor in a process that has done so already.
 """
@@ -21,12 +21,12 @@ from nxd_ckpt.errors import UnsupportedState
 _WRAPPERS = frozenset(
     {"_orig_mod", "_fsdp_wrapped_module", "_fpw_module", "_checkpoint_wrapped_module", "_forward_module"}
 )
-"""What torch.compile, FSDP and activation checkpointing put between a module's name and those of its children."""
+"""Parts of a name that torch.compile, FSDP, activation checkpointing and Lightning put between module names."""
 
 
 @dataclass(frozen=True)
 class Placed:
-    """A tensor of ``shape`` on a mesh, as the rank at ``coordinate`` holds it."""
+    """The position of a tensor of ``shape`` on a mesh, seen by the rank at ``coordinate``."""
 
     layout: Layout
     shape: tuple[int, ...]
@@ -34,12 +34,12 @@ class Placed:
 
     @property
     def pieces(self) -> tuple[Piece, ...]:
-        """Which boxes of the tensor this rank's local one holds."""
+        """The boxes of the tensor that make up this rank's local one."""
         return self.layout.pieces(self.shape, self.coordinate)
 
     @property
     def is_cut(self) -> bool:
-        """Whether other ranks of the mesh hold other parts of it."""
+        """True if other ranks of the mesh have other parts of it."""
         return self.layout.replicas < len(self.layout.mesh.ranks)
 
     @property
@@ -53,7 +53,7 @@ def is_dtensor(value: Any) -> bool:
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
-    """What this rank holds of a DTensor: the same memory. Any other tensor is returned as it is."""
+    """Return this rank's part of a DTensor, in the same memory; any other tensor unchanged."""
     if not is_dtensor(tensor):
         return tensor
     with torch.no_grad():  # else it is a function of the DTensor, with a gradient
@@ -64,7 +64,7 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def like(local: torch.Tensor, model: torch.Tensor) -> torch.Tensor:
-    """``local`` as this rank's part of a DTensor that is placed and shaped as ``model`` is."""
+    """Return ``local`` as this rank's part of a DTensor with the placement and shape of ``model``."""
     library: Any = sys.modules["torch.distributed.tensor"]
     about: Any = model
     placed: torch.Tensor = library.DTensor.from_local(
@@ -74,10 +74,10 @@ def like(local: torch.Tensor, model: torch.Tensor) -> torch.Tensor:
 
 
 def model_of(parameter: torch.Tensor, shape: tuple[int, ...], cut: Collection[int]) -> torch.Tensor:
-    """A DTensor of ``shape``, without memory, for what an optimizer keeps for a parameter of another shape.
+    """Return a DTensor of ``shape``, without memory, for an optimizer's state with another shape than its parameter.
 
-    It lies on the parameter's mesh. Along a dimension of the mesh that cuts the parameter it is cut along the first of
-    its dimensions ``cut`` that is as long as the parameter's; else each rank there holds all of it.
+    It lies on the parameter's mesh. Along a mesh dimension that cuts the parameter it is cut along the first of its
+    dimensions ``cut`` that is as long as the parameter's; else each rank there has all of it.
     """
     library: Any = sys.modules["torch.distributed.tensor"]
     about: Any = parameter
@@ -100,10 +100,11 @@ def model_of(parameter: torch.Tensor, shape: tuple[int, ...], cut: Collection[in
 
 
 def placed_of(name: str, tensor: torch.Tensor) -> Placed:
-    """How a DTensor lies on its mesh.
+    """Return the position of a DTensor on its mesh.
 
     Raises:
-        UnsupportedState: it is not cut into boxes (``Partial``), this rank is not in its mesh, or that is in disorder.
+        UnsupportedState: it is not cut into boxes (``Partial``), this rank is not in its mesh, or the mesh is out of
+            order.
     """
     about: Any = tensor
     coordinate = about.device_mesh.get_coordinate()
@@ -115,8 +116,8 @@ def placed_of(name: str, tensor: torch.Tensor) -> Placed:
     if not _mesh(about.device_mesh).is_ascending:
         raise UnsupportedState(
             f"{name} is a DTensor on the mesh of ranks {about.device_mesh.mesh.tolist()}, which do not ascend along "
-            "its dimensions: torch's collectives place shards by ascending ranks then, and not as the mesh says; make "
-            "the mesh with init_device_mesh"
+            "its dimensions: torch's collectives then place shards by ascending ranks, not by the mesh; make the "
+            "mesh with init_device_mesh"
         )
     placements = tuple(_placement(name, placement) for placement in about.placements)
     placed = Placed(Layout(_mesh(about.device_mesh), placements), tuple(tensor.shape), tuple(coordinate))
@@ -131,7 +132,7 @@ def placed_of(name: str, tensor: torch.Tensor) -> Placed:
 
 
 def refuse_sizes(topology: Topology) -> None:
-    """Raise UnsupportedState for DTensors in a job that cuts tensors in another way, too."""
+    """Raise UnsupportedState for DTensors in a job that also cuts tensors in another way."""
     if (topology.tp, topology.pp, topology.ep) != (1, 1, 1):
         raise UnsupportedState(
             f"DTensors in a job of {topology.describe()}: to a checkpoint the ranks of device meshes are data-parallel "
@@ -140,7 +141,7 @@ def refuse_sizes(topology: Topology) -> None:
 
 
 def traits_of(tensor: torch.Tensor) -> Any:
-    """Equal for tensors that lie on the same mesh in the same way; None for what is no DTensor."""
+    """Return a key that is equal for tensors in the same position on the same mesh; None for other tensors."""
     if not is_dtensor(tensor):
         return None
     about: Any = tensor
@@ -148,31 +149,30 @@ def traits_of(tensor: torch.Tensor) -> Any:
 
 
 def canonical(names: Iterable[str], where: str) -> dict[str, str]:
-    """Each of ``names``, by what it is without the names of wrappers, as torch's ``get_model_state_dict`` has it.
+    """Map each of ``names`` without the names of wrappers, as in torch's ``get_model_state_dict``, to the name itself.
 
     Raises:
-        UnsupportedState: two would have the same.
+        UnsupportedState: two become equal.
     """
     wrapped: dict[str, str] = {}
     for name in names:
         plain = without_wrappers(name)
         if plain in wrapped:
-            raise UnsupportedState(f"{where} holds both {wrapped[plain]} and {name}, which have one name, {plain!r}")
+            raise UnsupportedState(f"{where} holds both {wrapped[plain]} and {name}, which both become {plain!r}")
         wrapped[plain] = name
     return wrapped
 
 
 def without_wrappers(name: str) -> str:
-    """The name of a parameter without those of the wrappers of torch.compile, FSDP, activation checkpointing and
-    Lightning."""
+    """Return a parameter's name without the parts that wrappers add."""
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
 def names_without_wrappers(live: Iterable[str], saved: Collection[str]) -> dict[str, str]:
-    """For each live name that is not among the ``saved`` ones, the one that is it but for the names of wrappers.
+    """Map each live name that is not ``saved`` to the saved name that differs only by names of wrappers.
 
-    Those are of torch.compile, activation checkpointing, FSDP, Lightning and data parallelism, on either side, stacked
-    in any way. A name that stands for another one already, or could stand for two, is none of these.
+    Wrappers are torch.compile, activation checkpointing, FSDP, Lightning and data parallelism, on either side, in any
+    order. Names are left out that are already used for another one, or that match several.
     """
     live, saved = set(live), set(saved)
     lost, spare = (_by_plain_name(names) for names in (live - saved, saved - live))
@@ -184,7 +184,7 @@ def names_without_wrappers(live: Iterable[str], saved: Collection[str]) -> dict[
 
 
 def _by_plain_name(names: Iterable[str]) -> dict[str, list[str]]:
-    """The names by what they are without any wrapper's; data parallelism calls what it wraps ``module``."""
+    """Group the names by their form without any wrapper's; data parallelism calls the wrapped model ``module``."""
     by_plain_name: dict[str, list[str]] = {}
     for name in names:
         plain = ".".join(part for part in without_wrappers(name).split(".") if part != "module")
@@ -207,7 +207,7 @@ def _placement(name: str, placement: Any) -> Placement:
     if type(placement) is library._StridedShard:
         return Shard(placement.dim, int(placement.split_factor))
     raise UnsupportedState(
-        f"{name} is a DTensor with the placement {placement!r}, which says no element of it before the ranks add up "
+        f"{name} is a DTensor with the placement {placement!r}, which has no element's value before the ranks add up "
         "theirs: redistribute() it to Shard or Replicate first"
         if type(placement) is library.Partial
         else f"{name} is a DTensor with the placement {placement!r}, expected Shard or Replicate"

@@ -1,4 +1,4 @@
-"""A sampler whose place in the data is one number, the same on all data-parallel ranks, whatever their number."""
+"""A sampler whose position in the data is one number, equal on all data-parallel ranks of any dp."""
 
 from __future__ import annotations
 
@@ -22,16 +22,17 @@ class ElasticSampler(Sampler[int]):
     last samples of one and the first of the next may be in one batch. So every sample is read once in each epoch, also
     if dp changes in the middle of it.
 
-    It is iterated once. To go on elsewhere, take ``state_dict()`` of the loader, not of the sampler, which is ahead of
-    what workers have delivered.
+    It is iterated once. To continue elsewhere, take ``state_dict()`` of the loader, not of the sampler: the sampler is
+    ahead of the samples that workers have delivered.
     """
 
     def __init__(self, length: int, *, dp: int = 1, dp_rank: int = 0, shuffle: bool = True, seed: int = 0) -> None:
-        """
+        """Make the sampler at the start of the data.
+
         Args:
             length: samples in the dataset.
-            dp, dp_rank: how many data-parallel ranks there are, and which one this is.
-            shuffle: another order in each epoch, drawn from ``seed`` and the epoch alone; else that of the dataset.
+            dp, dp_rank: number of data-parallel ranks, and this rank's number.
+            shuffle: use a new order in each epoch, drawn only from ``seed`` and the epoch; else the dataset's order.
 
         Raises:
             InvalidArgument: no samples, or no such rank.
@@ -46,12 +47,12 @@ class ElasticSampler(Sampler[int]):
 
     @property
     def consumed(self) -> int:
-        """How many samples all ranks together have taken, over all epochs, if all took as many as this one."""
+        """Samples that all ranks together have taken, over all epochs, if all took as many as this one."""
         return self._consumed
 
     @property
     def epoch(self) -> int:
-        """How many times all samples have been taken."""
+        """Number of complete passes over the samples."""
         return self._consumed // self.length
 
     def __iter__(self) -> Iterator[int]:
@@ -61,8 +62,8 @@ class ElasticSampler(Sampler[int]):
             if self._reader not in (None, mine):
                 raise InvalidArgument(
                     "an ElasticSampler has no end and is iterated once: workers of the first iterator have taken "
-                    "samples that were never delivered. Keep that iterator (batches = iter(loader)), or go on from a "
-                    "state dict"
+                    "samples that were never delivered. Keep that iterator (batches = iter(loader)), or continue from "
+                    "a state dict"
                 )
             self._reader = mine
             epoch, at = divmod(self._consumed + self.dp_rank, self.length)
@@ -72,7 +73,7 @@ class ElasticSampler(Sampler[int]):
             yield int(order[at])
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain data, from which a sampler of any dp goes on."""
+        """Return plain data from which a sampler of any dp can continue."""
         return {
             "kind": "samples",
             "consumed": self._consumed,
@@ -82,7 +83,7 @@ class ElasticSampler(Sampler[int]):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from there, with a new iterator. Raises IncompatibleState for the state of another order."""
+        """Continue from ``state`` with a new iterator. Raises IncompatibleState for another order of samples."""
         expected = self.state_dict() | {"consumed": state.get("consumed")}
         if state != expected or not isinstance(state.get("consumed"), int):
             raise IncompatibleState(

@@ -4,7 +4,7 @@ The first shards ordinary parameters over dp, the second expert parameters over 
 state dict the entries from an offset on are the second's; its own indices restart at 0.
 
 Learning-rate schedulers know the outer param groups only. Each step begins with copying their options onto the inner
-groups, so these are one step behind in between. Upstream saves and loads the inner ones: its resumed runs go on with
+groups, so these are one step behind in between. Upstream saves and loads the inner ones: its resumed runs continue with
 the outer groups' initial learning rate. Here the outer groups' options are saved, and all three lists are restored.
 """
 
@@ -45,7 +45,10 @@ from nxd_ckpt.live.zero1 import (
 
 
 class ExpertZero1Optimizer:
-    """See OptimizerAdapter. Master weights, which upstream's state dict leaves out, are saved under the usual key."""
+    """The OptimizerAdapter of NxD's expert-parallel ZeRO-1.
+
+    Master weights, which upstream's state dict leaves out, are saved under the usual key.
+    """
 
     stepping = None
     kind = "zero1"
@@ -108,8 +111,9 @@ class ExpertZero1Optimizer:
         self._ordinary.load(ordinary, read, keeps)
         self._experts.load(experts, read, keeps)
         pairs = zip(ordinary["param_groups"], experts["param_groups"], strict=True)
-        given = [one if one["params"] else other for one, other in pairs]  # on other sizes an empty one has no options
-        restore_groups([self._optimizer.param_groups], given, read)
+        # On other sizes an empty group has no options.
+        groups = [first if first["params"] else second for first, second in pairs]
+        restore_groups([self._optimizer.param_groups], groups, read)
 
     def after_load(self) -> None:
         self._ordinary.after_load()
@@ -135,7 +139,7 @@ class ExpertZero1Optimizer:
 
 
 def split(saved: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The state dicts of the ordinary and of the expert optimizer, each with indices from 0."""
+    """Return the state dicts of the ordinary and of the expert optimizer, each with indices from 0."""
     groups = saved["param_groups"]
     first = saved["ep_param_group_offset"]
     parts = []

@@ -1,7 +1,7 @@
-"""What a load or a save leaves out, by names.
+"""Names that a load or a save leaves out.
 
-Names are those of the live side throughout: "model/<name>" of a parameter or buffer, "optim/<name>/<state>",
-"optim/param_groups", "scheduler", "user_content" and "rank_content", of the last two also their keys.
+All names are live ones: "model/<name>" of a parameter or buffer, "optim/<name>/<state>", "optim/param_groups",
+"scheduler", "user_content" and "rank_content", and the keys of these two.
 """
 
 from __future__ import annotations
@@ -19,84 +19,86 @@ from nxd_ckpt.live.random_state import is_random_state
 IgnoreKeys = str | Collection[str] | Callable[[list[str]], Iterable[str]]
 
 RANDOM_STATE = "rng"
-"""What capture_random_state() gave, under whatever key of rank_content."""
+"""Name of the result of capture_random_state(), under any key of rank_content."""
 
 Names = Iterable[str]
 
 
 class Ignoring:
-    """What ``ignore_keys`` says on one rank, and what is left out ``besides``, by name.
+    """The names that ``ignore_keys`` leaves out on one rank, and those left out ``besides``.
 
     Raises:
-        InvalidArgument: what is no glob and no function.
+        InvalidArgument: ``ignore_keys`` is neither globs nor a function.
     """
 
-    def __init__(self, given: IgnoreKeys | None, besides: Sequence[str] = ()) -> None:
-        self.globs = [] if given is None or callable(given) else _globs(given)
-        self._choose = given if callable(given) else None
+    def __init__(self, ignore_keys: IgnoreKeys | None, besides: Sequence[str] = ()) -> None:
+        self.globs = [] if ignore_keys is None or callable(ignore_keys) else _globs(ignore_keys)
+        self._choose = ignore_keys if callable(ignore_keys) else None
         self._besides = besides
         self._ignored = Ignored([*self.globs, *besides])
         self._aliases: Callable[[str], Sequence[str]] = lambda name: [name]
         self.choice: list[str] | None = None
-        """Of what a callable was given, and of what it chose, digests: of names of the model and the optimizer."""
+        """Digests of the names of model and optimizer that a callable was called with, and of those it chose."""
 
     def __bool__(self) -> bool:
-        """Whether there are names to agree on."""
+        """Return whether ranks have to agree on names."""
         return bool(self.globs or self._choose)
 
     @property
     def is_selective(self) -> bool:
-        """Whether anything is left out."""
+        """True if anything is left out."""
         return bool(self._ignored)
 
     def know_ties(self, model: ModelAdapter | None) -> None:
-        """From here on, what is said of one of several tied names is said of all: they are one tensor."""
+        """Treat all names of a tied tensor alike from now on: they are one tensor."""
         if model is not None and (self or self.is_selective):
             self._aliases = model.aliases
 
     def know_apart(self, names: Collection[str]) -> None:
-        """From here on, each of these tied ``names`` stands for itself: different tensors were saved under them."""
+        """Treat each of these tied ``names`` on its own from now on: different tensors were saved under them."""
         aliases = self._aliases
         self._aliases = lambda name: [name] if name in names else aliases(name)
 
     def choose(self, names: Names) -> None:
-        """Let a callable choose from ``names``. Raises KeyMismatch where it returns others."""
+        """Let a callable choose from ``names``. Raises KeyMismatch if it returns others."""
         if self._choose is None:
             return
-        known = list(names)
-        chosen = self._choose(list(known))
+        offered = list(names)
+        chosen = self._choose(list(offered))
         if isinstance(chosen, str) or not isinstance(chosen, Iterable):
             raise InvalidArgument(
-                f"ignore_keys= was called with a list of names and returned {chosen!r}: expected those to leave out"
+                f"ignore_keys= was called with a list of names and returned {chosen!r}: expected the names to leave out"
             )
         chosen = list(chosen)
-        among = paths(known)
-        strange = [name for name in chosen if not isinstance(name, str) or name not in among]
-        if strange:
-            raise KeyMismatch(f"ignore_keys= returned names that it was not given: {listed(map(str, strange), known)}")
-        self._ignored = Ignored(self._besides, with_emptied_parents(chosen, known))
-        self.choice = [digest(sorted(filter(_is_state, names))) for names in (known, chosen)]
+        parts = paths(offered)
+        unknown = [name for name in chosen if not isinstance(name, str) or name not in parts]
+        if unknown:
+            raise KeyMismatch(
+                f"ignore_keys= returned names that are not in its list: {listed(map(str, unknown), offered)}"
+            )
+        self._ignored = Ignored(self._besides, with_emptied_parents(chosen, offered))
+        self.choice = [digest(sorted(filter(_is_state, names))) for names in (offered, chosen)]
 
     def ignores(self, name: str) -> bool:
-        """Whether the tensor, state or part with this name is left out."""
+        """Return whether the tensor, state or part with this name is left out."""
         return bool(self._ignored) and any(map(self._ignored.matches, self._names(name)))
 
     def ignores_model(self, name: str) -> bool:
-        """The same for a name of the model."""
+        """Return whether the model's tensor with this name is left out."""
         return self.ignores(f"model/{name}")
 
     def covers(self, path: str) -> bool:
-        """Whether all that could be below ``path`` is left out."""
+        """Return whether everything that could be below ``path`` is left out."""
         return bool(self._ignored) and any(map(self._ignored.covers, self._names(path)))
 
     def pruned(self, part: str, content: Any) -> Any:
-        """User or rank content without the keys that are left out."""
+        """Return user or rank content without the keys that are left out."""
         if not isinstance(content, dict):
             return content
         return {key: value for key, value in content.items() if not self.ignores_key(part, key, value)}
 
     def ignores_key(self, part: str, key: Any, value: Any) -> bool:
-        """Whether the ``value`` under a key of user or rank content is left out."""
+        """Return whether the ``value`` under a key of user or rank content is left out."""
         return self.ignores(f"{part}/{key}") or (part == "rank_content" and self._is_rng(value))
 
     def _is_rng(self, value: Any) -> bool:
@@ -111,12 +113,12 @@ class Ignoring:
         yield from (f"{part}/{alias}{slash}{entry}" for alias in self._aliases(parameter))
 
 
-def _globs(given: Any) -> list[str]:
-    globs = [given] if isinstance(given, str) else given
+def _globs(ignore_keys: Any) -> list[str]:
+    globs = [ignore_keys] if isinstance(ignore_keys, str) else ignore_keys
     if not isinstance(globs, (list, tuple, set, frozenset)) or not all(isinstance(glob, str) for glob in globs):
         raise InvalidArgument(
-            f"ignore_keys={given!r}: expected globs such as 'optim/*', or a function from a list of names to those "
-            "that are left out"
+            f"ignore_keys={ignore_keys!r}: expected globs such as 'optim/*', or a function that gets a list of names "
+            "and returns those to leave out"
         )
     return list(globs)
 
@@ -126,5 +128,5 @@ def _is_state(name: str) -> bool:
 
 
 def digest(value: object) -> str:
-    """The same for equal values: what ranks compare."""
+    """Return a text that is equal for equal values, for ranks to compare."""
     return sha256(repr(value).encode()).hexdigest()

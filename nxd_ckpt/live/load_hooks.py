@@ -1,10 +1,10 @@
-"""Code of a user's own that torch runs when a module or an optimizer is loaded: hooks, and methods of subclasses.
+"""User code that torch runs when a module or an optimizer is loaded: hooks, and methods of subclasses.
 
-A load puts tensors straight into parameters and state, without torch's ``load_state_dict``. What that would call
-besides copying tensors is called all the same, in its order: modules that look at the state dict, or load it in a way
-of their own, are handed theirs; hooks that run afterwards run when everything is loaded.
+A load puts tensors straight into parameters and state, without torch's ``load_state_dict``. Everything else that it
+would call is still called, in its order: modules that look at the state dict, or load it in their own way, get their
+part; hooks for after a load run when everything is loaded.
 
-Source for what is called when: torch.nn.Module.load_state_dict and torch.optim.Optimizer.load_state_dict.
+Source for the order of calls: torch.nn.Module.load_state_dict and torch.optim.Optimizer.load_state_dict.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ _BENIGN = (
     "torch_xla.",
     "neuronx_distributed.",
 )
-"""Where hooks and methods are defined that only do what our adapters do: old versions, gathering, resharding."""
+"""Modules whose hooks and methods only do what our adapters do: old versions, gathering, resharding."""
 
 _NOT_BENIGN = ("torch.nn.modules.lazy",)
 
 
 class ModuleHooks:
-    """The hooks of a module and all below it."""
+    """Load hooks of a module and all its submodules."""
 
     def __init__(self, root: Any) -> None:
         modules = root.named_modules() if isinstance(root, torch.nn.Module) else ()
@@ -40,22 +40,23 @@ class ModuleHooks:
         self._loading_own = {prefix for prefix, module in self._modules.items() if _loads_its_own_way(module)}
 
     def __bool__(self) -> bool:
-        """True if any module sees, or changes, how it is loaded."""
+        """Return whether any module sees, or changes, how it is loaded."""
         return bool(self._subtrees or self._loading_own)
 
     def owns(self, name: str) -> bool:
-        """True for a name that a module loads by itself: of any module that may be renamed by a hook above it too."""
+        """Return whether a module loads this name by itself, or a hook above the module may rename it."""
         return name.rpartition(".")[0] + "." * ("." in name) in self._loading_own or any(
             name.startswith(prefix) for prefix in self._subtrees
         )
 
     def load(self, state: dict[str, Any], strict: bool) -> None:
-        """Hand the modules their entries of ``state``: of everything that `owns` says, CPU tensors by name.
+        """Pass the modules their entries of ``state``: CPU tensors by name, for all names that `owns` accepts.
 
-        Raises KeyMismatch or ShapeMismatch where a module refuses them.
+        Raises KeyMismatch or ShapeMismatch if a module refuses them.
         """
         missing, unexpected, errors = list[str](), list[str](), list[str]()
-        tops = [one for one in self._subtrees if not any(one != top and one.startswith(top) for top in self._subtrees)]
+        subtrees = self._subtrees
+        tops = [tree for tree in subtrees if not any(tree != top and tree.startswith(top) for top in subtrees)]
         for prefix in tops:
             own = {name: value for name, value in state.items() if name.startswith(prefix)}
             _load(self._modules[prefix], own, prefix, missing, unexpected, errors)
@@ -72,7 +73,7 @@ class ModuleHooks:
             )
 
     def after_load(self, missing: list[str], unexpected: list[str]) -> None:
-        """Call the hooks that torch calls after a load, those of the inner modules first."""
+        """Call the hooks that torch calls after a load, those of inner modules first."""
         keys = torch.nn.modules.module._IncompatibleKeys(missing, unexpected)
         for module in _inner_first(self._modules[""]) if self._modules else ():
             for hook in _post_hooks(module):
@@ -90,7 +91,7 @@ def _load(
     module: torch.nn.Module, state: dict[str, Any], prefix: str, missing: list[str], unexpected: list[str],
     errors: list[str],
 ) -> None:  # fmt: skip
-    """Load a module and all below it: a hook may change ``state`` for those that are below."""
+    """Load a module and its submodules: a hook may change ``state`` for the submodules."""
     _load_own(module, state, prefix, missing, unexpected, errors)
     for name, child in module._modules.items():
         if child is not None:
@@ -120,9 +121,9 @@ def _post_hooks(module: torch.nn.Module) -> list[Any]:
 
 
 def own_root(model: Any) -> Any:
-    """The model; inside of torch.compile and data parallelism, if its class is saved or loaded in a way of its own.
+    """Return the model, or the wrapped one if its class saves or loads in its own way.
 
-    A wrapper's state dict leaves out what such a method gives.
+    Wrappers are torch.compile and data parallelism; their state dict leaves out the results of such a method.
     """
     inner = model
     while (name := _WRAPPED_AS.get(type(inner).__name__)) is not None and _is_benign(type(inner).__module__):
@@ -135,7 +136,7 @@ def own_root(model: Any) -> Any:
 
 
 def loads_as_a_whole(module: torch.nn.Module) -> bool:
-    """True for a root whose class has a ``load_state_dict`` of its own, which torch's users call."""
+    """Return whether the root's class has its own ``load_state_dict``, which torch's users call."""
     return not _is_benign(_definer(type(module), "load_state_dict"))
 
 
@@ -143,14 +144,14 @@ _WRAPPED_AS = {"OptimizedModule": "_orig_mod", "DataParallel": "module", "Distri
 
 
 class OptimizerHooks:
-    """The hooks of an optimizer, and the methods of its class that torch's ``load_state_dict`` involves."""
+    """Load hooks of an optimizer, and the methods of its class that torch's ``load_state_dict`` involves."""
 
     def __init__(self, optimizer: Any) -> None:
         self._optimizer = optimizer
 
     @property
     def loads_itself(self) -> bool:
-        """True if its class loads in a way of its own, or hooks look at the state dict before."""
+        """True if its class loads in its own way, or hooks look at the state dict before a load."""
         own = [_definer(type(self._optimizer), name) for name in ("load_state_dict", "__setstate__")]
         pre = getattr(self._optimizer, "_optimizer_load_state_dict_pre_hooks", {})
         return bool(pre) or not all(home.startswith("torch.optim.") for home in own)
@@ -162,17 +163,17 @@ class OptimizerHooks:
 
 
 def keys_of_its_own(state: Mapping[str, Any], besides: Collection[str] = ()) -> list[str]:
-    """The keys of an optimizer's state dict that torch's does not have, nor ``besides``."""
+    """Return the keys of an optimizer's state dict that are neither torch's nor in ``besides``."""
     return [str(key) for key in state if key not in ("state", "param_groups", *besides)]
 
 
 def _definer(kind: type, name: str) -> str:
-    """The module of the class that defines a method."""
-    return next((one.__module__ for one in kind.__mro__ if name in vars(one)), "torch.optim.")
+    """Return the module of the class that defines a method."""
+    return next((base.__module__ for base in kind.__mro__ if name in vars(base)), "torch.optim.")
 
 
 def _home(hook: Any) -> str:
-    """The module that a hook is defined in."""
+    """Return the module that defines a hook."""
     hook = getattr(hook, "hook", hook)  # torch wraps those that take the module
     hook = getattr(hook, "func", hook)
     return str(getattr(hook, "__module__", None) or type(hook).__module__)

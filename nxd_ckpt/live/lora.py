@@ -24,16 +24,16 @@ from nxd_ckpt.live.parameters import spec_of
 logger = logging.getLogger("nxd_ckpt")
 
 _SCALING = ("lora_rank", "lora_alpha", "use_rslora")
-"""The options that say what adapters are multiplied by."""
+"""Options that determine the factor of adapters."""
 
 
 def is_lora(model: Any) -> bool:
-    """Whether it is NxD's ``LoraModel``."""
+    """Return whether ``model`` is NxD's ``LoraModel``."""
     return "lora_config" in vars(model) and callable(getattr(model, "get_base_model", None))
 
 
 class LoraAdapter(ModuleModel):
-    """``LoraModel`` as its base model, adapters included, under the base model's names."""
+    """A ``LoraModel`` as its base model, with adapters, under the base model's names."""
 
     def __init__(self, lora: Any, may_be_meta: bool = False) -> None:
         super().__init__(lora.get_base_model(), may_be_meta)
@@ -54,20 +54,22 @@ class LoraAdapter(ModuleModel):
         return {CONFIG: self._settings}
 
     def partitions(self, tp: int) -> dict[str, Partition]:
-        """The output of an adapter's B is added to that of its base layer on each rank, so it is cut in the same way;
-        its own attributes have no stride."""
-        found = super().partitions(tp)
+        """Cuts of parameters whose own attributes are wrong: an adapter's B is cut as its base layer.
+
+        The output of B is added to that of the base layer on each rank. B's own attributes have no stride.
+        """
+        cuts = super().partitions(tp)
         for name, base in self._bases.items():
             spec = spec_of(base, tp)
             if spec.partition.partition_dim == 0 and spec.partition != spec_of(self._live[name], tp).partition:
-                found[name] = spec.partition
-        return found
+                cuts[name] = spec.partition
+        return cuts
 
     def base_names(self) -> dict[str, str]:
         return {name: without_base_layer(name) for name in self._live if BASE_LAYER in name}
 
     def expected(self, saved: Mapping[str, Any]) -> Iterable[str]:
-        """All names, or, for a tag without the base, those of what is trained."""
+        """Return all names, or, for a tag without the base, those of trained tensors."""
         return self._live if any(name in self._live and name not in self._trained for name in saved) else self._trained
 
     def validate(
@@ -79,7 +81,7 @@ class LoraAdapter(ModuleModel):
 
     @cached_property
     def _trained(self) -> dict[str, Any]:
-        """What ``state_dict()`` has without the base: adapters and, by the configuration, others that are trained."""
+        """The tensors of ``state_dict()`` without the base: adapters, and others that the configuration trains."""
         modules = tuple(self._config.modules_to_save or ())
         all_biases = self._config.bias == "all"
 
@@ -101,9 +103,9 @@ class LoraAdapter(ModuleModel):
 
     @property
     def _bases(self) -> dict[str, torch.Tensor]:
-        """The weight of the base layer that each B is added to, by the name of the B."""
-        found = {name: self._tensors.get(base_of(name) or "") for name in self._tensors}
-        return {name: base for name, base in found.items() if base is not None}
+        """The weight of the base layer that each B is added to, by B's name."""
+        bases = {name: self._tensors.get(base_of(name) or "") for name in self._tensors}
+        return {name: base for name, base in bases.items() if base is not None}
 
     @property
     def _settings(self) -> dict[str, Any]:
@@ -112,7 +114,7 @@ class LoraAdapter(ModuleModel):
         return {key: list(value) if isinstance(value, set) else value for key, value in settings.items()}
 
     def _compare(self, saved: Any) -> None:
-        """Warn if the saved adapters were multiplied by another factor than the live ones are."""
+        """Warn if the saved adapters had another scaling than the live ones."""
         if isinstance(saved, Mapping):
             other = [key for key in _SCALING if key in saved and saved[key] != getattr(self._config, key, saved[key])]
             for key in other:

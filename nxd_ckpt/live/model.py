@@ -1,4 +1,4 @@
-"""Models: the names, tensors and specifications that a module or a state dict holds."""
+"""Models: names, tensors and specifications in a module or a state dict."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ _EXTRA_STATE = "_extra_state"  # torch: the name of what nn.Module.get_extra_sta
 
 
 class ModelAdapter:
-    """Named live values: tensors (parameters as such, with NxD's attributes on them), and others as extra state."""
+    """A model as live values by name: tensors (parameters with NxD's attributes), and other values as extra state."""
 
     def __init__(self, live: dict[str, Any], may_be_meta: bool = False) -> None:
         self._live, self._may_be_meta = live, may_be_meta
@@ -57,9 +57,9 @@ class ModelAdapter:
         """Names that are missing from what is loaded, and that are unexpected in it."""
 
     def capture(self, tp: int) -> ModelState:
-        """The state of the model on this rank, for ``tp`` tensor-parallel ranks. Nothing is copied.
+        """Return the model's state on this rank, for ``tp`` tensor-parallel ranks. Nothing is copied.
 
-        Raises UnsupportedState, naming the tensor, for SPMD, meta and sparse ones, and for ``Partial`` DTensors.
+        Raises UnsupportedState, naming the tensor, for SPMD, meta, sparse and ``Partial`` tensors.
         """
         ties, tensors, kept = self._ties, self._tensors, self.kept()
         frozen = Frozen({name: self._live[live] for name, live in kept.items()} | self.notes(), _stride_to_note)
@@ -83,23 +83,23 @@ class ModelAdapter:
         return state
 
     def kept(self) -> dict[str, str]:
-        """What a save keeps: saved names, each with its live name."""
+        """Map the names that a save keeps to the live names."""
         return {name: name for name in self._live}
 
     def notes(self) -> dict[str, Any]:
-        """What a save keeps in addition, and a load ignores."""
+        """Return further values that a save keeps and a load ignores."""
         return {}
 
     def partitions(self, tp: int) -> dict[str, Partition]:
-        """How parameters are cut, by name, if their own attributes say it wrongly."""
+        """Return the cuts of parameters, by name, whose own attributes are wrong."""
         return {name: cut for name, cut in self._shared_heads(tp).items() if cut is not None}
 
     def base_names(self) -> dict[str, str]:
-        """Live names that have another name in a tag of the model before it was wrapped: that name, by the live one."""
+        """Map live names to their names in a tag of the model before it was wrapped, where they differ."""
         return {}
 
     def parameters(self, tp: int) -> dict[str, ParameterSpec]:
-        """The parameters and buffers that this rank holds, by name. Raises as `capture`."""
+        """Return the specifications of this rank's parameters and buffers, by name. Raises as `capture` does."""
         ties = self._ties
         specs = {
             name: replace(spec_of(self._attributed(name), tp), dtype=form_of(tensor)[0])
@@ -112,44 +112,44 @@ class ModelAdapter:
         return {name: replace(spec, tie=ties[name]) if name in ties else spec for name, spec in specs.items()}
 
     def _attributed(self, name: str) -> torch.Tensor:
-        """The live tensor that has NxD's attributes for ``name``."""
+        """Return the live tensor that has NxD's attributes for ``name``."""
         return self._tensors[name]
 
     def _shared_heads(self, tp: int) -> dict[str, Partition | None]:
-        """Cuts of grouped-query attention's parameters, by name; None where only the values tell."""
+        """Return cuts of grouped-query attention's parameters, by name; None if only the values tell."""
         return {}
 
     def parameter_names(self) -> dict[int, str]:
-        """Names by the id of the live parameter; of tied names, the first."""
+        """Return names by the id of the live parameter; of tied names, the first."""
         names: dict[int, str] = {}
         for name, value in self._live.items():
             names.setdefault(id(value), name)
         return names
 
     def names(self) -> list[str]:
-        """The names of everything it holds, in order."""
+        """Return all names, in order."""
         return list(self._live)
 
     def aliases(self, name: str) -> list[str]:
-        """All names of the parameter that ``name`` is one of (tied weights have several), in order."""
+        """Return all names of the parameter called ``name`` (several for tied weights), in order."""
         return self._names_by_tie.get(self._ties.get(name, name), [name])
 
     def validate(
         self, saved: Mapping[str, Any], strict: bool, ignores: Callable[[str], bool] | None = None
     ) -> list[str]:
-        """The names of ``saved`` (to tensors, or to what stands for them) that are to be assigned. Changes nothing.
+        """Return the names of ``saved`` (mapped to tensors, or to stand-ins) that are to be assigned. Changes nothing.
 
-        A live name may be absent from ``saved`` if one that it is tied to is there, or if ``ignores`` says so.
+        A live name may be absent from ``saved`` if a name tied to it is there, or if ``ignores`` accepts it.
 
         Raises:
             KeyMismatch: under ``strict``, for names that are missing or unexpected; without it they are logged.
             ShapeMismatch, DtypeMismatch: for a name that both have.
-            UnsupportedState: for a tensor that could not be written to.
+            UnsupportedState: for a tensor that cannot be written to.
         """
         ties = self._ties
-        given = {ties.get(name, name) for name in saved}
+        present = {ties.get(name, name) for name in saved}
         missing = [
-            name for name in self.expected(saved) if ties.get(name, name) not in given and not self.takes_any(name)
+            name for name in self.expected(saved) if ties.get(name, name) not in present and not self.takes_any(name)
         ]
         if ignores is not None:
             missing = [name for name in missing if not ignores(name)]
@@ -169,70 +169,70 @@ class ModelAdapter:
         return names
 
     def owns(self, name: str) -> bool:
-        """True for a name whose module loads it by itself; see `ModuleHooks`."""
+        """Return whether the name's module loads it by itself; see `ModuleHooks`."""
         return False
 
     def takes_any(self, name: str) -> bool:
-        """True for a name of which that module alone knows what it may be, and whether it must be there."""
+        """Return whether only that module knows which values the name may have, and whether it must exist."""
         return False
 
     def require_loadable(self, names: Iterable[str]) -> None:
-        """Raise UnsupportedState for one of ``names``, which are saved, that a load could not give back."""
+        """Raise UnsupportedState for a saved name that a load could not restore."""
 
     def load_own(self, values: dict[str, Any], strict: bool) -> None:
-        """Hand modules what they load by themselves: the CPU tensors, or other values, of all that `owns` says.
+        """Pass modules the values (CPU tensors, or others) that they load by themselves, see `owns`.
 
-        Raises KeyMismatch or ShapeMismatch where one of them refuses it.
+        Raises KeyMismatch or ShapeMismatch if one of them refuses.
         """
 
     def after_load(self) -> None:
-        """Call what torch calls after a load; all is in its place."""
+        """Call the hooks that torch calls after a load, when everything is loaded."""
 
     def expected(self, saved: Mapping[str, Any]) -> Iterable[str]:
-        """The live names that ``saved`` must have to hold the whole model."""
+        """Return the live names that ``saved`` must have to be the whole model."""
         return self._live
 
     def assign(self, name: str, value: Any) -> None:
-        """Overwrite what ``name`` is live with a CPU tensor (or other value) that `validate` accepted.
+        """Overwrite the live value of ``name`` with a CPU tensor (or other value) that `validate` accepted.
 
-        Tensors are written in place and may be reused afterwards. No device computation, nothing compiled.
+        Tensors are written in place, and ``value`` may be reused afterwards. No device computation, nothing compiled.
         """
         copy_in(self._live[name], value)
 
     def ids(self, names: Iterable[str]) -> set[int]:
-        """The ids of the live tensors with these names."""
+        """Return the ids of the live tensors with these names."""
         return {id(self._live[name]) for name in names if name in self._live}
 
     def on_meta(self) -> dict[int, str]:
-        """What is on the meta device, by id; also what is in no state dict, such as buffers that a module computes."""
+        """Return tensors on the meta device, as name by id; also those in no state dict, such as computed buffers."""
         return {id(tensor): name for name, tensor in self._tensors.items() if tensor.is_meta}
 
     def materialize(self, names: Iterable[str]) -> None:
-        """Give those of ``names`` that are on the meta device memory on the CPU, uninitialised."""
+        """Give those of ``names`` that are on the meta device uninitialised memory on the CPU."""
         for name in names:
             if name in self._tensors and self._tensors[name].is_meta:  # of tied names, at the first
                 materialize(self._tensors[name])
 
     def destination(self, name: str) -> torch.Tensor | None:
-        """The live tensor, if the bytes of the saved one can be read straight into it: contiguous, on the CPU."""
+        """Return the live tensor if saved bytes can be read straight into it: contiguous, on the CPU; else None."""
         return None if _is_extra_state(name) else memory_for(self._live.get(name))
 
     def may_hold(self, parameter: torch.Tensor) -> bool:
-        """Whether assigning to one of its names may be assigning to that live parameter."""
+        """Return whether assigning to one of the names may assign to that live parameter."""
         return True
 
     @property
     def is_placed(self) -> bool:
-        """Whether DTensors are among its tensors."""
+        """True if there are DTensors among the tensors."""
         return any(map(is_dtensor, self._tensors.values()))
 
     def placed(self, names: Iterable[str]) -> dict[Path, Placed]:
-        """How those of ``names`` that are DTensors lie on their meshes, by path. Raises as `capture`."""
+        """Return the mesh positions of the DTensors among ``names``, by path. Raises as `capture` does."""
         live = {name: self._tensors[name] for name in names if is_dtensor(self._tensors.get(name))}
         return {(name,): placed_of(f"model/{name}", tensor) for name, tensor in live.items()}
 
     def has_values(self, name: str, dim: int, start: int) -> bool:
-        """True if the live tensor has anything but zeros from ``start`` on along ``dim``; what is on meta has not."""
+        """Return whether the live tensor has non-zeros from ``start`` on along ``dim``; False on meta."""
         live = self._tensors[name].detach()
         if live.is_meta or start >= live.shape[dim]:
             return False
@@ -240,7 +240,7 @@ class ModelAdapter:
         return bool((on_host.narrow(dim, start, on_host.shape[dim] - start) != 0).any())
 
     def is_on_host(self, name: str) -> bool:
-        """Whether it is a live tensor on the CPU."""
+        """Return whether the name is a live tensor on the CPU."""
         live = self._live.get(name)
         return isinstance(live, torch.Tensor) and live.device.type == "cpu"
 
@@ -264,16 +264,16 @@ class ModelAdapter:
         return {name: tensor for name, tensor in tensors.items() if not isinstance(tensor, _WITHOUT_SHAPE)}
 
     def check_writable(self, name: str) -> None:
-        """Raise UnsupportedState if assigning to ``name`` would be lost."""
+        """Raise UnsupportedState if a value assigned to ``name`` would be lost."""
 
 
 class ModuleModel(ModelAdapter):
-    """A module.
+    """A module as a model.
 
-    Values go straight into parameters and buffers, and not by ``load_state_dict``, but what that would call of a user's
-    own is called.
+    Values go straight into parameters and buffers, not through ``load_state_dict``; but user code that it would call is
+    called.
 
-    Pipeline models are recognised by ``local_state_dict``: it holds this stage under the whole model's names.
+    Pipeline models are recognised by ``local_state_dict``, which has this stage under the whole model's names.
     """
 
     def __init__(self, model: Any, may_be_meta: bool = False) -> None:
@@ -282,7 +282,7 @@ class ModuleModel(ModelAdapter):
         self._is_stage = callable(local)
         if self._is_stage and not getattr(model, "partitioned", True):
             raise InvalidArgument(
-                f"{type(model).__name__} is not partitioned yet, so it is not known what this stage holds: before "
+                f"{type(model).__name__} is not partitioned yet, so the content of this stage is unknown: before "
                 "saving or loading call its partition(), or run a first step, in which it partitions itself"
             )
         # keep_vars gives the parameters themselves: identity (ties, the optimizer's names) and NxD's attributes.
@@ -308,23 +308,23 @@ class ModuleModel(ModelAdapter):
             )
 
     @cached_property
-    def _held(self) -> set[int]:
-        return {id(held) for module in self._modules for held in (*module.parameters(), *module.buffers())}
+    def _own_ids(self) -> set[int]:
+        return {id(tensor) for module in self._modules for tensor in (*module.parameters(), *module.buffers())}
 
     def parameter_names(self) -> dict[int, str]:
-        """Also of parameters that ``state_dict()`` leaves out: an optimizer may hold them."""
+        """Return names by the id of the live parameter, also of parameters that ``state_dict()`` leaves out."""
         names = super().parameter_names()
         for name, own in ({} if self._is_stage else _own(self._model)).items():
             names.setdefault(id(own), name)
         return names
 
     def on_meta(self) -> dict[int, str]:
-        found = super().on_meta()
+        names = super().on_meta()
         for module in self._modules:
-            for name, held in (*module.named_parameters(), *module.named_buffers()):
-                if held.is_meta:
-                    found.setdefault(id(held), name)
-        return found
+            for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+                if tensor.is_meta:
+                    names.setdefault(id(tensor), name)
+        return names
 
     def capture(self, tp: int) -> ModelState:
         for name, value in self._live.items():
@@ -346,7 +346,7 @@ class ModuleModel(ModelAdapter):
                         f"model/{name}: {type(owner).__name__} has get_extra_state() and no set_extra_state(), so no "
                         f"load could give it back; write one, or {remedy}"
                     )
-            elif isinstance(self._model, torch.nn.Module) and id(self._live[name]) not in self._held:
+            elif isinstance(self._model, torch.nn.Module) and id(self._live[name]) not in self._own_ids:
                 raise UnsupportedState(
                     f"model/{name} is computed by state_dict(), and is no parameter or buffer, so no load could give "
                     f"it back; give {type(self._model).__name__} a load_state_dict() of its own that takes it, or "
@@ -355,16 +355,19 @@ class ModuleModel(ModelAdapter):
 
     @cached_property
     def _is_loaded_whole(self) -> bool:
-        """True if a load calls the model's ``load_state_dict`` with everything: where its class has one of its own, or
-        a ``state_dict()`` that gives other tensors in the place of parameters and buffers."""
+        """True if a load calls the model's ``load_state_dict`` with everything.
+
+        That is so if its class has one of its own, or a ``state_dict()`` with other tensors in place of parameters and
+        buffers.
+        """
         if self._is_stage or not isinstance(self._model, torch.nn.Module):
             return False
         return loads_as_a_whole(self._model) or any(self._twin(name) is not None for name in self._tensors)
 
     def _twin(self, name: str) -> torch.Tensor | None:
-        """The parameter or buffer in whose place ``state_dict()`` gives a tensor that it computes; None elsewhere."""
+        """Return the parameter or buffer that ``state_dict()`` replaces with a computed tensor; else None."""
         value = self._live[name]
-        if self._is_stage or not isinstance(self._model, torch.nn.Module) or id(value) in self._held:
+        if self._is_stage or not isinstance(self._model, torch.nn.Module) or id(value) in self._own_ids:
             return None
         twin = self._own_by_name.get(self._wrapped_names.get(name, name))
         return twin if twin is not None and twin.shape == value.shape else None
@@ -384,7 +387,7 @@ class ModuleModel(ModelAdapter):
         return bool(self._hooks) and self._hooks.owns(self._inner_name(name))
 
     def _inner_name(self, name: str) -> str:
-        """The name in the modules themselves; of a name of old, which is not live, by those of its module."""
+        """Return the name inside the modules; of an old name, which is not live, by its module's names."""
         if self._is_stage and name not in self._wrapped_names:
             return name_in_stage(name, self._wrapped_names)
         return self._wrapped_names.get(name, name)
@@ -397,9 +400,9 @@ class ModuleModel(ModelAdapter):
         state = {self._inner_name(name): value for name, value in placed.items()}
         if not self._is_loaded_whole:
             self._hooks.load(state, strict)
-        elif live.keys() <= values.keys():  # one of its own may have no parameter "strict"
+        elif live.keys() <= values.keys():  # the model's own method may have no parameter "strict"
             self._model.load_state_dict(state)
-        else:  # what is missing or unexpected was found out before
+        else:  # validate() has checked missing and unexpected names
             self._model.load_state_dict(state, strict=False)
 
     def after_load(self) -> None:
@@ -427,7 +430,7 @@ class ModuleModel(ModelAdapter):
             raise UnsupportedState(
                 f"model/{name} is expanded (several elements share memory); load into a contiguous() copy"
             )
-        elif id(self._live[name]) not in self._held and not self.owns(name):
+        elif id(self._live[name]) not in self._own_ids and not self.owns(name):
             raise UnsupportedState(
                 f"model/{name} is computed by state_dict(), not a parameter or buffer that could be written to; "
                 "load into a dict (model={}) and pass that to the model's load_state_dict()"
@@ -441,17 +444,19 @@ class ModuleModel(ModelAdapter):
 
 
 class DictModel(ModelAdapter):
-    """A state dict. An empty one is filled with CPU tensors, in another tensors are overwritten in place."""
+    """A state dict as a model. An empty one is filled with CPU tensors; in another, tensors are overwritten in place.
+
+    """
 
     def may_hold(self, parameter: torch.Tensor) -> bool:
         if has_address(local_of(parameter)):
             return memory_of(parameter) in self._memory
         # It is not known whether tensors on XLA in a state dict are the parameters themselves.
-        return any((held.device, held.shape) == (parameter.device, parameter.shape) for held in self._tensors.values())
+        return any((own.device, own.shape) == (parameter.device, parameter.shape) for own in self._tensors.values())
 
     @cached_property
     def _memory(self) -> set[Hashable]:
-        return {memory_of(held) for held in self._tensors.values()}
+        return {memory_of(tensor) for tensor in self._tensors.values()}
 
     def validate(
         self, saved: Mapping[str, Any], strict: bool, ignores: Callable[[str], bool] | None = None
@@ -461,9 +466,7 @@ class DictModel(ModelAdapter):
         return names
 
     def assign(self, name: str, value: Any) -> None:
-        """As for modules, but a value without a live tensor is stored as it is, and belongs to this dict from then on.
-
-        """
+        """Overwrite the live tensor of ``name`` in place; without one, store ``value`` itself in the dict."""
         if isinstance(self._live.get(name), torch.Tensor) and isinstance(value, torch.Tensor):
             copy_in(self._live[name], value)
         else:
@@ -471,8 +474,7 @@ class DictModel(ModelAdapter):
 
 
 def _replicated(model: Any) -> list[str]:
-    """The prefixes of modules that torch's data parallelism wraps, the inner ones first; it calls what it wraps
-    ``module``."""
+    """Return the name prefixes of modules that torch's data parallelism wraps, inner ones first."""
     if not isinstance(model, torch.nn.Module):
         return []
     kinds = (torch.nn.DataParallel, torch.nn.parallel.DistributedDataParallel)
@@ -488,7 +490,7 @@ def _without_replication(name: str, prefixes: Iterable[str]) -> str:
 
 
 def _state_with_identity(model: Any) -> dict[str, Any]:
-    """The state dict of ``model``, with parameters and buffers themselves where it gives detached ones.
+    """Return the state dict of ``model``, with parameters and buffers themselves in place of detached ones.
 
     A wrapper's own ``state_dict`` may not know ``keep_vars``, or not pass it on.
     """
@@ -501,7 +503,7 @@ def _state_with_identity(model: Any) -> dict[str, Any]:
 
 
 def _own(model: Any) -> dict[str, torch.Tensor]:
-    """Parameters and buffers by name; tied ones by all of their names, if the model tells them."""
+    """Return parameters and buffers by name; tied ones by all of their names, if the model tells them."""
     if not hasattr(model, "named_parameters"):
         return {}
     try:
@@ -512,7 +514,7 @@ def _own(model: Any) -> dict[str, torch.Tensor]:
 
 
 def _is_detached(value: Any, own: torch.Tensor | None) -> bool:
-    """Whether ``value`` is the tensor ``own``, but another object. On XLA its name must be enough."""
+    """Return whether ``value`` is the tensor ``own``, but another object. On XLA its name must be enough."""
     if own is None or not isinstance(value, torch.Tensor) or value is own or form_of(value) != form_of(own):
         return False
     if has_address(local_of(own)):
@@ -526,18 +528,18 @@ def _overlaps_itself(tensor: torch.Tensor) -> bool:
 
 
 def _stride_to_note(path: Path, tensor: torch.Tensor) -> Stride | None:
-    """The strides of a tensor of extra state: no live one will tell about them."""
+    """Return the strides of a tensor of extra state, which no live tensor will tell."""
     return own_stride(tensor, None) if len(path) > 1 or _is_extra_state(str(path[0])) else None
 
 
 def _refuse_overlaps(tensors: Mapping[str, torch.Tensor]) -> None:
-    """Raise UnsupportedState for two that share some of their memory and are not the same tensor, which are tied."""
+    """Raise UnsupportedState for two tensors that share only some of their memory. Tied ones are one tensor."""
     local = {name: local_of(tensor) for name, tensor in tensors.items()}
     pair = overlapping({name: tensor for name, tensor in local.items() if has_address(tensor)})
     if pair is not None:
         raise UnsupportedState(
-            f"model/{pair[0]} and model/{pair[1]} share some of their memory, and are not one tensor: what is loaded "
-            "into one would change the other; load into clones"
+            f"model/{pair[0]} and model/{pair[1]} share some of their memory, and are not one tensor: a load into one "
+            "would change the other; load into clones"
         )
 
 
@@ -546,7 +548,7 @@ def _is_extra_state(name: str) -> bool:
 
 
 def _find_ties(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
-    """For every name whose memory has several names: the first of them."""
+    """Map every name whose memory has several names to the first of them."""
     memory = {name: memory_of(tensor) for name, tensor in tensors.items()}
     times = Counter(memory.values())
     first: dict[Hashable, str] = {}

@@ -1,4 +1,4 @@
-"""Models: which adapter a live one needs."""
+"""Choice of the adapter for a live model."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from nxd_ckpt.live.model import DictModel, ModelAdapter, ModuleModel
 
 
 def open_model(model: Any, *, may_be_meta: bool = False) -> ModelAdapter:
-    """The adapter of ``model``: a module, an NxD wrapper, or a dict of tensors. For one save or one load.
+    """Return the adapter of ``model`` (a module, an NxD wrapper, or a dict of tensors) for one save or one load.
 
-    With ``may_be_meta``, for a load that calls `ModelAdapter.materialize`, tensors may be on the meta device.
-    Raises InvalidArgument for anything else.
+    With ``may_be_meta``, for a load that calls `ModelAdapter.materialize`, tensors may be on the meta device. Raises
+    InvalidArgument for anything else.
     """
     if isinstance(model, dict):
         _refuse_live_objects(model)
@@ -33,7 +33,7 @@ def open_model(model: Any, *, may_be_meta: bool = False) -> ModelAdapter:
 
 
 def _refuse_live_objects(state: Mapping[Any, Any]) -> None:
-    """Raise InvalidArgument for a dict of modules, optimizers and the like, as torch's "app state"."""
+    """Raise InvalidArgument for a dict of modules, optimizers and the like, such as torch's "app state"."""
     live = {name: value for name, value in state.items() if callable(getattr(value, "load_state_dict", None))}
     if live:
         kinds = ", ".join(f"{name!r}: {type(value).__name__}" for name, value in list(live.items())[:4])
@@ -45,7 +45,7 @@ def _refuse_live_objects(state: Mapping[Any, Any]) -> None:
 
 
 def _unwrapped(model: Any) -> Any:
-    """What NxD's wrappers (``NxDModel``, the Lightning module around it) hand their ``state_dict()`` on to."""
+    """Return the model to which NxD's wrappers (``NxDModel``, its Lightning module) delegate ``state_dict()``."""
     while isinstance(model, torch.nn.Module) and "nxd_config" in vars(model):
         if type(model).state_dict is torch.nn.Module.state_dict:
             break  # its names begin with that of the attribute

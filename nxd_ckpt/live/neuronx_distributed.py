@@ -15,13 +15,13 @@ _PARALLEL_STATE = "neuronx_distributed.parallel_layers.parallel_state"
 
 
 def live_topology() -> Topology | None:
-    """The topology of ``parallel_state``'s replica groups, or None where they are not initialised.
+    """Return the topology of ``parallel_state``'s replica groups, or None if they are not initialised.
 
-    Context-parallel ranks hold the same model, and ZeRO-1 shards over them too: to files they are data-parallel ranks,
-    ``dp_rank * cp + cp_rank``. So each writes what no other has, though NxD calls the files of all of them alike.
+    Context-parallel ranks have the same model, and ZeRO-1 shards over them too: for files they are data-parallel ranks,
+    ``dp_rank * cp + cp_rank``. So each writes files that no other has, though NxD gives all their files one name.
 
     neuronx-distributed is never imported: a process that uses it has done so. Raises UnsupportedState for experts under
-    context parallelism, InvalidArgument where the ranks that NxD names files by do not follow from its groups.
+    context parallelism, InvalidArgument if the ranks in NxD's file names do not follow from its groups.
     """
     parallel = sys.modules.get(_PARALLEL_STATE)
     if parallel is None or not parallel.model_parallel_is_initialized():
@@ -44,7 +44,7 @@ def live_topology() -> Topology | None:
 
 
 def _size(parallel: ModuleType, name: str) -> int:
-    """The size of a dimension that this version of NxD may not know."""
+    """Return the size of a dimension that this version of NxD may not know."""
     get = getattr(parallel, f"get_{name}_parallel_size", None)
     return 1 if get is None else int(get())
 
@@ -57,7 +57,9 @@ def _groups(parallel: ModuleType, name: str) -> list[list[int]]:
 
 
 def _joined(dp: list[list[int]], cp: list[list[int]]) -> list[list[int]]:
-    """The data-parallel groups with the context-parallel ranks of each member, in the order of ZeRO-1's shards."""
+    """Return the data-parallel groups with the context-parallel ranks of each member, in the order of ZeRO-1's shards.
+
+    """
     context = {group[0]: group for group in cp}
     return [[rank for first in group for rank in context[first]] for group in dp if group[0] in context]
 
@@ -68,8 +70,8 @@ def _global_rank(parallel: ModuleType, groups: Mapping[str, list[list[int]]]) ->
     if dist.is_available() and dist.is_initialized():
         return dist.get_rank()
     candidates = [
-        {group[int(getattr(parallel, f"get_{name}_parallel_rank")())] for group in found}
-        for name, found in groups.items()
+        {group[int(getattr(parallel, f"get_{name}_parallel_rank")())] for group in group_lists}
+        for name, group_lists in groups.items()
     ]
     (rank,) = set.intersection(*candidates)
     return rank

@@ -1,4 +1,4 @@
-"""Optimizers: which adapter a live one needs, and what its parameters are called."""
+"""Choice of the adapter for a live optimizer, and the adapters' protocol."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from nxd_ckpt.live.zero1 import Zero1Optimizer
 
 
 class OptimizerAdapter(Protocol):
-    """A live optimizer as a state tree and back. ``kind`` is "plain" or "zero1" (each rank holds state of its own).
+    """A live optimizer as a state tree and back. ``kind`` is "plain" or "zero1" (each rank has its own state).
 
     ``parameter_names`` lists the names of all parameters in the order of their indices, None if they are unknown.
-    ``stepping`` is the live optimizer whose class keeps the state; None where there are several, or none.
+    ``stepping`` is the live optimizer whose class keeps the state; None if there are several, or none.
     """
 
     kind: str
@@ -35,16 +35,16 @@ class OptimizerAdapter(Protocol):
     stepping: Any
 
     def form(self) -> OptimizerForm | None:
-        """What its state dict is on this rank; None for a dict, which takes what was saved.
+        """Return the form of its state dict on this rank; None for a dict, which takes any saved one.
 
-        Raises OptimizerMismatch where only the optimizer itself knows how its state is cut.
+        Raises OptimizerMismatch if only the optimizer itself knows how its state is cut.
         """
 
     def entries(self) -> Iterable[str]:
-        """The global names of the state that it has so far."""
+        """Return the global names of its state so far."""
 
     def capture(self) -> State:
-        """The optimizer's state dict as NxD has it, with its live tensors. No device work."""
+        """Return the optimizer's state dict in NxD's form, with its live tensors. No device work."""
 
     def validate(self, saved: Mapping[str, Any]) -> None:
         """Check that ``saved`` (a state dict whose leaves are tensors or have ``dtype`` and ``shape``) fits.
@@ -54,32 +54,31 @@ class OptimizerAdapter(Protocol):
         """
 
     def placed(self, saved: Mapping[str, Any]) -> Mapping[Path, Placed]:
-        """How those of ``saved``'s tensors, by path, that are put into DTensors lie on their meshes.
+        """Return the mesh positions of those of ``saved``'s tensors, by path, that are loaded into DTensors.
 
-        `load` takes what this rank holds of each in its place. Raises UnsupportedState for a DTensor that is not
-        cut into boxes.
+        `load` takes this rank's part of each instead. Raises UnsupportedState for a DTensor that is not cut into boxes.
         """
 
     def load(self, saved: Mapping[str, Any], read: LeafSource, keeps: Keeps = keeps_nothing) -> None:
         """Continue from ``saved``, which `validate` accepted, reading one leaf at a time; after the model's load.
 
-        What ``keeps`` says is not in ``saved``, and stays as it is.
+        State whose name ``keeps`` accepts is not in ``saved``, and stays.
 
         No collective, nothing compiled. Gradients are dropped: the next backward pass makes new ones. (With
-        ``zero_grad(set_to_none=False)``, torch-xla's and NxD's default, an uninterrupted run would keep zero gradients
-        and so go on decaying a parameter that had a gradient before and gets none in the next step.)
+        ``zero_grad(set_to_none=False)``, torch-xla's and NxD's default, an uninterrupted run would keep zero gradients,
+        and so would go on decaying a parameter that had a gradient before and gets none in the next step.)
         """
 
     def after_load(self) -> None:
-        """Call what torch calls after a load; all is in its place."""
+        """Call the hooks that torch calls after a load, when everything is loaded."""
 
     def followed(self, saved: Mapping[str, Any]) -> Iterable[tuple[str, torch.Tensor]]:
-        """The live parameters, by name, that `load` takes copies of, where ``saved`` has none."""
+        """Return the live parameters, by name, that `load` copies into shards because ``saved`` has no such values."""
 
     def follow(self, keeps: Keeps) -> None:
-        """The model was loaded without the optimizer: copy its weights again into ZeRO-1's shards.
+        """Copy the model's weights again into ZeRO-1's shards, after a load of the model alone.
 
-        Otherwise the next step would put the old weights back.
+        Otherwise the next step would restore the old weights.
         """
 
 
@@ -91,13 +90,14 @@ def open_optimizer(
     zero1_optimizer: bool = False,
     topology: Topology | None = None,
 ) -> OptimizerAdapter:
-    """The adapter of ``optimizer``, recognised by what it offers; wrappers (NxD's) are taken off.
+    """Return the adapter of ``optimizer``, recognised by its attributes; NxD's wrappers are removed.
 
-    Names come from ``param_names`` (per param group), else from the identity of ``model``'s parameters, else from
-    names that torch keeps in the groups. ``zero1_optimizer`` says that a dict, or an optimizer of another kind, holds
-    state of this rank alone; of one of DTensors these themselves tell.
+    Names come from ``param_names`` (per param group), else from the identity of ``model``'s parameters, else from names
+    that torch keeps in the groups. ``zero1_optimizer``: a dict, or an optimizer of another kind, has state of this rank
+    alone. An optimizer of DTensors needs no such flag.
 
-    Raises InvalidArgument for what is no optimizer, UnsupportedState for shards that do not follow the ``topology``.
+    Raises InvalidArgument for an object that is no optimizer, UnsupportedState for shards that do not follow the
+    ``topology``.
     """
     topology = topology or Topology()
     if isinstance(optimizer, dict):
@@ -129,7 +129,7 @@ def _refuse_live_objects(state: Mapping[Any, Any]) -> None:
 
 
 def _refuse_others_parameters(names: Sequence[str]) -> None:
-    """Raise OptimizerMismatch for an optimizer whose parameters are not those of a model of DTensors."""
+    """Raise OptimizerMismatch for an optimizer whose parameters are not those of the model of DTensors."""
     unnamed = [name for name in names if name.startswith("#")]
     if unnamed:
         raise OptimizerMismatch(
@@ -139,15 +139,15 @@ def _refuse_others_parameters(names: Sequence[str]) -> None:
 
 
 def _unwrapped(optimizer: Any) -> Any:
-    seen = optimizer
-    # NxD's wrapper keeps no state of its own; others (Lookahead and its kind) do, and are saved as they are.
-    while hasattr(seen, "nxd_config") and hasattr(seen, "optimizer"):
-        seen = seen.optimizer
-    if isinstance(seen, type) or not hasattr(seen, "param_groups") or not hasattr(seen, "state_dict"):
-        kind = f"the class {seen.__name__} itself" if isinstance(seen, type) else f"a {type(optimizer).__name__}"
+    inner = optimizer
+    # NxD's wrapper has no state of its own; other wrappers (Lookahead) do, and are saved themselves.
+    while hasattr(inner, "nxd_config") and hasattr(inner, "optimizer"):
+        inner = inner.optimizer
+    if isinstance(inner, type) or not hasattr(inner, "param_groups") or not hasattr(inner, "state_dict"):
+        kind = f"the class {inner.__name__} itself" if isinstance(inner, type) else f"a {type(optimizer).__name__}"
         several = isinstance(optimizer, (list, tuple)) and bool(optimizer)
         advice = "; save each of several optimizers under a directory of its own" if several else ""
         raise InvalidArgument(
             f"optimizer= must be a torch optimizer, an NxD optimizer or a state dict, found {kind}{advice}"
         )
-    return seen
+    return inner

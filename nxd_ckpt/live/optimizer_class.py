@@ -1,6 +1,6 @@
-"""Comparison of saved state with the live optimizer's class: torch loads another one's, and fails, or drifts, later.
+"""Comparison of saved state with the live optimizer's class.
 
-What each class keeps is that of torch.optim 2.5 to 2.14.
+torch loads another class's state, and fails or drifts later. Each class's entries are those of torch.optim 2.5 to 2.14.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _OPTIONS = {
     *("initial_accumulator_value", "lambd", "t0", "momentum_decay", "etas", "step_sizes", "beta2_decay", "d"),
     *("ns_coefficients", "ns_steps", "tolerance_grad", "tolerance_change", "history_size", "line_search_fn"),
 }
-"""Options that say which class of torch.optim a param group is of; others come and go with releases and schedulers."""
+"""Options that tell the class of torch.optim of a param group; others come and go with releases and schedulers."""
 
 _ENTRIES = {
     "Adadelta": {"square_avg", "acc_delta"},
@@ -31,7 +31,7 @@ _ENTRIES = {
     "Rprop": {"prev", "step_size"},
     "SparseAdam": {"exp_avg", "exp_avg_sq"},
 }
-"""Entries that the classes of torch.optim keep for each parameter once it was stepped, whatever their options are."""
+"""Entries that classes of torch.optim keep for each parameter after its first step, with any options."""
 
 
 def check_class(optimizer: Any, groups: Iterable[Mapping[str, Any]], state: Mapping[Any, Any]) -> None:

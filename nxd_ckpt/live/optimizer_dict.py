@@ -1,4 +1,4 @@
-"""Optimizer state dicts in place of live optimizers: saved as they are, filled or replaced on load."""
+"""Optimizer state dicts in place of live optimizers: saved unchanged, filled or replaced on load."""
 
 from __future__ import annotations
 
@@ -26,13 +26,14 @@ from nxd_ckpt.live.zero1 import EXPERT_KEYS, MASTERS
 
 
 class DictOptimizer:
-    """See OptimizerAdapter.
+    """The OptimizerAdapter of a state dict.
 
-    The keys of a dict show its kind; for an empty or unusual one ``zero1`` says it. Without a model, a parameter's
-    shape is known (from ``shape_info``, or its state), but not its cut over tp.
+    The keys of a dict show its kind; for an empty or unusual one ``zero1`` does. Without a model, a parameter's shape
+    is known (from ``shape_info``, or its state), but not its cut over tp.
     """
 
     stepping = None
+
     def __init__(
         self,
         state: dict[str, Any],
@@ -51,7 +52,7 @@ class DictOptimizer:
         self._first_expert = _parameters_before(groups, state.get("ep_param_group_offset", len(groups)))
 
     def know_names(self, names: Sequence[str]) -> None:
-        """Use these names of the parameters, by index, if the dict does not have them."""
+        """Use these names of the parameters, by index, if the dict has none."""
         if self.parameter_names is None:
             self._names = list(names)
 
@@ -62,9 +63,9 @@ class DictOptimizer:
         return (name for _, name in state_entries(self._state, self._names))
 
     def capture(self) -> State:
-        told = repr([self._state.get(key) for key in ("shape_info", *EXPERT_KEYS)])
+        layout = repr([self._state.get(key) for key in ("shape_info", *EXPERT_KEYS)])
         model = None if self._model is None else self._model.grounds
-        grounds = self.kind, self._topology.sizes, self._names, told, model
+        grounds = self.kind, self._topology.sizes, self._names, layout, model
         return state_of(self._state, self._describe, grounds, lambda _, tensor: own_stride(tensor, None))
 
     def validate(self, saved: Mapping[str, Any]) -> None:
@@ -92,13 +93,13 @@ class DictOptimizer:
         self._state.update(loaded)
 
     def after_load(self) -> None:
-        """Nothing to call."""
+        """Do nothing: a dict has no hooks."""
 
     def followed(self, saved: Mapping[str, Any]) -> tuple[()]:
         return ()
 
     def follow(self, keeps: Keeps) -> None:
-        """Nothing to do: a dict is loaded as it was saved."""
+        """Do nothing: a dict is loaded as it was saved."""
 
     def _describe(self, path: Path, tensor: torch.Tensor) -> StateTensor:
         owned = path[0] in ("state", "base_state", MASTERS) and isinstance(path[1], int)
@@ -109,8 +110,8 @@ class DictOptimizer:
         expert = offset is not None and index >= offset
         flat = index - offset + self._first_expert if offset is not None and expert else index
         name = self._names[flat] if flat < len(self._names) else f"#{flat}"
-        known = None if self._model is None else self._model.parameters.get(name)
-        spec = known or self._guessed(section, index, tensor, expert)
+        own = None if self._model is None else self._model.parameters.get(name)
+        spec = own or self._guessed(section, index, tensor, expert)
         if self.kind == "plain" or spec is None:
             return Slot(name, tensor, torch.empty(() if spec is None else spec.shape, device="meta"), {}, spec)
         at = self._topology
@@ -126,8 +127,8 @@ class DictOptimizer:
             return None
         if shape is None:
             return None
-        known = self._topology.tp == self._topology.ep == 1
-        return ParameterSpec(dtype, tuple(shape), Partition(expert=expert, known=known))
+        is_whole = self._topology.tp == self._topology.ep == 1
+        return ParameterSpec(dtype, tuple(shape), Partition(expert=expert, known=is_whole))
 
 
 def _parameters_before(groups: Sequence[Mapping[str, Any]], group: int) -> int:

@@ -1,4 +1,4 @@
-"""What the parameters of an optimizer are called."""
+"""Names of an optimizer's parameters."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from nxd_ckpt.live.model import ModelAdapter
 def parameter_names(
     groups: Sequence[dict[str, Any]], model: ModelAdapter | None, param_names: Sequence[Sequence[str]] | None
 ) -> list[str]:
-    """A name for each parameter, in the order of their indices; "#3" where it is not known.
+    """Return a name for each parameter, in the order of their indices; "#3" where it is unknown.
 
-    ``groups`` may be live ones or a state dict's, which hold indices in place of parameters.
+    ``groups`` may be live ones, or a state dict's, which have indices in place of parameters.
     """
     if param_names is not None:
         return _checked(param_names, [len(group["params"]) for group in groups])
-    known = {} if model is None else model.parameter_names()
+    name_by_id = {} if model is None else model.parameter_names()
     names: list[str] = []
     for group in groups:
-        kept = group.get("param_names") or [None] * len(group["params"])  # torch: built from named parameters
-        for parameter, own in zip(group["params"], kept, strict=True):
-            names.append(known.get(id(parameter)) or own or f"#{len(names)}")
+        own_names = group.get("param_names") or [None] * len(group["params"])  # torch: built from named parameters
+        for parameter, own in zip(group["params"], own_names, strict=True):
+            names.append(name_by_id.get(id(parameter)) or own or f"#{len(names)}")
     return names
 
 
 def if_known(names: Sequence[str]) -> list[str] | None:
-    """``names``, or None if not one of them is known."""
+    """Return ``names``, or None if all are unknown."""
     return None if all(name.startswith("#") for name in names) else list(names)
 
 

@@ -1,8 +1,8 @@
-"""State that an optimizer keeps for its own shard of a DTensor, as plain tensors: each rank's is another one.
+"""Optimizer state for a rank's own shard of a DTensor, as plain tensors that differ from rank to rank.
 
-Nothing tells how such a tensor is cut: low-bit optimizers keep codes and scales of their shard. So those of all ranks
-are saved as one tensor with a row for each rank of the mesh, under a name that says how the parameter lay. A load on
-the same mesh gives each rank its row back; on another one it is refused.
+Nothing tells how such a tensor is cut: low-bit optimizers keep codes and scales of their shard. So all ranks' tensors
+are saved as one tensor with a row for each rank of the mesh, under a name with the parameter's placement. A load on the
+same mesh gives each rank its row back; on another one it is refused.
 """
 
 from __future__ import annotations
@@ -21,8 +21,11 @@ from nxd_ckpt.live.parameters import form_of
 
 
 def is_of_rank(parameter: torch.Tensor, entry: Any, value: Any) -> bool:
-    """True for a plain tensor in the state of a parameter that is cut over ranks, or a container with one, unless it is
-    a number, or as large as the whole parameter: those count as alike on all ranks."""
+    """Return whether a parameter's state entry has plain tensors that differ from rank to rank.
+
+    True for plain tensors in the state of a parameter that is cut over ranks, and containers of them. Numbers, and
+    tensors as large as the whole parameter, count as equal on all ranks.
+    """
     if entry in ON_HOST or not _is_cut(parameter):
         return False
     tensors = [tensor for _, tensor in iter_tensors(value, torch.Tensor)]
@@ -32,30 +35,30 @@ def is_of_rank(parameter: torch.Tensor, entry: Any, value: Any) -> bool:
 
 
 def row_name(parameter: torch.Tensor, entry: Any) -> str:
-    """The name that the rows of an entry are saved under: ``codes@ranks|2x2|S(0),R``."""
+    """Return the name under which the rows of an entry are saved: ``codes@ranks|2x2|S(0),R``."""
     about: Any = parameter
     sizes = "x".join(map(str, about.device_mesh.shape))
     return f"{entry}{ROWS}{sizes}|{','.join(map(str, about.placements))}"
 
 
 def name_of_rows(entry: Any) -> str | None:
-    """The name of the entry that these are the rows of; None for an entry that is no rows."""
+    """Return the name of the entry whose rows these are; None for an entry without rows."""
     name, mark, _ = str(entry).partition(ROWS)
     return name if mark else None
 
 
 def as_rows(value: Any, parameter: torch.Tensor) -> Any:
-    """The value with `as_row` for each of its tensors."""
+    """Return the value with `as_row` applied to each of its tensors."""
     return map_tensors(value, lambda tensor: as_row(tensor, parameter), torch.Tensor)
 
 
 def own_of_rows(rows: Any) -> Any:
-    """The value of this rank, of which each tensor was loaded as its row."""
+    """Return this rank's value, from tensors of which each was loaded as this rank's row."""
     return map_tensors(rows, lambda row: row[0], torch.Tensor)
 
 
 def as_row(value: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-    """The rows of all ranks of the parameter's mesh, a DTensor, of which this rank has ``value``."""
+    """Return the rows of all ranks of the parameter's mesh, as a DTensor of which this rank has ``value``."""
     library: Any = sys.modules["torch.distributed.tensor"]
     about: Any = parameter
     mesh, local = about.device_mesh, value.detach().unsqueeze(0)
@@ -67,7 +70,7 @@ def as_row(value: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
 
 
 def placed_rows(name: str, parameter: torch.Tensor, saved: Any) -> dict[Path, Placed]:
-    """How the saved rows of an entry lie on the parameter's mesh, by the path of each tensor in it."""
+    """Return the mesh positions of an entry's saved rows, by the path of each tensor in it."""
 
     def placed(shape: tuple[int, ...]) -> Placed:
         return placed_of(name, as_row(torch.empty(shape[1:], device="meta"), parameter))
@@ -76,7 +79,7 @@ def placed_rows(name: str, parameter: torch.Tensor, saved: Any) -> dict[Path, Pl
 
 
 def check_rows(name: str, parameter: torch.Tensor, entries: Mapping[Any, Any]) -> None:
-    """Raise OptimizerMismatch for rows that were saved where the parameter lay in another way."""
+    """Raise OptimizerMismatch for rows that were saved with another placement of the parameter."""
     for entry in entries:
         own = name_of_rows(entry)
         if own is None or (is_dtensor(parameter) and entry == row_name(parameter, own)):

@@ -1,4 +1,4 @@
-"""An optimizer's state per parameter: describing, checking and filling it. Shared by plain and ZeRO-1 optimizers."""
+"""Per-parameter optimizer state: describing, checking and filling it. Shared by plain and ZeRO-1 optimizers."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ from nxd_ckpt.live.torch_xla import copy_in, place
 
 
 class LeafSource(Protocol):
-    """Reads saved leaves: at once, or by the time that the load is over, several at a time."""
+    """A reader of saved leaves: at once, or by the end of the load, several at a time."""
 
     def __call__(self, leaf: Any) -> torch.Tensor:
-        """The leaf, now, as a CPU tensor that the caller may keep."""
+        """Return the leaf now, as a CPU tensor that the caller may keep."""
 
     def into(self, leaf: Any, memory: torch.Tensor) -> None:
-        """Fill ``memory``, a contiguous CPU tensor of the leaf's form, which nobody may look at until the load is over.
+        """Fill ``memory``, a contiguous CPU tensor of the leaf's form, which must not be read before the load ends.
 
         Where memories overlap, the later call wins.
         """
@@ -47,7 +47,7 @@ class LeafSource(Protocol):
 
 
 Keeps = Callable[[str], bool]
-"""Whether what has this global name ("optim/up.weight/exp_avg", "optim/state/...") keeps its live value."""
+"""A predicate on global names ("optim/up.weight/exp_avg", "optim/state/..."): True if the live value stays."""
 
 
 def keeps_nothing(name: str) -> bool:
@@ -58,7 +58,7 @@ Group = dict[str, Any]
 _Entries = dict[Any, Any]
 
 _OF_PARAMETERS = ("params", "param_names")
-"""What a param group says of its parameters; the rest are options."""
+"""Keys of a param group about its parameters; the rest are options."""
 
 STEP = "step"
 
@@ -67,7 +67,7 @@ ON_HOST = (STEP, "mu_product")
 
 
 ROWS = "@ranks|"
-"""In the name of an entry that has a row for each rank; see optimizer_ranks."""
+"""Mark in the name of an entry that has a row for each rank; see optimizer_ranks."""
 
 
 def is_rows(entry: Any) -> bool:
@@ -78,9 +78,10 @@ def is_rows(entry: Any) -> bool:
 class Slot:
     """One parameter of an optimizer.
 
-    ``key`` is the tensor that its state is kept under and shaped like: the ``parameter`` itself, or its ZeRO-1 shard,
-    number ``shard`` of ``shards``. ``group`` is the param group of ``key``. ``placed`` says, in a load, which entries
-    are DTensors, or will be, and how they lie on their meshes; ``models`` has those that are not shaped as ``key`` is.
+    ``key`` is the tensor that its state belongs to and is shaped like: the ``parameter`` itself, or its ZeRO-1 shard,
+    number ``shard`` of ``shards``. ``group`` is the param group of ``key``. In a load, ``placed`` has the mesh
+    positions of the entries that are, or become, DTensors; ``models`` has a model DTensor for those not shaped as
+    ``key``.
     """
 
     name: str
@@ -94,7 +95,7 @@ class Slot:
     models: dict[Any, torch.Tensor] = field(default_factory=dict, compare=False)
 
     def place(self, saved: Mapping[Any, Any], live: Mapping[Any, Any]) -> None:
-        """Find out how entries lie that are ``saved`` as whole tensors: as ``live`` ones do, else as the parameter."""
+        """Find the mesh positions of entries ``saved`` as whole tensors: as ``live`` ones, else as the parameter."""
         self.placed.clear()
         self.models.clear()
         for entry, value in saved.items():
@@ -112,13 +113,13 @@ class Slot:
                 self.placed[entry] = placed_of(self.global_name(entry), model)
 
     def as_placed(self, entry: Any, tensor: torch.Tensor) -> torch.Tensor:
-        """What an entry that is new becomes of the ``tensor`` that was loaded."""
+        """Return the loaded ``tensor`` in the form of a new entry: a DTensor if the entry is placed."""
         if entry not in self.placed or is_rows(entry):
             return tensor
         return like(tensor, self.models.get(entry, self.key))
 
     def describe(self, parts: Path, tensor: torch.Tensor) -> StateTensor:
-        """What the state entry at ``parts`` ("exp_avg", ...) is: cut like the parameter if shaped like it."""
+        """Describe the state entry at ``parts`` ("exp_avg", ...): cut like the parameter if shaped like it."""
         name = "/".join(map(str, (f"optim/{self.name}", *parts)))
         expert = self.spec is not None and self.spec.partition.expert
         if parts == (STEP,) or tensor.shape != self.key.shape:
@@ -127,11 +128,11 @@ class Slot:
 
     @property
     def master_dtype(self) -> str | None:
-        """That of the master weights, which the state is kept under; None where it is the parameter itself."""
+        """Dtype of the master weights that the state belongs to; None if it belongs to the parameter itself."""
         return None if self.key is self.parameter else dtype_name(self.key.dtype)
 
     def global_name(self, entry: Any) -> str:
-        """What an entry of its state is called."""
+        """Return the global name of an entry of its state."""
         return f"optim/{self.name}/{entry}"
 
     def clear_gradients(self) -> None:
@@ -142,22 +143,22 @@ class Slot:
 
 
 def form_of_slots(kind: str, slots: Sequence[Slot], groups: Sequence[Group]) -> OptimizerForm:
-    """The form of an optimizer with these parameters and live groups."""
-    known = tuple(
+    """Return the form of an optimizer with these parameters and live groups."""
+    optimizer_slots = tuple(
         OptimizerSlot(slot.name, slot.spec, slot.shards, slot.shard, slot.master_dtype)
         for slot in slots
         if slot.spec is not None
     )
     sizes, options = tuple(len(group["params"]) for group in groups), tuple(map(options_of, groups))
-    return OptimizerForm(kind, known, sizes, options=options)
+    return OptimizerForm(kind, optimizer_slots, sizes, options=options)
 
 
 def check_groups(live: Sequence[Group], saved: Sequence[Group]) -> list[Any]:
-    """The saved indices of all parameters, in live order. Raises OptimizerMismatch if the groups differ in size."""
-    wanted, sizes = ([len(group["params"]) for group in groups] for groups in (live, saved))
-    if wanted != sizes:
+    """Return the saved indices of all parameters, in live order. Raises OptimizerMismatch if groups differ in size."""
+    live_sizes, sizes = ([len(group["params"]) for group in groups] for groups in (live, saved))
+    if live_sizes != sizes:
         raise OptimizerMismatch(
-            f"optimizer: the checkpoint has parameters per param group {sizes}, the live optimizer has {wanted}; "
+            f"optimizer: the checkpoint has parameters per param group {sizes}, the live optimizer has {live_sizes}; "
             "build param_groups as when it was saved (same groups, same frozen parameters)"
         )
     return [index for group in saved for index in group["params"]]
@@ -168,7 +169,7 @@ def check_state(
 ) -> None:
     """Check that `fill_state` can take ``saved``. A parameter without an entry never had a gradient.
 
-    ``any_shape`` says that entries may have other shapes than their parameters, named or not.
+    ``any_shape``: entries may have other shapes than their parameters, named or not.
 
     Raises OptimizerMismatch for unknown indices, ShapeMismatch and DtypeMismatch for entries that do not fit.
     """
@@ -187,51 +188,51 @@ def check_state(
 
 
 def keeps_any_shape(optimizer: Any) -> bool:
-    """True for another class than torch's own: it may keep anything for a parameter."""
+    """Return whether the class is not torch's own: it may keep state of any shape for a parameter."""
     return not type(optimizer).__module__.startswith("torch.optim")
 
 
 def check_form(slot: Slot, entry: str, saved: Any, live: Any, *, any_shape: bool = False) -> None:
-    """Compare a saved tensor with the live one, or with what it will be kept under where there is none yet."""
+    """Compare a saved tensor with the live one, or with the tensor it will belong to if there is none yet."""
     dtype, shape = form_of(saved)
     if isinstance(live, torch.Tensor):
-        wanted_dtype, wanted = form_of(live)
+        live_dtype, live_shape = form_of(live)
     else:
-        # The optimizer chooses dtype and rank of an entry; one of the parameter's own rank must have its shape, but for
-        # what was reduced away (Adafactor's row_var and col_var).
-        wanted_dtype = dtype
+        # The optimizer chooses dtype and rank of an entry; one of the parameter's own rank must have its shape,
+        # except for reduced dimensions (Adafactor's row_var and col_var).
+        live_dtype = dtype
         # A plain optimizer whose parameters are known by name may keep matrices of any shape (Shampoo, SOAP, GaLore).
         of_key = tuple(1 if saved_size == 1 else size for saved_size, size in zip(shape, slot.key.shape, strict=False))
         is_free = any_shape or (slot.key is slot.parameter and not slot.name.startswith("#"))
-        wanted = of_key if 0 < len(shape) == slot.key.dim() and not is_free else shape
-    if shape != wanted:
+        live_shape = of_key if 0 < len(shape) == slot.key.dim() and not is_free else shape
+    if shape != live_shape:
         raise ShapeMismatch(
-            f"optim/{slot.name}/{entry}: saved with shape {shape}, the live one has {wanted}; the checkpoint was saved "
-            "for another data- or tensor-parallel size, or for other param_groups"
+            f"optim/{slot.name}/{entry}: saved with shape {shape}, the live one has {live_shape}; the checkpoint was "
+            "saved for another data- or tensor-parallel size, or for other param_groups"
         )
-    if dtype != wanted_dtype:
+    if dtype != live_dtype:
         raise DtypeMismatch(
-            f"optim/{slot.name}/{entry}: saved as {dtype}, the live one is {wanted_dtype}; "
+            f"optim/{slot.name}/{entry}: saved as {dtype}, the live one is {live_dtype}; "
             "build the optimizer with the dtype that was saved: values are never cast silently"
         )
 
 
 def entries_of(slots: Iterable[Slot], state: Mapping[Any, Any]) -> Iterator[str]:
-    """The global names of what is in an optimizer's ``state``."""
+    """Yield the global names of the entries in an optimizer's ``state``."""
     yield from (f"optim/state/{key}" for key in state if isinstance(key, str))
     for slot in slots:
         yield from map(slot.global_name, state.get(slot.key, ()))
 
 
 def options_of(group: Mapping[str, Any]) -> Group:
-    """What a param group says beside its parameters."""
+    """Return the options of a param group: everything except its parameters."""
     return {option: value for option, value in group.items() if option not in _OF_PARAMETERS}
 
 
 def restore_groups(live: Sequence[Sequence[Group]], saved: Sequence[Group], read: LeafSource) -> None:
     """Restore the options (lr, betas, ...) of each list of groups in ``live``, in place, all from ``saved``.
 
-    In place, because learning-rate schedulers hold on to the groups. Options that were not saved stay.
+    In place, because learning-rate schedulers refer to the groups. Options that were not saved stay.
     """
     for number, options in enumerate(saved):
         first, *others = (groups[number] for groups in live)
@@ -248,10 +249,10 @@ def fill_state(
     read: LeafSource,
     keeps: Keeps = keeps_nothing,
 ) -> None:
-    """Make the optimizer's ``state`` what was saved, one tensor at a time; what was not saved, nor kept, is dropped.
+    """Replace the optimizer's ``state`` with the saved one, one tensor at a time; other entries go, unless kept.
 
-    Tensors that fit are overwritten in place, others are made on the parameter's device, ``step`` stays where and as
-    the optimizer keeps it.
+    Tensors that fit are overwritten in place, others are made on the parameter's device. ``step`` stays in the place
+    and form in which the optimizer keeps it.
     """
     for key in [key for key in state if isinstance(key, str) and not keeps(f"optim/state/{key}")]:
         del state[key]
@@ -272,7 +273,7 @@ def fill_state(
 
 
 def overwrite(live: torch.Tensor, leaf: Any, read: LeafSource) -> None:
-    """Make ``live``, in place, what was saved; without memory on the way where it is on the CPU."""
+    """Overwrite ``live`` in place with the saved leaf; without an intermediate copy if it is on the CPU."""
     memory = memory_for(live)
     if memory is None:
         if live.device.type == "cpu":
@@ -284,8 +285,10 @@ def overwrite(live: torch.Tensor, leaf: Any, read: LeafSource) -> None:
 
 
 def materialise(tree: Any, read: LeafSource, device: torch.device, key: torch.Tensor | None = None) -> Any:
-    """``tree`` with copied containers and every saved leaf as a tensor on ``device``, with its strides, which may be
-    those of ``key``."""
+    """Return ``tree`` with copied containers and every saved leaf as a tensor on ``device``.
+
+    Each tensor gets its saved strides, or those of ``key`` where they were saved as the parameter's.
+    """
     if is_tensor(tree):
         return _new(tree, read, key) if device.type == "cpu" else place(_strided(read(tree), tree, key), device)
     if isinstance(tree, Mapping):
@@ -301,7 +304,7 @@ def materialise(tree: Any, read: LeafSource, device: torch.device, key: torch.Te
 
 
 def describe_path(path: Path, tensor: torch.Tensor, slot: Slot | None) -> StateTensor:
-    """What the tensor at ``path`` of an optimizer's state dict is; ``slot`` is the parameter's that it belongs to."""
+    """Describe the tensor at ``path`` of an optimizer's state dict; ``slot`` is its parameter's, if it has one."""
     if is_unusual(tensor):
         owner = path if slot is None else (slot.name, *path[2:])
         refuse_unsupported("/".join(map(str, ("optim", *owner))), tensor)
@@ -311,7 +314,7 @@ def describe_path(path: Path, tensor: torch.Tensor, slot: Slot | None) -> StateT
 
 
 def traits_of_all(optimizer: Any) -> list[Hashable]:
-    """The traits of all parameters of an optimizer, in order."""
+    """Return the traits of all parameters of an optimizer, in order."""
     return [traits_of(parameter) for parameter, _ in flat_parameters(optimizer.param_groups)]
 
 
@@ -368,9 +371,9 @@ def _make(entries: _Entries, entry: Any, leaf: Any, device: torch.device, slot: 
 
 
 def _layout_of(slot: Slot, entry: Any) -> torch.Tensor | None:
-    """The tensor whose memory layout a new entry takes; None for a contiguous one.
+    """Return the tensor whose memory layout a new entry takes; None for a contiguous one.
 
-    SGD and Rprop make some of theirs like the first gradient, which is contiguous for a parameter with gaps in its
+    SGD and Rprop make some entries like the first gradient, which is contiguous for a parameter with gaps in its
     memory; all others take the parameter's order.
     """
     of_gradient = _LIKE_GRADIENTS.get(entry) in slot.group
@@ -382,7 +385,7 @@ _LIKE_GRADIENTS = {"momentum_buffer": "dampening", "step_size": "etas"}
 
 
 def _new(leaf: Any, read: LeafSource, key: torch.Tensor | None) -> torch.Tensor:
-    """The leaf as a new CPU tensor with its strides, filled by the time that the load is over."""
+    """Return the leaf as a new CPU tensor with its strides, filled by the end of the load."""
     dtype, shape = form_of(leaf)
     memory = allocated(shape, dtype, _stride(leaf, key))
     if memory.is_contiguous():
@@ -393,13 +396,15 @@ def _new(leaf: Any, read: LeafSource, key: torch.Tensor | None) -> torch.Tensor:
 
 
 def _strided(value: torch.Tensor, leaf: Any, key: torch.Tensor | None) -> torch.Tensor:
-    """A CPU tensor, which is the leaf, with the strides that `_new` gives it."""
+    """Return the leaf's CPU tensor ``value`` with the strides that `_new` gives it."""
     return strided(value, Stride(_stride(leaf, key)))
 
 
 def _stride(leaf: Any, key: torch.Tensor | None) -> tuple[int, ...]:
-    """The strides that the saved tensor had; those of the live ``key`` where it is shaped like that, and nothing says
-    that they were others."""
+    """Return the saved tensor's strides, or those of the live ``key``.
+
+    The latter if ``key`` has its shape, and no other strides were noted.
+    """
     shape, stride = form_of(leaf)[1], stored_stride(leaf)
     is_shaped_like = key is not None and tuple(local_of(key).shape) == shape
     if stride is None or (is_shaped_like and (stride.as_parameter or stride_of(leaf) is None)):
@@ -408,7 +413,7 @@ def _stride(leaf: Any, key: torch.Tensor | None) -> tuple[int, ...]:
 
 
 def stride_to_note(path: Path, tensor: torch.Tensor, slot: Slot | None) -> Stride | None:
-    """The strides of the tensor at ``path`` of an optimizer's state dict, if they are to be noted."""
+    """Return the strides of the tensor at ``path`` of an optimizer's state dict, if they are to be noted."""
     if slot is None:
         return own_stride(tensor, None)
     entry = path[2:]
@@ -425,5 +430,5 @@ def _replace(state: dict[Any, Any], key: Any, entries: _Entries) -> None:
 
 
 def _like(value: Any, live: torch.Tensor) -> torch.Tensor:
-    """A number or CPU tensor as a CPU tensor of the form of ``live``."""
+    """Return a number or CPU tensor as a CPU tensor of the form of ``live``."""
     return torch.as_tensor(value, dtype=live.dtype).reshape(live.shape)

@@ -1,4 +1,4 @@
-"""Types that neuronx-distributed's files change, in an optimizer's state dict."""
+"""Types in an optimizer's state dict that neuronx-distributed's files change."""
 
 from __future__ import annotations
 
@@ -8,9 +8,7 @@ import torch
 
 
 def restore_types(optimizer_tree: dict[str, Any]) -> dict[str, Any]:
-    """The tree with ``betas`` as tuples and the values of ``shape_info`` as ``torch.Size``: NxD writes both as lists.
-
-    """
+    """Return the tree with ``betas`` as tuples and ``shape_info`` as ``torch.Size``: NxD writes both as lists."""
     tree = dict(optimizer_tree)
     if isinstance(groups := tree.get("param_groups"), list):
         tree["param_groups"] = [_with_betas(group) for group in groups]

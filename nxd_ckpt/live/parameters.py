@@ -1,4 +1,4 @@
-"""What a live tensor is: the specification that NxD's attributes on it give, its memory, and whether we can save it."""
+"""Live tensors: their specification from NxD's attributes, their memory, and the ones that cannot be saved."""
 
 from __future__ import annotations
 
@@ -24,27 +24,29 @@ _ATTRIBUTES = (
     "rank_ordering",
     "expert_model_parallel",
 )
-"""What NxD's parallel layers set on parameters."""
+"""Attributes that NxD's parallel layers set on parameters."""
 
 
 def is_tensor(leaf: Any) -> bool:
-    """Whether ``leaf`` is a tensor or stands for a saved one: anything with ``dtype`` and ``shape``, but NumPy's."""
+    """Return whether ``leaf`` is a tensor or a saved one's stand-in: it has dtype and shape, and is not NumPy's.
+
+    """
     if isinstance(leaf, torch.Tensor):
         return True
     return hasattr(leaf, "dtype") and hasattr(leaf, "shape") and not hasattr(leaf, "__array__")
 
 
 def form_of(leaf: Any) -> tuple[str, tuple[int, ...]]:
-    """The dtype's name and the shape of a tensor or of what stands for one."""
+    """Return the dtype's name and the shape of a tensor or its stand-in."""
     dtype = leaf.dtype
     return (dtype if isinstance(dtype, str) else dtype_name(dtype)), tuple(leaf.shape)
 
 
 def spec_of(tensor: torch.Tensor, tp: int) -> ParameterSpec:
-    """The specification of a parameter or buffer, from the attributes that NxD's parallel layers set on it.
+    """Return the specification of a parameter or buffer, from the attributes that NxD's parallel layers set on it.
 
     Without ``num_partitions`` (older NxD) a tensor-parallel parameter is cut over the ``tp`` ranks. A tensor-parallel
-    parameter that does not say along which dimension, or says what cannot be, is recorded as cut in an unknown way.
+    parameter with a missing or impossible dimension is recorded as cut in an unknown way.
     """
     dtype, shape = form_of(tensor)
     trainable = isinstance(tensor, torch.nn.Parameter) and tensor.requires_grad
@@ -54,7 +56,7 @@ def spec_of(tensor: torch.Tensor, tp: int) -> ParameterSpec:
 
 
 def traits_of(tensor: torch.Tensor) -> Hashable:
-    """Everything about a tensor except its values. If these are equal, so is all that a save records of two tensors."""
+    """Return a key of everything about a tensor except its values; equal keys mean equal records in a save."""
     attributes = vars(tensor)
     # As text: a list could be changed in place.
     partition = str([attributes.get(name) for name in _ATTRIBUTES]) if attributes else None
@@ -63,12 +65,14 @@ def traits_of(tensor: torch.Tensor) -> Hashable:
 
 
 def has_address(tensor: torch.Tensor) -> bool:
-    """Whether it is known where its memory lies: not for the lazy tensors of XLA, and what has no memory."""
+    """Return whether its memory address is known: not for XLA's lazy tensors, nor for tensors without memory."""
     return tensor.numel() > 0 and not tensor.is_meta and not torch_xla.is_xla(tensor)
 
 
 def memory_of(tensor: torch.Tensor) -> Hashable:
-    """Equal for tensors that are the same memory seen the same way; without an address for the same object only."""
+    """Return a key that is equal for the same memory seen the same way; without an address, for the same object only.
+
+    """
     local = dtensor.local_of(tensor)
     place: Hashable = id(tensor)  # not that of ``local``: the next one may have it too
     if has_address(local) and not local.is_nested:
@@ -78,29 +82,31 @@ def memory_of(tensor: torch.Tensor) -> Hashable:
 
 
 def overlapping(tensors: Mapping[str, torch.Tensor]) -> tuple[str, str] | None:
-    """Two of these tensors, all with an address, that share some of their memory; those that are the same memory seen
-    the same way are one."""
+    """Return two of these tensors, all with an address, that share some of their memory; None if there are none.
+
+    Tensors that are the same memory seen the same way count as one.
+    """
     different = {memory_of(tensor): name for name, tensor in reversed(list(tensors.items()))}
     spans = sorted((*_span(tensors[name]), name) for name in different.values())
     open_: list[tuple[tuple[str, int], int, str]] = []
     for device, begin, end, name in spans:
-        open_ = [one for one in open_ if one[0] == device and one[1] > begin]
-        for _, _, other in open_:
-            if _share_elements(tensors[other], tensors[name]):
-                return other, name
+        open_ = [span for span in open_ if span[0] == device and span[1] > begin]
+        for _, _, earlier in open_:
+            if _share_elements(tensors[earlier], tensors[name]):
+                return earlier, name
         open_.append((device, end, name))
     return None
 
 
 def _span(tensor: torch.Tensor) -> tuple[tuple[str, int], int, int]:
-    """The device, and the first and last byte in memory."""
+    """Return the device, and the first byte in memory and the one after the last."""
     reach = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
     begin = tensor.data_ptr()
     return (tensor.device.type, tensor.device.index or 0), begin, begin + (reach + 1) * tensor.element_size()
 
 
 def _share_elements(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether tensors whose spans of memory overlap have a byte in common; columns of one matrix have none."""
+    """Return whether tensors whose spans of memory overlap have a byte in common; columns of one matrix have none."""
     (_, first, end), (_, begin, last) = _span(one), _span(other)
     if one.is_contiguous() and other.is_contiguous():
         return True
@@ -115,7 +121,7 @@ def _share_elements(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def memory_for(live: Any) -> torch.Tensor | None:
-    """The live tensor, if the bytes of a saved one can be read straight into it: contiguous, on the CPU."""
+    """Return the live tensor if saved bytes can be read straight into it: contiguous, on the CPU; else None."""
     if not isinstance(live, torch.Tensor) or live.device.type != "cpu":
         return None
     live = dtensor.local_of(live)
@@ -123,7 +129,7 @@ def memory_for(live: Any) -> torch.Tensor | None:
 
 
 def stride_like(model: torch.Tensor | None, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The strides of ``torch.zeros_like(model)``, if it has this shape; else contiguous ones.
+    """Return the strides of ``torch.zeros_like(model)`` if it has this shape; else contiguous ones.
 
     Kernels of fused optimizers go through a parameter and its state by address, so one order must serve both.
     """
@@ -134,9 +140,11 @@ def stride_like(model: torch.Tensor | None, shape: tuple[int, ...]) -> tuple[int
 
 
 def own_stride(value: torch.Tensor, model: torch.Tensor | None) -> Stride | None:
-    """The strides to note of a tensor of state, which a load makes like ``model``: if it has others, or others than
-    what is made without a model."""
-    # Nearly all are row-major, in each save: these few questions are quick.
+    """Return the strides to note of a tensor of state, which a load makes like ``model``; None if none are needed.
+
+    They are noted if they differ from the model's, or from those of a tensor that is made without a model.
+    """
+    # Nearly all are row-major, in each save: these few checks are quick.
     if not value.dim() or (_is_row_major(value) and (model is None or _is_row_major(model))):
         return None
     local = dtensor.local_of(value)
@@ -153,20 +161,20 @@ def _is_row_major(tensor: torch.Tensor) -> bool:
 
 
 def is_dense(tensor: torch.Tensor) -> bool:
-    """False for a tensor with gaps in its memory, such as a slice."""
+    """Return whether a tensor has no gaps in its memory, as a slice has."""
     tensor = dtensor.local_of(tensor)
     return torch_xla.is_xla(tensor) or tensor.is_contiguous() or _dense_stride(tensor) == tensor.stride()
 
 
 def _dense_stride(tensor: torch.Tensor) -> tuple[int, ...]:
-    """The strides of ``torch.empty_like(tensor)``."""
+    """Return the strides of ``torch.empty_like(tensor)``."""
     return torch.empty_like(tensor, device="meta", memory_format=torch.preserve_format).stride()
 
 
 def materialize(tensor: torch.Tensor) -> None:
-    """Give a tensor on the meta device memory on the CPU, uninitialised.
+    """Give a tensor on the meta device uninitialised memory on the CPU.
 
-    It stays the same object, with its attributes: optimizers, and modules that share it, need not be told.
+    It stays the same object with its attributes, so optimizers, and modules that share it, are unaffected.
     """
     on_host = torch.empty_like(tensor, device="cpu", memory_format=torch.preserve_format, requires_grad=False)
     if isinstance(tensor, torch.nn.Parameter):
@@ -176,8 +184,11 @@ def materialize(tensor: torch.Tensor) -> None:
 
 
 def is_unusual(tensor: torch.Tensor) -> bool:
-    """True for what has more than its elements: sparse, nested and quantized tensors, and subclasses with operations
-    of their own (masked, fake, ...). DTensors are known."""
+    """Return whether a tensor has more than its elements.
+
+    These are sparse, nested and quantized tensors, and subclasses with their own operations (masked, fake, ...), except
+    DTensors.
+    """
     if dtensor.is_dtensor(tensor):
         return False
     is_own = type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
@@ -185,9 +196,9 @@ def is_unusual(tensor: torch.Tensor) -> bool:
 
 
 def refuse_unsupported(name: str, tensor: torch.Tensor) -> None:
-    """Raise UnsupportedState for tensors that are more than plain memory of this process."""
-    known = type(tensor) in _PLAIN or dtensor.is_dtensor(tensor)
-    if known and not is_unusual(tensor) and not tensor.is_meta and not torch_xla.is_spmd():
+    """Raise UnsupportedState for a tensor that is more than plain memory of this process."""
+    is_usual_type = type(tensor) in _PLAIN or dtensor.is_dtensor(tensor)
+    if is_usual_type and not is_unusual(tensor) and not tensor.is_meta and not torch_xla.is_spmd():
         return
     kind = type(tensor).__name__
     if kind == "XLAShardedTensor" or torch_xla.is_spmd():

@@ -48,7 +48,7 @@ from nxd_ckpt.live.state import OptimizerForm, State, StateTensor, state_of
 
 
 class _Now:
-    """A source that has read each leaf when it is asked for."""
+    """A LeafSource that reads each leaf at once."""
 
     def __init__(self, read: LeafSource) -> None:
         self._read = read
@@ -64,7 +64,10 @@ class _Now:
 
 
 class PlainOptimizer:
-    """See OptimizerAdapter. ``sharded`` optimizers hold state of this rank alone, cut in a way that is not known."""
+    """The OptimizerAdapter of a torch optimizer that is not ZeRO-1.
+
+    ``sharded`` optimizers have state of this rank alone, cut in an unknown way.
+    """
 
     def __init__(self, optimizer: Any, names: list[str], tp: int, *, sharded: bool = False) -> None:
         self.kind = "zero1" if sharded else "plain"
@@ -119,7 +122,7 @@ class PlainOptimizer:
         return state_of(self._with_rows(state), describe, grounds, stride)
 
     def _with_rows(self, state: dict[str, Any]) -> dict[str, Any]:
-        """The state dict, with what this rank alone holds as its row of what all ranks hold."""
+        """Return the state dict with rank-specific values as this rank's row of all ranks' values."""
         if not any(is_dtensor(slot.key) for slot in self._slots):
             return state
         rows = dict(state["state"])
@@ -141,7 +144,7 @@ class PlainOptimizer:
         if own and not self._hooks.loads_itself:
             raise OptimizerMismatch(
                 f"optimizer: the checkpoint holds {first_of(own)} beside state and param_groups, which the live "
-                f"{type(self._optimizer).__name__} does not take: it has no load_state_dict() of its own, nor a hook "
+                f"{type(self._optimizer).__name__} does not take: it has neither its own load_state_dict() nor a hook "
                 "before a load; build the optimizer as when it was saved"
             )
         slots = self._by_index(saved)
@@ -176,7 +179,7 @@ class PlainOptimizer:
             slot.clear_gradients()
 
     def _load_by_itself(self, saved: Mapping[str, Any], read: LeafSource, keeps: Keeps) -> None:
-        """Let the optimizer load a state dict of the tensors themselves, as torch does."""
+        """Let the optimizer load a state dict of tensors, as torch does."""
         cpu = torch.device("cpu")
         own = {key: materialise(value, _Now(read), cpu) for key, value in saved.items() if key != "state"}
         state: dict[Any, Any] = {}
@@ -213,14 +216,14 @@ class PlainOptimizer:
 
     @property
     def _counts_in_numbers(self) -> bool:
-        """Not so where steps are tensors, even those that are still on their way to a device."""
+        """True if steps are numbers, not tensors. Tensors on their way to a device count as tensors."""
         steps = (self._optimizer.state.get(slot.key, {}).get("step") for slot in self._slots)
         return any(isinstance(step, (int, float)) for step in steps)
 
     def _count_in_tensors(self) -> None:
-        """Make tensors of the steps that NxD's optimizers count as numbers, like torch's load_state_dict.
+        """Convert steps that NxD's optimizers count as numbers to tensors, as torch's load_state_dict does.
 
-        Another class that steps in its own way goes on with the numbers that it saved.
+        Another class with its own step continues with the numbers that it saved.
         """
         steps_by = next(kind for kind in type(self._optimizer).__mro__ if "step" in vars(kind))
         if steps_by.__module__.startswith("torch.optim"):
@@ -231,7 +234,7 @@ class PlainOptimizer:
         return ()
 
     def follow(self, keeps: Keeps) -> None:
-        """Nothing to do: it holds no copies of weights."""
+        """Do nothing: it has no copies of weights."""
 
     def _by_index(self, saved: Mapping[str, Any]) -> dict[Any, Slot]:
         # By position, as torch does: the indices themselves are any numbers.

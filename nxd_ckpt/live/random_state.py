@@ -12,7 +12,7 @@ from nxd_ckpt.live import torch_xla
 
 
 def capture_random_state() -> dict[str, Any]:
-    """The state of every generator that this process uses, made of tensors, lists and numbers only."""
+    """Return the state of every generator that this process uses, as tensors, lists and numbers only."""
     version, internal, gauss = random.getstate()
     state: dict[str, Any] = {"python": [version, list(internal), gauss], "torch": torch.get_rng_state()}
     numpy = sys.modules.get("numpy")
@@ -25,7 +25,7 @@ def capture_random_state() -> dict[str, Any]:
 
 
 def restore_random_state(state: dict[str, Any]) -> None:
-    """Put back what `capture_random_state` gave; generators that this process does not use are left out."""
+    """Restore the result of `capture_random_state`; generators that this process does not use are skipped."""
     version, internal, gauss = state["python"]
     random.setstate((version, tuple(internal), gauss))
     torch.set_rng_state(state["torch"])
@@ -38,5 +38,5 @@ def restore_random_state(state: dict[str, Any]) -> None:
 
 
 def is_random_state(value: Any) -> bool:
-    """Whether it is what `capture_random_state` gave."""
+    """Return whether ``value`` is a result of `capture_random_state`."""
     return isinstance(value, dict) and value.keys() - {"numpy", "xla"} == {"python", "torch"}

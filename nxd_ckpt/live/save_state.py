@@ -1,4 +1,4 @@
-"""All that one call asks to save, on one rank."""
+"""Everything that one call saves, on one rank."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from nxd_ckpt.live.zero1 import EXPERT_KEYS
 
 @dataclass(frozen=True)
 class SaveState:
-    """Everything that one call asks to save, as this rank holds it.
+    """Everything that one call saves, in this rank's form.
 
-    ``optimizer_kind`` as in core.manifest.Parts, ``left_out`` says in words what was not to be saved.
+    ``optimizer_kind`` as in core.manifest.Parts; ``left_out`` says in words what is not saved.
 
-    Without ``lower_precision_weights`` those that the optimizer's master weights stand for are left out, if NxD would
-    leave them out: only then can it load the rest.
+    Without ``lower_precision_weights``, weights that the optimizer's master weights represent are left out, if NxD
+    would leave them out too: only then can it load the rest.
     """
 
     model: ModelState | None = None
@@ -34,11 +34,11 @@ class SaveState:
 
     @property
     def is_placed(self) -> bool:
-        """Whether it holds DTensors."""
+        """True if there are DTensors in it."""
         return any(state.is_placed for state in self.trees().values())
 
     def trees(self) -> dict[str, State]:
-        """Model and optimizer, as far as they are to be saved, by field."""
+        """Return the saved ones of model and optimizer, by field."""
         both: dict[str, State | None] = {"model": self.model, "optimizer": self.optimizer}
         return {part: state for part, state in both.items() if state is not None}
 
@@ -46,7 +46,7 @@ class SaveState:
         return self.optimizer is not None and bool(self.optimizer.master_weight_entries())
 
     def parts(self, master_weights: bool) -> Parts:
-        """What is asked to be saved; ``master_weights`` is what `has_master_weights` gives, or gave."""
+        """Return the parts to save; ``master_weights`` is the result of `has_master_weights`."""
         return Parts(
             model=self.model is not None,
             optimizer=self.optimizer_kind,
@@ -59,7 +59,7 @@ class SaveState:
         )
 
     def needs_all_weights(self, master_weights: bool) -> str | None:
-        """Why no weights of the model can be left out; None if they can."""
+        """Return why no weights of the model can be left out; None if they can."""
         if not self.use_xser:
             return "without use_xser=True NxD loads every weight from the model's files"
         if not master_weights:

@@ -19,9 +19,9 @@ _SIZES = ("q_output_size_per_partition", "kv_output_size_per_partition")
 
 
 def partitions_of(model: torch.nn.Module, tp: int) -> Iterator[tuple[torch.nn.Parameter, Partition | None]]:
-    """The parameters of such modules whose attributes are wrong or absent, each with its cut over ``tp`` ranks.
+    """Yield the parameters of such modules whose attributes are wrong or absent, each with its cut over ``tp`` ranks.
 
-    The cut is None where several parts are shared: which ranks share one depends on the hardware (Trn1: r and r + tp/m,
+    The cut is None if several parts are shared: which ranks share one depends on the hardware (Trn1: r and r + tp/m,
     Trn2: neighbours), and query heads are in another order for each ``tp / m``.
     """
     for module in model.modules():

@@ -1,4 +1,4 @@
-"""Names of a pipeline stage: the whole model's, which a save has, and those in the modules that the stage holds."""
+"""Names of a pipeline stage: the whole model's, which a save uses, and those inside the stage's modules."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ import torch
 
 
 def names_in_stage(live: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, str]:
-    """The names in ``own``, the state dict of a stage's modules, of what ``live`` has under the whole model's names.
+    """Map names in ``live``, which are the whole model's, to names in ``own``, the state dict of the stage's modules.
 
-    They come in the same order; otherwise parameters and buffers are known by themselves, and extra state is not.
+    They come in the same order; otherwise parameters and buffers are identified as objects, and extra state is left
+    out.
     """
     pairs = list(zip(live, own, strict=False))
     is_tensor = {name for name, value in live.items() if isinstance(value, torch.Tensor)}
@@ -22,14 +23,14 @@ def names_in_stage(live: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str,
 
 
 def name_in_stage(name: str, inner_names: Mapping[str, str]) -> str:
-    """The name in the modules of one of the whole model's that is not live, by those of the module that it is below."""
-    best, found = "", name
+    """Return the name inside the modules of a name of the whole model that is not live, by its module's names."""
+    prefix, inner_name = "", name
     for live, inner in inner_names.items():
         outer_parts, inner_parts = live.split("."), inner.split(".")
         while outer_parts and inner_parts and outer_parts[-1] == inner_parts[-1]:
             outer_parts.pop()
             inner_parts.pop()
         outer = ".".join([*outer_parts, ""])
-        if name.startswith(outer) and len(outer) > len(best):
-            best, found = outer, ".".join([*inner_parts, name.removeprefix(outer)])
-    return found
+        if name.startswith(outer) and len(outer) > len(prefix):
+            prefix, inner_name = outer, ".".join([*inner_parts, name.removeprefix(outer)])
+    return inner_name

@@ -1,4 +1,4 @@
-"""State trees: what a rank holds, as NxD's state dict, with a note on what each tensor of it is globally."""
+"""State trees: a rank's part of a checkpoint as NxD's state dict, with a global description of each tensor."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ MASTER_WEIGHTS = "master_weights"
 
 @dataclass(frozen=True)
 class StateTensor:
-    """What one tensor of a state tree is, globally.
+    """The global description of one tensor of a state tree.
 
     ``name`` is "model/embed.weight", "optim/embed.weight/exp_avg", "optim/embed.weight/master_weights", or
-    "optim/#3/exp_avg" where the parameter's name is not known. ``spec`` is the parameter that the tensor is shaped like
-    (as this rank holds it, not yet cut by ZeRO-1), None for scalars and unknown shapes. ``shard`` of ``shards`` is the
-    ZeRO-1 cut of ``spec.shape`` along dimension 0. Equal ``tie`` means the same memory: stored once. ``expert`` says
-    that the tensor belongs to an expert parameter, whatever its shape. ``placed`` is how a DTensor lies on its mesh.
+    "optim/#3/exp_avg" where the parameter's name is unknown. ``spec`` is the parameter that the tensor is shaped like
+    (this rank's part, not yet cut by ZeRO-1), None for scalars and unknown shapes. ``shard`` of ``shards`` is the
+    ZeRO-1 cut of ``spec.shape`` along dimension 0. Equal ``tie`` means the same memory: stored once. ``expert``: the
+    tensor belongs to an expert parameter, whatever its shape. ``placed`` is a DTensor's position on its mesh.
     """
 
     name: str
@@ -40,13 +40,13 @@ class StateTensor:
 
 @dataclass
 class State:
-    """One part of a checkpoint as this rank holds it.
+    """One part of a checkpoint on this rank.
 
-    ``tree`` is what NxD's state dict is, with live types; its containers are copies, its tensors the live ones (any
-    device), or of DTensors what this rank holds; ``is_placed`` says that there are such. ``describe`` describes every
-    tensor of it, see `tensors`: only on demand, because that takes longer than copying a small one, and is
-    mostly known already at the next save. ``grounds`` is all that ``describe`` depends on besides the tree: if tree and
-    grounds are equal, so is the description.
+    ``tree`` is NxD's state dict with live types. Its containers are copies, its tensors the live ones (any device), or
+    this rank's parts of DTensors; ``is_placed`` is True if there are such. ``describe`` describes every tensor of it,
+    see `tensors`: only on demand, because that takes longer than copying a small one, and the next save mostly knows it
+    already. ``grounds`` is everything that ``describe`` depends on besides the tree: equal trees and grounds have equal
+    descriptions.
     """
 
     tree: dict[str, Any]
@@ -56,11 +56,11 @@ class State:
 
     @cached_property
     def tensors(self) -> dict[Path, StateTensor]:
-        """Every tensor of the tree by path, depth first in dict order."""
+        """Description of every tensor of the tree by path, depth first in dict order."""
         return self.describe()
 
     def master_weight_entries(self) -> dict[str, Path]:
-        """The path of each parameter's master weights, by the parameter's name."""
+        """Return the path of each parameter's master weights, by the parameter's name."""
         suffix = f"/{MASTER_WEIGHTS}"
         return {
             about.name.removeprefix("optim/").removesuffix(suffix): path
@@ -71,21 +71,21 @@ class State:
 
 @dataclass
 class ModelState(State):
-    """The model's state. ``specify`` tells about the parameters and buffers that this rank holds, when asked."""
+    """The model's state. ``specify`` returns the specifications of this rank's parameters and buffers."""
 
     specify: Callable[[], dict[str, ParameterSpec]] = dict
 
     @cached_property
     def parameters(self) -> dict[str, ParameterSpec]:
-        """The parameters and buffers that this rank holds, by name."""
+        """Specifications of this rank's parameters and buffers, by name."""
         return self.specify()
 
 
 @dataclass(frozen=True)
 class OptimizerSlot:
-    """One parameter of an optimizer as a rank holds it, and ``shard`` of ``shards``, its ZeRO-1 cut.
+    """One parameter of an optimizer on a rank, and ``shard`` of ``shards``, its ZeRO-1 cut.
 
-    ``master_dtype`` is that of the master weights, None where the optimizer steps on the parameter itself.
+    ``master_dtype`` is the dtype of the master weights, None if the optimizer steps on the parameter itself.
     """
 
     name: str
@@ -97,12 +97,11 @@ class OptimizerSlot:
 
 @dataclass(frozen=True)
 class OptimizerForm:
-    """What an optimizer's state dict is on one rank, its values left out.
+    """The form of an optimizer's state dict on one rank, without its values.
 
-    ``slots`` are its parameters in the order of their indices, ``groups`` how many of them each param group has, and
-    ``options`` its live options.
-    ``ordinary`` is None, or for ZeRO-1 with expert parallelism how many slots, and how many groups, come before the
-    experts'.
+    ``slots`` are its parameters in the order of their indices, ``groups`` the number of parameters of each param group,
+    and ``options`` its live options. ``ordinary`` is None, or for ZeRO-1 with expert parallelism the number of slots,
+    and of groups, before the experts'.
     """
 
     kind: str
@@ -118,9 +117,9 @@ def state_of(
     grounds: Any,
     stride: Callable[[Path, torch.Tensor], Stride | None] = lambda path, tensor: None,
 ) -> State:
-    """The state whose tensors ``describe(path, tensor)`` tells about, on these ``grounds``.
+    """Return the state whose tensors ``describe(path, tensor)`` describes, depending on these ``grounds``.
 
-    ``stride`` tells the strides of those that a load would make with others.
+    ``stride`` returns the strides of tensors that a load would make with others.
     """
     frozen = Frozen(tree, stride)
 
@@ -132,8 +131,10 @@ def state_of(
 
 
 class Frozen:
-    """``tree`` with its containers copied: they change while the tensors are being copied, or after (an optimizer's
-    Python ``step``). Of DTensors it has what this rank holds."""
+    """A copy of the containers of ``tree``, which change during and after the copying of tensors.
+
+    (An optimizer's Python ``step`` changes them.) DTensors are replaced by this rank's parts.
+    """
 
     def __init__(
         self,
@@ -143,27 +144,27 @@ class Frozen:
         self._locals: dict[int, torch.Tensor] = {}
         self._dtensors: dict[int, torch.Tensor] = {}
         leaves = iter_tensors(tree, torch.Tensor)
-        self._strides = {id(one): own for path, one in leaves if (own := stride(path, one)) is not None}
+        self._strides = {id(leaf): own for path, leaf in leaves if (own := stride(path, leaf)) is not None}
         self.tree: dict[str, Any] = map_tensors(tree, self._freeze, torch.Tensor)
 
     @property
     def is_placed(self) -> bool:
-        """Whether there are DTensors in it."""
+        """True if there are DTensors in it."""
         return bool(self._dtensors)
 
     def grounds(self) -> Any:
-        """Equal where its DTensors lie on their meshes alike, and the strides that are noted are equal."""
+        """Return a key that is equal for equal mesh positions of its DTensors and equal noted strides."""
         strides = [stride_of(leaf) for _, leaf in iter_tensors(self.tree, torch.Tensor)] if self._strides else []
         return list(map(traits_of, self._dtensors.values())), strides
 
     def live(self, leaf: torch.Tensor) -> torch.Tensor:
-        """The DTensor that a leaf of the tree is this rank's part of; any other leaf itself."""
+        """Return the DTensor of which a leaf of the tree is this rank's part; any other leaf unchanged."""
         return self._dtensors.get(id(leaf), leaf)
 
     def placed(self, about: StateTensor, leaf: torch.Tensor) -> StateTensor:
-        """What is known of a leaf, with how it lies on its mesh if it is of a DTensor.
+        """Return the leaf's description, with the position on its mesh if it is of a DTensor.
 
-        Raises UnsupportedState for one that is not cut into boxes.
+        Raises UnsupportedState for a DTensor that is not cut into boxes.
         """
         live = self._dtensors.get(id(leaf))
         return about if live is None else replace(about, placed=placed_of(about.name, live))

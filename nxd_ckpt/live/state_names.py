@@ -1,4 +1,4 @@
-"""What the entries of an optimizer's state dict are called globally, and the same state dict without some of them."""
+"""Global names of the entries of an optimizer's state dict, and the state dict without some of them."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from nxd_ckpt.live.state import MASTER_WEIGHTS
 from nxd_ckpt.live.zero1 import EXPERT_KEYS, MASTERS
 
 PARAM_GROUPS = "optim/param_groups"
-"""The options of all param groups."""
+"""Name of the options of all param groups."""
 
 _SECTIONS = ("state", "base_state", MASTERS)
 _SHAPES = "shape_info"
 
 
 def state_entries(tree: Mapping[str, Any], names: Sequence[str]) -> Iterator[tuple[Path, str]]:
-    """The path and the global name of all that is kept for one parameter, or for the optimizer as a whole.
+    """Yield the path and the global name of every entry for one parameter, or for the optimizer as a whole.
 
-    ``names`` are those of the parameters, in order.
+    ``names`` are the parameters' names, in order.
     """
     for section in _SECTIONS:
         name_by_index = _name_by_index(tree, section, names)
@@ -36,10 +36,10 @@ def state_entries(tree: Mapping[str, Any], names: Sequence[str]) -> Iterator[tup
 def without(
     tree: Mapping[str, Any], names: Sequence[str], ignores: Callable[[str], bool], covers: Callable[[str], bool]
 ) -> dict[str, Any]:
-    """The state dict without the entries whose names ``ignores`` says; ``tree`` itself stays as it is.
+    """Return the state dict without the entries whose names ``ignores`` accepts; ``tree`` itself does not change.
 
-    The shape of a parameter is left out if ``covers`` says its name with all below, and the options of a param group
-    where that holds for all its parameters, or with `PARAM_GROUPS`.
+    A parameter's shape is left out if ``covers`` accepts the parameter's name. A param group's options are left out if
+    that is true of all its parameters, or if `PARAM_GROUPS` is ignored.
     """
     left = {**tree, **{section: dict(tree[section]) for section in (*_SECTIONS, _SHAPES) if section in tree}}
     for path, name in state_entries(tree, names):
@@ -53,7 +53,7 @@ def without(
 
 
 def put_back(tree: dict[str, Any], path: Path, value: Any) -> None:
-    """Make ``value`` what is at ``path`` of the state dict."""
+    """Set the value at ``path`` of the state dict."""
     *above, last = path
     for key in above:
         tree = tree.setdefault(key, {})

@@ -1,7 +1,7 @@
 """torch-xla: transfers between host and device that compile nothing.
 
-Nothing here imports torch-xla: a tensor can only be on an XLA device in a process that has done so already. What is
-said of torch-xla's behaviour was measured on 2.9 (PJRT CPU), with its ``CompileTime`` metric.
+Nothing here imports torch-xla: a tensor can only be on an XLA device in a process that has done so already. Statements
+about torch-xla's behaviour were measured on 2.9 (PJRT CPU), with its ``CompileTime`` metric.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from nxd_ckpt.formats.tensors import copy_values
 from nxd_ckpt.live.dtensor import local_of
 
 _DRAWS = 100_000
-"""Random tensors in one step, at most: to count them again takes 50 µs each."""
+"""Maximum number of random tensors in one step: counting them again takes 50 µs each."""
 
 
 def is_xla(tensor: torch.Tensor) -> bool:
@@ -25,13 +25,13 @@ def is_xla(tensor: torch.Tensor) -> bool:
 
 
 def is_spmd() -> bool:
-    """Whether this process uses torch-xla's SPMD mode (``xr.use_spmd()``)."""
+    """Return whether this process uses torch-xla's SPMD mode (``xr.use_spmd()``)."""
     runtime = sys.modules.get("torch_xla.runtime")
     return runtime is not None and bool(runtime.is_spmd())
 
 
 def is_running() -> bool:
-    """Whether this process uses XLA devices: importing torch-xla does not occupy any, its first device does."""
+    """Return whether this process uses XLA devices: its first device occupies them, importing torch-xla does not."""
     return "torch_xla" in sys.modules and bool(_loaded()._XLAC._xla_runtime_is_initialized())
 
 
@@ -51,10 +51,10 @@ def sync() -> None:
 
 
 def random_state() -> tuple[int, int]:
-    """The seed of the current step on the default device, and how many random tensors were made from it so far.
+    """Return the current step's seed on the default device, and the number of random tensors made from it so far.
 
-    Both are needed: the next step's seed comes from this step's, whatever was drawn in between, while torch-xla's own
-    ``get_rng_state`` gives the two as one number, from which only the rest of the current step could continue.
+    Both are needed: the next step's seed comes from this step's, whatever was drawn in between. torch-xla's own
+    ``get_rng_state`` returns the two as one number, from which only the rest of the current step could continue.
     """
     library = _loaded()._XLAC
     device = library._xla_get_default_device()
@@ -74,7 +74,7 @@ def random_state() -> tuple[int, int]:
 
 
 def set_random_state(seed: int, draws: int) -> None:
-    """Continue as where `random_state` gave ``seed`` and ``draws``."""
+    """Continue from the ``seed`` and ``draws`` that `random_state` returned."""
     library = _loaded()._XLAC
     device = library._xla_get_default_device()
     library._xla_set_rng_seed(seed, device)
@@ -83,10 +83,10 @@ def set_random_state(seed: int, draws: int) -> None:
 
 
 def to_cpu(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """The values of ``tensors`` on the host, in order, with one grouped transfer for those on XLA devices.
+    """Return the values of ``tensors`` on the host, in order, with one grouped transfer for those on XLA devices.
 
-    CPU tensors are returned as they are, not copied, those on other devices by ``.cpu()``. Call `sync` before:
-    a tensor with pending work would be computed by a graph of its own, which is a compilation.
+    CPU tensors are returned themselves, not copied; those on other devices by ``.cpu()``. Call `sync` before: a tensor
+    with pending work would be computed by a graph of its own, which is a compilation.
     """
     on_device = [tensor.detach() for tensor in tensors if is_xla(tensor)]
     fetched = iter(_loaded()._XLAC._xla_get_cpu_tensors(on_device) if on_device else ())
@@ -97,7 +97,7 @@ def to_cpu(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 def copy_in(live: torch.Tensor, value: torch.Tensor) -> None:
     """Overwrite ``live``, in place, with a CPU tensor of its shape and dtype; ``value`` may be reused afterwards.
 
-    Of a DTensor, what this rank holds of it.
+    Of a DTensor, this rank's part is overwritten.
     """
     live = local_of(live)
     if is_xla(live) and value.dim() == 0:
@@ -107,14 +107,14 @@ def copy_in(live: torch.Tensor, value: torch.Tensor) -> None:
 
 
 def place(value: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A CPU tensor as a new tensor on ``device``; on the CPU, ``value`` itself."""
+    """Return a CPU tensor as a new tensor on ``device``; on the CPU, ``value`` itself."""
     if device.type == "xla" and value.dim() == 0:
         return _upload_scalar(value, device)
     return value.to(device)
 
 
 def compile_count() -> int:
-    """How many graphs torch-xla compiled so far in this process; 0 where it was never imported."""
+    """Return the number of graphs that torch-xla compiled so far in this process; 0 if it was never imported."""
     if "torch_xla" not in sys.modules:
         return 0
     from torch_xla.debug import metrics

@@ -1,7 +1,7 @@
 """torch's ZeroRedundancyOptimizer: each rank steps whole parameters of its own, and alone has their state.
 
-It keeps an optimizer of these parameters as ``optim``, whose param groups it makes those of its own at each step. Its
-``state_dict()`` needs a collective, which no save may make; so each rank saves what it has, as with ZeRO-1.
+Its ``optim`` is an optimizer of these parameters, whose param groups are updated at each step. Its ``state_dict()``
+needs a collective, which no save may make; so each rank saves its own state, as with ZeRO-1.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def is_torch_zero(optimizer: Any) -> bool:
 
 
 class TorchZeroOptimizer(PlainOptimizer):
-    """See OptimizerAdapter. It loads on as many ranks as it was saved on."""
+    """The OptimizerAdapter of torch's ZeroRedundancyOptimizer. It loads on as many ranks as it was saved on."""
 
     def __init__(
         self,
@@ -34,19 +34,19 @@ class TorchZeroOptimizer(PlainOptimizer):
         param_names: Sequence[Sequence[str]] | None,
         topology: Topology,
     ) -> None:
-        """Raises UnsupportedState where it has not divided the parameters yet, or steps during the backward pass."""
+        """Raise UnsupportedState if it has not divided the parameters yet, or steps during the backward pass."""
         if getattr(optimizer, "_overlap_with_ddp", False) or not hasattr(optimizer, "optim"):
             raise UnsupportedState(
                 "optimizer: ZeroRedundancyOptimizer with overlap_with_ddp=True has state that is spread over buckets "
                 "of DistributedDataParallel: make it without that option"
             )
         all_names = parameter_names(optimizer.param_groups, model, param_names)
-        parameters = [one for group in optimizer.param_groups for one in group["params"]]
-        name_of = {id(one): name for one, name in zip(parameters, all_names, strict=True)}
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        name_of = {id(parameter): name for parameter, name in zip(parameters, all_names, strict=True)}
         inner = optimizer.optim
-        own = [name_of[id(one)] for group in inner.param_groups for one in group["params"]]
+        own = [name_of[id(parameter)] for group in inner.param_groups for parameter in group["params"]]
         super().__init__(inner, own, topology.tp, sharded=True)
-        self.parameter_names = None  # each rank has others, which no rank can tell of the rest
+        self.parameter_names = None  # they differ from rank to rank, and no rank knows the others'
         self._outer = optimizer
 
     def capture(self) -> State:
@@ -59,5 +59,5 @@ class TorchZeroOptimizer(PlainOptimizer):
 
 
 def _copy_options(source: Sequence[dict[str, Any]], target: Sequence[dict[str, Any]]) -> None:
-    for one, other in zip(source, target, strict=True):
-        other.update(options_of(one))
+    for options, target_options in zip(source, target, strict=True):
+        target_options.update(options_of(options))

@@ -1,9 +1,10 @@
-"""ZeRO-1: torch-xla's ZeroRedundancyOptimizer and NxD's subclasses, recognised by what they offer.
+"""ZeRO-1: torch-xla's ZeroRedundancyOptimizer and NxD's subclasses, recognised by their attributes.
 
-Such an optimizer holds the full parameters (its ``param_groups``) and a ``base_optimizer`` that steps on shards of
-them (dimension 0, padded with zeros to a multiple of the sharding group; source: torch_xla.distributed
-.zero_redundancy_optimizer). Its own ``load_state_dict`` is not used: it copies everything, gathers, takes shards
-without saved master weights from whatever the parameters hold just then, and leaves zero gradients behind.
+Such an optimizer has the full parameters (its ``param_groups``) and a ``base_optimizer`` that steps on shards of them
+(dimension 0, padded with zeros to a multiple of the sharding group; source:
+torch_xla.distributed.zero_redundancy_optimizer). Its own ``load_state_dict`` is not used: it copies everything,
+gathers, takes shards without saved master weights from the parameters' current values, and leaves zero gradients
+behind.
 """
 
 from __future__ import annotations
@@ -55,7 +56,10 @@ KEYS = ("base_state", "shape_info", MASTERS, *EXPERT_KEYS)
 
 
 class Zero1Optimizer:
-    """See OptimizerAdapter. ``expert`` ones are sharded over the replicas of each expert, not over all of dp."""
+    """The OptimizerAdapter of ZeRO-1.
+
+    ``expert`` ones are sharded over the replicas of each expert, not over all of dp.
+    """
 
     kind = "zero1"
 
@@ -80,7 +84,7 @@ class Zero1Optimizer:
         ]
 
     def grounds(self) -> Any:
-        """See State."""
+        """Return everything that the description of its state depends on besides the tree, see `State`."""
         traits = traits_of_all(self._optimizer), traits_of_all(self._optimizer.base_optimizer)
         return self._place, self._tp, self._names, traits
 
@@ -158,30 +162,30 @@ class Zero1Optimizer:
         _rederive([slot for slot in slots if not keeps(slot.global_name(MASTER_WEIGHTS))])
 
     def master_weights(self) -> list[torch.Tensor] | None:
-        """The shards' values, in the order of their indices, if this optimizer saves them."""
+        """Return the shards' values, in the order of their indices, if this optimizer saves them; else None."""
         if not self._optimizer.save_master_weights:
             return None
         return [shard.data for shard, _ in flat_parameters(self._optimizer.base_optimizer.param_groups)]
 
 
 def refuse_own_ways(optimizers: Iterable[Any]) -> None:
-    """Raise UnsupportedState for hooks that would be skipped by a load."""
+    """Raise UnsupportedState for hooks that a load would skip."""
     for optimizer in optimizers:
         if getattr(optimizer, "_optimizer_load_state_dict_pre_hooks", {}):
             raise UnsupportedState(
                 f"optimizer: {type(optimizer).__name__} has hooks that look at its state dict before a load "
                 "(register_load_state_dict_pre_hook); ZeRO-1 shards are loaded without one, so they would be "
-                "skipped: do in a post hook what they do"
+                "skipped: use a post hook instead"
             )
 
 
 def refuse_own_keys(tree: Mapping[str, Any], optimizer: Any) -> None:
-    """Raise UnsupportedState for keys of a ZeRO-1 state dict that no load gives back."""
+    """Raise UnsupportedState for keys of a ZeRO-1 state dict that no load restores."""
     own = keys_of_its_own(tree, KEYS)
     if own:
         raise UnsupportedState(
-            f"optimizer: the state_dict() of {type(optimizer).__name__} has {first_of(own)} beside what ZeRO-1 has, "
-            "and a load, which does not call its load_state_dict(), would not give it back: save it as user_content, "
+            f"optimizer: the state_dict() of {type(optimizer).__name__} has {first_of(own)}, which is not part of "
+            "ZeRO-1's. A load does not call its load_state_dict(), so it would be lost: save it as user_content, "
             "or as state of a parameter"
         )
 
@@ -202,17 +206,17 @@ def check_kind(saved: Mapping[str, Any], optimizer: Any, *, expert: bool) -> Non
 
 
 def warn_of_own_keys(saved: Mapping[str, Any], optimizer: Any) -> None:
-    """Say what a state dict of ZeRO-1 has that is not given back."""
+    """Warn of keys in a ZeRO-1 state dict that are not restored."""
     own = keys_of_its_own(saved, KEYS)
     if own:
         logger.warning(
-            "optimizer: the checkpoint holds %s beside what ZeRO-1 has, which %s is not given",
+            "optimizer: the checkpoint has %s, which is not part of ZeRO-1's state; it is not restored into %s",
             first_of(own), type(optimizer).__name__,
         )  # fmt: skip
 
 
 def shard_of(values: torch.Tensor, shards: int, shard: int, dtype: torch.dtype) -> torch.Tensor:
-    """The ZeRO-1 shard of a CPU tensor: its rows ``shard * n .. (shard + 1) * n``, zeros beyond the end."""
+    """Return the ZeRO-1 shard of a CPU tensor: rows ``shard * n .. (shard + 1) * n``, zeros beyond the end."""
     rows = zero1_rows(values.shape[0], shards)
     part = values[shard * rows : (shard + 1) * rows]
     padded = torch.zeros((rows, *values.shape[1:]), dtype=dtype)
@@ -236,7 +240,7 @@ def _rederive(slots: list[Slot]) -> None:
 
 
 def _place_in_group(optimizer: Any, topology: Topology, expert: bool) -> tuple[int, int]:
-    """How many shards there are and which is this rank's: its place in the optimizer's sharding groups."""
+    """Return the number of shards and this rank's shard: its place in the optimizer's sharding groups."""
     rank = getattr(optimizer, "global_rank", topology.rank)
     group = next((list(group) for group in optimizer.sharding_groups if rank in group), None)
     place = None if group is None else (len(group), group.index(rank))

@@ -170,8 +170,8 @@ def test_keys_of_its_own_are_refused_at_the_save(caplog):
     adapter = _adapter(net, optimizer)
     saved = copied(adapter.capture().tree) | {"loss_scale": 512.0}
     adapter.validate(saved)
-    assert "holds loss_scale beside what ZeRO-1 has" in caplog.text
+    assert "has loss_scale, which is not part of ZeRO-1" in caplog.text
     kind = type("Scaling", (type(optimizer),), {"state_dict": lambda self: saved})
     optimizer.__class__ = kind
-    with pytest.raises(UnsupportedState, match=r"Scaling has loss_scale beside what ZeRO-1 has"):
+    with pytest.raises(UnsupportedState, match=r"Scaling has loss_scale, which is not part of ZeRO-1"):
         adapter.capture()

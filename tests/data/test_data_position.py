@@ -172,7 +172,7 @@ def test_on_the_same_ranks_any_loader_goes_on(tmp_path: Path) -> None:
     with pytest.raises(IncompatibleState, match=r"rank_content\['data'\].* belongs to the rank that saved it"):
         _loaded(tmp_path, Topology(dp=3))
     assert {} == _loaded(tmp_path, Topology(dp=3), ignore_keys=["rank_content/data"])
-    with pytest.raises(IncompatibleState, match="cannot go on from this data position"):
+    with pytest.raises(IncompatibleState, match="cannot continue from this data position"):
         restore_data_position(streams()(1, 0), open_checkpoint(tmp_path).rank_content(0)["data"])
 
 
@@ -234,7 +234,7 @@ def test_what_was_put_together_needs_a_loader_that_can_take_its_share(tmp_path: 
     _save(tmp_path, "t", [elastic()(2, rank) for rank in range(2)])
     saved = _loaded(tmp_path, Topology(dp=3))["data"]
     for loader in (StatefulDataLoader(Numbers(), BATCH), Counting(0, 1, 9)):
-        with pytest.raises(IncompatibleState, match="cannot go on from this data position, which is of samples"):
+        with pytest.raises(IncompatibleState, match="cannot continue from this data position, which is of samples"):
             restore_data_position(loader, saved)
 
 

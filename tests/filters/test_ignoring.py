@@ -90,7 +90,7 @@ def test_the_whole_of_a_part_is_no_tensor() -> None:
 def test_a_choice_that_is_no_list_of_names_is_refused() -> None:
     """InvalidArgument: a text is not taken for a list of letters."""
     ignoring = Ignoring(lambda names: "model/a")
-    with pytest.raises(InvalidArgument, match="expected those to leave out"):
+    with pytest.raises(InvalidArgument, match="expected the names to leave out"):
         ignoring.choose(NAMES)
 
 
