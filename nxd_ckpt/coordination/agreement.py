@@ -1,7 +1,7 @@
 """Agreement of all ranks on the caller's thread, through the process group's key-value store.
 
-Never through XLA (its rendezvous gathers device tensors) and never through object collectives (they fail on the
-"xla" backend). Each round costs O(ranks) messages: every rank hands its word to rank 0, rank 0 answers all.
+It never uses XLA (its rendezvous gathers device tensors), nor object collectives (they fail on the "xla" backend). Each
+round costs O(ranks) messages: every rank sends its word to rank 0, which answers all.
 """
 
 from __future__ import annotations
@@ -22,41 +22,41 @@ from nxd_ckpt.errors import CheckpointError, PeerTimeout, TagReplaced
 T = TypeVar("T")
 
 _own_secret = secrets.token_bytes(32)
-"""The secret of a process that is alone."""
+"""Secret of a process that is alone."""
 
 _SLICE = 1.0
-"""Seconds of a wait for another rank's word, after which it is checked whether the word can still come."""
+"""Seconds of a wait for another rank's word, after which to check whether the word can still come."""
 
 
 class Agreement(Protocol):
-    """What the ranks need to agree: JSON values from all to rank 0, and from rank 0 to all."""
+    """Exchange of JSON values between the ranks: from all to rank 0, and from rank 0 to all."""
 
     rank: int
     world_size: int
     peers: Peers | None
-    """This rank's end of the connections between the ranks' processes; None where there is none."""
+    """This rank's end of the connections between the ranks' processes; None if there is none."""
 
     def gather(self, value: Any) -> list[Any] | None:
-        """Every rank's value, by rank, on rank 0; None elsewhere."""
+        """Return every rank's value, by rank, on rank 0; None elsewhere."""
 
     def broadcast(self, value: Any) -> Any:
-        """Rank 0's value, on every rank."""
+        """Return rank 0's value on every rank."""
 
     def is_gone(self, rank: int) -> bool:
-        """Whether that rank's process is known to have ended. False does not mean that it lives."""
+        """Return whether that rank's process is known to have ended. False does not mean that it lives."""
 
     def sign(self) -> None:
-        """Show those who wait for rank 0 that it is at work on its word; nothing on other ranks."""
+        """Show ranks that wait for rank 0 that it is at work; do nothing on other ranks."""
 
     def secret_for(self, purpose: str) -> bytes:
-        """32 bytes that only the ranks of this job know, others for each purpose."""
+        """Return 32 bytes that only the ranks of this job know, different for each purpose."""
 
     def store(self, name: str) -> Any:
-        """A c10d store of that name, for some of the ranks to meet in; never called by a process alone."""
+        """Return a c10d store of that name for some of the ranks; never called by a process alone."""
 
 
 class SingleProcessAgreement:
-    """One process that agrees with itself: a single-process job, or a tool that acts as one rank."""
+    """An agreement of one process with itself: a single-process job, or a tool that acts as one rank."""
 
     rank = 0
     world_size = 1
@@ -72,21 +72,21 @@ class SingleProcessAgreement:
         return False
 
     def sign(self) -> None:
-        """Nobody waits."""
+        """Do nothing: nobody waits."""
 
     def secret_for(self, purpose: str) -> bytes:
         return hmac.digest(_own_secret, purpose.encode(), "sha256")
 
     def store(self, name: str) -> Any:
-        raise CheckpointError(f"a single process has no other ranks to meet in {name!r}")
+        raise CheckpointError(f"a single process has no other ranks to share the store {name!r} with")
 
 
 class Words:
-    """The words (JSON) that ranks leave for each other in a c10d store: TCPStore, FileStore, HashStore, PrefixStore.
+    """Words (JSON) that ranks leave for each other in a c10d store: TCPStore, FileStore, HashStore, PrefixStore.
 
     A wait ends when the word is there, after ``timeout`` seconds without a sign of the rank that should leave it, or as
-    soon as that rank, or the store itself, is known to be ``gone``. While rank 0 waits, for other ranks or for what is
-    not theirs, it gives signs of life, so that those who wait for its word do not give up before it does.
+    soon as that rank, or the store itself, is known to be ``gone``. While rank 0 waits for anything, it gives signs of
+    life, so that ranks which wait for its word do not give up before it does.
     """
 
     def __init__(self, store: Any, rank: int, timeout: float, gone: Callable[[int], bool] = lambda rank: False) -> None:
@@ -98,7 +98,7 @@ class Words:
         self._ask(self.store.set, key, json.dumps(word))
 
     def take(self, key: str, rank: int) -> Any:
-        """The word that ``rank`` leaves under ``key``, for nobody else. Raises PeerTimeout."""
+        """Return and delete the word that ``rank`` leaves under ``key`` for this rank alone. Raises PeerTimeout."""
         word = self.read(key, rank)
         # A long job must not fill the store. Stores that cannot delete (FileStore) keep a few bytes a word.
         with suppress(RuntimeError):
@@ -106,11 +106,11 @@ class Words:
         return word
 
     def read(self, key: str, rank: int) -> Any:
-        """The word that ``rank`` leaves under ``key``. Raises PeerTimeout."""
+        """Return the word that ``rank`` leaves under ``key``. Raises PeerTimeout."""
         began = since = effects.monotonic()
         sign = self._sign_of(rank)
         while not self._comes(key, began):
-            if self._gone(rank) and not self.has(key):  # leaving the word may have been the last thing that it did
+            if self._gone(rank) and not self.has(key):  # it may have ended after leaving the word
                 raise PeerTimeout(f"rank {self._rank} waited for rank {rank}: its process ended; look at its log")
             if sign != (sign := self._sign_of(rank)):
                 since = effects.monotonic()
@@ -126,14 +126,14 @@ class Words:
         return int(self._ask(self.store.add, key, amount))
 
     def sign(self) -> None:
-        """Rank 0: show that it is alive, and at work on what the others wait for. Nothing on other ranks."""
+        """Show, on rank 0, that it is alive and at work. Does nothing on other ranks."""
         now = effects.monotonic()
         if self._rank == 0 and now - self._signed >= _SLICE / 2:
             self._signed = now
             self.leave("waiting", now)
 
     def _comes(self, key: str, began: float) -> bool:
-        """Whether it is there within a slice of the time; pauses grow with the time since the wait ``began``."""
+        """Return whether the word comes within a slice of time; pauses grow with the time since ``began``."""
         started = effects.monotonic()
         within = min(_SLICE, self._timeout)
         self.sign()
@@ -146,7 +146,7 @@ class Words:
         return True
 
     def has(self, key: str) -> bool:
-        """Whether there is a word under ``key`` by now."""
+        """Return whether there is a word under ``key`` now."""
         return bool(self._ask(self.store.check, [key]))
 
     def _sign_of(self, rank: int) -> bytes | None:
@@ -162,17 +162,16 @@ class Words:
 
     def _lost(self, error: RuntimeError) -> PeerTimeout:
         return PeerTimeout(
-            f"rank {self._rank} cannot reach the process group's store, which usually lives in rank 0's process: that "
-            f"is gone; look at its log ({str(error).splitlines()[0]})"
+            f"rank {self._rank} cannot reach the process group's store, which usually lives in rank 0's process: it "
+            f"is gone; look at rank 0's log ({str(error).splitlines()[0]})"
         )
 
 
 class StoreAgreement:
-    """Agreement through a c10d store that nobody else uses: that of one call which all ranks make.
+    """Agreement through a c10d store that belongs to one call, which all ranks make.
 
-    All ranks must call the same methods in the same order: `broadcast` is what follows a `gather`. Raises
-    PeerTimeout, on all ranks, naming the rank that was waited for, after ``timeout`` seconds without its word, or as
-    soon as it is known to be gone.
+    All ranks must call the same methods in the same order: a `broadcast` follows a `gather`. Raises PeerTimeout on all
+    ranks, naming the missing rank, after ``timeout`` seconds without its word, or as soon as it is known to be gone.
     """
 
     def __init__(
@@ -229,7 +228,7 @@ class StoreAgreement:
 
 
 def answer_of(word: dict[str, Any]) -> Any:
-    """What rank 0 answered: its ``value``, or raised here, its ``error``."""
+    """Return rank 0's ``value`` from its answer, or raise its ``error``."""
     if "error" in word:
         name, message = word["error"]
         raise errors.from_wire(name, message, 0)
@@ -239,7 +238,7 @@ def answer_of(word: dict[str, Any]) -> Any:
 def on_all(agreement: Agreement, step: Callable[[], T]) -> T:
     """Run ``step`` on every rank; if it raised on any, raise on all.
 
-    A rank raises its own error if it has one, otherwise that of the first rank that failed, as the same class. If any
+    A rank raises its own error if it has one, otherwise that of the first failed rank, as the same class. If any rank
     raised TagReplaced, all do.
     """
     own: Exception | None = None
@@ -261,7 +260,7 @@ def on_all(agreement: Agreement, step: Callable[[], T]) -> T:
 
 
 def decided_by_rank0(agreement: Agreement, decide: Callable[[], T]) -> T:
-    """Run ``decide`` on rank 0 alone and give its (JSON) result, or its error, to every rank."""
+    """Run ``decide`` on rank 0 alone and return its (JSON) result, or raise its error, on every rank."""
     word: Any = None
     own: Exception | None = None
     if agreement.rank == 0:

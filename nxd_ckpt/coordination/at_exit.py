@@ -1,4 +1,4 @@
-"""The end of the process: what is open is closed, and a failure that nobody was told of becomes the exit code."""
+"""The end of the process: open objects are closed, and an unreported failure becomes the exit code."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ logger = logging.getLogger("nxd_ckpt")
 
 
 class Closable(Protocol):
-    """What a Checkpointer offers."""
+    """The methods of a Checkpointer that end it."""
 
     def close(self) -> None:
-        """Finish, and raise what failed and was not raised."""
+        """Finish, and raise failures that were not raised before."""
 
     def abandon(self) -> None:
         """Finish this rank's part after an exception; never raises."""
 
 
 _open: dict[int, Closable] = {}
-# In a forked child what is open is its parent's, and so are the threads.
+# In a forked child the open objects, and their threads, are its parent's.
 in_forked_children(_open.clear)
 
 
@@ -35,13 +35,13 @@ def close_at_exit(what: Closable) -> None:
 
 
 def forget(what: Closable) -> None:
-    """``what`` was closed."""
+    """Do not close ``what`` at the end of the process: it is closed."""
     _open.pop(id(what), None)
 
 
 @atexit.register
 def _at_exit() -> None:
-    """Close everything; after an exception give the other ranks a short grace only."""
+    """Close everything; after an exception give the other ranks only a short grace."""
     crashed = getattr(sys, "last_value", None) is not None and not hasattr(sys, "ps1")
     failed = False
     for what in list(_open.values()):
@@ -50,7 +50,7 @@ def _at_exit() -> None:
             continue
         try:
             what.close()
-        except Exception as error:  # whatever it is, it must reach the exit code
+        except Exception as error:  # any exception must reach the exit code
             failed = True
             logger.critical("nxd_ckpt: a checkpoint was not saved: %s: %s", type(error).__name__, error)
     if failed:

@@ -1,4 +1,4 @@
-"""How long to pause between two looks at something that is waited for."""
+"""Pauses between two looks at something that is waited for."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from nxd_ckpt.storage.base import Storage
 ResultT = TypeVar("ResultT")
 
 LONGEST = 0.25
-"""Seconds of a pause where a look costs little."""
+"""Longest pause in seconds where a look costs little."""
 
 
 def pause_after(waited: float, longest: float = LONGEST) -> float:
-    """Seconds: a 25th of those waited so far, from 2 ms on.
+    """Return the pause in seconds: a 25th of the time waited so far, from 2 ms on.
 
-    So what is waited for is seen soon after it comes, compared with how long it took.
+    So an event is seen soon after it comes, compared with the time it took.
     """
     return min(max(waited / 25, 0.002), longest)
 
 
 class Backoff:
-    """Pauses between looks at ``storage``, as `pause_after`; up to 2 s where a look takes long.
+    """Growing pauses between looks at ``storage``, see `pause_after`; up to 2 s where a look takes long.
 
     Listing thousands of votes takes long: a rank that did nothing else would slow down the training beside it. An
     object store charges for every look of every rank, so pauses grow up to 2 s there too.

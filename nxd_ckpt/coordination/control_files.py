@@ -1,6 +1,6 @@
 """The job's own small files.
 
-A damaged one must never keep anybody from using a directory: it is renamed out of the way, with a warning.
+A damaged one must never make a directory unusable: it is renamed out of the way, with a warning.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _NO_DIRECTORY = {errno.EEXIST, errno.ENOTDIR, errno.ELOOP}
 
 
 def read_note(storage: Storage, key: str) -> dict[str, Any] | None:
-    """The fields of a small document, or None if there is none. Raises MalformedFile for anything else."""
+    """Return the fields of a small document, or None if there is none. Raises MalformedFile for anything else."""
     try:
         data = storage.read(key, NOTE)
     except FileNotFoundError:
@@ -33,24 +33,24 @@ def read_note(storage: Storage, key: str) -> dict[str, Any] | None:
 
 
 def set_aside(storage: Storage, key: str, why: object) -> None:
-    """Rename what lies under ``key``, with a warning; remove it in a store, which renames nothing.
+    """Rename ``key``, with a warning; remove it in a store, which cannot rename.
 
     It may be gone already. Raises OSError if it cannot be moved.
     """
-    other = f"{key}.damaged-{uuid.uuid4().hex[:8]}"
+    new_key = f"{key}.damaged-{uuid.uuid4().hex[:8]}"
     try:
         if storage.renames:
-            storage.rename(key, other)
+            storage.rename(key, new_key)
         else:
             storage.remove(key)
     except FileNotFoundError:
         return  # another process was faster
-    became = f"moved to {other}: remove it once it is of no use" if storage.renames else "removed"
-    logger.warning("%s/%s is not what it should be, and was %s (%s)", storage.url, key, became, why)
+    outcome = f"moved to {new_key}: remove it when it is no longer needed" if storage.renames else "removed"
+    logger.warning("%s/%s is damaged, and was %s (%s)", storage.url, key, outcome, why)
 
 
-def drop_those_of_lost_tags(storage: Storage, folder: str, place: Callable[[str], str]) -> None:
-    """Remove from ``folder``, where each tag has its own ``place(tag)``, what was kept of tags that are gone.
+def drop_entries_of_lost_tags(storage: Storage, folder: str, place: Callable[[str], str]) -> None:
+    """Remove the entries of ``folder``, where each tag has its ``place(tag)``, whose tags are gone.
 
     Two listings, however many tags there are.
     """
@@ -61,9 +61,9 @@ def drop_those_of_lost_tags(storage: Storage, folder: str, place: Callable[[str]
 
 
 def make_places(storage: Storage) -> None:
-    """Make the directories that a job works in, so that they last.
+    """Make the directories of a job, durably.
 
-    Anything else in place of one, a link too, is set aside.
+    Anything else in place of one, also a link, is set aside.
     """
     storage.make_dir("")
     for folder in (HIDDEN, STAGING, VOTES, TRASH, RUNS, PROBES):

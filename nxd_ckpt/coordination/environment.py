@@ -1,4 +1,4 @@
-"""What this process runs in: its place in the job, and what wrote its checkpoints."""
+"""The environment of this process: its place in the job, and the versions that write its checkpoints."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ from nxd_ckpt.version import __version__
 
 
 def topology_of(topology: Topology | None, process_group: Any = None) -> Topology:
-    """This rank's place among those that save and load together: as said, else as `default_topology` has it.
+    """Return this rank's place among the ranks that save and load together: ``topology``, or `default_topology`.
 
     Raises:
-        InvalidArgument: this process is not in the ``process_group``, or stands elsewhere in it than ``topology`` says.
+        InvalidArgument: this process is not in the ``process_group``, or has another place in it than ``topology``
+            says.
     """
     if process_group is None:
         return topology or default_topology()
@@ -45,7 +46,7 @@ def topology_of(topology: Topology | None, process_group: Any = None) -> Topolog
 
 
 def default_topology() -> Topology:
-    """neuronx_distributed's live topology; without it, all ranks of the process group as data-parallel ones."""
+    """Return neuronx_distributed's live topology; without it, all ranks of the process group as data-parallel ones."""
     live = live_topology()
     if live is not None:
         return live
@@ -57,13 +58,13 @@ def default_topology() -> Topology:
 
 
 def versions() -> dict[str, str]:
-    """What wrote a checkpoint, for its manifest."""
+    """Return the versions of the libraries that write a checkpoint, for its manifest."""
     from importlib import metadata
 
-    found = {"python": sys.version.split()[0], "torch": torch.__version__, "nxd_ckpt": __version__}
+    version_by_name = {"python": sys.version.split()[0], "torch": torch.__version__, "nxd_ckpt": __version__}
     for name in ("torch_xla", "torch_neuronx", "neuronx_distributed"):
         try:
-            found[name] = metadata.version(name)
+            version_by_name[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
             continue
-    return found
+    return version_by_name

@@ -1,4 +1,4 @@
-"""A fair lock: the calls of several threads, one at a time, in the order in which they came."""
+"""A fair lock: calls of several threads, one at a time, in the order in which they came."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from nxd_ckpt.errors import CheckpointError
 
 
 class FairLock:
-    """Gives threads their turn in the order in which they asked for it, which a lock does not promise.
+    """A lock that threads get in the order in which they asked for it, which other locks do not promise.
 
-    Without locks and events: a signal handler may interrupt their holder anywhere, and ask for a turn itself.
+    It uses no locks or events: a signal handler may interrupt their holder anywhere, and ask for a turn itself.
     """
 
     def __init__(self) -> None:
@@ -25,7 +25,7 @@ class FairLock:
         """Hold the lock; ``what`` names the call in errors.
 
         Raises:
-            CheckpointError: this very thread has a turn already, or waits for one: a signal handler interrupted it.
+            CheckpointError: this very thread has the lock, or waits for it: a signal handler interrupted it.
             TimeoutError: it was not this thread's turn after ``timeout`` seconds.
         """
         mine = (effects.get_ident(), object())

@@ -1,10 +1,10 @@
-"""Intents: notes of what is about to happen to a tag, for storages that rename nothing.
+"""Intents: notes of a planned change to a tag, for storages without renames.
 
 Without renames a tag is filled, and emptied, one key after the other. So a small file names the tag before that begins,
-and is removed when it is finished: in ``staging`` for a save, in ``trash`` for a removal. Whoever finds the intent of a
-dead job looks for the tag's ``done``. If it is there, the tag is complete: the save was committed, or its removal had
-not begun. If it is not, everything in the tag is removed. On a file system there is a directory under the same name,
-with what is not a tag yet, or no longer; `clear` removes either.
+and is removed when it is finished: in ``staging`` for a save, in ``trash`` for a removal. A job that finds a dead job's
+intent looks for the tag's ``done``. If it is there, the tag is complete: the save was committed, or its removal had not
+begun. If not, everything in the tag is removed. On a file system a directory has the same name, with the files of a
+future or former tag; `clear` removes either.
 """
 
 from __future__ import annotations
@@ -30,25 +30,25 @@ def declare(storage: Storage, key: str, tag: str) -> None:
 
 
 def saves_of(storage: Storage, tag: str) -> list[str]:
-    """The attempts whose saves of ``tag`` are under way, or ended without being cleared."""
+    """Return the attempts whose saves of ``tag`` are under way, or ended without being cleared."""
     return _of(storage, STAGING, tag)
 
 
 def is_being_removed(storage: Storage, tag: str) -> bool:
-    """Whether the removal of ``tag`` is under way, or ended without being cleared."""
+    """Return whether the removal of ``tag`` is under way, or ended without being cleared."""
     return bool(_of(storage, TRASH, tag))
 
 
 def _of(storage: Storage, folder: str, tag: str) -> list[str]:
-    found = [entry.name for entry in storage.list(folder) if not entry.is_dir]
-    return [name for name in found if _tag(storage, f"{folder}/{name}") == tag]
+    names = [entry.name for entry in storage.list(folder) if not entry.is_dir]
+    return [name for name in names if _tag(storage, f"{folder}/{name}") == tag]
 
 
 def clear(storage: Storage, key: str, confirm: Callable[[], bool]) -> None:
-    """Finish what an intent announced, or remove a directory. Safe to repeat.
+    """Finish the change that an intent announced, or remove a directory. Safe to repeat.
 
-    Nobody may be working there any more. ``confirm`` says whether that still holds, once it is known what an intent's
-    tag consists of.
+    Nobody may be working there any more. ``confirm`` checks that this still holds, once the files of an intent's tag
+    are known.
     """
     tag = _tag(storage, key) if storage.is_file(key) else None
     if tag is not None and not storage.is_file(f"{tag}/{DONE}"):
@@ -61,8 +61,10 @@ def clear(storage: Storage, key: str, confirm: Callable[[], bool]) -> None:
 
 
 def _moved_away(storage: Storage, key: str) -> str:
-    """Where a directory is that was removed from its place: all of it at once, since a rank that wakes up there must
-    find all its files, or none."""
+    """Move a directory to the trash and return its key there.
+
+    It is moved as a whole: a rank that wakes up in it must find all its files, or none.
+    """
     away = unfinished_dir(key)
     storage.remove(away)  # an earlier one
     with suppress(FileNotFoundError):
@@ -71,7 +73,7 @@ def _moved_away(storage: Storage, key: str) -> str:
 
 
 def _tag(storage: Storage, key: str) -> str | None:
-    """The tag that an intent names; None if the intent is gone, or damaged."""
+    """Return the tag that an intent names; None if the intent is gone, or damaged."""
     try:
         fields = read_note(storage, key)
         return None if fields is None else validate_tag(fields["tag"])

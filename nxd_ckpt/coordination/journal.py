@@ -1,7 +1,7 @@
-"""Putting a finished staging directory into place, also over an existing tag.
+"""Publication of a finished staging directory, also over an existing tag.
 
-A new tag is one atomic rename. Replacing a tag takes two steps (see coordination.replacement), so the swap is
-announced in a journal first: it holds the names. Whoever opens or lists the directory after a crash settles it.
+A new tag is one atomic rename. Replacing a tag takes two steps (see coordination.replacement), so the swap is announced
+in a journal first: it has the names. The next process that opens or lists the directory after a crash settles it.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ logger = logging.getLogger("nxd_ckpt")
 def publish(storage: Storage, attempt: str, tag: str) -> None:
     """Rename the complete, synced staging directory of ``attempt`` to ``tag`` and make that durable.
 
-    Raises OSError, and leaves things as they were: what is not durable must not stay visible, and the tag that it was
-    to replace must not stay away.
+    Raises OSError, and restores the state before: a tag that is not durable must not stay visible, and the tag that it
+    was to replace must not stay away.
     """
     recover(storage)  # an earlier swap of this job may not be finished yet
     replacement, replaces = _replacement(storage, attempt, tag), storage.is_dir(tag)
@@ -60,7 +60,9 @@ def _replacement(storage: Storage, attempt: str, tag: str) -> Replacement:
 
 
 def _restore(replacement: Replacement, moves: Callable[[], None]) -> None:
-    """The journal stays if this fails: whoever opens the directory next tries again."""
+    """Undo a failed publication. If this fails, the journal stays, and the next job to open the directory tries again.
+
+    """
     storage = replacement.storage
     try:
         moves()
@@ -73,7 +75,7 @@ def _restore(replacement: Replacement, moves: Callable[[], None]) -> None:
 def recover(storage: Storage) -> None:
     """Finish or undo a swap that a crash interrupted. Safe to call at any time, by several processes at once.
 
-    A journal that names no swap is set aside, and so is the trash, where the tag that it was about may lie.
+    A journal that names no swap is set aside, and so is the trash, where the replaced tag may lie.
     """
     try:
         announced = _announced(storage)
@@ -92,7 +94,7 @@ def recover(storage: Storage) -> None:
 
 
 def is_open(storage: Storage) -> bool:
-    """Whether a swap was announced, and not finished yet; also where the journal is damaged."""
+    """Return whether an announced swap is unfinished; True also for a damaged journal."""
     try:
         storage.size(JOURNAL)
     except FileNotFoundError:
@@ -103,7 +105,7 @@ def is_open(storage: Storage) -> bool:
 
 
 def _announced(storage: Storage) -> tuple[str, str] | None:
-    """Attempt and tag of the swap in the journal. Raises MalformedFile."""
+    """Return attempt and tag of the swap in the journal. Raises MalformedFile."""
     fields = read_note(storage, JOURNAL)
     if fields is None:
         return None
@@ -113,14 +115,16 @@ def _announced(storage: Storage) -> tuple[str, str] | None:
         raise MalformedFile(f"{storage.url}/{JOURNAL}: it names no swap ({type(error).__name__}: {error})") from error
 
 
-def remove_tag(storage: Storage, tag: str, attempt: str, spared: Callable[[str], bool] = lambda key: False) -> bool:
-    """Make a tag invisible with one rename; False where it is ``spared``, which is told where it lies then: it has its
-    name again."""
+def remove_tag(storage: Storage, tag: str, attempt: str, is_kept: Callable[[str], bool] = lambda key: False) -> bool:
+    """Make a tag invisible with one rename; False if ``is_kept``, then it has its name again.
+
+    ``is_kept`` is called with the tag's key in the trash.
+    """
     key, goes = trash_file(attempt, tag), False
     storage.make_dir(TRASH)
     storage.rename(tag, key)
     try:
-        goes = not spared(key)
+        goes = not is_kept(key)
     finally:
         if not goes:
             storage.rename(key, tag)
@@ -132,12 +136,12 @@ def remove_tag(storage: Storage, tag: str, attempt: str, spared: Callable[[str],
 def discard_trash(storage: Storage, run_id: str, confirm: Callable[[], bool] = lambda: True) -> None:
     """Delete what this run has renamed away.
 
-    Failures are left for the next time, because nothing visible depends on it. Nothing is deleted while there is a
-    journal: an old tag may have to be put back.
+    Failures are left for the next time, because nothing visible depends on them. Nothing is deleted while there is a
+    journal: an old tag may have to be restored.
 
-    In a store the intents there are finished; see intents.clear for ``confirm``. What another run has left is swept
-    when a lease is taken: of one that stood still until it was taken over, it may be a tag that is about to get its
-    name back. What was no tag yet never does.
+    In a store the intents there are finished; see intents.clear for ``confirm``. Another run's entries are swept when a
+    lease is taken: one of a run that stood still until it was taken over may be a tag that is about to get its name
+    back. A directory that was no tag yet never does.
     """
     with suppress(OSError):
         if is_open(storage):
@@ -151,10 +155,10 @@ def discard_trash(storage: Storage, run_id: str, confirm: Callable[[], bool] = l
 
 
 def settle_losses(storage: Storage, names: Collection[object]) -> None:
-    """Make it durable that tags in the trash have lost their names, before any is deleted. Raises OSError.
+    """Make durable that tags in the trash have lost their names, before any is deleted. Raises OSError.
 
-    Whoever renamed one may have died, or met an error, before that was durable: a power cut would give what is left of
-    it its name again.
+    The process that renamed one may have died, or met an error, before that was durable: after a power cut the rest of
+    the tag would have its name again.
     """
     if names and storage.renames:
         storage.sync_dir("")
@@ -162,12 +166,12 @@ def settle_losses(storage: Storage, names: Collection[object]) -> None:
 
 
 def discard(storage: Storage, name: str, confirm: Callable[[], bool]) -> None:
-    """Delete what is called ``name`` in the trash, see `settle_losses`. Raises OSError.
+    """Delete the entry ``name`` of the trash, see `settle_losses`. Raises OSError.
 
-    If it is a tag that is pinned, it gets its name back: whoever was to remove it ended before that saw the pin.
+    A pinned tag gets its name back instead: the job that was to remove it ended before it saw the pin.
     """
     key = f"{TRASH}/{name}"
-    if storage.is_dir(key):  # in a store it is an intent
+    if storage.is_dir(key):  # in a store the entry is an intent
         for tag in pinned(storage):
             if is_trash_of(name, tag):
                 _put_back(storage, key, tag)
@@ -175,28 +179,30 @@ def discard(storage: Storage, name: str, confirm: Callable[[], bool]) -> None:
 
 
 def pinned_in_trash(storage: Storage) -> dict[str, str]:
-    """The tags that are pinned and have lost their names, each with the key that it has in the trash, of several the
-    newest. A live job that moved one away sees the pin, and gives it its name back; a dead one does not."""
+    """Return the pinned tags that have lost their names, each with its key in the trash; of several the newest.
+
+    A live job that moved one away sees the pin, and gives it its name back; a dead one does not.
+    """
     try:
         away = {tag for tag in pinned(storage) if not storage.is_dir(tag)} if storage.renames else set()
-    except MalformedFile:  # pins that cannot be read keep nobody from reading tags
+    except MalformedFile:  # unreadable pins must not prevent reading tags
         return {}
-    found = dict[str, tuple[float, str]]()
+    newest = dict[str, tuple[float, str]]()
     for entry in storage.list(TRASH) if away else ():
         for tag in (tag for tag in away if is_trash_of(entry.name, tag)):
             key = f"{TRASH}/{entry.name}"
             with suppress(FileNotFoundError, MalformedFile):  # half deleted, or no tag
-                found[tag] = max(found.get(tag, (0.0, "")), (storage.time(f"{key}/{DONE}"), key))
-    return {tag: key for tag, (_, key) in found.items()}
+                newest[tag] = max(newest.get(tag, (0.0, "")), (storage.time(f"{key}/{DONE}"), key))
+    return {tag: key for tag, (_, key) in newest.items()}
 
 
 def put_back_pinned(storage: Storage) -> None:
-    """Give them their names back. Safe by several processes at once, while no job lives. Raises OSError."""
+    """Give pinned tags in the trash their names back. Safe by several processes, while no job lives. Raises OSError."""
     for tag, key in pinned_in_trash(storage).items():
         with suppress(FileNotFoundError, FileExistsError):  # another process was faster
             _put_back(storage, key, tag)
             logger.warning(
-                "%s/%s is pinned, and a job that was to remove it ended before it saw that: it is back",
+                "%s/%s is pinned, and a job that was about to remove it ended before it saw the pin: the tag is back",
                 storage.url,
                 tag,
             )

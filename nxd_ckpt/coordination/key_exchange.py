@@ -1,8 +1,8 @@
-"""A secret that only the ranks of a job know, agreed on in a store that anybody on the network may read.
+"""A secret that only the ranks of a job know, agreed in a store that anybody on the network may read.
 
-torch's TCPStore asks nobody who they are. So no secret is ever left there: ranks exchange Diffie-Hellman keys (the
-group ffdhe2048 of RFC 7919), and each rank hands the secret, encrypted, to at most 32 others. Reading the store does
-not help a stranger. Somebody who can also write to it can take a rank's place, but they could stop the job anyway.
+torch's TCPStore does not authenticate clients. So no secret is ever left there: ranks exchange Diffie-Hellman keys (the
+group ffdhe2048 of RFC 7919), and each rank passes the secret, encrypted, to at most 32 others. Reading the store does
+not help a stranger. Somebody who can also write to it can take a rank's place, but could stop the job anyway.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ SECRET = 32
 """Bytes of the job's secret."""
 
 _FAN_OUT = 32
-"""Ranks that one rank hands the secret to: each takes it 3 ms."""
+"""Number of ranks to which one rank passes the secret, at 3 ms each."""
 
 _PRIME = int(
     "ffffffffffffffffadf85458a2bb4a9aafdc5620273d3cf1d8b9c583ce2d3695a9e13641146433fbcc939dce249b3ef97d2fe363"
@@ -31,14 +31,14 @@ _GENERATOR = 2
 
 
 class KeyPair:
-    """A random private key and its public one, which may be read by anybody."""
+    """A random private key and its public one, which anybody may read."""
 
     def __init__(self) -> None:
         self._private = secrets.randbits(256) | 1 << 255
         self.public = f"{pow(_GENERATOR, self._private, _PRIME):x}"
 
     def key_with(self, public: str) -> bytes:
-        """The 32 bytes that only the owners of the two key pairs can compute.
+        """Return the 32 bytes that only the owners of the two key pairs can compute.
 
         Raises MalformedFile for a value that is no public key.
         """
@@ -56,7 +56,7 @@ def new_secret() -> bytes:
 
 
 def job_secret(words: Words, rank: int, world_size: int, secret: bytes) -> bytes:
-    """Give every rank the ``secret`` of rank 0; all ranks call this, the others with anything.
+    """Give every rank the ``secret`` of rank 0; all ranks call this, the others with any value.
 
     Raises PeerTimeout if a rank does not come.
     """
@@ -75,4 +75,4 @@ def job_secret(words: Words, rank: int, world_size: int, secret: bytes) -> bytes
 
 def _xor(secret: bytes, key: bytes) -> bytes:
     """Encrypt or decrypt with a key that is used once."""
-    return bytes(one ^ other for one, other in zip(secret, key, strict=True))
+    return bytes(byte ^ key_byte for byte, key_byte in zip(secret, key, strict=True))

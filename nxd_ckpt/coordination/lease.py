@@ -33,9 +33,10 @@ logger = logging.getLogger("nxd_ckpt")
 
 @dataclass(frozen=True)
 class Lease:
-    """Who writes here. ``host`` identifies a process namespace, not just a machine; ``born`` tells reused pids apart.
+    """The identity of the job that writes here.
 
-    ``place`` is the mark of the directory where it was taken, see `place_of`. It is not part of the file.
+    ``host`` identifies a process namespace, not just a machine; ``born`` tells reused pids apart. ``place`` is the mark
+    of the directory where the lease was taken, see `place_of`. It is not part of the file.
     """
 
     run_id: str
@@ -43,12 +44,12 @@ class Lease:
     pid: int
     born: str
     known: bool = True
-    """False for a damaged lease: its holder is not known, and it does not beat."""
+    """False for a damaged lease: its holder is unknown, and does not beat."""
     place: bytes | None = field(default=None, compare=False)
     taken_in: Storage | None = field(default=None, compare=False)
-    """That directory by its path without links; None where a path cannot come to lead elsewhere.
+    """The directory by its path without links; None if a path cannot come to lead elsewhere.
 
-    Not part of the file either.
+    It is not part of the file.
     """
 
     @staticmethod
@@ -59,7 +60,9 @@ class Lease:
         return (self.host, self.pid, self.born) == (other.host, other.pid, other.born)
 
     def holder_runs_here(self) -> bool | None:
-        """Whether the holder still runs; None if it is not of this host, or this system (without /proc) cannot tell."""
+        """Return whether the holder runs; None if it is not on this host, or this system (without /proc) cannot tell.
+
+        """
         if self.host != effects.processes() or not self.born:
             return None
         born = effects.born(self.pid)
@@ -75,10 +78,10 @@ def acquire(storage: Storage, run_id: str, patience: float, sign: Callable[[], N
     Args:
         patience: seconds without a heartbeat after which a holder on another host counts as dead; a live one beats
             several times in it.
-        sign: called again and again while it waits for that.
+        sign: called again and again during that wait.
 
     Raises:
-        DirectoryInUse: another live job holds it.
+        DirectoryInUse: another live job has it.
     """
     mine = Lease.of_this_process(run_id)
     try:
@@ -86,7 +89,7 @@ def acquire(storage: Storage, run_id: str, patience: float, sign: Callable[[], N
         return replace(taken, place=place_of(storage), taken_in=without_links(storage))
     except DirectoryInUse:
         raise
-    except BaseException:  # an interrupt too: otherwise nobody would give back what may have been taken
+    except BaseException:  # an interrupt too: else nobody would release a lease that was taken
         with suppress(OSError):
             release(storage, mine)
         raise
@@ -94,7 +97,7 @@ def acquire(storage: Storage, run_id: str, patience: float, sign: Callable[[], N
 
 def _acquired(storage: Storage, mine: Lease, patience: float, sign: Callable[[], None]) -> Lease:
     mark_place(storage)
-    # Before the lease: NFS goes on to miss a file, for up to a minute, that was not there when it was asked for first.
+    # Before the lease: NFS misses a file for up to a minute if it did not exist at the first look.
     storage.link_new(HEARTBEAT, _encode(mine, beat=0))
     while not storage.link_new(LEASE, _encode(mine)):
         record = _read(storage)
@@ -113,7 +116,7 @@ def _acquired(storage: Storage, mine: Lease, patience: float, sign: Callable[[],
                 f"{storage.url} is being written by another live job, {holder.describe()}; stop it, or save to a "
                 f"directory of your own (if you are sure that it is gone, remove {storage.url}/{LEASE})"
             )
-        if data is None:  # a live holder would have written it anew
+        if data is None:  # a live holder would have written it again
             set_aside(storage, LEASE, "it cannot be read, and nobody renews it")
         elif storage.exchange(LEASE, data, _encode(mine)):
             if not holder.known:
@@ -126,13 +129,13 @@ def _acquired(storage: Storage, mine: Lease, patience: float, sign: Callable[[],
 
 
 def read(storage: Storage) -> Lease | None:
-    """The lease in force, or None; a damaged one counts as one whose holder is unknown and does not beat."""
+    """Return the lease in force, or None; a damaged one counts as one whose holder is unknown and does not beat."""
     record = _read(storage)
     return None if record is None else record.lease
 
 
 def release(storage: Storage, lease: Lease) -> None:
-    """Give the lease back, if it is still ours. One that was damaged meanwhile would keep the next job waiting."""
+    """Give the lease back, if it is still ours. A damaged one is repaired first: it would keep the next job waiting."""
     storage = directory_of(storage, lease)
     if _repaired(storage, lease) == lease:
         with suppress(OSError):
@@ -141,7 +144,7 @@ def release(storage: Storage, lease: Lease) -> None:
 
 
 def directory_of(storage: Storage, mine: Lease) -> Storage:
-    """The directory in which the lease was taken, also where a link of its path leads elsewhere by now."""
+    """Return the directory in which the lease was taken, also if a link in its path leads elsewhere by now."""
     if mine.taken_in is None or place_of(storage) == mine.place:
         return storage
     return mine.taken_in if place_of(mine.taken_in) == mine.place else storage
@@ -150,11 +153,11 @@ def directory_of(storage: Storage, mine: Lease) -> Storage:
 def require(storage: Storage, mine: Lease, *, strictly: bool = False) -> None:
     """Raise DirectoryInUse if another job took the lease over while this one gave no sign of life.
 
-    That job may have given it back since. On a file system that shows, because the staging directory was removed. Where
-    tags are written in place, and ``strictly`` of a copy, which gathers elsewhere, nothing would show it, so a lease
-    that is gone counts as lost. A damaged lease counts as gone where that does no harm, until the next heartbeat writes
-    it anew, which it does not where the path leads to another file system. Where a lease is needed it is written anew
-    here, if the last heartbeat is this job's: who takes over leaves one.
+    That job may have given it back since. On a file system that shows, because the staging directory was removed.
+    Nothing would show it where tags are written in place, nor, with ``strictly``, for a copy, which is collected
+    elsewhere: there a lease that is gone counts as lost. A damaged lease counts as gone where that does no harm, until
+    the next heartbeat writes it again (not if the path leads to another file system). Where a lease is needed it is
+    written again here, if the last heartbeat is this job's: a job that takes over leaves one.
     """
     is_needed = strictly or not storage.renames
     holder = _repaired(storage, mine) if is_needed else read(storage)
@@ -164,14 +167,14 @@ def require(storage: Storage, mine: Lease, *, strictly: bool = False) -> None:
     if holder is None and is_needed:
         raise DirectoryInUse(
             f"{storage.url}/{LEASE} is gone: another job took over from {mine.describe()}, which gave no sign of life "
-            "for too long, and has ended since, or somebody removed it. This job must not save there any more; start "
-            "it anew"
+            "for too long, and has ended since, or somebody removed it. This job must not save there any more; "
+            "restart it"
         )
     if holder is not None and holder != mine:
         if holder.is_of_process_of(mine):
             raise DirectoryInUse(
                 f"{storage.url} leads to a directory that this process saves to as another one, {holder.describe()}: a "
-                "link to it, or a mount of it, came in its place. Nothing is saved there until it leads to where it did"
+                "link to it, or a mount of it, came in its place. Nothing is saved there until the path leads back"
             )
         raise DirectoryInUse(
             f"{storage.url} was taken over by {holder.describe()}, because {mine.describe()} gave no sign of life for "
@@ -180,7 +183,7 @@ def require(storage: Storage, mine: Lease, *, strictly: bool = False) -> None:
 
 
 def _repaired(storage: Storage, mine: Lease) -> Lease | None:
-    """The lease in force; a damaged one is written anew, if the last heartbeat is this job's."""
+    """Return the lease in force; a damaged one is written again, if the last heartbeat is this job's."""
     record = _read(storage)
     if record is None or record.lease.known or last_beat(storage, mine) is None:
         return None if record is None else record.lease
@@ -190,13 +193,13 @@ def _repaired(storage: Storage, mine: Lease) -> Lease | None:
 
 
 def mark_place(storage: Storage) -> None:
-    """Give a directory that may be unmounted a mark, if it has none; of several hosts' directories the one here."""
+    """Give a directory that may be unmounted a mark, if it has none; of several hosts' directories this host's."""
     if is_mounted(storage):
         here(storage).link_new(PLACE, uuid.uuid4().hex.encode())
 
 
 def place_of(storage: Storage) -> bytes | None:
-    """The mark that tells a mounted directory from any that is mounted in its place later; None where there is none."""
+    """Return the mark that tells a mounted directory from any that is mounted in its place later; None without one."""
     if not is_mounted(storage):
         return None
     try:
@@ -206,26 +209,26 @@ def place_of(storage: Storage) -> bytes | None:
 
 
 def require_place(storage: Storage, run_id: str, place: bytes | None) -> None:
-    """Raise StorageError unless the path still leads to the directory with this mark, or with the lease of this run."""
+    """Raise StorageError unless the path still leads to the directory with this mark, or with this run's lease."""
     if place is None or place_of(storage) == place:
         return
     holder = read(here(storage))
     if holder is None or holder.run_id != run_id:
         raise StorageError(
-            f"{storage.url} is not the directory that this job took: its mark {PLACE} and its lease are not there. It "
-            "was unmounted, or something else is mounted or linked in its place, or both files were removed. Nothing "
-            "is saved there until it is back; to use what is there now, start the job anew"
+            f"{storage.url} is not the directory that this job began with: its mark {PLACE} and its lease are not "
+            "there. It was unmounted, or something else is mounted or linked in its place, or both files were removed. "
+            "Nothing is saved there until it is back; to use the present directory, restart the job"
         )
 
 
 def job_lives(storage: Storage, patience: float) -> bool:
-    """Whether a live job holds the lease; used before rolling a journal forward or back from outside."""
+    """Return whether a live job has the lease; used before rolling a journal forward or back from outside."""
     holder = read(storage)
     return holder is not None and _lives(storage, holder, patience)
 
 
 def last_beat(storage: Storage, holder: Lease) -> int | None:
-    """The number of the holder's last heartbeat; None if there is none, or another job's came after it."""
+    """Return the number of the holder's last heartbeat; None if there is none, or another job's came after it."""
     try:
         data = storage.read(HEARTBEAT, NOTE)
         [beat] = integers([document.small(data, HEARTBEAT)["beat"]])
@@ -235,7 +238,7 @@ def last_beat(storage: Storage, holder: Lease) -> int | None:
 
 
 class Heartbeat:
-    """Shows that the holder lives, from a daemon thread, so that it stops with the process and not before."""
+    """The sign that the holder lives, from a daemon thread: it stops with the process and not before."""
 
     def __init__(self, storage: Storage, lease: Lease, interval: float) -> None:
         self._storage, self._lease, self._interval = storage, lease, interval
@@ -258,7 +261,10 @@ class Heartbeat:
                 continue  # a full or absent disk shows in the save itself; the next beat may succeed
 
     def _holds(self) -> bool:
-        """Whether the lease is ours; a damaged one is written anew. If it was taken over, the next save says so."""
+        """Return whether the lease is ours; a damaged one is written again.
+
+        If it was taken over, the next save reports that.
+        """
         storage, mine, record = self._storage, self._lease, _read(self._storage)
         if record is not None and record.lease.known:
             return record.lease == mine
@@ -266,12 +272,12 @@ class Heartbeat:
 
 
 def _write_anew(storage: Storage, mine: Lease, record: _LeaseFile | None) -> bool:
-    """Write the lease again, of which ``record``, nothing or something damaged, is left; False if it is not ours."""
+    """Write the lost or damaged lease (``record``) again; False if it is not ours."""
     if record is not None and record.data is not None:
         return storage.exchange(LEASE, record.data, _encode(mine))
     if record is not None:
-        set_aside(storage, LEASE, "it cannot be read; its holder writes it anew")
-    # On a store it was lost, see require; and what a path leads to after it was unmounted is not ours to take.
+        set_aside(storage, LEASE, "it cannot be read; its holder writes it again")
+    # On a store it was lost, see require; and after an unmount the path leads to a directory that is not ours.
     return storage.renames and place_of(storage) == mine.place and storage.link_new(LEASE, _encode(mine))
 
 
@@ -281,7 +287,7 @@ def _beat(storage: Storage, mine: Lease, number: int) -> None:
         if storage.renames:
             storage.write(HEARTBEAT, data)
         else:
-            # On the disks of hosts that file which the others read: one that is written anew may be on another disk.
+            # On the disks of hosts, change the file that the others read: a new one may be on another disk.
             storage.exchange(HEARTBEAT, storage.read(HEARTBEAT, NOTE), data)
     except FileNotFoundError:
         storage.link_new(HEARTBEAT, data)
@@ -307,7 +313,7 @@ def _lives(storage: Storage, holder: Lease, patience: float, sign: Callable[[], 
 
 
 class _LeaseFile(NamedTuple):
-    """The lease's file: its bytes, None where it cannot be read, and what they say."""
+    """The lease's file: its bytes, None if it cannot be read, and its content."""
 
     data: bytes | None
     lease: Lease

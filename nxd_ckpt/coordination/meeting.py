@@ -1,9 +1,9 @@
-"""How the ranks of a job meet for one call that all of them make: the first save to a directory, a load, a conversion.
+"""The rendezvous of a job's ranks for one call that all make: a first save to a directory, a load, a conversion.
 
-Every rank but rank 0 asks for an answer to each of its calls, by number. Rank 0 waits for the next of each, and answers
-all with the number of the meeting, under which they then agree. A rank that waited in vain withdraws what it asked, and
-rank 0 passes over what was withdrawn: so ranks that were out of step, because some of them made a call that others did
-not, are in step again at the next one that all make.
+Every rank but rank 0 asks for an answer to each of its calls, by number. Rank 0 waits for the next call of each rank,
+and answers all with the number of the meeting, under which they then agree. A rank that waited in vain withdraws its
+call, and rank 0 skips withdrawn calls. So ranks that were out of step, because only some of them made a call, are in
+step again at the next call that all make.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ logger = logging.getLogger("nxd_ckpt")
 def meet(
     rank: int, world_size: int, timeout: float, call: str, members: tuple[int, ...] | None = None
 ) -> Agreement | None:
-    """The agreement of a job of this size, for one ``call``, or None where no process group joins the ranks.
+    """Return the agreement of a job of this size, for one ``call``; None if no process group joins the ranks.
 
-    ``members`` are the ranks in the whole job of those that make the call; None for all of them.
+    ``members`` are the ranks of the whole job that make the call; None for all.
 
-    Reads ``torch.distributed`` only; the group may use any backend, its store is what counts.
+    Only ``torch.distributed`` is read; any backend will do, because only the group's store is used.
 
     Raises:
-        RanksDisagree: another rank made another call: load against save.
+        RanksDisagree: another rank made another call: a load instead of a save.
         PeerTimeout: a rank did not come within ``timeout`` seconds, or is gone.
     """
     if world_size == 1:
@@ -61,9 +61,9 @@ def meet(
 
 
 class Venue:
-    """Where this process meets the other ranks: their process group's ``store``.
+    """This process's rendezvous with the other ranks, in their process group's ``store``.
 
-    Threads take turns. If threads come in another order on another rank, what each is about to do shows it.
+    Threads take turns. If threads come in another order on another rank, the names of their calls show it.
     """
 
     def __init__(self, store: Any, rank: int, world_size: int, members: tuple[int, ...] | None = None) -> None:
@@ -78,7 +78,7 @@ class Venue:
         self._secret = new_secret() if rank == 0 else None
 
     def meet(self, timeout: float, call: str) -> Agreement:
-        """See `meet`."""
+        """Meet the other ranks for ``call`` and return the agreement; see the function `meet`."""
         from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
         words = Words(self._store, self._rank, timeout, self._is_gone)
@@ -94,7 +94,7 @@ class Venue:
         return StoreAgreement(store, self._rank, self._world_size, timeout, self._peers, self._secret)
 
     def leave(self) -> None:
-        """In a forked child: its parent's connections are not the child's."""
+        """Close the connections in a forked child: they are its parent's."""
         if self._peers is not None:
             self._peers.leave()
 
@@ -107,7 +107,7 @@ class Venue:
     def _hub(self) -> Address | None:
         try:
             self._peers = self._peers or Hub(self._secret or b"")
-        except OSError as error:  # a host that allows no listening: dead ranks are noticed after the timeout
+        except OSError as error:  # a host without listening sockets: dead ranks are noticed after the timeout
             logger.debug("the end of other ranks will not be noticed at once: %s", error)
         return self._peers.address() if isinstance(self._peers, Hub) else None
 
@@ -120,42 +120,44 @@ class Venue:
 
 
 _Answer = tuple[int, Address | None, bool]
-"""The number of the meeting, where the ranks may connect, and whether all of them know the job's secret."""
+"""Number of the meeting, address for connections, and whether all ranks know the job's secret."""
 
 
 def _call_in(words: Words, world_size: int, call: str, hub: Address | None) -> _Answer:
-    """Rank 0: wait for the other ranks' calls, and answer each, or tell why there is no meeting."""
-    asked: dict[int, int] = {}
+    """Wait, on rank 0, for the other ranks' calls, and answer each, or tell why there is no meeting."""
+    call_numbers: dict[int, int] = {}
     try:
         calls = {0: [call, True]}
         for rank in range(1, world_size):
-            asked[rank], calls[rank] = _next_call(words, rank)
-        for rank, (other, _) in calls.items():
-            if other != call:
+            call_numbers[rank], calls[rank] = _next_call(words, rank)
+        for rank, (other_call, _) in calls.items():
+            if other_call != call:
                 raise RanksDisagree(
-                    f"rank 0 makes a {call}, rank {rank} a {other}; all ranks must make the same calls, in the same "
-                    "order"
+                    f"rank 0 makes a {call}, rank {rank} a {other_call}; all ranks must make the same calls, in "
+                    "the same order"
                 )
         number = words.add("meetings", 1)
     except BaseException as error:
         for rank in range(1, world_size):
-            if rank not in asked and (came := _came(words, rank)) is not None:
-                asked[rank] = came
-        _answer(words, asked, {"error": errors.to_wire(error)})
+            if rank not in call_numbers and (call_number := _came(words, rank)) is not None:
+                call_numbers[rank] = call_number
+        _answer(words, call_numbers, {"error": errors.to_wire(error)})
         raise
     all_know = all(knows for _, knows in calls.values())
-    _answer(words, asked, {"value": [number, hub, all_know]})
+    _answer(words, call_numbers, {"value": [number, hub, all_know]})
     return number, hub, all_know
 
 
-def _answer(words: Words, asked: dict[int, int], answer: dict[str, Any]) -> None:
-    for rank, number in asked.items():
+def _answer(words: Words, call_numbers: dict[int, int], answer: dict[str, Any]) -> None:
+    for rank, number in call_numbers.items():
         with suppress(PeerTimeout):  # the store is gone, which the other ranks notice by themselves
             words.leave(f"answer/{rank}/{number}", answer)
 
 
 def _next_call(words: Words, rank: int) -> tuple[int, list[Any]]:
-    """The number of the next call of ``rank`` that it has not withdrawn; the call, and whether it knows the secret."""
+    """Return the number of the next call of ``rank`` that is not withdrawn; the call, and whether it knows the secret.
+
+    """
     while True:
         number, call = _number_of_next(words, rank), _taken(words, rank)
         if call is not None:
@@ -163,7 +165,7 @@ def _next_call(words: Words, rank: int) -> tuple[int, list[Any]]:
 
 
 def _came(words: Words, rank: int) -> int | None:
-    """The number of the call of a rank that waits for its answer by now; None if it does not."""
+    """Return the number of a rank's call that already waits for its answer; None if there is none."""
     with suppress(PeerTimeout):  # the store is gone
         while words.has(_call_key(rank, number := _number_of_next(words, rank))):
             if _taken(words, rank) is not None:
@@ -172,7 +174,7 @@ def _came(words: Words, rank: int) -> int | None:
 
 
 def _taken(words: Words, rank: int) -> list[Any] | None:
-    """The next call of ``rank``, None if it is withdrawn; from now on the next is another."""
+    """Take the next call of ``rank``; None if it is withdrawn. The one after it is next from now on."""
     number = _number_of_next(words, rank)
     call: list[Any] = words.take(_call_key(rank, number), rank)
     words.add(f"taken/{rank}", 1)
@@ -188,7 +190,7 @@ def _call_key(rank: int, number: int) -> str:
 
 
 def _ask(words: Words, rank: int, call: str, knows: bool) -> _Answer:
-    """Another rank: rank 0's answer to this call."""
+    """Return, on another rank, rank 0's answer to this call."""
     number = words.add(f"calls/{rank}", 1)
     answer = f"answer/{rank}/{number}"
     try:
@@ -202,32 +204,32 @@ def _ask(words: Words, rank: int, call: str, knows: bool) -> _Answer:
     return int(meeting), hub, all_know
 
 
-_here: dict[tuple[int, ...] | None, Venue] = {}
-"""Venues of this process's default process group, by the members that meet there; None for all of its ranks."""
+_venues: dict[tuple[int, ...] | None, Venue] = {}
+"""Rendezvous in this process's default process group, by the members that meet there; None for all ranks."""
 
 
 _inherited: list[Any] = []
-"""In a forked child: the store of its parent's process group."""
+"""Stores of the parent's process group, in a forked child."""
 
 
-def _begin_anew() -> None:
+def _forget_parents() -> None:
     import torch.distributed as dist
 
-    for venue in _here.values():
+    for venue in _venues.values():
         venue.leave()
-    _here.clear()
+    _venues.clear()
     if dist.is_available() and dist.is_initialized():
         from torch.distributed.distributed_c10d import _get_default_store
 
         _inherited.append(_get_default_store())
 
 
-in_forked_children(_begin_anew)
+in_forked_children(_forget_parents)
 
 
 def _venue(store: Any, rank: int, world_size: int, members: tuple[int, ...] | None) -> Venue:
-    if any(venue.group_store is not store for venue in _here.values()):
-        _here.clear()
-    if members not in _here:
-        _here[members] = Venue(store, rank, world_size, members)
-    return _here[members]
+    if any(venue.group_store is not store for venue in _venues.values()):
+        _venues.clear()
+    if members not in _venues:
+        _venues[members] = Venue(store, rank, world_size, members)
+    return _venues[members]

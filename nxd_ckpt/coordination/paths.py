@@ -1,4 +1,4 @@
-"""Where the job's own files lie: all below one hidden directory that NxD's listing never sees."""
+"""Keys of the job's own files: all below one hidden directory that NxD's listing never sees."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ STATISTICS = f"{HIDDEN}/statistics"
 SUMMARIES = f"{HIDDEN}/summaries"
 
 UNFINISHED = ".unfinished"
-"""Ends the name in the trash of what was no tag yet."""
+"""End of the name in the trash of a directory that was no tag yet."""
 
 ON_HOSTS = Names(HIDDEN, (STAGING, TRASH, PINS), MARKER, DONE)
-"""Where the files go if each host has a disk of its own.
+"""Hosts of the files if each host has a disk of its own.
 
-Intents and pins outlive the host of rank 0: they say what a later job must finish, or leave.
+Intents and pins must outlive the host of rank 0: they tell a later job what to finish, and what to leave.
 """
 
 
 def spare_file(run_id: str, rank: int, number: int = 0) -> str:
-    """Kept so that its space and name are there for a vote or a verdict once the disk is full."""
+    """Return the key of a file that reserves space and a name for a vote or verdict on a full disk."""
     return f"{PROBES}/{run_id}-rank_{rank}.spare{number or ''}"
 
 
@@ -58,7 +58,10 @@ def votes_dir(attempt: str) -> str:
 
 
 def verdict_dir(attempt: str) -> str:
-    """Apart from the votes: every rank lists it again and again, and thousands of ranks vote."""
+    """Return the key of the verdict's directory.
+
+    It is not the votes' directory: every rank lists it again and again, and thousands of ranks vote.
+    """
     return f"{votes_dir(attempt)}/verdict"
 
 
@@ -67,32 +70,40 @@ def verdict_file(attempt: str) -> str:
 
 
 def begin_file(attempt: str) -> str:
-    """Rank 0 has made room for the attempt; beside the verdict, for the ranks that wait for either."""
+    """Return the key of the note that rank 0 has made room for the attempt.
+
+    It is beside the verdict, because ranks wait for either.
+    """
     return f"{verdict_dir(attempt)}/begin"
 
 
 def rank_file(attempt: str, rank: int, kind: str) -> str:
-    """``kind`` is ``vote`` or ``progress``."""
+    """Return the key of a rank's file; ``kind`` is ``vote`` or ``progress``."""
     return f"{votes_dir(attempt)}/rank_{rank:05d}.{kind}.json"
 
 
 def alive_file(attempt: str) -> str:
-    """Changes while rank 0 is at the attempt; beside the verdict, for the ranks that wait for that."""
+    """Return the key of the file that changes while rank 0 works on the attempt.
+
+    It is beside the verdict, for the ranks that wait for that.
+    """
     return f"{verdict_dir(attempt)}/alive"
 
 
 def left_file(attempt: str, rank: int) -> str:
-    """The rank no longer waits for rank 0's verdict. Holds the tag that it was saving."""
+    """Return the key of the note that the rank no longer waits for rank 0's verdict. It has the tag of its save."""
     return f"{votes_dir(attempt)}/rank_{rank:05d}.left"
 
 
 def spared_file(attempt: str) -> str:
-    """A later job has found the attempt decided, and left it to ranks that may still read the verdict."""
+    """Return the key of the note that a later job left this decided attempt to ranks that may still read its verdict.
+
+    """
     return f"{votes_dir(attempt)}/spared"
 
 
 def unfinished_dir(key: str) -> str:
-    """Where an unfinished tag, or copy of one, goes at once that is to be deleted."""
+    """Return the trash key to which an unfinished tag, or copy of one, is moved at once to be deleted."""
     return f"{TRASH}/{zlib.crc32(key.encode()):08x}{UNFINISHED}"
 
 
@@ -101,7 +112,7 @@ def trash_file(attempt: str, tag: str) -> str:
 
 
 def is_trash_of(name: str, tag: str) -> bool:
-    """Whether ``tag`` gets such a name in the trash."""
+    """Return whether ``name`` is a trash name of ``tag``."""
     return name.endswith(_trash_end(tag))
 
 

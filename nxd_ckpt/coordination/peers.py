@@ -1,14 +1,13 @@
-"""Which ranks of the job are gone, by their connections; and words between rank 0 and the others, over the same.
+"""Connections between rank 0 and the other ranks: they show which ranks are gone, and carry words.
 
-Every other rank keeps one connection to rank 0, over which hardly anything is sent. When a process ends, in whatever
-way, its system closes the connection, and the other end learns of it at once. A process that is stopped, or gets no
-time to run, keeps its connection, so that it is not taken for dead. A host that loses its power is silent, and counts
-as lost after the timeout; so does a rank that could not be connected.
+Every other rank keeps one connection to rank 0, over which hardly anything is sent. When a process ends, in any way,
+its system closes the connection, and the other end learns of it at once. A process that is stopped, or gets no time to
+run, keeps its connection, so that it does not count as dead. A host that loses its power is silent, and counts as lost
+after the timeout; so does a rank that could not be connected.
 
-Who connects proves that it knows the job's secret, and so does rank 0. Strangers hold few connections, and not for
-long.
+Both ends prove that they know the job's secret. Connections that have not proved it yet are few, and are dropped soon.
 
-A word is any JSON value. It goes to who listens to its channel, a number that both ends know, on a thread of its own.
+A word is any JSON value. It goes to the listener of its channel, a number that both ends know, on a thread of its own.
 """
 
 from __future__ import annotations
@@ -34,41 +33,41 @@ from nxd_ckpt.storage.hosts.wire import NONCE, proof
 logger = logging.getLogger("nxd_ckpt")
 
 Address = dict[str, Any]
-"""What another rank needs to connect to rank 0 (JSON)."""
+"""Addresses at which another rank can connect to rank 0 (JSON)."""
 
 _CONNECTING = 2.0
 """Seconds that connecting to one address may take."""
 _JOINING = 10.0
-"""Seconds for which a connection that is dropped is tried again."""
+"""Seconds for which a dropped connection is tried again."""
 _NO_ROOM = 0.1
-"""Seconds to wait where no connection can be taken."""
+"""Seconds to wait if no connection can be accepted."""
 _STRANGERS = 64
-"""Connections that may be about to prove to be a rank's. The oldest is dropped for a further one."""
+"""Maximum number of connections that have not proved yet to be a rank's; the oldest gives way to a new one."""
 _LINE = 2**20
-"""Bytes of a word, at most."""
+"""Maximum bytes of a word."""
 _HELLO = struct.Struct(f">I{NONCE}s{NONCE}s")
 """The rank, its random number, and its proof."""
 
 Heard = Callable[[int, Any], None]
-"""Is called with the rank that a word came from, and the word: None once that rank is gone. It must be quick."""
+"""A function that gets the rank of a word, and the word; None once that rank is gone. It must be quick."""
 
 
 class Peers(Protocol):
     """One end of the connections: rank 0's, or another rank's."""
 
     def is_gone(self, rank: int) -> bool:
-        """Whether that rank is known to have ended."""
+        """Return whether that rank is known to have ended."""
 
     def listen(self, channel: int, heard: Heard | None) -> None:
-        """From now on words of this channel go to ``heard``; None ends that."""
+        """Pass words of this channel to ``heard`` from now on; None ends that."""
 
     def tell(self, channel: int, word: Any) -> None:
-        """Send a word: rank 0 to all others, the others to rank 0. Who is gone does not get it."""
+        """Send a word: rank 0 to all others, the others to rank 0. A rank that is gone does not get it."""
 
 
 @dataclass
 class _Stranger:
-    """A connection that has not proved to be a rank's: since when (s), our random number, and the bytes that came."""
+    """A connection that has not proved yet to be a rank's."""
 
     since: float
     nonce: bytes
@@ -79,7 +78,7 @@ class Hub:
     """Rank 0's end of the connections, watched by a thread of its own."""
 
     def __init__(self, secret: bytes) -> None:
-        """Raises OSError where this host allows no listening."""
+        """Listen. Raises OSError if this host does not allow it."""
         self._secret = secret
         self._doors = listen(group_addresses())
         self._selector = selectors.DefaultSelector()
@@ -98,7 +97,7 @@ class Hub:
         return {"hosts": list(self._doors), "port": next(iter(self._doors.values())).getsockname()[1]}
 
     def is_gone(self, rank: int) -> bool:
-        """Whether that rank was connected and has ended."""
+        """Return whether that rank was connected and has ended."""
         return rank in self._gone
 
     def listen(self, channel: int, heard: Heard | None) -> None:
@@ -110,9 +109,9 @@ class Hub:
                 _send(connection, channel, word)
 
     def leave(self) -> None:
-        """In a forked child: close what is the parent's, which keeps it open."""
-        for held in (*self._strangers, *self._ranks, *self._doors.values()):
-            held.close()
+        """Close the parent's connections in a forked child; the parent keeps them open."""
+        for connection in (*self._strangers, *self._ranks, *self._doors.values()):
+            connection.close()
 
     def _watch(self) -> None:
         while True:
@@ -141,12 +140,12 @@ class Hub:
                 self._hear(rank, channel, None)
 
     def _meet(self, door: socket.socket) -> None:
-        """Take a connection, for which the oldest of too many strangers is given up. Nobody is waited for."""
+        """Accept a connection; with too many unproved ones, drop the oldest. Waits for nobody."""
         try:
             connection, _ = door.accept()
-        except BlockingIOError:  # who connected has gone
+        except BlockingIOError:  # the other end has gone
             return
-        except OSError:  # no descriptors are left; who connects stays ready
+        except OSError:  # no descriptors are left; the connection stays ready
             effects.sleep(_NO_ROOM)
             return
         if len(self._strangers) >= _STRANGERS:
@@ -159,7 +158,7 @@ class Hub:
             connection.send(nonce)
 
     def _admit(self, connection: socket.socket) -> None:
-        """Read what a stranger says. It is a rank if it proves to know the secret."""
+        """Read from an unproved connection. It is a rank's if it proves to know the secret."""
         stranger = self._strangers[connection]
         try:
             data = connection.recv(_HELLO.size - len(stranger.received))
@@ -202,7 +201,7 @@ class Spoke:
     """Another rank's end of its connection to rank 0."""
 
     def __init__(self, rank: int, address: Address, secret: bytes) -> None:
-        """Raises OSError where rank 0 cannot be reached."""
+        """Connect to rank 0. Raises OSError if it cannot be reached."""
         self._connection = _connected(rank, address, secret)
         self._lines = _Lines(self._connection)
         self._ended = False
@@ -210,7 +209,7 @@ class Spoke:
         self._watched = False
 
     def is_gone(self, rank: int) -> bool:
-        """Whether rank 0 ended; this end knows nothing of others."""
+        """Return whether rank 0 ended; this end knows nothing of other ranks."""
         if rank == 0 and not self._ended and not self._watched and not self._lines.read(self._hear):
             self._ended = True
         return rank == 0 and self._ended
@@ -227,7 +226,7 @@ class Spoke:
         _send(self._connection, channel, word)
 
     def leave(self) -> None:
-        """In a forked child: close what is the parent's, which keeps it open."""
+        """Close the parent's connection in a forked child; the parent keeps it open."""
         self._connection.close()
 
     def _watch(self, selector: selectors.BaseSelector) -> None:
@@ -242,7 +241,7 @@ class Spoke:
 
 
 def _connected(rank: int, address: Address, secret: bytes) -> socket.socket:
-    """A connection to rank 0. One that is dropped, where strangers keep rank 0 busy, is tried again for a while."""
+    """Connect to rank 0. A dropped connection (rank 0 may have too many unproved ones) is tried again for a while."""
     deadline = effects.monotonic() + _JOINING
     while True:
         problem, dropped = OSError("no answer"), False
@@ -266,11 +265,11 @@ def _connected(rank: int, address: Address, secret: bytes) -> socket.socket:
 
 
 def _prove(connection: socket.socket, rank: int, secret: bytes) -> None:
-    """Prove to know the secret, and have it proved. Raises OSError where the other end does not."""
+    """Prove to know the secret, and check the other end's proof. Raises OSError if it is wrong."""
     theirs, ours = _take(connection, NONCE), os.urandom(NONCE)
     connection.sendall(_HELLO.pack(rank, ours, proof(secret, b"rank", rank, theirs + ours)))
     if not hmac.compare_digest(_take(connection, NONCE), proof(secret, b"hub", rank, theirs + ours)):
-        raise OSError("who answers there does not prove to be rank 0 of this job")
+        raise OSError("the process that answers there does not prove to be rank 0 of this job")
 
 
 def _take(connection: socket.socket, nbytes: int) -> bytes:
@@ -284,19 +283,19 @@ def _take(connection: socket.socket, nbytes: int) -> bytes:
 
 
 class _Lines:
-    """What arrives over a connection: a line for each word."""
+    """Incoming words of a connection, one line each."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection, self._rest = connection, bytearray()
         self._reading = threading.Lock()
 
     def read(self, heard: Callable[[int, Any], None]) -> bool:
-        """Give what has arrived to ``heard``: channel and word. Whether the other end is still there.
+        """Pass the words that have arrived to ``heard``, as channel and word. False if the other end is gone.
 
-        One that sends what is no word counts as gone: nothing after it could be understood.
+        An end that sends anything but words counts as gone: nothing after that could be understood.
         """
         if not self._reading.acquire(blocking=False):
-            return True  # another thread reads, and will see
+            return True  # another thread is reading
         try:
             return self._read(heard)
         finally:
@@ -333,7 +332,7 @@ def _parsed(line: bytes) -> Any:
 
 
 def _send(connection: socket.socket, channel: int, word: Any) -> None:
-    with suppress(OSError):  # it is gone, which is noticed by itself
+    with suppress(OSError):  # it is gone, which the watching thread notices
         connection.sendall(json.dumps([channel, word]).encode() + b"\n")
 
 
@@ -348,5 +347,5 @@ def _call(heard: Heard | None, rank: int, word: Any) -> None:
     try:
         if heard is not None:
             heard(rank, word)
-    except Exception:  # a defect of ours must not end the thread, by which the end of ranks is noticed
-        logger.exception("nxd_ckpt: unexpected error at a word of rank %d", rank)
+    except Exception:  # a defect of ours must not end the thread that notices the end of ranks
+        logger.exception("nxd_ckpt: unexpected error while handling a word of rank %d", rank)

@@ -1,4 +1,4 @@
-"""The tags that users keep whatever the rules of a job say: each is a file of that name."""
+"""Pins: tags that users keep regardless of a job's rules. Each pin is a file with the tag's name."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from nxd_ckpt.storage.base import Storage
 
 
 def pin(storage: Storage, tag: str) -> None:
-    """Keep ``tag`` whatever the rules say. It is done by name: a later save of the same name is pinned too."""
+    """Keep ``tag`` regardless of rules. A pin is for the name: a later save of the same name is pinned too."""
     storage.make_dir(PINS)
     storage.write(f"{PINS}/{tag}", b"1")
     storage.sync_dir(PINS)
 
 
 def unpin(storage: Storage, tag: str) -> bool:
-    """Leave ``tag`` to the rules; whether it was pinned."""
+    """Leave ``tag`` to the rules. True if it was pinned."""
     was_pinned = tag in pinned(storage)
     if was_pinned:
         storage.remove(f"{PINS}/{tag}")
@@ -23,5 +23,5 @@ def unpin(storage: Storage, tag: str) -> bool:
 
 
 def pinned(storage: Storage) -> set[str]:
-    """The names of the tags that are pinned."""
+    """Return the names of pinned tags."""
     return {entry.name for entry in storage.list(PINS) if not entry.is_dir}

@@ -1,4 +1,4 @@
-"""What stops the training of a job: a signal, or whatever a function of the caller's looks at, on any of its ranks."""
+"""Requests to stop the training: a signal, or a function of the caller's, on any rank of a job."""
 
 from __future__ import annotations
 
@@ -14,10 +14,13 @@ from nxd_ckpt.options.checkpointer_options import PreemptionOptions
 
 
 class Preemption:
-    """That of one Checkpointer. Its signal is caught from the beginning, the other ranks are met at the first step."""
+    """The requests to stop that one Checkpointer sees.
+
+    Its signal is caught from the beginning; the other ranks are joined at the first step.
+    """
 
     def __init__(self, options: PreemptionOptions) -> None:
-        """Raises InvalidArgument."""
+        """Catch the signal. Raises InvalidArgument for invalid options."""
         options.validate()
         self._asked, self._grace = options.preemption, options.preemption_grace
         self._flag: SignalFlag | None = None
@@ -27,7 +30,10 @@ class Preemption:
             self._flag.install()
 
     def step(self, number: int, meet: Callable[[], Agreement | None]) -> bool:
-        """See ``Checkpointer.step``. ``meet`` brings the ranks together, at the first call."""
+        """Return whether all ranks stop after step ``number``; at the first call ``meet`` joins the ranks.
+
+        Raises as ``Checkpointer.step`` does.
+        """
         if not self._asked:
             return False
         if self._stopping is None:
@@ -36,7 +42,7 @@ class Preemption:
 
     @contextmanager
     def leaving(self) -> Iterator[None]:
-        """No further step is made, and after the block the signal has its former meaning; the next would begin anew."""
+        """Make no further step; after the block the signal has its former meaning. A later step would start again."""
         try:
             if self._stopping is not None:
                 self._stopping.leave()
@@ -58,7 +64,7 @@ class Preemption:
         return Stopping(agreement, self._notice, self._grace)
 
     def _notice(self) -> str | None:
-        """Why this rank is to stop; None while it is not."""
+        """Return why this rank is to stop; None if it is not."""
         if self._flag is not None:
             return self._flag.name if self._flag.is_set else None
         return "preemption() is true" if callable(self._asked) and self._asked() else None

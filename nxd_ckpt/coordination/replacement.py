@@ -1,10 +1,10 @@
-"""Giving something finished, a file or a directory, the name of what it replaces.
+"""Replacement of a file or directory by a finished one, which takes its name.
 
 Where the file system can exchange two names, one of the two has the name at every instant. Elsewhere it takes two
-renames (the old one out, the new one in). Whoever finds that they were interrupted finishes them:
+renames (the old one out, the new one in). A process that finds them interrupted finishes them:
 
 =====================  ==================================================
-what is there          state, and what `Replacement.settle` does
+names that exist       state, and what `Replacement.settle` does
 =====================  ==================================================
 target and finished    the old one or the new one is in place: nothing
 finished               the old one is out: put the new one in
@@ -22,7 +22,7 @@ from nxd_ckpt.storage.base import Storage, Swapping
 
 
 class Replacement(NamedTuple):
-    """What is ``finished`` gets the name ``target``; what has that is called ``aside`` afterwards. All are keys.
+    """The move of ``finished`` to the name ``target``, whose old content is then called ``aside``. All are keys.
 
     Nothing here makes names durable: that is for the caller, before it relies on them.
     """
@@ -33,7 +33,7 @@ class Replacement(NamedTuple):
     aside: str
 
     def make(self) -> None:
-        """Raises OSError; then call `put_back`."""
+        """Replace. Raises OSError; then call `put_back`."""
         storage = self.storage
         if not self.is_there(self.target):
             storage.rename(self.finished, self.target)
@@ -48,26 +48,26 @@ class Replacement(NamedTuple):
             storage.rename(self.finished, self.target)
 
     def undo(self) -> None:
-        """Leave things as they were before `make`, which came to its end. Raises OSError."""
+        """Restore the state before a `make` that succeeded. Raises OSError."""
         self.storage.rename(self.target, self.finished)
         self.put_back()
 
     def put_back(self) -> None:
-        """The old one to its name, if it is out. Raises OSError.
+        """Give the old content its name again, if it lost it. Raises OSError.
 
-        What has the name may be the old one even where ``finished`` is not there: somebody who took this process for
-        dead may have removed that.
+        ``target`` may be the old content even if ``finished`` does not exist: another process that took this one for
+        dead may have removed it.
         """
         if self.is_there(self.aside) and not self.is_there(self.target):
             self.storage.rename(self.aside, self.target)
 
     def settle(self) -> None:
-        """Finish what was interrupted. Several processes may, at once: one that is faster is fine. Raises OSError."""
+        """Finish an interrupted replacement. Several processes may, at once. Raises OSError."""
         with suppress(FileNotFoundError, FileExistsError):
             if not self.is_there(self.target):
                 source = self.finished if self.is_there(self.finished) else self.aside
                 self.storage.rename(source, self.target)
 
     def is_there(self, key: str) -> bool:
-        """Whether one of the names is taken."""
+        """Return whether a name exists."""
         return self.storage.is_dir(key) or self.storage.is_file(key)

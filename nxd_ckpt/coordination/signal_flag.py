@@ -1,4 +1,4 @@
-"""A signal that sets a flag, and does nothing else, as long as a flag of this process waits for it."""
+"""A signal that only sets a flag, while a flag of this process waits for it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from nxd_ckpt.errors import InvalidArgument
 
 
 class SignalFlag:
-    """Whether this process got the signal since the flag was made."""
+    """A flag that is set once this process has got the signal."""
 
     def __init__(self, number: int) -> None:
         self.number, self.pid = number, os.getpid()
@@ -24,7 +24,9 @@ class SignalFlag:
         return signal.Signals(self.number).name
 
     def install(self) -> None:
-        """Take the place of the signal's handler. Raises InvalidArgument where this thread, or no handler, may not."""
+        """Replace the signal's handler. Raises InvalidArgument if this thread may not, or the signal has no handlers.
+
+        """
         if self in _installed:
             return
         try:
@@ -39,9 +41,9 @@ class SignalFlag:
         worker_shield.keep(self.number)
 
     def remove(self) -> None:
-        """Put back the handler that was there before, once no other flag waits.
+        """Restore the previous handler, once no other flag waits.
 
-        Where ours cannot be taken away, it passes the signal on.
+        If our handler cannot be removed, it passes the signal on.
         """
         if self in _installed:
             _installed.remove(self)
@@ -54,22 +56,22 @@ class SignalFlag:
 
 
 _installed: list[SignalFlag] = []
-"""Of all signals. There is no lock: handlers read it, and every change of it is atomic."""
+"""Flags of all signals. There is no lock: handlers read it, and every change of it is atomic."""
 
 
 def _waiting(number: int) -> list[SignalFlag]:
-    """This process's flags for the signal: in a forked child those of its parent are not."""
+    """Return this process's flags for the signal: in a forked child its parent's do not count."""
     return [flag for flag in list(_installed) if flag.number == number and flag.pid == os.getpid()]
 
 
 class _Handler:
-    """Sets all flags that wait for the signal. ``before`` never changes and is none of ours: no two call each other."""
+    """A handler that sets all waiting flags. ``before`` never changes and is none of ours: no two call each other."""
 
     def __init__(self, before: Any) -> None:
         self.before = signal.SIG_DFL if before is None else before  # None: it was not installed by Python
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
-        """It may interrupt anything, so it takes no lock and logs nothing."""
+        """Set the flags. Since it may interrupt anything, it takes no lock and logs nothing."""
         waiting = _waiting(number)
         for flag in waiting:
             flag.is_set = True

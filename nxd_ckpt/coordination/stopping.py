@@ -1,7 +1,7 @@
-"""A rank that is told to stop tells the others, and all stop at the same step (see `nxd_ckpt.core.stopping`).
+"""Stopping at a common step: a rank that is asked to stop tells the others (see `nxd_ckpt.core.stopping`).
 
-Words go over the connections of `nxd_ckpt.coordination.peers`, and are answered on their thread. While
-nobody is told to stop, none are sent: a step costs a look at a flag.
+Words go over the connections of `nxd_ckpt.coordination.peers`, and are answered on their thread. While no rank is asked
+to stop, none are sent: a step costs a look at a flag.
 """
 
 from __future__ import annotations
@@ -20,24 +20,24 @@ from nxd_ckpt.errors import CheckpointError, PeerTimeout
 logger = logging.getLogger("nxd_ckpt")
 
 _channels = itertools.count(1)
-"""In rank 0's process: no two of them hear each other's words."""
+"""Numbers of channels, in rank 0's process: no two of them get each other's words."""
 
 _SLICE = 1.0
-"""Seconds of a wait, after which it is checked whether rank 0 is still there."""
+"""Seconds of a wait, after which to check whether rank 0 is still there."""
 
 
 class Stopping:
-    """One rank's part in it. Its calls are those of one thread."""
+    """One rank's part in stopping together. Its calls are those of one thread."""
 
     def __init__(self, agreement: Agreement, notice: Callable[[], str | None], grace: float) -> None:
-        """All ranks at once.
+        """Join the other ranks; all ranks call this at once.
 
         Args:
-            notice: says why this rank is to stop; None while it is not.
+            notice: returns why this rank is to stop; None if it is not.
             grace: seconds within which all ranks must have agreed.
 
         Raises:
-            CheckpointError: on all ranks, where one has no connection to rank 0.
+            CheckpointError: on all ranks, if one has no connection to rank 0.
         """
         self._rank, self._world_size = agreement.rank, agreement.world_size
         self._peers = agreement.peers
@@ -46,15 +46,15 @@ class Stopping:
         self._member = Member()
         self._tally = Tally(agreement.world_size)
         self._source: tuple[int, str] | None = None
-        """Which rank was told to stop, and by what."""
+        """The rank that was asked to stop, and the reason."""
         self._since = 0.0
         self._lost: list[int] = []
-        self._said = False
+        self._is_announced = False
         self._channel: int = decided_by_rank0(agreement, lambda: next(_channels))
         on_all(agreement, self._listen)
 
     def step(self, number: int) -> bool:
-        """Whether all ranks stop after step ``number``. See ``Checkpointer.step``."""
+        """Return whether all ranks stop after step ``number``. Raises PeerTimeout if no common step can be found."""
         why = None if self._source else self._notice()
         with self._changed:
             if why is not None:
@@ -64,12 +64,12 @@ class Stopping:
                 self._changed.wait(min(self._left(), _SLICE))
                 self._require_others()
             stops = self._member.pass_on()
-            if stops and not self._said:
-                self._say(number)
+            if stops and not self._is_announced:
+                self._announce(number)
             return stops
 
     def leave(self) -> None:
-        """This rank calls step no more: the others need not wait for its answer."""
+        """Declare that this rank makes no further step, so that the others need not wait for its answer."""
         with self._changed:
             self._tell_rank0("passed", self._member.hold())
             if self._rank > 0 and self._peers is not None:
@@ -81,12 +81,12 @@ class Stopping:
         if self._peers is None:
             raise CheckpointError(
                 f"preemption: rank {self._rank} has no connection to rank 0, over which it would hear of a rank that "
-                "is told to stop; see whether a firewall keeps the hosts' processes from connecting to each other"
+                "has to stop; check whether a firewall keeps the hosts' processes from connecting to each other"
             )
-        self._peers.listen(self._channel, self._heard)
+        self._peers.listen(self._channel, self._receive)
 
-    def _heard(self, rank: int, word: list[Any] | None) -> None:
-        """On the thread of the connections: what ``rank`` says; None once it is gone."""
+    def _receive(self, rank: int, word: list[Any] | None) -> None:
+        """Handle a word of ``rank``, or None once it is gone. Runs on the thread of the connections."""
         with self._changed:
             if self._rank == 0:
                 self._count(rank, word)
@@ -94,10 +94,10 @@ class Stopping:
                 self._obey(word)
 
     def _count(self, rank: int, word: list[Any] | None) -> None:
-        """Rank 0: one rank's word changes what it knows of all, and all are told."""
+        """Update, on rank 0, the tally with one rank's word, and tell all ranks."""
         tally = self._tally
         if self._member.stop_at is not None:
-            return  # it is known, and does not change
+            return  # the step is known, and does not change
         match word:
             case ["preempted", str(why)] if not tally.asked:
                 tally.asked = True
@@ -113,7 +113,7 @@ class Stopping:
                 self._tell_all("lost", gone)
 
     def _obey(self, word: list[Any]) -> None:
-        """Any rank: what rank 0 tells all."""
+        """Handle a word of rank 0 to all ranks."""
         match word:
             case ["asked", int(rank), str(why)]:
                 self._learn(rank, why)
@@ -141,30 +141,30 @@ class Stopping:
         self._obey(list(word))
 
     def _require_others(self) -> None:
-        """Raise PeerTimeout where it is not known where to stop, and will not be."""
+        """Raise PeerTimeout if the step to stop at is unknown, and will stay so."""
         if self._member.may_go_on():
             return
         if self._rank > 0 and self._peers is not None and self._peers.is_gone(0):
-            raise PeerTimeout(f"{self._told()}, but rank 0 ended, which has to say at which step; look at its log")
+            raise PeerTimeout(f"{self._cause()}, but rank 0, which chooses the step, ended; look at its log")
         if self._lost:
-            raise PeerTimeout(f"{self._told()}, but no step is common to all: {_ranks(self._lost)} ended; see its log")
+            raise PeerTimeout(f"{self._cause()}, but no step is common to all: {_ranks(self._lost)} ended; see its log")
         if self._left() == 0:
             missing = "rank 0 did not say where" if self._rank else f"no answer from {_ranks(self._tally.missing())}"
-            raise PeerTimeout(f"{self._told()}, but {missing} within {self._grace:g} s (preemption_grace)")
+            raise PeerTimeout(f"{self._cause()}, but {missing} within {self._grace:g} s (preemption_grace)")
 
     def _left(self) -> float:
-        """Seconds of the grace that are left."""
+        """Return the seconds of grace that are left."""
         return max(self._since + self._grace - effects.monotonic(), 0.0)
 
-    def _told(self) -> str:
+    def _cause(self) -> str:
         assert self._source is not None
         return f"rank {self._source[0]} was told to stop ({self._source[1]})"
 
-    def _say(self, number: int) -> None:
-        self._said = True
+    def _announce(self, number: int) -> None:
+        self._is_announced = True
         logger.warning(
             "nxd_ckpt: %s: all ranks stop after step %d, and save it; %.0f s of grace are left",
-            self._told(),
+            self._cause(),
             number,
             self._left(),
         )

@@ -1,9 +1,9 @@
-"""Data loaders' workers, which signals that stop the training at a step are kept from: without them no step ends.
+"""Protection of data loaders' workers from signals that stop the training at a step, which needs them to end.
 
-A scheduler signals all processes of a job. The training's own sets a flag; a worker that died of it would end the
-training in the middle of a step, by the loader's error. So a worker that starts while a signal is kept passes over it,
-as long as the signal is kept and its parent lives. Its parent ends it as before: ``terminate()`` says first that it is
-meant. Programs that a worker starts get signals as usual.
+A scheduler signals all processes of a job. The training's own process sets a flag; a worker that died of the signal
+would end the training in the middle of a step, by the loader's error. So a worker that starts while a signal is kept
+ignores it, as long as the signal is kept and its parent lives. Its parent ends it as before: ``terminate()`` first says
+that it is meant. Programs that a worker starts get signals as usual.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ logger = logging.getLogger("nxd_ckpt")
 
 _POLL_SECONDS = 1.0
 _ENDING = 0
-"""Where a worker's bytes say that its parent ends it. All others are signals: whether they are kept from it."""
+"""Index in a worker's bytes that tells that its parent ends it. All others are signals: 1 if kept from the worker."""
 
 
 def keep(number: int) -> None:
-    """Keep the signal from workers that start from now on, and from those that started while it was kept before."""
+    """Keep the signal from workers that start from now on, or started while it was kept before."""
     if not _kept and BaseProcess.start is _original_start:
         BaseProcess.start = _start  # type: ignore[method-assign,assignment]
     _kept[number] += 1
@@ -79,9 +79,9 @@ def pass_on(before: Any, number: int, frame: FrameType | None) -> None:
 
 _kept: Counter[int] = Counter()
 _workers: WeakKeyDictionary[BaseProcess, Any] = WeakKeyDictionary()
-"""The bytes that each worker shares with this process."""
+"""Bytes that each worker shares with this process."""
 _blocked_in_forkserver: frozenset[int] = frozenset()
-"""Signals that the server of the start method "forkserver" has blocked, as all that it forks have at first."""
+"""Signals that the server of the start method "forkserver", and so at first each of its children, has blocked."""
 _original_start = BaseProcess.start
 
 
@@ -98,7 +98,7 @@ effects.in_forked_children(_forget_parents)
 
 
 def _start(process: BaseProcess) -> None:
-    """Takes the place of ``Process.start`` while a signal is kept."""
+    """Start a process in place of ``Process.start`` while a signal is kept."""
     target: Any = getattr(process, "_target", None)
     numbers = frozenset(_kept)
     method: Any = getattr(process, "_start_method", None) or multiprocessing.get_start_method()
@@ -125,13 +125,13 @@ def _start(process: BaseProcess) -> None:
 
 
 def _is_of_a_loader(target: Any) -> bool:
-    """True if a process that runs ``target`` is a worker of torch's data loader or of one like it."""
+    """Return whether a process that runs ``target`` is a worker of torch's data loader or a similar one."""
     module = getattr(target, "__module__", None) or ""
     return module.startswith(("torch.utils.data.", "torchdata.")) or getattr(target, "__name__", "") == "_worker_loop"
 
 
 def _start_forkserver(numbers: frozenset[int]) -> None:
-    """It is the parent of its workers: were it to die, they would end as if this process had."""
+    """Start the fork server, with signals blocked: it is its workers' parent, and they would end with it."""
     global _blocked_in_forkserver
     server: Any = forkserver._forkserver
     before = server._forkserver_pid
@@ -191,7 +191,7 @@ class _Shielded:
         return self._target(*args, **options)
 
     def _set_handlers(self) -> None:
-        """Set torch's, which Python does not know of, and put ours over them."""
+        """Set torch's handlers, which Python does not know of, and install ours over them."""
         with _blocked(self._numbers):
             self._set_torchs_handlers()
             self._has_torchs_handlers = True
@@ -200,7 +200,7 @@ class _Shielded:
     def _install(self) -> None:
         for number in self._numbers:
             signal.signal(number, self._handle)
-            signal.siginterrupt(number, False)  # a library's reads go on
+            signal.siginterrupt(number, False)  # a library's reads continue
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         ours = os.getpid() == self._pid
@@ -209,13 +209,13 @@ class _Shielded:
             self._was_kept = True
         elif number == signal.SIGTERM and self._has_torchs_handlers:
             if ending:
-                os._exit(0)  # as torch's handler does: the parent takes it for no failure
+                os._exit(0)  # as torch's handler does: for the parent it is no failure
             pass_on(signal.SIG_DFL, number, frame)
         else:
             pass_on(self._before[number], number, frame)
 
     def _watch(self) -> None:
-        """End a worker whose parent died after a signal that was kept, or whose main thread does not handle its end."""
+        """End a worker whose parent died after a kept signal, or whose main thread does not handle its end."""
         parent = multiprocessing.parent_process()
         ending = False
         while not ending:
@@ -229,7 +229,7 @@ class _Shielded:
 
 
 def _warn_of_unshielded(number: int) -> None:
-    """Workers that started before have torch's handlers. Those that were forked leave the process group at least."""
+    """Warn of workers that started before, with torch's handlers. Forked ones leave the process group at least."""
     early = [child for child in multiprocessing.active_children() if child.daemon and child not in _workers]
     pids = [child.pid for child in _of_loaders() if child in early] if early else []
     for pid in pids:
@@ -240,7 +240,7 @@ def _warn_of_unshielded(number: int) -> None:
 
 
 def _of_loaders() -> Iterator[Any]:
-    """The workers of all iterators of data loaders that there are: a process that was started forgets its target."""
+    """Yield the workers of all existing data loader iterators: a started process forgets its target."""
     for each in gc.get_objects():
         if type(each).__name__.endswith("MultiProcessingDataLoaderIter"):
             yield from getattr(each, "_workers", ())

@@ -13,7 +13,7 @@ from dataclasses import astuple
 from math import inf, isfinite, isinf, nan
 from typing import Any
 
-from nxd_ckpt.coordination.control_files import drop_those_of_lost_tags
+from nxd_ckpt.coordination.control_files import drop_entries_of_lost_tags
 from nxd_ckpt.coordination.paths import STATISTICS, statistics_file, summaries_dir, summaries_file
 from nxd_ckpt.core import document
 from nxd_ckpt.core.box import Box, is_tiling
@@ -88,7 +88,7 @@ def write_statistics(opened: OpenTag, statistics: Mapping[str, TensorStatistics]
     storage = opened.storage
     try:
         storage.write(statistics_file(opened.tag), statistics_text(opened.save, statistics).encode())
-        drop_those_of_lost_tags(storage, STATISTICS, statistics_file)
+        drop_entries_of_lost_tags(storage, STATISTICS, statistics_file)
     except (OSError, CheckpointError) as error:  # read-only, an archive, http, a name that is too long
         logger.debug("statistics of %s are not kept: %s", opened.where, error)
 

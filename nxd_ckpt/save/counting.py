@@ -13,7 +13,7 @@ from concurrent.futures import Executor, Future, wait
 
 import torch
 
-from nxd_ckpt.coordination.control_files import drop_those_of_lost_tags
+from nxd_ckpt.coordination.control_files import drop_entries_of_lost_tags
 from nxd_ckpt.coordination.paths import SUMMARIES, summaries_dir, summaries_file
 from nxd_ckpt.core.box import Box
 from nxd_ckpt.core.partition import Piece
@@ -70,7 +70,7 @@ class Counting:
             try:
                 storage.write(summaries_file(tag, rank), dump_summaries(Summaries(attempt, self._found)))
                 if rank == 0:
-                    drop_those_of_lost_tags(storage, SUMMARIES, summaries_dir)
+                    drop_entries_of_lost_tags(storage, SUMMARIES, summaries_dir)
             except (OSError, CheckpointError) as error:
                 logger.debug("what was counted of %s/%s is not kept: %s", storage.url, tag, error)
 

@@ -128,7 +128,7 @@ def test_a_disk_that_is_unmounted(tmp_path: Path, victim: int, is_replaced: bool
         for first, second, third, *below in Job(HOSTS, unmount, tmp_path, victim, is_replaced, group=True).values():
             assert ["saved", "saved"] == [first, third]
             assert "is not the" in second
-            assert "that this job took" in second
+            assert "that this job began with" in second
             assert [] == below
         assert HOSTS * [3] == Job(HOSTS, newest, tmp_path, group=True).values()
     finally:

@@ -356,7 +356,7 @@ def test_a_link_that_leads_elsewhere_meanwhile_splits_no_run(tmp_path: Path, asy
         link.symlink_to(tmp_path / name)
 
     lead_to("other")
-    with pytest.raises(SaveFailed, match="is not the directory that this job took"):
+    with pytest.raises(SaveFailed, match="is not the directory that this job began with"):
         saver.save("2", {"weight": torch.full((3,), 2.0)}, async_save=asynchronous).wait()
     assert before == sorted(tmp_path.joinpath("other").rglob("*"))
     lead_to("first")

@@ -196,7 +196,7 @@ def test_a_damaged_journal_moves_nothing(tmp_path: Path, damaged: bytes, caplog:
     assert before == set(storage.list())
     assert outside.is_dir()
     assert not journal.is_open(storage)
-    assert f"{storage.url}/{JOURNAL} is not what it should be" in caplog.text
+    assert f"{storage.url}/{JOURNAL} is damaged, and was" in caplog.text
     journal.publish(storage, ATTEMPT, TAG)
     assert {b"new"} == content(storage)
 

@@ -191,7 +191,7 @@ def test_a_heartbeat_that_is_no_file_is_set_aside(storage: LocalStorage, caplog:
     storage.make_dir(HEARTBEAT)
     held = lease.acquire(storage, "one", 1.0)
     assert 0 == lease.last_beat(storage, held)
-    assert f"{storage.url}/{HEARTBEAT} is not what it should be" in caplog.text
+    assert f"{storage.url}/{HEARTBEAT} is damaged, and was" in caplog.text
 
 
 def test_a_heartbeat_is_given_back_before_the_lease(storage: LocalStorage) -> None:
@@ -292,7 +292,7 @@ def test_what_is_no_lease_is_set_aside(
     make(storage.path(LEASE))
     held = lease.acquire(storage, "new", 0.1)
     assert held == lease.read(storage)
-    assert f"{storage.url}/{LEASE} is not what it should be" in caplog.text
+    assert f"{storage.url}/{LEASE} is damaged, and was" in caplog.text
 
     storage.remove(LEASE)
     make(storage.path(LEASE))
@@ -378,7 +378,7 @@ def test_a_lease_does_not_come_back_in_another_directory(storage: LocalStorage, 
     lease.require(storage, held)
     data = storage.read(LEASE)
     storage.remove(LEASE)
-    with pytest.raises(StorageError, match="is not the directory that this job took"):
+    with pytest.raises(StorageError, match="is not the directory that this job began with"):
         lease.require(storage, held)
     beat_twice(held, storage)
     assert lease.read(storage) is None

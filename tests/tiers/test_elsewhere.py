@@ -77,7 +77,7 @@ def test_a_tier_that_is_unmounted(tmp_path: Path, mounted: Path, caplog: pytest.
         unmount(mounted)
         for step in (2, 3):
             save(saver, step)
-            with pytest.raises(CheckpointError, match="is not the directory that this job took"):
+            with pytest.raises(CheckpointError, match="is not the directory that this job began with"):
                 saver.wait(tier=1)
             saver.wait(tier=2)
     assert 2 == len([line for line in caplog.messages if f"was not copied to tier {far}" in line])
@@ -126,7 +126,7 @@ def test_a_tier_that_is_unmounted_while_a_tag_is_copied(tmp_path: Path, mounted:
     far = Unmounted(mounted / "far")
     with Checkpointer(tiers=[Tier(tmp_path / "near"), Tier(far.root, storage=far)]) as saver:
         save(saver, 1)
-        with pytest.raises(CheckpointError, match="is not the directory that this job took"):
+        with pytest.raises(CheckpointError, match="is not the directory that this job began with"):
             saver.wait(tier=1)
     assert [] == tags_in(far)
     assert 5 > len(files_below(mounted)), "only what was being written by then lies below the mount point"
@@ -140,7 +140,7 @@ def test_a_first_tier_that_is_unmounted(tmp_path: Path, mounted: Path) -> None:
         save(saver, 1)
         saver.wait(tier=1)
         unmount(mounted)
-        with pytest.raises(SaveFailed, match="is not the directory that this job took"):
+        with pytest.raises(SaveFailed, match="is not the directory that this job began with"):
             save(saver, 2)
     assert [] == files_below(mounted)
     assert ["step_1"] == tags_in(tmp_path / "far")
@@ -155,7 +155,7 @@ def test_another_file_system_comes_in_its_place(tmp_path: Path, mounted: Path, i
         save(saver, 1)
         saver.wait(tier=1)
         subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(mounted)], check=True)
-        with pytest.raises(CheckpointError, match="is not the directory that this job took"):
+        with pytest.raises(CheckpointError, match="is not the directory that this job began with"):
             save_everywhere(saver, 2)
         assert [] == files_below(mounted)
         unmount(mounted)

@@ -122,9 +122,9 @@ class OwnDirectory(LocalStorage):
         if self._mark is not None and self._peeked(self._mark[0]) != self._mark[1]:
             raise OSError(
                 errno.ESTALE,
-                f"{self.url} is not the directory that this job took: its mark {self._mark[0]} is not there. It was "
-                "unmounted, or something else is mounted or linked in its place, or the mark was removed. Nothing is "
-                "written there until it is back; to use what is there now, start the job anew",
+                f"{self.url} is not the directory that this job began with: its mark {self._mark[0]} is not there. It "
+                "was unmounted, or something else is mounted or linked in its place, or the mark was removed. Nothing "
+                "is written there until it is back; to use the present directory, restart the job",
             )
         return super()._own(key)
 
