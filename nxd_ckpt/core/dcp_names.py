@@ -68,13 +68,15 @@ class DcpNames:
     """Keys of model, optimizer and user content; "" for the state dict itself.
 
     ``flat_optimizer`` uses the names of ``get_optimizer_state_dict`` with ``flatten_optimizer_state_dict``. It and
-    ``content`` apply to writing only.
+    ``content`` apply to writing only. With ``is_whole_state`` every tensor outside the optimizer is a tensor of the
+    model, by its whole name in the state dict; ``model`` is "" then.
     """
 
     model: str = "model"
     optim: str = "optim"
     flat_optimizer: bool = False
     content: str = USER_CONTENT
+    is_whole_state: bool = False
 
     def __post_init__(self) -> None:
         if self.model == self.optim:
@@ -82,7 +84,10 @@ class DcpNames:
 
     def to_json(self) -> bytes:
         """Return the document for a tag that DCP wrote (docs/format.md)."""
-        return json.dumps({"format_version": 1, "kind": "dcp_names", **asdict(self)}).encode()
+        fields = asdict(self)
+        if not self.is_whole_state:
+            del fields["is_whole_state"]
+        return json.dumps({"format_version": 1, "kind": "dcp_names", **fields}).encode()
 
     @staticmethod
     def from_json(data: bytes, where: str) -> DcpNames:
@@ -92,7 +97,8 @@ class DcpNames:
             if (fields.pop("format_version"), fields.pop("kind")) != (1, "dcp_names"):
                 raise ValueError("another kind or format_version")
             model, optim, content = (checked(str, fields[key]) for key in ("model", "optim", "content"))
-            return DcpNames(model, optim, checked(bool, fields["flat_optimizer"]), content)
+            is_whole = checked(bool, fields.get("is_whole_state", False))
+            return DcpNames(model, optim, checked(bool, fields["flat_optimizer"]), content, is_whole)
         except (KeyError, TypeError, ValueError) as error:
             raise MalformedFile(f"{where}: not a document of torch DCP names of this version ({error})") from error
 
@@ -137,7 +143,8 @@ class DcpNames:
         if self.model:
             return DcpPart.CONTENT if self.model_name(name) is None else DcpPart.MODEL
         of_extra_state = any(str(key).endswith(_EXTRA_STATE) for key in path or ())
-        of_model = is_tensor if path is None else of_extra_state or (is_tensor and len(path) == 1)
+        of_root = path is None or len(path) == 1 or self.is_whole_state
+        of_model = of_extra_state or (is_tensor and of_root)
         return DcpPart.MODEL if of_model else DcpPart.CONTENT
 
     def tag_name(self, name: str, part: DcpPart) -> str:
@@ -155,7 +162,7 @@ class DcpNames:
 
     def model_path(self, path: Path) -> Path:
         """Return (name in the model, keys below it) for a path; only extra state has keys below."""
-        keys = path[len(_head(self.model)) :]
+        keys = _below(self.model, path)
         ends = (number for number, key in enumerate(keys, 1) if str(key).endswith(_EXTRA_STATE))
         end = next(ends, len(keys))
         return (".".join(map(str, keys[:end])), *keys[end:])
@@ -251,7 +258,17 @@ def _without_params(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _head(key: str) -> tuple[str, ...]:
-    return (key,) if key else ()
+    """Return the keys that lead to ``key``: "app.model" is "model" under "app"."""
+    return tuple(key.split(".")) if key else ()
+
+
+def _below(key: str, path: Path) -> Path:
+    """Return the rest of ``path`` after the keys that lead to ``key``."""
+    for number in range(len(path)):
+        if ".".join(map(str, path[:number])) == key:
+            return path[number:]
+    joined = ".".join(map(str, path))
+    return (_after(key, joined) or joined,)
 
 
 def _after(prefix: str, name: str) -> str | None:

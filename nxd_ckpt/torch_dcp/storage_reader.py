@@ -11,6 +11,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
+from math import prod
 from typing import Any
 
 import torch
@@ -26,15 +27,21 @@ from torch.distributed.checkpoint.storage import StorageReader as TorchStorageRe
 from torch.futures import Future
 
 from nxd_ckpt.core.box import Box
+from nxd_ckpt.core.dcp_keys import DcpItem, names_of
 from nxd_ckpt.core.dcp_names import DcpNames
+from nxd_ckpt.core.names import DONE, MANIFEST, MARKER, MODEL_DIR, OPTIMIZER_DIR
 from nxd_ckpt.core.partition import Partition
 from nxd_ckpt.errors import CheckpointError, InvalidArgument, as_checkpoint_errors
 from nxd_ckpt.formats.tensors import Assembly, allocated, dtype_name, torch_dtype
-from nxd_ckpt.output.locations import locate_input, location_of
+from nxd_ckpt.output.locations import Location, locate_input, location_of
 from nxd_ckpt.output.source import open_source
 from nxd_ckpt.reshard.dcp_state import DcpState
 from nxd_ckpt.reshard.whole_tag import WholeTag
 from nxd_ckpt.storage.urls import StorageOptions, StrPath
+from nxd_ckpt.tag.files import TagFiles
+from nxd_ckpt.tag.foreign.dcp_directory import DcpDirectory
+from nxd_ckpt.tag.foreign.dcp_tensors import DcpTensors
+from nxd_ckpt.tag.foreign.torch_dcp import METADATA, DcpFiles
 from nxd_ckpt.tag.opened import OpenTag
 from nxd_ckpt.tag.reading import LeafReader
 
@@ -83,6 +90,10 @@ class StorageReader(TorchStorageReader):
         self._keys = model_key, optim_key
         self._partitions, self._saved_names = partitions, saved_param_names
         self._opened: tuple[OpenTag, _States] | None = None
+        self.usual = DcpNames()
+        """The keys where neither the caller nor the tag says them."""
+        self.refusal: Exception | None = None
+        """Why nothing can be loaded from here, which torch raises on all ranks in place of loading."""
 
     @property
     def checkpoint_id(self) -> str:
@@ -101,9 +112,20 @@ class StorageReader(TorchStorageReader):
         Using it raises CheckpointNotFound, MalformedFile and so on if there is no tag, or a damaged one.
         """
         try:
+            if self.refusal is not None:
+                raise self.refusal
             return self._metadata(self._open()[1])
         except (CheckpointError, OSError) as error:
             return _Unreadable(error)
+
+    def value(self, name: str) -> Any:
+        """What is no tensor, by DCP's name; None where there is no such value. Raises as opening the tag does."""
+        return self._open()[1].holding(name).values.get(name, (None, None))[1]
+
+    def tensor(self, name: str) -> tuple[torch.dtype, tuple[int, ...]] | None:
+        """Dtype and shape of a tensor by DCP's name; None where there is no such tensor."""
+        about = self._open()[1].holding(name).tensors.get(name)
+        return None if about is None else (torch_dtype(about.dtype), about.shape)
 
     def _metadata(self, states: _States) -> Metadata:
         state = states.listed
@@ -170,18 +192,34 @@ class StorageReader(TorchStorageReader):
 
     def _open(self) -> tuple[OpenTag, _States]:
         if self._opened is None:
-            opened = open_source(locate_input(self._path, self._options))
+            place = locate_input(self._path, self._options)
+            directory = _open_directory(place)
+            opened, names = directory or (open_source(place), None)
             with opened.guarded():
                 tag = WholeTag(opened, partitions=self._partitions, saved_param_names=self._saved_names)
-                self._opened = opened, _States(opened, tag, self._names(opened))
+                self._opened = opened, _States(opened, tag, self._names(opened.dcp_names or names or self.usual))
         return self._opened
 
-    def _names(self, opened: OpenTag) -> DcpNames:
+    def _names(self, names: DcpNames) -> DcpNames:
         """As the tag has them where DCP wrote it, but for the keys that were given."""
-        names, (model, optim) = opened.dcp_names or DcpNames(), self._keys
+        model, optim = self._keys
         return replace(
             names, model=names.model if model is None else model, optim=names.optim if optim is None else optim
         )
+
+
+def _open_directory(place: Location) -> tuple[OpenTag, DcpNames] | None:
+    """What torch's own writer wrote, as a tag of one rank, and its names; None for anything else."""
+    storage = place.open()
+    listing = {entry.name for entry in storage.list(place.name)}
+    if METADATA not in listing or listing & {MODEL_DIR, OPTIMIZER_DIR, DONE, MARKER, MANIFEST}:
+        return None
+    files = TagFiles(storage, place.name)
+    held = DcpTensors(files, DcpFiles())
+    forms = {name: held.form(name) for name in held.names}
+    items = [DcpItem(name, held.path(name), None if form is None else prod(form.shape)) for name, form in forms.items()]
+    names = replace(names_of(items, 0), content="")
+    return OpenTag(storage, place.name, DcpDirectory(files, names), None), names
 
 
 class _States:

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import io
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from math import prod
 from typing import Any
 
 import torch
@@ -17,11 +19,13 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from torch.distributed.checkpoint.storage import StorageWriter as TorchStorageWriter
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from nxd_ckpt.commit.session import open_session
 from nxd_ckpt.coordination.agreement import Agreement, SingleProcessAgreement, decided_by_rank0, on_all
 from nxd_ckpt.coordination.meeting import meet
 from nxd_ckpt.core.box import Box
+from nxd_ckpt.core.dcp_keys import DcpItem, names_of
 from nxd_ckpt.core.dcp_names import DcpNames, DcpPart
 from nxd_ckpt.core.retention import Rule, recorded_metrics, rules_of
 from nxd_ckpt.core.tags import validate_tag
@@ -61,7 +65,8 @@ class StorageWriter(TorchStorageWriter):
     Args:
         directory: the checkpoint directory or URL; with ``checkpoint_id=``, which is a tag's, ``save`` chooses another.
         tag: the tag's name.
-        model_key, optim_key: the keys of model and optimizer in the state dict; "" for the state dict itself.
+        model_key, optim_key: the keys of model and optimizer in the state dict; "" for the state dict itself. None for
+            both: they are found in each state dict, as nxd_ckpt.dcp does.
         num_kept_ckpts: complete tags to keep; None or -1 keeps all.
         retain: rules for which complete tags to keep, as of ``save_checkpoint``; ``num_kept_ckpts`` is one rule more.
         metrics: numbers by name that the tag keeps for the rule ``Best``; set ``metrics`` before each further save of
@@ -79,8 +84,8 @@ class StorageWriter(TorchStorageWriter):
         directory: StrPath | None = None,
         tag: str | int | None = None,
         *,
-        model_key: str = "model",
-        optim_key: str = "optim",
+        model_key: str | None = "model",
+        optim_key: str | None = "optim",
         num_kept_ckpts: int | None = None,
         retain: Sequence[Rule] | None = None,
         metrics: Mapping[str, float] | None = None,
@@ -93,12 +98,19 @@ class StorageWriter(TorchStorageWriter):
     ) -> None:
         super().__init__()
         self._directory, self._tag = directory, tag
-        self._names = DcpNames(model_key, optim_key)
+        if (model_key is None) != (optim_key is None):
+            raise InvalidArgument("model_key and optim_key: give both, or None for both")
+        self._names = None if model_key is None or optim_key is None else DcpNames(model_key, optim_key)
+        self.members: tuple[int, ...] | None = None
+        """The ranks of the job that save, where that is not all of them: those of ``process_group``."""
+        self.refusal: Exception | None = None
+        """Why this rank cannot save, which torch raises on all ranks in place of saving."""
         self._rules = rules_of(num_kept_ckpts, retain)
         self.metrics = metrics
         self._overwrite, self._timeout, self._trust = overwrite, timeout, trust_pickle
         self._durable, self._options, self._storage = durable, storage_options, storage
         self._is_coordinator, self._world_size = True, 1
+        self._in_use = self._names or DcpNames()
 
     @property
     def checkpoint_id(self) -> str:
@@ -116,6 +128,8 @@ class StorageWriter(TorchStorageWriter):
 
         Raises InvalidArgument for ``use_collectives=False``: without them no rank knows what the others write.
         """
+        if self.refusal is not None:
+            raise self.refusal
         if not kwargs.get("use_collectives", True):
             raise InvalidArgument(
                 "use_collectives=False lets each rank plan for itself, and replicas would be written several times: "
@@ -128,15 +142,21 @@ class StorageWriter(TorchStorageWriter):
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """The plans as they are. Raises InvalidArgument for some, but not all, of the job's ranks."""
+        """The plans, with what rank 0 has seen in them: under which keys model and optimizer are.
+
+        Raises InvalidArgument for some, but not all, of the job's ranks, which torch does not name.
+        """
         self._world_size = len(plans)
-        job = _job_size()
+        job = len(self._members() or ()) or _job_size()
         if self._world_size not in (1, job):
             raise InvalidArgument(
                 f"{self._world_size} of {job} ranks save: a tag is saved by all ranks of the job, or by one with "
-                "no_dist=True; leave out process_group="
+                "no_dist=True; leave out process_group=, or call nxd_ckpt.dcp.save, which knows whose it is"
             )
-        return plans
+        if self._names is not None:
+            return plans
+        names = names_of(_items(plans), _COLLECTED)
+        return [replace(plan, storage_data=names) for plan in plans]
 
     @as_checkpoint_errors()
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
@@ -157,7 +177,8 @@ class StorageWriter(TorchStorageWriter):
         session = open_session(storage, topology, agreement, None, self._timeout)
         save = CollectedSave(session, tag, self._overwrite, self._rules, metrics)
         try:
-            decided_by_rank0(agreement, save.begin)
+            names = decided_by_rank0(agreement, lambda: self._begin(save, plan))
+            self._in_use = DcpNames.from_json(names.encode(), self.checkpoint_id)
             results = on_all(agreement, lambda: self._write(save, plan, planner))
         except BaseException:
             if topology.rank == 0:
@@ -186,7 +207,7 @@ class StorageWriter(TorchStorageWriter):
             found = collected(metadata, results, self._trust)
             told = (result.storage_data for own in results for result in own)
             shares = [share for share in told if isinstance(share, Share)]
-            save.complete(contents_of(found, self._names), shares)
+            save.complete(contents_of(found, self._in_use), shares)
         except BaseException:
             save.discard()
             raise
@@ -204,13 +225,26 @@ class StorageWriter(TorchStorageWriter):
 
     def _meet(self) -> tuple[Topology, Agreement]:
         """This rank's place among those that save, and how they agree."""
-        job = _job_size()
+        members = self._members()
+        job = len(members or ()) or _job_size()
         if job == 1 or (self._is_coordinator and self._world_size == 1):
             return Topology(), SingleProcessAgreement()
-        topology = Topology(dp=job, rank=dist.get_rank())
-        agreement = meet(topology.rank, job, self._timeout, "save")
+        rank = dist.get_rank()
+        topology = Topology(dp=job, rank=rank if members is None else members.index(rank))
+        agreement = meet(topology.rank, job, self._timeout, "save", members)
         assert agreement is not None  # there is a process group of this size
         return topology, agreement
+
+    def _members(self) -> tuple[int, ...] | None:
+        """None for all ranks of the job; a process that torch starts for async_save has a job of these alone."""
+        return None if self.members is None or len(self.members) == _job_size() else self.members
+
+    def _begin(self, save: CollectedSave, plan: SavePlan) -> str:
+        save.begin()
+        names = self._names or plan.storage_data
+        if not isinstance(names, DcpNames):  # a planner that loses what is in a plan
+            names = names_of(_items([plan]), _COLLECTED)
+        return names.to_json().decode()
 
     def _required_directory(self) -> StrPath:
         if self._directory is None or self._tag is None:
@@ -224,13 +258,13 @@ class StorageWriter(TorchStorageWriter):
         brought = 0
         for item in plan.items:
             name = item.index.fqn
-            part = self._names.part_of(name, paths.get(name, (name,)), item.type != WriteItemType.BYTE_IO)
+            part = self._in_use.part_of(name, paths.get(name, (name,)), item.type != WriteItemType.BYTE_IO)
             if item.type == WriteItemType.BYTE_IO:
                 value = _value_bytes(planner.resolve_data(item))
                 read_value(value, name, self._trust)
                 results.append(WriteResult(item.index, len(value), value))
             elif part in (DcpPart.MODEL, DcpPart.STATE):
-                chunk = _chunk(self._names.tag_name(name, part), item, planner)
+                chunk = _chunk(self._in_use.tag_name(name, part), item, planner)
                 chunks += [chunk] if chunk.box.numel else []
                 results.append(WriteResult(item.index, chunk.nbytes, None))
             else:
@@ -260,6 +294,20 @@ def _job_size() -> int:
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
+def _items(plans: Iterable[SavePlan]) -> list[DcpItem]:
+    """What the plans write, each name once."""
+    items: dict[str, DcpItem] = {}
+    for plan in plans:
+        paths = plan.planner_data or {}
+        for item in plan.items:
+            name, data = item.index.fqn, item.tensor_data
+            size = None if data is None else prod(data.chunk.sizes) * data.properties.dtype.itemsize
+            before = items[name].nbytes if name in items else 0
+            nbytes = None if size is None else size + (before or 0)
+            items[name] = DcpItem(name, tuple(paths.get(name, (name,))), nbytes)
+    return list(items.values())
+
+
 def _chunk(name: str, item: WriteItem, planner: SavePlanner) -> Chunk:
     """What the item asks for, made when it is read."""
     data = item.tensor_data
@@ -284,6 +332,11 @@ def _tensor(item: WriteItem, planner: SavePlanner) -> torch.Tensor:
     found = planner.resolve_data(item)
     if not isinstance(found, torch.Tensor):
         raise InvalidArgument(f"{item.index.fqn}: planned as a tensor, but the planner gives {type(found).__name__}")
+    if is_traceable_wrapper_subclass(found):
+        raise UnsupportedState(
+            f"{item.index.fqn} is a {type(found).__module__}.{type(found).__qualname__}, of whose values only a plain "
+            "copy would be saved: save by nxd_ckpt.dcp.save, which saves the tensors that it is made of"
+        )
     return found.detach()
 
 
