@@ -26,7 +26,7 @@ from nxd_ckpt.core.tags import Tag
 from nxd_ckpt.core.topology import Topology
 from nxd_ckpt.effects import in_forked_children
 from nxd_ckpt.errors import CheckpointError, InvalidArgument, as_checkpoint_errors
-from nxd_ckpt.load.options import LoadOptions, OurLoadKeywords
+from nxd_ckpt.load.options import ExtraLoadKeywords, LoadOptions
 from nxd_ckpt.options.checkpointer_options import (
     DEFAULT_TIMEOUT,
     CheckpointerKeywords,
@@ -61,7 +61,7 @@ class _SaveKeywords(ExtraSaveKeywords, CheckpointerKeywords, total=False):
     pass
 
 
-class _LoadKeywords(OurLoadKeywords, DirectoryKeywords, total=False):
+class _LoadKeywords(ExtraLoadKeywords, DirectoryKeywords, total=False):
     pass
 
 

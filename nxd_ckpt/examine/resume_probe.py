@@ -162,7 +162,7 @@ def live_findings(
     save_options = SaveOptions(param_names=options.param_names, partitions=options.partitions)
     live = capture(topology, save_options, model=model, optimizer=optimizer, scheduler=scheduler)
     with attempt.reader as reader:
-        for kind, name, saved, now in attempt.beside(live):
+        for kind, name, saved, now in attempt.compared_with(live):
             if isinstance(saved, (TensorStub, Assembly)):
                 if not isinstance(now, (torch.Tensor, int, float)):
                     yield problem(kind, name, "the tag holds it, and the live objects do not: it was not loaded")

@@ -1,4 +1,4 @@
-"""A load between its phases: what it found that fits, verifies, and then puts where it belongs."""
+"""A load between its phases: objects that fit the tag, verified bytes, and their application."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from nxd_ckpt.load.planner import LoadPlanner
 from nxd_ckpt.load.renamed_tag import RenamedTag
 from nxd_ckpt.load.replicas import WORTH_IT, Broadcast, ReplicaShares, agree_on_shares, open_broadcast
 from nxd_ckpt.load.scheduled_rates import lacks_scheduled_rates, with_scheduled_rates
-from nxd_ckpt.load.unknown_names import refuse_strangers
+from nxd_ckpt.load.unknown_names import refuse_unknown_names
 from nxd_ckpt.reshard.plain_values import ABSENT
 from nxd_ckpt.storage.cached import CachedStorage
 from nxd_ckpt.storage.progress import is_watched, watched
@@ -45,14 +45,15 @@ from nxd_ckpt.tag.reading import Leaf, Takes
 logger = logging.getLogger("nxd_ckpt")
 
 _MEASURED = 64 * 2**20
-"""Bytes that are read to learn how fast reading is."""
+"""Bytes that are read to measure the speed of reading."""
 
 
 class LoadAttempt:
-    """A load whose objects and trees, once :meth:`find` found them, fit. When its bytes are verified too, :meth:`apply`
-    only copies.
+    """A load of one tag into live objects.
 
-    ``reports_progress`` says that this rank shows progress for all.
+    After `find`, objects and trees fit. When its bytes are verified too, `apply` only copies. ``reports_progress`` is
+    True
+    on the rank that shows progress for all.
     """
 
     reports_progress = False
@@ -77,48 +78,48 @@ class LoadAttempt:
             opened = RenamedTag(opened, self.filtered.renaming)
             options = self.filtered.renamed(options)
         self._opened, self._topology, self._options, self._cache = opened, topology, options, cache
-        self._given = {"model": model, "optim": optimizer, "scheduler": scheduler}
+        self._objects = {"model": model, "optim": optimizer, "scheduler": scheduler}
         if not self.filtered:
-            demand(opened, **self._wanted)
+            demand(opened, **self._loaded_objects)
         self._context = load_context(opened, topology, live, optimizer, options, self.filtered)
         self._planner = LoadPlanner(self._context)
 
     def apply_filter(self) -> Unmatched:
-        """Find out what the filter is about; what is about nothing is for all ranks to say."""
+        """Apply the filter to the names; return its unmatched parts, which all ranks must judge together."""
         with self._opened.guarded():
             return self._apply_filter()
 
     def _apply_filter(self) -> Unmatched:
         opened, filtered = self._opened, self.filtered
         live = self._context.held_names()
-        given = {"scheduler": self._given["scheduler"], "rank_content": self._options.rank_content}
-        wanted = {part: value is not None for part, value in given.items()}
-        parts = part_names(opened, self._topology, filtered, **wanted)
+        objects = {"scheduler": self._objects["scheduler"], "rank_content": self._options.rank_content}
+        requested = {part: value is not None for part, value in objects.items()}
+        parts = part_names(opened, self._topology, filtered, **requested)
         names = list(dict.fromkeys([*self._planner.names(), *parts]))
         filtered.choose(names)
-        demand(opened, **self._wanted)
+        demand(opened, **self._loaded_objects)
         saved = opened.saved_names if isinstance(opened, RenamedTag) else ()
         return Unmatched(filtered, live, saved, names)
 
     @property
-    def _wanted(self) -> dict[str, Any]:
-        """What was given and is not left out."""
-        return {part: None if self.filtered.covers(part) else value for part, value in self._given.items()}
+    def _loaded_objects(self) -> dict[str, Any]:
+        """Objects that were passed and are not left out."""
+        return {part: None if self.filtered.covers(part) else value for part, value in self._objects.items()}
 
     def find(self) -> None:
-        """Find the trees to load, and what else there is to load."""
+        """Find the trees and other parts to load."""
         with self._opened.guarded():
             self._find()
 
     def _find(self) -> None:
         opened, options = self._opened, self._options
-        self._scheduler = self._wanted["scheduler"]
+        self._scheduler = self._loaded_objects["scheduler"]
         self.filtered.refuse_collisions(self._context.held_names() or ())
         self._trees = self._planner.trees()
         if self._scheduler is not None and self._trees.is_regrouped:
             raise OptimizerMismatch(
-                f"optimizer: its param groups are not those of {opened.where} in their order, by which the scheduler "
-                "keeps learning rates; build them as when it was saved, or load with scheduler=None"
+                f"optimizer: its param groups are not in the order of {opened.where}, by which the scheduler stores "
+                "learning rates; build them as when it was saved, or load with scheduler=None"
             )
         self._scheduler_state = opened.scheduler() if self._scheduler is not None else None
         check_scheduler(self._scheduler, self._scheduler_state, opened.where)
@@ -135,12 +136,12 @@ class LoadAttempt:
         self._broadcast: Broadcast | None = None
 
     def refuse_unmatched(self, agreement: Agreement) -> None:
-        """Raise KeyMismatch on all ranks where no rank's model has a name that is in the tag; all ranks at once.
+        """Raise KeyMismatch if no rank's model has a name of the tag. Collective.
 
-        In a mesh job also, or OptimizerMismatch, where a name that is in the tag is in no rank's model or optimizer.
+        In a mesh job raise it, or OptimizerMismatch, also if a name of the tag is in no rank's model or optimizer.
         """
         refuse_unmatched(agreement, self._topology, bool(self._trees.names), self._trees.unmatched)
-        refuse_strangers(agreement, self._trees.strangers, self.where)
+        refuse_unknown_names(agreement, self._trees.unknown_names, self.where)
 
     def _take_scheduled_rates(self) -> None:
         if self._scheduler is not None:
@@ -148,22 +149,22 @@ class LoadAttempt:
         else:
             logger.warning(
                 "%s: learning rates are those of the last step, as NxD saves them with expert parallelism and ZeRO-1; "
-                "pass scheduler= for those that it set after",
+                "pass scheduler= to load the rates that it set after that step",
                 self._opened.where,
             )
 
     def share(self, agreement: Agreement) -> None:
-        """Find out what the data-parallel replicas, or the ranks of a mesh, have in common; all ranks at once."""
+        """Determine the leaves that data-parallel replicas, or the ranks of a mesh, have in common. Collective."""
         if agreement.world_size > 1:
             placed = list(self._trees.placed_leaves())
-            # Shards differ between what count as replicas: then what all want need not even be told.
+            # DTensor shards differ between replicas: then there is nothing to compare.
             is_cut = any(place.is_cut for _, _, place in placed)
             shares = None if is_cut else ReplicaShares(self._topology, list(self._trees.replicated_leaves()))
-            # What decides which leaves are verified, in which order they are read, and of which copy of the tag.
+            # The terms decide which leaves are verified, in which order they are read, and of which copy of the tag.
             adapters = [type(adapter).__name__ for adapter in (self._trees.model, self._trees.optimizer)]
             terms = [self._options.verify, self._options.pre_download, self._opened.copy, *adapters]
             agreed = agree_on_shares(agreement, shares, terms)
-            # Copies on a local disk are this host's own: nobody else has verified or can read them.
+            # Copies on a local disk belong to this host: no other host has verified them.
             self._shares = shares if agreed and self._cache is None else None
             if not agreed and self._opened.mesh is not None:
                 blocks = MeshShares(placed)
@@ -171,9 +172,9 @@ class LoadAttempt:
                 self._mesh_shares = blocks if agreed and self._cache is None else None
 
     def verify(self) -> None:
-        """Verify every byte that will be loaded, before anything changes; of what is shared, this rank's share.
+        """Verify every byte that will be loaded, before anything changes; of shared leaves, this rank's share.
 
-        With ``pre_download``, the files that are needed are brought first.
+        With ``pre_download``, the needed files are downloaded first.
         """
         with self._opened.guarded(verified=self._is_verified):
             self._verify()
@@ -186,7 +187,7 @@ class LoadAttempt:
         if not self._options.verifies_first:
             return
         leaves = self._trees.leaves()
-        mine = [one for one in leaves if self._shares is None or self._shares.is_verified_here(one[1])]
+        mine = [item for item in leaves if self._shares is None or self._shares.is_verified_here(item[1])]
         total = partial(self.reader.nbytes_to_verify, [(leaf, self._takes(leaf)) for _, leaf in mine])
         try:
             with self._watched("verify", total), gc_paused():
@@ -199,10 +200,10 @@ class LoadAttempt:
             self._cache.discard()
             raise type(error)(f"{error}. The local copies were removed: load again to download them anew") from error
 
-    def beside(self, live: SaveState) -> Iterator[tuple[str, str, Any, Any]]:
-        """What will be loaded beside what is live; see LoadTrees."""
+    def compared_with(self, live: SaveState) -> Iterator[tuple[str, str, Any, Any]]:
+        """Yield everything that will be loaded with its live counterpart; see `LoadTrees.compared_with`."""
         model, optimizer = (None if state is None else state.tree for state in (live.model, live.optimizer))
-        yield from self._trees.beside(model or {}, optimizer or {})
+        yield from self._trees.compared_with(model or {}, optimizer or {})
         now = dict(iter_leaves(live.scheduler))
         for path, value in iter_leaves(self._scheduler_state) if self._scheduler is not None else ():
             yield "scheduler", "/".join(map(str, ("scheduler", *path))), value, now.get(path, ABSENT)
@@ -213,12 +214,12 @@ class LoadAttempt:
 
     @property
     def _is_verified(self) -> bool:
-        """Whether a tensor's bytes of another save would be noticed."""
+        """True if bytes of another save would be noticed."""
         return self._opened.manifest is not None and self._options.verify is not False
 
     @property
     def save(self) -> str | None:
-        """Which save it is; see OpenTag."""
+        """Fingerprint of the save; see `OpenTag.save`."""
         return self._opened.save
 
     def require_unchanged(self) -> None:
@@ -227,7 +228,7 @@ class LoadAttempt:
 
     @property
     def identity(self) -> str:
-        """Which save this is, wherever it lies; without a manifest of ours, where it lies."""
+        """Identity of the save, independent of its place; without a manifest of ours, its place."""
         manifest = self._opened.manifest
         return self.where if manifest is None else f"{manifest.tag!r} of attempt {manifest.attempt}"
 
@@ -237,11 +238,11 @@ class LoadAttempt:
         return sum(nbytes_of(leaf) for _, leaf in self._trees.leaves())
 
     def _takes(self, leaf: Leaf) -> Takes | None:
-        """Which blocks of the leaf this rank verifies, where the ranks of a mesh share that."""
+        """Return the selection of the leaf's blocks that this rank verifies, if the ranks of a mesh share that."""
         return None if self._mesh_shares is None else self._mesh_shares.takes(leaf)
 
     def _watched(self, what: str, total: Callable[[], int]) -> AbstractContextManager[None]:
-        """A bar of ``total()`` bytes that are read, on the rank that tells."""
+        """Return a context with a progress bar of ``total()`` bytes, on the reporting rank."""
         if not (self.reports_progress and self._options.progress and is_watched()):
             return nullcontext()  # without adding up all leaves
         done = self.reader.done
@@ -249,14 +250,16 @@ class LoadAttempt:
         return watched(what, total(), lambda: done.nbytes - before, True)
 
     def join(self, agreement: Agreement, timeout: float) -> None:
-        """Join the replicas for a broadcast, if they are to share the reading as well; all ranks at once."""
+        """Join the replicas for a broadcast, if they are to share the reading as well. Collective."""
         if self._shares is not None:
-            wanted = self._options.share_reads
-            rate = self._read_rate(self._shares) if wanted is None else math.inf
-            self._broadcast = open_broadcast(agreement, self._shares, wanted, rate, timeout)
+            share_reads = self._options.share_reads
+            rate = self._read_rate(self._shares) if share_reads is None else math.inf
+            self._broadcast = open_broadcast(agreement, self._shares, share_reads, rate, timeout)
 
     def _read_rate(self, shares: ReplicaShares) -> float:
-        """Bytes per second of reading what another replica verified: from the page cache, if both share a host."""
+        """Measure bytes per second of reading leaves that another replica verified: from the page cache, if on one
+        host.
+        """
         nbytes, started = 0, effects.monotonic()
         if shares.nbytes < WORTH_IT:
             return math.inf
@@ -268,11 +271,13 @@ class LoadAttempt:
                     nbytes += out.nbytes
             self.reader.finish()
         except (CheckpointError, OSError):
-            return math.inf  # the load itself will report it
+            return math.inf  # the load itself reports it
         return nbytes / max(effects.monotonic() - started, 1e-9) if nbytes else math.inf
 
     def apply(self) -> None:
-        """Change the live objects. Replicas part afterwards, also where it fails: none may wait for this rank then."""
+        """Change the live objects. Replicas leave their group afterwards, also on failure, so that none waits for this
+        rank.
+        """
         with (
             self._broadcast or nullcontext(),
             overwriting(self.where),
@@ -305,12 +310,12 @@ class LoadAttempt:
             content = self.filtered.pruned("rank_content", saved) | self.filtered.kept("rank_content", live, saved)
             live.clear()
             live.update(content)
-        # Constants that the model made on the device are pending in a new process. Left to the first step, they would
-        # make its graph another than the uninterrupted run's: a whole step compiled for one use, and rounded otherwise.
+        # Constants that the model made on the device are pending in a new process. In the first step they would make
+        # its graph differ from the uninterrupted run's: a step compiled for one use, and rounded differently.
         torch_xla.sync()
 
     def _read_into(self, leaf: Leaf, out: torch.Tensor) -> None:
-        """Begin to fill ``out``; where replicas share the reading, all of them at once, and at once."""
+        """Start to fill ``out``; if replicas share the reading, all of them fill it together, at once."""
         owner = None if self._shares is None or self._broadcast is None else self._shares.owner(leaf)
         if self._broadcast is None or owner is None:
             self._begin(leaf, out)
@@ -330,7 +335,7 @@ class LoadAttempt:
 def _may_be_wrapped(opened: OpenTag, topology: Topology, live: ModelAdapter) -> bool:
     """True if the tag may have the live names with, or without, those of wrappers.
 
-    The names in a manifest are at hand. Those of other programs' tags are in the files of all stages: these are opened
+    Names in a manifest are available. Those of other programs' tags are in the files of all stages: these are opened
     only if this rank's own one lacks a live name.
     """
     if opened.manifest is not None:

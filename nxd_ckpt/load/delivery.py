@@ -1,7 +1,7 @@
-"""Filling live tensors: those in host memory in place, others by way of host memory, one after the other.
+"""Filling live tensors: those in host memory in place, others through host memory, one after the other.
 
-The caller goes on while the bytes are read. Memory for what is on its way to a device is bounded: two tensors, or more
-small ones.
+The caller continues while the bytes are read. Memory for tensors on their way to a device is bounded: two tensors, or
+more small ones.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from nxd_ckpt.formats.tensors import allocated
 from nxd_ckpt.tag.reading import Leaf, LeafReader
 
 _ON_THE_WAY = 64 * 2**20
-"""Bytes of tensors that may wait to be handed over, but for the first two."""
+"""Bytes of tensors that may wait to be handed over, in addition to the first two."""
 
 Fill = Callable[[Leaf, torch.Tensor], None]
-"""Begins to fill a contiguous CPU tensor with the leaf; done when the reader has finished."""
+"""Starts to fill a contiguous CPU tensor with the leaf; complete when the reader has finished."""
 
 
 class Delivery:
-    """See :class:`~nxd_ckpt.live.optimizer_state.Read`. ``fill`` reads through ``reader``."""
+    """Delivery of leaves to live tensors (`nxd_ckpt.live.optimizer_state.Read`). ``fill`` reads through ``reader``."""
 
     def __init__(self, reader: LeafReader, fill: Fill) -> None:
         self._reader, self._fill = reader, fill
@@ -40,7 +40,7 @@ class Delivery:
     def into(self, leaf: Leaf, memory: torch.Tensor) -> None:
         begin = memory.data_ptr()
         span = begin, begin + memory.nbytes
-        if self._overlaps(span):  # two names of one memory: the later one is to win
+        if self._overlaps(span):  # two names of one memory: the later one wins
             self._reader.finish()
             self._spans.clear()
         insort(self._spans, span)
@@ -55,7 +55,7 @@ class Delivery:
         self._waiting_bytes += out.nbytes
 
     def finish(self) -> None:
-        """Return when everything is where it belongs."""
+        """Return when everything is in place."""
         while self._waiting:
             self._hand_over()
         self._reader.finish()

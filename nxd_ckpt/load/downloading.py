@@ -1,4 +1,4 @@
-"""Loading with ``pre_download``: the files that a rank needs come to a local disk first, and are read from there."""
+"""Loading with ``pre_download``: a rank's files are copied to a local disk first, and read from there."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from nxd_ckpt.tag.reading import Leaf
 
 
 def open_cache(storage: Storage, tag: str, work_dir: str | os.PathLike[str] | None) -> CachedStorage:
-    """``storage`` with copies of the files of ``tag``, as it is now. See CachedStorage."""
+    """Return ``storage`` with local copies of the files of ``tag``, in its present version; see `CachedStorage`."""
     return CachedStorage(storage, tag, _version(storage, tag), work_dir)
 
 
 def download(
     cache: CachedStorage, opened: OpenTag, leaves: Iterable[Leaf], *, reports_progress: bool, progress: bool
 ) -> None:
-    """Fetch the files that ``leaves`` are read from; ``reports_progress`` says that this rank shows it for all.
+    """Fetch the files that ``leaves`` are read from; the rank with ``reports_progress`` shows it for all.
 
     Raises OSError.
     """
@@ -43,7 +43,7 @@ def _files(leaf: Leaf) -> set[str]:
 
 
 def _version(storage: Storage, tag: str) -> bytes:
-    """What tells this tag from one that is saved under its name later: our manifest, or when NxD wrote its files."""
+    """Return bytes that differ when another save takes the tag's name: our manifest, or the times of NxD's files."""
     entries = [entry.name for entry in storage.list(tag) if not entry.is_dir]
     prefix = f"{tag}/" if tag else ""
     if names.MANIFEST in entries:

@@ -1,4 +1,4 @@
-"""Whether all ranks filter alike, and which filters match nothing on any rank."""
+"""Checks that all ranks filter alike, and that every filter matches something on some rank."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from nxd_ckpt.load.options import LoadOptions
 logger = logging.getLogger("nxd_ckpt")
 
 _LONG = 200
-"""Characters of an option that ranks tell each other as they are."""
+"""Characters of an option up to which ranks exchange it unabridged."""
 
 _NOTHING = ("None", "''", "[]", "{}")
 
 
 class Unmatched:
-    """The parts of a filter that match nothing on this rank. :meth:`complain` tells of those that match on none.
+    """Parts of a filter that match nothing on this rank. `complain` reports those that match on none.
 
-    ``live`` are the names that this rank holds, ``saved`` those that it saw in the tag, before they were renamed;
-    ``names`` are all that a glob may stand for.
+    ``live`` are the names that this rank holds, ``saved`` those that it read in the tag, before they were renamed;
+    ``names`` are all that a glob may match.
     """
 
     def __init__(
@@ -37,7 +37,7 @@ class Unmatched:
         self._live, self._saved, self._names = live, saved, names
         self._prefix, self._choice = prefix, filtered.choice
         goes_by_prefix = bool(prefix) and (live is None or any(name not in mapping for name in live))
-        self.found = {
+        self.parts = {
             "globs": unmatched(filtered.globs, names),
             "live": [] if live is None else [name for name in mapping if name not in live],
             "saved": [name for name in mapping.values() if name not in saved],
@@ -47,25 +47,25 @@ class Unmatched:
     def complain(self, agreement: Agreement, topology: Topology, strict: bool) -> None:
         """Raise KeyMismatch on all ranks, or warn without ``strict``.
 
-        Raises RanksDisagree where a callable chose differently among the same names.
+        Raises RanksDisagree if a callable chose differently among equal names.
         """
-        # Ranks of one pipeline stage know the same tensors: one of them tells. Rank content is each rank's own.
-        speaks = topology.dp_rank == topology.tp_rank == 0 or agreement.world_size == 1
-        found = self.found if speaks else {"globs": self.found["globs"]}
-        words = agreement.gather([self._choice, found])
+        # Ranks of one pipeline stage have the same tensors: one of them reports. Rank content is each rank's own.
+        reports = topology.dp_rank == topology.tp_rank == 0 or agreement.world_size == 1
+        parts = self.parts if reports else {"globs": self.parts["globs"]}
+        gathered = agreement.gather([self._choice, parts])
 
         def decide() -> None:
-            choices, said = zip(*(words or [[self._choice, self.found]]), strict=True)
+            choices, parts_of_ranks = zip(*(gathered or [[self._choice, self.parts]]), strict=True)
             _refuse_different(choices)
             if agreement.world_size < topology.world_size and topology.pp > 1:
-                return  # one process plays one of several stages: what matches nothing here may match on another
+                return  # one process acts as one of several stages: other stages may have the names
             nowhere = {
-                kind: _in_all(found, [word[kind] for word in said if kind in word])
-                for kind, found in self.found.items()
+                kind: _in_all(own, [parts[kind] for parts in parts_of_ranks if kind in parts])
+                for kind, own in self.parts.items()
             }
             problems = list(self._problems(nowhere))
             if problems and strict:
-                raise KeyMismatch("; ".join(problems) + "; strict=False loads all the same")
+                raise KeyMismatch("; ".join(problems) + "; use strict=False to ignore this")
             for problem in problems:
                 logger.warning("loading with strict=False: %s", problem)
 
@@ -84,17 +84,19 @@ class Unmatched:
 
 
 def refuse_unmatched(agreement: Agreement, topology: Topology, matches: bool, problem: str | None) -> None:
-    """Raise KeyMismatch, with a rank's ``problem``, if there is one and no rank ``matches``: without strict too, a load
-    that finds nothing is of another model."""
-    words = agreement.gather([matches, problem])
+    """Raise KeyMismatch, with a rank's ``problem``, if there is one and no rank ``matches``.
+
+    Without strict too, a load that matches nothing is of another model.
+    """
+    gathered = agreement.gather([matches, problem])
 
     def decide() -> None:
-        found, problems = zip(*(words or [[matches, problem]]), strict=True)
+        matches_of_ranks, problems = zip(*(gathered or [[matches, problem]]), strict=True)
         one_of_several_stages = agreement.world_size < topology.world_size and topology.pp > 1
-        if any(problems) and not any(found) and not one_of_several_stages:
+        if any(problems) and not any(matches_of_ranks) and not one_of_several_stages:
             raise KeyMismatch(
                 f"no name in the checkpoint is one of the model: {next(filter(None, problems))}. Is it this model's? "
-                "key_mapping= and prefix= say what its tensors are called in the checkpoint"
+                "If its names differ in the checkpoint, pass key_mapping= or prefix="
             )
 
     decided_by_rank0(agreement, decide)
@@ -104,23 +106,23 @@ def _refuse_different(choices: Iterable[Sequence[str] | None]) -> None:
     first: dict[str, tuple[int, str]] = {}
     for rank, choice in enumerate(choices):
         if choice is not None:
-            other, chosen = first.setdefault(choice[0], (rank, choice[1]))
+            first_rank, chosen = first.setdefault(choice[0], (rank, choice[1]))
             if chosen != choice[1]:
                 raise RanksDisagree(
-                    f"ignore_keys=: of the same names rank {other} and rank {rank} chose different ones to leave out; "
+                    f"ignore_keys=: rank {first_rank} and rank {rank} left out different ones of the same names; "
                     "all ranks must filter alike"
                 )
 
 
-def _in_all(items: Sequence[str], words: Sequence[Sequence[str]]) -> list[str]:
-    """Those of ``items`` that are in each of ``words``."""
-    common = set(items).intersection(*words)
+def _in_all(items: Sequence[str], lists: Sequence[Sequence[str]]) -> list[str]:
+    """Return the ``items`` that are in each of ``lists``."""
+    common = set(items).intersection(*lists)
     return [item for item in dict.fromkeys(items) if item in common]
 
 
 def filter_summary(options: LoadOptions) -> dict[str, str]:
-    """What all ranks must give alike, as text."""
-    given = {
+    """Return the options that all ranks must pass alike, as text."""
+    options_to_compare = {
         "key_mapping": options.key_mapping,
         "prefix": options.prefix,
         "ignore_keys": "a callable" if callable(options.ignore_keys) else options.ignore_keys,
@@ -128,12 +130,14 @@ def filter_summary(options: LoadOptions) -> dict[str, str]:
         "strict_model_weights": options.strict_model_weights,
         "fallback": options.fallback or None,
     }
-    shown = {name: _value_text(value) for name, value in given.items()}  # of whatever type: nothing is validated yet
+    shown = {
+        name: _value_text(value) for name, value in options_to_compare.items()
+    }  # of whatever type: nothing is validated yet
     return {name: text for name, text in shown.items() if text not in _NOTHING}
 
 
 def _value_text(value: Any) -> str:
-    """The same text for equal values; of a long one its beginning and a digest."""
+    """Return equal text for equal values; for a long one its beginning and a digest."""
     value = dict(sorted(value.items(), key=repr)) if isinstance(value, Mapping) else value
     text = repr(sorted(value, key=repr) if isinstance(value, (list, tuple, set, frozenset)) else value)
     return text if len(text) < _LONG else f"{text[:_LONG]}... ({digest(text)[:8]})"

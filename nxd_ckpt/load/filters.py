@@ -1,4 +1,4 @@
-"""What a load leaves out (:mod:`nxd_ckpt.live.ignoring`), and under which names it looks for the rest."""
+"""Filters of a load: names that it leaves out (`nxd_ckpt.live.ignoring`), and names that differ in the tag."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ _BESIDE_THE_MODEL = ("optim", "scheduler", "user_content", "rank_content")
 
 
 class Filter(Ignoring):
-    """The filters of one load on one rank. Without any, it ignores nothing and every name stays.
+    """The filters of one load on one rank. Without any, nothing is ignored and every name stays.
 
     Raises:
-        InvalidArgument: options that are no filters, or that take one saved tensor for two live ones.
+        InvalidArgument: options that are no filters, or that use one saved tensor for two live ones.
     """
 
     def __init__(self, options: LoadOptions) -> None:
@@ -32,24 +32,28 @@ class Filter(Ignoring):
         return self._renames or super().__bool__()
 
     def know_base_names(self, live_to_base: Mapping[str, str], saved: Collection[str]) -> None:
-        """From here on, a live name that is not among the ``saved`` ones is looked for under its base name, if that is.
-        What ``key_mapping`` says counts more."""
+        """From now on, look up a live name that is not ``saved`` under its base name, if that is saved.
+
+        ``key_mapping`` takes precedence.
+        """
         mapping, prefix = self.renaming.key_mapping, self.renaming.prefix
-        found = {
+        renamed = {
             live: prefix + base
             for live, base in live_to_base.items()
             if live not in mapping and prefix + live not in saved and prefix + base in saved
         }
-        if found:
-            self.renaming = Renaming({**found, **mapping}, prefix)
+        if renamed:
+            self.renaming = Renaming({**renamed, **mapping}, prefix)
 
     def know_shards(self) -> None:
-        """From here on, a weight that is left out keeps its ZeRO-1 shard, too: the next step would write a loaded one
-        into the weight."""
+        """From now on, a weight that is left out keeps its ZeRO-1 shard, too.
+
+        The next step would otherwise write a loaded shard into the weight.
+        """
         self._has_shards = True
 
     def renamed(self, options: LoadOptions) -> LoadOptions:
-        """The options, with live names in place of saved ones."""
+        """Return the options, with live names in place of saved ones."""
         names = options.saved_param_names
         if names is None:
             return options
@@ -58,28 +62,28 @@ class Filter(Ignoring):
 
     def refuse_collisions(self, names: Names) -> None:
         """Raise InvalidArgument if two of the live ``names`` would be loaded from one saved tensor."""
-        wanted = (name for name in names if not self.ignores_model(name))
-        self.renaming.refuse_collisions(wanted, self._aliases)
+        loaded = (name for name in names if not self.ignores_model(name))
+        self.renaming.refuse_collisions(loaded, self._aliases)
 
     def ignores(self, name: str) -> bool:
         return super().ignores(name) or (self.is_selective and self._ignores_weight_of(name))
 
     def keeps(self, loaded: Collection[str]) -> Callable[[str], bool]:
-        """What the optimizer is to keep, when the model's names ``loaded`` have been.
+        """Return the predicate for state that the optimizer keeps, once the model's names ``loaded`` have been loaded.
 
         A ZeRO-1 shard that is left out follows the weights that it is a copy of.
         """
         followed = {f"optim/{alias}/{MASTER_WEIGHTS}" for name in loaded for alias in self._aliases(name)}
 
         def follows(name: str) -> bool:
-            # Nobody knows whose shard one without a name is: it is cut anew if any weight was loaded.
+            # The parameter of a shard without a name is unknown: it is cut again if any weight was loaded.
             unnamed = name.startswith("optim/#") and name.endswith(f"/{MASTER_WEIGHTS}")
             return name in followed or (unnamed and bool(followed))
 
         return lambda name: self.ignores(name) and not follows(name)
 
     def kept(self, part: str, content: Mapping[Any, Any], saved: Mapping[Any, Any]) -> dict[Any, Any]:
-        """What stays of live content: under keys that are left out by their names, or by what was saved there."""
+        """Return the live content that stays: keys that are left out by their names, or by their saved values."""
         return {
             key: value
             for key, value in content.items()

@@ -1,7 +1,7 @@
 """Loading a Hugging Face directory into a live model: every rank reads its own slices, and no rank the whole.
 
-The phases are those of a tag: what fits is found out on all ranks, from headers alone, before anything changes on any.
-Such files have no digests. All that can be checked before is that they are as long as their headers say.
+The phases are those of a tag: all ranks check the fit, from headers alone, before anything changes on any.
+Such files have no digests. Only their lengths can be checked beforehand, against their headers.
 """
 
 from __future__ import annotations
@@ -56,42 +56,42 @@ def load_hugging_face(
 ) -> None:
     """Load the model that ``storage`` holds into ``model``.
 
-    ``others`` (optimizer, scheduler) must be None, unless weights alone are to be loaded.
+    ``others`` (optimizer, scheduler) must be None, unless only weights are to be loaded.
 
     Raises:
-        CheckpointError: what Checkpointer.load says; on every rank.
+        CheckpointError: the errors of `Checkpointer.load`, on every rank.
     """
     started = effects.monotonic()
 
-    def prepare() -> _Prepared:
+    def prepare() -> _HuggingFaceLoad:
         options.validate()
         _refuse_arguments(storage.url, model, () if options.load_weights_only else others, options)
-        return _Prepared(storage, topology, model, others[0], options)
+        return _HuggingFaceLoad(storage, topology, model, others[0], options)
 
-    prepared = on_all(agreement, prepare)
-    if prepared.filtered:
-        prepared.unmatched.complain(agreement, topology, options.strict)
-    taken = _taken_by_all(agreement, prepared.taken)
-    refuse_unmatched(agreement, topology, prepared.nbytes > 0, prepared.unfilled)
-    all_speak = agreement.world_size == topology.world_size or topology.pp == 1
-    if all_speak:  # else one process plays one stage of several
-        decided_by_rank0(agreement, lambda: prepared.refuse_unused(taken))
+    attempt = on_all(agreement, prepare)
+    if attempt.filtered:
+        attempt.unmatched.complain(agreement, topology, options.strict)
+    used = _tensors_used_by_all(agreement, attempt.used)
+    refuse_unmatched(agreement, topology, attempt.nbytes > 0, attempt.unfilled)
+    has_all_stages = agreement.world_size == topology.world_size or topology.pp == 1
+    if has_all_stages:  # else one process acts as one of several stages
+        decided_by_rank0(agreement, lambda: attempt.refuse_unused(used))
     reports_progress = agreement.rank == 0
-    on_all(agreement, lambda: prepared.apply(shown=reports_progress and options.progress))
+    on_all(agreement, lambda: attempt.apply(shown=reports_progress and options.progress))
     if reports_progress and logger.isEnabledFor(logging.INFO):
-        report("loaded", prepared.where, prepared.nbytes, started)
+        report("loaded", attempt.where, attempt.nbytes, started)
 
 
-def _taken_by_all(agreement: Agreement, taken: Sequence[str]) -> list[str]:
-    """On rank 0, what all ranks take. The ranks of a stage take the same: one of them tells."""
-    digests = agreement.gather(sha256(repr(taken).encode()).hexdigest())
+def _tensors_used_by_all(agreement: Agreement, used: Sequence[str]) -> list[str]:
+    """Return, on rank 0, the tensors that all ranks use. The ranks of a stage use the same: one of them reports."""
+    digests = agreement.gather(sha256(repr(used).encode()).hexdigest())
     speakers = agreement.broadcast(None if digests is None else sorted({*map(digests.index, digests)}))
-    found = agreement.gather(list(taken) if agreement.rank in speakers else [])
-    return [name for names in found or [] for name in names]
+    lists = agreement.gather(list(used) if agreement.rank in speakers else [])
+    return [name for names in lists or [] for name in names]
 
 
-class _Prepared:
-    """A load whose directory and live model fit. ``taken`` are the Hugging Face tensors that its rules name."""
+class _HuggingFaceLoad:
+    """A load whose directory and live model fit. ``used`` are the Hugging Face tensors that its rules name."""
 
     def __init__(self, storage: Storage, topology: Topology, model: Any, optimizer: Any, options: LoadOptions) -> None:
         self._directory, self._strict = HuggingFaceDirectory(storage), options.strict_names
@@ -118,11 +118,11 @@ class _Prepared:
         self.unmatched = Unmatched(self.filtered, names, (), paths)
         left_out = list(filter(self.filtered.ignores_model, names))
         matches = self._matches(left_out)
-        self.taken = [name for match in matches for name in match.rule.names(match.numbers, self._sizes)]
-        wanted = [match for match in matches if match.name not in {*left_out}]
-        self._leaves = self._assemblies(wanted, topology)
+        self.used = [name for match in matches for name in match.rule.names(match.numbers, self._sizes)]
+        loaded = [match for match in matches if match.name not in {*left_out}]
+        self._leaves = self._assemblies(loaded, topology)
         live = [name for name in names if name not in {*left_out}]
-        self.unfilled = None if self._leaves or not live else self._described(live)
+        self.unfilled = None if self._leaves or not live else self._describe_mismatch(live)
         self._refuse_what_stays_meta()
 
     @property
@@ -134,16 +134,16 @@ class _Prepared:
         """Bytes of all tensors that this rank loads."""
         return sum(map(nbytes_of, self._leaves.values()))
 
-    def _described(self, live: list[str]) -> str:
+    def _describe_mismatch(self, live: list[str]) -> str:
         return (
             f"{self.where} holds {first_of(sorted(self._directory.names))}, the model has {first_of(live)}, and "
-            f"mapping {self._mapping.name!r} finds none in the other"
+            f"mapping {self._mapping.name!r} matches none of them"
         )
 
-    def refuse_unused(self, taken: Iterable[str]) -> None:
-        """Raise KeyMismatch, or warn, for tensors of the directory that no rank takes."""
+    def refuse_unused(self, used: Iterable[str]) -> None:
+        """Raise KeyMismatch, or warn, for tensors of the directory that no rank uses."""
         in_files = self._mapping.in_files
-        unused = sorted({*in_files(self._tensors.names)}.difference(in_files(taken)))
+        unused = sorted({*in_files(self._tensors.names)}.difference(in_files(used)))
         unused = [name for name in unused if not any(pattern.match(name) for pattern in self._mapping.ignored)]
         if unused:
             self._complain(f"{self.where} holds {first_of(unused)}, which no rank's model has")
@@ -167,23 +167,23 @@ class _Prepared:
         torch_xla.sync()  # as after the load of a tag
 
     def _matches(self, left_out: Collection[str]) -> list[Match]:
-        """The rules of the live names; those that are left out need none."""
-        base_names = self._model.base_names()  # rules know no wrapped layers
+        """Return the rules of the live names; names that are left out need none."""
+        base_names = self._model.base_names()  # rules do not cover wrapped layers
         live = {base_names.get(name, name): name for name in self._model.names()}
         if self._strict:
             ignored = [name for name, at in live.items() if at in left_out]
-            found = self._mapping.matches(name for name, at in live.items() if at not in left_out)
-            found += self._mapping.split(ignored)[0]
+            matches = self._mapping.matches(name for name, at in live.items() if at not in left_out)
+            matches += self._mapping.split(ignored)[0]
         else:
-            found, unknown = self._mapping.split(live)
+            matches, unknown = self._mapping.split(live)
             if unknown:
                 logger.warning("loading with strict=False: left as they are, without a rule: %s", first_of(unknown))
-        return [replace(match, name=live[match.name]) for match in found]
+        return [replace(match, name=live[match.name]) for match in matches]
 
     def _assemblies(self, matches: Iterable[Match], topology: Topology) -> dict[str, Assembly]:
-        """What to read for each live tensor; of tied ones, for the first that the directory has."""
+        """Return the assembly of each live tensor; of tied ones, for the first that the directory has."""
         specs = self._specs
-        found: dict[str, Assembly] = {}
+        assemblies: dict[str, Assembly] = {}
         absent: dict[str, KeyMismatch] = {}
         for match in matches:
             name = match.name
@@ -196,39 +196,41 @@ class _Prepared:
                 absent[name] = error
                 continue
             _refuse_narrowing(name, leaf)
-            found[name] = leaf
+            assemblies[name] = leaf
         for name, problem in absent.items():
-            if found.keys().isdisjoint(self._model.aliases(name)):
+            if assemblies.keys().isdisjoint(self._model.aliases(name)):
                 self._complain(str(problem))
         for match in matches:
-            if match.name in found:
+            if match.name in assemblies:
                 self._refuse_zeroed_rows(match, specs[match.name].shape, topology)
-        refuse_unequal_ties(self.where, found, self._model.aliases, self._reader)
-        found = {name: leaf for name, leaf in found.items() if self._is_first(name, found)}
-        return local_tree(found, self._model.placed(found))
+        refuse_unequal_ties(self.where, assemblies, self._model.aliases, self._reader)
+        assemblies = {name: leaf for name, leaf in assemblies.items() if self._is_first(name, assemblies)}
+        return local_tree(assemblies, self._model.placed(assemblies))
 
     def _different_ties(self) -> set[str]:
-        """Tied live names under which the directory has different tensors: a filter may choose one of them."""
+        """Return tied live names under which the directory has different tensors: a filter may choose one of them."""
         base_names = self._model.base_names()
         live = {base_names.get(name, name): name for name in self._specs if len(self._model.aliases(name)) > 1}
-        found: dict[str, Assembly] = {}
+        assemblies: dict[str, Assembly] = {}
         for match in self._mapping.split(live)[0]:
             name = live[match.name]
-            with suppress(KeyMismatch):  # absent: the load says so
-                found[name] = self._mapped.assembly(match, self._specs[name].dtype, self._specs[name].shape)
-        return {name for pair in unequal_ties(found, self._model.aliases, self._reader) for name in pair}
+            with suppress(KeyMismatch):  # absent: the load reports it
+                assemblies[name] = self._mapped.assembly(match, self._specs[name].dtype, self._specs[name].shape)
+        return {name for pair in unequal_ties(assemblies, self._model.aliases, self._reader) for name in pair}
 
     def _reader(self) -> LeafReader:
         return LeafReader(self._directory.files, {})
 
-    def _is_first(self, name: str, found: Collection[str]) -> bool:
-        """Whether it is the first of its tied names that the directory has."""
-        return name == next(other for other in self._model.aliases(name) if other in found)
+    def _is_first(self, name: str, assemblies: Collection[str]) -> bool:
+        """Return whether it is the first of its tied names that the directory has."""
+        return name == next(alias for alias in self._model.aliases(name) if alias in assemblies)
 
     def _refuse_zeroed_rows(self, match: Match, shape: tuple[int, ...], topology: Topology) -> None:
-        """Live rows beyond those of the files become zero: only where that loses nothing, whatever ``strict`` says.
+        """Raise ShapeMismatch if live rows beyond those of the files would become zero and that may lose values.
 
-        Ranks that do not divide the rows must pad them. More rows than that are padding if they are zero, or nothing.
+        ``strict`` does not matter. Ranks that do not divide the rows must pad them. Further rows are padding only if
+        they are
+        zero.
         """
         dim, rows, tp = match.rule.dim, match.rule.members[0].rows, topology.tp
         if dim is None or rows is None:
@@ -257,9 +259,7 @@ class _Prepared:
     def _refuse_what_stays_meta(self) -> None:
         filled = self._model.ids(self._leaves)
         meta = self._model.on_meta().items()
-        left = sorted(
-            name for place, name in meta if place not in filled and not self.filtered.ignores_model(name)
-        )
+        left = sorted(name for place, name in meta if place not in filled and not self.filtered.ignores_model(name))
         if left:
             self._complain(
                 f"{first_of(left)} of the live model are on the meta device and in no file: give them values, as the "
@@ -281,8 +281,8 @@ def _refuse_arguments(where: str, model: Any, others: Iterable[Any], options: Lo
             )
     if model is None or model == {}:
         raise InvalidArgument(
-            f"{where} is a Hugging Face directory, which is loaded into a live model: its names and shapes say what "
-            f"each rank holds; pass model=, found {model!r}"
+            f"{where} is a Hugging Face directory, which is loaded into a live model: its names and shapes determine "
+            f"each rank's part; pass model=, found {model!r}"
         )
     if options.key_mapping or options.prefix:
         raise InvalidArgument(
@@ -297,7 +297,7 @@ def _refuse_arguments(where: str, model: Any, others: Iterable[Any], options: Lo
 
 
 def _refuse_narrowing(name: str, leaf: Assembly) -> None:
-    """Raise DtypeMismatch where a number of the files might not fit into the live dtype."""
+    """Raise DtypeMismatch if a number of the files might not fit into the live dtype."""
     for saved in sorted({fragment.stub.dtype for fragment in leaf.fragments} - {leaf.dtype}):
         if _exponents(saved) is None or (_exponents(leaf.dtype) or 0) < (_exponents(saved) or 0):
             raise DtypeMismatch(
@@ -307,6 +307,6 @@ def _refuse_narrowing(name: str, leaf: Assembly) -> None:
 
 
 def _exponents(dtype: str) -> int | None:
-    """The largest exponent of a dtype of floating point; None for others."""
+    """Return the largest exponent of a floating-point dtype; None for others."""
     kind = torch_dtype(dtype)
     return math.frexp(torch.finfo(kind).max)[1] if kind.is_floating_point else None

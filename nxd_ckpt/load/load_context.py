@@ -1,5 +1,7 @@
-"""What a load goes by: what a tag holds, and what one rank has live. Where they are alike, this rank's files are simply
-what it loads."""
+"""Facts for a load: the content of a tag, and one rank's live objects.
+
+If their sizes are equal, the rank loads its own files.
+"""
 
 from __future__ import annotations
 
@@ -34,12 +36,12 @@ def load_context(
     options: LoadOptions,
     filtered: Filter,
 ) -> LoadContext:
-    """The tag ``opened``, of which the rank at ``topology`` loads, and the live objects. Reads no tree yet.
+    """Return the context for loading the tag ``opened`` on the rank at ``topology``. Reads no tree yet.
 
     Raises:
-        InvalidArgument, UnsupportedState: no objects that could be loaded.
+        InvalidArgument, UnsupportedState: objects that cannot be loaded.
     """
-    # In a store that costs a request for every file: there the indexes' word is taken where bytes are verified at all.
+    # In a store that costs a request per file: there the indexes are trusted if bytes are verified at all.
     opened.opens_all = not options.verifies_first and (opened.storage.renames or options.verify is False)
     adapter = None
     if optimizer is not None:
@@ -55,15 +57,16 @@ def load_context(
     filtered.know_ties(live)
     if live is not None and adapter is not None and not isinstance(adapter, DictOptimizer):
         filtered.know_shards()
-    known = {} if live is None else live.partitions(topology.tp)
-    options = replace(options, partitions={**known, **(options.partitions or {})})
+    partitions = {} if live is None else live.partitions(topology.tp)
+    options = replace(options, partitions={**partitions, **(options.partitions or {})})
     return LoadContext(opened, topology, live, adapter, options, filtered)
 
 
 @dataclass
 class LoadContext:
-    """A tag, and the live objects of the rank at ``topology``, which are loaded by ``options``, but for what ``filter``
-    leaves out."""
+    """A tag, and the live objects of the rank at ``topology``, to be loaded by ``options`` except names in
+    ``filter``.
+    """
 
     opened: OpenTag
     topology: Topology
@@ -84,7 +87,7 @@ class LoadContext:
 
     @cached_property
     def state(self) -> ReshardedState:
-        """What the tag holds, cut as the live objects are."""
+        """The tag's state, partitioned like the live objects."""
         manifest = self.opened.manifest
         context = ReshardContext(
             self.opened,
@@ -92,7 +95,7 @@ class LoadContext:
             partitions=self.options.partitions or {},
             recorded={} if manifest is None else manifest.parameters,
             aliases={} if self.model is None else {name: self.model.aliases(name) for name in self.specs},
-            every_stage=self.is_restaged,
+            every_stage=self.layers_moved,
             experts=self.opened.experts(),
             gathered=self._adapters if manifest is None else {},
         )
@@ -100,89 +103,92 @@ class LoadContext:
 
     @property
     def _adapters(self) -> dict[str, ParameterSpec]:
-        """The live LoRA adapters, with the cut that the caller or their base layer gives them."""
-        cuts = self.options.partitions or {}
+        """The live LoRA adapters, with the partition of the caller or of their base layer."""
+        partitions = self.options.partitions or {}
         specs = {name: spec for name, spec in self.specs.items() if is_adapter(name)}
-        return {name: replace(spec, partition=cuts.get(name, spec.partition)) for name, spec in specs.items()}
+        return {name: replace(spec, partition=partitions.get(name, spec.partition)) for name, spec in specs.items()}
 
     @cached_property
     def names_as_saved(self) -> OptimizerNames:
-        """What the optimizer's parameters were called."""
+        """The names of the optimizer's parameters at the save."""
         is_live = self.optimizer is not None and not isinstance(self.optimizer, DictOptimizer)
         by_position = is_live and self.live_names is None
         return OptimizerNames(self.options.saved_param_names, self.live_names, by_position)
 
     @cached_property
     def target(self) -> TargetRank:
-        """What a rank of these sizes would have saved, for dicts that are to be filled."""
-        given, sizes = self.options.partitions or {}, (self.topology.tp, self.opened.topology.tp)
-        partitions = {name: rescaled(name, partition, *sizes) for name, partition in given.items()}
+        """The state that a rank of these sizes would have saved, for dicts that are to be filled."""
+        live_partitions, sizes = self.options.partitions or {}, (self.topology.tp, self.opened.topology.tp)
+        partitions = {name: rescaled(name, partition, *sizes) for name, partition in live_partitions.items()}
         names, ignores = self.options.saved_param_names, self.filter.ignores_model
-        return TargetRank(
-            self.opened, Target(self.topology, partitions=partitions, saved_names=names, ignores=ignores)
-        )
+        return TargetRank(self.opened, Target(self.topology, partitions=partitions, saved_names=names, ignores=ignores))
 
     def held_names(self) -> list[str] | None:
-        """The parameters and buffers that the live objects hold; None where they take what there is."""
-        held = [] if self.model is None else self.model.names()
-        if (self.model is not None and not held) or (self.optimizer is not None and self.live_names is None):
+        """Return the parameters and buffers that the live objects hold; None if they accept any."""
+        model_names = [] if self.model is None else self.model.names()
+        if (self.model is not None and not model_names) or (self.optimizer is not None and self.live_names is None):
             return None
-        return list(dict.fromkeys([*held, *(self.live_names or ())]))
+        return list(dict.fromkeys([*model_names, *(self.live_names or ())]))
 
     def saved_names(self) -> list[str] | None:
-        """The optimizer's parameters on this rank's stage (the first where stages are others), as the caller or the tag
-        tells."""
-        saved, live, given = self.opened.topology, self.topology, self.options.saved_param_names
+        """Return the optimizer's parameters on this rank's stage, from the caller or the tag.
+
+        If the number of stages differs, those of the first stage.
+        """
+        saved, live, names_by_stage = self.opened.topology, self.topology, self.options.saved_param_names
         stage = live.pp_rank if saved.pp == live.pp else 0
-        if given is not None and len(given) == saved.pp:
-            return _flat(given[stage])
+        if names_by_stage is not None and len(names_by_stage) == saved.pp:
+            return _flat(names_by_stage[stage])
         return self.opened.optimizer_names(live.coordinates if saved.sizes == live.sizes else Coordinates(stage))
 
     @property
     def is_mesh_job(self) -> bool:
-        """Whether a mesh job saved the tag, or loads it: then names that this rank lacks may be other ranks'."""
+        """True if a mesh job saved the tag, or loads it: then names that this rank lacks may be other ranks'."""
         return self.opened.mesh is not None or (self.model is not None and self.model.is_placed)
 
     def crosses(self, optimizer: OptimizerAdapter) -> bool:
-        """Whether one side is a plain optimizer and the other ZeRO-1; a mesh job is neither, its tensors are whole."""
+        """Return whether one side is a plain optimizer and the other ZeRO-1.
+
+        A mesh job is neither: its tensors are whole.
+        """
         plain = (self.opened.parts.optimizer == "plain", optimizer.kind == "plain")
         return plain[0] != plain[1] and self.is_mesh_job and not isinstance(optimizer, DictOptimizer)
 
     def same_sizes(self, part: str) -> bool:
-        """Whether this rank's files are simply those of its coordinates."""
+        """Return whether this rank's files are simply those of its coordinates."""
         saved, live = self.opened.topology, self.topology
         sharded = part == "optimizer" and self.opened.parts.optimizer != "plain"
         # Model files do not depend on dp, nor does a plain optimizer; ZeRO-1 shards do.
         same_dp = saved.dp == live.dp or not sharded
         same = (saved.tp, saved.pp, saved.ep) == (live.tp, live.pp, live.ep)
-        return same and same_dp and not self.is_restaged
+        return same and same_dp and not self.layers_moved
 
     @cached_property
-    def is_restaged(self) -> bool:
-        """Whether there are as many pipeline stages as before, but this one holds what another one held.
+    def layers_moved(self) -> bool:
+        """True if the number of pipeline stages is unchanged, but this one holds layers that another one held.
 
-        What no stage held is new, and says nothing of the stages.
+        Names that no stage held are new, and show nothing.
         """
         saved, live = self.opened.topology, self.topology
         if saved.pp == 1 or saved.pp != live.pp or self.model is None or not self.opened.parts.model:
             return False
         near = Coordinates(live.pp_rank, live.ep_rank % saved.ep, live.tp_rank % saved.tp)
-        held = self.opened.model_tree(near).keys()
-        wanted = ({name, *self.model.aliases(name)} for name in self.model.names() if self._is_wanted(name))
-        missing = {name for names in wanted if not held & names for name in names}
+        saved_here = self.opened.model_tree(near).keys()
+        loaded = ({name, *self.model.aliases(name)} for name in self.model.names() if self._is_loaded(name))
+        missing = {name for names in loaded if not saved_here & names for name in names}
         others = (replace(near, pp_rank=stage) for stage in range(saved.pp) if missing and stage != live.pp_rank)
         return any(missing & self.opened.model_tree(at).keys() for at in others)
 
-    def _is_wanted(self, name: str) -> bool:
-        """Whether the parameter or its state is to be loaded."""
+    def _is_loaded(self, name: str) -> bool:
+        """Return whether the parameter or its state is to be loaded."""
         left_out = self.filter.ignores_model(name)
         return not (left_out and (self.optimizer is None or self.filter.covers(f"optim/{name}")))
 
     @cached_property
     def is_recut(self) -> bool:
-        """Whether a parameter was saved as cut in one known way, and is cut in another one of the same whole.
+        """True if a parameter has another known partition than at the save, of the same whole.
 
-        With another whole the attributes of one side are wrong, and this rank's own files are right.
+        If the whole differs, the attributes of one side are wrong, and this rank's own files are right.
         """
         context = self.state.context
         for name, spec in self.specs.items():
@@ -197,15 +203,15 @@ class LoadContext:
         return False
 
     def is_reordered(self, optimizer: OptimizerAdapter) -> bool:
-        """Whether both sides know their parameters' names, and list them in another order."""
+        """Return whether both sides know their parameters' names, and list them in another order."""
         saved, live = self.saved_names(), optimizer.parameter_names
         if saved is None or live is None or any(map(is_number, [*saved, *live])):
             return False
         aliases = self.state.context.names
-        return len(saved) == len(live) and any(one not in aliases(two) for one, two in zip(saved, live, strict=True))
+        return len(saved) == len(live) and any(name not in aliases(own) for name, own in zip(saved, live, strict=True))
 
     def is_regrouped(self, optimizer: OptimizerAdapter, tree: Mapping[str, Any]) -> bool:
-        """Whether names on both sides could match parameters that are in other param groups than they were."""
+        """Return whether parameters may match by name that are in other param groups than at the save."""
         saved = self.opened.optimizer_names(self.topology.coordinates)
         if saved is None or optimizer.parameter_names is None:
             return False
@@ -213,7 +219,7 @@ class LoadContext:
             form = optimizer.form()
         except OptimizerMismatch:
             return False
-        # Of another kind: validating it says so.
+        # Another kind of optimizer: validation reports it.
         if form is None or (form.kind == "plain") == ("base_state" in tree):
             return False
         return [len(group["params"]) for group in tree["param_groups"]] != list(form.groups)

@@ -1,9 +1,9 @@
 """Loading: validate everything on all ranks, agree, then change live state; model before optimizer.
 
 The optimizer comes second because shards without saved master weights are cut from the model's *loaded* parameters.
-Nothing is kept in memory between the two phases but where the bytes lie: what is verified first is read again then,
+Between the two phases only the places of the bytes are kept in memory: verified bytes are read again,
 mostly from the page cache, and compared again. With ``verify="reading"`` there is the second phase only. Data-parallel
-replicas, which want the same model, share the verifying, and where storage is slow the reading.
+replicas, which load the same model, share the verifying, and if storage is slow the reading.
 """
 
 from __future__ import annotations
@@ -51,50 +51,50 @@ def load(
     options: LoadOptions,
     timeout: float,
 ) -> Any:
-    """Load what is not None of ``given``, which are model, optimizer and scheduler; the user content or None.
+    """Load into the ``given`` objects (model, optimizer, scheduler; None is skipped). Return the user content or None.
 
-    ``storages`` are the places that may have the tag, the nearest first. See Checkpointer.load.
+    ``storages`` are the places that may have the tag, the nearest first. See `Checkpointer.load`.
     """
     agreement = agreement or SingleProcessAgreement()
     started = effects.monotonic()
-    asked = agreement.gather([tag, filter_summary(options)])
-    wanted: Tag | None = decided_by_rank0(agreement, lambda: _same_on_all(asked or [[tag, {}]]))
+    requests = agreement.gather([tag, filter_summary(options)])
+    agreed_tag: Tag | None = decided_by_rank0(agreement, lambda: _common_tag(requests or [[tag, {}]]))
 
     touched: list[str] = []
-    tries = LoadRetries(storages, agreement, options, wanted is None, given[1] is not None)
-    empty = [one for one in given if isinstance(one, dict) and not one]
+    retries = LoadRetries(storages, agreement, options, agreed_tag is None, given[1] is not None)
+    empty = [target for target in given if isinstance(target, dict) and not target]
 
     def read() -> Any:
-        before = tries.number
-        for one in empty:  # what an earlier try put into it is of a tag that was given up
-            one.clear()
+        before = retries.number
+        for target in empty:  # an earlier try may have filled it from a tag that was given up
+            target.clear()
         # If the tag is removed while it is loaded, the next one is loaded over it; there may be none.
         with overwriting(storages[0].url) if touched else nullcontext():
             content = read_tag()
-        return content if tries.number == before else read()
+        return content if retries.number == before else read()
 
     def read_tag() -> Any:
-        """The user content; None too where that failed, and there is another try."""
-        decided = decided_by_rank0(agreement, lambda: _tag_at(storages, wanted, tries.damaged))
+        """Load and return the user content; None too if that failed, and there is another try."""
+        decided = decided_by_rank0(agreement, lambda: _tag_at(storages, agreed_tag, retries.damaged))
         if decided is None:
             model, *others = given
-            _must_be_one(agreement, storages[0].url)
+            _require_same(agreement, storages[0].url)
             load_hugging_face(storages[0], topology, agreement, model, others, options)
             return None
-        source = tries.source(Source(*decided))
+        source = retries.source(Source(*decided))
         try:
             storage = source.open(storages)
-            prepared = _load(storage, source, topology, agreement, given, options, timeout, touched)
-        except Exception as error:  # the rank that met an error raises it as it is, and is needed here too
-            tries.failed(source, error)
+            attempt = _load(storage, source, topology, agreement, given, options, timeout, touched)
+        except Exception as error:  # all ranks get here: the one with the error raises it unchanged
+            retries.failed(source, error)
             return None
-        _say_passed_over(agreement, prepared.where, tries.damaged)
-        if prepared.reports_progress and logger.isEnabledFor(logging.INFO):
-            report("loaded", prepared.where, prepared.nbytes, started)
-        return prepared.user_content
+        _warn_of_skipped(agreement, attempt.where, retries.damaged)
+        if attempt.reports_progress and logger.isEnabledFor(logging.INFO):
+            report("loaded", attempt.where, attempt.nbytes, started)
+        return attempt.user_content
 
-    # A tag that is named may be on another tier, too, when it goes from the nearest.
-    return of_latest(wanted is None or len(storages) > 1, read)
+    # A named tag may also be on another tier when it is removed from the nearest.
+    return of_latest(agreed_tag is None or len(storages) > 1, read)
 
 
 def _load(
@@ -107,32 +107,32 @@ def _load(
     timeout: float,
     touched: list[str],
 ) -> LoadAttempt:
-    """Load the tag of ``source``, which ``storage`` reads. Once live objects change, it is among ``touched``."""
+    """Load the tag of ``source`` through ``storage``. It is added to ``touched`` once live objects change."""
     with ExitStack() as caches:
-        prepared = _found(storage, source, topology, agreement, given, options, caches)
-        prepared.reports_progress = agreement.rank == 0
-        with prepared.reader:
-            prepared.share(agreement)
-            on_all(agreement, prepared.verify)
-            prepared.join(agreement, timeout)
+        attempt = _find_fitting(storage, source, topology, agreement, given, options, caches)
+        attempt.reports_progress = agreement.rank == 0
+        with attempt.reader:
+            attempt.share(agreement)
+            on_all(agreement, attempt.verify)
+            attempt.join(agreement, timeout)
             touched.append(source.tag)
-            on_all(agreement, prepared.apply)
-    return prepared
+            on_all(agreement, attempt.apply)
+    return attempt
 
 
 def require_fit(
     storage: Storage, topology: Topology, agreement: Agreement, tag: str, given: tuple[Any, Any, Any]
 ) -> None:
-    """Raise what a load of ``tag`` would where live objects are not such as were saved; all ranks at once.
+    """Raise the errors of loading ``tag`` if the live objects do not fit it. Collective.
 
     Reads no tensor, and changes nothing: for a caller that loads several tags, and all or none.
     """
     with ExitStack() as caches:
-        found = _found(storage, Source(tag, [0]), topology, agreement, given, LoadOptions(), caches)
-        caches.enter_context(found.reader)
+        attempt = _find_fitting(storage, Source(tag, [0]), topology, agreement, given, LoadOptions(), caches)
+        caches.enter_context(attempt.reader)
 
 
-def _found(
+def _find_fitting(
     storage: Storage,
     source: Source,
     topology: Topology,
@@ -141,7 +141,7 @@ def _found(
     options: LoadOptions,
     caches: ExitStack,
 ) -> LoadAttempt:
-    """The load of a tag that fits the live objects on all ranks. ``caches`` is closed once it is done."""
+    """Return the load of a tag that fits the live objects on all ranks. ``caches`` is closed once it is done."""
 
     def prepare() -> LoadAttempt:
         options.validate()
@@ -151,91 +151,92 @@ def _found(
             cache = caches.enter_context(open_cache(storage, source.tag, options.work_dir))
         with gc_paused():
             opened = open_complete_tag(cache or storage, source.tag, trust_pickle=options.trust_pickle)
-            _must_be_of(opened, source.attempt)
+            _require_attempt(opened, source.attempt)
             with opened.guarded():
-                prepared = LoadAttempt(opened, topology, *given, settled, cache)
-                if not prepared.filtered:
-                    prepared.find()
-            return prepared
+                attempt = LoadAttempt(opened, topology, *given, settled, cache)
+                if not attempt.filtered:
+                    attempt.find()
+            return attempt
 
-    prepared = on_all(agreement, prepare)
-    _must_be_one_save(agreement, prepared)
-    if prepared.filtered:
-        unmatched = on_all(agreement, prepared.apply_filter)
+    attempt = on_all(agreement, prepare)
+    _require_one_save(agreement, attempt)
+    if attempt.filtered:
+        unmatched = on_all(agreement, attempt.apply_filter)
         unmatched.complain(agreement, topology, options.strict)
-        on_all(agreement, prepared.find)
-    prepared.refuse_unmatched(agreement)
-    return prepared
+        on_all(agreement, attempt.find)
+    attempt.refuse_unmatched(agreement)
+    return attempt
 
 
-def _must_be_of(opened: OpenTag, attempt: str | None) -> None:
-    """Raise TagReplaced unless the tag is of the attempt whose files were looked for."""
+def _require_attempt(opened: OpenTag, attempt: str | None) -> None:
+    """Raise TagReplaced unless the tag is of the attempt whose files were searched."""
     if attempt is not None and (opened.manifest is None or opened.manifest.attempt != attempt):
         raise TagReplaced(f"{opened.where} was replaced by another save while it was read; read it again")
 
 
 def _tag_at(storages: Sequence[Storage], tag: Tag | None, damaged: Mapping[Copy, str]) -> Source | None:
-    """The tag to load, none that is ``damaged``; None where there is none, but a Hugging Face directory.
+    """Return the tag to load that is not ``damaged``; None if there is only a Hugging Face directory.
 
-    Raises as :func:`choose_nearest`, and CorruptCheckpoint where all are damaged.
+    Raises the errors of `choose_nearest`, and CorruptCheckpoint if all are damaged.
     """
     try:
         return choose_nearest(storages, tag, damaged)
     except CheckpointNotFound as error:
         if damaged:
             raise CorruptCheckpoint(
-                f"{storages[0].url}: no complete tag is undamaged. {_passed_over(damaged)}; restore one from a copy"
+                f"{storages[0].url}: no complete tag is undamaged. {_skipped_text(damaged)}; restore one from a copy"
             ) from error
         if tag is None and is_hugging_face(storages[0]):
             return None
         raise
 
 
-def _say_passed_over(agreement: Agreement, where: str, damaged: Mapping[Copy, str]) -> None:
+def _warn_of_skipped(agreement: Agreement, where: str, damaged: Mapping[Copy, str]) -> None:
     if damaged and agreement.rank == 0:
-        logger.warning("%s was loaded, not the latest tag: %s", where, _passed_over(damaged))
+        logger.warning("%s was loaded, not the latest tag: %s", where, _skipped_text(damaged))
 
 
-def _passed_over(damaged: Mapping[Copy, str]) -> str:
+def _skipped_text(damaged: Mapping[Copy, str]) -> str:
     return "; ".join(f"{copy.tag!r} is damaged ({why})" for copy, why in damaged.items())
 
 
-def _must_be_one_save(agreement: Agreement, prepared: LoadAttempt) -> None:
-    """Raise, on all ranks, TagReplaced if some opened a tag before it was replaced and others after; or RanksDisagree.
+def _require_one_save(agreement: Agreement, attempt: LoadAttempt) -> None:
+    """Raise, on all ranks, TagReplaced if ranks opened a tag before and after it was replaced; or RanksDisagree.
 
-    Where no digest tells two saves apart, copies on several hosts may be of other times: these are one.
+    If no digest distinguishes two saves, copies on several hosts may have other times: these count as one.
     """
-    saves = agreement.gather(prepared.save)
+    saves = agreement.gather(attempt.save)
     if decided_by_rank0(agreement, lambda: len(set(saves or ())) > 1):
-        on_all(agreement, prepared.require_unchanged)
-    _must_be_one(agreement, prepared.identity)
+        on_all(agreement, attempt.require_unchanged)
+    _require_same(agreement, attempt.identity)
 
 
-def _must_be_one(agreement: Agreement, identity: str) -> None:
-    """Raise RanksDisagree, on all ranks, unless what they are about to load is the same."""
+def _require_same(agreement: Agreement, identity: str) -> None:
+    """Raise RanksDisagree, on all ranks, unless all are about to load the same."""
     identities = agreement.gather(identity)
 
     def compare() -> None:
-        for rank, other in enumerate(identities or ()):
-            if other != identity:
+        for rank, its_identity in enumerate(identities or ()):
+            if its_identity != identity:
                 raise RanksDisagree(
-                    f"rank 0 loads {identity}, rank {rank} {other}; all ranks must make the same calls, in the same "
-                    "order, and load the same save; what has no manifest of ours, from the same path"
+                    f"rank 0 loads {identity}, rank {rank} {its_identity}; all ranks must make the "
+                    "same calls, in the same order, and load the same save; without a manifest of ours, from the same "
+                    "path"
                 )
 
     decided_by_rank0(agreement, compare)
 
 
-def _same_on_all(asked: Sequence[Sequence[Any]]) -> Tag | None:
-    """The tag that every rank asked for, with the same filters. Raises RanksDisagree."""
-    first, filters = asked[0]
-    for rank, (tag, others) in enumerate(asked):
+def _common_tag(requests: Sequence[Sequence[Any]]) -> Tag | None:
+    """Return the tag that every rank asked for, with the same filters. Raises RanksDisagree."""
+    first, filters = requests[0]
+    for rank, (tag, its_filters) in enumerate(requests):
         if tag != first:
             raise RanksDisagree(f"rank 0 loads tag {first!r}, rank {rank} {tag!r}; all ranks must load the same")
-        for name in sorted({*filters, *others}):
-            if filters.get(name) != others.get(name):
+        for name in sorted({*filters, *its_filters}):
+            if filters.get(name) != its_filters.get(name):
                 raise RanksDisagree(
-                    f"rank 0 loads with {name}={filters.get(name)}, rank {rank} with {name}={others.get(name)}; all "
-                    "ranks must filter alike"
+                    f"rank 0 loads with {name}={filters.get(name)}, rank {rank} with {name}={its_filters.get(name)}; "
+                    "all ranks must filter alike"
                 )
     return cast("Tag | None", first)

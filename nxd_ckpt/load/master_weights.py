@@ -1,7 +1,7 @@
-"""Weights that were saved in full precision, for a job that trains rounded ones beside master weights: these take the
-saved values, bit for bit, and the model takes their rounding.
+"""Weights saved in full precision, for a job that trains rounded ones beside master weights.
 
-That a model in full precision takes saved master weights is the planner's work.
+The master weights take the saved values, bit for bit, and the model takes their rounding. (The planner lets a model in
+full precision take saved master weights.)
 """
 
 from __future__ import annotations
@@ -23,27 +23,30 @@ from nxd_ckpt.tag.reading import Leaf
 
 @dataclass(frozen=True)
 class ExactWeights:
-    """The weights that master weights take, as this rank's parameters would hold them: by their names in the model, of
-    which tied ones have several, and by the slots of the optimizer."""
+    """Full-precision weights for master weights, partitioned like this rank's parameters.
+
+    ``by_name`` has them by their names in the model, of which tied ones have several; ``by_slot`` by slots of the
+    optimizer.
+    """
 
     by_name: Mapping[str, Leaf]
     by_slot: Sequence[tuple[int, OptimizerSlot, Leaf]]
 
     def rounded(self, tree: Mapping[str, Any], live: Mapping[str, ParameterSpec]) -> dict[str, Any]:
-        """The model's tree, with these in the dtype of the ``live`` ones."""
+        """Return the model's tree with these weights in the dtype of the ``live`` ones."""
         cast = {name: Assembly.of(leaf).cast(live[name].dtype) for name, leaf in self.by_name.items()}
         return {**tree, **cast}
 
     def put_into(self, tree: dict[str, Any]) -> dict[str, Any]:
-        """The tree of a ZeRO-1 optimizer with this rank's shards of these; master weights that were saved stay."""
+        """Return a ZeRO-1 optimizer's tree with this rank's shards of these; saved master weights stay."""
         shards = {number: _shard_of(leaf, slot) for number, slot, leaf in self.by_slot}
         return {**tree, MASTERS: {**shards, **tree.get(MASTERS, {})}} if shards else tree
 
 
 def of_other_dtype(tree: Mapping[str, Any], live: Mapping[str, ParameterSpec]) -> dict[str, Leaf]:
-    """The tensors of a model's tree that were saved in another dtype than the ``live`` ones of this rank have."""
-    known = {name: leaf for name, leaf in tree.items() if name in live and is_tensor(leaf)}
-    return {name: leaf for name, leaf in known.items() if form_of(leaf)[0] != live[name].dtype}
+    """Return the tensors of a model's tree that were saved in another dtype than this rank's ``live`` ones have."""
+    tensors = {name: leaf for name, leaf in tree.items() if name in live and is_tensor(leaf)}
+    return {name: leaf for name, leaf in tensors.items() if form_of(leaf)[0] != live[name].dtype}
 
 
 def exact_weights(
@@ -52,19 +55,18 @@ def exact_weights(
     aliases: Callable[[str], Sequence[str]],
     ignores: Callable[[str], bool],
 ) -> ExactWeights:
-    """Those of the ``saved`` weights that an optimizer of that ``form`` has master weights for, of their dtype.
+    """Return the ``saved`` weights for which an optimizer of that ``form`` has master weights of their dtype.
 
-    ``aliases`` gives all names of a parameter; ``ignores`` says, by their global names, which master weights are not to
-    be loaded.
+    ``aliases`` gives all names of a parameter; ``ignores`` selects master weights, by global name, that are not loaded.
     """
     by_name: dict[str, Leaf] = {}
     by_slot = []
     for number, slot in enumerate(form.slots):
-        found = {name: saved[name] for name in aliases(slot.name) if name in saved}
-        fits = found and all(form_of(leaf) == (slot.master_dtype, slot.spec.shape) for leaf in found.values())
+        weights = {name: saved[name] for name in aliases(slot.name) if name in saved}
+        fits = weights and all(form_of(leaf) == (slot.master_dtype, slot.spec.shape) for leaf in weights.values())
         if fits and not ignores(f"optim/{slot.name}/{MASTER_WEIGHTS}"):
-            by_name |= found
-            by_slot.append((number, slot, next(iter(found.values()))))
+            by_name |= weights
+            by_slot.append((number, slot, next(iter(weights.values()))))
     return ExactWeights(by_name, by_slot)
 
 

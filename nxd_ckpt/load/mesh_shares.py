@@ -1,8 +1,9 @@
-"""Ranks of a mesh verifying together what a mesh job saved: each block is read for that by one of those that want it.
+"""Shared verification among the ranks of a mesh: each block that a mesh job saved is verified by one rank that loads
+it.
 
-The parts that the ranks of a mesh take of a tensor are all of it, and so is what the mesh job saved, without any
-padding: there is a rank that wants any one element. Of each block one element is drawn, and who wants that one verifies
-the block; of the replicas, which all want it, one is drawn. Nobody needs to know what the others want.
+The parts that the ranks of a mesh load of a tensor are all of it, and so are the parts that the mesh job saved, without
+any padding: some rank loads any given element. One element is drawn per block, and the rank that loads it verifies the
+block; of the replicas, which all load it, one is drawn. No rank needs to know what the others load.
 """
 
 from __future__ import annotations
@@ -21,23 +22,23 @@ from nxd_ckpt.tag.reading import Leaf, Takes
 
 
 class MeshShares:
-    """Which blocks this rank verifies of the leaves that it puts into DTensors: (global name, leaf, place)."""
+    """Blocks that this rank verifies of the leaves that it loads into DTensors: (global name, leaf, place)."""
 
     def __init__(self, leaves: Sequence[tuple[str, Leaf, Placed]]) -> None:
         self._placed = {id(leaf): placed for _, leaf, placed in leaves}
-        self._wanted: dict[int, tuple[Mesh, list[Any]]] = {}
+        self._loaded: dict[int, tuple[Mesh, list[Any]]] = {}
         for name, leaf, placed in leaves:
             mesh, placements = placed.layout.mesh, placed.layout.placements
-            _, wanted = self._wanted.setdefault(id(mesh), (mesh, []))
-            wanted.append((name, leaf.dtype, placed.shape, placements))
+            _, loaded = self._loaded.setdefault(id(mesh), (mesh, []))
+            loaded.append((name, leaf.dtype, placed.shape, placements))
 
     @property
-    def word(self) -> list[Any]:
-        """Of each mesh: what tells it from others, how many ranks it has, and a digest of what is wanted on it."""
-        return [[_digest(mesh), len(mesh.ranks), _digest(wanted)] for mesh, wanted in self._wanted.values()]
+    def summary(self) -> list[Any]:
+        """For each mesh: its digest, its number of ranks, and a digest of the tensors loaded on it."""
+        return [[_digest(mesh), len(mesh.ranks), _digest(loaded)] for mesh, loaded in self._loaded.values()]
 
     def takes(self, leaf: Leaf) -> Takes | None:
-        """Which blocks of the leaf this rank verifies; None for all of them."""
+        """Return the selection of the leaf's blocks that this rank verifies; None for all of them."""
         placed = self._placed.get(id(leaf))
         if placed is None:
             return None
@@ -45,30 +46,30 @@ class MeshShares:
 
         def is_mine(fragment: Fragment, block: int) -> bool:
             drawn = crc32(f"{fragment.stub.file} {fragment.stub.storage.offset} {block}".encode())
-            return drawn % replicas == own and _wants(fragment, block, drawn // replicas)
+            return drawn % replicas == own and _holds_drawn(fragment, block, drawn // replicas)
 
         return is_mine
 
 
 def agree_on_blocks(agreement: Agreement, shares: MeshShares, terms: Any) -> bool:
-    """Whether all ranks of every mesh want the same of the tensors on it, so that no block is left out.
+    """Return whether all ranks of every mesh load the same tensors on it, so that no block is left out. Collective.
 
-    ``terms`` (JSON) are what else must be the same on all ranks for one to rely on another.
+    ``terms`` (JSON) must also be equal on all ranks for one to rely on another.
     """
-    words = agreement.gather([terms, shares.word])
-    return bool(agreement.broadcast(words is None or _is_agreed(words)))
+    summaries = agreement.gather([terms, shares.summary])
+    return bool(agreement.broadcast(summaries is None or _is_agreed(summaries)))
 
 
-def _is_agreed(words: Sequence[Any]) -> bool:
-    found: dict[str, list[Any]] = {}
-    for terms, word in words:
-        for mesh, size, wanted in word:
-            found.setdefault(mesh, []).append([size, wanted, terms])
-    return all(told == [told[0]] * told[0][0] for told in found.values())
+def _is_agreed(summaries: Sequence[Any]) -> bool:
+    by_mesh: dict[str, list[Any]] = {}
+    for terms, summary in summaries:
+        for mesh, size, loaded in summary:
+            by_mesh.setdefault(mesh, []).append([size, loaded, terms])
+    return all(of_ranks == [of_ranks[0]] * of_ranks[0][0] for of_ranks in by_mesh.values())
 
 
-def _wants(fragment: Fragment, block: int, drawn: int) -> bool:
-    """Whether the fragment holds the drawn one of the block's elements."""
+def _holds_drawn(fragment: Fragment, block: int, drawn: int) -> bool:
+    """Return whether the fragment holds the drawn one of the block's elements."""
     start, stop = run_of_block(fragment.stub, block)
     element = start + drawn % (stop - start)
     for stride, offset, size in zip(
@@ -80,5 +81,5 @@ def _wants(fragment: Fragment, block: int, drawn: int) -> bool:
     return True
 
 
-def _digest(found: Any) -> str:
-    return sha256(repr(found).encode()).hexdigest()[:32]
+def _digest(value: Any) -> str:
+    return sha256(repr(value).encode()).hexdigest()[:32]

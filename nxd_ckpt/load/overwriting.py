@@ -1,4 +1,4 @@
-"""Overwriting live state with what is read: the second phase of a load, when all ranks know that everything fits."""
+"""Overwriting live state: the second phase of a load, when all ranks know that everything fits."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ PARTLY = "The live state is partly overwritten: load another tag before training
 
 @contextmanager
 def overwriting(where: str) -> Iterator[None]:
-    """Within, live state changes. Errors say that it is partly overwritten with what is at ``where``."""
+    """Context in which live state changes. Errors add that it is partly overwritten with the state at ``where``."""
     try:
         yield
     except CheckpointError as error:
@@ -37,15 +37,15 @@ def overwriting(where: str) -> Iterator[None]:
 def fill_model(
     model: ModelAdapter, names: Sequence[str], tree: Mapping[str, Any], delivery: Delivery, strict: bool = True
 ) -> None:
-    """Assign what ``tree`` has under ``names``. All is in its place when the delivery has finished.
+    """Assign the values of ``tree`` under ``names``. All are in place when the delivery has finished.
 
-    What modules load by themselves comes first: they may refuse it, and then nothing else has changed.
+    State that modules load themselves comes first: they may refuse it, and then nothing else has changed.
     """
     own = [name for name in names if model.owns(name)]
     if own:
         model.load_own({name: _with_strides(tree[name], delivery) for name in own}, strict)
         names = [name for name in names if not model.owns(name)]
-    # All of it before the first read: while threads read, asking a tensor anything takes ten times as long.
+    # All destinations before the first read: while threads read, any tensor operation takes ten times as long.
     destinations = {name: model.destination(name) for name in names}
     for name in names:
         if isinstance(tree[name], (TensorStub, Assembly)):
@@ -58,7 +58,7 @@ def fill_model(
 
 
 def nbytes_of(leaf: Leaf) -> int:
-    """Bytes of a tensor in memory."""
+    """Return the bytes of a tensor in memory."""
     return math.prod(leaf.shape) * itemsize(leaf.dtype)
 
 
@@ -72,5 +72,5 @@ def _assign(model: ModelAdapter, name: str, leaf: Leaf, destination: torch.Tenso
 
 
 def _with_strides(tree: Any, delivery: Delivery) -> Any:
-    """``tree`` with its tensors, read, with the strides that they had."""
+    """Return ``tree`` with its tensors, read, with their saved strides."""
     return map_tensors(tree, lambda leaf: strided(delivery(leaf), stored_stride(leaf)), (TensorStub, Assembly))

@@ -1,4 +1,4 @@
-"""The parts of a tag, and those that are loaded beside model and optimizer."""
+"""Parts of a tag, and the loading of those beside model and optimizer."""
 
 from __future__ import annotations
 
@@ -19,32 +19,32 @@ logger = logging.getLogger("nxd_ckpt")
 
 
 def demand(opened: OpenTag, model: Any, optim: Any, scheduler: Any) -> None:
-    """Raise PartNotFound for what is asked for, but was never saved."""
+    """Raise PartNotFound for a requested part that was never saved."""
     parts = opened.parts
-    for wanted, held, name in (
+    for requested, saved, name in (
         (model is not None, parts.model, "model"),
         (optim is not None, parts.optimizer is not None, "optimizer"),
         (scheduler is not None, parts.scheduler, "scheduler"),
     ):
-        if wanted and not held:
+        if requested and not saved:
             raise PartNotFound(
-                f"{opened.where} was saved without {name}; it holds {_held(parts)}. "
+                f"{opened.where} was saved without {name}; it holds {_parts_text(parts)}. "
                 f"Load it with {name}=None, or choose another tag"
             )
 
 
-def _held(parts: Any) -> str:
-    """What a tag holds, in words."""
-    held = [name for name in ("model", "optimizer", "scheduler", "user_content") if getattr(parts, name)]
-    return ", ".join(held) or "nothing"
+def _parts_text(parts: Any) -> str:
+    """List the parts of a tag."""
+    names = [name for name in ("model", "optimizer", "scheduler", "user_content") if getattr(parts, name)]
+    return ", ".join(names) or "nothing"
 
 
 def check_scheduler(live: Any, saved: Any, where: str) -> None:
-    """Raise IncompatibleState where a list of schedulers is live and another number of them, or one, was saved."""
-    counts = [len(one) if isinstance(one, (list, tuple)) else None for one in (live, saved)]
+    """Raise IncompatibleState if a list of schedulers is live and another number of them, or one, was saved."""
+    counts = [len(state) if isinstance(state, (list, tuple)) else None for state in (live, saved)]
     if live is not None and counts[0] != counts[1]:
-        known = ["one scheduler" if count is None else f"a list of {count}" for count in counts]
-        raise IncompatibleState(f"scheduler: {where} holds {known[1]}, the live one is {known[0]}; pass what was saved")
+        forms = ["one scheduler" if count is None else f"a list of {count}" for count in counts]
+        raise IncompatibleState(f"scheduler: {where} holds {forms[1]}, the live one is {forms[0]}; pass the same form")
 
 
 def load_scheduler(live: Any, saved: Any) -> None:
@@ -53,8 +53,8 @@ def load_scheduler(live: Any, saved: Any) -> None:
         live.clear()
         live.update(saved or {})
     elif isinstance(live, (list, tuple)):
-        for one, state in zip(live, saved, strict=True):
-            load_scheduler(one, state)
+        for scheduler, state in zip(live, saved, strict=True):
+            load_scheduler(scheduler, state)
     else:
         live.load_state_dict(saved)
 
@@ -62,7 +62,7 @@ def load_scheduler(live: Any, saved: Any) -> None:
 def part_names(
     opened: OpenTag, topology: Topology, filtered: Filter, *, scheduler: bool, rank_content: bool
 ) -> Iterator[str]:
-    """What the tag holds beside model and optimizer, and what is to be loaded."""
+    """Yield the names of the tag's content beside model and optimizer, and of parts to load."""
     parts, covers = opened.parts, filtered.covers
     if parts.scheduler or scheduler:
         yield "scheduler"
@@ -72,51 +72,52 @@ def part_names(
         yield from (f"user_content/{key}" for key in (content if isinstance(content, dict) else ()))
     if parts.rank_content:
         yield "rank_content"
-        known = rank_content and not covers("rank_content")
-        own = _own_or_positions(opened, topology) if known else {}
+        reads_own = rank_content and not covers("rank_content")
+        own = _own_or_positions(opened, topology) if reads_own else {}
         yield from (f"rank_content/{key}" for key in own)
         if not own or any(map(is_random_state, own.values())):
-            yield RANDOM_STATE  # that of a rank whose content is not read may be there
+            yield RANDOM_STATE  # another rank may have one
 
 
 def own_content(opened: OpenTag, topology: Topology, filtered: Filter) -> dict[Any, Any]:
-    """What this rank saved for itself; on other sizes the data positions of all ranks, put together.
+    """Return the content that this rank saved for itself; on other sizes the merged data positions of all ranks.
 
-    Raises IncompatibleState for what is no dict, and for positions that cannot be re-split and are not left out.
+    Raises IncompatibleState for content that is no dict, and for positions that cannot be re-split and are not left
+    out.
     """
     if _same_ranks(opened, topology):
         return _own(opened, topology.rank)
     logger.warning(
-        "%s was saved on %s: on %s, where no rank is one of those, only data positions are loaded into rank_content=. "
-        "open_checkpoint(...).rank_content(rank) gives what each saved",
+        "%s was saved on %s: on %s, with other ranks, only data positions are loaded into rank_content=. "
+        "open_checkpoint(...).rank_content(rank) returns each rank's",
         opened.where,
         opened.topology.describe(),
         topology.describe(),
     )
-    wanted = {key: of for key, of in _positions(opened).items() if not filtered.covers(f"rank_content/{key}")}
-    return {key: merge_positions(of, f"{opened.where}: rank_content[{key!r}]") for key, of in wanted.items()}
+    positions = {key: of for key, of in _positions(opened).items() if not filtered.covers(f"rank_content/{key}")}
+    return {key: merge_positions(of, f"{opened.where}: rank_content[{key!r}]") for key, of in positions.items()}
 
 
 def positions_together(opened: OpenTag) -> tuple[dict[Any, Position], list[str]]:
-    """The data positions of all ranks, put together, by key; and why others cannot be.
+    """Return the merged data positions of all ranks by key, and why others cannot be merged.
 
-    There are none where a rank's file is damaged or lost, or holds more than plain data: it may have held some of each.
+    There are none if a rank's file is damaged or lost, or holds more than plain data: it may have held part of each.
     """
-    together, alone = dict[Any, Position](), list[str]()
+    merged, problems = dict[Any, Position](), list[str]()
     try:
-        found = _positions(opened) if opened.parts.rank_content else {}
+        positions = _positions(opened) if opened.parts.rank_content else {}
     except (CorruptCheckpoint, PartLost, UnsafePickle) as error:
         return {}, [f"the data positions of all ranks, if there are any: {error}"]
-    for key, of in found.items():
+    for key, of in positions.items():
         try:
-            together[key] = merge_positions(of, f"{opened.where}: rank_content[{key!r}]")
+            merged[key] = merge_positions(of, f"{opened.where}: rank_content[{key!r}]")
         except IncompatibleState as error:
-            alone.append(str(error))
-    return together, alone
+            problems.append(str(error))
+    return merged, problems
 
 
 def _own_or_positions(opened: OpenTag, topology: Topology) -> dict[Any, Any]:
-    """What :func:`own_content` gives, but for the positions, which are not yet put together."""
+    """Return the content as `own_content` does, except that positions are not merged."""
     return _own(opened, topology.rank) if _same_ranks(opened, topology) else _positions(opened)
 
 
@@ -135,16 +136,17 @@ def _own(opened: OpenTag, rank: int) -> dict[Any, Any]:
 
 
 def _positions(opened: OpenTag) -> dict[Any, dict[int | None, Position]]:
-    """The data positions that ranks saved, by their key and data-parallel rank.
+    """Return the data positions that ranks saved, by their key and data-parallel rank.
 
-    The first data-parallel rank of each stage and tensor-parallel rank tells under which keys there are any; of the
-    others no more are read than needed.
+    The first data-parallel rank of each stage and tensor-parallel rank shows the keys; of the others no more are read
+    than
+    needed.
     """
-    found: dict[Any, dict[int | None, Position]] = {}
+    positions: dict[Any, dict[int | None, Position]] = {}
     sizes = opened.topology
-    tell = [sizes.rank_of(Coordinates(pp, 0, tp)) for pp in range(sizes.pp) for tp in range(sizes.tp)]
+    first_ranks = [sizes.rank_of(Coordinates(pp, 0, tp)) for pp in range(sizes.pp) for tp in range(sizes.tp)]
     own = (sizes.rank_of(Coordinates(dp_rank=dp_rank)) for dp_rank in range(sizes.dp))
-    for number, rank in enumerate(dict.fromkeys([*tell, *own, *range(sizes.world_size)]), start=1):
+    for number, rank in enumerate(dict.fromkeys([*first_ranks, *own, *range(sizes.world_size)]), start=1):
         try:
             content = opened.rank_content(rank)
         except PartLost:
@@ -154,7 +156,7 @@ def _positions(opened: OpenTag) -> dict[Any, dict[int | None, Position]]:
         for key, value in content.items() if isinstance(content, dict) else ():
             if is_data_position(value):
                 check_position(value, f"{opened.where}: rank_content[{shown(key)}] of rank {rank}")
-                found.setdefault(key, {}).setdefault(value["dp_rank"], value)
-        if number >= len(tell) and all(map(is_complete, found.values())):
+                positions.setdefault(key, {}).setdefault(value["dp_rank"], value)
+        if number >= len(first_ranks) and all(map(is_complete, positions.values())):
             break
-    return found
+    return positions

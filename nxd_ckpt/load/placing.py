@@ -1,4 +1,4 @@
-"""Of whole tensors, what a rank of a mesh job puts into its DTensors: it reads no more of them."""
+"""Parts of whole tensors that a rank of a mesh job loads into its DTensors: it reads no more of them."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from nxd_ckpt.tag.reading import Leaf
 
 
 def local_part(leaf: Leaf, placed: Placed) -> Leaf:
-    """What this rank holds of the tensor that ``leaf`` stands for; dense, in the order of dimensions that is noted."""
+    """Return this rank's part of the tensor ``leaf``; dense, in the recorded order of dimensions."""
     part, stride = part_of(leaf, placed.pieces, placed.local_shape), stride_of(leaf)
     return part if stride is None else with_stride(part, stride._replace(steps=dense(stride.steps, part.shape)))
 
 
 def part_of(leaf: Leaf, pieces: Sequence[Piece], shape: tuple[int, ...]) -> Leaf:
-    """The tensor of ``shape`` that is made of ``pieces`` of the one that ``leaf`` stands for; zero where none is."""
+    """Return the tensor of ``shape`` that consists of ``pieces`` of ``leaf``; zero elsewhere."""
     fragments: list[Fragment] = []
     for piece in pieces:
         if isinstance(leaf, TensorStub) and piece.local.size == leaf.shape:
@@ -32,7 +32,7 @@ def part_of(leaf: Leaf, pieces: Sequence[Piece], shape: tuple[int, ...]) -> Leaf
 
 
 def local_tree(tree: dict[Any, Any], placed: Mapping[Path, Placed]) -> dict[Any, Any]:
-    """``tree`` with :func:`local_part` in place of each leaf that is ``placed``, by its path."""
+    """Return ``tree`` with this rank's part of each leaf that is ``placed``, by its path."""
     if not placed:
         return tree
     by_leaf = {id(leaf): placed[path] for path, leaf in iter_tensors(tree) if path in placed}

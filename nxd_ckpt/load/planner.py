@@ -1,7 +1,7 @@
-"""Which trees of a tag fit the live objects of a rank.
+"""Planning of a load: the trees of a tag that fit the live objects of a rank.
 
-On the sizes that a tag was saved on, its files are the trees. On others, or where the optimizer's parameters are in
-another order, the trees are put together by name (:mod:`nxd_ckpt.reshard.resharded_state`).
+On the sizes that a tag was saved on, its files are the trees. On others, or if the optimizer's parameters are in
+another order, the trees are assembled by name (`nxd_ckpt.reshard.resharded_state`).
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ logger = logging.getLogger("nxd_ckpt")
 
 
 class LoadPlanner:
-    """Plans what one rank loads of the tag of ``context``."""
+    """Planner of one rank's load of the tag of ``context``."""
 
     def __init__(self, context: LoadContext) -> None:
         self._context, self._opened, self._topology = context, context.opened, context.topology
@@ -44,7 +44,7 @@ class LoadPlanner:
         self._model, self._optimizer = context.model, context.optimizer
         self._is_regrouped = False
         self._left_alone: frozenset[str] = frozenset()
-        self._strangers: set[str] = set()
+        self._unknown_names: set[str] = set()
         self._exact = ExactWeights({}, ())
         if self._filter and self._model is not None and self._opened.parts.model:
             saved, aliases = self._context.state.model.values, self._model.aliases
@@ -53,10 +53,10 @@ class LoadPlanner:
             self._filter.know_apart({name for pair in pairs for name in pair})
 
     def names(self) -> Iterator[str]:
-        """The global names of all that the tag holds of model and optimizer, and of what is live."""
-        held = [] if self._model is None else self._model.names()
+        """Yield the global names of the tag's model and optimizer, and of the live ones."""
+        live_model = [] if self._model is None else self._model.names()
         saved = self._context.state.model.names.values()
-        yield from (f"model/{name}" for names in (held, *saved) for name in names)
+        yield from (f"model/{name}" for names in (live_model, *saved) for name in names)
         if self._opened.parts.optimizer is None and self._optimizer is None:
             return
         yield PARAM_GROUPS
@@ -65,8 +65,12 @@ class LoadPlanner:
         live = () if self._optimizer is None else self._optimizer.entries()
         entries = [*live, *self._saved_entries()]
         yield from entries
-        known = {entry.rpartition("/")[0] for entry in entries}
-        yield from (path for path in (f"optim/{name}" for name in self._context.live_names or ()) if path not in known)
+        listed_parameters = {entry.rpartition("/")[0] for entry in entries}
+        yield from (
+            path
+            for path in (f"optim/{name}" for name in self._context.live_names or ())
+            if path not in listed_parameters
+        )
 
     def _saved_entries(self) -> Iterator[str]:
         state = self._context.state
@@ -77,11 +81,11 @@ class LoadPlanner:
             if isinstance(self._optimizer, DictOptimizer):
                 source = state.optimizer_by(replace(self._context.names_as_saved, by_position=False))
             yield from source.entries()
-        except OptimizerMismatch:  # which parameters they are is not known; if that matters, the load says so
+        except OptimizerMismatch:  # the parameters are unknown; if that matters, the load reports it
             return
 
     def trees(self) -> LoadTrees:
-        """What to load. Reads trees, and no tensor.
+        """Return the trees to load. Reads trees, and no tensor.
 
         Raises:
             IncompatibleState: the tag and the live objects do not fit.
@@ -90,13 +94,13 @@ class LoadPlanner:
         model, optimizer, filtered = self._model, self._optimizer, self._filter
         trees = LoadTrees(model, optimizer)
         if model is not None and not filtered.covers("model"):
-            trees.model_tree = self._rounded(model, self._own(model, self._model_tree(model)))
+            trees.model_tree = self._rounded(model, self._own_part(model, self._model_tree(model)))
             trees.names = model.validate(trees.model_tree, self._options.strict_names, self._leaves_alone)
             trees.unmatched = None if trees.names else self._unmatched(model, trees.model_tree)
             trees.model_placed = model.placed(trees.names)
             trees.model_tree = local_tree(trees.model_tree, trees.model_placed)
-            taken = {name: trees.model_tree[name] for name in trees.names}
-            refuse_unequal_ties(self._opened.where, taken, model.aliases, self._opened.reader)
+            assigned = {name: trees.model_tree[name] for name in trees.names}
+            refuse_unequal_ties(self._opened.where, assigned, model.aliases, self._opened.reader)
         if optimizer is not None and not filtered.covers("optim"):
             self._refuse_positions(optimizer)
             tree = self._optimizer_tree(optimizer)
@@ -108,47 +112,52 @@ class LoadPlanner:
             optimizer.validate(trees.optimizer_tree)
             trees.optimizer_placed = optimizer.placed(trees.optimizer_tree)
             trees.optimizer_tree = local_tree(trees.optimizer_tree, trees.optimizer_placed)
-        trees.refuse_strangers()
+        trees.refuse_stale_shards()
         trees.is_regrouped = self._is_regrouped
-        trees.strangers = sorted(self._strangers)
+        trees.unknown_names = sorted(self._unknown_names)
         trees.keeps = filtered.keeps(trees.names)
         return trees
 
     def _rounded(self, model: ModelAdapter, tree: dict[str, Any]) -> dict[str, Any]:
-        """The tree, with weights that the optimizer's master weights take (``_exact``) rounded to the live dtypes."""
+        """Return the tree with the weights for master weights (``_exact``) rounded to the live dtypes."""
         other = of_other_dtype(tree, self._context.specs)
         if not other or self._optimizer is None:
             return tree
         try:
             form = self._optimizer.form()
-        except OptimizerMismatch:  # only it knows what it holds
+        except OptimizerMismatch:  # its form is unknown
             return tree
         if form is not None:
             self._exact = exact_weights(other, form, model.aliases, self._filter.ignores)
         return self._exact.rounded(tree, self._context.specs)
 
-    def _own(self, model: ModelAdapter, tree: dict[str, Any]) -> dict[str, Any]:
-        """The tree without what other ranks of a mesh job may hold; weights of another dtype than the live ones, which
-        NxD trains beside master weights, taken from those."""
+    def _own_part(self, model: ModelAdapter, tree: dict[str, Any]) -> dict[str, Any]:
+        """Return the tree without names of other ranks of a mesh job, and with master weights in place of rounded
+        weights.
+
+        NxD trains weights of another dtype than the live ones beside master weights, which have the live dtype.
+        """
         if not self._context.is_mesh_job or not model.names():
             return tree
         live = set(model.names())
         if self._options.strict_names:
-            self._strangers |= {f"model/{name}" for name in tree if name not in live}
+            self._unknown_names |= {f"model/{name}" for name in tree if name not in live}
         tree = {name: leaf for name, leaf in tree.items() if name in live}
         masters = self._opened.parts.master_weights and model.is_placed
         return {name: self._master(name, leaf) if masters and is_tensor(leaf) else leaf for name, leaf in tree.items()}
 
     def _master(self, name: str, leaf: Any) -> Any:
-        """The weight; of another dtype than the live one, its master weight, if that has the live dtype."""
+        """Return the weight; if its dtype is not the live one, its master weight, if that has the live dtype."""
         spec = self._context.specs.get(name)
         if spec is None or spec.dtype == form_of(leaf)[0]:
             return leaf
-        found = self._context.state.optimizer.value(name, MASTER_WEIGHTS, spec)
-        return found if is_tensor(found) and form_of(found)[0] == spec.dtype else leaf
+        master = self._context.state.optimizer.value(name, MASTER_WEIGHTS, spec)
+        return master if is_tensor(master) and form_of(master)[0] == spec.dtype else leaf
 
     def _unmatched(self, model: ModelAdapter, tree: dict[str, Any]) -> str | None:
-        """The names of the tag and of the model, for the error if none match; None if no name is to be loaded."""
+        """Return the names of the tag and of the model, for the error if none match; None if no name is to be
+        loaded.
+        """
         live = [name for name in model.expected(tree) if not self._filter.ignores_model(name)]
         saved = [name.removeprefix(NOT_LIVE) for name in sorted(self._opened.model_names())]
         if not live:
@@ -168,35 +177,37 @@ class LoadPlanner:
                 )
 
     def _refuse_positions(self, optimizer: OptimizerAdapter) -> None:
-        """Raise OptimizerMismatch where filters go by names, and only positions tell the optimizer's parameters."""
-        if isinstance(optimizer, DictOptimizer):  # filled with what the tag has, and as it has it
+        """Raise OptimizerMismatch if filters use names, but only positions identify the optimizer's parameters."""
+        if isinstance(optimizer, DictOptimizer):  # filled with the tag's own state
             return
         mapping, live = self._filter.renaming.key_mapping, self._context.live_names
         if live is None:
-            held = [] if self._model is None else self._model.names()
-            copies = optimizer.kind == "zero1" and any(map(self._filter.ignores_model, held))
+            live_model = [] if self._model is None else self._model.names()
+            copies = optimizer.kind == "zero1" and any(map(self._filter.ignores_model, live_model))
             if mapping or copies:
-                why = "where key_mapping= has their state" if mapping else "whose weights are left out"
+                why = "key_mapping= needs them" if mapping else "they decide whose weights are left out"
                 raise OptimizerMismatch(
-                    f"optimizer: the names of its parameters are not known, and so not {why}; pass the live model "
-                    "itself, or param_names="
+                    f"optimizer: the names of its parameters are not known, but {why}; pass the live model itself, or "
+                    "param_names="
                 )
             return
         exchanges = any(saved in live for name, saved in mapping.items() if name != saved)
         if exchanges and self._context.saved_names() is None:
             raise OptimizerMismatch(
-                f"optimizer: {self._opened.where} does not say which parameters its entries belong to, and their "
-                "positions do not tell where key_mapping= exchanges live names; pass saved_param_names="
+                f"optimizer: {self._opened.where} does not record which parameters its entries belong to, and their "
+                "positions are ambiguous because key_mapping= exchanges live names; pass saved_param_names="
             )
 
     def _filtered(self, tree: dict[str, Any], optimizer: OptimizerAdapter) -> dict[str, Any]:
-        """An optimizer's tree without what is left out."""
+        """Return an optimizer's tree without the state that is left out."""
         if not self._filter.is_selective:
             return tree
         return without(tree, self._names_by_index(optimizer), self._filter.ignores, self._filter.covers)
 
     def _names_by_index(self, optimizer: OptimizerAdapter) -> Sequence[str]:
-        """What globs go by: a dict has the names of the tag, if none of its own; live parameters "#0", "#1", ..."""
+        """Return the names that globs match: the live ones; for a dict the tag's, if any; else none, which stands for
+        "#0", "#1".
+        """
         if self._context.live_names is not None:
             return self._context.live_names
         is_dict = isinstance(optimizer, DictOptimizer)
@@ -212,9 +223,9 @@ class LoadPlanner:
         elif not model.names():  # a dict to be filled
             tree = self._context.target.model.tree()
         else:
-            wanted = [name for name in model.names() if not ignores(name)]
-            specs = {name: self._context.specs[name] for name in wanted if name in self._context.specs}
-            tree = self._context.state.model.tree(specs, wanted, ignores)
+            loaded = [name for name in model.names() if not ignores(name)]
+            specs = {name: self._context.specs[name] for name in loaded if name in self._context.specs}
+            tree = self._context.state.model.tree(specs, loaded, ignores)
         if not model.names():
             tree = {name: leaf for name, leaf in tree.items() if not name.startswith(NOT_LIVE)}
         return self._completed(tree)
@@ -233,7 +244,7 @@ class LoadPlanner:
             return context.target.optimizer.tree()
         plain = (self._opened.parts.optimizer == "plain", form.kind == "plain")
         if plain[0] != plain[1] and not context.is_mesh_job:
-            kinds = ["plain" if one else "ZeRO-1" for one in plain]
+            kinds = ["plain" if is_plain else "ZeRO-1" for is_plain in plain]
             raise OptimizerMismatch(
                 f"optimizer: {self._opened.where} holds the state of a {kinds[0]} optimizer, the live one is "
                 f"{kinds[1]}; build the optimizer as when it was saved, or load with optimizer=None"
@@ -256,7 +267,7 @@ class LoadPlanner:
         return tree
 
     def _fresh(self, source: ReshardedOptimizer, live: Sequence[str]) -> set[str]:
-        """The parameters, by their names in the optimizer, that the tag has no state of: they start anew."""
+        """Return the parameters, by their names in the optimizer, without state in the tag: they start anew."""
         added = [name for name in live if not source.has(name) and not self._filter.covers(f"optim/{name}")]
         if added:
             logger.warning(
@@ -268,22 +279,22 @@ class LoadPlanner:
         return {f"optim/{name}" for name in added}
 
     def _refuse_joined(self, form: OptimizerForm, order: Sequence[int]) -> None:
-        """Raise OptimizerMismatch where live param groups with different options were one group when they were saved.
+        """Raise OptimizerMismatch if live param groups with different options were one group at the save.
 
-        Its options would become those of them all: weight decay of biases, say, that is not wanted.
+        Its options would become those of all: for example an unintended weight decay of biases.
         """
         if self._filter.ignores(PARAM_GROUPS):
             return
         for number, options in enumerate(form.options[: len(order)]):
             first = order.index(order[number])
-            other = form.options[first]
-            known = options.keys() - {"lr", "initial_lr"}
-            differ = sorted(key for key in known if repr(options[key]) != repr(other.get(key)))
+            first_options = form.options[first]
+            keys = options.keys() - {"lr", "initial_lr"}
+            differ = sorted(key for key in keys if repr(options[key]) != repr(first_options.get(key)))
             if differ:
                 raise OptimizerMismatch(
                     f"optimizer: the live param groups {first} and {number} were one group in {self._opened.where}. "
-                    f"They differ now in {differ[0]} ({other.get(differ[0])!r} and {options[differ[0]]!r}), which a "
-                    "load would undo; build the groups as when it was saved, or keep the live options with "
+                    f"They differ now in {differ[0]} ({first_options.get(differ[0])!r} and {options[differ[0]]!r}), "
+                    "which a load would undo; build the groups as when it was saved, or keep the live options with "
                     f"ignore_keys=[{PARAM_GROUPS!r}]"
                 )
 
@@ -294,7 +305,7 @@ class LoadPlanner:
         unused = [name for name in saved if name not in used and (context.holds_all or name in self._context.specs)]
         unused = [name for name in unused if not (name.startswith(NOT_LIVE) or self._filter.covers(f"optim/{name}"))]
         if self._context.is_mesh_job:
-            self._strangers |= {f"optim/{name}" for name in unused}
+            self._unknown_names |= {f"optim/{name}" for name in unused}
         elif unused and not self._options.strict:
             logger.warning(
                 "loading with strict=False: the optimizer state of %s is left out, as the live optimizer does not hold "
@@ -309,7 +320,7 @@ class LoadPlanner:
             )
 
     def _completed(self, tree: dict[str, Any]) -> dict[str, Any]:
-        """The tree, with weights that were left out taken from the optimizer's master weights."""
+        """Return the tree with weights that were left out taken from the optimizer's master weights."""
         missing = [name for name, leaf in tree.items() if isinstance(leaf, MissingTensor)]
         if not missing:
             return tree
@@ -320,28 +331,28 @@ class LoadPlanner:
                 "tag lost files since it was saved; load another one"
             )
         specs, weight = self._context.specs, self._context.state.weight
-        found = {name: weight(name, tree[name], specs.get(name)) for name in missing}
-        lost = [name for name, leaf in found.items() if isinstance(leaf, MissingTensor)]
-        if lost and self._options.strict_names and not self._knows_masters:
+        weights = {name: weight(name, tree[name], specs.get(name)) for name in missing}
+        lost = [name for name, leaf in weights.items() if isinstance(leaf, MissingTensor)]
+        if lost and self._options.strict_names and not self._matches_all_masters:
             raise PartNotFound(
                 f"{where}: no file holds {', '.join(lost[:5])} ({len(lost)} tensors; {tree[lost[0]].file} is missing) "
-                "and no master weights stand for them. Pass the live model and optimizer, or param_names=, so that "
+                "and no master weights replace them. Pass the live model and optimizer, or param_names=, so that "
                 "master weights can be matched by name; strict=False leaves those tensors as they are"
             )
         if lost and self._topology.dp_rank == self._topology.tp_rank == 0:
             logger.warning(
-                "%s: left as they are, since NxD saved no frozen parameters and buffers beside master weights: %s",
+                "%s: left as they are, because NxD saves no frozen parameters and buffers beside master weights: %s",
                 where,
                 ", ".join(lost),
             )
         self._left_alone = frozenset(lost)
-        return {name: found.get(name, leaf) for name, leaf in tree.items() if name not in lost}
+        return {name: weights.get(name, leaf) for name, leaf in tree.items() if name not in lost}
 
     @property
-    def _knows_masters(self) -> bool:
-        """Whether it is known which live names all the master weights belong to: then no others were trained."""
-        known = not any(map(is_number, self._context.state.optimizer.slots))
-        return known and self._model is not None and bool(self._model.names())
+    def _matches_all_masters(self) -> bool:
+        """True if the live names of all master weights are known: then no others were trained."""
+        are_named = not any(map(is_number, self._context.state.optimizer.slots))
+        return are_named and self._model is not None and bool(self._model.names())
 
     def _leaves_alone(self, name: str) -> bool:
         return name in self._left_alone or self._filter.ignores_model(name)

@@ -1,4 +1,4 @@
-"""A tag under the names of the live side: whoever reads it so need not know that names differ."""
+"""A tag under the names of the live side, so that readers need not handle different names."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from nxd_ckpt.tag.opened import OpenTag
 class RenamedTag(OpenTag):
     """The tag ``opened``, as if it had been saved with the live names of ``renaming``.
 
-    Of the model it has what that concerns. Parameters of the optimizer are all there, since their positions count.
+    Its model has only the renamed parameters. The optimizer's parameters are all there, since their positions count.
     """
 
     def __init__(self, opened: OpenTag, renaming: Renaming) -> None:
         manifest = opened.manifest
         if manifest is not None:
-            known = manifest.parameters.items()
-            parameters = {renaming.live(name): spec for name, spec in known if renaming.concerns(name)}
+            items = manifest.parameters.items()
+            parameters = {renaming.live(name): spec for name, spec in items if renaming.concerns(name)}
             manifest = replace(manifest, parameters=parameters)
         super().__init__(opened.storage, opened.tag, opened._layout, manifest, opened.identity)
         self._renaming = renaming
@@ -34,12 +34,12 @@ class RenamedTag(OpenTag):
         return {renaming.live(name): leaf for name, leaf in tree.items() if renaming.concerns(name)}
 
     def experts(self) -> set[str] | None:
-        found = super().experts()
-        return None if found is None else set(map(self._renaming.live, found))
+        names = super().experts()
+        return None if names is None else set(map(self._renaming.live, names))
 
     @property
     def saved_names(self) -> set[str]:
-        """The parameters, as the tag calls them, that it is known by now to hold."""
+        """The parameters seen in the tag so far, by their saved names."""
         return self._seen
 
     def optimizer_tree(self, at: Coordinates, param_names: Sequence[str] | None = None) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What a load does about a tag that it could not read: another place may have its files, or there is another tag."""
+"""Retries of a load whose tag could not be read: from another place with its files, or with another tag."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from nxd_ckpt.tag.union import (
 )
 
 Doubts = Sequence[tuple[str, int]]
-"""What is ``distrusted``, see :class:`~nxd_ckpt.storage.base.Replicated`."""
+"""Copies that are ``distrusted``, see `nxd_ckpt.storage.base.Replicated`."""
 
 
 class LoadRetries:
-    """The tries of one load, the same on all ranks. ``number`` is how many failed that others follow.
+    """The tries of one load, the same on all ranks. ``number`` counts failures that were followed by another try.
 
-    ``unnamed``: any tag will do. ``damaged`` is what was wrong with copies that no file of another place helped.
+    ``unnamed``: any tag may be loaded. ``damaged`` describes copies that files of other places could not repair.
     """
 
     def __init__(
@@ -43,43 +43,44 @@ class LoadRetries:
         self._storages, self._agreement, self._options = storages, agreement, options
         self._falls_back = unnamed and options.fallback
         self._with_optimizer = with_optimizer and not options.load_weights_only
-        self._mended: dict[Copy, Source] = {}
-        self._downloaded_anew: set[Copy] = set()
+        self._repaired: dict[Copy, Source] = {}
+        self._downloaded_again: set[Copy] = set()
         self.damaged: dict[Copy, str] = {}
 
     @property
     def number(self) -> int:
-        return len(self.damaged) + len(self._mended) + len(self._downloaded_anew)
+        return len(self.damaged) + len(self._repaired) + len(self._downloaded_again)
 
     def source(self, chosen: Source) -> Source:
-        """From where to read a copy that was chosen, after what was met in it."""
-        return self._mended.get(chosen.copy, chosen)
+        """Return the source of a chosen copy, after earlier failures."""
+        return self._repaired.get(chosen.copy, chosen)
 
     def failed(self, source: Source, error: Exception) -> None:
-        """Return if there is something left to try; all ranks call it. Raises ``error`` if not."""
+        """Return if there is something left to try, else raise ``error``. Collective."""
         if isinstance(error, TagReplaced):
-            self._mended.clear()  # another save has the name
+            self._repaired.clear()  # another save has the name
         has_others = len(self._storages) > 1 or _is_replicated(self._storages[0])
         if isinstance(error, (TagReplaced, PeerTimeout)) or not (self._falls_back or has_others):
             raise error
-        found = _found(self._agreement, error, self._options.pre_download)
+        failure = _common_failure(self._agreement, error, self._options.pre_download)
         copy = source.copy
-        if self._falls_back and found.downloads and copy not in self._downloaded_anew:
-            self._downloaded_anew.add(copy)  # a local copy may be what is damaged: it is gone now
+        if self._falls_back and failure.downloads and copy not in self._downloaded_again:
+            self._downloaded_again.add(copy)  # a local copy may be what is damaged: it is gone now
             return
-        mended = None if copy in self._mended else self._mend(source)
-        if mended is not None:
-            self._mended[copy] = mended
-        elif self._falls_back and found.is_damage:
-            self.damaged[copy] = found.what
+        repaired = None if copy in self._repaired else self._repair(source)
+        if repaired is not None:
+            self._repaired[copy] = repaired
+        elif self._falls_back and failure.is_damage:
+            self.damaged[copy] = failure.what
         else:
             raise error
 
-    def _mend(self, source: Source) -> Source | None:
-        """Each file from the nearest place that has it as it was saved, which every rank finds out for a share of all.
-        Where a place has copies of a file, none is read any more that is not good.
+    def _repair(self, source: Source) -> Source | None:
+        """Return a source that reads each file from the nearest place with an intact copy; each rank checks a share.
 
-        None where the save is in no other place, or none has what is wrong in the nearest.
+        If a place has several copies of a file, bad ones are not read any more. None if the save is in no other place,
+        or no
+        place has the damaged files.
         """
         (place, tag), agreement = source.copy, self._agreement
         nearest = self._storages[place]
@@ -93,32 +94,32 @@ class LoadRetries:
         if decided is None or (len(decided[0]) == 1 and not _is_replicated(nearest)):
             return None
         _distrust(nearest, of_manifests)
-        held = SaveCopies(*decided)
-        places, known_by = [self._storages[number] for number in held.places], self._storages[held.manifest]
+        copies = SaveCopies(*decided)
+        places, reference = [self._storages[number] for number in copies.places], self._storages[copies.manifest]
 
         def own_share() -> tuple[dict[str, Substitute], Doubts]:
-            manifest = manifest_of(known_by, tag)
+            manifest = manifest_of(reference, tag)
             ranks = range(agreement.rank, len(manifest.ranks), agreement.world_size)
             without = () if self._with_optimizer else (f"{names.OPTIMIZER_DIR}/",)
-            found = survey(places, tag, manifest, ranks, changed_everywhere, without)
-            return found, sorted(_distrusted(nearest))
+            substitutes = survey(places, tag, manifest, ranks, changed_everywhere, without)
+            return substitutes, sorted(_distrusted(nearest))
 
-        words = agreement.gather(on_all(agreement, own_share))
+        gathered = agreement.gather(on_all(agreement, own_share))
 
         def of_all() -> tuple[Source, Doubts] | None:
-            found = {key: Substitute(*taken) for word, _ in words or () for key, taken in word.items()}
-            distrusted = sorted({(key, number) for _, doubts in words or () for key, number in doubts})
-            whole = source_with_substitutes(held, tag, manifest_of(known_by, tag).attempt, found)
+            substitutes = {key: Substitute(*fields) for own, _ in gathered or () for key, fields in own.items()}
+            distrusted = sorted({(key, number) for _, doubts in gathered or () for key, number in doubts})
+            whole = source_with_substitutes(copies, tag, manifest_of(reference, tag).attempt, substitutes)
             if whole.elsewhere == source.elsewhere and {*distrusted} == before:
                 return None
-            warn_of_substitutes(places, whole, found)
+            warn_of_substitutes(places, whole, substitutes)
             return whole, distrusted
 
-        mended = decided_by_rank0(agreement, of_all)
-        if mended is None:
+        repaired = decided_by_rank0(agreement, of_all)
+        if repaired is None:
             return None
-        _distrust(nearest, mended[1])
-        return Source(*mended[0])
+        _distrust(nearest, repaired[1])
+        return Source(*repaired[0])
 
 
 def _is_replicated(storage: Storage) -> bool:
@@ -134,29 +135,29 @@ def _distrust(storage: Storage, doubts: Doubts) -> None:
         storage.distrusted.update((key, number) for key, number in doubts)
 
 
-class _Found(NamedTuple):
-    """``what`` a rank met in a tag: damage, or else files that could not be read. Whether any rank ``downloads`` it."""
+class _Failure(NamedTuple):
+    """Failure of a rank: damage, or files that could not be read. ``downloads`` is True if any rank downloads."""
 
     what: str
     is_damage: bool
     downloads: bool
 
 
-def _found(agreement: Agreement, error: Exception, downloads: bool) -> _Found:
-    """What is wrong with a tag that no rank could load, as one of the ranks found it.
+def _common_failure(agreement: Agreement, error: Exception, downloads: bool) -> _Failure:
+    """Return why no rank could load a tag, as one of the ranks reported it.
 
-    Raises ``error`` where no rank found the tag to be the reason.
+    Raises ``error`` if no rank found the tag to be the reason.
     """
     is_damage = isinstance(error, (CorruptCheckpoint, PartLost, EOFError))
     is_unreadable = isinstance(error, OSError) and not isinstance(error, CheckpointNotFound)
-    word = str(error).removesuffix(f". {PARTLY}") if is_damage or is_unreadable else None
-    words = agreement.gather([word, is_damage, downloads]) or []
+    report = str(error).removesuffix(f". {PARTLY}") if is_damage or is_unreadable else None
+    gathered = agreement.gather([report, is_damage, downloads]) or []
 
-    def worst() -> _Found | None:
-        found = sorted(((what, damage) for what, damage, _ in words if what), key=lambda one: not one[1])
-        return _Found(*found[0], any(downloads for *_, downloads in words)) if found else None
+    def worst() -> _Failure | None:
+        reports = sorted(((what, damage) for what, damage, _ in gathered if what), key=lambda report: not report[1])
+        return _Failure(*reports[0], any(downloads for *_, downloads in gathered)) if reports else None
 
     decided = decided_by_rank0(agreement, worst)
     if decided is None:
         raise error
-    return _Found(*decided)
+    return _Failure(*decided)

@@ -1,7 +1,7 @@
-"""The learning rates that a scheduler had set when NxD saved ZeRO-1 with expert parallelism.
+"""Learning rates that a scheduler had set when NxD saved ZeRO-1 with expert parallelism.
 
-NxD saves the param groups of the two inner optimizers, which get what the scheduler did at the next step only. What it
-set is in the scheduler's own state alone. Conversions write what they read, so what they make lacks it, too.
+NxD saves the param groups of the two inner optimizers, which get the scheduler's rates only at the next step. The rates
+that it set are only in the scheduler's own state. Conversions write what they read, so their results lack them too.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ logger = logging.getLogger("nxd_ckpt")
 
 
 def lacks_scheduled_rates(opened: OpenTag) -> bool:
-    """Whether the optimizer's learning rates in this tag may be those of the step before the scheduler's."""
+    """Return whether the optimizer's learning rates in this tag may be those of the step before the scheduler's."""
     from_nxd = opened.manifest is None or opened.manifest.is_converted
     experts = opened.topology.ep > 1 and opened.parts.optimizer not in (None, "plain")
     return from_nxd and experts and opened.parts.scheduler
 
 
 def with_scheduled_rates(tree: dict[str, Any], scheduler: Any) -> dict[str, Any]:
-    """An optimizer's ``tree`` with the learning rates that the ``scheduler``, a state dict, had set, if it tells."""
+    """Return an optimizer's ``tree`` with the learning rates in the ``scheduler``'s state dict, if it has them."""
     groups, rates = tree["param_groups"], _rates(scheduler)
     if len(groups) == 2 * len(rates):  # experts have groups of their own
         rates = [*rates, *rates]
@@ -38,7 +38,7 @@ def with_scheduled_rates(tree: dict[str, Any], scheduler: Any) -> dict[str, Any]
 
 
 def _rates(scheduler: Any) -> list[float]:
-    """One for each param group that the scheduler knows; none where its state does not tell."""
+    """Return the scheduler's rate of each param group; none if its state has no rates."""
     last = scheduler.get("_last_lr") if isinstance(scheduler, Mapping) else None
     numbers = [rate.item() if isinstance(rate, torch.Tensor) and rate.numel() == 1 else rate for rate in last or ()]
     return numbers if all(isinstance(number, (int, float)) for number in numbers) else []

@@ -1,4 +1,4 @@
-"""Saved tensors of which a live model can hold only one, since it ties their names: they must be equal."""
+"""Comparison of saved tensors of which a live model can hold only one, since it ties their names."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from nxd_ckpt.formats.tensors import Assembly, TensorStub, allocated, byte_view,
 from nxd_ckpt.tag.reading import Leaf, LeafReader
 
 _NBYTES = 4 * 2**20
-"""Of each of two tensors, what is compared at once."""
+"""Bytes of each of two tensors that are compared at once."""
 
 
 def refuse_unequal_ties(
@@ -22,7 +22,7 @@ def refuse_unequal_ties(
     aliases: Callable[[str], Sequence[str]],
     reader: Callable[[], AbstractContextManager[LeafReader]],
 ) -> None:
-    """Check that what ``tree`` has under the names of one live tensor (``aliases``) is equal.
+    """Check that the tensors of ``tree`` under the names of one live tensor (``aliases``) are equal.
 
     Raises:
         IncompatibleState: two tensors differ, of which a load would drop one.
@@ -30,7 +30,7 @@ def refuse_unequal_ties(
     for first, name in unequal_ties(tree, aliases, reader):
         raise IncompatibleState(
             f"{where} holds different values for model/{first} and model/{name}, which are one tied tensor in the live "
-            f"model; build the model without that tie, or choose one: ignore_keys=['model/{name}'] takes model/{first}"
+            f"model; build the model without that tie, or choose one: ignore_keys=['model/{name}'] loads model/{first}"
             f", ignore_keys=['model/{first}'] the other one"
         )
 
@@ -40,39 +40,39 @@ def unequal_ties(
     aliases: Callable[[str], Sequence[str]],
     reader: Callable[[], AbstractContextManager[LeafReader]],
 ) -> Iterator[tuple[str, str]]:
-    """Pairs of tied names under which ``tree`` has different tensors; in bounded memory.
+    """Yield pairs of tied names under which ``tree`` has different tensors; in bounded memory.
 
-    Digests tell where files have them; else the bytes are read, but for those of one place in a file.
+    Digests are compared if files have them; else the bytes are read, unless both are the same place in a file.
     """
     for name, leaf in tree.items():
-        first = next((other for other in aliases(name) if other in tree), name)
-        other = tree[first]
+        first = next((alias for alias in aliases(name) if alias in tree), name)
+        first_leaf = tree[first]
         if first == name or not isinstance(leaf, (TensorStub, Assembly)):
             continue
-        if isinstance(other, (TensorStub, Assembly)) and not _equal(leaf, other, name, reader):
+        if isinstance(first_leaf, (TensorStub, Assembly)) and not _equal(leaf, first_leaf, name, reader):
             yield first, name
 
 
-def _equal(one: Leaf, other: Leaf, name: str, reader: Callable[[], AbstractContextManager[LeafReader]]) -> bool:
-    if one == other:
+def _equal(a: Leaf, b: Leaf, name: str, reader: Callable[[], AbstractContextManager[LeafReader]]) -> bool:
+    if a == b:
         return True
-    if tuple(one.shape) != tuple(other.shape) or one.dtype != other.dtype:
+    if tuple(a.shape) != tuple(b.shape) or a.dtype != b.dtype:
         return False
-    digests = digest_of(one), digest_of(other)
-    if None not in digests and _is_row_major(one) and _is_row_major(other):
+    digests = digest_of(a), digest_of(b)
+    if None not in digests and _is_row_major(a) and _is_row_major(b):
         return digests[0] == digests[1]
-    wholes = Assembly.of(one), Assembly.of(other)
+    wholes = Assembly.of(a), Assembly.of(b)
     if wholes[0].fragments == wholes[1].fragments:
         return True
     with reader() as open_reader:
         return all(
             torch.equal(*(_bytes(open_reader, whole.within(box), name) for whole in wholes))
-            for box in _boxes(tuple(one.shape), itemsize(one.dtype))
+            for box in _boxes(tuple(a.shape), itemsize(a.dtype))
         )
 
 
 def _is_row_major(leaf: Leaf) -> bool:
-    """Whether its bytes are those of its storage, in the order of its elements."""
+    """Return whether its bytes are those of its storage, in the order of its elements."""
     if not isinstance(leaf, TensorStub):
         return False
     return leaf.is_contiguous and leaf.nbytes == leaf.storage.nbytes
@@ -86,7 +86,7 @@ def _bytes(reader: LeafReader, part: Assembly, name: str) -> torch.Tensor:
 
 
 def _boxes(shape: tuple[int, ...], size: int) -> Iterator[Box]:
-    """Boxes of at most :data:`_NBYTES`, cut along one dimension, which together are all of ``shape``."""
+    """Yield boxes of at most ``_NBYTES``, cut along one dimension, which together are all of ``shape``."""
     whole = Box.whole(shape)
     if not shape or not whole.numel:
         yield whole

@@ -1,4 +1,4 @@
-"""What a load puts where: the live objects, and the saved trees that fit them."""
+"""Result of planning a load: the live objects, and the saved trees that fit them."""
 
 from __future__ import annotations
 
@@ -22,13 +22,15 @@ from nxd_ckpt.tag.reading import Leaf
 
 @dataclass
 class LoadTrees:
-    """Live objects, with the trees that they are to be loaded from and fit; empty where not wanted.
+    """Live objects, with the fitting trees to load into them; empty trees are not loaded.
 
-    ``names`` are those of the model that are to be assigned. ``is_regrouped`` says that the live param groups are not
-    the saved ones in their order, ``keeps`` what of the optimizer stays as it is. ``unmatched`` says, where the model
-    has names to be loaded and the tag not one of them, what there is on both sides. ``strangers`` are the global names
-    that the tag has and this rank of a mesh job does not: it may be another one that holds them. The trees have this
-    rank's parts of what ``model_placed`` and ``optimizer_placed`` say, by path, to lie on a mesh.
+    Attributes:
+        names: names of the model to assign.
+        is_regrouped: the live param groups are not the saved ones in their order.
+        keeps: predicate for state of the optimizer that stays as it is.
+        unmatched: names on both sides, if the model has names to load and the tag none of them.
+        unknown_names: global names of the tag that this rank of a mesh job lacks; another rank may hold them.
+        model_placed, optimizer_placed: places on a mesh by path; the trees have this rank's parts of these.
     """
 
     model: ModelAdapter | None = None
@@ -39,29 +41,29 @@ class LoadTrees:
     is_regrouped: bool = False
     keeps: Keeps = keeps_nothing
     unmatched: str | None = None
-    strangers: list[str] = field(default_factory=list)
+    unknown_names: list[str] = field(default_factory=list)
     model_placed: Mapping[Path, Placed] = field(default_factory=dict)
     optimizer_placed: Mapping[Path, Placed] = field(default_factory=dict)
 
     @property
     def continues_optimizer(self) -> bool:
-        """Whether a live optimizer goes on from what was saved; a dict simply gets it."""
+        """True if a live optimizer continues from the saved state; a dict is only filled."""
         return bool(self.optimizer_tree) and not isinstance(self.optimizer, DictOptimizer)
 
-    def refuse_strangers(self) -> None:
-        """Raise OptimizerMismatch where the optimizer would copy weights that the model's load does not bring."""
+    def refuse_stale_shards(self) -> None:
+        """Raise OptimizerMismatch if the optimizer would copy weights that the model's load does not provide."""
         if self.model is None or self.optimizer is None or not (self.names and self.optimizer_tree):
             return
         for name, parameter in self.optimizer.followed(self.optimizer_tree):
             if not self.model.may_hold(parameter):
                 raise OptimizerMismatch(
-                    f"optimizer: its shards are cut from its parameters, and the dict given as the model does not hold "
-                    f"{name!r}: it would go on from the old weights. Pass the model itself, or load the model first "
+                    f"optimizer: its shards are cut from its parameters, and the dict passed as model= does not hold "
+                    f"{name!r}: it would continue from the old weights. Pass the model itself, or load the model first "
                     "and the optimizer with model=None in a second call; or save with save_master_weights=True"
                 )
 
     def leaves(self) -> Iterator[tuple[str, Leaf]]:
-        """Everything that will be read, by its global name."""
+        """Yield everything that will be read, by its global name."""
         for name in self.names:
             value = self.model_tree[name]
             if isinstance(value, (TensorStub, Assembly)):
@@ -73,25 +75,29 @@ class LoadTrees:
             yield self._optimizer_name(path), leaf
 
     def replicated_leaves(self) -> Iterator[tuple[str, Leaf]]:
-        """Those that all data-parallel replicas of this rank read: of the model, and of a plain optimizer."""
+        """Return the leaves that all data-parallel replicas of this rank read: of the model, and of a plain
+        optimizer.
+        """
         plain = self.optimizer is not None and self.optimizer.kind == "plain"
         return ((name, leaf) for name, leaf in self.leaves() if plain or name.startswith("model/"))
 
     def placed_leaves(self) -> Iterator[tuple[str, Leaf, Placed]]:
-        """Those that are put into DTensors, and how these lie on their meshes."""
+        """Yield the leaves that are loaded into DTensors, with their places on meshes."""
         for tree, placed in ((self.model_tree, self.model_placed), (self.optimizer_tree, self.optimizer_placed)):
-            found = iter_tensors(tree) if placed else ()
-            yield from ((self.name_by_leaf[id(leaf)], leaf, placed[path]) for path, leaf in found if path in placed)
+            leaves = iter_tensors(tree) if placed else ()
+            yield from ((self.name_by_leaf[id(leaf)], leaf, placed[path]) for path, leaf in leaves if path in placed)
 
     @cached_property
     def name_by_leaf(self) -> Mapping[int, str]:
         """The global name of each leaf, by its id."""
         return {id(leaf): name for name, leaf in self.leaves()}
 
-    def beside(self, model: Mapping[str, Any], optimizer: Mapping[str, Any]) -> Iterator[tuple[str, str, Any, Any]]:
-        """Everything that will be loaded, tensor or not, beside what live state trees have in its place, or ABSENT.
+    def compared_with(
+        self, model: Mapping[str, Any], optimizer: Mapping[str, Any]
+    ) -> Iterator[tuple[str, str, Any, Any]]:
+        """Yield everything that will be loaded, tensor or not, with its counterpart in live state trees, or ABSENT.
 
-        With the kind of finding (core.findings) that a difference is, and its global name.
+        Each item is (kind of finding, see core.findings; global name; saved value; live value).
         """
         live = dict(iter_leaves(model))
         for name in self.names:
@@ -101,7 +107,7 @@ class LoadTrees:
         has_masters = any(MASTERS in path for path in live)
         for path, leaf in iter_leaves(self.optimizer_tree) if self.optimizer_tree else ():
             if MASTERS in path and not has_masters:
-                continue  # they are loaded, but an optimizer that does not save them does not tell them
+                continue  # they are loaded, but an optimizer that does not save them does not show them
             kind = "groups" if path[0] == "param_groups" else "weights" if path[0] == MASTERS else "moments"
             yield kind, self._optimizer_name(path), leaf, live.get(path, ABSENT)
 

@@ -1,4 +1,4 @@
-"""Names in a tag that no rank of a mesh job has: each of its ranks may lack some, which others hold."""
+"""Names in a tag that no rank of a mesh job has: each rank may lack some that others hold."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from nxd_ckpt.core.suggestions import listed
 from nxd_ckpt.errors import KeyMismatch, OptimizerMismatch
 
 
-def refuse_strangers(agreement: Agreement, strangers: Sequence[str], where: str) -> None:
-    """Raise on all ranks, all at once, where a global name is a stranger to each. Digests go first, lists if needed.
+def refuse_unknown_names(agreement: Agreement, unknown_names: Sequence[str], where: str) -> None:
+    """Raise on all ranks if a global name is unknown to each. Digests are exchanged first, lists if needed. Collective.
 
     Raises:
         KeyMismatch: a name of the model.
         OptimizerMismatch: a parameter that the optimizer has state for.
     """
-    words = agreement.gather(sha256("\n".join(strangers).encode()).hexdigest() if strangers else None)
-    asked = decided_by_rank0(agreement, lambda: _one_of_each(words or []))
-    if not asked:
+    digests = agreement.gather(sha256("\n".join(unknown_names).encode()).hexdigest() if unknown_names else None)
+    reporters = decided_by_rank0(agreement, lambda: _first_ranks(digests or []))
+    if not reporters:
         return
-    lists = agreement.gather(strangers if agreement.rank in asked else None)
+    lists = agreement.gather(unknown_names if agreement.rank in reporters else None)
 
     def decide() -> None:
-        common = set.intersection(*(set(one) for one in lists or () if one is not None))
+        common = set.intersection(*(set(names) for names in lists or () if names is not None))
         model = sorted(name for name in common if name.startswith("model/"))
         if model:
             raise KeyMismatch(
@@ -40,6 +40,8 @@ def refuse_strangers(agreement: Agreement, strangers: Sequence[str], where: str)
     decided_by_rank0(agreement, decide)
 
 
-def _one_of_each(words: Sequence[str | None]) -> list[int]:
-    """One rank for each list of strangers; none where a rank has no strangers, so that no name is one to all."""
-    return [] if None in words else [words.index(word) for word in dict.fromkeys(words)]
+def _first_ranks(digests: Sequence[str | None]) -> list[int]:
+    """Return one rank for each distinct list; none if a rank has no unknown names, because then none is unknown to
+    all.
+    """
+    return [] if None in digests else [digests.index(digest) for digest in dict.fromkeys(digests)]

@@ -94,6 +94,6 @@ def test_weights_without_names_cannot_be_left_out(run: Path) -> None:
     """Which of the shards are copies of them is not known; nothing is changed."""
     model = Named(LIVE)
     optimizer = sharded(model)
-    with pytest.raises(OptimizerMismatch, match=r"not whose weights are left out; pass .* param_names="):
+    with pytest.raises(OptimizerMismatch, match=r"they decide whose weights are left out; pass .* param_names="):
         load_checkpoint(run, "t", dict(model.state_dict()), optimizer, ignore_keys=["model/a.weight"])
     assert LIVE == after_a_step(model, optimizer)

@@ -132,6 +132,6 @@ def test_weights_that_nothing_stands_for_are_refused(golden: Path) -> None:
     golden_one = saved(golden, "f_dp2_tp2_bf16_master_avoid_lp_xser")
     model = module_like(golden_one.held("step_3", 0))
     fresh = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    with pytest.raises(PartNotFound, match=r"no master weights stand for them\. Pass the live model and optimizer"):
+    with pytest.raises(PartNotFound, match=r"no master weights replace them\. Pass the live model and optimizer"):
         load_checkpoint(golden_one.directory, "step_3", model, topology=golden_one.topologies[0])
     assert None is difference(fresh, dict(model.state_dict()))
