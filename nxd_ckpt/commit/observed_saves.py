@@ -6,7 +6,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from nxd_ckpt.coordination import lease
-from nxd_ckpt.coordination.paths import STAGING, VOTES, begin_file, staging_dir, verdict_file, votes_dir
+from nxd_ckpt.coordination.paths import STAGING, VOTES, begin_file, staging_dir, verdict_dir, verdict_file, votes_dir
 from nxd_ckpt.core import votes
 from nxd_ckpt.core.limits import NOTE
 from nxd_ckpt.errors import MalformedFile
@@ -42,11 +42,19 @@ def saves_in_flight(storage: Storage) -> list[ObservedSave]:
             continue
         is_ours = holder is not None and attempt.startswith(f"{holder.run_id}-")
         runs = holder.holder_runs_here() if holder is not None and is_ours else False
+        if not _is_begun(storage, attempt):
+            continue
         vote_files = [entry.name for entry in storage.list(votes_dir(attempt)) if entry.name.endswith(".vote.json")]
         nbytes = _nbytes(storage, staging_dir(attempt)) if storage.renames else None
         tag = _tag(storage, attempt, vote_files)
         saves.append(ObservedSave(attempt, tag, len(vote_files), nbytes, None if runs is None else not runs))
     return saves
+
+
+def _is_begun(storage: Storage, attempt: str) -> bool:
+    """Return False for the next attempt, of which there are only the empty directories of votes and verdict."""
+    noted = [*storage.list(votes_dir(attempt)), *storage.list(verdict_dir(attempt))]
+    return storage.is_dir(staging_dir(attempt)) or any(not entry.is_dir for entry in noted)
 
 
 def _tag(storage: Storage, attempt: str, vote_files: list[str]) -> str | None:

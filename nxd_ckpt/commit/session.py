@@ -27,7 +27,9 @@ from nxd_ckpt.coordination.paths import (
     VOTES,
     spare_file,
     spared_file,
+    verdict_dir,
     verdict_file,
+    votes_dir,
 )
 from nxd_ckpt.core.limits import NOTE
 from nxd_ckpt.core.topology import Topology
@@ -93,8 +95,14 @@ class Session:
         return self.run_id if self.storage.renames else self.run_id + _IN_PLACE
 
     def keep_spares(self) -> None:
-        """Reserve disk space for a vote, and on rank 0 for a verdict, as far as there is any."""
+        """Reserve disk space for a vote, and on rank 0 for a verdict, as far as there is any.
+
+        Rank 0 also makes the directories in which the votes and the verdict of the next attempt will be.
+        """
         rank = self.topology.rank
+        if rank == 0 and is_mounted(self.storage):
+            with suppress(OSError):
+                self.storage.make_dir(verdict_dir(self.attempt(self.counter + 1)))
         for number in range(1 if rank else 2) if is_mounted(self.storage) else ():
             key = spare_file(self.run_id, rank, number)
             if key not in self._spares:
@@ -119,6 +127,9 @@ class Session:
 
     def give_spares(self) -> None:
         """Release the reserved space."""
+        if self.topology.rank == 0 and self.run_id:
+            with suppress(OSError):
+                self.storage.remove(votes_dir(self.attempt(self.counter + 1)))
         while self._spares:
             with suppress(OSError):
                 self.storage.remove(self._spares.pop())

@@ -390,7 +390,7 @@ class SaveAttempt:
             except OSError:
                 if verdict.error is not None:
                     self._make_room()
-                self.tidy()  # on a full disk, what is left of a failed attempt may take the space that it needs
+                self._clean_up()  # on a full disk, what is left of a failed attempt may take the space that it needs
                 announce()
         except OSError as error:
             logger.error("after the save of %r in %s: %s", self.tag, session.storage.url, error)
@@ -418,11 +418,19 @@ class SaveAttempt:
         if self.draining is not None:
             self.draining.saved(self.tag, self.saved_nbytes, self._overwrite)
 
-    def tidy(self) -> None:
+    def tidy(self, *, failed: bool) -> None:
         """Rank 0, once the outcome is known: delete what attempts and retention left behind. Nobody has to wait for
-        that."""
-        if self.session.topology.rank == 0:
-            clean_up(self.session, self.session.counter)
+        that. After an attempt that ``failed``, what was used of the reserved space is reserved anew."""
+        session = self.session
+        if session.topology.rank == 0:
+            self._clean_up()
+        if failed and session.topology.rank == 0:
+            with suppress(OSError, StorageError):
+                lease.require_place(session.storage, session.run_id, session.place)
+                session.keep_spares()
+
+    def _clean_up(self) -> None:
+        clean_up(self.session, self.session.counter)
 
     def _failed(self, error: BaseException) -> CheckpointError:
         rank = self.session.topology.rank

@@ -193,4 +193,4 @@ def _conclude(saving: SaveAttempt, pending: SaveProgress, started: float) -> Non
     pending.settle(error)
     if error is None:
         saving.keep_counts()
-    saving.tidy()
+    saving.tidy(failed=error is not None)
