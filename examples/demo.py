@@ -255,7 +255,7 @@ def _short(sizes: nxd_ckpt.Topology) -> str:
 def store(kind: str) -> Iterator[str]:
     """A URL in an S3 server on this machine; training finds it, and the credentials, as it would find AWS's."""
     sys.path.append(str(Path(__file__).parents[1]))  # the server is the tests', and no part of the package
-    from tests.rigs.s3_server import S3Server
+    from tests.support.s3_server import S3Server
 
     with S3Server() as server:
         server.make_bucket("demo")

@@ -13,8 +13,10 @@ import pytest
 from botocore import loaders
 from hypothesis import settings
 
-from tests.rigs.rank_pool import RankPool
-from tests.rigs.s3_server import S3Server
+from nxd_ckpt.storage.local import LocalStorage
+from nxd_ckpt.testing.memory import MemoryStorage
+from tests.support.rank_pool import RankPool
+from tests.support.s3_server import S3Server
 
 # Nothing is downloaded; without this, Hugging Face's libraries wait for a network that need not be there.
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -62,6 +64,16 @@ def _unpacked(tar_name: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     with tarfile.open(GOLDEN / tar_name) as tar:
         tar.extractall(unpacked, filter="data")
     return unpacked
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> LocalStorage:
+    return LocalStorage(tmp_path)
+
+
+@pytest.fixture
+def store() -> MemoryStorage:
+    return MemoryStorage()
 
 
 @pytest.fixture(scope="session")

@@ -28,7 +28,7 @@ def test_without_what_linux_alone_has(tmp_path: Path) -> None:
         lambda rank: {"model": {"w": whole.chunk(2)[rank]}, "partitions": {"w": Partition(0, num_partitions=2)}},
     )
     (tmp_path / "out").mkdir()
-    command = [sys.executable, "-m", "tests.bare_system", str(tmp_path / "run"), str(tmp_path / "out")]
+    command = [sys.executable, "-m", "tests.support.bare_system", str(tmp_path / "run"), str(tmp_path / "out")]
     environment = {**os.environ, "TMPDIR": str(tmp_path), "USER": "someone"}
 
     done = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, check=False)

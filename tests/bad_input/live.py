@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from nxd_ckpt import Topology
-from tests.adapters.doubles import ShardedOptimizer, plain
+from tests.live.doubles import ShardedOptimizer, plain
 
 
 class Net(torch.nn.Module):

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from nxd_ckpt import save_checkpoint
-from tests.rigs.processes import run_program
+from tests.support.processes import run_program
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]
 

@@ -16,7 +16,7 @@ from nxd_ckpt import Partition, Topology, close_checkpointers, errors, load_chec
 from nxd_ckpt.errors import CheckpointError
 from tests.bad_input.live import Net, files_below, jobs
 from tests.bad_input.refused import Settings
-from tests.rigs.rank_pool import RankPool
+from tests.support.rank_pool import RankPool
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]
 

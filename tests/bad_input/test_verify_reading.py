@@ -31,10 +31,10 @@ from nxd_ckpt.errors import (
 from nxd_ckpt.load.options import Verify
 from nxd_ckpt.storage.local import LocalStorage
 from nxd_ckpt.testing.storage import HookedStorage, Operation, recording
-from tests.damage import flip
 from tests.interop.saving import save_as_every_rank
 from tests.protocol.job import until
-from tests.rigs.rank_pool import RankPool
+from tests.support.damage import flip
+from tests.support.rank_pool import RankPool
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]
 

@@ -16,7 +16,7 @@ from unittest import mock
 
 from nxd_ckpt.cli.main import main
 from tests.docs.markdown import REPOSITORY, code_blocks
-from tests.rigs.terminal import Terminal
+from tests.support.terminal import Terminal
 
 DOCUMENT = REPOSITORY / "docs" / "cli.md"
 

@@ -22,10 +22,10 @@ from nxd_ckpt.core.manifest import dump_manifest, load_manifest
 from nxd_ckpt.core.units import size
 from nxd_ckpt.examine import report_document
 from nxd_ckpt.tag import listing
-from tests.doctor.mutants import not_a_number, weight_shards_swapped
-from tests.doctor.runs import Run, ranks_of, save_ranks
+from tests.examine.mutants import not_a_number, weight_shards_swapped
+from tests.examine.runs import Run, ranks_of, save_ranks
 from tests.interop.saving import save_as_every_rank
-from tests.rigs.browser import printed, screenshot
+from tests.support.browser import printed, screenshot
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]
 

@@ -15,8 +15,8 @@ from nxd_ckpt.errors import InvalidArgument
 from tests.cli.conftest import Outcome, Run
 from tests.hugging_face.reference import Job, Model
 from tests.hugging_face.saved import save_job, write_config
-from tests.mounted.server import mounted_disk
-from tests.rigs.mounts import needs_mounts
+from tests.real_disks.server import mounted_disk
+from tests.support.mounts import needs_mounts
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]
 

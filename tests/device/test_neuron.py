@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from nxd_ckpt import Checkpointer
 from tests.device import neuron_device
 from tests.mesh import jobs
-from tests.rigs.rank_pool import RankPool
+from tests.support.rank_pool import RankPool
 
 pytestmark = [
     pytest.mark.plain,

@@ -23,7 +23,7 @@ from nxd_ckpt.cli.main import main
 from nxd_ckpt.storage.urls import open_storage
 from nxd_ckpt.tag.directory import list_tags
 from tests.docs.markdown import REPOSITORY, code_blocks, tables
-from tests.rigs.s3_server import S3Server
+from tests.support.s3_server import S3Server
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]
 

@@ -13,7 +13,7 @@ import pytest
 
 import nxd_ckpt
 from tests.docs.markdown import DOCS, README, code_blocks, tables, unquoted
-from tests.rigs.s3_server import S3Server
+from tests.support.s3_server import S3Server
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]
 

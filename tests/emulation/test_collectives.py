@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from nxd_ckpt.emulation import CollectiveMismatch, NotEmulated
-from tests.rigs.rank_pool import RankPool, WorkerError
+from tests.support.rank_pool import RankPool, WorkerError
 
 pytestmark = pytest.mark.xla
 

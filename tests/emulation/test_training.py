@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.rigs.rank_pool import RankPool
+from tests.support.rank_pool import RankPool
 
 pytestmark = pytest.mark.xla
 

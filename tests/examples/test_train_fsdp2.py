@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from examples.train_fsdp2 import Block
-from tests.rigs.processes import run_ranks
+from tests.support.processes import run_ranks
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]
 

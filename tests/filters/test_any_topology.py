@@ -13,10 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nxd_ckpt import Topology
-from tests.elastic.ranks import fresh, load_rank, save_job
-from tests.elastic.strategies import Case, cases
-from tests.elastic.whole import Layout, Weight, expected, part
-from tests.layout.equality import difference
+from tests.reshard.ranks import fresh, load_rank, save_job
+from tests.reshard.strategies import Case, cases
+from tests.reshard.whole import Layout, Weight, expected, part
+from tests.tag.equality import difference
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]
 

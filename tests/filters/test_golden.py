@@ -10,7 +10,7 @@ import pytest
 
 from nxd_ckpt import load_checkpoint
 from tests.golden.checkpoints import Saved
-from tests.layout.equality import difference
+from tests.tag.equality import difference
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]
 

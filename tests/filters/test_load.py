@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 import nxd_ckpt
 from nxd_ckpt import load_checkpoint, save_checkpoint
 from nxd_ckpt.errors import InvalidArgument, KeyMismatch, OptimizerMismatch
-from tests.adapters.doubles import ShardedOptimizer
 from tests.filters.named import Named, averages, stepped
-from tests.layout.equality import difference
+from tests.live.doubles import ShardedOptimizer
+from tests.tag.equality import difference
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]
 

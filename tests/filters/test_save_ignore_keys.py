@@ -14,8 +14,8 @@ import nxd_ckpt
 from nxd_ckpt import Checkpointer, Topology, load_checkpoint, open_checkpoint, save_checkpoint
 from nxd_ckpt.errors import InvalidArgument, KeyMismatch, OptimizerMismatch, RanksDisagree
 from nxd_ckpt.tag.verify import verify_checkpoint
-from tests.adapters.doubles import ShardedOptimizer
 from tests.interop.saving import save_as_every_rank
+from tests.live.doubles import ShardedOptimizer
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]
 

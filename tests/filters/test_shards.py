@@ -13,8 +13,8 @@ import torch
 import nxd_ckpt
 from nxd_ckpt import load_checkpoint, save_checkpoint
 from nxd_ckpt.errors import OptimizerMismatch
-from tests.adapters.doubles import ShardedOptimizer
 from tests.filters.named import Named
+from tests.live.doubles import ShardedOptimizer
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]
 

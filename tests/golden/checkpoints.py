@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from nxd_ckpt import Topology
-from tests.adapters.doubles import ShardedOptimizer
+from tests.live.doubles import ShardedOptimizer
 
 CONFIGURATIONS = [
     "a_dp2_zero1_pt",

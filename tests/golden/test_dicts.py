@@ -13,7 +13,7 @@ import torch
 from nxd_ckpt import has_checkpoint, load_checkpoint, open_checkpoint
 from nxd_ckpt.errors import PartNotFound
 from tests.golden.checkpoints import CONFIGURATIONS, saved
-from tests.layout.equality import difference
+from tests.tag.equality import difference
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]
 

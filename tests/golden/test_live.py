@@ -11,9 +11,9 @@ import torch
 from nxd_ckpt import Topology, load_checkpoint
 from nxd_ckpt.convert import reshard
 from nxd_ckpt.errors import PartNotFound
-from tests.adapters.doubles import ExpertShardedOptimizer
 from tests.golden.checkpoints import groups_like, module_like, saved, sharded
-from tests.layout.equality import difference
+from tests.live.doubles import ExpertShardedOptimizer
+from tests.tag.equality import difference
 
 pytestmark = pytest.mark.plain
 

@@ -13,7 +13,7 @@ from nxd_ckpt.convert import reshard
 from nxd_ckpt.examine.diff import diff_checkpoints
 from nxd_ckpt.tag.verify import verify_checkpoint
 from tests.golden.write_ours import SETUPS
-from tests.layout.equality import difference
+from tests.tag.equality import difference
 
 pytestmark = pytest.mark.plain
 

@@ -14,7 +14,7 @@ from nxd_ckpt.convert import reshard
 from nxd_ckpt.errors import CheckpointNotFound
 from nxd_ckpt.tag.verify import verify_checkpoint
 from tests.golden.checkpoints import saved
-from tests.layout.equality import difference
+from tests.tag.equality import difference
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]
 

@@ -14,7 +14,7 @@ from nxd_ckpt import load_checkpoint, open_checkpoint
 from nxd_ckpt.errors import CorruptCheckpoint
 from tests.golden.checkpoints import Saved, saved
 from tests.interop.saving import save_as_every_rank
-from tests.layout.equality import difference
+from tests.tag.equality import difference
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 import nxd_ckpt
-from tests.rigs.rank_pool import RankPool
+from tests.support.rank_pool import RankPool
 from tests.training.model import Setup, Trainer
 from tests.training.scenarios import save
 

@@ -20,7 +20,7 @@ from typing import NamedTuple
 from tests.hostile.findings import keep
 from tests.hostile.fuzzing import troubles
 from tests.hostile.targets import TARGETS
-from tests.reliability import add_run, date_and_commit, number, put, rows_of, table
+from tests.support.reliability import add_run, date_and_commit, number, put, rows_of, table
 
 CHUNK = 2_000
 

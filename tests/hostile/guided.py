@@ -25,7 +25,7 @@ with redirect_stderr(io.StringIO()), atheris.instrument_imports(include=["nxd_ck
     from tests.hostile.fuzzing import in_silence, trouble
     from tests.hostile.targets import LARGEST, TARGETS
 
-from tests.reliability import date_and_commit, put, table
+from tests.support.reliability import date_and_commit, put, table
 
 
 class Ways(NamedTuple):

@@ -18,7 +18,7 @@ from nxd_ckpt.convert import pack_checkpoint
 from nxd_ckpt.core.topology import Topology
 from tests.bad_input.live import jobs, topologies
 from tests.interop.saving import save_as_every_rank
-from tests.reliability import REPOSITORY
+from tests.support.reliability import REPOSITORY
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]
 

@@ -20,8 +20,8 @@ from shutil import rmtree
 from typing import NamedTuple
 
 from tests.hosts.campaign import PHASES, Campaign
-from tests.reliability import add_run, date_and_commit, put, rows_of, table
-from tests.reliability import number as count_of
+from tests.support.reliability import add_run, date_and_commit, put, rows_of, table
+from tests.support.reliability import number as count_of
 
 RUNS = ["date", "commit", "seeds", "launches", "disks lost with their host", "processes killed", "broken promises"]
 BY_PHASE = ["killed in", "processes"]

@@ -20,7 +20,7 @@ from nxd_ckpt.tag.verify import verify_checkpoint
 from nxd_ckpt.testing.storage import Hook, HookedStorage, Operation
 from tests.hosts.jobs import RANKS, TIMEOUT, of, state, tier
 from tests.protocol.job import Died, Job, until
-from tests.rigs.s3_server import S3Server
+from tests.support.s3_server import S3Server
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]
 

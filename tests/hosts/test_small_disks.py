@@ -14,8 +14,8 @@ from nxd_ckpt import Checkpointer
 from tests.hosts.jobs import host_of, state
 from tests.hosts.three_hosts import HOSTS, newest, outcome, saver_of
 from tests.protocol.job import Job
-from tests.rigs.full_disks import FULL, PAGE, inodes_left, pages_left
-from tests.rigs.mounts import needs_mounts
+from tests.support.full_disks import FULL, PAGE, inodes_left, pages_left
+from tests.support.mounts import needs_mounts
 
 pytestmark = [pytest.mark.plain, pytest.mark.once, needs_mounts()]
 

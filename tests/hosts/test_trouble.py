@@ -14,7 +14,7 @@ from nxd_ckpt import Checkpointer, Topology
 from tests.hosts.jobs import TIMEOUT, host_of, tier
 from tests.hosts.three_hosts import HOSTS, newest, outcome, saver_of
 from tests.protocol.job import Job, until
-from tests.rigs.mounts import needs_mounts
+from tests.support.mounts import needs_mounts
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]
 

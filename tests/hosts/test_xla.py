@@ -12,7 +12,7 @@ import torch
 from nxd_ckpt import Checkpointer, Tier
 from nxd_ckpt.tag.verify import verify_checkpoint
 from tests.hosts.jobs import RANKS, TIMEOUT, host_of, of, tier
-from tests.rigs.rank_pool import RankPool
+from tests.support.rank_pool import RankPool
 
 pytestmark = pytest.mark.xla
 

@@ -10,9 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nxd_ckpt import Partition, Topology
-from tests.elastic.ranks import mark
 from tests.hugging_face.collectives import AllGather, Gather, ReduceScatter
 from tests.hugging_face.reference import Job
+from tests.reshard.ranks import mark
 from tests.training.model import _Copy, _groups, _Reduce, tp_groups
 
 

@@ -24,7 +24,7 @@ from nxd_ckpt.storage.base import Storage
 from nxd_ckpt.testing.storage import HookedStorage, Operation
 from tests.hugging_face.reference import Job, Model, State
 from tests.hugging_face.saved import differences, save_job, weights, write_config
-from tests.rigs.processes import run_ranks
+from tests.support.processes import run_ranks
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]
 

@@ -30,7 +30,7 @@ from nxd_ckpt.testing.storage import HookedStorage, Operation
 from tests.hugging_face.jobs import jobs
 from tests.hugging_face.reference import Job, Model, State
 from tests.hugging_face.saved import differences, live, local_state, weights, write_config, write_model
-from tests.rigs.rank_pool import RankPool, WorkerError
+from tests.support.rank_pool import RankPool, WorkerError
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]
 

@@ -21,7 +21,7 @@ from nxd_ckpt.errors import (
     ShapeMismatch,
     TopologyMismatch,
 )
-from tests.convert.tags import contents
+from tests.conversion.tags import contents
 from tests.hugging_face.reference import Job, Model, State
 from tests.hugging_face.saved import differences, save_job, weights, write_as_nxd, write_config
 

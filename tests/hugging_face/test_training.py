@@ -17,8 +17,8 @@ from tests.conftest import BUCKET
 from tests.hugging_face.reference import Job, Model
 from tests.hugging_face.saved import differences, local_state, weights
 from tests.hugging_face.training import ADAMW, STEPS, Outcome, Run, tokens_of, train_on
-from tests.rigs.rank_pool import RankPool
-from tests.rigs.s3_server import S3Server
+from tests.support.rank_pool import RankPool
+from tests.support.s3_server import S3Server
 
 pytestmark = pytest.mark.xla
 

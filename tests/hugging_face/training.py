@@ -11,10 +11,10 @@ import torch.nn.functional as F
 import nxd_ckpt
 from nxd_ckpt import Topology
 from nxd_ckpt.live import torch_xla as device
-from tests.elastic.ranks import Pipeline
 from tests.hugging_face.layers import place
 from tests.hugging_face.reference import Job, State
 from tests.hugging_face.sharded import CausalLM
+from tests.reshard.ranks import Pipeline
 from tests.training.model import zero1
 
 STEPS, BATCH, LENGTH = 3, 4, 8

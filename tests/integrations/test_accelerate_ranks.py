@@ -10,7 +10,7 @@ import pytest
 from nxd_ckpt import open_checkpoint
 from nxd_ckpt.tag.verify import verify_checkpoint
 from tests.integrations import accelerate_run as runs
-from tests.rigs.rank_pool import RankPool, WorkerDied
+from tests.support.rank_pool import RankPool, WorkerDied
 
 pytestmark = [pytest.mark.plain, pytest.mark.once, pytest.mark.soak]
 

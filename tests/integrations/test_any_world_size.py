@@ -10,7 +10,7 @@ import pytest
 from nxd_ckpt.errors import IncompatibleState
 from nxd_ckpt.tag.verify import verify_checkpoint
 from tests.integrations import accelerate_run, transformers_ranks
-from tests.rigs.rank_pool import RankPool, WorkerError
+from tests.support.rank_pool import RankPool, WorkerError
 
 pytestmark = [pytest.mark.plain, pytest.mark.once, pytest.mark.soak]
 

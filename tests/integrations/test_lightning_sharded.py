@@ -14,7 +14,7 @@ from nxd_ckpt.examine.diff import diff_checkpoints
 from nxd_ckpt.tag.verify import verify_checkpoint
 from tests.integrations import lightning_sharded_run as runs
 from tests.integrations.lightning_run import BATCHES, every_epoch, fit, weights
-from tests.rigs.rank_pool import RankPool, WorkerDied
+from tests.support.rank_pool import RankPool, WorkerDied
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]
 

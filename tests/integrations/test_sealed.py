@@ -19,7 +19,7 @@ from nxd_ckpt.integrations.sealed import SealedDirectory, verify_files
 from nxd_ckpt.storage.local import LocalStorage
 from nxd_ckpt.tag.verify import verify_checkpoint
 from tests.integrations.killed import in_a_process
-from tests.runtime.ranks import on_ranks
+from tests.support.ranks import on_ranks
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]
 

@@ -24,7 +24,7 @@ from nxd_ckpt.core.manifest import Manifest
 from nxd_ckpt.integrations.torchtitan import CheckpointManager
 from nxd_ckpt.tag.verify import verify_checkpoint
 from tests.integrations import titan
-from tests.rigs.rank_pool import RankPool
+from tests.support.rank_pool import RankPool
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]
 

@@ -13,7 +13,7 @@ from nxd_ckpt import close_checkpointers, save_checkpoint
 from nxd_ckpt.errors import CheckpointNotFound
 from nxd_ckpt.integrations.reference import Reference, reference_to
 from tests.docs.markdown import DOCS, code_blocks
-from tests.rigs.s3_server import S3Server
+from tests.support.s3_server import S3Server
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]
 

@@ -12,7 +12,7 @@ from nxd_ckpt import load_checkpoint, open_checkpoint
 from nxd_ckpt.tag.verify import verify_checkpoint
 from tests.integrations import transformers_ranks as runs
 from tests.integrations.transformers_run import Tiny, TinyConfig
-from tests.rigs.rank_pool import RankPool, WorkerDied
+from tests.support.rank_pool import RankPool, WorkerDied
 
 pytestmark = [pytest.mark.plain, pytest.mark.once, pytest.mark.soak]
 

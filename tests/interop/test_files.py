@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from nxd_ckpt import load_checkpoint
-from tests.adapters.doubles import ExpertShardedOptimizer
 from tests.golden.checkpoints import groups_like, module_like, saved, sharded
 from tests.interop.files import names_below, torch_files, unpickled
 from tests.interop.saved_again import REFERENCES, save_again
 from tests.interop.saving import save_as_every_rank
-from tests.layout.equality import difference
+from tests.live.doubles import ExpertShardedOptimizer
+from tests.tag.equality import difference
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]
 

@@ -14,10 +14,10 @@ import torch
 
 from nxd_ckpt import Topology, load_checkpoint
 from nxd_ckpt.convert import convert_zero1, copy_checkpoint, reshard
-from tests.adapters.doubles import ShardedOptimizer
 from tests.interop.files import unpickled
 from tests.interop.saving import save_as_every_rank
-from tests.layout.equality import difference
+from tests.live.doubles import ShardedOptimizer
+from tests.tag.equality import difference
 
 RANKS = [Topology(tp=2, pp=2).at(rank) for rank in range(4)]
 MODEL, OPTIMIZER = (f"{part}/dp_rank_00_tp_rank_01_pp_rank_01.pt" for part in ("model", "optim"))

@@ -8,7 +8,7 @@ import pytest
 
 from tests.golden.checkpoints import saved
 from tests.interop.saved_again import REFERENCES, save_again
-from tests.layout.equality import difference
+from tests.tag.equality import difference
 
 pytestmark = pytest.mark.xla
 

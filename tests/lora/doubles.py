@@ -15,8 +15,8 @@ import torch
 from torch import nn
 
 from nxd_ckpt import Partition, Topology
-from tests.elastic.ranks import mark
 from tests.hugging_face.layers import ColumnParallelLinear, GQAQKVColumnParallelLinear, RowParallelLinear
+from tests.reshard.ranks import mark
 
 _FIELDS = (
     *("bias", "init_lora_weights", "lora_alpha", "lora_dropout", "lora_rank", "use_rslora", "target_modules"),

@@ -16,7 +16,7 @@ import nxd_ckpt
 from nxd_ckpt import Topology, load_checkpoint, open_checkpoint, save_checkpoint
 from nxd_ckpt.core.partition import Partition
 from nxd_ckpt.errors import KeyMismatch, UnsupportedState
-from tests.convert.tags import as_nxd
+from tests.conversion.tags import as_nxd
 from tests.hugging_face.reference import Job, Model
 from tests.hugging_face.saved import write_config
 from tests.hugging_face.sharded import CausalLM

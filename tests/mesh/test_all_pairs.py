@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.elastic.ranks import fresh, load_rank, save_job
-from tests.elastic.transformer import layout_of, weights_of
-from tests.elastic.whole import Layout, expected
-from tests.layout.equality import difference
 from tests.mesh import jobs, whole_job
-from tests.rigs.rank_pool import RankPool
+from tests.reshard.ranks import fresh, load_rank, save_job
+from tests.reshard.transformer import layout_of, weights_of
+from tests.reshard.whole import Layout, expected
+from tests.support.rank_pool import RankPool
+from tests.tag.equality import difference
 
 pytestmark = [pytest.mark.plain, pytest.mark.once, pytest.mark.soak]
 

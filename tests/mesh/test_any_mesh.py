@@ -8,9 +8,9 @@ import pytest
 
 from nxd_ckpt import open_checkpoint
 from nxd_ckpt.cli.inspection import inspection
-from tests.layout.equality import difference
 from tests.mesh import jobs
-from tests.rigs.rank_pool import RankPool
+from tests.support.rank_pool import RankPool
+from tests.tag.equality import difference
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]
 

@@ -23,11 +23,11 @@ from nxd_ckpt.load.options import Verify
 from nxd_ckpt.storage import progress
 from nxd_ckpt.storage.local import LocalStorage
 from nxd_ckpt.testing.storage import Hook, HookedStorage, Operation, recording
-from tests.damage import flip
 from tests.interop.saving import save_as_every_rank
 from tests.mesh import jobs
-from tests.rigs.rank_pool import RankPool
-from tests.rigs.terminal import Terminal
+from tests.support.damage import flip
+from tests.support.rank_pool import RankPool
+from tests.support.terminal import Terminal
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]
 

@@ -16,7 +16,7 @@ from nxd_ckpt.convert import export_checkpoint, to_dcp
 from tests.hugging_face.reference import Model
 from tests.hugging_face.saved import differences, weights, write_model
 from tests.mesh import hugging_face
-from tests.rigs.rank_pool import RankPool
+from tests.support.rank_pool import RankPool
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]
 

@@ -15,7 +15,7 @@ from torch.distributed.fsdp import fully_shard
 
 from nxd_ckpt import Checkpointer, examine_checkpoint, open_checkpoint
 from tests.mesh import jobs
-from tests.rigs.rank_pool import RankPool
+from tests.support.rank_pool import RankPool
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]
 

@@ -15,7 +15,7 @@ from nxd_ckpt import Checkpointer, Topology, list_checkpoints, load_checkpoint, 
 from nxd_ckpt.api import close_checkpointers
 from nxd_ckpt.errors import CheckpointError, InvalidArgument, UnsupportedState
 from nxd_ckpt.tag.verify import verify_checkpoint
-from tests.rigs.rank_pool import RankPool
+from tests.support.rank_pool import RankPool
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]
 

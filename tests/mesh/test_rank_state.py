@@ -13,7 +13,7 @@ from torch.distributed.fsdp import fully_shard
 
 from nxd_ckpt import Checkpointer, open_checkpoint
 from nxd_ckpt.errors import OptimizerMismatch, RanksDisagree
-from tests.rigs.rank_pool import RankPool
+from tests.support.rank_pool import RankPool
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]
 

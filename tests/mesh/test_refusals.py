@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from nxd_ckpt import Checkpointer
 from nxd_ckpt.errors import CheckpointError
 from tests.mesh import jobs
-from tests.rigs.rank_pool import RankPool
+from tests.support.rank_pool import RankPool
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]
 

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from nxd_ckpt import Checkpointer
-from tests.rigs.rank_pool import RankPool
+from tests.support.rank_pool import RankPool
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]
 

@@ -10,9 +10,9 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from nxd_ckpt import Checkpointer, ResumeProbe, checkpoint_statistics, examine_checkpoint, open_checkpoint
-from tests.doctor.runs import OPTIMIZERS
+from tests.examine.runs import OPTIMIZERS
 from tests.mesh import jobs
-from tests.rigs.rank_pool import RankPool
+from tests.support.rank_pool import RankPool
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]
 

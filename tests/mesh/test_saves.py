@@ -23,9 +23,9 @@ from nxd_ckpt.formats.tensors import Assembly
 from nxd_ckpt.live.dtensor import Placed
 from nxd_ckpt.live.state import State, StateTensor
 from nxd_ckpt.save.mesh_plan import WORTH_A_WRITER, MeshPlan
-from tests.layout.equality import difference
 from tests.mesh import jobs
-from tests.rigs.rank_pool import RankPool
+from tests.support.rank_pool import RankPool
+from tests.tag.equality import difference
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]
 

@@ -14,9 +14,9 @@ from nxd_ckpt.cli.main import main
 from nxd_ckpt.convert import copy_checkpoint, pack_checkpoint, reshard, to_dcp, unshard_checkpoint
 from nxd_ckpt.core.partition import Partition
 from nxd_ckpt.tag.verify import verify_checkpoint
-from tests.layout.equality import difference
 from tests.mesh import jobs
-from tests.rigs.rank_pool import RankPool
+from tests.support.rank_pool import RankPool
+from tests.tag.equality import difference
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]
 

@@ -13,7 +13,7 @@ from nxd_ckpt import Checkpointer, Topology
 from nxd_ckpt.errors import OptimizerMismatch, UnsupportedState
 from nxd_ckpt.tag.verify import verify_checkpoint
 from nxd_ckpt.testing import ResumeDiffers, check_resume
-from tests.rigs.rank_pool import RankPool
+from tests.support.rank_pool import RankPool
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]
 

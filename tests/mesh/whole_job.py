@@ -1,4 +1,4 @@
-"""A job of DTensors whose whole model and optimizer are those of tests.elastic: what NxD's jobs save, it must load."""
+"""A job of DTensors whose whole model and optimizer are those of tests.reshard: what NxD's jobs save, it must load."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.placement_types import Placement
 
 from nxd_ckpt import Checkpointer, Topology
-from tests.elastic.transformer import layout_of
-from tests.elastic.whole import OPTIONS, Layout, Weight, expected
-from tests.layout.equality import difference
+from tests.reshard.transformer import layout_of
+from tests.reshard.whole import OPTIONS, Layout, Weight, expected
+from tests.tag.equality import difference
 
 
 def one_rank(weights: Sequence[Weight]) -> Layout:
@@ -90,7 +90,7 @@ class MeshJob:
                 held.fill_(77)
 
     def held(self) -> dict[str, Any]:
-        """As tests.elastic.whole.expected has it, put together of all ranks."""
+        """As tests.reshard.whole.expected has it, put together of all ranks."""
         optimizer: dict[str, Any] = {}
         groups = self.optimizer.param_groups
         for name, parameter in sorted(self._trained.items()):

@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from tests.mutants.accepted import ACCEPTED
-from tests.reliability import REPOSITORY, commit, put, rows_of, table
+from tests.support.reliability import REPOSITORY, commit, put, rows_of, table
 
-_COMMIT = ["tests/runtime/test_commit.py", "tests/protocol/test_retention.py", "tests/protocol/test_store_tags.py"]
+_COMMIT = ["tests/commit/test_commit.py", "tests/protocol/test_retention.py", "tests/protocol/test_store_tags.py"]
 _FILTERS = [
     f"tests/filters/{name}.py"
     for name in ("test_ignoring", "test_load", "test_save_ignore_keys", "test_shards", "test_stages")
@@ -37,12 +37,12 @@ TESTS: dict[str, list[str]] = {
     "formats/safe_globals": _PICKLES,
     "formats/inert": _PICKLES,
     "formats/unpickle": _PICKLES,
-    "coordination/journal": ["tests/runtime/test_journal.py", "tests/runtime/test_taken_over.py"],
-    "coordination/lease": ["tests/runtime/test_lease.py"],
+    "coordination/journal": ["tests/coordination/test_journal.py", "tests/coordination/test_taken_over.py"],
+    "coordination/lease": ["tests/coordination/test_lease.py"],
     "live/ignoring": _FILTERS,
     "load/filters": _FILTERS,
     "commit/commit": _COMMIT,
-    "commit/publication": ["tests/runtime/test_publication.py", "tests/runtime/test_taken_over.py"],
+    "commit/publication": ["tests/commit/test_publication.py", "tests/coordination/test_taken_over.py"],
 }
 
 

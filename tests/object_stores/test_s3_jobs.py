@@ -21,7 +21,7 @@ from nxd_ckpt.tag.directory import list_tags
 from nxd_ckpt.tag.opening import open_complete_tag
 from tests.object_stores.conftest import SMALLEST_PART
 from tests.protocol.job import Job
-from tests.rigs.s3_server import S3Server
+from tests.support.s3_server import S3Server
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]
 

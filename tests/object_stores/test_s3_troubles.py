@@ -19,8 +19,8 @@ from nxd_ckpt.errors import CheckpointError, StorageError
 from nxd_ckpt.storage.urls import open_storage
 from nxd_ckpt.tag.directory import list_tags
 from tests.protocol.states import PATIENCE, lose_patience
-from tests.rigs.s3_proxy import Fault, S3Proxy
-from tests.rigs.s3_server import S3Server, options_for
+from tests.support.s3_proxy import Fault, S3Proxy
+from tests.support.s3_server import S3Server, options_for
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]
 

@@ -11,7 +11,7 @@ from nxd_ckpt import Checkpointer
 from nxd_ckpt.storage.s3 import upload
 from nxd_ckpt.tag.verify import verify_checkpoint
 from tests.conftest import BUCKET
-from tests.rigs.s3_server import S3Server
+from tests.support.s3_server import S3Server
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]
 

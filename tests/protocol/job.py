@@ -13,7 +13,7 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 from nxd_ckpt.emulation.launcher import free_ports
-from tests.rigs.processes import FORKED
+from tests.support.processes import FORKED
 
 HANGS = 600.0
 """Seconds after which a rank counts as hanging: far more than a busy machine takes."""

@@ -13,7 +13,7 @@ from nxd_ckpt.storage.local import LocalStorage
 from nxd_ckpt.tag.directory import list_tags
 from nxd_ckpt.tag.verify import verify_checkpoint
 from nxd_ckpt.testing.storage import Hook, HookedStorage
-from tests.layout.equality import difference
+from tests.tag.equality import difference
 
 PATIENCE = 600.0
 """Seconds of silence after which a rank counts as lost, in these tests: far more than a busy machine takes."""

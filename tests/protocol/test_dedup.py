@@ -25,10 +25,10 @@ from nxd_ckpt.tag.verify import verify_checkpoint
 from nxd_ckpt.testing.memory import MemoryStorage
 from nxd_ckpt.testing.storage import HookedStorage, Operation, chained, failing, killing
 from tests.conftest import BUCKET
-from tests.damage import flip
 from tests.protocol.job import Died, Job
 from tests.protocol.states import moments
-from tests.rigs.s3_server import S3Server
+from tests.support.damage import flip
+from tests.support.s3_server import S3Server
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]
 

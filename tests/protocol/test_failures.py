@@ -288,7 +288,7 @@ def reports_of_a_slow_save(rank: int, path: Path, slow_rank: int) -> list[str]:
 
 @pytest.mark.parametrize("slow_rank", [0, 1])
 def test_a_slow_rank_reports_progress_while_it_writes(tmp_path: Path, slow_rank: int) -> None:
-    """With each chunk, if one takes long: the others wait as long as it does (see tests/runtime/test_voting.py)."""
+    """With each chunk, if one takes long: the others wait as long as it does (see tests/commit/test_voting.py)."""
     found = Job(2, reports_of_a_slow_save, tmp_path, slow_rank, group=True).values()[slow_rank]
     assert len(found) > 2
     assert len(found) == len(set(found))

@@ -14,9 +14,9 @@ import torch
 from nxd_ckpt import load_checkpoint
 from nxd_ckpt.errors import CorruptCheckpoint, InvalidArgument, PartNotFound, RanksDisagree, ShapeMismatch
 from nxd_ckpt.testing.storage import failing
-from tests.damage import flip
 from tests.protocol.job import Job, outcome_of
 from tests.protocol.states import checkpointer, save, visible_tags, weights
+from tests.support.damage import flip
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]
 

@@ -23,7 +23,7 @@ from nxd_ckpt.testing.storage import HookedStorage
 from tests.protocol.hooks import Gate
 from tests.protocol.job import Job, until
 from tests.protocol.states import checkpointer, save, saved_value, visible_tags
-from tests.rigs.rank_pool import RankPool
+from tests.support.rank_pool import RankPool
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]
 

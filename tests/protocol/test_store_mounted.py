@@ -16,10 +16,10 @@ from nxd_ckpt.errors import CheckpointError, SaveFailed
 from nxd_ckpt.storage.local import LocalStorage
 from nxd_ckpt.tag.directory import list_tags
 from nxd_ckpt.testing.storage import HookedStorage, Operation, killing
-from tests.convert.tags import optimizers, plainly, save_example, sharded, whole
-from tests.layout.equality import difference
+from tests.conversion.tags import optimizers, plainly, save_example, sharded, whole
 from tests.protocol.job import Died, Job, until
 from tests.protocol.states import PATIENCE, lose_patience, save, weights
+from tests.tag.equality import difference
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]
 

@@ -15,7 +15,6 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NamedTuple
 
-from tests.reliability import add_run, date_and_commit, number, put, rows_of, table
 from tests.simulation.conversions import CONVERSIONS
 from tests.simulation.crashes import Count as CrashCount
 from tests.simulation.crashes import Work, enumerated
@@ -24,6 +23,7 @@ from tests.simulation.drains import DRAINS
 from tests.simulation.saves import SAVES
 from tests.simulation.schedule import Schedule, run
 from tests.simulation.store_schedule import StoreSchedule
+from tests.support.reliability import add_run, date_and_commit, number, put, rows_of, table
 
 CHUNK = 200
 """So many schedules run in one process."""

@@ -19,7 +19,6 @@ from shutil import copytree, ignore_patterns
 from threading import Lock
 from typing import NamedTuple
 
-from tests.reliability import REPOSITORY, date_and_commit, put, rows_of, table
 from tests.simulation.__main__ import PLACES
 from tests.simulation.crashes import enumerated
 from tests.simulation.disk_schedule import DiskSchedule
@@ -27,6 +26,7 @@ from tests.simulation.lease_schedule import LeaseSchedule
 from tests.simulation.saves import SAVES
 from tests.simulation.schedule import Schedule, run
 from tests.simulation.store_schedule import StoreSchedule
+from tests.support.reliability import REPOSITORY, date_and_commit, put, rows_of, table
 
 _JOURNAL, _LEASE, _REPLACEMENT = (f"nxd_ckpt/coordination/{name}.py" for name in ("journal", "lease", "replacement"))
 _COMMIT, _PUBLICATION, _VOTING = (f"nxd_ckpt/commit/{name}.py" for name in ("commit", "publication", "voting"))
@@ -587,7 +587,7 @@ def broken(number: int, limit: int, seconds: float) -> Found:
     with tempfile.TemporaryDirectory() as copy:
         for part in ("nxd_ckpt", "tests/simulation"):
             copytree(REPOSITORY / part, Path(copy, part), ignore=ignore_patterns("__pycache__"))
-        for part in ("tests/__init__.py", "tests/reliability.py"):
+        for part in ("tests/__init__.py", "tests/support/reliability.py"):
             Path(copy, part).write_bytes((REPOSITORY / part).read_bytes())
         for name, (old, new) in BREAKS[number].edits.items():
             path = Path(copy, name)

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from tests.reliability import REPOSITORY
 from tests.simulation.__main__ import PLACES, counted, run_all
 from tests.simulation.broken import BREAKS
 from tests.simulation.disk_schedule import EFFECTS, DiskSchedule
@@ -17,6 +16,7 @@ from tests.simulation.lease_schedule import LeaseSchedule
 from tests.simulation.schedule import Schedule, run
 from tests.simulation.store_schedule import EFFECTS as REQUESTS
 from tests.simulation.store_schedule import StoreSchedule
+from tests.support.reliability import REPOSITORY
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]
 

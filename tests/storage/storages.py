@@ -13,7 +13,7 @@ from nxd_ckpt.storage.urls import open_storage
 from nxd_ckpt.testing.memory import MemoryStorage
 from nxd_ckpt.testing.storage import HookedStorage, delaying
 from tests.conftest import BUCKET
-from tests.rigs.s3_server import S3Server
+from tests.support.s3_server import S3Server
 
 Maker = Callable[[Path, S3Server], Storage]
 

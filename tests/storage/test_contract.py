@@ -10,8 +10,8 @@ import pytest
 
 from nxd_ckpt.storage.base import Storage
 from nxd_ckpt.testing.contract import StorageContract
-from tests.rigs.s3_server import S3Server
 from tests.storage.storages import MAKERS
+from tests.support.s3_server import S3Server
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]
 

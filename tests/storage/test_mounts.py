@@ -16,7 +16,7 @@ from nxd_ckpt.errors import InvalidArgument
 from nxd_ckpt.storage import mounts
 from nxd_ckpt.storage.mounts import aliases
 from nxd_ckpt.storage.urls import lies_in, overlap
-from tests.rigs.mounts import needs_mounts
+from tests.support.mounts import needs_mounts
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]
 

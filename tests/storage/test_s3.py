@@ -25,8 +25,8 @@ from nxd_ckpt.storage.s3.upload import MOST_PARTS, PART, part_nbytes
 from nxd_ckpt.storage.throttle import Throttle
 from nxd_ckpt.storage.urls import open_storage
 from tests.conftest import BUCKET
-from tests.rigs.s3_server import S3Server, options_for
 from tests.storage.storages import s3
+from tests.support.s3_server import S3Server, options_for
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]
 

@@ -16,8 +16,8 @@ from nxd_ckpt.storage.base import Storage
 from nxd_ckpt.storage.s3.upload import PART
 from nxd_ckpt.storage.urls import open_storage
 from tests.conftest import BUCKET
-from tests.rigs.s3_proxy import Fault, S3Proxy
-from tests.rigs.s3_server import S3Server, options_for
+from tests.support.s3_proxy import Fault, S3Proxy
+from tests.support.s3_server import S3Server, options_for
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]
 

@@ -19,7 +19,7 @@ from nxd_ckpt.storage.retrying import RetryingStorage
 from nxd_ckpt.testing.memory import MemoryStorage
 from nxd_ckpt.testing.storage import HookedStorage, Operation, failing
 from nxd_ckpt.tiers import drain
-from tests.convert.tags import contents, remains
+from tests.conversion.tags import contents, remains
 from tests.tiers.saving import damaged, save, state, tags_in
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]

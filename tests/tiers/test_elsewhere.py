@@ -13,7 +13,7 @@ from nxd_ckpt import Checkpointer, Tier
 from nxd_ckpt.errors import CheckpointError, SaveFailed
 from nxd_ckpt.storage.base import Writer
 from nxd_ckpt.storage.local import LocalStorage
-from tests.rigs.mounts import needs_mounts
+from tests.support.mounts import needs_mounts
 from tests.tiers.saving import damaged, save, tags_in
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]

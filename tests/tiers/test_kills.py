@@ -15,7 +15,7 @@ import torch
 from nxd_ckpt import Checkpointer, Tier
 from nxd_ckpt.storage.local import LocalStorage
 from nxd_ckpt.testing.storage import HookedStorage, Operation, killing
-from tests.convert.tags import remains
+from tests.conversion.tags import remains
 from tests.protocol.job import Died, Job
 from tests.tiers.saving import damaged, save, tags_in
 

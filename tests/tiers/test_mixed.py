@@ -20,10 +20,10 @@ from nxd_ckpt.storage.urls import open_storage
 from nxd_ckpt.testing.memory import MemoryStorage
 from nxd_ckpt.testing.storage import HookedStorage, Operation
 from nxd_ckpt.tiers.drain import Drains
-from tests.damage import flip
 from tests.protocol.job import Job, until
-from tests.rigs.s3_server import S3Server
 from tests.storage.storages import s3
+from tests.support.damage import flip
+from tests.support.s3_server import S3Server
 from tests.tiers.saving import save, state, tags_in
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]

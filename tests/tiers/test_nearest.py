@@ -15,8 +15,8 @@ from nxd_ckpt.errors import CheckpointNotFound, PeerTimeout, RanksDisagree, Stor
 from nxd_ckpt.storage.local import LocalStorage
 from nxd_ckpt.testing.memory import MemoryStorage
 from nxd_ckpt.testing.storage import HookedStorage, Operation
-from tests.damage import flip
 from tests.protocol.job import Job
+from tests.support.damage import flip
 from tests.tiers.saving import save, state, tags_in
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.rigs.rank_pool import RankPool
+from tests.support.rank_pool import RankPool
 
 
 @pytest.fixture(scope="package")

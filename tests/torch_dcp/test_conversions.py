@@ -43,11 +43,11 @@ from nxd_ckpt.tag.verify import verify_checkpoint
 from nxd_ckpt.torch_dcp.storage_reader import StorageReader
 from tests.bad_input.live import Net, jobs
 from tests.cli.checkpoints import CONTENT, save_examples, whole
-from tests.convert.tags import contents, save_example
+from tests.conversion.tags import contents, save_example
 from tests.golden.checkpoints import saved
-from tests.layout.equality import difference
-from tests.rigs.rank_pool import RankPool
-from tests.runtime.whole_tensors import read
+from tests.reshard.whole_tensors import read
+from tests.support.rank_pool import RankPool
+from tests.tag.equality import difference
 from tests.torch_dcp import ranks
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]

@@ -11,7 +11,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from nxd_ckpt import open_checkpoint
 from nxd_ckpt.convert import from_dcp, reshard, to_dcp
 from nxd_ckpt.tag.verify import verify_checkpoint
-from tests.rigs.rank_pool import RankPool
+from tests.support.rank_pool import RankPool
 from tests.torch_dcp import ranks
 
 pytestmark = pytest.mark.plain

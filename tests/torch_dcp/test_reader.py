@@ -21,9 +21,9 @@ from nxd_ckpt.errors import DigestMismatch
 from nxd_ckpt.torch_dcp.storage_reader import StorageReader
 from tests.bad_input.live import jobs
 from tests.cli.checkpoints import CONTENT, CUTS, save_examples, whole
-from tests.convert.tags import unsharded
+from tests.conversion.tags import unsharded
 from tests.golden.checkpoints import saved
-from tests.rigs.rank_pool import RankPool
+from tests.support.rank_pool import RankPool
 from tests.torch_dcp import ranks
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]

@@ -24,7 +24,7 @@ from nxd_ckpt.tag.verify import verify_checkpoint
 from nxd_ckpt.testing.storage import HookedStorage, Operation
 from tests.golden.checkpoints import saved
 from tests.interop.saving import save_as_every_rank
-from tests.layout.equality import difference
+from tests.tag.equality import difference
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]
 

@@ -22,7 +22,7 @@ from nxd_ckpt.torch_dcp.storage_reader import StorageReader
 from nxd_ckpt.torch_dcp.storage_writer import StorageWriter
 from tests.bad_input.live import Net
 from tests.protocol.job import Died, Job, Raised
-from tests.rigs.rank_pool import RankPool
+from tests.support.rank_pool import RankPool
 from tests.torch_dcp import ranks, writing
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]

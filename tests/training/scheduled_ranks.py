@@ -7,7 +7,7 @@ from typing import Any
 import nxd_ckpt
 from nxd_ckpt import Topology
 from nxd_ckpt.errors import InvalidArgument
-from tests.adapters.doubles import NxDWrapper
+from tests.live.doubles import NxDWrapper
 from tests.training.model import zero1
 from tests.training.schedules import SETTINGS, Groups, Kind, Run, differences
 

@@ -16,7 +16,7 @@ from nxd_ckpt import Checkpointer, load_checkpoint, save_checkpoint
 from nxd_ckpt.api import close_checkpointers
 from nxd_ckpt.errors import InvalidArgument, OptimizerMismatch
 from nxd_ckpt.testing import ResumeDiffers, check_resume
-from tests.rigs.rank_pool import RankPool
+from tests.support.rank_pool import RankPool
 from tests.training import imitations
 from tests.training.registry import CASES, OPTIMIZERS, OWN, Inner, Mixed, step
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from nxd_ckpt import Checkpointer, Topology
 from nxd_ckpt.testing import ResumeDiffers, check_resume
-from tests.rigs.rank_pool import RankPool
+from tests.support.rank_pool import RankPool
 from tests.training.model import zero1
 from tests.training.registry import OPTIMIZERS, OWN, Inner
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from tests.conftest import BUCKET
-from tests.rigs.rank_pool import RankPool
-from tests.rigs.s3_server import S3Server
+from tests.support.rank_pool import RankPool
+from tests.support.s3_server import S3Server
 from tests.training import scenarios
 from tests.training.model import Setup
 

@@ -10,8 +10,8 @@ import torch
 
 import nxd_ckpt
 from nxd_ckpt import Topology
-from tests.adapters.doubles import ExpertShardedOptimizer, NxDWrapper, ShardedOptimizer
-from tests.rigs.rank_pool import RankPool
+from tests.live.doubles import ExpertShardedOptimizer, NxDWrapper, ShardedOptimizer
+from tests.support.rank_pool import RankPool
 from tests.training import scheduled_ranks
 from tests.training.schedules import SCHEDULERS, SETTINGS, Groups, Kind, differences
 

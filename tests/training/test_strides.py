@@ -19,7 +19,7 @@ from nxd_ckpt.formats.pickling import pickle_tree
 from nxd_ckpt.formats.strides import Stride, fitted
 from nxd_ckpt.formats.tensors import StorageSpan, iter_tensors
 from nxd_ckpt.formats.unpickle import unpickle
-from tests.rigs.rank_pool import RankPool
+from tests.support.rank_pool import RankPool
 from tests.training.registry import LAYOUTS
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]

@@ -1,0 +1,1 @@
+"""Judges that others wrote, on our plug-ins and on what they take the place of: ``python -m tests.chaos``."""

@@ -1,0 +1,182 @@
+"""Every conversion reads what it needs once, and verifies it as it is read."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch.distributed.checkpoint.state_dict_saver import save
+
+from nxd_ckpt import Partition, Topology
+from nxd_ckpt.convert import (
+    convert_zero1,
+    export_checkpoint,
+    from_dcp,
+    import_checkpoint,
+    pack_checkpoint,
+    reshard,
+    to_dcp,
+    unshard_checkpoint,
+)
+from nxd_ckpt.output import locations
+from nxd_ckpt.storage.base import Storage
+from nxd_ckpt.storage.urls import open_storage
+from nxd_ckpt.testing.storage import HookedStorage, Operation
+from tests.conversion.tags import as_nxd
+from tests.interop.saving import save_as_every_rank
+
+pytestmark = [pytest.mark.plain, pytest.mark.once]
+
+AT_MOST = 1.15
+"""Of the bytes of the input."""
+
+ROWS, COLUMNS = 6144, 1024
+"""24 MiB of fp32: six blocks of digests, and no multiple of one for most ranks."""
+
+CUT = {"rows": 0, "columns": 1}
+"""The dimension that each of these is cut along; others are whole on every rank."""
+
+SHAPES = {"rows": (ROWS, COLUMNS), "columns": (COLUMNS, ROWS), "both.bias": (COLUMNS,), "norm": (ROWS, 96)}
+
+
+@pytest.fixture
+def log(monkeypatch: pytest.MonkeyPatch) -> list[Operation]:
+    """What is asked of the storages of inputs and outputs."""
+    found: list[Operation] = []
+
+    def opened(*given: Any, **named: Any) -> Storage:
+        return HookedStorage(open_storage(*given, **named), found.append)
+
+    monkeypatch.setattr(locations, "open_storage", opened)
+    return found
+
+
+def read(log: list[Operation]) -> int:
+    return sum(operation.nbytes for operation in log if operation.name.startswith("read"))
+
+
+def state() -> dict[str, torch.Tensor]:
+    drawn = torch.Generator().manual_seed(3)
+    return {name: torch.rand(shape, generator=drawn) for name, shape in SHAPES.items()}
+
+
+def partitions(tp: int) -> dict[str, Partition]:
+    return {name: Partition(dim, num_partitions=tp) for name, dim in CUT.items()}
+
+
+def save_tp(directory: Path, tp: int) -> Path:
+    """The model cut over ``tp`` ranks, ours."""
+    whole = state()
+
+    def what(rank: int) -> dict[str, Any]:
+        return {"model": {**whole, **{name: whole[name].chunk(tp, dim)[rank] for name, dim in CUT.items()}}}
+
+    topologies = [Topology(tp=tp, rank=rank) for rank in range(tp)]
+    save_as_every_rank(directory, "step_1", topologies, what, partitions=partitions(tp), durable=False)
+    return directory / "step_1"
+
+
+def save_zero1(directory: Path, dp: int) -> Path:
+    """A ZeRO-1 optimizer with two moments of one parameter, on ``dp`` ranks."""
+    shards = torch.rand(ROWS, COLUMNS, generator=torch.Generator().manual_seed(4)).chunk(dp)
+    names = [["rows"]]
+
+    def what(rank: int) -> dict[str, Any]:
+        entries = {0: {"step": torch.tensor(3.0), "exp_avg": shards[rank], "exp_avg_sq": shards[rank] * 2}}
+        groups = [{"lr": 0.1, "params": [0]}]
+        optimizer = {"state": {}, "param_groups": groups, "base_state": entries, "shape_info": {0: [ROWS, COLUMNS]}}
+        return {"model": {"rows": torch.zeros(ROWS, 1)}, "optimizer": optimizer}
+
+    topologies = [Topology(dp=dp, rank=rank) for rank in range(dp)]
+    save_as_every_rank(directory, "step_1", topologies, what, param_names=names, durable=False)
+    return directory / "step_1"
+
+
+def nbytes_of(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+
+
+def save_dcp(directory: Path) -> Path:
+    save({"model": state()}, checkpoint_id=directory, no_dist=True)
+    return directory
+
+
+Convert = Callable[[Path, Path], object]
+
+FROM_TAGS: dict[str, tuple[int, Convert]] = {
+    "reshard tp2 to tp4": (2, lambda tag, out: reshard(tag, out / "step_1", tp=4)),
+    "reshard tp2 to tp8 xser": (2, lambda tag, out: reshard(tag, out / "step_1", tp=8, use_xser=True)),
+    "reshard tp4 to tp1": (4, lambda tag, out: reshard(tag, out / "step_1", tp=1)),
+    "unshard": (4, lambda tag, out: unshard_checkpoint(tag, out)),
+    "unshard to safetensors": (2, lambda tag, out: unshard_checkpoint(tag, out, use_safetensors=True)),
+    "to_dcp": (4, lambda tag, out: to_dcp(tag, out)),
+    "pack": (2, lambda tag, out: pack_checkpoint(tag, out / "step.tar")),
+}
+
+
+@pytest.mark.parametrize("name", FROM_TAGS)
+def test_a_tag_is_read_once(tmp_path: Path, log: list[Operation], name: str) -> None:
+    """Of ours: whatever the cuts before and after, and however many ranks want a tensor."""
+    tp, convert = FROM_TAGS[name]
+    tag = save_tp(tmp_path, tp)
+    log.clear()
+    convert(tag, tmp_path / "out")
+    assert read(log) <= AT_MOST * nbytes_of(tag)
+
+
+@pytest.mark.parametrize("ours", [True, False])
+@pytest.mark.parametrize("dp", [2, 3, 8])
+def test_a_zero1_optimizer_is_read_once(tmp_path: Path, log: list[Operation], dp: int, ours: bool) -> None:
+    """From four ranks, of ours and of NxD, whose tensors have one digest each."""
+    tag = save_zero1(tmp_path / "in", 4)
+    nbytes = nbytes_of(tag)
+    log.clear()
+    convert_zero1(tag if ours else as_nxd(tag), tmp_path / "out" / "step_1", convert_to_sharded=True, dp_size=dp)
+    assert read(log) <= AT_MOST * nbytes
+
+
+@pytest.mark.parametrize("tp", [1, 2, 8])
+def test_a_dcp_directory_is_read_once(tmp_path: Path, log: list[Operation], tp: int) -> None:
+    """Its tensors have one digest each."""
+    directory = save_dcp(tmp_path / "dcp")
+    log.clear()
+    from_dcp(directory, tmp_path / "out" / "step_1", tp=tp, partitions=partitions(1))
+    assert read(log) <= AT_MOST * nbytes_of(directory)
+
+
+def llama(tmp_path: Path) -> Path:
+    """A Hugging Face directory; its tensors have no digests."""
+    sizes = {"hidden_size": 1024, "intermediate_size": 2048, "num_attention_heads": 8, "num_key_value_heads": 8}
+    config = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 512, "num_hidden_layers": 1}
+    (tmp_path / "hf").mkdir()
+    (tmp_path / "hf" / "config.json").write_text(json.dumps({**config, **sizes, "tie_word_embeddings": False}))
+    shapes = {
+        "model.embed_tokens.weight": (512, 1024),
+        "model.norm.weight": (1024,),
+        "lm_head.weight": (512, 1024),
+        **{f"model.layers.0.self_attn.{one}_proj.weight": (1024, 1024) for one in "qkvo"},
+        **{f"model.layers.0.mlp.{one}_proj.weight": (2048, 1024) for one in ("gate", "up")},
+        "model.layers.0.mlp.down_proj.weight": (1024, 2048),
+        "model.layers.0.input_layernorm.weight": (1024,),
+        "model.layers.0.post_attention_layernorm.weight": (1024,),
+    }
+    weights = {name: torch.rand(shape) for name, shape in shapes.items()}
+    save_file(weights, tmp_path / "hf" / "model.safetensors", metadata={"format": "pt"})
+    return tmp_path / "hf"
+
+
+@pytest.mark.parametrize("tp", [1, 2, 8])
+def test_a_hugging_face_model_is_read_once_either_way(tmp_path: Path, log: list[Operation], tp: int) -> None:
+    """Into a tag of any sizes, and out of it again."""
+    source, tag = llama(tmp_path), tmp_path / "tags" / "step_1"
+    log.clear()
+    import_checkpoint(source, tag, tp=tp)
+    assert read(log) <= AT_MOST * nbytes_of(source)
+    log.clear()
+    export_checkpoint(tag, tmp_path / "back", config=source)
+    assert read(log) <= AT_MOST * nbytes_of(tag)

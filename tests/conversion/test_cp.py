@@ -1,0 +1,297 @@
+"""Copying a tag: to the last byte, verified on the way, resumed where interrupted, visible only when complete."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import resource
+import shutil
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from nxd_ckpt import Checkpointer, has_checkpoint, open_checkpoint
+from nxd_ckpt.convert import Copy, copy_checkpoint
+from nxd_ckpt.errors import CheckpointError, CheckpointNotFound, DigestMismatch, InvalidArgument, PartNotFound
+from nxd_ckpt.output.cp_files import Brought, FileCopy, files_to_copy
+from nxd_ckpt.storage.local import LocalStorage
+from nxd_ckpt.tag.directory import list_tags
+from nxd_ckpt.tag.opening import open_complete_tag
+from nxd_ckpt.tag.verify import verify_checkpoint
+from nxd_ckpt.testing.memory import MemoryStorage
+from tests.conversion.tags import contents, remains, save_example
+from tests.golden.checkpoints import CONFIGURATIONS
+from tests.support.damage import flip
+from tests.support.processes import run_program
+
+pytestmark = [pytest.mark.plain, pytest.mark.once]
+
+KILLED = """
+import sys
+from nxd_ckpt.convert import copy_checkpoint
+from nxd_ckpt.output import locations
+from nxd_ckpt.storage.local import LocalStorage
+from nxd_ckpt.testing.storage import HookedStorage, killing
+
+hook = killing(*sys.argv[3:])
+locations.open_storage = lambda path, durable, options: HookedStorage(LocalStorage(path, durable), hook)
+copy_checkpoint(sys.argv[1], sys.argv[2], num_workers=1)
+"""
+
+
+def flip_middle(path: Path) -> None:
+    flip(path, path.stat().st_size // 2)
+
+
+def shard(tag: Path, rank: int) -> Path:
+    return tag / f"optim/dp_rank_{rank:02d}_tp_rank_00_pp_rank_00.pt"
+
+
+def test_a_copy_goes_as_fast_as_it_may(tmp_path: Path) -> None:
+    """``max_bytes_per_second`` is the rate of all files together; what is no rate is refused."""
+    source = save_example(tmp_path / "input", 2)
+    planned = copy_checkpoint(source, tmp_path / "output" / "slow", dry_run=True)
+    started = time.monotonic()
+    copied = copy_checkpoint(source, tmp_path / "output" / "slow", max_bytes_per_second=4 * planned.nbytes)
+    assert time.monotonic() - started >= 0.25
+    assert copied.nbytes == copied.copied_nbytes
+    with pytest.raises(InvalidArgument, match="max_bytes_per_second must be a number of bytes"):
+        copy_checkpoint(source, tmp_path / "output" / "fast", max_bytes_per_second=0)
+
+
+@pytest.mark.parametrize("use_xser", [False, True])
+def test_a_copy_is_the_same_to_the_last_byte(tmp_path: Path, use_xser: bool) -> None:
+    """Under another name too; and what made it leaves nothing else behind."""
+    source = save_example(tmp_path / "input", 2, use_xser=use_xser)
+    copied = copy_checkpoint(source, tmp_path / "output" / "other")
+    assert contents(source) == contents(tmp_path / "output" / "other")
+    assert [] == remains(tmp_path / "output")
+    found = verify_checkpoint(tmp_path / "output", "other")
+    assert () == found.problems
+    files = contents(source).keys() - {"done", "checkpoint"}
+    nbytes = sum(len(contents(source)[file]) for file in files)
+    expected = Copy(
+        str(source), f"{tmp_path}/output/other", len(files), nbytes, copied=len(files), copied_nbytes=nbytes
+    )
+    assert expected == copied
+
+
+def test_copies_stand_in_the_order_of_their_saves(tmp_path: Path) -> None:
+    """Not of their copying: the latest of a mirror is the latest of the original."""
+    for step in (3, 4):
+        save_example(tmp_path / "input", 1, f"step_{step}", step=step)
+    for step in (4, 3):
+        copy_checkpoint(tmp_path / "input" / f"step_{step}", tmp_path / "output" / f"step_{step}")
+    assert "step_4" == open_checkpoint(tmp_path / "output").tag
+    assert list_tags(LocalStorage(tmp_path / "input")) == list_tags(LocalStorage(tmp_path / "output"))
+
+
+@pytest.mark.parametrize("configuration", CONFIGURATIONS)
+def test_tags_of_neuronx_distributed_are_copied_alike(golden: Path, configuration: str, tmp_path: Path) -> None:
+    """With the time of their markers."""
+    directory = golden / configuration / "ckpt"
+    for tag in sorted(path.name for path in directory.iterdir()):
+        copy_checkpoint(directory / tag, tmp_path / tag)
+        assert contents(directory / tag) == contents(tmp_path / tag)
+    assert list_tags(LocalStorage(directory)) == list_tags(LocalStorage(tmp_path))
+
+
+@pytest.mark.parametrize(("operation", "key"), [("write_at", "*/optim/dp_rank_01*"), ("rename", "*copies*")])
+def test_an_interrupted_copy_goes_on(tmp_path: Path, operation: str, key: str) -> None:
+    """Killed between files, or just before it becomes visible: nothing is to be seen, and whole files are kept."""
+    source, output = save_example(tmp_path / "input", 2), tmp_path / "output"
+    assert -signal.SIGKILL == run_program(KILLED, source, output / "copy", operation, key).returncode
+    assert not has_checkpoint(output)
+    assert any("model" in file for file in remains(output))
+
+    copied = copy_checkpoint(source, output / "copy")
+    assert contents(source) == contents(output / "copy")
+    assert [] == remains(output)
+    unfinished = 0 if operation == "rename" else len([file for file in contents(source) if file > "optim/dp_rank_01"])
+    assert (copied.files - unfinished, unfinished) == (copied.kept, copied.copied)
+
+
+def test_what_an_interrupted_copy_left_is_verified(tmp_path: Path) -> None:
+    """A file with other bytes is copied again, and one that is not of the tag goes."""
+    source, output = save_example(tmp_path / "input", 2), tmp_path / "output"
+    run_program(KILLED, source, output / "copy", "rename", "*copies*")
+    left = output / ".nxd_ckpt" / "copies" / "copy"
+    flip_middle(shard(left, 0))
+    (left / "model" / "other").write_bytes(b"of another tag")
+
+    assert 1 == copy_checkpoint(source, output / "copy").copied
+    assert contents(source) == contents(output / "copy")
+
+
+def test_what_is_compared_with_the_source_is_read_at_the_rate_of_the_copy(tmp_path: Path) -> None:
+    """A file that no digest of ours tells of: both it and what is there of it."""
+    source = save_example(tmp_path / "input", 2)
+    (source / "manifest.json").unlink()
+    shutil.rmtree(source / "index")
+    shutil.copytree(source, tmp_path / "output" / "copy")
+    opened, read = open_complete_tag(LocalStorage(source.parent), source.name), list[int]()
+    target = LocalStorage(tmp_path / "output")
+    file = files_to_copy(opened)[0]
+    bringing = FileCopy(opened, target, "copy", hard_links=False, progress=read.append)
+    assert (Brought.KEPT, 2 * file.nbytes) == (bringing.bring(file), sum(read))
+
+
+def test_a_damaged_tag_is_not_copied(tmp_path: Path) -> None:
+    """The file is named, and nothing becomes visible."""
+    source = save_example(tmp_path / "input", 2)
+    flip_middle(shard(source, 1))
+    with pytest.raises(DigestMismatch, match="dp_rank_01"):
+        copy_checkpoint(source, tmp_path / "output" / "copy")
+    assert not has_checkpoint(tmp_path / "output")
+    os.remove(shard(source, 0))
+    with pytest.raises(PartNotFound, match=r"dp_rank_00.*is missing"):
+        copy_checkpoint(source, tmp_path / "output" / "copy")
+    assert not has_checkpoint(tmp_path / "output")
+
+
+def test_damage_in_a_file_of_neuronx_distributed_is_found(tmp_path: Path) -> None:
+    """By the digests in the file itself."""
+    source = save_example(tmp_path / "input", 2)
+    (source / "manifest.json").unlink()
+    shutil.rmtree(source / "index")
+    data = bytearray(shard(source, 1).read_bytes())
+    at = data.index(b"\x00\x00\x40\x40")  # the step, 3.0: a byte of a tensor
+    data[at] ^= 1
+    shard(source, 1).write_bytes(data)
+    with pytest.raises(DigestMismatch, match=r"dp_rank_01.*record 'data/0'"):
+        copy_checkpoint(source, tmp_path / "output" / "copy")
+    assert not has_checkpoint(tmp_path / "output")
+
+
+def test_an_existing_tag_is_replaced_only_if_asked(tmp_path: Path) -> None:
+    """And then by a complete copy."""
+    source = save_example(tmp_path / "input", 2)
+    old = save_example(tmp_path / "output", 1, "copy", step=1)
+    before = contents(old)
+    with pytest.raises(InvalidArgument, match="overwrite=True"):
+        copy_checkpoint(source, old)
+    assert before == contents(old)
+    copy_checkpoint(source, old, overwrite=True)
+    assert contents(source) == contents(old)
+    assert [] == remains(tmp_path / "output")
+
+
+def test_places_that_cannot_be(tmp_path: Path) -> None:
+    """A copy onto itself, of nothing, or of a whole directory of tags."""
+    source = save_example(tmp_path / "input", 1)
+    with pytest.raises(InvalidArgument, match="inside the other"):
+        copy_checkpoint(source, source, overwrite=True)
+    with pytest.raises(CheckpointNotFound, match="does not exist"):
+        copy_checkpoint(tmp_path / "absent" / "step_1", tmp_path / "output" / "copy")
+    with pytest.raises(CheckpointNotFound, match="directory of checkpoints"):
+        copy_checkpoint(tmp_path / "input", tmp_path / "output" / "copy")
+    (source / "done").unlink()
+    with pytest.raises(CheckpointNotFound, match="incomplete"):
+        copy_checkpoint(source, tmp_path / "output" / "copy")
+    assert not (tmp_path / "output").exists()
+
+
+def test_hard_links_take_no_space(tmp_path: Path) -> None:
+    """Within a file system, if asked; they are verified all the same. Files of neuronx_distributed's never are."""
+    source = save_example(tmp_path / "input", 2)
+    copied = copy_checkpoint(source, tmp_path / "output" / "copy", hard_links=True)
+    assert (copied.files, 0) == (copied.linked, copied.copied_nbytes)
+    assert shard(source, 0).samefile(shard(tmp_path / "output" / "copy", 0))
+    flip_middle(shard(source, 0))
+    with pytest.raises(DigestMismatch, match="dp_rank_00"):
+        copy_checkpoint(source, tmp_path / "output" / "second", hard_links=True)
+    flip_middle(shard(source, 0))
+    (source / "manifest.json").unlink()
+    shutil.rmtree(source / "index")
+    assert 0 == copy_checkpoint(source, tmp_path / "output" / "third", hard_links=True).linked
+
+
+def test_a_dry_run_writes_nothing(tmp_path: Path) -> None:
+    """It says what there is to copy, and meets the same refusals."""
+    source = save_example(tmp_path / "input", 2)
+    planned = copy_checkpoint(source, tmp_path / "output" / "copy", dry_run=True)
+    assert (0, False) == (planned.copied, (tmp_path / "output").exists())
+    assert planned.nbytes == copy_checkpoint(source, tmp_path / "output" / "copy").copied_nbytes
+    with pytest.raises(InvalidArgument, match="overwrite=True"):
+        copy_checkpoint(source, tmp_path / "output" / "copy", dry_run=True)
+
+
+def test_a_copy_goes_on_once_a_full_disk_has_room(tmp_path: Path) -> None:
+    """An error that says so; nothing is visible, and the copy goes on when there is room."""
+    source = save_example(tmp_path / "input", 2)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2500, limits[1]))
+    try:
+        with pytest.raises((CheckpointError, OSError), match="File too large"):
+            copy_checkpoint(source, tmp_path / "output" / "copy")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert not has_checkpoint(tmp_path / "output")
+    copy_checkpoint(source, tmp_path / "output" / "copy")
+    assert contents(source) == contents(tmp_path / "output" / "copy")
+
+
+@pytest.fixture
+def stores(monkeypatch: pytest.MonkeyPatch) -> None:
+    """``store://NAME`` is an object store in memory."""
+
+    def open_storage(path: str, durable: bool, options: object) -> LocalStorage | MemoryStorage:
+        return MemoryStorage(path) if "://" in path else LocalStorage(path, durable)
+
+    monkeypatch.setattr("nxd_ckpt.output.locations.open_storage", open_storage)
+
+
+def test_a_copy_to_a_store_and_back_is_the_same(tmp_path: Path, stores: None) -> None:
+    """Between a directory and an object store, and within one: the same files."""
+    source = save_example(tmp_path / "input", 2)
+    store = f"store://{tmp_path.name}"
+    copy_checkpoint(source, f"{store}/a/step_3")
+    copy_checkpoint(f"{store}/a/step_3", f"{store}/b/step_3")
+    copy_checkpoint(f"{store}/b/step_3", tmp_path / "output" / "step_3")
+    assert contents(source) == contents(tmp_path / "output" / "step_3")
+    assert list_tags(LocalStorage(tmp_path / "input")) == list_tags(LocalStorage(tmp_path / "output"))
+
+
+def test_a_copy_to_a_store_goes_on_too(tmp_path: Path, stores: None) -> None:
+    """Without ``done`` nothing is visible there; what is right stays, what is not is uploaded again."""
+    source = save_example(tmp_path / "input", 2)
+    url = f"store://{tmp_path.name}"
+    store = MemoryStorage(url)
+    copy_checkpoint(source, f"{url}/step_3")
+    done = store.read("step_3/done")
+    for key in ("done", "user_content.pt"):
+        store.remove(f"step_3/{key}")
+    store.write("step_3/scheduler.pt", b"damaged")
+    assert [False] == [info.complete for info in list_tags(store)]
+
+    copied = copy_checkpoint(source, f"{url}/step_3")
+    assert (2, copied.files - 2) == (copied.copied, copied.kept)
+    assert (done, [True]) == (store.read("step_3/done"), [info.complete for info in list_tags(store)])
+    with pytest.raises(InvalidArgument, match="overwrite=True"):
+        copy_checkpoint(source, f"{url}/step_3")
+
+
+def test_a_copy_leaves_one_line_in_the_log(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """With both places, bytes and seconds."""
+    source = save_example(tmp_path / "input", 2)
+    caplog.set_level(logging.INFO, "nxd_ckpt")
+    caplog.clear()
+    copy_checkpoint(source, tmp_path / "output" / "copy")
+    [line] = [record.getMessage() for record in caplog.records]
+    assert re.fullmatch(rf"copied {source} to {tmp_path}/output/copy: \d+\.\d KiB in \d+\.\d\d s", line)
+
+
+def test_a_save_takes_the_place_of_what_an_interrupted_copy_left(tmp_path: Path, stores: None) -> None:
+    """In a store: the files of the copy that never became a tag are gone with it."""
+    source = save_example(tmp_path / "input", 2)
+    store = MemoryStorage(f"store://{tmp_path.name}")
+    copy_checkpoint(source, f"{store.url.removeprefix('memory://')}/step_3")
+    store.remove("step_3/done")
+    with Checkpointer("unused", storage=store) as checkpointer:
+        checkpointer.save("step_3", {"weight": torch.ones(2)})
+    assert [] == [key for key in store.keys if key.startswith("step_3/optim")]
+    assert ["step_3"] == [info.tag for info in list_tags(store) if info.complete]

@@ -1,0 +1,186 @@
+"""Checkpoints that NxD wrote, converted: equal to what NxD's converter made of them, and right where that is wrong."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from nxd_ckpt import load_checkpoint, open_checkpoint
+from nxd_ckpt.convert import convert_zero1
+from tests.conversion.tags import contents, optimizers, plainly, unsharded
+from tests.golden.checkpoints import saved
+from tests.reshard.golden import GoldenModel
+from tests.reshard.golden_live import Live, check
+from tests.reshard.transformer import topology_of
+from tests.tag.equality import difference
+
+pytestmark = [pytest.mark.plain, pytest.mark.once]
+
+SOURCES = {"pt": "a_dp2_zero1_pt", "xser": "b_dp2_zero1_xser"}
+ZERO1 = [
+    "a_dp2_zero1_pt",
+    "b_dp2_zero1_xser",
+    "c_dp2_tp2_zero1_xser",
+    "d_dp4_zero1_xser",
+    "e_dp2_tp2_bf16_master_pt",
+    "f_dp2_tp2_bf16_master_avoid_lp_xser",
+    "h_tp2_pp2_zero1_xser",
+    "i_dp4_ep2_zero1_pt",
+    "l_dp2_zero1_dcp_async",
+]
+
+
+def converted_by_nxd(golden: Path, form: str, name: str) -> list[Any]:
+    """What is in each rank's file, in order of rank."""
+    files = sorted((golden / "k_convert" / form / name / "optim").glob("*.pt"))
+    return [torch.load(file, weights_only=True) for file in files if file.is_file()]
+
+
+@pytest.mark.parametrize("form", SOURCES)
+def test_the_output_is_that_of_nxds_converter(golden: Path, tmp_path: Path, form: str) -> None:
+    """Unsharded, sharded again from there, and from one number of ranks to another: the same content."""
+    tag = saved(golden, SOURCES[form]).directory / "step_3"
+    full = golden / "k_convert" / form / "full"
+
+    convert_zero1(tag, tmp_path / "full", convert_to_full=True, durable=False)
+    convert_zero1(full, tmp_path / "full_to_dp4", convert_to_sharded=True, dp_size=4, durable=False)
+    convert_zero1(tag, tmp_path / "sharded_to_dp3", convert_to_sharded=True, dp_size=3, durable=False)
+
+    for name in ("full", "full_to_dp4", "sharded_to_dp3"):
+        expected = converted_by_nxd(golden, form, name)
+        assert None is difference(plainly(expected), plainly(optimizers(tmp_path / name)), name)
+        names = {path.name for path in (golden / "k_convert" / form / name / "optim").iterdir()}
+        assert names <= {path.name for path in (tmp_path / name / "optim").iterdir()}
+
+
+@pytest.mark.parametrize("name", ZERO1)
+def test_unsharded_files_hold_the_shards_of_all_ranks(golden: Path, tmp_path: Path, name: str) -> None:
+    """With master weights, padding, stages and experts: each replica group's shards, one after the other."""
+    source = saved(golden, name)
+    before = contents(source.directory)
+    checkpoint = open_checkpoint(source.directory, "step_3")
+    at = checkpoint.topology
+
+    convert_zero1(source.directory / "step_3", tmp_path / "full", convert_to_full=True, durable=False)
+
+    full = open_checkpoint(tmp_path, "full")
+    for rank, found in enumerate(optimizers(tmp_path / "full")):
+        place = full.topology.coordinates_of(rank)
+        shards = [checkpoint.optimizer_state(peer) for peer in at.replicas(place)]
+        expected = unsharded(shards)
+        if at.ep > 1:
+            own = unsharded([checkpoint.optimizer_state(peer) for peer in at.replicas(place, expert=True)])
+            offset = expected["ep_base_state_offset"]
+            experts = {index: entry for index, entry in own["base_state"].items() if index >= offset}
+            expected["base_state"] = {**expected["base_state"], **experts}
+        assert None is difference(plainly(expected), plainly(found), f"rank {rank}")
+    assert before == contents(source.directory)
+
+
+@pytest.mark.parametrize("name", ["b_dp2_zero1_xser", "e_dp2_tp2_bf16_master_pt", *ZERO1[-3:]])
+def test_there_and_back_again_is_what_nxd_saved(golden: Path, tmp_path: Path, name: str) -> None:
+    """Over full files, or another number of ranks, to the first number: everything is as NxD saved it."""
+    source = saved(golden, name)
+    checkpoint = open_checkpoint(source.directory, "step_3")
+    dp, ep = checkpoint.topology.dp, checkpoint.topology.ep
+
+    convert_zero1(source.directory / "step_3", tmp_path / "full", convert_to_full=True, durable=False)
+    other = tmp_path / "other"
+    convert_zero1(source.directory / "step_3", other, convert_to_sharded=True, dp_size=3 * ep, durable=False)
+    for start in ("full", "other"):
+        back = tmp_path / f"back_from_{start}"
+        convert_zero1(tmp_path / start, back, convert_to_sharded=True, dp_size=dp, durable=False)
+
+        for rank, found in enumerate(optimizers(back)):
+            expected = checkpoint.optimizer_state(rank)
+            if checkpoint.parts.optimizer == "zero1_dcp":  # which stores no padding
+                expected = {**expected, "base_state": _padded(expected["base_state"], found["base_state"])}
+            assert None is difference(plainly(expected), plainly(found), f"rank {rank}")
+
+
+@pytest.mark.parametrize("name", [name for name in ZERO1 if "avoid_lp" not in name])
+def test_the_rest_of_the_tag_comes_along(golden: Path, tmp_path: Path, name: str) -> None:
+    """Every rank loads the model that it had, the scheduler and the user content, verified by digests."""
+    source = saved(golden, name)
+    ep = source.config["ep"]
+
+    other = tmp_path / "other"
+    convert_zero1(source.directory / "step_3", other, convert_to_sharded=True, dp_size=3 * ep, durable=False)
+
+    for rank, at in enumerate(source.topologies):
+        if at.dp_rank >= 3 * ep:
+            continue
+        held = source.held("step_3", rank)
+        loaded: dict[str, Any] = {}
+        scheduler: dict[str, Any] = {}
+        live = replace_dp(at, 3 * ep)
+        content = load_checkpoint(tmp_path, "other", loaded, scheduler=scheduler, topology=live)
+        assert None is difference(plainly(held["model"]), plainly(loaded))
+        assert None is difference(plainly(held["scheduler"]), plainly(scheduler))
+        assert plainly(held["user_content"]) == plainly(content)
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes"),
+    [("a_dp2_zero1_pt", "tp3"), ("c_dp2_tp2_zero1_xser", "tp4"), ("e_dp2_tp2_bf16_master_pt", "dp3")],
+)
+@pytest.mark.parametrize("form", [{"convert_to_full": True}, {"convert_to_sharded": True, "dp_size": 5}])
+def test_the_result_loads_wherever_nxds_tag_does(
+    golden: Path, tmp_path: Path, name: str, sizes: str, form: dict[str, Any]
+) -> None:
+    """On yet other sizes too: how parameters are cut, which NxD does not record, is still for the live model to say."""
+    source = GoldenModel(saved(golden, name))
+
+    convert_zero1(source.saved.directory / "step_3", tmp_path / "step_3", **form, durable=False)
+
+    topology = topology_of(sizes)
+    for rank in range(topology.world_size):
+        live = Live(source, topology.at(rank))
+        load_checkpoint(tmp_path, "step_3", live.model, live.optimizer, topology=live.at)
+        check(source, live)
+
+
+def test_weights_that_nxd_left_out_stay_left_out(golden: Path, tmp_path: Path) -> None:
+    """Which master weights stand for them only a live model tells: nothing is lost, and nothing made up."""
+    source = saved(golden, "f_dp2_tp2_bf16_master_avoid_lp_xser")
+
+    convert_zero1(source.directory / "step_3", tmp_path / "dp3", convert_to_sharded=True, dp_size=3, durable=False)
+
+    parts = open_checkpoint(tmp_path, "dp3").parts
+    assert (True, False, True) == (parts.model, parts.lower_precision_weights, parts.master_weights)
+    assert contents(source.directory / "step_3" / "model") == contents(tmp_path / "dp3" / "model")
+
+
+def test_nxds_files_are_copied(golden: Path, tmp_path: Path) -> None:
+    """NxD writes into the files of a tag that it saves again: nothing of it may be the same file."""
+    tag = saved(golden, "a_dp2_zero1_pt").directory / "step_3"
+
+    convert_zero1(tag, tmp_path / "dp3", convert_to_sharded=True, dp_size=3, durable=False)
+
+    for file in ("model/dp_rank_00_tp_rank_00_pp_rank_00.pt", "scheduler.pt", "user_content.pt"):
+        assert (tag / file).read_bytes() == (tmp_path / "dp3" / file).read_bytes()
+        assert (tag / file).stat().st_ino != (tmp_path / "dp3" / file).stat().st_ino
+
+
+def replace_dp(at: Any, dp: int) -> Any:
+    """The same place in a job of another data-parallel size."""
+    place = replace(at.coordinates)
+    sizes = {**at.sizes, "dp": dp}
+    return type(at)(**sizes, dp_rank=place.dp_rank, tp_rank=place.tp_rank, pp_rank=place.pp_rank)
+
+
+def _padded(state: dict[int, Any], like: dict[int, Any]) -> dict[int, Any]:
+    """Shards that lack padding, with zeros at their end."""
+
+    def padded(tensor: Any, other: Any) -> Any:
+        if not isinstance(tensor, torch.Tensor) or tensor.dim() == 0:
+            return tensor
+        return torch.cat([tensor, tensor.new_zeros(len(other) - len(tensor), *tensor.shape[1:])])
+
+    return {
+        index: {key: padded(value, like[index][key]) for key, value in entry.items()} for index, entry in state.items()
+    }

@@ -1,0 +1,132 @@
+"""A conversion that fails or is killed leaves no half tag, and what was there stays."""
+
+from __future__ import annotations
+
+import resource
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from nxd_ckpt import Checkpointer, has_checkpoint, open_checkpoint
+from nxd_ckpt.commit.session import Session, open_session
+from nxd_ckpt.conversion import conversion
+from nxd_ckpt.convert import convert_zero1
+from nxd_ckpt.errors import CheckpointError, SaveFailed
+from nxd_ckpt.output import locations
+from nxd_ckpt.storage.base import Storage
+from nxd_ckpt.storage.local import LocalStorage
+from nxd_ckpt.tag.directory import list_tags
+from nxd_ckpt.testing.memory import MemoryStorage
+from tests.conversion.tags import contents, optimizers, plainly, remains, save_example, sharded, whole
+from tests.support.processes import run_program
+from tests.tag.equality import difference
+
+pytestmark = [pytest.mark.plain, pytest.mark.once]
+
+KILLED = """
+import sys
+from nxd_ckpt.convert import convert_zero1
+from nxd_ckpt.output import locations
+from nxd_ckpt.storage.local import LocalStorage
+from nxd_ckpt.testing.storage import HookedStorage, killing
+
+hook = killing("close", "*/optim/dp_rank_01*")
+locations.open_storage = lambda path, durable, options: HookedStorage(LocalStorage(path, durable), hook)
+convert_zero1(sys.argv[1], sys.argv[2], convert_to_sharded=True, dp_size=3, overwrite=True)
+"""
+
+
+@contextmanager
+def full_disk() -> Iterator[None]:
+    """No file of this process can grow beyond 2 KiB."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2048, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+@pytest.mark.parametrize("in_a_store", [False, True])
+def test_a_tag_that_another_job_completed_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, in_a_store: bool
+) -> None:
+    """While the input was looked at: it is replaced only by a conversion that may overwrite."""
+    source = save_example(tmp_path / "input", 2)
+    target: Storage = MemoryStorage() if in_a_store else LocalStorage(tmp_path / "output")
+    monkeypatch.setattr(
+        locations, "open_storage", lambda path, durable, options: target if "output" in path else LocalStorage(path)
+    )
+
+    def convert(overwrite: bool) -> None:
+        convert_zero1(source, tmp_path / "output" / "t", convert_to_full=True, overwrite=overwrite)
+
+    def late_session(*arguments: Any) -> Session:
+        with Checkpointer("unused", storage=target) as other:
+            other.save("t", {"weight": torch.ones(2)}, overwrite=True)
+        return open_session(*arguments)
+
+    monkeypatch.setattr(conversion, "open_session", late_session)
+    with pytest.raises(SaveFailed, match=r"t exists.*overwrite=True"):
+        convert(overwrite=False)
+    model: dict[str, torch.Tensor] = {}
+    Checkpointer("unused", storage=target).load("t", model)
+    assert {"weight": [1.0, 1.0]} == {name: tensor.tolist() for name, tensor in model.items()}
+    convert(overwrite=True)
+    assert target.is_dir("t/optim")
+
+
+def test_a_conversion_killed_in_the_middle_shows_nothing(tmp_path: Path) -> None:
+    """SIGKILL between two ranks' files: nothing is visible, the input is as it was, and a second run succeeds."""
+    source = save_example(tmp_path / "input", 2)
+    before = contents(source)
+    output = tmp_path / "output"
+
+    killed = run_program(KILLED, source, output / "dp3")
+
+    assert -signal.SIGKILL == killed.returncode
+    assert [] == list_tags(LocalStorage(output))
+    assert not has_checkpoint(output)
+    assert any("dp_rank_00" in file for file in remains(output))  # it was in the middle
+    convert_zero1(source, output / "dp3", convert_to_sharded=True, dp_size=3)
+    cut = [sharded(whole(), 3, rank) for rank in range(3)]
+    assert None is difference(plainly(cut), plainly(optimizers(output / "dp3")))
+    assert [] == remains(output)
+    assert before == contents(source)
+
+
+def test_a_full_disk_leaves_nothing_of_the_attempt(tmp_path: Path) -> None:
+    """The error names the file; nothing of the attempt is left."""
+    source = save_example(tmp_path / "input", 2)
+    before = contents(source)
+
+    with full_disk(), pytest.raises(CheckpointError, match=r"writing optim/dp_rank_00.*File too large"):
+        convert_zero1(source, tmp_path / "output" / "dp1", convert_to_sharded=True, dp_size=1)
+
+    assert not (tmp_path / "output" / "dp1").exists()
+    assert [] == remains(tmp_path / "output")
+    assert before == contents(source)
+
+
+def test_an_existing_result_is_replaced_only_by_a_complete_one(tmp_path: Path) -> None:
+    """A failure leaves the old one in place; with success it is gone, and takes no space."""
+    old = save_example(tmp_path / "output", 2, tag="dp3", step=1)
+    source = save_example(tmp_path / "input", 2, step=2)
+    damaged = save_example(tmp_path / "damaged", 2, step=2)
+    shard = damaged / "optim" / "dp_rank_01_tp_rank_00_pp_rank_00.pt"
+    shard.write_bytes(shard.read_bytes()[:-100])
+    before = contents(old)
+
+    with pytest.raises(CheckpointError, match="dp_rank_01"):
+        convert_zero1(damaged, old, convert_to_sharded=True, dp_size=3, overwrite=True)
+    assert before == contents(old)
+    convert_zero1(source, old, convert_to_sharded=True, dp_size=3, overwrite=True)
+
+    assert {"steps": 2} == open_checkpoint(tmp_path / "output").user_content()
+    assert None is difference(plainly(sharded(whole(step=2), 3, 1)), plainly(optimizers(old)[1]))
+    assert [] == remains(tmp_path / "output")

@@ -1,0 +1,252 @@
+"""What cannot be converted is refused with the reason, before anything is written; the input stays as it is."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from nxd_ckpt import Checkpointer, Topology, load_checkpoint
+from nxd_ckpt.convert import convert_zero1, reshard
+from nxd_ckpt.errors import (
+    CheckpointNotFound,
+    DirectoryInUse,
+    InvalidArgument,
+    InvalidTag,
+    MalformedFile,
+    OptimizerMismatch,
+    PartNotFound,
+    UnsupportedState,
+)
+from tests.conversion.tags import contents, save_example
+from tests.golden.checkpoints import saved
+from tests.interop.saving import save_as_every_rank
+
+pytestmark = [pytest.mark.plain, pytest.mark.once]
+
+RANK_1 = "optim/dp_rank_01_tp_rank_00_pp_rank_00.pt"
+
+
+@pytest.fixture
+def foreign(golden: Path, tmp_path: Path) -> Path:
+    """A copy of a tag that NxD saved on two data-parallel ranks."""
+    return shutil.copytree(saved(golden, "a_dp2_zero1_pt").directory / "step_3", tmp_path / "input" / "step_3")
+
+
+def refused(
+    error: type[Exception], complaint: str, source: Path, target: Path, **options: Any
+) -> None:
+    """Verify that the conversion raises this, and leaves neither a change nor a trace."""
+    options = options or {"convert_to_sharded": True, "dp_size": 3}
+    existed, before = target.exists(), contents(source)
+    with pytest.raises(error, match=complaint):
+        convert_zero1(source, target, **options)
+    assert before == contents(source)
+    assert existed == target.exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "complaint"),
+    [
+        ({}, "give either"),
+        ({"convert_to_full": True, "convert_to_sharded": True, "dp_size": 2}, "give either"),
+        ({"convert_to_sharded": True}, "needs dp_size"),
+        ({"convert_to_full": True, "dp_size": 2}, "leave it out"),
+        ({"convert_to_sharded": True, "dp_size": 0}, "at least 1"),
+        ({"convert_to_full": True, "num_workers": 0}, "num_workers"),
+    ],
+)
+def test_arguments_that_make_no_sense_are_refused(tmp_path: Path, options: dict[str, Any], complaint: str) -> None:
+    """Neither or both modes, no size or an impossible one, no worker."""
+    source = save_example(tmp_path / "input", 2)
+    with pytest.raises(InvalidArgument, match=complaint):
+        convert_zero1(source, tmp_path / "out", **options)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_size_that_experts_do_not_divide(golden: Path, tmp_path: Path) -> None:
+    """The data-parallel ranks share out the experts: their number is a multiple."""
+    source = saved(golden, "i_dp4_ep2_zero1_pt").directory / "step_3"
+    refused(InvalidArgument, "ep=2 must divide dp=3", source, tmp_path / "out")
+
+
+@pytest.mark.parametrize("offsets", [True, False], ids=["offsets kept", "offsets dropped"])
+@pytest.mark.parametrize("model", [True, False], ids=["with its model", "alone"])
+def test_an_expert_optimizer_that_nxds_converter_unsharded(
+    golden: Path, tmp_path: Path, offsets: bool, model: bool
+) -> None:
+    """It takes the experts of one rank for all: nothing that reads the file may take it for whole."""
+    step = saved(golden, "i_dp4_ep2_zero1_pt").directory / "step_3"
+    source = tmp_path / "input" / "step_3"
+    (source / "optim").mkdir(parents=True)
+    torch.save(_unsharded_by_nxd(step, offsets), source / "optim" / "full_tp_rank_00_pp_rank_00.pt")
+    if model:
+        shutil.copytree(step / "model", source / "model")
+    complaint = "optim: an unsharded optimizer of an expert-parallel job, which .* writes wrongly"
+    refused(MalformedFile, complaint, source, tmp_path / "out")
+    for marker in ("checkpoint", "done"):
+        (source / marker).write_text("1")
+    with pytest.raises(MalformedFile, match=complaint):
+        load_checkpoint(source.parent, source.name, optimizer={}, topology=Topology())
+
+
+def _unsharded_by_nxd(step: Path, offsets: bool) -> dict[str, Any]:
+    """What its converter makes of the files of all ranks: it puts shards one behind the other and cuts off the rest."""
+    files = sorted((step / "optim").glob("*.pt"))
+    ranks = [torch.load(file, weights_only=False) for file in files]
+    full = dict(ranks[0])
+    for index, shape in full["shape_info"].items():
+        shards = [rank["base_state"][index] for rank in ranks]
+        state = {name: torch.cat([shard[name] for shard in shards])[: shape[0]] for name in ("exp_avg", "exp_avg_sq")}
+        full["base_state"] = {**full["base_state"], index: {"step": shards[0]["step"], **state}}
+    return full if offsets else {key: value for key, value in full.items() if not key.startswith("ep_")}
+
+
+def _input(source: Path) -> Path:
+    return source
+
+
+def _inside(source: Path) -> Path:
+    return source / "converted"
+
+
+def _around(source: Path) -> Path:
+    return source.parent
+
+
+def _linked(source: Path) -> Path:
+    link = source.parent.parent / "link"
+    link.symlink_to(source.parent)
+    return link / source.name
+
+
+@pytest.mark.parametrize("output", [_input, _inside, _around, _linked])
+def test_an_output_that_touches_the_input(tmp_path: Path, output: Callable[[Path], Path]) -> None:
+    """The same directory, one inside the other, or the same by a symbolic link, also with ``overwrite``."""
+    source = save_example(tmp_path / "input", 2)
+    options = {"convert_to_full": True, "overwrite": True}
+    refused(InvalidArgument, "one lies inside the other", source, output(source), **options)
+
+
+def test_an_output_that_exists_is_replaced_on_request_only(tmp_path: Path) -> None:
+    """It is replaced only on request, and never if it is not a checkpoint; an empty directory may be there."""
+    source = save_example(tmp_path / "input", 2)
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "notes.txt").write_text("keep")
+    (tmp_path / "file").write_text("keep")
+    (tmp_path / "empty").mkdir()
+
+    refused(InvalidArgument, "overwrite=True", source, tmp_path / "mine", convert_to_full=True)
+    refused(InvalidArgument, "left alone", source, tmp_path / "mine", convert_to_full=True, overwrite=True)
+    refused(InvalidArgument, "is a file", source, tmp_path / "file", convert_to_full=True, overwrite=True)
+    refused(InvalidTag, "hidden", source, tmp_path / ".out", convert_to_full=True)
+    convert_zero1(source, tmp_path / "empty", convert_to_full=True)
+
+    assert "keep" == (tmp_path / "mine" / "notes.txt").read_text()
+    assert (tmp_path / "empty" / "done").exists()
+
+
+def test_an_input_that_is_no_tag(foreign: Path, tmp_path: Path) -> None:
+    """Nothing there, the directory above, a directory of other things, a save that was interrupted."""
+    refused(CheckpointNotFound, "does not exist", tmp_path / "nowhere", tmp_path / "out")
+    refused(CheckpointNotFound, "step_3", foreign.parent, tmp_path / "out")
+    refused(PartNotFound, "no checkpoint", foreign / "model", tmp_path / "out")
+    (foreign / "done").unlink()
+    refused(CheckpointNotFound, "interrupted", foreign, tmp_path / "out")
+
+
+def test_an_input_of_nxd_0_1_to_0_5_is_refused(tmp_path: Path) -> None:
+    """Those have no files that could be taken over."""
+    source = tmp_path / "old"
+    source.mkdir()
+    torch.save({"model": {"weight": torch.ones(2)}}, source / "tp_rank_00")
+    refused(UnsupportedState, "0.1 to 0.5", source, tmp_path / "out")
+
+
+def test_an_input_without_a_zero1_optimizer_is_refused(golden: Path, tmp_path: Path) -> None:
+    """A plain optimizer is the same for any number of ranks; a model alone has none."""
+    plain = saved(golden, "g_dp2_tp2_nozero1_xser").directory / "step_3"
+    save_as_every_rank(tmp_path / "model", "step_1", [Topology()], lambda rank: {"model": {"weight": torch.ones(2)}})
+    refused(OptimizerMismatch, "plain optimizer", plain, tmp_path / "out")
+    refused(OptimizerMismatch, "no optimizer", tmp_path / "model" / "step_1", tmp_path / "out")
+    save_as_every_rank(tmp_path / "neither", "step_1", [Topology()], lambda rank: {"user_content": 1})
+    with pytest.raises(PartNotFound, match="neither"):
+        reshard(tmp_path / "neither" / "step_1", tmp_path / "out", dp=2)
+
+
+def test_an_input_that_is_unsharded_already(golden: Path, tmp_path: Path) -> None:
+    """As NxD's converter refuses it."""
+    refused(InvalidArgument, "unsharded already", golden / "k_convert/pt/full", tmp_path / "out", convert_to_full=True)
+
+
+def test_ranks_files_that_are_missing(golden: Path, foreign: Path, tmp_path: Path) -> None:
+    """In the middle, which their names tell, and at the end, which only the shards' rows do; ours by the manifest."""
+    ours = save_example(tmp_path / "ours", 2)
+    (ours / RANK_1).unlink()
+    refused(PartNotFound, "dp_rank_01", ours, tmp_path / "out")
+    (foreign / RANK_1).unlink()
+    refused(MalformedFile, "two saves", foreign, tmp_path / "out")
+    four = shutil.copytree(saved(golden, "d_dp4_zero1_xser").directory / "step_3", tmp_path / "four" / "step_3")
+    (four / RANK_1).unlink()
+    refused(PartNotFound, "dp 1 tp 0 pp 0", four, tmp_path / "out")
+    staged = shutil.copytree(saved(golden, "h_tp2_pp2_zero1_xser").directory / "step_3", tmp_path / "staged" / "step_3")
+    for file in staged.glob("model/*pp_rank_01.pt"):
+        file.unlink()
+    refused(PartNotFound, "missing from one of them", staged, tmp_path / "out")
+
+
+def test_files_of_two_saves_are_refused(golden: Path, foreign: Path, tmp_path: Path) -> None:
+    """A rank's file of another step, of another number of ranks, or of another run: the shards do not fit together."""
+    original = (foreign / RANK_1).read_bytes()
+
+    tree = torch.load(foreign / RANK_1, weights_only=True)
+    for entry in tree["base_state"].values():
+        entry["step"] += 1
+    torch.save(tree, foreign / RANK_1)
+    refused(MalformedFile, "different steps", foreign, tmp_path / "out")
+
+    of_three = golden / "k_convert" / "pt" / "sharded_to_dp3" / "optim"
+    (foreign / RANK_1).write_bytes((of_three / Path(RANK_1).name).read_bytes())
+    refused(MalformedFile, "two saves", foreign, tmp_path / "out")
+
+    (foreign / RANK_1).write_bytes(original)
+    shutil.copy(of_three / "dp_rank_02_tp_rank_00_pp_rank_00.pt", foreign / "optim")
+    refused(MalformedFile, "two saves", foreign, tmp_path / "out")
+
+
+def test_a_changed_byte_in_a_file_of_nxds(foreign: Path, tmp_path: Path) -> None:
+    """In the model, which is only copied, as in the optimizer."""
+    for part in ("model", "optim"):
+        file = foreign / part / "dp_rank_00_tp_rank_00_pp_rank_00.pt"
+        original = file.read_bytes()
+        tree = torch.load(file, weights_only=True)
+        tensor = tree["embed.weight"] if part == "model" else tree["base_state"][1]["exp_avg"]
+        at = original.index(tensor.contiguous().numpy().tobytes())
+        file.write_bytes(original[:at] + bytes([original[at] ^ 1]) + original[at + 1 :])
+        refused(Exception, "CRC-32", foreign, tmp_path / "out")
+        file.write_bytes(original)
+
+
+def test_a_directory_that_a_live_job_saves_to(tmp_path: Path) -> None:
+    """Two writers would not know of each other's tags."""
+    source = save_example(tmp_path / "input", 2)
+    with Checkpointer(tmp_path / "job") as job:
+        job.save("step_1", {"weight": torch.ones(2)})
+        refused(DirectoryInUse, "job", source, tmp_path / "job" / "out")
+
+
+def test_relative_paths_are_meant_from_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """``converted`` and ``./step_3`` lie side by side."""
+    source = save_example(tmp_path, 2)
+    monkeypatch.chdir(tmp_path)
+    convert_zero1("./step_3", "converted", convert_to_full=True)
+    assert (tmp_path / "converted" / "done").exists()
+    assert source.exists()
+    with pytest.raises(InvalidArgument, match="names no tag"):
+        convert_zero1("memory://step_3", "out", convert_to_full=True)
+    assert os.listdir(tmp_path / "converted")

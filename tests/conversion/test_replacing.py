@@ -1,0 +1,159 @@
+"""Outputs that replace others survive SIGKILL at every instant: the old one or the new one is there, whole."""
+
+from __future__ import annotations
+
+import errno
+import shutil
+import signal
+from collections.abc import Callable
+from functools import partial
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.checkpoint.state_dict_loader import load
+
+from nxd_ckpt import load_checkpoint, save_checkpoint
+from nxd_ckpt.convert import from_dcp, pack_checkpoint, to_dcp, unshard_checkpoint
+from nxd_ckpt.errors import CheckpointError, InvalidArgument
+from nxd_ckpt.output import locations
+from nxd_ckpt.storage import local, system
+from nxd_ckpt.storage.base import Storage
+from nxd_ckpt.storage.urls import open_storage
+from nxd_ckpt.testing.storage import Hook, HookedStorage, Operation, failing
+from tests.support.processes import run_program
+
+pytestmark = [pytest.mark.plain, pytest.mark.once]
+
+KILLED = """
+import os, sys
+
+from nxd_ckpt.convert import pack_checkpoint, to_dcp, unshard_checkpoint
+from nxd_ckpt.output import locations
+from nxd_ckpt.storage import local
+from nxd_ckpt.storage.local import LocalStorage
+from nxd_ckpt.testing.storage import HookedStorage, killing
+
+directory, exchanges, *kills = sys.argv[1:]
+if exchanges == "no":
+    local.exchange = lambda one, other: False
+for number, kill in enumerate(kills):
+    what, operation, key = kill.split(" ", 2)
+    if os.fork() == 0:
+        locations.open_storage = lambda path, *given: HookedStorage(LocalStorage(path, False), killing(operation, key))
+        make = {"whole": unshard_checkpoint, "dcp": to_dcp, "packed.tar": pack_checkpoint}[what]
+        make(f"{directory}/new", f"{directory}/{number}/{what}", overwrite=True)
+        os._exit(0)
+    print(os.WTERMSIG(os.wait()[1]))
+"""
+
+OUTPUTS: dict[str, Callable[..., object]] = {"whole": unshard_checkpoint, "dcp": to_dcp, "packed.tar": pack_checkpoint}
+
+
+@pytest.fixture
+def tags(tmp_path: Path) -> Path:
+    """The tags "old" and "new"."""
+    for number, name in enumerate(("old", "new")):
+        save_checkpoint(tmp_path, name, {"w": torch.full((3,), float(number))}, durable=False)
+    return tmp_path
+
+
+def kill(tags: Path, kills: list[str], *, exchanges: bool) -> list[Path]:
+    """Outputs of the old tag, each killed while it was replaced: just before an operation ("OUTPUT NAME KEY")."""
+    outputs = [tags / str(number) / one.split()[0] for number, one in enumerate(kills)]
+    for output in outputs:
+        OUTPUTS[output.name](tags / "old", output)
+    done = run_program(KILLED, tags, "yes" if exchanges else "no", *kills)
+    assert [signal.SIGKILL.value] * len(kills) == list(map(int, done.stdout.split()))
+    return outputs
+
+
+def made_of(output: Path) -> float:
+    """Which tag the output is of: 0 the old one, 1 the new one. It is read as any program would."""
+    if output.name == "whole":
+        found: torch.Tensor = torch.load(output / "model.pt", weights_only=True)["w"]
+    elif output.name == "dcp":
+        state = {"model": {"w": torch.empty(3)}}
+        load(state, checkpoint_id=output, no_dist=True)
+        found = state["model"]["w"]
+    else:
+        model: dict[str, torch.Tensor] = {}
+        load_checkpoint(str(output), model=model)
+        found = model["w"]
+    return found.unique().item()
+
+
+def test_where_names_can_be_exchanged_one_of_both_is_there(tags: Path) -> None:
+    """At every instant; what is left over is gone after the next one."""
+    assert system.exchange(tags / "old", tags / "new")
+    assert system.exchange(tags / "old", tags / "new")
+    steps = ["swap .{0}.incomplete <-> {0}", "rename .{0}.incomplete -> *", "rename .{0}.replaced -> *"]
+    kills = [f"{output} {step.format(output)}" for output in OUTPUTS for step in steps]
+    outputs = kill(tags, kills, exchanges=True)
+    assert [0, 1, 1] * len(OUTPUTS) == [made_of(output) for output in outputs]
+    for output in outputs:
+        OUTPUTS[output.name](tags / "new", output, overwrite=True)
+        assert [output] == list(output.parent.iterdir())
+
+
+def test_elsewhere_the_next_to_open_it_finishes(tags: Path) -> None:
+    """Between two renames neither is there; then the new one is, for whoever reads it with us, or writes it again."""
+    steps = ["rename {0} -> *", "rename .{0}.incomplete -> {0}", "rename .{0}.replaced -> .{0}.incomplete"]
+    kills = [f"{output} {step.format(output)}" for output in OUTPUTS for step in steps]
+    outputs = kill(tags, kills, exchanges=False)
+    assert [True, False, True] * len(OUTPUTS) == [output.exists() for output in outputs]
+    from_dcp(tags / "4" / "dcp", tags / "back" / "step_1", dry_run=True)
+    for output in outputs:
+        if not output.exists():
+            with pytest.raises(InvalidArgument, match="overwrite=True"):
+                OUTPUTS[output.name](tags / "old", output)
+    assert [0, 1, 1] * len(OUTPUTS) == [made_of(output) for output in outputs]
+    for output in outputs:
+        OUTPUTS[output.name](tags / "new", output, overwrite=True)
+        assert [output] == list(output.parent.iterdir())
+
+
+def hooked(hook: Hook, *given: Any) -> Storage:
+    return HookedStorage(open_storage(*given), hook)
+
+
+def test_what_fails_to_be_replaced_stays(tags: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An error at any step of the replacement: the old one is as it was."""
+    for exchanges, step in product((True, False), ("swap *", "rename out*", "rename .out.incomplete*", "sync_dir ")):
+        if step == "rename out*" and exchanges:
+            continue
+        output = tags / f"{exchanges} {step[:-1]}" / "out"
+        unshard_checkpoint(tags / "old", output)
+        name, _, pattern = step.partition(" ")
+        with monkeypatch.context() as patch:
+            if not exchanges:
+                patch.setattr(local, "exchange", lambda one, other: False)
+            hook = failing(name, pattern, OSError(errno.EIO, "broken"))
+            patch.setattr(locations, "open_storage", partial(hooked, hook))
+            with pytest.raises(CheckpointError, match="broken"):
+                unshard_checkpoint(tags / "new", output, overwrite=True)
+        assert 0 == made_of(output.rename(output.with_name("whole")))
+        assert ["whole"] == [path.name for path in output.parent.iterdir()]
+
+
+@pytest.mark.parametrize("exchanges", [True, False])
+def test_what_was_to_be_replaced_stays_where_the_new_one_was_removed(
+    tags: Path, monkeypatch: pytest.MonkeyPatch, exchanges: bool
+) -> None:
+    """By another process, just before it was to get the name."""
+    output = tags / "outputs" / "whole"
+    unshard_checkpoint(tags / "old", output)
+
+    def remove(operation: Operation) -> None:
+        if operation.name in ("swap", "rename") and operation.key.startswith((".whole", "whole")):
+            shutil.rmtree(output.with_name(".whole.incomplete"), ignore_errors=True)
+
+    if not exchanges:
+        monkeypatch.setattr(local, "exchange", lambda one, other: False)
+    with monkeypatch.context() as patch:
+        patch.setattr(locations, "open_storage", partial(hooked, remove))
+        with pytest.raises(CheckpointError, match="No such file"):
+            unshard_checkpoint(tags / "new", output, overwrite=True)
+    assert 0 == made_of(output)

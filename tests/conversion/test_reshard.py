@@ -1,0 +1,184 @@
+"""``reshard``: a whole tag as a job of other sizes would have saved it, bit for bit."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from nxd_ckpt import Partition, Topology, load_checkpoint, open_checkpoint
+from nxd_ckpt.convert import reshard
+from nxd_ckpt.errors import InvalidArgument, OptimizerMismatch, TopologyMismatch
+from nxd_ckpt.tag.verify import verify_checkpoint
+from tests.conversion.tags import as_nxd, contents, save_example
+from tests.golden.checkpoints import saved
+from tests.reshard.ranks import fresh, load_rank, save_job
+from tests.reshard.transformer import layout_of, weights_of
+from tests.reshard.whole import Layout, Weight, expected
+from tests.tag.equality import difference
+
+pytestmark = [pytest.mark.plain, pytest.mark.once]
+
+
+def stages_of(layout: Layout, weights: list[Weight]) -> list[list[str]]:
+    """The names on each pipeline stage."""
+    last = [layout.topology.at(layout.topology.rank_of(place)) for place in _leaders(layout.topology)]
+    return [[weight.name for weight in layout.of_stage(weights, at)] for at in last]
+
+
+@pytest.mark.parametrize("use_xser", [False, True], ids=["pt", "xser"])
+@pytest.mark.parametrize("zero1", [True, False], ids=["zero1", "plain"])
+@pytest.mark.parametrize(
+    ("on", "to"),
+    [("dp2tp2", "dp3"), ("dp3", "tp2"), ("tp4", "dp2tp2"), ("dp2pp2", "dp3tp2"), ("tp2", "dp2pp2"), ("dp2", "dp2")],
+)
+def test_every_rank_gets_its_part(tmp_path: Path, on: str, to: str, zero1: bool, use_xser: bool) -> None:
+    """Fused and strided layers, padding, frozen weights, stages: live objects load the result as their own."""
+    weights = weights_of(torch.bfloat16 if zero1 else torch.float32)
+    before, after = layout_of(on, weights, zero1=zero1), layout_of(to, weights, zero1=zero1)
+    save_job(tmp_path, weights, before, use_xser=use_xser)
+    untouched = contents(tmp_path / "step_1")
+    result = tmp_path / "result" / "step_1"
+    sizes: dict[str, Any] = after.topology.sizes
+
+    reshard(tmp_path / "step_1", result, **sizes, stages=stages_of(after, weights), durable=False)
+
+    assert () == verify_checkpoint(result.parent, "step_1").problems
+    assert after.topology == open_checkpoint(result.parent).topology
+    for at in after.ranks:
+        rank = fresh(weights, after, at)
+        assert {"saved": 1} == load_rank(result.parent, rank, partitions=after.partitions)
+        assert None is difference(expected(weights, after, at), rank.held())
+    assert untouched == contents(tmp_path / "step_1")
+
+
+@pytest.mark.parametrize(("on", "to"), [("dp2ep2", "dp4ep4"), ("dp4ep2", "dp2ep2tp2")])
+def test_experts_move_too(tmp_path: Path, on: str, to: str) -> None:
+    """Experts are spread over other ranks, and their optimizer shards with them."""
+    weights = weights_of(experts=True)
+    before, after = layout_of(on, weights), layout_of(to, weights)
+    save_job(tmp_path, weights, before)
+    result = tmp_path / "result" / "step_1"
+    sizes: dict[str, Any] = after.topology.sizes
+
+    reshard(tmp_path / "step_1", result, **sizes, durable=False)
+
+    for at in after.ranks:
+        rank = fresh(weights, after, at)
+        load_rank(result.parent, rank, partitions=after.partitions)
+        assert None is difference(expected(weights, after, at), rank.held())
+
+
+def test_a_tag_of_nxds_with_partitions(golden: Path, tmp_path: Path) -> None:
+    """NxD does not record how parameters are cut: told so, the tag is put together from both of its ranks."""
+    source = saved(golden, "g_dp2_tp2_nozero1_xser")
+    held = [source.held("step_3", rank) for rank, at in enumerate(source.topologies) if at.dp_rank == 0]
+    cut = {
+        about["name"]: Partition(about["partition_dim"], num_partitions=2)
+        for about in held[0]["params"]
+        if about["tensor_model_parallel"]
+    }
+
+    names = [held[0]["optimizer_param_names"]]
+
+    tag = source.directory / "step_3"
+    reshard(tag, tmp_path / "tp1", tp=1, partitions=cut, saved_param_names=names, durable=False)
+
+    def put_together(name: str, parts: list[torch.Tensor]) -> torch.Tensor:
+        dim = cut[name].partition_dim if name in cut else None
+        return parts[0] if dim is None else torch.cat(parts, dim)
+
+    loaded: dict[str, Any] = {}
+    optimizer: dict[str, Any] = {}
+    load_checkpoint(tmp_path, "tp1", loaded, optimizer, topology=Topology())
+    for name, tensor in loaded.items():
+        assert torch.equal(put_together(name, [rank["model"][name] for rank in held]), tensor), name
+    for index, name in enumerate(name for group in names[0] for name in group):
+        moments = [rank["optimizer"]["state"][index]["exp_avg"] for rank in held]
+        assert torch.equal(put_together(name, moments), optimizer["state"][index]["exp_avg"]), name
+
+
+def test_experts_that_only_the_optimizer_shows_are_no_replicas(tmp_path: Path) -> None:
+    """Where NxD's tag has master weights in place of weights, ranks' experts are still told from ranks' copies."""
+    weights = [replace(w, left_out=w.kind == "parameter") for w in weights_of(torch.bfloat16, experts=True)]
+    before, after = layout_of("dp4ep2", weights), layout_of("dp3", weights)
+    save_job(tmp_path, weights, before, use_xser=True)
+    tag = as_nxd(tmp_path / "step_1")
+    for file in tag.glob("model/*.tensors/*.pt"):
+        if torch.load(file).dtype == torch.bfloat16 and torch.load(file).numel() != 15:  # all but what is frozen
+            file.unlink()
+    experts = [weight.name for weight in weights if weight.name.endswith("experts")]
+    named = [[name for name in group if (name in experts) is own] for own in (False, True) for group in before.groups]
+
+    with pytest.raises(TopologyMismatch, match=r"block0_experts.*pass partitions= with its expert=True"):
+        reshard(tag, tmp_path / "lost" / "step_1", ep=1, dp=3, saved_param_names=[named], durable=False)
+    cut = {name: Partition(expert=True) for name in experts}
+    reshard(tag, tmp_path / "ep1" / "step_1", ep=1, dp=3, saved_param_names=[named], partitions=cut, durable=False)
+
+    for at in after.ranks:
+        rank = fresh(weights, after, at)
+        load_rank(tmp_path / "ep1", rank, partitions=after.partitions)
+        assert None is difference(expected(weights, after, at), rank.held())
+
+
+def test_a_cut_that_is_not_known_is_refused(golden: Path, tmp_path: Path) -> None:
+    """Without partitions NxD's tag cannot be put together: an error that says so, and no result."""
+    source = saved(golden, "g_dp2_tp2_nozero1_xser")
+
+    names = [source.held("step_3", 0)["optimizer_param_names"]]
+    with pytest.raises(TopologyMismatch, match="partitions="):
+        reshard(source.directory / "step_3", tmp_path / "tp1", tp=1, saved_param_names=names)
+    with pytest.raises(OptimizerMismatch, match="saved_param_names="):
+        reshard(source.directory / "step_3", tmp_path / "tp1", tp=1)
+    assert not (tmp_path / "tp1").exists()
+
+
+def test_parameters_without_names_cannot_change_stages(golden: Path, tmp_path: Path) -> None:
+    """NxD's optimizer files do not name parameters: with other stages their order tells nothing."""
+    source = saved(golden, "h_tp2_pp2_zero1_xser")
+
+    with pytest.raises(OptimizerMismatch, match="saved_param_names="):
+        reshard(source.directory / "step_3", tmp_path / "pp1", pp=1)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "error", "complaint"),
+    [
+        ({"tp": 5}, TopologyMismatch, "cannot be divided"),
+        ({"ep": 5, "dp": 5}, TopologyMismatch, "experts"),
+        ({"dp": 3}, InvalidArgument, "ep=2 must divide dp=3"),
+        ({"dp": 0}, InvalidArgument, "at least 1"),
+        ({"pp": 3}, TopologyMismatch, "stages"),
+    ],
+)
+def test_sizes_that_do_not_fit_are_refused(
+    tmp_path: Path, sizes: dict[str, Any], error: type[Exception], complaint: str
+) -> None:
+    """Before a byte is written, with the reason."""
+    weights = weights_of(experts=True)
+    save_job(tmp_path, weights, layout_of("dp2ep2", weights))
+    before = contents(tmp_path / "step_1")
+
+    with pytest.raises(error, match=complaint):
+        reshard(tmp_path / "step_1", tmp_path / "result" / "step_1", **sizes)
+    assert not (tmp_path / "result" / "step_1").exists()
+    assert before == contents(tmp_path / "step_1")
+
+
+def test_all_of_the_tag_is_there(tmp_path: Path) -> None:
+    """Scheduler and user content are taken over; what ranks saved for themselves is not."""
+    source = save_example(tmp_path, 2)
+
+    reshard(source, tmp_path / "dp3", dp=3, durable=False)
+
+    scheduler: dict[str, Any] = {}
+    assert {"steps": 3} == load_checkpoint(tmp_path, "dp3", {}, {}, scheduler, topology=Topology(dp=3))
+    assert {"last_epoch": 3} == scheduler
+    assert not open_checkpoint(tmp_path, "dp3").parts.rank_content
+
+
+def _leaders(topology: Topology) -> list[Any]:
+    return [type(topology.coordinates)(pp_rank) for pp_rank in range(topology.pp)]

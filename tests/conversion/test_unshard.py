@@ -1,0 +1,302 @@
+"""Plain files of whole tensors: whatever job saved a tag, they hold what a single rank would load."""
+
+from __future__ import annotations
+
+import json
+import uuid
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import fsspec
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load, load_file
+
+from nxd_ckpt import save_checkpoint
+from nxd_ckpt.convert import UnshardStrategy, unshard_checkpoint
+from nxd_ckpt.errors import DigestMismatch, InvalidArgument, PartNotFound, TopologyMismatch, UnsupportedState
+from nxd_ckpt.output import image_writer
+from tests.conversion.tags import SHAPES, Tree, contents, model, save_example, whole
+from tests.golden.checkpoints import saved
+from tests.reshard.ranks import save_job
+from tests.reshard.strategies import Case, cases
+from tests.reshard.whole import OPTIONS
+from tests.tag.equality import difference
+
+pytestmark = [pytest.mark.plain, pytest.mark.once]
+
+NAMES = list(SHAPES)
+STRATEGIES = {
+    "one_file": UnshardStrategy.one_file(),
+    "one_file_per_tensor": UnshardStrategy.one_file_per_tensor(),
+    "chunks": UnshardStrategy.chunks(100),
+}
+
+
+def expected_optimizer(tree: Tree) -> Tree:
+    """The unsharded example as torch's distributed state dicts have it."""
+    state: Tree = {}
+    for index, name in enumerate(NAMES):
+        master = {"master_weights": tree["sharded_master_weights"][index]}
+        state[name] = {**tree["base_state"].get(index, {}), **master}
+    groups = [
+        {**group, "betas": tuple(group["betas"]), "params": [NAMES[index] for index in group["params"]]}
+        for group in tree["param_groups"]
+    ]
+    return {"state": state, "param_groups": groups}
+
+
+def merged(trees: list[Tree]) -> Tree:
+    """Nested dicts as one."""
+    whole: Tree = {}
+    for tree in trees:
+        for key, value in tree.items():
+            whole[key] = merged([whole.get(key, {}), value]) if isinstance(value, dict) else value
+    return whole
+
+
+def files_of(part: Path) -> list[Path]:
+    """The weight files of a model or an optimizer, as its index lists them."""
+    if part.is_file():
+        return [part]
+    places = json.loads((part / "index.json").read_text())["weight_map"]
+    assert {*places.values(), "index.json"} == {path.name for path in part.iterdir()}
+    return [part / name for name in dict.fromkeys(places.values())]
+
+
+def read(part: Path) -> Tree:
+    """All of a model or an optimizer, read by torch or by safetensors."""
+    return merged(
+        [
+            torch.load(file, weights_only=True, mmap=True) if file.suffix == ".pt" else load_file(file)
+            for file in files_of(part)
+        ]
+    )
+
+
+def flat(tree: Tree, prefix: str = "") -> Tree:
+    """The tensors of a tree, by the names on their paths."""
+    found: Tree = {}
+    for key, value in tree.items():
+        if isinstance(value, dict):
+            found |= flat(value, f"{prefix}{key}.")
+        elif isinstance(value, torch.Tensor):
+            found[prefix + key] = value
+    return dict(sorted(found.items()))
+
+
+@pytest.mark.parametrize("use_safetensors", [False, True])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("use_xser", [False, True])
+def test_every_strategy_holds_all(tmp_path: Path, strategy: str, use_safetensors: bool, use_xser: bool) -> None:
+    """Model and ZeRO-1 optimizer, as pickles or safetensors; the index of several files says which holds what."""
+    tag = save_example(tmp_path, 3, use_xser=use_xser)
+    done = unshard_checkpoint(
+        tag, tmp_path / "out", unshard_strategy=STRATEGIES[strategy], use_safetensors=use_safetensors
+    )
+    model_path, optim_path = done
+    found = {name: len(content) for name, content in contents(tmp_path / "out").items()}
+    assert found == done.files
+    assert (strategy == "one_file") == model_path.is_file()
+    optimizer = expected_optimizer(whole())
+    if not use_safetensors:
+        assert None is difference(model(), read(model_path))
+        assert None is difference(optimizer, read(optim_path))
+        return
+    assert None is difference(flat(model()), dict(sorted(read(model_path).items())))
+    assert None is difference(flat(optimizer), dict(sorted(read(optim_path).items())))
+    for group in optimizer["param_groups"]:
+        group["betas"] = list(group["betas"])
+    assert {"param_groups": optimizer["param_groups"]} == json.loads((tmp_path / "out" / "optim.json").read_text())
+
+
+@settings(max_examples=15)
+@given(case=cases(), strategy=st.sampled_from(sorted(STRATEGIES)), use_safetensors=st.booleans())
+def test_every_weight_of_any_job_comes_out_whole(case: Case, strategy: str, use_safetensors: bool) -> None:
+    """Whatever the sizes, cuts, stages, param groups and files: every weight, its state and its options, whole."""
+    with TemporaryDirectory() as name:
+        directory = Path(name)
+        save_job(directory, list(case.weights), case.saved, **case.save_options)
+        [tag] = [path for path in directory.iterdir() if path.name[0] != "."]
+        model_path, optim_path = unshard_checkpoint(
+            tag,
+            directory / "out",
+            unshard_strategy=STRATEGIES[strategy],
+            use_safetensors=use_safetensors,
+            durable=False,
+        )
+        values = {weight.name: weight.value for weight in case.weights}
+        assert None is difference(flat(values), flat(read(model_path)))
+        optimizer = read(optim_path)
+        rest = json.loads((directory / "out" / "optim.json").read_text()) if use_safetensors else optimizer
+        state = {}
+        for weight in (weight for weight in case.weights if weight.kind == "parameter"):
+            masters = case.saved.zero1 and case.saved.master_weights
+            entry = {**weight.state(), **({"master_weights": weight.master} if masters else {})}
+            if isinstance(weight.step, float):
+                entry["step"] = torch.tensor(weight.step)
+            elif weight.step is not None:
+                assert weight.step == rest["state"][weight.name]["step"]
+            state[weight.name] = entry
+            [group] = [group for group in rest["param_groups"] if weight.name in group["params"]]
+            wanted = OPTIONS[weight.options]
+            assert wanted == {**{key: group[key] for key in wanted}, "betas": tuple(group["betas"])}
+        expected = flat({"state": state})
+        assert None is difference(expected, flat(optimizer))
+
+
+def test_tags_of_nxd_are_unsharded(golden: Path, tmp_path: Path) -> None:
+    """Alone on tensor parallelism as they are, entries by position; else once it is said how parameters were cut."""
+    alone = saved(golden, "a_dp2_zero1_pt")
+    model_path, optim_path = unshard_checkpoint(alone.directory / "step_3", tmp_path / "alone")
+    assert None is difference(flat(alone.held("step_3", 0)["model"]), flat(read(model_path)))
+    assert {"exp_avg", "exp_avg_sq", "step"} <= read(optim_path)["state"]["#0"].keys()
+
+    cut = saved(golden, "s_tp2_stride2_nozero1_pt")
+    with pytest.raises(TopologyMismatch, match="partitions="):
+        unshard_checkpoint(cut.directory / cut.tags[0], tmp_path / "cut", optim=False)
+    assert not (tmp_path / "cut").exists()
+
+
+def test_names_that_no_file_can_have(tmp_path: Path) -> None:
+    """Each tensor gets a file of its own, none outside of the directory, and the index tells which."""
+    state = {name: torch.full((2,), number) for number, name in enumerate(("a.b", "a-b", "A.b", "../x", "é" * 300))}
+    save_checkpoint(tmp_path / "run", "step_1", state, durable=False)
+    tag = tmp_path / "run" / "step_1"
+    model_path, _ = unshard_checkpoint(tag, tmp_path / "out", unshard_strategy="one_file_per_tensor")
+    assert None is difference(flat(state), flat(read(model_path)))
+    assert {"out", "run"} == {path.name for path in tmp_path.iterdir()}
+
+
+def test_extra_state_is_kept(tmp_path: Path) -> None:
+    """Beside the tensors of a state dict: in a pickle as it was, in JSON where safetensors hold the tensors."""
+    state = {"w": torch.ones(2), "count": 3, "extra": {"seen": [1, 2]}}
+    save_checkpoint(tmp_path / "run", "step_1", state, durable=False)
+    tag = tmp_path / "run" / "step_1"
+    assert None is difference(state, read(unshard_checkpoint(tag, tmp_path / "pt").model))
+    unshard_checkpoint(tag, tmp_path / "safe", use_safetensors=True)
+    assert {"count": 3, "extra": {"seen": [1, 2]}} == json.loads((tmp_path / "safe" / "model.json").read_text())
+
+    for name, extra in (("tensors", [torch.ones(2)]), ("bytes", b"\x00")):
+        save_checkpoint(tmp_path / "run", name, {"w": torch.ones(2), "extra": extra}, durable=False)
+        assert "extra" in read(unshard_checkpoint(tmp_path / "run" / name, tmp_path / f"{name}-pt").model)
+        with pytest.raises(UnsupportedState, match="use_safetensors=False"):
+            unshard_checkpoint(tmp_path / "run" / name, tmp_path / f"{name}-safe", use_safetensors=True)
+
+
+def test_a_changed_byte_is_found(tmp_path: Path) -> None:
+    """Digests are verified on the way; nothing appears then."""
+    tag = save_example(tmp_path, 2)
+    victim = tag / "optim" / "dp_rank_01_tp_rank_00_pp_rank_00.pt"
+    data = bytearray(victim.read_bytes())
+    where = data.find(whole()["base_state"][1]["exp_avg"][6:].numpy().tobytes())
+    data[where] ^= 1
+    victim.write_bytes(data)
+    with pytest.raises(DigestMismatch, match=r"up\.weight"):
+        unshard_checkpoint(tag, tmp_path / "out")
+    assert [] == [path for path in tmp_path.iterdir() if path.name.startswith((".out", "out"))]
+
+
+def test_a_file_url_is_a_path(tmp_path: Path) -> None:
+    """What is returned is where the files are."""
+    save_checkpoint(tmp_path, "step_1", {"w": torch.ones(2)}, durable=False)
+    model_path, _ = unshard_checkpoint(f"file://{tmp_path}/step_1", f"file://{tmp_path}/out")
+    assert model_path == tmp_path / "out" / "model.pt"
+    assert torch.equal(torch.ones(2), read(model_path)["w"])
+
+
+def test_what_an_interrupted_one_left_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A killed one leaves nothing visible; the next one starts anew."""
+    tag = save_example(tmp_path, 2)
+    with monkeypatch.context() as patch:
+        patch.setattr("nxd_ckpt.output.output.Output.discard", lambda self: None)  # as if it had been killed
+        patch.setattr(image_writer, "FileWriter", _no_memory)
+        with pytest.raises(MemoryError):
+            unshard_checkpoint(tag, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    assert (tmp_path / ".out.incomplete").is_dir()
+    unshard_checkpoint(tag, tmp_path / "out")
+    assert {"model.pt", "optim.pt"} == set(contents(tmp_path / "out"))
+    assert not (tmp_path / ".out.incomplete").exists()
+
+
+def _no_memory(*given: object) -> None:
+    raise MemoryError
+
+
+@pytest.mark.parametrize("use_safetensors", [False, True])
+def test_a_tag_is_unsharded_from_a_store_into_another(tmp_path: Path, use_safetensors: bool) -> None:
+    """URLs on both sides; a second one replaces it on request."""
+    store = f"memory://{uuid.uuid4().hex}"
+    save_checkpoint(f"{store}/run", "step_1", model(), run_id="one")
+    options: dict[str, Any] = {"use_safetensors": use_safetensors}
+    url = f"{store}/out/step_1"
+    unshard_checkpoint(f"{store}/run/step_1", url, unshard_strategy="chunks", size_per_shard=50, **options)
+    done = unshard_checkpoint(f"{store}/run/step_1", url, overwrite=True, **options)
+    files = fsspec.filesystem("memory")
+    assert [done.model] == [f"memory:/{path}" for path in files.find(url.removeprefix("memory:/"))]
+    data = files.cat_file(done.model)
+    (tmp_path / "model").write_bytes(data)
+    found = load(data) if use_safetensors else torch.load(tmp_path / "model", weights_only=True)
+    assert None is difference(flat(model()), flat(found))
+
+
+def test_what_must_not_be_replaced_is_not(tmp_path: Path) -> None:
+    """Without being asked nothing; then nothing but what was unsharded: above all no tag, nor NxD's, nor its parts."""
+    tag, other = save_example(tmp_path, 2), save_example(tmp_path / "more", 2)
+    unshard_checkpoint(tag, tmp_path / "out", unshard_strategy="chunks", size_per_shard=100)
+    before = contents(other)
+
+    def refused(match: str, target: Path, **options: Any) -> None:
+        with pytest.raises(InvalidArgument, match=match):
+            unshard_checkpoint(tag, target, **options)
+
+    refused("overwrite=True", tmp_path / "out")
+    refused("which no unsharded checkpoint has", other, overwrite=True)
+    for marker in ("done", "checkpoint", "manifest.json", "scheduler.pt", "user_content.pt"):
+        (other / marker).unlink()
+    for folder in ("index", "rank_content"):
+        for path in (other / folder).iterdir():
+            path.unlink()
+        (other / folder).rmdir()
+    refused("dp_rank_00", other, overwrite=True)
+    refused("the same, or one lies inside", tag / "model")
+    assert before.keys() >= contents(other).keys() != set()
+    unshard_checkpoint(tag, tmp_path / "out", overwrite=True)
+    assert {"model.pt", "optim.pt"} == set(contents(tmp_path / "out"))
+
+
+def test_arguments_that_cannot_be(tmp_path: Path) -> None:
+    """Said before anything is written."""
+    save_checkpoint(tmp_path, "step_1", {"w": torch.ones(2)}, durable=False)
+    wrong: list[tuple[type[Exception], str, dict[str, Any]]] = [
+        (InvalidArgument, "one_file", {"unshard_strategy": "two_files"}),
+        (InvalidArgument, "chunk_size_bytes", {"unshard_strategy": "chunks", "size_per_shard": "much"}),
+        (PartNotFound, "without an optimizer", {"optim": True}),
+    ]
+    for kind, match, options in wrong:
+        with pytest.raises(kind, match=match):
+            unshard_checkpoint(tmp_path / "step_1", tmp_path / "out", **options)
+    with pytest.raises(InvalidArgument, match="chunk_size_bytes is needed"):
+        UnshardStrategy("chunks")
+    tree = {"state": {0: {"step": 3}}, "param_groups": [{"lr": 0.1, "params": [0]}]}
+    save_checkpoint(tmp_path, "optimizer", optimizer=tree, durable=False)
+    with pytest.raises(PartNotFound, match="nothing to unshard"):
+        unshard_checkpoint(tmp_path / "optimizer", tmp_path / "out", optim=False)
+    model_path, optim_path = unshard_checkpoint(tmp_path / "optimizer", tmp_path / "alone")
+    assert (None, {"#0": {"step": 3}}) == (model_path, read(optim_path)["state"])
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_tensor_with_the_name_of_the_notes_is_refused_in_safetensors(tmp_path: Path) -> None:
+    """No reader could open such a file; torch files hold it."""
+    state = {"__metadata__": torch.ones(2), "b": torch.ones(1)}
+    save_checkpoint(tmp_path / "run", "s", state)
+    with pytest.raises(UnsupportedState, match=r"tensor named __metadata__.*rename"):
+        unshard_checkpoint(tmp_path / "run" / "s", tmp_path / "out", use_safetensors=True)
+    assert not (tmp_path / "out").exists()
+    unshard_checkpoint(tmp_path / "run" / "s", tmp_path / "out")
+    assert torch.equal(torch.load(tmp_path / "out" / "model.pt")["__metadata__"], state["__metadata__"])

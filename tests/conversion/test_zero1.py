@@ -1,0 +1,179 @@
+"""``convert_zero1``: shards cut anew, bit for bit, in a tag that is as good as one that was saved."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from nxd_ckpt import Topology, load_checkpoint, open_checkpoint
+from nxd_ckpt.convert import convert_zero1
+from nxd_ckpt.errors import PartNotFound
+from nxd_ckpt.storage.local import LocalStorage
+from nxd_ckpt.tag.directory import list_tags
+from nxd_ckpt.tag.verify import verify_checkpoint
+from tests.conversion.tags import contents, model, optimizers, plainly, remains, save_example, sharded, whole
+from tests.reshard.ranks import fresh, load_rank, save_job
+from tests.reshard.transformer import layout_of, weights_of
+from tests.reshard.whole import expected
+from tests.tag.equality import difference
+
+pytestmark = [pytest.mark.plain, pytest.mark.once]
+
+
+@pytest.mark.parametrize("use_xser", [False, True], ids=["pt", "xser"])
+@pytest.mark.parametrize("full_between", [False, True], ids=["directly", "over_full"])
+@pytest.mark.parametrize(("dp", "new_dp"), [(2, 3), (4, 1), (1, 16)])
+def test_shards_are_those_of_the_new_size(
+    tmp_path: Path, dp: int, new_dp: int, full_between: bool, use_xser: bool
+) -> None:
+    """Master weights of all ranks, padding, more ranks than rows, a parameter that never had a gradient."""
+    source = save_example(tmp_path, dp, use_xser=use_xser)
+    before = contents(source)
+
+    if full_between:
+        convert_zero1(source, tmp_path / "full", convert_to_full=True, durable=False)
+        assert None is difference(plainly(whole()), plainly(optimizers(tmp_path / "full")[0]))
+        source = tmp_path / "full"
+    convert_zero1(source, tmp_path / "new", convert_to_sharded=True, dp_size=new_dp, durable=False)
+
+    cut = [sharded(whole(), new_dp, rank) for rank in range(new_dp)]
+    assert None is difference(plainly(cut), plainly(optimizers(tmp_path / "new")))
+    assert before == contents(tmp_path / "step_3")
+
+
+@pytest.mark.parametrize("use_xser", [False, True], ids=["pt", "xser"])
+@pytest.mark.parametrize(
+    ("on", "to"), [("dp2tp2", "dp3tp2"), ("dp3pp2", "dp2pp2"), ("dp4ep2", "dp2ep2"), ("dp4ep2tp2", "dp6ep2tp2")]
+)
+def test_a_training_job_goes_on(tmp_path: Path, on: str, to: str, use_xser: bool) -> None:
+    """Live optimizers load the result as their own: tensor-parallel, staged, and experts apart from the rest."""
+    weights = weights_of(torch.bfloat16, experts="ep" in on)
+    saved, live = layout_of(on, weights), layout_of(to, weights)
+    save_job(tmp_path, weights, saved, use_xser=use_xser)
+
+    convert_zero1(tmp_path / "step_1", tmp_path / "full", convert_to_full=True, durable=False)
+    result = tmp_path / "result" / "step_1"
+    convert_zero1(tmp_path / "full", result, convert_to_sharded=True, dp_size=live.topology.dp, durable=False)
+
+    assert () == verify_checkpoint(result.parent, "step_1").problems
+    for at in live.ranks:
+        rank = fresh(weights, live, at)
+        assert {"saved": 1} == load_rank(result.parent, rank)
+        assert None is difference(expected(weights, live, at), rank.held())
+
+
+def test_the_result_is_a_tag_as_if_saved(tmp_path: Path) -> None:
+    """Complete, the newest, with the manifest's parts and parameters; any rank loads everything from it."""
+    source = save_example(tmp_path, 2)
+
+    convert_zero1(source, tmp_path / "dp3", convert_to_sharded=True, dp_size=3)
+
+    saved, made = open_checkpoint(tmp_path, "step_3"), open_checkpoint(tmp_path)
+    assert saved.manifest is not None
+    assert made.manifest is not None
+    assert ("dp3", Topology(dp=3)) == (made.tag, made.topology)
+    assert saved.manifest.parameters == made.manifest.parameters
+    assert saved.parts == made.parts or not made.parts.rank_content
+    loaded: dict[str, Any] = {}
+    optimizer: dict[str, Any] = {}
+    scheduler: dict[str, Any] = {}
+    content = load_checkpoint(tmp_path, "dp3", loaded, optimizer, scheduler, topology=Topology(dp=3, rank=2))
+    assert {"steps": 3} == content
+    assert {"last_epoch": 3} == scheduler
+    assert None is difference(plainly(model()), plainly(loaded))
+    assert None is difference(plainly(sharded(whole(), 3, 2)), plainly(optimizer))
+
+
+@pytest.mark.parametrize("use_xser", [False, True], ids=["pt", "xser"])
+def test_unchanged_files_are_linked(tmp_path: Path, use_xser: bool) -> None:
+    """The model, the scheduler and the user content take no space twice."""
+    source = save_example(tmp_path, 2, use_xser=use_xser)
+
+    convert_zero1(source, tmp_path / "dp3", convert_to_sharded=True, dp_size=3)
+
+    taken = [path for path in source.rglob("*.pt") if path.is_file() and path.parts[len(source.parts)][0] in "msu"]
+    assert taken
+    for path in taken:
+        assert path.stat().st_ino == (tmp_path / "dp3" / path.relative_to(source)).stat().st_ino
+
+
+def test_where_links_do_not_work_files_are_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As between two file systems: the result is the same."""
+
+    link = os.link
+
+    def refuse(source: Any, target: Any) -> None:
+        if str(target).endswith(".pt"):
+            raise OSError(errno.EXDEV, "Invalid cross-device link")
+        link(source, target)
+
+    source = save_example(tmp_path, 2, use_xser=True)
+    monkeypatch.setattr(os, "link", refuse)
+
+    convert_zero1(source, tmp_path / "elsewhere" / "dp3", convert_to_sharded=True, dp_size=3, durable=False)
+
+    assert () == verify_checkpoint(tmp_path / "elsewhere").problems
+    assert contents(source / "model") == contents(tmp_path / "elsewhere" / "dp3" / "model")
+
+
+def test_the_optimizer_is_converted_alone_on_request(tmp_path: Path) -> None:
+    """With ``optim_only`` the result is a tag that holds nothing else, and says so."""
+    source = save_example(tmp_path, 2)
+
+    convert_zero1(source, tmp_path / "optim", convert_to_full=True, optim_only=True)
+
+    made = open_checkpoint(tmp_path, "optim")
+    assert None is difference(plainly(whole()), plainly(optimizers(tmp_path / "optim")[0]))
+    assert (False, "zero1_full", False, False) == (
+        made.parts.model,
+        made.parts.optimizer,
+        made.parts.scheduler,
+        made.parts.user_content,
+    )
+    assert {"checkpoint", "done", "index", "manifest.json", "optim"} == {
+        path.name for path in (tmp_path / "optim").iterdir()
+    }
+    with pytest.raises(PartNotFound):
+        load_checkpoint(tmp_path, "optim", model={}, topology=Topology())
+
+
+def test_what_ranks_saved_for_themselves_stays_with_their_number(tmp_path: Path) -> None:
+    """Random state belongs to no rank of a job of another size; on the same size it is kept."""
+    source = save_example(tmp_path, 2)
+
+    convert_zero1(source, tmp_path / "same", convert_to_sharded=True, dp_size=2)
+    convert_zero1(source, tmp_path / "dp3", convert_to_sharded=True, dp_size=3)
+
+    assert {"rank": 1} == open_checkpoint(tmp_path, "same").rank_content(1)
+    assert not open_checkpoint(tmp_path, "dp3").parts.rank_content
+    assert not (tmp_path / "dp3" / "rank_content").exists()
+
+
+def test_nothing_else_is_left_in_the_directory(tmp_path: Path) -> None:
+    """Neither tags nor remains: staging, votes and the lease are gone."""
+    source = save_example(tmp_path / "input", 2)
+
+    convert_zero1(source, tmp_path / "output" / "dp3", convert_to_sharded=True, dp_size=3)
+
+    storage = LocalStorage(tmp_path / "output")
+    assert ["dp3"] == [info.tag for info in list_tags(storage)]
+    assert [] == remains(tmp_path / "output")
+
+
+def test_damage_is_found_while_converting(tmp_path: Path) -> None:
+    """A flipped bit in a shard stops the conversion, with the tensor named; there is no result."""
+    source = save_example(tmp_path, 2)
+    file = source / "optim" / "dp_rank_01_tp_rank_00_pp_rank_00.pt"
+    data = bytearray(file.read_bytes())
+    entry = open_checkpoint(tmp_path)._opened.index(Topology(dp=2, rank=1).coordinates).tensors[0]
+    data[entry.offset] ^= 1
+    file.write_bytes(data)
+
+    with pytest.raises(Exception, match=entry.name.rpartition("/")[2]):
+        convert_zero1(source, tmp_path / "dp3", convert_to_sharded=True, dp_size=3)
+    assert not (tmp_path / "dp3").exists()

@@ -1,0 +1,142 @@
+"""Agreement through a key-value store: every rank learns the same, or who is missing."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from nxd_ckpt.coordination.agreement import Agreement, SingleProcessAgreement, StoreAgreement, decided_by_rank0, on_all
+from nxd_ckpt.coordination.meeting import meet
+from nxd_ckpt.errors import CheckpointError, DigestMismatch, PeerTimeout
+from tests.support.clock import Clock
+from tests.support.ranks import on_ranks
+
+pytestmark = [pytest.mark.plain, pytest.mark.once]
+
+
+def test_rank_0_gathers_and_all_get_its_broadcast() -> None:
+    """Rank 0 gets all values by rank, and all get rank 0's; time after time."""
+
+    def talk(agreement: Agreement) -> list[Any]:
+        return [(agreement.gather([agreement.rank, n]), agreement.broadcast(agreement.rank + n)) for n in range(3)]
+
+    first, second, third = on_ranks(3, talk)
+    assert [([[0, n], [1, n], [2, n]], n) for n in range(3)] == first
+    assert [(None, n) for n in range(3)] == second == third
+
+
+def test_what_one_rank_raises_all_raise() -> None:
+    """The rank itself its own exception, the others the same class with the rank in front."""
+    own = DigestMismatch("model/x.pt: its bytes changed")
+
+    def check(agreement: Agreement) -> str:
+        def step() -> str:
+            if agreement.rank == 1:
+                raise own
+            return "fine"
+
+        return on_all(agreement, step)
+
+    first, second, third = on_ranks(3, check)
+    assert second is own
+    for error in (first, third):
+        assert DigestMismatch is type(error)
+        assert "on rank 1: model/x.pt: its bytes changed" == str(error)
+
+
+def test_an_exception_that_is_not_ours_travels_too() -> None:
+    """As a CheckpointError that names the class."""
+
+    def check(agreement: Agreement) -> None:
+        on_all(agreement, lambda: {"held": 1}["missing"] if agreement.rank == 0 else None)
+
+    own, other = on_ranks(2, check)
+    assert KeyError is type(own)
+    assert CheckpointError is type(other)
+    assert "on rank 0: KeyError: 'missing'" == str(other)
+
+
+def test_each_gets_its_own_result_if_all_pass() -> None:
+    """Each gets its own result."""
+    assert [0, 10, 20] == on_ranks(3, lambda agreement: on_all(agreement, lambda: agreement.rank * 10))
+
+
+def test_rank_0_decides() -> None:
+    """Its value, or its error, on every rank; the others are not asked."""
+    assert [["t", 1]] * 3 == on_ranks(
+        3, lambda agreement: decided_by_rank0(agreement, lambda: ["t", 1 + agreement.rank])
+    )
+
+    def fail() -> None:
+        raise DigestMismatch("bad")
+
+    errors = on_ranks(2, lambda agreement: decided_by_rank0(agreement, fail))
+    assert [DigestMismatch, DigestMismatch] == [type(error) for error in errors]
+
+
+@pytest.mark.parametrize("absent", [0, 1])
+def test_who_does_not_come_is_named(absent: int) -> None:
+    """Rank 0 names the rank that is missing, the others rank 0; after the timeout."""
+
+    def come(agreement: Agreement) -> Any:
+        return None if agreement.rank == absent else on_all(agreement, lambda: None)
+
+    error = on_ranks(2, come, timeout=0.3)[1 - absent]
+    assert PeerTimeout is type(error)
+    assert f"rank {1 - absent} waited 0 s for rank {absent}" in str(error)
+
+
+def test_who_shows_that_it_is_at_work_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For longer than the timeout, which counts from the last sign."""
+    store, clock = dist.HashStore(), Clock()  # type: ignore[attr-defined]
+    monkeypatch.setattr("nxd_ckpt.effects.monotonic", clock.monotonic)
+    monkeypatch.setattr("nxd_ckpt.effects.sleep", clock.sleep)
+    working, waiting = (StoreAgreement(store, rank, 2, 10.0) for rank in range(2))
+    for second in range(0, 30, 5):
+        clock.at(second, working.sign)
+    clock.at(30, lambda: working.broadcast("done"))
+    assert "done" == waiting.broadcast(None)
+    working.sign()
+    last = clock.now
+    with pytest.raises(PeerTimeout, match="rank 1 waited 10 s for rank 0"):
+        waiting.broadcast(None)
+    assert 10 <= clock.now - last < 12
+
+
+def test_the_store_does_not_fill_up() -> None:
+    """Words that were taken are deleted: a long job agrees often."""
+    store = dist.HashStore()  # type: ignore[attr-defined]
+    agreements = [StoreAgreement(store, rank, 2, 5.0) for rank in range(2)]
+
+    def talk(agreement: Agreement) -> None:
+        for _ in range(20):
+            agreement.gather("word")
+
+    thread = threading.Thread(target=talk, args=(agreements[1],))
+    thread.start()
+    talk(agreements[0])
+    thread.join()
+    assert 1 >= store.num_keys()  # rank 0's sign of life
+
+
+def test_a_single_process_agrees_with_itself() -> None:
+    """A single process agrees with itself."""
+    assert ["x"] == SingleProcessAgreement().gather("x")
+    assert "x" == SingleProcessAgreement().broadcast("x")
+    assert isinstance(meet(0, 1, 5.0, "load"), SingleProcessAgreement)
+
+
+def test_there_is_no_agreement_without_a_group() -> None:
+    """Several ranks that nothing joins."""
+    assert None is meet(1, 4, 5.0, "load")
+
+
+def test_waiting_prints_nothing(capfd: pytest.CaptureFixture[str]) -> None:
+    """A wait of minutes must not fill the log with the store's own warnings of its time."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
+    with pytest.raises(PeerTimeout):
+        StoreAgreement(store, 1, 2, 0.1).broadcast(None)
+    assert "" == capfd.readouterr().err

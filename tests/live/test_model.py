@@ -1,0 +1,236 @@
+"""Models as state trees, and back."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+
+from nxd_ckpt.core.manifest import ParameterSpec
+from nxd_ckpt.core.partition import Partition
+from nxd_ckpt.errors import DtypeMismatch, InvalidArgument, KeyMismatch, ShapeMismatch, UnsupportedState
+from nxd_ckpt.live.models import open_model
+from tests.live.doubles import plain
+
+pytestmark = pytest.mark.plain
+
+
+class Net(torch.nn.Module):
+    """Tied weights, a frozen parameter, buffers, extra state, and tensor-parallel attributes."""
+
+    def __init__(self, tied: bool = True) -> None:
+        super().__init__()
+        self.embed = torch.nn.Embedding(6, 4)
+        self.lm_head = torch.nn.Linear(4, 6, bias=False)
+        if tied:
+            self.lm_head.weight = self.embed.weight
+        self.scale = torch.nn.Parameter(torch.ones(4, dtype=torch.bfloat16), requires_grad=False)
+        self.register_buffer("seen", torch.tensor(3))
+        self.note = "as built"
+        weight = self.embed.weight
+        vars(weight).update(tensor_model_parallel=True, partition_dim=-2, partition_stride=1, rank_ordering=[1, 0])
+
+    def get_extra_state(self):
+        return {"note": self.note, "at": torch.arange(2)}
+
+    def set_extra_state(self, state):
+        self.note = state["note"]
+
+
+def test_capture_holds_the_live_tensors_under_nxd_names():
+    """The tree is the state dict itself: same names, same order, same memory."""
+    net = Net()
+    state = open_model(net).capture(tp=2)
+    expected = net.state_dict()
+    assert list(expected) == list(state.tree)
+    assert net.embed.weight.data_ptr() == state.tree["embed.weight"].data_ptr()
+    assert plain(dict(expected)) == plain(state.tree)
+
+
+def test_capture_describes_every_tensor():
+    """Each tensor has its global name, its specification from NxD's attributes, and its tie."""
+    state = open_model(Net()).capture(tp=2)
+    embed = ParameterSpec("float32", (6, 4), Partition(0, 1, 2, (1, 0)), tie="embed.weight")
+    scale = ParameterSpec("bfloat16", (4,), Partition(), trainable=False)
+    seen = ParameterSpec("int64", (), Partition(), trainable=False)
+    assert {"embed.weight": embed, "lm_head.weight": embed, "scale": scale, "seen": seen} == state.parameters
+    described = {path: (about.name, about.spec, about.tie) for path, about in state.tensors.items()}
+    assert {
+        ("scale",): ("model/scale", scale, None),
+        ("seen",): ("model/seen", seen, None),
+        ("embed.weight",): ("model/embed.weight", embed, "embed.weight"),
+        ("lm_head.weight",): ("model/lm_head.weight", embed, "embed.weight"),
+        ("_extra_state", "at"): ("model/_extra_state/at", None, None),
+    } == described
+
+
+def test_a_partition_without_its_dimension_is_unknown():
+    """A tensor-parallel parameter that does not say how it is cut is never taken for a replicated one."""
+    weight = torch.nn.Parameter(torch.zeros(2))
+    vars(weight).update(tensor_model_parallel=True, expert_model_parallel=True)
+    state = open_model({"w": weight}).capture(tp=2)
+    assert Partition(expert=True, known=False) == state.parameters["w"].partition
+    assert state.tensors[("w",)].expert
+
+
+def test_names_come_from_identity():
+    """A parameter is known by the first of its names; tied names are aliases of each other."""
+    net = Net()
+    model = open_model(net)
+    names = model.parameter_names()
+    assert "embed.weight" == names[id(net.lm_head.weight)]
+    assert ["embed.weight", "lm_head.weight"] == model.aliases("lm_head.weight")
+    assert ["elsewhere"] == open_model({}).aliases("elsewhere")
+
+
+def test_a_pipeline_model_is_its_own_stage():
+    """A wrapper that offers local_state_dict is saved by it, and loaded into the stage's own modules."""
+
+    class Pipeline(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.stage = torch.nn.Linear(2, 2, bias=False)
+
+        def local_modules(self):
+            return [self.stage]
+
+        def local_state_dict(self, **options):
+            return {f"layers.7.{name}": value for name, value in self.stage.state_dict(**options).items()}
+
+        def state_dict(self, *args, **kwargs):
+            raise RuntimeError("not supported in pipeline mode")
+
+    pipeline = Pipeline()
+    model = open_model(pipeline)
+    assert ["layers.7.weight"] == list(model.capture(tp=1).tree)
+    assert "layers.7.weight" == model.parameter_names()[id(pipeline.stage.weight)]
+    assert ["layers.7.weight"] == model.validate({"layers.7.weight": torch.ones(2, 2)}, strict=True)
+    model.assign("layers.7.weight", torch.ones(2, 2))
+    assert [[1.0, 1.0], [1.0, 1.0]] == pipeline.stage.weight.tolist()
+
+
+def test_assign_keeps_parameter_and_memory():
+    """Loading overwrites in place: optimizer, ties and views see the new values."""
+    net = Net()
+    before, weight = net.embed.weight.data_ptr(), net.embed.weight
+    model = open_model(net)
+    saved = dict(Net(tied=False).state_dict())
+    saved["_extra_state"] = {"note": "as saved", "at": torch.arange(2)}
+    for name in model.validate(saved, strict=True):
+        model.assign(name, saved[name])
+    assert net.embed.weight is weight
+    assert net.lm_head.weight is weight
+    assert before == weight.data_ptr()
+    assert saved["lm_head.weight"].tolist() == weight.tolist()
+    assert "as saved" == net.note
+
+
+def test_destination_is_the_live_memory_only_where_bytes_fit():
+    """Bytes may be read straight into a contiguous CPU tensor, and into nothing else."""
+    net = torch.nn.ParameterDict({"w": torch.zeros(3, 2)})
+    model = open_model(net)
+    destination = model.destination("w")
+    assert destination is not None
+    assert net["w"].data_ptr() == destination.data_ptr()
+    assert not destination.requires_grad
+    assert open_model({"w": torch.zeros(3, 2).t()}).destination("w") is None
+    assert open_model({}).destination("w") is None
+
+
+def test_strict_names_what_differs_and_suggests():
+    """A misspelt name is reported on both sides, with the likely meaning."""
+    model = open_model({"blocks.0.weight": torch.zeros(1), "b": torch.zeros(1)})
+    with pytest.raises(KeyMismatch) as caught:
+        model.validate({"block.0.weight": torch.zeros(1), "b": torch.zeros(1)}, strict=True)
+    assert (
+        "the names in the checkpoint and in the model differ; "
+        "missing from the checkpoint: 'blocks.0.weight' (did you mean 'block.0.weight'?); "
+        "unexpected in the checkpoint: 'block.0.weight' (did you mean 'blocks.0.weight'?); "
+        "load with strict=False to take the names that both have"
+    ) == str(caught.value)
+
+
+def test_not_strict_warns_and_takes_the_rest(caplog):
+    """strict=False loads the common names and says which it left."""
+    with caplog.at_level(logging.WARNING):
+        names = open_model({"a": torch.zeros(1), "b": torch.zeros(1)}).validate(
+            {"b": torch.ones(1), "c": torch.ones(1)}, strict=False
+        )
+    assert ["b"] == names
+    assert ["loading with strict=False: left as they are: ['a']; not in the model: ['c']"] == caplog.messages
+
+
+def test_one_name_of_a_tied_parameter_is_enough():
+    """A checkpoint that holds a tied weight once is complete."""
+    saved = {name: value for name, value in Net().state_dict().items() if name != "embed.weight"}
+    assert list(saved) == open_model(Net()).validate(saved, strict=True)
+
+
+@pytest.mark.parametrize(
+    ("saved", "error", "words"),
+    [
+        (torch.zeros(3, 2), ShapeMismatch, "model/w: saved with shape (3, 2), the live one has (2, 3)"),
+        (torch.zeros(2, 3).half(), DtypeMismatch, "model/w: saved as float16, the live one is float32"),
+        ({"w": 1}, DtypeMismatch, "model/w: saved as dict, the live one is torch.float32"),
+    ],
+)
+def test_a_tensor_that_does_not_fit_is_named(saved, error, words):
+    """Shape and dtype must match also without strict; the message has the name, saved and live."""
+    with pytest.raises(error) as caught:
+        open_model({"w": torch.zeros(2, 3)}).validate({"w": saved}, strict=False)
+    assert str(caught.value).startswith(words)
+
+
+def test_computed_entries_are_refused_on_load():
+    """A value that state_dict() makes up cannot be written to: loading says so, and does not lose it silently."""
+
+    class Computed(torch.nn.Linear):
+        def state_dict(self, **options):
+            return {**super().state_dict(**options), "norm": self.weight.norm().detach()}
+
+    model = open_model(Computed(2, 2, bias=False))
+    assert ["weight", "norm"] == list(model.capture(tp=1).tree)
+    with pytest.raises(UnsupportedState, match="model/norm is computed by state_dict"):
+        model.validate({"weight": torch.zeros(2, 2), "norm": torch.zeros(())}, strict=True)
+
+
+@pytest.mark.parametrize(
+    ("tensor", "words"),
+    [
+        (torch.empty(2, device="meta"), "model/w is on the meta device"),
+        (torch.eye(2).to_sparse(), "model/w is of layout torch.sparse_coo"),
+    ],
+)
+def test_tensors_without_values_of_their_own_are_refused(tensor, words):
+    """What this process does not hold in full is named, for saving and loading alike."""
+    for use in (lambda: open_model({"w": tensor}).capture(1), lambda: open_model({"w": tensor}).validate({}, True)):
+        with pytest.raises(UnsupportedState) as caught:
+            use()
+        assert str(caught.value).startswith(words)
+
+
+def test_dicts_are_filled_or_overwritten():
+    """An empty dict takes everything; in another, tensors are overwritten in place."""
+    empty: dict[str, torch.Tensor] = {}
+    model = open_model(empty)
+    for name in model.validate({"w": torch.ones(2), "n": 3}, strict=True):
+        model.assign(name, {"w": torch.ones(2), "n": 3}[name])
+    assert {"w": ("torch.float32", (2,), [1.0, 1.0]), "n": 3} == plain(empty)
+    weight = empty["w"]
+    open_model(empty).assign("w", torch.zeros(2))
+    assert weight is empty["w"]
+    assert [0.0, 0.0] == weight.tolist()
+
+
+def test_ties_of_dicts_are_seen_by_memory():
+    """state_dict() loses the identity of tied parameters; on the CPU their memory still tells."""
+    ties = {about.name: about.tie for about in open_model(Net().state_dict()).capture(tp=1).tensors.values()}
+    assert ("embed.weight", "embed.weight") == (ties["model/embed.weight"], ties["model/lm_head.weight"])
+    assert ties["model/scale"] is None
+
+
+def test_other_objects_are_refused():
+    """What has no state dict is no model."""
+    with pytest.raises(InvalidArgument, match="found a int"):
+        open_model(3)

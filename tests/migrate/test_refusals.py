@@ -1,0 +1,590 @@
+"""What is no checkpoint of one known layout, or contradicts itself, is refused by name, and nothing is written."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from nxd_ckpt import load_checkpoint
+from nxd_ckpt.convert import migrate, to_dcp
+from nxd_ckpt.core.names import rank_file
+from nxd_ckpt.errors import (
+    CheckpointError,
+    CheckpointNotFound,
+    InvalidArgument,
+    MalformedFile,
+    OptimizerMismatch,
+    PartNotFound,
+    UnsafePickle,
+    UnsupportedState,
+)
+from nxd_ckpt.output.locations import Location, locate_any, locate_input
+from nxd_ckpt.output.source import open_any
+from nxd_ckpt.tag.verify import verify_checkpoint
+from tests.hugging_face.reference import Job, Model
+from tests.migrate.old_run import OldRun
+from tests.migrate.written import (
+    names_by_group,
+    pickled_metadata_of,
+    write_legacy,
+    write_nxd,
+    write_nxdt,
+    write_optimum,
+)
+from tests.migrate.written_by_torch_xla import write_fsdp, write_xm_save
+
+pytestmark = [pytest.mark.plain, pytest.mark.once]
+
+JOB = Job(Model(heads=8, head_dim=2), tp=4, pp=2, qkv="linear", copies=2)
+
+
+def untrained(job: Job = JOB) -> OldRun:
+    """Numbers in the place of a training."""
+    state = job.model.state()
+    moments = {"exp_avg": {name: tensor / 3 for name, tensor in state.items()}}
+    return OldRun(job, state, moments, {"last_epoch": 3}, 0.1, [])
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """``checkpoint-3`` of optimum-neuron. Tests change a copy."""
+    return write_optimum(tmp_path_factory.mktemp("optimum"), untrained(), dp=2)
+
+
+def refused(source: Path, kind: type[CheckpointError], complaint: str, **options: Any) -> None:
+    """In every form, and without a trace."""
+    out = source.parent / "out"
+    for form in ("hf", "dcp", "tag", "torchtitan"):
+        with pytest.raises(kind, match=complaint):
+            migrate(source, out / form, to=form, **options)
+    assert not out.exists()
+
+
+def edited(path: Path, change: Callable[[Any], Any]) -> None:
+    content = json.loads(path.read_text())
+    change(content)
+    path.write_text(json.dumps(content))
+
+
+def _without_rank(place: Path) -> None:
+    (place / "shards" / "model" / "dp_rank_00_tp_rank_02_pp_rank_01.pt").unlink()
+
+
+def _without_metadata(place: Path) -> None:
+    (place / "shards" / "mp_metadata_pp_rank_1.json").unlink()
+
+
+def _not_metadata(place: Path) -> None:
+    edited(place / "shards" / "mp_metadata_pp_rank_0.json", lambda content: content.pop("parameters"))
+
+
+def _of_other_ranks(place: Path) -> None:
+    def change(content: Any) -> None:
+        for module in content["model_weight_transformation_specs"]:
+            module["specs"] = []
+        for cut in content["parameters"].values():
+            if cut["tensor_model_parallel"]:
+                cut.update(num_partitions=8, partition_stride=1)
+
+    for stage in (0, 1):
+        edited(place / "shards" / f"mp_metadata_pp_rank_{stage}.json", change)
+
+
+def _of_another_model(place: Path) -> None:
+    edited(place / "config.json", lambda content: content.update(num_attention_heads=16))
+
+
+def _with_another_name(place: Path) -> None:
+    def change(content: Any) -> None:
+        content["parameters"]["model.extra.weight"] = {"tensor_model_parallel": False}
+
+    edited(place / "shards" / "mp_metadata_pp_rank_0.json", change)
+
+
+def _without_a_name(place: Path) -> None:
+    edited(
+        place / "shards" / "mp_metadata_pp_rank_1.json", lambda content: content["parameters"].pop("model.norm.weight")
+    )
+
+
+def _with_lora(place: Path) -> None:
+    def change(content: Any) -> None:
+        content["model_weight_transformation_specs"][0]["specs"][0][1]["peft_type"] = "lora"
+
+    edited(place / "shards" / "mp_metadata_pp_rank_0.json", change)
+
+
+def _of_an_unknown_kind(place: Path) -> None:
+    def change(content: Any) -> None:
+        content["model_weight_transformation_specs"][0]["specs"][0][0] = "NewSpec"
+
+    edited(place / "shards" / "mp_metadata_pp_rank_0.json", change)
+
+
+def _of_two_versions(place: Path) -> None:
+    (place / "shards" / "mp_metadata_pp_rank_1.json").unlink()
+    torch.save(pickled_metadata_of(untrained()), place / "shards" / "mp_metadata_pp_rank_1.pt")
+
+
+def _pickled(change: Callable[[Any], Any]) -> Callable[[Path], None]:
+    """In the older form, changed."""
+
+    def damage(place: Path) -> None:
+        for stage in (0, 1):
+            path = place / "shards" / f"mp_metadata_pp_rank_{stage}.json"
+            path.unlink()
+            content = pickled_metadata_of(untrained())
+            change(content)
+            torch.save(content, path.with_suffix(".pt"))
+
+    return damage
+
+
+def _two_at_once(place: Path) -> None:
+    shutil.copytree(place / "shards" / "model", place / "model")
+
+
+def _with_other_groups(place: Path) -> None:
+    for path in (place / "shards" / "optim").iterdir():
+        tree = torch.load(path, weights_only=False)
+        first, second = tree["param_groups"]
+        second["params"].insert(0, first["params"].pop())
+        torch.save(tree, path)
+
+
+def _with_another_step(place: Path) -> None:
+    path = place / "shards" / "optim" / "dp_rank_01_tp_rank_03_pp_rank_01.pt"
+    tree = torch.load(path, weights_only=False)
+    for entries in tree["base_state"].values():
+        entries["step"] += 1
+    torch.save(tree, path)
+
+
+def _as_context_parallel_ranks_leave_it(place: Path) -> None:
+    """Shards over twice as many ranks as there are files."""
+    for path in (place / "shards" / "optim").iterdir():
+        tree = torch.load(path, weights_only=False)
+        for entries in tree["base_state"].values():
+            entries["exp_avg"] = entries["exp_avg"][: -(-len(entries["exp_avg"]) // 2)].clone()
+        torch.save(tree, path)
+
+
+def _with_a_number(path: Path, number: Any = 0.5, *, of_all: bool = False) -> None:
+    """In the place of a moment."""
+    tree = torch.load(path, weights_only=False)
+    optimizer = tree.get("optimizer", tree)
+    states = optimizer.get("base_state", optimizer["state"])
+    for state in states.values() if of_all else [states[1]]:
+        state["exp_avg"] = number
+    torch.save(tree, path)
+
+
+def _first_rank_with_a_number(place: Path) -> None:
+    _with_a_number(place / "shards" / "optim" / "dp_rank_00_tp_rank_00_pp_rank_00.pt")
+
+
+@pytest.mark.parametrize(
+    ("damage", "kind", "complaint"),
+    [
+        (
+            _first_rank_with_a_number,
+            MalformedFile,
+            r"different state: {1: \['exp_avg', 'step'\]} and {1: \['exp_avg \(float\)', 'step'\]}",
+        ),
+        (_with_another_step, MalformedFile, "have different steps.* mixes files of two saves"),
+        (_as_context_parallel_ranks_leave_it, MalformedFile, r"exp_avg of parameter 0 has shape .*, a shard of"),
+        (_without_rank, PartNotFound, "the files of dp 0 tp 2 pp 1 are not there"),
+        (_without_metadata, PartNotFound, r"files of 2 pipeline stages, but metadata .* of stages \[0\]"),
+        (_not_metadata, MalformedFile, "mp_metadata_pp_rank_0.json: not the metadata of optimum-neuron"),
+        (_of_other_ranks, MalformedFile, "metadata is of 8 tensor-parallel ranks, its files are of 4"),
+        (_of_another_model, MalformedFile, "says num_attention_heads=16, but the metadata of .* 8"),
+        (_with_another_name, MalformedFile, r"lists model\.extra\.weight that the model's files do not have"),
+        (_without_a_name, MalformedFile, r"files have model\.norm\.weight that it does not list"),
+        (_with_lora, UnsupportedState, r"self_attn has lora adapters, which are not carried"),
+        (_of_an_unknown_kind, UnsupportedState, "was made by NewSpec, which this version does not know"),
+        (_of_two_versions, MalformedFile, "stages have metadata of two versions of optimum-neuron"),
+        (
+            _pickled(lambda content: content["sharded_metadata"].update(extra={"kind": "tied"})),
+            MalformedFile,
+            "metadata of stage 0 lists extra that the model's files do not have",
+        ),
+        (
+            _pickled(lambda content: content.pop("gqa_qkv_metadata")),
+            MalformedFile,
+            r"mp_metadata_pp_rank_0\.pt: not the metadata of optimum-neuron 0\.0\.22 to 0\.2\.0",
+        ),
+        (
+            _pickled(lambda content: content["gqa_qkv_metadata"].update(fuse_qkv=print)),
+            UnsafePickle,
+            r"mp_metadata_pp_rank_0\.pt.*print",
+        ),
+        (_two_at_once, MalformedFile, "two layouts: neuronx-distributed and optimum-neuron"),
+        (_with_other_groups, OptimizerMismatch, "does not usually make groups of .* parameters of this model"),
+    ],
+)
+def test_what_contradicts_itself(
+    tmp_path: Path, written: Path, damage: Callable[[Path], None], kind: type[CheckpointError], complaint: str
+) -> None:
+    """Missing ranks, metadata of another save or model, adapters, two layouts at once."""
+    place = tmp_path / written.name
+    shutil.copytree(written, place)
+    damage(place)
+    refused(place, kind, complaint)
+
+
+@pytest.mark.parametrize("number", [0.5, 0, True, "0.5", [0.5], torch.tensor(0.5)], ids=repr)
+@pytest.mark.parametrize("of_all", [False, True])
+def test_a_number_in_the_place_of_a_moment(tmp_path: Path, number: Any, of_all: bool) -> None:
+    """Where there is a single file; of one parameter, where others have a tensor there, and of all."""
+    path = write_xm_save(tmp_path / "run" / "last.pth", untrained(Job(Model())))
+    _with_a_number(path, number, of_all=of_all)
+    with pytest.raises(MalformedFile, match=r"exp_avg of 'model\.\S+' is .*, expected a tensor, (as exp_avg of|like)"):
+        migrate(path.parent, tmp_path / "step_3", to="tag")
+    assert not (tmp_path / "step_3").exists()
+
+
+@pytest.mark.parametrize(
+    ("part", "key", "number"),
+    [
+        ("state", "exp_avg", 0.5),
+        ("state", "exp_avg", torch.tensor(0.5)),
+        ("state", "exp_avg_sq", 1),
+        ("base_state", "exp_avg_sq", 1),
+        ("base_state", "momentum_buffer", "none"),
+        ("base_state", "exp_avg", torch.tensor(0.5)),
+        ("sharded_master_weights", None, 0.0),
+    ],
+)
+def test_an_optimizer_of_another_program_with_a_number_for_a_moment(
+    tmp_path: Path, part: str, key: str | None, number: Any
+) -> None:
+    """Loads refuse it too, before anything changes: with an optimizer that has no state yet it would be taken."""
+    model, optimizer = stepped()
+    state = optimizer.state_dict()
+    if part != "state":
+        state |= {"base_state": state["state"], "state": {}, "shape_info": {}, "sharded_master_weights": {}}
+    if key is None:
+        state[part][1] = number
+    else:
+        state[part][1][key] = number
+    write_foreign(tmp_path / "step_3", model, state)
+    model = torch.nn.Linear(3, 2)
+    before = model.weight.clone()
+    with pytest.raises(MalformedFile, match=r"(master weights|exp_avg|exp_avg_sq|momentum_buffer) of 'bias' is"):
+        load_checkpoint(tmp_path, "step_3", model, torch.optim.AdamW(model.parameters()))
+    assert torch.equal(before, model.weight)
+    with pytest.raises(MalformedFile, match="of parameter 1 is"):
+        to_dcp(tmp_path / "step_3", tmp_path / "dcp")
+    [problem] = verify_checkpoint(tmp_path, "step_3").problems
+    assert "of parameter 1 is" in problem
+
+
+@pytest.mark.parametrize("value", [torch.tensor(0.5), torch.ones(2), None])
+def test_optimizers_with_one_number_for_a_parameter(tmp_path: Path, value: torch.Tensor | None) -> None:
+    """NovoGrad has one second moment for each parameter, a tensor of one number; others keep None."""
+    model, optimizer = stepped()
+    state = optimizer.state_dict()
+    state["state"][1]["exp_avg_sq"] = value
+    write_foreign(tmp_path / "step_3", model, state)
+    loaded = torch.optim.AdamW(model.parameters())
+    load_checkpoint(tmp_path, "step_3", model, loaded)
+    found = loaded.state_dict()["state"][1]["exp_avg_sq"]
+    assert found is None if value is None else torch.equal(value, found)
+
+
+def stepped() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    """A model and an optimizer after a step."""
+    model = torch.nn.Linear(3, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    return model, optimizer
+
+
+def write_foreign(tag: Path, model: torch.nn.Module, optimizer: dict[str, Any]) -> None:
+    """A tag of one rank, without our index."""
+    for part, state in (("model", model.state_dict()), ("optim", optimizer)):
+        (tag / part).mkdir(parents=True)
+        torch.save(state, tag / part / rank_file(0, None, 0, 0))
+    for marker in ("checkpoint", "done"):
+        (tag / marker).write_text("1")
+
+
+def test_torchtitan_needs_to_know_the_model(tmp_path: Path) -> None:
+    """Names that a script's files hold do not say it."""
+    write_xm_save(tmp_path / "last.pth", untrained())
+    with pytest.raises(UnsupportedState, match=r"the model type is not known, .* pass the model's config\.json"):
+        migrate(tmp_path / "last.pth", tmp_path / "out", to="torchtitan")
+
+
+def test_torchtitan_needs_a_count_of_steps(tmp_path: Path) -> None:
+    """An optimizer without one is not put at step 0. The model alone is; other forms need no count."""
+    named = write_nxdt(tmp_path, untrained(), zero1=False)
+    place = named.rename(named.with_name("run.ckpt"))
+    for path in (place / "optim").iterdir():
+        tree = torch.load(path)
+        for entries in tree["state"].values():
+            del entries["step"]
+        torch.save(tree, path)
+    (place / "user_content.pt").unlink()
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(JOB.model.config))
+    options: dict[str, Any] = {"config": config, "kv_size_multiplier": 2, "dry_run": True}
+    with pytest.raises(UnsupportedState, match="nothing in it counts steps, and TorchTitan continues at a step"):
+        migrate(place, tmp_path / "out", to="torchtitan", **options)
+    assert migrate(place, tmp_path / "out", to="torchtitan", model_only=True, **options).step is None
+    assert migrate(place, tmp_path / "out", to="tag", **options).step is None
+
+
+def _missing(path: Path) -> None:
+    path.unlink()
+    path.parent.rmdir()
+
+
+def _of_another_step(path: Path) -> None:
+    payload = torch.load(path)
+    for entries in payload["optimizer"]["state"].values():
+        entries["step"] += 1
+    torch.save(payload, path)
+
+
+@pytest.mark.parametrize(
+    ("damage", "kind", "complaint"),
+    [
+        (_missing, PartNotFound, "no file for dp 0 tp 1 pp 0"),
+        (_of_another_step, MalformedFile, "of dp 0 tp 1 pp 0 and .* have different steps"),
+    ],
+)
+def test_ranks_of_a_checkpoint_from_before_tags(
+    tmp_path: Path, damage: Callable[[Path], None], kind: type[CheckpointError], complaint: str
+) -> None:
+    """NxD 0.1 to 0.5: ranks that are missing, or of another save."""
+    run = untrained(Job(Model(), tp=2, pp=2))
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(run.job.model.config))
+    place = write_legacy(tmp_path / "old" / "last", run)
+    damage(place / "tp_rank_01_pp_rank_00" / "checkpoint.pt")
+    refused(place, kind, complaint, config=config, saved_param_names=names_by_group(run))
+
+
+def _files(*names: str) -> Callable[[Path], None]:
+    def write(place: Path) -> None:
+        for name in names:
+            (place / name).parent.mkdir(parents=True, exist_ok=True)
+            (place / name).write_bytes(b"")
+
+    return write
+
+
+@pytest.mark.parametrize(
+    ("fill", "kind", "complaint"),
+    [
+        (_files("notes.txt"), CheckpointNotFound, "has none of the layouts that are known .* holds notes.txt"),
+        (
+            _files("a/model/x", "b.ckpt/optim/x"),
+            CheckpointNotFound,
+            "holds several checkpoints, expected one: a, b.ckpt",
+        ),
+        (_files(".metadata"), MalformedFile, "not the metadata of torch DCP"),
+        (_files("config.json", "model.safetensors"), UnsupportedState, "it needs no migration"),
+        (_files("config.json", "model.safetensors", "rng_state.pth"), UnsupportedState, "it needs no migration"),
+        (
+            _files("rank_0/step_1/checkpoint.pt", "rank_1/step_1/metadata.metadata"),
+            CheckpointNotFound,
+            "has no .*rank_0/step_1/metadata.metadata, which",
+        ),
+        (_files("step_300/checkpoint.pt"), CheckpointNotFound, "has none of the layouts that are known"),
+        (_files("rank_0/checkpoint.pt"), CheckpointNotFound, "has none of the layouts that are known"),
+        (_files("tp999999999999_sharded_checkpoint.safetensors"), MalformedFile, "at most 1048576 are allowed"),
+        (_files("tp0_sharded_checkpoint.safetensors"), MalformedFile, "tp0_sharded_checkpoint.safetensors"),
+    ],
+)
+def test_other_layouts_are_named(
+    tmp_path: Path, fill: Callable[[Path], None], kind: type[CheckpointError], complaint: str
+) -> None:
+    """What is recognised and not carried, what is several checkpoints, and what is none."""
+    place = tmp_path / "source"
+    place.mkdir()
+    fill(place)
+    refused(place, kind, complaint)
+
+
+def test_a_tag_alone_does_not_say_which_model_it_is(tmp_path: Path) -> None:
+    """Then config.json is asked for; and for the optimizer's names, where the writer is not known."""
+    run = untrained()
+    refused(write_nxdt(tmp_path, run), InvalidArgument, "the model type is not known")
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(JOB.model.config))
+    tag = write_nxd(tmp_path / "nxd" / "step_3", run)
+    refused(tag, OptimizerMismatch, "pass saved_param_names=", config=config, kv_size_multiplier=2)
+
+
+def test_other_copies_than_the_job_says(tmp_path: Path) -> None:
+    """``kv_size_multiplier`` that contradicts what is beside the checkpoint, or the copies themselves."""
+    run = untrained()
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(JOB.model.config))
+    place = write_nxdt(tmp_path, run)
+    refused(place, InvalidArgument, "kv_size_multiplier=4, but .* says 2", config=config, kv_size_multiplier=4)
+    torn = torch.load(place / "model" / "dp_rank_00_tp_rank_03_pp_rank_00.pt")
+    torn["model.layers.0.self_attn.qkv_proj.weight_k"] += 1
+    torch.save(torn, place / "model" / "dp_rank_00_tp_rank_03_pp_rank_00.pt")
+    refused(place, CheckpointError, r"copies of a key-value head in .*weight_k differ", config=config)
+
+
+def _of_rank(place: Path, rank: int) -> Path:
+    return place / f"ckpt_rank-{rank:08d}-of-00000003.pth"
+
+
+def _changed(place: Path, rank: int, change: Callable[[Any], Any]) -> None:
+    content = torch.load(_of_rank(place, rank))
+    change(content)
+    torch.save(content, _of_rank(place, rank))
+
+
+def _one_of_another_model(place: Path) -> None:
+    def change(content: Any) -> None:
+        info = content["shard_metadata"]["shard_info"][""]
+        next(iter(info.values()))["_orig_size"] = [2000, 8]
+
+    for rank in range(3):
+        _changed(place, rank, change)
+
+
+def _one_not_described(place: Path) -> None:
+    def change(content: Any) -> None:
+        content["shard_metadata"]["shard_info"][""].popitem()
+
+    for rank in range(3):
+        _changed(place, rank, change)
+
+
+def _one_of_another_save(place: Path) -> None:
+    def change(content: Any) -> None:
+        content["optimizer"]["state"][0]["step"] += 1
+
+    _changed(place, 1, change)
+
+
+def _of_all(place: Path, change: Callable[[Any], Any]) -> None:
+    for rank in range(3):
+        _changed(place, rank, change)
+
+
+def _one_of_another_epoch(place: Path) -> None:
+    _changed(place, 1, lambda content: content.update(epoch=8))
+
+
+def _one_of_another_dtype(place: Path) -> None:
+    def change(content: Any) -> None:
+        name = next(name for name in content["model"] if "_fsdp_shard" in name)
+        content["model"][name] = content["model"][name].bfloat16()
+
+    _changed(place, 1, change)
+
+
+def _two_of_one_name(place: Path) -> None:
+    def change(content: Any) -> None:
+        first, second, *_ = content["shard_metadata"]["shard_info"]["_fsdp_wrapped_module.model.layers.0"].values()
+        second["_orig_name"] = first["_orig_name"]
+
+    _of_all(place, change)
+
+
+def _one_of_other_groups(place: Path) -> None:
+    def change(content: Any) -> None:
+        first, second = content["optimizer"]["param_groups"]
+        second["params"].append(first["params"].pop(0))
+
+    for rank in range(3):
+        _changed(place, rank, change)
+
+
+@pytest.mark.parametrize(
+    ("damage", "kind", "complaint"),
+    [
+        (lambda place: _of_rank(place, 1).unlink(), PartNotFound, r"each of 3 ranks; those of ranks \[1\] are not"),
+        (
+            lambda place: shutil.copy(_of_rank(place, 1), place / "last_rank-1.pth"),
+            MalformedFile,
+            "several files of one rank, ckpt_rank-00000001-of-00000003.pth, last_rank-1.pth",
+        ),
+        (
+            lambda place: write_xm_save(place / "consolidated.pth", untrained()),
+            MalformedFile,
+            "files of FSDP's ranks, .*, and consolidated.pth, which is none",
+        ),
+        (
+            lambda place: _changed(place, 2, lambda content: content["shard_metadata"].update(world_size=4)),
+            MalformedFile,
+            "have different shard_metadata",
+        ),
+        (
+            lambda place: _changed(place, 2, lambda content: content["model"].popitem()),
+            MalformedFile,
+            "do not hold the same names",
+        ),
+        (
+            lambda place: _of_all(place, lambda content: content["shard_metadata"].update(world_size=10**12)),
+            MalformedFile,
+            "at most 1048576 are allowed, found 1000000000000",
+        ),
+        (_one_of_another_epoch, MalformedFile, "is of epoch 8, ckpt_rank-00000000-of-00000003.pth of 7"),
+        (_one_of_another_dtype, MalformedFile, "shards of .* in different dtypes, float32 and bfloat16"),
+        (_two_of_one_name, MalformedFile, r"two entries of the model's state dict, .* are of model\."),
+        (_one_of_another_model, MalformedFile, r"shard_metadata says \(2000, 8\) of .*, but the 3 ranks hold shards"),
+        (_one_not_described, MalformedFile, "shard_metadata does not describe _fsdp_shard"),
+        (_one_of_another_save, MalformedFile, "have different param groups, steps or entries"),
+        (_one_of_other_groups, OptimizerMismatch, "does not record which parameters .* leave the optimizer out"),
+    ],
+)
+def test_ranks_of_fsdp(
+    tmp_path: Path, damage: Callable[[Path], Any], kind: type[CheckpointError], complaint: str
+) -> None:
+    """Missing ranks, two saves or two layouts at once, metadata that contradicts the tensors."""
+    place = write_fsdp(tmp_path / "old", untrained(Job(Model())))
+    damage(place)
+    refused(place, kind, complaint)
+
+
+def test_one_file_of_several(tmp_path: Path) -> None:
+    """A rank's file of FSDP alone, one of several checkpoints, or no checkpoint at all."""
+    run = untrained(Job(Model()))
+    place = write_fsdp(tmp_path / "old", run)
+    refused(_of_rank(place, 0), PartNotFound, r"each of 3 ranks; those of ranks \[1, 2\] are not there")
+    for name in ("a.pth", "b.pth"):
+        write_xm_save(tmp_path / "several" / name, run)
+    refused(tmp_path / "several", CheckpointNotFound, "holds several checkpoints; pass one of the files a.pth, b.pth")
+    (tmp_path / "notes.txt").write_text("no checkpoint")
+    refused(tmp_path / "notes.txt", MalformedFile, "notes.txt")
+    torch.save({"optimizer": {"state": {}, "param_groups": []}}, tmp_path / "optimizer.pth")
+    refused(tmp_path / "optimizer.pth", PartNotFound, "has no model under the usual keys")
+
+
+def test_two_layouts_are_not_exported(tmp_path: Path) -> None:
+    """A script's ema.pth beside what torch DCP wrote: neither is chosen without a word."""
+    place = tmp_path / "source"
+    write_xm_save(place / "ema.pth", untrained(Job(Model())))
+    (place / ".metadata").write_bytes(b"")
+    with pytest.raises(MalformedFile, match="files of two layouts: torch-xla and torch DCP"):
+        open_any(locate_any(place, None))
+
+
+def test_a_run_may_be_called_as_a_rank(tmp_path: Path) -> None:
+    """Only what SageMaker's tiered storage wrote is named from the directory of all ranks, where it is read."""
+    tag = write_nxd(tmp_path / "rank_3" / "step_5", untrained())
+    assert (str(tmp_path / "rank_3"), "step_5") == _place(locate_any(tag, None)) == _place(locate_input(tag))
+    tiered = tmp_path / "job" / "rank_1" / "step_5"
+    _files("rank_1/step_5/checkpoint.pt", "rank_0/step_5/metadata.metadata")(tmp_path / "job")
+    assert (str(tmp_path / "job"), "rank_1/step_5") == _place(locate_any(tiered, None))
+    assert (str(tmp_path / "job" / "rank_1"), "step_5") == _place(locate_input(tiered))
+
+
+def _place(found: Location) -> tuple[str, str]:
+    return found.directory, found.name
