@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as torch_dcp
-from tests.support.rank_pool import RankPool
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
@@ -22,6 +21,7 @@ from nxd_ckpt import dcp, errors, list_checkpoints, load_checkpoint, open_checkp
 from nxd_ckpt.tag.verify import verify_checkpoint
 from nxd_ckpt.torch_dcp.storage_writer import StorageWriter
 from tests.bad_input.live import Net
+from tests.support.rank_pool import RankPool
 from tests.torch_dcp import switched
 from tests.torch_dcp.coded import Coded, Doubled, blank, coded
 from tests.torch_dcp.ranks import gathered, picture, training
