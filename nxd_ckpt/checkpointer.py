@@ -33,7 +33,7 @@ from nxd_ckpt.save.capture import capture
 from nxd_ckpt.save.failures import Failures
 from nxd_ckpt.save.options import SaveKeywords, SaveOptions, understood
 from nxd_ckpt.save.pending import PendingSave, SaveProgress, UnfinishedSaves
-from nxd_ckpt.save.pipeline import Pipeline, Planned, await_decided
+from nxd_ckpt.save.pipeline import Pipeline, StagingPlan, await_decided
 from nxd_ckpt.storage.base import Storage
 from nxd_ckpt.storage.system import require_locks
 from nxd_ckpt.storage.urls import StrPath
@@ -340,7 +340,7 @@ class Checkpointer:
         if os.getpid() == self._pid:  # else a forked child: nothing here is its own
             self._shut(grace)
 
-    def _open(self, captured: Callable[[], SaveState], tag: str) -> Planned | None:
+    def _open(self, captured: Callable[[], SaveState], tag: str) -> StagingPlan | None:
         """Claim the directory for the first save, with the plan that all ranks agreed on before anything was written.
 
         Without a process group nothing can be agreed on before the directory is shared: then the plan is None, and

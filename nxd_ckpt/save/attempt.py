@@ -1,4 +1,4 @@
-"""One save on one rank, from staged memory to the verdict: everything that the background thread does."""
+"""One save on one rank, from staged memory to the verdict: all work of the background thread."""
 
 from __future__ import annotations
 
@@ -90,11 +90,13 @@ class SaveAttempt:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that this rank wrote so far."""
+        """Bytes that this rank has written so far."""
         return self._writer.nbytes if self._writer is not None else 0
 
     def begin(self) -> None:
-        """Prepare what even a failing rank needs to vote, then wait until the attempt's files may be written."""
+        """Prepare everything that even a failing rank needs to vote, then wait until the attempt's files may be
+        written.
+        """
         session = self.session
         self._next_attempt()
         self._look_for_place()
@@ -258,9 +260,9 @@ class SaveAttempt:
         return None
 
     def _write_metadata(self) -> dict[str, FileEntry]:
-        """Rank 0: write the metadata of the torch DCP directory, once the others have reported what they wrote into it.
+        """Write, on rank 0, the metadata of the torch DCP directory, once the others have reported their chunks.
 
-        So rank 0 votes last, and its index verifies the metadata as any file of its own.
+        So rank 0 votes last, and its index verifies the metadata like any file of its own.
         """
         session = self.session
         if session.topology.rank > 0 or self._writer is None:
@@ -287,7 +289,7 @@ class SaveAttempt:
             in_spare = self.session.write_in_spare if self.error is not None else voting.not_written
             voting.cast(storage, self.attempt, self._own, in_spare)
         except OSError as error:
-            # Rank 0 misses this vote, or sees it all the same: its verdict counts.
+            # Rank 0 may miss this vote or see it: its verdict counts.
             self.error = self.error or error
             lost = self._vote(None)
             try:
@@ -299,7 +301,7 @@ class SaveAttempt:
                 self.session.lost_votes[self.attempt] = lost
 
     def _make_room(self) -> None:
-        """Remove this rank's files of an attempt that has failed: on a full disk even a vote needs their space."""
+        """Remove this rank's files of a failed attempt: on a full disk even a vote needs their space."""
         if self._writer is not None and self.session.storage.renames:
             self._writer.discard()
 
@@ -324,7 +326,7 @@ class SaveAttempt:
         )
 
     def _learn(self) -> Verdict:
-        """The other ranks: await rank 0's verdict. Without one, a visible tag of this attempt counts as one."""
+        """Await rank 0's verdict on the other ranks. Without one, a visible tag of this attempt counts as one."""
         session, where = self.session, f"{self.session.storage.url}/{votes_dir(self.attempt)}"
         try:
             gone = partial(session.is_gone, 0)
@@ -404,23 +406,23 @@ class SaveAttempt:
     def _collect(self, first: int = 0) -> list[Vote]:
         session = self.session
         ranks = session.topology.world_size
-        return voting.collect(
-            session.storage, self.attempt, ranks, session.timeout, first=first, gone=session.is_gone
-        )
+        return voting.collect(session.storage, self.attempt, ranks, session.timeout, first=first, gone=session.is_gone)
 
     def keep_counts(self) -> None:
-        """Once the tag is visible: keep what is counted of it, as soon as that is done. Nobody has to wait for that."""
+        """Store the counts of the visible tag as soon as they are complete, without waiting."""
         if self.counting is not None:
             self.counting.keep(self.session.storage, self.tag, self.attempt, self.session.topology.rank)
 
     def hand_over(self) -> None:
-        """Rank 0, once the tag is visible: to the drains of the other tiers."""
+        """Hand the visible tag over to the drains of the other tiers, on rank 0."""
         if self.draining is not None:
             self.draining.saved(self.tag, self.saved_nbytes, self._overwrite)
 
     def tidy(self, *, failed: bool) -> None:
-        """Rank 0, once the outcome is known: delete what attempts and retention left behind. Nobody has to wait for
-        that. After an attempt that ``failed``, what was used of the reserved space is reserved anew."""
+        """Delete remains of attempts and retention, on rank 0, once the outcome is known, without delaying anyone.
+
+        After an attempt that ``failed``, used space of the reserve is reserved again.
+        """
         session = self.session
         if session.topology.rank == 0:
             self._clean_up()
@@ -442,7 +444,7 @@ class SaveAttempt:
         return FileWriter(self.session.storage, self.publication.folder, plan.files, self._progress, self._threads)
 
     def _progress(self, nbytes: int) -> None:
-        """Show rank 0, and whoever waits for the slot, that a slow write makes progress."""
+        """Show rank 0, and ranks that wait for the slot, that a slow write progresses."""
         self._moved()
         now = effects.monotonic()
         if now - self._reported > self.session.timeout / 10:

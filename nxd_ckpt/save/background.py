@@ -1,4 +1,4 @@
-"""Threads beside the caller's: one that runs tasks in order, others that help it."""
+"""Background threads: one that runs tasks in order, and helpers that run tasks side by side."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Worker:
         self._tasks.put(task)
 
     def stop(self) -> None:
-        """Finish what was submitted, then end the thread."""
+        """Finish all submitted tasks, then end the thread."""
         self._tasks.put(None)
         self._thread.join()
 
@@ -46,13 +46,13 @@ class Helpers(Executor):
 
     Threads of concurrent.futures would wait until they are shut down: as many for each directory that was saved to. An
     exiting interpreter, which may still have a save to finish, stops those first, and starts no threads. Tasks then run
-    on the thread that submits them.
+    on the submitting thread.
     """
 
     def __init__(self, count: int, name: str) -> None:
         self._name = name
         self._tasks: deque[tuple[Future[Any], Callable[[], Any]]] = deque()
-        # Locks that are never waited for: a signal handler may submit while its thread does.
+        # Locks that nobody waits for: a signal handler may submit while its thread does.
         self._places = [effects.Lock() for _ in range(count)]
         self._threads: dict[int, effects.Thread] = {}
 
@@ -66,7 +66,7 @@ class Helpers(Executor):
         return future
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        """Wait for what was submitted; ``cancel_futures`` gives up what has not begun."""
+        """Wait for all submitted tasks; with ``cancel_futures`` drop those that have not begun."""
         while cancel_futures and (task := self._next()) is not None:
             task[0].cancel()
         for thread in list(self._threads.values()) if wait else ():

@@ -1,4 +1,4 @@
-"""From the objects a caller passes to the state that is saved. Reads no tensor data and changes nothing."""
+"""Capture of the state to save from the caller's objects. Reads no tensor data and changes nothing."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def capture(
     user_content: Any = None,
     rank_content: Any = None,
 ) -> SaveState:
-    """What this rank is asked to save, with tensors still live.
+    """Return the state that this rank is to save, with tensors still live.
 
     Raises:
         UnsupportedState: SPMD or meta state.
@@ -49,8 +49,8 @@ def capture(
         _require_any(model, optimizer, scheduler, user_content, rank_content)
     model_adapter = None if model is None else open_model(model)
     model_state = None if model_adapter is None else model_adapter.capture(topology.tp)
-    known = {} if model_adapter is None else model_adapter.partitions(topology.tp)
-    partitions = {**known, **(options.partitions or {})}
+    live_partitions = {} if model_adapter is None else model_adapter.partitions(topology.tp)
+    partitions = {**live_partitions, **(options.partitions or {})}
     if model_state is not None and partitions:
         model_state = _with_partitions(model_state, partitions, topology)
     optimizer_state, kind, names = None, None, None
@@ -88,7 +88,7 @@ def capture(
 def _without_ignored(
     state: SaveState, options: SaveOptions, model: ModelAdapter | None, topology: Topology
 ) -> SaveState:
-    """The state without what ``ignore_keys`` says; raises UnsupportedState where no load could give the rest back."""
+    """Return the state without names in ``ignore_keys``; raise UnsupportedState if no load could restore the rest."""
     ignoring = Ignoring(options.ignore_keys)
     ignoring.know_ties(model)
     state = leave_out(state, ignoring, topology)
@@ -98,14 +98,18 @@ def _without_ignored(
 
 
 def _check_values(state: SaveState) -> None:
-    """Raise UnsafePickle for what is no tensor in model or optimizer, and no plain data: a load would refuse it."""
+    """Raise UnsafePickle for values in model or optimizer that are neither tensors nor plain data: a load would refuse
+    them.
+    """
     for part, values in state.trees().items():
         for name, value in _unusual(values.tree, part, depth=2):
             check_picklable_as_data(value, name)
 
 
 def _unusual(tree: Mapping[Any, Any], name: str, depth: int) -> Iterator[tuple[str, Any]]:
-    """Everything but tensors and numbers, with its name. Quick, as it is on the caller's thread in each save."""
+    """Yield everything except tensors and numbers, with its name. Fast, because it runs on the caller's thread in each
+    save.
+    """
     for key, value in tree.items():
         kind = type(value)
         if kind is dict and depth:
@@ -126,7 +130,7 @@ def _require_any(*parts: Any) -> None:
 
 
 def _as_dcp(kind: str) -> str:
-    """The kind of an optimizer of that ``kind`` with ``use_zero1_dcp``."""
+    """Return the kind of an optimizer of that ``kind`` with ``use_zero1_dcp``."""
     if kind != "zero1":
         raise UnsupportedState(
             "use_zero1_dcp=True is for ZeRO-1 optimizers, and for their state dicts with zero1_optimizer=True; this "
@@ -137,16 +141,16 @@ def _as_dcp(kind: str) -> str:
 
 def _scheduler_state(scheduler: Any) -> Any:
     if isinstance(scheduler, (list, tuple)):
-        return [_scheduler_state(one) for one in scheduler]
+        return [_scheduler_state(item) for item in scheduler]
     return scheduler.state_dict() if hasattr(scheduler, "state_dict") else scheduler
 
 
 def _with_partitions(state: ModelState, partitions: Mapping[str, Partition], topology: Topology) -> ModelState:
-    given = _repartitioned(state, partitions)
+    repartitioned_state = _repartitioned(state, partitions)
 
     def describe() -> dict[Path, StateTensor]:
         check_partitions(partitions, state.parameters, topology)
-        return given.describe()
+        return repartitioned_state.describe()
 
     def specify() -> dict[str, ParameterSpec]:
         return {
@@ -154,14 +158,14 @@ def _with_partitions(state: ModelState, partitions: Mapping[str, Partition], top
             for name, spec in state.parameters.items()
         }
 
-    return replace(given, describe=describe, specify=specify)
+    return replace(repartitioned_state, describe=describe, specify=specify)
 
 
 _StateT = TypeVar("_StateT", bound=State)
 
 
 def _repartitioned(state: _StateT, partitions: Mapping[str, Partition]) -> _StateT:
-    """The state with the given partitions, put on the tensors of the parameters that they name."""
+    """Return the state with these partitions on the tensors of the parameters that they name."""
 
     def repartitioned(about: StateTensor) -> StateTensor:
         partition = partitions.get(about.name.split("/")[1])  # "model/<name>", "optim/<name>/exp_avg"

@@ -1,8 +1,8 @@
-"""The tensors of one save in numbers, counted from the staged bytes while these are written, and after that.
+"""Counts of one save's tensors, taken from the staged bytes while these are written, and after that.
 
-Each rank keeps what it counted beside the tag, box by box; whoever reads it puts the boxes of all ranks together
-(:mod:`nxd_ckpt.examine.statistics_cache`). All of it, the files that are kept included, is done by a thread of
-its own. No save waits for that: one that needs the memory stops the counting.
+Each rank stores its counts beside the tag, box by box; readers combine the boxes of all ranks
+(`nxd_ckpt.examine.statistics_cache`). A thread of its own does all of it, including the stored files. No save waits for
+it: a save that needs the memory stops the counting.
 """
 
 from __future__ import annotations
@@ -30,31 +30,32 @@ logger = logging.getLogger("nxd_ckpt")
 
 
 class Counting:
-    """Counts what this rank writes of the ``files``, on a ``thread`` that does one thing after the other."""
+    """Counting of this rank's share of the ``files``, on a ``thread`` that runs one task after the other."""
 
     def __init__(self, files: Sequence[PlannedFile], thread: Executor) -> None:
         self._files, self._thread = files, thread
         self._tasks: list[Future[bool]] = []
-        self._held: list[list[memoryview]] = []
-        self._stopped = self._lacks = False
-        self._found: dict[str, Boxes] = {}
+        self._views: list[list[memoryview]] = []
+        self._stopped = self._is_incomplete = False
+        self._boxes: dict[str, Boxes] = {}
 
     def add(self, wave: Wave, views: Sequence[memoryview]) -> None:
         """Count the tensors of a wave, each in its view."""
-        self._lacks = self._lacks or self._stopped
-        if not self._lacks:
-            self._held.append(list(views))
-            self._tasks.append(self._thread.submit(self._count, wave, self._held[-1]))
+        self._is_incomplete = self._is_incomplete or self._stopped
+        if not self._is_incomplete:
+            self._views.append(list(views))
+            self._tasks.append(self._thread.submit(self._count, wave, self._views[-1]))
 
     def stop(self) -> None:
-        """Look at no memory any more, once this returns. If something is not counted by now, nothing is kept."""
+        """Stop reading memory before this returns. If something is not counted by now, nothing is stored."""
         self._stopped = True
         wait([task for task in self._tasks if not task.cancel()])  # not for the thread: it may be waiting for a store
-        for views in self._held:
+        for views in self._views:
             views.clear()
 
     def end_wave(self) -> None:
-        """The next wave comes into the same memory: if this one is not counted yet, stop, and keep nothing of the save.
+        """Prepare for the next wave in the same memory: if this one is not counted yet, stop, and store nothing of the
+        save.
 
         Does not wait for the rest of the wave to be counted.
         """
@@ -62,13 +63,13 @@ class Counting:
             self.stop()
 
     def keep(self, storage: Storage, tag: str, attempt: str, rank: int) -> None:
-        """Keep it beside the tag, which is visible, as soon as all is counted. Does not wait for that."""
+        """Store the counts beside the visible tag as soon as they are complete, without waiting."""
 
         def write() -> None:
             if not self._is_complete():
                 return
             try:
-                storage.write(summaries_file(tag, rank), dump_summaries(Summaries(attempt, self._found)))
+                storage.write(summaries_file(tag, rank), dump_summaries(Summaries(attempt, self._boxes)))
                 if rank == 0:
                     drop_entries_of_lost_tags(storage, SUMMARIES, summaries_dir)
             except (OSError, CheckpointError) as error:
@@ -77,12 +78,14 @@ class Counting:
         self._thread.submit(write)
 
     def _is_complete(self) -> bool:
-        """Whether all is counted that there was; asked once nothing runs any more."""
-        well = all(task.done() and not task.cancelled() and task.exception() is None for task in self._tasks)
-        return bool(self._tasks) and well and not self._lacks and all(task.result() for task in self._tasks)
+        """Return whether everything is counted; called once nothing runs any more."""
+        succeeded = all(task.done() and not task.cancelled() and task.exception() is None for task in self._tasks)
+        return (
+            bool(self._tasks) and succeeded and not self._is_incomplete and all(task.result() for task in self._tasks)
+        )
 
     def _count(self, wave: Wave, views: list[memoryview]) -> bool:
-        """Whether it came to the end."""
+        """Count a wave. Return whether it was finished."""
         try:
             for span, view in zip(wave, views, strict=True):
                 for summary, values in self._values(self._files[span.file], span, view):
@@ -93,10 +96,8 @@ class Counting:
         finally:
             views.clear()  # the arena may only grow once nobody holds a view of it
 
-    def _values(
-        self, planned: PlannedFile, span: Span, view: memoryview
-    ) -> Iterator[tuple[Summary, torch.Tensor]]:
-        """The elements in the span, and which summary they belong to."""
+    def _values(self, planned: PlannedFile, span: Span, view: memoryview) -> Iterator[tuple[Summary, torch.Tensor]]:
+        """Yield the elements in the span, with the summary that they belong to."""
         named: dict[int, list[NamedTensor]] = {}
         for tensor in planned.tensors:
             named.setdefault(tensor.storage, []).append(tensor)
@@ -111,14 +112,14 @@ class Counting:
     def _of_tensor(
         self, tensor: NamedTensor, values: torch.Tensor, start: int
     ) -> Iterator[tuple[Summary, torch.Tensor]]:
-        """``values`` are its elements from ``start`` on, in the order of the file."""
-        whole, boxes = Box.whole(tensor.shape), self._found.setdefault(tensor.name, {})
+        """Yield ``values``, the elements from ``start`` on in the order of the file, with their summaries."""
+        whole, boxes = Box.whole(tensor.shape), self._boxes.setdefault(tensor.name, {})
         for piece in tensor.pieces if tensor.pieces is not None else (Piece(whole, whole),):
             if piece.box in boxes and not start:
                 continue  # another copy of it
             if piece.local == whole:
                 summary = boxes.setdefault(piece.box, Summary())
                 yield from ((summary, part) for part in torch.split(values, PART))
-            elif values.numel() == whole.numel:  # else it came in parts: who asks will read it
-                summary, held = boxes.setdefault(piece.box, Summary()), values.view(tensor.shape)
-                yield from ((summary, box_of(held, part).reshape(-1)) for part in cut_box(piece.local, PART))
+            elif values.numel() == whole.numel:  # else it came in parts: readers count it themselves
+                summary, elements = boxes.setdefault(piece.box, Summary()), values.view(tensor.shape)
+                yield from ((summary, box_of(elements, part).reshape(-1)) for part in cut_box(piece.local, PART))

@@ -1,11 +1,11 @@
-"""Which files a rank writes of a ZeRO-1 optimizer in the form of NxD's ``use_zero1_dcp`` (see tag.foreign.zero1_dcp).
+"""Files that a rank writes of a ZeRO-1 optimizer in the form of NxD's ``use_zero1_dcp`` (see tag.foreign.zero1_dcp).
 
 A tensor that is cut over data-parallel ranks is a chunk on each: in a file of its own, without the padding rows, which
-torch DCP knows nothing of; a rank that holds nothing but padding of it has none. What all ranks have in common, values
+torch DCP does not support; a rank that holds only padding of it has none. State that all ranks have in common, values
 and tensors without dimensions, is written once by the first rank of each pipeline stage, the values in one file.
 
-Names are upstream's, which forgets param groups and shapes of all stages but one. Here those of the later stages are
-kept beside them, with the suffix of their stage.
+Names are upstream's, which omits param groups and shapes of all stages but one. Here those of the later stages are
+stored beside them, with the suffix of their stage.
 """
 
 from __future__ import annotations
@@ -32,14 +32,13 @@ _SHAPES = "shape_info"
 _LEAVE_OUT = "leave use_zero1_dcp out: the plain files load on every rank"
 
 
-def plan_dcp(
-    part: str, state: State, parameters: Sequence[str] | None, topology: Topology
-) -> list[PlannedFile]:
-    """This rank's files of the part ``part``, which holds ``state``. ``parameters`` are the optimizer's names by index.
+def plan_dcp(part: str, state: State, parameters: Sequence[str] | None, topology: Topology) -> list[PlannedFile]:
+    """Plan this rank's files of ``part``, with its ``state``. ``parameters`` are the optimizer's names by index.
 
     Raises:
-        UnsupportedState: names or shapes are not known, experts are cut over other ranks, or an entry is not cut as its
-            parameter is.
+        UnsupportedState: unknown names or shapes, experts that are cut over other ranks, or an entry that is not cut
+            like
+            its parameter.
     """
     if topology.ep > 1:
         raise UnsupportedState(f"use_zero1_dcp=True with expert parallelism ({topology.describe()}): {_LEAVE_OUT}")
@@ -65,22 +64,22 @@ class _Leaf(NamedTuple):
 
 @dataclass(frozen=True)
 class _Names:
-    """What DCP calls the leaves of a state dict. Holds no tensor, so that plans can be kept."""
+    """DCP's names of the leaves of a state dict. Holds no tensor, so that plans can be cached."""
 
     parameters: tuple[str, ...]
     topology: Topology
 
     def entries(self, tree: dict[str, Any]) -> list[_Leaf]:
-        """All leaves."""
+        """Return all leaves."""
         leaves = _leaves((), xser.normalise(tree))
         return [_Leaf(position, path, self._at(path), value) for position, (path, value) in enumerate(leaves)]
 
     def values(self, tree: dict[str, Any]) -> list[Any]:
-        """Those that are no tensors."""
+        """Return the leaves that are no tensors."""
         return [entry.value for entry in self.entries(tree) if not is_tensor(entry.value)]
 
     def of_shard(self, at: tuple[str | int, ...]) -> tuple[str | int, ...]:
-        """The path of a tensor that differs between stages and tensor-parallel ranks."""
+        """Return the path of a tensor that differs between stages and tensor-parallel ranks."""
         stage = f"|pp-{self.topology.pp_rank:04d}" if self.topology.pp > 1 else ""
         part = f"|tp-{self.topology.tp_rank:04d}" if self.topology.tp > 1 else ""
         return (*at[:-1], f"{at[-1]}{stage}{part}")
@@ -104,7 +103,7 @@ class _Plan:
         self._entries = called.entries(state.tree)
 
     def values(self) -> PlannedFile:
-        """The file of everything that is no tensor."""
+        """Return the file of everything that is no tensor."""
         entries = [entry for entry in self._entries if not is_tensor(entry.value)]
         file = names.dcp_file(self._topology.rank, 0)
         return PlannedFile(
@@ -116,7 +115,7 @@ class _Plan:
         )
 
     def tensors(self) -> Iterator[PlannedFile]:
-        """A file for each tensor that this rank writes."""
+        """Yield a file for each tensor that this rank writes."""
         number = 0
         for entry in self._entries:
             chunk = self._chunk(entry) if is_tensor(entry.value) else None
@@ -132,21 +131,21 @@ class _Plan:
         return PlannedFile(file, image, (tensor,), self._part, chunks=chunks)
 
     def _chunk(self, entry: _Leaf) -> DcpChunk | None:
-        """What this rank writes of a tensor; None if nothing."""
+        """Return this rank's chunk of a tensor; None if it writes none."""
         topology, (dtype, shape) = self._topology, form_of(entry.value)
         if not shape:
             leads = topology.dp_rank == topology.tp_rank == 0
             return DcpChunk(entry.at, dtype) if leads else None
         whole = self._whole(entry, shape)
         start = min(topology.dp_rank * shape[0], whole[0])
-        held = min(shape[0], whole[0] - start)
-        if held == 0 and topology.dp_rank > 0:
+        rows = min(shape[0], whole[0] - start)
+        if rows == 0 and topology.dp_rank > 0:
             return None
         zeros = (0,) * (len(shape) - 1)
-        return DcpChunk(self._called.of_shard(entry.at), dtype, whole, (start, *zeros), (held, *shape[1:]))
+        return DcpChunk(self._called.of_shard(entry.at), dtype, whole, (start, *zeros), (rows, *shape[1:]))
 
     def _whole(self, entry: _Leaf, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """The shape of the tensor that this one is a shard of."""
+        """Return the shape of the tensor that this one is a shard of."""
         section, index = entry.path[:2]
         whole = tuple(self._shapes.get(index, ())) if section in (_BASE_STATE, MASTERS) else ()
         expected = zero1_shape(whole, self._topology.dp) if whole else None
@@ -159,7 +158,7 @@ class _Plan:
 
 
 class _InList(int):
-    """A place in a list, which DCP keeps as a number; keys of dicts become text."""
+    """An index in a list, which DCP stores as a number; keys of dicts become text."""
 
 
 def _key(key: Any) -> str | int:
@@ -167,7 +166,7 @@ def _key(key: Any) -> str | int:
 
 
 def _leaves(path: Path, value: Any) -> Iterator[tuple[Path, Any]]:
-    """What DCP keeps as one entry each: tensors, and values down to lists that hold nothing but plain values."""
+    """Yield DCP's entries: tensors, and values down to lists that hold only plain values."""
     if isinstance(value, dict):
         for key, child in value.items():
             yield from _leaves((*path, key), child)

@@ -1,7 +1,7 @@
-"""Files that are byte for byte what an earlier tag has: the storage duplicates them, and they are not written again.
+"""Deduplication: the storage duplicates files that are byte for byte those of an earlier tag, instead of a new write.
 
-Equal is what was compared: the staged bytes with those that the earlier tag has now. No digest stands for them. Why,
-and what may happen meanwhile, is in docs/decisions/024.
+Equality is a comparison of the staged bytes with those that the earlier tag has now, not of digests. The reasons,
+and possible changes meanwhile, are in docs/decisions/024.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ _FIRST, _PIECE = 64 * 2**10, 2**20
 """Bytes that are compared first, and then at a time. In most files that changed, the first differ."""
 
 _ABSENT = (OSError, EOFError, CheckpointError)
-"""What reading a file raises that is not there, is damaged, or cannot be read."""
+"""Errors of reading a file that does not exist, is damaged, or cannot be read."""
 
 
 def parent_of(storage: Storage, last_saved: str | None) -> str | None:
-    """The tag whose files may not have changed: the one that this job saved last, else the newest complete one."""
+    """Return the tag whose files may be unchanged: the one that this job saved last, else the newest complete one."""
     if not isinstance(storage, Duplicating):
         return None
     with suppress(*_ABSENT):
@@ -36,7 +36,8 @@ def parent_of(storage: Storage, last_saved: str | None) -> str | None:
 
 
 def create(storage: Storage, key: str, nbytes: int, source: str) -> Writer:
-    """As ``storage.create(key, nbytes)``; if the bytes turn out to be those of the file ``source``, it is duplicated.
+    """Create a file like ``storage.create(key, nbytes)``; if its bytes equal the file ``source``, that is
+    duplicated.
     """
     with suppress(*_ABSENT):
         if isinstance(storage, Duplicating):
@@ -47,8 +48,10 @@ def create(storage: Storage, key: str, nbytes: int, source: str) -> Writer:
 
 
 class DedupWriter:
-    """Compares what it is given with the file ``source``, and keeps it while it is equal: the first byte that differs,
-    or memory that is wanted back, lets it write all of it."""
+    """Writer that compares its data with the file ``source``, and buffers them while they are equal.
+
+    At the first byte that differs, or when the memory is needed, it writes all of them.
+    """
 
     def __init__(self, storage: Storage, key: str, source: str, version: Version) -> None:
         self._storage, self._key, self._source, self._version = storage, key, source, version
@@ -57,7 +60,7 @@ class DedupWriter:
         self._equal: list[tuple[int, memoryview]] = []
         self._writer: Writer | None = None
         self.duplicated = False
-        """Whether nothing was written."""
+        """True if nothing was written."""
 
     def write_at(self, offset: int, data: bytes | memoryview) -> None:
         view = memoryview(data).cast("B")
@@ -89,13 +92,13 @@ class DedupWriter:
         done, size = 0, min(_FIRST, len(view))
         while done < len(view):
             part = view[done : done + size]
-            found = self._memory[: len(part)]
+            stored = self._memory[: len(part)]
             try:
                 assert self._reader is not None
-                self._reader.read_ranges([(offset + done, found.data)])
+                self._reader.read_ranges([(offset + done, stored.data)])
             except _ABSENT:
                 return False
-            if not np.array_equal(np.frombuffer(part, np.uint8), found):
+            if not np.array_equal(np.frombuffer(part, np.uint8), stored):
                 return False
             done, size = done + len(part), _PIECE
         return True
@@ -109,7 +112,7 @@ class DedupWriter:
             return False
 
     def _written(self) -> Writer:
-        """What writes the file, and has been given all that was kept."""
+        """Return the writer of the file, after writing all buffered data."""
         if self._writer is None:
             self._writer = self._storage.create(self._key, self._version.nbytes)
             for offset, view in self._equal:

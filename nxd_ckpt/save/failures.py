@@ -1,4 +1,4 @@
-"""What becomes of saves that fail: each is raised, or they are warned of until too many in a row did."""
+"""Policy for saves that fail: each is raised, or a warning is logged until too many in a row failed."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ logger = logging.getLogger("nxd_ckpt")
 
 
 class Failures:
-    """Counts the saves of one Checkpointer that failed.
+    """Counter of the failed saves of one Checkpointer.
 
-    Every rank counts for itself. A save fails on all ranks or on none, so they count the same, except where the outcome
+    Every rank counts its own. A save fails on all ranks or on none, so the counts are equal, except if the outcome
     is unknown to one.
     """
 
@@ -22,11 +22,14 @@ class Failures:
 
     @property
     def warns(self) -> bool:
-        """Whether a failure need not be raised."""
+        """True if a failure need not be raised."""
         return self._warns
 
-    def decided(self, error: BaseException | None, told: bool) -> bool:
-        """A save is decided. Log ``error``, unless its caller was ``told``; whether nobody has to raise it."""
+    def decided(self, error: BaseException | None, informed: bool) -> bool:
+        """Record the outcome of a save. Return whether its failure is tolerated.
+
+        ``error`` is logged, unless its caller was ``informed``.
+        """
         if error is None:
             self.in_a_row = 0
             return False
@@ -34,12 +37,12 @@ class Failures:
         tolerated = self._warns and self.in_a_row < self._limit
         if tolerated:
             logger.warning(
-                "nxd_ckpt: a save failed, and training goes on (%d in a row; the %d. is raised): %s: %s",
+                "nxd_ckpt: a save failed, and training continues (%d in a row; the %d. is raised): %s: %s",
                 self.in_a_row,
                 self._limit,
                 type(error).__name__,
                 error,
             )
-        elif not told:
+        elif not informed:
             logger.error("nxd_ckpt: %s: %s", type(error).__name__, error)
         return tolerated

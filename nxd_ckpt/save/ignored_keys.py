@@ -1,4 +1,4 @@
-"""What a save leaves out: the same state without it."""
+"""Filter of a save: the state without the names in ``ignore_keys``."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ logger = logging.getLogger("nxd_ckpt")
 
 
 def leave_out(state: SaveState, ignoring: Ignoring, topology: Topology) -> SaveState:
-    """``state`` without what is left out; copies containers, no tensor.
+    """Return ``state`` without ignored names; copies containers, no tensor.
 
-    A glob that matches nothing is not an error: too much is saved, and nothing is lost. Rank 0 warns, if it knows all
+    A glob that matches nothing is not an error: too much is saved, and nothing is lost. Rank 0 warns, if it has all
     names.
 
     Raises:
-        InvalidArgument, KeyMismatch: what a function returned is no list of names that it was given.
+        InvalidArgument, KeyMismatch: a function did not return a list of the names that it received.
     """
     if not ignoring:
         return state
     names = list(_names(state))
     ignoring.choose(names)
-    strange = unmatched(ignoring.globs, names)
-    if strange and topology.rank == 0 and topology.pp == 1:
-        logger.warning("ignore_keys= matches nothing that is saved with %s", listed(strange, names))
+    unmatched_globs = unmatched(ignoring.globs, names)
+    if unmatched_globs and topology.rank == 0 and topology.pp == 1:
+        logger.warning("ignore_keys= matches nothing that is saved with %s", listed(unmatched_globs, names))
     model, optimizer = state.model, state.optimizer
     covered = set(filter(ignoring.covers, ("model", "optim", "scheduler", "user_content", "rank_content")))
     model = None if model is None or "model" in covered else _model_without(model, ignoring)
@@ -59,7 +59,7 @@ def leave_out(state: SaveState, ignoring: Ignoring, topology: Topology) -> SaveS
 
 
 def _names(state: SaveState) -> Iterator[str]:
-    """All that a glob may stand for, as a load knows it."""
+    """Yield all names that a glob may match, as in a load."""
     if state.model is not None:
         yield from (f"model/{name}" for name in state.model.tree)
     if state.optimizer is not None:
@@ -71,8 +71,8 @@ def _names(state: SaveState) -> Iterator[str]:
         if content is not None:
             yield part
             yield from (f"{part}/{key}" for key in (content if isinstance(content, dict) else ()))
-    held = state.rank_content
-    if isinstance(held, dict) and any(map(is_random_state, held.values())):
+    rank_content = state.rank_content
+    if isinstance(rank_content, dict) and any(map(is_random_state, rank_content.values())):
         yield RANDOM_STATE
 
 

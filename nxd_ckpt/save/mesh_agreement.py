@@ -1,6 +1,6 @@
-"""The ranks of a mesh job tell each other, once, what they hold on which meshes; see core.mesh_groups.
+"""Agreement of a mesh job's ranks, once, on the tensors and meshes that they hold; see core.mesh_groups.
 
-Digests only: names are sent where something is wrong, and by the leaders of several groups.
+Only digests are exchanged: names are sent if something is wrong, and by the leaders of several groups.
 """
 
 from __future__ import annotations
@@ -19,31 +19,31 @@ from nxd_ckpt.live.save_state import SaveState
 from nxd_ckpt.save.mesh_plan import mesh_among
 
 _Lines = dict[str, list[Any]]
-"""dtype, shape, placements and the number of its mesh, of each tensor by name."""
+"""dtype, shape, placements and number of the mesh of each tensor, by name."""
 
 
 def mesh_summary(state: SaveState, members: tuple[int, ...] | None) -> tuple[SaveState, MeshSummary]:
-    """The state, and what this rank says of it. Raises UnsupportedState for a DTensor that is not cut into boxes."""
+    """Return the state and this rank's summary. Raises UnsupportedState for a DTensor that is not cut into boxes."""
     return state, MeshSummary(state, members)
 
 
-def agree_on_groups(agreement: Agreement, held: MeshSummary) -> list[MeshGroup] | None:
-    """The groups of a mesh job; None where no rank holds a DTensor. All ranks at once.
+def agree_on_groups(agreement: Agreement, summary: MeshSummary) -> list[MeshGroup] | None:
+    """Return the groups of a mesh job; None if no rank holds a DTensor. Collective.
 
     Raises RanksDisagree, on all ranks: ranks of one mesh hold other tensors, or in another way; or one name stands for
     different tensors.
     """
-    words = agreement.gather(held.word)
-    answer = decided_by_rank0(agreement, lambda: _answer(words or []))
+    summaries = agreement.gather(summary.summary)
+    answer = decided_by_rank0(agreement, lambda: _answer(summaries or []))
     if answer is None:
         return None
-    lines = agreement.gather(held.lines if agreement.rank in answer["ask"] else None)
+    lines = agreement.gather(summary.lines if agreement.rank in answer["ask"] else None)
     decided_by_rank0(agreement, lambda: _compare(answer, lines or []))
     return [MeshGroup.from_json(group) for group in answer["groups"]]
 
 
 class MeshSummary:
-    """What one rank holds."""
+    """Summary of one rank's tensors."""
 
     def __init__(self, state: SaveState, members: tuple[int, ...] | None = None) -> None:
         self._is_placed = state.is_placed
@@ -56,7 +56,7 @@ class MeshSummary:
                 line: list[Any] = [dtype, list(shape), None, None]
                 if about.placed is not None:
                     layout = about.placed.layout
-                    placements = [None if one is None else [one.dim, one.split] for one in layout.placements]
+                    placements = [None if split is None else [split.dim, split.split] for split in layout.placements]
                     mesh = mesh_among(members, about.name, layout.mesh), about.placed.coordinate
                     if mesh not in self._meshes:
                         self._meshes.append(mesh)
@@ -64,8 +64,8 @@ class MeshSummary:
                 self.lines[about.name] = line
 
     @property
-    def word(self) -> list[Any]:
-        """Whether there are DTensors among it, and a RankStructure."""
+    def summary(self) -> list[Any]:
+        """Whether there are DTensors, and a RankStructure."""
         structure = sha256(repr(self.lines).encode()).hexdigest()[:32]
         return [self._is_placed, RankStructure(structure, [_place(*mesh) for mesh in self._meshes])]
 
@@ -75,12 +75,14 @@ def _place(mesh: Mesh, coordinate: tuple[int, ...]) -> MeshPlace:
     return MeshPlace(digest, mesh.names, mesh.shape, place, mesh.ranks if place == 0 else None)
 
 
-def _answer(words: Sequence[Any]) -> dict[str, Any] | None:
-    """What rank 0 makes of all words: the groups, or whose tensors are to be compared; None for no mesh job."""
-    if not any(is_placed for is_placed, _ in words):
+def _answer(summaries: Sequence[Any]) -> dict[str, Any] | None:
+    """Return rank 0's conclusion from all summaries: the groups, or the ranks to compare; None for no mesh job."""
+    if not any(is_placed for is_placed, _ in summaries):
         return None
     try:
-        groups = groups_of([RankStructure(word[0], [MeshPlace(*mesh) for mesh in word[1]]) for _, word in words])
+        groups = groups_of(
+            [RankStructure(structure[0], [MeshPlace(*mesh) for mesh in structure[1]]) for _, structure in summaries]
+        )
     except OutsideOfGroup as outside:
         return {"groups": [], "ask": [rank for rank in (outside.rank, outside.other) if rank is not None]}
     leaders = [group.ranks[0] for group in groups]
@@ -88,37 +90,35 @@ def _answer(words: Sequence[Any]) -> dict[str, Any] | None:
 
 
 def _compare(answer: Mapping[str, Any], lines: Sequence[_Lines | None]) -> None:
-    asked = [(rank, lines[rank] or {}) for rank in answer["ask"]]
+    lines_of_ranks = [(rank, lines[rank] or {}) for rank in answer["ask"]]
     if not answer["groups"]:
-        raise RanksDisagree(_difference(asked))
-    known: dict[str, tuple[int, list[Any]]] = {}
-    for rank, held in asked:
-        for name, line in held.items():
-            first, other = known.setdefault(name, (rank, line))
-            if (line[:2], line[2] is None) != (other[:2], other[2] is None):
+        raise RanksDisagree(_difference(lines_of_ranks))
+    first_lines: dict[str, tuple[int, list[Any]]] = {}
+    for rank, own_lines in lines_of_ranks:
+        for name, line in own_lines.items():
+            first, first_line = first_lines.setdefault(name, (rank, line))
+            if (line[:2], line[2] is None) != (first_line[:2], first_line[2] is None):
                 raise RanksDisagree(
-                    f"{name} is {_words(other)} on rank {first}, and {_words(line)} on rank {rank}: one name stands "
-                    "for one tensor; build the model alike on all ranks, or give them different names"
+                    f"{name} is {_line_text(first_line)} on rank {first}, and {_line_text(line)} on rank {rank}: "
+                    "one name stands for one tensor; build the model alike on all ranks, or give them different names"
                 )
 
 
-def _difference(asked: Sequence[tuple[int, _Lines]]) -> str:
-    """What is wrong with the first of two ranks whose mesh is not all alike."""
-    rank, held = asked[0]
-    other, others = asked[1] if len(asked) > 1 else (None, {})
+def _difference(lines_of_ranks: Sequence[tuple[int, _Lines]]) -> str:
+    """Describe the difference between two ranks of a mesh."""
+    rank, lines_a = lines_of_ranks[0]
+    other, lines_b = lines_of_ranks[1] if len(lines_of_ranks) > 1 else (None, {})
     advice = "all ranks of a mesh must hold the same tensors, placed alike: build model and mesh alike on all of them"
     if other is None:
-        return (
-            f"rank {rank} holds DTensors on a mesh that other ranks of it do not know, or in another order; {advice}"
-        )
-    for name in {**held, **others}:
-        if held.get(name) != others.get(name):
-            found = [_words(lines.get(name)) for lines in (held, others)]
-            return f"{name} is {found[0]} on rank {rank}, and {found[1]} on rank {other}; {advice}"
+        return f"rank {rank} holds DTensors on a mesh that other ranks of it do not know, or in another order; {advice}"
+    for name in {**lines_a, **lines_b}:
+        if lines_a.get(name) != lines_b.get(name):
+            texts = [_line_text(lines.get(name)) for lines in (lines_a, lines_b)]
+            return f"{name} is {texts[0]} on rank {rank}, and {texts[1]} on rank {other}; {advice}"
     return f"ranks {rank} and {other} hold the same tensors on different meshes; {advice}"
 
 
-def _words(line: Sequence[Any] | None) -> str:
+def _line_text(line: Sequence[Any] | None) -> str:
     if line is None:
         return "not there"
     dtype, shape, placements, _ = line

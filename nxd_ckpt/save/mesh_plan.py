@@ -1,4 +1,4 @@
-"""What a rank of a mesh job writes: its boxes of the tensors, of what replicas hold its share of them.
+"""Files that a rank of a mesh job writes: its boxes of the tensors, and its share of those that replicas hold.
 
 Each rank's plan follows from its own state and its group (core.mesh_groups) alone.
 """
@@ -26,14 +26,14 @@ from nxd_ckpt.live.state import State, StateTensor
 from nxd_ckpt.save.planned_file import NamedTensor, PlannedFile
 
 WORTH_A_WRITER = 64 * 2**20
-"""Bytes of tensors for which one more replica writes: who loads reads the index of each that wrote."""
+"""Bytes of tensors for which one more replica writes: a load reads the index of each rank that wrote."""
 
 DIRECTORIES = {"model": names.MODEL_DIR, "optimizer": names.OPTIMIZER_DIR}
 
 
 @dataclass(frozen=True)
-class Held:
-    """A tensor as this rank holds it: ``leaf`` is its part, ``placed`` how it lies on the ranks of the group."""
+class LocalTensor:
+    """A tensor of this rank: ``leaf`` is its part, ``placed`` the layout on the ranks of the group."""
 
     leaf: Any
     about: StateTensor
@@ -49,7 +49,7 @@ class Held:
 class MeshPlan:
     """The plan of the global ``rank`` for the state ``parts``: model and optimizer, by field of SaveState.
 
-    Ranks are places among the ``members`` of the process group that saves, where not all ranks of the job do.
+    Ranks are places among the ``members`` of the process group that saves, if it is not the whole job.
 
     Raises UnsupportedState for a DTensor on a mesh that the group does not know.
     """
@@ -61,19 +61,22 @@ class MeshPlan:
     _layouts: dict[Any, tuple[int, Layout]] = field(default_factory=dict)
 
     @cached_property
-    def held(self) -> dict[str, list[Held]]:
+    def tensors(self) -> dict[str, list[LocalTensor]]:
         """Every tensor of each part, in the order of its tree."""
-        return {part: [self._held(*found) for found in _described(state)] for part, state in self.parts.items()}
+        return {
+            part: [self._local_tensor(leaf, about) for leaf, about in _described(state)]
+            for part, state in self.parts.items()
+        }
 
     @cached_property
     def record(self) -> MeshRecord:
-        """All whole tensors of the group, and which replica writes each: the same on all of its ranks."""
+        """All whole tensors of the group, and the replica that writes each: the same on all of its ranks."""
         tensors = []
-        for held in self.held.values():
-            replicas = _dealt(held)
-            for one, replica in zip(held, replicas, strict=True):
-                number = self._numbers[id(one.placed.layout)]
-                tensors.append(WholeTensor(one.about.name, form_of(one.leaf)[0], one.placed.shape, number, replica))
+        for local in self.tensors.values():
+            replicas = _assign_replicas(local)
+            for tensor, replica in zip(local, replicas, strict=True):
+                number, dtype = self._numbers[id(tensor.placed.layout)], form_of(tensor.leaf)[0]
+                tensors.append(WholeTensor(tensor.about.name, dtype, tensor.placed.shape, number, replica))
         return MeshRecord(tuple(layout for _, layout in self._layouts.values()), tuple(tensors))
 
     @property
@@ -86,28 +89,28 @@ class MeshPlan:
         return self.rank == self.group.ranks[0]
 
     def files(self) -> Iterator[PlannedFile]:
-        """What this rank writes."""
+        """Yield the files that this rank writes."""
         tensors = iter(self.record.tensors)
         for part, state in self.parts.items():
-            mine = [one for one in self.held[part] if _is_mine(one, next(tensors).replica)]
+            mine = [tensor for tensor in self.tensors[part] if _is_mine(tensor, next(tensors).replica)]
             if mine:
                 yield _shard_file(names.shard_file(DIRECTORIES[part], self.rank), mine, part)
             if self.leads:
                 key, references = names.structure_file(DIRECTORIES[part], self.rank), xser.references_of(state.tree)
                 yield PlannedFile(key, image_of(references), part=part, contents=xser.references_of)
 
-    def _held(self, leaf: Any, about: StateTensor) -> Held:
+    def _local_tensor(self, leaf: Any, about: StateTensor) -> LocalTensor:
         placed = about.placed
         if placed is None:
-            layout, shape = self._kept(None, lambda: self.group.plain), form_of(leaf)[1]
+            layout, shape = self._cached_layout(None, lambda: self.group.plain), form_of(leaf)[1]
         else:
             key = id(placed.layout.mesh), placed.layout.placements
-            layout, shape = self._kept(key, lambda: self._on_group(about.name, placed)), placed.shape
+            layout, shape = self._cached_layout(key, lambda: self._on_group(about.name, placed)), placed.shape
         coordinate = layout.mesh.coordinate_of(self.rank)
         assert coordinate is not None
-        return Held(leaf, about, Placed(layout, shape, coordinate))
+        return LocalTensor(leaf, about, Placed(layout, shape, coordinate))
 
-    def _kept(self, key: Any, make: Callable[[], Layout]) -> Layout:
+    def _cached_layout(self, key: Any, make: Callable[[], Layout]) -> Layout:
         if key not in self._layouts:
             self._layouts[key] = len(self._layouts), make()
         return self._layouts[key][1]
@@ -128,7 +131,7 @@ class MeshPlan:
 
 
 def mesh_among(members: tuple[int, ...] | None, name: str, mesh: Mesh) -> Mesh:
-    """The mesh of the tensor of that name, with its ranks as places among ``members``.
+    """Return the mesh of the tensor of that name, with its ranks as places among ``members``.
 
     Raises UnsupportedState for ranks that are not in the process group.
     """
@@ -147,36 +150,36 @@ def _described(state: State) -> Iterator[tuple[Any, StateTensor]]:
     return ((leaf, state.tensors[path]) for path, leaf in iter_tensors(state.tree))
 
 
-def _dealt(held: Sequence[Held]) -> list[int]:
-    """Which replica writes each tensor: by the bytes of the whole ones, so that all shards of one are alike."""
-    found = [0] * len(held)
+def _assign_replicas(tensors: Sequence[LocalTensor]) -> list[int]:
+    """Return the replica that writes each tensor: by the bytes of the whole ones, so that all shards of one agree."""
+    replica_of = [0] * len(tensors)
     by_layout: dict[int, dict[Hashable, list[int]]] = {}
-    for number, one in enumerate(held):
-        if one.placed.layout.replicas > 1:
-            by_layout.setdefault(id(one.placed.layout), {}).setdefault(one.tie, []).append(number)
+    for number, tensor in enumerate(tensors):
+        if tensor.placed.layout.replicas > 1:
+            by_layout.setdefault(id(tensor.placed.layout), {}).setdefault(tensor.tie, []).append(number)
     for ties in by_layout.values():
-        firsts = [held[numbers[0]] for numbers in ties.values()]
-        sizes = [prod(one.placed.shape) * itemsize(form_of(one.leaf)[0]) for one in firsts]
+        firsts = [tensors[numbers[0]] for numbers in ties.values()]
+        sizes = [prod(tensor.placed.shape) * itemsize(form_of(tensor.leaf)[0]) for tensor in firsts]
         writers = min(firsts[0].placed.layout.replicas, 1 + sum(sizes) // WORTH_A_WRITER)
         replicas = xser.balance(sizes, writers)
         for numbers, replica in zip(ties.values(), replicas, strict=True):
             for number in numbers:
-                found[number] = replica
-    return found
+                replica_of[number] = replica
+    return replica_of
 
 
-def _is_mine(one: Held, replica: int) -> bool:
-    placed = one.placed
+def _is_mine(tensor: LocalTensor, replica: int) -> bool:
+    placed = tensor.placed
     return bool(placed.pieces) and placed.layout.replica_of(placed.coordinate) == replica
 
 
-def _shard_file(key: str, mine: Sequence[Held], part: str) -> PlannedFile:
-    ties = {id(one.leaf): one.tie for one in mine}
-    tree = {one.about.name.partition("/")[2]: one.leaf for one in mine}
-    image = image_of(tree, tensor_key=lambda tensor: ties[id(tensor)])
-    storage_of = {ties[id(tensor)]: index for index, tensor in enumerate(image.tensors)}
+def _shard_file(key: str, mine: Sequence[LocalTensor], part: str) -> PlannedFile:
+    ties = {id(tensor.leaf): tensor.tie for tensor in mine}
+    tree = {tensor.about.name.partition("/")[2]: tensor.leaf for tensor in mine}
+    image = image_of(tree, tensor_key=lambda leaf: ties[id(leaf)])
+    storage_of = {ties[id(leaf)]: index for index, leaf in enumerate(image.tensors)}
     entries = []
-    for one in mine:
-        dtype, shape = form_of(one.leaf)
-        entries.append(NamedTensor(one.about.name, storage_of[one.tie], dtype, shape, one.placed.pieces))
+    for tensor in mine:
+        dtype, shape = form_of(tensor.leaf)
+        entries.append(NamedTensor(tensor.about.name, storage_of[tensor.tie], dtype, shape, tensor.placed.pieces))
     return replace(PlannedFile(key, image, tuple(entries)), part=part)

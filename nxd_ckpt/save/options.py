@@ -1,4 +1,4 @@
-"""How to save."""
+"""Options of a save."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from nxd_ckpt.live.ignoring import IgnoreKeys
 
 @dataclass(frozen=True)
 class SaveOptions:
-    """How to save; names, defaults and meaning as in neuronx_distributed's ``save_checkpoint`` where it has them.
+    """Options of a save; names, defaults and meaning as in neuronx_distributed's ``save_checkpoint`` where it has them.
 
     Attributes:
         num_workers: ranks of a host that write at the same time. It has no effect with ``use_xser``.
@@ -70,12 +70,12 @@ class SaveOptions:
 
     @property
     def rules(self) -> tuple[Rule, ...] | None:
-        """Which complete tags to keep; None keeps all."""
+        """Rules for the complete tags to keep; None keeps all."""
         return rules_of(self.num_kept_ckpts, self.retain)
 
     @property
     def recorded_metrics(self) -> dict[str, float | None]:
-        """What the manifest says of ``metrics``."""
+        """The manifest's record of ``metrics``."""
         return recorded_metrics(self.metrics)
 
     @property
@@ -84,7 +84,7 @@ class SaveOptions:
         return None if self.use_xser else self.num_workers
 
     def validate(self) -> None:
-        """Raises InvalidArgument or UnsupportedState for what no rank could honour."""
+        """Raise InvalidArgument or UnsupportedState for options that no rank can honour."""
         _ = self.rules, self.recorded_metrics
         if self.num_workers is not None and (not isinstance(self.num_workers, int) or self.num_workers < 1):
             raise InvalidArgument(f"num_workers must be None or at least 1, found {self.num_workers!r}")
@@ -97,7 +97,7 @@ class SaveOptions:
 
 
 class ExtraSaveKeywords(TypedDict, total=False):
-    """Those that neuronx_distributed's signature does not have."""
+    """Keywords that neuronx_distributed's signature does not have."""
 
     param_names: Sequence[Sequence[str]] | None
     partitions: Mapping[str, Partition] | None
@@ -121,13 +121,13 @@ class SaveKeywords(ExtraSaveKeywords, total=False):
 
 
 def understood(
-    tag: object, values: Mapping[str, Any] | None, given: Mapping[str, Any]
+    tag: object, values: Mapping[str, Any] | None, keywords: Mapping[str, Any]
 ) -> tuple[str, SaveOptions, CheckpointError | None]:
-    """What a save is called, its options, and why it cannot be made: that is to reach all ranks."""
+    """Return the name of a save, its options, and the error that prevents it, which must reach all ranks."""
     name, options = str(tag), SaveOptions()
     try:
         name = validate_tag(filled_tag(tag, values))
-        options = options_of(SaveOptions, given)
+        options = options_of(SaveOptions, keywords)
     except CheckpointError as error:
         return name, options, error
     return name, options, None

@@ -1,4 +1,4 @@
-"""How far a save is: for the code that does it, and for its caller."""
+"""Progress of a save, for the code that performs it and for its caller."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ logger = logging.getLogger("nxd_ckpt")
 
 
 class SaveProgress:
-    """How far a save is. The code that does the save sets it; its caller holds the ``future``.
+    """Progress of a save. The code that performs the save updates it; its caller holds the ``future``.
 
     Attributes:
         staged: the snapshot is complete.
@@ -39,13 +39,13 @@ class SaveProgress:
 
     @property
     def unreported(self) -> bool:
-        """Whether it failed, and the failure is still to be raised."""
+        """True if it failed, and the failure is still to be raised."""
         return self.error is not None and not self.reported and not self.tolerated
 
     def settle(self, error: BaseException | None) -> None:
-        """Decide it, and call what the caller added to be called then."""
+        """Record the outcome, and call the caller's callbacks."""
         self.error = error
-        self.tolerated = self._failures.decided(error, told=self.reported)
+        self.tolerated = self._failures.decided(error, informed=self.reported)
         self.staged.set()
         self.voted.set()
         if error is None:
@@ -76,9 +76,9 @@ class UnfinishedSaves:
             save.future.wait_decided()
 
     def finish(self, grace: float | None) -> bool:
-        """Wait until all are decided; with a ``grace``, at most so many seconds from when this rank has done its part.
+        """Wait until all are decided, with ``grace`` at most that many seconds after this rank has done its part.
 
-        Whether they are.
+        Returns whether all are decided.
         """
         pending = self.saves
         if grace is not None:
@@ -90,14 +90,14 @@ class UnfinishedSaves:
         return all(save.future.done() for save in pending)
 
     def settle(self) -> None:
-        """As :meth:`wait`, and forget those of which there is nothing to raise."""
+        """Wait until all are decided, and drop those without a failure to raise."""
         for save in self.saves:
             save.future.wait_decided()
             if not save.unreported:
                 self._drop(save)
 
     def raise_unreported(self) -> None:
-        """Forget what is decided, and raise the first failure that was not raised before."""
+        """Drop the decided saves, and raise the first failure that was not raised before."""
         # What another thread has begun meanwhile stays: the next save has to wait for it.
         decided = [save for save in self.saves if save.future.done() and self._drop(save)]
         failed = [save for save in decided if save.unreported]
@@ -107,7 +107,7 @@ class UnfinishedSaves:
             raise failed[0].error
 
     def _drop(self, save: SaveProgress) -> bool:
-        """Keep a save no longer; whether no other thread did that before."""
+        """Remove a save. Return False if another thread did that before."""
         try:
             self._saves.remove(save)
         except ValueError:
@@ -116,9 +116,9 @@ class UnfinishedSaves:
 
 
 class PendingSave(futures.Future[None]):
-    """A save under way, as its caller sees it: a future, which can also be awaited. Made by ``Checkpointer.save``.
+    """A save under way, for its caller: a future, which can also be awaited. Made by ``Checkpointer.save``.
 
-    It cannot be cancelled. What ``add_done_callback`` was given is called on the thread that writes: it must be quick,
+    It cannot be cancelled. Callbacks of ``add_done_callback`` run on the thread that writes: they must be quick,
     and must neither save nor wait.
     """
 
@@ -138,7 +138,7 @@ class PendingSave(futures.Future[None]):
 
     @property
     def tag(self) -> str:
-        """What is being saved."""
+        """The tag that is being saved."""
         return self._progress.tag
 
     @property
@@ -152,9 +152,9 @@ class PendingSave(futures.Future[None]):
         return self._progress.nbytes
 
     def staged(self, timeout: float | None = None) -> bool:
-        """Whether the snapshot is complete, waiting up to ``timeout`` seconds (None: until it is).
+        """Return whether the snapshot is complete, waiting up to ``timeout`` seconds (None: until it is).
 
-        From then on the live state may change without being seen. ``save`` returns only staged saves.
+        From then on changes of the live state do not affect it. ``save`` returns only staged saves.
         """
         if not self._progress.staged.is_set():
             self._require_own()
@@ -162,29 +162,29 @@ class PendingSave(futures.Future[None]):
 
     @property
     def error(self) -> BaseException | None:
-        """Why it failed; None while undecided and after success. Looking at it does not count as being told."""
+        """The failure; None while undecided and after success. Reading it does not mark the failure as reported."""
         return self._progress.error
 
     def wait(self, timeout: float | None = None) -> None:
         """Return once the tag is visible and durable.
 
         Raises:
-            SaveFailed, OutcomeUnknown: it failed; see :mod:`nxd_ckpt.errors`.
-            TimeoutError: undecided after ``timeout`` seconds; it goes on.
+            SaveFailed, OutcomeUnknown: it failed; see `nxd_ckpt.errors`.
+            TimeoutError: undecided after ``timeout`` seconds; it continues.
         """
         error = self.exception(timeout)
         if error is not None:
             raise error
 
     def result(self, timeout: float | None = None) -> None:
-        """As :meth:`wait`."""
+        """Return once the tag is visible and durable. Raises the errors of `wait`."""
         self.wait(timeout)
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
-        """What :meth:`wait` would raise, or None. It is not raised again by ``Checkpointer.wait`` or ``close``.
+        """Return the error that `wait` would raise, or None. ``Checkpointer.wait`` and ``close`` do not raise it again.
 
         Raises:
-            TimeoutError: undecided after ``timeout`` seconds; it goes on.
+            TimeoutError: undecided after ``timeout`` seconds; it continues.
         """
         if not self.wait_decided(timeout):
             raise TimeoutError(f"save of {self.tag!r} is still under way after {timeout} s")
@@ -192,7 +192,7 @@ class PendingSave(futures.Future[None]):
         return self.error
 
     def wait_decided(self, timeout: float | None = None) -> bool:
-        """Like :meth:`wait`, but never raises: whether it is decided after ``timeout`` seconds."""
+        """Wait up to ``timeout`` seconds; return whether it is decided. Never raises the failure."""
         if not self.done():
             self._require_own()
         try:
@@ -202,16 +202,16 @@ class PendingSave(futures.Future[None]):
         return True
 
     def add_done_callback(self, fn: Callable[[futures.Future[None]], object]) -> None:
-        """Call ``fn`` once it is done, at once if it is. On the thread that writes, whatever it raises is logged."""
+        """Call ``fn`` once it is done, at once if it is. On the thread that writes, its exceptions are logged."""
         super().add_done_callback(fn if self.done() else partial(_call, fn))
 
     def _require_own(self) -> None:
-        """In a forked child the thread that would decide it does not run."""
+        """Raise in a forked child, where the thread that would decide it does not run."""
         require_own(self._progress.pid, f"save of {self.tag!r}")
 
 
 def _call(fn: Callable[[futures.Future[None]], object], save: futures.Future[None]) -> None:
     try:
         fn(save)
-    except BaseException:  # futures let an exit pass: the callbacks after it would not be called
+    except BaseException:  # futures propagate an exit: the callbacks after it would not be called
         logger.exception("nxd_ckpt: unexpected error in a callback of %r", save)

@@ -1,4 +1,4 @@
-"""What a rank's saves go through, one after the other: staged on the caller's thread, written on one of its own."""
+"""Pipeline of a rank's saves, one after the other: staged on the caller's thread, written on one of its own."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ from nxd_ckpt.storage.progress import report, watched
 logger = logging.getLogger("nxd_ckpt")
 
 
-class Planned(NamedTuple):
-    """What one save of this rank writes, and in which waves it is staged."""
+class StagingPlan(NamedTuple):
+    """Files of one save of this rank, and the waves in which they are staged."""
 
     plan: SavePlan
     waves: Sequence[Wave]
 
 
 class Pipeline:
-    """The planner, the staging arena and the threads of one Checkpointer; each is made when it is first needed.
+    """Planner, staging arena and threads of one Checkpointer; each is made when it is first needed.
 
     It serves one save at a time: the caller holds the Checkpointer's turn.
     """
@@ -52,28 +52,28 @@ class Pipeline:
         self._stager: Stager | None = None
         self._counting: Counting | None = None
 
-    def plan(self, state: SaveState) -> Planned:
-        """What a save of ``state`` writes. Raises what makes it impossible, before anything is written."""
+    def plan(self, state: SaveState) -> StagingPlan:
+        """Plan a save of ``state``. Raises errors that make it impossible, before anything is written."""
         plan = self._planner.plan(state)
         _ = self._writer  # raises here if a thread cannot start
-        return Planned(plan, plan_waves(plan.files, self._staging().arena.cap))
+        return StagingPlan(plan, plan_waves(plan.files, self._staging().arena.cap))
 
-    def plan_together(self, agreement: Agreement, captured: Callable[[], SaveState], tag: str) -> Planned:
-        """The plan of the first save, under ``tag``, of what is ``captured``; all ranks at once.
+    def plan_together(self, agreement: Agreement, captured: Callable[[], SaveState], tag: str) -> StagingPlan:
+        """Plan the first save, under ``tag``, of the ``captured`` state. Collective.
 
-        Those of a mesh job tell each other what they hold, for all saves from now on. Raises on all what is impossible
-        on any, and RanksDisagree.
+        Ranks of a mesh job exchange summaries of their tensors, for all later saves. Raises on all ranks if the save is
+        impossible on any, and RanksDisagree.
         """
-        state, held = on_all(agreement, lambda: mesh_summary(captured(), self._topology.members))
-        self._planner.groups = agree_on_groups(agreement, held)
+        state, summary = on_all(agreement, lambda: mesh_summary(captured(), self._topology.members))
+        self._planner.groups = agree_on_groups(agreement, summary)
         planned = on_all(agreement, lambda: self.plan(state))
-        words = agreement.gather(planned.plan.agreed(tag, self._topology))
-        decided_by_rank0(agreement, lambda: _must_agree(words))
+        plans = agreement.gather(planned.plan.agreed(tag, self._topology))
+        decided_by_rank0(agreement, lambda: _must_agree(plans))
         if agreement.world_size > 1:
             warn_of_differences(agreement, state, self._topology, self._planner.groups)
         return planned
 
-    def stage(self, saving: SaveAttempt, planned: Planned) -> None:
+    def stage(self, saving: SaveAttempt, planned: StagingPlan) -> None:
         """Copy the state into the arena and hand it over, in as many waves as it takes."""
         stager = self._staging()
         self._stop_counting()  # the memory is needed
@@ -91,7 +91,9 @@ class Pipeline:
         self._writer.submit(task)
 
     def conclude(self, saving: SaveAttempt, pending: SaveProgress, started: float) -> None:
-        """Commit what was handed over, on the writer thread, and settle it; ``started`` is when its save was called."""
+        """Commit everything handed over, on the writer thread, and settle it; ``started`` is the time of the save's
+        call.
+        """
         self.submit(lambda: _conclude(saving, pending, started))
 
     @property
@@ -108,9 +110,9 @@ class Pipeline:
         return self._helpers
 
     def stop(self, *, at_once: bool = False) -> None:
-        """End the threads, once they have done what was submitted, and give the memory back.
+        """End the threads, once they have run all submitted tasks, and release the memory.
 
-        ``at_once`` says not to wait for what is counted, nor until it is kept.
+        With ``at_once``, counting is stopped, and its results are not stored.
         """
         if at_once:
             self._stop_counting()
@@ -157,7 +159,7 @@ class Pipeline:
 
 
 def await_decided(saving: SaveAttempt, pending: SaveProgress, *, shown: bool) -> None:
-    """Until it is decided, with a bar of what this rank writes, if it is to be ``shown``; raises what failed."""
+    """Wait until it is decided, with a bar of the bytes written if ``shown``; raise its failure."""
     total = 0 if saving.plan is None else sum(planned.image.nbytes for planned in saving.plan.files)
     with watched("save", total, lambda: saving.nbytes, shown):
         pending.future.wait_decided()
@@ -165,10 +167,10 @@ def await_decided(saving: SaveAttempt, pending: SaveProgress, *, shown: bool) ->
         pending.future.wait()
 
 
-def _must_agree(words: list[Any] | None) -> None:
-    for rank, word in enumerate(words or []):
-        if words is not None and word != words[0]:
-            raise RanksDisagree(f"ranks 0 and {rank} disagree on what is being saved: {words[0]} against {word}")
+def _must_agree(plans: list[Any] | None) -> None:
+    for rank, plan in enumerate(plans or []):
+        if plans is not None and plan != plans[0]:
+            raise RanksDisagree(f"ranks 0 and {rank} disagree on what is being saved: {plans[0]} against {plan}")
 
 
 def _conclude(saving: SaveAttempt, pending: SaveProgress, started: float) -> None:

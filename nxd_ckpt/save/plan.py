@@ -1,6 +1,6 @@
-"""Which files this rank writes, and how each is laid out: the plan of one save, before any byte is copied.
+"""Plan of one save: the files that this rank writes, and the layout of each, before any byte is copied.
 
-Who writes what (source: neuronx_distributed 0.18; where it leaves something out, the note says so):
+Assignment of files to ranks (source: neuronx_distributed 0.18; notes mark omissions there):
 
 ===================  ===============================================================================
 of a mesh job        each rank its boxes of model and optimizer, see save.mesh_plan
@@ -48,15 +48,13 @@ from nxd_ckpt.save.planned_file import NamedTensor, PlannedFile, pieces_of
 logger = logging.getLogger("nxd_ckpt")
 
 
-
-
 @dataclass(frozen=True)
 class SavePlan:
-    """What this rank writes into the tag, and what it tells the others of it (see core.votes.Vote).
+    """Files that this rank writes into the tag, and its report on them to the others (see core.votes.Vote).
 
     ``shared`` are its files of model and optimizer, ``objects`` those of scheduler, user content and rank content.
-    ``groups`` are those of a mesh job, ``mesh`` what a leader among its ranks says of its group, ``numbers`` digests of
-    the optimizer's (see :func:`numbers_of`).
+    ``groups`` are those of a mesh job, ``mesh`` a leader's description of its group, ``numbers`` digests of the
+    optimizer's numbers (see `numbers_of`).
     """
 
     shared: tuple[PlannedFile, ...]
@@ -75,7 +73,9 @@ class SavePlan:
         return self.shared + self.objects
 
     def agreed(self, tag: str, topology: Topology) -> dict[str, Any]:
-        """What all ranks must agree on for this save: a vote's ``plan``. What only one rank writes is not in it."""
+        """Return the facts that all ranks must agree on for this save: a vote's ``plan``. State of single ranks is not
+        in it.
+        """
         everywhere = ("model", "optimizer", "use_xser", "lower_precision_weights")
         parts = {name: getattr(self.parts, name) for name in everywhere}
         chosen: dict[str, Any] = {"ignore_keys": list(self.left_out)} if self.left_out else {}
@@ -84,14 +84,14 @@ class SavePlan:
 
 
 def plan_save(state: SaveState, topology: Topology, groups: Sequence[MeshGroup] | None = None) -> SavePlan:
-    """The plan of the rank that ``topology`` is seen from. Reads no tensor data.
+    """Plan the save of the rank that ``topology`` is seen from. Reads no tensor data.
 
-    The leaves of the state may be live tensors, or stand for saved ones (TensorStub, Assembly). ``groups`` are those of
+    The leaves of the state may be live tensors, or stubs of saved ones (TensorStub, Assembly). ``groups`` are those of
     a mesh job.
 
     Raises:
-        InvalidArgument: ``partitions`` names what the model does not have, or cuts it as it cannot have been cut.
-        UnsupportedState: DTensors in a way that no mesh job holds them.
+        InvalidArgument: ``partitions`` names a parameter that the model does not have, or an impossible partition.
+        UnsupportedState: DTensors in a form that no mesh job holds.
     """
     if groups is not None or state.is_placed:
         return _plan_mesh(state, topology, groups or [MeshGroup(tuple(range(topology.world_size)))])
@@ -149,8 +149,10 @@ def _plan_mesh(state: SaveState, topology: Topology, groups: Sequence[MeshGroup]
 
 
 def numbers_of(state: SaveState) -> dict[str, int]:
-    """Digests of the plain numbers in the optimizer, and of tensors on the CPU that are one number, by what they are
-    called: one digest for all parameters."""
+    """Return digests of the optimizer's plain numbers, and of one-number tensors on the CPU, by name.
+
+    All parameters share one digest per name.
+    """
     digests: dict[str, int] = {}
     for path, value in iter_leaves({} if state.optimizer is None else state.optimizer.tree):
         number = _number_of(value)
@@ -169,7 +171,9 @@ def _number_of(value: Any) -> Any:
 
 
 def refuse_on_mesh(state: SaveState, topology: Topology) -> None:
-    """Raise UnsupportedState for what a mesh job cannot have: sizes of neuronx_distributed, and forms of its files."""
+    """Raise UnsupportedState for settings that a mesh job cannot have: sizes of neuronx_distributed, forms of its
+    files.
+    """
     refuse_sizes(topology)
     if state.use_xser or state.optimizer_kind not in (None, "plain") or not state.lower_precision_weights:
         raise UnsupportedState(
@@ -188,7 +192,7 @@ def _shared_files(
     skipped: Collection[str],
     experts_only: bool,
 ) -> list[PlannedFile]:
-    """This rank's files of a part whose writing the ranks in ``group`` share.
+    """Return this rank's files of a part whose writing the ranks in ``group`` share.
 
     ``skipped`` names tensors that are referred to but not written. ``experts_only`` does the same for all but expert
     tensors: the others are equal on all ep ranks, and NxD keeps them in ep_rank_00's folder (xser only).
@@ -213,9 +217,7 @@ def _shared_files(
     ]
     owners = xser.balance([_nbytes(leaves[tid][1]) for tid in share], len(group))
     mine = [tid for tid, owner in zip(share, owners, strict=True) if group[owner] == topology.rank]
-    files = [
-        _planned(names.tensor_file(key, tid), leaves[tid][1], state, topology, [leaves[tid]]) for tid in mine
-    ]
+    files = [_planned(names.tensor_file(key, tid), leaves[tid][1], state, topology, [leaves[tid]]) for tid in mine]
     if topology.rank == group[0]:
         info = xser.info(tensors, experts)
         files.append(PlannedFile(key, image_of(references), contents=xser.references_of))
@@ -251,7 +253,7 @@ def _planned(
 
 
 def plan_objects(state: SaveState, topology: Topology) -> tuple[PlannedFile, ...]:
-    """Scheduler, user content and rank content: pickled now, so that later changes are not seen (promise 5)."""
+    """Plan scheduler, user content and rank content: pickled now, so that later changes do not affect them."""
     objects: list[tuple[str, Any]] = []
     if topology.rank == 0:
         objects += [(names.SCHEDULER, state.scheduler), (names.USER_CONTENT, state.user_content)]
@@ -262,21 +264,21 @@ def plan_objects(state: SaveState, topology: Topology) -> tuple[PlannedFile, ...
 
 
 def _covered(state: SaveState) -> set[str]:
-    """Names of model tensors that the optimizer's master weights stand for."""
+    """Return the names of model tensors that the optimizer's master weights replace."""
     if state.model is None or state.optimizer is None:
         return set()
     return {f"model/{name}" for name in _with_ties(state.model, set(state.optimizer.master_weight_entries()))}
 
 
 def _with_ties(model: ModelState, parameters: set[str]) -> set[str]:
-    """Tied parameters are one in the optimizer, under one of their names; the master weights stand for all."""
+    """Add tied names: tied parameters are one in the optimizer, and its master weights replace all of them."""
     ties = {about.name.removeprefix("model/"): about.tie for about in model.tensors.values() if about.tie is not None}
     covered = {ties[name] for name in parameters if name in ties}
     return parameters | {name for name, tie in ties.items() if tie in covered}
 
 
 def _digest_of_structure(parts: list[State]) -> str:
-    """Equal on ranks whose states have the same names, shapes and dtypes, in the same order."""
+    """Return a digest that is equal on ranks whose states have the same names, shapes and dtypes, in the same order."""
     digest = hashlib.sha256()
     for part in parts:
         for path, tensor in iter_tensors(part.tree):

@@ -16,7 +16,7 @@ from nxd_ckpt.live.state import StateTensor
 
 @dataclass(frozen=True)
 class NamedTensor:
-    """A tensor of a planned file, as the index will show it; ``storage`` numbers the image's storages."""
+    """A tensor of a planned file, as in the index; ``storage`` numbers the image's storages."""
 
     name: str
     storage: int
@@ -28,12 +28,15 @@ class NamedTensor:
 
 @dataclass(frozen=True)
 class PlannedFile:
-    """One file to write: its key relative to the tag, its image, and which global tensors lie in it.
+    """One file to write: its key relative to the tag, its image, and the global tensors in it.
 
-    ``part`` is the field of SaveState that it is a share of. ``contents`` finds in that part's tree what it pickles, if
-    that is more than one tensor: a tree with other values gives another pickle. ``pickling`` makes the pickle, if that
-    is left for later: tensors can be staged without it. ``chunks`` are what a torch DCP directory's metadata says of
-    each torch file in it, except where it lies; each follows its position in the state dict.
+    ``part`` is the field of SaveState that it belongs to. ``contents`` extracts from that part's tree the object to
+    pickle,
+    if that is more than one tensor: a tree with other values gives another pickle. ``pickling`` makes the pickle, if
+    that
+    is postponed: tensors can be staged without it. ``chunks`` are the metadata of each torch file in a torch DCP
+    directory,
+    except its place; each follows its position in the state dict.
     """
 
     key: str
@@ -50,17 +53,17 @@ class PlannedFile:
         return {tensor.storage: tensor.name for tensor in self.tensors}
 
     def settled(self) -> PlannedFile:
-        """The file with its final image."""
+        """Return the file with its final image."""
         return self if self.pickling is None else replace(self, image=self.pickling(self.image), pickling=None)
 
     def placed_chunks(self) -> list[tuple[int, DcpChunk]]:
-        """``chunks`` with their places, of a settled file."""
+        """Return ``chunks`` with their places, of a settled file."""
         spans = zip(self.chunks, self.image.spans, strict=True) if self.chunks else ()
         return [(position, chunk._replace(start=start, nbytes=nbytes)) for (position, chunk), (start, nbytes) in spans]
 
 
 def pieces_of(tensor: StateTensor, topology: Topology, shape: Iterable[int]) -> tuple[Piece, ...] | None:
-    """Which parts of the global tensor this rank's ``tensor`` of ``shape`` is; None where that is not known."""
+    """Return the parts of the global tensor that this rank's ``tensor`` of ``shape`` is; None if unknown."""
     spec = tensor.spec
     if spec is None:
         return None

@@ -1,4 +1,4 @@
-"""The plans of one job's saves: made once, and used again for every save of a state that differs only in values.
+"""Plans of one job's saves: made once, and reused for every save of a state that differs only in values.
 
 A training loop saves the same structure each time. From its second save on nothing of it is described, laid out or
 pickled again: the plan gets the tensors of the new state, and if numbers beside them have changed (a learning rate),
@@ -26,31 +26,31 @@ from nxd_ckpt.save.structure import Structure, structure_of
 
 
 class Planner:
-    """Plans the saves of the rank that ``topology`` is seen from."""
+    """Planner of the saves of the rank that ``topology`` is seen from."""
 
     def __init__(self, topology: Topology) -> None:
         self._topology = topology
-        self._kept: _Kept | None = None
+        self._cached: _CachedPlan | None = None
         self.groups: Sequence[MeshGroup] | None = None
-        """Those of a mesh job, once its ranks have told each other."""
+        """Groups of a mesh job, once its ranks have agreed on them."""
 
     def plan(self, state: SaveState) -> SavePlan:
-        """See plan_save."""
-        structures = {part: structure_of(held.tree) for part, held in state.trees().items()}
-        known = {part: structure for part, structure in structures.items() if structure is not None}
-        if known != structures:
-            self._kept = None
+        """Plan a save of ``state``; see `plan_save`."""
+        structures = {part: structure_of(values.tree) for part, values in state.trees().items()}
+        complete = {part: structure for part, structure in structures.items() if structure is not None}
+        if complete != structures:
+            self._cached = None
             return plan_save(state, self._topology, self.groups)
-        likeness = _likeness(state, known)
-        if self._kept is None or self._kept.likeness != likeness:
+        likeness = _likeness(state, complete)
+        if self._cached is None or self._cached.likeness != likeness:
             plan = plan_save(state, self._topology, self.groups)
-            self._kept = _keep(plan, likeness, known)
+            self._cached = _cache(plan, likeness, complete)
             return plan
-        return self._kept.holding(state, known, self._topology)
+        return self._cached.holding(state, complete, self._topology)
 
 
 @dataclass(frozen=True)
-class _Kept:
+class _CachedPlan:
     """A plan without its tensors. ``tensors`` gives for each of its shared files their numbers in their part."""
 
     plan: SavePlan
@@ -59,7 +59,7 @@ class _Kept:
     values: Mapping[str, bytes]
 
     def holding(self, state: SaveState, structures: Mapping[str, Structure], topology: Topology) -> SavePlan:
-        """The plan for a state with the same structure."""
+        """Return the plan for a state with the same structure."""
         files = []
         for planned, numbers in zip(self.plan.shared, self.tensors, strict=True):
             structure = structures[planned.part]
@@ -72,7 +72,7 @@ class _Kept:
         return replace(self.plan, shared=tuple(files), objects=objects, parts=parts, numbers=now)
 
 
-def _keep(plan: SavePlan, likeness: Any, structures: Mapping[str, Structure]) -> _Kept:
+def _cache(plan: SavePlan, likeness: Any, structures: Mapping[str, Structure]) -> _CachedPlan:
     numbers = {
         part: {id(tensor): number for number, tensor in enumerate(structure.tensors)}
         for part, structure in structures.items()
@@ -80,11 +80,11 @@ def _keep(plan: SavePlan, likeness: Any, structures: Mapping[str, Structure]) ->
     tensors = [[numbers[planned.part][id(tensor)] for tensor in planned.image.tensors] for planned in plan.shared]
     bare = tuple(replace(planned, image=planned.image.holding(())) for planned in plan.shared)
     values = {part: structure.values for part, structure in structures.items()}
-    return _Kept(replace(plan, shared=bare, objects=()), likeness, tensors, values)
+    return _CachedPlan(replace(plan, shared=bare, objects=()), likeness, tensors, values)
 
 
 def _likeness(state: SaveState, structures: Mapping[str, Structure]) -> Any:
-    """Equal for states that have the same plan, apart from their tensors and values."""
+    """Return a key that is equal for states with the same plan, apart from their tensors and values."""
     options = (
         state.optimizer_kind, state.optimizer_names, state.use_xser, state.lower_precision_weights, state.left_out
     )  # fmt: skip
@@ -93,7 +93,9 @@ def _likeness(state: SaveState, structures: Mapping[str, Structure]) -> Any:
 
 
 def _pickling(planned: PlannedFile, tree: Any) -> Callable[[Any], Image]:
-    """How to pickle ``tree`` into the file later. What that needs to know of its tensors is recorded now."""
+    """Return a function that pickles ``tree`` into the file later. The needed facts about its tensors are recorded
+    now.
+    """
     tensors = {id(tensor): tensor for _, tensor in iter_tensors(tree, torch.Tensor)}
     leaves = {number: Assembly(*form_of(tensor), (), stride_of(tensor)) for number, tensor in tensors.items()}
     now, contents = map_tensors(tree, lambda tensor: leaves[id(tensor)], torch.Tensor), planned.contents

@@ -1,6 +1,6 @@
-"""Replicas that are not alike, found at the first save: a checkpoint keeps the values of one of them.
+"""Detection, at the first save, of replicas that differ: a checkpoint keeps the values of one of them.
 
-Data-parallel ranks hold copies of the model, and one of each group writes it. Where the copies have drifted apart (a
+Data-parallel ranks hold copies of the model, and one of each group writes it. If the copies have drifted apart (a
 counter of each rank's own, running means, a parameter that was never synchronised), the others get its values back, and
 nothing in the files shows it. So ranks compare small tensors and the optimizer's plain values once, by digests.
 """
@@ -27,43 +27,43 @@ from nxd_ckpt.live.torch_xla import is_xla
 logger = logging.getLogger("nxd_ckpt")
 
 _LARGEST, _MOST = 2**20, 64 * 2**20
-"""Bytes of a tensor that is compared, and of all of them together."""
+"""Maximum bytes of a tensor that is compared, and of all of them together."""
 
 
 def warn_of_differences(
     agreement: Agreement, state: SaveState, topology: Topology, groups: Sequence[MeshGroup] | None
 ) -> None:
-    """Log on rank 0 what differs between ranks whose state counts as the same. All ranks at once; nothing is raised."""
+    """Log on rank 0 the differences between ranks whose state counts as the same. Collective; raises nothing."""
     own = _digests(state)
     group = _group_of(topology, groups)
-    words = agreement.gather([group, sha256(repr(sorted(own.items())).encode()).hexdigest()[:16]])
-    asked = agreement.broadcast(_suspects(words or []))
-    if not asked:
+    digests = agreement.gather([group, sha256(repr(sorted(own.items())).encode()).hexdigest()[:16]])
+    pair = agreement.broadcast(_suspects(digests or []))
+    if not pair:
         return
-    answers = agreement.gather(own if agreement.rank in asked else None)
+    answers = agreement.gather(own if agreement.rank in pair else None)
     if answers is not None:
-        one, other = (answers[rank] or {} for rank in asked)
-        names = sorted(name for name in one.keys() | other.keys() if one.get(name) != other.get(name))
+        a, b = (answers[rank] or {} for rank in pair)
+        names = sorted(name for name in a.keys() | b.keys() if a.get(name) != b.get(name))
         logger.warning(
             "ranks %d and %d count as replicas, and differ in %s: the tag has the values of one of them, and a load "
             "gives these to all. Synchronise them, or keep each rank's own in rank_content=",
-            *asked,
+            *pair,
             first_of(names),
         )
 
 
-def _suspects(words: Sequence[Any]) -> list[int]:
-    """Two ranks of one group whose digests differ; none where all groups are alike."""
+def _suspects(digests: Sequence[Any]) -> list[int]:
+    """Return two ranks of one group whose digests differ; none if all groups agree."""
     first: dict[Any, tuple[int, str]] = {}
-    for rank, (group, digest) in enumerate(words):
-        leader, known = first.setdefault(group, (rank, digest))
-        if digest != known:
+    for rank, (group, digest) in enumerate(digests):
+        leader, expected = first.setdefault(group, (rank, digest))
+        if digest != expected:
             return [leader, rank]
     return []
 
 
 def _group_of(topology: Topology, groups: Sequence[MeshGroup] | None) -> int:
-    """The first of the ranks that hold the same as this one."""
+    """Return the first of the ranks that hold the same as this one."""
     if groups is not None:
         return next((group.ranks[0] for group in groups if topology.rank in group.ranks), topology.rank)
     return topology.replicas(topology.coordinates, expert=topology.ep > 1)[0]

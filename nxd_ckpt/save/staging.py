@@ -1,4 +1,4 @@
-"""Staging: one rank's state on the host at one instant, laid out in the arena as the files it will become.
+"""Staging: copies one rank's state to the host at one instant, laid out in the arena as the files to write.
 
 A snapshot larger than the arena's cap goes in waves (see save.waves): all but the last are written before the
 next is copied, so that part of an async save is then synchronous.
@@ -27,9 +27,9 @@ that of large ones from the system, page by page."""
 
 
 class Stager:
-    """Copies planned files into ``arena``, wave by wave.
+    """Copier of planned files into ``arena``, wave by wave.
 
-    If a file lies where that of the last save did, the tensors that stand for its places in the arena are used again:
+    If a file lies where that of the last save did, the tensors that view its places in the arena are reused:
     making them takes longer than copying a small tensor.
     """
 
@@ -38,21 +38,21 @@ class Stager:
         self._places: dict[Span, _ArenaTensors] = {}
 
     def stage(self, files: Sequence[PlannedFile], wave: Wave) -> list[memoryview]:
-        """Copy the tensors of one wave; a view of each of its spans, in order. Headers are left unwritten.
+        """Copy the tensors of one wave; return a view of each of its spans, in order. Headers are left unwritten.
 
-        The caller has waited for pending device work, so nothing but transfers happens here (promise 10).
+        The caller has waited for pending device work, so only transfers happen here.
         """
         if end_of(wave) > self.arena.nbytes:
             self._places.clear()  # they are views of memory that is about to be replaced
         views = views_of(wave, self.arena.reserve(end_of(wave)))
-        known, self._places = self._places, {}
+        cached, self._places = self._places, {}
         copies: list[_Copy] = []
         for span, view in zip(wave, views, strict=True):
             image, numbers = files[span.file].image, slice(span.storages.start, span.storages.stop)
             if span.is_part:
                 copies.append(_copy_of_part(image, span, view))
                 continue
-            places = known.get(span)
+            places = cached.get(span)
             if places is None or places.storages is not image.storages:
                 placed = zip(image.storages[numbers], image.tensors[numbers], strict=True)
                 places = _ArenaTensors(image.storages, _placed(view, span.start, placed))
@@ -62,33 +62,30 @@ class Stager:
         return views
 
     def release(self) -> None:
-        """Give the memory back to the system."""
+        """Return the memory to the system."""
         self._places.clear()
         self.arena.release()
 
 
 _Copy = tuple[torch.Tensor, torch.Tensor]
-"""A live tensor, or a part of one, and the memory that it goes to, as a tensor of the same dtype and shape."""
+"""A live tensor, or a part of one, and its destination in memory, as a tensor of the same dtype and shape."""
 
 
 @dataclass(frozen=True)
 class _ArenaTensors:
-    """The memory in the arena of those of a file's ``storages`` that a span holds, as tensors of the rows that are
-    saved."""
+    """Memory in the arena of a span's ``storages`` of a file, as tensors of the saved rows."""
 
     storages: Sequence[StorageRecord]
     tensors: list[torch.Tensor]
 
 
 @torch.inference_mode(False)  # a tensor made in inference mode could not be written to outside of it
-def _placed(
-    view: memoryview, start: int, tensors: Iterable[tuple[StorageRecord, torch.Tensor]]
-) -> list[torch.Tensor]:
+def _placed(view: memoryview, start: int, tensors: Iterable[tuple[StorageRecord, torch.Tensor]]) -> list[torch.Tensor]:
     return [_place(view, start, storage, tensor) for storage, tensor in tensors]
 
 
 def _place(view: memoryview, start: int, storage: StorageRecord, tensor: torch.Tensor) -> torch.Tensor:
-    """``view`` begins at byte ``start`` of the file."""
+    """Return the storage's place in ``view``, which begins at byte ``start`` of the file."""
     if storage.nbytes == 0:
         return torch.empty(tensor.shape, dtype=tensor.dtype)
     count = storage.nbytes // tensor.element_size()
@@ -97,7 +94,7 @@ def _place(view: memoryview, start: int, storage: StorageRecord, tensor: torch.T
 
 
 def _copy_of_part(image: Image, span: Span, view: memoryview) -> _Copy:
-    """For a span that holds elements of one tensor, counted in its tight form."""
+    """Return the copy for a span with elements of one tensor, counted in its tight form."""
     ((number, first, last, _),) = span.tensors(image)
     tensor = image.tensors[number]
     start, stop = first // tensor.element_size(), last // tensor.element_size()
@@ -129,7 +126,7 @@ def _copy(copies: Iterable[_Copy]) -> None:
 
 
 def _stream_with_events(device: torch.device) -> Any:
-    """The stream that copies from ``device`` go through; None where torch knows none, or cannot wait for its work."""
+    """Return the stream of copies from ``device``; None if torch has none, or cannot wait for its work."""
     accelerator = getattr(torch, "accelerator", None)
     current = None if accelerator is None else accelerator.current_accelerator()
     if accelerator is None or current is None or current.type != device.type:
@@ -143,13 +140,15 @@ def _stream_with_events(device: torch.device) -> Any:
 
 
 def _wait_for(streams: Iterable[Any]) -> None:
-    """Until all that is in the streams by now is done; not for what other threads give them to do meanwhile."""
+    """Wait for the present work of the streams; not for work that other threads add meanwhile."""
     for event in [stream.record_event() for stream in streams]:
         event.synchronize()
 
 
 def _rows(source: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """What of the tensor is saved: all, or its first rows. Cut on the host: on a device that would be a computation."""
+    """Return the saved part of the tensor: all, or its first rows. Cut on the host: a device would have to compute
+    it.
+    """
     return source if source.shape == target.shape else source[: len(target)]
 
 

@@ -1,4 +1,4 @@
-"""What two state trees must have in common for one plan to serve both: everything except their values."""
+"""Structure of a state tree: everything except its values. One plan serves all trees of one structure."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ _KEYS = frozenset({int, bool, str, bytes, type(None)})
 
 @dataclass(frozen=True)
 class Structure:
-    """A tree taken apart.
+    """A tree, decomposed.
 
     ``nodes`` are its containers with their keys and the types of its leaves, depth first; ``forms`` dtype, shape,
-    device and kind of each tensor; ``repeats`` for each the number of the first tensor that is the same object. What
-    is left: the ``tensors`` themselves, and ``values``, all others.
+    device and kind of each tensor; ``repeats`` for each the number of the first tensor that is the same object. The
+    rest are the ``tensors`` themselves, and ``values``, all others.
     """
 
     nodes: list[Any]
@@ -33,12 +33,12 @@ class Structure:
 
     @property
     def likeness(self) -> Any:
-        """Equal for trees that differ in tensors' and other values only. Holds no tensor."""
+        """Equal for trees that differ only in the values of tensors and other leaves. Holds no tensor."""
         return self.nodes, self.forms, self.repeats
 
 
 def structure_of(tree: Any) -> Structure | None:
-    """None if the tree holds something that could change unseen, or one container in two places."""
+    """Return the structure; None if the tree holds objects that could change unnoticed, or one container twice."""
     walk = _Walk()
     try:
         walk.visit(tree)

@@ -1,4 +1,4 @@
-"""What a rank counted of the tensors that it saved, as a file beside the tag."""
+"""File beside the tag with a rank's counts of its saved tensors."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from nxd_ckpt.reshard.summary import Summary
 _VERSION = 1
 
 Boxes = dict[Box, Summary]
-"""What was counted of a tensor, by the box of the whole one. A tensor without pieces counts as a whole one."""
+"""Counts of a tensor, by box of the whole one. A tensor without pieces counts as a whole one."""
 
 
 @dataclass(frozen=True)
 class Summaries:
-    """``attempt`` is the one that became the tag; ``tensors`` are by name."""
+    """Counts of all tensors, by name; ``attempt`` is the one that became the tag."""
 
     attempt: str
     tensors: Mapping[str, Boxes]
@@ -40,7 +40,7 @@ def dump_summaries(summaries: Summaries) -> bytes:
 
 
 def load_summaries(data: bytes, where: str) -> Summaries | None:
-    """Parse such a file; None for one of another version, whose numbers mean something else.
+    """Parse such a file; None for another version, whose numbers have other meanings.
 
     Raises MalformedFile, naming ``where``, for anything but a valid one.
     """
@@ -51,14 +51,16 @@ def load_summaries(data: bytes, where: str) -> Summaries | None:
         if fields["format_version"] != _VERSION:
             return None
         tensors: dict[str, Boxes] = checked(dict, fields["tensors"])
-        return Summaries(checked_name(fields["attempt"]), {checked_text(name): held for name, held in tensors.items()})
+        return Summaries(
+            checked_name(fields["attempt"]), {checked_text(name): boxes for name, boxes in tensors.items()}
+        )
 
 
 def _boxes(entries: Any) -> Boxes:
-    found: Boxes = {}
+    boxes: Boxes = {}
     for offset, size, numbers in checked(list, entries):
         box = Box(check_sizes(offset, "a box"), check_sizes(size, "a box"))
-        if len(box.offset) != len(box.size) or box in found:
+        if len(box.offset) != len(box.size) or box in boxes:
             raise MalformedFile(f"expected each box once, offset and size, found {shown(offset)}, {shown(size)}")
-        found[box] = Summary.from_json(numbers)
-    return found
+        boxes[box] = Summary.from_json(numbers)
+    return boxes

@@ -1,7 +1,7 @@
-"""Waves: which bytes of which files are in memory at the same time, where the files are larger than that memory.
+"""Waves: the bytes of files that are in memory at the same time, if the files are larger than that memory.
 
-In memory a file lies as on disk: tensors at their offsets, and what stands between them filled in once the digests are
-known. What follows the last tensor of a file is in no wave.
+A file has the same layout in memory as on disk: tensors at their offsets, and the bytes between them filled in once the
+digests are known. Bytes after the last tensor of a file are in no wave.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _ALIGNMENT = 4096
 class Span:
     """Bytes ``start <= offset < stop`` of the file number ``file``, at ``at`` in memory.
 
-    They are ``storages`` of its image, by number, with what stands before each. If it ``is_part``, they are a part of
+    They are ``storages`` of its image, by number, with the bytes before each. If it ``is_part``, they are a part of
     the one storage, which is larger than the memory, and ``start`` is a multiple of the digest's block from its
     beginning.
     """
@@ -36,15 +36,15 @@ class Span:
 
     @property
     def end(self) -> int:
-        """Where it ends in memory."""
+        """Its end in memory."""
         return self.at + self.stop - self.start
 
     def is_whole(self, image: Image) -> bool:
-        """Whether all tensors of the image are in it."""
+        """Return whether all tensors of the image are in it."""
         return not self.is_part and len(self.storages) == len(image.storages)
 
     def tensors(self, image: Image) -> Iterator[tuple[int, int, int, int]]:
-        """The bytes of tensors in it: (storage's number, its bytes from, up to, their place in the span)."""
+        """Yield the bytes of tensors in it: (storage's number, its bytes from, up to, their place in the span)."""
         for number in self.storages:
             storage = image.storages[number]
             first, last = max(storage.offset, self.start), min(storage.end, self.stop)
@@ -56,19 +56,19 @@ Wave = list[Span]
 
 
 def views_of(wave: Wave, memory: memoryview) -> list[memoryview]:
-    """The memory of each span of the wave, in order, whatever it holds."""
+    """Return the memory of each span of the wave, in order, whatever it holds."""
     return [memory[span.at : span.end] for span in wave]
 
 
 def end_of(wave: Wave) -> int:
-    """Bytes of memory that the wave takes."""
+    """Return the bytes of memory that the wave takes."""
     return wave[-1].end if wave else 0
 
 
 def plan_waves(files: Sequence[PlannedFile], cap: int) -> list[Wave]:
-    """Cut the files into waves of at most ``cap`` bytes; a single wave of whole files where they fit.
+    """Divide the files into waves of at most ``cap`` bytes; a single wave of whole files if they fit.
 
-    Raises StagingTooLarge where a tensor must be cut, and not even a block of its digest fits.
+    Raises StagingTooLarge if a tensor must be cut, and not even a block of its digest fits.
     """
     plan = _Plan(cap)
     for number, planned in enumerate(files):
@@ -94,7 +94,7 @@ class _Plan:
             begin = storage.end
 
     def _cut(self, whole: Span, key: str) -> None:
-        """Put the span in parts, the first of which fills the wave."""
+        """Add the span in parts, the first of which fills the wave."""
         start = whole.start
         while start < whole.stop:
             room = self._room(start)
@@ -121,7 +121,7 @@ class _Plan:
             wave.append(replace(span, at=self._place(span.start)))
 
     def _place(self, start: int) -> int:
-        """Where in memory a span would lie that starts at byte ``start`` of its file."""
+        """Return the place in memory of a span that starts at byte ``start`` of its file."""
         end = end_of(self.waves[-1])
         return end + (start - end) % _ALIGNMENT
 

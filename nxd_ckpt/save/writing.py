@@ -1,7 +1,7 @@
-"""Writing staged files: digests, headers, bytes, index. Runs beside the caller's thread only.
+"""Writing staged files: digests, headers, bytes, index. Never runs on the caller's thread.
 
-A large file is digested one stretch ahead of what is being written. Many small ones are written by several threads at
-once: what each waits for is its own sync. Nothing here holds the interpreter while bytes move.
+A large file is digested one stretch ahead of the write. Many small ones are written by several threads at
+once: each waits mostly for its own sync. Nothing here holds the interpreter while bytes move.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ _CHUNK = 16 * 2**20
 """Bytes per write call: large enough for any disk, small enough for progress to be seen."""
 
 _SMALL = 4 * 2**20
-"""Bytes below which a file takes longer to open, sync and close than to write: those go over several threads."""
+"""Size below which a file takes longer to open, sync and close than to write: such files go to several threads."""
 
 WRITERS = 8
 """Threads that serve small files well: more than cores, because most of the time they wait for the disk."""
 
 Blocks = list[list[int]]
-"""The CRC-32s of the blocks of each storage of a file, in order."""
+"""CRC-32s of the blocks of each storage of a file, in order."""
 
 
 @dataclass
@@ -53,11 +53,11 @@ class _OpenFile:
     crc32: int = 0
 
     def crcs_of(self, view: memoryview) -> list[int]:
-        """The CRC-32s of its blocks; none where the image holds none: no index tells of such a file either."""
+        """Return the CRC-32s of its blocks; none if the image holds none: then no index lists the file either."""
         return crc32.block_crcs(view) if self.planned.image.holds_crcs else []
 
     def header(self) -> tuple[int, bytes]:
-        """(offset, bytes) of the next header; the blocks of its storage are all known."""
+        """Return (offset, bytes) of the next header; all blocks of its storage must be known."""
         index = len(self.crcs)
         nbytes = self.planned.image.storages[index].nbytes
         self.crcs.append(crc32.combine_blocks(self.blocks[index], nbytes))
@@ -66,7 +66,7 @@ class _OpenFile:
         return offset, header
 
     def tail(self) -> bytes:
-        """What follows the last storage."""
+        """Return the bytes after the last storage."""
         tail = self.planned.image.tail(self.crcs)
         self.crc32 = crc32.crc32(tail, self.crc32)
         return tail
@@ -74,7 +74,7 @@ class _OpenFile:
 
 @dataclass(frozen=True)
 class _Written:
-    """What is known of a file once it is complete: the planned one with its final image, and its digests."""
+    """A complete file: its plan with the final image, and its digests."""
 
     planned: PlannedFile
     blocks: Blocks
@@ -82,10 +82,10 @@ class _Written:
 
 
 class FileWriter:
-    """Writes one rank's planned files below ``folder``, wave by wave.
+    """Writer of one rank's planned files below ``folder``, wave by wave.
 
-    ``progress`` is called with the bytes of every chunk that was written, by one of the ``threads`` at a time. Files
-    that are as in the tag ``parent`` are duplicated.
+    ``progress`` is called with the bytes of every written chunk, by one of the ``threads`` at a time. Files
+    that equal those of the tag ``parent`` are duplicated.
     """
 
     parent: str | None = None
@@ -141,7 +141,7 @@ class FileWriter:
                 raise
 
     def _write_tensors(self, handle: _OpenFile, span: Span, view: memoryview, ahead: Executor | None) -> None:
-        """``view`` is tensors and their headers, the latter not filled in yet."""
+        """Write ``view``: tensors and their headers, the latter not filled in yet."""
         self._put_missing_header(handle)
         storages, done = handle.planned.image.storages, span.start
         with closing(_digested(handle, view, span.start, _stretches(storages, span.storages), ahead)) as stretches:
@@ -164,7 +164,7 @@ class FileWriter:
         self._put(handle.writer, span.start, view)
 
     def _put_missing_header(self, handle: _OpenFile) -> None:
-        """Put that of a storage which came in parts, once all of it is there."""
+        """Write the header of a storage that came in parts, once all of it is there."""
         if len(handle.crcs) < len(handle.blocks):
             offset, header = handle.header()
             self._put(handle.writer, offset, memoryview(header))
@@ -186,14 +186,14 @@ class FileWriter:
         self._open.clear()
 
     def discard(self) -> None:
-        """Remove what was written of an attempt that failed, as far as that works: the disk may be full."""
+        """Remove the files of a failed attempt, as far as possible: the disk may be full."""
         self.abort()
         for written in self._written.values():
             with suppress(OSError):
                 self._storage.remove(f"{self._folder}/{written.planned.key}")
 
     def index(self, plan: SavePlan, at: Coordinates) -> RankIndex:
-        """What was written, as the index file of the rank at these coordinates says it."""
+        """Return the index of the rank at these coordinates with everything written."""
         tensors = [
             TensorEntry(
                 name=tensor.name,
@@ -212,12 +212,12 @@ class FileWriter:
         return RankIndex(at, files, tuple(tensors), plan.parameters, plan.optimizer_names, plan.mesh)
 
     def chunks(self) -> tuple[DcpChunk, ...]:
-        """What the metadata of a torch DCP directory says of what was written, in the order of the state dict."""
+        """Return the metadata of a torch DCP directory for everything written, in the order of the state dict."""
         placed = (chunk for written in self._in_order() for chunk in written.planned.placed_chunks())
         return tuple(chunk for _, chunk in sorted(placed))
 
     def replicated_digest(self) -> int | None:
-        """A digest of all written tensors that should be equal on every tp rank; None if there are none."""
+        """Return a digest of all written tensors that should be equal on every tp rank; None if there are none."""
         lines = sorted(
             f"{tensor.name} {written.blocks[tensor.storage]}"
             for written in self._in_order()
@@ -227,7 +227,7 @@ class FileWriter:
         return crc32.crc32("\n".join(lines).encode()) if lines else None
 
     def _in_order(self) -> list[_Written]:
-        """What was written, as it was planned, whatever the waves and threads."""
+        """Return the written files in the order of the plan, whatever the waves and threads."""
         return [self._written[number] for number in range(len(self._files))]
 
     def _create(self, number: int) -> _OpenFile:
@@ -240,7 +240,7 @@ class FileWriter:
         return _OpenFile(planned, writer, [])
 
     def _complete(self, number: int, handle: _OpenFile) -> None:
-        """Put what is missing but for tensors, and close the file."""
+        """Write everything that is missing, and close the file."""
         self._put_missing_header(handle)
         image = handle.planned.image
         self._put(handle.writer, image.tensor_nbytes, memoryview(handle.tail()))
@@ -263,7 +263,7 @@ _Stretches = Generator[Blocks, None, None]
 
 
 def _parents(key: str) -> Iterator[str]:
-    """The folders that a file lies in, from the inside out."""
+    """Yield the folders that a file lies in, from the inside out."""
     while key := key.rpartition("/")[0]:
         yield key
 
@@ -284,7 +284,7 @@ def _digested(
     stretches: Iterable[Sequence[StorageRecord]],
     ahead: Executor | None,
 ) -> _Stretches:
-    """The digests of each stretch of storages in ``view``, which begins at byte ``start`` of its file.
+    """Yield the digests of each stretch of storages in ``view``, which begins at byte ``start`` of its file.
 
     ``ahead`` computes the next while one is being used.
     """
@@ -307,7 +307,7 @@ def _digested(
 
 
 def _end(tasks: Collection[Future[Any]]) -> None:
-    """Return once none of them runs or will run: they hold views of memory that is used again."""
+    """Return once none of them runs or will run: they hold views of memory that is reused."""
     for task in tasks:
         task.cancel()
     wait(tasks)
@@ -315,7 +315,7 @@ def _end(tasks: Collection[Future[Any]]) -> None:
 
 @contextmanager
 def _naming(key: str) -> Iterator[None]:
-    """Adds the file to errors of the operating system: those of a write or a sync do not name it."""
+    """Add the file to errors of the operating system: those of a write or a sync do not name it."""
     try:
         yield
     except OSError as error:
