@@ -1,1 +1,1 @@
-"""Tags in another form: other sizes, other places, one archive, Hugging Face, torch DCP, whole tensors."""
+"""Conversion of tags: to other sizes, other places, one archive, Hugging Face, torch DCP, whole tensors."""

@@ -1,4 +1,4 @@
-"""A file that is compressed while it is written. Its size is known only at the end; stores want to know it before."""
+"""A writer that compresses. The file's size is known only at the end, but stores need it at the beginning."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ _PIECE = 16 * 2**20
 
 
 class CompressedWriter:
-    """A Writer of ``nbytes`` bytes in ascending order, which become the compressed file ``key`` of ``storage``.
+    """A writer of ``nbytes`` bytes in ascending order, which become the compressed file ``key`` of ``storage``.
 
-    A directory gets them at once; what goes to a store is first a nameless file of this host (see TMPDIR).
+    A directory gets them at once; a file for a store is first an unnamed file on this host (see TMPDIR).
     """
 
     def __init__(self, storage: Storage, key: str, kind: str, nbytes: int) -> None:
@@ -29,15 +29,15 @@ class CompressedWriter:
 
     def write_at(self, offset: int, data: bytes | memoryview) -> None:
         if offset != self._written:
-            raise ValueError(f"{self._key}: byte {offset} follows byte {self._written} in a compressed file")
+            raise ValueError(f"{self._key}: expected byte {self._written} next in a compressed file, found {offset}")
         self._stream.write(memoryview(data))
         self._written += len(data)
 
     def settle(self) -> None:
-        """Nothing: what was given is copied or compressed."""
+        """Do nothing: the bytes were already copied or compressed."""
 
     def close(self) -> None:
-        """Raises OSError, as every write does."""
+        """Finish the file. Raises OSError, like every write."""
         self._stream.close()
         self._file.flush()
         if not isinstance(self._storage, LocalStorage):

@@ -1,8 +1,7 @@
-"""One conversion from beginning to end: claim the directory, write, vote, commit. One that fails leaves nothing
-behind.
+"""A whole conversion: claim the directory, write, vote, commit. One that fails leaves nothing behind.
 
-The order is that of a save (see save.attempt), with the ranks of the result in place of live ones: whoever
-writes a rank's files votes for it.
+The order is that of a save (see `save.attempt`), with ranks of the result instead of live ones: the worker that writes
+a rank's files votes for it.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from nxd_ckpt.commit.commit import Commit, commit
 from nxd_ckpt.commit.publication import publication_of
 from nxd_ckpt.commit.session import Session, open_session
 from nxd_ckpt.conversion.job import Converted, Job
-from nxd_ckpt.conversion.worker_pool import WorkerPool, joined
+from nxd_ckpt.conversion.worker_pool import WorkerPool, joint_agreement
 from nxd_ckpt.coordination import intents, journal
 from nxd_ckpt.coordination.agreement import Agreement, decided_by_rank0, on_all
 from nxd_ckpt.coordination.environment import versions
@@ -40,15 +39,15 @@ logger = logging.getLogger("nxd_ckpt")
 
 
 def convert(prepare: Callable[[int, int], Job], execution: ExecutionOptions) -> Converted:
-    """Do the job that ``prepare(process, processes)`` describes: alone, or with ``execution.all_ranks`` together.
+    """Run the job that ``prepare(process, processes)`` returns, alone or together with ``execution.all_ranks``.
 
-    Raises CheckpointError, on every process, and then nothing is left but what was there before.
+    Raises CheckpointError on every process; then the directory is as before.
     """
     started = time.monotonic()
-    with joined(execution.all_ranks, execution.timeout) as agreement:
+    with joint_agreement(execution.all_ranks, execution.timeout) as agreement:
         job = on_all(agreement, lambda: prepare(agreement.rank, agreement.world_size))
-        words = agreement.gather(repr((job.what, job.parts, job.save)))
-        decided_by_rank0(agreement, lambda: _must_agree(words))
+        descriptions = agreement.gather(repr((job.what, job.parts, job.save)))
+        decided_by_rank0(agreement, lambda: _must_agree(descriptions))
         with closing(WorkerPool(job, execution.num_workers)) as workers:
             ranks = range(agreement.rank, job.topology.world_size, agreement.world_size)
             nbytes = on_all(agreement, lambda: workers.survey(ranks))
@@ -70,10 +69,10 @@ def convert(prepare: Callable[[int, int], Job], execution: ExecutionOptions) -> 
             return done
 
 
-def _must_agree(words: Sequence[str] | None) -> None:
-    if len(set(words or ())) > 1:
+def _must_agree(descriptions: Sequence[str] | None) -> None:
+    if len(set(descriptions or ())) > 1:
         raise RanksDisagree(
-            "the processes of this conversion were given different inputs or arguments; start all of them alike"
+            "the processes of this conversion have different inputs or arguments; start all of them with the same ones"
         )
 
 
@@ -88,7 +87,7 @@ def _claimed(job: Job, agreement: Agreement, timeout: float, workers: WorkerPool
     finally:
         workers.close()
         with suppress(PeerTimeout):
-            agreement.gather(None)  # from here on nobody writes
+            agreement.gather(None)  # from here on no process writes
         if agreement.rank == 0:
             _clean_up(session)
         with suppress(PeerTimeout):
@@ -100,7 +99,7 @@ def _clean_up(session: Session) -> None:
     storage, attempt = session.storage, session.attempt(1)
     try:
         if storage.is_file(JOURNAL):
-            return  # a swap that could not be finished: whoever opens the directory next needs what is there
+            return  # an unfinished swap, which the next process to open the directory finishes from these files
         session.require()
         intents.clear(storage, staging_dir(attempt), session.confirm)
         storage.remove(votes_dir(attempt))
@@ -110,28 +109,28 @@ def _clean_up(session: Session) -> None:
 
 
 class _Attempt:
-    """This process's part in writing one tag: the ranks ``ranks`` of the result; process 0 also decides."""
+    """This process's part of writing one tag, for ``ranks`` of the result; process 0 also decides."""
 
     def __init__(self, job: Job, session: Session, workers: WorkerPool, ranks: range) -> None:
         self._job, self._session, self._workers = job, session, workers
         self._storage, self._attempt = session.storage, session.attempt(1)
-        # Asked again, though it was answered before anything was read: another job may have saved there since.
+        # Checked again after the check before reading, because another job may have saved there since.
         self._publication = publication_of(session, 1, job.target.name, job.overwrite)
         self._unwritten = list(ranks)
-        self._failure_told = False
-        self._looked = time.monotonic()
+        self._failure_reported = False
+        self._checked = time.monotonic()
 
     def begin(self) -> None:
-        """Make room: on process 0, before any process writes."""
+        """Make room, on process 0, before any process writes."""
         self._publication.begin(self._session)
 
     def run(self) -> None:
-        """Write, then decide or learn the verdict. Raises this process's own error where it has one."""
+        """Write, then decide or learn the verdict. Raises this process's own error if it has one."""
         own: BaseException | None = None
         try:
             self._write()
         except BaseException as error:
-            own = error  # the others must hear of it, even of an interrupt
+            own = error  # the other processes must learn of it, even of an interrupt
         if self._session.topology.rank == 0:
             own = self._decide(own)
             verdict = Verdict()
@@ -152,18 +151,18 @@ class _Attempt:
     def _cast(self, vote: Vote) -> None:
         try:
             voting.cast(self._storage, self._attempt, vote)
-            self._failure_told = vote.error is not None
+            self._failure_reported = vote.error is not None
         except OSError:
             if vote.error is None:
                 raise
-            # The error itself, perhaps a full disk, is raised next: it says more.
+            # The error itself, perhaps a full disk, is raised next and is more useful.
 
     def _tick(self) -> None:
         """Show the other processes that this one makes progress, and stop if one of them has failed."""
         now = time.monotonic()
-        if self._session.topology.world_size == 1 or now - self._looked < min(5.0, self._session.timeout / 10):
+        if self._session.topology.world_size == 1 or now - self._checked < min(5.0, self._session.timeout / 10):
             return
-        self._looked = now
+        self._checked = now
         if self._unwritten:
             rank = self._unwritten[0] if self._session.topology.rank > 0 else 0  # process 0's sign, not the target's
             voting.report_progress(self._storage, self._attempt, rank, self._workers.written)
@@ -171,7 +170,7 @@ class _Attempt:
             raise CheckpointError("stopped: another process of this conversion failed")
 
     def _decide(self, own: BaseException | None) -> BaseException | None:
-        """Process 0: collect the votes, commit and announce. Returns the error if the tag did not become visible."""
+        """Collect the votes, commit and announce, on process 0. Returns the error if the tag did not become visible."""
         if own is None:
             try:
                 self._commit()
@@ -180,7 +179,7 @@ class _Attempt:
         try:
             voting.announce(self._storage, self._attempt, Verdict(None if own is None else to_wire(own)))
         except OSError as error:
-            logger.error("%s: cannot tell the other processes the outcome: %s", self._storage.url, error)
+            logger.error("%s: cannot announce the outcome to the other processes: %s", self._storage.url, error)
         return own
 
     def _commit(self) -> None:
@@ -201,6 +200,6 @@ class _Attempt:
             session = self._session
             gone = partial(session.is_gone, 0)
             return voting.await_verdict(self._storage, self._attempt, self._job.target.name, session.timeout, gone)
-        if self._unwritten and not self._failure_told:
+        if self._unwritten and not self._failure_reported:
             self._cast(Vote(self._unwritten[0], error=to_wire(own)))
         return Verdict()

@@ -1,4 +1,4 @@
-"""``copy_checkpoint``: a whole tag as it is, between any two places."""
+"""``copy_checkpoint``: an exact copy of a whole tag, between any two places."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from nxd_ckpt.core.topology import Topology
 from nxd_ckpt.core.units import bytes_of
 from nxd_ckpt.errors import CheckpointError, as_checkpoint_errors
 from nxd_ckpt.options.tags import CopyKeywords, CopyOptions
-from nxd_ckpt.output.cp_files import Brought, FileCopy, files_to_copy
+from nxd_ckpt.output.cp_files import CopyResult, FileCopy, files_to_copy
 from nxd_ckpt.output.host_copies import HostCopies
 from nxd_ckpt.output.locations import locate_input, locate_output
 from nxd_ckpt.output.pace import Pace
@@ -33,9 +33,9 @@ from nxd_ckpt.tag.opened import OpenTag
 
 @dataclass(frozen=True)
 class Copy:
-    """What a copy did: how many of the tag's ``files`` were ``copied``, ``linked``, or ``kept`` from an earlier try.
+    """The result of a copy: how many of the tag's ``files`` were ``copied``, ``linked``, or ``kept`` from before.
 
-    The markers that make the tag visible are not counted. ``copied_nbytes`` of all ``nbytes`` were written.
+    The markers that make the tag visible do not count. ``copied_nbytes`` of all ``nbytes`` were written.
     """
 
     source: str
@@ -53,26 +53,24 @@ class Copy:
 def copy_checkpoint(src: StrPath, dst: StrPath, **options: Unpack[CopyKeywords]) -> Copy:
     """Make ``dst``, a tag, an exact copy of the tag ``src``. Both may be directories or URLs.
 
-    Keywords are the fields of :class:`~nxd_ckpt.options.tags.CopyOptions`.
+    Every file is verified: files of our tags by the tag's indexes, files of neuronx_distributed by the digests in them.
+    The copy becomes visible at once, when all of it is durable. An interrupted copy resumes when it is started again,
+    and keeps files that equal their digests. Extra memory: 16 MiB for each file that is being copied. Keywords are the
+    fields of `nxd_ckpt.options.tags.CopyOptions`.
 
-    Every file is verified on the way: those of a tag of ours by its indexes, those of neuronx_distributed's by the
-    digests that they carry. The copy becomes visible at once, when all of it is durable; one that is interrupted goes
-    on when it is started again: files that are there and equal their digests are kept. Extra memory: 16 MiB for each
-    file that is being copied.
-
-    The manifest is the same to the last byte: the copy is the same save, of the same attempt, at the same time. So it
-    stands among other tags where the original would, and is the latest only if it was saved after them. A tag without
-    manifest keeps the time of its marker, except on a store, which dates it anew.
+    The manifest is the same to the last byte: the copy is the same save, of the same attempt, at the same time. So its
+    order among other tags is the original's, and it is the latest only if it was saved after them. A tag without
+    manifest keeps the time of its marker, except on a store, where it gets a new one.
 
     Args:
         src: a tag's directory, or its URL.
-        dst: the tag that is made. Its name may be another.
+        dst: path or URL of the copy. Its name may differ.
 
     Raises:
-        InvalidArgument: ``dst`` must stay as it is, or is ``src``.
+        InvalidArgument: ``dst`` may not be replaced, or is ``src``.
         CheckpointNotFound: no such tag, or an incomplete one.
-        CorruptCheckpoint: a file is not what was saved; nothing becomes visible.
-        TagReplaced: ``src`` was removed, or saved anew, while it was copied; nothing becomes visible.
+        CorruptCheckpoint: a file changed since it was saved; nothing becomes visible.
+        TagReplaced: ``src`` was removed, or saved again, while it was copied; nothing becomes visible.
         DirectoryInUse: a live job saves to the directory that holds ``dst``.
     """
     chosen = CopyOptions(**options)
@@ -97,16 +95,17 @@ def copy_checkpoint(src: StrPath, dst: StrPath, **options: Unpack[CopyKeywords])
             ThreadPoolExecutor(chosen.num_workers, "nxd_ckpt-copy") as threads,
             opened.guarded(verified=True),
         ):
-            brought = copy_files(opened, files, publication, session, pace, threads, hard_links=chosen.hard_links)
+            results = copy_files(opened, files, publication, session, pace, threads, hard_links=chosen.hard_links)
+    outcomes = zip(files, results, strict=True)
     done = Copy(
         planned.source,
         planned.target,
         planned.files,
         planned.nbytes,
-        copied=brought.count(Brought.COPIED),
-        linked=brought.count(Brought.LINKED),
-        kept=brought.count(Brought.KEPT),
-        copied_nbytes=sum(file.nbytes for file, how in zip(files, brought, strict=True) if how is Brought.COPIED),
+        copied=results.count(CopyResult.COPIED),
+        linked=results.count(CopyResult.LINKED),
+        kept=results.count(CopyResult.KEPT),
+        copied_nbytes=sum(file.nbytes for file, result in outcomes if result is CopyResult.COPIED),
     )
     report("copied", f"{source.path} to {target.path}", done.copied_nbytes, started)
     return done
@@ -123,16 +122,16 @@ def copy_files(
     hard_links: bool = False,
     readers: Executor | None = None,
     hosts: HostCopies | None = None,
-) -> list[Brought]:
-    """Bring all files of the tag ``opened``, and make it visible; how each file came.
+) -> list[CopyResult]:
+    """Copy all files of the tag ``opened``, and make the copy visible; return the result for each file.
 
-    Each of the ``threads`` brings one file at a time. ``readers`` read ahead for them, at least as many; without them
-    each file has a thread of its own for that. ``hosts`` bring what they hold, as far as they can.
+    Each of the ``threads`` copies one file at a time. ``readers``, at least as many, read ahead for them; without
+    readers each file has its own thread for that. ``hosts`` copy files on their disks themselves, if they can.
     """
     order_time = _order_time(opened, files)
     publication.begin(session)
     folder = publication.folder
-    bringing = FileCopy(
+    copier = FileCopy(
         opened,
         session.storage,
         folder,
@@ -142,17 +141,17 @@ def copy_files(
         hosts=hosts,
         confirm=session.confirm,
     )
-    for name in bringing.surplus(files):
-        bringing.remove(name)
+    for name in copier.surplus(files):
+        copier.remove(name)
     if hosts is not None:
-        session.storage.make_dir(folder)  # by it they see that it is the same place
+        session.storage.make_dir(folder)  # it shows the hosts that this is the same directory
         files = hosts.side_by_side(files)
-    brought = _bring_all(bringing, files, threads, pace)
+    results = _copy_all(copier, files, threads, pace)
     for directory in tensors_dirs(file.name for file in files):
         session.storage.make_dir(f"{folder}/{directory}")
     for directory in _directories(files):
         session.storage.sync_dir(f"{folder}/{directory}" if directory else folder)
-    if opened.manifest is None:  # no digest tells its files from those of a later save
+    if opened.manifest is None:  # no digest distinguishes its files from those of a later save
         opened.require_unchanged()
     session.require()
     try:
@@ -160,12 +159,12 @@ def copy_files(
     except OSError as error:
         where = f"{session.storage.url}/{publication.tag}"
         raise CheckpointError(f"could not complete {where}: {type(error).__name__}: {error}") from error
-    return brought
+    return results
 
 
-def _bring_all(bringing: FileCopy, files: Sequence[TagFile], threads: Executor, pace: Pace) -> list[Brought]:
-    """How each came. After the first that fails, all stop, and no other is begun."""
-    tasks = [threads.submit(bringing.bring, file) for file in files]
+def _copy_all(copier: FileCopy, files: Sequence[TagFile], threads: Executor, pace: Pace) -> list[CopyResult]:
+    """Copy all files. After the first failure all threads stop, and no more files are begun."""
+    tasks = [threads.submit(copier.copy, file) for file in files]
     try:
         for task in wait(tasks, return_when=FIRST_EXCEPTION).done:
             task.result()
@@ -179,20 +178,20 @@ def _bring_all(bringing: FileCopy, files: Sequence[TagFile], threads: Executor, 
 
 
 def _directories(files: Sequence[TagFile]) -> list[str]:
-    """Every directory that a file lies in or below, inner ones first."""
-    found = {""}
+    """Return every directory that a file is in or below, inner ones first."""
+    directories = {""}
     for file in files:
         parent = file.name.rpartition("/")[0]
         while parent:
-            found.add(parent)
+            directories.add(parent)
             parent = parent.rpartition("/")[0]
-    return sorted(found, key=len, reverse=True)
+    return sorted(directories, key=len, reverse=True)
 
 
 def _order_time(opened: OpenTag, files: Sequence[TagFile]) -> float:
-    """When the tag was saved: for one of ours its manifest says it, else its marker, or what there is."""
+    """Return the time of the save: from the manifest, otherwise from the marker or the first file."""
     if opened.manifest is not None:
         return opened.manifest.order_time
     info = next((info for info in list_tags(opened.storage) if info.tag == opened.tag), None)
-    # What NxD's converter wrote has no marker.
+    # Tags of NxD's converter have no marker.
     return opened.storage.time(f"{opened.tag}/{files[0].name}") if info is None else info.order_time

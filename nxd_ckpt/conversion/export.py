@@ -12,7 +12,7 @@ from functools import partial
 from typing_extensions import Unpack
 
 from nxd_ckpt.conversion.head_copies import are_converted
-from nxd_ckpt.conversion.worker_pool import joined
+from nxd_ckpt.conversion.worker_pool import joint_agreement
 from nxd_ckpt.coordination.agreement import Agreement, decided_by_rank0, on_all
 from nxd_ckpt.core.mapping import ModelMapping
 from nxd_ckpt.core.option_classes import takes
@@ -45,8 +45,7 @@ from nxd_ckpt.tag.opened import OpenTag
 
 @dataclass(frozen=True)
 class ExportedTensor:
-    """A Hugging Face tensor, and where it comes from: the ``source`` of the tag, whose whole shape is
-    ``source_shape``."""
+    """A Hugging Face tensor, and the tensor ``source`` of the tag that holds it, of whole shape ``source_shape``."""
 
     name: str
     dtype: str
@@ -57,14 +56,15 @@ class ExportedTensor:
 
 @dataclass(frozen=True)
 class Export:
-    """What was exported, or would be.
+    """The result of an export, or of a dry run.
 
     Attributes:
-        source, target: as given.
+        source: path of the tag.
+        target: path of the Hugging Face directory.
         mapping: the mapping's name.
-        tensors: what the target holds, the optimizer's after the model's.
+        tensors: tensors of the target, the optimizer's after the model's.
         unknown: names in the tag that no rule maps, each with the closest rules. Empty unless nothing was written.
-        missing: tensors that the model should have and the tag does not. Empty unless nothing was written.
+        missing: tensors that the model should have but the tag lacks. Empty unless nothing was written.
         files: weight files and their bytes.
     """
 
@@ -87,23 +87,24 @@ class Export:
 def export_checkpoint(tag: StrPath, out: StrPath, **options: Unpack[ExportKeywords]) -> Export:
     """Make ``out``, a directory that ``transformers.AutoModelForCausalLM.from_pretrained`` loads, of a tag's model.
 
-    Any tag, of nxd_ckpt or NxD, of any sizes. The input is only read and its digests are verified on the way; the
-    directory appears when all of it is written. Extra memory: below 200 MiB, whatever the size of the model. Keywords
-    are the fields of :class:`~nxd_ckpt.options.hugging_face.ExportOptions`.
+    The tag may be of nxd_ckpt or NxD, of any sizes. It is only read, and its digests are verified; the directory
+    appears when all of it is written. Extra memory: below 200 MiB, for models of any size. Keywords are the fields of
+    `nxd_ckpt.options.hugging_face.ExportOptions`.
 
     Args:
         tag: a tag's directory or URL.
-        out: the directory or URL that is made.
+        out: directory or URL of the result.
 
     Raises:
-        KeyMismatch: names that no rule maps, with the closest rules; or tensors that the tag lacks.
-        ShapeMismatch, TopologyMismatch: tensors or sizes that are not those of this config.json and mapping, or copies
-            of key-value heads that differ.
+        KeyMismatch: no rule maps a name (with the closest rules), or the tag lacks tensors.
+        ShapeMismatch, TopologyMismatch: tensors or sizes do not fit this config.json and mapping, or copies of
+            key-value heads differ.
         DtypeMismatch: a value does not fit into ``dtype``.
-        InvalidArgument: arguments that cannot be, or an ``out`` that must not be touched.
-        PartNotFound, OptimizerMismatch: the optimizer was not saved, or nothing says whose its state is.
-        UnsupportedState, IncompatibleState: the optimizer has state of another kind, or not the same on all ranks.
-        CheckpointNotFound, CorruptCheckpoint: as for ``reshard``.
+        InvalidArgument: invalid arguments, or ``out`` may not be replaced.
+        PartNotFound, OptimizerMismatch: the optimizer was not saved, or its parameters have no names.
+        UnsupportedState, IncompatibleState: the optimizer has state of another kind, or ranks differ in it.
+        CheckpointNotFound: no such tag, an incomplete one, or ranks' files are missing.
+        CorruptCheckpoint: its files are damaged, or from two saves.
     """
     started = time.monotonic()
     chosen = ExportOptions(**options)
@@ -111,7 +112,7 @@ def export_checkpoint(tag: StrPath, out: StrPath, **options: Unpack[ExportKeywor
     def prepare(converted: bool = False) -> _Job:
         return _prepared(tag, out, chosen, converted)
 
-    with joined(chosen.all_ranks, chosen.timeout) as agreement:
+    with joint_agreement(chosen.all_ranks, chosen.timeout) as agreement:
         job = on_all(agreement, prepare)
         save = agreement.broadcast(job.opened.save)
         on_all(agreement, lambda: job.opened.require_save(save))
@@ -130,7 +131,7 @@ def export_checkpoint(tag: StrPath, out: StrPath, **options: Unpack[ExportKeywor
 
 
 def _prepared(tag: StrPath, out: StrPath, chosen: ExportOptions, converted: bool) -> _Job:
-    """The export, planned; ``converted``: key-value heads lie in the order of NxD's converter."""
+    """Plan the export; with ``converted``, key-value heads are in the order of NxD's converter."""
     chosen.validate()
     size = bytes_of(chosen.size_per_shard)
     source = locate_any(tag, chosen.storage_options)
@@ -157,7 +158,7 @@ def _prepared(tag: StrPath, out: StrPath, chosen: ExportOptions, converted: bool
 
 
 class _Job:
-    """One export, as each of its processes knows it."""
+    """One export, in each of its processes."""
 
     def __init__(
         self,
@@ -174,37 +175,37 @@ class _Job:
     ) -> None:
         self.source, self.target, self.opened, self.mapped = source, target, opened, mapped
         self._mapping, self._optimizer, self._files = mapping, optimizer, files
-        self._forms = [TensorForm(one.name, cast_dtype(one.dtype, dtype), one.shape) for one in mapped.file_tensors]
+        self._forms = [TensorForm(each.name, cast_dtype(each.dtype, dtype), each.shape) for each in mapped.file_tensors]
         self._adapters = mapping if isinstance(mapping, AdapterMapping) else None
         one_file = [WeightFile(ADAPTER_MODEL, tuple(self._forms))]
         self._weights = plan_weight_files(self._forms, size_per_shard) if self._adapters is None else one_file
         entries = [] if optimizer is None else optimizer.tensors
-        self._state = [TensorForm(one.name, one.dtype, one.shape) for one in entries]
+        self._state = [TensorForm(entry.name, entry.dtype, entry.shape) for entry in entries]
         self._moments = plan_weight_files(self._state, size_per_shard, OPTIMIZER) if self._state else []
         self._presharded = presharded
         self.weight_files: list[WeightFile] = [*self._weights, *self._moments]
         if presharded is not None:
-            self.weight_files = [WeightFile(name, forms_of(held)) for name, held in presharded.items()]
+            self.weight_files = [WeightFile(name, forms_of(tensors)) for name, tensors in presharded.items()]
         self.tensors: dict[str, HfTensor | PackedTensor] = {
-            one.name: one for one in (*mapped.file_tensors, *entries)
+            tensor.name: tensor for tensor in (*mapped.file_tensors, *entries)
         }
 
     def planned(self, file: WeightFile) -> PlannedFile:
-        """The file with what each of its tensors is made of."""
+        """Return the file with a leaf for each of its tensors."""
         if self._presharded is not None:
             return file.planned(self._presharded[file.name].__getitem__)
         return file.planned(lambda name: self.mapped.assembly(self.tensors[name]))
 
     def require_all(self) -> None:
-        """Raise what ``MappedTag.require_all`` and ``MappedOptimizer.require_all`` raise."""
+        """Check that all of it can be exported. Raises the errors of `MappedTag` and `MappedOptimizer`."""
         self.mapped.require_all()
         if self._optimizer is not None:
             self._optimizer.require_all()
 
     def summary(self) -> Export:
         tensors = tuple(
-            ExportedTensor(form.name, form.dtype, form.shape, one.source_name, one.source.shape)
-            for form, one in zip([*self._forms, *self._state], self.tensors.values(), strict=True)
+            ExportedTensor(form.name, form.dtype, form.shape, tensor.source_name, tensor.source.shape)
+            for form, tensor in zip([*self._forms, *self._state], self.tensors.values(), strict=True)
         )
         return Export(
             self.source.path,
@@ -217,7 +218,7 @@ class _Job:
         )
 
     def last_files(self) -> Iterator[ModelFile]:
-        """What is written when all weight files are."""
+        """Yield the files that are written after all weight files."""
         if self._presharded is not None:
             return
         if self._adapters is None:
@@ -232,15 +233,15 @@ class _Job:
             yield ModelFile(OPTIMIZER_DOCUMENT, json.dumps(self._optimizer.document, indent=2).encode() + b"\n")
         if len(self._moments) > 1:
             yield ModelFile(OPTIMIZER_INDEX, index_of(self._moments))
-        # Some readers take every safetensors file for the model's where no index says which are.
+        # Without an index some readers take every safetensors file for the model's.
         if len(self.weight_files) > 1 and self._adapters is None:
             yield ModelFile(INDEX, index_of(self._weights))
 
 
 def _ready(job: _Job, overwrite: bool, durable: bool) -> Output:
-    """Where to write to, once it is known that all can be."""
+    """Return the output, after checking that everything can be exported."""
     if not job.opened.parts.model:
-        raise PartNotFound(f"{job.opened.where} was saved without a model: there is nothing to export")
+        raise PartNotFound(f"{job.opened.where} was saved without a model, so there is nothing to export")
     job.require_all()
     return Output(job.target, overwrite=overwrite, durable=durable)
 
@@ -252,7 +253,7 @@ def _write(job: _Job, output: Output, agreement: Agreement, progress: bool) -> N
     try:
         with watched("export", nbytes, lambda: written.nbytes, progress and agreement.rank == 0):
             for turn in range(-(-len(job.weight_files) // agreement.world_size)):
-                # One file each at a time: nobody waits for others longer than a file takes.
+                # One file each at a time, so that no process waits for others longer than one file takes.
                 on_all(agreement, partial(_write_files, job, output, mine[turn : turn + 1], written))
         decided_by_rank0(agreement, lambda: _finish(job, output))
     except BaseException:

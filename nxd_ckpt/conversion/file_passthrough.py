@@ -1,7 +1,7 @@
-"""Files that a conversion takes over unchanged, and what the input's index, or the files themselves, say of them.
+"""Files that a conversion passes through unchanged, and their entries from the input's index or the files themselves.
 
-Files of ours are hard-linked where that works: none is ever modified in place. neuronx_distributed does write into the
-files of a tag that it saves again, so what it wrote is copied, and digested on the way.
+Files of ours are hard-linked if possible, because they are never modified in place. neuronx_distributed does write into
+files of a tag that it saves again, so its files are copied and digested.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from nxd_ckpt.errors import DigestMismatch, UnsupportedState
 from nxd_ckpt.formats import crc32
 from nxd_ckpt.formats.tensors import TensorStub, iter_tensors
 from nxd_ckpt.live.state import StateTensor
-from nxd_ckpt.output.transfer import bring, copy
+from nxd_ckpt.output.transfer import copy, link_or_copy
 from nxd_ckpt.reshard.recorded_parameters import recorded_parameters
 from nxd_ckpt.save.planned_file import pieces_of
 from nxd_ckpt.storage.base import Storage
@@ -29,7 +29,7 @@ Progress = Callable[[int], None]
 
 @dataclass(frozen=True)
 class PassedFiles:
-    """What the index of one rank of the result says of files that were taken over."""
+    """Entries in the index of one rank of the result for files that were passed through."""
 
     files: Mapping[str, FileEntry] = field(default_factory=dict)
     tensors: tuple[TensorEntry, ...] = ()
@@ -41,26 +41,27 @@ class PassedFiles:
 
 
 class FilePassthrough:
-    """Takes over files of the tag ``opened`` for ranks of the result of ``job``.
+    """The transfer of unchanged files of the tag ``opened`` to ranks of the result of ``job``.
 
-    A replica group's model files all go into the index of its first rank: the others may not exist in the result.
+    All model files of a replica group go into the index of its first rank, because the other ranks may not exist in the
+    result.
     """
 
     def __init__(self, job: Job, opened: OpenTag, storage: Storage) -> None:
         self._job, self._opened, self._storage = job, opened, storage
 
-    def bring(self, topology: Topology, folder: str, progress: Progress) -> PassedFiles:
-        """Bring what the rank that ``topology`` is seen from takes over, durably, below ``folder``.
+    def pass_files(self, topology: Topology, folder: str, progress: Progress) -> PassedFiles:
+        """Link or copy the unchanged files of the rank of ``topology``, durably, below ``folder``.
 
         ``progress`` is called with the bytes of each chunk that had to be copied.
 
         Raises:
-            CorruptCheckpoint, PartNotFound: a file is not what the input's index, or its own digests, say.
+            CorruptCheckpoint, PartNotFound: a file is missing, or differs from the input's index or its own digests.
         """
         model = PassedFiles()
         if self._job.keeps_model and topology.writer_of(topology.coordinates) == topology.coordinates:
-            bring_model = self._foreign_model if self._opened.manifest is None else self._model
-            model = bring_model(topology, folder, progress)
+            pass_model = self._foreign_model if self._opened.manifest is None else self._model
+            model = pass_model(topology, folder, progress)
         files = {file: self._file(file, entry, folder, progress) for file, entry in self._objects(topology)}
         files = {**model.files, **files}
         for directory in names.tensors_dirs(files):
@@ -70,13 +71,13 @@ class FilePassthrough:
         return PassedFiles(files, model.tensors, model.parameters)
 
     def _model(self, topology: Topology, folder: str, progress: Progress) -> PassedFiles:
-        """Ours: the indexes of all ranks that shared the writing say what there is."""
+        """Pass model files of a tag of ours, by the indexes of all ranks that shared the writing."""
         at, saved = topology.coordinates, self._opened.topology
         group = [self._opened.index(saved.coordinates_of(rank)) for rank in saved.replicas(at, expert=saved.ep > 1)]
         listed = {file: entry for index in group for file, entry in index.files.items() if _is_model(file)}
         files = {file: self._file(file, entry, folder, progress) for file, entry in listed.items()}
         tensors = tuple(tensor for index in group for tensor in index.tensors if _is_model(tensor.file))
-        # The manifest's: the commit knew more than an index does.
+        # From the manifest, since the commit knew more than each index.
         return PassedFiles(files, tensors, {name: self._recorded[name] for name in group[0].parameters})
 
     def _foreign_model(self, topology: Topology, folder: str, progress: Progress) -> PassedFiles:
@@ -109,12 +110,12 @@ class FilePassthrough:
         where, storage = f"{self._opened.where}/{stub.file}, tensor {name!r}", stub.storage
         if stub.nbytes != storage.nbytes or not stub.is_contiguous or storage.crc32 is None:
             raise UnsupportedState(
-                f"{where}: it is a view of a larger one, or its file records no digest: that file cannot be taken. "
-                "Convert the optimizer alone (optim_only=True), or save the checkpoint anew with nxd_ckpt"
+                f"{where}: it is a view of a larger one, or its file records no digest, so the file cannot be passed "
+                "through. Convert the optimizer alone (optim_only=True), or save the checkpoint again with nxd_ckpt"
             )
-        found = crc32.combine_blocks(blocks, storage.nbytes)
-        if found != storage.crc32:
-            raise DigestMismatch(f"{where}: expected CRC-32 {storage.crc32:08x}, found {found:08x}: its bytes changed")
+        crc = crc32.combine_blocks(blocks, storage.nbytes)
+        if crc != storage.crc32:
+            raise DigestMismatch(f"{where}: expected CRC-32 {storage.crc32:08x}, found {crc:08x}: its bytes changed")
         about = StateTensor(f"model/{name}", self._recorded.get(name))
         pieces = pieces_of(about, topology, stub.shape)
         return TensorEntry(
@@ -122,17 +123,17 @@ class FilePassthrough:
         )
 
     def _objects(self, topology: Topology) -> Iterator[tuple[str, FileEntry | None]]:
-        """Scheduler and user content for rank 0, and where ranks stayed the same every rank's own content.
+        """Yield the other files with their entries in the input's index, if it has any.
 
-        Each with its entry in the input's index, if that has one.
+        These are scheduler and user content for rank 0, and each rank's own content if ranks stayed the same.
         """
         parts, opened = self._job.parts, self._opened
-        wanted = {
+        chosen = {
             names.SCHEDULER: parts.scheduler and topology.rank == 0,
             names.USER_CONTENT: parts.user_content and topology.rank == 0,
             names.rank_content_file(topology.rank): parts.rank_content and not self._job.positions,
         }
-        for file in (file for file, needed in wanted.items() if needed):
+        for file in (file for file, is_needed in chosen.items() if is_needed):
             if opened.manifest is None:
                 yield file, None
                 continue
@@ -141,17 +142,17 @@ class FilePassthrough:
                 yield file, written[file]
 
     def _file(self, file: str, entry: FileEntry | None, folder: str, progress: Progress) -> FileEntry:
-        return bring(self._opened.storage, self._key(file), self._storage, f"{folder}/{file}", entry, progress)
+        return link_or_copy(self._opened.storage, self._key(file), self._storage, f"{folder}/{file}", entry, progress)
 
     def _key(self, file: str) -> str:
         return f"{self._opened.tag}/{file}"
 
     @cached_property
     def _recorded(self) -> dict[str, ParameterSpec]:
-        """How parameters are cut, as far as that is certain.
+        """Cuts of parameters, as far as they are certain.
 
-        With tensor or expert parallelism NxD's files leave it open: then nothing is recorded, and whoever loads the
-        result goes by the live parameters, as with NxD's own tag.
+        With tensor or expert parallelism NxD's files do not record them. Then nothing is recorded, and a load of the
+        result uses the live parameters' cuts, as for NxD's own tag.
         """
         sizes = self._opened.topology
         if self._opened.manifest is None and (sizes.tp, sizes.ep) != (1, 1):

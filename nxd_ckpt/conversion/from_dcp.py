@@ -15,7 +15,7 @@ from nxd_ckpt.core.partition import Partition
 from nxd_ckpt.core.topology import Coordinates
 from nxd_ckpt.errors import InvalidArgument, PartNotFound, as_checkpoint_errors
 from nxd_ckpt.options.torch_forms import FromDcpKeywords, FromDcpOptions
-from nxd_ckpt.output.locations import locate_made, locate_output
+from nxd_ckpt.output.locations import locate_existing, locate_output
 from nxd_ckpt.storage.urls import StrPath
 from nxd_ckpt.tag.opened import OpenTag
 
@@ -23,30 +23,31 @@ from nxd_ckpt.tag.opened import OpenTag
 @as_checkpoint_errors()
 @takes(FromDcpOptions)
 def from_dcp(dcp_directory: StrPath, tag: StrPath, **options: Unpack[FromDcpKeywords]) -> Converted:
-    """Make ``tag`` of what ``torch.distributed.checkpoint.save`` or OLMo-core's ``save_model_and_optim_state`` wrote.
+    """Make ``tag`` from a directory of ``torch.distributed.checkpoint.save`` or OLMo-core's training.
 
-    As a job of the given sizes would have saved it, bit for bit: model, optimizer with its param groups and steps; what
-    is under "scheduler" becomes the scheduler, everything else the user content. The directory is only read, as data:
-    no class in it is ever imported. Otherwise as :func:`nxd_ckpt.convert.reshard`. Keywords are the
-    fields of :class:`~nxd_ckpt.options.torch_forms.FromDcpOptions`.
+    The tag is as a job of the given sizes would have saved it, bit for bit: model, optimizer with its param groups and
+    steps. The key "scheduler" becomes the scheduler, all other keys the user content. The directory is only read, as
+    plain data: no class in it is imported. The tag appears at once, when all of it is durable. Extra memory: about
+    100 MiB for each worker. Keywords are the fields of `nxd_ckpt.options.torch_forms.FromDcpOptions`.
 
     Args:
-        dcp_directory: the directory, or its URL, that holds ``.metadata``.
-        tag: the tag's directory or URL that is made.
+        dcp_directory: directory or URL that holds ``.metadata``.
+        tag: directory or URL of the new tag.
 
     Raises:
-        CheckpointNotFound: no ``.metadata`` there.
+        CheckpointNotFound: there is no ``.metadata``.
         MalformedFile: a file is missing or damaged, or chunks of a tensor are.
         UnsafePickle: the metadata or a value holds more than plain data.
-        KeyMismatch: a parameter with state is in no param group, or in two.
+        KeyMismatch: a parameter with state is in no param group, or in several.
         PartNotFound: neither model nor optimizer is under these keys.
-        InvalidArgument, TopologyMismatch: as for ``reshard``.
+        InvalidArgument: sizes contradict each other, or ``tag`` may not be replaced.
+        TopologyMismatch: the sizes do not divide a tensor.
     """
     chosen = FromDcpOptions(**options)
 
     def prepare(process: int, processes: int) -> Job:
         chosen.validate()
-        source = locate_made(dcp_directory, chosen.storage_options)
+        source = locate_existing(dcp_directory, chosen.storage_options)
         target = locate_output(tag, source, chosen.overwrite, chosen.written_with)
         opened = open_dcp(source, chosen.names)
         if not opened.parts.model and opened.parts.optimizer is None:
@@ -75,12 +76,12 @@ def _refuse_unknown(partitions: Mapping[str, Partition], opened: OpenTag) -> Non
 
 
 def _parts(opened: OpenTag, what: DcpTarget) -> Parts:
-    found = opened.parts
+    parts = opened.parts
     return Parts(
-        model=found.model,
+        model=parts.model,
         optimizer=what.optimizer,
-        scheduler=found.scheduler,
-        user_content=found.user_content,
+        scheduler=parts.scheduler,
+        user_content=parts.user_content,
         use_xser=bool(what.use_xser),
-        master_weights=found.master_weights and what.optimizer == "zero1",
+        master_weights=parts.master_weights and what.optimizer == "zero1",
     )

@@ -1,4 +1,4 @@
-"""What an import makes of a Hugging Face directory, tensor by tensor, and what hinders it. Reads headers only."""
+"""The plan of an import: the tensors that a Hugging Face directory becomes, and obstacles. Reads headers only."""
 
 from __future__ import annotations
 
@@ -13,8 +13,15 @@ from nxd_ckpt.output.locations import Location
 
 @dataclass(frozen=True)
 class ImportedTensor:
-    """An NxD tensor, the shape that each rank of pipeline stage ``pp_rank`` holds of it, and the Hugging Face tensors
-    ``members`` that it is made of."""
+    """An NxD tensor of an import.
+
+    Attributes:
+        name: its name in the tag.
+        dtype: torch's name.
+        shape: shape on each rank of its pipeline stage.
+        pp_rank: the pipeline stage.
+        members: the Hugging Face tensors that it is made of.
+    """
 
     name: str
     dtype: str
@@ -25,15 +32,16 @@ class ImportedTensor:
 
 @dataclass(frozen=True)
 class Import:
-    """What was imported, or would be.
+    """The result of an import, or of a dry run.
 
     Attributes:
-        source, target: as given.
+        source: path of the Hugging Face directory.
+        target: path of the tag.
         mapping: the mapping's name.
-        tensors: what the tag holds.
+        tensors: tensors of the tag.
         unknown: names in the directory that no rule maps, each with the closest rules. Empty unless nothing was
             written.
-        missing: tensors that the model should have and the directory does not. Empty unless nothing was written.
+        missing: tensors that the model should have but the directory lacks. Empty unless nothing was written.
     """
 
     source: str
@@ -45,19 +53,19 @@ class Import:
 
 
 def import_plan(source: Location, target: Location, what: ImportTarget) -> Import:
-    """Raises what :meth:`ImportedModel.state` raises, but for names that are unknown or missing."""
+    """Plan an import. Raises the errors of `ImportedModel.state`, except for unknown and missing names."""
     model = ImportedModel(open_model(source, what.model_key), what)
-    found, sizes = model.selection, what.sizes
+    selection, sizes = model.selection, what.sizes
     members = {
-        match.name: tuple(what.mapping.in_files(match.rule.names(match.numbers, sizes))) for match in found.matches
+        match.name: tuple(what.mapping.in_files(match.rule.names(match.numbers, sizes))) for match in selection.matches
     }
-    whole = {match.name: match for match in found.matches if not set(members[match.name]) & set(found.missing)}
-    hindered = bool(found.unknown or found.missing)
-    stages = model.staged(list(whole)) if hindered else model.stages
+    whole = {match.name: match for match in selection.matches if not set(members[match.name]) & set(selection.missing)}
+    is_blocked = bool(selection.unknown or selection.missing)
+    stages = model.staged(list(whole)) if is_blocked else model.stages
     tensors = []
     for pp_rank, names in enumerate(stages):
         for name in names:
             spec = model.spec(whole[name], what.topology)
             tensors.append(ImportedTensor(name, spec.dtype, spec.shape, pp_rank, members[name]))
-    unknown = {name: tuple(closest(what.mapping, name)) for name in found.unknown}
-    return Import(source.path, target.path, what.mapping.name, tuple(tensors), unknown, found.missing)
+    unknown = {name: tuple(closest(what.mapping, name)) for name in selection.unknown}
+    return Import(source.path, target.path, what.mapping.name, tuple(tensors), unknown, selection.missing)

@@ -11,14 +11,14 @@ from nxd_ckpt.conversion.conversion import convert
 from nxd_ckpt.conversion.import_plan import Import, import_plan
 from nxd_ckpt.conversion.inputs import open_model
 from nxd_ckpt.conversion.job import Job
-from nxd_ckpt.conversion.worker_pool import joined
+from nxd_ckpt.conversion.worker_pool import joint_agreement
 from nxd_ckpt.coordination.agreement import on_all
 from nxd_ckpt.core.manifest import Parts
 from nxd_ckpt.core.option_classes import takes
 from nxd_ckpt.errors import as_checkpoint_errors
 from nxd_ckpt.hugging_face.imported_model import ImportTarget
 from nxd_ckpt.options.hugging_face import ImportKeywords, ImportOptions
-from nxd_ckpt.output.locations import Location, locate_made, locate_output
+from nxd_ckpt.output.locations import Location, locate_existing, locate_output
 from nxd_ckpt.output.model_files import config_in, read_config
 from nxd_ckpt.storage.urls import StrPath
 from nxd_ckpt.tag.mappings import find_mapping
@@ -27,30 +27,29 @@ from nxd_ckpt.tag.mappings import find_mapping
 @as_checkpoint_errors()
 @takes(ImportOptions)
 def import_checkpoint(hf_directory: StrPath, tag: StrPath, **options: Unpack[ImportKeywords]) -> Import:
-    """Make ``tag`` of the model in ``hf_directory``, as a job of the given sizes would have saved it.
+    """Make ``tag`` from the model in ``hf_directory``, as a job of the given sizes would have saved it.
 
-    The tag holds the model alone. It is written as any conversion's: rank by rank in bounded memory, about 100 MiB for
-    each worker, and visible when it is complete. Keywords are the fields of
-    :class:`~nxd_ckpt.options.hugging_face.ImportOptions`.
+    The tag holds only the model. It is written rank by rank in bounded memory, about 100 MiB for each worker, and
+    becomes visible when it is complete. Keywords are the fields of `nxd_ckpt.options.hugging_face.ImportOptions`.
 
     Args:
         hf_directory: a directory or URL with safetensors files, or one file with the whole model: safetensors, or a
-            state dict that torch.save wrote, of which plain data is read, no code. It is only read.
-        tag: the tag's directory or URL that is made, outside ``hf_directory``.
+            state dict from torch.save, which is read as plain data, without running code. It is only read.
+        tag: directory or URL of the new tag, outside ``hf_directory``.
 
     Raises:
-        KeyMismatch: names that no rule maps, with the closest rules; or tensors that the directory lacks.
-        ShapeMismatch, TopologyMismatch: tensors or sizes that are not those of this config.json, or do not divide.
+        KeyMismatch: no rule maps a name (with the closest rules), or the directory lacks tensors.
+        ShapeMismatch, TopologyMismatch: tensors or sizes do not fit this config.json, or do not divide.
         DtypeMismatch: a value does not fit into ``dtype``.
-        InvalidArgument: arguments that cannot be, or a ``tag`` that must not be touched.
-        CheckpointNotFound, PartNotFound, MalformedFile, UnsupportedState: no directory, or not one that can be read.
+        InvalidArgument: invalid arguments, or ``tag`` may not be replaced.
+        CheckpointNotFound, PartNotFound, MalformedFile, UnsupportedState: no such directory, or it cannot be read.
     """
     chosen = ImportOptions(**options)
     plans: list[Import] = []
 
     def prepare(process: int, processes: int) -> Job:
         chosen.validate()
-        source = locate_made(hf_directory, chosen.storage_options)
+        source = locate_existing(hf_directory, chosen.storage_options)
         target = locate_output(tag, source, chosen.overwrite, chosen.written_with)
         what = _target(source, chosen)
         plans.append(import_plan(source, target, what))
@@ -58,7 +57,7 @@ def import_checkpoint(hf_directory: StrPath, tag: StrPath, **options: Unpack[Imp
         return Job(source, target, what, parts, durable=chosen.durable, overwrite=chosen.overwrite)
 
     if chosen.dry_run:
-        with joined(chosen.all_ranks, chosen.timeout) as agreement:
+        with joint_agreement(chosen.all_ranks, chosen.timeout) as agreement:
             on_all(agreement, lambda: prepare(agreement.rank, agreement.world_size))
     else:
         convert(prepare, chosen)
@@ -66,7 +65,7 @@ def import_checkpoint(hf_directory: StrPath, tag: StrPath, **options: Unpack[Imp
 
 
 def _target(source: Location, chosen: ImportOptions) -> ImportTarget:
-    """What the ranks of the tag hold: sizes and names come from config.json and the mapping."""
+    """Return the form of the tag; sizes and names come from config.json and the mapping."""
     directory = open_model(source, chosen.model_key)
     document = directory.config
     if chosen.config is not None:

@@ -1,4 +1,4 @@
-"""The input of a conversion, as a worker has it open: a tag, or a directory of Hugging Face's or of torch DCP."""
+"""The open input of a conversion in a worker: a tag, or a directory of Hugging Face or torch DCP."""
 
 from __future__ import annotations
 
@@ -29,25 +29,25 @@ from nxd_ckpt.tag.reading import LeafReader
 
 
 class Input(Protocol):
-    """What the ranks of the result hold, and what is taken over as it is."""
+    """The open input: states of the result's ranks, and files that pass through unchanged."""
 
     def state(self, topology: Topology) -> SaveState:
-        """What the rank that ``topology`` is seen from would save, with leaves that stand for tensors on disk."""
+        """Return the state that the rank of ``topology`` would save, with leaves that stand for tensors on disk."""
 
     def reader(self) -> LeafReader:
-        """Reads those leaves, verified as far as that is possible."""
+        """Return a reader of those leaves, which verifies them if there are digests."""
 
-    def bring(self, topology: Topology, folder: str, progress: Callable[[int], None]) -> PassedFiles:
-        """Take over what belongs to the rank, below ``folder``; see :class:`.FilePassthrough`."""
+    def pass_files(self, topology: Topology, folder: str, progress: Callable[[int], None]) -> PassedFiles:
+        """Link or copy the rank's unchanged files below ``folder``."""
 
     def guarded(self) -> AbstractContextManager[None]:
-        """The input is read within. Raises TagReplaced if it is no longer the save that was opened."""
+        """Return a context for reading. Raises TagReplaced if the input is no longer the save that was opened."""
 
 
 def open_model(place: Location, model_key: str) -> HuggingFaceDirectory:
-    """The Hugging Face directory, or the file with a whole model; raises what opening it raises.
+    """Open a Hugging Face directory, or a file with a whole model. Raises the errors of opening it.
 
-    UnsupportedState too for quantized weights that cannot be dequantized.
+    Also raises UnsupportedState for quantized weights that cannot be dequantized.
     """
     storage = place.open()
     if storage.is_file(place.name):
@@ -60,7 +60,7 @@ def open_model(place: Location, model_key: str) -> HuggingFaceDirectory:
 
 
 def open_input(job: Job, storage: Storage) -> Input:
-    """The input of ``job``, whose result is written to ``storage``."""
+    """Open the input of ``job``, whose result is written to ``storage``."""
     if isinstance(job.what, ImportTarget):
         return _Directory(open_model(job.source, job.what.model_key), job.what)
     if isinstance(job.what, DcpTarget):
@@ -73,13 +73,13 @@ def open_input(job: Job, storage: Storage) -> Input:
 
 
 def open_dcp(place: Location, names: DcpNames) -> OpenTag:
-    """The torch DCP directory as a tag of one rank; raises what opening it raises."""
+    """Open a torch DCP directory as a tag of one rank. Raises the errors of opening it."""
     storage = place.open()
     return OpenTag(storage, place.name, DcpDirectory(TagFiles(storage, place.name), names), None)
 
 
 class _Verified:
-    """The tensors of a tag."""
+    """An input whose tensors are a tag's."""
 
     def __init__(self, opened: OpenTag) -> None:
         self._opened = opened
@@ -96,7 +96,7 @@ class _Tag(_Verified):
         super().__init__(open_complete_tag(job.source.open(), job.source.name))
         self._opened.require_save(job.save)
         self._target, self._positions = target, job.positions
-        self.bring = FilePassthrough(job, self._opened, storage).bring
+        self.pass_files = FilePassthrough(job, self._opened, storage).pass_files
 
     def state(self, topology: Topology) -> SaveState:
         state = target_state(self._opened, replace(self._target, topology=topology))
@@ -104,8 +104,7 @@ class _Tag(_Verified):
 
 
 class _Anew(_Verified):
-    """Of what is seen as a tag of one rank nothing is taken over as it is: scheduler and user content are written
-    anew."""
+    """An input that is read as a tag of one rank. No file passes through: scheduler and user content are rewritten."""
 
     def __init__(self, opened: OpenTag, target: Target) -> None:
         super().__init__(opened)
@@ -119,12 +118,12 @@ class _Anew(_Verified):
             user_content=self._opened.user_content() if parts.user_content else None,
         )
 
-    def bring(self, topology: Topology, folder: str, progress: Callable[[int], None]) -> PassedFiles:
+    def pass_files(self, topology: Topology, folder: str, progress: Callable[[int], None]) -> PassedFiles:
         return PassedFiles()
 
 
 class _Directory:
-    """Its files have no digests: only their headers can be checked."""
+    """A Hugging Face directory. Its files have no digests, so only headers can be checked."""
 
     def __init__(self, directory: HuggingFaceDirectory, target: ImportTarget) -> None:
         self._files, self._model = directory.files, ImportedModel(directory, target)
@@ -138,5 +137,5 @@ class _Directory:
     def reader(self) -> LeafReader:
         return LeafReader(self._files, {})
 
-    def bring(self, topology: Topology, folder: str, progress: Callable[[int], None]) -> PassedFiles:
+    def pass_files(self, topology: Topology, folder: str, progress: Callable[[int], None]) -> PassedFiles:
         return PassedFiles()

@@ -1,4 +1,4 @@
-"""What one conversion is to do, as each of its processes knows it; and what it did."""
+"""The description of one conversion, equal in each of its processes, and its result."""
 
 from __future__ import annotations
 
@@ -24,26 +24,27 @@ logger = logging.getLogger("nxd_ckpt")
 
 @dataclass(frozen=True)
 class DcpTarget(Target):
-    """A target that is made of a torch DCP directory; ``names`` are what that calls things."""
+    """A target made from a torch DCP directory; ``names`` are the directory's names."""
 
     names: DcpNames = field(default_factory=DcpNames)
 
 
 @dataclass(frozen=True)
 class HuggingFaceTarget(Target):
-    """The same for a tag that is seen in Hugging Face's ``terms``."""
+    """A target made from a tag that is translated by Hugging Face ``terms``."""
 
     terms: HuggingFaceTerms | None = None
 
 
 @dataclass(frozen=True)
 class Converted:
-    """What was converted, or would be.
+    """The result of a conversion, or of a dry run.
 
     Attributes:
-        source, target: as given.
-        topology: the sizes dp, tp, pp and ep of the result; None where it has no ranks.
-        nbytes: bytes of what is written anew; files that are taken over as they are do not count.
+        source: path of the input.
+        target: path of the result.
+        topology: the sizes dp, tp, pp and ep of the result; None if it has no ranks.
+        nbytes: bytes that are written anew; files that pass through unchanged do not count.
     """
 
     source: str
@@ -54,17 +55,19 @@ class Converted:
 
 @dataclass(frozen=True)
 class Job:
-    """Make ``target`` out of ``source``. Plain data: it is handed to worker processes.
+    """The conversion of ``source`` to ``target``. Plain data, because it is sent to worker processes.
 
     Attributes:
-        what: what each rank of the result holds; its ``topology`` is seen from any rank.
-        parts: what the result holds, as its manifest will say.
-        keeps_model: the model's files are taken over as they are: the result's ranks have the input's.
-        durable: fsync everything before the result becomes visible.
-        overwrite: replace a checkpoint that is there, even one that was completed since the target was looked at.
-        save: of a tag, which save it is that is converted: workers open it anew (see tag.identity).
-        metrics: of a tag, what its save was told of the training, which the result keeps.
-        positions: data positions that each rank of the result holds, as it has other ranks than the input.
+        source: the input.
+        target: the result.
+        what: the form of each rank of the result; the rank of its ``topology`` does not matter.
+        parts: parts of the result, for its manifest.
+        keeps_model: True if the model's files pass through unchanged, from equal ranks of the input.
+        durable: True to fsync everything before the result becomes visible.
+        overwrite: True to replace an existing checkpoint, even one completed after the target was checked.
+        save: identity of the tag's save (see tag.identity), because workers open the tag again; None for other inputs.
+        metrics: metrics of the tag's save, which the result keeps.
+        positions: data positions for each rank of a result whose ranks differ from the input's.
     """
 
     source: Location
@@ -84,16 +87,18 @@ class Job:
 
 
 def positions_for(topology: Topology, opened: OpenTag, process: int) -> dict[Any, Position]:
-    """The data positions of the tag, for each rank of a ``topology`` that is not its own. What cannot be read or
-    re-split is named in the log, by the first process."""
+    """Return the merged data positions of the tag, for each rank of another ``topology``; empty for its own.
+
+    The first process logs positions that cannot be read or split again.
+    """
     if topology == opened.topology:
         return {}
-    together, alone = positions_together(opened)
-    for why in alone if process == 0 else ():
-        logger.warning("not taken over: %s", why)
-    return together
+    merged, problems = positions_together(opened)
+    for problem in problems if process == 0 else ():
+        logger.warning("not taken over: %s", problem)
+    return merged
 
 
 def metrics_of(opened: OpenTag) -> Metrics:
-    """What the save of the tag was told of the training."""
+    """Return the metrics of the tag's save."""
     return {} if opened.manifest is None else opened.manifest.metrics

@@ -1,4 +1,4 @@
-"""``pack_checkpoint``: a whole tag as one tar file, which is read without unpacking it, or compressed."""
+"""``pack_checkpoint``: a whole tag as one tar file, readable without unpacking, or compressed."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from nxd_ckpt.output.locations import locate_apart, locate_input
 from nxd_ckpt.output.output import Output
 from nxd_ckpt.output.source import open_source
 from nxd_ckpt.output.tag_file import TagFile
-from nxd_ckpt.output.transfer import pour
+from nxd_ckpt.output.transfer import copy_into
 from nxd_ckpt.storage.archive import member_list
 from nxd_ckpt.storage.archive.compression import compression_of
 from nxd_ckpt.storage.base import Writer, completed
@@ -28,12 +28,12 @@ from nxd_ckpt.storage.urls import ARCHIVES, StrPath
 from nxd_ckpt.tag.opened import OpenTag
 
 _PAGE = 4096
-"""Where the members' bytes begin is a multiple of this: they are written and read directly, as the files were."""
+"""Members' bytes begin at a multiple of this, so that they can be written and read with direct IO, like files."""
 
 
 @dataclass(frozen=True)
 class Packed:
-    """What was packed: ``files`` of the tag, into an archive of ``nbytes`` bytes."""
+    """The result of packing: ``files`` of the tag, in an archive of ``nbytes`` bytes."""
 
     source: str
     target: str
@@ -44,25 +44,25 @@ class Packed:
 @as_checkpoint_errors()
 @takes(PackOptions)
 def pack_checkpoint(tag: StrPath, out: StrPath, **options: Unpack[PackKeywords]) -> Packed:
-    """Make ``out``, a tar file that holds a tag, exactly as it is: of nxd_ckpt or NxD, from and to a directory or URL.
+    """Make ``out``, a tar file with the unchanged files of a tag, of nxd_ckpt or NxD, from and to a directory or URL.
 
-    ``load_checkpoint``, ``open_checkpoint`` and every conversion take the archive in place of a checkpoint directory,
-    and read the ranges that they need; a compressed one is unpacked first, to the system's temporary directory. Any tar
-    unpacks it. Every file is verified on the way, those of NxD by the digests that they carry; the archive appears when
-    it is whole. The manifest and indexes come first, ``done`` last; the same tag gives the same bytes. Extra memory:
-    16 MiB, about 100 with zstd. What is compressed for a store goes through the system's temporary directory. Keywords
-    are the fields of :class:`~nxd_ckpt.options.tags.PackOptions`.
+    ``load_checkpoint``, ``open_checkpoint`` and every conversion accept the archive like a checkpoint directory, and
+    read only the ranges that they need; a compressed one is first unpacked to the system's temporary directory. Any tar
+    unpacks it. Every file is verified, files of NxD by the digests in them; the archive appears when it is complete.
+    The manifest and indexes come first, ``done`` last; the same tag gives the same bytes. Extra memory: 16 MiB, about
+    100 MiB with zstd. A compressed archive for a store goes through the system's temporary directory. Keywords are the
+    fields of `nxd_ckpt.options.tags.PackOptions`.
 
     Args:
         tag: a tag's directory or URL.
-        out: the archive that is made; its name ends in ``.tar``, ``.tar.gz``, ``.tgz``, or ``.tar.zst`` (which needs
+        out: path or URL of the archive; its name ends in ``.tar``, ``.tar.gz``, ``.tgz``, or ``.tar.zst`` (which needs
             ``nxd_ckpt[zstd]``).
 
     Raises:
-        InvalidArgument: ``out`` must not be written, or zstandard is missing.
+        InvalidArgument: ``out`` may not be written, or zstandard is missing.
         CheckpointNotFound: no such tag, or an incomplete one.
-        CorruptCheckpoint: a file is not what was saved; nothing appears.
-        TagReplaced: the tag was removed, or saved anew, while it was packed; nothing appears.
+        CorruptCheckpoint: a file changed since it was saved; nothing appears.
+        TagReplaced: the tag was removed, or saved again, while it was packed; nothing appears.
     """
     chosen = PackOptions(**options)
     started = time.monotonic()
@@ -81,7 +81,11 @@ def pack_checkpoint(tag: StrPath, out: StrPath, **options: Unpack[PackKeywords])
     if chosen.dry_run:
         return Packed(source.path, target.path, len(members), nbytes)
     written = Counter()
-    with output.made(), opened.guarded(verified=True), watched("pack", nbytes, lambda: written.nbytes, chosen.progress):
+    with (
+        output.writing(),
+        opened.guarded(verified=True),
+        watched("pack", nbytes, lambda: written.nbytes, chosen.progress),
+    ):
         _write(opened, head, members, nbytes, output, written)
     report("packed", f"{source.path} as {target.path}", nbytes, started)
     return Packed(source.path, target.path, len(members), output.storage.size(target.name))
@@ -89,7 +93,7 @@ def pack_checkpoint(tag: StrPath, out: StrPath, **options: Unpack[PackKeywords])
 
 @dataclass(frozen=True)
 class _Member:
-    """One file of the tag, and its header, which begins at ``at`` of the archive."""
+    """One file of the tag, and its header, which begins at byte ``at`` of the archive."""
 
     file: TagFile
     time: float
@@ -102,12 +106,12 @@ class _Member:
 
     @property
     def end(self) -> int:
-        """Where the next header begins."""
+        """Offset of the next header."""
         return self.offset + self.file.nbytes + -self.file.nbytes % tarfile.BLOCKSIZE
 
 
 def _members(opened: OpenTag) -> Iterator[_Member]:
-    """In the archive's order, from its list's end on, which is that of a page."""
+    """Yield the members in the archive's order, with offsets from the end of its list, which is a page boundary."""
     at = 0
     for file in sorted([*files_to_copy(opened), *_markers(opened)], key=_order):
         key = f"{opened.tag}/{file.name}"
@@ -118,8 +122,8 @@ def _members(opened: OpenTag) -> Iterator[_Member]:
 
 
 def _list_of(tag: str, members: Sequence[_Member]) -> bytes:
-    """The list of the members, as a member: pages, so that the others' bytes begin on pages too."""
-    data = member_list.dump((f"{tag}/{one.file.name}", one.offset, one.file.nbytes, one.time) for one in members)
+    """Return the list of members as a member itself, of whole pages, so that the others' bytes begin on pages too."""
+    data = member_list.dump((f"{tag}/{each.file.name}", each.offset, each.file.nbytes, each.time) for each in members)
     data += b" " * (-len(data) % _PAGE)
     return _header(member_list.NAME, len(data), members[0].time, 0) + data
 
@@ -132,13 +136,13 @@ def _markers(opened: OpenTag) -> Iterator[TagFile]:
 
 
 def _order(file: TagFile) -> tuple[int, str]:
-    """First what tells of the rest, last what says that all is there."""
+    """Return the sort key of a file: manifest and indexes first, the markers of completeness last."""
     ranks = {names.MANIFEST: 0, names.MARKER: 3, names.DONE: 4}
     return ranks.get(file.name, 1 if file.name.startswith(f"{names.INDEX_DIR}/") else 2), file.name
 
 
 def _header(name: str, nbytes: int, seconds: float, at: int) -> bytes:
-    """A member's header, padded by a comment so that its bytes begin on a page, if it begins at byte ``at``."""
+    """Return a member's header for byte ``at``, padded by a comment so that the member's bytes begin on a page."""
     info = tarfile.TarInfo(name)
     info.size, info.mtime, info.mode = nbytes, seconds, 0o644
     info.pax_headers = {"mtime": str(float(seconds))}
@@ -161,19 +165,19 @@ def _write(
         for member in members:
             _put(opened, member, writer, written)
         writer.write_at(members[-1].end, bytes(nbytes - members[-1].end))
-        if opened.manifest is None:  # no digest tells its files from those of a later save
+        if opened.manifest is None:  # no digest distinguishes its files from those of a later save
             opened.require_unchanged()
 
 
 def _put(opened: OpenTag, member: _Member, writer: Writer, written: Counter) -> None:
-    """Write the member's header, its bytes, verified, and what fills the last block."""
+    """Write the member's header, its bytes, verified, and the padding of the last block."""
     file, key = member.file, f"{opened.tag}/{member.file.name}"
     where = f"{opened.storage.url}/{key}"
     writer.write_at(member.at, member.header)
     try:
-        found, blocks = pour(opened.storage, key, writer, member.offset, file.records, written.add)
+        entry, blocks = copy_into(opened.storage, key, writer, member.offset, file.records, written.add)
     except FileNotFoundError as error:
         raise PartNotFound(f"{where} is missing: the tag lost files since it was saved") from error
-    verify(file, found, blocks, where)
+    verify(file, entry, blocks, where)
     end = member.offset + file.nbytes
     writer.write_at(end, bytes(member.end - end))

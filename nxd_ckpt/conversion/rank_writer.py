@@ -1,4 +1,4 @@
-"""Writing the ranks of a conversion's result, one after the other: plan, files, index, vote."""
+"""Writer of the ranks of a conversion's result, in order: plan, files, index, vote."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from nxd_ckpt.save.plan import SavePlan, plan_save
 from nxd_ckpt.save.writing import FileWriter, write_index
 
 Progress = Callable[[int], None]
-"""Called with the number of bytes that each step wrote; what it raises stops the writing."""
+"""A function that is called with the bytes that each step wrote; an error that it raises stops the writing."""
 
 
 class RankWriter:
-    """Writes any rank of the result of ``job``, in bounded memory. Each process or thread has one."""
+    """A writer of any rank of the result of ``job``, in bounded memory. Each process or thread has its own."""
 
     def __init__(self, job: Job) -> None:
         self._job = job
@@ -31,17 +31,18 @@ class RankWriter:
         self._input = open_input(job, self._storage)
 
     def survey(self, rank: int) -> int:
-        """The bytes that the rank's files will have, but for those taken over. Writes nothing.
+        """Return the bytes of the rank's new files. Writes nothing.
 
-        Raises what makes the conversion impossible: sizes that do not divide a tensor, parameters without a name, ...
+        Raises errors that make the conversion impossible: sizes that do not divide a tensor, parameters without a
+        name, ...
         """
         with self._input.guarded():
             return sum(planned.image.nbytes for planned in self._plan(self._job.topology.at(rank)).files)
 
     def write(self, ranks: Sequence[int], publication: Publication, progress: Progress) -> list[Vote]:
-        """Write the files and indexes of these ranks, durably, side by side: at most :data:`TOGETHER` of them.
+        """Write the files and indexes of these ranks, durably, side by side; at most `TOGETHER` ranks.
 
-        Raises TagReplaced where the input is another save by now.
+        Raises TagReplaced if the input was replaced by another save.
         """
         with self._input.guarded():
             return self._write(ranks, publication, progress)
@@ -55,14 +56,14 @@ class RankWriter:
             writers = write_images(reader, self._storage, publication.folder, sets, progress)
         votes = []
         for topology, plan, writer in zip(topologies, plans, writers, strict=True):
-            carried = self._input.bring(topology, publication.folder, progress)
+            passed = self._input.pass_files(topology, publication.folder, progress)
             vote = Vote(
                 topology.rank,
                 plan=plan.agreed(self._job.target.name, topology),
                 replica=plan.replica,
-                index=self._write_index(writer, plan, carried, topology, publication),
+                index=self._write_index(writer, plan, passed, topology, publication),
                 replicated=writer.replicated_digest(),
-                nbytes=writer.nbytes + carried.nbytes,
+                nbytes=writer.nbytes + passed.nbytes,
                 seconds=round(time.monotonic() - started, 6),
             )
             votes.append(vote)
@@ -73,13 +74,13 @@ class RankWriter:
         return replace(plan, parts=self._job.parts)
 
     def _write_index(
-        self, writer: FileWriter, plan: SavePlan, carried: PassedFiles, topology: Topology, publication: Publication
+        self, writer: FileWriter, plan: SavePlan, passed: PassedFiles, topology: Topology, publication: Publication
     ) -> RankLine:
         written = writer.index(plan, topology.coordinates)
         index = replace(
             written,
-            files={**written.files, **carried.files},
-            tensors=written.tensors + carried.tensors,
-            parameters={**written.parameters, **carried.parameters},
+            files={**written.files, **passed.files},
+            tensors=written.tensors + passed.tensors,
+            parameters={**written.parameters, **passed.parameters},
         )
         return RankLine(*write_index(self._storage, publication, names.index_file(topology.coordinates), index))

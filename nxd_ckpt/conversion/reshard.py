@@ -1,4 +1,4 @@
-"""``reshard``: a whole tag for other sizes of any kind of parallelism."""
+"""``reshard``: a whole tag, converted to other sizes of any kind of parallelism."""
 
 from __future__ import annotations
 
@@ -30,20 +30,24 @@ logger = logging.getLogger("nxd_ckpt")
 def reshard(input_dir: StrPath, output_dir: StrPath, **options: Unpack[ReshardKeywords]) -> Converted:
     """Make ``output_dir``, the tag ``input_dir`` as a job of the given sizes would have saved it.
 
-    Model and optimizer are cut anew, bit for bit; scheduler and user content are taken over. What ranks saved for
-    themselves alone (``rank_content``) is left out unless the sizes stay the same: it belongs to no rank of another
-    job. But data positions in it are put together, and each rank of the result has them. Otherwise as
-    :func:`nxd_ckpt.convert.convert_zero1`. Keywords are the fields of :class:`~nxd_ckpt.options.tags.ReshardOptions`.
+    Model and optimizer are cut anew, bit for bit; scheduler and user content are passed through. ``rank_content`` is
+    left out unless the sizes stay the same, because it belongs to no rank of another job; but data positions in it are
+    merged, and each rank of the result gets them. Unchanged files are hard-linked if that works and is safe, otherwise
+    copied. The input is only read. The result appears at once, when all of it is durable; a conversion that fails or is
+    killed leaves nothing behind. Extra memory: about 100 MiB for each worker, for checkpoints of any size. Keywords are
+    the fields of `nxd_ckpt.options.tags.ReshardOptions`.
 
     Args:
         input_dir: a tag's directory or URL.
-        output_dir: the tag's directory or URL that is made, outside ``input_dir``.
+        output_dir: directory or URL of the new tag, outside ``input_dir``.
 
     Raises:
-        InvalidArgument: sizes that contradict each other, or an ``output_dir`` that must not be touched.
-        TopologyMismatch: sizes that do not divide a tensor, or a cut that is not known.
-        OptimizerMismatch: which parameters the optimizer's entries belong to is not known.
-        CheckpointNotFound, CorruptCheckpoint, DirectoryInUse: as for ``convert_zero1``.
+        InvalidArgument: sizes contradict each other, or ``output_dir`` may not be replaced.
+        TopologyMismatch: the sizes do not divide a tensor, or its cut is not known.
+        OptimizerMismatch: the parameters of the optimizer's entries are not known.
+        CheckpointNotFound: no such tag, an incomplete one, or ranks' files are missing.
+        CorruptCheckpoint: its files are damaged, or from two saves.
+        DirectoryInUse: a live job saves to the directory that holds ``output_dir``.
     """
     chosen = ReshardOptions(**options)
 
@@ -53,7 +57,7 @@ def reshard(input_dir: StrPath, output_dir: StrPath, **options: Unpack[ReshardKe
         target = locate_output(output_dir, source, chosen.overwrite, chosen.written_with)
         opened = open_source(source)
         if not opened.parts.model and opened.parts.optimizer is None:
-            raise PartNotFound(f"{opened.where} holds neither model nor optimizer: there is nothing to cut anew")
+            raise PartNotFound(f"{opened.where} holds neither model nor optimizer, so there is nothing to reshard")
         refuse_mixed_ranks(opened, process, processes)
         what = Target(
             _topology(opened.topology, chosen.sizes),
@@ -83,25 +87,25 @@ def reshard(input_dir: StrPath, output_dir: StrPath, **options: Unpack[ReshardKe
 
 def _warn_if_nothing_is_cut(opened: OpenTag, tp: int, partitions: Mapping[str, Partition]) -> None:
     saved = {} if opened.manifest is None else opened.manifest.parameters
-    known = opened.manifest is not None or opened.topology.tp == 1
+    is_recorded = opened.manifest is not None or opened.topology.tp == 1
     cuts = {**{name: spec.partition for name, spec in saved.items()}, **partitions}.values()
-    if tp not in (1, opened.topology.tp) and known and all(cut == Partition() for cut in cuts):
+    if tp not in (1, opened.topology.tp) and is_recorded and all(cut == Partition() for cut in cuts):
         logger.warning(
-            "%s does not say that any parameter is cut over tensor-parallel ranks: each of the %d will hold the whole "
-            "model. If they should hold parts, pass partitions= with the cut of each, by name",
+            "%s records no parameter as cut over tensor-parallel ranks, so each of the %d will hold the whole model. "
+            "If they should hold parts, pass partitions= with the cut of each parameter, by name",
             opened.where,
             tp,
         )
 
 
 def _topology(saved: Topology, sizes: Mapping[str, int]) -> Topology:
-    """The new sizes; ranks in the standard order, unless nothing changes."""
-    wanted = saved.sizes | dict(sizes)
-    return saved if wanted == saved.sizes else Topology(wanted["dp"], wanted["tp"], wanted["pp"], wanted["ep"])
+    """Return the new sizes, with ranks in the standard order unless nothing changes."""
+    merged = saved.sizes | dict(sizes)
+    return saved if merged == saved.sizes else Topology(merged["dp"], merged["tp"], merged["pp"], merged["ep"])
 
 
 def _kind(saved: str | None) -> str | None:
-    """The unsharded ZeRO-1 optimizer is a form between two jobs, never a job's own."""
+    """Return the kind of the result's optimizer; the unsharded ZeRO-1 form exists only between jobs."""
     return "zero1" if saved in ("zero1_full", "zero1_dcp") else saved
 
 
@@ -110,6 +114,6 @@ def _parts(opened: OpenTag, what: Target, has_positions: bool) -> Parts:
         opened.parts,
         optimizer=what.optimizer,
         use_xser=opened.parts.use_xser if what.use_xser is None else what.use_xser,
-        lower_precision_weights=True,  # what was left out of the model is written, from the master weights
+        lower_precision_weights=True,  # weights that were left out are written, from the master weights
         rank_content=has_positions or (opened.parts.rank_content and what.topology == opened.topology),
     )

@@ -31,23 +31,23 @@ logger = logging.getLogger("nxd_ckpt")
 @as_checkpoint_errors()
 @takes(ToDcpOptions)
 def to_dcp(tag: StrPath, dcp_directory: StrPath, **options: Unpack[ToDcpKeywords]) -> Converted:
-    """Make ``dcp_directory``, which ``torch.distributed.checkpoint.load`` and OLMo-core's
-    ``load_model_and_optim_state`` read, of a tag.
+    """Make ``dcp_directory``, a torch DCP directory, from a tag.
 
-    Any tag, of nxd_ckpt or NxD, of any sizes, with all that it holds but rank content: bit for bit, tensors whole. The
-    tag is only read and its digests are verified on the way; the directory appears when all of it is written. Extra
-    memory: about 100 MiB, whatever the size of the model. Keywords are the fields of
-    :class:`~nxd_ckpt.options.torch_forms.ToDcpOptions`.
+    ``torch.distributed.checkpoint.load`` and OLMo-core's ``load_model_and_optim_state`` read it. The tag may be of
+    nxd_ckpt or NxD, of any sizes. All contents except rank content are converted bit for bit, with whole tensors. The
+    tag is only read, and its digests are verified; the directory appears when all of it is written. Extra memory: about
+    100 MiB, for models of any size. Keywords are the fields of `nxd_ckpt.options.torch_forms.ToDcpOptions`.
 
     Args:
         tag: a tag's directory or URL.
-        dcp_directory: the directory or URL that is made.
+        dcp_directory: directory or URL of the result.
 
     Raises:
-        TopologyMismatch, OptimizerMismatch: how a tensor was cut is not known.
+        TopologyMismatch, OptimizerMismatch: a tensor's cut is not known.
         PartNotFound: the tag holds neither model nor optimizer, or lost files.
-        InvalidArgument: a ``dcp_directory`` that must not be touched.
-        CheckpointNotFound, CorruptCheckpoint: as for ``reshard``.
+        InvalidArgument: ``dcp_directory`` may not be replaced.
+        CheckpointNotFound: no such tag, an incomplete one, or ranks' files are missing.
+        CorruptCheckpoint: its files are damaged, or from two saves.
     """
     chosen = ToDcpOptions(**options)
     source = locate_input(tag, chosen.storage_options)
@@ -60,7 +60,7 @@ def to_dcp(tag: StrPath, dcp_directory: StrPath, **options: Unpack[ToDcpKeywords
 
 
 def write_dcp(opened: OpenTag, state: DcpState, output: Output, source: Location, chosen: OutputOptions) -> Converted:
-    """Write ``state``, which ``opened`` reads, as ``output``. Raises what reading its tensors raises."""
+    """Write ``state``, which ``opened`` reads, as ``output``. Errors of reading its tensors pass."""
     started = time.monotonic()
     with opened.guarded():
         files = plan_files(state)
@@ -70,7 +70,7 @@ def write_dcp(opened: OpenTag, state: DcpState, output: Output, source: Location
         return done
     written = Counter()
     planned = sum(file.image.nbytes for file in files)
-    with output.made():
+    with output.writing():
         with (
             opened.guarded(),
             watched("convert", planned, lambda: written.nbytes, chosen.progress),
@@ -83,20 +83,20 @@ def write_dcp(opened: OpenTag, state: DcpState, output: Output, source: Location
 
 
 def _state(opened: OpenTag, chosen: ToDcpOptions) -> DcpState:
-    """The tag as DCP's state dict, with warnings of what that has no names for. Raises as :func:`to_dcp`."""
+    """Return the tag as DCP's state dict, and warn of parts for which DCP has no names."""
     if not opened.parts.model and opened.parts.optimizer is None:
-        raise PartNotFound(f"{opened.where} holds neither model nor optimizer: there is nothing to convert")
+        raise PartNotFound(f"{opened.where} holds neither model nor optimizer, so there is nothing to convert")
     whole = WholeTag(opened, partitions=chosen.partitions, saved_param_names=chosen.saved_param_names)
     state = DcpState(opened, whole, chosen.names)
     if state.unknown:
         raise TopologyMismatch(
-            f"{opened.where}: how {', '.join(state.unknown[:5])} are cut over ranks is not known; pass partitions= "
-            "with the cut of each, by name"
+            f"{opened.where}: the cut of {', '.join(state.unknown[:5])} over ranks is not known; pass partitions= with "
+            "the cut of each, by name"
         )
     if any(name.startswith("optim/#") for name in whole.tensors):
         logger.warning(
-            "%s does not say which parameters the entries of its optimizer belong to: they are called %s.state.#0 and "
-            "so on, which no optimizer looks for; pass saved_param_names=",
+            "%s does not name the parameters of its optimizer, so their states are called %s.state.#0 and so on, which "
+            "no optimizer loads; pass saved_param_names=",
             opened.where,
             chosen.optim_key,
         )

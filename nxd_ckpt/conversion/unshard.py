@@ -1,4 +1,4 @@
-"""``unshard_checkpoint``: model and optimizer of a tag as plain files, of whole tensors under their names."""
+"""``unshard_checkpoint``: model and optimizer of a tag as plain files of whole tensors by name."""
 
 from __future__ import annotations
 
@@ -54,10 +54,10 @@ _UNSHARDED = Kind("unsharded checkpoint", tuple(_FILES))
 
 @dataclass(frozen=True)
 class Unsharded:
-    """What was written: the path (of a store: the URL) of the model and of the optimizer, each a file or a directory.
+    """The result: path (on a store, URL) of the model and of the optimizer, each a file or a directory, or None.
 
-    None for what there is none of. ``files`` are all of them with their bytes, by name below the output. Unpacks into
-    ``model`` and ``optim``, as OLMo-core's result does.
+    ``files`` are all files with their bytes, by name below the output. Unpacks into ``model`` and ``optim``, like
+    OLMo-core's result.
     """
 
     model: Any
@@ -75,28 +75,29 @@ class Unsharded:
 @as_checkpoint_errors()
 @takes(UnshardOptions)
 def unshard_checkpoint(tag_dir: StrPath, output_dir: StrPath, **options: Unpack[UnshardKeywords]) -> Unsharded:
-    """Make ``output_dir``: plain files of a tag, every tensor whole and under its name. Layout as by OLMo-core.
+    """Make ``output_dir``: plain files of a tag, with whole tensors by name, in OLMo-core's layout.
 
-    Any tag, of nxd_ckpt or NxD, of any sizes. ``model.pt`` is a state dict, ``optim.pt`` what torch's distributed state
-    dicts are: ``{"state": {name: {"exp_avg": ..., "step": ...}}, "param_groups": [{"params": [name, ...], ...}]}``,
-    with ``master_weights`` among a parameter's entries where the tag has them. Both load with
-    ``torch.load(weights_only=True)``. The input is only read and its digests are verified on the way; the directory
-    appears when all of it is written. Extra memory: about 100 MiB, whatever the size of the tag.
+    The tag may be of nxd_ckpt or NxD, of any sizes. ``model.pt`` is a state dict. ``optim.pt`` has the form of torch's
+    distributed state dicts: ``{"state": {name: {"exp_avg": ..., "step": ...}}, "param_groups": [{"params": [name, ...],
+    ...}]}``, with ``master_weights`` among a parameter's entries if the tag has them. Both load with
+    ``torch.load(weights_only=True)``. The input is only read, and its digests are verified; the directory appears when
+    all of it is written. Extra memory: about 100 MiB, for tags of any size.
 
-    With ``use_safetensors``, files are ``model.safetensors`` and ``optim.safetensors``, with ``state.NAME.exp_avg``
-    for names, and what is no tensor (steps, param groups) is in ``optim.json``. Of several files for a part, those are
-    in directories ``model`` and ``optim``, whose ``index.json`` says which holds what.
+    With ``use_safetensors``, files are ``model.safetensors`` and ``optim.safetensors``, with names such as
+    ``state.NAME.exp_avg``, and other values (steps, param groups) are in ``optim.json``. If a part has several files,
+    they are in the directories ``model`` and ``optim``, whose ``index.json`` lists the file of each tensor.
 
     Args:
         tag_dir: a tag's directory or URL.
-        output_dir: the directory or URL that is made.
+        output_dir: directory or URL of the result.
 
     Raises:
-        InvalidArgument: arguments that cannot be, or a ``output_dir`` that must not be touched.
+        InvalidArgument: invalid arguments, or ``output_dir`` may not be replaced.
         PartNotFound: neither model nor optimizer, or no optimizer though ``optim=True``; or a file is missing.
-        TopologyMismatch, OptimizerMismatch: how a tensor was cut, or whose it is, is not known.
-        UnsupportedState: safetensors cannot hold it.
-        CheckpointNotFound, CorruptCheckpoint: as for ``reshard``.
+        TopologyMismatch, OptimizerMismatch: a tensor's cut, or its parameter's name, is not known.
+        UnsupportedState: safetensors cannot hold a value.
+        CheckpointNotFound: no such tag, an incomplete one, or ranks' files are missing.
+        CorruptCheckpoint: its files are damaged, or from two saves.
     """
     started = time.monotonic()
     chosen = UnshardOptions(**options)
@@ -115,15 +116,15 @@ def unshard_checkpoint(tag_dir: StrPath, output_dir: StrPath, **options: Unpack[
     if chosen.dry_run:
         return done
     written = Counter()
-    with output.made(), opened.guarded(), watched("unshard", nbytes, lambda: written.nbytes, chosen.progress):
-        for part in reversed(parts):  # of a store the model, which readers look for, comes last
+    with output.writing(), opened.guarded(), watched("unshard", nbytes, lambda: written.nbytes, chosen.progress):
+        for part in reversed(parts):  # on a store the model, which readers look for, comes last
             part.write(output, written)
     report("unsharded", f"{source.path} to {target.path}", nbytes, started)
     return done
 
 
 class _Part:
-    """Model or optimizer, planned: nothing is written yet, and all that could be refused was."""
+    """Model or optimizer, planned: nothing is written yet, and everything that must be refused was."""
 
     def __init__(self, opened: OpenTag, tag: WholeTag, name: str, strategy: Strategy, safetensors: bool) -> None:
         self.name, self._opened = name, opened
@@ -140,11 +141,11 @@ class _Part:
 
     @property
     def nbytes(self) -> int:
-        """Of all tensors' files."""
+        """Bytes of all files of tensors."""
         return sum(file.image.nbytes for file in self._files)
 
     def sizes(self) -> dict[str, int]:
-        """Every file with its bytes."""
+        """Return the bytes of every file, by name."""
         sizes = {file.key: file.image.nbytes for file in self._files}
         return sizes | {name: len(content) for name, content in self._documents.items()}
 
@@ -158,19 +159,19 @@ class _Part:
 
 
 def _values(opened: OpenTag, others: Sequence[Item], part: str) -> dict[str, bytes]:
-    """The file of what is no tensor, if there is anything."""
+    """Return the file of values that are no tensors, by name; empty without any."""
 
-    def number(leaf: TensorStub | Assembly) -> Any:  # of one element, such as a learning rate
+    def number(leaf: TensorStub | Assembly) -> Any:  # a tensor of one element, such as a learning rate
         return opened.read(leaf).item()
 
     plain = [Item(item.path, map_tensors(item.value, number)) for item in others]
     return {f"{part}.json": json_of(plain, part)} if plain else {}
 
 
-def _strategy(given: str | Strategy, size_per_shard: int | str) -> Strategy:
-    if isinstance(given, str):
-        return UnshardStrategy(given, size_per_shard if given == CHUNKS else None)
-    return UnshardStrategy(str(given.name), given.chunk_size_bytes)
+def _strategy(strategy: str | Strategy, size_per_shard: int | str) -> Strategy:
+    if isinstance(strategy, str):
+        return UnshardStrategy(strategy, size_per_shard if strategy == CHUNKS else None)
+    return UnshardStrategy(str(strategy.name), strategy.chunk_size_bytes)
 
 
 def _parts(opened: OpenTag, optim: bool | None) -> list[str]:
@@ -179,12 +180,12 @@ def _parts(opened: OpenTag, optim: bool | None) -> list[str]:
         raise PartNotFound(f"{opened.where} was saved without an optimizer; pass optim=None to leave it out")
     parts = [MODEL] * opened.parts.model + [OPTIM] * (has_optimizer and optim is not False)
     if not parts:
-        raise PartNotFound(f"{opened.where} holds no model, nor an optimizer that is asked for: nothing to unshard")
+        raise PartNotFound(f"{opened.where} holds no model, and no optimizer to include: nothing to unshard")
     return parts
 
 
 def _torch_file(file: UnshardedFile) -> PlannedFile:
-    """Raises UnsafePickle for what cannot be pickled."""
+    """Plan a torch file. Raises UnsafePickle for values that cannot be pickled."""
     named = [(item.name, leaf) for item in file.items for _, leaf in iter_tensors(item.value)]
     image = image_of(file.tree())
     storage_of = {id(leaf): number for number, leaf in enumerate(image.tensors)}
@@ -193,11 +194,11 @@ def _torch_file(file: UnshardedFile) -> PlannedFile:
 
 
 def _safetensors(file: UnshardedFile) -> PlannedFile:
-    """Raises UnsupportedState for a dtype that they have not."""
+    """Plan a safetensors file. Raises UnsupportedState for a dtype that it cannot hold."""
     leaves = {item.name: Assembly.of(item.value) for item in file.items}
     forms = (TensorForm(name, leaf.dtype, tuple(leaf.shape)) for name, leaf in leaves.items())
     return WeightFile(file.key, tuple(forms)).planned(leaves.__getitem__)
 
 
-def _path(target: Location, given: StrPath, name: str) -> StrPath:
-    return join(target.path, name) if is_url(given) else Path(local_path(given)) / name
+def _path(target: Location, output_dir: StrPath, name: str) -> StrPath:
+    return join(target.path, name) if is_url(output_dir) else Path(local_path(output_dir)) / name

@@ -1,6 +1,6 @@
-"""The layout of an unsharded checkpoint: what its files are called, and what is where in them.
+"""The layout of an unsharded checkpoint: names and contents of its files.
 
-Names and layout are those of OLMo-core's ``unshard_checkpoint``. Touches no file.
+It is that of OLMo-core's ``unshard_checkpoint``. Touches no file.
 """
 
 from __future__ import annotations
@@ -23,12 +23,15 @@ INDEX = "index.json"
 STRATEGIES = ONE_FILE, PER_TENSOR, CHUNKS = get_args(StrategyName)
 
 _LONGEST = 200
-"""Characters of a file's name that come from its tensor's: file systems take 255 bytes."""
+"""Characters of a tensor's name in a file's name; file systems allow 255 bytes."""
 
 
 @dataclass(frozen=True)
 class UnshardStrategy:
-    """``name`` is "one_file", "one_file_per_tensor" or "chunks", files of at most ``chunk_size_bytes`` (or "5GB")."""
+    """A way to divide tensors into files: ``name`` is "one_file", "one_file_per_tensor" or "chunks".
+
+    Chunks are files of at most ``chunk_size_bytes`` bytes, or a size such as "5GB".
+    """
 
     name: str = ONE_FILE
     chunk_size_bytes: int | str | None = None
@@ -56,14 +59,14 @@ class UnshardStrategy:
 
 @dataclass(frozen=True)
 class Item:
-    """``value`` stands at ``path`` of the state dict: what a tensor is made of, or anything else."""
+    """An entry of the state dict: ``value``, a leaf that stands for a tensor or any other value, at ``path``."""
 
     path: tuple[Any, ...]
     value: Any
 
     @property
     def name(self) -> str:
-        """The path as torch flattens it: ``state.embed.weight.exp_avg``."""
+        """The path in torch's flattened form: ``state.embed.weight.exp_avg``."""
         return ".".join(map(str, self.path))
 
     @property
@@ -77,33 +80,33 @@ class Item:
 
 @dataclass(frozen=True)
 class UnshardedFile:
-    """One file and what is in it; ``key`` is below the directory that is made."""
+    """One file and its items; ``key`` is relative to the new directory."""
 
     key: str
     items: tuple[Item, ...]
 
     def tree(self) -> dict[Any, Any]:
-        """The items, each at its path."""
+        """Return the items as nested dicts."""
         return nested(self.items)
 
 
 def items_of(tag: WholeTag, part: str) -> list[Item]:
-    """The model by parameter name; the optimizer as ``{"state": {parameter: entries}, "param_groups": groups}``.
+    """Return the model by parameter name, or the optimizer as ``{"state": {name: entries}, "param_groups": groups}``.
 
-    Raises as :meth:`nxd_ckpt.reshard.whole_tag.WholeTag.leaf`.
+    Raises the errors of `WholeTag.leaf`.
     """
     if part == MODEL:
         return [Item((name,), value) for name, value in tag.model_state().items()]
     state = tag.optimizer_state().items()
-    entries = [Item(("state", name, key), value) for name, held in state for key, value in held.items()]
+    entries = [Item(("state", name, key), value) for name, slot in state for key, value in slot.items()]
     entries += [Item(("state", key), value) for key, value in tag.general_state.items()]
     return [*entries, Item(("param_groups",), tag.param_groups)]
 
 
 def split(items: Iterable[Item], part: str) -> tuple[list[Item], list[Item]]:
-    """For safetensors, which hold tensors and nothing else: those, and the rest.
+    """Divide items into tensors, which safetensors can hold, and other values.
 
-    Raises UnsupportedState for tensors inside of something else.
+    Raises UnsupportedState for a container with tensors in it.
     """
     tensors, others = list[Item](), list[Item]()
     for item in items:
@@ -117,7 +120,7 @@ def split(items: Iterable[Item], part: str) -> tuple[list[Item], list[Item]]:
 
 
 def files_of(part: str, items: Sequence[Item], strategy: Strategy, extension: str) -> list[UnshardedFile]:
-    """The files of a part, in the order of its items."""
+    """Return the files of a part, in the order of its items."""
     if strategy.name == ONE_FILE:
         return [UnshardedFile(f"{part}.{extension}", tuple(items))]
     if strategy.name == PER_TENSOR:
@@ -130,7 +133,7 @@ def files_of(part: str, items: Sequence[Item], strategy: Strategy, extension: st
 
 
 def index_of(files: Sequence[UnshardedFile]) -> bytes:
-    """Which file of its directory holds what, by flattened name: as Hugging Face's index says it."""
+    """Return the index of the file of each item, by flattened name, in the form of Hugging Face's index."""
     total = sum(item.nbytes for file in files for item in file.items)
     places = {item.name: file.key.rpartition("/")[2] for file in files for item in file.items}
     document = {"metadata": {"total_size": total}, "weight_map": places}
@@ -138,17 +141,17 @@ def index_of(files: Sequence[UnshardedFile]) -> bytes:
 
 
 def json_of(items: Iterable[Item], part: str) -> bytes:
-    """What is no tensor, each at its path. Raises UnsupportedState for what JSON has no form of."""
+    """Return values that are no tensors as nested JSON. Raises UnsupportedState for values without a JSON form."""
     try:
         return json.dumps(nested(items), indent=2).encode() + b"\n"
     except (TypeError, ValueError, RecursionError) as error:
         raise UnsupportedState(
-            f"{part}: beside tensors it holds what JSON cannot ({error}); write .pt files (use_safetensors=False)"
+            f"{part}: it holds values that JSON cannot hold ({error}); write .pt files (use_safetensors=False)"
         ) from error
 
 
 def nested(items: Iterable[Item]) -> dict[Any, Any]:
-    """The items in dicts, each at its path."""
+    """Return the items as nested dicts."""
     tree: dict[Any, Any] = {}
     for item in items:
         inner = tree
@@ -159,7 +162,7 @@ def nested(items: Iterable[Item]) -> dict[Any, Any]:
 
 
 def _chunks(items: Iterable[Item], limit: int) -> Iterator[tuple[Item, ...]]:
-    """Neighbouring items of at most ``limit`` bytes together, or one that is larger."""
+    """Yield neighbouring items of at most ``limit`` bytes together, or one larger item."""
     chunk: list[Item] = []
     nbytes = 0
     for item in items:
@@ -174,13 +177,13 @@ def _chunks(items: Iterable[Item], limit: int) -> Iterator[tuple[Item, ...]]:
 
 
 def _distinct(names: Iterable[str]) -> Iterator[str]:
-    """A file's name for each: dots, and what has a meaning in paths, become dashes; a number where one is taken."""
+    """Yield a distinct file name for each name: dashes for special characters, and a number if one is taken."""
     taken = set()
     for name in names:
-        base = found = re.sub(r"[^A-Za-z0-9_-]", "-", name)[:_LONGEST]
+        base = unique = re.sub(r"[^A-Za-z0-9_-]", "-", name)[:_LONGEST]
         number = 1
-        while found.lower() in taken:  # some file systems do not tell a from A
+        while unique.lower() in taken:  # some file systems ignore case
             number += 1
-            found = f"{base}-{number}"
-        taken.add(found.lower())
-        yield found
+            unique = f"{base}-{number}"
+        taken.add(unique.lower())
+        yield unique

@@ -1,4 +1,4 @@
-"""The workers of a conversion on this host, and the job's other ranks that share in it."""
+"""The workers of a conversion on this host, and its agreement with the job's other ranks."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ from nxd_ckpt.errors import CheckpointError, InvalidArgument, PeerTimeout, to_wi
 from nxd_ckpt.output.image_writer import TOGETHER
 
 _TICK = 0.2
-"""Seconds between two looks at how far the workers are."""
+"""Seconds between two checks of the workers' progress."""
 
 
 class WorkerPool:
-    """Runs the steps of a job on ranks of its result: one at a time, or ``num_workers`` in processes of their own.
+    """Workers that run a job's steps for ranks of its result: one thread, or ``num_workers`` processes.
 
-    Worker processes import the caller's main module again (multiprocessing's "spawn"): a script that wants several
-    must call from below ``if __name__ == "__main__":``.
+    Worker processes import the caller's main module again (multiprocessing's "spawn"), so a script with several workers
+    must make the call below ``if __name__ == "__main__":``.
     """
 
     def __init__(self, job: Job, num_workers: int) -> None:
@@ -54,21 +54,21 @@ class WorkerPool:
 
     @property
     def written(self) -> int:
-        """Bytes that all workers wrote so far."""
+        """Bytes that all workers have written."""
         return int(self._written.value)
 
     def survey(self, ranks: Iterable[int]) -> int:
-        """The bytes of these ranks' files. Raises what makes the conversion impossible."""
+        """Return the bytes of these ranks' files. Raises errors that make the conversion impossible."""
         calls = {rank: partial(_survey, rank) for rank in ranks}
-        found: list[int] = [_result(future) for _, future in self._run(calls, lambda: None)]
-        return sum(found)
+        sizes: list[int] = [_result(future) for _, future in self._run(calls, lambda: None)]
+        return sum(sizes)
 
     def write(self, ranks: Sequence[int], publication: Publication, tick: Callable[[], None]) -> Iterator[Vote]:
-        """Write these ranks; the vote of each as it is done. ``tick`` is called several times a second.
+        """Write these ranks; yield the vote of each when it is done. ``tick`` is called several times a second.
 
-        If a rank fails, its vote comes first, and then its error is raised.
+        If a rank fails, its vote is yielded first, and then its error is raised.
         """
-        # Neighbours hold parts of the same tensors: a worker that writes them side by side reads those once.
+        # Neighbours hold parts of the same tensors, so a worker that writes them side by side reads these once.
         together = min(TOGETHER, max(len(ranks) // self._num_workers, 1))
         groups = [ranks[at : at + together] for at in range(0, len(ranks), together)]
         calls = {group[0]: partial(_write, group, publication) for group in groups}
@@ -81,7 +81,7 @@ class WorkerPool:
             yield from votes
 
     def close(self) -> None:
-        """Stop what is still running; afterwards nobody writes."""
+        """Stop all workers; afterwards none writes."""
         self._stop.set()
         self._executor.shutdown(cancel_futures=True)
 
@@ -101,13 +101,13 @@ def _result(future: Future[Any]) -> Any:
         return future.result()
     except BrokenExecutor as error:
         raise CheckpointError(
-            "a worker process died: look in the system's log whether it was killed for want of memory, and use fewer "
+            "a worker process died; check the system's log whether it was killed for lack of memory, and use fewer "
             "workers (num_workers=)"
         ) from error
 
 
 class _Own(threading.local):
-    """What a worker (a process, or the one thread) keeps from task to task."""
+    """The state of a worker (a process, or the one thread) from task to task."""
 
     job: Job
     writer: RankWriter | None = None
@@ -126,11 +126,11 @@ def _enter_process(job: Job, written: Any, stop: Any) -> None:
     _enter(job, written, stop)
     parent = multiprocessing.parent_process()
     assert parent is not None
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent gets it too, and says when to stop
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent gets it too, and stops the workers
 
     def follow() -> None:
         parent.join()
-        os._exit(1)  # nobody is left to use what this process would write
+        os._exit(1)  # nothing would use what this process writes
 
     threading.Thread(target=follow, daemon=True).start()
 
@@ -140,7 +140,7 @@ def _survey(rank: int) -> int:
 
 
 def _write(ranks: Sequence[int], publication: Publication) -> list[Vote]:
-    # Bound here: several threads may write a rank's files, and each would find an ``_own`` of its own.
+    # Bound here, because several threads may write a rank's files, and each has its own ``_own``.
     return _writer().write(ranks, publication, partial(_count, _own.written, _own.stop))
 
 
@@ -158,13 +158,13 @@ def _count(written: Any, stop: Any, nbytes: int) -> None:
 
 
 @contextmanager
-def joined(all_ranks: bool, timeout: float) -> Iterator[Agreement]:
-    """The agreement of this process alone; with ``all_ranks`` of all ranks of the job, each of which must call this.
+def joint_agreement(all_ranks: bool, timeout: float) -> Iterator[Agreement]:
+    """Yield an agreement of this process alone, or with ``all_ranks`` of all ranks of the job, which must all call it.
 
-    The ranks are those of the process group. Where there is none yet, they are those that torchrun started: a gloo
-    group is made for them, and closed again.
+    The ranks are those of the process group. If there is none yet, they are the ranks that torchrun started, and a gloo
+    group is made for them and closed again.
 
-    Raises InvalidArgument where the environment describes no job, PeerTimeout where a rank does not come.
+    Raises InvalidArgument if the environment describes no job, PeerTimeout if a rank does not join.
     """
     if not all_ranks:
         yield SingleProcessAgreement()
@@ -190,11 +190,11 @@ def _start_group(timeout: float) -> None:
         dist.init_process_group("gloo", timeout=timedelta(seconds=timeout))
     except ValueError as error:
         raise InvalidArgument(
-            "all_ranks=True is for a job whose ranks all make this call: start it with torchrun, or join "
-            f"the ranks in a process group first; found neither ({str(error).splitlines()[0]})"
+            "all_ranks=True needs a job whose ranks all make this call: start it with torchrun, or make a process "
+            f"group first; found neither ({str(error).splitlines()[0]})"
         ) from error
     except RuntimeError as error:  # torch's DistError among others
         raise PeerTimeout(
-            "all_ranks=True: the ranks did not all come together; each must make the same call (found "
+            "all_ranks=True: not all ranks joined; each must make the same call (found "
             f"WORLD_SIZE={os.environ.get('WORLD_SIZE')}; {str(error).splitlines()[0]})"
         ) from error

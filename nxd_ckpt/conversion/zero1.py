@@ -26,26 +26,26 @@ _SHARDED = ("zero1", "zero1_dcp")
 @as_checkpoint_errors()
 @takes(Zero1Options)
 def convert_zero1(input_dir: StrPath, output_dir: StrPath, **options: Unpack[Zero1Keywords]) -> Converted:
-    """Make ``output_dir``, a tag like ``input_dir`` but for its ZeRO-1 optimizer.
+    """Make ``output_dir``, a copy of the tag ``input_dir`` with a converted ZeRO-1 optimizer.
 
-    Keywords are the fields of :class:`~nxd_ckpt.options.tags.Zero1Options`; names and meaning are those of NxD's
-    ``nxd_convert_zero_checkpoints``. Unlike its, the result is a complete tag: the model's files, scheduler and user
-    content are hard-linked where that works and is safe, else copied. The input, a tag of nxd_ckpt's or NxD's or what
-    NxD's converter wrote, is only read. The result appears at once, when all of it is durable; a conversion that fails
-    or is killed leaves no half one. Extra memory: about 100 MiB for each worker, whatever the size of the checkpoint.
+    Keywords are the fields of `nxd_ckpt.options.tags.Zero1Options`, with the names and meaning of NxD's
+    ``nxd_convert_zero_checkpoints``. Unlike with NxD, the result is a complete tag: the model's files, scheduler and
+    user content are hard-linked if that works and is safe, otherwise copied. The input, a tag of nxd_ckpt, NxD or NxD's
+    converter, is only read. The result appears at once, when all of it is durable; a conversion that fails or is killed
+    leaves nothing behind. Extra memory: about 100 MiB for each worker, for checkpoints of any size.
 
     Args:
         input_dir: a tag's directory or URL.
-        output_dir: the tag's directory or URL that is made, outside ``input_dir``.
+        output_dir: directory or URL of the new tag, outside ``input_dir``.
 
     Raises:
-        InvalidArgument: arguments that contradict each other or the input, or an ``output_dir`` that must stay.
+        InvalidArgument: arguments contradict each other or the input, or ``output_dir`` may not be replaced.
         CheckpointNotFound: no such tag, an incomplete one, or ranks' files are missing.
-        OptimizerMismatch: there is no ZeRO-1 optimizer in it.
-        CorruptCheckpoint: its files are damaged, or of two saves.
-        TagReplaced: ``input_dir`` was removed, or saved anew, while it was read; there is no result.
+        OptimizerMismatch: the tag has no ZeRO-1 optimizer.
+        CorruptCheckpoint: its files are damaged, or from two saves.
+        TagReplaced: ``input_dir`` was removed, or saved again, while it was read; there is no result.
         DirectoryInUse: a live job saves to the directory that holds ``output_dir``.
-        PeerTimeout: with ``all_ranks``, a rank did not come, or was lost.
+        PeerTimeout: with ``all_ranks``, a rank did not join, or was lost.
     """
     chosen = Zero1Options(**options)
 
@@ -80,20 +80,20 @@ def convert_zero1(input_dir: StrPath, output_dir: StrPath, **options: Unpack[Zer
 def _check_input(opened: OpenTag, convert_to_full: bool) -> None:
     kind = opened.parts.optimizer
     if kind not in (*_SHARDED, "zero1_full"):
-        held = "no optimizer" if kind is None else f"a {kind} optimizer, which is the same for any data-parallel size"
-        raise OptimizerMismatch(f"{opened.where} holds {held}; expected a ZeRO-1 one: there is nothing to convert")
+        actual = "no optimizer" if kind is None else f"a {kind} optimizer, which is the same for any data-parallel size"
+        raise OptimizerMismatch(f"{opened.where} holds {actual}, but no ZeRO-1 optimizer; there is nothing to convert")
     if kind == "zero1_full" and convert_to_full:
         raise InvalidArgument(f"{opened.where} is unsharded already; use convert_to_sharded=True")
     unknown_ep = opened.manifest is None and not opened.parts.model and opened.topology.dp > 1
     if unknown_ep and any(key in opened.optimizer_tree(Coordinates()) for key in EXPERT_KEYS):
         raise OptimizerMismatch(
-            f"{opened.where} is an expert-parallel optimizer without its model, whose file names tell the "
+            f"{opened.where} is an expert-parallel optimizer without its model, whose file names have the "
             "expert-parallel size; convert the whole tag"
         )
 
 
 def _topology(saved: Topology, dp: int) -> Topology:
-    """The input's sizes with another dp; ranks in the standard order, unless nothing changes."""
+    """Return the input's sizes with another dp, with ranks in the standard order unless nothing changes."""
     return saved if dp == saved.dp else Topology(dp, saved.tp, saved.pp, saved.ep)
 
 

@@ -1,1 +1,1 @@
-"""Checkpoints of other trainers, carried over with optimizer and progress."""
+"""Migration of checkpoints of other trainers, with optimizer and progress."""

@@ -1,4 +1,4 @@
-"""``migrate``: a checkpoint that training on Neuron left behind, in a form that training on plain torch continues."""
+"""``migrate``: a checkpoint of training on Neuron, in a form that training on plain torch continues."""
 
 from __future__ import annotations
 
@@ -42,17 +42,17 @@ from nxd_ckpt.tag.mappings import INFERENCE, find_mapping, inference_sizes
 
 @dataclass(frozen=True)
 class Migration:
-    """What was migrated, or would be.
+    """The result of a migration, or of a dry run.
 
     Attributes:
-        source: as given.
-        target: the directory that was made.
-        writer: who wrote the source.
-        form: that of the target.
+        source: path of the source, as passed.
+        target: the new directory.
+        writer: the program that wrote the source.
+        form: form of the target.
         mapping: the mapping's name.
-        step: how many steps the run had made; None where nothing says so.
+        step: number of steps of the run; None if not recorded.
         nbytes: bytes of the target's tensors.
-        left_out: what the source has and the target has not, in words.
+        left_out: descriptions of parts of the source that the target lacks.
     """
 
     source: str
@@ -70,37 +70,40 @@ class Migration:
 def migrate(src: StrPath, dst: StrPath, **options: Unpack[MigrateKeywords]) -> Migration:
     """Make ``dst``, with which transformers, torch DCP, TorchTitan or ``load_checkpoint`` continue on plain torch.
 
-    ``src`` is recognised by its files: a tag of neuronx-distributed's or of ours, a checkpoint of
+    ``src`` is recognised by its files: a tag of neuronx-distributed or nxd_ckpt, a checkpoint of
     neuronx-distributed-training (``NAME.ckpt``), optimum-neuron (``checkpoint-N``), neuronx-nemo-megatron
     (``mp_rank_00/NAME.ckpt``), torch-xla (``*.pth``), torch DCP or SageMaker's tiered storage. Model and optimizer get
-    Hugging Face's names (TorchTitan's for that), whole tensors on one rank; where NxD's optimizer kept master weights
-    they are the model. Of an adapter PEFT's files are made. The input is only read, its digests are verified on the
-    way, and ``dst`` appears when all of it is written. Keywords are the fields of
-    :class:`~nxd_ckpt.options.migration.MigrateOptions`.
+    Hugging Face's names (for TorchTitan, TorchTitan's), and whole tensors on one rank. If NxD's optimizer kept master
+    weights, they become the model. An adapter becomes PEFT's files. The input is only read, and its digests are
+    verified; ``dst`` appears when all of it is written. Keywords are the fields of
+    `nxd_ckpt.options.migration.MigrateOptions`.
 
     Args:
         src: the checkpoint's directory or file, or the URL of one.
-        dst: the directory or URL that is made; for TorchTitan the one in which ``step-N`` is made, or ``step-0`` of a
-            model without its optimizer.
+        dst: directory or URL of the result; for TorchTitan the directory in which ``step-N`` is made, or ``step-0`` for
+            a model without its optimizer.
 
     Raises:
-        UnsupportedState: a layout that is recognised and not carried, a model that the form has no names for, or, for
-            TorchTitan, an optimizer without a count of steps.
+        UnsupportedState: a layout that is recognised but not supported, a model for which the form has no names, or,
+            for TorchTitan, an optimizer without a count of steps.
         MalformedFile: two layouts at once, or files that contradict each other.
         CheckpointNotFound, PartNotFound: no checkpoint, or ranks' files are missing.
-        KeyMismatch, ShapeMismatch, TopologyMismatch, OptimizerMismatch, InvalidArgument: as for ``export_checkpoint``.
+        KeyMismatch: no rule maps a name, or the checkpoint lacks tensors.
+        ShapeMismatch, TopologyMismatch: tensors or sizes do not fit the config.json and mapping.
+        OptimizerMismatch: names of the optimizer's parameters cannot be derived.
+        InvalidArgument: invalid arguments, or ``dst`` may not be replaced.
     """
     chosen = MigrateOptions(**options)
     chosen.validate()
     whole = not chosen.model_only
-    unnamed = whole and chosen.saved_param_names is None
-    origin = find_origin(src, chosen.storage_options, optimizer=whole, names=unnamed)
-    # Ranks' files may be in one place below what is given, and the rest of the checkpoint beside them.
+    needs_names = whole and chosen.saved_param_names is None
+    origin = find_origin(src, chosen.storage_options, optimizer=whole, names=needs_names)
+    # Ranks' files may be below ``src``, and the rest of the checkpoint beside them.
     refuse_inside(locate_any(src, chosen.storage_options), location_of(dst, "output", chosen.written_with))
     if origin.writer is Writer.OPTIMUM_ADAPTER:
         done = _as_adapter(origin, dst, chosen)
-        found = (done.target, origin.writer.value, chosen.to, done.mapping, None, done.nbytes, origin.left_out)
-        return Migration(os.fspath(src), *found)
+        fields = (done.target, origin.writer.value, chosen.to, done.mapping, None, done.nbytes, origin.left_out)
+        return Migration(os.fspath(src), *fields)
     with origin.opened.guarded():
         terms = _terms(origin, chosen)
         seen = HuggingFaceTag(origin.opened, terms)
@@ -108,8 +111,8 @@ def migrate(src: StrPath, dst: StrPath, **options: Unpack[MigrateKeywords]) -> M
         step = origin.step if origin.step is not None else seen.steps
         if chosen.to == "torchtitan" and step is None and seen.parts.optimizer is not None:
             raise UnsupportedState(
-                f"{origin.place.path} has an optimizer, but nothing in it counts steps, and TorchTitan continues at a "
-                "step; pass model_only= to begin at step 0, or migrate it to another form"
+                f"{origin.place.path} has an optimizer without a count of steps, but TorchTitan continues at a step; "
+                "pass model_only= to begin at step 0, or migrate it to another form"
             )
     place, nbytes = _WRITERS[chosen.to](origin, seen, terms, dst, step or 0, chosen)
     return Migration(
@@ -138,7 +141,7 @@ def _left_out(origin: Origin, seen: HuggingFaceTag, chosen: MigrateOptions) -> t
 def _terms(origin: Origin, chosen: MigrateOptions) -> HuggingFaceTerms:
     config = _config(origin, chosen)
     document = config_in(read_config(config, chosen.storage_options)) if config is not None else {}
-    mapping = find_mapping(_given(origin, chosen), document)
+    mapping = find_mapping(_mapping(origin, chosen), document)
     names = chosen.saved_param_names if chosen.saved_param_names is not None else origin.param_names
     whole = not chosen.model_only
     return HuggingFaceTerms(
@@ -154,7 +157,7 @@ def _terms(origin: Origin, chosen: MigrateOptions) -> HuggingFaceTerms:
     )
 
 
-def _given(origin: Origin, chosen: MigrateOptions) -> MappingSpec:
+def _mapping(origin: Origin, chosen: MigrateOptions) -> MappingSpec:
     return chosen.mapping if chosen.mapping is not None else origin.mapping
 
 
@@ -163,13 +166,13 @@ def _config(origin: Origin, chosen: MigrateOptions) -> str | None:
 
 
 def _sizes(origin: Origin, chosen: MigrateOptions, mapping: ModelMapping, config: Mapping[str, Any]) -> Sizes:
-    """Those of the model, with the order of key-value heads in which their copies are equal."""
-    said, given = origin.kv_size_multiplier, chosen.kv_size_multiplier
-    if None not in (said, given) and said != given:
-        raise InvalidArgument(f"kv_size_multiplier={given}, but {origin.place.path} says {said}")
+    """Return the sizes of the model, with the order of key-value heads in which their copies are equal."""
+    recorded, requested = origin.kv_size_multiplier, chosen.kv_size_multiplier
+    if None not in (recorded, requested) and recorded != requested:
+        raise InvalidArgument(f"kv_size_multiplier={requested}, but {origin.place.path} has {recorded}; leave it out")
     if mapping.name == INFERENCE:
         return inference_sizes(mapping, config, origin.opened.topology.tp)
-    copies = given or said or 1
+    copies = requested or recorded or 1
     if copies == 1:
         return mapping.sizes(config, copies, chosen.hardware or "trn1")
 
@@ -191,7 +194,7 @@ def _sizes(origin: Origin, chosen: MigrateOptions, mapping: ModelMapping, config
     if len(fitting) == 1:
         return fitting[0]
     raise InvalidArgument(
-        f"{origin.place.path} does not show in which order copies of key-value heads lie; pass hardware=, the kind of "
+        f"{origin.place.path} does not show the order of copies of key-value heads; pass hardware=, the kind of "
         f"accelerator that the job ran on: {' or '.join(HARDWARE)}"
     )
 
@@ -212,8 +215,8 @@ def _as_hugging_face(
 def _as_adapter(origin: Origin, dst: StrPath, chosen: MigrateOptions) -> Export:
     if chosen.to != "hf":
         raise UnsupportedState(
-            f"{origin.place.path} is an adapter without its base model, and training continues with both; migrate it "
-            "to the form hf, which peft loads onto the base"
+            f"{origin.place.path} is an adapter without its base model, but training needs both; migrate it to the "
+            "form hf, which peft loads onto the base"
         )
     return _exported(origin, dst, chosen, {"kv_size_multiplier": origin.kv_size_multiplier or 1})
 
@@ -222,7 +225,7 @@ def _exported(origin: Origin, dst: StrPath, chosen: MigrateOptions, terms: Expor
     options: ExportKeywords = {
         **terms,
         "config": _config(origin, chosen),
-        "mapping": _given(origin, chosen),
+        "mapping": _mapping(origin, chosen),
         "dtype": chosen.dtype,
         "size_per_shard": chosen.size_per_shard,
         "overwrite": chosen.overwrite,
@@ -236,7 +239,7 @@ def _exported(origin: Origin, dst: StrPath, chosen: MigrateOptions, terms: Expor
 
 
 def _named(hardware: str) -> Hardware:
-    return next(one for one in HARDWARE if one == hardware)
+    return next(kind for kind in HARDWARE if kind == hardware)
 
 
 def _as_dcp(
@@ -248,13 +251,13 @@ def _as_dcp(
 def _as_torchtitan(
     origin: Origin, seen: HuggingFaceTag, terms: HuggingFaceTerms, dst: StrPath, step: int, chosen: MigrateOptions
 ) -> tuple[str, int]:
-    # Of step 0 TorchTitan loads nothing but the model, and of any other step all that it has.
-    alone = seen.parts.optimizer is None
-    content = None if alone else counters(step, origin.tokens)
+    # From step 0 TorchTitan loads only the model, from any other step everything.
+    is_model_only = seen.parts.optimizer is None
+    content = None if is_model_only else counters(step, origin.tokens)
     tag = HuggingFaceTag(origin.opened, replace(terms, scheduler=None, content=content))
     assert terms.torchtitan is not None
     state = TorchTitanState(tag, terms.torchtitan, terms.sizes.get("head_dim"))
-    return _written(origin, tag, state, join(os.fspath(dst), f"step-{0 if alone else step}"), chosen)
+    return _written(origin, tag, state, join(os.fspath(dst), f"step-{0 if is_model_only else step}"), chosen)
 
 
 def _written(

@@ -1,4 +1,4 @@
-"""What optimum-neuron wrote of the model beside a tag, compared with the tag."""
+"""Optimum-neuron's files of the model beside a tag, compared with the tag."""
 
 from __future__ import annotations
 
@@ -18,22 +18,23 @@ _PICKLED = ".pt"
 
 
 def stage_metadata(files: TagFiles, opened: OpenTag, adapter: str | None = None) -> OptimumMetadata:
-    """What ``files`` of the tag ``opened`` say of its stages; with ``adapter``, of that one of the model.
+    """Read the metadata of all stages of the tag ``opened``; with ``adapter``, of that adapter of the model.
 
     Raises:
-        PartNotFound: a stage has none.
-        MalformedFile: it is not of this tag, or not such metadata.
-        UnsupportedState: it describes what no rule can.
-        UnsafePickle: a pickle with more than plain data.
+        PartNotFound: a stage has no metadata.
+        MalformedFile: it belongs to another tag, or is no such metadata.
+        UnsupportedState: no rule can describe the model.
+        UnsafePickle: a pickle has more than plain data.
     """
-    found = {int(match[1]): match[0] for match in map(STAGE_METADATA.fullmatch, files.names()) if match is not None}
-    missing = [number for number in range(opened.topology.pp) if number not in found]
-    if missing or len(found) > opened.topology.pp:
+    matches = map(STAGE_METADATA.fullmatch, files.names())
+    by_stage = {int(match[1]): match[0] for match in matches if match is not None}
+    missing = [number for number in range(opened.topology.pp) if number not in by_stage]
+    if missing or len(by_stage) > opened.topology.pp:
         raise PartNotFound(
             f"{opened.where}: files of {opened.topology.pp} pipeline stages, but metadata "
-            f"(mp_metadata_pp_rank_P.json, or .pt) of stages {sorted(found)}; files are missing, or of two saves"
+            f"(mp_metadata_pp_rank_P.json, or .pt) of stages {sorted(by_stage)}; files are missing, or of two saves"
         )
-    metadata = _read(files, [found[stage] for stage in sorted(found)], opened, adapter)
+    metadata = _read(files, [by_stage[stage] for stage in sorted(by_stage)], opened, adapter)
     if metadata.tp not in (None, opened.topology.tp):
         raise MalformedFile(
             f"{opened.where}: its metadata is of {metadata.tp} tensor-parallel ranks, its files are of "
@@ -44,18 +45,18 @@ def stage_metadata(files: TagFiles, opened: OpenTag, adapter: str | None = None)
 
 
 def refuse_other_model(metadata: OptimumMetadata, beside: TagFiles, opened: OpenTag) -> None:
-    """Raise MalformedFile where config.json is of another model."""
+    """Raise MalformedFile if config.json belongs to another model."""
     config = json_object(beside, "config.json")
-    for key, said in (("num_attention_heads", metadata.heads), ("num_key_value_heads", metadata.kv_heads)):
-        if said is not None and config.get(key, said) != said:
+    for key, expected in (("num_attention_heads", metadata.heads), ("num_key_value_heads", metadata.kv_heads)):
+        if expected is not None and config.get(key, expected) != expected:
             raise MalformedFile(
-                f"{beside.where('config.json')} says {key}={config[key]}, but the metadata of {opened.where} {said}; "
-                "they are of two models"
+                f"{beside.where('config.json')} has {key}={config[key]}, but the metadata of "
+                f"{opened.where} has {expected}; they belong to two models"
             )
 
 
 def json_object(files: TagFiles, file: str) -> dict[str, Any]:
-    """The JSON object in the file; empty without one."""
+    """Read the JSON object in the file; empty without one."""
     if not files.has(file):
         return {}
     return document.small(files.storage.read(files.key(file)), files.where(file))
@@ -77,21 +78,21 @@ def _read(files: TagFiles, names: list[str], opened: OpenTag, adapter: str | Non
 
 
 def _of_each_stage(metadata: OptimumMetadata, opened: OpenTag) -> list[list[str]]:
-    """The names without those of other stages, which the older form lists too."""
-    held = [set(opened.model_tree(Coordinates(stage))) for stage in range(opened.topology.pp)]
-    anywhere = set().union(*held)
+    """Return the names of each stage, without names of other stages, which the older form lists too."""
+    names_by_stage = [set(opened.model_tree(Coordinates(stage))) for stage in range(opened.topology.pp)]
+    anywhere = set().union(*names_by_stage)
     return [
         [name for name in names if name in own or name not in anywhere]
-        for names, own in zip(metadata.stages, held, strict=True)
+        for names, own in zip(metadata.stages, names_by_stage, strict=True)
     ]
 
 
 def _refuse_other_names(metadata: OptimumMetadata, opened: OpenTag) -> None:
     for stage, names in enumerate(metadata.stages if opened.parts.model else []):
-        held = opened.model_tree(Coordinates(stage))
-        absent = [name for name in names if name not in held]
-        unlisted = [name for name in held if name not in {*names, TIED_HEAD} and not name.endswith(COMPUTED)]
-        if metadata.adapter is not None:  # biases are listed as the base's
+        tree = opened.model_tree(Coordinates(stage))
+        absent = [name for name in names if name not in tree]
+        unlisted = [name for name in tree if name not in {*names, TIED_HEAD} and not name.endswith(COMPUTED)]
+        if metadata.adapter is not None:  # biases are listed with the base
             unlisted = []
         if absent or unlisted:
             raise MalformedFile(

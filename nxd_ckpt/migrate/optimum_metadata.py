@@ -1,9 +1,9 @@
-"""What optimum-neuron says of the model beside a checkpoint (``mp_metadata_pp_rank_P.json``), as a mapping. Pure.
+"""Optimum-neuron's metadata of the model beside a checkpoint (``mp_metadata_pp_rank_P.json``), as a mapping. Pure.
 
-One file for each pipeline stage: ``parameters``, each with whether and along which dimension tensor-parallel ranks cut
-it, and ``model_weight_transformation_specs``, which say of which Hugging Face layers a layer was made. docs/rescue.md
-names the sources. Versions up to 0.2.0 pickled how each parameter is cut, and what became of q, k and v; 0.2.0 does
-either, depending on the model. So no mapping file is needed for models that optimum-neuron trained.
+There is one file for each pipeline stage. Its ``parameters`` have the dimension along which tensor-parallel ranks cut
+each of them, if any; its ``model_weight_transformation_specs`` have the Hugging Face layers of each fused layer.
+docs/rescue.md names the sources. Versions up to 0.2.0 pickled the cuts and the names of q, k and v; 0.2.0 does either,
+depending on the model. So models that optimum-neuron trained need no mapping file.
 """
 
 from __future__ import annotations
@@ -20,27 +20,29 @@ from nxd_ckpt.live.lora_names import is_adapter, without_base_layer
 
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 _WHOLE = "modules_to_save"
-"""What is trained as a whole beside an adapter."""
+"""The component of names of modules that are trained as a whole beside an adapter."""
 _ADAPTED = re.compile(rf"\.original_module|\.{_WHOLE}\.[^.]+(?=\.)|\.{_WHOLE}")
 _VOCABULARY = ("embed_tokens.weight", "lm_head.weight")
-"""Optimum-neuron pads these to a multiple of the ranks."""
+"""Ends of names of weights that optimum-neuron pads to a multiple of the ranks."""
 TIED_HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
-"""Of tied ones, the name that is not listed, and the one that is."""
+"""Of tied weights, the name that is not listed, and the one that is."""
 SHARDED_METADATA = "sharded_metadata"
-"""The key of each rank's dict under which versions before 0.0.22 say how parameters are cut."""
+"""Key of the parameters' cuts in each rank's dict, in versions before 0.0.22."""
 
 
 @dataclass
 class OptimumMetadata:
-    """All stages' metadata.
+    """Metadata of all stages.
 
     Attributes:
-        document: the mapping, as a mapping file has it.
-        stages: the parameters of each stage, in the model's order.
-        tp: tensor-parallel ranks; None where nothing was cut or made of several.
-        heads, kv_heads, kv_size_multiplier: of the attention layers; None where they were not changed.
-        adapter: which adapter of the model was saved, in place of the model itself; then ``document`` is about the
-            base, under the names that it has there, and ``stages`` are of that adapter.
+        document: the mapping, as in a mapping file.
+        stages: names of the parameters of each stage, in the model's order.
+        tp: number of tensor-parallel ranks; None if nothing was cut or fused.
+        heads: query heads of the attention layers; None if they were not changed.
+        kv_heads: key-value heads of the attention layers; None if they were not changed.
+        kv_size_multiplier: copies of each key-value head; None if they were not changed.
+        adapter: name of the adapter that was saved instead of the model, or None. With an adapter, ``document`` is the
+            mapping of the base, with the base's names, and ``stages`` are the adapter's.
     """
 
     document: dict[str, Any]
@@ -54,38 +56,38 @@ class OptimumMetadata:
 
 
 def read_metadata(files: Mapping[str, Mapping[str, Any]], adapter: str | None = None) -> OptimumMetadata:
-    """What the files say, by name in order of their stages; of a model, or of that ``adapter`` of one.
+    """Read the files, by name in order of their stages; of a model, or of its ``adapter``.
 
     Raises:
         MalformedFile: they are not such metadata, or contradict each other.
-        UnsupportedState: they describe what no rule can.
+        UnsupportedState: no rule can describe the model.
     """
-    found = OptimumMetadata({}, [], adapter=adapter)
+    metadata = OptimumMetadata({}, [], adapter=adapter)
     for where, content in files.items():
         try:
-            _add_stage(found, content, where)
+            _add_stage(metadata, content, where)
         except (KeyError, TypeError, ValueError) as error:
             raise MalformedFile(
                 f"{where}: not the metadata of optimum-neuron 0.2.0 to 0.4 ({type(error).__name__}: {error})"
             ) from error
-    found.document = _document(found._rules)
-    return found
+    metadata.document = _document(metadata._rules)
+    return metadata
 
 
 def read_pickled_metadata(files: Mapping[str, Any], adapter: str | None = None) -> OptimumMetadata:
-    """The same of ``mp_metadata_pp_rank_P.pt``: how each parameter is cut, and what became of q, k and v. The names of
-    adapters were left out of names.
+    """Read ``mp_metadata_pp_rank_P.pt`` files: the cut of each parameter, and the names of q, k and v.
 
-    Raises MalformedFile as :func:`read_metadata`.
+    Names in them do not contain adapters' names. Raises MalformedFile if they are not such metadata, or contradict each
+    other.
     """
-    found = OptimumMetadata({}, [], adapter=adapter)
+    metadata = OptimumMetadata({}, [], adapter=adapter)
     for where, content in files.items():
         try:
             cuts, heads = checked(dict, content["sharded_metadata"]), checked(dict, content["gqa_qkv_metadata"])
             if adapter is None:
-                found.stages.append(list(cuts))
+                metadata.stages.append(list(cuts))
             else:
-                found.stages.append([name.replace(f".{_WHOLE}", "") for name in cuts if _is_of_adapter(name)])
+                metadata.stages.append([name.replace(f".{_WHOLE}", "") for name in cuts if _is_of_adapter(name)])
                 cuts = {_in_base(name): cut for name, cut in cuts.items() if not is_adapter(name)}
             for key, size in (
                 ("heads", "num_attention_heads"),
@@ -93,15 +95,15 @@ def read_pickled_metadata(files: Mapping[str, Any], adapter: str | None = None) 
                 ("kv_size_multiplier", "kv_size_multiplier"),
             ):
                 if heads[size] is not None:
-                    _agree(found, key, checked(int, heads[size]), where)
+                    _agree(metadata, key, checked(int, heads[size]), where)
             for rule in _pickled_rules(cuts, heads):
-                _add(found, rule, where)
+                _add(metadata, rule, where)
         except (KeyError, TypeError, ValueError) as error:
             raise MalformedFile(
                 f"{where}: not the metadata of optimum-neuron 0.0.22 to 0.2.0 ({type(error).__name__}: {error})"
             ) from error
-    found.document = _document(found._rules)
-    return found
+    metadata.document = _document(metadata._rules)
+    return metadata
 
 
 def _pickled_rules(cuts: Mapping[str, Any], heads: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
@@ -122,10 +124,9 @@ def _pickled_rules(cuts: Mapping[str, Any], heads: Mapping[str, Any]) -> Iterato
 
 
 def old_mapping(cuts: Mapping[str, Any], computed: Sequence[str], where: str) -> dict[str, Any]:
-    """The mapping that ``sharded_metadata`` of all stages says: nothing was fused, renamed or repeated. What is
-    ``computed`` is left out.
+    """Return the mapping for ``sharded_metadata`` of all stages: nothing was fused, renamed or repeated.
 
-    Raises MalformedFile for another structure.
+    Tensors in ``computed`` are left out. Raises MalformedFile for another structure.
     """
     try:
         rules = {name: _old_rule(name, cut) for name, cut in checked(dict, cuts).items()}
@@ -156,36 +157,36 @@ def _old_rule(name: str, cut: Mapping[str, Any]) -> dict[str, Any]:
     return {"nxd": name, "hf": [name], "dim": checked(int, cut["partition_dim"]), **heads, **rows}
 
 
-def _add_stage(found: OptimumMetadata, content: Mapping[str, Any], where: str) -> None:
+def _add_stage(metadata: OptimumMetadata, content: Mapping[str, Any], where: str) -> None:
     parameters: Mapping[str, Mapping[str, Any]] = checked(dict, content["parameters"])
-    found.stages.append(_saved(found, parameters))
+    metadata.stages.append(_saved(metadata, parameters))
     parameters = {_in_base(name): cut for name, cut in parameters.items() if not is_adapter(name)}
     made: set[str] = set()
     for module in content["model_weight_transformation_specs"]:
         for kind, spec in module["specs"]:
             peft_type = checked(dict, spec).get("peft_type")  # since 0.2.1
-            if peft_type is not None and (found.adapter is None or peft_type != "lora"):
+            if peft_type is not None and (metadata.adapter is None or peft_type != "lora"):
                 raise UnsupportedState(
                     f"{where}: {module['module_fully_qualified_name']} has {peft_type} adapters, which are "
                     "not carried; merge them into the model with optimum-neuron first"
                 )
-            rules = _MAKERS.get(kind, _unknown)(found, module["module_fully_qualified_name"], kind, spec, where)
+            rules = _MAKERS.get(kind, _unknown)(metadata, module["module_fully_qualified_name"], kind, spec, where)
             for rule in rules:
                 if rule["nxd"] in parameters:
                     made.add(rule["nxd"])
-                    _add(found, rule, where)
+                    _add(metadata, rule, where)
     for name, cut in parameters.items():
         if name not in made:
-            _add(found, _plain(name, cut, where), where)
+            _add(metadata, _plain(name, cut, where), where)
         if cut["tensor_model_parallel"]:
-            _agree(found, "tp", checked(int, cut["num_partitions"]), where)
+            _agree(metadata, "tp", checked(int, cut["num_partitions"]), where)
 
 
-def _saved(found: OptimumMetadata, parameters: Mapping[str, Any]) -> list[str]:
-    """The names in the tag of those of a model, or of the adapter."""
-    if found.adapter is None:
+def _saved(metadata: OptimumMetadata, parameters: Mapping[str, Any]) -> list[str]:
+    """Return the names in the tag of a model's parameters, or of the adapter's."""
+    if metadata.adapter is None:
         return list(parameters)
-    name_alone = rf"{re.escape(found.adapter)}(?=\.|$)"
+    name_alone = rf"{re.escape(metadata.adapter)}(?=\.|$)"
     own = re.compile(rf"(?<=lora_[AB])\.{name_alone}|\.{_WHOLE}\.{name_alone}")
     return [own.sub("", name) for name in parameters if own.search(name)]
 
@@ -195,26 +196,28 @@ def _is_of_adapter(name: str) -> bool:
 
 
 def _in_base(name: str) -> str:
-    """What a tensor was called before the model got adapters."""
+    """Return a tensor's name before the model got adapters."""
     return _ADAPTED.sub("", without_base_layer(name))
 
 
 def _plain(name: str, cut: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """A parameter that is one of Hugging Face's too."""
+    """Return the rule of a parameter that is also one of Hugging Face's."""
     if not checked(bool, cut["tensor_model_parallel"]):
         return {"nxd": name, "hf": [name]}
     if cut["partition_stride"] != 1:
         raise UnsupportedState(
-            f"{where}: {name} was cut with partition_stride {cut['partition_stride']}, and no transformation says of "
-            "which tensors it was made"
+            f"{where}: {name} was cut with partition_stride {cut['partition_stride']}, but no transformation names the "
+            "tensors that it was made of"
         )
     rows = {"rows": "vocab"} if name.endswith(_VOCABULARY) else {}
     return {"nxd": name, "hf": [name], "dim": checked(int, cut["partition_dim"]), **rows}
 
 
-def _fused(found: OptimumMetadata, module: str, kind: str, spec: Mapping[str, Any], where: str) -> list[dict[str, Any]]:
-    """FusedLinearsSpec: layers side by side in one."""
-    _agree(found, "tp", checked(int, spec["tp_size"]), where)
+def _fused(
+    metadata: OptimumMetadata, module: str, kind: str, spec: Mapping[str, Any], where: str
+) -> list[dict[str, Any]]:
+    """Return the rules of a FusedLinearsSpec: layers side by side in one."""
+    _agree(metadata, "tp", checked(int, spec["tp_size"]), where)
     names, dims = spec["linear_names"], spec["original_dims"]
     if spec["fuse_axis"] not in (0, "column") or len(set(dims)) != 1 or len(dims) != len(names):
         raise UnsupportedState(
@@ -231,15 +234,17 @@ def _fused(found: OptimumMetadata, module: str, kind: str, spec: Mapping[str, An
     ]
 
 
-def _heads(found: OptimumMetadata, module: str, kind: str, spec: Mapping[str, Any], where: str) -> list[dict[str, Any]]:
-    """GQAQKVColumnParallelLinearSpec: q, k and v, these several times, and the output layer in the order of q."""
+def _heads(
+    metadata: OptimumMetadata, module: str, kind: str, spec: Mapping[str, Any], where: str
+) -> list[dict[str, Any]]:
+    """Return the rules of a GQAQKVColumnParallelLinearSpec: q, copies of k and v, and the output layer in q's order."""
     for mine, theirs in (
         ("tp", "tp_size"),
         ("heads", "num_attention_heads"),
         ("kv_heads", "num_key_value_heads"),
         ("kv_size_multiplier", "kv_size_multiplier"),
     ):
-        _agree(found, mine, checked(int, spec[theirs]), where)
+        _agree(metadata, mine, checked(int, spec[theirs]), where)
     at = f"{module}.{spec['gqa_qkv_projection_name']}"
     layers = [spec[f"{name}_projection_name"] for name in ("query", "key", "value")]
     kinds = ["query", "kv", "kv"]
@@ -258,9 +263,9 @@ def _heads(found: OptimumMetadata, module: str, kind: str, spec: Mapping[str, An
 
 
 def _unknown(
-    found: OptimumMetadata, module: str, kind: str, spec: Mapping[str, Any], where: str
+    metadata: OptimumMetadata, module: str, kind: str, spec: Mapping[str, Any], where: str
 ) -> list[dict[str, Any]]:
-    raise UnsupportedState(f"{where}: {module} was made by {kind}, which this version does not know")
+    raise UnsupportedState(f"{where}: {module} was made by {kind}, which this version does not support")
 
 
 _MAKERS = {"FusedLinearsSpec": _fused, "GQAQKVColumnParallelLinearSpec": _heads}
@@ -270,15 +275,15 @@ def _tensors(spec: Mapping[str, Any]) -> Sequence[str]:
     return ("weight", "bias") if checked(bool, spec["bias"]) else ("weight",)
 
 
-def _add(found: OptimumMetadata, rule: dict[str, Any], where: str) -> None:
-    """The rule for all layers at once. They are alike."""
+def _add(metadata: OptimumMetadata, rule: dict[str, Any], where: str) -> None:
+    """Add the rule for all layers, which must be alike."""
     names = [_any_layer(name.removeprefix(PREFIX)) for name in rule["hf"]]
     general = {**rule, "nxd": _any_layer(rule["nxd"]), "hf": names}
-    known = found._rules.setdefault(general["nxd"], general)
-    if known != general:
+    first = metadata._rules.setdefault(general["nxd"], general)
+    if first != general:
         raise MalformedFile(
-            f"{where}: {rule['nxd']} is described in another way than the same parameter of other layers: {general} "
-            f"and {known}"
+            f"{where}: {rule['nxd']} has another description than the same parameter of other layers: {general} and "
+            f"{first}"
         )
 
 
@@ -286,8 +291,8 @@ def _any_layer(name: str) -> str:
     return _NUMBER.sub("{layer}", name, count=1)
 
 
-def _agree(found: OptimumMetadata, name: str, value: int, where: str) -> None:
-    known = getattr(found, name)
-    if known not in (None, value):
-        raise MalformedFile(f"{where}: says {name}={value}, and elsewhere {name}={known}; files of two saves are mixed")
-    setattr(found, name, value)
+def _agree(metadata: OptimumMetadata, name: str, value: int, where: str) -> None:
+    earlier = getattr(metadata, name)
+    if earlier not in (None, value):
+        raise MalformedFile(f"{where}: has {name}={value}, elsewhere {name}={earlier}; files of two saves are mixed")
+    setattr(metadata, name, value)

@@ -1,4 +1,4 @@
-"""What a migration begins with: a checkpoint whose writer is recognised, and what that left beside the tensors."""
+"""The input of a migration: a checkpoint whose writer is recognised, and the files beside its tensors."""
 
 from __future__ import annotations
 
@@ -34,14 +34,18 @@ class Origin:
     """A checkpoint to be migrated.
 
     Attributes:
-        writer: who wrote it.
-        place, opened: its tag.
-        config: where config.json is; None where there is none.
-        mapping, kv_size_multiplier: how it was made of a Hugging Face model, None where nothing beside it says so.
-        param_names: the optimizer's, where the tag does not say them.
-        step, tokens: how far the run was, None and 0 where nothing says so.
-        scheduler, content: the scheduler's state dict, and what else was saved; None for none.
-        left_out: what is there and cannot be carried, in words.
+        writer: the program that wrote it.
+        place: location of its tag.
+        opened: its tag.
+        config: directory of config.json, or None.
+        mapping: the mapping from a Hugging Face model, or None if not recorded.
+        kv_size_multiplier: copies of each key-value head, or None if not recorded.
+        param_names: names of the optimizer's parameters, if the tag has none.
+        step: number of steps of the run, or None if not recorded.
+        tokens: number of tokens of the run, 0 if not recorded.
+        scheduler: the scheduler's state dict, or None.
+        content: other saved values, or None.
+        left_out: descriptions of parts that cannot be migrated.
     """
 
     writer: Writer
@@ -59,35 +63,37 @@ class Origin:
 
 
 def find_origin(path: StrPath, options: StorageOptions | None, *, optimizer: bool, names: bool) -> Origin:
-    """The checkpoint at ``path``. With ``optimizer``, the ranks' files of that are compared; with ``names``, its
-    parameters' names are found out where it has none.
+    """Open the checkpoint at ``path`` and read its description.
+
+    With ``optimizer``, the ranks' optimizer files are compared; with ``names``, names are derived for an optimizer
+    without them.
 
     Raises:
-        CheckpointNotFound, PartNotFound: no checkpoint, an incomplete one, or one of several.
+        CheckpointNotFound, PartNotFound: no checkpoint, an incomplete one, or several.
         MalformedFile: two layouts at once, or files that contradict each other.
-        UnsupportedState: a layout that is recognised and not carried; says what to do instead.
-        OptimizerMismatch: nothing says whose the optimizer's entries are.
+        UnsupportedState: a layout that is recognised but not supported; the message says what to do instead.
+        OptimizerMismatch: names of the optimizer's parameters cannot be derived.
     """
     place = locate_any(path, options)
     storage = place.open()
-    found = recognise(storage, place.name)
-    describe = _DESCRIBED.get(found.writer)
+    layout = recognise(storage, place.name)
+    describe = _DESCRIBERS.get(layout.writer)
     if describe is None:
-        raise UnsupportedState(f"{place.path} was written by {found.writer.value}; {_HINTS[found.writer]}")
-    if found.writer in (Writer.TIERED, Writer.NEMO):
-        place = Location(place.directory, found.tag, options)
-    elif found.tag != place.name:
-        above, _, tag = found.tag.rpartition("/")
+        raise UnsupportedState(f"{place.path} was written by {layout.writer.value}; {_HINTS[layout.writer]}")
+    if layout.writer in (Writer.TIERED, Writer.NEMO):
+        place = Location(place.directory, layout.tag, options)
+    elif layout.tag != place.name:
+        above, _, tag = layout.tag.rpartition("/")
         place = Location(join(place.directory, above), tag, options)
     opened = open_any(place)
     with opened.guarded():
         if optimizer:
             refuse_mixed_ranks(opened, 0, 1)
-        return describe(Origin(found.writer, place, opened), storage, found, names)
+        return describe(Origin(layout.writer, place, opened), storage, layout, names)
 
 
-def _tag(origin: Origin, storage: Storage, found: Recognised, names: bool) -> Origin:
-    """A tag of NxD's or ours: it holds all that there is."""
+def _tag(origin: Origin, storage: Storage, layout: Recognised, names: bool) -> Origin:
+    """Describe a tag of NxD or nxd_ckpt, which holds everything."""
     opened, parts = origin.opened, origin.opened.parts
     content, left_out = _content(opened)
     return replace(
@@ -98,16 +104,16 @@ def _tag(origin: Origin, storage: Storage, found: Recognised, names: bool) -> Or
     )
 
 
-def _lightning(origin: Origin, storage: Storage, found: Recognised, names: bool) -> Origin:
-    """NxDT: the user content is Lightning's dict, from which model and optimizer were taken out."""
+def _lightning(origin: Origin, storage: Storage, layout: Recognised, names: bool) -> Origin:
+    """Describe a tag of NxDT: the user content is Lightning's dict, without model and optimizer."""
     content, left_out = _content(origin.opened)
     rest = dict(content or {})
     schedulers = rest.get("lr_schedulers")
-    alone = isinstance(schedulers, list) and len(schedulers) == 1
-    scheduler = rest.pop("lr_schedulers")[0] if alone else None
+    is_single = isinstance(schedulers, list) and len(schedulers) == 1
+    scheduler = rest.pop("lr_schedulers")[0] if is_single else None
     config = _inside(rest, "hyper_parameters", "cfg") or _inside(rest, "hyper_parameters")
-    named = _STEP.search(origin.place.name)
-    step = rest.get("global_step", int(named[1]) if named else None)
+    match = _STEP.search(origin.place.name)
+    step = rest.get("global_step", int(match[1]) if match else None)
     copies = _inside(config, "distributed_strategy").get("kv_replicator")
     return replace(
         origin,
@@ -121,28 +127,31 @@ def _lightning(origin: Origin, storage: Storage, found: Recognised, names: bool)
     )
 
 
-def _nemo(origin: Origin, storage: Storage, found: Recognised, names: bool) -> Origin:
-    """Neuronx-nemo-megatron: Lightning's dict, with the scheduler apart."""
-    described = _tag(origin, storage, found, names)
+def _nemo(origin: Origin, storage: Storage, layout: Recognised, names: bool) -> Origin:
+    """Describe a checkpoint of neuronx-nemo-megatron: Lightning's dict, with a separate scheduler."""
+    described = _tag(origin, storage, layout, names)
     content = described.content or {}
     step = content.get("global_step")
     has_zero1 = _inside(content, "hyper_parameters", "cfg").get("wrap_with_zero") is True
-    is_lost = has_zero1 and origin.opened.parts.optimizer is None
-    lost = ["the ZeRO-1 optimizer, whose files are not there"] if is_lost else []
+    is_missing = has_zero1 and origin.opened.parts.optimizer is None
+    missing = ["the ZeRO-1 optimizer, whose files are missing"] if is_missing else []
     return replace(
         described,
         mapping=NEMO,
-        left_out=(*described.left_out, *lost),
+        left_out=(*described.left_out, *missing),
         kv_size_multiplier=1,
         param_names=group_names(origin.opened) if names else None,
         step=step if isinstance(step, int) else None,
     )
 
 
-def _optimum(origin: Origin, storage: Storage, found: Recognised, names: bool) -> Origin:
-    """Optimum-neuron: metadata of each stage in the tag; config.json, trainer_state.json and scheduler.pt beside it."""
-    opened, beside = origin.opened, TagFiles(storage, found.beside)
-    metadata = stage_metadata(TagFiles(storage, found.tag), opened)
+def _optimum(origin: Origin, storage: Storage, layout: Recognised, names: bool) -> Origin:
+    """Describe a checkpoint of optimum-neuron.
+
+    Metadata of each stage is in the tag; config.json, trainer_state.json and scheduler.pt are beside it.
+    """
+    opened, beside = origin.opened, TagFiles(storage, layout.beside)
+    metadata = stage_metadata(TagFiles(storage, layout.tag), opened)
     refuse_other_model(metadata, beside, opened)
     return replace(
         _with_trainer(origin, beside, origin.place.directory),
@@ -153,12 +162,12 @@ def _optimum(origin: Origin, storage: Storage, found: Recognised, names: bool) -
 
 
 def _with_trainer(origin: Origin, beside: TagFiles, folder: str) -> Origin:
-    """With what transformers' trainer left in ``folder``."""
+    """Add the files of transformers' trainer in ``folder``."""
     state = json_object(beside, "trainer_state.json")
     step, tokens = state.get("global_step"), state.get("num_input_tokens_seen")
     scheduler, left_out = _plain(beside, "scheduler.pt")
     if origin.opened.parts.optimizer is not None and not beside.has("scheduler.pt"):
-        left_out.append("the scheduler, whose scheduler.pt is not there")
+        left_out.append("the scheduler, whose scheduler.pt is missing")
     if beside.has("optimizer.pt"):
         left_out.append("the optimizer in optimizer.pt, of a run without tensor and pipeline parallelism")
     if beside.has("training_args.bin"):
@@ -176,11 +185,11 @@ def _with_trainer(origin: Origin, beside: TagFiles, folder: str) -> Origin:
     )
 
 
-def _adapter(origin: Origin, storage: Storage, found: Recognised, names: bool) -> Origin:
-    """An adapter that optimum-neuron trained: a tag without an optimizer; what else is there is of the whole run."""
+def _adapter(origin: Origin, storage: Storage, layout: Recognised, names: bool) -> Origin:
+    """Describe an adapter of optimum-neuron: a tag without an optimizer; other files belong to the whole run."""
     name = directory_and_name(origin.place.directory)[1].partition("_")[2]
-    metadata = stage_metadata(TagFiles(storage, found.tag), origin.opened, adapter=name)
-    beside = TagFiles(storage, found.beside)
+    metadata = stage_metadata(TagFiles(storage, layout.tag), origin.opened, adapter=name)
+    beside = TagFiles(storage, layout.beside)
     return replace(
         origin,
         mapping=metadata.document,
@@ -189,35 +198,38 @@ def _adapter(origin: Origin, storage: Storage, found: Recognised, names: bool) -
     )
 
 
-def _old_optimum(origin: Origin, storage: Storage, found: Recognised, names: bool) -> Origin:
-    """Optimum-neuron before 0.0.22: NxD's files of ranks, which say of each parameter along which dimension it is cut;
-    config.json and the trainer's files beside them."""
-    described = _tag(origin, storage, found, names)
-    files, cuts, computed = TagFiles(storage, found.tag), dict[str, Any](), list[str]()
+def _old_optimum(origin: Origin, storage: Storage, layout: Recognised, names: bool) -> Origin:
+    """Describe a checkpoint of optimum-neuron before 0.0.22.
+
+    NxD's files of ranks have the dimension along which each parameter is cut; config.json and the trainer's files are
+    beside them.
+    """
+    described = _tag(origin, storage, layout, names)
+    files, cuts, computed = TagFiles(storage, layout.tag), dict[str, Any](), list[str]()
     for rank in legacy.first_of_stages(files):
         content = files.tree(rank)
         cuts |= _inside(content, SHARDED_METADATA)
         computed += [name for name in _inside(content, "model") if name.endswith(COMPUTED)]
     return replace(
-        _with_trainer(described, TagFiles(storage, found.beside), origin.place.directory),
+        _with_trainer(described, TagFiles(storage, layout.beside), origin.place.directory),
         mapping=old_mapping(cuts, computed, origin.opened.where),
         kv_size_multiplier=1,
         param_names=group_names(origin.opened) if names else None,
     )
 
 
-def _script(origin: Origin, storage: Storage, found: Recognised, names: bool) -> Origin:
-    """A script's own dict, by torch-xla or torch DCP: names are those of the model that it trained."""
+def _script(origin: Origin, storage: Storage, layout: Recognised, names: bool) -> Origin:
+    """Describe a script's own dict, saved by torch-xla or torch DCP, with the names of its own model."""
     opened = origin.opened
-    described = _tag(origin, storage, found, names)
-    beside = TagFiles(storage, found.beside)
-    if found.writer is Writer.TORCH_XLA and found.tag == found.beside and is_trainers(beside.names()):
+    described = _tag(origin, storage, layout, names)
+    beside = TagFiles(storage, layout.beside)
+    if layout.writer is Writer.TORCH_XLA and layout.tag == layout.beside and is_trainers(beside.names()):
         described = _with_trainer(described, beside, join(origin.place.directory, origin.place.name))
     if not opened.parts.model:
-        raise PartNotFound(f"{opened.where} has no model under the usual keys; {_HINTS[found.writer]}")
+        raise PartNotFound(f"{opened.where} has no model under the usual keys; {_HINTS[layout.writer]}")
     model = opened.model_tree(Coordinates())
     rules = [{"nxd": name, "hf": [name]} for name, leaf in model.items() if is_tensor(leaf)]
-    first: dict[Any, str] = {}  # a tied parameter has several names, and is the optimizer's once
+    first: dict[Any, str] = {}  # a tied parameter has several names, but one entry in the optimizer
     for name, leaf in model.items():
         if is_tensor(leaf):
             first.setdefault(leaf, name)
@@ -231,13 +243,13 @@ def _script(origin: Origin, storage: Storage, found: Recognised, names: bool) ->
     )
 
 
-def _presharded(origin: Origin, storage: Storage, found: Recognised, names: bool) -> Origin:
-    """NxD inference: a model and nothing else, under names of its own."""
-    own = "embed_tokens.weight" in origin.opened.model_tree(Coordinates())
-    return replace(origin, mapping=INFERENCE if own else None)
+def _presharded(origin: Origin, storage: Storage, layout: Recognised, names: bool) -> Origin:
+    """Describe a checkpoint of NxD inference: only a model, with its own names."""
+    has_own_names = "embed_tokens.weight" in origin.opened.model_tree(Coordinates())
+    return replace(origin, mapping=INFERENCE if has_own_names else None)
 
 
-_DESCRIBED: Mapping[Writer, Callable[[Origin, Storage, Recognised, bool], Origin]] = {
+_DESCRIBERS: Mapping[Writer, Callable[[Origin, Storage, Recognised, bool], Origin]] = {
     Writer.NXD_CKPT: _tag,
     Writer.NXD: _tag,
     Writer.NXD_LEGACY: _tag,
@@ -251,9 +263,9 @@ _DESCRIBED: Mapping[Writer, Callable[[Origin, Storage, Recognised, bool], Origin
     Writer.OPTIMUM_OLD: _old_optimum,
     Writer.NEMO: _nemo,
 }
-_NOT_CARRIED = "this layout is recognised, but not carried: docs/rescue.md says by what it can be read"
+_UNSUPPORTED = "this layout is recognised, but not supported; docs/rescue.md lists programs that read it"
 _HINTS: Mapping[Writer, str] = {
-    **dict.fromkeys(Writer, _NOT_CARRIED),
+    **dict.fromkeys(Writer, _UNSUPPORTED),
     Writer.TORCH_XLA: "expected it under model, model_state_dict or state_dict",
     Writer.TORCH_DCP: "make a tag of it with `nxd-ckpt from-dcp`, which takes other keys",
     Writer.TIERED: "load it with its StorageReader, save it with torch DCP, then `nxd-ckpt from-dcp` takes other keys",
@@ -262,7 +274,7 @@ _HINTS: Mapping[Writer, str] = {
 
 
 def _content(opened: OpenTag) -> tuple[dict[str, Any] | None, tuple[str, ...]]:
-    """The user content, and what of it cannot be carried."""
+    """Return the user content, and descriptions of parts that cannot be migrated."""
     if not opened.parts.user_content:
         return None, ()
     try:
@@ -273,7 +285,7 @@ def _content(opened: OpenTag) -> tuple[dict[str, Any] | None, tuple[str, ...]]:
 
 
 def _plain(files: TagFiles, file: str) -> tuple[Any, list[str]]:
-    """What the file holds, None without one; and what cannot be carried."""
+    """Return the content of a file, None without one, and descriptions of parts that cannot be migrated."""
     if not files.has(file):
         return None, []
     try:
@@ -283,7 +295,7 @@ def _plain(files: TagFiles, file: str) -> tuple[Any, list[str]]:
 
 
 def _inside(content: Any, *keys: str) -> dict[str, Any]:
-    """The dict below these keys; empty without one."""
+    """Return the dict below these keys; empty without one."""
     for key in keys:
         content = content.get(key) if isinstance(content, dict) else None
     return content if isinstance(content, dict) else {}

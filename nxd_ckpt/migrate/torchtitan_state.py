@@ -1,4 +1,4 @@
-"""A tag as TorchTitan's trainer keeps its state with torch DCP: its names, its order of rows, its counters."""
+"""A tag as the state that TorchTitan's trainer saves with torch DCP: its names, its order of rows, its counters."""
 
 from __future__ import annotations
 
@@ -19,23 +19,26 @@ NAMES = DcpNames(model="", optim="optimizer", flat_optimizer=True, content="")
 
 
 def counters(step: int, tokens: int) -> dict[str, Any]:
-    """What its state dict has beside model, optimizer and data loader after ``step`` steps on so many ``tokens``."""
+    """Return the other entries of its state dict, after ``step`` steps on ``tokens`` tokens."""
     return {"train_state": {"step": step, "ntokens_seen": tokens}, "lr_scheduler": {"last_epoch": step}}
 
 
 class TorchTitanState(DcpState):
-    """The tag ``opened``, which has TorchTitan's names; heads have ``head_dim`` rows."""
+    """The state of the tag ``opened`` with TorchTitan's names; heads have ``head_dim`` rows."""
 
     def __init__(self, opened: HuggingFaceTag, names: TorchTitanNames, head_dim: int) -> None:
         super().__init__(opened, WholeTag(opened), NAMES)
         self._titan, self._head_dim = names, head_dim
 
     def leaf(self, name: str) -> Assembly | torch.Tensor:
-        """As DcpState's; where rows lie in pairs, in the four dimensions that order them: (head, row, half, column)."""
-        found, source = super().leaf(name), self.tensors[name].source
-        if isinstance(found, Assembly) and isinstance(source, str) and self._titan.has_pairs(source):
-            return _in_pairs(found, self._head_dim)
-        return found
+        """Return the assembly of a tensor.
+
+        If its rows lie in pairs, it has the four dimensions (head, row, half, column), which order them.
+        """
+        leaf, source = super().leaf(name), self.tensors[name].source
+        if isinstance(leaf, Assembly) and isinstance(source, str) and self._titan.has_pairs(source):
+            return _in_pairs(leaf, self._head_dim)
+        return leaf
 
 
 def _in_pairs(matrix: Assembly, head_dim: int) -> Assembly:
@@ -52,6 +55,6 @@ def _in_pairs(matrix: Assembly, head_dim: int) -> Assembly:
 
 
 def _between_ones(stub: TensorStub) -> TensorStub:
-    """The matrix with two more dimensions, of one element each: (1, rows, 1, columns)."""
+    """Return the matrix with two more dimensions, of one element each: (1, rows, 1, columns)."""
     (rows, columns), (row, column) = stub.shape, stub.stride
     return replace(stub, shape=(1, rows, 1, columns), stride=(rows * row, row, row, column))

@@ -1,1 +1,1 @@
-"""Writing a conversion's output: files laid out first, filled in bounded memory, visible at the end."""
+"""Output of conversions: files are laid out first, filled in bounded memory, and become visible at the end."""

@@ -1,4 +1,4 @@
-"""The files that a tag consists of, and bringing each to another storage: verified, and only if it is not there yet."""
+"""A tag's files, and the copy of each to another storage: verified, and only if it is not there yet."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from nxd_ckpt.errors import DigestMismatch, MalformedFile, PartNotFound
 from nxd_ckpt.formats import crc32
 from nxd_ckpt.output.host_copies import HostCopies
 from nxd_ckpt.output.tag_file import TagFile
-from nxd_ckpt.output.transfer import Progress, copy, digest, link, must_be, sync
+from nxd_ckpt.output.transfer import Progress, copy, digest, link, require_equal, sync
 from nxd_ckpt.storage.base import Replicated, Storage, is_mounted, remove_if
 from nxd_ckpt.tag.files import TagFiles
 from nxd_ckpt.tag.opened import OpenTag
@@ -23,8 +23,8 @@ from nxd_ckpt.tag.verify import DigestsInside, files_of
 _MEMORY = 8 * 2**20
 
 
-class Brought(Enum):
-    """How a file came to be where it is wanted."""
+class CopyResult(Enum):
+    """The way in which a file of a copy was made."""
 
     COPIED = "copied"
     LINKED = "linked"
@@ -32,31 +32,31 @@ class Brought(Enum):
 
 
 def files_to_copy(opened: OpenTag) -> list[TagFile]:
-    """Every file of the tag but for its markers, in order of name.
+    """Return every file of the tag except its markers, in order of name.
 
     Raises:
-        PartNotFound: a file is not there that the indexes name.
-        CorruptCheckpoint: an index, or the structure of a file of neuronx_distributed's, is damaged.
+        PartNotFound: a file in the indexes is missing.
+        CorruptCheckpoint: an index, or the structure of a file of neuronx_distributed, is damaged.
     """
     files = TagFiles(opened.storage, opened.tag)
-    there = set(files_of(files))
+    present = set(files_of(files))
     if opened.manifest is None:
         inside = DigestsInside(files)
-        return [_foreign(files, inside, file) for file in sorted(there)]
+        return [_foreign(files, inside, file) for file in sorted(present)]
     entries = dict(_entries(opened))
     for file in entries:
-        if file not in there:
+        if file not in present:
             raise PartNotFound(f"{files.where(file)} is missing: the tag lost files since it was saved")
     return [
         TagFile(file, entries[file].nbytes, entries[file])
         if file in entries
         else TagFile(file, opened.storage.size(files.key(file)))
-        for file in sorted(there)
+        for file in sorted(present)
     ]
 
 
 def _entries(opened: OpenTag) -> Iterator[tuple[str, FileEntry]]:
-    """What is known of a tag of ours, its indexes and manifest included."""
+    """Yield the entries of a tag of ours, with its indexes and manifest."""
     assert opened.manifest is not None
     for rank, line in enumerate(opened.manifest.ranks):
         at = opened.topology.coordinates_of(rank)
@@ -72,11 +72,11 @@ def _foreign(files: TagFiles, inside: DigestsInside, file: str) -> TagFile:
 
 
 class FileCopy:
-    """Brings files of the tag ``opened`` below ``folder`` of ``target``. Several threads may.
+    """A copy of files of the tag ``opened`` to ``folder`` of ``target``. Safe for threads.
 
-    ``hard_links`` says that files of ours may be linked where that works: none of them is ever modified in place.
-    ``readers`` read ahead, at least one for each of those threads; without them each makes its own. ``hosts`` are asked
-    first: they bring what they hold themselves. ``confirm`` raises if another job took the target over meanwhile.
+    With ``hard_links`` files of ours are linked if possible, because they are never modified in place. ``readers`` read
+    ahead, at least one for each thread; without them each thread makes its own. ``hosts`` are asked first to copy files
+    on their disks. ``confirm`` raises if another job took over the target.
     """
 
     def __init__(
@@ -95,42 +95,43 @@ class FileCopy:
         self._opened, self._target, self._folder = opened, target, folder
         self._hard_links, self._progress = hard_links and opened.manifest is not None, progress
         self._readers, self._confirm = readers, confirm
-        self._there: Mapping[str, None] = dict.fromkeys(files_of(TagFiles(target, folder)))
+        self._present: Mapping[str, None] = dict.fromkeys(files_of(TagFiles(target, folder)))
 
     def surplus(self, files: Sequence[TagFile]) -> list[str]:
-        """What is there, and is none of ``files``."""
-        wanted = {file.name for file in files}
-        return [name for name in self._there if name not in wanted]
+        """Return files in the folder that are none of ``files``."""
+        names_to_keep = {file.name for file in files}
+        return [name for name in self._present if name not in names_to_keep]
 
     def remove(self, name: str) -> None:
-        """Remove a file from the folder, unless the job may not write there any more."""
+        """Remove a file from the folder, unless the job may no longer write there."""
         remove_if(self._target, f"{self._folder}/{name}", self._confirm)
 
-    def bring(self, file: TagFile) -> Brought:
-        """Copy or link the file and compare its digests; its bytes are durable then. One that is there is checked.
+    def copy(self, file: TagFile) -> CopyResult:
+        """Copy or link the file, durably, and compare its digests. A file that is there already is checked.
 
         Raises:
-            PartNotFound, MalformedFile, DigestMismatch: it is not what it was when the tag was saved.
-            DirectoryInUse: see ``confirm``.
-            OSError.
+            PartNotFound, MalformedFile, DigestMismatch: the file is missing, or changed since the tag was saved.
+            DirectoryInUse: from ``confirm``.
+            OSError: a storage failed.
         """
         source, source_key = self._opened.storage, f"{self._opened.tag}/{file.name}"
         key = f"{self._folder}/{file.name}"
         if not self._target.renames or is_mounted(self._target):
-            self._confirm()  # what is written there may be in the tag itself, or below a place that was unmounted
-        if file.name in self._there:
+            self._confirm()  # the folder may be the tag itself, or below a place that was unmounted
+        if file.name in self._present:
             with self._own_turn:
                 is_right = self._is_right(file, source, source_key, key)
             if is_right:
-                sync(self._target, key)  # who wrote it may have died before it was durable
-                return Brought.KEPT
+                sync(self._target, key)  # its writer may have died before it was durable
+                return CopyResult.KEPT
             self.remove(file.name)
         hosts, target = self._hosts, self._target
-        if hosts is not None and hosts.bring(file, target, self._folder, self._progress, self._confirm):
-            return Brought.COPIED
+        if hosts is not None and hosts.copy(file, target, self._folder, self._progress, self._confirm):
+            return CopyResult.COPIED
         if self._hard_links and file.entry is not None and link(source, source_key, self._target, key):
-            _must_be(file, digest(self._target, key, self._progress, self._readers), f"{source.url}/{source_key}")
-            return Brought.LINKED
+            actual = digest(self._target, key, self._progress, self._readers)
+            _require_entry(file, actual, f"{source.url}/{source_key}")
+            return CopyResult.LINKED
         with self._own_turn:
             try:
                 self._copy(file, source, source_key, key)
@@ -139,17 +140,17 @@ class FileCopy:
                     raise
                 self.remove(file.name)
                 self._copy(file, source, source_key, key)
-        return Brought.COPIED
+        return CopyResult.COPIED
 
     def _is_right(self, file: TagFile, source: Storage, source_key: str, key: str) -> bool:
-        """Whether an earlier attempt brought all of the file."""
+        """Return whether an earlier attempt copied all of the file."""
         if self._target.size(key) != file.nbytes:
             return False
-        found = digest(self._target, key, self._progress, self._readers)
-        return found == (file.entry or digest(source, source_key, self._progress, self._readers))
+        actual = digest(self._target, key, self._progress, self._readers)
+        return actual == (file.entry or digest(source, source_key, self._progress, self._readers))
 
     def _has_good_copy(self, file: TagFile, source: Storage, source_key: str) -> bool:
-        """Whether the source has several copies of the file, one of them good, which is read from now on."""
+        """Return whether the source has several copies of the file, and a good one, which is read from now on."""
         if file.entry is None or not isinstance(source, Replicated):
             return False
         return changed_everywhere(source, source_key, file.entry, memoryview(bytearray(_MEMORY))) is None
@@ -157,20 +158,20 @@ class FileCopy:
     def _copy(self, file: TagFile, source: Storage, source_key: str, key: str) -> None:
         where = f"{source.url}/{source_key}"
         try:
-            found, blocks = copy(
+            actual, blocks = copy(
                 source, source_key, self._target, key, file.records, self._progress, self._readers
             )
         except FileNotFoundError as error:
             raise PartNotFound(f"{where} is missing: the tag lost files since it was saved") from error
-        verify(file, found, blocks, where)
+        verify(file, actual, blocks, where)
 
 
-def verify(file: TagFile, found: FileEntry, blocks: Mapping[int, Sequence[int]], where: str) -> None:
-    """Raise unless what was read is what the tag's indexes say, and the digests inside the file.
+def verify(file: TagFile, actual: FileEntry, blocks: Mapping[int, Sequence[int]], where: str) -> None:
+    """Raise MalformedFile or DigestMismatch if a file differs from the tag's indexes, or from the digests inside it.
 
     ``blocks`` are the CRC-32s of the blocks of its records, by their offset.
     """
-    _must_be(file, found, where)
+    _require_entry(file, actual, where)
     for record in file.inside:
         crc = crc32.combine_blocks(blocks[record.offset], record.nbytes)
         if record.crc32 not in (None, crc):
@@ -180,6 +181,6 @@ def verify(file: TagFile, found: FileEntry, blocks: Mapping[int, Sequence[int]],
             )
 
 
-def _must_be(file: TagFile, found: FileEntry, where: str) -> None:
-    """Raise unless what was read is what the tag's indexes say."""
-    must_be(file.entry or FileEntry(file.nbytes, found.crc32), found, where)
+def _require_entry(file: TagFile, actual: FileEntry, where: str) -> None:
+    """Raise MalformedFile or DigestMismatch if a file differs from the tag's indexes."""
+    require_equal(file.entry or FileEntry(file.nbytes, actual.crc32), actual, where)

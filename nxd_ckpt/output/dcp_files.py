@@ -1,7 +1,7 @@
-"""The files of a torch DCP directory, planned: every entry is a ``torch.save`` file. Touches no file.
+"""The plan of the files of a torch DCP directory; every entry is a ``torch.save`` file. Touches no file.
 
-A large tensor has a file of its own, as with ``single_file_per_rank=False`` of torch's writer. Values and small tensors
-share files, one behind the other.
+A large tensor has its own file, as with ``single_file_per_rank=False`` of torch's writer. Values and small tensors
+share files.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from nxd_ckpt.reshard.dcp_state import DcpState, DcpTensor
 from nxd_ckpt.save.planned_file import NamedTensor, PlannedFile
 
 _SMALL = 2**20
-"""Bytes of a tensor below which it shares a file with others."""
+"""Size in bytes below which a tensor shares a file with others."""
 
 _TOGETHER = 32 * 2**20
-"""Bytes of such a file, about."""
+"""Approximate bytes of a shared file."""
 
 
 class _Entry(NamedTuple):
-    """What stands at ``position`` of the state dict: a value, or what a tensor of ``nbytes`` is made of."""
+    """An entry at ``position`` of the state dict: a value, or a leaf that stands for a tensor of ``nbytes`` bytes."""
 
     position: int
     value: Any
@@ -32,9 +32,9 @@ class _Entry(NamedTuple):
 
 
 def plan_files(state: DcpState) -> list[PlannedFile]:
-    """The files of ``state``, each with its chunks in the directory's metadata.
+    """Return the files of ``state``, each with its chunks in the directory's metadata.
 
-    Raises as :meth:`nxd_ckpt.reshard.dcp_state.DcpState.leaf`, and UnsafePickle for what cannot be pickled.
+    Raises the errors of `DcpState.leaf`, and UnsafePickle for values that cannot be pickled.
     """
     entries = [_Entry(position, value, DcpChunk(path)) for position, (path, value) in enumerate(state.values.values())]
     for position, (name, tensor) in enumerate(state.tensors.items(), len(entries)):
@@ -49,7 +49,7 @@ def _chunk(tensor: DcpTensor) -> DcpChunk:
 
 
 def _grouped(entries: Iterable[_Entry]) -> Iterator[list[_Entry]]:
-    """Neighbours of about :data:`_TOGETHER` bytes."""
+    """Yield groups of neighbours of about `_TOGETHER` bytes."""
     group: list[_Entry] = []
     nbytes = 0
     for entry in entries:
@@ -75,12 +75,15 @@ def _file(key: str, entries: Sequence[_Entry]) -> PlannedFile:
         if (chunk := named.get(id(leaf))) is not None
     )
     chunks = tuple((entry.position, entry.chunk._replace(file=key)) for entry in entries)
-    held = image.holding([leaves.get(id(value), value) for value in image.tensors])
-    return PlannedFile(key, held, tensors, chunks=chunks)
+    filled = image.holding([leaves.get(id(value), value) for value in image.tensors])
+    return PlannedFile(key, filled, tensors, chunks=chunks)
 
 
 def _shaped(entry: _Entry) -> Any:
-    """What stands for the entry in its file: a tensor that is put together in other dimensions has its own there."""
+    """Return the stand-in for the entry in its file.
+
+    A tensor that is assembled in other dimensions gets its own shape.
+    """
     value, chunk = entry.value, entry.chunk
     if isinstance(value, Assembly) and value.shape != chunk.shape:
         return Assembly(value.dtype, chunk.shape, ())

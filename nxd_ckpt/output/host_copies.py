@@ -1,6 +1,6 @@
-"""Files on the disks of a job's hosts are brought to a lower tier by these hosts, each its own, at the word of rank 0.
+"""Copies of files from hosts' disks to a lower tier, made by these hosts at rank 0's request.
 
-Rank 0 asks for each piece of a file, so its throttle and its end of a copy hold for all hosts. No byte comes to it.
+Rank 0 asks for each piece of a file, so its throttle and its cancelling apply to all hosts. It receives no bytes.
 """
 
 from __future__ import annotations
@@ -21,18 +21,20 @@ logger = logging.getLogger("nxd_ckpt")
 
 
 class HostCopies:
-    """Those of a tag's ``files`` to the tier of this number. At most so many as are ``own`` are copied by rank 0 itself
-    at once. Safe for threads."""
+    """Copies of a tag's ``files`` to tier number ``tier``. Safe for threads.
+
+    Rank 0 copies at most ``own`` files at once itself.
+    """
 
     def __init__(self, source: HostsStorage, tag: str, files: Sequence[TagFile], tier: int, own: int) -> None:
         self._source, self._tag, self._tier = source, tag, tier
         holders = source.holders([f"{tag}/{file.name}" for file in files])
-        self._copier = shared_out(files, {file.name: holders[f"{tag}/{file.name}"] for file in files})
+        self._copier = assign_hosts(files, {file.name: holders[f"{tag}/{file.name}"] for file in files})
         self._left_out = {source.hosts.here}
         self.own_turn = effects.Semaphore(own)
 
     def side_by_side(self, files: Sequence[TagFile]) -> list[TagFile]:
-        """The files in an order that keeps all hosts busy: one of each, then the next of each."""
+        """Return the files in an order that keeps all hosts busy: one file of each host, then the next of each."""
         turns, begun = dict[str, int](), Counter[int | None]()
         for file in files:
             copier = self._copier.get(file.name)
@@ -40,13 +42,13 @@ class HostCopies:
             turns[file.name] = begun[copier]
         return sorted(files, key=lambda file: turns[file.name])
 
-    def bring(
+    def copy(
         self, file: TagFile, target: Storage, folder: str, progress: Progress, confirm: Callable[[], bool]
     ) -> bool:
-        """Whether another host copied the file below ``folder``, and proved it; if not, nothing of it is there.
+        """Return True if another host copied the file below ``folder``, and verified it; otherwise none of it is there.
 
-        A host that fails is not asked again. Raises what ``progress`` raises, and ``confirm``, which is asked before
-        what is there is removed; OSError where ``target`` cannot be asked.
+        A host that fails is not asked again. Errors of ``progress`` pass, and of ``confirm``, which is called before a
+        failed copy is removed. Raises OSError if ``target`` is not reachable.
         """
         number, key = self._copier.get(file.name), f"{folder}/{file.name}"
         if number is None or file.entry is None or number in self._left_out:
@@ -66,14 +68,14 @@ class HostCopies:
         if number not in self._left_out:
             self._left_out.add(number)
             logger.warning(
-                "nxd_ckpt: rank 0 copies files of %s itself, in place of host %d: %s", self._tag, number, problem
+                "nxd_ckpt: rank 0 copies files of %s itself, instead of host %d: %s", self._tag, number, problem
             )
         remove_if(target, key, confirm)
         return False
 
 
-def shared_out(files: Iterable[TagFile], holders: Mapping[str, Iterable[int]]) -> dict[str, int]:
-    """Which host copies each file, by name: of those that hold it the one with the fewest bytes to copy. Pure."""
+def assign_hosts(files: Iterable[TagFile], holders: Mapping[str, Iterable[int]]) -> dict[str, int]:
+    """Return the host that copies each file, by name: of its holders, the one with the fewest bytes to copy. Pure."""
     load, chosen = Counter[int](), dict[str, int]()
     for file in sorted(files, key=lambda file: (-file.nbytes, file.name)):
         least = min(sorted(holders[file.name]), key=lambda number: load[number], default=None)

@@ -1,6 +1,6 @@
-"""Filling images of files with what other files hold, and writing them: verified, in bounded memory, reading ahead.
+"""Writer of file images whose tensors come from other files: verified, in bounded memory, reading ahead.
 
-Whatever a conversion makes, torch files, safetensors or torch DCP's, is written here.
+It writes all kinds of conversion output: torch files, safetensors and torch DCP's files.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from nxd_ckpt.storage.base import Storage
 from nxd_ckpt.tag.reading import LeafReader
 
 WAVE = 32 * 2**20
-"""Bytes that are read at once, while as many are written: enough for any disk, and for a digest of every block."""
+"""Bytes that are read at once, while as many are written; enough for any disk, and for a digest of every block."""
 
 TOGETHER = WAVE // CRC_BLOCK
-"""How many sets of files are filled side by side, at most: each gets at least a block at a time."""
+"""Largest number of sets of files that are filled side by side; each gets at least a block at a time."""
 
 _Cast = tuple[str, Assembly, torch.Tensor]
-"""The name of a tensor that loses range, what it is made of, and a part of it."""
+"""The name of a tensor that is cast to a smaller range, its assembly, and a part of its values."""
 
 
 def write_images(
@@ -41,14 +41,14 @@ def write_images(
     sets: Sequence[Sequence[PlannedFile]],
     progress: Callable[[int], None],
 ) -> list[FileWriter]:
-    """Write sets of files below ``folder``, durably: of each set the writer, which knows the digests.
+    """Write sets of files below ``folder``, durably; return each set's writer, which has the digests.
 
-    Tensors of the images are live ones, or stand for those that ``reader`` reads. At most :data:`TOGETHER` sets are
-    filled side by side, so that what several of them hold of a tensor is read once. ``progress`` is called with
-    the bytes of each chunk that was written; what it raises stops the writing.
+    Tensors of the images are live, or stand-ins for tensors that ``reader`` reads. At most `TOGETHER` sets are filled
+    side by side, so that parts of a tensor in several of them are read once. ``progress`` is called with the bytes of
+    each chunk that was written; an error that it raises stops the writing.
 
     Raises:
-        DigestMismatch: what is read is not what was saved; names the tensor.
+        DigestMismatch: bytes changed since they were saved; the message names the tensor.
         DtypeMismatch: a value is too large for the dtype that it is cast to.
     """
     with ThreadPoolExecutor(WRITERS, "nxd_ckpt-writer") as threads:
@@ -67,14 +67,14 @@ def write_images(
 
 
 _Filled = tuple[Sequence[Wave], Sequence[list[memoryview]]]
-"""A wave of each set of files, and the memory of its spans."""
+"""A wave of each set of files, and the memory of each of its spans."""
 
 
 def _filled(reader: LeafReader, sets: Sequence[Sequence[PlannedFile]]) -> Iterator[_Filled]:
-    """Wave after wave of all sets of files. All is verified when the last one has been asked for."""
-    room = WAVE // len(sets) // CRC_BLOCK * CRC_BLOCK + PAGE  # a page more, for spans that do not begin on one
-    every = [plan_waves(files, room) for files in sets]
-    waves = list(zip_longest(*every, fillvalue=Wave()))
+    """Yield wave after wave of all sets of files. Everything is verified once the last one has been asked for."""
+    room = WAVE // len(sets) // CRC_BLOCK * CRC_BLOCK + PAGE  # one more page, for spans that do not begin on one
+    waves_by_set = [plan_waves(files, room) for files in sets]
+    waves = list(zip_longest(*waves_by_set, fillvalue=Wave()))
     yield from prefetched(waves, partial(_fill, reader, sets, room), room * len(sets))
     reader.finish()
 
@@ -101,7 +101,7 @@ def _fill(
 
 
 def _read(reader: LeafReader, leaf: Assembly, begin: int, memory: memoryview, name: str) -> Iterator[_Cast]:
-    """Ask for a run of the leaf's bytes. Yields what loses range: it is to be checked once it has been read."""
+    """Ask for a run of the leaf's bytes; yield parts that lose range, which must be checked after reading."""
     tensors = list(read_run(reader, leaf, begin, memory, name))
     yield from ((name, leaf, tensor) for tensor in tensors if _loses_range(leaf))
 
@@ -109,9 +109,9 @@ def _read(reader: LeafReader, leaf: Assembly, begin: int, memory: memoryview, na
 def read_run(
     reader: LeafReader, leaf: Assembly, begin: int, memory: memoryview, name: str
 ) -> Iterator[torch.Tensor]:
-    """Ask ``reader`` to fill ``memory`` with the row-major tensor's bytes from ``begin`` on, and to verify them.
+    """Ask ``reader`` to fill ``memory`` with the row-major tensor's bytes from ``begin`` on, verified.
 
-    Yields the tensors that the memory will hold, each once it has been asked for.
+    Yields tensors in that memory, each after it has been asked for.
     """
     dtype = torch_dtype(leaf.dtype)
     first, last = begin // dtype.itemsize, (begin + len(memory)) // dtype.itemsize
@@ -124,16 +124,16 @@ def read_run(
 
 
 def _loses_range(leaf: Assembly) -> bool:
-    """Whether the leaf's dtype holds less than that of a part."""
+    """Return whether the leaf's dtype has a smaller range than that of a part."""
     cast, saved = torch_dtype(leaf.dtype), {torch_dtype(fragment.stub.dtype) for fragment in leaf.fragments}
     return cast.is_floating_point and any(torch.finfo(cast).max < torch.finfo(dtype).max for dtype in saved - {cast})
 
 
 def _refuse_overflow(name: str, leaf: Assembly, tensor: torch.Tensor) -> None:
-    """Raise DtypeMismatch where a value of the tensor, which ``leaf`` was cast to, became infinite."""
+    """Raise DtypeMismatch if a value became infinite when ``leaf`` was cast."""
     if bool(tensor.isinf().any()):
         saved = " and ".join(sorted({fragment.stub.dtype for fragment in leaf.fragments}))
         raise DtypeMismatch(
-            f"{name}: cast from {saved} to {str(tensor.dtype).removeprefix('torch.')}, values become infinite; choose "
-            "a dtype of more range"
+            f"{name}: values become infinite when cast from {saved} to {str(tensor.dtype).removeprefix('torch.')}; "
+            "choose a dtype of more range"
         )

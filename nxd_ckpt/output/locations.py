@@ -1,4 +1,4 @@
-"""Where a conversion reads and where it writes: two tags, each by its checkpoint directory (or URL) and name."""
+"""Locations of a conversion's input and output, each a checkpoint directory (or URL) and a name in it."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ logger = logging.getLogger("nxd_ckpt")
 class Location:
     """A tag: its ``name`` in ``directory``, an absolute path with symbolic links resolved, or a URL.
 
-    ``options`` are what a URL is opened with. They, and a URL, may hold secrets: neither is shown.
+    ``options`` are the storage options of a URL. They, and a URL, may contain secrets, so neither is shown.
     """
 
     directory: str = field(repr=False)
@@ -44,15 +44,15 @@ class Location:
 
     @property
     def path(self) -> str:
-        """As errors and logs name it."""
+        """The path or URL for errors and logs."""
         return join(without_password(self.directory), self.name)
 
     def open(self, durable: bool = True) -> Storage:
-        """The storage of the directory."""
+        """Open the storage of the directory."""
         return open_storage(self.directory, durable, self.options)
 
     def replacement(self, storage: Storage) -> Replacement:
-        """Under which names an output that is no tag is written before it gets this one, where there are renames."""
+        """Return the replacement of an output that is no tag: its names until it is renamed, if the storage can."""
         return Replacement(storage, f".{self.name}.incomplete", self.name, f".{self.name}.replaced")
 
 
@@ -60,13 +60,13 @@ def settle(place: Location, storage: Storage) -> None:
     """Finish a replacement of ``place`` that was interrupted between its two renames. Raises OSError."""
     replacement = place.replacement(storage)
     if storage.renames and replacement.is_there(replacement.aside) and not replacement.is_there(place.name):
-        logger.warning("%s was being replaced when that was interrupted: it is finished now", place.path)
+        logger.warning("%s: its replacement was interrupted, and is finished now", place.path)
         replacement.settle()
 
 
 def locate_input(path: StrPath, options: StorageOptions | None = None) -> Location:
-    """The tag at ``path``, or the only one in the archive there. Raises CheckpointNotFound where there is none."""
-    place = locate_made(path, options)
+    """Return the tag at ``path``, or the only one in an archive there. Raises CheckpointNotFound if there is none."""
+    place = locate_existing(path, options)
     if place.name.endswith(ARCHIVES) and place.open().is_file(place.name):
         place = _only_tag(place)
     require_directory(place.open(), place.name, "input")
@@ -74,10 +74,12 @@ def locate_input(path: StrPath, options: StorageOptions | None = None) -> Locati
 
 
 def locate_any(path: StrPath, options: StorageOptions | None) -> Location:
-    """The same; or the file there, which may be a checkpoint too. What is one rank's, of SageMaker's tiered storage or
-    of neuronx-nemo-megatron, is named from the directory of all ranks. Raises CheckpointNotFound where there is none.
+    """Return the tag at ``path``, the only one in an archive, or a file, which may be a checkpoint too.
+
+    A path of one rank, of SageMaker's tiered storage or neuronx-nemo-megatron, becomes one from the directory of all
+    ranks. Raises CheckpointNotFound if there is none.
     """
-    place = locate_made(path, options)
+    place = locate_existing(path, options)
     directory, rank = directory_and_name(place.directory)
     of_all = Location(directory, f"{rank}/{place.name}", place.options)
     if place.open().is_file(place.name):
@@ -90,10 +92,10 @@ def locate_any(path: StrPath, options: StorageOptions | None) -> Location:
     return place
 
 
-def locate_made(path: StrPath, options: StorageOptions | None) -> Location:
-    """The input ``path``, which may be an output of ours; see :func:`settle`."""
+def locate_existing(path: StrPath, options: StorageOptions | None) -> Location:
+    """Return the location of an input, after finishing an interrupted replacement there."""
     place = location_of(path, "input", options)
-    with suppress(OSError):  # reading needs no renames; whoever opens the input says what is missing
+    with suppress(OSError):  # reading needs no renames; opening the input reports what is missing
         settle(place, place.open())
     return place
 
@@ -109,11 +111,11 @@ def _only_tag(archive: Location) -> Location:
 
 
 def locate_output(path: StrPath, source: Location, overwrite: bool, options: StorageOptions | None = None) -> Location:
-    """Where the tag ``path`` is to be made: it is free, or may be replaced, and lies apart from ``source``.
+    """Return the location of a new tag, which is free or may be replaced, and does not overlap ``source``.
 
     Raises:
-        InvalidArgument: it is or contains the input, or lies inside it; it exists, and ``overwrite`` is not given or
-            it is not a checkpoint; or it lies inside another tag. Nothing was touched.
+        InvalidArgument: it overlaps the input, is inside another tag, or exists and is no checkpoint or ``overwrite``
+            is False. Nothing was touched.
     """
     target = location_of(path, "output", options)
     validate_tag(target.name)
@@ -122,28 +124,28 @@ def locate_output(path: StrPath, source: Location, overwrite: bool, options: Sto
     refuse_inside_tag(target, storage)
     if storage.is_file(target.name):
         raise InvalidArgument(f"output {target.path} is a file; choose another path")
-    held = {entry.name for entry in storage.list(target.name)}
-    if not held:
+    entries = {entry.name for entry in storage.list(target.name)}
+    if not entries:
         return target
-    # On a store, an interrupted conversion leaves its files in the tag's place. None of them is worth keeping.
-    remains = not storage.renames and DONE not in held
-    if not overwrite and not remains:
+    # On a store, an interrupted conversion leaves its files in the tag's place; they need not be kept.
+    is_interrupted = not storage.renames and DONE not in entries
+    if not overwrite and not is_interrupted:
         raise InvalidArgument(
-            f"output {target.path} exists; pass overwrite=True to replace it once the conversion "
-            "has succeeded, or choose another path"
+            f"output {target.path} exists; pass overwrite=True to replace it after the conversion, or choose another "
+            "path"
         )
     if not may_be_replaced(storage, target.name):
         raise InvalidArgument(
-            f"output {target.path} exists and holds more than a checkpoint; it is left alone: choose another path"
+            f"output {target.path} exists and holds more than a checkpoint, so it is not replaced; choose another path"
         )
     return target
 
 
 def locate_apart(path: StrPath, source: Location, options: StorageOptions | None) -> Location:
-    """Where something that is no tag is to be made. Whether ``path`` is free is not checked.
+    """Return the location of an output that is no tag; it may exist.
 
     Raises:
-        InvalidArgument: it is or contains the input, or lies inside it or another tag.
+        InvalidArgument: it overlaps the input, or is inside another tag.
     """
     target = location_of(path, "output", options)
     refuse_overlap(source, target)
@@ -152,34 +154,34 @@ def locate_apart(path: StrPath, source: Location, options: StorageOptions | None
 
 
 def refuse_inside_tag(target: Location, storage: Storage) -> None:
-    """Raise InvalidArgument for an output inside a tag: whoever copied or removed the tag would take it along."""
+    """Raise InvalidArgument for an output inside a tag, which would be copied and removed with the tag."""
     around = tag_around(storage)
     if around is not None:
-        raise InvalidArgument(f"output {target.path} lies inside the checkpoint {around}: choose a path outside of it")
+        raise InvalidArgument(f"output {target.path} is inside the checkpoint {around}; choose a path outside of it")
 
 
 def refuse_overlap(source: Location, target: Location) -> None:
-    """Raise InvalidArgument where the output is or contains the input, or lies inside it."""
+    """Raise InvalidArgument if the output is or contains the input, or is inside it."""
     refuse_inside(source, target)
     if lies_in(source.path, target.path):
         raise _overlap(source, target)
 
 
 def refuse_inside(source: Location, target: Location) -> None:
-    """Raise InvalidArgument where the output is the input, or lies inside it."""
+    """Raise InvalidArgument if the output is the input, or is inside it."""
     if lies_in(target.path, source.path):
         raise _overlap(source, target)
 
 
 def _overlap(source: Location, target: Location) -> InvalidArgument:
     return InvalidArgument(
-        f"output {target.path} and input {source.path} are the same, or one lies inside the other; a "
-        "conversion never touches its input: write to a directory of its own"
+        f"output {target.path} and input {source.path} are the same, or one is inside the other; a conversion never "
+        "touches its input, so choose another output directory"
     )
 
 
 def location_of(path: StrPath, what: str, options: StorageOptions | None) -> Location:
-    """The place that a path or URL names; ``what`` it is, for errors. Raises InvalidArgument where it names none."""
+    """Return the location of a path or URL; ``what`` names it in errors. Raises InvalidArgument if it names no tag."""
     text = os.fspath(path)
     if not text:
         raise InvalidArgument(f"{what} must not be empty")
@@ -193,6 +195,6 @@ def location_of(path: StrPath, what: str, options: StorageOptions | None) -> Loc
 
 
 def _resolved(path: str) -> str:
-    """Without links, where these lead to a path: those of /dev/fd, to a pipe, name something that is no path."""
+    """Resolve links, unless they lead to no path: those of /dev/fd to a pipe name something else."""
     resolved = os.path.realpath(path)
     return os.path.abspath(path) if os.path.exists(path) and not os.path.lexists(resolved) else resolved

@@ -1,4 +1,4 @@
-"""What a Hugging Face directory holds beside the weights: config.json, the tokenizer's files."""
+"""Other files of a Hugging Face directory than weights: config.json and the tokenizer's."""
 
 from __future__ import annotations
 
@@ -30,17 +30,17 @@ _TOKENIZER = (
 
 
 class ModelFile(NamedTuple):
-    """A small file, by its name in the directory that is made."""
+    """A small file, by its name in the new directory."""
 
     name: str
     content: bytes
 
 
 def read_config(path: str, options: StorageOptions | None) -> list[ModelFile]:
-    """config.json, from that file or from a Hugging Face directory, with what belongs to the model beside it.
+    """Read config.json, from that file or a Hugging Face directory, and other files of the model beside it.
 
     Raises:
-        InvalidArgument: there is none.
+        InvalidArgument: there is no config.json.
         MalformedFile: it is not a JSON object.
     """
     storage, name = _open(path, options)
@@ -53,32 +53,34 @@ def read_config(path: str, options: StorageOptions | None) -> list[ModelFile]:
 
 
 def read_tokenizer(path: str, options: StorageOptions | None) -> list[ModelFile]:
-    """The tokenizer's files of a directory. Raises InvalidArgument where there are none."""
+    """Read the tokenizer's files of a directory. Raises InvalidArgument if there are none."""
     files = list(_matching(*_open(path, options), _TOKENIZER))
     if not files:
-        raise InvalidArgument(f"tokenizer {path}: expected a directory with a tokenizer's files, found none in it")
+        raise InvalidArgument(f"tokenizer {path}: expected a directory with a tokenizer's files, found none there")
     return files
 
 
 def config_in(files: Iterable[ModelFile], where: str = CONFIG) -> dict[str, Any]:
-    """The config.json among them; empty without one. Raises MalformedFile."""
+    """Return the config.json among the files; empty without one. Raises MalformedFile."""
     content = next((file.content for file in files if file.name == CONFIG), b"{}")
     return document.small(content, where)
 
 
 def with_dtype(files: Iterable[ModelFile], dtype: str) -> list[ModelFile]:
-    """The files with a config.json that says in which dtype the weights are, if it says one, and not that they are
-    quantized: of a model that was, plain numbers are written."""
+    """Return the files with this dtype in config.json, if it has one, and without quantization.
+
+    Of a quantized model plain numbers are written.
+    """
     return [_retyped(file, dtype) if file.name == CONFIG else file for file in files]
 
 
 def _retyped(file: ModelFile, dtype: str) -> ModelFile:
     config = config_in([file])
-    said = {key: dtype for key in ("torch_dtype", "dtype") if key in config}
+    dtypes = {key: dtype for key in ("torch_dtype", "dtype") if key in config}
     plain = without_quantization(config)
-    if not said and plain == config:
+    if not dtypes and plain == config:
         return file
-    return ModelFile(file.name, json.dumps({**plain, **said}, indent=2).encode() + b"\n")
+    return ModelFile(file.name, json.dumps({**plain, **dtypes}, indent=2).encode() + b"\n")
 
 
 def _open(path: str, options: StorageOptions | None) -> tuple[Storage, str]:

@@ -1,8 +1,8 @@
-"""What an export, an unsharding or a packing makes: it appears when it is whole, and what was there stays until then.
+"""The output of an export, an unsharding or a packing: it replaces what was there only when it is complete.
 
-On a file system it is written beside its place, and gets its name at the end (see coordination.replacement). An
-object store has no renames: there the files are written in place. What readers look for first (the index, or the one
-file) comes last.
+On a file system it is written under another name, and renamed at the end (see coordination.replacement). An object
+store has no renames, so there files are written in place; the file that readers look for first (the index, or the
+single file) comes last.
 """
 
 from __future__ import annotations
@@ -19,13 +19,16 @@ from nxd_ckpt.storage.base import DirEntry
 
 @dataclass(frozen=True)
 class Kind:
-    """Which files such a directory may hold, as patterns (``DIR/*.pt`` for files in a subdirectory). One with any other
-    file is not replaced."""
+    """A kind of directory, by patterns of its files (``DIR/*.pt`` for files in a subdirectory).
+
+    A directory with any other file is not replaced.
+    """
 
     noun: str
     patterns: tuple[str, ...]
 
-    def knows(self, file: str) -> bool:
+    def matches(self, file: str) -> bool:
+        """Return whether such a directory may hold the file."""
         return any(
             file.count("/") == pattern.count("/") and fnmatchcase(file, pattern) for pattern in self.patterns
         )
@@ -38,9 +41,9 @@ TORCH_DCP = Kind("torch DCP checkpoint", ("*.distcp", ".metadata"))
 
 
 class Output:
-    """The directory ``place``, or without a ``kind`` the file. It is written as ``folder``, a key of ``storage``.
+    """The directory at ``place``, or without a ``kind`` the file. It is written as ``folder``, a key of ``storage``.
 
-    Raises InvalidArgument where it must not be written; nothing was touched then.
+    Raises InvalidArgument, before anything is touched, if it may not be written.
     """
 
     def __init__(self, place: Location, *, overwrite: bool, durable: bool, kind: Kind | None = HUGGING_FACE) -> None:
@@ -50,12 +53,12 @@ class Output:
 
     @property
     def folder(self) -> str:
-        """The key below which files are written, or of the file."""
+        """Key below which files are written, or the file's key."""
         return self.place.replacement(self.storage).finished if self.storage.renames else self.place.name
 
     @contextmanager
-    def made(self) -> Iterator[None]:
-        """Within, it is written. It is visible afterwards; if anything is raised, nothing of it is left."""
+    def writing(self) -> Iterator[None]:
+        """Write the output in this context: visible at its end; after an error, nothing of it is left."""
         try:
             self.begin()
             yield
@@ -65,13 +68,13 @@ class Output:
             raise
 
     def begin(self) -> None:
-        """Make room: remove what an interrupted one left, and on a store what is to be replaced."""
+        """Make room: remove the rest of an interrupted output, and on a store the output to be replaced."""
         self._remove_remains()
         if self._kind is not None:
             self.storage.make_dir(self.folder)
 
     def publish(self) -> None:
-        """Make it visible, all files being written."""
+        """Make it visible, after all files are written."""
         storage, replacement = self.storage, self.place.replacement(self.storage)
         if self._kind is not None:
             storage.sync_dir(self.folder)
@@ -83,13 +86,13 @@ class Output:
             restore = replacement.undo
             storage.sync_dir("")
         except OSError:
-            with suppress(OSError):  # whoever opens it next tries again
+            with suppress(OSError):  # the next process that opens it tries again
                 restore()
             raise
         self._remove_remains()
 
     def discard(self) -> None:
-        """Remove what was written of one that failed."""
+        """Remove the files of a failed output."""
         with suppress(OSError):
             self.storage.remove(self.folder)
 
@@ -97,7 +100,7 @@ class Output:
         storage, replacement = self.storage, self.place.replacement(self.storage)
         storage.remove(self.folder)
         if storage.renames and replacement.is_there(replacement.aside):
-            # While it is being removed it must not have the name from which it would be put back.
+            # While it is removed, it must not have the name from which it would be restored.
             storage.rename(replacement.aside, replacement.finished)
             storage.remove(replacement.finished)
 
@@ -111,21 +114,21 @@ class Output:
             return
         if self.storage.is_file(name):
             raise InvalidArgument(f"output {path} is a file; choose another path")
-        held = self.storage.list(name)
-        if held and not overwrite:
+        entries = self.storage.list(name)
+        if entries and not overwrite:
             raise InvalidArgument(
                 f"output {path} is not empty; pass overwrite=True to replace it, or choose another path"
             )
-        foreign = [file for entry in held for file in self._files(entry) if not self._kind.knows(file)]
+        foreign = [file for entry in entries for file in self._files(entry) if not self._kind.matches(file)]
         if foreign:
             raise InvalidArgument(
-                f"output {path} holds {', '.join(foreign[:5])}, which no {self._kind.noun} has; it is left alone: "
+                f"output {path} holds {', '.join(foreign[:5])}, which no {self._kind.noun} has, so it is not replaced; "
                 "choose another path"
             )
 
     def _files(self, entry: DirEntry) -> Iterator[str]:
-        """The entry itself, and of a directory what is in it."""
-        held = self.storage.list(f"{self.place.name}/{entry.name}") if entry.is_dir else []
-        yield from (f"{entry.name}/{below.name}{'/' * below.is_dir}" for below in held)
-        if not held:
+        """Yield the entry, or the files in it if it is a directory."""
+        children = self.storage.list(f"{self.place.name}/{entry.name}") if entry.is_dir else []
+        yield from (f"{entry.name}/{child.name}{'/' * child.is_dir}" for child in children)
+        if not children:
             yield entry.name + "/" * entry.is_dir

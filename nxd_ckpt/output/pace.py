@@ -1,4 +1,4 @@
-"""A limit on how many bytes are moved in a second, by all threads of a tool together."""
+"""A limit on the bytes per second that all threads of a tool move together."""
 
 from __future__ import annotations
 
@@ -10,14 +10,16 @@ from nxd_ckpt.storage.progress import Counter
 
 
 class Throttle:
-    """Tells each thread how long it has to wait. Bytes that were not moved in time are not made up for later."""
+    """A rate limit shared by threads. Unused rate is not saved up for later.
+
+    ``bytes_per_second`` None is no limit.
+    """
 
     def __init__(self, bytes_per_second: int | None) -> None:
-        """None sets no limit."""
         self._rate, self._free_at, self._lock = bytes_per_second, 0.0, threading.Lock()
 
     def delay(self, nbytes: int) -> float:
-        """Seconds to wait, after so many bytes were moved, before more are."""
+        """Return the seconds to wait after ``nbytes`` were moved, before more are."""
         if self._rate is None:
             return 0.0
         with self._lock:
@@ -27,13 +29,12 @@ class Throttle:
 
 
 class Pace:
-    """How fast a copy goes, how far it is, and whether it goes on: for all of its threads together.
+    """Rate limit, progress and cancellation of a copy, shared by all of its threads.
 
-    ``stop`` makes each of them give up at its next piece.
+    ``stop`` makes each of them give up at its next piece. ``bytes_per_second`` None is no limit.
     """
 
     def __init__(self, bytes_per_second: int | None) -> None:
-        """None sets no limit."""
         self.stop = threading.Event()
         self._throttle, self._counter = Throttle(bytes_per_second), Counter()
 
@@ -43,7 +44,7 @@ class Pace:
         return self._counter.nbytes
 
     def moved(self, nbytes: int) -> None:
-        """Return when more may be moved than these. Raises CheckpointError once the copy is to stop."""
+        """Count ``nbytes``, and return when more may be moved. Raises CheckpointError once the copy is to stop."""
         self._counter.add(nbytes)
         if self.stop.wait(self._throttle.delay(nbytes)):
             raise CheckpointError("stopped: another file could not be copied")

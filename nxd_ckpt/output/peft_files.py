@@ -1,4 +1,4 @@
-"""The adapters of a tag as PEFT's files: adapter_model.safetensors and adapter_config.json."""
+"""PEFT's files for the adapters of a tag: adapter_model.safetensors and adapter_config.json."""
 
 from __future__ import annotations
 
@@ -22,38 +22,37 @@ _AS_IN_NXD = ("lora_alpha", "lora_dropout", "bias", "use_rslora")
 
 
 def settings_of(opened: OpenTag) -> Mapping[str, Any] | None:
-    """NxD's ``LoraConfig`` of the adapters in the tag, or PEFT's beside optimum-neuron's tag of one; None of a tag
-    without adapters.
+    """Return NxD's ``LoraConfig`` of the adapters in the tag, or PEFT's config beside optimum-neuron's adapter tag.
 
-    Raises PartNotFound for adapters without either: what they are multiplied by is not known.
+    None for a tag without adapters. Raises PartNotFound for adapters without either: their factor is not known.
     """
     if not opened.parts.model or not any(map(is_adapter, opened.model_names())):
         return None
     for stage in range(opened.topology.pp):
-        found = opened.model_tree(Coordinates(stage)).get(CONFIG)
-        if isinstance(found, Mapping):
-            return found
-    # Beside other tags it may be of any adapter.
+        config = opened.model_tree(Coordinates(stage)).get(CONFIG)
+        if isinstance(config, Mapping):
+            return config
+    # Beside other tags it may belong to any adapter.
     if opened.tag == ADAPTER_SHARDS and opened.storage.is_file(_ADAPTER_CONFIG):
         return _peft_config(opened)
     raise PartNotFound(
-        f"{opened.where} holds LoRA adapters, but not what they are multiplied by: neuronx_distributed keeps that in "
-        f"tags with save_lora_config_adapter=True only, optimum-neuron in {_ADAPTER_CONFIG} beside the shards; restore "
-        "that, or load this one into the live model, and save that with nxd_ckpt"
+        f"{opened.where} holds LoRA adapters, but not the factor that they are multiplied by: neuronx_distributed "
+        f"keeps it only in tags with save_lora_config_adapter=True, optimum-neuron in {_ADAPTER_CONFIG} beside the "
+        "shards; restore that file, or load this tag into the live model, and save that with nxd_ckpt"
     )
 
 
 def _peft_config(opened: OpenTag) -> Mapping[str, Any]:
     where = f"{opened.storage.url}/{_ADAPTER_CONFIG}"
-    found = document.small(opened.storage.read(_ADAPTER_CONFIG), where)
-    if found.get(_PEFT_TYPE) != "LORA":
-        raise UnsupportedState(f"{where} says {_PEFT_TYPE}={found.get(_PEFT_TYPE)!r}; only LORA adapters are carried")
-    return found
+    config = document.small(opened.storage.read(_ADAPTER_CONFIG), where)
+    if config.get(_PEFT_TYPE) != "LORA":
+        raise UnsupportedState(f"{where} has {_PEFT_TYPE}={config.get(_PEFT_TYPE)!r}; only LORA adapters are supported")
+    return config
 
 
 def adapter_config(settings: Mapping[str, Any], names: Iterable[str], base_model: Any) -> ModelFile:
-    """PEFT's adapter_config.json, for adapters with these ``names`` in its file."""
-    if _PEFT_TYPE in settings:  # it is PEFT's
+    """Return PEFT's adapter_config.json, for adapters with these ``names`` in its file."""
+    if _PEFT_TYPE in settings:  # already PEFT's config
         return ModelFile(_ADAPTER_CONFIG, _as_file(settings))
     names = [name.removeprefix(PREFIX) for name in names]
     layers = dict.fromkeys(name.partition(".lora_")[0] for name in names if is_adapter(name))

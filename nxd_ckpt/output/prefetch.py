@@ -1,4 +1,4 @@
-"""Reading ahead: while the caller uses what was read, a thread of its own reads what comes next."""
+"""Reading ahead: a thread reads the next piece while the caller uses the current one."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ Filled = TypeVar("Filled")
 def prefetched(
     tasks: Sequence[Task], fill: Callable[[Task, Arena], Filled], nbytes: int, threads: Executor | None = None
 ) -> Iterator[Filled]:
-    """What ``fill`` made of each task, valid until the next is asked for. Raises what that raises.
+    """Yield ``fill``'s result for each task, valid until the next is asked for. Errors of ``fill`` pass.
 
-    Memory: two arenas of at most ``nbytes`` each, which are filled in turn. ``threads`` may be given to read on.
+    Memory: two arenas of at most ``nbytes`` each, which are filled in turn. Reads on ``threads`` if given.
     """
     arenas = Arena(nbytes), Arena(nbytes)
     with nullcontext(threads) if threads is not None else ThreadPoolExecutor(1, "nxd_ckpt-reader") as thread:
         ahead = [thread.submit(fill, task, arenas[0]) for task in tasks[:1]]
         try:
             for number in range(len(tasks)):
-                found = ahead.pop().result()
+                filled = ahead.pop().result()
                 if number + 1 < len(tasks):
                     ahead.append(thread.submit(fill, tasks[number + 1], arenas[(number + 1) % 2]))
-                yield found
+                yield filled
         finally:
-            wait(ahead)  # it fills memory that nobody holds afterwards
+            wait(ahead)  # it fills memory that is released afterwards

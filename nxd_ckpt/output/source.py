@@ -1,4 +1,4 @@
-"""The input of a conversion: one tag, verified to be complete and of one save before anything is written."""
+"""The input of a conversion: one tag, checked to be complete and from one save before anything is written."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ _EQUAL_ON_A_STAGE = ("param_groups", "shape_info")
 
 
 def open_any(place: Location) -> OpenTag:
-    """Open a tag as :func:`open_source` does, or what has no tags: of NxD 0.1 to 0.5, torch-xla or torch DCP.
+    """Open a tag, or a checkpoint in a layout without tags: of NxD 0.1 to 0.5, torch-xla or torch DCP.
 
-    Raises as that, and what opening such a layout raises.
+    Raises the errors of `open_source`, and of opening such a layout.
     """
     storage = place.open()
     if storage.is_file(place.name):
@@ -43,19 +43,20 @@ def open_any(place: Location) -> OpenTag:
 
 
 def open_source(place: Location) -> OpenTag:
-    """Open the tag: ours, NxD's, or what NxD's converter wrote (``optim/`` without any marker).
+    """Open a tag of nxd_ckpt, NxD, or NxD's converter (``optim/`` without any marker).
 
     Raises:
-        CheckpointNotFound: not a tag, or an incomplete one: its save was interrupted, or ranks' files are missing.
-        UnsupportedState: a checkpoint that is no tag.
-        TagReplaced: it was removed, or saved anew, meanwhile.
+        CheckpointNotFound: no tag, or an incomplete one: its save was interrupted, or ranks' files are missing.
+        UnsupportedState: a checkpoint in a layout without tags.
+        TagReplaced: it was removed, or saved again, meanwhile.
     """
     storage = place.open()
     settle_swap(storage)
     listing = {entry.name for entry in storage.list(place.name)}
     if names.DONE not in listing and listing & {names.MARKER, names.MANIFEST}:
         raise CheckpointNotFound(
-            f"{place.path} is incomplete: it has no {names.DONE!r} marker, its save was interrupted; choose another tag"
+            f"{place.path} is incomplete: it has no {names.DONE!r} marker, because its save was interrupted; choose "
+            "another tag"
         )
     if not listing & {names.MODEL_DIR, names.OPTIMIZER_DIR, names.DONE}:
         tags = [name for name in sorted(listing) if storage.is_file(f"{place.name}/{name}/{names.DONE}")]
@@ -66,8 +67,8 @@ def open_source(place: Location) -> OpenTag:
     opened = open_complete_tag(storage, place.name)
     if not listing & {names.MODEL_DIR, names.OPTIMIZER_DIR, names.DONE}:
         raise UnsupportedState(
-            f"{place.path} is no tag, expected model/ or optim/ in it, but laid out as by neuronx_distributed 0.1 to "
-            "0.5 or torch-xla; make a tag of it (nxd-ckpt migrate --to tag), then convert that"
+            f"{place.path} is no tag with model/ or optim/, but has the layout of neuronx_distributed 0.1 to 0.5 or "
+            "torch-xla; make a tag of it (nxd-ckpt migrate --to tag), then convert that"
         )
     if opened.manifest is None:
         with opened.guarded():
@@ -76,11 +77,11 @@ def open_source(place: Location) -> OpenTag:
 
 
 def refuse_mixed_ranks(opened: OpenTag, process: int, processes: int) -> None:
-    """Raise MalformedFile if a rank's optimizer file is of another save than others; each process looks at its share.
+    """Raise MalformedFile if a rank's optimizer file is from another save; each process checks its share of ranks.
 
-    A manifest vouches for the files of our tags. Of others, this is what can be known: how large ZeRO-1's shards are
-    follows from the number of ranks; param groups are equal on all ranks of a stage; the count of steps, and what there
-    is state for, on ranks with the same experts.
+    A manifest covers the files of our tags. Other tags are checked by what must agree: the size of ZeRO-1's shards
+    follows from the number of ranks; param groups are equal on all ranks of a stage; steps, and the parameters with
+    state, are equal on ranks with the same experts.
     """
     if opened.manifest is not None or opened.parts.optimizer is None:
         return
@@ -92,13 +93,13 @@ def refuse_mixed_ranks(opened: OpenTag, process: int, processes: int) -> None:
             _refuse_other_shards(opened, at)
             peer, first = Coordinates(at.pp_rank, at.dp_rank % opened.topology.ep), Coordinates(at.pp_rank)
             mine = comparable(at)
-            for other, what in [(peer, name) for name in mine] + [(first, name) for name in _EQUAL_ON_A_STAGE]:
-                theirs = comparable(other)[what]
-                if mine[what] != theirs:
-                    one, another = map(_value_text, _apart(mine[what], theirs))
+            for reference, what in [(peer, name) for name in mine] + [(first, name) for name in _EQUAL_ON_A_STAGE]:
+                expected = comparable(reference)[what]
+                if mine[what] != expected:
+                    own_text, expected_text = map(_value_text, _difference(mine[what], expected))
                     raise MalformedFile(
-                        f"{opened.where}: the optimizer files of {_rank(at)} and of {_rank(other)} have different "
-                        f"{what}: {one} and {another}; the directory mixes files of two saves"
+                        f"{opened.where}: the optimizer files of {_rank(at)} and of {_rank(reference)} have different "
+                        f"{what}: {own_text} and {expected_text}; the directory mixes files of two saves"
                     )
 
 
@@ -140,7 +141,7 @@ def _refuse_missing_ranks(opened: OpenTag) -> None:
 
 
 def _comparable(opened: OpenTag, at: Coordinates) -> dict[str, Any]:
-    """What a rank's optimizer file has in common with others of its save."""
+    """Return the values of a rank's optimizer file that must agree with other ranks of its save."""
     tree = opened.optimizer_tree(at)
 
     def value(leaf: Any) -> Any:
@@ -158,17 +159,17 @@ def _comparable(opened: OpenTag, at: Coordinates) -> dict[str, Any]:
 
 
 def _entry_text(name: Any, value: Any) -> str:
-    """The name, and of what no tensor is the type: ranks have either, each of its own value."""
+    """Return the name, with the type of a value that is no tensor, since ranks may differ in the value."""
     is_plain = name != STEP and value is not None and not is_tensor(value)
     return f"{name} ({type(value).__name__})" if is_plain else str(name)
 
 
-def _apart(one: Any, other: Any) -> tuple[Any, Any]:
-    """What differs: of two dicts the first entry that does."""
-    if not isinstance(one, Mapping) or not isinstance(other, Mapping):
-        return one, other
-    key = next(key for key in {**one, **other} if one.get(key) != other.get(key))
-    return {key: one.get(key)}, {key: other.get(key)}
+def _difference(a: Any, b: Any) -> tuple[Any, Any]:
+    """Return the first entry in which two dicts differ, or two other values unchanged."""
+    if not isinstance(a, Mapping) or not isinstance(b, Mapping):
+        return a, b
+    key = next(key for key in {**a, **b} if a.get(key) != b.get(key))
+    return {key: a.get(key)}, {key: b.get(key)}
 
 
 def _rank(at: Coordinates) -> str:

@@ -1,4 +1,4 @@
-"""One of the files that a tag consists of, as a copy sees it."""
+"""One of a tag's files, for a copy."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from nxd_ckpt.tag.verify import Digested
 
 @dataclass(frozen=True)
 class TagFile:
-    """One file of a tag. ``entry`` is what the tag's indexes say of it; None where they say nothing.
+    """One file of a tag.
 
-    ``inside`` are the digests that a file of neuronx_distributed's carries itself.
+    ``entry`` is its entry in the tag's indexes, or None. ``inside`` are the digests inside a file of
+    neuronx_distributed.
     """
 
     name: str
@@ -22,5 +23,5 @@ class TagFile:
 
     @property
     def records(self) -> dict[int, int]:
-        """The bytes of each record that has a digest, by its offset."""
+        """Bytes of each record with a digest, by its offset."""
         return {record.offset: record.nbytes for record in self.inside}

@@ -1,4 +1,4 @@
-"""Bringing one file from a storage to another: as a hard link, or copied and digested on the way."""
+"""The transfer of one file between storages: as a hard link, or copied and digested."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from nxd_ckpt.storage.system import sync_path
 
 _PIECE = 8 * 2**20
 Progress = Callable[[int], None]
-"""Called with the bytes of each chunk that was copied."""
+"""A function that is called with the bytes of each chunk that was copied."""
 
 
-def bring(
+def link_or_copy(
     source: Storage, source_key: str, target: Storage, key: str, expected: FileEntry | None, progress: Progress
 ) -> FileEntry:
-    """Make ``key`` what ``source_key`` is; durable but for its name. With ``expected`` a hard link, where that works.
+    """Make ``key`` equal to ``source_key``, durable except for its name. With ``expected``, by a hard link if possible.
 
     Raises:
-        PartNotFound, MalformedFile, DigestMismatch: the file is not there, or is not the ``expected`` one.
+        PartNotFound, MalformedFile, DigestMismatch: the file is missing, or differs from ``expected``.
     """
     where = f"{source.url}/{source_key}"
     try:
@@ -36,13 +36,13 @@ def bring(
     except FileNotFoundError as error:
         raise PartNotFound(f"{where} is missing: the tag lost files since it was saved") from error
     if expected is not None and expected.nbytes != nbytes:
-        must_be(expected, FileEntry(nbytes, 0), where)
+        require_equal(expected, FileEntry(nbytes, 0), where)
     if expected is not None and link(source, source_key, target, key):
         return expected
-    found, _ = copy(source, source_key, target, key, {}, progress)
+    entry, _ = copy(source, source_key, target, key, {}, progress)
     if expected is not None:
-        must_be(expected, found, where)
-    return found
+        require_equal(expected, entry, where)
+    return entry
 
 
 def copy(
@@ -54,16 +54,17 @@ def copy(
     progress: Progress,
     readers: Executor | None = None,
 ) -> tuple[FileEntry, dict[int, list[int]]]:
-    """Copy a file; its size and CRC-32, and the CRC-32s of the blocks of each record (offset: bytes), by its offset.
+    """Copy a file; return its size and CRC-32, and the CRC-32s of the blocks of each record, by offset.
 
-    While a piece is written, the next one is read, by ``readers`` if they are given: memory for two, of 8 MiB.
+    ``records`` are the bytes of each record, by offset. While a piece is written, the next one is read, by ``readers``
+    if given; memory for two pieces of 8 MiB.
     """
     writer = target.create(key, source.size(source_key))
     with completed(writer):
-        return pour(source, source_key, writer, 0, records, progress, readers)
+        return copy_into(source, source_key, writer, 0, records, progress, readers)
 
 
-def pour(
+def copy_into(
     source: Storage,
     source_key: str,
     writer: Writer,
@@ -72,10 +73,10 @@ def pour(
     progress: Progress,
     readers: Executor | None = None,
 ) -> tuple[FileEntry, dict[int, list[int]]]:
-    """As :func:`copy`, into a file that is being written, from byte ``at`` on."""
+    """Copy a file into ``writer``, from byte ``at`` on. Arguments and result are otherwise those of `copy`."""
     nbytes = source.size(source_key)
     digests = _Digests(nbytes, records)
-    for moved in _poured(source, source_key, nbytes, writer, at, digests, readers):
+    for moved in _copied(source, source_key, nbytes, writer, at, digests, readers):
         progress(moved)
     return FileEntry(nbytes, digests.whole), digests.blocks
 
@@ -83,33 +84,33 @@ def pour(
 def copy_by_pieces(
     source: Storage, source_key: str, target: Storage, key: str, expected: FileEntry
 ) -> Generator[int, None, None]:
-    """Copy a file that is the ``expected`` one, a piece each time that the next is asked for: yields the bytes of each.
+    """Copy a file with the ``expected`` entry, one piece for each step of the iterator; yield the bytes of each piece.
 
-    It is complete once there is no next one. Given up before, or if anything is raised, it is not there.
+    The copy is complete at the iterator's end. If the iterator is closed before, or fails, there is no copy.
 
     Raises:
-        MalformedFile, DigestMismatch: it is not the expected file.
+        MalformedFile, DigestMismatch: the file differs from ``expected``.
     """
     where, nbytes = f"{source.url}/{source_key}", source.size(source_key)
     if nbytes != expected.nbytes:
-        must_be(expected, FileEntry(nbytes, 0), where)
+        require_equal(expected, FileEntry(nbytes, 0), where)
     writer, digests = target.create(key, nbytes), _Digests(nbytes, {})
     with completed(writer):
-        yield from _poured(source, source_key, nbytes, writer, 0, digests, None)
-        must_be(expected, FileEntry(nbytes, digests.whole), where)
+        yield from _copied(source, source_key, nbytes, writer, 0, digests, None)
+        require_equal(expected, FileEntry(nbytes, digests.whole), where)
 
 
-def must_be(expected: FileEntry, found: FileEntry, where: str) -> None:
-    """Raise unless what was read is what it was when the tag was saved."""
-    if found.nbytes != expected.nbytes:
-        raise MalformedFile(f"{where} has {found.nbytes} bytes, expected {expected.nbytes}: truncated or replaced")
-    if found != expected:
+def require_equal(expected: FileEntry, actual: FileEntry, where: str) -> None:
+    """Raise MalformedFile or DigestMismatch if a file has another size or CRC-32 than when the tag was saved."""
+    if actual.nbytes != expected.nbytes:
+        raise MalformedFile(f"{where} has {actual.nbytes} bytes, expected {expected.nbytes}: truncated or replaced")
+    if actual != expected:
         raise DigestMismatch(
-            f"{where}: expected CRC-32 {expected.crc32:08x}, found {found.crc32:08x}: its bytes changed"
+            f"{where}: expected CRC-32 {expected.crc32:08x}, found {actual.crc32:08x}: its bytes changed"
         )
 
 
-def _poured(
+def _copied(
     source: Storage,
     source_key: str,
     nbytes: int,
@@ -118,25 +119,25 @@ def _poured(
     digests: _Digests,
     readers: Executor | None,
 ) -> Iterator[int]:
-    """Write the file piece by piece, and take the digests of each; yields the bytes of each."""
+    """Write the file piece by piece, and digest it; yield the bytes of each piece."""
     for start, piece in _read(source, source_key, nbytes, readers):
         digests.take(piece)
         writer.write_at(at + start, piece)
-        writer.settle()  # the memory will be read into again
+        writer.settle()  # the memory will be reused
         yield len(piece)
 
 
 def digest(storage: Storage, key: str, progress: Progress, readers: Executor | None = None) -> FileEntry:
-    """The size and CRC-32 of a file, by reading it."""
-    nbytes, found = storage.size(key), 0
+    """Return the size and CRC-32 of a file, by reading it."""
+    nbytes, crc = storage.size(key), 0
     for _, piece in _read(storage, key, nbytes, readers):
-        found = crc32.crc32(piece, found)
+        crc = crc32.crc32(piece, crc)
         progress(len(piece))
-    return FileEntry(nbytes, found)
+    return FileEntry(nbytes, crc)
 
 
 def link(source: Storage, source_key: str, target: Storage, key: str) -> bool:
-    """Make a hard link, and its bytes durable; False where that does not work, as between file systems."""
+    """Make a hard link, and its bytes durable; return False if that is impossible, as between file systems."""
     if not isinstance(source, LocalStorage) or not isinstance(target, LocalStorage):
         return False
     path = target.path(key)
@@ -150,7 +151,7 @@ def link(source: Storage, source_key: str, target: Storage, key: str) -> bool:
 
 
 def sync(storage: Storage, key: str) -> None:
-    """Make the bytes of a file durable that another process may have left in the page cache."""
+    """Make the bytes of a file durable, which another process may have left in the page cache."""
     if not isinstance(storage, LocalStorage) or not storage.durable:
         return
     storage.size(key)  # raises unless it is a regular file: opening another kind could block
@@ -160,7 +161,7 @@ def sync(storage: Storage, key: str) -> None:
 def _read(
     storage: Storage, key: str, nbytes: int, readers: Executor | None
 ) -> Iterator[tuple[int, memoryview]]:
-    """The file's pieces and where each begins; a piece is valid until the next one is asked for."""
+    """Yield the file's pieces with their offsets; a piece is valid until the next one is asked for."""
     with closing(storage.open(key)) as reader:
 
         def fill(start: int, arena: Arena) -> tuple[int, memoryview]:
@@ -172,7 +173,7 @@ def _read(
 
 
 class _Digests:
-    """CRC-32s of a file that comes in pieces: of the whole, and of the blocks of each of its ``records``."""
+    """CRC-32s of a file that is read in pieces: of the whole, and of the blocks of each of its ``records``."""
 
     def __init__(self, nbytes: int, records: Mapping[int, int]) -> None:
         self.whole = 0
@@ -180,22 +181,24 @@ class _Digests:
         self._pieces = groupby(_segments(nbytes, records), lambda segment: segment[0] // _PIECE)
 
     def take(self, piece: memoryview) -> None:
-        """The next piece."""
+        """Add the next piece."""
         for start, stop, record in next(self._pieces)[1]:
-            found = crc32.crc32(piece[start % _PIECE : start % _PIECE + stop - start])
-            self.whole = crc32.combine(self.whole, found, stop - start)
+            crc = crc32.crc32(piece[start % _PIECE : start % _PIECE + stop - start])
+            self.whole = crc32.combine(self.whole, crc, stop - start)
             if record is None:
                 continue
             blocks = self.blocks[record]
             if (start - record) % CRC_BLOCK:  # the block began in the piece before
-                blocks[-1] = crc32.combine(blocks[-1], found, stop - start)
+                blocks[-1] = crc32.combine(blocks[-1], crc, stop - start)
             else:
-                blocks.append(found)
+                blocks.append(crc)
 
 
 def _segments(nbytes: int, records: Mapping[int, int]) -> Iterator[tuple[int, int, int | None]]:
-    """[start, stop) of the whole file, ascending: each of one piece, and of one block of the record at the third
-    number, or of no record."""
+    """Yield (start, stop, record offset or None) of segments of the whole file, ascending.
+
+    Each segment is in one piece, and in one block of its record, or in no record.
+    """
     cursor = 0
     for offset, size in [*sorted(records.items()), (nbytes, 0)]:
         for begin, end, record in ((cursor, offset, None), (offset, offset + size, offset)):

@@ -1,4 +1,4 @@
-"""How a Hugging Face model is spread over safetensors files: names, order, and what the index says. Touches no file."""
+"""The distribution of a Hugging Face model over safetensors files: names, order, index. Touches no file."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from nxd_ckpt.save.planned_file import NamedTensor, PlannedFile
 from nxd_ckpt.tag.foreign.hugging_face_directory import SINGLE
 
 _METADATA = {"format": "pt"}
-"""transformers refuses files that do not say this."""
+"""Metadata without which transformers refuses a file."""
 
 
 @dataclass(frozen=True)
@@ -30,18 +30,18 @@ class WeightFile:
         return lay_out(self.forms, _METADATA)
 
     def planned(self, leaf: Callable[[str], Assembly | torch.Tensor]) -> PlannedFile:
-        """The file to be written; ``leaf`` says by a tensor's name what it is made of, or is the tensor."""
+        """Return the file to be written; ``leaf(name)`` returns a tensor, or the assembly that stands for it."""
         forms = self.image.forms
-        found = [(form, leaf(form.name)) for form in forms]
-        leaves = [one.cast(form.dtype) if isinstance(one, Assembly) else one for form, one in found]
+        values = [(form, leaf(form.name)) for form in forms]
+        leaves = [value.cast(form.dtype) if isinstance(value, Assembly) else value for form, value in values]
         named = (NamedTensor(form.name, number, form.dtype, form.shape, None) for number, form in enumerate(forms))
         return PlannedFile(self.name, self.image.holding(leaves), tuple(named))
 
 
 def plan_weight_files(forms: Sequence[TensorForm], size_per_shard: int, single: str = SINGLE) -> list[WeightFile]:
-    """The files, in the order of the tensors: each of at most ``size_per_shard`` bytes, or of one tensor.
+    """Return the files, in the order of the tensors, each of at most ``size_per_shard`` bytes or one tensor.
 
-    ``single`` is the name of the file if it is one. Raises UnsupportedState for a dtype that such files cannot hold.
+    ``single`` is the name of a single file. Raises UnsupportedState for a dtype that such files cannot hold.
     """
     groups: list[list[TensorForm]] = [[]]
     nbytes = 0
@@ -61,7 +61,7 @@ def plan_weight_files(forms: Sequence[TensorForm], size_per_shard: int, single: 
 
 
 def index_of(files: Sequence[WeightFile]) -> bytes:
-    """The index file: which tensor is in which file."""
+    """Return the index file: the file of each tensor."""
     total = sum(form.nbytes for file in files for form in file.forms)
     places = {form.name: file.name for file in files for form in file.forms}
     document = {"metadata": {"total_size": total}, "weight_map": dict(sorted(places.items()))}

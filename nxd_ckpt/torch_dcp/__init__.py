@@ -1,1 +1,1 @@
-"""torch.distributed.checkpoint's storage reader and writer on tags."""
+"""Storage reader and writer for torch.distributed.checkpoint, on tags."""

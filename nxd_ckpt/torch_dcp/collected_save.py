@@ -1,7 +1,7 @@
-"""A save in which others say what each rank writes, and collect for rank 0 what it has to know of that: torch DCP.
+"""A save that torch DCP plans and collects: it decides what each rank writes, and gathers the results for rank 0.
 
-No rank votes: whoever collects raises on all ranks what failed on one. The tag is that of a mesh job (core.mesh_record)
-whose tensors list the ranks that wrote parts of them.
+No rank votes, since DCP raises one rank's error on all ranks. The tag is that of a mesh job (core.mesh_record) whose
+tensors list the ranks that wrote parts of them.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ from nxd_ckpt.save.writing import WRITERS, FileWriter, write_index, write_small
 from nxd_ckpt.storage.arena import Arena
 
 _STAGED = 128 * 2**20
-"""Bytes that are staged at a time. The caller waits for the whole save, so more would gain nothing."""
+"""Bytes that are staged at a time; more gains nothing, because the caller waits for the whole save."""
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """A ``box`` of the tensor ``name`` ("model/embed.weight"), of ``dtype``; ``read`` gives it when it is staged."""
+    """A ``box`` of the tensor ``name`` ("model/embed.weight"), of ``dtype``; ``read`` returns it when it is staged."""
 
     name: str
     dtype: str
@@ -58,7 +58,7 @@ class Chunk:
 
 @dataclass(frozen=True)
 class Share:
-    """What a rank tells rank 0 of its part."""
+    """A rank's report to rank 0 of its part: its index, the bytes written, and the seconds that took."""
 
     rank: int
     line: RankLine | None  # None of rank 0, whose index comes last
@@ -68,8 +68,16 @@ class Share:
 
 @dataclass(frozen=True)
 class Contents:
-    """All that rank 0 has to know to complete the tag: what its small files hold, by key, ``objects`` in torch files
-    and ``documents`` as they are; whole tensors, in the order of the trees' references; what else its index says."""
+    """The contents with which rank 0 completes the tag.
+
+    Attributes:
+        objects: values of small torch files, by key.
+        documents: bytes of other small files, by key.
+        tensors: whole tensors, in the order of the trees' references.
+        parts: parts of the tag.
+        parameters: specifications of the model's tensors, for the index.
+        optimizer_names: names of the optimizer's parameters, for the index, or None.
+    """
 
     objects: Mapping[str, Any]
     documents: Mapping[str, bytes]
@@ -80,8 +88,10 @@ class Contents:
 
 
 class CollectedSave:
-    """One attempt, as each rank makes it: :meth:`begin` on rank 0, :meth:`write` on all, then on rank 0
-    :meth:`complete` or :meth:`discard`. It is over with :meth:`close`, which gives the directory back."""
+    """One attempt on each rank: `begin` on rank 0, `write` on all, then on rank 0 `complete` or `discard`.
+
+    `close` ends it and releases the directory.
+    """
 
     def __init__(
         self,
@@ -99,16 +109,16 @@ class CollectedSave:
         self._thread = effects.current_thread()
 
     @property
-    def is_left(self) -> bool:
-        """Whether nobody will end it: the thread that would has ended, or has begun something else."""
+    def is_abandoned(self) -> bool:
+        """True if nothing will end it: its thread has ended, or has begun another save."""
         return self._thread is effects.current_thread() or not self._thread.is_alive()
 
     def begin(self) -> None:
-        """Rank 0: make room, before any rank writes."""
+        """Make room, on rank 0, before any rank writes."""
         self._publication.begin(self._session)
 
     def write(self, chunks: Sequence[Chunk]) -> Share:
-        """Write what is this rank's, durably."""
+        """Write this rank's chunks, durably."""
         started, rank = effects.monotonic(), self._session.topology.rank
         files = [
             _shard_file(names.shard_file(directory, rank), own)
@@ -122,9 +132,9 @@ class CollectedSave:
         return Share(rank, line, nbytes, effects.monotonic() - started)
 
     def complete(self, contents: Contents, shares: Sequence[Share]) -> None:
-        """Rank 0: write what is left, and make the tag visible; then apply retention.
+        """Write the remaining files on rank 0, and make the tag visible; then apply retention.
 
-        Raises what commit.commit raises, with nothing visible.
+        Errors of `commit.commit` pass, with nothing visible.
         """
         session = self._session
         files = [PlannedFile(key, image_of(value)) for key, value in contents.objects.items()]
@@ -159,16 +169,17 @@ class CollectedSave:
         self.discard()
 
     def discard(self) -> None:
-        """Rank 0: remove what is left of the attempt. A tag that is visible stays."""
-        with suppress(OSError, CheckpointError):  # else the next job sweeps it
+        """Remove the rest of the attempt, on rank 0. A visible tag stays."""
+        with suppress(OSError, CheckpointError):  # on failure the next job removes it
             session = self._session
             intents.clear(session.storage, staging_dir(self._publication.attempt), session.confirm)
 
     def close(self) -> None:
+        """Release the directory."""
         self._session.close()
 
     def _written(self, files: Sequence[PlannedFile]) -> RankIndex:
-        """Stage and write the files, a wave after the other; what was written."""
+        """Stage and write the files, wave after wave; return their index."""
         storage, folder = self._session.storage, self._publication.folder
         threads = Helpers(WRITERS, "nxd_ckpt-helper")
         stager = Stager(Arena(_STAGED))
@@ -192,7 +203,7 @@ class CollectedSave:
 
 
 class _Deferred(Sequence[Any]):
-    """Tensors that are made when they are staged: a planner may allocate memory for each."""
+    """Tensors that are made only when they are staged, since a planner may allocate memory for each."""
 
     def __init__(self, chunks: Sequence[Chunk]) -> None:
         self._chunks = chunks

@@ -1,4 +1,4 @@
-"""What rank 0 completes a tag with that torch DCP writes: trees, values and whole tensors, of what was collected."""
+"""The contents with which rank 0 completes a tag of torch DCP: trees, values and whole tensors."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from nxd_ckpt.tag.foreign.dcp_trees import DcpTrees
 from nxd_ckpt.torch_dcp.collected_save import Contents
 
 
-class Written(NamedTuple):
-    """A tensor that is in files: ``ranks`` wrote parts of it."""
+class WrittenTensor(NamedTuple):
+    """A tensor in files; ``ranks`` wrote parts of it."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -29,11 +29,14 @@ class Written(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Collected:
-    """A state dict by DCP's names (see tag.foreign.dcp_trees.Entries): tensors that were ``written``, and ``values``,
-    tensors too, that were not. ``paths`` are the keys that lead to each."""
+class CollectedState:
+    """A state dict by DCP's names (see tag.foreign.dcp_trees.Entries).
 
-    written: Mapping[str, Written]
+    ``written`` are tensors in files; ``values`` are other values, also tensors that were sent to rank 0. ``paths`` are
+    the keys that lead to each.
+    """
+
+    written: Mapping[str, WrittenTensor]
     values: Mapping[str, Any]
     paths: Mapping[str, Path]
     where: str = "the state dict"
@@ -48,7 +51,7 @@ class Collected:
     def path(self, name: str) -> Path:
         return self.paths[name]
 
-    def form(self, name: str) -> Written | torch.Tensor | None:
+    def form(self, name: str) -> WrittenTensor | torch.Tensor | None:
         value = self.values.get(name)
         return value if isinstance(value, torch.Tensor) else self.written.get(name)
 
@@ -57,12 +60,15 @@ class Collected:
 
     @cached_property
     def leaves(self) -> dict[str, Assembly]:
-        """What stands for tensors in files."""
+        """Stand-ins for tensors in files."""
         return {name: Assembly(tensor.dtype, tensor.shape, ()) for name, tensor in self.written.items()}
 
 
-def contents_of(collected: Collected, names: DcpNames) -> Contents:
-    """What is left to be written. Raises KeyMismatch for an optimizer whose parameters are not all in a param group."""
+def contents_of(collected: CollectedState, names: DcpNames) -> Contents:
+    """Return the contents that are left to be written.
+
+    Raises KeyMismatch for an optimizer whose parameters are not all in a param group.
+    """
     trees = DcpTrees(collected, names)
     structures = _Structures(collected, names)
     parameters = trees.parameters if trees.has_optimizer else None
@@ -75,10 +81,10 @@ def contents_of(collected: Collected, names: DcpNames) -> Contents:
     objects = dict(structures.files)
     objects |= {files.SCHEDULER: trees.scheduler()} if trees.has_scheduler else {}
     objects |= {files.USER_CONTENT: trees.content()} if trees.has_content else {}
-    told = replace(names, flat_optimizer=trees.has_flat_options, content="")
+    written_names = replace(names, flat_optimizer=trees.has_flat_options, content="")
     return Contents(
         objects=objects,
-        documents={files.DCP_NAMES: told.to_json()},
+        documents={files.DCP_NAMES: written_names.to_json()},
         tensors=structures.tensors,
         parts=Parts(
             model=bool(trees.model),
@@ -92,11 +98,11 @@ def contents_of(collected: Collected, names: DcpNames) -> Contents:
 
 
 class _Structures:
-    """State dicts with references for the tensors in files, and those, in the order of the references."""
+    """State dicts with references for tensors in files, and these tensors, in the order of the references."""
 
-    def __init__(self, collected: Collected, names: DcpNames) -> None:
+    def __init__(self, collected: CollectedState, names: DcpNames) -> None:
         self._collected, self._names = collected, names
-        self._called = {id(leaf): name for name, leaf in collected.leaves.items()}
+        self._names_by_leaf = {id(leaf): name for name, leaf in collected.leaves.items()}
         self.files: dict[str, Any] = {}
         self.tensors: list[WholeTensor] = []
 
@@ -105,21 +111,21 @@ class _Structures:
         part = DcpPart.MODEL if directory == files.MODEL_DIR else DcpPart.STATE
 
         def refer(leaf: Assembly) -> TensorReference:
-            name = self._called[id(leaf)]
+            name = self._names_by_leaf[id(leaf)]
             tensor = self._collected.written[name]
-            told = self._names.tag_name(name, part)
-            self.tensors.append(WholeTensor(told, tensor.dtype, tensor.shape, None, ranks=tensor.ranks))
+            tag_name = self._names.tag_name(name, part)
+            self.tensors.append(WholeTensor(tag_name, tensor.dtype, tensor.shape, None, ranks=tensor.ranks))
             return TensorReference(len(self.tensors) - 1 - first)
 
         self.files[files.structure_file(directory, 0)] = map_tensors(xser.normalise(tree), refer, Assembly)
 
 
-def _parameters(trees: DcpTrees, collected: Collected, trained: list[str] | None) -> dict[str, ParameterSpec]:
-    """The model's tensors. Those that an optimizer does not have count as frozen, or buffers."""
-    found, known = {}, None if trained is None else set(trained)
-    for parameter, held in trees.model.items():
-        tensor = collected.written.get(held.get((), ""))
+def _parameters(trees: DcpTrees, collected: CollectedState, trained: list[str] | None) -> dict[str, ParameterSpec]:
+    """Return the model's tensors; tensors that the optimizer lacks count as frozen, or as buffers."""
+    specs, trained_names = {}, None if trained is None else set(trained)
+    for parameter, entries in trees.model.items():
+        tensor = collected.written.get(entries.get((), ""))
         if tensor is not None:
-            trainable = known is None or parameter in known
-            found[parameter] = ParameterSpec(tensor.dtype, tensor.shape, Partition(), trainable)
-    return found
+            trainable = trained_names is None or parameter in trained_names
+            specs[parameter] = ParameterSpec(tensor.dtype, tensor.shape, Partition(), trainable)
+    return specs

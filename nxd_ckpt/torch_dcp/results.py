@@ -1,4 +1,4 @@
-"""What torch DCP collects on rank 0 of a save, as plain values: neither its metadata nor its results."""
+"""The results that torch DCP collects on rank 0 of a save, as plain values."""
 
 from __future__ import annotations
 
@@ -14,11 +14,14 @@ from nxd_ckpt.errors import MalformedFile, SaveFailed, UnsupportedState
 from nxd_ckpt.formats.tensors import dtype_name
 from nxd_ckpt.formats.torch_zip import read_tensor, read_tree
 from nxd_ckpt.torch_dcp.collected_save import Share
-from nxd_ckpt.torch_dcp.dcp_contents import Collected, Written
+from nxd_ckpt.torch_dcp.dcp_contents import CollectedState, WrittenTensor
 
 
 def read_value(data: bytes, name: str, trust_pickle: bool) -> Any:
-    """What ``torch.save`` wrote. Raises UnsafePickle for what a load would refuse, UnsupportedState for other bytes."""
+    """Return the value in bytes of ``torch.save``.
+
+    Raises UnsafePickle for more than plain data, UnsupportedState for other bytes.
+    """
     memory = memoryview(data)
 
     def pread(offset: int, nbytes: int) -> bytes:
@@ -30,13 +33,13 @@ def read_value(data: bytes, name: str, trust_pickle: bool) -> Any:
     try:
         return read_tree(pread, len(data), name, trust_pickle=trust_pickle, leaf=partial(read_tensor, pread_into))
     except MalformedFile as error:
-        raise UnsupportedState(f"{name}: the planner gives bytes that torch.save did not write: {error}") from error
+        raise UnsupportedState(f"{name}: the planner returned bytes that are no torch.save file: {error}") from error
 
 
-def collected(metadata: Metadata, results: Sequence[Sequence[WriteResult]], trust_pickle: bool) -> Collected:
-    """What all ranks wrote, or brought.
+def collected(metadata: Metadata, results: Sequence[Sequence[WriteResult]], trust_pickle: bool) -> CollectedState:
+    """Return the tensors that all ranks wrote, and the values that they sent.
 
-    Raises SaveFailed where that is not all that the metadata says.
+    Raises SaveFailed unless they are all parts in the metadata.
     """
     ranks: dict[str, set[int]] = {}
     parts: dict[str, dict[tuple[int, ...], Any]] = {}
@@ -47,26 +50,27 @@ def collected(metadata: Metadata, results: Sequence[Sequence[WriteResult]], trus
             if result.size_in_bytes:
                 ranks.setdefault(result.index.fqn, set()).add(rank)
             parts.setdefault(result.index.fqn, {})[tuple(result.index.offset or ())] = result.storage_data
-    written: dict[str, Written] = {}
+    written: dict[str, WrittenTensor] = {}
     values: dict[str, Any] = {}
     for name, about in metadata.state_dict_metadata.items():
-        found = parts.get(name, {})
+        own_parts = parts.get(name, {})
         tensor = about if isinstance(about, TensorStorageMetadata) else None
         expected = {()} if tensor is None else {tuple(chunk.offsets) for chunk in tensor.chunks}
-        if found.keys() != expected:
-            raise SaveFailed(f"{name}: {len(found)} of its {len(expected)} parts were written")
+        if own_parts.keys() != expected:
+            raise SaveFailed(f"{name}: {len(own_parts)} of its {len(expected)} parts were written")
         if tensor is None:
-            values[name] = read_value(found[()], name, trust_pickle)
-        elif None in found.values():
+            values[name] = read_value(own_parts[()], name, trust_pickle)
+        elif None in own_parts.values():
             dtype, shape = dtype_name(tensor.properties.dtype), tuple(tensor.size)
-            written[name] = Written(dtype, shape, tuple(sorted(ranks.get(name, ()))))
+            written[name] = WrittenTensor(dtype, shape, tuple(sorted(ranks.get(name, ()))))
         else:
-            values[name] = _put_together(tensor, found, name)
+            values[name] = _assembled(tensor, own_parts, name)
     paths = metadata.planner_data or {}
-    return Collected(written, values, {name: tuple(paths.get(name, (name,))) for name in metadata.state_dict_metadata})
+    all_paths = {name: tuple(paths.get(name, (name,))) for name in metadata.state_dict_metadata}
+    return CollectedState(written, values, all_paths)
 
 
-def _put_together(about: TensorStorageMetadata, parts: Mapping[tuple[int, ...], bytes], name: str) -> torch.Tensor:
+def _assembled(about: TensorStorageMetadata, parts: Mapping[tuple[int, ...], bytes], name: str) -> torch.Tensor:
     whole = torch.empty(about.size, dtype=about.properties.dtype)
     for offset, data in parts.items():
         part = read_value(data, name, False)

@@ -1,7 +1,7 @@
-"""Tags for those who load through torch.distributed.checkpoint (DCP): DTensor, FSDP2, plain tensors.
+"""Storage reader of torch.distributed.checkpoint (DCP) for tags: DTensor, FSDP2, plain tensors.
 
-Users import it from ``nxd_ckpt.adapters.dcp``. Importing it imports torch.distributed.checkpoint, which nothing else of
-nxd_ckpt needs.
+Users import it from ``nxd_ckpt.adapters.dcp``. It imports torch.distributed.checkpoint, which nothing else of nxd_ckpt
+needs.
 """
 
 from __future__ import annotations
@@ -48,30 +48,30 @@ from nxd_ckpt.tag.reading import LeafReader
 logger = logging.getLogger("nxd_ckpt")
 
 _TURN = 64 * 2**20
-"""Bytes of what cannot be read straight into its place, at a time."""
+"""Bytes that are read at a time if they cannot be read directly into the target."""
 
 
 class StorageReader(TorchStorageReader):
-    """Reads a tag for ``torch.distributed.checkpoint.load(state_dict, storage_reader=...)``.
+    """A reader of tags for ``torch.distributed.checkpoint.load(state_dict, storage_reader=...)``.
 
-    The tag may be nxd_ckpt's or NxD's, local or in a store, saved on any sizes; every rank reads the bytes that its
-    shards are made of, straight into their memory, and verifies them on the way. Values are cast where dtypes differ.
+    The tag may be of nxd_ckpt or NxD, local or in a store, saved on any sizes. Every rank reads only the bytes of its
+    shards, directly into their memory, and verifies them. Values are cast if dtypes differ.
 
-    Names are those of :class:`~nxd_ckpt.core.dcp_names.DcpNames`: ``{"model": get_model_state_dict(...), "optim":
-    get_optimizer_state_dict(...)}``, with ``flatten_optimizer_state_dict`` or without, and ``scheduler.*`` and
-    ``user_content.*`` where the tag has them. What the tag does not hold, such as an option that only this torch's
-    optimizer knows, is an error of DCP's planner; pass ``planner=DefaultLoadPlanner(allow_partial_load=True)`` to load
+    Names are those of `nxd_ckpt.core.dcp_names.DcpNames`: ``{"model": get_model_state_dict(...), "optim":
+    get_optimizer_state_dict(...)}``, with or without ``flatten_optimizer_state_dict``, and ``scheduler.*`` and
+    ``user_content.*`` if the tag has them. An entry that the tag lacks, such as an option that only this torch's
+    optimizer has, is an error of DCP's planner; pass ``planner=DefaultLoadPlanner(allow_partial_load=True)`` to load
     the rest.
 
     Args:
         tag: a tag's directory or URL.
         model_key, optim_key: the keys of model and optimizer in the state dict, "" for the state dict itself; by
-            default those that a StorageWriter was given, else "model" and "optim".
-        partitions: how parameters were cut, by name, where the tag does not say (NxD's do not, with tp or ep).
+            default the keys of the StorageWriter that saved it, otherwise "model" and "optim".
+        partitions: cuts of parameters, by name, where the tag does not record them (NxD's do not, with tp or ep).
         saved_param_names: the optimizer's parameter names as saved, for each pipeline stage, for each param group,
-            where the tag does not say (NxD's do not).
-        verify: verify digests.
-        storage_options: what a URL is opened with.
+            where the tag has none (NxD's do not).
+        verify: True to verify digests.
+        storage_options: storage options of a URL.
     """
 
     def __init__(
@@ -97,17 +97,17 @@ class StorageReader(TorchStorageReader):
 
     @property
     def checkpoint_id(self) -> str:
-        """The tag, as logs name it."""
+        """Path or URL of the tag, for logs."""
         return location_of(self._path, "tag", self._options).path
 
     def reset(self, checkpoint_id: StrPath | None = None) -> None:
-        """Forget what is known of the tag; with ``checkpoint_id``, read that one from now on."""
+        """Close the tag; with ``checkpoint_id``, read that one from now on."""
         self._opened = None
         if checkpoint_id:
             self._path = checkpoint_id
 
     def read_metadata(self) -> Metadata:
-        """What the tag holds, each tensor as one chunk.
+        """Return the metadata of the tag, with each tensor as one chunk.
 
         Using it raises CheckpointNotFound, MalformedFile and so on if there is no tag, or a damaged one.
         """
@@ -119,7 +119,7 @@ class StorageReader(TorchStorageReader):
             return _Unreadable(error)
 
     def value(self, name: str) -> Any:
-        """What is no tensor, by DCP's name; None where there is no such value. Raises as opening the tag does."""
+        """Return a value that is no tensor, by DCP's name, or None. Raises the errors of opening the tag."""
         return self._open()[1].holding(name).values.get(name, (None, None))[1]
 
     def tensor(self, name: str) -> tuple[torch.dtype, tuple[int, ...]] | None:
@@ -131,7 +131,7 @@ class StorageReader(TorchStorageReader):
         state = states.listed
         if state.unknown:
             logger.warning(
-                "how %d tensors are cut over ranks is not known, and they are left out (pass partitions=): %s",
+                "%d tensors are left out, because their cut over ranks is not known (pass partitions=): %s",
                 len(state.unknown),
                 ", ".join(state.unknown[:5]),
             )
@@ -141,24 +141,24 @@ class StorageReader(TorchStorageReader):
         return Metadata(entries, planner_data=paths)
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool) -> None:
-        """Nothing needs to be prepared."""
+        """Do nothing: there is nothing to prepare."""
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """The plan as it is: this rank reads its own."""
+        """Return the plan unchanged: this rank reads its own items."""
         return plan
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """The plans as they are."""
+        """Return the plans unchanged."""
         return plans
 
     @as_checkpoint_errors()
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Read what the plan asks for; done when this returns.
+        """Read the items of the plan; all are read when this returns.
 
         Raises:
-            DigestMismatch: bytes changed since they were saved; names the tensor.
+            DigestMismatch: bytes changed since they were saved; the message names the tensor.
             TagReplaced: the tag was removed, or saved again, since it was opened.
-            PartNotFound, TopologyMismatch, OptimizerMismatch: a tensor cannot be put together; says why.
+            PartNotFound, TopologyMismatch, OptimizerMismatch: a tensor cannot be assembled; the message says why.
         """
         opened, states = self._open()
         with opened.guarded():
@@ -173,8 +173,8 @@ class StorageReader(TorchStorageReader):
                 name = item.storage_index.fqn
                 planner.load_bytes(item, _pickled(states.holding(name).values[name][1]))
         tensors = [item for item in plan.items if item.type != LoadItemType.BYTE_IO]
-        # Leaves first: making them reads trees, and a reader verifies by those that there are when it is made.
-        leaves = [_wanted(states.holding(item.storage_index.fqn), item) for item in tensors]
+        # Leaves first: making them reads trees, and a reader verifies by the trees that are there when it is made.
+        leaves = [_requested(states.holding(item.storage_index.fqn), item) for item in tensors]
         with opened.reader() as reader:
             delivery = _Delivery(reader, planner, self._verify)
             for item, leaf in zip(tensors, leaves, strict=True):
@@ -183,7 +183,7 @@ class StorageReader(TorchStorageReader):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: StrPath) -> bool:
-        """Whether it names a place at all."""
+        """Return whether it can be the path or URL of a tag."""
         try:
             location_of(checkpoint_id, "tag", None)
         except CheckpointError:
@@ -201,7 +201,7 @@ class StorageReader(TorchStorageReader):
         return self._opened
 
     def _names(self, names: DcpNames) -> DcpNames:
-        """As the tag has them where DCP wrote it, but for the keys that were given."""
+        """Return the names with the keys that were passed."""
         model, optim = self._keys
         return replace(
             names, model=names.model if model is None else model, optim=names.optim if optim is None else optim
@@ -209,36 +209,38 @@ class StorageReader(TorchStorageReader):
 
 
 def _open_directory(place: Location) -> tuple[OpenTag, DcpNames] | None:
-    """What torch's own writer wrote, as a tag of one rank, and its names; None for anything else."""
+    """Open a directory of torch's own writer as a tag of one rank, with its names; None for anything else."""
     storage = place.open()
     listing = {entry.name for entry in storage.list(place.name)}
     if METADATA not in listing or listing & {MODEL_DIR, OPTIMIZER_DIR, DONE, MARKER, MANIFEST}:
         return None
     files = TagFiles(storage, place.name)
-    held = DcpTensors(files, DcpFiles())
-    forms = {name: held.form(name) for name in held.names}
-    items = [DcpItem(name, held.path(name), None if form is None else prod(form.shape)) for name, form in forms.items()]
+    tensors = DcpTensors(files, DcpFiles())
+    forms = {name: tensors.form(name) for name in tensors.names}
+    sizes = {name: None if form is None else prod(form.shape) for name, form in forms.items()}
+    items = [DcpItem(name, tensors.path(name), size) for name, size in sizes.items()]
     names = replace(names_of(items, 0), content="")
     return OpenTag(storage, place.name, DcpDirectory(files, names), None), names
 
 
 class _States:
-    """A tag with param groups one by one, and with options by parameter: as it is ``listed``, and in the ``other``
-    form."""
+    """A tag in two forms: options by param group, and by parameter. One is ``listed``, the ``other`` is not."""
 
     def __init__(self, opened: OpenTag, tag: WholeTag, names: DcpNames) -> None:
         self.listed = DcpState(opened, tag, names)
         self.other = DcpState(opened, tag, replace(names, flat_optimizer=not names.flat_optimizer))
 
     def holding(self, name: str) -> DcpState:
-        """The one that has what DCP calls so."""
-        found = name in self.listed.tensors or name in self.listed.values
-        return self.listed if found else self.other
+        """Return the form that has DCP's ``name``."""
+        is_listed = name in self.listed.tensors or name in self.listed.values
+        return self.listed if is_listed else self.other
 
 
 class _Entries(dict[str, Any]):
-    """The entries by name. A lookup by name also finds ``others``: a planner that wants the other of two forms asks for
-    its names, while iterating over all entries gives only one form."""
+    """Entries by name. A lookup by name also finds ``others``, but iteration yields only the listed form.
+
+    So a planner for the other form, which looks up its names, works too.
+    """
 
     def __init__(self, listed: Mapping[str, Any], others: Callable[[], Mapping[str, Any]]) -> None:
         super().__init__(listed)
@@ -255,7 +257,7 @@ class _Entries(dict[str, Any]):
 
 
 def _entries(state: DcpState) -> dict[str, Any]:
-    """What is said of each tensor and value, by name."""
+    """Return the metadata of each tensor and value, by name."""
     entries: dict[str, Any] = {name: BytesStorageMetadata() for name in state.values}
     for name, tensor in state.tensors.items():
         whole = ChunkStorageMetadata(torch.Size([0] * len(tensor.shape)), torch.Size(tensor.shape))
@@ -265,8 +267,11 @@ def _entries(state: DcpState) -> dict[str, Any]:
 
 
 class _Unreadable(Metadata):
-    """In place of metadata that cannot be read. What ``read_metadata`` raises, torch's load replaces (2.9: by an empty
-    AssertionError); what is raised when its planner looks for names, it reports on every rank."""
+    """A stand-in for metadata that cannot be read, which raises the error when it is used.
+
+    Torch's load replaces an error of ``read_metadata`` (2.9: by an empty AssertionError), but reports an error on every
+    rank if it is raised when the planner looks up names.
+    """
 
     def __init__(self, error: Exception) -> None:
         self._error = error
@@ -276,7 +281,7 @@ class _Unreadable(Metadata):
 
 
 class _Delivery:
-    """Reads leaves into the tensors that a planner has for them."""
+    """Reads of leaves into the tensors that a planner has for them."""
 
     def __init__(self, reader: LeafReader, planner: LoadPlanner, verify: bool) -> None:
         self._reader, self._planner, self._verify = reader, planner, verify
@@ -286,7 +291,7 @@ class _Delivery:
         target = self._planner.resolve_tensor(item).detach()
         if tuple(target.shape) != tuple(leaf.shape):
             raise InvalidArgument(
-                f"{item.storage_index.fqn} has shape {tuple(leaf.shape)}, but {tuple(target.shape)} was asked for"
+                f"{item.storage_index.fqn} has shape {tuple(leaf.shape)}, but the state dict has {tuple(target.shape)}"
             )
         if isinstance(leaf, Assembly):
             leaf = leaf.cast(dtype_name(target.dtype))
@@ -298,7 +303,7 @@ class _Delivery:
         self._planner.commit_tensor(item, target)
 
     def finish(self) -> None:
-        """Return when all of it is where it belongs."""
+        """Return when everything is read into its target."""
         self._reader.finish()
         for item, target in self._direct:
             self._planner.commit_tensor(item, target)
@@ -307,7 +312,7 @@ class _Delivery:
         self._reader.read_into(leaf, out, item.storage_index.fqn, compare=self._verify, verified=not self._verify)
 
     def _copy(self, leaf: Assembly | torch.Tensor, target: torch.Tensor, item: ReadItem) -> None:
-        """By way of memory of our own, a stretch of rows after the other."""
+        """Copy the leaf through scratch memory, some rows at a time."""
         if isinstance(leaf, torch.Tensor):
             target.copy_(leaf)
             return
@@ -319,8 +324,8 @@ class _Delivery:
             (target if rows is None else target.narrow(0, rows.start, len(rows))).copy_(scratch)
 
 
-def _wanted(state: DcpState, item: ReadItem) -> Assembly | torch.Tensor:
-    """The box that the item asks for."""
+def _requested(state: DcpState, item: ReadItem) -> Assembly | torch.Tensor:
+    """Return the part of the leaf in the item's box."""
     leaf = state.leaf(item.storage_index.fqn)
     box = Box(tuple(item.storage_offsets), tuple(item.lengths))
     if isinstance(leaf, Assembly):
@@ -331,7 +336,7 @@ def _wanted(state: DcpState, item: ReadItem) -> Assembly | torch.Tensor:
 
 
 def _rows(leaf: Assembly) -> Iterator[range | None]:
-    """Stretches of the first dimension of about :data:`_TURN` bytes; None for a scalar."""
+    """Yield ranges of the first dimension of about `_TURN` bytes; None for a scalar."""
     if not leaf.shape:
         yield None
         return

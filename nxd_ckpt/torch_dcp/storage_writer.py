@@ -1,4 +1,4 @@
-"""Tags that torch.distributed.checkpoint (DCP) writes: DTensor, FSDP2, plain tensors.
+"""Storage writer of torch.distributed.checkpoint (DCP) for tags: DTensor, FSDP2, plain tensors.
 
 Users import it from ``nxd_ckpt.adapters.dcp``.
 """
@@ -41,42 +41,43 @@ from nxd_ckpt.torch_dcp.dcp_contents import contents_of
 from nxd_ckpt.torch_dcp.results import collected, read_value
 
 DEFAULT_TIMEOUT = 600.0
-"""As a Checkpointer's."""
+"""Seconds without progress after which a rank counts as lost, like a Checkpointer's default."""
 
 _COLLECTED = 64 * 2**20
-"""Bytes of tensors of neither model nor optimizer that a rank may bring to rank 0."""
+"""Bytes of tensors outside of model and optimizer that a rank may send to rank 0."""
 
 
 class StorageWriter(TorchStorageWriter):
-    """Writes a tag for ``torch.distributed.checkpoint.save(state_dict, storage_writer=...)`` and ``async_save``.
+    """A writer of tags for ``torch.distributed.checkpoint.save(state_dict, storage_writer=...)`` and ``async_save``.
 
     ::
 
         save({"model": model_state, "optim": optim_state}, storage_writer=StorageWriter("run", "step_1"))
 
-    The tag is complete or invisible, its bytes are digested and synced, and :class:`StorageReader`, ``load_checkpoint``
-    and the commands read it. Each rank writes what DCP's plan gives it. What fails on one rank, DCP raises on all, and
-    nothing became visible. Saves from all ranks of the job, or with ``no_dist=True`` from one alone; from threads and
-    processes of ``async_save`` too.
+    The tag is complete or invisible, its bytes are digested and synced, and `StorageReader`, ``load_checkpoint`` and
+    the commands read it. Each rank writes its part of DCP's plan. If one rank fails, DCP raises the error on all ranks,
+    and nothing becomes visible. All ranks of the job save, or with ``no_dist=True`` one alone; also from threads and
+    processes of ``async_save``.
 
-    What the state dict holds under ``model_key`` is the tag's model, under ``optim_key`` its optimizer, as torch's
-    ``get_model_state_dict`` and ``get_optimizer_state_dict`` give them; all else is user content.
+    The state dict has the tag's model under ``model_key`` and its optimizer under ``optim_key``, in the form of torch's
+    ``get_model_state_dict`` and ``get_optimizer_state_dict``; all other entries are user content.
 
     Args:
-        directory: the checkpoint directory or URL; with ``checkpoint_id=``, which is a tag's, ``save`` chooses another.
+        directory: the checkpoint directory or URL; ``save(checkpoint_id=)``, the path of a tag, replaces both.
         tag: the tag's name.
         model_key, optim_key: the keys of model and optimizer in the state dict; "" for the state dict itself. None for
-            both: they are found in each state dict, as nxd_ckpt.dcp does.
+            both derives them from each state dict, like nxd_ckpt.dcp.
         num_kept_ckpts: complete tags to keep; None or -1 keeps all.
-        retain: rules for which complete tags to keep, as of ``save_checkpoint``; ``num_kept_ckpts`` is one rule more.
+        retain: rules for the complete tags to keep, like those of ``save_checkpoint``; ``num_kept_ckpts`` adds a rule.
         metrics: numbers by name that the tag keeps for the rule ``Best``; set ``metrics`` before each further save of
-            the same writer. Rank 0's count.
-        overwrite: whether a complete tag of this name may be replaced. None: on file systems, where it stays until its
-            successor is complete; not on object stores.
-        durable: fsync everything before the tag becomes visible.
+            the same writer. Rank 0's values are used.
+        overwrite: True if a complete tag of this name may be replaced. None allows it on file systems, where the old
+            tag stays until its successor is complete, but not on object stores.
+        durable: True to fsync everything before the tag becomes visible.
         timeout: seconds without progress after which a rank counts as lost.
-        trust_pickle: allow values that only an unsafe load can read back.
-        storage_options: what a URL is opened with.
+        trust_pickle: True to allow values that only an unsafe load can read.
+        storage_options: storage options of a URL.
+        storage: an open storage to use instead of ``directory``.
     """
 
     def __init__(
@@ -114,44 +115,44 @@ class StorageWriter(TorchStorageWriter):
 
     @property
     def checkpoint_id(self) -> str:
-        """The tag, as logs name it."""
+        """Path or URL of the tag, for logs."""
         return join(os.fspath(self._directory or ""), str(self._tag))
 
     def reset(self, checkpoint_id: StrPath | None = None) -> None:
-        """Another save begins; with ``checkpoint_id``, of the tag with this path or URL."""
+        """Begin another save; with ``checkpoint_id``, of the tag with this path or URL."""
         if checkpoint_id:
             place = location_of(checkpoint_id, "tag", self._options)
             self._directory, self._tag = place.directory, place.name
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Note what part this process plays.
+        """Record whether this process is the coordinator.
 
-        Raises InvalidArgument for ``use_collectives=False``: without them no rank knows what the others write.
+        Raises InvalidArgument for ``use_collectives=False``, since without collectives ranks cannot coordinate.
         """
         if self.refusal is not None:
             raise self.refusal
         if not kwargs.get("use_collectives", True):
             raise InvalidArgument(
-                "use_collectives=False lets each rank plan for itself, and replicas would be written several times: "
+                "use_collectives=False lets each rank plan for itself, so replicas would be written several times; "
                 "leave it out, or save with no_dist=True from one rank"
             )
         self._is_coordinator, self._world_size = is_coordinator, 1
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """The plan as it is."""
+        """Return the plan unchanged."""
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """The plans, with what rank 0 has seen in them: under which keys model and optimizer are.
+        """Return the plans, with the keys of model and optimizer that rank 0 derived from them.
 
-        Raises InvalidArgument for some, but not all, of the job's ranks, which torch does not name.
+        Raises InvalidArgument for some, but not all, of the job's ranks, since torch does not say which ones.
         """
         self._world_size = len(plans)
         job = len(self._members() or ()) or _job_size()
         if self._world_size not in (1, job):
             raise InvalidArgument(
-                f"{self._world_size} of {job} ranks save: a tag is saved by all ranks of the job, or by one with "
-                "no_dist=True; leave out process_group=, or call nxd_ckpt.dcp.save, which knows whose it is"
+                f"{self._world_size} of {job} ranks save, but a tag must be saved by all ranks of the job, or by one "
+                "with no_dist=True; leave out process_group=, or call nxd_ckpt.dcp.save, which supports it"
             )
         if self._names is not None:
             return plans
@@ -160,19 +161,19 @@ class StorageWriter(TorchStorageWriter):
 
     @as_checkpoint_errors()
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Write what the plan asks for; done when this returns.
+        """Write the items of the plan; all are written when this returns.
 
         Raises:
-            DirectoryInUse, DirectoryNotShared, SaveFailed: nothing may be written there.
-            UnsafePickle, UnsupportedState: what a tag cannot hold.
-            PeerTimeout: another rank is gone.
+            DirectoryInUse, DirectoryNotShared, SaveFailed: the directory may not be written.
+            UnsafePickle, UnsupportedState: a tag cannot hold a value.
+            PeerTimeout: another rank was lost.
         """
         require_locks("saving")
         metrics = recorded_metrics(self.metrics)
         topology, agreement = self._meet()
         storage = self._storage or open_storage(self._required_directory(), self._durable, self._options)
         if topology.rank == 0:
-            _end_left(storage.url)
+            _end_abandoned(storage.url)
         tag = validate_tag(self._tag)
         session = open_session(storage, topology, agreement, None, self._timeout)
         save = CollectedSave(session, tag, self._overwrite, self._rules, metrics)
@@ -186,7 +187,7 @@ class StorageWriter(TorchStorageWriter):
             save.close()
             raise
         if topology.rank == 0:
-            _under_way[storage.url] = save
+            _unfinished[storage.url] = save
             self._saved_to = storage.url
         else:
             save.close()
@@ -196,18 +197,18 @@ class StorageWriter(TorchStorageWriter):
 
     @as_checkpoint_errors()
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Rank 0: complete the tag, and make it visible.
+        """Complete the tag on rank 0, and make it visible.
 
         Raises:
-            SaveFailed, DirectoryInUse: it cannot be done; nothing is visible but what was before.
-            OutcomeUnknown: the store does not say whether it was done.
+            SaveFailed, DirectoryInUse: the tag cannot be completed; visible tags are unchanged.
+            OutcomeUnknown: the store does not confirm whether the tag is visible.
         """
-        save = _under_way.pop(self._saved_to)
+        save = _unfinished.pop(self._saved_to)
         try:
-            found = collected(metadata, results, self._trust)
-            told = (result.storage_data for own in results for result in own)
-            shares = [share for share in told if isinstance(share, Share)]
-            save.complete(contents_of(found, self._in_use), shares)
+            state = collected(metadata, results, self._trust)
+            reports = (result.storage_data for own in results for result in own)
+            shares = [share for share in reports if isinstance(share, Share)]
+            save.complete(contents_of(state, self._in_use), shares)
         except BaseException:
             save.discard()
             raise
@@ -216,7 +217,7 @@ class StorageWriter(TorchStorageWriter):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: StrPath) -> bool:
-        """Whether it names a place that a tag could be at."""
+        """Return whether it can be the path or URL of a tag."""
         try:
             validate_tag(location_of(checkpoint_id, "tag", None).name)
         except CheckpointError:
@@ -224,7 +225,7 @@ class StorageWriter(TorchStorageWriter):
         return True
 
     def _meet(self) -> tuple[Topology, Agreement]:
-        """This rank's place among those that save, and how they agree."""
+        """Return this rank's place among the saving ranks, and their agreement."""
         members = self._members()
         job = len(members or ()) or _job_size()
         if job == 1 or (self._is_coordinator and self._world_size == 1):
@@ -255,7 +256,7 @@ class StorageWriter(TorchStorageWriter):
         paths = plan.planner_data or {}
         chunks: list[Chunk] = []
         results = []
-        brought = 0
+        sent = 0
         for item in plan.items:
             name = item.index.fqn
             part = self._in_use.part_of(name, paths.get(name, (name,)), item.type != WriteItemType.BYTE_IO)
@@ -268,24 +269,27 @@ class StorageWriter(TorchStorageWriter):
                 chunks += [chunk] if chunk.box.numel else []
                 results.append(WriteResult(item.index, chunk.nbytes, None))
             else:
-                brought += _chunk(name, item, planner).nbytes
-                _refuse_much(brought)
+                sent += _chunk(name, item, planner).nbytes
+                _refuse_many_bytes(sent)
                 value = _tensor_bytes(item, planner)
                 results.append(WriteResult(item.index, len(value), value))
         share = save.write(chunks)
         return [*results, WriteResult(MetadataIndex(""), 0, share)]
 
 
-_under_way: dict[str, CollectedSave] = {}
-"""Saves of this process that were written and wait for ``finish``, by directory. DCP does not say where it never
-comes, because another rank died in between; and writers are made anew for each save."""
+_unfinished: dict[str, CollectedSave] = {}
+"""Written saves of this process that wait for ``finish``, by directory.
+
+DCP does not report that ``finish`` will never come, because another rank died in between, and every save has a new
+writer.
+"""
 
 
-def _end_left(url: str) -> None:
-    """End what nobody else will: else this process keeps the directory."""
-    save = _under_way.get(url)
-    if save is not None and save.is_left:
-        del _under_way[url]
+def _end_abandoned(url: str) -> None:
+    """End an abandoned save, which would keep the directory."""
+    save = _unfinished.get(url)
+    if save is not None and save.is_abandoned:
+        del _unfinished[url]
         save.discard()
         save.close()
 
@@ -295,7 +299,7 @@ def _job_size() -> int:
 
 
 def _items(plans: Iterable[SavePlan]) -> list[DcpItem]:
-    """What the plans write, each name once."""
+    """Return the items of the plans, each name once."""
     items: dict[str, DcpItem] = {}
     for plan in plans:
         paths = plan.planner_data or {}
@@ -309,10 +313,10 @@ def _items(plans: Iterable[SavePlan]) -> list[DcpItem]:
 
 
 def _chunk(name: str, item: WriteItem, planner: SavePlanner) -> Chunk:
-    """What the item asks for, made when it is read."""
+    """Return the item's chunk, whose tensor is made when it is read."""
     data = item.tensor_data
     if data is None:
-        raise InvalidArgument(f"{item.index.fqn}: the save plan has a tensor without saying which part of which it is")
+        raise InvalidArgument(f"{item.index.fqn}: the save plan does not say which part of which tensor it is")
     box = Box(tuple(data.chunk.offsets), tuple(data.chunk.sizes))
     dtype = data.properties.dtype
 
@@ -320,7 +324,7 @@ def _chunk(name: str, item: WriteItem, planner: SavePlanner) -> Chunk:
         tensor = _tensor(item, planner)
         if (tensor.dtype, tuple(tensor.shape)) != (dtype, box.size):
             raise InvalidArgument(
-                f"{item.index.fqn}: planned as {dtype} {box.size}, but the planner gives {tensor.dtype} "
+                f"{item.index.fqn}: planned as {dtype} {box.size}, but the planner returned {tensor.dtype} "
                 f"{tuple(tensor.shape)}"
             )
         return tensor
@@ -346,15 +350,15 @@ def _tensor_bytes(item: WriteItem, planner: SavePlanner) -> bytes:
     return written.getvalue()
 
 
-def _value_bytes(found: Any) -> bytes:
-    if not isinstance(found, io.BytesIO):
-        raise InvalidArgument(f"planned as bytes, but the planner gives {type(found).__name__}")
-    return found.getvalue()
+def _value_bytes(data: Any) -> bytes:
+    if not isinstance(data, io.BytesIO):
+        raise InvalidArgument(f"planned as bytes, but the planner returned {type(data).__name__}")
+    return data.getvalue()
 
 
-def _refuse_much(nbytes: int) -> None:
+def _refuse_many_bytes(nbytes: int) -> None:
     if nbytes > _COLLECTED:
         raise UnsupportedState(
-            f"{nbytes} bytes of tensors are under neither model_key nor optim_key. Rank 0 writes those, so they must "
-            "be few: name the keys, or save these tensors as the model of another tag"
+            f"{nbytes} bytes of tensors are under neither model_key nor optim_key, at most {_COLLECTED} are allowed, "
+            "since rank 0 writes them; pass the keys, or save these tensors as the model of another tag"
         )

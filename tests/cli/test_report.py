@@ -239,7 +239,7 @@ def test_the_page_is_written_beside_tags_alone(
     with monkeypatch.context() as patched:
         patched.setattr(report_document, "locate", None)
         assert 0 != main(["report", str(run), "-o", str(run / "step_0" / "model" / "page.html")])
-    assert "lies inside the checkpoint" in capsys.readouterr().err
+    assert "is inside the checkpoint" in capsys.readouterr().err
     assert ["dp_rank_00_tp_rank_00_pp_rank_00.pt"] == [path.name for path in (run / "step_0" / "model").iterdir()]
 
 

@@ -17,7 +17,7 @@ import torch
 from nxd_ckpt import Checkpointer, has_checkpoint, open_checkpoint
 from nxd_ckpt.convert import Copy, copy_checkpoint
 from nxd_ckpt.errors import CheckpointError, CheckpointNotFound, DigestMismatch, InvalidArgument, PartNotFound
-from nxd_ckpt.output.cp_files import Brought, FileCopy, files_to_copy
+from nxd_ckpt.output.cp_files import CopyResult, FileCopy, files_to_copy
 from nxd_ckpt.storage.local import LocalStorage
 from nxd_ckpt.tag.directory import list_tags
 from nxd_ckpt.tag.opening import open_complete_tag
@@ -137,7 +137,7 @@ def test_what_is_compared_with_the_source_is_read_at_the_rate_of_the_copy(tmp_pa
     target = LocalStorage(tmp_path / "output")
     file = files_to_copy(opened)[0]
     bringing = FileCopy(opened, target, "copy", hard_links=False, progress=read.append)
-    assert (Brought.KEPT, 2 * file.nbytes) == (bringing.bring(file), sum(read))
+    assert (CopyResult.KEPT, 2 * file.nbytes) == (bringing.copy(file), sum(read))
 
 
 def test_a_damaged_tag_is_not_copied(tmp_path: Path) -> None:

@@ -186,7 +186,7 @@ def test_a_rank_that_does_not_come_is_missed(tmp_path: Path, monkeypatch: pytest
     source = save_example(tmp_path / "input", 2)
     for name, value in (environment_of_a_job() | {"RANK": "0"}).items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(PeerTimeout, match="did not all come together"):
+    with pytest.raises(PeerTimeout, match="not all ranks joined"):
         convert_zero1(source, tmp_path / "output" / "full", convert_to_full=True, all_ranks=True, timeout=1)
     assert not (tmp_path / "output").exists()
 

@@ -130,7 +130,7 @@ def test_an_output_that_touches_the_input(tmp_path: Path, output: Callable[[Path
     """The same directory, one inside the other, or the same by a symbolic link, also with ``overwrite``."""
     source = save_example(tmp_path / "input", 2)
     options = {"convert_to_full": True, "overwrite": True}
-    refused(InvalidArgument, "one lies inside the other", source, output(source), **options)
+    refused(InvalidArgument, "one is inside the other", source, output(source), **options)
 
 
 def test_an_output_that_exists_is_replaced_on_request_only(tmp_path: Path) -> None:
@@ -142,7 +142,7 @@ def test_an_output_that_exists_is_replaced_on_request_only(tmp_path: Path) -> No
     (tmp_path / "empty").mkdir()
 
     refused(InvalidArgument, "overwrite=True", source, tmp_path / "mine", convert_to_full=True)
-    refused(InvalidArgument, "left alone", source, tmp_path / "mine", convert_to_full=True, overwrite=True)
+    refused(InvalidArgument, "it is not replaced", source, tmp_path / "mine", convert_to_full=True, overwrite=True)
     refused(InvalidArgument, "is a file", source, tmp_path / "file", convert_to_full=True, overwrite=True)
     refused(InvalidTag, "hidden", source, tmp_path / ".out", convert_to_full=True)
     convert_zero1(source, tmp_path / "empty", convert_to_full=True)

@@ -263,7 +263,7 @@ def test_what_must_not_be_replaced_is_not(tmp_path: Path) -> None:
             path.unlink()
         (other / folder).rmdir()
     refused("dp_rank_00", other, overwrite=True)
-    refused("the same, or one lies inside", tag / "model")
+    refused("the same, or one is inside", tag / "model")
     assert before.keys() >= contents(other).keys() != set()
     unshard_checkpoint(tag, tmp_path / "out", overwrite=True)
     assert {"model.pt", "optim.pt"} == set(contents(tmp_path / "out"))

@@ -17,7 +17,7 @@ from nxd_ckpt.core.manifest import RankIndex
 from nxd_ckpt.core.names import DONE, MANIFEST
 from nxd_ckpt.core.topology import Coordinates
 from nxd_ckpt.errors import DirectoryInUse
-from nxd_ckpt.output.cp_files import Brought, FileCopy, files_to_copy
+from nxd_ckpt.output.cp_files import CopyResult, FileCopy, files_to_copy
 from nxd_ckpt.save.writing import write_index
 from nxd_ckpt.storage.base import Storage
 from nxd_ckpt.storage.local import LocalStorage
@@ -180,12 +180,12 @@ def test_a_copy_removes_nothing_in_a_store_after_a_take_over(store: MemoryStorag
 
     bringing = FileCopy(opened, store, TAG, hard_links=False, progress=lambda nbytes: None, confirm=confirm)
     holds[0] = False
-    for call in (lambda: bringing.remove("surplus"), lambda: bringing.bring(file)):
+    for call in (lambda: bringing.remove("surplus"), lambda: bringing.copy(file)):
         with pytest.raises(DirectoryInUse):
             call()
     assert [b"other"] * 2 == [store.read(f"{TAG}/{name}") for name in (file.name, "surplus")]
     holds[0] = True
-    assert Brought.COPIED is bringing.bring(file)
+    assert CopyResult.COPIED is bringing.copy(file)
 
 
 @pytest.mark.parametrize("place", [staging_dir("run-1"), f"{COPIES}/x"])

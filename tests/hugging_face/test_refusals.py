@@ -81,7 +81,8 @@ def test_values_that_a_dtype_cannot_hold_are_refused(tmp_path: Path) -> None:
     """They would become infinite."""
     state = JOB.model.state()
     state["model.norm.weight"][3] = 1e9
-    refused(tmp_path, DtypeMismatch, r"model\.norm\.weight: cast from float32 to .*float16", state, dtype="float16")
+    expected = r"model\.norm\.weight: values become infinite when cast from float32 to .*float16"
+    refused(tmp_path, DtypeMismatch, expected, state, dtype="float16")
 
 
 def test_damage_in_the_checkpoint_is_noticed(tmp_path: Path) -> None:
@@ -130,7 +131,7 @@ def test_an_existing_directory_is_replaced_only_on_request(tmp_path: Path) -> No
 def test_input_and_output_must_be_apart(tmp_path: Path) -> None:
     """An export never writes into a tag."""
     tag = save_job(tmp_path / "run", JOB, JOB.model.state())
-    with pytest.raises(InvalidArgument, match="one lies inside the other"):
+    with pytest.raises(InvalidArgument, match="one is inside the other"):
         export_checkpoint(tag, tag / "hf", mapping="llama")
 
 

@@ -124,7 +124,7 @@ def test_what_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedState, match="peft_type='IA3'; only LORA adapters"):
         migrate(place, tmp_path / "out", config=config)
     peft_config.unlink()
-    with pytest.raises(PartNotFound, match="not what they are multiplied by"):
+    with pytest.raises(PartNotFound, match="not the factor that they are multiplied by"):
         migrate(place, tmp_path / "out", config=config)
     shards = place / "adapter_default" / "adapter_shards"
     path = shards / "model" / rank_file(0, None, 0, 0)

@@ -221,7 +221,7 @@ def test_what_the_model_alone_leaves_out_is_named(tmp_path: Path, runs: dict[str
     ) == done.left_out
     (place / "scheduler.pt").unlink()
     done = migrate(place, tmp_path / "out", to="tag", dry_run=True)
-    assert "the scheduler, whose scheduler.pt is not there" in done.left_out
+    assert "the scheduler, whose scheduler.pt is missing" in done.left_out
 
 
 @pytest.mark.parametrize("schedulers", [{"last_epoch": 3}, None])

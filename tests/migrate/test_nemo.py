@@ -99,7 +99,7 @@ def test_an_optimizer_that_is_not_there_is_named(tmp_path: Path) -> None:
         shutil.rmtree(rank / "optim")
     config = write_config(tmp_path / "config", run.job.model.config)
     done = migrate(place, tmp_path / "run" / "step_3", to="tag", config=config)
-    assert ("the ZeRO-1 optimizer, whose files are not there",) == done.left_out
+    assert ("the ZeRO-1 optimizer, whose files are missing",) == done.left_out
 
 
 def _without_rank(place: Path) -> None:

@@ -203,11 +203,11 @@ def _first_rank_with_a_number(place: Path) -> None:
         (_without_metadata, PartNotFound, r"files of 2 pipeline stages, but metadata .* of stages \[0\]"),
         (_not_metadata, MalformedFile, "mp_metadata_pp_rank_0.json: not the metadata of optimum-neuron"),
         (_of_other_ranks, MalformedFile, "metadata is of 8 tensor-parallel ranks, its files are of 4"),
-        (_of_another_model, MalformedFile, "says num_attention_heads=16, but the metadata of .* 8"),
+        (_of_another_model, MalformedFile, "has num_attention_heads=16, but the metadata of .* 8"),
         (_with_another_name, MalformedFile, r"lists model\.extra\.weight that the model's files do not have"),
         (_without_a_name, MalformedFile, r"files have model\.norm\.weight that it does not list"),
         (_with_lora, UnsupportedState, r"self_attn has lora adapters, which are not carried"),
-        (_of_an_unknown_kind, UnsupportedState, "was made by NewSpec, which this version does not know"),
+        (_of_an_unknown_kind, UnsupportedState, "was made by NewSpec, which this version does not support"),
         (_of_two_versions, MalformedFile, "stages have metadata of two versions of optimum-neuron"),
         (
             _pickled(lambda content: content["sharded_metadata"].update(extra={"kind": "tied"})),
@@ -336,7 +336,7 @@ def test_torchtitan_needs_a_count_of_steps(tmp_path: Path) -> None:
     config = tmp_path / "config.json"
     config.write_text(json.dumps(JOB.model.config))
     options: dict[str, Any] = {"config": config, "kv_size_multiplier": 2, "dry_run": True}
-    with pytest.raises(UnsupportedState, match="nothing in it counts steps, and TorchTitan continues at a step"):
+    with pytest.raises(UnsupportedState, match="without a count of steps, but TorchTitan continues at a step"):
         migrate(place, tmp_path / "out", to="torchtitan", **options)
     assert migrate(place, tmp_path / "out", to="torchtitan", model_only=True, **options).step is None
     assert migrate(place, tmp_path / "out", to="tag", **options).step is None
@@ -418,7 +418,7 @@ def test_other_layouts_are_named(
 def test_a_tag_alone_does_not_say_which_model_it_is(tmp_path: Path) -> None:
     """Then config.json is asked for; and for the optimizer's names, where the writer is not known."""
     run = untrained()
-    refused(write_nxdt(tmp_path, run), InvalidArgument, "the model type is not known")
+    refused(write_nxdt(tmp_path, run), InvalidArgument, "it is not known which model this is")
     config = tmp_path / "config.json"
     config.write_text(json.dumps(JOB.model.config))
     tag = write_nxd(tmp_path / "nxd" / "step_3", run)
@@ -431,7 +431,7 @@ def test_other_copies_than_the_job_says(tmp_path: Path) -> None:
     config = tmp_path / "config.json"
     config.write_text(json.dumps(JOB.model.config))
     place = write_nxdt(tmp_path, run)
-    refused(place, InvalidArgument, "kv_size_multiplier=4, but .* says 2", config=config, kv_size_multiplier=4)
+    refused(place, InvalidArgument, "kv_size_multiplier=4, but .* has 2", config=config, kv_size_multiplier=4)
     torn = torch.load(place / "model" / "dp_rank_00_tp_rank_03_pp_rank_00.pt")
     torn["model.layers.0.self_attn.qkv_proj.weight_k"] += 1
     torch.save(torn, place / "model" / "dp_rank_00_tp_rank_03_pp_rank_00.pt")

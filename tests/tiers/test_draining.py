@@ -251,7 +251,7 @@ def test_with_the_functions_of_neuronx_distributed(tmp_path: Path, monkeypatch: 
         ([Tier("near"), Tier("far", every=0)], "every of tier far must be a number of saves"),
         ([Tier("near"), Tier("far", keep=0)], "0 would keep nothing"),
         ([Tier("near"), Tier("far", retain=[])], "an empty list would keep none"),
-        ([Tier("near"), Tier("far", max_bytes_per_second="fast")], "max_bytes_per_second of tier far must be bytes"),
+        ([Tier("near"), Tier("far", max_bytes_per_second="fast")], "max_bytes_per_second of tier far must be a number"),
         ([Tier("near", every=2), Tier("far")], "the first tier, near, is where every save is written"),
         ([Tier("")], "the path of a tier must be"),
         ([Tier("far")], "is not the first tier"),
