@@ -1,9 +1,8 @@
 """neuronx_distributed's four functions, with its names, order, defaults and return values.
 
-They keep one :class:`~nxd_ckpt.checkpointer.Checkpointer` per directory for the whole process: the only state that
-this package holds globally. :func:`finalize_checkpoint` waits for what is in flight, :func:`close_checkpointers` gives
-directories and memory back, and both happen at exit. A process that ends with a save that failed and was never
-reported exits with code 1.
+They keep one `nxd_ckpt.checkpointer.Checkpointer` per directory for the whole process: the only global state of this
+package. `finalize_checkpoint` waits for saves in flight, `close_checkpointers` releases directories and memory, and
+both happen at exit. A process that ends with a failed save that was never reported exits with code 1.
 """
 
 from __future__ import annotations
@@ -42,12 +41,12 @@ from nxd_ckpt.tiers.tiers import Tiers
 _Key = tuple[str, Topology]
 _open: dict[_Key, Checkpointer] = {}
 _saving: Counter[_Key] = Counter()
-"""How many calls are saving with each of them: it is not to be forgotten under their hands."""
+"""Number of calls that are saving with each of them; while there are any, it stays in ``_open``."""
 _lock = threading.RLock()  # a signal handler may interrupt its holder, and save itself
 
 
 def _begin_anew() -> None:
-    """In a forked child: what is open is its parent's, one of whose threads may have held the lock."""
+    """Reset the state in a forked child: open handles are its parent's, one of whose threads may have held the lock."""
     global _lock
     _lock = threading.RLock()
     _open.clear()
@@ -92,8 +91,8 @@ def save_checkpoint(
     """Save a checkpoint; every rank calls this with the same arguments.
 
     Positional parameters are neuronx_distributed's; the keywords are the fields of
-    :class:`~nxd_ckpt.save.options.SaveOptions` and, at a directory's first save in a process, of
-    :class:`~nxd_ckpt.options.checkpointer_options.CheckpointerOptions`. The returned future can be awaited.
+    `nxd_ckpt.save.options.SaveOptions` and, at a directory's first save in a process, of
+    `nxd_ckpt.options.checkpointer_options.CheckpointerOptions`. The returned future can be awaited.
 
     Args:
         checkpoint_dir_str: the directory, created by the first save; or the URL of one in a store (``s3://bucket/run``).
@@ -102,17 +101,17 @@ def save_checkpoint(
         optimizer: a torch, torch-xla ZeRO-1 or NxD optimizer, or its state dict; None saves none.
         scheduler: anything with ``state_dict()``; None saves none. Rank 0's is saved.
         user_content: plain data of rank 0: numbers, strings, tensors, NumPy arrays, dates, paths, containers of them.
-        async_save: return once the state is in host memory; :func:`finalize_checkpoint` waits until tags are visible.
+        async_save: return once the state is in host memory; `finalize_checkpoint` waits until tags are visible.
         path, save_overwrite: other names for ``checkpoint_dir_str`` and ``overwrite``; the latter is OLMo-core's.
         tiers: the places that checkpoints go to, such as ``[Tier("/mnt/nvme/run7", keep=2), Tier("s3://bucket/run7",
             every=10)]``; the first is ``checkpoint_dir_str``, which may be left out. What is visible there is copied to
             the others in the background. They count at a directory's first save in a process.
-        rank_content: plain data of this rank alone; a load on the same sizes gives it back to the same rank. Data
-            positions in it (:func:`capture_data_position`) are re-split for other sizes.
-        tag_values: what fills a tag such as ``"ep{epoch}-ba{batch}"``; without them braces are plain characters.
+        rank_content: plain data of this rank alone; a load on the same sizes returns it to the same rank. Data
+            positions in it (`capture_data_position`) are re-split for other sizes.
+        tag_values: values for a tag such as ``"ep{epoch}-ba{batch}"``; without them braces are plain characters.
 
     Raises:
-        CheckpointError: see :mod:`nxd_ckpt.errors`; on every rank, and nothing became visible.
+        CheckpointError: see `nxd_ckpt.errors`; on every rank, and nothing became visible.
     """
     shared, own = split_options(CheckpointerOptions, options)
     own["overwrite"] = _overwrite(options.get("overwrite"), save_overwrite)
@@ -121,7 +120,7 @@ def save_checkpoint(
     own["avoid_saving_lower_precision_weights"] = avoid_saving_lower_precision_weights
     saved = ("" if tag is None else tag, model, optimizer, scheduler, user_content)  # "" is refused, on all ranks
     keywords = {"rank_content": rank_content, "async_save": async_save, "tag_values": tag_values, **own}
-    with _kept(_directory(checkpoint_dir_str, path, tiers), tiers, shared) as checkpointer:
+    with _shared_checkpointer(_directory(checkpoint_dir_str, path, tiers), tiers, shared) as checkpointer:
         return checkpointer.save(*saved, **keywords)
 
 
@@ -144,9 +143,8 @@ def load_checkpoint(
     """Load a checkpoint into live objects and return its user content; every rank calls this with the same arguments.
 
     Positional parameters are neuronx_distributed's; the keywords are the fields of
-    :class:`~nxd_ckpt.load.options.LoadOptions` and of
-    :class:`~nxd_ckpt.options.checkpointer_options.DirectoryOptions`. Only what is not None is loaded, and empty dicts
-    are filled.
+    `nxd_ckpt.load.options.LoadOptions` and of `nxd_ckpt.options.checkpointer_options.DirectoryOptions`. Objects that
+    are None are not loaded, and empty dicts are filled.
 
     Args:
         path: the directory or URL; also one of Hugging Face's, from which live models load (``Checkpointer.load``).
@@ -155,20 +153,20 @@ def load_checkpoint(
         optimizer: an optimizer of the same parameters; or a dict.
         scheduler: anything with ``load_state_dict()``; or a dict.
         checkpoint_dir_str: another name for ``path``.
-        tiers: the places that may have the checkpoint, as a save has them; the newest one is loaded from the nearest
-            that has it.
+        tiers: the places that may have the checkpoint, the same as for a save; the newest one is loaded from the
+            nearest place that has it.
 
     Returns:
         The user content as it was saved, plain data of any type (hence ``Any``), or None if none was.
 
     Raises:
-        CheckpointError: see :mod:`nxd_ckpt.errors`; on every rank, and nothing was changed, unless digests are not
+        CheckpointError: see `nxd_ckpt.errors`; on every rank, and nothing was changed, unless digests are not
             verified first (see ``verify``): then the error of a load that had begun says so.
-        TagReplaced: ``tag`` was removed, or saved anew, while it was read. Without ``tag``, the load goes on with the
-            latest one that there is then; with several tiers, with the nearest of that name.
+        TagReplaced: ``tag`` was removed, or saved again, while it was read. Without ``tag``, the load continues with
+            the latest one at that time; with several tiers, with the nearest of that name.
     """
     directory = _directory(path, checkpoint_dir_str, tiers)
-    # A handle of its own: loading takes no lease and keeps nothing, but waits for what is in flight there.
+    # A handle of its own: loading takes no lease and keeps nothing, but waits for saves in flight there.
     shared, own = split_options(DirectoryOptions, options)
     shared["topology"] = topology = _topology(options)
     with _lock:
@@ -194,10 +192,11 @@ def has_checkpoint(
     storage_options: StorageOptions | None = None,
     tiers: Sequence[Tier] | None = None,
 ) -> bool:
-    """Whether the directory, or any of the ``tiers``, holds a complete checkpoint, which ``load_checkpoint(tag=None)``
-    would load. Where the first tier is each host's own, all ranks call this.
+    """Return whether the directory, or any of the ``tiers``, holds a complete checkpoint.
 
-    Raises PartLost, as that would, if every complete one lost files with a host.
+    It is the one that ``load_checkpoint(tag=None)`` would load. If the first tier is per host, all ranks call this.
+
+    Raises PartLost, like the load, if every complete one lost files with a host.
     """
     directory = _directory(checkpoint_dir_str, path, tiers)
     places = Tiers(directory, tiers, None, CheckpointerOptions(storage_options=storage_options))
@@ -212,8 +211,8 @@ def has_checkpoint(
 def remove_checkpoint(path: StrPath, tag: Tag, **options: Unpack[DirectoryKeywords]) -> bool:
     """Remove one complete tag, once no save into the directory is in flight; every rank calls this.
 
-    Whether this rank, which is rank 0, removed it: it was there, is a checkpoint, and is not pinned. The keywords are
-    the fields of :class:`~nxd_ckpt.options.checkpointer_options.DirectoryOptions`.
+    Returns True on rank 0 if it removed the tag: it existed, is a checkpoint, and is not pinned. The keywords are
+    the fields of `nxd_ckpt.options.checkpointer_options.DirectoryOptions`.
 
     Args:
         path: the directory or URL.
@@ -232,12 +231,12 @@ def remove_checkpoint(path: StrPath, tag: Tag, **options: Unpack[DirectoryKeywor
 
 
 def finalize_checkpoint() -> None:
-    """Wait for every save in flight in this process; raise what failed and was not raised before."""
+    """Wait for every save in flight in this process; raise the first failure that was not raised before."""
     _on_each(Checkpointer.wait)
 
 
 def close_checkpointers() -> None:
-    """Finish what is in flight and give directories and staging memory back; raise what failed."""
+    """Finish saves in flight and release directories and staging memory; raise the first failure."""
     try:
         _on_each(Checkpointer.close)
     finally:
@@ -248,8 +247,12 @@ def close_checkpointers() -> None:
 
 
 @contextmanager
-def _kept(directory: StrPath, tiers: Sequence[Tier] | None, options: dict[str, Any]) -> Iterator[Checkpointer]:
-    """The one Checkpointer of a directory, which within is not forgotten; the first save's has these ``options``."""
+def _shared_checkpointer(
+    directory: StrPath, tiers: Sequence[Tier] | None, options: dict[str, Any]
+) -> Iterator[Checkpointer]:
+    """Context with the one Checkpointer of a directory, made with the first save's ``options``, which stays open
+    within.
+    """
     topology = options["topology"] = _topology(options)
     key = normalised(directory), topology
     with _lock:
@@ -265,7 +268,7 @@ def _kept(directory: StrPath, tiers: Sequence[Tier] | None, options: dict[str, A
 
 
 def _on_each(action: Callable[[Checkpointer], None]) -> None:
-    """``action`` on every checkpointer, whatever the others raise; the first error is raised at the end."""
+    """Call ``action`` on every checkpointer, whatever the others raise; raise the first error at the end."""
     failed: list[CheckpointError] = []
     for checkpointer in _checkpointers():
         try:
@@ -300,4 +303,3 @@ def _overwrite(ours: bool | None, other: bool | None) -> bool | None:
     if ours is not None and other is not None:
         raise InvalidArgument("pass overwrite= or save_overwrite=, which is another name for it, not both")
     return ours if ours is not None else other
-

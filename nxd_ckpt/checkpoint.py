@@ -1,6 +1,6 @@
-"""One tag opened for reading, without a process group: the way people and tools look into a checkpoint.
+"""One tag opened for reading, without a process group: the way people and tools inspect a checkpoint.
 
-There are two views of a tag: global tensors by name, put together from what the ranks saved (``keys``, ``metadata``,
+There are two views of a tag: global tensors by name, assembled from the ranks' parts (``keys``, ``metadata``,
 ``read``), and the state dicts of one of its ranks (``model_state``, ``optimizer_state``).
 """
 
@@ -36,8 +36,8 @@ from nxd_ckpt.tag.opening import open_complete_tag
 
 
 @dataclass(frozen=True)
-class _Given:
-    """What :func:`open_checkpoint` was given, except for the tag. A URL may hold secrets: no repr."""
+class _OpenArguments:
+    """Arguments of `open_checkpoint`, except for the tag. A URL may hold secrets: no repr."""
 
     path: str = field(repr=False)
     options: OpenOptions
@@ -52,14 +52,14 @@ class _Given:
 
 
 class Checkpoint:
-    """A complete tag. Made by :func:`open_checkpoint`; reads on demand and holds no file open.
+    """A complete tag. Made by `open_checkpoint`; reads on demand and holds no file open.
 
     It can be pickled, and so sent to other processes, which open the same save. They raise CheckpointNotFound if it was
-    replaced or removed since. The pickle holds all that it was opened with, ``storage_options`` included.
+    replaced or removed since. The pickle holds all its arguments, ``storage_options`` included.
     """
 
-    def __init__(self, opened: OpenTag, given: _Given) -> None:
-        self._opened, self._given = opened, given
+    def __init__(self, opened: OpenTag, arguments: _OpenArguments) -> None:
+        self._opened, self._arguments = opened, arguments
 
     def __repr__(self) -> str:
         if self.manifest is None:  # its sizes are in its files, and no repr should read these
@@ -68,15 +68,15 @@ class Checkpoint:
         return f"<Checkpoint {self._opened.where}, {sizes}>"
 
     def _repr_html_(self) -> str:
-        """For a notebook: its tensors, as far as they can be told."""
+        """Return a table for a notebook: its tensors, as far as they are known."""
         try:
-            tensors = [(one.name, one.dtype, one.shape, one.nbytes) for one in self.metadata.values()]
+            tensors = [(tensor.name, tensor.dtype, tensor.shape, tensor.nbytes) for tensor in self.metadata.values()]
         except CheckpointError as error:
             return html_table(f"{self!r}: {error}", (), ())
         return html_table(repr(self), ("tensor", "dtype", "shape", "bytes"), tensors)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _open_again, (self._given, self.tag, self._opened.save)
+        return _open_again, (self._arguments, self.tag, self._opened.save)
 
     @property
     def tag(self) -> str:
@@ -96,25 +96,25 @@ class Checkpoint:
     @property
     @as_checkpoint_errors()
     def parts(self) -> Parts:
-        """What it holds."""
+        """The parts that it holds."""
         return self._opened.parts
 
     @property
     def opened(self) -> OpenTag:
-        """The open tag that all is read from, for tools."""
+        """The open tag that everything is read from, for tools."""
         return self._opened
 
     @property
     def as_recorded(self) -> bool:
-        """Whether it is seen as the tag says: it was opened without ``partitions`` and ``saved_param_names``."""
-        return not (self._given.options.partitions or self._given.options.saved_param_names)
+        """True if it was opened without ``partitions`` and ``saved_param_names``."""
+        return not (self._arguments.options.partitions or self._arguments.options.saved_param_names)
 
     @cached_property
     @as_checkpoint_errors()
     def whole(self) -> WholeTag:
         """The tag as global tensors, for tools."""
-        given = self._given.options
-        return WholeTag(self._opened, partitions=given.partitions, saved_param_names=given.saved_param_names)
+        options = self._arguments.options
+        return WholeTag(self._opened, partitions=options.partitions, saved_param_names=options.saved_param_names)
 
     @cached_property
     @as_checkpoint_errors()
@@ -122,7 +122,7 @@ class Checkpoint:
         """Every tensor of model and optimizer by its name, with dtype, shape, bytes and partition. Reads no tensor.
 
         Names are such as "model/embed.weight" and "optim/embed.weight/exp_avg"; the master weights of a ZeRO-1
-        optimizer are "optim/embed.weight/master_weights". If a tag does not say which parameter an optimizer entry
+        optimizer are "optim/embed.weight/master_weights". If a tag does not record which parameter an optimizer entry
         belongs to (NxD's do not), the entry has a number: "optim/#3/exp_avg", or "optim/#1.3/exp_avg" if there are
         several pipeline stages.
 
@@ -133,37 +133,39 @@ class Checkpoint:
             return MappingProxyType(self.whole.tensors)
 
     def keys(self, *patterns: str) -> list[str]:
-        """The names in :attr:`metadata`; with ``patterns`` (a shell's), those that match one of them."""
-        return [name for name in self.metadata if not patterns or any(fnmatchcase(name, one) for one in patterns)]
+        """Return the names in `metadata`; with shell ``patterns``, those that match one of them."""
+        return [
+            name for name in self.metadata if not patterns or any(fnmatchcase(name, pattern) for pattern in patterns)
+        ]
 
     @property
     @as_checkpoint_errors()
     def values(self) -> Mapping[str, Any]:
-        """What is not a tensor, by names of the same kind: steps that are Python numbers, extra state."""
+        """Values that are no tensors, by names of the same kind: steps that are Python numbers, extra state."""
         with self._opened.guarded():
             return MappingProxyType(self.whole.values)
 
     @property
     @as_checkpoint_errors()
     def param_groups(self) -> list[dict[str, Any]]:
-        """The options of each of the optimizer's param groups, and under "params" the names of its parameters."""
+        """Options of each of the optimizer's param groups, with the names of its parameters under "params"."""
         with self._opened.guarded():
             groups: list[dict[str, Any]] = self._read(self.whole.param_groups)
         return groups
 
     @as_checkpoint_errors()
     def read(self, name: str, box: Box | slice | tuple[slice, ...] | None = None) -> torch.Tensor:
-        """The tensor of that name, or the part of it inside ``box``, on the CPU. Its digests are verified.
+        """Read the tensor of that name, or its part inside ``box``, to the CPU. Its digests are verified.
 
         ``box`` has a slice for each dimension; later ones may be left out. From files of nxd_ckpt only the bytes of the
         box are read, rounded up to blocks of 4 MiB, each of which has a digest. NxD's files have one digest for a whole
-        tensor, so everything is read that a rank saved of it.
+        tensor, so each rank's part is read whole.
 
         Raises:
             KeyMismatch: no such tensor; suggests the closest name.
             InvalidArgument: ``box`` does not fit its shape.
-            TopologyMismatch: it is not known how it is cut; pass ``partitions=`` to :func:`open_checkpoint`.
-            OptimizerMismatch: it is not known which parameter it belongs to; pass ``saved_param_names=``.
+            TopologyMismatch: its partition is unknown; pass ``partitions=`` to `open_checkpoint`.
+            OptimizerMismatch: its parameter is unknown; pass ``saved_param_names=``.
             PartNotFound: no file holds it.
             CorruptCheckpoint: its bytes are not those that were written.
             TagReplaced: the tag was removed, or saved again, since it was opened.
@@ -176,7 +178,7 @@ class Checkpoint:
 
     @as_checkpoint_errors()
     def model_state(self, rank: int = 0) -> dict[str, Any]:
-        """The model's state dict as the global ``rank`` held it, on the CPU.
+        """Return the model's state dict as the global ``rank`` held it, on the CPU.
 
         Raises:
             PartNotFound: it was saved without a model, or a tensor is in no file.
@@ -187,7 +189,7 @@ class Checkpoint:
 
     @as_checkpoint_errors()
     def optimizer_state(self, rank: int = 0) -> dict[str, Any]:
-        """The optimizer's state dict as the global ``rank`` held it (its own shard under ZeRO-1), on the CPU."""
+        """Return the optimizer's state dict as the global ``rank`` held it (its own shard under ZeRO-1), on the CPU."""
         with self._opened.guarded():
             state: dict[str, Any] = self._read(self._opened.optimizer_tree(self.topology.coordinates_of(rank)))
         return state
@@ -199,13 +201,13 @@ class Checkpoint:
 
     @as_checkpoint_errors()
     def user_content(self) -> Any:
-        """What the user saved beside the state; None if nothing."""
+        """Return the user content; None if there is none."""
         with self._opened.guarded():
             return self._opened.user_content()
 
     @as_checkpoint_errors()
     def rank_content(self, rank: int) -> Any:
-        """What the global ``rank`` saved for itself."""
+        """Return the content that the global ``rank`` saved for itself."""
         with self._opened.guarded():
             return self._opened.rank_content(rank)
 
@@ -221,7 +223,7 @@ class Checkpoint:
 @as_checkpoint_errors()
 @takes(OpenOptions)
 def open_checkpoint(path: StrPath, tag: Tag | None = None, **options: Unpack[OpenKeywords]) -> Checkpoint:
-    """Open a tag for reading. The keywords are the fields of :class:`~nxd_ckpt.options.opening.OpenOptions`.
+    """Open a tag for reading. The keywords are the fields of `nxd_ckpt.options.opening.OpenOptions`.
 
     Args:
         path: a directory or URL.
@@ -230,22 +232,22 @@ def open_checkpoint(path: StrPath, tag: Tag | None = None, **options: Unpack[Ope
     Raises:
         CheckpointNotFound: no directory, no complete tag, or no such tag.
     """
-    return _given(path, OpenOptions(**options)).open(tag)
+    return _open_arguments(path, OpenOptions(**options)).open(tag)
 
 
 def checkpoint_of(opened: OpenTag, path: StrPath, storage_options: StorageOptions | None) -> Checkpoint:
-    """A tag of the directory ``path`` that is open already."""
-    return Checkpoint(opened, _given(path, OpenOptions(storage_options=storage_options)))
+    """Return a tag of the directory ``path`` that is open already as a Checkpoint."""
+    return Checkpoint(opened, _open_arguments(path, OpenOptions(storage_options=storage_options)))
 
 
-def _given(path: StrPath, options: OpenOptions) -> _Given:
+def _open_arguments(path: StrPath, options: OpenOptions) -> _OpenArguments:
     where = os.fspath(path) if is_url(path) or not os.fspath(path) else os.path.abspath(local_path(path))
-    return _Given(where, options)
+    return _OpenArguments(where, options)
 
 
-def _open_again(given: _Given, tag: str, save: str | None) -> Checkpoint:
-    """In the process that unpickles it."""
-    checkpoint = given.open(tag or None)
+def _open_again(arguments: _OpenArguments, tag: str, save: str | None) -> Checkpoint:
+    """Open it again, in the process that unpickles it."""
+    checkpoint = arguments.open(tag or None)
     checkpoint.opened.require_save(save)
     return checkpoint
 
@@ -254,7 +256,7 @@ def _open_again(given: _Given, tag: str, save: str | None) -> Checkpoint:
 def get_checkpoint_metadata(
     path: StrPath, tag: Tag | None = None, **options: Unpack[OpenKeywords]
 ) -> Mapping[str, GlobalTensor]:
-    """:attr:`Checkpoint.metadata` of that tag.
+    """Return the `Checkpoint.metadata` of that tag.
 
     Args:
         path: a directory or URL.
@@ -267,18 +269,18 @@ def get_checkpoint_metadata(
 def load_keys(
     path: StrPath, keys: Iterable[str], tag: Tag | None = None, **options: Unpack[OpenKeywords]
 ) -> Iterator[Any]:
-    """What has these names in a tag, in their order: tensors on the CPU, verified, or values that are not tensors.
+    """Return the tensors or values of these names in a tag, in their order: tensors on the CPU, verified.
 
-    Each is read when it is asked for. Needs no process group.
+    Each is read when the iterator reaches it. Needs no process group.
 
     Args:
         path: a directory or URL.
-        keys: names as in :attr:`Checkpoint.metadata`; for patterns there is :meth:`Checkpoint.keys`.
+        keys: names in `Checkpoint.metadata`; for patterns there is `Checkpoint.keys`.
         tag: one of its tags; None takes the latest complete one.
 
     Raises:
         KeyMismatch: there is no such name; suggests the closest one. Raised before anything is read.
-        CheckpointError: as :meth:`Checkpoint.read`.
+        CheckpointError: the errors of `Checkpoint.read`.
     """
     checkpoint = open_checkpoint(path, tag, **options)
     names = [keys] if isinstance(keys, str) else list(keys)

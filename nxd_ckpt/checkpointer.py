@@ -40,7 +40,7 @@ from nxd_ckpt.storage.urls import StrPath
 from nxd_ckpt.tiers.tiers import Tiers
 
 _GRACE = 5.0
-"""Seconds that an exit after an exception gives the other ranks, beyond writing this rank's own bytes."""
+"""Seconds that an exit after an exception waits for the other ranks, beyond writing this rank's own bytes."""
 
 
 class Checkpointer:
@@ -57,7 +57,7 @@ class Checkpointer:
     Every rank makes the same calls in the same order. Threads may share a Checkpointer: their saves and loads take
     turns, in the order of the calls. A forked child makes one of its own. One job at a time writes to a directory: it
     holds a lease.
-    What is not closed when the process ends is closed then; a failure that was never raised makes its exit code 1.
+    One that is still open when the process ends is closed then; a failure that was never raised makes its exit code 1.
     """
 
     @as_checkpoint_errors()
@@ -70,7 +70,7 @@ class Checkpointer:
         tiers: Sequence[Tier] | None = None,
         **options: Unpack[CheckpointerInitKeywords],
     ) -> None:
-        """What all saves and loads of a directory have in common.
+        """Set the options that all saves and loads of a directory share.
 
         Args:
             path: the directory, created by the first save; or a URL such as ``s3://bucket/run``.
@@ -109,14 +109,14 @@ class Checkpointer:
         tag_values: Mapping[str, Any] | None = None,
         **options: Unpack[SaveKeywords],
     ) -> PendingSave:
-        """Save what is given under ``tag``. Other keywords are the fields of :class:`SaveOptions`.
+        """Save the objects that are not None under ``tag``. Other keywords are the fields of `SaveOptions`.
 
         Returns once the state is staged in host memory (``async_save=True``) or the tag is visible and durable. From
         the second async save on, this thread does the device-to-host copy and nothing else. If a save is still in
         flight, it is waited for: there is one staging arena.
 
-        An earlier async save that failed does not make this one fail: its own ``PendingSave``, :meth:`wait` or
-        :meth:`close` reports it. With ``on_save_failure="warn"`` this call raises the last of too many that failed.
+        An earlier async save that failed does not make this one fail: its own ``PendingSave``, `wait` or
+        `close` reports it. With ``on_save_failure="warn"`` this call raises the last of too many that failed.
 
         Args:
             tag: its name, one directory name such as "step_300"; an int is taken as its digits.
@@ -165,9 +165,9 @@ class Checkpointer:
         scheduler: Any = None,
         **options: Unpack[LoadKeywords],
     ) -> Any:
-        """Load what is given from ``tag``; return the user content or None.
+        """Load the objects that are not None from ``tag``; return the user content or None.
 
-        Other keywords are the fields of :class:`LoadOptions`. Everything is validated on all ranks before anything is
+        Other keywords are the fields of `LoadOptions`. Everything is validated on all ranks before anything is
         changed on any (digests too, unless ``verify`` says otherwise). Empty dicts are filled.
 
         A directory without tags that holds a Hugging Face model (config.json and safetensors files) is loaded into a
@@ -189,7 +189,7 @@ class Checkpointer:
         return self.load_given(tag, (model, optimizer, scheduler), options, lasting=True)
 
     def load_given(self, tag: Tag | None, given: Any, options: Mapping[str, object], *, lasting: bool) -> Any:
-        """As :meth:`load`, ``given`` its three; nothing goes on afterwards unless it is ``lasting``."""
+        """Load (model, optimizer, scheduler), as `load` does; if ``lasting``, start background replication."""
         require_own(self._pid, self.storage.url)
         with self._lock.held("load"):
             self._in_flight.settle()
@@ -203,7 +203,7 @@ class Checkpointer:
             return found
 
     def _begun(self, pending: SaveProgress, begin: Callable[[], SaveAttempt]) -> SaveAttempt | None:
-        """What ``begin`` gives; None where a first save failed, on all ranks, and that need not be raised."""
+        """Return the result of ``begin``; None if a first save failed, on all ranks, and need not be raised."""
         try:
             with as_checkpoint_errors():
                 return begin()
@@ -223,7 +223,7 @@ class Checkpointer:
         async_save: bool,
         started: float,
     ) -> SaveAttempt:
-        """Stage what is ``captured`` and hand it over to the writer thread, which does the rest."""
+        """Stage the ``captured`` state and hand it over to the writer thread, which does the rest."""
         tag = pending.tag
         self._places.settle()
         planned = self._open(captured, tag) if self._session is None else None
@@ -262,7 +262,7 @@ class Checkpointer:
 
     @as_checkpoint_errors()
     def step(self, number: int) -> bool:
-        """Whether to save now, and stop: a rank was told that it is about to be stopped (``preemption=``).
+        """Return whether to save now, and stop: a rank was told that it is about to be stopped (``preemption=``).
 
         All ranks call it after every step of the training, and get True after the same one, whichever rank was told
         and however different their steps were then: the first that none had passed. It stays True. The first call waits
@@ -280,7 +280,7 @@ class Checkpointer:
 
     @as_checkpoint_errors()
     def remove(self, tag: Tag) -> bool:
-        """What ``nxd_ckpt.remove_checkpoint`` does, in this directory."""
+        """Remove a tag of this directory, like ``nxd_ckpt.remove_checkpoint``."""
         require_own(self._pid, self.storage.url)
         with self._lock.held("removal"):
             self._in_flight.settle()
@@ -290,20 +290,21 @@ class Checkpointer:
 
     @property
     def failed_in_a_row(self) -> int:
-        """How many of the last saves failed: 0 after one that did not."""
+        """Number of the last saves that failed: 0 after a successful one."""
         return self._failures.in_a_row
 
     @property
     def is_open(self) -> bool:
-        """Whether it holds the directory: from the first save on, until it is closed."""
+        """True if it holds the directory: from the first save on, until it is closed."""
         return self._session is not None
 
     @as_checkpoint_errors()
     def wait(self, tier: int = 0) -> None:
         """Wait for every save in flight; raise the first failure that was not raised before.
 
-        With the number of a lower ``tier``, wait until it has what it is to have, too, and raise what its last copy
-        failed with. Then all ranks call this.
+        With the number of a lower ``tier``, also wait until that tier is up to date, and raise the failure of its last
+        copy.
+        Then all ranks call this.
         """
         require_own(self._pid, self.storage.url)
         self._places.require(tier)
@@ -315,7 +316,7 @@ class Checkpointer:
 
     @as_checkpoint_errors()
     def close(self) -> None:
-        """Finish what is in flight, give the directory and the memory back, raise what failed and was not raised."""
+        """Finish saves in flight, release the directory and the memory, raise the first failure that was not raised."""
         require_own(self._pid, self.storage.url)
         self._shut(None)
         self._in_flight.raise_unreported()
@@ -373,7 +374,9 @@ class Checkpointer:
         return session
 
     def _meet(self, call: str) -> Agreement | None:
-        """What the job's ranks agree through in this ``call``; None for one that acts as one rank of many."""
+        """Return the agreement of the job's ranks for this ``call``; None for a process that acts as one rank of
+        many.
+        """
         at, described = self.topology, self._places.described(call)
         return meet(at.rank, at.world_size, self._options.timeout, described, at.members)
 
@@ -386,7 +389,9 @@ class Checkpointer:
                     self._tear_down(grace)
 
     def _tear_down(self, grace: float | None) -> None:
-        """Nothing is in flight: give everything back, once the other tiers have it; with a ``grace``, without them."""
+        """Release everything, with nothing in flight, once the other tiers are up to date; with a ``grace``, without
+        them.
+        """
         self._pipeline.stop(at_once=grace is not None)
         meet = None if self._session is None else lambda: self._meet("close") if grace is None else None
         self._places.finish(meet)

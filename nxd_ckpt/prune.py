@@ -1,4 +1,4 @@
-"""Removing tags by rules outside of a save, and pinning those that no rule removes."""
+"""Removing tags by rules outside of a save, and pinning tags that no rule removes."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ __all__ = ["Pruned", "pin_checkpoint", "prune_checkpoints", "unpin_checkpoint"]
 
 @dataclass(frozen=True)
 class Pruned:
-    """What :func:`prune_checkpoints` did, or with ``dry_run`` would do; tags are oldest first.
+    """Result of `prune_checkpoints`, or with ``dry_run`` the result that it would have; tags are oldest first.
 
-    ``kept`` says of each tag which rules keep it.
+    ``kept`` has the rules that keep each tag.
     """
 
     directory: str
@@ -49,9 +49,9 @@ class Pruned:
 @as_checkpoint_errors()
 @takes(PruneOptions)
 def prune_checkpoints(path: StrPath, retain: Sequence[Rule], **options: Unpack[PruneKeywords]) -> Pruned:
-    """Remove the complete tags that no rule keeps, but those that are pinned, and the newest.
+    """Remove the complete tags that no rule keeps, except those that are pinned, and the newest.
 
-    It takes the directory's lease, as a job that saves does. What is no checkpoint, or incomplete, is left alone.
+    It takes the directory's lease, like a job that saves. Other directories and incomplete tags are left alone.
 
     Args:
         path: the checkpoint directory or URL.
@@ -69,26 +69,26 @@ def prune_checkpoints(path: StrPath, retain: Sequence[Rule], **options: Unpack[P
     storage = open_storage(path, storage_options=chosen.storage_options)
     require_directory(storage)
     if chosen.dry_run:
-        found = _judged(storage, settled_tags(storage), rules)
+        judged = _judge(storage, settled_tags(storage), rules)
     else:
         with closing(open_session(storage, Topology(), SingleProcessAgreement(), None, chosen.timeout)) as session:
             tags = {info.tag: info for info in settled_tags(storage)}
-            found = _judged(storage, tags.values(), rules)
+            judged = _judge(storage, tags.values(), rules)
             removed = []
-            for tag in found.surplus:
+            for tag in judged.surplus:
                 session.require()
                 if retention.retire_unpinned(session, publication_of(session, 1, tag, None), tags[tag]):
                     removed.append(tag)
-            if len(removed) < len(found.surplus):
+            if len(removed) < len(judged.surplus):
                 kept = retention.judge_tags(storage, settled_tags(storage), rules).retention.kept
-                found = Retention(kept, tuple(removed))
+                judged = Retention(kept, tuple(removed))
             journal.discard_trash(storage, session.run_id, session.confirm)
-    return Pruned(storage.url, found.kept, found.surplus)
+    return Pruned(storage.url, judged.kept, judged.surplus)
 
 
 @as_checkpoint_errors()
 def pin_checkpoint(path: StrPath, tag: Tag, *, storage_options: StorageOptions | None = None) -> None:
-    """Keep a complete tag whatever rules say, until :func:`unpin_checkpoint`. A live job may save there meanwhile.
+    """Keep a complete tag whatever rules say, until `unpin_checkpoint`. A live job may save there meanwhile.
 
     Raises:
         CheckpointNotFound: no such tag, or it is incomplete; or it is removed meanwhile, or about to be.
@@ -111,23 +111,23 @@ def pin_checkpoint(path: StrPath, tag: Tag, *, storage_options: StorageOptions |
 
 @as_checkpoint_errors()
 def unpin_checkpoint(path: StrPath, tag: Tag, *, storage_options: StorageOptions | None = None) -> bool:
-    """Leave a tag to the rules again; whether it was pinned. The tag itself may be gone."""
+    """Let rules remove a tag again; return whether it was pinned. The tag itself may be gone."""
     storage = open_storage(path, storage_options=storage_options)
     require_directory(storage)
     return pins.unpin(storage, validate_tag(tag))
 
 
-def _judged(storage: Storage, tags: Iterable[TagInfo], rules: Sequence[Rule]) -> Retention:
-    """Decide by the rules. Raises CorruptCheckpoint where nothing would be left that loads, and InvalidArgument."""
-    found, unknown = retention.judge_tags(storage, tags, rules)
+def _judge(storage: Storage, tags: Iterable[TagInfo], rules: Sequence[Rule]) -> Retention:
+    """Apply the rules. Raises CorruptCheckpoint if nothing would be left that loads, and InvalidArgument."""
+    judged, unknown = retention.judge_tags(storage, tags, rules)
     if unknown:
         raise InvalidArgument(f"{storage.url}: {'; '.join(unknown)}. Nothing was removed")
-    if found.surplus and not any(_opens(storage, tag) for tag in reversed(list(found.kept))):
+    if judged.surplus and not any(_opens(storage, tag) for tag in reversed(list(judged.kept))):
         raise CorruptCheckpoint(
-            f"{storage.url}: none of the tags that would stay ({', '.join(found.kept)}) can be opened; nothing was "
+            f"{storage.url}: none of the tags that would stay ({', '.join(judged.kept)}) can be opened; nothing was "
             "removed. Verify the others, and keep one that is good by pinning it"
         )
-    return found
+    return judged
 
 
 def _opens(storage: Storage, tag: str) -> bool:
