@@ -156,7 +156,7 @@ def own_stride(value: torch.Tensor, model: torch.Tensor | None) -> Stride | None
 
 
 def _is_row_major(tensor: torch.Tensor) -> bool:
-    is_plain = type(tensor) in _PLAIN and tensor.layout is torch.strided
+    is_plain = type(tensor) in _PLAIN and tensor.layout is torch.strided and not tensor.is_nested
     return is_plain and tensor.stride() == contiguous_stride(tuple(tensor.shape))
 
 
