@@ -29,6 +29,7 @@ from nxd_ckpt.core.suggestions import first_of
 from nxd_ckpt.core.votes import Verdict, Vote
 from nxd_ckpt.errors import MalformedFile, OutcomeUnknown, RanksDisagree, SaveFailed
 from nxd_ckpt.storage.base import Storage
+from nxd_ckpt.storage.retrying import retried
 
 ResultT = TypeVar("ResultT")
 
@@ -327,12 +328,7 @@ class _Patience:
 
 def _retried(act: Callable[[], ResultT]) -> ResultT:
     """Act, and try again if the storage fails for a moment: only this rank can do it."""
-    for pause in _PAUSES:
-        try:
-            return act()
-        except OSError:
-            effects.sleep(pause)
-    return act()
+    return retried(act, OSError, len(_PAUSES), _PAUSES.__getitem__, effects.sleep)
 
 
 def _listed(storage: Storage, folder: str) -> set[str]:

@@ -27,7 +27,7 @@ from functools import partial
 from typing import Any, Protocol
 
 from nxd_ckpt import effects
-from nxd_ckpt.storage.hosts.interface import group_addresses, listen
+from nxd_ckpt.storage.hosts.interface import connect, group_addresses, listen
 from nxd_ckpt.storage.hosts.wire import NONCE, proof
 
 logger = logging.getLogger("nxd_ckpt")
@@ -242,26 +242,13 @@ class Spoke:
 
 def _connected(rank: int, address: Address, secret: bytes) -> socket.socket:
     """Connect to rank 0. A dropped connection (rank 0 may have too many unproved ones) is tried again for a while."""
-    deadline = effects.monotonic() + _JOINING
-    while True:
-        problem, dropped = OSError("no answer"), False
-        for name in address["hosts"]:
-            try:
-                connection = socket.create_connection((name, address["port"]), timeout=_CONNECTING)
-            except OSError as error:
-                problem = error
-                continue
-            try:
-                _prove(connection, rank, secret)
-            except OSError as error:
-                connection.close()
-                problem, dropped = error, True
-                continue
-            connection.setblocking(False)
-            return connection
-        if not dropped or effects.monotonic() > deadline:
-            raise problem
-        effects.sleep(_NO_ROOM)
+
+    def prove(connection: socket.socket, within: float) -> socket.socket:
+        _prove(connection, rank, secret)
+        connection.setblocking(False)
+        return connection
+
+    return connect(address["hosts"], address["port"], prove, _JOINING, _CONNECTING)
 
 
 def _prove(connection: socket.socket, rank: int, secret: bytes) -> None:

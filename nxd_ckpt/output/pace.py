@@ -3,29 +3,10 @@
 from __future__ import annotations
 
 import threading
-import time
 
 from nxd_ckpt.errors import CheckpointError
 from nxd_ckpt.storage.progress import Counter
-
-
-class Throttle:
-    """A rate limit shared by threads. Unused rate is not saved up for later.
-
-    ``bytes_per_second`` None is no limit.
-    """
-
-    def __init__(self, bytes_per_second: int | None) -> None:
-        self._rate, self._free_at, self._lock = bytes_per_second, 0.0, threading.Lock()
-
-    def delay(self, nbytes: int) -> float:
-        """Return the seconds to wait after ``nbytes`` were moved, before more are."""
-        if self._rate is None:
-            return 0.0
-        with self._lock:
-            now = time.monotonic()
-            self._free_at = max(self._free_at, now) + nbytes / self._rate
-            return self._free_at - now
+from nxd_ckpt.storage.throttle import Throttle
 
 
 class Pace:
@@ -46,5 +27,5 @@ class Pace:
     def moved(self, nbytes: int) -> None:
         """Count ``nbytes``, and return when more may be moved. Raises CheckpointError once the copy is to stop."""
         self._counter.add(nbytes)
-        if self.stop.wait(self._throttle.delay(nbytes)):
+        if self.stop.wait(self._throttle.schedule(nbytes)[1]):
             raise CheckpointError("stopped: another file could not be copied")

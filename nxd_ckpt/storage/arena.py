@@ -14,7 +14,7 @@ from pathlib import Path
 
 PAGE = mmap.PAGESIZE
 _SHARE = 0.8
-"""Part of the available memory that staging may take: the rest stays for the training process itself."""
+"""Part of the available memory that staging may take: the training process itself needs the rest."""
 
 
 class Arena:
@@ -25,16 +25,16 @@ class Arena:
         self._memory: mmap.mmap | None = None
 
     def reserve(self, nbytes: int) -> memoryview:
-        """A writable view of the first ``nbytes`` bytes; the content is whatever was there.
+        """Return a writable view of the first ``nbytes`` bytes, with any content.
 
-        The caller must have dropped all views of an earlier call when it asks for more than the arena has.
+        The caller must have dropped all views of earlier calls when it asks for more than the arena has.
         """
         if nbytes > self.cap:
-            raise MemoryError(f"staging arena: asked for {nbytes} bytes, its cap is {self.cap}")
-        wanted = max(-(-nbytes // PAGE) * PAGE, PAGE)
-        if self._memory is None or len(self._memory) < wanted:
+            raise MemoryError(f"staging arena: {nbytes} bytes needed, its cap is {self.cap}")
+        needed = max(-(-nbytes // PAGE) * PAGE, PAGE)
+        if self._memory is None or len(self._memory) < needed:
             self._memory = None  # free the old one before asking for the new: the cap counts both
-            self._memory = _mapped(wanted)
+            self._memory = _mapped(needed)
             if hasattr(mmap, "MADV_HUGEPAGE"):
                 # The first touch of 4 KiB pages costs several times as much as the copy into them.
                 with contextlib.suppress(OSError):  # a kernel without them
@@ -43,11 +43,11 @@ class Arena:
 
     @property
     def nbytes(self) -> int:
-        """The size of the memory that it has now."""
+        """Bytes of its present memory."""
         return 0 if self._memory is None else len(self._memory)
 
     def release(self) -> None:
-        """Give the memory back to the system."""
+        """Return the memory to the system."""
         self._memory = None
 
 
@@ -58,17 +58,17 @@ def _mapped(nbytes: int) -> mmap.mmap:
 
 
 def default_cap(local_world_size: int, available: Callable[[], int] | None = None) -> int:
-    """Bytes that one of ``local_world_size`` ranks of this host may stage."""
+    """Return the bytes that one of ``local_world_size`` ranks of this host may stage."""
     room = (available or available_memory)()
     return max(int(room * _SHARE) // max(local_world_size, 1), 64 * 2**20)
 
 
 def available_memory(root: Path = Path("/")) -> int:
-    """Bytes this process can still allocate: the smaller of the cgroup's room and the system's MemAvailable."""
+    """Return the bytes this process can still allocate: the smaller of the cgroup's room and MemAvailable."""
     rooms = [_cgroup_v2(root), _cgroup_v1(root), _meminfo(root)]
-    known = [room for room in rooms if room is not None]
-    if known:
-        return min(known)
+    limits = [room for room in rooms if room is not None]
+    if limits:
+        return min(limits)
     return int(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
 
 
@@ -104,7 +104,7 @@ def _cgroup_v1(root: Path) -> int | None:
 
 
 def _reclaimable(folder: Path) -> int:
-    """Page cache counts as used in a cgroup, but gives way."""
+    """Return a cgroup's page cache: it counts as used, but gives way."""
     for line in _text(folder / "memory.stat").splitlines():
         name, _, value = line.partition(" ")
         if name in ("inactive_file", "total_inactive_file"):

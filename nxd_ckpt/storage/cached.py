@@ -1,10 +1,10 @@
 """A storage whose files are read from copies on a local disk, once they were fetched.
 
-Processes of a host share the copies: whoever comes first downloads a file, under a lock that the system frees if that
-process dies, and the others wait for it or fetch another meanwhile. A file has its name only when it is complete.
+Processes of a host share the copies: the first process downloads a file, under a lock that the system frees if that
+process dies, and the others wait for it or fetch another meanwhile. A file gets its name only when it is complete.
 
-The copies of one tag, as it was saved at one time, lie in a folder of their own: ``work_dir/STORE/TAG-VERSION/``.
-Opening one removes all other folders of the same store that no process has open: of each store, one tag is kept.
+The copies of one tag, in one saved version, lie in a folder of their own: ``work_dir/STORE/TAG-VERSION/``. Opening one
+removes all other folders of the same store that no process has open: of each store, one tag is kept.
 """
 
 from __future__ import annotations
@@ -28,23 +28,23 @@ from nxd_ckpt.storage.wrapper import RoutedStorage
 Progress = Callable[[int], None]
 
 _DOWNLOADS = 8
-"""Pieces that are downloaded at once, each with memory of its own."""
+"""Number of pieces that are downloaded at once, each with memory of its own."""
 _PIECE = 8 * 2**20
 
 
 class CachedStorage(RoutedStorage, Closing):
-    """``inner``, but for what `fetch` has brought: that is read from copies below ``work_dir``.
+    """A copy of ``inner``, in which fetched files are read from copies below ``work_dir``.
 
-    To be closed, or used as a context manager; until then nobody removes the copies.
+    Close it, or use it as a context manager; until then nobody removes the copies.
 
     Args:
-        inner: where the tag is.
-        tag: the tag that is to be read.
-        version: what tells this tag from another one that was saved under its name.
+        inner: storage of the tag.
+        tag: the tag to read.
+        version: bytes that differ between tags that were saved under this name.
         work_dir: a local directory that only this user can write to; by default one below the system's temporary one.
 
     Raises:
-        InvalidArgument: ``work_dir`` by default, and another user has taken its name.
+        InvalidArgument: the default ``work_dir`` belongs to another user.
     """
 
     def __init__(
@@ -59,12 +59,12 @@ class CachedStorage(RoutedStorage, Closing):
         self._fetched: set[str] = set()
 
     def fetch(self, keys: Iterable[str], progress: Progress) -> int:
-        """Bring these files, as far as no process has done so before; the bytes that this one downloaded.
+        """Download these files, unless another process has; return the bytes that this process downloaded.
 
         ``progress`` is called from several threads with the bytes of each piece.
 
         Raises:
-            OSError: what reading them, or a full disk, raises.
+            OSError: reading them failed, or the disk is full.
         """
         wanted = sorted(set(keys) - self._fetched)
         with (
@@ -74,7 +74,7 @@ class CachedStorage(RoutedStorage, Closing):
             download = _Download(self.inner, self.folder, pieces, progress)
             # First those that no other process is fetching; then the rest, most of which are there by then.
             busy = deque(key for key, done in zip(wanted, files.map(download.attempt, wanted), strict=True) if not done)
-            deque(files.map(download.bring, busy), 0)
+            deque(files.map(download.fetch, busy), 0)
         self._fetched.update(wanted)
         return sum(download.sizes)
 
@@ -88,7 +88,7 @@ class CachedStorage(RoutedStorage, Closing):
         self._fetched.clear()
 
     def close(self) -> None:
-        """Read from ``inner`` again, and let others remove the copies."""
+        """Read from ``inner`` again, and let other processes remove the copies."""
         self._fetched.clear()
         self._open.__exit__(None, None, None)
 
@@ -100,7 +100,7 @@ class CachedStorage(RoutedStorage, Closing):
 
 
 class _Download:
-    """Brings files of ``inner`` into ``folder``, each under a lock of its own, large ones in several pieces at once."""
+    """A download of files of ``inner`` to ``folder``, each under its own lock, large ones in several pieces at once."""
 
     def __init__(self, inner: Storage, folder: Path, pieces: ThreadPoolExecutor, progress: Progress) -> None:
         self._inner, self._pieces, self._progress = inner, pieces, progress
@@ -110,18 +110,18 @@ class _Download:
         self.sizes: deque[int] = deque()  # of what was downloaded; appended to by several threads
 
     def attempt(self, key: str) -> bool:
-        """Fetch the file unless another process is doing so; whether it is there."""
+        """Fetch the file unless another process is doing so. True if it is there."""
         try:
-            self._bring(key, wait=False)
+            self._fetch(key, wait=False)
         except BlockingIOError:
             return False
         return True
 
-    def bring(self, key: str) -> None:
+    def fetch(self, key: str) -> None:
         """Fetch the file, or wait for the process that does; if that one dies, this process takes over."""
-        self._bring(key, wait=True)
+        self._fetch(key, wait=True)
 
-    def _bring(self, key: str, *, wait: bool) -> None:
+    def _fetch(self, key: str, *, wait: bool) -> None:
         path = self._files / key
         if path.exists():
             return
@@ -130,7 +130,7 @@ class _Download:
         with locked(self._locks / name, wait=wait):
             if path.exists():
                 return
-            part = self._parts / name  # what a dead process left of it is written over
+            part = self._parts / name  # a dead process's part is overwritten
             self._fill(key, part)
             path.parent.mkdir(parents=True, exist_ok=True)
             os.replace(part, path)

@@ -26,17 +26,17 @@ class FsspecReader:
             data = memoryview(self._storage.read_at(self._key, run.begin, run.end))
             if len(data) != run.end - run.begin:
                 raise OSError(f"{self._storage.url}/{self._key}: shorter than when it was opened")
-            for offset, buffer in run.wanted:
+            for offset, buffer in run.ranges:
                 buffer[:] = data[offset - run.begin : offset - run.begin + len(buffer)]
         if self._storage.version(self._key)[0] != self._version:
             raise OSError(f"{self._storage.url}/{self._key}: replaced by another file while it was being read")
 
     def close(self) -> None:
-        """Nothing: every reading is a request of its own."""
+        """Do nothing: every read is a request of its own."""
 
 
 class WholeWriter:
-    """A small file: kept until it is closed."""
+    """A writer of a small file, which is kept until it is closed."""
 
     def __init__(self, storage: FsspecStorage, key: str, nbytes: int) -> None:
         self._storage, self._key, self._data = storage, key, bytearray(nbytes)
@@ -49,7 +49,7 @@ class WholeWriter:
         self._written += len(view)
 
     def settle(self) -> None:
-        """Nothing: what was handed over is copied."""
+        """Do nothing: the data was copied."""
 
     def close(self) -> None:
         _check_length(self._storage, self._key, self._written, len(self._data))
@@ -62,7 +62,7 @@ class WholeWriter:
 
 
 class StreamWriter:
-    """A large file: what comes in order goes straight on, what comes early waits in an unnamed temporary file."""
+    """A writer of a large file: data in order is sent at once, early data waits in an unnamed temporary file."""
 
     def __init__(self, storage: FsspecStorage, key: str, nbytes: int) -> None:
         self._storage, self._key, self._nbytes = storage, key, nbytes
@@ -90,7 +90,7 @@ class StreamWriter:
                 length -= len(piece)
 
     def settle(self) -> None:
-        """Nothing: what was handed over is copied or sent."""
+        """Do nothing: the data was copied or sent."""
 
     def close(self) -> None:
         _check_length(self._storage, self._key, self._position, self._nbytes)
@@ -107,7 +107,7 @@ class StreamWriter:
         with contextlib.suppress(Exception):
             self._file.discard()
             self._file.closed = True  # else collecting it would complete it
-        if not self._storage.fs.async_impl:  # it is there already, as far as it got
+        if not self._storage.fs.async_impl:  # the written part is visible already
             with contextlib.suppress(OSError):
                 self._storage.remove(self._key)
 
@@ -134,6 +134,6 @@ def _check_end(storage: FsspecStorage, key: str, end: int, expected: int) -> Non
         raise OSError(f"{storage.url}/{key}: wrote up to byte {end}, expected {expected} in all")
 
 
-def _check_length(storage: FsspecStorage, key: str, found: int, expected: int) -> None:
-    if found != expected:
-        raise OSError(f"{storage.url}/{key}: wrote {found} bytes, expected {expected}")
+def _check_length(storage: FsspecStorage, key: str, written: int, expected: int) -> None:
+    if written != expected:
+        raise OSError(f"{storage.url}/{key}: wrote {written} bytes, expected {expected}")

@@ -1,10 +1,10 @@
-"""Any file system of fsspec (``gs://``, ``abfs://``, ``memory://``, ...), as a store without rename.
+"""Any file system of fsspec (``gs://``, ``abfs://``, ``memory://``, ...), as a store without renames.
 
-How far the contract goes depends on the file system behind:
+The file system limits how far the contract holds:
 
-- `FsspecStorage.link_new` is one conditional request where ``pipe_file`` takes ``mode="create"``, as for Google
-  Cloud Storage; elsewhere, and for `FsspecStorage.exchange` always, it is a look followed by a write, which is
-  safe among the threads of a process and, as jobs hold a lease, against all but two jobs that start together.
+- `FsspecStorage.link_new` is one conditional request if ``pipe_file`` takes ``mode="create"``, as for Google Cloud
+  Storage. Elsewhere, and for `FsspecStorage.exchange` always, it is a look followed by a write, which is safe among the
+  threads of a process and, since jobs have a lease, against all but two jobs that start together.
 - A file above `_WHOLE` bytes streams; file systems that are no object stores show it while it grows.
 - A reader compares the file's properties (etag, generation, times) after each reading with those at its opening.
 """
@@ -32,13 +32,13 @@ _WHOLE = 32 * 2**20
 """Bytes up to which a file is kept in memory and written by one request when it is closed."""
 
 _looking = threading.Lock()
-"""Held between a look and the write that depends on it."""
+"""Lock between a look and the write that depends on it."""
 
 
 def open_fsspec(url: str, options: Mapping[str, Any]) -> Storage:
-    """The storage of an fsspec URL. ``retries`` and ``max_bytes_per_second`` are ours, all other options fsspec's.
+    """Open the storage of an fsspec URL. ``retries`` and ``max_bytes_per_second`` are ours, other options fsspec's.
 
-    Raises InvalidArgument where fsspec or the library behind it is missing, or options cannot be honoured.
+    Raises InvalidArgument if fsspec or the library behind it is missing, or options are invalid.
     """
     public = without_password(url)
     options = dict(options)
@@ -66,12 +66,12 @@ def open_fsspec(url: str, options: Mapping[str, Any]) -> Storage:
 
 
 def without_password(url: str) -> str:
-    """``sftp://user:secret@host/dir`` -> ``sftp://user@host/dir``: fit for logs and errors."""
+    """Return ``sftp://user@host/dir`` for ``sftp://user:secret@host/dir``, for logs and errors."""
     return re.sub(r"(://[^/:@]*):[^/@]*@", r"\1@", url)
 
 
 def _without_values(text: str, options: Mapping[str, Any]) -> str:
-    """``text`` without the values of options, which may be secret."""
+    """Return ``text`` without the values of options, which may be secret."""
     for value in options.values():
         if isinstance(value, str) and value:
             text = text.replace(value, "...")
@@ -79,7 +79,7 @@ def _without_values(text: str, options: Mapping[str, Any]) -> str:
 
 
 class FsspecStorage:
-    """Keys below ``root`` of the file system ``fs``."""
+    """The directory ``root`` of the file system ``fs`` as a storage."""
 
     renames = False
     concurrency = 16
@@ -90,7 +90,7 @@ class FsspecStorage:
         put = getattr(fs, "_pipe_file", fs.pipe_file)
         self._creates = "mode" in inspect.signature(put).parameters
         self._in_memory = type(fs).__name__ == "MemoryFileSystem"
-        # All that have one of its files open share one position in it.
+        # All readers of one of its files share one position in it.
         self._serial: Any = _memory if self._in_memory else contextlib.nullcontext()
 
     def path(self, key: str) -> str:
@@ -114,7 +114,7 @@ class FsspecStorage:
             return bytes(self.fs.cat_file(self.path(key), start=begin, end=end))
 
     def version(self, key: str) -> tuple[str, int]:
-        """What changes when the file does, and its size in bytes."""
+        """Return a mark that changes with the file, and its size in bytes."""
         with self.doing(key):
             self.fs.invalidate_cache()
             return self.fs.ukey(self.path(key)), int(self.fs.size(self.path(key)))
@@ -138,13 +138,13 @@ class FsspecStorage:
         with self.doing(key):
             self.fs.invalidate_cache()
             try:
-                found = self.fs.ls(self.path(key) or "/", detail=True)
+                infos = self.fs.ls(self.path(key) or "/", detail=True)
             except FileNotFoundError:
                 return []
             own = self.path(key).strip("/")
-            if any(info["name"].strip("/") == own and info["type"] != "directory" for info in found):
+            if any(info["name"].strip("/") == own and info["type"] != "directory" for info in infos):
                 raise MalformedFile(f"{self.url}/{key} is a file, expected a directory")
-            below = ((info["name"].rstrip("/"), info["type"] == "directory") for info in found)
+            below = ((info["name"].rstrip("/"), info["type"] == "directory") for info in infos)
             # Some stores list the directory's own marker as well.
             return sorted(DirEntry(name.rpartition("/")[2], is_dir) for name, is_dir in below if name.strip("/") != own)
 
@@ -162,12 +162,12 @@ class FsspecStorage:
         with self.doing(key), _looking:
             self.fs.invalidate_cache()
             try:
-                found = bytes(self.fs.cat_file(self.path(key)))
+                content = bytes(self.fs.cat_file(self.path(key)))
             except FileNotFoundError:
                 return False
-            if found == expected:
+            if content == expected:
                 self.fs.pipe_file(self.path(key), bytes(data))
-            return found == expected
+            return content == expected
 
     def create(self, key: str, nbytes: int) -> Writer:
         with self.doing(key):
@@ -175,10 +175,10 @@ class FsspecStorage:
         return WholeWriter(self, key, nbytes) if nbytes <= _WHOLE else StreamWriter(self, key, nbytes)
 
     def make_dir(self, key: str) -> None:
-        """Nothing: a directory is there while a key lies below it."""
+        """Do nothing: a directory is there while a key lies below it."""
 
     def sync_dir(self, key: str) -> None:
-        """Nothing: what was acknowledged is durable."""
+        """Do nothing: acknowledged writes are durable."""
 
     def rename(self, source: str, target: str) -> None:
         raise OSError(f"{self.url}: cannot rename {source}: an object store has no rename")
@@ -190,16 +190,16 @@ class FsspecStorage:
                 self.fs.rm(self.path(key), recursive=True)
 
     def discard_unfinished(self, key: str) -> None:
-        """Nothing: fsspec does not say what is unfinished. Stores drop it by their own rules."""
+        """Do nothing: fsspec does not list unfinished files. Stores drop them by their own rules."""
 
     def time(self, key: str) -> float:
         with self.doing(key):
             self.fs.invalidate_cache()
-            found: datetime.datetime = self.fs.modified(self.path(key))
-            return (found if found.tzinfo else found.replace(tzinfo=datetime.timezone.utc)).timestamp()
+            modified: datetime.datetime = self.fs.modified(self.path(key))
+            return (modified if modified.tzinfo else modified.replace(tzinfo=datetime.timezone.utc)).timestamp()
 
     def set_time(self, key: str, seconds: float) -> None:
-        """Nothing: times belong to the store."""
+        """Do nothing: times belong to the store."""
 
     def _put_new(self, key: str, data: bytes) -> bool:
         with _looking:
@@ -214,13 +214,13 @@ class FsspecStorage:
         return True
 
     def _make_parent(self, key: str) -> None:
-        """Object stores, which are the asynchronous ones, need none, and would make a bucket."""
+        """Make the parent directory; not in object stores (the asynchronous ones), where this would make a bucket."""
         if not self.fs.async_impl and not self._in_memory:
             self.fs.makedirs(self.path(key).rpartition("/")[0], exist_ok=True)
 
     @contextlib.contextmanager
     def doing(self, key: str) -> Iterator[None]:
-        """One operation on ``key``; whatever fails comes out as an OSError that names it."""
+        """Run one operation on ``key``; any failure becomes an OSError that names it."""
         try:
             with self._serial:
                 yield
@@ -236,9 +236,9 @@ _TRANSIENT = {408, 425, 429, 500, 502, 503, 504}
 
 
 def _as_os_error(error: Exception, what: str) -> OSError:
-    """``error`` of whatever library, so that what may go away by itself is a ConnectionError or TimeoutError."""
+    """Return an OSError for any library's ``error``: ConnectionError or TimeoutError if it may go away by itself."""
     text = f"{what}: {type(error).__name__}: {without_password(str(error))}"
-    status = next((found for name in ("status", "code", "status_code") if (found := getattr(error, name, None))), None)
+    status = next((code for name in ("status", "code", "status_code") if (code := getattr(error, name, None))), None)
     if isinstance(error, ConnectionError | TimeoutError) or status in _TRANSIENT:
         return ConnectionError(text)
     if isinstance(error, PermissionError) or status in (401, 403):
@@ -246,7 +246,7 @@ def _as_os_error(error: Exception, what: str) -> OSError:
     if type(error).__module__.partition(".")[0] in ("aiohttp", "requests", "urllib3", "asyncio"):
         return OSError(text) if status else ConnectionError(text)
     if isinstance(error, NotImplementedError):
-        return OSError(f"{what}: fsspec's file system for such URLs cannot do what this needs ({text})")
+        return OSError(f"{what}: fsspec's file system for such URLs lacks a needed operation ({text})")
     if isinstance(error, OSError) and type(error) in (FileExistsError, IsADirectoryError):
         return type(error)(text)
     return OSError(text)

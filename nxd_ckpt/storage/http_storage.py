@@ -1,6 +1,6 @@
-"""A directory on a web server, by fsspec's ``http``: read-only.
+"""A directory on a web server, through fsspec's ``http``: read-only.
 
-Only the server that was named is asked: a redirect to another one is refused, and so is an answer that drips.
+Only the named server is asked: a redirect to another one is refused, and so is an answer that comes too slowly.
 
 The names in a directory are the links of its index page. Times and versions are those that the server reports for each
 file. If it reports no times, tags with a manifest can still be ordered.
@@ -21,17 +21,17 @@ from nxd_ckpt.storage.base import DirEntry, Writer
 from nxd_ckpt.storage.fsspec_storage import FsspecStorage
 
 _WITHOUT_RANGES = 64 * 2**20
-"""Bytes of a file that is read from a server that answers no range requests: each time it sends the whole file."""
+"""Maximum bytes of a file from a server without range requests: it sends the whole file each time."""
 
 
 _LONGEST, _SILENT = 50.0, 20.0
-"""Seconds that an answer may take as a whole, and between two of its bytes."""
+"""Maximum seconds of a whole answer, and between two of its bytes."""
 
 
 async def http_client(**options: Any) -> Any:
-    """The client that fsspec asks by: aiohttp's, with our limits.
+    """Return fsspec's client: aiohttp's, with our limits.
 
-    ``options`` are those of ``aiohttp.ClientSession``; a ``timeout`` among them goes before ours.
+    ``options`` are those of ``aiohttp.ClientSession``; a ``timeout`` among them overrides ours.
     """
     import aiohttp
 
@@ -42,7 +42,7 @@ async def http_client(**options: Any) -> Any:
 
 
 async def _refuse_elsewhere(session: Any, context: Any, request: Any) -> None:
-    """Called before a redirect is followed."""
+    """Raise `Elsewhere` before a redirect to another server is followed."""
     target = request.url.join(type(request.url)(request.response.headers.get("Location", "")))
     own = request.url
     is_made_safe = (own.scheme, own.port, target.scheme, target.port) == ("http", 80, "https", 443)
@@ -56,7 +56,7 @@ class Elsewhere(OSError):
 
 
 class HttpStorage(FsspecStorage):
-    """Keys below a URL. Whatever would write raises OSError, and says that this is read-only."""
+    """A URL as a storage. Every write raises OSError: it is read-only."""
 
     def read_at(self, key: str, begin: int, end: int) -> bytes:
         data = super().read_at(key, begin, end)
@@ -84,30 +84,30 @@ class HttpStorage(FsspecStorage):
         return True
 
     def is_dir(self, key: str) -> bool:
-        """Whether it has an index page. Raises CheckpointNotFound where the storage itself has none."""
-        found = bool(self.list(key))
-        if not found and not key:
+        """Return whether it has an index page. Raises CheckpointNotFound if the root has none."""
+        has_entries = bool(self.list(key))
+        if not has_entries and not key:
             raise CheckpointNotFound(
-                f"{self.url}: no such directory, or the server shows no index page of it, by which files are found; "
+                f"{self.url}: no such directory, or the server shows no index page of it, which lists its files; "
                 "switch that on there, or read the checkpoint from an archive (nxd-ckpt pack), which needs none"
             )
-        return found
+        return has_entries
 
     def list(self, key: str = "") -> list[DirEntry]:
         directory = f"{self.path(key)}/"
         with self.doing(key):
             try:
-                found = self.fs.ls(directory, detail=True)
+                infos = self.fs.ls(directory, detail=True)
             except FileNotFoundError:
                 return []
-        links = [info["name"].removeprefix(directory) for info in found if info["name"].startswith(directory)]
-        # Others lead elsewhere, or sort the page.
+        links = [info["name"].removeprefix(directory) for info in infos if info["name"].startswith(directory)]
+        # Other links lead elsewhere, or sort the page.
         names = {link for link in links if link.strip("/") and not set("?#/") & set(link.removesuffix("/"))}
         return sorted(DirEntry(unquote(name.removesuffix("/")), name.endswith("/")) for name in names)
 
     def time(self, key: str) -> float:
-        told = self._info(key).get("Last-Modified")
-        return 0.0 if told is None else parsedate_to_datetime(told).timestamp()
+        modified = self._info(key).get("Last-Modified")
+        return 0.0 if modified is None else parsedate_to_datetime(modified).timestamp()
 
     def write(self, key: str, data: bytes) -> None:
         self._refuse(key)
@@ -126,7 +126,7 @@ class HttpStorage(FsspecStorage):
 
     @contextlib.contextmanager
     def doing(self, key: str) -> Iterator[None]:
-        """Errors that another try would meet again, after as long a time, are not tried again."""
+        """Run one operation; errors that would only repeat, after as long a time, are raised as permanent ones."""
         with super().doing(key):
             try:
                 yield
@@ -144,11 +144,11 @@ class HttpStorage(FsspecStorage):
         raise OSError(errno.EROFS, "http is read-only here: write to a directory or a store", f"{self.url}/{key}")
 
     def _info(self, key: str) -> dict[str, Any]:
-        """What the server reports of a file. Raises FileNotFoundError for a directory."""
+        """Return the server's report on a file. Raises FileNotFoundError for a directory."""
         with self.doing(key):
             try:
                 info: dict[str, Any] = self.fs.info(self.path(key))
-            except FileNotFoundError as error:  # fsspec's name for whatever failed
+            except FileNotFoundError as error:  # fsspec's name for any failure
                 cause = error.__cause__
                 if isinstance(cause, Exception) and getattr(cause, "status", 0) not in (404, 410):
                     raise cause from None

@@ -1,6 +1,6 @@
-"""Several storages that hold the same files, one nearer than the other, as one that is only read.
+"""Several storages that have the same files, some nearer than others, as one that is only read.
 
-Which file is taken from which of them is decided before, and never changes: what was verified in one is not read from
+The place of each file is chosen before and never changes: a file that was verified in one place is not read from
 another.
 """
 
@@ -17,9 +17,9 @@ T = TypeVar("T")
 
 
 class LayeredStorage(RoutedStorage):
-    """The first of ``places``, but for the files ``elsewhere``: each of these is read from the place of that number.
+    """The first of ``places``, except for the files ``elsewhere``: each is read from the place of that number.
 
-    It is listed there too, as if the first place had it. No other place is asked for anything.
+    They are also listed as if the first place had them. No other place is asked.
     """
 
     def __init__(self, places: Sequence[Storage], elsewhere: Mapping[str, int]) -> None:
@@ -32,7 +32,7 @@ class LayeredStorage(RoutedStorage):
 
     def around(self, name: str, key: str, operation: Callable[[], T]) -> T:
         raise OSError(
-            errno.EROFS, f"{name}: what is put together from several places is only read", f"{self.url}/{key}"
+            errno.EROFS, f"{name}: a storage of several places is read-only", f"{self.url}/{key}"
         )
 
     def _at(self, key: str) -> Storage:
@@ -51,7 +51,7 @@ class LayeredStorage(RoutedStorage):
         return sorted({*self.inner.list(key), *self._taken_below(key)})
 
     def _taken_below(self, key: str) -> set[DirEntry]:
-        """What a listing of the directory ``key`` shows of the files that are elsewhere."""
+        """Return the entries in the directory ``key`` of files that are elsewhere."""
         prefix = f"{key}/" if key else ""
-        below = (one.removeprefix(prefix).partition("/") for one in self._elsewhere if one.startswith(prefix))
+        below = (file.removeprefix(prefix).partition("/") for file in self._elsewhere if file.startswith(prefix))
         return {DirEntry(name, bool(slash)) for name, slash, _ in below}

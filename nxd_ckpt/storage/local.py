@@ -30,7 +30,7 @@ from nxd_ckpt.storage.system import exchange, naming, sync_path
 
 
 class LocalStorage:
-    """Keys below ``root``. ``durable=False`` skips every fsync: for scratch space whose loss is acceptable."""
+    """A directory as a storage. ``durable=False`` skips every fsync: for scratch space whose loss is acceptable."""
 
     renames = True
     may_be_unmounted = True
@@ -68,7 +68,9 @@ class LocalStorage:
         return stat.S_ISREG(_mode(self.path(key)))
 
     def kind(self, key: str) -> str | None:
-        """In words, a file, a FIFO, a device, ...; None where nothing is, or what cannot be looked at."""
+        """Return the kind in words: a file, a FIFO, a device, ...; None if nothing is there or it cannot be looked at.
+
+        """
         return kind_of(self.path(key))
 
     def list(self, key: str = "") -> list[DirEntry]:
@@ -114,8 +116,8 @@ class LocalStorage:
         return True
 
     def exchange(self, key: str, expected: bytes, data: bytes) -> bool:
-        # One of those who try moves it aside. If it is not what was expected after all, it comes back at once: while it
-        # is away, somebody else may take its name. So nothing is moved that can be seen to be another one before.
+        # One of several that try moves the file aside. If its content is not the expected one after all, it comes back
+        # at once: while it is away, somebody else may take its name. So a file that visibly differs is not moved.
         path = self._own(key)
         aside = path.parent / f".{path.name[:200]}.{uuid.uuid4().hex[:12]}"
         try:
@@ -125,8 +127,7 @@ class LocalStorage:
         except FileNotFoundError:
             return False
         try:
-            found = _read(aside, DOCUMENT)
-            if found != expected:
+            if _read(aside, DOCUMENT) != expected:
                 self._put_back(aside, path)
                 return False
         finally:
@@ -161,7 +162,7 @@ class LocalStorage:
         os.rename(old, new)
 
     def swap(self, one: str, other: str) -> bool:
-        """Give two files or directories each other's name, at once; False where the file system cannot."""
+        """Exchange the names of two files or directories atomically; False if the file system cannot."""
         return exchange(self._own(one), self._own(other))
 
     def remove(self, key: str) -> None:
@@ -176,15 +177,15 @@ class LocalStorage:
             path.unlink(missing_ok=True)
 
     def discard_unfinished(self, key: str) -> None:
-        """Nothing: what is unfinished lies among the files, and goes with them."""
+        """Do nothing: unfinished files lie among the others, and go with them."""
 
     def time(self, key: str) -> float:
         return stat_of(self.path(key), stat.S_IFREG, stat.S_IFDIR).st_mtime
 
     def inode(self, key: str) -> tuple[int, int]:
-        """Which file or directory it is, alike on all hosts that share it: its number, and when that changed (ns)."""
-        found = stat_of(self.path(key), stat.S_IFREG, stat.S_IFDIR)
-        return found.st_ino, found.st_ctime_ns
+        """Return the file's or directory's number and its change time (ns), equal on all hosts that share it."""
+        status = stat_of(self.path(key), stat.S_IFREG, stat.S_IFDIR)
+        return status.st_ino, status.st_ctime_ns
 
     def version(self, key: str) -> Version:
         return version_of(stat_of(self.path(key), stat.S_IFREG))
@@ -198,19 +199,22 @@ class LocalStorage:
         os.utime(self._own(key), (seconds, seconds), follow_symlinks=os.utime not in os.supports_follow_symlinks)
 
     def _own(self, key: str) -> Path:
-        """The path of a key that is about to change: it lies below the root itself, and not behind a link."""
+        """Return the path of a key that is about to change: it lies below the root itself, not behind a link."""
         path = self.path(key)
         _refuse_links(path.parents[: key.count("/")])
         return path
 
     def _make_parents(self, path: Path) -> None:
-        """Of what is below the root, whoever writes there makes the names durable; of the root itself, who makes it."""
+        """Make the directories above a file.
+
+        Names below the root are made durable by whoever writes there; the root itself by its maker.
+        """
         if not self.root.is_dir():
             self.make_dir("")
         path.parent.mkdir(parents=True, exist_ok=True)
 
     def _sync_way(self) -> None:
-        """Make durable what leads to the root: whoever made it, or what is above it, may not have done that."""
+        """Make the root's name, and those above it, durable: their makers may not have done that."""
         for folder in (self.root.resolve(), *self.root.resolve().parents):
             if os.path.ismount(folder):
                 return
@@ -225,7 +229,7 @@ class LocalStorage:
             sync_path(folder)
 
     def _put_back(self, aside: Path, path: Path) -> None:
-        """Give a file its name again, unless another one has it by now."""
+        """Give a file its name again, unless another file has it by now."""
         try:
             os.link(aside, path)
         except FileExistsError:
@@ -236,8 +240,10 @@ class LocalStorage:
             self._claim(aside, path)
 
     def _claim(self, temporary: Path, path: Path) -> bool:
-        """For file systems without links: whoever creates the name may replace it by the file that was written beside
-        it."""
+        """Give a file its final name on a file system without links; False if the name is taken.
+
+        The process that creates the name may replace it by the file that was written beside it.
+        """
         try:
             os.close(os.open(path, NEW_FILE, 0o666))
         except FileExistsError:
@@ -250,7 +256,7 @@ class LocalStorage:
         return True
 
     def _write_aside(self, key: str, data: bytes) -> Path:
-        """``data`` in a file of its own beside ``key``: written, its length checked, synced."""
+        """Write ``data`` to a file of its own beside ``key``, check its length, sync it, and return its path."""
         path = self._own(key)
         self._make_parents(path)
         temporary = path.parent / f".{path.name[:200]}.{uuid.uuid4().hex[:12]}"
@@ -261,13 +267,13 @@ class LocalStorage:
 
 
 _NO_LINKS = {errno.EPERM, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EXDEV}
-"""What file systems without hard links (FAT, mounted object stores) answer to link(2)."""
+"""Errors of link(2) on file systems without hard links (FAT, mounted object stores)."""
 
 _NOTHING_THERE = {errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.EBADF}
-"""What stat(2) answers where there is no such file, or a link leads nowhere."""
+"""Errors of stat(2) if there is no such file, or a link leads nowhere."""
 
 _NOT_OURS = {errno.EACCES, errno.EPERM, errno.EROFS, errno.EINVAL}
-"""What a system answers if a directory that others made may not be read, or is of a file system without syncs."""
+"""Errors of a directory that others made and we may not read, or of a file system without syncs."""
 
 
 def _read(path: Path, limit: int) -> bytes:
@@ -285,16 +291,16 @@ def _refuse_links(folders: Sequence[Path]) -> None:
         if folder.is_symlink():
             raise OSError(
                 errno.ELOOP,
-                "is a link: nothing is written, moved or removed through one, as it may lead out of the directory; put "
-                "what it leads to in its place, or remove it",
+                "is a link: nothing is written, moved or removed through one, as it may lead out of the directory; "
+                "replace it by its target, or remove it",
                 str(folder),
             )
 
 
 def _mode(path: Path, *, follow: bool = True) -> int:
-    """What stat(2) says of its kind; 0 where nothing is. Raises OSError where that is not known, as of a stale handle.
+    """Return the mode from stat(2); 0 if nothing is there. Raises OSError if that is unknown, as for a stale handle.
 
-    Newer versions of Python tell the two apart no more.
+    Newer versions of Python no longer tell the two apart.
     """
     try:
         return os.stat(path, follow_symlinks=follow).st_mode
@@ -307,10 +313,10 @@ def _mode(path: Path, *, follow: bool = True) -> int:
 def _is_dir(entry: os.DirEntry[str]) -> bool:
     try:
         return entry.is_dir()
-    except OSError:  # a link to itself, or into a directory that is not ours to look into
+    except OSError:  # a link to itself, or into a directory that we may not read
         return False
 
 
 def _cores() -> int:
-    """Those that this process may use, where the system tells."""
+    """Return the number of cores this process may use, if the system tells; else of all cores."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -1,4 +1,4 @@
-"""One file of a directory: opened for what it is, read in few system calls, and written past the page cache."""
+"""One file of a directory: opened with a check of its kind, read in few system calls, written past the page cache."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _KINDS = {
 
 
 def open_regular(path: Path) -> tuple[int, int]:
-    """A descriptor to read a file from, and its size in bytes. Opening a FIFO would block: this never does.
+    """Return a descriptor to read a file, and its size in bytes. Opening a FIFO would block: this never does.
 
     Raises:
         MalformedFile: it is no regular file, nor a link to one.
@@ -44,7 +44,7 @@ def open_regular(path: Path) -> tuple[int, int]:
 
 
 def stat_of(path: Path, *kinds: int) -> os.stat_result:
-    """What stat(2) says. Raises MalformedFile for what is of none of these kinds."""
+    """Return the result of stat(2). Raises MalformedFile for anything but these kinds."""
     try:
         return _checked(path.stat(), path, *kinds)
     except OSError as error:
@@ -52,23 +52,23 @@ def stat_of(path: Path, *kinds: int) -> os.stat_result:
 
 
 def kind_of(path: Path) -> str | None:
-    """In words, what is there; None where nothing is, or what cannot be looked at."""
+    """Return the kind in words; None if nothing is there, or it cannot be looked at."""
     try:
-        found = path.stat()
+        status = path.stat()
     except OSError:
         return "a link that leads nowhere" if path.is_symlink() else None
-    return _KINDS.get(stat.S_IFMT(found.st_mode), "something else")
+    return _KINDS.get(stat.S_IFMT(status.st_mode), "something else")
 
 
-def _checked(found: os.stat_result, path: Path, *kinds: int) -> os.stat_result:
-    kind = stat.S_IFMT(found.st_mode)
+def _checked(status: os.stat_result, path: Path, *kinds: int) -> os.stat_result:
+    kind = stat.S_IFMT(status.st_mode)
     if kind not in kinds:
         raise MalformedFile(f"{path} is {_KINDS.get(kind, 'something else')}, expected {_KINDS[kinds[0]]}")
-    return found
+    return status
 
 
 def _of_path(error: OSError, path: Path) -> Exception:
-    """What is to be raised for an error of opening a file."""
+    """Return the exception to raise for an error of opening a file."""
     if error.errno == errno.ENOTDIR or (error.errno == errno.ELOOP and not path.is_symlink()):
         # A file, or a link to itself, stands where one of its directories should.
         return FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
@@ -78,13 +78,13 @@ def _of_path(error: OSError, path: Path) -> Exception:
     return error
 
 
-def version_of(found: os.stat_result) -> Version:
-    """A link more or less leaves it as it is: a time that changes with that is not in it."""
-    return Version(found.st_size, f"{found.st_dev} {found.st_ino} {found.st_mtime_ns}")
+def version_of(status: os.stat_result) -> Version:
+    """Return the version. It has no time that changes with the number of links."""
+    return Version(status.st_size, f"{status.st_dev} {status.st_ino} {status.st_mtime_ns}")
 
 
 def overwrite(path: Path, data: bytes, durable: bool) -> None:
-    """Give a file that is there these bytes, in the blocks that it has."""
+    """Overwrite an existing file with these bytes, in its blocks."""
     fd = os.open(path, flags("O_WRONLY", "O_CLOEXEC", "O_NOFOLLOW"))
     try:
         with naming(path):
@@ -97,14 +97,16 @@ def overwrite(path: Path, data: bytes, durable: bool) -> None:
 
 
 def duplicate(source: Path, version: Version, target: Path, durable: bool) -> bool:
-    """As `nxd_ckpt.storage.base.Duplicating.duplicate`: a file that shares the blocks on the disk where the file
-    system has that, else another name for the same file."""
+    """Give the free path ``target`` the bytes of ``source``, if it still has ``version``; False otherwise.
+
+    The new file shares the blocks on the disk if the file system can, else it is another name for the same file.
+    """
     fd, _ = open_regular(source)
     try:
         if version_of(os.fstat(fd)) != version:
             return False
         if durable:
-            sync_file(fd)  # whoever wrote it may have been told not to
+            sync_file(fd)  # its writer may not have synced it
         if _clone(fd, target, durable):
             return True
         os.link(source, target)
@@ -117,7 +119,7 @@ def duplicate(source: Path, version: Version, target: Path, durable: bool) -> bo
 
 
 def _clone(fd: int, target: Path, durable: bool) -> bool:
-    """A new file with the same blocks on the disk, which are copied if one of the two is written to."""
+    """Make a new file with the same blocks on the disk, which are copied if one of the two is written to."""
     new = os.open(target, NEW_FILE, 0o666)
     try:
         cloned = clone(fd, new)
@@ -134,7 +136,7 @@ def _clone(fd: int, target: Path, durable: bool) -> bool:
 
 
 class LocalReader:
-    """Neighbouring ranges share a system call, what lies between them (headers of small records) is read along."""
+    """A reader in which neighbouring ranges share a system call, which also reads the bytes between them."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -162,15 +164,15 @@ class LocalReader:
 
 
 _HOLE = memoryview(bytearray(8 * 2**10))
-"""Memory for what is read along, of the length from which on a read of its own is cheaper. Nobody looks into it."""
+"""Memory for bytes between ranges, as long as it pays to read them. It is never read."""
 _BUFFERS = 1000
-"""Buffers that a system call fills, at most; Linux takes 1,024."""
+"""Maximum number of buffers of a system call; Linux takes 1,024."""
 _BYTES = 2**30
-"""Bytes that a system call reads, about; some systems refuse more than twice as many."""
+"""Approximate maximum bytes of a system call; some systems refuse more than twice as many."""
 
 
 def _runs(ranges: Sequence[tuple[int, memoryview]]) -> Iterator[tuple[int, list[memoryview]]]:
-    """(offset, buffers to be filled one after the other) of every system call."""
+    """Yield (offset, buffers to be filled one after the other) of every system call."""
     begin, end, buffers = 0, 0, list[memoryview]()
     for offset, buffer in ranges:
         if buffers and 0 <= offset - end <= len(_HOLE) and len(buffers) < _BUFFERS and offset - begin < _BYTES:
@@ -187,7 +189,7 @@ def _runs(ranges: Sequence[tuple[int, memoryview]]) -> Iterator[tuple[int, list[
 
 
 def _after(count: int, buffers: list[memoryview]) -> list[memoryview]:
-    """``buffers`` without their first ``count`` bytes."""
+    """Return ``buffers`` without their first ``count`` bytes."""
     for number, buffer in enumerate(buffers):
         if count < len(buffer):
             return [buffer[count:], *buffers[number + 1 :]]
@@ -196,7 +198,7 @@ def _after(count: int, buffers: list[memoryview]) -> list[memoryview]:
 
 
 class LocalWriter:
-    """Large aligned writes bypass the page cache where the file system takes that, all others go through it.
+    """A writer whose large aligned writes bypass the page cache if the file system allows it.
 
     Direct writes cost what the disk costs; buffered ones are copied first, and their sync then competes with every
     other dirty page of the host. Where a file system refuses (tmpfs, some network ones), all writes are buffered.
@@ -219,7 +221,7 @@ class LocalWriter:
             _write_all(self._fd, view[last:], offset + last)
 
     def _write_direct(self, offset: int, view: memoryview) -> int:
-        """Write the leading part that direct IO can take; how many bytes that was."""
+        """Write the leading part that direct IO can take; return its length in bytes."""
         length = len(view) // _ALIGNMENT * _ALIGNMENT
         if self._direct < 0 or length < _DIRECT_FROM or view.readonly or _address(view) % _ALIGNMENT:
             return 0
@@ -228,28 +230,28 @@ class LocalWriter:
         except OSError as error:
             if error.errno != errno.EINVAL:
                 raise
-            os.close(self._direct)  # opened, but not meant
+            os.close(self._direct)  # it opens, but refuses direct writes
             self._direct = -1
             return 0
         return length
 
     def settle(self) -> None:
-        """Nothing: every write is done when it returns."""
+        """Do nothing: every write is done when it returns."""
 
     def close(self) -> None:
-        """Raises OSError where the file did not get its full length: a full disk may say so only here."""
+        """Complete the file. Raises OSError if it is too short: a full disk may show only here."""
         try:
             with naming(self._path):
-                found = os.fstat(self._fd).st_size
-                if found != self._nbytes:
-                    raise OSError(f"{self._path}: wrote {found} bytes, expected {self._nbytes}")
+                size = os.fstat(self._fd).st_size
+                if size != self._nbytes:
+                    raise OSError(f"{self._path}: wrote {size} bytes, expected {self._nbytes}")
                 if self._durable:
                     sync_file(self._fd)
         finally:
             self._close()
 
     def abort(self) -> None:
-        """Whoever gave this writer up may have written another file under the name since: that stays."""
+        """Remove the file, unless another file has its name since."""
         with contextlib.suppress(OSError):
             own = os.fstat(self._fd) if self._fd >= 0 else None
             self._close()
@@ -265,7 +267,7 @@ class LocalWriter:
 
 _ALIGNMENT = 4096
 _DIRECT_FROM = 256 * 2**10
-"""Bytes from which on a write bypasses the page cache."""
+"""Minimum bytes of a write that bypasses the page cache."""
 
 
 def _write_all(fd: int, view: memoryview, offset: int) -> None:

@@ -1,4 +1,4 @@
-"""The paths under which a directory is seen: a bind mount shows it in another place, which no link tells."""
+"""Paths under which a directory is visible: a bind mount shows it in another place, which no link tells."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 _MOUNTS = Path("/proc/self/mountinfo")
-"""Linux has it. Elsewhere a directory is taken to be seen under its own path."""
+"""Linux's list of mounts. Elsewhere a directory counts as visible only under its own path."""
 
 
 class _Mount(NamedTuple):
-    """The directory ``root`` of a file system, shown at ``point``."""
+    """A mount: the directory ``root`` of a file system, shown at ``point``."""
 
     device: str
     root: str
@@ -20,13 +20,14 @@ class _Mount(NamedTuple):
 
 
 def aliases(path: str | os.PathLike[str]) -> list[str]:
-    """All paths under which ``path`` is seen, or would be if it were made: its own without links comes first."""
+    """Return all paths of ``path``, also if it does not exist yet; its own path without links comes first."""
     own = os.path.realpath(path)
     mounts = _mounts()
     covering = [mount for mount in mounts if is_below(own, mount.point)]
     if not covering:
         return [own]
-    mount = max(reversed(covering), key=lambda one: len(one.point))  # of those on one point the last is seen
+    # Of several mounts on one point the last is visible.
+    mount = max(reversed(covering), key=lambda candidate: len(candidate.point))
     inside = _joined(mount.root, os.path.relpath(own, mount.point))
     others = [
         _joined(other.point, os.path.relpath(inside, other.root))
@@ -37,12 +38,15 @@ def aliases(path: str | os.PathLike[str]) -> list[str]:
 
 
 def is_below(inner: str, outer: str) -> bool:
-    """True for paths without links of which one is the other, or lies in it."""
+    """Return whether the path ``inner`` is ``outer`` or lies in it; both without links."""
     return inner == outer or inner.startswith(outer.rstrip("/") + "/")
 
 
 def _is_same(own: str, other: str) -> bool:
-    """False where another file system is mounted over ``other``; what is not there yet is told by what is above it."""
+    """Return whether both paths show one directory, not another file system mounted over ``other``.
+
+    A directory that does not exist yet is judged by those above it.
+    """
     while not os.path.lexists(own) and os.path.basename(own) == os.path.basename(other) != "":
         own, other = os.path.dirname(own), os.path.dirname(other)
     try:
@@ -57,12 +61,12 @@ def _mounts() -> list[_Mount]:
     except OSError:
         return []
     fields = [line.split(" ") for line in lines]
-    return [_Mount(one[2], _unescaped(one[3]), _unescaped(one[4])) for one in fields if len(one) > 4]
+    return [_Mount(parts[2], _unescaped(parts[3]), _unescaped(parts[4])) for parts in fields if len(parts) > 4]
 
 
 def _unescaped(path: str) -> str:
-    """Spaces and such stand there as octal numbers, bytes by byte."""
-    raw = re.sub(rb"\\([0-7]{3})", lambda found: bytes([int(found[1], 8)]), os.fsencode(path))
+    """Return the path with its octal escapes (of spaces, for example) decoded."""
+    raw = re.sub(rb"\\([0-7]{3})", lambda match: bytes([int(match[1], 8)]), os.fsencode(path))
     return os.fsdecode(raw)
 
 

@@ -1,4 +1,4 @@
-"""Telling how far something is: a bar on a terminal for what takes longer than two seconds, and a line in the log."""
+"""Progress of long operations: a bar on a terminal after two seconds, and a line in the log."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from nxd_ckpt.core.units import size
 logger = logging.getLogger("nxd_ckpt")
 
 _PATIENCE = 2.0
-"""Seconds for which nobody needs a bar."""
+"""Seconds before a bar is shown."""
 _BETWEEN = 0.2
-"""Seconds between two looks."""
+"""Seconds between two updates."""
 
 
 class Counter:
@@ -31,16 +31,16 @@ class Counter:
 
 
 def is_watched() -> bool:
-    """Whether there is anyone to show a bar to: standard error is a terminal."""
+    """Return whether somebody can see a bar: standard error is a terminal."""
     return sys.stderr.isatty()
 
 
 @contextmanager
 def watched(what: str, total: int | None, done: Callable[[], int], shown: bool) -> Iterator[None]:
-    """Within, a bar on standard error shows how many bytes are ``done()``, from the third second on.
+    """Show a bar of ``done()`` bytes on standard error within the block, from the third second on.
 
-    ``total`` is how many there will be, if that is known. A thread of its own looks there from time to time: what is
-    watched is not held up. There is none unless the bar is to be ``shown`` and standard error is a terminal.
+    ``total`` is the expected number of bytes, if it is known. A thread of its own updates the bar, so the work is not
+    delayed. There is no bar unless it is to be ``shown`` and standard error is a terminal.
     """
     if not shown or not is_watched():
         yield
@@ -56,7 +56,7 @@ def watched(what: str, total: int | None, done: Callable[[], int], shown: bool) 
 
 
 def report(what: str, where: str, nbytes: int, started: float) -> None:
-    """The one line that a finished phase leaves in the log. ``started``: by the monotonic clock, in seconds."""
+    """Log one line for a finished phase. ``started``: by the monotonic clock, in seconds."""
     logger.info("%s %s: %s in %.2f s", what, where, size(nbytes), effects.monotonic() - started)
 
 

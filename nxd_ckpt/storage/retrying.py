@@ -1,4 +1,4 @@
-"""A storage that tries again what failed for a reason that may go away by itself: `TRANSIENT` errors."""
+"""Retries: a storage that repeats operations after errors that may go away by themselves (`TRANSIENT`)."""
 
 from __future__ import annotations
 
@@ -11,21 +11,40 @@ from nxd_ckpt.storage.base import Reader, Storage
 from nxd_ckpt.storage.wrapper import StorageWrapper
 
 TRANSIENT = (ConnectionError, TimeoutError, BlockingIOError)
-"""A missing file, a refusal, or a full disk stay what they are."""
+"""Errors that may go away. A missing file, a refusal, or a full disk do not."""
 
 _ONCE = ("link_new", "exchange", "rename")
 _FIRST_PAUSE = 0.1
 _LONGEST_PAUSE = 20.0
-"""Seconds before an operation is repeated, at most: the first time, then twice as many each time, up to the second."""
+"""Seconds before an operation is repeated, at most: `_FIRST_PAUSE` at first, doubled each time up to this."""
 
 T = TypeVar("T")
 
 
-class RetryingStorage(StorageWrapper):
-    """Repeats every operation that may be done twice, at most ``retries`` times, with growing pauses and jitter.
+def retried(
+    operation: Callable[[], T],
+    errors: type[Exception] | tuple[type[Exception], ...],
+    retries: int,
+    pause: Callable[[int], float],
+    sleep: Callable[[float], None],
+) -> T:
+    """Return the result of ``operation``, repeated at most ``retries`` times after one of ``errors``.
 
-    `link_new`, `exchange` and writes are not repeated, because nothing shows whether the first try arrived:
-    their errors are raised.
+    ``pause`` returns the seconds to wait, given the number of earlier repetitions. Raises the error of the last try.
+    """
+    for tries in range(retries):
+        try:
+            return operation()
+        except errors:
+            sleep(pause(tries))
+    return operation()
+
+
+class RetryingStorage(StorageWrapper):
+    """A storage that repeats operations, at most ``retries`` times, with growing pauses and jitter.
+
+    `link_new`, `exchange` and writes are not repeated, because nothing shows whether the first try arrived: their
+    errors are raised.
     """
 
     def __init__(self, inner: Storage, retries: int = 5, sleep: Callable[[float], None] = time.sleep) -> None:
@@ -39,18 +58,15 @@ class RetryingStorage(StorageWrapper):
         return _RetryingReader(self, super().open(key))
 
     def repeated(self, operation: Callable[[], T]) -> T:
-        """What ``operation`` returns in the end; raises what its last try raised."""
-        for tries in range(self._retries):
-            try:
-                return operation()
-            except TRANSIENT:
-                self._sleep(pause_after(tries))
-        return operation()
+        """Return the result of ``operation``; raise the error of its last try."""
+        return retried(operation, TRANSIENT, self._retries, pause_after, self._sleep)
 
 
 def pause_after(tries: int) -> float:
-    """Seconds to wait until an operation is repeated that has been repeated ``tries`` times: longer each time, and not
-    in step with others."""
+    """Return the seconds before the next repetition, after ``tries`` earlier ones.
+
+    They grow, with jitter, so that several clients do not retry in step.
+    """
     doubled: float = _FIRST_PAUSE * 2 ** min(tries, 10)
     return effects.uniform(0, min(doubled, _LONGEST_PAUSE))
 

@@ -1,7 +1,7 @@
-"""What operating systems lack, or call differently: flags, positioned reads and writes, syncing, locks.
+"""System calls that differ between operating systems: flags, positioned reads and writes, syncing, locks.
 
-Linux has all of it. macOS lacks little; Windows, where people look at checkpoints on a laptop, most. Nothing here asks
-for a system's name: what is not there is done in another way, or (`require_locks`) refused by name.
+Linux has all of them. macOS lacks few; Windows, where people look at checkpoints on a laptop, most. Nothing here checks
+a system's name: a missing call is replaced, or (`require_locks`) refused by name.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ except ImportError:
     HAS_LOCKS = False
 else:
     HAS_LOCKS = True
-"""Whether files can be locked for as long as a process lives."""
+"""True if files can be locked for as long as a process lives."""
 
 _PIECE = 16 * 2**20
 _moving = threading.Lock()
 """Guards a descriptor's position on systems whose reads and writes cannot take an offset."""
-_held: defaultdict[Path, threading.Lock] = defaultdict(threading.Lock)
-"""What stands in for locks on files, among the threads of this process."""
+_thread_locks: defaultdict[Path, threading.Lock] = defaultdict(threading.Lock)
+"""Replacement for file locks, among the threads of this process."""
 
 
 _WORKING_DIRECTORY, _EXCHANGE = -100, 2
@@ -46,7 +46,7 @@ except (AttributeError, OSError, TypeError):  # not Linux, or an older libc
 
 @contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Adds the path to errors of calls that know only a descriptor."""
+    """Add the path to errors of calls that know only a descriptor."""
     try:
         yield
     except OSError as error:
@@ -56,15 +56,15 @@ def naming(path: Path) -> Iterator[None]:
 
 
 def flags(*names: str) -> int:
-    """The flags of open(2) of these names, those that there are; and that bytes are bytes."""
-    found = getattr(os, "O_BINARY", 0)
+    """Return those of the named flags of open(2) that this system has, and the flag for binary files."""
+    bits = getattr(os, "O_BINARY", 0)
     for name in names:
-        found |= getattr(os, name, 0)
-    return int(found)
+        bits |= getattr(os, name, 0)
+    return int(bits)
 
 
 def read_at(fd: int, buffers: Sequence[memoryview], offset: int) -> int:
-    """Fill buffers from byte ``offset`` on, as far as one call goes; how many bytes that was."""
+    """Fill buffers from byte ``offset`` on with one call; return the number of bytes."""
     if hasattr(os, "preadv"):
         return os.preadv(fd, buffers, offset)
     first = next(buffer for buffer in buffers if len(buffer))
@@ -76,7 +76,7 @@ def read_at(fd: int, buffers: Sequence[memoryview], offset: int) -> int:
 
 
 def write_at(fd: int, view: memoryview, offset: int) -> int:
-    """Write to byte ``offset``, as far as one call goes; how many bytes that was."""
+    """Write at byte ``offset`` with one call; return the number of bytes."""
     if hasattr(os, "pwrite"):
         return os.pwrite(fd, view[: 1 << 30], offset)
     with _moving:
@@ -85,7 +85,7 @@ def write_at(fd: int, view: memoryview, offset: int) -> int:
 
 
 def exchange(one: Path, other: Path) -> bool:
-    """Give two files or directories each other's name, at once; False where system or file system cannot."""
+    """Exchange the names of two files or directories atomically; False if system or file system cannot."""
     if _renameat2 is None:
         return False
     if _renameat2(_WORKING_DIRECTORY, os.fsencode(one), _WORKING_DIRECTORY, os.fsencode(other), _EXCHANGE) == 0:
@@ -97,18 +97,18 @@ def exchange(one: Path, other: Path) -> bool:
 
 
 def clone(fd: int, new: int) -> bool:
-    """Let the empty file ``new`` share the blocks of ``fd`` on the disk; False where the file system cannot."""
+    """Let the empty file ``new`` share the blocks of ``fd`` on the disk; False if the file system cannot."""
     if not HAS_LOCKS:
         return False
     try:
         fcntl.ioctl(new, _CLONE, fd)
-    except OSError:  # what file systems answer that cannot do it differs
+    except OSError:  # file systems without it answer differently
         return False
     return True
 
 
 def sync_file(fd: int) -> None:
-    """Return when what was written to the file is on the disk."""
+    """Return when the bytes written to the file are on the disk."""
     if hasattr(os, "fdatasync"):
         os.fdatasync(fd)
     elif HAS_LOCKS and hasattr(fcntl, "F_FULLFSYNC"):
@@ -118,7 +118,7 @@ def sync_file(fd: int) -> None:
 
 
 def sync_path(path: Path) -> None:
-    """The same for a file that others may have written, or for the entries of a directory, where one can be opened."""
+    """Sync a file that others may have written, or a directory's entries, if directories can be opened."""
     has_directories = hasattr(os, "O_DIRECTORY")
     if not has_directories and path.is_dir():
         return
@@ -131,7 +131,7 @@ def sync_path(path: Path) -> None:
 
 
 def require_locks(what: str) -> None:
-    """Raise UnsupportedSystem where files cannot be locked, which ``what`` needs."""
+    """Raise UnsupportedSystem if files cannot be locked, which ``what`` needs."""
     if not HAS_LOCKS:
         raise UnsupportedSystem(
             f"{what} needs file locks that end with their process (fcntl.flock), which this system does not have: do "
@@ -143,16 +143,16 @@ def require_locks(what: str) -> None:
 def locked(path: Path, *, shared: bool = False, wait: bool = True) -> Iterator[None]:
     """Hold a lock on the file ``path``, which is made if need be; the system frees it if this process dies.
 
-    Where there are no such locks, only threads of this process exclude each other. Raises BlockingIOError if it is held
-    and ``wait`` is false.
+    Without such locks, only threads of this process exclude each other. Raises BlockingIOError if it is held and
+    ``wait`` is false.
     """
     if not HAS_LOCKS:
-        if not _held[path].acquire(blocking=wait):
+        if not _thread_locks[path].acquire(blocking=wait):
             raise BlockingIOError(f"{path} is locked")
         try:
             yield
         finally:
-            _held[path].release()
+            _thread_locks[path].release()
         return
     operation = (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | (0 if wait else fcntl.LOCK_NB)
     while True:
@@ -173,7 +173,7 @@ def locked(path: Path, *, shared: bool = False, wait: bool = True) -> Iterator[N
 
 
 def try_lock(fd: int, path: Path) -> bool:
-    """Whether this descriptor, opened at ``path``, now holds the only lock on the file that is there."""
+    """Return whether this descriptor, opened at ``path``, now has the only lock on the file at that path."""
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -182,7 +182,7 @@ def try_lock(fd: int, path: Path) -> bool:
 
 
 def unlock(fd: int) -> None:
-    """Unlocked, not just closed: a process forked meanwhile (a data loader's) has the descriptor as well."""
+    """Unlock, besides closing: a process forked meanwhile (a data loader's) has the descriptor as well."""
     fcntl.flock(fd, fcntl.LOCK_UN)
 
 

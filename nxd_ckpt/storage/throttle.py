@@ -1,4 +1,4 @@
-"""A cap on bytes per second that everything in the process which names the same cap shares."""
+"""A limit on bytes per second, shared by everything in the process that names the same limit."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from nxd_ckpt.errors import InvalidArgument
 
 
 class Throttle:
-    """Lets ``bytes_per_second`` through, on average; None is no cap."""
+    """A limit of ``bytes_per_second`` on average; None is unlimited. Unused time is not saved up."""
 
     def __init__(
         self,
@@ -27,31 +27,38 @@ class Throttle:
 
     @property
     def block(self) -> int:
-        """Bytes to ask for at once: few where there is a cap, so that no connection is silent for long."""
+        """Bytes to request at once: few with a limit, so that no connection is silent for long."""
         return 2**20 if self._rate is None else 64 * 2**10
 
     def take(self, nbytes: int) -> None:
         """Return when ``nbytes`` more may pass."""
+        begin, _ = self.schedule(nbytes)
+        if begin > 0:
+            self._sleep(begin)
+
+    def schedule(self, nbytes: int) -> tuple[float, float]:
+        """Return the seconds until ``nbytes`` more may begin to pass, and until they have passed."""
         if self._rate is None:
-            return
+            return 0.0, 0.0
         with self._lock:
             now = self._clock()
-            free_at = max(self._free_at, now)
-            self._free_at = free_at + nbytes / self._rate
-        if free_at > now:
-            self._sleep(free_at - now)
+            begin = max(self._free_at, now)
+            self._free_at = begin + nbytes / self._rate
+            return begin - now, self._free_at - now
 
 
 class Limits(NamedTuple):
-    """The options of every store that are ours: how often a request is repeated, and a cap in bytes per second on
-    uploads and downloads together."""
+    """Options of every store that are ours: the number of retries, and a rate limit.
+
+    ``max_bytes_per_second`` limits uploads and downloads together.
+    """
 
     retries: int
     max_bytes_per_second: float | None
 
     @staticmethod
     def of(retries: int, max_bytes_per_second: float | None, url: str) -> Limits:
-        """Raises InvalidArgument."""
+        """Return the checked limits. Raises InvalidArgument."""
         if retries < 0:
             raise InvalidArgument(f"{url}: retries is {retries}; expected 0 or more")
         if max_bytes_per_second is not None and max_bytes_per_second <= 0:
@@ -60,13 +67,13 @@ class Limits(NamedTuple):
 
     @property
     def throttle(self) -> Throttle:
-        """The one that the process has for this cap."""
+        """The process's throttle for this limit."""
         return shared_throttle(self.max_bytes_per_second)
 
 
 @cache
 def shared_throttle(bytes_per_second: float | None) -> Throttle:
-    """The one of this process for this cap."""
+    """Return the process's throttle for this limit."""
     return Throttle(bytes_per_second)
 
 

@@ -1,9 +1,9 @@
-"""Which storage a path or URL names, and the arithmetic of URLs.
+"""Opening the storage of a path or URL, and the arithmetic of URLs.
 
-``s3://bucket/prefix`` is `nxd_ckpt.storage.s3`, ``file://`` and everything without ``scheme://`` a directory, any
-other scheme a file system of fsspec. Libraries are imported when a URL needs them. A file that ends in ``.tar``,
-wherever it is, is the directory that was packed into it (`nxd_ckpt.storage.archive`); so is a compressed one,
-once it is unpacked.
+``s3://bucket/prefix`` is `nxd_ckpt.storage.s3`, ``file://`` and everything without ``scheme://`` a directory, any other
+scheme a file system of fsspec. Libraries are imported when a URL needs them. A file that ends in ``.tar``, in any
+place, is the directory that was packed into it (`nxd_ckpt.storage.archive`); so is a compressed one, once it is
+unpacked.
 """
 
 from __future__ import annotations
@@ -22,24 +22,24 @@ from nxd_ckpt.storage.local import LocalStorage
 from nxd_ckpt.storage.mounts import aliases, is_below
 
 ARCHIVES = (SUFFIX, *SUFFIXES)
-"""How names of archives end that are read and written."""
+"""Ends of names of archives that are read and written."""
 _OTHERS = (".tar.bz2", ".tar.xz")
 
 StrPath = str | os.PathLike[str]
 StorageOptions = Mapping[str, Any]
-"""What a URL is opened with."""
+"""Options for opening a URL."""
 
 
 def open_storage(
     path: StrPath, durable: bool = True, storage_options: StorageOptions | None = None
 ) -> Storage:
-    """The storage that a path or URL names.
+    """Open the storage of a path or URL.
 
     ``storage_options`` go to the store's library, under the names that fsspec and s3fs use; a local directory has none.
     ``durable=False`` skips every fsync of a local directory; a store has none to skip.
 
-    Raises InvalidArgument: empty, an unknown scheme, a library that is not installed, options that cannot be honoured,
-    an archive that is compressed in another way.
+    Raises InvalidArgument: empty, an unknown scheme, a library that is not installed, invalid options, an archive with
+    another compression.
     """
     text = os.fspath(path)
     if not text:
@@ -77,19 +77,20 @@ def _open_directory(text: str, durable: bool, storage_options: Mapping[str, Any]
 
 
 def is_url(path: StrPath) -> bool:
-    """Whether ``path`` names a place in a store: a URL, and not one of the local file system."""
+    """Return whether ``path`` is a place in a store: a URL that is not of the local file system."""
     return _scheme(os.fspath(path)) not in ("", "file", "local")
 
 
 def options_for(path: StrPath, options: StorageOptions | None) -> StorageOptions | None:
-    """The options for this one of several places, given the options for all of them: a local path has none."""
+    """Return the options of this one of several places, given the options for all: a local path has none."""
     return options if is_url(path) else None
 
 
 def local_path(path: StrPath) -> str:
-    """The path of a local directory, given as itself (``~`` is expanded) or as ``file://`` URL.
+    """Return the path of a local directory, given as itself (``~`` is expanded) or as a ``file://`` URL.
 
-    Raises InvalidArgument for another host, and for a URL that pathlib took for a path: it must not become a directory.
+    Raises InvalidArgument for another host, and for a URL that pathlib mangled into a path: it must not become a
+    directory.
     """
     text = os.fspath(path)
     if not _scheme(text):
@@ -121,14 +122,16 @@ def normalised(path: StrPath) -> str:
 
 
 def overlap(one: StrPath, other: StrPath, *, inside: bool = True) -> bool:
-    """True if two paths or URLs lead to one place, or one lies ``inside`` the other, by a link or a bind mount too."""
+    """Return whether two paths or URLs are one place, or one lies ``inside`` the other, also by a link or bind mount.
+
+    """
     if inside:
         return lies_in(one, other) or lies_in(other, one)
     return lies_in(one, other) and lies_in(other, one)
 
 
 def lies_in(inner: StrPath, outer: StrPath) -> bool:
-    """True if the path or URL ``inner`` is ``outer``, or leads into it, by a link or a bind mount too."""
+    """Return whether the path or URL ``inner`` is ``outer``, or leads into it, also by a link or bind mount."""
     first, second = normalised(inner), normalised(outer)
     if first.startswith(second):
         return True
@@ -140,15 +143,15 @@ def lies_in(inner: StrPath, outer: StrPath) -> bool:
 
 
 def join(place: StrPath, *names: str) -> str:
-    """``place`` with names below it: a URL stays one, a path follows the rules of ``os.path.join``."""
+    """Return ``place`` with names below it: a URL stays one, a path follows the rules of ``os.path.join``."""
     text = os.fspath(place)
     return "/".join([text.rstrip("/"), *names]) if is_url(text) else os.path.join(text, *names)
 
 
 def directory_and_name(place: StrPath) -> tuple[str, str]:
-    """``s3://bucket/run/step_300`` -> (``s3://bucket/run``, ``step_300``); the same for paths.
+    """Split ``s3://bucket/run/step_300`` into (``s3://bucket/run``, ``step_300``); likewise for paths.
 
-    The name is empty where there is none: the root of a bucket or of a file system.
+    The name is empty for the root of a bucket or of a file system.
     """
     text = os.fspath(place)
     if not is_url(text):
@@ -161,6 +164,6 @@ def directory_and_name(place: StrPath) -> tuple[str, str]:
 
 
 def _scheme(text: str) -> str:
-    """The scheme in lower case; empty for a path. Of chained ones (``simplecache::gs://``) the first."""
-    found = re.match(r"([A-Za-z][A-Za-z0-9+.-]*)(://|::.*://)", text)
-    return found[1].lower() if found else ""
+    """Return the scheme in lower case; empty for a path. Of chained ones (``simplecache::gs://``) the first."""
+    match = re.match(r"([A-Za-z][A-Za-z0-9+.-]*)(://|::.*://)", text)
+    return match[1].lower() if match else ""

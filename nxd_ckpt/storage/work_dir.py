@@ -1,7 +1,7 @@
 """Local directories for copies that the processes of a host share.
 
-``STORE/NAME/`` holds copies, ``STORE/NAME.lock`` says who has them open. Locks are the system's: it frees those of a
-process that dies. Where it has none, processes share nothing.
+``STORE/NAME/`` has copies; locks on ``STORE/NAME.lock`` show which processes have them open. Locks are the system's: it
+frees those of a process that dies. Where it has none, processes share nothing.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _LOCK = ".lock"
 
 @contextmanager
 def opened(store: Path, name: str) -> Iterator[Path]:
-    """The directory ``name`` of ``store``, which nobody removes meanwhile.
+    """Keep the directory ``name`` of ``store`` from being removed within the block.
 
     All others of the same store that no process has open are removed first: of each store, one is kept.
     """
@@ -37,13 +37,13 @@ def opened(store: Path, name: str) -> Iterator[Path]:
 
 
 def default_work_dir() -> Path:
-    """One of this user's below the system's temporary directory. Raises InvalidArgument where others could write."""
+    """Return this user's directory below the temporary one. Raises InvalidArgument if others could write to it."""
     path = Path(tempfile.gettempdir()) / f"nxd_ckpt-{_user()}"
     path.mkdir(mode=0o700, exist_ok=True)
     if not hasattr(os, "getuid"):  # there the temporary directory is the user's own
         return path
-    found = path.lstat()
-    if found.st_uid != os.getuid() or found.st_mode & 0o022 or not path.is_dir() or path.is_symlink():
+    status = path.lstat()
+    if status.st_uid != os.getuid() or status.st_mode & 0o022 or not path.is_dir() or path.is_symlink():
         raise InvalidArgument(f"{path} belongs to another user, or others may write to it; set TMPDIR, or work_dir=")
     return path
 

@@ -1,4 +1,4 @@
-"""What storages that wrap another one have in common: every operation goes on to that one."""
+"""Base classes of storages that wrap another one."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ T = TypeVar("T")
 
 
 class StorageWrapper:
-    """A storage that hands every operation on to ``inner``, by way of `around`, which subclasses override."""
+    """A storage that passes every operation on to ``inner`` through `around`, which subclasses override."""
 
     def __init__(self, inner: Storage) -> None:
         self.inner = inner
@@ -24,7 +24,7 @@ class StorageWrapper:
         return without_links(self.inner)
 
     def around(self, name: str, key: str, operation: Callable[[], T]) -> T:
-        """What the method ``name``, called for ``key``, returns; ``operation`` calls it on ``inner``."""
+        """Return the result of the method ``name``, called for ``key``; ``operation`` calls it on ``inner``."""
         return operation()
 
     def read(self, key: str, limit: int = DOCUMENT) -> bytes:
@@ -83,10 +83,10 @@ class StorageWrapper:
 
 
 class RoutedStorage(StorageWrapper):
-    """Another storage, of whose files some are read from elsewhere: subclasses say from where."""
+    """A wrapped storage of which some files are read from elsewhere: subclasses choose the place."""
 
     def _at(self, key: str) -> Storage:
-        """The storage that the file ``key`` is read from."""
+        """Return the storage from which the file ``key`` is read."""
         raise NotImplementedError
 
     def read(self, key: str, limit: int = DOCUMENT) -> bytes:

@@ -201,7 +201,7 @@ def test_bytes_that_were_changed_on_the_way_are_refused(world: World, monkeypatc
     writer = world.remote(1).create("t/other", 10)
     monkeypatch.setattr(remote_module, "zlib", _WrongDigest)
     writer.write_at(0, b"0123456789")
-    with pytest.raises(OSError, match="what arrived is not what was sent"):
+    with pytest.raises(OSError, match="bytes changed on their way"):
         writer.settle()
     writer.abort()
     assert not world.own[1].is_file("t/other")

@@ -23,9 +23,9 @@ from typing import NamedTuple
 import torch
 
 from nxd_ckpt import Checkpointer, Tier, Topology
-from nxd_ckpt.output.pace import Throttle
 from nxd_ckpt.storage.hosts.storage import HostsStorage
 from nxd_ckpt.storage.local import LocalStorage
+from nxd_ckpt.storage.throttle import Throttle
 from nxd_ckpt.testing.storage import HookedStorage, Operation
 from tools.bench.world import World
 
@@ -66,7 +66,7 @@ class Host:
             nonlocal read
             if operation.name in _READS:
                 read += operation.nbytes
-                time.sleep(throttle.delay(operation.nbytes))
+                time.sleep(throttle.schedule(operation.nbytes)[1])
 
         store = Tier("store", storage=HookedStorage(LocalStorage(self._directory / "store"), hook))
         tiers = [self._near(), store] if hosts else [store]

@@ -1,4 +1,4 @@
-"""Streams of bytes, compressed and not: gzip by the standard library, zstd by ``zstandard``, which is an extra."""
+"""Compressed streams of bytes: gzip by the standard library, zstd by ``zstandard``, which is an extra."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from nxd_ckpt.errors import InvalidArgument, MalformedFile
 
 GZIP, ZSTD = "gzip", "zstd"
 SUFFIXES: Mapping[str, str] = {".tar.zst": ZSTD, ".tar.gz": GZIP, ".tgz": GZIP}
-"""How a file is compressed, by the end of its name."""
+"""Compression by the end of a file's name."""
 
 _ZSTD_PIECE = 2 * 2**10
 """Bytes that zstandard gets at once: in its format 4 bytes can expand to 128 KiB, so this bounds the memory."""
 _ZSTD_WINDOW = 128 * 2**20
-"""Bytes that decompressing may look back on; ``zstd --ultra --long=31`` asks for more, and for that much memory."""
+"""Maximum bytes that decompressing may look back on; ``zstd --ultra --long=31`` needs more, and as much memory."""
 _GZIP_PIECE = 2**20
 _BUFFER = 2**20
 
 
 class Stream(Protocol):
-    """Takes bytes, and is closed after the last."""
+    """A sink for bytes, which is closed after the last."""
 
     def write(self, data: memoryview, /) -> Any: ...
 
@@ -33,9 +33,9 @@ class Stream(Protocol):
 
 
 def compression_of(name: str) -> str | None:
-    """How the file ``name`` is compressed, by its suffix.
+    """Return the compression of the file ``name``, by its suffix; None if it has none.
 
-    Raises InvalidArgument where the library for it is missing.
+    Raises InvalidArgument if the library for it is missing.
     """
     kind = next((kind for suffix, kind in SUFFIXES.items() if name.endswith(suffix)), None)
     if kind == ZSTD and find_spec("zstandard") is None:
@@ -44,23 +44,23 @@ def compression_of(name: str) -> str | None:
 
 
 def compressing(kind: str, out: BinaryIO, nbytes: int) -> Stream:
-    """What writes ``nbytes`` bytes, once given and closed, to ``out``: with checksums, and always the same.
+    """Return a stream that compresses ``nbytes`` bytes to ``out``, with checksums, and always equally.
 
-    gzip's fastest level, on one core; zstd's default one on all cores, but 4 at most, to bound its memory. The result
-    does not depend on how many these are.
+    gzip's fastest level, on one core; zstd's default one on all cores, but at most 4, to bound its memory. The result
+    does not depend on the number of cores.
     """
     if kind == GZIP:
         return gzip.GzipFile("", "wb", 1, out, mtime=0)
     import zstandard
 
-    threads = max(1, min(os.cpu_count() or 1, 4))  # 0 would be another, single-threaded result
+    threads = max(1, min(os.cpu_count() or 1, 4))  # 0 is single-threaded, with another result
     engine = zstandard.ZstdCompressor(level=3, write_checksum=True, write_content_size=True, threads=threads)
     stream: Stream = engine.stream_writer(out, size=nbytes, closefd=False)
     return stream
 
 
 def decompressed(kind: str, pieces: Iterable[memoryview], where: str) -> Iterator[bytes]:
-    """What the compressed ``pieces`` hold, checked by the checksums in them; 64 MiB at once at most.
+    """Yield the content of the compressed ``pieces``, checked by their checksums; at most 64 MiB at once.
 
     Raises MalformedFile: truncated, damaged, of another format, or of a zstd window above 128 MiB.
     """
@@ -82,7 +82,7 @@ def _gunzipped(file: BinaryIO) -> Iterator[bytes]:
 
 
 def _unzstd(file: BinaryIO) -> Iterator[bytes]:
-    """Every frame, one after the other: some programs write several. Each has to be whole."""
+    """Decompress every frame, one after the other: some programs write several. Each must be complete."""
     import zstandard
 
     decompressor = zstandard.ZstdDecompressor(max_window_size=_ZSTD_WINDOW)
@@ -105,7 +105,7 @@ def _damaged(where: str, kind: str, error: Exception) -> MalformedFile:
 
 
 class _Joined(RawIOBase):
-    """Pieces as a file."""
+    """Pieces of bytes as one file."""
 
     def __init__(self, pieces: Iterable[memoryview]) -> None:
         self._pieces, self._piece = iter(pieces), memoryview(b"")

@@ -1,10 +1,9 @@
-"""The list of members that a packed archive begins with, so that readers need not go from header to header, one request
-each.
+"""The list of members at the beginning of a packed archive, which spares readers a request per header.
 
-It is the archive's first member, `NAME`: ``{"format_version": 1, "members": [[name, offset, bytes, time], ...]}``
-in order. An offset is that of the member's bytes, from the end of the list's own member on. Between the bytes of one
-member and those of the next there is a header and nothing else, and behind the last one the archive's end: a list that
-says otherwise is none, and what it says of a member is compared with that member's header.
+It is the archive's first member, `NAME`: ``{"format_version": 1, "members": [[name, offset, bytes, time], ...]}`` in
+order. An offset is that of the member's bytes, from the end of the list's own member on. Between the bytes of two
+members there is one header and nothing else, and after the last one the archive's end: any other list is ignored. Each
+member's header is compared with the list.
 """
 
 from __future__ import annotations
@@ -19,16 +18,16 @@ from nxd_ckpt.core import document
 
 NAME = ".nxd_ckpt/members.json"
 LONGEST_HEADER = 2**20
-"""Bytes that a header may have: names and times need a few hundred, padding to pages up to 4096."""
+"""Maximum bytes of a header: names and times need a few hundred, padding to pages up to 4096."""
 END = 2 * tarfile.BLOCKSIZE
-"""Bytes of zeros that an archive ends with, at least."""
+"""Minimum bytes of zeros at the end of an archive."""
 _VERSION = 1
 
 
 class Member(NamedTuple):
-    """A file in the archive: where its bytes begin, how many there are, and its time.
+    """A file in the archive: the offset of its bytes, their number, and its time.
 
-    ``header`` are the bytes before those that its header takes, if it was not compared yet; else 0.
+    ``header`` is the number of bytes of its header before them, if that was not compared yet; else 0.
     """
 
     offset: int
@@ -38,37 +37,37 @@ class Member(NamedTuple):
 
 
 def dump(members: Iterable[tuple[str, int, int, float]]) -> bytes:
-    """The list of (name, offset, bytes, time), as the archive holds it."""
+    """Return the list of (name, offset, bytes, time) in the archive's form."""
     lines = document.array(map(document.plain, map(list, members)))
     return document.members({"format_version": str(_VERSION), "members": lines}).encode()
 
 
 def load(data: bytes, begin: int, size: int) -> dict[str, Member]:
-    """The members that a list names, of an archive of ``size`` bytes whose list's own member ends at ``begin``.
+    """Return the members in a list, of an archive of ``size`` bytes whose list's own member ends at ``begin``.
 
     Raises ValueError if it is not such a list, or not of this archive.
     """
-    found: dict[str, Member] = {}
+    members: dict[str, Member] = {}
     end = begin
 
     def add(line: Any) -> None:
         nonlocal end
         name, member = _member(line, begin, end)
-        if name in found:
+        if name in members:
             raise ValueError(f"{name!r} twice")
-        found[name] = member
+        members[name] = member
         end = member.offset + member.nbytes + -member.nbytes % tarfile.BLOCKSIZE
 
-    given = document.read(data.decode(), {"members": add})
-    if given.get("format_version") != _VERSION or "members" not in given or not found:
+    fields = document.read(data.decode(), {"members": add})
+    if fields.get("format_version") != _VERSION or "members" not in fields or not members:
         raise ValueError(f"expected members, in format {_VERSION}")
     if end + END != size:
         raise ValueError(f"the archive has {size} bytes, expected {end + END}")
-    return found
+    return members
 
 
 def _member(line: Any, begin: int, end: int) -> tuple[str, Member]:
-    """One line of the list; what came before it ends at ``end``."""
+    """Return one line of the list; the member before it ends at ``end``."""
     if type(line) is not list or [type(item) for item in line] != [str, int, int, float]:
         raise ValueError(f"expected [name, offset, bytes, time], found {line!r:.100}")
     name, offset, nbytes, time = line
@@ -79,7 +78,9 @@ def _member(line: Any, begin: int, end: int) -> tuple[str, Member]:
 
 
 def is_header_of(header: bytes, name: str, member: Member) -> bool:
-    """Whether ``header``, the bytes before a member's own, is that of the file ``name``, as long as the list says."""
+    """Return whether ``header``, the bytes before a member's own, is that of the file ``name``, with the list's length.
+
+    """
     try:
         with tarfile.open(fileobj=io.BytesIO(header), mode="r:") as archive:
             info = archive.next()
@@ -87,5 +88,5 @@ def is_header_of(header: bytes, name: str, member: Member) -> bool:
         return False
     if info is None or not info.isreg() or info.issparse():
         return False
-    found = (info.name.removeprefix("./"), info.offset_data, info.size, float(info.mtime))
-    return found == (name, len(header), member.nbytes, member.time)
+    actual = (info.name.removeprefix("./"), info.offset_data, info.size, float(info.mtime))
+    return actual == (name, len(header), member.nbytes, member.time)

@@ -1,7 +1,7 @@
-"""What a tar archive holds, and where: from the list that it begins with, if that fits, else header by header.
+"""The members of a tar archive and their places: from the list at its beginning, if that fits, else from all headers.
 
 Nothing in an archive is trusted: one with links, devices, sparse files, two members of a name, or names that lead out
-of it is refused as a whole, and so is one that does not end as archives do.
+of it is refused as a whole, and so is one without a proper end.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from nxd_ckpt.storage.archive.member_list import END, LONGEST_HEADER, Member
 from nxd_ckpt.storage.base import Reader
 
 _AHEAD = 64 * 2**10
-"""Bytes that are read for a header: those of small members come along."""
+"""Bytes to read for a header: those of small members come along."""
 _OF_TARFILE = (ValueError, LookupError, OverflowError, RecursionError)
-"""What tarfile makes of numbers that are none, headers of headers, and lists of pieces that are cut off."""
+"""Errors of tarfile for invalid numbers, headers of headers, and truncated lists of pieces."""
 _LONGEST_LIST = 256 * 2**20
-"""Bytes that a list of members may have: about a hundred for each."""
+"""Maximum bytes of a list of members: about a hundred for each."""
 
 
 def find_members(reader: Reader, size: int, where: str) -> dict[str, Member]:
-    """The files of an archive of ``size`` bytes, by name.
+    """Return the files of an archive of ``size`` bytes, by name.
 
     Raises:
         MalformedFile: truncated, damaged, or with members that no checkpoint has; names the member.
@@ -36,7 +36,7 @@ def find_members(reader: Reader, size: int, where: str) -> dict[str, Member]:
 
 
 def _listed(reader: Reader, file: _Headers, size: int, where: str) -> dict[str, Member]:
-    """The members as in the archive's list; none if there is no list that fits.
+    """Return the members from the archive's list; none if there is no list that fits.
 
     The archive's end is checked: a list that was packed again with other files does not belong to this archive.
     """
@@ -46,24 +46,24 @@ def _listed(reader: Reader, file: _Headers, size: int, where: str) -> dict[str, 
             if info is None or info.name != member_list.NAME or info.size > min(size, _LONGEST_LIST):
                 return {}
             begin = info.offset_data + info.size + -info.size % tarfile.BLOCKSIZE
-            found = member_list.load(file.bytes_at(info.offset_data, info.size), begin, size)
+            members = member_list.load(file.bytes_at(info.offset_data, info.size), begin, size)
     except (tarfile.TarError, *_OF_TARFILE):
         return {}
-    name, last = list(found.items())[-1]
+    name, last = list(members.items())[-1]
     header, end = bytearray(last.header), bytearray(END)
     reader.read_ranges([(last.offset - last.header, memoryview(header)), (size - END, memoryview(end))])
     if any(end) or not member_list.is_header_of(bytes(header), name, last):
         return {}
-    for name in found:
+    for name in members:
         _check_name(name, name, where)
-    _refuse_files_as_folders(found, where)
-    found[name] = last._replace(header=0)
-    return found
+    _refuse_files_as_folders(members, where)
+    members[name] = last._replace(header=0)
+    return members
 
 
 def _walked(file: _Headers, size: int, where: str) -> dict[str, Member]:
-    """The members as the headers have them."""
-    found: dict[str, Member] = {}
+    """Return the members from the archive's headers."""
+    members: dict[str, Member] = {}
     last = ""
     file.seek(0)
     try:
@@ -72,25 +72,25 @@ def _walked(file: _Headers, size: int, where: str) -> dict[str, Member]:
                 name = last = _checked(info, where)
                 if info.isdir() or name == member_list.NAME:
                     continue
-                if name in found:
+                if name in members:
                     raise MalformedFile(f"{where}: two members are called {name!r}, as in no packed checkpoint")
                 if info.offset_data + info.size > size:
                     raise _truncated(where, f"{name} has {info.size} bytes from {info.offset_data} on", size)
-                found[name] = Member(info.offset_data, info.size, float(info.mtime))
+                members[name] = Member(info.offset_data, info.size, float(info.mtime))
             end = archive.offset
     except tarfile.TarError as error:
         raise _truncated(where, f"after {last or 'its beginning'}: {error}", size) from error
     except _OF_TARFILE as error:
         raise MalformedFile(f"{where}: not a tar archive after {last or 'its beginning'}: {error}") from error
     file.seek(end)
-    if file.read(tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE):  # tarfile treats what it cannot read as the end
+    if file.read(tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE):  # tarfile treats unreadable headers as the end
         raise _truncated(where, f"{last} is followed by neither a member nor the archive's end", size)
-    _refuse_files_as_folders(found, where)
-    return found
+    _refuse_files_as_folders(members, where)
+    return members
 
 
 def _checked(info: tarfile.TarInfo, where: str) -> str:
-    """The member's name. Raises MalformedFile for what is neither a file nor a directory inside the archive."""
+    """Return the member's name. Raises MalformedFile for anything but a file or directory inside the archive."""
     name = info.name.removeprefix("./")
     if not (info.isreg() or info.isdir()) or info.issparse():
         raise MalformedFile(f"{where}: {name!r} is a link, a device or a sparse file; expected plain files only")
@@ -107,8 +107,8 @@ def _check_name(name: str, shown: str, where: str) -> None:
         raise MalformedFile(f"{where}: the member {shown!r} lies outside of the archive, or has no plain name")
 
 
-def _refuse_files_as_folders(found: Iterable[str], where: str) -> None:
-    files = set(found)
+def _refuse_files_as_folders(names: Iterable[str], where: str) -> None:
+    files = set(names)
     for name in files:
         parent = name.rpartition("/")[0]
         while parent:
@@ -124,7 +124,7 @@ def _truncated(where: str, what: str, size: int) -> MalformedFile:
 
 
 class _Headers(io.RawIOBase):
-    """What tarfile reads of the archive: headers, a window at a time."""
+    """The archive as tarfile reads it: headers, a window at a time."""
 
     def __init__(self, reader: Reader, size: int) -> None:
         self._reader, self._size, self._at = reader, size, 0
@@ -141,7 +141,7 @@ class _Headers(io.RawIOBase):
 
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
         base = {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._size}[whence]
-        if base + offset < 0:  # so a header can say
+        if base + offset < 0:  # a header can ask for that
             raise ValueError(f"a header at byte {base + offset}")
         self._at = base + offset
         return self._at
@@ -152,7 +152,7 @@ class _Headers(io.RawIOBase):
         return b"".join(self._pieces(count))
 
     def bytes_at(self, offset: int, count: int) -> bytes:
-        """Any bytes of the archive; those of the window are there already. Raises ValueError past its end."""
+        """Return any bytes of the archive, from the window if they are in it. Raises ValueError past its end."""
         if offset + count > self._size:
             raise ValueError(f"{count} bytes at byte {offset}, the archive has {self._size}")
         start = offset - self._begin

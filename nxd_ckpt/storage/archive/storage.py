@@ -1,4 +1,4 @@
-"""A tar archive as a storage: its members are the files. Only read, by ranges, where they lie."""
+"""A tar archive as a storage: its members are the files. Only read, by ranges, in its place."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SUFFIX = ".tar"
 
 
 class ArchiveFile(Protocol):
-    """Where the bytes of an archive are read."""
+    """The file from which the bytes of an archive are read."""
 
     @property
     def url(self) -> str: ...
@@ -40,7 +40,7 @@ class ArchiveFile(Protocol):
 
 @dataclass(frozen=True)
 class StoredFile:
-    """The file ``key`` of a storage, as it is."""
+    """The file ``key`` of a storage, as an archive's file."""
 
     inner: Storage
     key: str
@@ -69,7 +69,7 @@ class StoredFile:
 
 
 class ArchiveStorage:
-    """The members of an archive. One reader for each thread at work serves all members: in a store, opening asks too.
+    """The members of an archive. One reader per working thread serves all members: in a store, opening costs a request.
 
     Raises MalformedFile at the first use of an archive that is damaged or hostile; names the member.
     """
@@ -85,24 +85,24 @@ class ArchiveStorage:
     def _members(self) -> dict[str, Member]:
         reader = self._file.open()
         try:
-            found = find_members(reader, self._file.size(), self.url)
+            members = find_members(reader, self._file.size(), self.url)
         except BaseException:
             reader.close()
             raise
         self._idle.append(reader)
-        return found
+        return members
 
     @cached_property
     def _folders(self) -> Mapping[str, Mapping[str, DirEntry]]:
-        """What is directly below each directory, by name."""
-        found: dict[str, dict[str, DirEntry]] = {"": {}}
+        """Entries directly below each directory, by name."""
+        folders: dict[str, dict[str, DirEntry]] = {"": {}}
         for key in self._members:
             is_dir = False
             while key:
                 parent, _, name = key.rpartition("/")
-                found.setdefault(parent, {}).setdefault(name, DirEntry(name, is_dir))
+                folders.setdefault(parent, {}).setdefault(name, DirEntry(name, is_dir))
                 key, is_dir = parent, True
-        return found
+        return folders
 
     def _member(self, key: str) -> Member:
         try:
@@ -125,21 +125,21 @@ class ArchiveStorage:
     def read_member(self, key: str, ranges: Sequence[tuple[int, memoryview]]) -> None:
         """Fill each memory from its offset in a member on. From any thread.
 
-        Raises MalformedFile where the member's header, which comes along the first time, is not what the list says.
+        Raises MalformedFile if the member's header, which is read along the first time, does not match the list.
         """
         member = self._member(key)
         for offset, memory in ranges:
             missing = offset + len(memory) - member.nbytes
             if missing > 0:
                 raise EOFError(f"{self.url}/{key}: {missing} bytes missing at byte {member.nbytes}")
-        wanted = [(member.offset + offset, memory) for offset, memory in ranges]
+        reads = [(member.offset + offset, memory) for offset, memory in ranges]
         header = bytearray(member.header)
         if header:
-            wanted.insert(0, (member.offset - member.header, memoryview(header)))
-        self._read(wanted)
+            reads.insert(0, (member.offset - member.header, memoryview(header)))
+        self._read(reads)
         if header and not is_header_of(bytes(header), key, member):
             raise MalformedFile(
-                f"{self.url}: the header of {key} is not what the archive's list of members says: damaged or changed; "
+                f"{self.url}: the header of {key} does not match the archive's list of members: damaged or changed; "
                 "restore it from a copy"
             )
         self._members[key] = member._replace(header=0)
@@ -206,7 +206,7 @@ class ArchiveStorage:
 
 
 class _MemberReader(NamedTuple):
-    """Holds nothing open: the archive's own readers serve all members, one after the other."""
+    """A reader that keeps nothing open: the archive's own readers serve all members, one after the other."""
 
     archive: ArchiveStorage
     key: str
@@ -215,7 +215,7 @@ class _MemberReader(NamedTuple):
         self.archive.read_member(self.key, ranges)
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing: nothing is kept open."""
 
 
 def _close(readers: list[Reader]) -> None:

@@ -1,10 +1,10 @@
 """Compressed archives: decompressed to a local disk first, as one tar file, which is then read by ranges.
 
-Processes of a host share that file: whoever comes first makes it, under a lock that the system frees if that process
-dies, and the others wait. It has its name only when it is complete. Of all archives the one that was used last stays,
-with those that a process has open.
+Processes of a host share that file: the first process makes it, under a lock that the system frees if that process
+dies, and the others wait. It gets its name only when it is complete. Of all archives the last used one stays, and those
+that a process has open.
 
-An archive is not trusted: no more is written than `RATIO` times its bytes, and no other file than this one.
+An archive is not trusted: at most `RATIO` times its bytes are written, and no other file than this one.
 """
 
 from __future__ import annotations
@@ -32,24 +32,24 @@ from nxd_ckpt.storage.work_dir import default_work_dir, opened
 logger = logging.getLogger("nxd_ckpt")
 
 RATIO = 100
-"""Times its own bytes that an archive may hold. Weights compress to no less than half, gzip's limit is 1,000."""
+"""Maximum ratio of an archive's content to its bytes. Weights compress to half at best, gzip's limit is 1,000."""
 LEAST = 2**30
-"""Bytes that any archive may hold."""
+"""Bytes of content that any archive may have."""
 
 _FOLDER, _FILE = "archives", "archive.tar"
 _PIECE = 8 * 2**20
 _AT_ONCE = 8
-"""Pieces that are read ahead of the decompression, at most."""
+"""Maximum number of pieces that are read ahead of the decompression."""
 _TAIL = 2**10
-"""Bytes at the end of an archive by which it is recognised: checksums of all that it holds are there."""
+"""Bytes at the end of an archive by which it is recognised: they have checksums of all its content."""
 
 
 class UnpackedFile:
-    """The archive ``key`` of ``inner``, ``compressed`` as named, as a plain one: made when it is first used.
+    """The archive ``key`` of ``inner`` with its compression ``compressed``, as a plain one: made at its first use.
 
     Raises then:
-        MalformedFile: it is truncated, damaged, or holds more than `RATIO` times its bytes.
-        OSError: what reading it, or a full disk, raises.
+        MalformedFile: it is truncated, damaged, or has more content than `RATIO` times its bytes.
+        OSError: reading it failed, or the disk is full.
     """
 
     renames = True
@@ -80,8 +80,8 @@ class UnpackedFile:
     def _version(self, size: int) -> str:
         tail = bytearray(min(_TAIL, size))
         self._inner.read_into(self._key, size - len(tail), memoryview(tail))
-        told = repr((self.url, size, self._inner.time(self._key), bytes(tail)))
-        return sha256(told.encode()).hexdigest()[:32]
+        identity = repr((self.url, size, self._inner.time(self._key), bytes(tail)))
+        return sha256(identity.encode()).hexdigest()[:32]
 
     def _unpack(self, folder: Path, size: int) -> None:
         started, part = time.monotonic(), folder / "part"
@@ -94,15 +94,15 @@ class UnpackedFile:
         logger.info("unpacked %s to %s: %d bytes in %.1f s", self.url, folder, nbytes, time.monotonic() - started)
 
     def _write(self, part: Path, size: int) -> int:
-        """Decompress to ``part``, durably; the bytes that it has."""
+        """Decompress to ``part``, durably; return its bytes."""
         nbytes, most, free = 0, max(RATIO * size, LEAST), shutil.disk_usage(part.parent).free
         with part.open("wb") as out:
             for piece in decompressed(self._compressed, _pieces(self._inner, self._key, size), self.url):
                 nbytes += len(piece)
                 if nbytes > most:
                     raise MalformedFile(
-                        f"{self.url} has {size} bytes and holds more than {most}, as no checkpoint does: refused; if "
-                        "you trust it, decompress it first, and load the .tar"
+                        f"{self.url} has {size} bytes and more than {most} of content, as no checkpoint has: refused; "
+                        "if you trust it, decompress it first, and load the .tar"
                     )
                 if nbytes > free:
                     raise OSError(
@@ -112,12 +112,12 @@ class UnpackedFile:
                     )
                 out.write(piece)
             out.flush()
-            sync_file(out.fileno())  # after a crash of the host, too, what has its name is whole
+            sync_file(out.fileno())  # so that a file with this name is complete also after a crash of the host
         return nbytes
 
 
 def _pieces(inner: Storage, key: str, size: int) -> Iterator[memoryview]:
-    """All of a file in order, several pieces read ahead, each lane by a reader of its own."""
+    """Yield all of a file in order, several pieces read ahead, each lane with a reader of its own."""
     lanes = max(1, min(inner.concurrency, _AT_ONCE, -(-size // _PIECE)))
     with ExitStack() as stack:
         readers = deque[Reader]()

@@ -1,4 +1,4 @@
-"""One host's directory, as its own processes and, through its server, those of other hosts use it."""
+"""One host's directory, for its own processes and, through its server, for those of other hosts."""
 
 from __future__ import annotations
 
@@ -15,18 +15,21 @@ from nxd_ckpt.storage.local import LocalStorage
 from nxd_ckpt.storage.system import locked
 
 _LOCK = ".lock"
-"""Beside a small file: whoever exchanges it holds this."""
+"""Name of the lock beside a small file that is held while the file is exchanged."""
 
 
 class Directory(Protocol):
-    """One host's directory. Raises as `nxd_ckpt.storage.base` says; ConnectionError where the host is away."""
+    """One host's directory.
+
+    Raises the errors of `nxd_ckpt.storage.base`; ConnectionError if the host is away.
+    """
 
     url: str
 
     def read(self, key: str, limit: int = DOCUMENT) -> bytes: ...
 
     def peek(self, keys: Sequence[str]) -> list[bytes | None]:
-        """Small files, all at once: None for one that is absent, and ``b""`` for what is no such file."""
+        """Return small files, all at once: None for an absent one, and ``b""`` for anything that is no small file."""
 
     def open(self, key: str) -> Reader: ...
 
@@ -41,13 +44,13 @@ class Directory(Protocol):
     def list(self, key: str = "") -> list[DirEntry]: ...
 
     def write(self, key: str, data: bytes) -> None:
-        """The bytes and the name are durable, and so are those of the directories above it."""
+        """Write a small file; its bytes, its name and those of the directories above it are durable afterwards."""
 
     def write_reserved(self, reserve: str, key: str, data: bytes) -> None:
-        """The same."""
+        """Write a small file as `write` does, with the space and name of the file ``reserve``."""
 
     def link_new(self, key: str, data: bytes) -> bool:
-        """The same."""
+        """Write a small file as `write` does, only if the key is free; False if it exists."""
 
     def exchange(self, key: str, expected: bytes, data: bytes) -> bool: ...
 
@@ -58,7 +61,7 @@ class Directory(Protocol):
     def sync_dir(self, key: str) -> None: ...
 
     def rename(self, source: str, target: str) -> None:
-        """Durably; the target must not exist."""
+        """Move a file or directory, durably; the target must not exist."""
 
     def remove(self, key: str) -> None: ...
 
@@ -69,7 +72,7 @@ class OwnDirectory(LocalStorage):
     _mark: tuple[str, bytes] | None = None
 
     def expect(self, key: str, mark: bytes | None) -> None:
-        """As `nxd_ckpt.storage.base.PerHost.expect`: what changes anything raises OSError (ESTALE) elsewhere."""
+        """Let every change raise OSError (ESTALE) unless the file ``key`` has this mark; None ends that."""
         self._mark = None if mark is None else (key, mark)
 
     def peek(self, keys: Sequence[str]) -> list[bytes | None]:
@@ -91,7 +94,10 @@ class OwnDirectory(LocalStorage):
         return created
 
     def exchange(self, key: str, expected: bytes, data: bytes) -> bool:
-        """Nobody finds the key absent meanwhile, as elsewhere: here a lock keeps those apart who exchange."""
+        """Replace a small file only if it has the ``expected`` content; False otherwise.
+
+        A lock separates those who exchange, so that nobody finds the key absent meanwhile.
+        """
         if not self.is_file(key):
             return False
         with locked(self.path(f"{_folder(key)}/{_LOCK}".lstrip("/"))):
@@ -114,7 +120,7 @@ class OwnDirectory(LocalStorage):
             self.sync_dir(_folder(key))
 
     def sync_dir(self, key: str) -> None:
-        """Also where nothing was written on this host."""
+        """Make the names in this directory durable; do nothing if this host has no such directory."""
         with suppress(FileNotFoundError):
             super().sync_dir(key)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import socket
 import threading
-import time
 import zlib
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
@@ -15,26 +14,26 @@ from nxd_ckpt.core.limits import DOCUMENT
 from nxd_ckpt.core.manifest import FileEntry
 from nxd_ckpt.effects import in_forked_children
 from nxd_ckpt.storage.base import DirEntry, Reader, Version, Writer
+from nxd_ckpt.storage.hosts.interface import connect
 from nxd_ckpt.storage.hosts.server import PIECE
 from nxd_ckpt.storage.hosts.wire import NAMED, Channel, Fields
 
 _CONNECTING = 10.0
-"""Seconds that connecting to one address may take."""
-_PAUSE = 0.1
+"""Maximum seconds of connecting to a host."""
 _RANGES = 1000
-"""Ranges of a file that are asked for at once."""
+"""Maximum number of ranges of a file in one request."""
 
 
 class Refused(OSError):
-    """A host answered with an error of its own: the connection is well."""
+    """An error that a host answered with: the connection works."""
 
 
 _ANSWERS = (Refused, *NAMED)
-"""What a host may answer with: its connection is well."""
+"""Errors that a host may answer with: the connection works."""
 
 
 class Address(NamedTuple):
-    """Where a host's server listens: any of several addresses of it."""
+    """The address of a host's server: any of several addresses of the host, and the port."""
 
     hosts: Sequence[str]
     port: int
@@ -43,14 +42,14 @@ class Address(NamedTuple):
 class RemoteDirectory:
     """The directory of host number ``host``. Safe for threads, each of which has a connection while it needs one.
 
-    Whatever goes wrong on the way is a ConnectionError or TimeoutError that names the host.
+    Any failure on the way is a ConnectionError or TimeoutError that names the host.
     """
 
     def __init__(self, host: int, name: str, address: Address, secret: bytes, timeout: float) -> None:
         self.host, self.url = host, name
         self._where = f"host {host} ({name})"
         self.received = 0
-        """Bytes of files that it sent so far."""
+        """Bytes of files that the host sent so far."""
         self._address, self._secret, self._timeout = address, secret, timeout
         self._lock = threading.Lock()
         self._idle: list[Channel] = []
@@ -80,14 +79,14 @@ class RemoteDirectory:
             return RemoteReader(self, key, Version(_length(version[0]), version[1]))
 
     def read_ranges(self, key: str, version: Version, ranges: Sequence[tuple[int, memoryview]]) -> None:
-        """Fill memory from the file as it was at ``version``; OSError where it is another by now."""
+        """Fill memory from the file of this ``version``; OSError if it is another by now."""
         fields = {"do": "read_ranges", "key": key, "version": version}
         with self._connected() as channel:
             channel.send({**fields, "ranges": [(offset, len(view)) for offset, view in ranges]})
             answer, lengths = channel.reply()
             _raise_of(self._where, answer)
             if lengths != [sum(len(view) for _, view in ranges)]:
-                raise ConnectionError("sends another number of bytes than was asked for")
+                raise ConnectionError("sends another number of bytes than requested")
             for _, view in ranges:
                 channel.fill(view)
         self._count(lengths[0])
@@ -136,13 +135,16 @@ class RemoteDirectory:
         return RemoteWriter(self, key, channel)
 
     def copy_out(self, key: str, place: int, folder: str, name: str, expected: FileEntry) -> Generator[int, None, None]:
-        """As `HostsStorage.copy_out`, over a connection of its own, whose end gives the file up."""
-        asked = {"key": key, "place": place, "folder": folder, "name": name, "expected": expected}
+        """Let the host copy a file to a lower tier, see `HostsStorage.copy_out`.
+
+        It has a connection of its own, whose end abandons the copy.
+        """
+        fields = {"key": key, "place": place, "folder": folder, "name": name, "expected": expected}
         with self.naming(), closing(self._connect()) as channel:
-            moved = _answer_to(self._where, channel, {"do": "copy_out", **asked})[0]
-            while moved is not None:
-                yield _length(moved)
-                moved = _answer_to(self._where, channel, {"do": "go_on"})[0]
+            nbytes = _answer_to(self._where, channel, {"do": "copy_out", **fields})[0]
+            while nbytes is not None:
+                yield _length(nbytes)
+                nbytes = _answer_to(self._where, channel, {"do": "go_on"})[0]
 
     def make_dir(self, key: str) -> None:
         self._ask("make_dir", key)
@@ -164,19 +166,19 @@ class RemoteDirectory:
             channel.close()
 
     def leave(self) -> None:
-        """In a forked child: close what is the parent's, which keeps it open."""
+        """Close the parent's connections in a forked child; the parent keeps them open."""
         self._lock, self._idle = threading.Lock(), []
         for channel in self._channels:
             channel.close()
 
     def finish(self, key: str, channel: Channel, operation: str) -> None:
-        """The last but what a writer asks on the connection of its own."""
+        """Send a writer's closing request (settle, close or abort) on its own connection."""
         with self.naming():
             _answer_to(self._where, channel, {"do": operation, "key": key})
 
     @contextmanager
     def naming(self) -> Iterator[None]:
-        """Errors of the connection name the host."""
+        """Name the host in errors of the connection."""
         try:
             yield
         except _ANSWERS:
@@ -191,7 +193,7 @@ class RemoteDirectory:
 
     @contextmanager
     def _connected(self) -> Iterator[Channel]:
-        """A connection for one request. It is kept for the next, unless the request did not come to its end."""
+        """Yield a connection for one request. It is kept for the next, unless the request did not finish."""
         with self.naming():
             channel = self._taken() or self._connect()
             try:
@@ -213,29 +215,9 @@ class RemoteDirectory:
             self._idle.append(channel)
 
     def _connect(self) -> Channel:
-        """A new connection.
-
-        One that is dropped before it is admitted, by a host that strangers keep busy, is tried again for a while.
-        """
-        deadline = time.monotonic() + min(self._timeout, _CONNECTING)
-        while True:
-            problem: OSError = ConnectionError("it has no address")
-            dropped = False
-            for address in self._address.hosts:
-                within = max(deadline - time.monotonic(), 0.1)
-                try:
-                    connection = socket.create_connection((address, self._address.port), timeout=within)
-                except OSError as error:
-                    problem = error
-                    continue
-                try:
-                    return self._proved(connection, within)
-                except OSError as error:
-                    connection.close()
-                    problem, dropped = error, True
-            if not dropped or time.monotonic() > deadline:
-                raise problem
-            time.sleep(_PAUSE)
+        """Open a new connection. One that a busy host drops before admitting it is tried again for a while."""
+        seconds = min(self._timeout, _CONNECTING)
+        return connect(self._address.hosts, self._address.port, self._proved, seconds)
 
     def _proved(self, connection: socket.socket, within: float) -> Channel:
         Channel(connection, within).prove(self._secret, self.host)
@@ -260,7 +242,7 @@ in_forked_children(_leave_to_parent)
 
 
 class RemoteReader:
-    """A file of another host, as it was when this was made."""
+    """A reader of another host's file in its version at the time of opening."""
 
     def __init__(self, directory: RemoteDirectory, key: str, version: Version) -> None:
         self._directory, self._key, self._version = directory, key, version
@@ -280,11 +262,11 @@ class RemoteReader:
             self._directory.read_ranges(self._key, self._version, batch)
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing: nothing is kept open."""
 
 
 class RemoteWriter:
-    """A file that is written on another host, over a connection of its own."""
+    """A writer of a file on another host, with a connection of its own."""
 
     def __init__(self, directory: RemoteDirectory, key: str, channel: Channel) -> None:
         self._directory, self._key, self._channel = directory, key, channel
@@ -317,13 +299,13 @@ def _answer_to(where: str, channel: Channel, fields: Fields, *blobs: bytes) -> t
 
 
 def _check(is_answer: bool) -> None:
-    """Raise ConnectionError for an answer of another form than the request has."""
+    """Raise ConnectionError for an answer of the wrong form."""
     if not is_answer:
-        raise ConnectionError("sends what is no message")
+        raise ConnectionError("sends an invalid message")
 
 
 def _length(value: Any) -> int:
-    """``value``, a number of bytes."""
+    """Return ``value``, a number of bytes."""
     _check(type(value) is int and 0 <= value < 2**63)
     return int(value)
 
@@ -335,8 +317,8 @@ def _raise_of(where: str, answer: Fields) -> None:
     try:
         kind, number, message = answer["error"]
     except (TypeError, ValueError):
-        raise ConnectionError("sends what is no message") from None
-    for known in NAMED:
-        if kind == known.__name__:
-            raise known(f"{where}: {message}")
+        raise ConnectionError("sends an invalid message") from None
+    for named in NAMED:
+        if kind == named.__name__:
+            raise named(f"{where}: {message}")
     raise Refused(number, f"{where}: {message}") if isinstance(number, int) else Refused(f"{where}: {message}")

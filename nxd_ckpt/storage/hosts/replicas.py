@@ -1,4 +1,4 @@
-"""A file that is written on this host and, at the same time, on others."""
+"""Writing a file on this host and on others at the same time."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from nxd_ckpt.storage.base import Writer
 from nxd_ckpt.storage.hosts.directory import Directory
 
 _BESIDE = 2**20
-"""Bytes from which on sending goes on beside writing: less is sent before a thread would have begun."""
+"""Bytes of a write from which sending runs in a thread: less is sent before a thread would have begun."""
 
 
 class ReplicatedWriter:
-    """Writes to ``own`` and to a file of the same key on each of the other hosts: closed means complete on all."""
+    """A writer to ``own`` and to a file of the same key on each other host: closed means complete on all."""
 
     def __init__(self, own: Writer, others: Sequence[tuple[Directory, str, int]]) -> None:
         self._own = own
@@ -44,8 +44,8 @@ class ReplicatedWriter:
     def close(self) -> None:
         try:
             self._await_sent()
-            for other in self._others:
-                other.close()
+            for writer in self._others:
+                writer.close()
             self._own.close()
         finally:
             self._end()
@@ -59,16 +59,16 @@ class ReplicatedWriter:
                 writer.abort()
 
     def _send(self, offset: int, data: bytes | memoryview) -> None:
-        for other in self._others:
-            other.write_at(offset, data)
+        for writer in self._others:
+            writer.write_at(offset, data)
 
     def _await_sent(self) -> None:
-        """Return once all of it was sent and proved on arrival; raises what failed on the way."""
+        """Return once everything was sent and verified on arrival; raise earlier failures."""
         sending, self._sending = self._sending, []
-        for one in sending:
-            one.result()
-        for other in self._others:
-            other.settle()
+        for future in sending:
+            future.result()
+        for writer in self._others:
+            writer.settle()
 
     def _end(self) -> None:
         if self._sender is not None:

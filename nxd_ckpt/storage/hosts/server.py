@@ -1,7 +1,7 @@
-"""A host's server: the other hosts of the job read and write its directory through it.
+"""A host's server, through which the other hosts of the job read and write its directory.
 
-A connection has a thread of its own. Who does not prove in time to belong to the job is dropped. Whatever a connection
-asks for goes through the host's own directory, whose keys lead nowhere else.
+A connection has a thread of its own. A caller that does not prove in time to belong to the job is dropped. All requests
+go through the host's own directory, whose keys lead nowhere else.
 """
 
 from __future__ import annotations
@@ -30,28 +30,28 @@ from nxd_ckpt.storage.local_files import open_regular, version_of
 logger = logging.getLogger("nxd_ckpt")
 
 PIECE = 8 * 2**20
-"""Bytes that one message carries of a file, at most."""
+"""Maximum bytes of a file in one message."""
 
 _ADMITTING = 5.0
-"""Seconds within which who connects must prove to belong to the job."""
+"""Seconds within which a caller must prove to belong to the job."""
 _STRANGERS = 64
-"""Connections that may be about to prove it at the same time. The oldest is dropped for a further one."""
+"""Maximum number of connections without a proof yet; the oldest gives way to a new one."""
 _PAUSE = 0.1
-"""Seconds before the next connection is looked for, where this process has no descriptor left for it."""
+"""Seconds before the next connection is looked for, if this process has no descriptor left."""
 
 Answer = tuple[Fields, bytes]
 
 CopyOut = Callable[[str, int, str, str, FileEntry], Generator[int, None, None]]
-"""Copies a file of this host to a lower tier, see `HostsStorage.copy_out`: key, place, folder, name, expected."""
+"""A function that copies a file of this host to a lower tier, see `HostsStorage.copy_out`."""
 
 
 def copy_nothing(key: str, place: int, folder: str, name: str, expected: FileEntry) -> Generator[int, None, None]:
-    """Where there is no tier to copy to."""
+    """Refuse to copy: there is no tier to copy to."""
     raise OSError("this host copies nothing")
 
 
 _ANSWERED = (OSError, CheckpointError, EOFError, ValueError, TypeError, KeyError, IndexError, RuntimeError)
-"""Errors that the caller is told, who may ask for something else then.
+"""Errors that are sent to the caller, which may then send other requests.
 
 RuntimeError: an exiting process starts no threads.
 """
@@ -68,10 +68,10 @@ in_forked_children(_leave_to_parent)
 
 
 class HostServer:
-    """Serves ``directory`` as host number ``host`` of a job, on the given addresses of this host, until it is closed.
+    """A server of ``directory``, as host number ``host`` of a job, on the given addresses, until it is closed.
 
-    Raises OSError where none of them can be listened to. ``timeout``: seconds that a message may take. ``copy_out``
-    is how files are copied to lower tiers.
+    ``timeout``: seconds that a message may take. ``copy_out`` copies files to lower tiers. Raises OSError if none of
+    the addresses can be used.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class HostServer:
 
     @property
     def addresses(self) -> list[str]:
-        """Those that it listens at."""
+        """Addresses at which it listens."""
         return list(self._listeners)
 
     @property
@@ -104,19 +104,19 @@ class HostServer:
         return port
 
     def close(self) -> None:
-        """Serve nobody any more. Safe to call again."""
+        """Stop serving. Safe to call again."""
         with self._lock:
             self._closed.set()
-            open_ones = [*self._listeners.values(), *self._connections, *self._strangers]
-        for held in open_ones:
+            connections = [*self._listeners.values(), *self._connections, *self._strangers]
+        for connection in connections:
             with suppress(OSError):
-                held.shutdown(socket.SHUT_RDWR)  # wakes the thread that waits for it
-            held.close()
+                connection.shutdown(socket.SHUT_RDWR)  # wakes the thread that waits for it
+            connection.close()
 
     def leave(self) -> None:
-        """In a forked child: close what is the parent's, which keeps it open."""
-        for held in (*self._listeners.values(), *self._connections, *self._strangers):
-            held.close()
+        """Close the parent's connections in a forked child; the parent keeps them open."""
+        for connection in (*self._listeners.values(), *self._connections, *self._strangers):
+            connection.close()
 
     def _listen(self, listener: socket.socket) -> None:
         while not self._closed.is_set():
@@ -138,7 +138,7 @@ class HostServer:
                 connection.close()
 
     def _is_met(self, connection: socket.socket) -> bool:
-        """Begin to; not where this process may have no more threads. Who belongs to the job comes again."""
+        """Start serving a connection; False if this process may have no more threads. The caller will try again."""
         try:
             threading.Thread(target=self._meet, args=(connection,), name="nxd_ckpt-host", daemon=True).start()
         except RuntimeError:
@@ -151,13 +151,13 @@ class HostServer:
 
     def _meet(self, connection: socket.socket) -> None:
         with connection:
-            known = False
+            is_admitted = False
             try:
                 with suppress(OSError):
-                    known = Channel(connection, _ADMITTING).admit(self._secret, self._host)
+                    is_admitted = Channel(connection, _ADMITTING).admit(self._secret, self._host)
             finally:
                 self._forget(connection)
-            if not known or not self._keep(connection):
+            if not is_admitted or not self._keep(connection):
                 return
             try:
                 with suppress(OSError):  # its caller has gone
@@ -176,7 +176,7 @@ class HostServer:
 
 
 class _Conversation:
-    """What one connection asks for, one request after the other."""
+    """The requests of one connection, one after the other."""
 
     def __init__(self, directory: OwnDirectory, channel: Channel, copy_out: CopyOut) -> None:
         self._directory, self._channel, self._copy_out = directory, channel, copy_out
@@ -185,7 +185,7 @@ class _Conversation:
         self._copied: Generator[int, None, None] = (number for number in range(0))
         self._memory: memoryview | None = None
         self._failed: Exception | None = None
-        """What the file that is being written met, until its caller asks."""
+        """Error of the file that is being written, until its caller asks."""
 
     def serve(self) -> None:
         try:
@@ -226,7 +226,7 @@ class _Conversation:
         return do(fields, blobs)
 
     def _key(self, fields: Fields, name: str = "key") -> str:
-        """A key of the message. Raises MalformedFile for one that leads out of the directory, by a link too."""
+        """Return a key of the message. Raises MalformedFile for one that leads out of the directory, also by a link."""
         key = _text(fields[name])
         if os.path.commonpath((self._root, os.path.realpath(self._directory.path(key)))) != self._root:
             raise MalformedFile(f"{self._directory.url}/{key} leads out of the directory, by a link")
@@ -236,12 +236,14 @@ class _Conversation:
         return {}, self._directory.read(self._key(fields), number(fields["limit"]))
 
     def _do_peek(self, fields: Fields, blobs: list[bytes]) -> Answer:
-        found = [self._peeked(_text(key)) for key in fields["keys"]]
-        return {"value": [None if data is None else len(data) for data in found]}, b"".join(filter(None, found))
+        contents = [self._peeked(_text(key)) for key in fields["keys"]]
+        return {"value": [None if data is None else len(data) for data in contents]}, b"".join(filter(None, contents))
 
     def _peeked(self, key: str) -> bytes | None:
-        """As of a directory: what is no such file, as what a link leads to elsewhere, is empty, and fails no other."""
-        self._directory.path(key)  # raises for what is no key
+        """Return a small file. Anything else, such as a link to elsewhere, counts as empty, so that other keys succeed.
+
+        """
+        self._directory.path(key)  # raises for an invalid key
         try:
             return self._directory.peek([self._key({"key": key})])[0]
         except MalformedFile:
@@ -295,12 +297,12 @@ class _Conversation:
     def _do_remove(self, fields: Fields, blobs: list[bytes]) -> Answer:
         key = self._key(fields)
         if not key:
-            raise OSError("the directory itself is removed by nobody")
+            raise OSError("the directory itself cannot be removed")
         self._directory.remove(key)
         return {}, b""
 
     def _do_copy_out(self, fields: Fields, blobs: list[bytes]) -> Answer:
-        """The first piece of the copy. Its caller has this connection, and so this thread, for the copy alone."""
+        """Copy the first piece. The caller has this connection, and so this thread, for the copy alone."""
         yield_disk_to_others()
         yield_processor_to_others()
         where = number(fields["place"]), _text(fields["folder"]), _text(fields["name"])
@@ -309,7 +311,7 @@ class _Conversation:
         return self._do_go_on(fields, blobs)
 
     def _do_go_on(self, fields: Fields, blobs: list[bytes]) -> Answer:
-        """The bytes of the next piece; None after the last."""
+        """Copy the next piece and return its bytes; None after the last."""
         return {"value": next(self._copied, None)}, b""
 
     def _do_create(self, fields: Fields, blobs: list[bytes]) -> Answer:
@@ -319,7 +321,7 @@ class _Conversation:
         return {}, b""
 
     def _do_settle(self, fields: Fields, blobs: list[bytes]) -> Answer:
-        """Whether all that was sent has arrived, and is what was sent."""
+        """Confirm that everything sent has arrived unchanged, or raise."""
         failed, self._failed = self._failed, None
         if failed is not None:
             self._do_abort(fields, blobs)
@@ -342,7 +344,7 @@ class _Conversation:
         return {}, b""
 
     def _write_at(self, fields: Fields, lengths: list[int]) -> None:
-        """Without a reply: ``settle`` and ``close`` give it."""
+        """Write a piece, without a reply: ``settle`` and ``close`` report errors."""
         if sum(lengths) > PIECE:
             raise ConnectionError(f"sends {sum(lengths)} bytes, at most {PIECE} are expected")
         self._memory = self._memory or memoryview(mmap.mmap(-1, PIECE))  # aligned, as direct writes need it
@@ -350,7 +352,7 @@ class _Conversation:
         self._channel.fill(data)
         try:
             if zlib.crc32(data) != fields["crc32"]:
-                raise OSError("what arrived is not what was sent: the network, or one of its ends, changed bytes")
+                raise OSError("bytes changed on their way: by the network, or one of its ends")
             if self._writer is None:
                 raise OSError("no file is being written")
             self._writer.write_at(number(fields["offset"]), data)
@@ -359,7 +361,7 @@ class _Conversation:
             self._failed = self._failed or error
 
     def _opened(self, fields: Fields) -> tuple[int, list[tuple[int, int]]]:
-        """A file of the version that is asked for, and the ranges of it, which are there."""
+        """Open the file in the requested version; return it and its requested ranges, which exist."""
         key, version = self._key(fields), Version(*fields["version"])
         ranges = [(number(offset), number(length)) for offset, length in fields["ranges"]]
         where = f"{self._directory.url}/{key}"
@@ -385,7 +387,7 @@ def _text(key: Any) -> str:
 
 
 def _in_words(error: Exception) -> list[Any]:
-    """What the caller raises again, see remote._raise_of."""
+    """Return the error in the form that the caller raises again, see remote._raise_of."""
     for kind in NAMED:
         if isinstance(error, kind):
             return [kind.__name__, None, str(error)]

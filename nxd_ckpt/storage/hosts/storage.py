@@ -1,12 +1,12 @@
 """The disks of a job's hosts as one object store.
 
-Each rank writes its data on its own host, at the speed of its disk. What says what a directory of files is, small and
-written whole, is on every host. The job's own small files have one home, the host of rank 0. A key is there while any
-host has it; a listing is the union; what is removed is removed everywhere.
+Each rank writes its data on its own host, at the speed of its disk. The small files that describe a directory, written
+whole, are on every host. The job's own small files have one home, the host of rank 0. A key exists while any host has
+it; a listing is the union; a removal removes it everywhere.
 
-A host that was away may come back with an older save of a name. The marker of a directory names the save that its files
-belong to, so the hosts whose marker is that of the newest complete save are its *members*, and nothing of the others is
-read or listed. With replicas each data file is on other hosts too, before its writer has closed.
+A host that was away may come back with an older save of a name. The marker of a directory names the save of its files.
+So the hosts with the marker of the newest complete save are its *members*; files of other hosts are neither read nor
+listed. With replicas each data file is on other hosts too, before its writer has closed.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ T = TypeVar("T")
 
 
 class Hosts(NamedTuple):
-    """The hosts of a job: their directories, that of rank 0 first; which is this one, and which have its replicas."""
+    """The hosts of a job: their directories, rank 0's first; the number of this one, and of those with its replicas."""
 
     directories: Sequence[Directory]
     here: int
@@ -47,7 +47,7 @@ class HostsStorage:
     concurrency = 8
     read_nbytes = CRC_BLOCK
     may_lack_files = True
-    """A host may be lost, and its files with it."""
+    """True: a host may be lost, and its files with it."""
     may_be_unmounted = True
 
     def __init__(self, own: OwnDirectory, names: Names) -> None:
@@ -60,7 +60,7 @@ class HostsStorage:
 
     @property
     def hosts(self) -> Hosts:
-        """Raises CheckpointError before it is joined."""
+        """The joined hosts. Raises CheckpointError before `join`."""
         if self._hosts is None:
             raise CheckpointError(
                 f"{self.url} is the part of one host (per_host=True): it is used within save, load and has_checkpoint, "
@@ -90,17 +90,17 @@ class HostsStorage:
     def received(self) -> int:
         """Bytes of files that other hosts have sent to this process so far."""
         directories = () if self._hosts is None else self._hosts.directories
-        return self._received + sum(one.received for one in directories if isinstance(one, RemoteDirectory))
+        return self._received + sum(each.received for each in directories if isinstance(each, RemoteDirectory))
 
     def join(
         self, hosts: Hosts, leave: Callable[[], None] = lambda: None, copy_own: CopyOut | None = None
     ) -> None:
-        """From now on it is all of these; ``leave`` gives up what that takes, ``copy_own`` is `copy_out` here."""
+        """Join these hosts; ``leave`` releases their connections, ``copy_own`` is `copy_out` for this host."""
         self._hosts, self._leave = hosts, leave
         self._copy_own = copy_own or copy_nothing
 
     def leave(self) -> None:
-        """From now on it is nothing, until it is joined anew. Safe to call again."""
+        """Leave the other hosts, until it is joined again. Safe to call again."""
         if self._hosts is not None:
             self._received = self.received
             self._leave()
@@ -132,10 +132,10 @@ class HostsStorage:
         return self._any(self._all(), lambda directory: directory.is_dir(key))
 
     def list(self, key: str = "") -> list[DirEntry]:
-        found: set[DirEntry] = set()
+        entries: set[DirEntry] = set()
         for directory in self._listed(key):
-            found |= set(directory.list(key))
-        return sorted(found)
+            entries |= set(directory.list(key))
+        return sorted(entries)
 
     def write(self, key: str, data: bytes) -> None:
         if self._names.is_at_home(key):
@@ -150,12 +150,12 @@ class HostsStorage:
             directory.write(key, data)
 
     def write_reserved(self, reserve: str, key: str, data: bytes) -> None:
-        """Only for the job's own small files, which are at home."""
+        """Write one of the job's own small files, which are at home, into reserved space."""
         self._home.write_reserved(reserve, key, data)
 
     def link_new(self, key: str, data: bytes) -> bool:
         at_home, mirrored = self._names.is_at_home(key), self._names.is_mirrored(key)
-        if not (at_home or mirrored):  # of one rank's files, which no other has
+        if not (at_home or mirrored):  # one rank's file, which no other has
             created = self.own.link_new(key, data)
             for directory in self._replicas if created else ():
                 directory.write(key, data)
@@ -175,9 +175,10 @@ class HostsStorage:
         return True
 
     def _mirror(self, key: str, data: bytes, others: Sequence[Directory]) -> None:
-        """Write what is at home to the ``others``, also where one of them does not answer. Raises what that raised.
+        """Write a home file to the ``others``, also if one of them does not answer. Raises the first error.
 
-        What would then be on fewer hosts than replicas are, and lost with them, is nowhere.
+        If it would then be on no more hosts than there are replicas, and could be lost with them, it is removed
+        everywhere.
         """
         there, problem = [self._home], None
         for directory in others:
@@ -208,12 +209,12 @@ class HostsStorage:
         return ReplicatedWriter(writer, [(directory, key, nbytes) for directory in self._replicas])
 
     def make_dir(self, key: str) -> None:
-        """Only for the job's own files, whose directories are looked into before there is anything in them."""
+        """Make a directory of the job's own files: these are looked into before they have any."""
         if self._names.is_at_home(key):
             self._home.make_dir(key)
 
     def sync_dir(self, key: str) -> None:
-        """Of what this host wrote as it was told to. Small files are durable with their names."""
+        """Sync this host's files, as far as it was asked to. Small files are durable with their names."""
         if not self._names.is_at_home(key):
             self.own.sync_dir(key)
 
@@ -221,7 +222,7 @@ class HostsStorage:
         raise OSError(f"{self.url}: cannot rename {source} to {target}: the hosts' disks together have no rename")
 
     def remove(self, key: str) -> None:
-        """Everywhere, as far as it can be reached. Raises the first error that was met."""
+        """Remove the key on all hosts that can be reached. Raises the first error."""
         problem: Exception | None = None
         for directory in self.hosts.directories:
             try:
@@ -229,55 +230,58 @@ class HostsStorage:
             except (OSError, CheckpointError) as error:
                 problem = problem or error
         self._members.pop(top_of(key), None)
-        self.distrusted.difference_update([one for one in self.distrusted if f"{one[0]}/".startswith(f"{key}/")])
+        self.distrusted.difference_update([copy for copy in self.distrusted if f"{copy[0]}/".startswith(f"{key}/")])
         if problem is not None:
             raise problem
 
     def discard_unfinished(self, key: str) -> None:
-        """Nothing: what is unfinished lies among the files, and goes with them."""
+        """Do nothing: unfinished files lie among the others, and go with them."""
 
     def set_time(self, key: str, seconds: float) -> None:
-        """Nothing: a host that was away would have another time."""
+        """Do nothing: a host that was away would have another time."""
 
     def holders(self, keys: Iterable[str]) -> dict[str, set[int]]:
-        """The numbers of the hosts that have each of these files of a tag, as far as they can be reached."""
-        found: dict[str, set[int]] = {key: set() for key in keys}
-        for folder in {key.rpartition("/")[0] for key in found}:
+        """Return the numbers of the reachable hosts that have each of these files of a tag."""
+        numbers: dict[str, set[int]] = {key: set() for key in keys}
+        for folder in {key.rpartition("/")[0] for key in numbers}:
             for directory in self._order(folder):
                 with suppress(ConnectionError, TimeoutError):
                     for entry in directory.list(folder):
-                        found.get(f"{folder}/{entry.name}", set()).add(self._number(directory))
-        return found
+                        numbers.get(f"{folder}/{entry.name}", set()).add(self._number(directory))
+        return numbers
 
     def lacking(self, top: str) -> set[int]:
-        """The numbers of the hosts that answer, and do not have what says which complete save the directory ``top``
-        holds."""
+        """Return the numbers of answering hosts without the marker files of the newest save in the directory ``top``.
+
+        """
         marks = self._marks(top)
         newest = max(marks.values(), key=lambda mark: _order_of(mark[1]), default=None)
         return {number for number, mark in marks.items() if mark != newest}
 
     def is_short(self, top: str) -> bool:
-        """Whether a file in the directory ``top`` has fewer copies than it is to have on the hosts that answer, or a
-        copy that is distrusted."""
+        """Return whether a file in the directory ``top`` has too few copies on the answering hosts.
+
+        Also True if a copy is distrusted.
+        """
         if any(top_of(key) == top for key, _ in tuple(self.distrusted)):
             return True
         folders = [top]
         while folders:
-            found = Counter[DirEntry]()
+            copy_counts = Counter[DirEntry]()
             for directory in self._order(folders[0], anew=folders[0] == top):
                 with suppress(ConnectionError, TimeoutError):
-                    found.update(directory.list(folders[0]))
-            if any(copies <= len(self.hosts.replicas) for entry, copies in found.items() if not entry.is_dir):
+                    copy_counts.update(directory.list(folders[0]))
+            if any(copies <= len(self.hosts.replicas) for entry, copies in copy_counts.items() if not entry.is_dir):
                 return True
-            folders = [*folders[1:], *(f"{folders[0]}/{entry.name}" for entry in found if entry.is_dir)]
+            folders = [*folders[1:], *(f"{folders[0]}/{entry.name}" for entry in copy_counts if entry.is_dir)]
         return False
 
     def is_member(self, number: int, top: str) -> bool:
-        """Whether that host's files in the directory ``top`` are of its newest complete save, or it does not answer."""
+        """Return whether that host's files in the directory ``top`` are of its newest complete save, or it is away."""
         return self.hosts.directories[number] in self._members_of(top)
 
     def reachable(self) -> set[int]:
-        """The numbers of the hosts that answer."""
+        """Return the numbers of the hosts that answer."""
         return {*self._marks("")}
 
     def copies(self, key: str) -> dict[int, Storage]:
@@ -291,13 +295,13 @@ class HostsStorage:
     def copy_out(
         self, number: int, key: str, place: int, folder: str, name: str, expected: FileEntry
     ) -> Generator[int, None, None]:
-        """Have another host copy a file of its own to ``folder/name`` of a lower tier, by the number ``place``: a piece
-        each time that the next is asked for, of which the bytes are yielded. It is complete once there is no next one.
+        """Let another host copy its file to ``folder/name`` of the lower tier number ``place``.
 
-        At place 0 it is the other way round: the host fetches the file to its own directory.
+        Each step of the generator copies a piece and yields its bytes; the file is complete once it ends. With place 0
+        the host fetches the file to its own directory instead.
 
-        Given up before, or if anything is raised, it is not there. Raises CorruptCheckpoint, EOFError, OSError: the
-        host is away, refuses, or the file is not the ``expected`` one.
+        If it is abandoned before, or anything is raised, the file is not there. Raises CorruptCheckpoint, EOFError,
+        OSError: the host is away, refuses, or the file is not the ``expected`` one.
         """
         directory = self.hosts.directories[number]
         if isinstance(directory, RemoteDirectory):
@@ -305,14 +309,14 @@ class HostsStorage:
         return self._copy_own(key, place, folder, name, expected)
 
     def _only(self, directory: Directory) -> HostsStorage:
-        """What one of the hosts holds."""
+        """Return the storage of one host's files."""
         alone = HostsStorage(self.own, self._names)
         alone.url = f"{self.url} on host {self._number(directory)} ({directory.url})"
         alone.join(Hosts([directory], 0))
         return alone
 
     def _number(self, directory: Directory) -> int:
-        return next(number for number, one in enumerate(self.hosts.directories) if one is directory)
+        return next(number for number, each in enumerate(self.hosts.directories) if each is directory)
 
     @property
     def _home(self) -> Directory:
@@ -324,12 +328,14 @@ class HostsStorage:
         return [hosts.directories[number] for number in hosts.replicas]
 
     def _all(self) -> Sequence[Directory]:
-        """In the order in which they are asked: this one, and those after it, the first of which have its replicas."""
+        """Return all directories in the order in which they are asked: this host's, then those after it (its replicas).
+
+        """
         directories, here = self.hosts.directories, self.hosts.here
         return [*directories[here:], *directories[:here]]
 
     def _order(self, key: str, *, anew: bool = False) -> Sequence[Directory]:
-        """The directories that may have the file ``key``, in the order in which they are asked."""
+        """Return the directories that may have the file ``key``, in the order in which they are asked."""
         if self._names.is_hidden(key):
             return self.hosts.directories
         top = top_of(key)
@@ -338,19 +344,19 @@ class HostsStorage:
         return self._members[top]
 
     def _members_of(self, top: str) -> Sequence[Directory]:
-        """The hosts whose files in the directory ``top`` are of the newest complete save of that name.
+        """Return the hosts whose files in the directory ``top`` are of the newest complete save of that name.
 
-        Those that are away are among them: who does not find a file elsewhere meets their error.
+        Hosts that are away count as members: a reader that does not find a file elsewhere gets their error.
         """
         marks = self._marks(top)
         marked = [(_order_of(done), marker) for marker, done in marks.values() if marker is not None]
-        newest = max(marked, key=lambda one: one[0])[1] if marked else None
+        newest = max(marked, key=lambda mark: mark[0])[1] if marked else None
         directories = self.hosts.directories
         away = [directory for number, directory in enumerate(directories) if number not in marks]
         return [*(directories[number] for number, (marker, _) in marks.items() if marker == newest), *away]
 
     def _marks(self, top: str) -> dict[int, tuple[bytes | None, bytes | None]]:
-        """By host, marker and ``done`` of the directory ``top``; without hosts that are away."""
+        """Return marker and ``done`` of the directory ``top``, by host; without hosts that are away."""
         keys = [f"{top}/{name}".lstrip("/") for name in (self._names.marker, self._names.done)]
         marks = dict[int, tuple[bytes | None, bytes | None]]()
         for directory in self._all():
@@ -360,32 +366,32 @@ class HostsStorage:
         return marks
 
     def _listed(self, key: str) -> Sequence[Directory]:
-        """The directories that are listed for ``key``."""
+        """Return the directories that are listed for ``key``."""
         if not key:
             return self._all()
         if not self._names.is_hidden(key):
             return self._order(key, anew=True)
         attempt = "/".join(key.split("/")[:3])
-        # What is of this launch is at home, and is looked for again and again.
+        # This launch's own files are at home, and are listed again and again.
         if self._names.is_at_home(key) and key.count("/") >= 2 and self._home.is_dir(attempt):
             return [self._home]
         return self._all()
 
     def _from_first(self, key: str, get: Callable[[Directory], T]) -> T:
-        """What ``get`` returns for the first directory that has the file."""
-        known, mirrored = top_of(key) in self._members, self._names.is_mirrored(key)
+        """Return the result of ``get`` for the first directory that has the file."""
+        is_cached, mirrored = top_of(key) in self._members, self._names.is_mirrored(key)
         try:
             return self._first(key, self._order(key, anew=mirrored), get)
         except FileNotFoundError:
-            if not known or mirrored or self._names.is_hidden(key):
+            if not is_cached or mirrored or self._names.is_hidden(key):
                 raise
         return self._first(key, self._order(key, anew=True), get)  # the name may have got another save since
 
     def _first(self, key: str, directories: Sequence[Directory], get: Callable[[Directory], T]) -> T:
-        """Raises what one that is away raised, where no other has the file."""
+        """Return the result of the first directory with the file; without one, raise the error of one that is away."""
         away: Exception | None = None
         if self.distrusted:
-            directories = sorted(directories, key=lambda one: (key, self._number(one)) in self.distrusted)
+            directories = sorted(directories, key=lambda directory: (key, self._number(directory)) in self.distrusted)
         for directory in directories:
             try:
                 return get(directory)
@@ -397,7 +403,7 @@ class HostsStorage:
         raise away or FileNotFoundError(f"{self.url}/{key} does not exist on any of {number} hosts")
 
     def _any(self, directories: Iterable[Directory], holds: Callable[[Directory], bool]) -> bool:
-        """Whether it holds for any. Raises what one that is away raised where it holds for no other."""
+        """Return whether it is true of any; if of none, raise the error of one that is away."""
         away: Exception | None = None
         for directory in directories:
             try:
@@ -411,6 +417,6 @@ class HostsStorage:
 
 
 def _order_of(done: bytes | None) -> tuple[int, bytes]:
-    """By which saves of one name are ordered: the number that ``done`` begins with; without one it is not complete."""
+    """Return the sort key of saves of one name: the number that ``done`` begins with; without one it is incomplete."""
     first = (done or b"").partition(b" ")[0]
     return (int(first) if first.isdigit() and len(first) < 20 else -1, done or b"")

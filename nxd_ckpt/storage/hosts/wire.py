@@ -1,8 +1,7 @@
-"""What two hosts of a job say to each other over TCP: messages of a few JSON fields and blobs of bytes.
+"""The protocol of a job's hosts over TCP: messages of a few JSON fields and blobs of bytes.
 
-Whoever connects proves that it knows the job's secret, and so does the host that it connects to, which also proves
-which of the hosts it is. After that there are requests and replies. Nothing that arrives is unpickled, no length is
-believed beyond its limit, and every message has its time.
+The caller proves that it knows the job's secret; so does the host, which also proves which host it is. Requests and
+replies follow. Incoming data is never unpickled, lengths are limited, and every message has a time limit.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from nxd_ckpt.errors import MalformedFile
 
 _LENGTH = struct.Struct(">I")
 _HEAD = 2**16
-"""Bytes of a message's fields, at most. What may be longer is a blob."""
+"""Maximum bytes of a message's fields. Longer data is a blob."""
 
 NONCE = 32
 """Bytes of a random number, and of a proof."""
@@ -29,16 +28,16 @@ _BLOBS = 4
 Fields = dict[str, Any]
 
 NAMED = (MalformedFile, EOFError, FileNotFoundError, FileExistsError)
-"""Errors that a host names to its caller, which raises the same: the first of them that it is."""
+"""Errors that a host names to its caller, which raises the same class: the first that matches."""
 
 
 class Channel:
     """One connection, used by one thread at a time.
 
-    Every message must be over ``timeout`` seconds after its first byte is waited for, but for the first of a request,
-    which may be waited for without a limit.
+    Every message must be complete ``timeout`` seconds after the wait for its first byte began; but the first byte of a
+    request is waited for without a limit.
 
-    All methods raise OSError where the other end is gone, silent, or sends what is no message.
+    All methods raise OSError if the other end is gone, silent, or sends invalid messages.
     """
 
     def __init__(self, connection: socket.socket, timeout: float) -> None:
@@ -54,7 +53,7 @@ class Channel:
             self._put(blob)
 
     def send_file(self, fields: Fields, fd: int, ranges: Sequence[tuple[int, int]]) -> None:
-        """Send (offset, length) ranges of a file as one blob; they must be there."""
+        """Send existing (offset, length) ranges of a file as one blob."""
         self._begin()
         self._put(self._head(fields, [sum(length for _, length in ranges)]))
         with open(fd, "rb", buffering=0, closefd=False) as file:
@@ -64,14 +63,14 @@ class Channel:
                     raise EOFError("the file became shorter while it was sent")
 
     def request(self) -> tuple[Fields, list[int]]:
-        """The fields of the next message, however late it comes, and the lengths of the blobs that follow."""
+        """Return the fields of the next message, however late it comes, and the lengths of its blobs."""
         self._socket.settimeout(None)
         first = self._socket.recv(1)
         self._begin()
         return self._parsed(first + self._take(_LENGTH.size - 1) if first else b"")
 
     def reply(self) -> tuple[Fields, list[int]]:
-        """The same, within the time."""
+        """Return the fields of the next message, within the time limit, and the lengths of its blobs."""
         self._begin()
         return self._parsed(self._take(_LENGTH.size))
 
@@ -81,7 +80,7 @@ class Channel:
         return self._take(nbytes)
 
     def fill(self, view: memoryview) -> None:
-        """Put the next bytes into memory."""
+        """Read the next bytes into memory."""
         done = 0
         while done < len(view):
             self._socket.settimeout(self._left())
@@ -94,7 +93,7 @@ class Channel:
         self._socket.close()
 
     def prove(self, secret: bytes, host: int) -> None:
-        """Who connects: prove to know the secret, and have it proved that this is that host."""
+        """Prove, as the caller, to know the secret, and check the proof that the other end is that host."""
         self._begin()
         theirs, ours = self._take(NONCE), os.urandom(NONCE)
         self._put(ours + proof(secret, b"caller", host, theirs + ours))
@@ -102,12 +101,12 @@ class Channel:
             raise ConnectionError(f"does not prove that it is host {host} of this job")
 
     def admit(self, secret: bytes, host: int) -> bool:
-        """The other side of it: whether who connects knows the secret."""
+        """Check the caller's proof, and prove to be this host. False if the caller does not know the secret."""
         self._begin()
         ours = os.urandom(NONCE)
         self._put(ours)
-        theirs, proven = self._take(NONCE), self._take(NONCE)
-        if not hmac.compare_digest(proven, proof(secret, b"caller", host, ours + theirs)):
+        theirs, caller_proof = self._take(NONCE), self._take(NONCE)
+        if not hmac.compare_digest(caller_proof, proof(secret, b"caller", host, ours + theirs)):
             return False
         self._put(proof(secret, b"host", host, ours + theirs))
         return True
@@ -143,9 +142,9 @@ class Channel:
         try:
             fields, lengths = json.loads(self.blob(nbytes, _HEAD))
         except (ValueError, TypeError, RecursionError) as error:
-            raise ConnectionError("sends what is no message") from error
+            raise ConnectionError("sends an invalid message") from error
         if not isinstance(fields, dict) or not _are_lengths(lengths):
-            raise ConnectionError("sends what is no message")
+            raise ConnectionError("sends an invalid message")
         return fields, lengths
 
 
@@ -158,12 +157,12 @@ def _are_lengths(lengths: Any) -> bool:
 
 
 def proof(secret: bytes, role: bytes, number: int, nonces: bytes) -> bytes:
-    """Proof of who knows ``secret`` that it speaks as ``role``, to or as the host or rank of this number."""
+    """Return the proof of knowing ``secret`` in this ``role``, to or as the host or rank of this number."""
     return hmac.digest(secret, role + b" " + str(number).encode() + b" " + nonces, "sha256")
 
 
 def number(value: Any) -> int:
-    """``value``, an integer of a message. Raises MalformedFile for anything else, infinity included."""
+    """Return ``value``, an integer of a message. Raises MalformedFile for anything else, infinity included."""
     if type(value) is not int or not -(2**63) <= value < 2**63:
         raise MalformedFile(f"expected a number, found {value!r:.40}")
     return value

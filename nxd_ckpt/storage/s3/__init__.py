@@ -1,1 +1,1 @@
-"""Amazon S3, and what speaks its protocol, as a storage."""
+"""Amazon S3, and stores with its protocol, as a storage."""

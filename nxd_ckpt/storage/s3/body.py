@@ -1,4 +1,4 @@
-"""The body of a request: a file-like over several pieces of memory, none of which is copied."""
+"""The body of a request: a file-like object over several pieces of memory, without copies."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ except ImportError:  # no wheel for this platform
 
 
 class Body:
-    """Reads as one file. What `read` returns are views of the pieces."""
+    """Pieces of memory as one file. `read` returns views of the pieces."""
 
     def __init__(self, views: Sequence[memoryview], throttle: Throttle) -> None:
         self._views, self._throttle = views, throttle
@@ -23,8 +23,10 @@ class Body:
         self._position = 0
 
     def read(self, size: int | None = -1) -> bytes | memoryview:
-        """At most ``size`` bytes, or a block of a whole piece where that is more: sockets are asked for 16 KiB at a
-        time, at which sending costs a fifth more."""
+        """Return at most ``size`` bytes, or a block of a whole piece if that is more.
+
+        The HTTP library asks for 16 KiB at a time, at which sending costs a fifth more.
+        """
         offset = self._position
         for view in self._views:
             if offset < len(view):
@@ -44,7 +46,7 @@ class Body:
 
 
 def crc32(views: Sequence[memoryview]) -> str:
-    """The CRC-32 of all pieces, one after the other, as S3 writes it."""
+    """Return the CRC-32 of all pieces, one after the other, in S3's form."""
     value = 0
     for view in views:
         value = _crc32(view, value)

@@ -1,4 +1,4 @@
-"""One bucket as a client sees it: options, one client per process, and requests whose errors are OSErrors."""
+"""A bucket and its client: options, one client per process, and requests whose errors are OSErrors."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from nxd_ckpt.version import __version__
 logger = logging.getLogger("nxd_ckpt")
 
 TOKEN = "nxd-ckpt-writer"
-"""Metadata of every object: who wrote it. It distinguishes a lost reply from a key that somebody else took."""
+"""Metadata of every object: its writer. It distinguishes a lost reply from a key that somebody else took."""
 
 _CONNECTIONS = 32
 
@@ -26,9 +26,10 @@ _CONNECTIONS = 32
 class S3Options:
     """``storage_options`` of an ``s3://`` URL, under s3fs's names where it has them.
 
-    What is not given comes from the usual places: environment, ``~/.aws``, the instance's role.
+    Options that are not given come from the usual places: environment, ``~/.aws``, the instance's role.
 
-    ``retries`` is how often a request is repeated, ``max_bytes_per_second`` a cap on uploads and on downloads together.
+    ``retries`` is the number of repetitions of a request, ``max_bytes_per_second`` limits uploads and downloads
+    together.
     """
 
     key: str | None = field(default=None, repr=False)
@@ -44,17 +45,20 @@ class S3Options:
 
     @staticmethod
     def of(options: Mapping[str, Any], url: str) -> S3Options:
-        """Raises InvalidArgument for names that it does not know; values, which may be secret, are not shown."""
-        known = S3Options.__dataclass_fields__
-        unknown = sorted(set(options) - set(known))
+        """Return the checked options.
+
+        Raises InvalidArgument for unknown names; values, which may be secret, are not shown.
+        """
+        fields = S3Options.__dataclass_fields__
+        unknown = sorted(set(options) - set(fields))
         if unknown:
-            raise InvalidArgument(f"{url}: unknown storage_options {unknown}; known are {', '.join(known)}")
-        made = S3Options(**options)
-        Limits.of(made.retries, made.max_bytes_per_second, url)
-        return made
+            raise InvalidArgument(f"{url}: unknown storage_options {unknown}; known are {', '.join(fields)}")
+        checked = S3Options(**options)
+        Limits.of(checked.retries, checked.max_bytes_per_second, url)
+        return checked
 
     def client(self) -> Any:
-        """A client of botocore. Its own retries, with jitter, cover everything but the body of a download."""
+        """Make a client of botocore. Its own retries, with jitter, cover everything but the body of a download."""
         import boto3
         from botocore import UNSIGNED
         from botocore.config import Config
@@ -81,7 +85,7 @@ class S3Options:
 
 
 class Bucket:
-    """Requests on the objects of one bucket below ``prefix``. Safe for threads, pickling and forks."""
+    """The objects of one bucket below ``prefix``. Safe for threads, pickling and forks."""
 
     def __init__(self, name: str, prefix: str, options: S3Options) -> None:
         self.name, self.prefix, self.options = name, prefix, options
@@ -98,23 +102,23 @@ class Bucket:
         return shared_throttle(self.options.max_bytes_per_second)
 
     def full(self, key: str) -> str:
-        """The object's name in the bucket."""
+        """Return the object's name in the bucket."""
         return f"{self.prefix}/{key}" if self.prefix and key else self.prefix or key
 
     def below(self, key: str) -> str:
-        """What the names of all objects in the directory ``key`` begin with."""
+        """Return the beginning of the names of all objects in the directory ``key``."""
         full = self.full(key)
         return full and f"{full}/"
 
     def call(self, operation: str, key: str, **parameters: Any) -> dict[str, Any]:
-        """One request about ``key``; every failure is an OSError."""
+        """Send one request about ``key`` and return the reply; every failure is an OSError."""
         try:
             reply: dict[str, Any] = getattr(self._connected(), operation)(Bucket=self.name, **parameters)
         except InvalidArgument:
             raise
         except of_a_request() as error:
             raise as_os_error(error, f"{self.url}/{key}", self.name) from error
-        except RecursionError as error:  # of the library, where every request is redirected to nowhere
+        except RecursionError as error:  # the library's, if every request is redirected to nowhere
             raise OSError(
                 f"{self.url}/{key}: the store redirects endlessly; check endpoint_url and region"
             ) from error
@@ -122,9 +126,9 @@ class Bucket:
         return reply
 
     def head(self, key: str, **parameters: Any) -> dict[str, Any]:
-        """Size, ETag, time and metadata of an object.
+        """Return size, ETag, time and metadata of an object.
 
-        The reply to a HEAD has no body to say why it was refused: another request asks.
+        The reply to a HEAD has no body with the reason of a refusal: another request asks for it.
         """
         try:
             return self.call("head_object", key, Key=self.full(key), **parameters)
@@ -138,14 +142,14 @@ class Bucket:
             raise
 
     def token(self, key: str) -> str | None:
-        """Who wrote the object; None where there is none."""
+        """Return the object's writer; None if there is no object."""
         try:
             return str(self.head(key).get("Metadata", {}).get(TOKEN, ""))
         except FileNotFoundError:
             return None
 
     def pages(self, key: str, **parameters: Any) -> Iterator[dict[str, Any]]:
-        """The pages of a listing of objects in the directory ``key``."""
+        """Yield the pages of a listing of objects in the directory ``key``."""
         more: dict[str, Any] = {}
         while True:
             page = self.call("list_objects_v2", key, Prefix=self.below(key), **parameters, **more)
@@ -155,16 +159,16 @@ class Bucket:
             more = {"ContinuationToken": page["NextContinuationToken"]}
 
     def uploads(self, key: str, prefix: str) -> Iterator[tuple[str, str]]:
-        """(object name, upload id) of the unfinished multipart uploads whose names begin with ``prefix``.
+        """Yield (object name, upload id) of the unfinished multipart uploads whose names begin with ``prefix``.
 
-        None from a store that lists none: what they hold is freed by its own rules.
+        None from a store that cannot list them: it frees them by its own rules.
         """
         more: dict[str, Any] = {}
         while True:
             try:
                 page = self.call("list_multipart_uploads", key, Prefix=prefix, **more)
             except NotOffered as error:
-                logger.info("%s; what unfinished uploads left there is for the store itself to free", error)
+                logger.info("%s; the store itself must free the parts of unfinished uploads", error)
                 return
             yield from ((upload["Key"], upload["UploadId"]) for upload in page.get("Uploads", ()))
             if not page.get("IsTruncated"):

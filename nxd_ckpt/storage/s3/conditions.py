@@ -1,4 +1,4 @@
-"""Requests that depend on what is there, though replies get lost: an object's metadata says who wrote it."""
+"""Conditional requests, although replies get lost: an object's metadata names its writer."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from nxd_ckpt.storage.s3.bucket import TOKEN, Bucket
 from nxd_ckpt.storage.s3.errors import ConditionFailed
 
 _TRIES = 6
-"""Of a request that meets another one under way: the store answers neither yes nor no then."""
+"""Tries of a request that meets another one under way: the store then answers neither yes nor no."""
 
 
 def put_if(bucket: Bucket, key: str, views: Sequence[memoryview], token: str, **condition: str) -> bool:
-    """Put an object under a condition of S3's (``IfNoneMatch="*"``, ``IfMatch=etag``); False where it did not hold.
+    """Put an object under a condition of S3's (``IfNoneMatch="*"``, ``IfMatch=etag``); False if it did not hold.
 
-    ``token`` must be new: a request that is repeated since its reply was lost finds its own object.
+    ``token`` must be new: a request that is repeated because its reply was lost finds its own object.
     """
     for tries in range(_TRIES):
         try:
@@ -33,11 +33,11 @@ def put_if(bucket: Bucket, key: str, views: Sequence[memoryview], token: str, **
                 **condition,
             )
             return True
-        except FileNotFoundError:  # IfMatch, and it is gone
+        except FileNotFoundError:  # IfMatch, and the object is gone
             return False
         except (ConditionFailed, ConnectionError) as error:
-            found = written_by(bucket, key)
-            if found == token:
+            writer = written_by(bucket, key)
+            if writer == token:
                 return True
             if isinstance(error, ConnectionError) or (error.conflict and tries == _TRIES - 1):
                 raise
@@ -48,9 +48,9 @@ def put_if(bucket: Bucket, key: str, views: Sequence[memoryview], token: str, **
 
 
 def written_by(bucket: Bucket, key: str) -> str | None:
-    """Who wrote the object; None if unknown.
+    """Return the object's writer; None if unknown.
 
-    It is called after a failure, whose error says more than one of this call would.
+    It is called after a failure, whose error says more than an error of this call.
     """
     with contextlib.suppress(OSError):
         return bucket.token(key)

@@ -1,4 +1,4 @@
-"""An object being read: ranged requests straight into the caller's memory, all of the same version of the object."""
+"""Reading an object: ranged requests straight into the caller's memory, all of the same version of the object."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from nxd_ckpt.storage.s3.errors import ConditionFailed
 _TRIES = 10
 
 _NOWHERE = memoryview(bytearray(HOLE))
-"""Memory for what is read along. Nobody looks into it."""
+"""Memory for bytes between ranges. It is never read."""
 
 
 class Replaced(OSError):
-    """The object is not the one any more that was opened."""
+    """The object was replaced since it was opened."""
 
 
 def read_object(bucket: Bucket, key: str, limit: int = DOCUMENT) -> tuple[bytes, str]:
-    """All of an object, and its ETag; the newer one where it was replaced meanwhile. Raises as Storage.read.
+    """Return all of an object, and its ETag; the newer one if it was replaced meanwhile. Raises as Storage.read does.
 
-    It takes one request, whose reply says how long it is before any of it is read.
+    It takes one request, whose reply has the length before any of it is read.
     """
     for tries in range(_TRIES):
         reply = bucket.call("get_object", key, Key=bucket.full(key))
@@ -46,16 +46,16 @@ def read_object(bucket: Bucket, key: str, limit: int = DOCUMENT) -> tuple[bytes,
 
 
 class S3Reader:
-    """Of the version that was there when it was opened: the store refuses to read from another."""
+    """A reader of the object's version at its opening: the store refuses to read from another."""
 
     def __init__(self, bucket: Bucket, key: str, reply: Mapping[str, Any] | None = None) -> None:
-        """``reply`` is that of a request for the object, where there was one."""
+        """Open the object; ``reply`` is the reply to an earlier request for it, if there was one."""
         self._bucket, self._key = bucket, key
         head = bucket.head(key) if reply is None else reply
         self.etag, self.nbytes = str(head["ETag"]), int(head["ContentLength"])
 
     def read_ranges(self, ranges: Sequence[Range], body: Any = None) -> None:
-        """``body`` is that of a reply that holds all of the first of them."""
+        """Fill each memory from its offset on; ``body`` is a reply's that has all of the first ranges."""
         for run in runs(ranges):
             if run.end > self.nbytes:
                 missing = run.end - max(run.begin, self.nbytes)
@@ -64,14 +64,14 @@ class S3Reader:
             body = None
 
     def close(self) -> None:
-        """Nothing: every request is one of its own."""
+        """Do nothing: every read is a request of its own."""
 
     @property
     def _url(self) -> str:
         return f"{self._bucket.url}/{self._key}"
 
     def _fetch(self, run: ByteRun, begun: Any) -> None:
-        """Where a connection breaks in the middle, the next request goes on from there."""
+        """Read a run. If a connection breaks in the middle, the next request continues from there."""
         from urllib3.exceptions import HTTPError
 
         done, tries = run.begin, 0
@@ -97,7 +97,7 @@ class S3Reader:
                     effects.sleep(pause_after(tries))
 
     def _request(self, begin: int, end: int) -> Any:
-        """The body of bytes ``begin`` to ``end``."""
+        """Return the body of bytes ``begin`` to ``end``."""
         full = self._bucket.full(self._key)
         try:
             reply = self._bucket.call(
@@ -111,16 +111,18 @@ class S3Reader:
 
 
 def _uncopied(body: Any) -> Any:
-    """What reads a body of urllib3 straight into memory, which itself reads into its own and copies: the reply below
-    it, if it has one like that."""
+    """Return a reader of urllib3's body straight into memory, if the reply below it is one.
+
+    urllib3 itself reads into its own memory and copies.
+    """
     reply = getattr(body, "_fp", None)
     return reply if isinstance(reply, HTTPResponse) else body
 
 
 def _memories(run: ByteRun, begin: int, block: int) -> Iterator[memoryview]:
-    """Where the bytes of ``run`` from ``begin`` on belong, a block at a time; what lies between goes nowhere."""
+    """Yield the memories for the bytes of ``run`` from ``begin`` on, a block at a time; bytes between are dropped."""
     position = begin
-    for offset, buffer in [*run.wanted, (run.end, memoryview(b""))]:
+    for offset, buffer in [*run.ranges, (run.end, memoryview(b""))]:
         while position < offset:
             hole = _NOWHERE[: offset - position]
             yield hole

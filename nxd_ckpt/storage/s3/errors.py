@@ -1,4 +1,4 @@
-"""What S3 and its library say, as an OSError that names the url, the store's code, and what to do."""
+"""Errors of S3 and its library, as OSErrors that name the URL, the store's code, and what to do."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ class ConditionFailed(OSError):
 
 
 class UploadGone(OSError):
-    """The multipart upload is not there: completed by a request whose reply was lost, or aborted by someone."""
+    """The multipart upload does not exist: completed by a request whose reply was lost, or aborted by someone."""
 
 
 class NotOffered(OSError):
-    """The store knows no such request (501)."""
+    """The store does not support the request (501)."""
 
 
 _DENIED = {
@@ -39,14 +39,14 @@ _LOST = {"InvalidPart", "InvalidPartOrder", "EntityTooSmall"}
 
 
 def of_a_request() -> tuple[type[Exception], ...]:
-    """What a request of botocore fails with; ValueError for an endpoint that is no URL."""
+    """Return the errors of a botocore request; ValueError for an endpoint that is no URL."""
     from botocore.exceptions import BotoCoreError, ClientError
 
     return BotoCoreError, ClientError, ValueError
 
 
 def as_os_error(error: Exception, url: str, bucket: str) -> OSError:
-    """``error`` of botocore, raised by a request on ``url``."""
+    """Return an OSError for ``error`` of botocore, raised by a request on ``url``."""
     from botocore import exceptions as boto
 
     if isinstance(error, boto.ClientError):
@@ -62,7 +62,7 @@ def as_os_error(error: Exception, url: str, bucket: str) -> OSError:
 
 
 def code_of(reply: dict[str, Any]) -> str:
-    """``NoSuchKey``; the reply to a HEAD has no body, so there it is the status."""
+    """Return the code, such as ``NoSuchKey``; the reply to a HEAD has no body, so there it is the status."""
     return str(reply.get("Error", {}).get("Code", ""))
 
 

@@ -1,8 +1,8 @@
-"""A bucket of S3 or of a store that speaks its protocol, below a prefix.
+"""A bucket of S3, or of a store with its protocol, below a prefix.
 
-An object is there when its last request was answered, and lasts. Conditional requests (``If-None-Match``, ``If-Match``)
-decide who of several wins; every object carries the token of its writer, so that a request which is repeated because
-its reply was lost is not taken for somebody else's. The library is boto3; ``docs/decisions/013`` says why.
+An object exists once its last request was answered, and lasts. Conditional requests (``If-None-Match``, ``If-Match``)
+decide which of several writers wins; every object has the token of its writer, so that a request that is repeated
+because its reply was lost is not taken for somebody else's. The library is boto3; ``docs/decisions/013`` says why.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from nxd_ckpt.storage.s3.download import S3Reader, read_object
 from nxd_ckpt.storage.s3.upload import S3Writer
 
 _BATCH = 1000
-"""Keys that one request deletes, at most."""
+"""Maximum number of keys that one request deletes."""
 _GONE = {"NoSuchKey", "PreconditionFailed"}
-"""What is answered for a key of which the object that was to be deleted is not there any more."""
+"""Errors for a key whose object was to be deleted and does not exist any more."""
 
 
 def open_s3(url: str, options: Mapping[str, Any]) -> S3Storage:
-    """The storage of ``s3://bucket/prefix``. Asks nothing of the network.
+    """Open the storage of ``s3://bucket/prefix``, without a request.
 
-    Raises InvalidArgument where boto3 is missing, the bucket has no name, or options are not known.
+    Raises InvalidArgument if boto3 is missing, the bucket has no name, or options are unknown.
     """
     if find_spec("boto3") is None:
         raise InvalidArgument(f"{url}: needs boto3: pip install 'nxd_ckpt[s3]'")
@@ -41,7 +41,7 @@ def open_s3(url: str, options: Mapping[str, Any]) -> S3Storage:
 
 
 class S3Storage:
-    """Keys below the bucket's prefix. Safe for threads; may be pickled, with its options, and used after a fork."""
+    """A bucket's prefix as a storage. Safe for threads; may be pickled, with its options, and used after a fork."""
 
     renames = False
     concurrency = 16
@@ -78,16 +78,16 @@ class S3Storage:
 
     def list(self, key: str = "") -> list[DirEntry]:
         below = self._bucket.below(key)
-        found: list[DirEntry] = []
+        entries: list[DirEntry] = []
         for page in self._bucket.pages(key, Delimiter="/"):
             files = (item["Key"].removeprefix(below) for item in page.get("Contents", ()))
             folders = (item["Prefix"].removeprefix(below).rstrip("/") for item in page.get("CommonPrefixes", ()))
             # Some tools make an empty object that stands for the directory.
-            found += [DirEntry(name, False) for name in files if name]
-            found += [DirEntry(name, True) for name in folders if name]
-        if not found and self.is_file(key):
+            entries += [DirEntry(name, False) for name in files if name]
+            entries += [DirEntry(name, True) for name in folders if name]
+        if not entries and self.is_file(key):
             raise MalformedFile(f"{self.url}/{key} is a file, expected a directory")
-        return sorted(found)
+        return sorted(entries)
 
     def write(self, key: str, data: bytes) -> None:
         put_if(self._bucket, key, [memoryview(data)], uuid.uuid4().hex)
@@ -100,17 +100,17 @@ class S3Storage:
 
     def exchange(self, key: str, expected: bytes, data: bytes) -> bool:
         try:
-            found, etag = read_object(self._bucket, key)
+            content, etag = read_object(self._bucket, key)
         except FileNotFoundError:
             return False
         token = uuid.uuid4().hex
-        return found == expected and put_if(self._bucket, key, [memoryview(data)], token, IfMatch=etag)
+        return content == expected and put_if(self._bucket, key, [memoryview(data)], token, IfMatch=etag)
 
     def make_dir(self, key: str) -> None:
-        """Nothing: a directory is there while a key lies below it."""
+        """Do nothing: a directory is there while a key lies below it."""
 
     def sync_dir(self, key: str) -> None:
-        """Nothing: what was acknowledged lasts."""
+        """Do nothing: acknowledged writes last."""
 
     def rename(self, source: str, target: str) -> None:
         raise OSError(f"{self.url}: cannot rename {source} to {target}: an object store has no rename")
@@ -119,10 +119,10 @@ class S3Storage:
         self.remove_if(key, lambda: True)
 
     def remove_if(self, key: str, confirm: Callable[[], bool]) -> bool:
-        for found in self._found(key):
+        for objects in self._objects(key):
             if not confirm():
                 return False
-            self._delete(key, found)
+            self._delete(key, objects)
         return True
 
     def discard_unfinished(self, key: str) -> None:
@@ -140,23 +140,23 @@ class S3Storage:
         return S3Writer(self._bucket, target, version.nbytes).copy(source, version.mark)
 
     def set_time(self, key: str, seconds: float) -> None:
-        """Nothing: times belong to the store, which keeps whole seconds."""
+        """Do nothing: times belong to the store, which keeps whole seconds."""
 
-    def _found(self, key: str) -> Iterator[Sequence[Mapping[str, Any]]]:
-        """The object of that key, and those below it, as listed: some at a time."""
+    def _objects(self, key: str) -> Iterator[Sequence[Mapping[str, Any]]]:
+        """Yield the object of that key, and those below it, as listed: some at a time."""
         if key:
             with suppress(FileNotFoundError):
                 yield [{"Key": self._bucket.full(key), "ETag": self._bucket.head(key)["ETag"]}]
-        yield from (found for page in self._bucket.pages(key) if (found := page.get("Contents", ())))
+        yield from (objects for page in self._bucket.pages(key) if (objects := page.get("Contents", ())))
 
-    def _delete(self, key: str, found: Sequence[Mapping[str, Any]]) -> None:
-        """Delete objects as they were ``found``.
+    def _delete(self, key: str, objects: Sequence[Mapping[str, Any]]) -> None:
+        """Delete these ``objects``, unless they have changed since they were listed.
 
-        One that is another by now stays: a request that the store carries out only long after we gave it up, and
-        repeated it, would take it for the old one.
+        A changed one stays: otherwise a request that the store carries out long after we gave it up, and repeated it,
+        would delete a new object.
         """
-        for first in range(0, len(found), _BATCH):
-            batch = [{"Key": item["Key"], "ETag": item["ETag"]} for item in found[first : first + _BATCH]]
+        for first in range(0, len(objects), _BATCH):
+            batch = [{"Key": item["Key"], "ETag": item["ETag"]} for item in objects[first : first + _BATCH]]
             reply = self._bucket.call("delete_objects", key, Delete={"Objects": batch, "Quiet": True})
             for error in reply.get("Errors", ()):
                 if error.get("Code") in _GONE:

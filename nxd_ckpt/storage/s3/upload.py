@@ -1,6 +1,6 @@
-"""Files on their way into a bucket: in parts, several at a time, straight from the memory that was handed over.
+"""Uploads to a bucket: in parts, several at a time, straight from the caller's memory.
 
-A part goes when all of its bytes are known. At most `IN_FLIGHT` of them are on their way in the whole process;
+A part is sent when all of its bytes are known. At most `IN_FLIGHT` of them are on their way in the whole process;
 further writes wait.
 """
 
@@ -26,14 +26,14 @@ logger = logging.getLogger("nxd_ckpt")
 
 IN_FLIGHT = 8
 PART = 16 * 2**20
-"""Bytes of a part, and up to which a file goes by one request."""
+"""Bytes of a part; a file up to this size is sent by one request."""
 MOST_PARTS = 10_000
 _COPIED = 2**30
 """Bytes that the store copies by one request."""
 
 
 def part_nbytes(nbytes: int) -> int:
-    """Bytes of the parts of a file of ``nbytes``: a multiple of `PART`, so that no file has too many."""
+    """Return the bytes of the parts of a file of ``nbytes``: a multiple of `PART`, so that no file has too many."""
     return PART * max(1, -(-nbytes // (PART * MOST_PARTS)))
 
 
@@ -48,12 +48,12 @@ class _Lanes:
         self._free = effects.Semaphore(IN_FLIGHT)
         self._running = 0
         for number in range(IN_FLIGHT):
-            with contextlib.suppress(RuntimeError):  # the system gives no more, or the interpreter is exiting
+            with contextlib.suppress(RuntimeError):  # no more threads, or the interpreter is exiting
                 effects.Thread(target=self._run, name=f"nxd_ckpt-upload-{number}", daemon=True).start()
                 self._running += 1
 
     def submit(self, task: Callable[[], None]) -> None:
-        """Run ``task``, which must not raise, soon. Waits while as many as there may be are on their way."""
+        """Run ``task``, which must not raise, soon. Waits while the maximum number of tasks is under way."""
         if not self._running:
             task()
             return
@@ -71,12 +71,12 @@ class _Lanes:
 
 
 _lanes: dict[int, _Lanes] = {}
-"""By process: in a simulated world there are several."""
+"""Lanes by process: a simulated world has several processes."""
 _making = threading.Lock()
 
 
 def _shared_lanes() -> _Lanes:
-    """Those of this process."""
+    """Return the lanes of this process."""
     with _making:
         if effects.pid() not in _lanes:
             _lanes[effects.pid()] = _Lanes()
@@ -84,7 +84,7 @@ def _shared_lanes() -> _Lanes:
 
 
 def _start_anew() -> None:
-    """Neither threads nor who held a lock survive a fork."""
+    """Forget threads and locks in a forked child: neither threads nor a lock's holder survive a fork."""
     global _making
     _making = threading.Lock()
     _lanes.clear()
@@ -97,7 +97,7 @@ _Piece = tuple[int, memoryview]
 
 
 class S3Writer:
-    """One new object of ``nbytes`` bytes. Its key must still be free when it is closed."""
+    """A writer of one new object of ``nbytes`` bytes. Its key must still be free when it is closed."""
 
     def __init__(self, bucket: Bucket, key: str, nbytes: int) -> None:
         self._bucket, self._key, self._nbytes = bucket, key, nbytes
@@ -145,11 +145,12 @@ class S3Writer:
         self._upload_id = None
 
     def copy(self, source: str, etag: str) -> bool:
-        """In place of writes and `close`: have the store copy an object, as long as its ETag is ``etag``.
+        """Let the store copy an object, while its ETag is ``etag``, in place of writes and `close`.
 
-        In parts too where one request would do: their completion is what all stores refuse if the key was taken.
+        It is copied in parts even if one request would do: all stores refuse to complete a multipart upload if the key
+        was taken.
 
-        False where it was. Raises OSError where there is no such object any more.
+        Returns False if the key was taken. Raises OSError if the object does not exist any more.
         """
         copied = False
         self._upload_id = self._begin()
@@ -221,7 +222,7 @@ class S3Writer:
                 "create_multipart_upload", self._key, Key=self._full, Metadata=metadata, ChecksumAlgorithm="CRC32"
             )
         except ConnectionError:
-            with contextlib.suppress(OSError):  # why it could not be begun says more
+            with contextlib.suppress(OSError):  # the first error says more
                 self._discard_others(None)
             raise
         upload_id = str(reply["UploadId"])
@@ -229,11 +230,11 @@ class S3Writer:
             self._discard_others(upload_id)
         return upload_id
 
-    def _discard_others(self, known: str | None) -> None:
-        """Abort the uploads of this key but the ``known`` one: lost replies leave some that nobody knows."""
-        for name, other in self._bucket.uploads(self._key, self._full):
-            if name == self._full and other != known:
-                self._bucket.discard_upload(self._key, name, other)
+    def _discard_others(self, own: str | None) -> None:
+        """Abort the uploads of this key except the ``own`` one: lost replies leave uploads that nobody knows."""
+        for name, upload_id in self._bucket.uploads(self._key, self._full):
+            if name == self._full and upload_id != own:
+                self._bucket.discard_upload(self._key, name, upload_id)
 
     def _upload(self, number: int, views: Sequence[memoryview]) -> None:
         try:
@@ -277,7 +278,7 @@ class S3Writer:
         return put_if(self._bucket, self._key, views, self._token, IfNoneMatch="*")
 
     def _complete(self) -> bool:
-        """Whether the object is ours."""
+        """Complete the upload; True if the object is ours."""
         parts = [self._sent[number] for number in sorted(self._sent)]
         try:
             self._bucket.call(
@@ -289,10 +290,10 @@ class S3Writer:
                 IfNoneMatch="*",
             )
         except OSError as error:
-            found = written_by(self._bucket, self._key)
-            if found == self._token:  # done by a request whose reply was lost
+            writer = written_by(self._bucket, self._key)
+            if writer == self._token:  # done by a request whose reply was lost
                 return True
-            if found is not None and isinstance(error, ConditionFailed):
+            if writer is not None and isinstance(error, ConditionFailed):
                 return False
             raise
         return True
