@@ -50,8 +50,8 @@ def end_with_launcher(lifeline: int) -> None:
 def leave(code: int) -> None:
     """End the process as Python does, up to and with the exit hooks, and no further.
 
-    What comes after them is the destruction of C++ objects: threads of gloo or XLA that still run abort the process
-    then, now and again, and the script's own exit code is lost.
+    After them come the destructors of C++ objects: running threads of gloo or XLA sometimes abort the process then, and
+    the script's own exit code is lost.
     """
     threading._shutdown()  # type: ignore[attr-defined]  # joins threads; executors end here. multiprocessing calls it too
     atexit._run_exitfuncs()
@@ -62,7 +62,7 @@ def leave(code: int) -> None:
 
 
 def exit_code(script: Callable[[], None]) -> int:
-    """Run ``script``; the code that Python would end with, after what it would print."""
+    """Run ``script``; return the code that Python would end with, after its output."""
     try:
         script()
     except SystemExit as end:

@@ -1,8 +1,7 @@
-"""What each collective means, as a function of what every rank of the group brought.
+"""Results of the collectives, as functions of the tensors that all ranks of the group contribute.
 
-Inputs and results live on the caller's device; in between they are on the host. Results are new tensors
-without gradient history, as torch-xla's are: autograd functions that wrap collectives bring their own
-backward.
+Inputs and results live on the caller's device; in between they are on the host. Results are new tensors without
+gradient history, as torch-xla's are: autograd functions that wrap collectives bring their own backward.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ _REDUCTIONS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
 
 
 def to_host(tensor: torch.Tensor) -> torch.Tensor:
-    """``tensor`` on the CPU, without gradient history."""
+    """Return ``tensor`` on the CPU, without gradient history."""
     if tensor.device.type == "xla":
         import torch_xla
 
@@ -50,20 +49,20 @@ def fill(destination: torch.Tensor, value: torch.Tensor) -> None:
 
 
 def all_reduce(peers: Peers, reduce_type: str, tensor: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
-    """The members' tensors reduced in group order, then multiplied by ``scale``."""
+    """Return the members' tensors reduced in group order, then multiplied by ``scale``."""
     parts = peers.gather(f"all_reduce({reduce_type})", to_host(tensor))
     return _reduced(reduce_type, parts, scale).to(tensor.device)
 
 
 def all_gather(peers: Peers, tensor: torch.Tensor, dim: int = 0) -> torch.Tensor:
-    """The members' tensors, concatenated along ``dim`` in group order."""
+    """Return the members' tensors, concatenated along ``dim`` in group order."""
     return torch.cat(peers.gather(f"all_gather(dim={dim})", to_host(tensor)), dim).to(tensor.device)
 
 
 def reduce_scatter(
     peers: Peers, reduce_type: str, tensor: torch.Tensor, scale: float = 1.0, dim: int = 0
 ) -> torch.Tensor:
-    """This member's slice along ``dim`` of what `all_reduce` would give.
+    """Return this member's slice along ``dim`` of the result of `all_reduce`.
 
     Raises:
         InvalidArgument: ``dim`` does not divide by the group's size.
@@ -87,7 +86,7 @@ def all_to_all(peers: Peers, tensor: torch.Tensor, split_dim: int = 0, concat_di
 
 
 def permute(peers: Peers, tensor: torch.Tensor, pairs: Sequence[Sequence[int]]) -> torch.Tensor:
-    """What the member paired with this one as (source, target) sent; zeros if no pair has it as target."""
+    """Return the tensor of the member paired with this one as (source, target); zeros if no pair has it as target."""
     parts = peers.gather(f"collective_permute({[list(pair) for pair in pairs]})", to_host(tensor))
     sources = [source for source, target in pairs if target == peers.ranks[peers.index]]
     received = parts[peers.ranks.index(sources[0])] if sources else torch.zeros_like(parts[0])
@@ -95,7 +94,7 @@ def permute(peers: Peers, tensor: torch.Tensor, pairs: Sequence[Sequence[int]]) 
 
 
 def broadcast(peers: Peers, tensor: torch.Tensor, root: int) -> torch.Tensor:
-    """The tensor of the member at position ``root`` of the group."""
+    """Return the tensor of the member at position ``root`` of the group."""
     return peers.gather(f"broadcast(root={root})", to_host(tensor))[root].to(tensor.device)
 
 

@@ -1,9 +1,8 @@
-"""The one primitive under every emulated collective: each rank of a group sees what all of them brought.
+"""The primitive under every emulated collective: each rank of a group gets the contributions of all.
 
 An all-reduce, a reduce-scatter or a broadcast is this exchange followed by a pure function of the list (see
-``collectives``). It costs more bytes than a ring, and gives sums that do not depend on how a ring cuts a
-tensor: all-reduce and reduce-scatter agree bit for bit with each other, and with a loop over the ranks in one
-process.
+``collectives``). It costs more bytes than a ring, and gives sums that do not depend on how a ring cuts a tensor:
+all-reduce and reduce-scatter agree bit for bit with each other, and with a loop over the ranks in one process.
 """
 
 # For mypy: torch.distributed does not declare what it exports.
@@ -66,7 +65,7 @@ class Peers:
         return len(self.ranks)
 
     def gather(self, call: str, tensor: torch.Tensor) -> list[torch.Tensor]:
-        """What every member brought to ``call``, in group order: CPU tensors of one dtype and shape.
+        """Return every member's tensor for ``call``, in group order: CPU tensors of one dtype and shape.
 
         Raises:
             CollectiveMismatch: the members' calls, dtypes or shapes differ; every member raises it.
@@ -81,7 +80,7 @@ class Peers:
         return [part.view(tensor.dtype).reshape(tensor.shape) for part in parts]
 
     def gather_bytes(self, call: str, payload: bytes) -> list[bytes]:
-        """Every member's payload, of any length, in group order. Raises as `gather` does."""
+        """Return every member's payload, of any length, in group order. Raises as `gather` does."""
         sizes = [int(n) for n in self.gather(f"{call}: payload sizes", torch.tensor(len(payload)))]
         padded = payload.ljust(max(sizes), b"\0")
         brought = torch.frombuffer(bytearray(padded), dtype=torch.uint8) if padded else torch.empty(0)
@@ -140,7 +139,7 @@ class Peers:
 
 @contextmanager
 def _stdout_to_stderr() -> Iterator[None]:
-    """Gloo announces its connections on the process' stdout, which belongs to the script."""
+    """Redirect stdout to stderr: gloo announces its connections on stdout, which belongs to the script."""
     sys.stdout.flush()
     stdout = os.dup(1)
     os.dup2(2, 1)

@@ -1,4 +1,4 @@
-"""Puts an emulated world under torch-xla and ``torch.distributed`` in this process."""
+"""Installation of an emulated world under torch-xla and ``torch.distributed`` in this process."""
 
 # For mypy: torch.distributed does not declare what it exports.
 # mypy: disable-error-code="attr-defined, name-defined, no-untyped-call"
@@ -103,7 +103,7 @@ def _replace_kernels(kernels: dict[str, Callable[..., torch.Tensor]]) -> None:
 
 
 def _rendezvous(world: World) -> Callable[..., list[bytes]]:
-    """``xm.xla_rendezvous``, under ``xm.rendezvous`` and ``xm.mesh_reduce``: without device tensors."""
+    """Replace ``xm.xla_rendezvous``, under ``xm.rendezvous`` and ``xm.mesh_reduce``, without device tensors."""
     import torch_xla
 
     def xla_rendezvous(payload: bytes = b"", ordinals: list[int] | None = None, tag: str | None = None) -> list[bytes]:
@@ -118,7 +118,7 @@ def _rendezvous(world: World) -> Callable[..., list[bytes]]:
 
 
 def _spawn_in_place(world: World) -> Callable[..., None]:
-    """``pjrt.spawn``, under ``xmp.spawn`` and ``torch_xla.launch``: the launcher has spawned already."""
+    """Replace ``pjrt.spawn``, under ``xmp.spawn`` and ``torch_xla.launch``: the launcher has spawned already."""
 
     def spawn(
         fn: Callable[..., Any],

@@ -1,4 +1,4 @@
-"""Starts the processes of an emulated world, and sees to it that they end together."""
+"""Launcher of the processes of an emulated world, which also makes them end together."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _POLL_SECONDS = 0.05
 
 
 def free_ports() -> tuple[int, int]:
-    """Two TCP ports on this host that nothing listens on at this instant."""
+    """Return two TCP ports on this host that nothing listens on at this instant."""
     with socket.socket() as first, socket.socket() as second:
         first.bind(("127.0.0.1", 0))
         second.bind(("127.0.0.1", 0))
@@ -115,9 +115,10 @@ def _wait(ranks: Sequence[subprocess.Popen[bytes]], grace: float, reports: int) 
 
 
 def _first_failure(ranks: Sequence[subprocess.Popen[bytes]], reports: int) -> tuple[int, int] | None:
-    """(rank, exit code), once a rank has ended.
+    """Return (rank, exit code), once a rank has ended.
 
-    Others fail because it did, and may end sooner: whom a signal ended, and who reported first, comes before them.
+    Other ranks fail because of the first, and may end sooner: a rank that a signal ended, and the rank that reported
+    first, come before them.
     """
     failed = [(rank, code) for rank, process in enumerate(ranks) if (code := process.poll())]
     if not failed:

@@ -29,7 +29,7 @@ _COLLECTIVE = re.compile(r"_xla_(spmd_)?(all_|reduce_|collective_|cross_|broadca
 
 
 def runtime_facts(world: World) -> dict[str, Callable[..., Any]]:
-    """Replacements in ``_XLAC`` for what ``torch_xla.runtime`` asks about the world."""
+    """Return replacements in ``_XLAC`` for the facts of the world that ``torch_xla.runtime`` asks for."""
     devices = [f"CPU:{rank}" for rank in range(world.size)]
     return {
         "_xla_get_all_devices": lambda: devices,
@@ -106,7 +106,7 @@ def routed_primitives(world: World) -> dict[str, Callable[..., Any]]:
 
 
 def _peers(world: World, groups: Groups, shard_count: int | None = None) -> Peers:
-    """This rank's group, which has to have ``shard_count`` members."""
+    """Return this rank's group, which has to have ``shard_count`` members."""
     members = world.peers(groups)
     if shard_count not in (None, len(members)):
         raise InvalidArgument(f"shard_count={shard_count}: rank {world.rank} is in the group {list(members.ranks)}")
@@ -114,7 +114,7 @@ def _peers(world: World, groups: Groups, shard_count: int | None = None) -> Peer
 
 
 def unrouted_primitives(available: Sequence[str], routed: Sequence[str]) -> dict[str, Callable[..., NoReturn]]:
-    """For every other collective among the ``available`` names of ``_XLAC``: a function that raises."""
+    """Return, for every other collective among the ``available`` names of ``_XLAC``, a function that raises."""
 
     def refusal(name: str) -> Callable[..., NoReturn]:
         def refuse(*_args: Any, **_kwargs: Any) -> NoReturn:

@@ -32,9 +32,9 @@ def create_process_group(options: Any, _pg_options: Any) -> EmulatedProcessGroup
 
 
 class EmulatedProcessGroup(dist.ProcessGroup):
-    """A process group whose collectives are done when they return. What it lacks raises, in c10d or here.
+    """A process group whose collectives are done when they return. Missing ones raise, in c10d or here.
 
-    Sends and receives are done when they were waited for, so that two ranks can exchange tensors.
+    Sends and receives are done after they were waited for, so that two ranks can exchange tensors.
     """
 
     def __init__(self, store: dist.Store, ranks: Sequence[int], group_rank: int, timeout: timedelta) -> None:
@@ -186,7 +186,7 @@ class EmulatedProcessGroup(dist.ProcessGroup):
 
 
 class _Pending(dist.Work):
-    """Work that is finished by those who wait for it."""
+    """Work that the waiting rank finishes."""
 
     def __init__(self, finish: list[Callable[[], None]]) -> None:
         super().__init__()
@@ -200,8 +200,8 @@ class _Pending(dist.Work):
 
 def _reduce_type(opts: Any) -> str:
     op = dist.ReduceOp.SUM if opts is None else opts.reduceOp
-    for known, name in _REDUCE_TYPES:
-        if op == known:
+    for operation, name in _REDUCE_TYPES:
+        if op == operation:
             return name
     raise NotEmulated(f"reduction {op}: XLA devices lack it too; use SUM and scale the result")
 

@@ -1,4 +1,4 @@
-"""Which process this is among those that the launcher started, and what joins it to the others."""
+"""This process's place among those of the launcher, and its connections to the others."""
 
 # For mypy: torch.distributed does not declare what it exports.
 # mypy: disable-error-code="attr-defined"
@@ -32,7 +32,7 @@ class World:
     _peers: dict[tuple[int, ...], Peers] = field(default_factory=dict, repr=False)
 
     def peers(self, groups: Sequence[Sequence[int]] | None = None) -> Peers:
-        """This rank's group among ``groups``; all ranks when there are none.
+        """Return this rank's group among ``groups``; all ranks if there are none.
 
         Joined at the first use, then kept.
 
@@ -50,7 +50,7 @@ class World:
 
 
 def world_from_environment() -> World:
-    """The world that the launcher described; a world of one without it.
+    """Return the launcher's world; a world of one without a launcher.
 
     Raises:
         InvalidArgument: there are several processes, but the launcher did not start them.

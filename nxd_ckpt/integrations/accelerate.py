@@ -49,21 +49,20 @@ STATE = "training_state"
 _NUMBERED = r"checkpoint_(\d+)"
 
 _RANDOM_STATE = "random_states_{}.pkl"
-"""The file of each rank, by its number."""
+"""File of each rank, by its number."""
 
 _ACCELERATES = (
     *("model*.safetensors*", "pytorch_model*", "optimizer*", "scheduler*.bin", "sampler*.bin", "dl_state_dict*"),
     *("random_states_*.pkl", "scaler.pt", "custom_checkpoint_*.pkl"),
 )
-"""What accelerate itself calls a checkpoint's files."""
+"""accelerate's own names of a checkpoint's files."""
 
 
 class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
-    """Takes the place of ``accelerate.Accelerator``: on one process or with data parallelism (DDP), or FSDP2,
-    where each rank writes and reads its shards.
+    """A replacement of ``accelerate.Accelerator``, on one process, with data parallelism (DDP), or FSDP2.
 
-    ``total_limit`` of the project's configuration counts once the new checkpoint is complete. Checkpoints that
-    accelerate wrote load too.
+    With FSDP2 each rank writes and reads its shards. ``total_limit`` of the project's configuration counts once the new
+    checkpoint is complete. Checkpoints that accelerate wrote load too.
     """
 
     async_save: ClassVar[bool] = False
@@ -73,19 +72,20 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
     """Keywords of `nxd_ckpt.save_checkpoint`, such as ``durable`` and ``memory_cap``."""
 
     any_world_size: ClassVar[bool] = False
-    """Load what another number of processes saved, too. Random states are then those of the ranks that both have."""
+    """Load also checkpoints of another number of processes. Random states are then those of ranks that both have."""
 
     files_added_later: ClassVar[Sequence[str]] = ()
-    """Glob patterns of files that a script adds to a checkpoint after it was saved: a load does not mind them."""
+    """Glob patterns of files that a script adds to a checkpoint after it was saved: a load ignores them."""
 
     _saving: SealedDirectory | None = None
-    """What is not known to be visible yet."""
+    """The checkpoint that is not known to be visible yet."""
 
     def save_state(self, output_dir: str | None = None, safe_serialization: bool = True, **options: Any) -> str:
-        """Save to ``output_dir``, or where the project's configuration says; the directory that it becomes.
+        """Save to ``output_dir``, or to the project's directory; return the checkpoint's directory.
 
         Raises:
-            CheckpointError: nothing is visible but what was before; or the save before failed in the background.
+            CheckpointError: the save failed, and only earlier checkpoints are visible; or the previous one failed in
+                the background.
         """
         self._settle()
         self._require_supported()
@@ -94,7 +94,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         agreement = met or SingleProcessAgreement()
         directory.begin_together(agreement)
         with self._bare() as bare:
-            for hook in bare.save_hooks:  # what they take out of the weights is saved all the same
+            for hook in bare.save_hooks:  # the weights that they remove are saved anyway
                 hook(list(bare.models), [None] * len(bare.models), directory.staged)
             super().save_state(directory.staged, safe_serialization, **options)
         own = _RANDOM_STATE.format(self.process_index)
@@ -104,7 +104,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
             required += [f"scheduler{number}.bin" for number in numbers] if self._schedulers else []
             directory.record(_RANDOM_STATE.format("[1-9]*"), required)
         self.wait_for_everyone()  # until all ranks' files are there
-        # All ranks write the state of the scaler and of stateful data loaders, and hooks what they like.
+        # All ranks write the state of the scaler and of stateful data loaders, and hooks write any files.
         directory.complete(agreement, own, shared=True)
         with directory.publishing(self.is_main_process) as saves:
             self._save_models(directory, saves)
@@ -137,21 +137,23 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
             super().load_state(place, load_kwargs, **options)
 
     def end_training(self) -> None:
-        """As accelerate's, once the last checkpoint is complete. Raises what failed in the background."""
+        """End accelerate's training once the last checkpoint is complete. Raises failures of the background."""
         self._settle()
         close_checkpointers()
         super().end_training()
 
     def _save_models(self, directory: SealedDirectory, saves: list[PendingSave]) -> None:
-        """Save what is not in accelerate's files, and add it to ``saves``."""
+        """Save models and optimizers, which accelerate's files lack, and add the saves to ``saves``."""
         for tag, model, optimizer in self._parts():
             content = {"runs_with": {**self._setting(), **self._classes()}} if tag == STATE else None
             more = {"async_save": self.async_save, **self.checkpoint_options}
             saves.append(save_checkpoint(directory.tags, tag, model, optimizer, None, content, **more))
 
     def _load_models(self, place: str) -> None:
-        """Load all models, or none: before the first one changes, the others are known to fit, and their tags are
-        verified, too."""
+        """Load all models, or none.
+
+        Before the first one changes, the others are checked to fit, and their tags are verified.
+        """
         parts = self._parts()
         if is_ours(place, _tag(len(parts))):
             raise IncompatibleState(
@@ -168,7 +170,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
             load_checkpoint(place, tag, model, optimizer)
 
     def _parts(self) -> list[tuple[str, Any, Any]]:
-        """The name of the tag, the model and the optimizer (or None) of each model, without accelerate's wrappers."""
+        """Return the tag, the model and the optimizer (or None) of each model, without accelerate's wrappers."""
         optimizers = [optimizer.optimizer for optimizer in self._optimizers]
         if not self._models or len(optimizers) > len(self._models):
             raise UnsupportedState(
@@ -181,7 +183,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
 
     @contextmanager
     def _bare(self) -> Iterator[_Bare]:
-        """Within, accelerate saves and loads what is neither a model nor an optimizer, to the directory it is given."""
+        """Let accelerate save and load only its other files within the block, in the directory it is given."""
         bare = _Bare(
             self._models,
             self._optimizers,
@@ -189,22 +191,22 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
             [*self._load_model_state_pre_hook.values()],
         )
         names = ("_models", "_optimizers", "_save_model_state_pre_hook", "_load_model_state_pre_hook")
-        kept = {name: getattr(self, name) for name in names}
+        attributes = {name: getattr(self, name) for name in names}
         project, automatic = self.project_configuration, self.project_configuration.automatic_checkpoint_naming
-        for name, value in kept.items():
+        for name, value in attributes.items():
             setattr(self, name, type(value)())
         project.automatic_checkpoint_naming = False
         try:
             yield bare
         finally:
             project.automatic_checkpoint_naming = automatic
-            for name, value in kept.items():
+            for name, value in attributes.items():
                 setattr(self, name, value)
 
     def _directory(self, output_dir: str | None) -> SealedDirectory:
-        """The checkpoint to be made.
+        """Return the checkpoint to be made.
 
-        Raises InvalidArgument where the project's next one is there already, or ``output_dir`` is no checkpoint.
+        Raises InvalidArgument if the project's next one exists already, or ``output_dir`` is no checkpoint.
         """
         durable = self.checkpoint_options.get("durable", True)
         if not self.project_configuration.automatic_checkpoint_naming:
@@ -213,7 +215,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
             directory = SealedDirectory(*os.path.split(os.path.abspath(os.path.expanduser(output_dir))), durable)
             directory.refuse_to_replace(_ACCELERATES)
             return directory
-        # Out of the folder of the checkpoints: accelerate takes all that is in there for one.
+        # Outside of the folder of the checkpoints: accelerate takes everything in it for one.
         name = f"checkpoints/checkpoint_{self.save_iteration}"
         directory = SealedDirectory(self.project_dir, name, durable)
         if os.path.exists(directory.path):
@@ -223,18 +225,18 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         return directory
 
     def _latest(self) -> str:
-        """The project's checkpoint of the highest number."""
+        """Return the project's checkpoint of the highest number."""
         if not self.project_configuration.automatic_checkpoint_naming:
             raise InvalidArgument("load_state() needs input_dir, or automatic_checkpoint_naming in the project")
         folder = os.path.join(self.project_dir, "checkpoints")
         names = os.listdir(folder) if os.path.isdir(folder) else []
-        found = [match for name in names if (match := re.fullmatch(_NUMBERED, name))]
-        if not found:
+        matches = [match for name in names if (match := re.fullmatch(_NUMBERED, name))]
+        if not matches:
             raise CheckpointNotFound(f"{folder}: there is no checkpoint yet")
-        return os.path.join(folder, max(found, key=lambda match: int(match[1]))[0])
+        return os.path.join(folder, max(matches, key=lambda match: int(match[1]))[0])
 
     def _settle(self) -> None:
-        """Until what is in flight is visible, with what is then too many removed. Raises what failed."""
+        """Wait until the unfinished checkpoint is visible, and surplus ones are removed. Raises its failure."""
         saving, self._saving = self._saving, None
         if saving is None:
             return
@@ -265,12 +267,12 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
 
 
 def _tag(index: int) -> str:
-    """That of the model at this place."""
+    """Return the tag of the model at this place."""
     return f"{STATE}_{index}" if index else STATE
 
 
 def _verify(place: str, tags: Sequence[str]) -> None:
-    """Raise CorruptCheckpoint where a file of the tags is not what was saved."""
+    """Raise CorruptCheckpoint if a file of the tags differs from the saved one."""
     for tag in tags:
         problems = verify_checkpoint(place, tag).problems
         if problems:
@@ -278,7 +280,7 @@ def _verify(place: str, tags: Sequence[str]) -> None:
 
 
 class _Bare(NamedTuple):
-    """What an accelerator does without for a while."""
+    """Attributes that an accelerator lacks for a while."""
 
     models: list[Any]
     optimizers: list[Any]

@@ -57,26 +57,26 @@ logger = logging.getLogger("nxd_ckpt")
 
 
 _FABRIC = {"lightning.pytorch": "lightning.fabric", "pytorch_lightning": "lightning_fabric"}
-"""Lightning's packages, each with that of its plugins."""
+"""Lightning's packages, each with the package of its plugins."""
 
 
 def _installed() -> str:
-    """Lightning's package: the one that is imported, or is there."""
-    found = [name for name in _FABRIC if name in sys.modules]
-    found += [name for name in _FABRIC if find_spec(name.partition(".")[0])]
-    if not found:
+    """Return Lightning's package: the imported one, or the installed one."""
+    names = [name for name in _FABRIC if name in sys.modules]
+    names += [name for name in _FABRIC if find_spec(name.partition(".")[0])]
+    if not names:
         raise ModuleNotFoundError("Lightning is not installed: pip install lightning, or pytorch-lightning")
-    return found[0]
+    return names[0]
 
 
 package = _installed()
 _callbacks, _plugins = import_module(f"{package}.callbacks"), import_module(f"{_FABRIC[package]}.plugins")
 
 _EXTRA = "nxd_ckpt"
-"""The key of Lightning's dict under which `ExactResume` keeps what it needs."""
+"""Key of Lightning's dict under which `ExactResume` keeps its data."""
 
 _META = "meta.pt"
-"""What tells Lightning's own directories of sharded models from tags."""
+"""File that distinguishes Lightning's own directories of sharded models from tags."""
 
 
 class _Keywords(ExtraSaveKeywords, CheckpointerKeywords, total=False):
@@ -84,16 +84,16 @@ class _Keywords(ExtraSaveKeywords, CheckpointerKeywords, total=False):
 
 
 class CheckpointIO(_plugins.CheckpointIO):  # type: ignore[misc,name-defined]
-    """Takes the place of Lightning's ``TorchCheckpointIO`` and ``AsyncCheckpointIO``: ``Trainer(plugins=[...])``.
+    """A replacement of Lightning's ``TorchCheckpointIO`` and ``AsyncCheckpointIO``: ``Trainer(plugins=[...])``.
 
-    Checkpoints that Lightning wrote load too, and a run goes on with them. A checkpoint that ``ModelCheckpoint`` drops
-    is removed once a later one is complete, and pinned ones stay.
+    Checkpoints that Lightning wrote load too, and a run continues with them. A checkpoint that ``ModelCheckpoint``
+    drops is removed once a later one is complete, and pinned ones stay.
 
     Args:
         async_save: return from a save once the state is copied to host memory. A save that fails is logged at once, and
             raised by the next save, or by the end of ``fit``.
-        options: keywords of `nxd_ckpt.save_checkpoint`, such as ``durable``, ``trust_pickle``, ``overwrite``
-            (needed where a store holds a checkpoint that is saved again, as ``last.ckpt`` is), ``storage_options`` and
+        options: keywords of `nxd_ckpt.save_checkpoint`, such as ``durable``, ``trust_pickle``, ``overwrite`` (needed if
+            a store has a checkpoint that is saved again, such as ``last.ckpt``), ``storage_options`` and
             ``on_save_failure``.
     """
 
@@ -104,15 +104,15 @@ class CheckpointIO(_plugins.CheckpointIO):  # type: ignore[misc,name-defined]
         self._last: PendingSave | None = None
         self._dropped: list[Location] = []
         self._saved_by: dict[str, Topology | None] = {}
-        """Whose saves each directory is open for: a removal there is to be of the same job."""
+        """Topology of the saves in each open directory: a removal there must be by the same job."""
         self.before_load: Callable[[Mapping[str, Any]], None] | None = None
-        """Called with the rest of Lightning's dict before model and optimizer are loaded, which it can refuse."""
+        """Function of the rest of Lightning's dict, called before model and optimizer are loaded; it may refuse."""
 
     def save_checkpoint(self, checkpoint: Mapping[str, Any], path: StrPath, storage_options: Any | None = None) -> None:
-        """Save Lightning's dict as the tag that ``path`` names.
+        """Save Lightning's dict as the tag at ``path``.
 
         Raises:
-            CheckpointError: as ``nxd_ckpt.save_checkpoint``; or the save before failed in the background.
+            CheckpointError: see ``nxd_ckpt.save_checkpoint``; or the previous save failed in the background.
         """
         rest = dict(checkpoint)
         model, optimizers = rest.pop("state_dict", None), rest.get("optimizer_states") or ()
@@ -126,9 +126,9 @@ class CheckpointIO(_plugins.CheckpointIO):  # type: ignore[misc,name-defined]
     def save(
         self, path: StrPath, parts: Mapping[str, Any], storage_options: Any | None, is_rank_0: bool = True
     ) -> None:
-        """Save ``parts``, keywords of ``nxd_ckpt.save_checkpoint``, as the tag that ``path`` names.
+        """Save ``parts``, keywords of ``nxd_ckpt.save_checkpoint``, as the tag at ``path``.
 
-        Every rank that has some of it calls this. Raises as `save_checkpoint`.
+        Every rank with a part calls this. Raises as `save_checkpoint` does.
         """
         if storage_options is not None:
             raise InvalidArgument("storage_options belong to all saves: pass them to CheckpointIO(storage_options=...)")
@@ -137,7 +137,7 @@ class CheckpointIO(_plugins.CheckpointIO):  # type: ignore[misc,name-defined]
         topology = parts.get("topology") or default_topology()
         agreement = meet(topology.rank, topology.world_size, DEFAULT_TIMEOUT, "checkpoint")
         if agreement is not None:
-            decided_by_rank0(agreement, partial(_make_way, path))  # where that is refused, no rank goes on
+            decided_by_rank0(agreement, partial(_make_way, path))  # if that is refused, no rank continues
         elif is_rank_0:
             _make_way(path)
         place = self.place(path)
@@ -148,7 +148,7 @@ class CheckpointIO(_plugins.CheckpointIO):  # type: ignore[misc,name-defined]
     def load_checkpoint(
         self, path: StrPath, map_location: Any | None = None, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """Lightning's dict again, with its tensors on the CPU, whose digests were compared.
+        """Return Lightning's dict, with its tensors on the CPU; their digests were compared.
 
         Args:
             path: a tag, or a file of Lightning's, which is read as Lightning does.
@@ -164,11 +164,11 @@ class CheckpointIO(_plugins.CheckpointIO):  # type: ignore[misc,name-defined]
                     f"{place.path} has {_META}, as Lightning's sharded checkpoints have: resume it with a strategy of "
                     f"nxd_ckpt.integrations.lightning_sharded. If nxd_ckpt wrote the directory, remove {_META} from it"
                 )
-            found: dict[str, Any] = _plugins.TorchCheckpointIO().load_checkpoint(path, map_location, weights_only)
+            checkpoint: dict[str, Any] = _plugins.TorchCheckpointIO().load_checkpoint(path, map_location, weights_only)
             if self.before_load is not None:
-                self.before_load(found)
-            return found
-        # Into dicts that nobody has seen yet: one pass is enough.
+                self.before_load(checkpoint)
+            return checkpoint
+        # Into dicts that nobody else has: one pass is enough.
         model, optimizer, content = self.load(path, {}, {}, weights_only, verify="reading", topology=Topology())
         own = {} if model is None else {"state_dict": model}
         return {**content, **own, **({} if optimizer is None else {"optimizer_states": [optimizer]})}
@@ -176,12 +176,12 @@ class CheckpointIO(_plugins.CheckpointIO):  # type: ignore[misc,name-defined]
     def load(
         self, path: StrPath, model: Any, optimizer: Any, weights_only: bool | None, **options: Any
     ) -> tuple[Any, Any, dict[str, Any]]:
-        """Load the tag that ``path`` names, by keywords of ``nxd_ckpt.load_checkpoint``.
+        """Load the tag at ``path``, with keywords of ``nxd_ckpt.load_checkpoint``.
 
-        Raises as `load_checkpoint`.
+        Raises as `load_checkpoint` does.
 
         Returns:
-            The model and the optimizer, None for what the tag has none of, and the user content.
+            The model and the optimizer, None if the tag has none, and the user content.
         """
         place, trusted = self.place(path), weights_only is False
         finalize_checkpoint()
@@ -189,7 +189,7 @@ class CheckpointIO(_plugins.CheckpointIO):  # type: ignore[misc,name-defined]
         rest = tag.user_content()
         if not isinstance(rest, dict):
             raise IncompatibleState(
-                f"{place.path} holds no dict of Lightning's, its user content is {type(rest).__name__}: Lightning did "
+                f"{place.path} has no dict of Lightning's, its user content is {type(rest).__name__}: Lightning did "
                 "not save it. Load it into a module with nxd_ckpt.load_checkpoint"
             )
         if self.before_load is not None:
@@ -207,22 +207,22 @@ class CheckpointIO(_plugins.CheckpointIO):  # type: ignore[misc,name-defined]
         return model, optimizer, content
 
     def remove_checkpoint(self, path: StrPath) -> None:
-        """Remove a tag once what was saved last is complete: at the latest at the next save, or at the end.
+        """Remove a tag once the last save is complete: at the latest at the next save, or at the end.
 
-        Raises DirectoryInUse where another live job saves there: nothing is removed.
+        Raises DirectoryInUse if another live job saves there: nothing is removed.
         """
         if not is_url(path) and os.path.islink(local_path(path)):
             with leased(_around(path)):
-                os.unlink(local_path(path))  # as ModelCheckpoint(save_last="link") makes it: what it points to stays
+                os.unlink(local_path(path))  # made by ModelCheckpoint(save_last="link"): its target stays
             return
         self._dropped.append(self.place(path))
         if self._last is None or self._last.done():
             self._remove_dropped()
 
     def teardown(self) -> None:
-        """Finish what is in flight, and give directories and memory back.
+        """Finish unfinished saves, and release directories and memory.
 
-        Raises what failed; where an exception ends the training, that is what is raised, and the failure is logged.
+        Raises their failures; if an exception ends the training, that is raised, and the failure is logged.
         """
         raised = sys.exc_info()[1]
         try:
@@ -238,7 +238,10 @@ class CheckpointIO(_plugins.CheckpointIO):  # type: ignore[misc,name-defined]
             logger.error("a checkpoint was not saved: %s: %s", type(error).__name__, error)
 
     def _remove_dropped(self) -> None:
-        """Nothing is in flight. What was to be replaced by a save that failed stays until one succeeds."""
+        """Remove the dropped tags, when no save is unfinished.
+
+        After a failed save they stay until one succeeds.
+        """
         if self._last is not None and self._last.error is not None:
             return
         while self._dropped:
@@ -248,30 +251,30 @@ class CheckpointIO(_plugins.CheckpointIO):  # type: ignore[misc,name-defined]
                 with leased(storage):
                     storage.remove(place.name)
             elif storage.is_dir(place.name):
-                # Where nothing is open, this process removes alone.
+                # If nothing is open, this process removes alone.
                 job = self._saved_by.get(place.directory, Topology())
                 remove_checkpoint(place.directory, place.name, topology=job, storage_options=place.options)
 
     def place(self, path: StrPath) -> Location:
-        """The tag that ``path`` names."""
+        """Return the location of the tag at ``path``."""
         return location_of(path, "checkpoint", options_for(path, self._storage_options))
 
 
 class ExactResume(_callbacks.Callback):  # type: ignore[misc,name-defined]
     """A callback that makes a resumed run the same run: with the random state of every rank, or a clear refusal.
 
-    A checkpoint also holds the names of the optimizer's parameters, so that all tools of nxd_ckpt work on it. What the
-    data loaders give next is up to them (Lightning keeps the state of those that have one).
+    A checkpoint also has the names of the optimizer's parameters, so that all tools of nxd_ckpt work on it. The data
+    loaders' next items are up to them (Lightning keeps the state of those that have one).
     """
 
     def __init__(self) -> None:
         self._random: dict[str, Any] | None = None
         self._saved: dict[str, Any] = {}
         self._before: dict[str, Any] | None = None
-        """The model as it was, while a resume can still be refused after Lightning has loaded it."""
+        """The model's earlier state, while a resume can still be refused after Lightning has loaded it."""
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Has whatever loads a checkpoint ask before that what `on_load_checkpoint` asks again."""
+        """Run the checks of `on_load_checkpoint` already before a checkpoint is loaded."""
         self._before = None
         strategy, ask = trainer.strategy, partial(self._before_load, trainer, pl_module)
         if isinstance(strategy.checkpoint_io, CheckpointIO):
@@ -286,7 +289,7 @@ class ExactResume(_callbacks.Callback):  # type: ignore[misc,name-defined]
             self._before = {name: _copied(value) for name, value in pl_module.state_dict().items()}
 
     def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
-        """Adds what `on_load_checkpoint` reads; every rank calls it."""
+        """Add the data that `on_load_checkpoint` reads; every rank calls it."""
         checkpoint[_EXTRA] = {
             "runs_with": {**_setting(trainer), **_optimizers(trainer)},
             "random": _random_states(trainer),
@@ -294,7 +297,7 @@ class ExactResume(_callbacks.Callback):  # type: ignore[misc,name-defined]
         }
 
     def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
-        """Raises IncompatibleState where ``fit`` goes on with another world size or precision."""
+        """Raise IncompatibleState if ``fit`` continues with another world size or precision."""
         _require_same_run(trainer, checkpoint)
         if trainer.state.fn != "fit" or _EXTRA not in checkpoint:
             return
@@ -304,10 +307,10 @@ class ExactResume(_callbacks.Callback):  # type: ignore[misc,name-defined]
             self.on_fit_start(trainer, pl_module)
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
-        """Before the optimizers' states are loaded. Raises OptimizerMismatch where they are of other classes.
+        """Raise OptimizerMismatch, before the optimizers' states are loaded, if they are of other classes.
 
-        Most strategies make the optimizers only after the model was loaded: then this is the first time to ask, and the
-        model becomes again what it was.
+        Most strategies make the optimizers only after the model was loaded: then this is the first opportunity, and the
+        model gets its earlier state back.
         """
         before, self._before = self._before, None
         if self._random is None:
@@ -321,7 +324,10 @@ class ExactResume(_callbacks.Callback):  # type: ignore[misc,name-defined]
         restore_random_state(self._random)
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """In the middle of an epoch the run would not have begun another pass over the data, which draws numbers."""
+        """Restore the random state again in the middle of an epoch.
+
+        The saved run would not have begun another pass over the data there, which draws random numbers.
+        """
         loop = trainer.fit_loop
         if self._random is not None and loop.restarted_mid_epoch and not loop.epoch_loop.batch_progress.is_last_batch:
             restore_random_state(self._random)
@@ -331,10 +337,10 @@ class ExactResume(_callbacks.Callback):  # type: ignore[misc,name-defined]
 def _asking(
     load_checkpoint: Callable[..., Any], loads_model: bool, ask: Callable[[Mapping[str, Any]], None]
 ) -> Callable[..., Any]:
-    """A strategy's ``load_checkpoint`` that first has ``ask`` look at the rest of Lightning's dict, and perhaps raise.
+    """Return a strategy's ``load_checkpoint`` that first calls ``ask`` with the rest of Lightning's dict; it may raise.
 
-    Where that method ``loads_model`` as well, the rest is read beforehand: a file of its own beside shards, or a part
-    of the only file, of which then nothing else is read.
+    If that method ``loads_model`` as well, the rest is read beforehand: a file of its own beside shards, or a part of
+    the only file, of which nothing else is read then.
     """
 
     @wraps(load_checkpoint)
@@ -353,16 +359,17 @@ def _asking(
 
 
 def is_lightnings(place: Location) -> bool:
-    """Whether Lightning wrote what is there: one file, or a directory of the ranks' files."""
+    """Return whether Lightning wrote the files there: one file, or a directory of the ranks' files."""
     storage = place.open()
     is_whole = storage.is_file(place.name) and not storage.is_dir(place.name)
     return is_whole or storage.is_file(f"{place.name}/{_META}")
 
 
 def _make_way(path: StrPath) -> None:
-    """A link goes. What Lightning wrote is renamed: until the tag is complete, ``ckpt_path="last"`` still finds it.
+    """Remove a link at ``path``, and rename files that Lightning wrote.
 
-    Raises DirectoryInUse where another live job saves there: nothing is moved.
+    They are renamed because ``ckpt_path="last"`` must find them until the tag is complete. Raises DirectoryInUse if
+    another live job saves there: nothing is moved.
     """
     if is_url(path):
         return
@@ -378,12 +385,12 @@ def _make_way(path: StrPath) -> None:
 
 
 def _around(path: StrPath) -> Storage:
-    """The directory of a local path, whose last part may be a link."""
+    """Return the directory of a local path, whose last part may be a link."""
     return open_storage(os.path.dirname(os.path.abspath(local_path(path))))
 
 
 def _random_states(trainer: Any) -> list[dict[str, Any]]:
-    """Every rank's random state, by rank; on other ranks than 0 their own alone, which is not saved."""
+    """Return every rank's random state, by rank; on other ranks than 0 only their own, which is not saved."""
     own = capture_random_state()
     agreement = meet(trainer.global_rank, trainer.world_size, DEFAULT_TIMEOUT, "random state")
     if agreement is None or trainer.world_size == 1:
@@ -393,7 +400,7 @@ def _random_states(trainer: Any) -> list[dict[str, Any]]:
 
 
 def _require_same_run(trainer: Any, checkpoint: Mapping[str, Any]) -> None:
-    """Raise IncompatibleState or OptimizerMismatch where ``fit`` would not go on as the run that saved."""
+    """Raise IncompatibleState or OptimizerMismatch if ``fit`` would not continue as the run that saved."""
     if trainer.state.fn != "fit" or _EXTRA not in checkpoint:
         return
     saved = checkpoint[_EXTRA]["runs_with"]
@@ -403,11 +410,11 @@ def _require_same_run(trainer: Any, checkpoint: Mapping[str, Any]) -> None:
 
 
 def _put_back(module: Any, state: dict[str, Any]) -> None:
-    """The model as it was, but for what hooks have given other shapes, which is logged."""
+    """Restore the model's earlier state; tensors whose shapes hooks have changed are logged."""
     try:
         module.load_state_dict(state, strict=False)
     except RuntimeError as error:
-        logger.error("the model was loaded from the checkpoint, and is not as it was: %s", error)
+        logger.error("the model was loaded from the checkpoint, and its earlier state was not restored: %s", error)
 
 
 def _copied(value: Any) -> Any:

@@ -25,7 +25,7 @@ _strategies = import_module(f"{package}.strategies")
 
 
 class _Tags:
-    """What the strategies have in common.
+    """The common part of the strategies.
 
     Checkpoints load on any number of ranks, also those of models that were not sharded. Lightning's own sharded
     checkpoints load too.
@@ -41,15 +41,15 @@ class _Tags:
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._state: dict[str, Any] = {}
-        """The model's state as Lightning was given it for the save that comes."""
+        """The model's state that Lightning got for the coming save."""
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """The model's state on this rank, for hooks that read it."""
+        """Return the model's state on this rank, for hooks that read it."""
         self._state = self._state_now()
         return dict(self._state)
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
-        """Nothing: the optimizer itself is saved."""
+        """Return nothing: the optimizer itself is saved."""
         return {}
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: StrPath, storage_options: Any = None) -> None:
@@ -79,37 +79,37 @@ class _Tags:
         """
         path = self.broadcast(checkpoint_path)
         if is_lightnings(self.checkpoint_io.place(path)):
-            found: dict[str, Any] = super().load_checkpoint(path, weights_only)  # type: ignore[misc]
-            return found
+            checkpoint: dict[str, Any] = super().load_checkpoint(path, weights_only)  # type: ignore[misc]
+            return checkpoint
         strict = bool(self.lightning_module.strict_loading)
         return self._load(path, _only(self.optimizers), weights_only, strict)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Nothing: `load_checkpoint` has done it."""
+        """Do nothing: `load_checkpoint` has loaded it."""
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Nothing: `load_checkpoint` has done it."""
+        """Do nothing: `load_checkpoint` has loaded it."""
 
     def teardown(self) -> None:
-        """As Lightning's; then finish what is in flight, as `CheckpointIO.teardown`."""
+        """Tear down Lightning's strategy, then finish unfinished saves, see `CheckpointIO.teardown`."""
         super().teardown()  # type: ignore[misc]
         self.checkpoint_io.teardown()
 
     def _state_now(self) -> dict[str, Any]:
-        """The model's state on this rank."""
+        """Return the model's state on this rank."""
         raise NotImplementedError
 
     def _to_save(self, optimizer: Any) -> dict[str, Any]:
-        """Model and optimizer as keywords of ``save_checkpoint``; `_state_now` was called before."""
+        """Return model and optimizer as keywords of ``save_checkpoint``; `_state_now` was called before."""
         raise NotImplementedError
 
     def _load(self, path: StrPath, optimizer: Any, weights_only: bool | None, strict: bool) -> dict[str, Any]:
-        """Load a tag; its user content."""
+        """Load a tag; return its user content."""
         raise NotImplementedError
 
     @property
     def checkpoint_io(self) -> CheckpointIO:
-        """What saves and loads. Raises InvalidArgument where that is not ours."""
+        """The CheckpointIO that saves and loads. Raises InvalidArgument if it is not ours."""
         if self._checkpoint_io is None:
             self._checkpoint_io = CheckpointIO()
         if not isinstance(self._checkpoint_io, CheckpointIO):
@@ -125,7 +125,7 @@ class _Tags:
 
 
 class ModelParallelStrategy(_Tags, _strategies.ModelParallelStrategy):  # type: ignore[misc,name-defined]
-    """Takes the place of Lightning's ``ModelParallelStrategy``, with the same arguments.
+    """A replacement of Lightning's ``ModelParallelStrategy``, with the same arguments.
 
     A strategy that extends Lightning's is extended in turn: ``class Mine(ModelParallelStrategy, Theirs)``.
     """
@@ -141,14 +141,14 @@ class ModelParallelStrategy(_Tags, _strategies.ModelParallelStrategy):  # type: 
 
 
 class FSDPStrategy(_Tags, _strategies.FSDPStrategy):  # type: ignore[misc,name-defined]
-    """Takes the place of Lightning's ``FSDPStrategy``, with the same arguments; ``state_dict_type`` says nothing more.
+    """A replacement of Lightning's ``FSDPStrategy``, with the same arguments; ``state_dict_type`` has no effect.
 
     The tags are those of ``ModelParallelStrategy``: each reads the other's. For a save and a load each rank has a copy
     of its shards in host memory.
     """
 
     def setup_environment(self) -> None:
-        """As Lightning's, with a device mesh, by which torch makes DTensors."""
+        """Set up Lightning's environment, with a device mesh, from which torch makes DTensors."""
         super().setup_environment()
         hybrid = "HYBRID" in self.sharding_strategy.name
         if not hybrid and not {"device_mesh", "process_group"} & self.kwargs.keys():
@@ -172,7 +172,7 @@ class FSDPStrategy(_Tags, _strategies.FSDPStrategy):  # type: ignore[misc,name-d
 
 
 def _only(optimizers: list[Any]) -> Any:
-    """The one optimizer, or None. Raises UnsupportedState for several."""
+    """Return the only optimizer, or None. Raises UnsupportedState for several."""
     if len(optimizers) > 1:
         raise UnsupportedState(f"{len(optimizers)} optimizers of a sharded model: only one can be saved and loaded")
     return optimizers[0] if optimizers else None

@@ -19,16 +19,17 @@ def log_checkpoint(
     step: int | None = None,
     storage_options: StorageOptions | None = None,
 ) -> Reference:
-    """Log a complete tag to the active run: its reference as the artifact ``checkpoints/TAG.json``, its URI and digest
-    as the run's tags ``nxd_ckpt.uri`` and ``nxd_ckpt.digest`` (of the last one logged), and ``metrics``. One rank calls
-    this.
+    """Log a complete tag, and ``metrics``, to the active run. One rank calls this.
+
+    The tag's reference becomes the artifact ``checkpoints/TAG.json``; its URI and digest become the run's tags
+    ``nxd_ckpt.uri`` and ``nxd_ckpt.digest`` (of the last one logged).
 
     Raises:
-        CheckpointError: as `nxd_ckpt.integrations.reference.reference_to`; nothing was logged.
+        CheckpointError: see `nxd_ckpt.integrations.reference.reference_to`; nothing was logged.
     """
     reference = reference_to(path, tag, storage_options)
-    found = {**reference.document(), "step": step, "metrics": dict(metrics or {})}
-    mlflow.log_dict(found, f"checkpoints/{reference.tag}.json")
+    document = {**reference.document(), "step": step, "metrics": dict(metrics or {})}
+    mlflow.log_dict(document, f"checkpoints/{reference.tag}.json")
     mlflow.set_tags({"nxd_ckpt.uri": reference.uri, "nxd_ckpt.digest": reference.digest})
     mlflow.log_metrics(dict(metrics or {}), step=step)
     return reference

@@ -1,7 +1,7 @@
-"""The lease under which a plug-in changes a directory: what its trainer wrote there, moved or removed.
+"""The lease under which a plug-in moves or removes its trainer's files in a directory.
 
-A Checkpointer takes the lease of the directory of its tags with the first save, and only for tags. A plug-in writes,
-renames and removes before that, and beside that.
+A Checkpointer takes the lease of the directory of its tags with the first save, and only for tags. A plug-in also
+writes, renames and removes other files, and before that.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ _BEAT = 10.0
 
 
 class OutputLease:
-    """The lease of one directory, which this process holds until `release`.
+    """The lease of one directory, which this process has until `release`.
 
     Args:
-        storage: the directory that has the lease; it is created.
-        also: others, for which no other live job may hold the lease.
-        shown: the directory as the user knows it, for messages.
-        run_id: by which this process knows a lease again that it could not give back; by default it never does.
+        storage: the directory with the lease; it is created.
+        also: further directories, for which no other live job may have the lease.
+        shown: the directory's name in messages.
+        run_id: name by which this process recognises a lease that it could not give back; by default it never does.
 
     Raises:
         DirectoryInUse: another live job has one of them. Nothing was changed.
@@ -46,11 +46,11 @@ class OutputLease:
         self._heartbeat = Heartbeat(storage, self._lease, _BEAT)
 
     def require(self) -> None:
-        """Raise DirectoryInUse where another job took over while this one stood still."""
+        """Raise DirectoryInUse if another job took over while this one stood still."""
         lease.require(self._storage, self._lease, strictly=True)
 
     def release(self) -> None:
-        """Give the directory back. Where that fails, the lease ends with this process."""
+        """Give the directory back. If that fails, the lease ends with this process."""
         self._heartbeat.stop()
         try:
             lease.release(self._storage, self._lease)
@@ -58,8 +58,8 @@ class OutputLease:
             logger.warning("%s: no other job can save there before this process ends: %s", self._storage.url, error)
 
 
-class Holding:
-    """The leases that this process holds, by directory; each until all its users are done."""
+class HeldLeases:
+    """The leases of this process, by directory; each is kept until all its users are done."""
 
     def __init__(self) -> None:
         self._leases: dict[str, OutputLease] = {}
@@ -69,7 +69,7 @@ class Holding:
         in_forked_children(self._users.clear)
 
     def take(self, storage: Storage, *also: Storage, shown: str) -> OutputLease:
-        """The lease of this process, taken if need be. Raises as `OutputLease`."""
+        """Return this process's lease, taken if need be. Raises as `OutputLease` does."""
         if storage.url in self._leases:
             self._leases[storage.url].require()
         else:
@@ -78,7 +78,7 @@ class Holding:
         return self._leases[storage.url]
 
     def users(self, storage: Storage) -> set[str]:
-        """The names of those who use the lease; it is for them to change this."""
+        """Return the names of the lease's users, who change this set themselves."""
         return self._users.setdefault(storage.url, set())
 
     def release_unused(self, storage: Storage) -> None:
@@ -88,12 +88,12 @@ class Holding:
 
 
 def new_run_id() -> str:
-    """A name that no other launch has."""
+    """Return a name that no other launch has."""
     return uuid.uuid4().hex[:12]
 
 
 def refuse_other_job(storage: Storage, shown: str) -> bool:
-    """Raise DirectoryInUse where another live job holds the lease; whether this process does."""
+    """Raise DirectoryInUse if another live job has the lease; return whether this process has it."""
     holder = lease.read(storage)
     if holder is None:
         return False
@@ -101,25 +101,25 @@ def refuse_other_job(storage: Storage, shown: str) -> bool:
         return True
     if lease.job_lives(storage, _PATIENCE):
         raise DirectoryInUse(
-            f"{shown}: {holder.describe()} saves here; stop one of two jobs, or give each an output directory of its "
-            "own"
+            f"{shown}: {holder.describe()} saves here; stop one of the two jobs, or give each an output directory "
+            "of its own"
         )
     return False
 
 
 @contextmanager
 def leased(storage: Storage) -> Iterator[None]:
-    """Within, no other job saves tags there: by the lease that this process holds, or by one for that long.
+    """Keep other jobs from saving tags there within the block, by this process's lease or a new one.
 
     Raises:
-        DirectoryInUse: another live job holds it. Nothing was changed.
+        DirectoryInUse: another live job has the lease. Nothing was changed.
     """
     if refuse_other_job(storage, storage.url):
         yield
         return
-    held = OutputLease(storage, shown=storage.url)
+    output_lease = OutputLease(storage, shown=storage.url)
     try:
-        held.require()
+        output_lease.require()
         yield
     finally:
-        held.release()
+        output_lease.release()

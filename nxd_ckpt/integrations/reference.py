@@ -1,4 +1,4 @@
-"""What an experiment tracker keeps of a checkpoint: where it is and which one, not its bytes."""
+"""References to checkpoints for experiment trackers: the place and identity of a tag, not its bytes."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from nxd_ckpt.storage.urls import StorageOptions, StrPath, is_url
 
 @dataclass(frozen=True)
 class Reference:
-    """A complete tag: its name, and the URI where it is.
+    """A complete tag: its name and its URI.
 
     ``digest`` is the SHA-256 of its manifest, which has digests of the rest: another save under the same name has
-    another one. ``nbytes`` are those of the tensors of model and optimizer, each counted once; ``ranks`` is how many
-    saved it.
+    another digest. ``nbytes`` are the bytes of the tensors of model and optimizer, each counted once; ``ranks`` is the
+    number of ranks that saved it.
     """
 
     tag: str
@@ -32,22 +32,22 @@ class Reference:
     ranks: int
 
     def document(self) -> dict[str, Any]:
-        """As plain data."""
+        """Return the reference as plain data."""
         return asdict(self)
 
 
 def reference_to(path: StrPath, tag: Tag | None = None, storage_options: StorageOptions | None = None) -> Reference:
-    """The reference to a tag; None takes the latest complete one. Reads no tensor.
+    """Return the reference to a tag; None takes the latest complete one. Reads no tensor.
 
     Raises:
-        CheckpointNotFound: there is none that is complete. After an async save, wait for what it returned first.
+        CheckpointNotFound: there is no complete one. After an async save, wait for the returned save first.
         UnsupportedState: neuronx_distributed wrote it, without a manifest.
     """
     checkpoint = open_checkpoint(path, tag, storage_options=storage_options)
     opened = checkpoint.opened
     if checkpoint.manifest is None:
         raise UnsupportedState(
-            f"{opened.where} has no manifest, as neuronx_distributed wrote it: nothing tells it from another save; "
+            f"{opened.where} has no manifest, as neuronx_distributed wrote it: nothing identifies the save; "
             "refer to a copy that nxd-ckpt reshard makes"
         )
     manifest = opened.storage.read(f"{opened.tag}/{MANIFEST}" if opened.tag else MANIFEST)

@@ -1,13 +1,13 @@
 """A directory of another library's files that appears as a whole: with tags in it, and digests of all other files.
 
 The order is derived from *visible means complete*: the library's files are written out of sight, to a directory of this
-attempt alone. While tags are saved, they are sealed: synced, and their digests taken. When all of that is done, the
-tags join them, the digests are written with those of the tags' manifests, which say which save each is of, and one
-rename makes the directory visible. What it replaces stays until then. The training thread reads and syncs none of the
+attempt alone. While tags are saved, they are sealed: synced, and their digests taken. Then the tags join them, the
+digests are written, with those of the tags' manifests, which identify each tag's save, and one rename makes the
+directory visible. The directory that it replaces stays until then. The training thread neither reads nor syncs the
 files.
 
-Nothing is made, moved or removed but under a lease, which rank 0 holds from the beginning to the end. What is sealed is
-what the library wrote: a file that vanished, appeared or changed meanwhile is refused.
+Everything is made, moved or removed under a lease, which rank 0 has from the beginning to the end. Only the library's
+files are sealed: a file that vanished, appeared or changed meanwhile is refused.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from nxd_ckpt.coordination.replacement import Replacement
 from nxd_ckpt.core.manifest import CRC_BLOCK
 from nxd_ckpt.core.names import DONE, HIDDEN, MANIFEST
 from nxd_ckpt.errors import CheckpointError, InvalidArgument, OutcomeUnknown, SaveFailed, as_checkpoint_errors
-from nxd_ckpt.integrations.output_lease import Holding, OutputLease
+from nxd_ckpt.integrations.output_lease import HeldLeases, OutputLease
 from nxd_ckpt.integrations.written_files import WrittenFiles, raise_unless_absent
 from nxd_ckpt.output.transfer import sync
 from nxd_ckpt.save.background import Helpers
@@ -41,23 +41,23 @@ from nxd_ckpt.tag.verify import require_all_files
 logger = logging.getLogger("nxd_ckpt")
 
 _INCOMPLETE = ".incomplete"
-"""Where directories are written, in the root of those that they are published to."""
+"""Folder in the root of the published directories in which they are written."""
 _ASIDE = ".replaced"
-"""Ends the name, there, of what a directory takes the place of."""
+"""End of the name, there, of a replaced directory."""
 
 _NEWS = 5.0
-"""Seconds after which rank 0 says again that it is at work."""
+"""Seconds after which rank 0 gives another sign that it is at work."""
 
 
 _ATTEMPT = "attempt-"
-"""Begins the name, there, of what one attempt writes to."""
+"""Beginning of the name, there, of one attempt's folder."""
 
-_leases = Holding()
-"""One for each directory that this process writes to; their users are the attempts whose files are being sealed."""
+_leases = HeldLeases()
+"""Leases of the directories that this process writes to; their users are the attempts that are being sealed."""
 
 
 class SealedDirectory:
-    """One directory, ``name`` in ``root``, on its way from where it is written to where it is seen.
+    """One directory, ``name`` in ``root``, from its writing to its publication.
 
     Rank 0 calls `begin` and `retire`. ``durable=False`` syncs nothing.
     """
@@ -70,47 +70,50 @@ class SealedDirectory:
         self._lease: OutputLease | None = None
         self._written = WrittenFiles("")
         self._replaced = WrittenFiles("")
-        """What has its name when the attempt begins."""
+        """The files under its name when the attempt begins."""
         self._published: Future[None] | None = None
-        """On rank 0: when it is visible, or cannot become so."""
+        """On rank 0, the publication: done once the directory is visible, or failed."""
         self.path = os.path.join(self._storage.url, name)
         self.staged = ""
-        """Where the library writes its files, once it has begun."""
+        """The directory to which the library writes its files, once it has begun."""
         self.tags = os.path.join(self._storage.url, _INCOMPLETE, "tags")
         """The directory that tags are saved to, before they become part of this one."""
         self._output = LocalStorage(os.path.join(self._storage.url, _INCOMPLETE), durable=False)
-        # A lease is of living processes: what a power cut takes away is nobody's.
+        # A lease belongs to living processes: it need not survive a power cut.
         self._claimed = LocalStorage(os.path.join(self.tags, HIDDEN, "output"), durable=False)
 
     def refuse_a_file(self) -> None:
-        """Raise InvalidArgument where a file has its name. Any rank may call this."""
+        """Raise InvalidArgument if a file has its name. Any rank may call this."""
         if os.path.isfile(self.path):
             raise InvalidArgument(f"{self.path} is a file, expected a checkpoint or nothing; choose another name")
 
     def refuse_to_replace(self, patterns: Sequence[str]) -> None:
-        """Raise InvalidArgument where a file has its name, or a directory that is no checkpoint: what it holds was
-        neither sealed nor is it called as in ``patterns``. Any rank may call this; nothing is changed."""
+        """Raise InvalidArgument if a file has its name, or a directory that is no checkpoint.
+
+        Such a directory has files that are neither sealed nor named like ``patterns``. Any rank may call this; nothing
+        is changed.
+        """
         self.refuse_a_file()
-        # Whoever looked at its statistics left them in a hidden directory.
+        # Its statistics may be in a hidden directory.
         names, sealed = [entry.name for entry in self._storage.list(self._name)], {DIGESTS, HIDDEN}
-        with suppress(CheckpointError):  # of another's, or damaged: then the patterns tell
+        with suppress(CheckpointError):  # another program's, or damaged: then the patterns decide
             sealed |= {name.partition("/")[0] for name in read_seal(LocalStorage(self.path))}
         others = [name for name in names if name not in sealed and not is_sealed(self.path, name)]
         foreign = [name for name in others if not any(fnmatchcase(name, pattern) for pattern in patterns)]
         if foreign:
             raise InvalidArgument(
-                f"{self.path} holds {', '.join(foreign[:5])}, which no checkpoint has, and would replace all of it: "
+                f"{self.path} has {', '.join(foreign[:5])}, which no checkpoint has; the save would replace all of it: "
                 "save to a directory of its own"
             )
 
     def begin_together(self, agreement: Agreement) -> None:
-        """All ranks: rank 0's `begin`, after which each of them may write to `staged`."""
+        """Call `begin` on rank 0; then each rank may write to `staged`."""
         self._enter(decided_by_rank0(agreement, self.begin))
 
     def begin(self) -> str:
-        """Finish what a killed run was about to replace, remove what else it left, and make room; the attempt's name.
+        """Finish a killed run's replacement, remove its other files, make room, and return the attempt's name.
 
-        Raises DirectoryInUse, before anything is touched, where another live job saves there.
+        Raises DirectoryInUse, before anything is touched, if another live job saves there.
         """
         self._lease = _leases.take(self._claimed, LocalStorage(self.tags), shown=self._storage.url)
         for folder in dict.fromkeys(("", self._folder)):  # often one: what leads to it is synced once
@@ -120,8 +123,8 @@ class SealedDirectory:
         self._replaced = WrittenFiles(self.path)
         self._replaced.record()
         self._enter(f"{_ATTEMPT}{uuid.uuid4().hex[:12]}")
-        # Its name here need not be durable. What a power cut loses is not visible yet; by the time it is, it has been
-        # synced itself, and its new name after the rename.
+        # Its name here need not be durable: it is not visible yet. Before it is, it will have been synced, and its new
+        # name after the rename.
         for folder in ("tags", f"{self._attempt}/{os.path.basename(self._name)}"):
             self._output.make_dir(folder)
         return self._attempt
@@ -133,7 +136,7 @@ class SealedDirectory:
             self._written = WrittenFiles(self.staged)
 
     def _clear(self) -> None:
-        """Under the lease: what is here is of dead jobs, or of attempts of this one that failed."""
+        """Remove, under the lease, the files of dead jobs, and of this job's failed attempts."""
         used = {"tags", *_leases.users(self._claimed)}
         leftover = [entry.name for entry in self._output.list() if entry.name not in used]
         for name in leftover:
@@ -153,20 +156,20 @@ class SealedDirectory:
             self._lease.require()
 
     def record(self, other_ranks: str = "", required: Iterable[str] = ()) -> None:
-        """Rank 0: what it wrote is complete.
+        """Record, on rank 0, that its files are complete.
 
         Args:
-            other_ranks: glob pattern of files that are others', and may be incomplete.
-            required: files that the library has written, by their names; the others are those that are there.
+            other_ranks: glob pattern of other ranks' files, which may be incomplete.
+            required: names of files that the library has written; the others are those that exist.
         """
         self._written.record(other_ranks, required)
 
     def complete(self, agreement: Agreement, own: str = "", *, shared: bool = False) -> None:
-        """All ranks: their files are complete, on every rank.
+        """Agree, on all ranks, that the files of every rank are complete.
 
         Args:
             own: the name of the file that this rank writes alone.
-            shared: several ranks write the same files, too.
+            shared: several ranks also write the same files.
         """
         words = agreement.gather(self._written.digest_of(own) if own and agreement.rank else {})
         if agreement.rank == 0 and agreement.world_size > 1:
@@ -179,9 +182,12 @@ class SealedDirectory:
 
     @contextmanager
     def publishing(self, is_rank_0: bool) -> Iterator[list[PendingSave]]:
-        """All files are there. Within, tags are saved and added to what is given; with them it becomes visible."""
+        """Publish the directory after the block, in which tags are saved and added to the yielded list.
+
+        All other files are complete before it.
+        """
         if not is_rank_0:
-            with suppress(OutcomeUnknown):  # rank 0 knows it, and says so in `wait`
+            with suppress(OutcomeUnknown):  # rank 0 knows the outcome, and raises it in `wait`
                 yield self._saves
             return
         if self._written.is_empty:
@@ -201,10 +207,10 @@ class SealedDirectory:
 
     @as_checkpoint_errors()
     def wait(self, agreement: Agreement | None, retire: Callable[[], None] = lambda: None) -> None:
-        """Until it is visible: all ranks call this, and rank 0 tells the others. None: this rank learns it alone.
+        """Wait until it is visible; all ranks call this, and rank 0 tells the others. None: this rank waits alone.
 
-        Rank 0 then calls ``retire``, still under the lease. Raises, on all ranks, what failed; if it is not visible,
-        nothing is visible but what was before.
+        Rank 0 then calls ``retire``, still under the lease. Raises the failure on all ranks; then only earlier files
+        are visible.
         """
         agreement = agreement or SingleProcessAgreement()
         try:
@@ -216,7 +222,7 @@ class SealedDirectory:
                 save.exception()
 
     def close(self, retire: Callable[[], None] = lambda: None) -> None:
-        """The tags are saved, or failed: wait until it is visible, too. Raises OSError, SaveFailed, DirectoryInUse."""
+        """Wait until it is visible, after its tags are decided. Raises OSError, SaveFailed, DirectoryInUse."""
         forget(self)
         try:
             if self._published is not None:
@@ -226,7 +232,7 @@ class SealedDirectory:
             self._give_back()
 
     def _tidy(self, retire: Callable[[], None]) -> None:
-        """It is visible, and the save has not failed, whatever cannot be removed."""
+        """Remove older files. The directory is visible, so a failure does not fail the save."""
         try:
             retire()
             self._output.remove(self._attempt)
@@ -243,7 +249,7 @@ class SealedDirectory:
             _leases.release_unused(self._claimed)
 
     def _is_visible(self, retire: Callable[[], None]) -> bool:
-        """Whether it is by now, or soon. Raises what failed."""
+        """Wait up to `_NEWS` seconds for each save; True if all became visible. Raises the first failure."""
         for save in self._saves:
             if not save.wait_decided(_NEWS):
                 return False
@@ -254,21 +260,20 @@ class SealedDirectory:
         return True
 
     def abandon(self) -> None:
-        """The process ends by an exception: as `close`, if the tags are saved. Never raises."""
+        """Close when the process ends by an exception, if the tags are saved. Never raises."""
         if all(save.done() for save in self._saves):
             with suppress(Exception):  # it was logged
                 self.close()
 
     def retire(self, pattern: str, limit: int | None, stay: Sequence[str] = ()) -> None:
-        """Remove the oldest of the directories beside it whose whole name ``pattern`` matches, down to ``limit`` (None
-        or 0: none), but this one and those called as in ``stay``: each is out of sight at once.
+        """Remove the oldest directories beside it, down to ``limit`` (None or 0: remove none).
 
-        The first group of ``pattern`` is the number that tells the order. Raises DirectoryInUse where another job took
-        over.
+        Their whole names match ``pattern``, whose first group is the number that orders them. This directory and those
+        named in ``stay`` are kept. Each disappears at once. Raises DirectoryInUse if another job took over.
         """
         folder, own = self._folder, os.path.basename(self._name)
-        found = (re.fullmatch(pattern, entry.name) for entry in self._storage.list(folder) if entry.is_dir)
-        names = [match[0] for match in sorted(filter(None, found), key=lambda match: int(match[1]))]
+        matches = (re.fullmatch(pattern, entry.name) for entry in self._storage.list(folder) if entry.is_dir)
+        names = [match[0] for match in sorted(filter(None, matches), key=lambda match: int(match[1]))]
         kept = {own, *stay} & {*names}
         surplus = [name for name in names if name not in kept] if limit else []
         surplus = surplus[: max(len(names) - max(limit or 0, len(kept)), 0)]
@@ -281,7 +286,7 @@ class SealedDirectory:
             self._output.remove(f"{self._attempt}/{name}")
 
     def _seal(self) -> dict[str, list[int]]:
-        """Sync what the library wrote; its digests. Raises SaveFailed where that is not what is there."""
+        """Sync the library's files; return their digests. Raises SaveFailed if the files have changed."""
         digests = self._written.seal()
         for folder, _, names in os.walk(self.staged, onerror=raise_unless_absent):
             for name in sorted(names):
@@ -290,7 +295,7 @@ class SealedDirectory:
         return digests
 
     def _publish(self, sealed: Future[dict[str, list[int]]]) -> None:
-        """Make it visible, if all tags are complete."""
+        """Make the directory visible, if all tags are complete."""
         for save in self._saves:
             save.wait_decided()
         if any(save.error is not None for save in self._saves):
@@ -332,18 +337,17 @@ class SealedDirectory:
             storage.remove(replacement.aside)
 
     def _refuse_two_of_a_name(self) -> None:
-        """Raise SaveFailed where a callback has written a file to where the directory is to be, and the library one of
-        the same name."""
+        """Raise SaveFailed if a callback wrote a file that the checkpoint has as well, to the visible place."""
         for name in self._replaced.added(self.path):
             if os.path.lexists(os.path.join(self.staged, name)):
                 raise SaveFailed(
                     f"{os.path.join(self.path, name)} was written there while the checkpoint was being saved, which "
                     "has a file of that name. It was left alone, and the checkpoint was not made visible. A callback "
-                    "must give its files other names"
+                    "must use other names for its files"
                 )
 
     def _keep_added(self, aside: str) -> None:
-        """What callbacks have written while it was being saved, to where it was not yet, becomes part of it."""
+        """Move files that callbacks wrote to the visible place during the save into the directory."""
         added = self._replaced.added(os.path.join(self._storage.url, aside))
         for name in added:
             kept = os.path.join(self._name, name)
@@ -361,24 +365,24 @@ class SealedDirectory:
             )
 
     def _replacement(self, staged: str) -> Replacement:
-        """Of the directory of the same name as ``staged``, a key below where directories are written."""
+        """Return the replacement by ``staged``, a key below the folder of incomplete directories, under its name."""
         finished, target = f"{_INCOMPLETE}/{staged}", os.path.join(self._folder, os.path.basename(staged))
         return Replacement(self._storage, finished, target, f"{finished}{_ASIDE}")
 
 
 def is_sealed(directory: str, tag: str) -> bool:
-    """Whether it is one of ours, and complete."""
+    """Return whether the directory is one of ours, and complete."""
     return os.path.isfile(os.path.join(directory, tag, DONE))
 
 
 def is_ours(directory: str, tag: str) -> bool:
-    """Whether it holds that tag, even if that has lost files since, so that opening it raises."""
+    """Return whether it has that tag, even if the tag has lost files since, so that opening it raises."""
     return os.path.isdir(os.path.join(directory, tag))
 
 
 @as_checkpoint_errors()
 def verify_files(directory: str, tag: str, ignored: Sequence[str] = ()) -> None:
-    """Compare the files beside the tag with those that were sealed with it.
+    """Compare the files beside the tag with their digests at the save.
 
     Args:
         ignored: glob patterns of files that may have been added since.

@@ -38,7 +38,7 @@ _MODULES = {
     "torchtitan.components.checkpointer": "0.3",
     "torchtitan.components.checkpoint": "0.2.2",
 }
-"""The modules that hold the manager, each with the first release that has it there."""
+"""Modules that have the manager, each with the first release that has it there."""
 
 _OVERRIDDEN = ("dcp_save", "dcp_load", "_find_load_step", "_purge_stale_checkpoints")
 _NAMES = ("CheckpointManager", "AsyncMode", "MODEL", "OPTIMIZER")

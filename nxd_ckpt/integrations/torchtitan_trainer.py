@@ -1,4 +1,4 @@
-"""Importing this makes the trainer of torchtitan 0.2.2 save and load by `nxd_ckpt.integrations.torchtitan`.
+"""Import hook that makes the trainer of torchtitan 0.2.2 use `nxd_ckpt.integrations.torchtitan`.
 
 That trainer has no option for another checkpoint manager, but it imports a module of the user's before it makes one::
 

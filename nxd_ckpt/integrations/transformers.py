@@ -35,18 +35,18 @@ from nxd_ckpt.options.checkpointer_options import DEFAULT_TIMEOUT
 from nxd_ckpt.save.pending import PendingSave
 
 STATE = "training_state"
-"""The tag in a checkpoint's directory."""
+"""Tag in a checkpoint's directory."""
 
 _RANDOM_STATE = "rng_state_{}.pth"
-"""The file that each of several ranks writes, by its rank; all others are rank 0's."""
+"""File that each of several ranks writes, by its rank; all others are rank 0's."""
 
 
 class Trainer(transformers.Trainer):  # type: ignore[misc]
-    """Takes the place of ``transformers.Trainer``. For a trainer that extends it: ``class Mine(Trainer, SFTTrainer)``.
+    """A replacement of ``transformers.Trainer``. For a trainer that extends it: ``class Mine(Trainer, SFTTrainer)``.
 
-    A run resumes from checkpoints that transformers' own trainer wrote, too. On one process, with data parallelism
-    (DDP), or FSDP2, where each rank writes and reads its shards, and the tag holds the model too. The first FSDP and
-    DeepSpeed are refused.
+    A run also resumes from checkpoints that transformers' own trainer wrote. It works on one process, with data
+    parallelism (DDP), or FSDP2, where each rank writes and reads its shards, and the tag has the model too. The first
+    FSDP and DeepSpeed are refused.
     """
 
     async_save: ClassVar[bool] = False
@@ -56,32 +56,32 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
     """Keywords of `nxd_ckpt.save_checkpoint`, such as ``durable`` and ``memory_cap``."""
 
     any_world_size: ClassVar[bool] = False
-    """Resume what another number of processes saved, too. Random states are then those of the ranks that both have."""
+    """Resume also from another number of processes. Random states are then those of ranks that both have."""
 
     files_added_later: ClassVar[Sequence[str]] = ()
-    """Glob patterns of files that callbacks add to a checkpoint after it was saved: a resume does not mind them."""
+    """Glob patterns of files that callbacks add to a checkpoint after it was saved: a resume ignores them."""
 
     _staging: SealedDirectory | None = None
-    """Where transformers writes now."""
+    """Directory to which transformers writes now."""
     _saving: SealedDirectory | None = None
-    """What is not known to be visible yet."""
+    """The checkpoint that is not known to be visible yet."""
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
-        """As transformers', until the last checkpoint is complete. True resumes from the last complete one.
+        """Train as transformers does, until the last checkpoint is complete. True resumes from the last complete one.
 
         Raises:
-            CheckpointError: what failed in the background; or the checkpoint to resume from is incomplete, damaged, or
-                of another world size, precision or optimizer; the model is then as it was.
+            CheckpointError: a save failed in the background; or the checkpoint to resume from is incomplete, damaged,
+                or of another world size, precision or optimizer; the model is then unchanged.
         """
         if resume_from_checkpoint is True:
             resume_from_checkpoint = last_complete(self.args.output_dir, STATE) or True
         elif resume_from_checkpoint:
             refuse_interrupted(resume_from_checkpoint, STATE)
         with kept(SIGTERM) if getattr(self.args, "enable_jit_checkpoint", False) else nullcontext():
-            found = super().train(resume_from_checkpoint, *args, **kwargs)
+            output = super().train(resume_from_checkpoint, *args, **kwargs)
         self._settle()
         close_checkpointers()
-        return found
+        return output
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         if self.is_deepspeed_enabled or (self.is_fsdp_enabled and not self.accelerator.is_fsdp2):
@@ -91,7 +91,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
             )
         name, durable = f"checkpoint-{self.state.global_step}", self.checkpoint_options.get("durable", True)
         directory = SealedDirectory(self._get_output_dir(trial=trial), name, durable)
-        directory.refuse_a_file()  # into a directory transformers would write, too
+        directory.refuse_a_file()  # transformers would write into a directory of that name
         met = meet(self.args.process_index, self.args.world_size, DEFAULT_TIMEOUT, "checkpoint")
         agreement = met or SingleProcessAgreement()
         directory.begin_together(agreement)
@@ -114,23 +114,23 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
             self._settle()
 
     def _own_file(self) -> str:
-        """The file with this rank's random state."""
+        """Return the name of the file with this rank's random state."""
         return "rng_state.pth" if self.args.world_size == 1 else _RANDOM_STATE.format(self.args.process_index)
 
     def _record(self, directory: SealedDirectory, required: Iterable[str] = ()) -> None:
-        """Record the files that were written until now as complete."""
+        """Record the files written so far as complete."""
         if self.args.process_index == 0:
             directory.record(_RANDOM_STATE.format("[1-9]*"), required)
 
     def _keep_best(self, directory: SealedDirectory) -> None:
-        """If this checkpoint is the best, that is under its name, not where it is written."""
+        """Name the best checkpoint by its final path, not by the path where it is written."""
         if self.state.best_model_checkpoint == directory.staged:
             self.state.best_model_checkpoint = directory.path
             if self.args.should_save:
                 self.state.save_to_json(os.path.join(directory.staged, TRAINER_STATE_NAME))
 
     def _save_rest(self, directory: SealedDirectory) -> PendingSave:
-        """Save what is not in Hugging Face's files."""
+        """Save everything that is not in Hugging Face's files."""
         whole = not self.args.save_only_model
         optimizer = _unwrapped(self.optimizer)
         return save_checkpoint(
@@ -146,7 +146,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         )
 
     def _settle(self) -> None:
-        """Until what is in flight is visible, with what is then too many removed. Raises what failed."""
+        """Wait until the unfinished checkpoint is visible, and surplus ones are removed. Raises its failure."""
         saving, self._saving = self._saving, None
         if saving is None:
             return
@@ -158,7 +158,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
 
     def _get_output_dir(self, trial: Any) -> str:
         if self._staging is None:
-            self._settle()  # whoever asks looks for checkpoints there
+            self._settle()  # the caller looks for checkpoints there
         run: str = super()._get_output_dir(trial=trial)
         return run if self._staging is None else os.path.dirname(self._staging.staged)
 
@@ -171,15 +171,18 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
             super()._load_best_model()
 
     def _rotate_checkpoints(self, use_mtime: bool = False, output_dir: str | None = None) -> None:
-        """Nothing: `_settle` removes what is too many, once the new checkpoint is complete."""
+        """Do nothing: `_settle` removes surplus checkpoints, once the new one is complete."""
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        """Nothing of these, which are saved last. The model's files are complete by now."""
+        """Save nothing: these are saved last. The model's files are complete now, and recorded."""
         if self._staging is not None:
             self._record(self._staging)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        """Of ours nothing is loaded yet: there may be no optimizer so far, and it can be another than the saved one."""
+        """Check a checkpoint of ours, but load nothing yet.
+
+        There may be no optimizer so far, and it may differ from the saved one.
+        """
         if not is_ours(resume_from_checkpoint, STATE):
             super()._load_from_checkpoint(resume_from_checkpoint, model)
             return
@@ -189,12 +192,12 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         verify_files(resume_from_checkpoint, STATE, (SENTINEL, *self.files_added_later))
         if self.is_fsdp_enabled and not tag.parts.model:
             raise IncompatibleState(
-                f"{resume_from_checkpoint} was saved without FSDP: its model is in Hugging Face's files alone, and "
+                f"{resume_from_checkpoint} was saved without FSDP: its model is only in Hugging Face's files, and "
                 "not in shards. Resume without FSDP, or begin a new run from its model"
             )
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        """Of ours the model too, once nothing can be refused any more."""
+        """Load also the model of a checkpoint of ours, once nothing can be refused any more."""
         if checkpoint is None or not is_ours(checkpoint, STATE):
             super()._load_optimizer_and_scheduler(checkpoint)
             return
@@ -206,7 +209,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
             require_same(checkpoint, tag.user_content()["runs_with"], own, OptimizerMismatch)
             names = parameter_names(self.model, optimizer)
             load_checkpoint(checkpoint, STATE, model, optimizer, self.lr_scheduler, param_names=names)
-        elif model is not None:  # save_only_model: transformers goes on without the rest, too
+        elif model is not None:  # save_only_model: transformers, too, continues without the rest
             load_checkpoint(checkpoint, STATE, model)
         if model is None:
             super()._load_from_checkpoint(checkpoint)
@@ -220,5 +223,5 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
 
 
 def _unwrapped(optimizer: Any) -> Any:
-    """What accelerate's wrapper holds."""
+    """Return the optimizer inside accelerate's wrapper."""
     return getattr(optimizer, "optimizer", optimizer)

@@ -1,7 +1,7 @@
-"""What transformers 5 leaves of a checkpoint that it makes at SIGTERM (``enable_jit_checkpoint``) and cannot finish.
+"""Unfinished checkpoints that transformers 5 makes at SIGTERM (``enable_jit_checkpoint``).
 
-It makes the directory ``checkpoint-N`` with a sentinel in it, saves, and removes the sentinel. It never looks for one
-afterwards: `last_complete` and `refuse_interrupted` do.
+transformers makes the directory ``checkpoint-N`` with a sentinel in it, saves, and removes the sentinel. It never looks
+for one afterwards: `last_complete` and `refuse_interrupted` do.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _NUMBERED = re.compile(r"checkpoint-(\d+)")
 
 
 def make_way(directory: str, tag: str) -> None:
-    """Remove what transformers has made for a checkpoint that is now written out of sight; never a checkpoint."""
+    """Remove transformers' directory for a checkpoint that is now written out of sight; never a checkpoint."""
     if not os.path.isfile(sentinel := os.path.join(directory, SENTINEL)):
         return
     if os.listdir(directory) == [SENTINEL]:
@@ -29,17 +29,17 @@ def make_way(directory: str, tag: str) -> None:
 
 
 def last_complete(run: str, tag: str) -> str | None:
-    """The directory of the highest number in ``run`` that is not interrupted; None where there is none at all.
+    """Return the directory of the highest number in ``run`` that is not interrupted; None if there is no directory.
 
     Raises:
-        CheckpointNotFound: all that are there are interrupted.
+        CheckpointNotFound: all of them are interrupted.
     """
     names = [name for name in os.listdir(run) if _NUMBERED.fullmatch(name)] if os.path.isdir(run) else []
-    found = [os.path.join(run, name) for name in names if os.path.isdir(os.path.join(run, name))]
-    found.sort(key=lambda path: int(path.rpartition("-")[2]))
-    complete = [path for path in found if not _is_interrupted(path, tag)]
-    if found and not complete:
-        refuse_interrupted(found[-1], tag)
+    paths = [os.path.join(run, name) for name in names if os.path.isdir(os.path.join(run, name))]
+    paths.sort(key=lambda path: int(path.rpartition("-")[2]))
+    complete = [path for path in paths if not _is_interrupted(path, tag)]
+    if paths and not complete:
+        refuse_interrupted(paths[-1], tag)
     return complete[-1] if complete else None
 
 
@@ -53,5 +53,5 @@ def refuse_interrupted(directory: str, tag: str) -> None:
 
 
 def _is_interrupted(directory: str, tag: str) -> bool:
-    """One of ours is complete, whatever else lies in it."""
+    """Return whether the save was interrupted. A checkpoint of ours is complete, whatever other files are in it."""
     return os.path.isfile(os.path.join(directory, SENTINEL)) and not is_sealed(directory, tag)

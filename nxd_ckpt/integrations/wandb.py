@@ -22,20 +22,21 @@ def log_checkpoint(
     name: str = "checkpoint",
     storage_options: StorageOptions | None = None,
 ) -> Reference:
-    """Log a complete tag to the current run: a version of the artifact ``name``, of type "checkpoint", with the
-    manifest's URI as its only entry and the reference and ``metrics`` as its metadata; and ``metrics``. One rank calls
-    this.
+    """Log a complete tag, and ``metrics``, to the current run. One rank calls this.
+
+    The tag becomes a version of the artifact ``name``, of type "checkpoint", with the manifest's URI as its only entry
+    and the reference and ``metrics`` as its metadata.
 
     Raises:
         InvalidArgument: ``wandb.init()`` was not called.
-        CheckpointError: as `nxd_ckpt.integrations.reference.reference_to`; nothing was logged.
+        CheckpointError: see `nxd_ckpt.integrations.reference.reference_to`; nothing was logged.
     """
     if wandb.run is None:
         raise InvalidArgument("there is no run to log to: call wandb.init() first")
     reference = reference_to(path, tag, storage_options)
-    found = {**reference.document(), "step": step, "metrics": dict(metrics or {})}
-    artifact = wandb.Artifact(name, "checkpoint", metadata=found)
-    # Of a directory on a disk W&B would list all files.
+    document = {**reference.document(), "step": step, "metrics": dict(metrics or {})}
+    artifact = wandb.Artifact(name, "checkpoint", metadata=document)
+    # For a directory on a disk W&B would list all files.
     artifact.add_reference(f"{reference.uri}/{MANIFEST}", name=f"{reference.tag}/{MANIFEST}", checksum=False)
     wandb.run.log_artifact(artifact, aliases=["latest", reference.tag])
     if metrics:

@@ -1,6 +1,6 @@
-"""The files that a library wrote for a checkpoint, as they were right after it had written them.
+"""Files that a library wrote for a checkpoint, in their state right after it wrote them.
 
-What is sealed is what was written: a file that vanished since, appeared, or changed is noticed, and named.
+A file that vanished, appeared, or changed later is noticed, and named.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from nxd_ckpt.storage.local import LocalStorage
 from nxd_ckpt.tag.seal import file_digest
 
 _CAUSE = (
-    "another program changes what is saved there. The checkpoint was not made visible; find that program"
+    "another program changes the files there. The checkpoint was not made visible; find that program"
 )
 
 
 def raise_unless_absent(error: OSError) -> None:
-    """For ``os.walk``, which takes a directory that it cannot read for an empty one."""
+    """Raise errors of ``os.walk``, which otherwise takes an unreadable directory for an empty one."""
     if not isinstance(error, FileNotFoundError):
         raise error
 
 
 class _Seen(NamedTuple):
-    """One file as it was seen: another one of its name, or other bytes, make this differ."""
+    """The state of a file: another file of its name, or other bytes, make it differ."""
 
     inode: int
     nbytes: int
@@ -35,14 +35,14 @@ class _Seen(NamedTuple):
 
 
 class WrittenFiles:
-    """Files below ``root``, by their paths relative to it."""
+    """Files below ``root``, by their relative paths."""
 
     def __init__(self, root: str) -> None:
         self._root, self._storage = root, LocalStorage(root)
         self._seen: dict[str, _Seen | None] = {}
-        """None: it must be there, whatever was seen of it."""
+        """State of each file by name; None: it must be there, in any state."""
         self._digests: dict[str, list[int]] = {}
-        """Size and CRC-32 of files that other ranks wrote, as they found them."""
+        """Size and CRC-32 of files that other ranks wrote, by their own reading."""
         self._sealed: dict[str, tuple[_Seen, list[int]]] = {}
 
     @property
@@ -51,8 +51,11 @@ class WrittenFiles:
         return not self._seen
 
     def record(self, other_ranks: str = "", required: Iterable[str] = ()) -> None:
-        """Record what is there and was not recorded before, but for files of the pattern ``other_ranks``, which may
-        be incomplete; and the names that are ``required``, as the library has written them."""
+        """Record the present files that were not recorded before, and the ``required`` names.
+
+        Files of the pattern ``other_ranks`` are left out: they may be incomplete. Required files must exist; the
+        library wrote them.
+        """
         for name, seen in self._now().items():
             if not fnmatchcase(name, other_ranks):
                 self._seen.setdefault(name, seen)
@@ -60,11 +63,11 @@ class WrittenFiles:
             self._seen.setdefault(name, None)
 
     def forget_content(self) -> None:
-        """Require of what was recorded that it is there: several ranks may write the same file."""
+        """Require only that the recorded files exist: several ranks may write the same file."""
         self._seen = dict.fromkeys(self._seen)
 
     def digest_of(self, name: str) -> dict[str, list[int]]:
-        """Size and CRC-32 of one file, by its name; of one that is not there, none."""
+        """Return size and CRC-32 of one file, by its name; an empty list for an absent one."""
         try:
             return {name: file_digest(self._storage, name, memoryview(bytearray(CRC_BLOCK)))}
         except FileNotFoundError:
@@ -76,7 +79,7 @@ class WrittenFiles:
         self._seen.update(dict.fromkeys(digests))
 
     def seal(self) -> dict[str, list[int]]:
-        """Size and CRC-32 of each file, read once.
+        """Return size and CRC-32 of each file, read once.
 
         Raises:
             SaveFailed: a file vanished, appeared or changed since it was recorded.
@@ -96,7 +99,7 @@ class WrittenFiles:
         return {name: digest for name, (_, digest) in self._sealed.items()}
 
     def require_unchanged(self) -> None:
-        """Raise SaveFailed where a file vanished, appeared or changed since `seal`."""
+        """Raise SaveFailed if a file vanished, appeared or changed since `seal`."""
         for name, seen in self._compared().items():
             before, digest = self._sealed[name]
             # Some network file systems change times late: then the bytes tell.
@@ -104,12 +107,12 @@ class WrittenFiles:
                 raise self._refusal(name, "changed")
 
     def added(self, root: str) -> list[str]:
-        """Files that appeared or changed since `record`, by their names; the directory is called ``root`` now."""
+        """Return the names of files that appeared or changed since `record`; the directory is called ``root`` now."""
         now = WrittenFiles(root)._now()
         return sorted(name for name, seen in now.items() if self._seen.get(name) != seen)
 
     def _compared(self) -> dict[str, _Seen]:
-        """The files that are there now. Raises SaveFailed where that has other names than what was recorded."""
+        """Return the present files. Raises SaveFailed if their names differ from the recorded ones."""
         now = self._now()
         for name in sorted(now.keys() ^ self._seen.keys()):
             raise self._refusal(name, "appeared" if name in now else "vanished")

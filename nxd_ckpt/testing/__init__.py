@@ -1,10 +1,10 @@
-"""For tests of your own: of a resume with your training objects, of a storage, of what uses one.
+"""Helpers for your own tests: of a resume with your training objects, of a storage, of code that uses one.
 
 ``docs/doctor.md`` shows the first at work, ``docs/own-storage.md`` the others.
 
 ==================================  =====================================================================
 ``check_resume``                    train, save, load into fresh objects, train on: equal to an uninterrupted run
-``ResumeDiffers``                   its error, which says the first difference
+``ResumeDiffers``                   its error, which names the first difference
 ``HookedStorage``                   a wrapper that calls a hook before every ``Operation``
 ``recording``, ``failing``,         hooks: note operations, make chosen ones fail, slow them down, kill the process
 ``delaying``, ``killing``,          before one; ``chained``: several of them

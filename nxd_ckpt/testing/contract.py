@@ -7,8 +7,8 @@
         def storage(self, tmp_path):
             return MyStorage(tmp_path)
 
-Each test gets a storage of its own, empty. What only a local disk can promise (no links, no FIFOs, durability) is not
-among them.
+Each test gets an empty storage of its own. Promises that only a local disk can keep (no links, no FIFOs, durability)
+are not tested.
 """
 
 from __future__ import annotations
@@ -33,11 +33,13 @@ LARGE = os.urandom(2 * PART + 12_345)
 
 
 class StorageContract:
-    """What `nxd_ckpt.storage.base` promises, one test a promise."""
+    """Tests of the promises of `nxd_ckpt.storage.base`, one test a promise."""
 
     notices_a_taken_large_key = True
-    """Whether a large file that is closed under a key that was taken meanwhile raises FileExistsError, as a small one
-    does. False for a store that streams large files and cannot tell."""
+    """True if closing a large file raises FileExistsError for a key that was taken meanwhile, as for a small one.
+
+    False for a store that streams large files and cannot tell.
+    """
 
     @pytest.fixture
     def storage(self) -> Storage:
@@ -66,13 +68,13 @@ class StorageContract:
 
     @pytest.mark.parametrize("cuts", [[], [100], [PART], [PART - 1, PART, PART + 1, 2 * PART + 7]])
     def test_a_large_file_is_written_in_pieces_of_any_order(self, storage: Storage, cuts: list[int]) -> None:
-        """In one piece or in several, at edges of parts or not."""
+        """Cut a file at no place, at one, and at edges of parts."""
         _write(storage, "folder/large", LARGE, cuts)
         assert len(LARGE) == storage.size("folder/large")
         assert LARGE == storage.read("folder/large")
 
     def test_memory_may_change_once_a_writer_has_settled(self, storage: Storage) -> None:
-        """Whether the part that it belongs to was complete or not."""
+        """Change the memory of complete and of incomplete parts."""
         memory = bytearray(LARGE)
         writer = storage.create("file", len(LARGE) + 10)
         writer.write_at(0, memoryview(memory))
@@ -83,7 +85,7 @@ class StorageContract:
         assert LARGE + b"0123456789" == storage.read("file")
 
     def test_a_duplicate_lives_on_without_its_source(self, storage: Storage) -> None:
-        """Where a storage can make one: of the version that was asked for, under a free key, and of nothing else."""
+        """Duplicate the requested version, under a free key, and nothing else, if the storage can."""
         if not isinstance(storage, Duplicating):
             pytest.skip("it cannot")
 
@@ -146,7 +148,7 @@ class StorageContract:
                 storage.read_into("file", offset, memoryview(memory))
 
     def test_a_reader_never_mixes_two_files(self, storage: Storage) -> None:
-        """It goes on with the file that it opened, or raises OSError, if another one took its key."""
+        """Read on after another file took the key: the reader reads its own file, or raises OSError."""
         storage.write("file", b"a" * 100)
         memory = bytearray(100)
         with closing(storage.open("file")) as reader:
@@ -159,7 +161,7 @@ class StorageContract:
         assert b"a" * 100 == memory
 
     def test_a_missing_key_is_named(self, storage: Storage) -> None:
-        """By FileNotFoundError; an absent directory is empty, and removing it is fine."""
+        """Get FileNotFoundError; an absent directory is empty, and removing it is fine."""
         memory = memoryview(bytearray(1))
         calls: list[Callable[[str], object]] = [storage.read, storage.size, storage.time, storage.open]
         calls.append(lambda key: storage.read_into(key, 0, memory))
@@ -190,11 +192,11 @@ class StorageContract:
         assert [DirEntry("run-2", False)] == storage.list()
 
     def test_times_are_seconds_since_the_epoch(self, storage: Storage) -> None:
-        """Of the last change, to the second, or 0 where the store does not tell; only file systems let them be set."""
+        """Get the time of the last change, to the second, or 0 if unknown; only file systems let it be set."""
         before = time.time()
         storage.write("file", b"1")
-        found = storage.time("file")
-        assert found == 0 or before - 1.5 <= found <= time.time() + 1.5
+        seconds = storage.time("file")
+        assert seconds == 0 or before - 1.5 <= seconds <= time.time() + 1.5
         storage.set_time("file", 1_000_000_000)
         assert (storage.time("file") == 1_000_000_000) == storage.renames
 
@@ -213,7 +215,7 @@ class StorageContract:
             storage.rename("a", "b")
 
     def test_only_one_links_a_new_file(self, storage: Storage) -> None:
-        """Of eight that try at once."""
+        """Let eight threads try at once."""
         storage.make_dir("folder")
         contents = [bytes([number]) for number in range(8)]
         won = _at_once([partial(storage.link_new, "folder/key", data) for data in contents])
@@ -221,7 +223,7 @@ class StorageContract:
         assert not storage.link_new("folder/key", b"later")
 
     def test_only_one_exchanges(self, storage: Storage) -> None:
-        """Of eight that expect the same; others, and those of a missing file, are told."""
+        """Let eight threads expect the same content; other contents, and a missing file, are refused."""
         storage.write("key", b"before")
         contents = [bytes([number]) for number in range(8)]
         won = _at_once([partial(storage.exchange, "key", b"before", data) for data in contents])
@@ -232,7 +234,7 @@ class StorageContract:
 
     @pytest.mark.parametrize("key", ["folder", "folder/key"])
     def test_what_is_to_stay_is_not_removed(self, storage: Storage, key: str) -> None:
-        """A file or a directory, as whoever asks says at the last moment. What is absent is not asked about."""
+        """Remove a file or a directory, and refuse at the last moment. An absent key is not asked about."""
         storage.write("folder/key", b"1")
         assert not remove_if(storage, key, lambda: False)
         assert b"1" == storage.read("folder/key")
@@ -242,7 +244,7 @@ class StorageContract:
 
     @pytest.mark.parametrize("key", ["folder", "folder/key"])
     def test_what_comes_while_it_is_decided_is_not_removed(self, storage: Storage, key: str) -> None:
-        """Where the storage can tell: another file under the same key, and one beside it."""
+        """Write another file under the same key, and one beside it, if the storage can tell."""
         if not isinstance(storage, Confirming):
             pytest.skip("this storage cannot tell what came since")
 
@@ -292,7 +294,7 @@ def _write(storage: Storage, key: str, data: bytes, cuts: Sequence[int]) -> None
 
 
 def _read(storage: Storage, key: str, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
-    """What lies at each (offset, length)."""
+    """Return the bytes at each (offset, length)."""
     memories = [bytearray(length) for _, length in ranges]
     with closing(storage.open(key)) as reader:
         reader.read_ranges([(offset, memoryview(memory)) for (offset, _), memory in zip(ranges, memories, strict=True)])
@@ -300,7 +302,7 @@ def _read(storage: Storage, key: str, ranges: Sequence[tuple[int, int]]) -> list
 
 
 def _at_once(calls: Sequence[Callable[[], bool]]) -> list[bool]:
-    """What each returns, all started together."""
+    """Return the results of all calls, started together."""
     start = Barrier(len(calls))
 
     def run(call: Callable[[], bool]) -> bool:

@@ -1,7 +1,7 @@
-"""A storage in this process's memory, for tests: an object store by default, that is keys and nothing else.
+"""A storage in this process's memory, for tests: by default an object store, with keys and nothing else.
 
-It is as awkward as the contract allows, so that what holds here holds elsewhere: a writer looks into the memory that it
-was given as late as it may, a key that was taken since is refused when the writer closes, times are whole seconds.
+It is as awkward as the contract allows, so that code which works here works elsewhere: a writer reads the given memory
+as late as it may, a key that was taken meanwhile is refused when the writer closes, times are whole seconds.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from nxd_ckpt.storage.base import DirEntry, Reader, Version, Writer, checked_len
 
 @dataclass
 class _Store:
-    """What all storages of one name share. ``writers`` are those that neither closed nor aborted."""
+    """The content that all storages of one name share. ``writers`` are those that neither closed nor aborted."""
 
     files: dict[str, tuple[bytes, float]] = field(default_factory=dict)
     folders: set[str] = field(default_factory=set)
@@ -45,13 +45,13 @@ class MemoryStorage:
 
     @property
     def keys(self) -> list[str]:
-        """Every key there is, sorted."""
+        """Every key, sorted."""
         with self._store.lock:
             return sorted(self._store.files)
 
     @property
     def unfinished(self) -> list[str]:
-        """The keys of writers that neither closed nor aborted, sorted."""
+        """Keys of writers that neither closed nor aborted, sorted."""
         with self._store.lock:
             return sorted(writer.key for writer in self._store.writers)
 
@@ -83,8 +83,8 @@ class MemoryStorage:
         with self._store.lock:
             files = [name[len(prefix) :].partition("/") for name in self._below(key)]
             made = {name[len(prefix) :].partition("/")[0] for name in self._store.folders if name.startswith(prefix)}
-        found = {DirEntry(name, bool(slash)) for name, slash, _ in files}
-        return sorted(found | {DirEntry(name, True) for name in made})
+        entries = {DirEntry(name, bool(slash)) for name, slash, _ in files}
+        return sorted(entries | {DirEntry(name, True) for name in made})
 
     def write(self, key: str, data: bytes) -> None:
         with self._store.lock:
@@ -117,11 +117,11 @@ class MemoryStorage:
                 self._store.folders |= {"/".join(parts[:depth]) for depth in range(1, len(parts) + 1)}
 
     def sync_dir(self, key: str) -> None:
-        """Nothing: it is all in memory."""
+        """Do nothing: everything is in memory."""
 
     def rename(self, source: str, target: str) -> None:
         if not self.renames:
-            raise OSError(f"cannot rename {self.url}/{source}: an object store renames nothing")
+            raise OSError(f"cannot rename {self.url}/{source}: an object store has no renames")
         with self._store.lock:
             if self.is_file(target) or self.is_dir(target):
                 raise FileExistsError(f"cannot rename {self.url}/{source} to {target}: it exists")
@@ -139,11 +139,11 @@ class MemoryStorage:
 
     def remove_if(self, key: str, confirm: Callable[[], bool]) -> bool:
         with self._store.lock:
-            found = {name: self._store.files[name] for name in [key, *self._below(key)] if name in self._store.files}
-        if found and not confirm():
+            files = {name: self._store.files[name] for name in [key, *self._below(key)] if name in self._store.files}
+        if files and not confirm():
             return False
         with self._store.lock:
-            for name, file in found.items():
+            for name, file in files.items():
                 if self._store.files.get(name) is file:
                     del self._store.files[name]
             self._store.folders = {
@@ -153,7 +153,7 @@ class MemoryStorage:
 
     def discard_unfinished(self, key: str) -> None:
         with self._store.lock:
-            self._store.writers = [one for one in self._store.writers if not one.key.startswith(f"{key}/")]
+            self._store.writers = [each for each in self._store.writers if not each.key.startswith(f"{key}/")]
 
     def time(self, key: str) -> float:
         return self._file(key)[1]
@@ -175,7 +175,7 @@ class MemoryStorage:
             return True
 
     def complete(self, writer: _MemoryWriter, data: bytes) -> None:
-        """Put what a writer wrote under its key. Raises FileExistsError where that was taken since."""
+        """Put a writer's bytes under its key. Raises FileExistsError if the key was taken meanwhile."""
         with self._store.lock:
             if writer not in self._store.writers:
                 raise OSError(f"{self.url}/{writer.key}: its upload was discarded")
@@ -212,17 +212,17 @@ class _MemoryReader:
     def read_ranges(self, ranges: Sequence[tuple[int, memoryview]]) -> None:
         for offset, buffer in ranges:
             view = memoryview(buffer).cast("B")
-            found = self._data[offset : offset + len(view)]
-            view[: len(found)] = found
-            if len(found) < len(view):
-                raise EOFError(f"{self._where}: {len(view) - len(found)} bytes missing at byte {offset + len(found)}")
+            data = self._data[offset : offset + len(view)]
+            view[: len(data)] = data
+            if len(data) < len(view):
+                raise EOFError(f"{self._where}: {len(view) - len(data)} bytes missing at byte {offset + len(data)}")
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing: nothing is kept open."""
 
 
 class _MemoryWriter:
-    """Copies what it was given as late as it may: a caller that reuses its memory too early writes something else."""
+    """A writer that copies its data as late as it may: reusing the memory too early writes other bytes."""
 
     def __init__(self, storage: MemoryStorage, key: str, nbytes: int) -> None:
         self.key = key

@@ -26,11 +26,11 @@ __all__ = ["ResumeDiffers", "check_resume"]
 
 _TAG = "rehearsal"
 _FRESH = 2**31
-"""Seed of the objects that are loaded into: another one than that of the first ones."""
+"""Seed of the objects that are loaded into, different from the first ones' seed."""
 
 
 class ResumeDiffers(AssertionError):
-    """A resumed run is not the run that was not interrupted; says the first difference, by name."""
+    """A resumed run differs from the uninterrupted one; names the first difference."""
 
 
 def check_resume(
@@ -63,7 +63,7 @@ def check_resume(
 
     Raises:
         ResumeDiffers: on every rank.
-        InvalidArgument: what is given cannot be sent to a new process.
+        InvalidArgument: the arguments cannot be sent to a new process.
         CheckpointError: the save or the load was refused.
     """
     plan = _Plan(make, step, steps, steps_after, save or _save, load or _load)
@@ -112,7 +112,7 @@ class _Plan:
 
 @dataclass(frozen=True)
 class _TensorValue:
-    """A tensor as it is compared: it can be sent to another process."""
+    """A tensor in a form that can be compared, and sent to another process."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -140,7 +140,7 @@ def _require_importable(plan: _Plan) -> None:
         pickle.dumps(plan)
     except (pickle.PicklingError, AttributeError, TypeError) as error:
         raise InvalidArgument(
-            f"a new process cannot import what was given: {error}; make, step, save and load must be functions at the "
+            f"a new process cannot import the arguments: {error}; make, step, save and load must be functions at the "
             "top level of a module; or pass new_process=False to load in this process"
         ) from error
 
@@ -172,7 +172,9 @@ def _after(losses: dict[str, Any], objects: tuple[Any, ...]) -> _Runs:
 
 
 def _spoil(model: Any) -> None:
-    """Change all numbers that a save of ``model`` holds, so that what a load leaves out is not right by chance."""
+    """Change all numbers of ``model`` that a save has, so that a number that a load leaves out is not right by chance.
+
+    """
     if not isinstance(model, torch.nn.Module):
         return
     with torch.no_grad():
@@ -228,7 +230,7 @@ def _group_of_its_own() -> _Group | None:
 
 
 def _resumed_elsewhere(plan: _Plan, directory: str, group: _Group | None) -> _Runs:
-    """The second run, in a process of its own."""
+    """Make the second run, in a process of its own."""
     if group is None:
         return _resumed(plan, directory)
     dist.init_process_group(group.backend, init_method=group.address, rank=group.rank, world_size=group.size)
@@ -255,7 +257,7 @@ def _require_equal(expected: _Runs, actual: _Runs) -> None:
 
 
 def _first_difference(expected: _Leaves, actual: _Leaves) -> str:
-    """The first difference in words; empty where there is none."""
+    """Return the first difference in words; empty if there is none."""
     for name, value in expected.items():
         if name not in actual:
             return f"{name}: expected {_shown(value)}, it is not there"
@@ -285,7 +287,7 @@ def _difference(expected: Any, actual: Any) -> str:
 
 
 def _numbers(value: _TensorValue) -> torch.Tensor:
-    """The values as float64, or as the bytes that they consist of where torch cannot convert them."""
+    """Return the values as float64, or as their bytes if torch cannot convert them."""
     data = bytearray(value.data)
     try:
         return torch.frombuffer(data, dtype=value.dtype).double()
@@ -304,7 +306,7 @@ def _state(objects: tuple[Any, ...]) -> dict[str, Any]:
 
 
 def _parts(one: Any) -> Any:
-    """The state of a training object that has to come back."""
+    """Return the state of a training object that a load must restore."""
     if isinstance(one, torch.nn.Module):
         return {
             "state_dict": dict(one.state_dict()),
@@ -324,7 +326,7 @@ def _parts(one: Any) -> Any:
 
 
 def _leaves(path: str, value: Any, above: tuple[int, ...] = ()) -> Iterator[tuple[str, Any]]:
-    """Every value in ``value`` by its path, with the types of the containers."""
+    """Yield every value in ``value`` by its path, with the types of the containers."""
     if isinstance(value, torch.Tensor):
         yield from _tensor_leaves(path, value)
         return
@@ -339,7 +341,7 @@ def _leaves(path: str, value: Any, above: tuple[int, ...] = ()) -> Iterator[tupl
 
 
 def _children(value: Any) -> Sequence[tuple[Any, Any]] | None:
-    """Keys and values of a container, or of an object that is equal to none but itself; None for a plain value."""
+    """Return keys and values of a container, or of an object without its own equality; None for a plain value."""
     if isinstance(value, Mapping):
         return list(value.items())
     if isinstance(value, Set):

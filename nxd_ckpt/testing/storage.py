@@ -24,11 +24,11 @@ T = TypeVar("T")
 
 
 class Operation(NamedTuple):
-    """One call on a storage: the method's name (``write_at``, ``close`` for writers, ``read_ranges`` for readers) and
-    the key.
+    """One call on a storage: the method's name and the key.
 
-    ``nbytes`` are those that ``read_into`` and ``read_ranges`` are asked for, those that ``write`` and ``write_at`` are
-    given, and those of the file that ``duplicate`` duplicates.
+    Methods of writers are ``write_at`` and ``close``, of readers ``read_ranges``. ``nbytes`` are the bytes that
+    ``read_into`` and ``read_ranges`` request, that ``write`` and ``write_at`` write, or those of the file that
+    ``duplicate`` duplicates.
     """
 
     name: str
@@ -40,7 +40,7 @@ Hook = Callable[[Operation], None]
 
 
 class HookedStorage(StorageWrapper):
-    """A storage that tells ``hook`` of every operation before it happens; what the hook raises is what fails."""
+    """A storage that calls ``hook`` before every operation, which fails if the hook raises."""
 
     def __init__(self, inner: Storage, hook: Hook) -> None:
         super().__init__(inner)
@@ -112,12 +112,14 @@ class _HookedWriter:
 
 
 def recording(log: list[Operation]) -> Hook:
-    """Append every operation to ``log``."""
+    """Return a hook that appends every operation to ``log``."""
     return log.append
 
 
 def failing(name: str, pattern: str, error: BaseException, after: int = 0) -> Hook:
-    """Raise ``error`` on operations ``name`` whose key matches the glob ``pattern``, but for the first ``after``."""
+    """Return a hook that raises ``error`` at operations ``name`` with keys like ``pattern``, after the first ``after``.
+
+    """
     seen = 0
 
     def hook(operation: Operation) -> None:
@@ -131,7 +133,7 @@ def failing(name: str, pattern: str, error: BaseException, after: int = 0) -> Ho
 
 
 def delaying(name: str, pattern: str, seconds: float) -> Hook:
-    """Sleep before operations ``name`` whose key matches the glob ``pattern``."""
+    """Return a hook that sleeps before operations ``name`` whose key matches the glob ``pattern``."""
 
     def hook(operation: Operation) -> None:
         if operation.name == name and fnmatchcase(operation.key, pattern):
@@ -141,7 +143,7 @@ def delaying(name: str, pattern: str, seconds: float) -> Hook:
 
 
 def killing(name: str, pattern: str) -> Hook:
-    """SIGKILL this process just before an operation ``name`` whose key matches the glob ``pattern``."""
+    """Return a hook that SIGKILLs this process before an operation ``name`` whose key matches the glob ``pattern``."""
 
     def hook(operation: Operation) -> None:
         if operation.name == name and fnmatchcase(operation.key, pattern):
@@ -151,7 +153,7 @@ def killing(name: str, pattern: str) -> Hook:
 
 
 def chained(*hooks: Hook) -> Hook:
-    """All of ``hooks``, in order."""
+    """Return a hook that calls all of ``hooks``, in order."""
 
     def hook(operation: Operation) -> None:
         for each in hooks:

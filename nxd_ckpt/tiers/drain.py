@@ -1,9 +1,9 @@
-"""Drains: what is visible on a job's first tier is copied to the others, in the background of rank 0.
+"""Drains: background copiers, on rank 0, of visible tags from a job's first tier to the others.
 
-Each lower tier has a drain of its own, which reads the first tier: where one is slow, full or away, the others go on.
-A drain copies one tag at a time, as `nxd_ckpt.convert.copy_checkpoint` does, so it is verified on the way, goes
-on where an interrupted one ended, and appears at once. At most one more tag waits, the newest. Nothing is remembered
-between two launches: the next one looks for the newest tag of the first tier, and copies it to where it is not.
+Each lower tier has its own drain, which reads the first tier: if one is slow, full or away, the others continue. A
+drain copies one tag at a time, as `nxd_ckpt.convert.copy_checkpoint` does: it is verified on the way, an interrupted
+copy is continued, and the tag appears at once. At most one more tag waits, the newest. Nothing is remembered between
+two launches: the next one takes the newest tag of the first tier, and copies it to every tier without it.
 """
 
 from __future__ import annotations
@@ -40,17 +40,19 @@ from nxd_ckpt.tag.opening import open_complete_tag
 logger = logging.getLogger("nxd_ckpt")
 
 _COPIERS = 4
-"""Files that a host copies at once: many are small, and a store answers late."""
+"""Files that a host copies at once: many are small, and stores answer slowly."""
 _ASKING = 64
-"""Files that all hosts copy at once, at most."""
+"""Maximum number of files that all hosts copy at once."""
 _TRIES = 3
 _PAUSE = 1.0
-"""Seconds before a copy that the storage failed is tried again; twice as many each time."""
+"""Seconds before a copy is tried again after an error of the storage; doubled each time."""
 
 
 class PendingCopy(NamedTuple):
-    """A tag that is to be copied: its bytes, whether it may replace one, and when it became visible (seconds, as
-    effects.monotonic())."""
+    """A tag that is to be copied: its bytes, and whether it may replace one.
+
+    ``since`` is the time at which it became visible (seconds, as effects.monotonic()).
+    """
 
     tag: str
     nbytes: int
@@ -59,7 +61,7 @@ class PendingCopy(NamedTuple):
 
 
 class Drain:
-    """Copies tags of ``source``, the first tier, to one of the others, whose lease it holds."""
+    """The copier of tags from ``source``, the first tier, to one other tier, whose lease it has."""
 
     def __init__(self, tier: Tier, number: int, source: Storage, target: Storage, timeout: float) -> None:
         self.tier, self._number, self.newest = tier, number, 0.0
@@ -71,16 +73,16 @@ class Drain:
         self._session: Session | None = None
         self._pace = Pace(None)
         self._saves = 0
-        # All threads are there from the start: an exiting interpreter, which may have a tag to copy, starts none.
+        # All threads start here: an exiting interpreter, which may have a tag to copy, starts none.
         self._worker = Worker("nxd_ckpt-drain")
         hosts = len(source.hosts.directories) if isinstance(source, HostsStorage) else 1
         self._copiers = Helpers(min(_COPIERS * hosts, _ASKING), "nxd_ckpt-drain-copy")
         self._readers = Helpers(_COPIERS, "nxd_ckpt-drain-read")
 
     def claim(self) -> Session:
-        """Take the tier's lease, once. ``newest`` is then the order time of the newest tag that is there.
+        """Take the tier's lease, once. ``newest`` is then the order time of its newest tag.
 
-        Raises DirectoryInUse, or what the storage raises.
+        Raises DirectoryInUse, or the storage's error.
         """
         if self._session is None:
             self._session = open_session(self._target, Topology(), SingleProcessAgreement(), None, self._timeout)
@@ -89,46 +91,46 @@ class Drain:
 
     @property
     def unread(self) -> set[str]:
-        """The tags that are being copied, or wait for it."""
+        """Tags that are being copied, or wait for it."""
         with self._changed:
-            return {handed.tag for handed in (self._running, self._waiting) if handed is not None}
+            return {copy.tag for copy in (self._running, self._waiting) if copy is not None}
 
-    def saved(self, handed: PendingCopy) -> None:
-        """The first tier has another save, which may be one that is to be left out here."""
+    def saved(self, copy: PendingCopy) -> None:
+        """Note a new save of the first tier, and queue it unless ``every`` skips it."""
         self._saves += 1
         if (self._saves - 1) % self.tier.every == 0:
-            self.hand_over(handed)
+            self.hand_over(copy)
 
-    def hand_over(self, handed: PendingCopy) -> None:
-        """Copy a tag, in place of one that still waits."""
+    def hand_over(self, copy: PendingCopy) -> None:
+        """Queue a copy, in place of one that still waits."""
         with self._changed:
-            passed_over, self._waiting = self._waiting, handed
-        if passed_over is not None and passed_over.tag != handed.tag:
-            logger.info("%s is not copied to tier %s: %s is newer", passed_over.tag, self.tier.name, handed.tag)
+            skipped, self._waiting = self._waiting, copy
+        if skipped is not None and skipped.tag != copy.tag:
+            logger.info("%s is not copied to tier %s: %s is newer", skipped.tag, self.tier.name, copy.tag)
         self._worker.submit(self._next)
 
     def finished(self, within: float) -> bool:
-        """Whether nothing is left to copy, after at most so many seconds. Raises what failed last."""
+        """Wait at most so many seconds; True if nothing is left to copy. Raises the last failure."""
         idle = self.idle(within)
         if idle and self._error is not None:
             raise self._error
         return idle
 
     def idle(self, within: float | None) -> bool:
-        """Whether nothing is being copied, nor waits for it, after at most so many seconds."""
+        """Wait at most so many seconds; True if nothing is being copied, nor waits for it."""
         with self._changed:
             return self._changed.wait_for(lambda: self._running is None and self._waiting is None, within)
 
     def announce(self) -> None:
-        """Say in the log what is waited for."""
+        """Log the tags that are waited for."""
         if self.unread:
             logger.info("waiting until tier %s has %s", self.tier.name, " and ".join(sorted(self.unread)))
 
     def close(self, grace: float | None) -> None:
-        """Give the tier back, once all is copied.
+        """Release the tier, once everything is copied.
 
-        With a ``grace`` copying stops, and the next launch goes on; if that takes more than so many seconds, the tier
-        is held until the process ends.
+        With a ``grace`` copying stops, and the next launch continues; if that takes longer than so many seconds, the
+        lease is kept until the process ends.
         """
         if grace is not None:
             self._stopping.set()
@@ -146,25 +148,25 @@ class Drain:
     def _next(self) -> None:
         with self._changed:
             self._running, self._waiting = self._waiting, None
-            handed = self._running
-        if handed is None:
+            copy = self._running
+        if copy is None:
             return
-        error: Exception | None = CheckpointError(f"{handed.tag} was not copied to tier {self.tier.name}")
+        error: Exception | None = CheckpointError(f"{copy.tag} was not copied to tier {self.tier.name}")
         try:
-            error = self._try(handed)
+            error = self._try(copy)
         finally:
             with self._changed:
                 self._running, self._error = None, error
                 self._changed.notify_all()
 
-    def _try(self, handed: PendingCopy) -> Exception | None:
-        """Copy it; what failed, after it was tried again or was hopeless. It was logged."""
+    def _try(self, copy: PendingCopy) -> Exception | None:
+        """Copy, with retries for errors that may pass; return the last error, which was logged, or None."""
         for tried in range(1, _TRIES + 1):
             self._pace = Pace(self.tier.rate)
             if self._stopping.is_set():
                 return None
             try:
-                self._copy(handed)
+                self._copy(copy)
                 return None
             except Exception as error:
                 problem = error
@@ -177,26 +179,26 @@ class Drain:
         if self._stopping.is_set():
             return None
         logger.warning(
-            "nxd_ckpt: %s was not copied to tier %s, and training goes on; the next save that is for it is copied "
-            "again: %s",
-            handed.tag,
+            "nxd_ckpt: %s was not copied to tier %s; training continues, and the next save for that tier is copied: "
+            "%s",
+            copy.tag,
             self.tier.name,
             in_words(to_wire(problem)),
         )
         return problem
 
-    def _copy(self, handed: PendingCopy) -> None:
+    def _copy(self, copy: PendingCopy) -> None:
         started, session = effects.monotonic(), self.claim()
-        session.require()  # what is there counts only where it is this tier still
-        opened = open_complete_tag(self._source, handed.tag)
+        session.require()  # the tier's content counts only while it is still this tier
+        opened = open_complete_tag(self._source, copy.tag)
         with opened.guarded():
             files = files_to_copy(opened)
         saved = None if opened.manifest is None else opened.manifest.attempt
         session.counter += 1
-        publication = copy_publication(session, handed.tag, handed.overwrite, saved, session.counter)
+        publication = copy_publication(session, copy.tag, copy.overwrite, saved, session.counter)
         is_there = _has(session.storage, opened)
         if not is_there:
-            with opened.guarded(verified=True), _noted(session, handed.tag):
+            with opened.guarded(verified=True), _noted(session, copy.tag):
                 copy_files(
                     opened,
                     files,
@@ -205,14 +207,14 @@ class Drain:
                     self._pace,
                     self._copiers,
                     readers=self._readers,
-                    hosts=self._hosts_of(handed.tag, files),
+                    hosts=self._hosts_of(copy.tag, files),
                 )
         self._retain(session, publication)
         if not is_there:
-            self._report(handed, sum(file.nbytes for file in files), started)
+            self._report(copy, sum(file.nbytes for file in files), started)
 
     def _hosts_of(self, tag: str, files: Sequence[TagFile]) -> HostCopies | None:
-        """Those that copy their own files of the tag, where each has a disk of its own."""
+        """Return the hosts that copy their own files of the tag; None unless each has a disk of its own."""
         source = self._source
         if not isinstance(source, HostsStorage):
             return None
@@ -225,24 +227,24 @@ class Drain:
             retain(session, publication, rules)
             journal.discard_trash(session.storage, session.run_id, session.confirm)
 
-    def _report(self, handed: PendingCopy, nbytes: int, started: float) -> None:
+    def _report(self, copy: PendingCopy, nbytes: int, started: float) -> None:
         now, waiting = effects.monotonic(), self._waiting
         logger.info(
             "copied %s to tier %s: %s in %.2f s, %.2f s after its save; %s behind",
-            handed.tag,
+            copy.tag,
             self.tier.name,
             size(nbytes),
             now - started,
-            now - handed.since,
+            now - copy.since,
             size(0 if waiting is None else waiting.nbytes),
         )
 
 
 class Drains:
-    """Those of all lower tiers of a job."""
+    """The drains of all lower tiers of a job."""
 
     def __init__(self, tiers: Sequence[Tier], storages: Sequence[Storage], timeout: float) -> None:
-        """Claims every tier that can be reached. Raises DirectoryInUse, InvalidArgument; then none is held."""
+        """Claim every tier that can be reached. Raises DirectoryInUse, InvalidArgument; then none is claimed."""
         self._source = storages[0]
         self._drains: list[Drain] = []
         try:
@@ -255,51 +257,53 @@ class Drains:
 
     @property
     def unread(self) -> set[str]:
-        """Tags of the first tier that are still to be read."""
+        """Tags of the first tier that are still to be copied."""
         return set[str]().union(*(drain.unread for drain in self._drains))
 
     @property
     def newest(self) -> float:
-        """The order time of the newest tag that was on any of the tiers when it was claimed."""
+        """Order time of the newest tag that was on any of the tiers when it was claimed."""
         return max(drain.newest for drain in self._drains)
 
     def resume(self) -> None:
-        """Copy the newest tag that the first tier holds all of to where it is not: the last launch may have ended
-        before."""
+        """Copy the newest complete tag of the first tier to the tiers without it.
+
+        The last launch may have ended before.
+        """
         there = {info.tag: info for info in list_tags(self._source)}
         newest = None
-        with suppress(CheckpointError):  # there is none; what lost files was warned of
+        with suppress(CheckpointError):  # there is none; a warning named tags that lost files
             newest = there.get(choose_nearest([self._source], None).tag)
         if newest is not None and newest.ours:
             for drain in self._drains:
                 drain.hand_over(PendingCopy(newest.tag, 0, None, effects.monotonic()))
 
     def saved(self, tag: str, nbytes: int, overwrite: bool | None) -> None:
-        """A save is visible on the first tier."""
+        """Queue the copies of a save that is visible on the first tier."""
         for drain in self._drains:
             drain.saved(PendingCopy(tag, nbytes, overwrite, effects.monotonic()))
 
     def finished(self, tier: int, within: float) -> bool:
-        """Whether that tier has all that it is to have, after at most so many seconds. Raises what failed last."""
+        """Wait at most so many seconds; True if that tier has all its tags. Raises the last failure."""
         return self._drains[tier - 1].finished(within)
 
     def idle(self, within: float) -> bool:
-        """Whether no tier is being copied to any more, after at most so many seconds."""
+        """Wait at most so many seconds; True if no tier is being copied to any more."""
         return all(drain.idle(within / len(self._drains)) for drain in self._drains)
 
     def announce(self) -> None:
-        """Say in the log what is waited for."""
+        """Log the tags that are waited for."""
         for drain in self._drains:
             drain.announce()
 
     def close(self, grace: float | None) -> None:
-        """Give the tiers back, once all is copied. With a ``grace`` copying stops within so many seconds."""
+        """Release the tiers, once everything is copied. With a ``grace`` copying stops within so many seconds."""
         for drain in self._drains:
             drain.close(grace)
 
 
 def _claim(drain: Drain) -> None:
-    """Also where the tier cannot be reached: training does not depend on it, and it is tried again."""
+    """Claim a tier, if it can be reached: training does not depend on it, and it is tried again."""
     try:
         drain.claim()
     except OSError as error:
@@ -311,7 +315,7 @@ def _claim(drain: Drain) -> None:
 
 
 def _has(storage: Storage, opened: OpenTag) -> bool:
-    """Whether the very save that is ``opened`` is visible there. Names do not tell, and attempts may repeat."""
+    """Return whether this very save, ``opened``, is visible there. Names do not tell, and attempts may repeat."""
     if opened.manifest is None:
         return False
     there = {info.tag: info.order_time for info in list_tags(storage) if info.complete}
@@ -321,10 +325,10 @@ def _has(storage: Storage, opened: OpenTag) -> bool:
 
 @contextmanager
 def _noted(session: Session, tag: str) -> Iterator[None]:
-    """Within, ``tag`` is copied. What interrupted copies of other tags left is removed first: nobody goes on with them.
+    """Note, within the block, that ``tag`` is copied; first remove interrupted copies of other tags.
 
-    On a file system a copy gathers under its name in COPIES. Where tags are written in place an intent of that name
-    stands for it.
+    Nobody continues those. On a file system a copy is collected under its name in COPIES. Where tags are written in
+    place an intent of that name stands for it.
     """
     storage = session.storage
     for entry in storage.list(COPIES):
@@ -335,5 +339,5 @@ def _noted(session: Session, tag: str) -> Iterator[None]:
         intents.declare(storage, note, tag)
     yield
     if not storage.renames:
-        with suppress(OSError):  # the tag is complete: then a note that stays removes nothing
+        with suppress(OSError):  # the tag is complete, so a remaining note removes nothing
             storage.remove(note)

@@ -1,7 +1,7 @@
-"""How the hosts of a job find each other, so that their own disks together are one store.
+"""Joining the hosts of a job, so that their own disks together are one store.
 
-Which ranks share a host is found by what they see in their directories, not by names. The lowest rank of each host
-serves its directory to the others, who prove to each other that they know a secret of the job.
+Ranks on one host recognise each other by the files in their directories, not by names. The lowest rank of each host
+serves its directory to the others; both ends prove that they know a secret of the job.
 """
 
 from __future__ import annotations
@@ -22,7 +22,10 @@ from nxd_ckpt.storage.hosts.storage import Hosts, HostsStorage
 
 
 class Replicas(NamedTuple):
-    """On how many hosts each file is, and how many ranks further the next of them is; None: on the next host."""
+    """The number of hosts that have each file, and the distance in ranks to the next of them.
+
+    ``jump`` None means the next host.
+    """
 
     number: int = 1
     jump: int | None = None
@@ -36,7 +39,7 @@ def join(
     timeout: float,
     copy_out: CopyOut,
 ) -> None:
-    """Make ``storage`` that of all hosts; every rank calls this. ``copy_out`` is what this host does for others.
+    """Make ``storage`` that of all hosts; every rank calls this. ``copy_out`` copies files of this host for others.
 
     Raises, on every rank:
         InvalidArgument: more replicas than hosts, ``replica_jump`` leads to the same host, no such interface.
@@ -76,13 +79,13 @@ def join(
     except BaseException:
         leave()
         raise
-    there: dict[int, Directory] = {remote.host: remote for remote in remotes}
-    directories = [there.get(other, storage.own) for other in range(number)]
+    by_host: dict[int, Directory] = {remote.host: remote for remote in remotes}
+    directories = [by_host.get(each, storage.own) for each in range(number)]
     storage.join(Hosts(directories, host, targets[agreement.rank]), leave, copy_out)
 
 
 def _lowest_that_shares(own: Storage, agreement: Agreement) -> int:
-    """The lowest rank that sees the same directory as this one."""
+    """Return the lowest rank that sees the same directory as this one."""
     meeting = agreement.broadcast(secrets.token_hex(8) if agreement.rank == 0 else None)
     mark = f"host-{meeting}-"
     on_all(agreement, lambda: own.write(f"{PROBES}/{mark}{agreement.rank}", b""))
@@ -93,12 +96,12 @@ def _lowest_that_shares(own: Storage, agreement: Agreement) -> int:
 
 
 def _ranks_in(own: Storage, mark: str) -> list[int]:
-    found = [entry.name for entry in own.list(PROBES) if entry.name.startswith(mark)]
-    return [int(name.removeprefix(mark)) for name in found]
+    names = [entry.name for entry in own.list(PROBES) if entry.name.startswith(mark)]
+    return [int(name.removeprefix(mark)) for name in names]
 
 
 def _hosts_of(words: Sequence[Sequence[int | None]], replicas: Replicas) -> list[list[Any]]:
-    """The host of each rank; and for each, the hosts that have the replicas of its files. Rank 0 is on host 0."""
+    """Return the host of each rank, and for each rank the hosts with its files' replicas. Rank 0 is on host 0."""
     for rank, (_, *others) in enumerate(words):
         if others != list(replicas):
             raise RanksDisagree(
@@ -114,15 +117,14 @@ def _targets(rank: int, host_of: Sequence[int], replicas: Replicas) -> list[int]
     hosts, own = max(host_of) + 1, host_of[rank]
     steps = range(1, replicas.number)
     if replicas.jump is None:
-        found = [(own + step) % hosts for step in steps]
+        targets = [(own + step) % hosts for step in steps]
     else:
-        found = [host_of[(rank + step * replicas.jump) % len(host_of)] for step in steps]
-    if len({own, *found}) < replicas.number:
+        targets = [host_of[(rank + step * replicas.jump) % len(host_of)] for step in steps]
+    if len({own, *targets}) < replicas.number:
         jump = "" if replicas.jump is None else f", replica_jump={replicas.jump}"
         raise InvalidArgument(
-            f"replicas={replicas.number}{jump}: each file must be on as many hosts, but for those of rank {rank} these "
-            f"are {len({own, *found})}, of {hosts} hosts in all; pass fewer, or the number of ranks per host as "
+            f"replicas={replicas.number}{jump}: each file must be on as many hosts, but those of rank {rank} would be "
+            f"on {len({own, *targets})}, of {hosts} hosts in all; pass fewer, or the number of ranks per host as "
             "replica_jump"
         )
-    return found
-
+    return targets

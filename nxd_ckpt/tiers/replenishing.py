@@ -1,8 +1,8 @@
-"""After a host was replaced, or lost a file, what a tag has on too few hosts is copied anew, in the background of rank
-0; so is a copy that a load found damaged.
+"""Restoring missing replicas, in the background of rank 0.
 
-Each host fetches what it is to have, at the word of rank 0, piece by piece. Nothing is changed while a save is made: a
-save that begins ends it, as its tag has all replicas.
+They are missing after a host was replaced or lost a file, or if a load found a copy damaged. Each host fetches its
+files on rank 0's request, piece by piece. Nothing is changed during a save: a save that begins stops this, since its
+own tag has all replicas.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ from nxd_ckpt.tag.opening import open_complete_tag
 logger = logging.getLogger("nxd_ckpt")
 
 _PATIENCE = 5.0
-"""Seconds that a save waits for what is under way to end, at most."""
+"""Maximum seconds that a save waits for the current step to end."""
 
 
 class Fetch(NamedTuple):
-    """A file that a host is to have."""
+    """A file that host ``number`` must fetch."""
 
     number: int
     file: TagFile
 
 
 class Replenishing:
-    """Brings the complete tags of ``source`` to the number of copies that they are to have, the newest first."""
+    """A background task that gives the complete tags of ``source`` their number of copies, the newest first."""
 
     def __init__(self, source: HostsStorage) -> None:
         self._source = source
@@ -51,7 +51,7 @@ class Replenishing:
         self._worker = Worker("nxd_ckpt-replicas")
 
     def start(self) -> None:
-        """Begin, unless it has."""
+        """Start, unless it is running."""
         with self._changed:
             if self._is_running:
                 return
@@ -60,13 +60,13 @@ class Replenishing:
         self._worker.submit(self._run)
 
     def stop(self) -> None:
-        """Return when nothing is changed any more, until it is started again; but wait for no host that is stuck."""
+        """Return when nothing is changed any more, until `start`; but do not wait for a host that is stuck."""
         self._stopping.set()
         with self._changed:
             self._changed.wait_for(lambda: not self._is_running, _PATIENCE)
 
     def close(self) -> None:
-        """The same, for good."""
+        """Stop for good."""
         self.stop()
         if not self._is_running:
             self._worker.stop()
@@ -79,7 +79,7 @@ class Replenishing:
                     self._replenish(info.tag)
         except (CheckpointError, OSError, EOFError) as error:
             if not self._stopping.is_set():
-                logger.warning("nxd_ckpt: replicas were lost with a host, and are so until the next save: %s", error)
+                logger.warning("nxd_ckpt: replicas were lost with a host, and stay lost until the next save: %s", error)
         finally:
             self._discard()
             with self._changed:
@@ -87,7 +87,7 @@ class Replenishing:
                 self._changed.notify_all()
 
     def _discard(self) -> None:
-        """What was fetched, and is not in its place: a launch that was killed may have left it."""
+        """Remove fetched files that are not in their place: a killed launch may have left them."""
         for directory in self._source.hosts.directories:
             with suppress(OSError, CheckpointError):
                 directory.remove(FETCHED)
@@ -97,14 +97,14 @@ class Replenishing:
         lacking = source.lacking(tag) | self._wrong(f"{tag}/{names.MANIFEST}")
         opened = open_complete_tag(source, tag)
         with opened.guarded():
-            files = [self._known(tag, file) for file in files_to_copy(opened) if file.name != names.MANIFEST]
+            files = [self._with_digests(tag, file) for file in files_to_copy(opened) if file.name != names.MANIFEST]
         holders = source.holders([f"{tag}/{file.name}" for file in files])
-        held = {file.name: holders[f"{tag}/{file.name}"] for file in files}
+        holders_by_name = {file.name: holders[f"{tag}/{file.name}"] for file in files}
         fetches = [Fetch(number, file) for file in files for number in self._wrong(f"{tag}/{file.name}")]
-        fetches += missing_copies(files, held, source.reachable(), lacking, 1 + len(source.hosts.replicas))
+        fetches += missing_copies(files, holders_by_name, source.reachable(), lacking, 1 + len(source.hosts.replicas))
         newcomers = [number for number in lacking if not source.is_member(number, tag)]
         opened.require_unchanged()
-        for number in newcomers:  # what it has of the name is of an older save, or of none
+        for number in newcomers:  # its files of that name are of an older save, or of none
             source.hosts.directories[number].remove(tag)
         for fetch in fetches:
             self._fetch(opened, fetch)
@@ -114,14 +114,14 @@ class Replenishing:
             nbytes = sum(fetch.file.nbytes for fetch in fetches)
             logger.info("%s has all replicas again: %d files, %s", tag, len(fetches), size(nbytes))
 
-    def _known(self, tag: str, file: TagFile) -> TagFile:
-        """With what its copies are compared with. What no index lists, somebody put there, and it is kept as it is."""
+    def _with_digests(self, tag: str, file: TagFile) -> TagFile:
+        """Return the file with digests to compare copies with. A file in no index was added, and is kept unchanged."""
         if file.entry is not None:
             return file
         return replace(file, entry=digest(self._source, f"{tag}/{file.name}", lambda nbytes: None))
 
     def _fetch(self, opened: OpenTag, fetch: Fetch) -> None:
-        """Out of sight first: the host may be one whose files of the tag are read."""
+        """Let a host fetch a file, first out of sight: the host's files of the tag may be in use."""
         key, directory = f"{opened.tag}/{fetch.file.name}", self._source.hosts.directories[fetch.number]
         assert fetch.file.entry is not None
         directory.make_dir(FETCHED)
@@ -136,11 +136,11 @@ class Replenishing:
         self._source.distrusted.discard((key, fetch.number))
 
     def _wrong(self, key: str) -> set[int]:
-        """The hosts whose copy of the file is not what was saved."""
+        """Return the hosts whose copy of the file differs from the saved one."""
         return {number for name, number in tuple(self._source.distrusted) if name == key}
 
     def _mark(self, opened: OpenTag, number: int) -> None:
-        """Last, and of all the marker last: with it the host's files are those of the save."""
+        """Give a host the marker files, the marker itself last: with it the host's files are those of the save."""
         opened.require_unchanged()
         for name in (names.MANIFEST, names.DONE, names.MARKER):
             key = f"{opened.tag}/{name}"
@@ -155,13 +155,16 @@ def missing_copies(
     newcomers: Collection[int],
     replicas: int,
 ) -> list[Fetch]:
-    """Which of the ``hosts`` fetches what, so that each file is on so many: newcomers before others, and of them who
-    has the fewest bytes to fetch. What nobody holds is left out. Pure."""
-    load, found = Counter[int](), list[Fetch]()
+    """Return which of the ``hosts`` fetches which file, so that each file is on so many hosts.
+
+    Newcomers come before others, and among them the host with the fewest bytes to fetch. Files that nobody has are left
+    out.
+    """
+    load, fetches = Counter[int](), list[Fetch]()
     for file in files:
         there = holders[file.name]
-        free = sorted((one not in newcomers, load[one], one) for one in hosts if one not in there)
+        free = sorted((host not in newcomers, load[host], host) for host in hosts if host not in there)
         for _, _, number in free[: max(0, replicas - len(there))] if there else ():
             load[number] += file.nbytes
-            found.append(Fetch(number, file))
-    return found
+            fetches.append(Fetch(number, file))
+    return fetches

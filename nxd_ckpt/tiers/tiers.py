@@ -1,4 +1,4 @@
-"""The places that one Checkpointer saves to: the first, and those that its tags are copied to."""
+"""The places that one Checkpointer saves to: the first tier, and those to which its tags are copied."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ _NEWS = 10.0
 
 
 class Tiers:
-    """What a job's saves go to. On rank 0, from the first save on, its ``drains`` fill all tiers but the first."""
+    """The tiers of a job's saves. On rank 0, from the first save on, ``drains`` fill all tiers but the first."""
 
     def __init__(
         self, path: StrPath | None, tiers: Sequence[Tier] | None, first: Storage | None, options: CheckpointerOptions
     ) -> None:
-        """``first`` is the first tier's storage, where that is not what its path names. Raises InvalidArgument."""
+        """Open the tiers; ``first`` is the first one's storage, if not its path's. Raises InvalidArgument."""
         self.tiers = checked_tiers(path, tiers)
         opened = (tier.open(options.durable, options.storage_options) for tier in self.tiers[first is not None :])
         self.storages = [*([] if first is None else [first]), *opened]
@@ -51,19 +51,19 @@ class Tiers:
 
     @property
     def first(self) -> Storage:
-        """Where every save is written."""
+        """Storage to which every save is written."""
         return self.storages[0]
 
     @property
     def rules(self) -> tuple[Rule, ...] | None:
-        """Which tags the first keeps, where a save does not say it."""
+        """Rules of retention on the first tier, unless a save has its own."""
         return self.tiers[0].rules
 
     def join(self, agreement: Agreement | None) -> None:
-        """Find the other hosts, where the first tier is each host's own; all ranks call this, before they use it.
+        """Find the other hosts, if the first tier is each host's own; all ranks call this, before they use it.
 
-        Raises, on every rank, what `nxd_ckpt.tiers.hosts.join` raises; CheckpointError where no
-        process group joins the ranks.
+        Raises, on every rank, the errors of `nxd_ckpt.tiers.hosts.join`; CheckpointError if no process group joins the
+        ranks.
         """
         first, tier = self.first, self.tiers[0]
         if not isinstance(first, HostsStorage) or first.is_joined:
@@ -71,7 +71,7 @@ class Tiers:
         if agreement is None:
             raise CheckpointError(
                 f"tier {tier.name} is each host's own (per_host=True), which needs torch.distributed to be initialised "
-                "with all ranks: through the process group they find each other"
+                "with all ranks: the ranks find each other through the process group"
             )
         replicas = Replicas(tier.replicas, tier.replica_jump)
         join(first, agreement, replicas, tier.interface, self._timeout, self._copy_out)
@@ -79,7 +79,7 @@ class Tiers:
     def _copy_out(
         self, key: str, place: int, folder: str, name: str, expected: FileEntry
     ) -> Generator[int, None, None]:
-        """What rank 0 asks this host for, see `HostsStorage.copy_out`: to a tier that this process was given."""
+        """Copy a file of this host to a tier, on rank 0's request, see `HostsStorage.copy_out`."""
         from nxd_ckpt.output.transfer import copy_by_pieces
 
         first = self.first
@@ -95,9 +95,9 @@ class Tiers:
 
     @contextmanager
     def joined(self, agreement: Agreement | None, *, lasting: bool) -> Iterator[None]:
-        """The same for what is done within, at the end of which no rank reads any more; ``lasting``: for longer.
+        """Join the other hosts for the block, at whose end no rank reads any more; ``lasting``: for longer.
 
-        So it is where replicas are brought back.
+        They stay joined while replicas are restored.
         """
         try:
             self.join(agreement)
@@ -107,16 +107,19 @@ class Tiers:
                 self._leave()
 
     def leave(self, meet: Callable[[], Agreement | None] | None) -> None:
-        """Serve this host's disk no more; after the last save once all ranks ``meet``, which means that they have left
-        too. Rank 0 may still clean up there, others read its verdict. Where they do not, until the process ends."""
+        """Stop serving this host's disk, after the last save, once all ranks ``meet``, so that all have left.
+
+        Rank 0 may still clean up there, and others read its verdict. If they do not meet, it is served until the
+        process ends.
+        """
         with suppress(CheckpointError):
             if self.per_host and (meet is None or meet() is not None):
                 self._leave()
 
     def have_checkpoint(self, agreement: Agreement | None) -> bool:
-        """Whether any holds a complete tag; the same on all ranks that share the ``agreement``.
+        """Return whether any tier has a complete tag; equal on all ranks that share the ``agreement``.
 
-        Raises PartLost, as a load would, where each of them lost files with a host.
+        Raises PartLost, as a load would, if each of them lost files with a host.
         """
 
         def look() -> bool:
@@ -132,7 +135,7 @@ class Tiers:
 
     @property
     def per_host(self) -> bool:
-        """Whether the first is each host's own."""
+        """True if the first tier is each host's own."""
         return isinstance(self.first, HostsStorage)
 
     def _leave(self) -> None:
@@ -141,14 +144,12 @@ class Tiers:
             self.first.leave()
 
     def described(self, call: str) -> str:
-        """A ``call`` that all ranks make, with what they must have in common."""
+        """Return the ``call`` that all ranks make, with the tiers that they must have in common."""
         several = f", {len(self)} tiers" if len(self) > 1 else ""
         return call + several + (", per host" if self.per_host else "")
 
     def claim(self, topology: Topology, agreement: Agreement | None) -> None:
-        """Find the other hosts.
-
-        Rank 0: take the leases of all tiers but the first, as far as they can be reached; all ranks call it.
+        """Find the other hosts; on rank 0, take the leases of all lower tiers that can be reached. All ranks call it.
 
         Raises, on every rank that is joined by the ``agreement``:
             DirectoryInUse: another live job writes to one of the tiers.
@@ -159,7 +160,7 @@ class Tiers:
             return
 
         def open_drains() -> None:
-            from nxd_ckpt.tiers.drain import Drains  # it brings all tools along
+            from nxd_ckpt.tiers.drain import Drains  # it imports all tools
 
             self.drains = Drains(self.tiers, self.storages, self._timeout)
 
@@ -169,14 +170,16 @@ class Tiers:
             open_drains()
 
     def resume(self) -> None:
-        """Let the drains go on where those of the last launch ended."""
+        """Let the drains continue where those of the last launch ended."""
         if self.drains is not None:
             with suppress(OSError):  # the first save meets it too
                 self.drains.resume()
 
     def replenish(self, agreement: Agreement | None) -> None:
-        """Begin to bring back what the newest tags lack on hosts that were replaced, and copies that a load found
-        damaged, in the background of rank 0, until `settle`; all ranks call it, and serve their directories."""
+        """Start restoring the newest tags' missing replicas, and copies that a load found damaged, until `settle`.
+
+        It runs in the background of rank 0; all ranks call this, and serve their directories.
+        """
         first = self.first
         if not isinstance(first, HostsStorage) or agreement is None or self.tiers[0].replicas == 1:
             return
@@ -186,9 +189,9 @@ class Tiers:
                 newest = latest(info for info in list_tags(first) if info.ours)
                 if newest is None or not (first.lacking(newest.tag) or first.is_short(newest.tag)):
                     return False
-            except (CheckpointError, OSError):  # who needs what is away now meets it
+            except (CheckpointError, OSError):  # a caller that needs it gets the error
                 return False
-            from nxd_ckpt.tiers.replenishing import Replenishing  # it brings all tools along
+            from nxd_ckpt.tiers.replenishing import Replenishing  # it imports all tools
 
             self._replenishing = self._replenishing or Replenishing(first)
             self._replenishing.start()
@@ -197,7 +200,7 @@ class Tiers:
         self._replenishes |= decided_by_rank0(agreement, look)
 
     def settle(self) -> None:
-        """Before tags of the first tier are made or removed: nothing else changes that tier from now on."""
+        """Stop restoring replicas, before tags of the first tier are made or removed."""
         if self._replenishing is not None:
             self._replenishing.stop()
 
@@ -207,9 +210,9 @@ class Tiers:
             raise InvalidArgument(f"tier={tier!r}: expected a number from 0, the first tier, to {len(self.tiers) - 1}")
 
     def wait(self, tier: int, agreement: Agreement | None) -> None:
-        """Until ``tier``, which is not the first, has all that it is to have; all ranks call it.
+        """Wait until ``tier``, which is not the first, has all its tags; all ranks call it.
 
-        Raises, on all ranks, what failed last; CheckpointError where no process group tells the others of it.
+        Raises, on all ranks, the last failure; CheckpointError if no process group tells the other ranks.
         """
         if agreement is None:
             raise CheckpointError(
@@ -219,8 +222,10 @@ class Tiers:
         self._await(agreement, lambda drains, within: drains.finished(tier, within))
 
     def finish(self, meet: Callable[[], Agreement | None] | None) -> None:
-        """Before `close`, where each host copies its own files: stay on all ranks until they are copied, however
-        long that takes. All ranks ``meet`` for it, if they do; without who is gone rank 0 does what it can."""
+        """Wait on all ranks, before `close`, until the hosts have copied their own files, however long that takes.
+
+        All ranks ``meet`` for it, if they can; without the ranks that are gone rank 0 does what it can.
+        """
         if meet is None or not self.per_host or len(self.tiers) == 1:
             return
         with suppress(CheckpointError):
@@ -232,14 +237,16 @@ class Tiers:
             self._await(agreement, lambda drains, within: drains.idle(within))
 
     def _await(self, agreement: Agreement, is_over: Callable[[Drains, float], bool]) -> None:
-        """On all ranks. Rank 0, which looks, speaks from time to time: it is alive."""
+        """Wait on all ranks. Rank 0, which looks, gives a sign of life from time to time."""
         within = min(self._timeout / 4, _NEWS)
         while not decided_by_rank0(agreement, lambda: self.drains is None or is_over(self.drains, within)):
             pass
 
     def close(self, grace: float | None) -> None:
-        """Give back all tiers but the first, once they have what they are to have; with a ``grace``, without it and
-        within so many seconds."""
+        """Release all tiers but the first, once they have all their tags.
+
+        With a ``grace`` copying stops, within so many seconds.
+        """
         replenishing, self._replenishing = self._replenishing, None
         if replenishing is not None:
             replenishing.close()

@@ -153,7 +153,7 @@ def test_replicas_must_be_possible_and_the_same_on_all_ranks(tmp_path: Path) -> 
     for found in Job(2, disagree, tmp_path, options, group=True).values():
         more, jump, other, interface = found
         assert "InvalidArgument" in more
-        assert "replicas=3: each file must be on as many hosts, but for those of rank 0 these are 2" in more
+        assert "replicas=3: each file must be on as many hosts, but those of rank 0 would be on 2" in more
         assert "replicas=2, replica_jump=2" in jump
         assert "RanksDisagree" in other
         assert "interface='nxd9'" in interface

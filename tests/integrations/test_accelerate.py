@@ -180,7 +180,7 @@ def test_what_is_no_checkpoint_is_not_replaced(tmp_path: Path) -> None:
     job.accelerator.end_training()
     assert not (place / ".nxd_ckpt").exists()
     (place / "log.txt").write_text("mine")
-    with pytest.raises(InvalidArgument, match=r"outputs holds log\.txt, which no checkpoint has"):
+    with pytest.raises(InvalidArgument, match=r"outputs has log\.txt, which no checkpoint has"):
         job.accelerator.save_state(str(place))
     with pytest.raises(InvalidArgument, match=r"log\.txt is a file"):
         job.accelerator.save_state(str(place / "log.txt"))

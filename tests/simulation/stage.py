@@ -9,7 +9,7 @@ from functools import partial
 
 import pytest
 
-from nxd_ckpt.integrations.output_lease import Holding
+from nxd_ckpt.integrations.output_lease import HeldLeases
 from nxd_ckpt.storage.base import Storage
 from nxd_ckpt.storage.local import LocalStorage
 from nxd_ckpt.tag.choosing import settled_tags
@@ -30,7 +30,7 @@ raises is what the call raises."""
 def leases_of_its_own() -> Iterator[None]:
     """Within, no lease is held that an earlier world left: their paths are the same."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("nxd_ckpt.integrations.sealed._leases", Holding())
+        patch.setattr("nxd_ckpt.integrations.sealed._leases", HeldLeases())
         yield
 
 

@@ -84,7 +84,7 @@ def test_a_tier_that_fails_disturbs_nobody(tmp_path: Path, caplog: pytest.LogCap
                 saver.wait(tier=1)
             saver.wait(tier=2)
             saver.wait()
-        warned = [line for line in caplog.messages if "was not copied to tier bad, and training goes on" in line]
+        warned = [line for line in caplog.messages if "was not copied to tier bad; training continues" in line]
         assert 2 == len(warned)
         assert [] == tags_in(tmp_path / "bad")
         well.set()
