@@ -19,7 +19,7 @@ from typing_extensions import Unpack
 from nxd_ckpt.checkpointer import Checkpointer
 from nxd_ckpt.commit.tier import Tier, checked_tiers
 from nxd_ckpt.coordination.environment import default_topology, topology_of
-from nxd_ckpt.coordination.meeting import meet
+from nxd_ckpt.coordination.rendezvous import meet
 from nxd_ckpt.core.option_classes import split_options, takes
 from nxd_ckpt.core.tags import Tag
 from nxd_ckpt.core.topology import Topology

@@ -19,8 +19,8 @@ from nxd_ckpt.coordination.at_exit import close_at_exit, forget
 from nxd_ckpt.coordination.environment import topology_of, versions
 from nxd_ckpt.coordination.fair_lock import FairLock
 from nxd_ckpt.coordination.forks import require_own
-from nxd_ckpt.coordination.meeting import meet
 from nxd_ckpt.coordination.preemption import Preemption
+from nxd_ckpt.coordination.rendezvous import meet
 from nxd_ckpt.core.option_classes import options_of, split_options, takes
 from nxd_ckpt.core.tags import Tag, validate_tag
 from nxd_ckpt.errors import CheckpointError, as_checkpoint_errors

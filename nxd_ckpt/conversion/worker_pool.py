@@ -25,7 +25,7 @@ from nxd_ckpt.commit.publication import Publication
 from nxd_ckpt.conversion.job import Job
 from nxd_ckpt.conversion.rank_writer import RankWriter
 from nxd_ckpt.coordination.agreement import Agreement, SingleProcessAgreement
-from nxd_ckpt.coordination.meeting import meet
+from nxd_ckpt.coordination.rendezvous import meet
 from nxd_ckpt.core.votes import Vote
 from nxd_ckpt.errors import CheckpointError, InvalidArgument, PeerTimeout, to_wire
 from nxd_ckpt.output.image_writer import TOGETHER

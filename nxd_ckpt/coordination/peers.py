@@ -41,7 +41,7 @@ _JOINING = 10.0
 """Seconds for which a dropped connection is tried again."""
 _NO_ROOM = 0.1
 """Seconds to wait if no connection can be accepted."""
-_STRANGERS = 64
+_MAX_UNPROVED = 64
 """Maximum number of connections that have not proved yet to be a rank's; the oldest gives way to a new one."""
 _LINE = 2**20
 """Maximum bytes of a word."""
@@ -66,7 +66,7 @@ class Peers(Protocol):
 
 
 @dataclass
-class _Stranger:
+class _UnprovedConnection:
     """A connection that has not proved yet to be a rank's."""
 
     since: float
@@ -74,7 +74,7 @@ class _Stranger:
     received: bytearray
 
 
-class Hub:
+class Rank0Connections:
     """Rank 0's end of the connections, watched by a thread of its own."""
 
     def __init__(self, secret: bytes) -> None:
@@ -85,7 +85,7 @@ class Hub:
         for door in self._doors.values():
             door.setblocking(False)
             self._selector.register(door, selectors.EVENT_READ)
-        self._strangers: dict[socket.socket, _Stranger] = {}
+        self._unproved: dict[socket.socket, _UnprovedConnection] = {}
         self._ranks: dict[socket.socket, int] = {}
         self._telling = threading.RLock()  # signal handlers make steps too
         self._lines: dict[socket.socket, _Lines] = {}
@@ -110,14 +110,14 @@ class Hub:
 
     def leave(self) -> None:
         """Close the parent's connections in a forked child; the parent keeps them open."""
-        for connection in (*self._strangers, *self._ranks, *self._doors.values()):
+        for connection in (*self._unproved, *self._ranks, *self._doors.values()):
             connection.close()
 
     def _watch(self) -> None:
         while True:
-            for key, _ in self._selector.select(_CONNECTING if self._strangers else None):
+            for key, _ in self._selector.select(_CONNECTING if self._unproved else None):
                 ready: Any = key.fileobj
-                if ready in self._strangers:
+                if ready in self._unproved:
                     self._admit(ready)
                 elif ready in self._ranks:
                     if not self._lines[ready].read(partial(self._hear, self._ranks[ready])):
@@ -148,37 +148,37 @@ class Hub:
         except OSError:  # no descriptors are left; the connection stays ready
             effects.sleep(_NO_ROOM)
             return
-        if len(self._strangers) >= _STRANGERS:
-            self._forget(next(iter(self._strangers))).close()
+        if len(self._unproved) >= _MAX_UNPROVED:
+            self._forget(next(iter(self._unproved))).close()
         connection.setblocking(False)
         nonce = os.urandom(NONCE)
-        self._strangers[connection] = _Stranger(effects.monotonic(), nonce, bytearray())
+        self._unproved[connection] = _UnprovedConnection(effects.monotonic(), nonce, bytearray())
         self._selector.register(connection, selectors.EVENT_READ)
         with suppress(OSError):
             connection.send(nonce)
 
     def _admit(self, connection: socket.socket) -> None:
         """Read from an unproved connection. It is a rank's if it proves to know the secret."""
-        stranger = self._strangers[connection]
+        unproved = self._unproved[connection]
         try:
-            data = connection.recv(_HELLO.size - len(stranger.received))
+            data = connection.recv(_HELLO.size - len(unproved.received))
         except BlockingIOError:
             return
         except OSError:
             data = b""
-        stranger.received += data
-        if data and len(stranger.received) < _HELLO.size:
+        unproved.received += data
+        if data and len(unproved.received) < _HELLO.size:
             return
         self._forget(connection)
-        if not (data and self._is_admitted(connection, stranger)):
+        if not (data and self._is_admitted(connection, unproved)):
             connection.close()
 
-    def _is_admitted(self, connection: socket.socket, stranger: _Stranger) -> bool:
-        rank, nonce, proven = _HELLO.unpack(stranger.received)
-        if not hmac.compare_digest(proven, proof(self._secret, b"rank", rank, stranger.nonce + nonce)):
+    def _is_admitted(self, connection: socket.socket, unproved: _UnprovedConnection) -> bool:
+        rank, nonce, proven = _HELLO.unpack(unproved.received)
+        if not hmac.compare_digest(proven, proof(self._secret, b"rank", rank, unproved.nonce + nonce)):
             return False
         with self._telling, suppress(OSError):
-            connection.sendall(proof(self._secret, b"hub", rank, stranger.nonce + nonce))
+            connection.sendall(proof(self._secret, b"hub", rank, unproved.nonce + nonce))
             self._lines[connection] = _Lines(connection)  # from now on it gets every word
             self._ranks[connection] = rank
             self._gone.discard(rank)  # another process group, in the same processes
@@ -186,18 +186,18 @@ class Hub:
             return True
         return False
 
-    def _forget(self, stranger: socket.socket) -> socket.socket:
-        del self._strangers[stranger]
-        self._selector.unregister(stranger)
-        return stranger
+    def _forget(self, unproved: socket.socket) -> socket.socket:
+        del self._unproved[unproved]
+        self._selector.unregister(unproved)
+        return unproved
 
     def _forget_silent(self) -> None:
         now = effects.monotonic()
-        for silent in [one for one, stranger in self._strangers.items() if now - stranger.since > _CONNECTING]:
+        for silent in [one for one, unproved in self._unproved.items() if now - unproved.since > _CONNECTING]:
             self._forget(silent).close()
 
 
-class Spoke:
+class ConnectionToRank0:
     """Another rank's end of its connection to rank 0."""
 
     def __init__(self, rank: int, address: Address, secret: bytes) -> None:

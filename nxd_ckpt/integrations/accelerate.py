@@ -26,7 +26,7 @@ from nxd_ckpt.api import close_checkpointers, load_checkpoint, save_checkpoint
 from nxd_ckpt.checkpoint import open_checkpoint
 from nxd_ckpt.coordination.agreement import SingleProcessAgreement, on_all
 from nxd_ckpt.coordination.environment import default_topology
-from nxd_ckpt.coordination.meeting import meet
+from nxd_ckpt.coordination.rendezvous import meet
 from nxd_ckpt.errors import (
     CheckpointNotFound,
     CorruptCheckpoint,

@@ -25,7 +25,7 @@ from transformers.trainer import TRAINER_STATE_NAME
 from nxd_ckpt.api import close_checkpointers, load_checkpoint, save_checkpoint
 from nxd_ckpt.checkpoint import open_checkpoint
 from nxd_ckpt.coordination.agreement import SingleProcessAgreement
-from nxd_ckpt.coordination.meeting import meet
+from nxd_ckpt.coordination.rendezvous import meet
 from nxd_ckpt.coordination.worker_shield import kept
 from nxd_ckpt.errors import IncompatibleState, OptimizerMismatch, UnsupportedState
 from nxd_ckpt.integrations.resume_checks import WORLD_SIZE, parameter_names, require_same, require_same_setting

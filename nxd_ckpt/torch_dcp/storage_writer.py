@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from nxd_ckpt.commit.session import open_session
 from nxd_ckpt.coordination.agreement import Agreement, SingleProcessAgreement, decided_by_rank0, on_all
-from nxd_ckpt.coordination.meeting import meet
+from nxd_ckpt.coordination.rendezvous import meet
 from nxd_ckpt.core.box import Box
 from nxd_ckpt.core.dcp_keys import DcpItem, names_of
 from nxd_ckpt.core.dcp_names import DcpNames, DcpPart

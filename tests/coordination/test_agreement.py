@@ -9,7 +9,7 @@ import pytest
 import torch.distributed as dist
 
 from nxd_ckpt.coordination.agreement import Agreement, SingleProcessAgreement, StoreAgreement, decided_by_rank0, on_all
-from nxd_ckpt.coordination.meeting import meet
+from nxd_ckpt.coordination.rendezvous import meet
 from nxd_ckpt.errors import CheckpointError, DigestMismatch, PeerTimeout
 from tests.support.clock import Clock
 from tests.support.ranks import on_ranks

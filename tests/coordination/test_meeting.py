@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from nxd_ckpt import effects
 from nxd_ckpt.coordination.agreement import StoreAgreement
-from nxd_ckpt.coordination.meeting import Venue
+from nxd_ckpt.coordination.rendezvous import Rendezvous
 from nxd_ckpt.errors import PeerTimeout
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]
@@ -23,7 +23,7 @@ class Ranks:
 
     def __init__(self, world_size: int) -> None:
         self._store = dist.HashStore()  # type: ignore[attr-defined]
-        self.venues = [Venue(self._store, rank, world_size) for rank in range(world_size)]
+        self.venues = [Rendezvous(self._store, rank, world_size) for rank in range(world_size)]
         self.outcomes: dict[int, Any] = {}
 
     def meeting(self, rank: int, timeout: float) -> threading.Thread:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from nxd_ckpt.coordination import peers
-from nxd_ckpt.coordination.peers import Hub, Spoke, _Lines
+from nxd_ckpt.coordination.peers import ConnectionToRank0, Rank0Connections, _Lines
 from nxd_ckpt.storage.hosts.wire import NONCE
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]
@@ -37,8 +37,8 @@ def comes_true(what: Callable[[], bool]) -> bool:
 
 def test_an_end_that_closes_is_gone() -> None:
     """Rank 0 learns which rank ended, and only that."""
-    hub = Hub(SECRET)
-    first, second = Spoke(1, hub.address(), SECRET), Spoke(2, hub.address(), SECRET)
+    hub = Rank0Connections(SECRET)
+    first, second = ConnectionToRank0(1, hub.address(), SECRET), ConnectionToRank0(2, hub.address(), SECRET)
     second.leave()
     assert comes_true(lambda: hub.is_gone(2))
     assert (False, False, False) == (hub.is_gone(1), hub.is_gone(3), first.is_gone(0))
@@ -46,12 +46,12 @@ def test_an_end_that_closes_is_gone() -> None:
 
 def test_a_forked_child_does_not_keep_its_parent_alive() -> None:
     """Neither end: a child that outlives the process closes its copies at its beginning."""
-    hub = Hub(SECRET)
+    hub = Rank0Connections(SECRET)
     source, sink = os.pipe()
     ended, end = os.pipe()
     pid = os.fork()
     if pid == 0:  # a rank whose child outlives it
-        spoke = Spoke(1, hub.address(), SECRET)
+        spoke = ConnectionToRank0(1, hub.address(), SECRET)
         if os.fork() == 0:
             spoke.leave()
             os.write(sink, b"1")
@@ -67,17 +67,17 @@ def test_a_forked_child_does_not_keep_its_parent_alive() -> None:
 
 def test_strangers_are_not_ranks() -> None:
     """Without the secret nobody is admitted, and nobody who has another one is taken for rank 0."""
-    hub = Hub(SECRET)
+    hub = Rank0Connections(SECRET)
     with pytest.raises(OSError, match="no answer"):
-        Spoke(1, hub.address(), b"guessed")
+        ConnectionToRank0(1, hub.address(), b"guessed")
     assert not hub.is_gone(1)
-    Spoke(1, hub.address(), SECRET).leave()  # the next is admitted
+    ConnectionToRank0(1, hub.address(), SECRET).leave()  # the next is admitted
     assert comes_true(lambda: hub.is_gone(1))
 
 
 def test_what_a_rank_said_proves_nothing_a_second_time() -> None:
     """A stranger that heard the proof of a rank, and says the same, is not admitted: each connection has its number."""
-    hub = Hub(SECRET)
+    hub = Rank0Connections(SECRET)
     recorder = socket.create_server(("127.0.0.1", 0))
     heard: list[bytes] = []
 
@@ -90,7 +90,7 @@ def test_what_a_rank_said_proves_nothing_a_second_time() -> None:
 
     threading.Thread(target=relay, daemon=True).start()
     with pytest.raises(OSError, match=r"no answer|refused"):
-        Spoke(1, {"hosts": ["127.0.0.1"], "port": recorder.getsockname()[1]}, SECRET)
+        ConnectionToRank0(1, {"hosts": ["127.0.0.1"], "port": recorder.getsockname()[1]}, SECRET)
     with socket.create_connection(("127.0.0.1", hub.address()["port"])) as again:
         again.recv(NONCE)
         again.sendall(heard[0])
@@ -100,38 +100,38 @@ def test_what_a_rank_said_proves_nothing_a_second_time() -> None:
 @pytest.mark.parametrize("said", [b"GET / HTTP/1.1\r\n\r\n" * 10, bytes(1000), b"\xff" * 100], ids=len)
 def test_what_strangers_say_is_not_believed(said: bytes) -> None:
     """Nor answered, but with the end; ranks are served on."""
-    hub = Hub(SECRET)
+    hub = Rank0Connections(SECRET)
     with socket.create_connection(("127.0.0.1", hub.address()["port"])) as stranger:
         stranger.recv(NONCE)
         stranger.sendall(said)
         with suppress(ConnectionResetError):
             assert b"" == stranger.recv(NONCE)
-    Spoke(1, hub.address(), SECRET).leave()
+    ConnectionToRank0(1, hub.address(), SECRET).leave()
     assert comes_true(lambda: hub.is_gone(1))
 
 
 def test_strangers_hold_few_descriptors(monkeypatch: pytest.MonkeyPatch) -> None:
     """However many connect: the oldest go for the newest, and ranks are admitted in between."""
     monkeypatch.setattr(peers, "_JOINING", 600.0)
-    hub = Hub(SECRET)
+    hub = Rank0Connections(SECRET)
     silent = [socket.create_connection(("127.0.0.1", hub.address()["port"])) for _ in range(300)]
-    Spoke(1, hub.address(), SECRET).leave()
+    ConnectionToRank0(1, hub.address(), SECRET).leave()
     assert comes_true(lambda: hub.is_gone(1))
-    assert len(hub._strangers) <= 64
+    assert len(hub._unproved) <= 64
     for connection in silent:
         connection.close()
-    assert comes_true(lambda: not hub._strangers)
+    assert comes_true(lambda: not hub._unproved)
 
 
 def test_a_stranger_that_drips_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     """What it says must be over in time, though no one else connects."""
     monkeypatch.setattr(peers, "_CONNECTING", 0.2)
-    hub = Hub(SECRET)
+    hub = Rank0Connections(SECRET)
     with socket.create_connection(("127.0.0.1", hub.address()["port"])) as stranger:
         stranger.recv(NONCE)
-        assert comes_true(lambda: len(hub._strangers) == 1)
+        assert comes_true(lambda: len(hub._unproved) == 1)
         stranger.sendall(b"1")
-        assert comes_true(lambda: not hub._strangers)
+        assert comes_true(lambda: not hub._unproved)
 
 
 @pytest.mark.parametrize(
@@ -142,21 +142,21 @@ def test_a_job_on_one_host_is_not_reached_from_others(
 ) -> None:
     """Its store cannot be, either. Nobody listens on all addresses, in any case."""
     monkeypatch.setenv("MASTER_ADDR", master)
-    assert hosts == Hub(SECRET).address()["hosts"]
+    assert hosts == Rank0Connections(SECRET).address()["hosts"]
     monkeypatch.setenv("MASTER_ADDR", socket.gethostname())
-    addresses = [door.getsockname()[0] for door in Hub(SECRET)._doors.values()]
+    addresses = [door.getsockname()[0] for door in Rank0Connections(SECRET)._doors.values()]
     assert addresses
     assert not {"0.0.0.0", "::"} & set(addresses)
 
 
 def test_strangers_that_say_nothing_hold_up_nobody() -> None:
     """Neither a rank that connects, nor that the end of one is noticed."""
-    hub = Hub(SECRET)
+    hub = Rank0Connections(SECRET)
     address = ("127.0.0.1", hub.address()["port"])
-    first = Spoke(1, hub.address(), SECRET)
+    first = ConnectionToRank0(1, hub.address(), SECRET)
     silent = [socket.create_connection(address) for _ in range(20)]
     for number in range(2, 5):
-        Spoke(number, hub.address(), SECRET).leave()
+        ConnectionToRank0(number, hub.address(), SECRET).leave()
         assert comes_true(lambda number=number: hub.is_gone(number))  # type: ignore[misc]
     assert (False, False) == (hub.is_gone(1), first.is_gone(0))
     for connection in silent:
@@ -170,8 +170,8 @@ def test_strangers_that_say_nothing_hold_up_nobody() -> None:
 )
 def test_who_sends_no_words_is_gone(line: bytes) -> None:
     """On both ends; the thread goes on, and notices the end of others."""
-    hub = Hub(SECRET)
-    first, second = Spoke(1, hub.address(), SECRET), Spoke(2, hub.address(), SECRET)
+    hub = Rank0Connections(SECRET)
+    first, second = ConnectionToRank0(1, hub.address(), SECRET), ConnectionToRank0(2, hub.address(), SECRET)
     first._connection.setblocking(True)
     with suppress(OSError):
         first._connection.sendall(line)
@@ -187,7 +187,7 @@ def test_who_sends_no_words_is_gone(line: bytes) -> None:
 
 def test_a_word_told_while_a_rank_connects_comes_after() -> None:
     """It does not take the word for the answer to its own."""
-    hub = Hub(SECRET)
+    hub = Rank0Connections(SECRET)
     tellers: list[threading.Thread] = []
 
     class Telling(set[int]):
@@ -197,7 +197,7 @@ def test_a_word_told_while_a_rank_connects_comes_after() -> None:
             tellers[0].join(0.2)
 
     hub._gone = Telling()
-    spoke = Spoke(1, hub.address(), SECRET)
+    spoke = ConnectionToRank0(1, hub.address(), SECRET)
     heard: list[Any] = []
     spoke.listen(1, lambda rank, word: heard.append(word))
     assert comes_true(lambda: heard == ["word"])

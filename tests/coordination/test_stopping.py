@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from nxd_ckpt.coordination.agreement import Agreement, SingleProcessAgreement
-from nxd_ckpt.coordination.peers import Heard, Hub, Peers, Spoke
+from nxd_ckpt.coordination.peers import ConnectionToRank0, Heard, Peers, Rank0Connections
 from nxd_ckpt.coordination.stopping import Stopping
 from nxd_ckpt.errors import PeerTimeout
 from tests.support.ranks import on_ranks
@@ -35,8 +35,8 @@ class Training:
 
 
 def connected(world_size: int) -> list[Peers | None]:
-    hub = Hub(b"secret")
-    return [hub, *(Spoke(rank, hub.address(), b"secret") for rank in range(1, world_size))]
+    hub = Rank0Connections(b"secret")
+    return [hub, *(ConnectionToRank0(rank, hub.address(), b"secret") for rank in range(1, world_size))]
 
 
 @pytest.mark.parametrize("seed", range(30))
@@ -94,7 +94,7 @@ def test_a_rank_that_is_gone_is_an_error() -> None:
     """On all others, naming it: no save would be complete without it."""
     ends, left = connected(3), threading.Event()
     spoke = ends[2]
-    assert isinstance(spoke, Spoke)
+    assert isinstance(spoke, ConnectionToRank0)
 
     def train(agreement: Agreement) -> None:
         stopping = Stopping(agreement, lambda: "SIGTERM" if agreement.rank == 1 and left.is_set() else None, LONG)
@@ -140,5 +140,6 @@ def test_the_grace_is_what_agreeing_may_take(rank: int, silent: str) -> None:
 
 def test_without_connections_nothing_is_agreed_on() -> None:
     """All are told at the first step, not when it is too late."""
-    outcomes = on_ranks(2, lambda agreement: Stopping(agreement, lambda: None, LONG), ends=[Hub(b"secret"), None])
+    ends = [Rank0Connections(b"secret"), None]
+    outcomes = on_ranks(2, lambda agreement: Stopping(agreement, lambda: None, LONG), ends=ends)
     assert [True, True] == ["rank 1 has no connection to rank 0" in str(outcome) for outcome in outcomes]

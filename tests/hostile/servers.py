@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, cast
 
 from nxd_ckpt.coordination.agreement import SingleProcessAgreement
-from nxd_ckpt.coordination.peers import _HELLO, Heard, Hub, _Lines, _Stranger
+from nxd_ckpt.coordination.peers import _HELLO, Heard, Rank0Connections, _Lines, _UnprovedConnection
 from nxd_ckpt.coordination.stopping import Stopping
 from nxd_ckpt.errors import CheckpointError
 from nxd_ckpt.storage.base import Version
@@ -216,11 +216,11 @@ HELLOS = [hello(rank) for rank in (1, 2, 255)]
 
 def admission(data: bytes) -> None:
     """Rank 0 admits who proves to know the secret, and nobody else; words may follow at once."""
-    hub, (connection, as_socket) = object.__new__(Hub), _as_socket(data)
+    hub, (connection, as_socket) = object.__new__(Rank0Connections), _as_socket(data)
     hub._secret, hub._telling, hub._selector = SECRET, threading.RLock(), cast("Any", _Selector())
     hub._ranks, hub._lines, hub._gone, hub._listeners = {}, {}, set(), {1: lambda rank, word: None}
-    hub._strangers = {as_socket: _Stranger(0.0, bytes(NONCE), bytearray())}
-    while as_socket in hub._strangers:
+    hub._unproved = {as_socket: _UnprovedConnection(0.0, bytes(NONCE), bytearray())}
+    while as_socket in hub._unproved:
         hub._admit(as_socket)
     if bool(hub._ranks) != (data[: _HELLO.size] in HELLOS) or bool(connection.sent) != bool(hub._ranks):
         raise Unexpected(f"admitted: {hub._ranks.values()}")

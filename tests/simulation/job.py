@@ -15,8 +15,8 @@ import torch.distributed as dist
 from nxd_ckpt import Checkpointer, Topology
 from nxd_ckpt.coordination import at_exit
 from nxd_ckpt.coordination.agreement import Agreement, SingleProcessAgreement, Words
-from nxd_ckpt.coordination.meeting import Venue
 from nxd_ckpt.coordination.peers import Address
+from nxd_ckpt.coordination.rendezvous import Rendezvous
 from nxd_ckpt.errors import CheckpointError, CheckpointNotFound, OutcomeUnknown, TagReplaced
 from nxd_ckpt.storage.base import Storage
 from tests.simulation.world import Process, Task, World
@@ -98,10 +98,10 @@ class Job:
     def agreement(self, rank: int, timeout: float, call: str) -> Agreement | None:
         if not self.has_group:
             return None
-        return _Venue(self, rank).meet(timeout, call)
+        return _Rendezvous(self, rank).meet(timeout, call)
 
 
-class _Venue(Venue):
+class _Rendezvous(Rendezvous):
     """Ranks learn of the end of others at once, as by their connections."""
 
     def __init__(self, job: Job, rank: int) -> None:

@@ -34,7 +34,7 @@ PIECE = 8 * 2**20
 
 _ADMITTING = 5.0
 """Seconds within which a caller must prove to belong to the job."""
-_STRANGERS = 64
+_MAX_UNPROVED = 64
 """Maximum number of connections without a proof yet; the oldest gives way to a new one."""
 _PAUSE = 0.1
 """Seconds before the next connection is looked for, if this process has no descriptor left."""
@@ -86,7 +86,7 @@ class HostServer:
         self._directory, self._host, self._secret, self._timeout = directory, host, secret, timeout
         self._copy_out = copy_out
         self._listeners = listen(addresses)
-        self._strangers: dict[socket.socket, None] = {}
+        self._unproved: dict[socket.socket, None] = {}
         self._connections: set[socket.socket] = set()
         self._lock, self._closed = threading.Lock(), threading.Event()
         _serving.add(self)
@@ -107,7 +107,7 @@ class HostServer:
         """Stop serving. Safe to call again."""
         with self._lock:
             self._closed.set()
-            connections = [*self._listeners.values(), *self._connections, *self._strangers]
+            connections = [*self._listeners.values(), *self._connections, *self._unproved]
         for connection in connections:
             with suppress(OSError):
                 connection.shutdown(socket.SHUT_RDWR)  # wakes the thread that waits for it
@@ -115,7 +115,7 @@ class HostServer:
 
     def leave(self) -> None:
         """Close the parent's connections in a forked child; the parent keeps them open."""
-        for connection in (*self._listeners.values(), *self._connections, *self._strangers):
+        for connection in (*self._listeners.values(), *self._connections, *self._unproved):
             connection.close()
 
     def _listen(self, listener: socket.socket) -> None:
@@ -126,10 +126,10 @@ class HostServer:
                 self._closed.wait(_PAUSE)
                 continue
             with self._lock:
-                oldest = next(iter(self._strangers)) if len(self._strangers) >= _STRANGERS else None
+                oldest = next(iter(self._unproved)) if len(self._unproved) >= _MAX_UNPROVED else None
                 if oldest is not None:
-                    del self._strangers[oldest]
-                self._strangers[connection] = None
+                    del self._unproved[oldest]
+                self._unproved[connection] = None
             if oldest is not None:
                 with suppress(OSError):
                     oldest.shutdown(socket.SHUT_RDWR)  # wakes the thread that waits for its proof, which closes it
@@ -145,9 +145,9 @@ class HostServer:
             return False
         return True
 
-    def _forget(self, stranger: socket.socket) -> None:
+    def _forget(self, connection: socket.socket) -> None:
         with self._lock:
-            self._strangers.pop(stranger, None)
+            self._unproved.pop(connection, None)
 
     def _meet(self, connection: socket.socket) -> None:
         with connection:

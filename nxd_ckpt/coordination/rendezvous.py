@@ -17,7 +17,7 @@ from nxd_ckpt import errors
 from nxd_ckpt.coordination.agreement import Agreement, SingleProcessAgreement, StoreAgreement, Words, answer_of
 from nxd_ckpt.coordination.fair_lock import FairLock
 from nxd_ckpt.coordination.key_exchange import job_secret, new_secret
-from nxd_ckpt.coordination.peers import Address, Hub, Spoke
+from nxd_ckpt.coordination.peers import Address, ConnectionToRank0, Rank0Connections
 from nxd_ckpt.effects import in_forked_children
 from nxd_ckpt.errors import CheckpointError, PeerTimeout, RanksDisagree
 
@@ -57,10 +57,10 @@ def meet(
             f"{call}: this process was forked from rank {rank}, whose connections to the other ranks it must not use; "
             "with topology=Topology() it saves and loads alone"
         )
-    return _venue(store, rank, world_size, members).meet(timeout, call)
+    return _rendezvous(store, rank, world_size, members).meet(timeout, call)
 
 
-class Venue:
+class Rendezvous:
     """This process's rendezvous with the other ranks, in their process group's ``store``.
 
     Threads take turns. If threads come in another order on another rank, the names of their calls show it.
@@ -74,7 +74,7 @@ class Venue:
         self._store = PrefixStore(f"nxd_ckpt{of_members}", store)
         self._rank, self._world_size = rank, world_size
         self._lock = FairLock()
-        self._peers: Hub | Spoke | None = None
+        self._peers: Rank0Connections | ConnectionToRank0 | None = None
         self._secret = new_secret() if rank == 0 else None
 
     def meet(self, timeout: float, call: str) -> Agreement:
@@ -106,15 +106,15 @@ class Venue:
 
     def _hub(self) -> Address | None:
         try:
-            self._peers = self._peers or Hub(self._secret or b"")
+            self._peers = self._peers or Rank0Connections(self._secret or b"")
         except OSError as error:  # a host without listening sockets: dead ranks are noticed after the timeout
             logger.debug("the end of other ranks will not be noticed at once: %s", error)
-        return self._peers.address() if isinstance(self._peers, Hub) else None
+        return self._peers.address() if isinstance(self._peers, Rank0Connections) else None
 
     def _connect(self, hub: Address | None) -> None:
         if self._peers is None and hub is not None:
             try:
-                self._peers = Spoke(self._rank, hub, self._secret or b"")
+                self._peers = ConnectionToRank0(self._rank, hub, self._secret or b"")
             except OSError as error:
                 logger.debug("the end of rank 0 will not be noticed at once: %s", error)
 
@@ -204,7 +204,7 @@ def _ask(words: Words, rank: int, call: str, knows: bool) -> _Answer:
     return int(meeting), hub, all_know
 
 
-_venues: dict[tuple[int, ...] | None, Venue] = {}
+_by_members: dict[tuple[int, ...] | None, Rendezvous] = {}
 """Rendezvous in this process's default process group, by the members that meet there; None for all ranks."""
 
 
@@ -215,9 +215,9 @@ _inherited: list[Any] = []
 def _forget_parents() -> None:
     import torch.distributed as dist
 
-    for venue in _venues.values():
-        venue.leave()
-    _venues.clear()
+    for rendezvous in _by_members.values():
+        rendezvous.leave()
+    _by_members.clear()
     if dist.is_available() and dist.is_initialized():
         from torch.distributed.distributed_c10d import _get_default_store
 
@@ -227,9 +227,9 @@ def _forget_parents() -> None:
 in_forked_children(_forget_parents)
 
 
-def _venue(store: Any, rank: int, world_size: int, members: tuple[int, ...] | None) -> Venue:
-    if any(venue.group_store is not store for venue in _venues.values()):
-        _venues.clear()
-    if members not in _venues:
-        _venues[members] = Venue(store, rank, world_size, members)
-    return _venues[members]
+def _rendezvous(store: Any, rank: int, world_size: int, members: tuple[int, ...] | None) -> Rendezvous:
+    if any(rendezvous.group_store is not store for rendezvous in _by_members.values()):
+        _by_members.clear()
+    if members not in _by_members:
+        _by_members[members] = Rendezvous(store, rank, world_size, members)
+    return _by_members[members]
