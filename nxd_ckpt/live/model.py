@@ -18,7 +18,7 @@ from nxd_ckpt.core.suggestions import listed, prefix_advice
 from nxd_ckpt.errors import DtypeMismatch, InvalidArgument, KeyMismatch, ShapeMismatch, UnsupportedState
 from nxd_ckpt.formats.strides import Stride
 from nxd_ckpt.formats.tensors import Path, itemsize, iter_tensors
-from nxd_ckpt.live.dtensor import Placed, canonical, is_dtensor, like, local_of, placed_of
+from nxd_ckpt.live.dtensor import Placed, canonical, is_dtensor, like, local_of, placed_of, without_wrappers
 from nxd_ckpt.live.load_hooks import ModuleHooks, loads_as_a_whole, own_root
 from nxd_ckpt.live.parameters import (
     form_of,
@@ -34,6 +34,7 @@ from nxd_ckpt.live.parameters import (
     traits_of,
 )
 from nxd_ckpt.live.shared_heads import partitions_of
+from nxd_ckpt.live.simple_fsdp import gathered_names
 from nxd_ckpt.live.stage_names import name_in_stage, names_in_stage
 from nxd_ckpt.live.state import Frozen, ModelState, StateTensor
 from nxd_ckpt.live.torch_xla import copy_in
@@ -96,6 +97,10 @@ class ModelAdapter:
 
     def base_names(self) -> dict[str, str]:
         """Map live names to their names in a tag of the model before it was wrapped, where they differ."""
+        return {}
+
+    def former_names(self) -> dict[str, str]:
+        """Map live names to those in tags of earlier versions, where they differ."""
         return {}
 
     def parameters(self, tp: int) -> dict[str, ParameterSpec]:
@@ -289,13 +294,14 @@ class ModuleModel(ModelAdapter):
         live = local(keep_vars=True) if local is not None and self._is_stage else _state_with_identity(model)
         super().__init__({}, may_be_meta)
         self._model = self._root = model
+        self._gathered: dict[str, str] = {}
         if self._is_stage:
             self._root = torch.nn.ModuleList(model.local_modules())
             self._modules, self._wrapped_names = [*self._root], names_in_stage(live, _state_with_identity(self._root))
         else:
             self._modules = [model]
-            replicated = _replicated(model)
-            shorter = {_without_replication(name, replicated): name for name in live}
+            replicated, self._gathered = _replicated(model), gathered_names(model)
+            shorter = {_without_replication(self._gathered.get(name, name), replicated): name for name in live}
             self._wrapped_names = {name: shorter[key] for name, key in canonical(shorter, "model").items()}
             live = {name: live[wrapped] for name, wrapped in self._wrapped_names.items()}
         self._live = dict(live)
@@ -317,6 +323,9 @@ class ModuleModel(ModelAdapter):
         for name, own in ({} if self._is_stage else _own(self._model)).items():
             names.setdefault(id(own), name)
         return names
+
+    def former_names(self) -> dict[str, str]:
+        return {name: without_wrappers(at) for name, at in self._wrapped_names.items() if at in self._gathered}
 
     def on_meta(self) -> dict[int, str]:
         names = super().on_meta()

@@ -73,7 +73,8 @@ class LoadAttempt:
         base_names = {} if live is None else live.base_names()
         if live is not None and opened.parts.model and (base_names or _may_be_wrapped(opened, topology, live)):
             saved = opened.model_names()
-            self.filtered.know_base_names(base_names | names_without_wrappers(live.names(), saved), saved)
+            wrapped = names_without_wrappers(live.names(), saved)
+            self.filtered.know_base_names(live.former_names() | base_names | wrapped, saved)
         if self.filtered.renaming:
             opened = RenamedTag(opened, self.filtered.renaming)
             options = self.filtered.renamed(options)
