@@ -18,6 +18,7 @@ from nxd_ckpt.cli.inspect_command import INSPECT
 from nxd_ckpt.cli.list_command import LIST
 from nxd_ckpt.cli.report_command import REPORT
 from nxd_ckpt.cli.retention_commands import PIN, PRUNE, UNPIN
+from nxd_ckpt.cli.selftest_command import SELFTEST
 from nxd_ckpt.cli.verify_command import VERIFY
 from nxd_ckpt.cli.watch_command import WATCH
 from nxd_ckpt.cli.wording import flags_of, in_flags, message_of
@@ -32,6 +33,7 @@ COMMANDS: tuple[Command, ...] = (
     DIFF,
     DOCTOR,
     REPORT,
+    SELFTEST,
     writers.CP,
     PIN,
     UNPIN,
@@ -72,7 +74,7 @@ def parsers() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParse
         description="Look at checkpoints of nxd_ckpt and neuronx-distributed, copy them, and write them again on other "
         "sizes. Needs no accelerator and no torch-xla.",
         epilog="Exit code: 0 if all is well, 1 for an error or a problem found, 2 for a wrong command line; of diff, "
-        "1 if something differs, and 2 for an error.",
+        "1 if something differs, and 2 for an error; of selftest, 2 if nothing can be tested.",
         allow_abbrev=False,
     )
     whole.add_argument("--version", action="version", version=f"nxd-ckpt {__version__}")

@@ -9,7 +9,7 @@ import pytest
 from nxd_ckpt.cli.command import Command
 from nxd_ckpt.cli.main import COMMANDS, parsers
 from tests.cli.reference import DOCUMENT, command_lines, rendered, steady
-from tests.docs.markdown import headings
+from tests.docs.markdown import DOCS, headings
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]
 
@@ -21,8 +21,8 @@ def test_blocks_show_what_the_command_prints() -> None:
 
 
 def test_every_command_is_documented() -> None:
-    """It has a heading of its own, an example, and its help."""
-    lines = command_lines(DOCUMENT.read_text())
+    """It has a heading of its own, an example, here or on the page about hardware, and its help."""
+    lines = command_lines(DOCUMENT.read_text() + (DOCS / "hardware.md").read_text())
     for command in COMMANDS:
         assert f"`nxd-ckpt {command.name}`" in headings(DOCUMENT)
         assert [command.name, "--help"] in lines
