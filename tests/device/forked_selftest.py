@@ -8,7 +8,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 from nxd_ckpt.testing import selftest
-from tests.rigs.processes import FORKED
+from tests.support.processes import FORKED
 
 Before = Callable[[], None]
 

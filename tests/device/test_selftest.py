@@ -22,7 +22,7 @@ from tests.cli.reference import steady
 from tests.device import neuron_device
 from tests.device.forked_selftest import Before, ForkedRank
 from tests.docs.markdown import DOCS
-from tests.rigs.mounts import needs_mounts
+from tests.support.mounts import needs_mounts
 
 HARDWARE = DOCS / "hardware.md"
 
