@@ -204,10 +204,9 @@ def _coordinates(job: str, rank: int, size: int, port: int, ours: bool) -> dict[
             "MASTER_PORT": str(port),
             "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
         } | ({"GLOO_SOCKET_IFNAME": "lo"} if sys.platform == "linux" else {})  # the host's own name may not resolve
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        # Ranks meet in the agent's store, under this number.
-        return {"TORCHELASTIC_RESTART_COUNT": f"{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}{number}"}
-    return {"MASTER_PORT": str(int(os.environ.get("MASTER_PORT", "29500")) + 1 + number)}
+    # Not in torchrun's own store: addresses of the job that has lost a rank are still in it.
+    port_of_job = int(os.environ.get("MASTER_PORT", "29500")) + 1 + number
+    return {"MASTER_PORT": str(port_of_job), "TORCHELASTIC_USE_AGENT_STORE": "False"}
 
 
 def _watched(
