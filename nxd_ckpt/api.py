@@ -250,8 +250,9 @@ def close_checkpointers() -> None:
 def _shared_checkpointer(
     directory: StrPath, tiers: Sequence[Tier] | None, options: dict[str, Any]
 ) -> Iterator[Checkpointer]:
-    """Context with the one Checkpointer of a directory, made with the first save's ``options``, which stays open
-    within.
+    """Context in which the one Checkpointer of a directory stays open.
+
+    The first save makes it, with its ``options``.
     """
     topology = options["topology"] = _topology(options)
     key = normalised(directory), topology

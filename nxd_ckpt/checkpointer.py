@@ -374,8 +374,9 @@ class Checkpointer:
         return session
 
     def _meet(self, call: str) -> Agreement | None:
-        """Return the agreement of the job's ranks for this ``call``; None for a process that acts as one rank of
-        many.
+        """Return the agreement of the job's ranks for this ``call``.
+
+        None for a process that acts as one rank of many.
         """
         at, described = self.topology, self._places.described(call)
         return meet(at.rank, at.world_size, self._options.timeout, described, at.members)
@@ -389,8 +390,9 @@ class Checkpointer:
                     self._tear_down(grace)
 
     def _tear_down(self, grace: float | None) -> None:
-        """Release everything, with nothing in flight, once the other tiers are up to date; with a ``grace``, without
-        them.
+        """Release everything, with nothing in flight, once the other tiers are up to date.
+
+        With a ``grace``, without them.
         """
         self._pipeline.stop(at_once=grace is not None)
         meet = None if self._session is None else lambda: self._meet("close") if grace is None else None

@@ -1,5 +1,8 @@
-"""Conversions, on any CPU host and without a cluster: tags for other sizes, in other places or as one archive, from and
-to Hugging Face directories and torch DCP, and as plain files of whole tensors."""
+"""Conversions, on any CPU host and without a cluster.
+
+Tags for other sizes, in other places or as one archive, from and to Hugging Face directories and torch DCP, and as
+plain files of whole tensors.
+"""
 
 from nxd_ckpt.conversion.cp import Copy, copy_checkpoint
 from nxd_ckpt.conversion.export import Export, export_checkpoint

@@ -110,8 +110,9 @@ _LEAVES = (TensorStub, MissingTensor)
 
 
 def _state_name(path: Path, parameter_names: list[str] | None) -> str:
-    """Name a state entry as indexes do: ``(base_state, 0, exp_avg)`` becomes ``#0/exp_avg`` if the parameter has no
-    name.
+    """Name a state entry as indexes do.
+
+    ``(base_state, 0, exp_avg)`` becomes ``#0/exp_avg`` if the parameter has no name.
     """
     section, *rest = path
     if section not in ("state", "base_state", "sharded_master_weights") or not rest:

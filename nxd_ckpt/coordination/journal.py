@@ -61,7 +61,6 @@ def _replacement(storage: Storage, attempt: str, tag: str) -> Replacement:
 
 def _restore(replacement: Replacement, moves: Callable[[], None]) -> None:
     """Undo a failed publication. If this fails, the journal stays, and the next job to open the directory tries again.
-
     """
     storage = replacement.storage
     try:

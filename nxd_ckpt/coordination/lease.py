@@ -61,7 +61,6 @@ class Lease:
 
     def holder_runs_here(self) -> bool | None:
         """Return whether the holder runs; None if it is not on this host, or this system (without /proc) cannot tell.
-
         """
         if self.host != effects.processes() or not self.born:
             return None

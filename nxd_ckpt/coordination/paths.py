@@ -97,7 +97,6 @@ def left_file(attempt: str, rank: int) -> str:
 
 def spared_file(attempt: str) -> str:
     """Return the key of the note that a later job left this decided attempt to ranks that may still read its verdict.
-
     """
     return f"{votes_dir(attempt)}/spared"
 

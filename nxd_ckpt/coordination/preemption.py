@@ -86,7 +86,6 @@ class SignalFlag:
 
     def install(self) -> None:
         """Replace the signal's handler. Raises InvalidArgument if this thread may not, or the signal has no handlers.
-
         """
         if self in _installed:
             return

@@ -156,7 +156,6 @@ def _answer(words: Words, call_numbers: dict[int, int], answer: dict[str, Any]) 
 
 def _next_call(words: Words, rank: int) -> tuple[int, list[Any]]:
     """Return the number of the next call of ``rank`` that is not withdrawn; the call, and whether it knows the secret.
-
     """
     while True:
         number, call = _number_of_next(words, rank), _taken(words, rank)

@@ -182,8 +182,9 @@ def _place(tag: Checkpoint, rank: int) -> dict[str, int]:
 
 
 def _modules(sizes: Mapping[str, int | None]) -> list[dict[str, Any]]:
-    """Return bytes of whole tensors by module (the first parts of a name) and by kind: weights, master weights,
-    moments.
+    """Return bytes of whole tensors by module (the first parts of a name) and by kind.
+
+    Weights, master weights, moments.
     """
     bytes_by_module: dict[str, dict[str, int]] = {}
     for name, nbytes in sizes.items():

@@ -36,8 +36,9 @@ def timeline(tag: Checkpoint) -> list[dict[str, Any]]:
 
 
 def stragglers(tags: Sequence[Checkpoint]) -> Iterator[tuple[str, str]]:
-    """Yield place and text: the rank that the latest save waited for, "always" if it was late in each of the last
-    saves.
+    """Yield place and text.
+
+    The rank that the latest save waited for, "always" if it was late in each of the last saves.
     """
     recorded = [tag for tag in tags if tag.manifest is not None and tag.manifest.phases]
     late = [straggler(tag.manifest.phases) for tag in recorded if tag.manifest is not None]

@@ -38,7 +38,7 @@ class TensorDifference:
 
     @property
     def kind(self) -> str:
-        """ "only in a", "only in b", "shape", "values", "dtype" (nothing else differs) or "not compared"."""
+        """The difference: "only in a", "only in b", "shape", "values", "dtype" (nothing else differs) or "not compared"."""
         if self.a is None or self.b is None:
             return "only in b" if self.a is None else "only in a"
         if self.problem is not None:
@@ -77,8 +77,9 @@ class TensorComparison:
         return sum(b.numel * itemsize(b.dtype) for matched in self._pairs for _, b in matched.leaves[1:])
 
     def differences(self, tolerance: float | None = None) -> Iterator[TensorDifference]:
-        """Yield the tensors that differ, by name; with ``tolerance`` those with a larger difference, whatever their
-        dtypes.
+        """Yield the tensors that differ, by name.
+
+        With ``tolerance`` those with a larger difference, whatever their dtypes.
 
         Raises:
             CorruptCheckpoint: bytes of a tag are not those that were written.

@@ -454,7 +454,6 @@ class ModuleModel(ModelAdapter):
 
 class DictModel(ModelAdapter):
     """A state dict as a model. An empty one is filled with CPU tensors; in another, tensors are overwritten in place.
-
     """
 
     def may_hold(self, parameter: torch.Tensor) -> bool:

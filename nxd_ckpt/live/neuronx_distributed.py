@@ -58,7 +58,6 @@ def _groups(parallel: ModuleType, name: str) -> list[list[int]]:
 
 def _joined(dp: list[list[int]], cp: list[list[int]]) -> list[list[int]]:
     """Return the data-parallel groups with the context-parallel ranks of each member, in the order of ZeRO-1's shards.
-
     """
     context = {group[0]: group for group in cp}
     return [[rank for first in group for rank in context[first]] for group in dp if group[0] in context]

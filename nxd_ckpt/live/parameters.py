@@ -28,9 +28,7 @@ _ATTRIBUTES = (
 
 
 def is_tensor(leaf: Any) -> bool:
-    """Return whether ``leaf`` is a tensor or a saved one's stand-in: it has dtype and shape, and is not NumPy's.
-
-    """
+    """Return whether ``leaf`` is a tensor or a saved one's stand-in: it has dtype and shape, and is not NumPy's."""
     if isinstance(leaf, torch.Tensor):
         return True
     return hasattr(leaf, "dtype") and hasattr(leaf, "shape") and not hasattr(leaf, "__array__")
@@ -71,7 +69,6 @@ def has_address(tensor: torch.Tensor) -> bool:
 
 def memory_of(tensor: torch.Tensor) -> Hashable:
     """Return a key that is equal for the same memory seen the same way; without an address, for the same object only.
-
     """
     local = dtensor.local_of(tensor)
     place: Hashable = id(tensor)  # not that of ``local``: the next one may have it too

@@ -34,7 +34,7 @@ def gathered_names(model: Any) -> dict[str, str]:
 
 
 def _gathered(name: str) -> str:
-    """``up.parametrizations.weight`` -> ``up.weight``"""
+    """``up.parametrizations.weight`` -> ``up.weight``."""
     owner, _, parameter = f".{name}".rpartition(_PARAMETRIZATIONS)
     return f"{owner}.{parameter}".lstrip(".")
 

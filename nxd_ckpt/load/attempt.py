@@ -258,8 +258,9 @@ class LoadAttempt:
             self._broadcast = open_broadcast(agreement, self._shares, share_reads, rate, timeout)
 
     def _read_rate(self, shares: ReplicaShares) -> float:
-        """Measure bytes per second of reading leaves that another replica verified: from the page cache, if on one
-        host.
+        """Measure bytes per second of reading leaves that another replica verified.
+
+        From the page cache, if on one host.
         """
         nbytes, started = 0, effects.monotonic()
         if shares.nbytes < WORTH_IT:
@@ -276,8 +277,9 @@ class LoadAttempt:
         return nbytes / max(effects.monotonic() - started, 1e-9) if nbytes else math.inf
 
     def apply(self) -> None:
-        """Change the live objects. Replicas leave their group afterwards, also on failure, so that none waits for this
-        rank.
+        """Change the live objects.
+
+        Replicas leave their group afterwards, also on failure, so that none waits for this rank.
         """
         with (
             self._broadcast or nullcontext(),

@@ -64,7 +64,9 @@ def load_context(
 
 @dataclass
 class LoadContext:
-    """A tag, and the live objects of the rank at ``topology``, to be loaded by ``options`` except names in
+    """A tag, and the live objects of the rank at ``topology``.
+
+    They are loaded by ``options``, except names in
     ``filter``.
     """
 

@@ -1,5 +1,6 @@
-"""Shared verification among the ranks of a mesh: each block that a mesh job saved is verified by one rank that loads
-it.
+"""Shared verification among the ranks of a mesh.
+
+Each block that a mesh job saved is verified by one rank that loads it.
 
 The parts that the ranks of a mesh load of a tensor are all of it, and so are the parts that the mesh job saved, without
 any padding: some rank loads any given element. One element is drawn per block, and the rank that loads it verifies the

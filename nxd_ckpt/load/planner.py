@@ -132,8 +132,9 @@ class LoadPlanner:
         return self._exact.rounded(tree, self._context.specs)
 
     def _own_part(self, model: ModelAdapter, tree: dict[str, Any]) -> dict[str, Any]:
-        """Return the tree without names of other ranks of a mesh job, and with master weights in place of rounded
-        weights.
+        """Return the tree without names of other ranks of a mesh job.
+
+        Master weights take the place of rounded weights.
 
         NxD trains weights of another dtype than the live ones beside master weights, which have the live dtype.
         """
@@ -155,8 +156,9 @@ class LoadPlanner:
         return master if is_tensor(master) and form_of(master)[0] == spec.dtype else leaf
 
     def _unmatched(self, model: ModelAdapter, tree: dict[str, Any]) -> str | None:
-        """Return the names of the tag and of the model, for the error if none match; None if no name is to be
-        loaded.
+        """Return the names of the tag and of the model, for the error if none match.
+
+        None if no name is to be loaded.
         """
         live = [name for name in model.expected(tree) if not self._filter.ignores_model(name)]
         saved = [name.removeprefix(NOT_LIVE) for name in sorted(self._opened.model_names())]
@@ -205,8 +207,9 @@ class LoadPlanner:
         return without(tree, self._names_by_index(optimizer), self._filter.ignores, self._filter.covers)
 
     def _names_by_index(self, optimizer: OptimizerAdapter) -> Sequence[str]:
-        """Return the names that globs match: the live ones; for a dict the tag's, if any; else none, which stands for
-        "#0", "#1".
+        """Return the names that globs match.
+
+        The live ones; for a dict the tag's, if any; else none, which stands for "#0", "#1".
         """
         if self._context.live_names is not None:
             return self._context.live_names

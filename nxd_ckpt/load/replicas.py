@@ -219,8 +219,9 @@ def _broadcast_rate(agreement: Agreement, shares: ReplicaShares, timeout: float)
 
 
 def _record(leaf: Leaf) -> tuple[Any, int]:
-    """Return the unit of verification and its bytes: for a whole tensor the record that it, perhaps with others,
-    views.
+    """Return the unit of verification and its bytes.
+
+    For a whole tensor the record that it, perhaps with others, views.
     """
     if isinstance(leaf, Assembly):
         return leaf, leaf.numel * itemsize(leaf.dtype)

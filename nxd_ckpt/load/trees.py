@@ -75,8 +75,9 @@ class LoadTrees:
             yield self._optimizer_name(path), leaf
 
     def replicated_leaves(self) -> Iterator[tuple[str, Leaf]]:
-        """Return the leaves that all data-parallel replicas of this rank read: of the model, and of a plain
-        optimizer.
+        """Return the leaves that all data-parallel replicas of this rank read.
+
+        Of the model, and of a plain optimizer.
         """
         plain = self.optimizer is not None and self.optimizer.kind == "plain"
         return ((name, leaf) for name, leaf in self.leaves() if plain or name.startswith("model/"))

@@ -41,7 +41,8 @@ def refuse_unknown_names(agreement: Agreement, unknown_names: Sequence[str], whe
 
 
 def _first_ranks(digests: Sequence[str | None]) -> list[int]:
-    """Return one rank for each distinct list; none if a rank has no unknown names, because then none is unknown to
-    all.
+    """Return one rank for each distinct list.
+
+    None if a rank has no unknown names, because then none is unknown to all.
     """
     return [] if None in digests else [digests.index(digest) for digest in dict.fromkeys(digests)]

@@ -94,8 +94,9 @@ class SaveAttempt:
         return self._writer.nbytes if self._writer is not None else 0
 
     def begin(self) -> None:
-        """Prepare everything that even a failing rank needs to vote, then wait until the attempt's files may be
-        written.
+        """Prepare everything that even a failing rank needs to vote.
+
+        Then wait until the attempt's files may be written.
         """
         session = self.session
         self._next_attempt()
@@ -145,8 +146,9 @@ class SaveAttempt:
         self._writer = self._file_writer(self.plan) if self.plan is not None else None
 
     def _pass_over(self) -> None:
-        """Skip attempts that other ranks made and ended without this one, so that all are in step again. An attempt
-        under this save's own tag is this save: then this rank came too late for it.
+        """Skip attempts that other ranks made and ended without this one, so that all are in step again.
+
+        An attempt under this save's own tag is this save: then this rank came too late for it.
         """
         storage, rank0 = self.session.storage, self.session.topology.rank == 0
         ended = voting.left_with if rank0 else voting.ended_with
@@ -222,7 +224,7 @@ class SaveAttempt:
         self.session.last_saved = self.tag
 
     def _told(self, verdict: Verdict) -> CheckpointError:
-        """What rank 0's verdict says. The message names the rank that failed."""
+        """The error in rank 0's verdict. The message names the rank that failed."""
         name, message = verdict.error or ("SaveFailed", "rank 0 decided it without this rank")
         kind = type(from_wire(name, message, 0))
         if issubclass(kind, OutcomeUnknown):
@@ -343,8 +345,10 @@ class SaveAttempt:
             raise OutcomeUnknown(f"save of {self.tag!r}: cannot read rank 0's verdict in {where}: {error}") from error
 
     def _decide(self, voted: float) -> Verdict:
-        """Rank 0, which ``voted`` then: collect, commit, announce. The verdict is announced whatever happens, and
-        counts even if announcing it fails."""
+        """Rank 0, which ``voted`` then.
+
+        Collect, commit, announce. The verdict is announced whatever happens, and counts even if announcing it fails.
+        """
         session = self.session
         try:
             if isinstance(self.error, SaveFailed):

@@ -98,8 +98,9 @@ def _without_ignored(
 
 
 def _check_values(state: SaveState) -> None:
-    """Raise UnsafePickle for values in model or optimizer that are neither tensors nor plain data: a load would refuse
-    them.
+    """Raise UnsafePickle for values in model or optimizer that are neither tensors nor plain data.
+
+    A load would refuse them.
     """
     for part, values in state.trees().items():
         for name, value in _unusual(values.tree, part, depth=2):
@@ -107,8 +108,9 @@ def _check_values(state: SaveState) -> None:
 
 
 def _unusual(tree: Mapping[Any, Any], name: str, depth: int) -> Iterator[tuple[str, Any]]:
-    """Yield everything except tensors and numbers, with its name. Fast, because it runs on the caller's thread in each
-    save.
+    """Yield everything except tensors and numbers, with its name.
+
+    Fast, because it runs on the caller's thread in each save.
     """
     for key, value in tree.items():
         kind = type(value)

@@ -54,8 +54,9 @@ class Counting:
             views.clear()
 
     def end_wave(self) -> None:
-        """Prepare for the next wave in the same memory: if this one is not counted yet, stop, and store nothing of the
-        save.
+        """Prepare for the next wave in the same memory.
+
+        If this one is not counted yet, stop, and store nothing of the save.
 
         Does not wait for the rest of the wave to be counted.
         """

@@ -36,8 +36,9 @@ def parent_of(storage: Storage, last_saved: str | None) -> str | None:
 
 
 def create(storage: Storage, key: str, nbytes: int, source: str) -> Writer:
-    """Create a file like ``storage.create(key, nbytes)``; if its bytes equal the file ``source``, that is
-    duplicated.
+    """Create a file like ``storage.create(key, nbytes)``.
+
+    If its bytes equal the file ``source``, that is duplicated.
     """
     with suppress(*_ABSENT):
         if isinstance(storage, Duplicating):

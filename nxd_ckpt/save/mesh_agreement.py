@@ -65,7 +65,7 @@ class MeshSummary:
 
     @property
     def summary(self) -> list[Any]:
-        """Whether there are DTensors, and a RankStructure."""
+        """True if there are DTensors, and a RankStructure."""
         structure = sha256(repr(self.lines).encode()).hexdigest()[:32]
         return [self._is_placed, RankStructure(structure, [_place(*mesh) for mesh in self._meshes])]
 

@@ -91,8 +91,9 @@ class Pipeline:
         self._writer.submit(task)
 
     def conclude(self, saving: SaveAttempt, pending: SaveProgress, started: float) -> None:
-        """Commit everything handed over, on the writer thread, and settle it; ``started`` is the time of the save's
-        call.
+        """Commit everything handed over, on the writer thread, and settle it.
+
+        ``started`` is the time of the save's call.
         """
         self.submit(lambda: _conclude(saving, pending, started))
 

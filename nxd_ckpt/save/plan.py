@@ -73,8 +73,9 @@ class SavePlan:
         return self.shared + self.objects
 
     def agreed(self, tag: str, topology: Topology) -> dict[str, Any]:
-        """Return the facts that all ranks must agree on for this save: a vote's ``plan``. State of single ranks is not
-        in it.
+        """Return the facts that all ranks must agree on for this save.
+
+        A vote's ``plan``. State of single ranks is not in it.
         """
         everywhere = ("model", "optimizer", "use_xser", "lower_precision_weights")
         parts = {name: getattr(self.parts, name) for name in everywhere}
@@ -171,8 +172,9 @@ def _number_of(value: Any) -> Any:
 
 
 def refuse_on_mesh(state: SaveState, topology: Topology) -> None:
-    """Raise UnsupportedState for settings that a mesh job cannot have: sizes of neuronx_distributed, forms of its
-    files.
+    """Raise UnsupportedState for settings that a mesh job cannot have.
+
+    Sizes of neuronx_distributed, forms of its files.
     """
     refuse_sizes(topology)
     if state.use_xser or state.optimizer_kind not in (None, "plain") or not state.lower_precision_weights:

@@ -93,8 +93,9 @@ def _likeness(state: SaveState, structures: Mapping[str, Structure]) -> Any:
 
 
 def _pickling(planned: PlannedFile, tree: Any) -> Callable[[Any], Image]:
-    """Return a function that pickles ``tree`` into the file later. The needed facts about its tensors are recorded
-    now.
+    """Return a function that pickles ``tree`` into the file later.
+
+    The needed facts about its tensors are recorded now.
     """
     tensors = {id(tensor): tensor for _, tensor in iter_tensors(tree, torch.Tensor)}
     leaves = {number: Assembly(*form_of(tensor), (), stride_of(tensor)) for number, tensor in tensors.items()}

@@ -146,8 +146,9 @@ def _wait_for(streams: Iterable[Any]) -> None:
 
 
 def _rows(source: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """Return the saved part of the tensor: all, or its first rows. Cut on the host: a device would have to compute
-    it.
+    """Return the saved part of the tensor.
+
+    All, or its first rows. Cut on the host: a device would have to compute it.
     """
     return source if source.shape == target.shape else source[: len(target)]
 

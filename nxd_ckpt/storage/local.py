@@ -69,7 +69,6 @@ class LocalStorage:
 
     def kind(self, key: str) -> str | None:
         """Return the kind in words: a file, a FIFO, a device, ...; None if nothing is there or it cannot be looked at.
-
         """
         return kind_of(self.path(key))
 

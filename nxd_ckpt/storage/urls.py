@@ -123,7 +123,6 @@ def normalised(path: StrPath) -> str:
 
 def overlap(one: StrPath, other: StrPath, *, inside: bool = True) -> bool:
     """Return whether two paths or URLs are one place, or one lies ``inside`` the other, also by a link or bind mount.
-
     """
     if inside:
         return lies_in(one, other) or lies_in(other, one)

@@ -58,8 +58,9 @@ def require_directory(storage: Storage, key: str = "", what: str = "checkpoint d
 
 
 def tag_around(storage: Storage) -> str | None:
-    """Return the tag that this directory is, or on a file system lies in (also by a link or a bind mount); else
-    None.
+    """Return the tag that this directory is, or on a file system lies in (also by a link or a bind mount).
+
+    Else None.
     """
     if _is_tag(storage):
         return storage.url

@@ -29,8 +29,9 @@ _YAML = (".yaml", ".yml")
 
 
 def inference_sizes(mapping: ModelMapping, config: Mapping[str, Any], tp: int) -> Sizes:
-    """Return the sizes of a model on ``tp`` ranks of NxD inference. Raises InvalidArgument without heads in
-    config.json.
+    """Return the sizes of a model on ``tp`` ranks of NxD inference.
+
+    Raises InvalidArgument without heads in config.json.
     """
     once = mapping.sizes(config, 1, "trn2")
     copies = inference_copies(once.get("heads"), once.get("kv_heads"), tp)

@@ -96,8 +96,9 @@ def _newest(storages: Sequence[Storage], tag: Tag | None, without: Collection[Co
 
 
 def _complete_source(storages: Sequence[Storage], copy: Copy) -> Source:
-    """Return a source with all files of a copy; a file that its storage lost comes from another place. Raises
-    PartLost.
+    """Return a source with all files of a copy.
+
+    A file that its storage lost comes from another place. Raises PartLost.
     """
     storage, single = storages[copy.place], Source(copy.tag, [copy.place])
     if not may_lack_files(storage):

@@ -70,8 +70,9 @@ class OpenTag:
 
     @contextmanager
     def guarded(self, *, verified: bool = False) -> Iterator[None]:
-        """Context for reading the tag. Raises TagReplaced, in place of other errors, if it is no longer the opened
-        save.
+        """Context for reading the tag.
+
+        Raises TagReplaced, in place of other errors, if it is no longer the opened save.
 
         ``verified`` means that every read is compared with digests that were known before. Otherwise bytes may come
         from
@@ -182,8 +183,9 @@ class OpenTag:
         return tree
 
     def _dcp_tree(self, at: Coordinates) -> dict[str, Any]:
-        """Return the optimizer's state dict from our torch DCP directory: shared state is in the first rank's files per
-        stage.
+        """Return the optimizer's state dict from our torch DCP directory.
+
+        Shared state is in the first rank's files per stage.
         """
         first, leader = self.topology.coordinates_of(0), Coordinates(at.pp_rank)
         self._verify(names.DCP_METADATA, first)
@@ -229,7 +231,7 @@ class OpenTag:
 
     @cached_property
     def dcp_names(self) -> DcpNames | None:
-        """torch DCP's names of the tag's content, if DCP wrote it."""
+        """Torch DCP's names of the tag's content, if DCP wrote it."""
         files = self._layout.files
         if self.mesh is None or not files.has(names.DCP_NAMES):
             return None

@@ -86,8 +86,9 @@ def _part_lost(where: str, left: str) -> CorruptCheckpoint:
 
 
 def _is_in_flux(listed: Set[str]) -> bool:
-    """Return whether a tag in a store is being emptied or written: ``done``, the first removed and last written, is
-    gone.
+    """Return whether a tag in a store is being emptied or written.
+
+    ``done``, the first removed and last written, is gone.
 
     Tags of neuronx_distributed 0.6 have no ``done``, but no ``checkpoint`` either.
     """

@@ -26,8 +26,9 @@ Task = Callable[[memoryview], None]
 
 
 class ReadPool(Closing):
-    """Pool that runs tasks on ``threads`` threads, the caller's included: the storage's ``concurrency``. Must be
-    closed.
+    """Pool that runs tasks on ``threads`` threads, the caller's included.
+
+    The storage's ``concurrency``. Must be closed.
     """
 
     def __init__(self, threads: int) -> None:
@@ -60,8 +61,9 @@ class ReadPool(Closing):
                 self._others = len(self._threads)
 
     def wait_for(self, count: int) -> None:
-        """Return once the first ``count`` tasks are done, and help with them. Raises the error of the first that
-        failed.
+        """Return once the first ``count`` tasks are done, and help with them.
+
+        Raises the error of the first that failed.
         """
         while (item := self._next(count)) is not None:
             self._run(*item)

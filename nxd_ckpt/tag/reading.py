@@ -331,7 +331,9 @@ def _sources(leaf: Leaf, takes: Takes | None) -> Iterator[tuple[TensorStub, Iter
 def _segments(
     begin: int, end: int, middle: int, memory: memoryview | None
 ) -> Iterator[tuple[int, int, memoryview | None]]:
-    """Yield (offset, length, memory) of pieces that cover [begin, end) of a file: from ``middle`` on ``memory``, if
+    """Yield (offset, length, memory) of pieces that cover [begin, end) of a file.
+
+    From ``middle`` on it is ``memory``, if
     any.
     """
     if memory is None:

@@ -125,8 +125,9 @@ def _windows(tensors: Iterable[Matched[Key]]) -> Iterator[list[_Placed[Key]]]:
 
 
 def _boxes(matched: Matched[Key], limit: int) -> Iterator[Box]:
-    """Yield boxes of at most ``limit`` elements that cover the tensors. A box's bytes are contiguous in a file of one
-    tag.
+    """Yield boxes of at most ``limit`` elements that cover the tensors.
+
+    A box's bytes are contiguous in a file of one tag.
     """
     whole = Box.whole(matched.shape)
     if whole.numel <= limit:  # it fits: a whole tensor is read and verified at once

@@ -41,8 +41,9 @@ def is_of_rank(storage: Storage, folder: str) -> bool:
 
 
 def _of_all_ranks(storage: Storage, folder: str) -> Iterator[str]:
-    """Yield the directories of all ranks for the step of ``folder``, the first rank's, which should have the metadata,
-    first.
+    """Yield the directories of all ranks for the step of ``folder``.
+
+    The first rank's, which should have the metadata, comes first.
     """
     yield of_rank(folder, 0)
     parts = folder.split("/")

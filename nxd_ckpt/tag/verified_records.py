@@ -56,8 +56,9 @@ class VerifiedRecords:
         self._whole.add(_record(stub))
 
     def claim(self, stub: TensorStub, block: int, count: int, name: str, where: str) -> Expected | None:
-        """Return the digest to compare the block with; the caller must read all of it. None if there is none, or it was
-        claimed.
+        """Return the digest to compare the block with.
+
+        The caller must read all of it. None if there is none, or it was claimed.
 
         ``count`` is the record's number of blocks. ``name`` and ``where`` describe tensor and bytes in errors.
         """

@@ -107,8 +107,9 @@ def _verify(storage: Storage, tag: Tag | None, progress: bool) -> Verification:
 
 
 def _problems_of_seal(opened: OpenTag) -> Iterator[str]:
-    """Yield problems of a tag beside another library's files, which a seal lists: files that are gone, changed, or
-    added.
+    """Yield problems of a tag beside another library's files, which a seal lists.
+
+    Files that are gone, changed, or added.
     """
     storage = opened.storage
     if opened.manifest is None or not storage.is_file(DIGESTS):
@@ -155,8 +156,9 @@ def _files_and_sizes(opened: OpenTag) -> tuple[set[str], dict[str, int]]:
 
 
 def files_of(files: TagFiles) -> Iterator[str]:
-    """Yield every file of a tag, relative to it, except markers. A directory of NxD 0.1 to 0.5 is one itself
-    (``""``).
+    """Yield every file of a tag, relative to it, except markers.
+
+    A directory of NxD 0.1 to 0.5 is one itself (``""``).
     """
     for entry in files.storage.list(files.tag):
         if files.tag == NO_TAG and not _is_legacy(entry.name):

@@ -1,4 +1,6 @@
-"""The tests that every `Storage` passes; needs pytest. Subclass them for your own::
+"""The tests that every `Storage` passes; needs pytest.
+
+Subclass them for your own::
 
     from nxd_ckpt.testing.contract import StorageContract
 

@@ -173,7 +173,6 @@ def _after(losses: dict[str, Any], objects: tuple[Any, ...]) -> _Runs:
 
 def _spoil(model: Any) -> None:
     """Change all numbers of ``model`` that a save has, so that a number that a load leaves out is not right by chance.
-
     """
     if not isinstance(model, torch.nn.Module):
         return

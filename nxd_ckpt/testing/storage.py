@@ -118,7 +118,6 @@ def recording(log: list[Operation]) -> Hook:
 
 def failing(name: str, pattern: str, error: BaseException, after: int = 0) -> Hook:
     """Return a hook that raises ``error`` at operations ``name`` with keys like ``pattern``, after the first ``after``.
-
     """
     seen = 0
 

@@ -28,7 +28,7 @@ _CLASS = "class"
 
 
 class Saved(Protocol):
-    """What is asked of a StorageReader."""
+    """The part of a StorageReader that subclasses need."""
 
     def value(self, name: str) -> Any: ...
 
@@ -72,7 +72,7 @@ def _is_subclass(value: Any) -> bool:
 
 
 def _is_pending(value: torch.Tensor) -> bool:
-    """Whether it is the result of a collective that is under way, and not a tensor of a kind."""
+    """Return whether it is the result of a collective that is under way, and no subclass of its own."""
     from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
     return isinstance(value, AsyncCollectiveTensor)

@@ -79,7 +79,6 @@ def _member(line: Any, begin: int, end: int) -> tuple[str, Member]:
 
 def is_header_of(header: bytes, name: str, member: Member) -> bool:
     """Return whether ``header``, the bytes before a member's own, is that of the file ``name``, with the list's length.
-
     """
     try:
         with tarfile.open(fileobj=io.BytesIO(header), mode="r:") as archive:

@@ -64,7 +64,6 @@ def group_addresses() -> list[str]:
 
 def _is_loopback(master: str) -> bool:
     """Return whether it is a literal loopback address or "localhost"; other names may be loopback on their host alone.
-
     """
     try:
         return ipaddress.ip_address(master).is_loopback

@@ -241,7 +241,6 @@ class _Conversation:
 
     def _peeked(self, key: str) -> bytes | None:
         """Return a small file. Anything else, such as a link to elsewhere, counts as empty, so that other keys succeed.
-
         """
         self._directory.path(key)  # raises for an invalid key
         try:

@@ -252,7 +252,6 @@ class HostsStorage:
 
     def lacking(self, top: str) -> set[int]:
         """Return the numbers of answering hosts without the marker files of the newest save in the directory ``top``.
-
         """
         marks = self._marks(top)
         newest = max(marks.values(), key=lambda mark: _order_of(mark[1]), default=None)
@@ -329,7 +328,6 @@ class HostsStorage:
 
     def _all(self) -> Sequence[Directory]:
         """Return all directories in the order in which they are asked: this host's, then those after it (its replicas).
-
         """
         directories, here = self.hosts.directories, self.hosts.here
         return [*directories[here:], *directories[:here]]

@@ -99,8 +99,9 @@ _TORCHS = {
 
 
 def dump_metadata(chunks: Iterable[DcpChunk]) -> bytes:
-    """Return the metadata of a directory of these chunks. Values of one name are equal on all ranks; the first
-    counts.
+    """Return the metadata of a directory of these chunks.
+
+    Values of one name are equal on all ranks; the first counts.
     """
     entries: dict[str, Any] = {}
     paths: dict[str, Any] = {}

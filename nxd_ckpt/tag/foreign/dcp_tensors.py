@@ -67,8 +67,9 @@ class DcpTensors:
         return self._leaves[name]
 
     def _refuse_unpaired(self) -> None:
-        """Raise MalformedFile for names without files, or files without names. A tensor without elements needs no
-        file.
+        """Raise MalformedFile for names without files, or files without names.
+
+        A tensor without elements needs no file.
         """
         entries, forms = self._metadata.entries, self._metadata.forms
         empty = {name for name, form in forms.items() if not prod(form.shape)}

@@ -148,8 +148,9 @@ class FsdpFiles(PayloadFile):
         )
 
     def _entries(self, index: int, sharded: ShardedParameter, member: FlatParameter) -> dict[str, Any]:
-        """Return the optimizer's state of one parameter; values that are no shards are the first rank's, equal on
-        all.
+        """Return the optimizer's state of one parameter.
+
+        Values that are no shards are the first rank's, equal on all.
         """
         shape, entries = self._models[0][sharded.name].shape, {}
         for key, value in self._optimizers[0]["state"].get(index, {}).items():

@@ -84,8 +84,9 @@ class HuggingFaceDirectory:
         return stub
 
     def stub(self, name: str, tied: Mapping[str, str] | None = None) -> TensorStub:
-        """Return the place of a tensor's bytes; ``tied`` maps tensors that files leave out to those that they are tied
-        to.
+        """Return the place of a tensor's bytes.
+
+        ``tied`` maps tensors that files leave out to those that they are tied to.
 
         Raises:
             KeyMismatch: there is none of that name, nor the one that it is tied to.

@@ -64,8 +64,9 @@ def saves(storage: Storage, folder: str) -> list[str]:
 
 
 def open_files(files: TagFiles, name: str) -> NemoFiles:
-    """Open the checkpoint of that name. Raises PartNotFound if a rank's file is missing, MalformedFile for two
-    layouts.
+    """Open the checkpoint of that name.
+
+    Raises PartNotFound if a rank's file is missing, MalformedFile for two layouts.
     """
     folders = [folder for folder, is_dir in files.names().items() if is_dir and _parse(folder)]
     ranks = {parsed: folder for folder in folders if (parsed := _parse(folder))}

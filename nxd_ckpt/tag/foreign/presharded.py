@@ -27,8 +27,9 @@ def is_present(names: Iterable[str]) -> bool:
 
 
 class PreshardedFiles:
-    """Layout (`TagLayout`) of such a model. Raises PartNotFound if a rank's file is missing, MalformedFile for too
-    many.
+    """Layout (`TagLayout`) of such a model.
+
+    Raises PartNotFound if a rank's file is missing, MalformedFile for too many.
     """
 
     def __init__(self, files: TagFiles) -> None:
