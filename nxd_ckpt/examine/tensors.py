@@ -38,7 +38,7 @@ class TensorDifference:
 
     @property
     def kind(self) -> str:
-        """The difference: "only in a", "only in b", "shape", "values", "dtype" (nothing else differs) or "not compared"."""
+        """The kind of difference: only in a, only in b, shape, values, dtype (nothing else differs), not compared."""
         if self.a is None or self.b is None:
             return "only in b" if self.a is None else "only in a"
         if self.problem is not None:
