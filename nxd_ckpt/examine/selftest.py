@@ -141,8 +141,10 @@ _SECRET = re.compile(r"KEY|TOKEN|SECRET|PASS|CREDENTIAL|AUTH|SIGN", re.IGNORECAS
 
 
 def safe_environment(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables that say how torch, XLA and Neuron run; a value that may be secret is left out by name,
-    and so is what stands between "://" and "@" in one."""
+    """Return the variables that say how torch, XLA and Neuron run.
+
+    A value that may be secret is left out by name, and so is what stands between "://" and "@" in one.
+    """
     return {
         name: "(not shown)" if _SECRET.search(name) else re.sub(r"://[^/@\s]*@", "://", value)
         for name, value in sorted(environment.items())

@@ -191,8 +191,10 @@ def _spawned(plan: Path, environment: Mapping[str, str], log: Path) -> subproces
 
 
 def _coordinates(job: str, rank: int, size: int, port: int, ours: bool) -> dict[str, str]:
-    """Return the variables that tell a rank where it is. Those of torchrun stay, but for the meeting point: each job
-    has one of its own."""
+    """Return the variables that tell a rank where it is.
+
+    Those of torchrun stay, but for the meeting point: each job has one of its own.
+    """
     number = ("killed", "checks").index(job)
     if ours:
         return {

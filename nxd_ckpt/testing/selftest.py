@@ -446,8 +446,10 @@ def main(path: str) -> int:
 
 
 def end(code: int) -> NoReturn:
-    """End this process without what an interpreter does at its end: threads of gloo and XLA abort it then, now and
-    again."""
+    """End this process without what an interpreter does at its end.
+
+    Threads of gloo and XLA abort it then, now and again.
+    """
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
