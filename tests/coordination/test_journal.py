@@ -9,13 +9,16 @@ from pathlib import Path
 
 import pytest
 
-from nxd_ckpt.coordination import journal
+from nxd_ckpt.commit.session import open_session
+from nxd_ckpt.coordination import journal, lease
 from nxd_ckpt.coordination.paths import JOURNAL, STAGING, TRASH, staging_dir, trash_file
 from nxd_ckpt.coordination.pins import pin
 from nxd_ckpt.core.names import HIDDEN
+from nxd_ckpt.core.topology import Topology
 from nxd_ckpt.storage import local
 from nxd_ckpt.storage.base import Storage
 from nxd_ckpt.storage.local import LocalStorage
+from nxd_ckpt.tag.choosing import settle_swap
 from nxd_ckpt.testing.storage import Hook, HookedStorage, Operation, failing, recording
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]
@@ -427,3 +430,34 @@ def test_nothing_is_deleted_before_the_lost_name_is_durable(tmp_path: Path) -> N
     assert not away.exists()
     changes = [operation.name for operation in log if operation.name in ("sync_dir", "remove")]
     assert ["sync_dir", "sync_dir", "remove"] == changes
+
+
+def interrupted(path: Path) -> LocalStorage:
+    """A replacement whose job died once the old tag was away."""
+    storage = prepare(path / "tags", old=True)
+    assert dies(publish, storage, moved_out(path / "counted") + 1)
+    return storage
+
+
+def test_a_job_that_begins_finishes_what_a_dead_one_left(tmp_path: Path) -> None:
+    """Before it sweeps: else it would remove the staged tag and the old one."""
+    storage = interrupted(tmp_path)
+    session = open_session(storage, Topology(), None, "next", 5.0)
+    session.close()
+    assert not journal.is_open(storage)
+    assert {b"new"} == content(storage)
+
+
+def test_a_reader_leaves_the_replacement_of_a_live_job_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is finished once that job is over."""
+    monkeypatch.setattr("nxd_ckpt.tag.choosing._SWAP_TAKES", 0.1)
+    storage = interrupted(tmp_path)
+    holder = lease.acquire(storage, "live", 1.0)
+    settle_swap(storage)
+    assert journal.is_open(storage)
+    lease.release(storage, holder)
+    settle_swap(storage)
+    assert not journal.is_open(storage)
+    assert {b"new"} == content(storage)

@@ -40,9 +40,11 @@ _LOCAL, _FILES, _SYSTEM = (f"nxd_ckpt/storage/{name}.py" for name in ("local", "
 _EVERY_STATE = {"every state": False, "every state, local": True}
 """Places: all states are looked at that a loss of power may leave, see ``crashes``; with whether by system calls."""
 
-_SCHEDULES: dict[str, Callable[[int], Schedule]] = {
+SCHEDULES: dict[str, Callable[[int], Schedule]] = {
     **PLACES,
     "two faults": DiskSchedule.with_two_faults,
+    "power after a takeover": DiskSchedule.with_power_lost_after_a_takeover,
+    "a launch after a swap": DiskSchedule.with_a_launch_after_a_swap,
     "a reader at a swap": DiskSchedule.with_reader_at_a_swap,
     "lost replies": StoreSchedule.with_lost_replies,
     "lease": LeaseSchedule.of,
@@ -395,9 +397,8 @@ BREAKS += [
         {_JOURNAL: ("            storage.sync_dir(HIDDEN)\n        replacement", "        replacement")},
     ),
     Break(
-        "A job that begins does not recover what a dead one left.", "disk",
+        "A job that begins does not recover what a dead one left.", "a launch after a swap",
         {"nxd_ckpt/commit/session.py": ("    journal.recover(storage)\n", "")},
-        lambda schedule: _renames_twice(schedule) and _ends(schedule),
     ),
     Break(
         "A save does not recover what an earlier one of its job left.", "disk",
@@ -556,7 +557,7 @@ def schedules_until_noticed(number: int, limit: int, seconds: float) -> Found:
         return _states_until_noticed(_EVERY_STATE[one.place])
     runs = 0
     for seed in range(limit):
-        schedule = _SCHEDULES[one.place](seed)
+        schedule = SCHEDULES[one.place](seed)
         if not one.may_show(schedule):
             continue
         if time.process_time() > seconds:

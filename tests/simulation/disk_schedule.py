@@ -42,6 +42,8 @@ class DiskSchedule(Schedule):
     """Whether ``at`` counts renames only: what a disk shows changes with them."""
     then: int | None = None
     """Power is lost, too, so many effects of the rank after the fault."""
+    then_of_rival: bool = False
+    """Whether those are effects of the rival."""
     local: bool = False
     """Whether processes see the disk by our own ``LocalStorage``, whose system calls are simulated."""
     links: bool = True
@@ -77,6 +79,33 @@ class DiskSchedule(Schedule):
         at = random.randrange(RENAMES[one.rank] * len(one.saves)) if fault in ("error", "stall") else one.at
         then = int(random.expovariate(1 / 6)) + (fault != "full" or 12)
         return replace(one, fault=fault, at=at, at_rename=fault in ("error", "stall"), then=then)
+
+    @staticmethod
+    def with_power_lost_after_a_takeover(seed: int) -> DiskSchedule:
+        """Rank 0 stands still, another job takes over, and power is lost: while that one saves, or when the rank has
+        woken."""
+        one, random = DiskSchedule.of(seed), Random(f"takeover {seed}")
+        tags = random.choice((("x", "a"), ("a", "b"), ("a", "a")))
+        rival = tuple(Save(tag, value, random.random() < 0.6) for value, tag in enumerate(tags, start=5))
+        at_rename, of_rival = random.random() < 0.5, random.random() < 0.6
+        at = random.randrange((RENAMES if at_rename else EFFECTS)[0] * len(one.saves))
+        then = 1 + (random.randrange(2 * EFFECTS[0]) if of_rival else int(random.expovariate(1 / 6)))
+        return replace(
+            one, fault="stall", rank=0, at=at, at_rename=at_rename, then=then, then_of_rival=of_rival, rival=rival,
+            late=None, machines=(*one.machines[:3], "four"), trains=0.0, rots=False, looks=False,
+        )
+
+    @staticmethod
+    def with_a_launch_after_a_swap(seed: int) -> DiskSchedule:
+        """Rank 0 is killed, or power is lost, at a rename, where a tag is replaced by two; nobody looks before the next
+        launch begins."""
+        random = Random(f"launch {seed}")
+        fault, at = random.choice(("kill", "power")), random.randrange(2 * RENAMES[0])
+        machines = ("one", "two", random.choice(("one", "three")))
+        return DiskSchedule(
+            seed, (Save("a", 1), Save("a", 2)), fault, 0, at, machines=machines, swaps=False, at_rename=True,
+            is_looked_at=False,
+        )
 
     @staticmethod
     def with_reader_at_a_swap(seed: int) -> DiskSchedule:
@@ -126,12 +155,12 @@ class DiskRun(Run):
             run_to_end(self.world, [self.world.spawn(reader.process, partial(_read, reader, save))])
 
     def _before(self, process: Process, call: str, path: str) -> None:
-        if not self.is_victim(process) or (call == "look" and not self.schedule.looks):
-            return
-        if self._effects_since is not None and call != "look":
+        if self._effects_since is not None and call != "look" and self._brings_power_loss(process):
             self._effects_since += 1
             if self._effects_since == self.schedule.then:
                 self._lose_power()
+        if not self.is_victim(process) or (call == "look" and not self.schedule.looks):
+            return
         if self.schedule.at_rename and call != "rename":
             return
         self._effects += 1
@@ -152,6 +181,12 @@ class DiskRun(Run):
         if fault == "damage":
             self._damage()
         self.disturb(process, fault)
+
+    def _brings_power_loss(self, process: Process) -> bool:
+        """Whether the effects of this process are counted after the fault."""
+        if self.schedule.then_of_rival:
+            return not self.is_out and process in self.jobs[1].processes
+        return self.is_victim(process)
 
     def _lose_power(self) -> NoReturn:
         for job in self.jobs:

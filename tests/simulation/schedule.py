@@ -58,6 +58,9 @@ class Schedule(ABC):
     """Whether ``at`` also counts what changes nothing."""
     trains: float = 0.0
     """Seconds between the saves of these two jobs, in which there is only a heartbeat."""
+    is_looked_at: bool = True
+    """Whether somebody lists the tags between the launches, which finishes what a dead job left. Else the next launch
+    saves a tag of its own, so that what it found must still be there."""
 
     @property
     def dedups(self) -> bool:
@@ -143,12 +146,13 @@ class Run(Stage):
             reader = self.reader()
             reading = [self.world.spawn(reader.process, reader.run)] if schedule.reads else []
             run_to_end(self.world, first)
-            self.look()
-            self.hold(reader)
+            if schedule.is_looked_at:
+                self.look()
+                self.hold(reader)
             refused = any(save.fails_on is not None for save in schedule.saves)
             if schedule.rival and schedule.fault == "nothing" and not refused:
                 self.promises.jobs_keep_apart(self.jobs)
-            elif schedule.rival and schedule.fault == "stall":
+            elif schedule.rival and schedule.fault == "stall" and schedule.is_harmless:
                 self.promises.a_job_is_not_disturbed(self.jobs[1], self.excused)
             if not schedule.rival and schedule.fault in ("nothing", "clock"):
                 self.promises.retention_removes_what_its_rules_say(self.jobs[0], self.outside())
@@ -156,7 +160,8 @@ class Run(Stage):
                 self._leave(job)
             self.is_out = True
             self.resume()
-            self.finish("second", schedule.machines[2:3] * 2, dedup=schedule.dedups)
+            tag = "a" if schedule.is_looked_at else "next"
+            self.finish("second", schedule.machines[2:3] * 2, tag=tag, dedup=schedule.dedups)
             reader.is_over = True
             run_to_end(self.world, reading)
             self.hold(reader)

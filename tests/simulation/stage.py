@@ -96,9 +96,11 @@ class Stage(ABC):
         """Raises AssertionError where a promise is broken."""
         self.promises.hold(self.jobs, self.outside(), reader)
 
-    def finish(self, run_id: str, machines: tuple[str, ...], *, value: int = 9, dedup: bool = False) -> None:
-        """Launch a job to which nothing happens, and let it save over a tag that is there."""
-        run_to_end(self.world, self.launch(run_id, machines, [Save("a", value, overwrite=True, dedup=dedup)]))
+    def finish(
+        self, run_id: str, machines: tuple[str, ...], *, tag: str = "a", value: int = 9, dedup: bool = False
+    ) -> None:
+        """Launch a job to which nothing happens, and let it save, by default over a tag that is there."""
+        run_to_end(self.world, self.launch(run_id, machines, [Save(tag, value, overwrite=True, dedup=dedup)]))
 
     def next_saves_work(self) -> None:
         """Raises AssertionError unless those of the last job did."""

@@ -72,8 +72,12 @@ class StoreSchedule(Schedule):
 
     @staticmethod
     def with_lost_replies(seed: int) -> StoreSchedule:
-        """To one request of rank 0 in a save no reply comes, however often it is made; the next is answered."""
-        return StoreSchedule(seed, (Save("a", 1),), "lost", 0, seed % (2 * EFFECTS[0]), times=RETRIES + 1)
+        """To one request of rank 0 in a save no reply comes, however often it is made. Of odd seeds nor do those come
+        that look whether it happened; the request after them is answered."""
+        if seed % 2 == 0:
+            return StoreSchedule(seed, (Save("a", 1),), "lost", 0, seed // 2 % (2 * EFFECTS[0]), times=RETRIES + 1)
+        times, at = (RETRIES + 1) * (1 + seed // 2 % 2) + seed // 4 % 2, seed // 8 % (5 * EFFECTS[0])
+        return StoreSchedule(seed, (Save("a", 1),), "lost", 0, at, times=times, looks=True)
 
     def start(self) -> StoreRun:
         return StoreRun(self)

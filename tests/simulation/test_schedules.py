@@ -37,15 +37,17 @@ def test_the_promises_hold_under_any_schedule(place: str, first: int) -> None:
     ("draw", "count"),
     [
         (DiskSchedule.with_two_faults, 250),
+        (DiskSchedule.with_power_lost_after_a_takeover, 40),
+        (DiskSchedule.with_a_launch_after_a_swap, 40),
         (DiskSchedule.with_reader_at_a_swap, 30),
         (StoreSchedule.with_lost_replies, 40),
         (LeaseSchedule.of, 300),
     ],
-    ids=["two faults", "a reader at a swap", "lost replies", "lease"],
+    ids=["two faults", "a takeover", "a launch at a swap", "a reader at a swap", "lost replies", "lease"],
 )
 def test_the_promises_hold_in_directed_schedules(draw: Callable[[int], Schedule], count: int) -> None:
-    """Power is lost after another fault; a reader comes while a tag is away; several jobs take a dead one's lease; no
-    reply comes to a request."""
+    """Power is lost after another fault, or after a takeover; a reader, or the next launch, comes while a tag is away;
+    several jobs take a dead one's lease; no reply comes to a request."""
     for seed in range(count):
         run(draw(seed))
 
