@@ -588,7 +588,8 @@ def broken(number: int, limit: int, seconds: float) -> Found:
     with tempfile.TemporaryDirectory() as copy:
         for part in ("nxd_ckpt", "tests/simulation"):
             copytree(REPOSITORY / part, Path(copy, part), ignore=ignore_patterns("__pycache__"))
-        for part in ("tests/__init__.py", "tests/support/reliability.py"):
+        Path(copy, "tests/support").mkdir()
+        for part in ("tests/__init__.py", "tests/support/__init__.py", "tests/support/reliability.py"):
             Path(copy, part).write_bytes((REPOSITORY / part).read_bytes())
         for name, (old, new) in BREAKS[number].edits.items():
             path = Path(copy, name)

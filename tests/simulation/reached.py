@@ -19,7 +19,7 @@ from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any, NamedTuple
 
-from tests.reliability import REPOSITORY, date_and_commit, put, table
+from tests.support.reliability import REPOSITORY, date_and_commit, put, table
 
 MODULES = (
     *(f"nxd_ckpt.commit.{name}" for name in ("session", "voting", "publication", "commit")),
