@@ -418,7 +418,7 @@ def test_other_layouts_are_named(
 def test_a_tag_alone_does_not_say_which_model_it_is(tmp_path: Path) -> None:
     """Then config.json is asked for; and for the optimizer's names, where the writer is not known."""
     run = untrained()
-    refused(write_nxdt(tmp_path, run), InvalidArgument, "it is not known which model this is")
+    refused(write_nxdt(tmp_path, run), InvalidArgument, "the model type is not known")
     config = tmp_path / "config.json"
     config.write_text(json.dumps(JOB.model.config))
     tag = write_nxd(tmp_path / "nxd" / "step_3", run)
