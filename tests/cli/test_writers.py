@@ -34,7 +34,7 @@ WRITERS = {
 }
 """A command line of each."""
 
-LOOKERS = {"list", "inspect", "verify", "diff", "doctor", "report", "watch"}
+LOOKERS = {"list", "inspect", "verify", "diff", "doctor", "report", "watch", "selftest"}
 KEEPERS = {"pin", "unpin", "prune"}
 """They say which tags of a directory stay, and have no output."""
 
@@ -146,7 +146,7 @@ def test_nothing_is_saved_inside_a_tag(tmp_path: Path, below: str) -> None:
     """A save into a tag, taken for the directory, is refused and leaves nothing there."""
     save_checkpoint(tmp_path / "run", "step_1", {"w": torch.ones(1)})
     before = sorted(tmp_path.rglob("*"))
-    with pytest.raises(InvalidArgument, match=f"inside, the checkpoint {tmp_path}/run/step_1, .* the directory that"):
+    with pytest.raises(InvalidArgument, match=f"inside, the checkpoint {tmp_path}/run/step_1, so .* Pass the directory of the tags"):
         save_checkpoint(tmp_path / "run" / "step_1" / below, "step_2", {"w": torch.ones(1)})
     assert before == sorted(tmp_path.rglob("*"))
     assert not has_checkpoint(tmp_path / "run" / "step_1")
