@@ -169,7 +169,7 @@ def latest(tags: Iterable[TagInfo]) -> TagInfo | None:
 
 def next_order_time(now: float, newest: float) -> float:
     """Return the order time of a save at the time ``now``: later than the ``newest`` tag's, whatever the clock says."""
-    order_time = max(math.ceil(now * _PER_SECOND), round(newest * _PER_SECOND) + 1) / _PER_SECOND
+    order_time = max(math.ceil(now * _PER_SECOND), math.ceil(newest * _PER_SECOND) + 1) / _PER_SECOND
     return order_time if order_time > newest else math.nextafter(newest, math.inf)
 
 

@@ -146,7 +146,8 @@ def test_nothing_is_saved_inside_a_tag(tmp_path: Path, below: str) -> None:
     """A save into a tag, taken for the directory, is refused and leaves nothing there."""
     save_checkpoint(tmp_path / "run", "step_1", {"w": torch.ones(1)})
     before = sorted(tmp_path.rglob("*"))
-    with pytest.raises(InvalidArgument, match=f"inside, the checkpoint {tmp_path}/run/step_1, so .* Pass the directory of the tags"):
+    complaint = f"inside, the checkpoint {tmp_path}/run/step_1, so .* Pass the directory of the tags"
+    with pytest.raises(InvalidArgument, match=complaint):
         save_checkpoint(tmp_path / "run" / "step_1" / below, "step_2", {"w": torch.ones(1)})
     assert before == sorted(tmp_path.rglob("*"))
     assert not has_checkpoint(tmp_path / "run" / "step_1")

@@ -23,7 +23,7 @@ from nxd_ckpt.core.retention import (
     rules_of,
     unknown_metrics,
 )
-from nxd_ckpt.core.tags import TagInfo, step_of
+from nxd_ckpt.core.tags import TagInfo, in_order, step_of
 from nxd_ckpt.errors import InvalidArgument
 from tests.core.tag_infos import TAGS
 
@@ -74,12 +74,11 @@ def test_each_complete_tag_is_judged_once(
     """It stays for a reason, or goes; incomplete ones do neither. At least one stays, and the oldest go first."""
     tags, rules, metrics, pins = case
     found = decide(tags, rules, metrics, pins)
-    complete = sorted((info.order_time, info.tag) for info in tags if info.complete)
-    assert [tag for _, tag in complete] == sorted([*found.kept, *found.surplus], key=[t for _, t in complete].index)
-    assert len(complete) == len(found.kept) + len(found.surplus)
+    complete = [info.tag for info in in_order(info for info in tags if info.complete)]
+    assert complete == sorted([*found.kept, *found.surplus], key=complete.index)
     assert all(found.kept.values())
     assert bool(complete) == bool(found.kept)
-    assert list(found.surplus) == [tag for _, tag in complete if tag in found.surplus]
+    assert list(found.surplus) == [tag for tag in complete if tag in found.surplus]
 
 
 @given(tags=TAGS, count=st.integers(1, 4))
