@@ -81,7 +81,7 @@ def test_a_lost_or_damaged_manifest_is_found(directory: Path) -> None:
     assert damaged.startswith(str(manifest))
     manifest.unlink()
     (lost,) = verify_checkpoint(directory, "plain").problems
-    assert lost.startswith(f"{manifest} is missing, though there is index/:")
+    assert lost.startswith(f"{manifest} is missing, but index/ exists:")
 
 
 def files_of(tag: Path) -> list[Path]:
