@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.plain, pytest.mark.once]
 
 TRN2 = Job(Model(heads=8), tp=4, qkv="fused", copies=2, hardware="trn2")
 CONVERTED = replace(TRN2, converted=True)
-BY_CONVERTER = "lie as NxD's converter writes them"
+BY_CONVERTER = "are in the order of NxD's converter for trn2"
 
 
 def export(tag: Path, job: Job, **options: Any) -> State:

@@ -245,7 +245,7 @@ def test_hostile_and_damaged_directories_are_refused(tmp_path: Path) -> None:
     lost = broken("lost")
     [file] = lost.glob("*.distcp")
     file.unlink()
-    refused(lost, MalformedFile, f"{file.name}.*not there")
+    refused(lost, MalformedFile, f"{file.name}.*does not exist")
     unfinished = broken("unfinished")
     (unfinished / ".metadata").unlink()
     refused(unfinished, CheckpointNotFound, "no .metadata")
