@@ -15,7 +15,7 @@ from pathlib import Path
 from random import Random
 from typing import NamedTuple
 
-from nxd_ckpt.coordination.paths import HEARTBEAT, JOURNAL, LEASE
+from nxd_ckpt.coordination.paths import HEARTBEAT, JOURNAL, LEASE, TRASH
 from nxd_ckpt.core.names import HIDDEN
 from nxd_ckpt.errors import OutcomeUnknown, SaveFailed
 from nxd_ckpt.testing.storage import Operation
@@ -70,12 +70,19 @@ class Diary:
     def __init__(self, path: Path, kill: Moment | None, delay: float) -> None:
         self._path, self._kill, self._delay = path, kill, delay
         self._seen: list[tuple[str, str]] = []
+        self._has_renamed = False
         self.open = False
 
     def hook(self, operation: Operation) -> None:
         if not self.open:
             return
         done = (operation.name, _without_numbers(operation.key))
+        if operation.name in ("rename", "swap"):
+            self._has_renamed = True
+        elif done == ("sync_dir", TRASH) or (done == ("sync_dir", "") and not self._has_renamed):
+            return  # before trash is deleted, of which one run has more than another
+        elif done == ("sync_dir", ""):
+            self._has_renamed = False
         self._seen.append(done)
         moment = Moment(*done, self._seen.count(done))
         with self._path.open("a") as file:
