@@ -1,1 +1,1 @@
-"""What other libraries call: torch.distributed.checkpoint's reader and writer."""
+"""Entry points for other libraries: torch.distributed.checkpoint's reader and writer."""

@@ -53,12 +53,12 @@ def _optimizer_states(items: Iterable[DcpItem]) -> dict[str, set[str]]:
                 parameter = rest.rpartition(".")[0] if rest else ".".join(below[:-1])
                 parameters[section].setdefault(".".join(path[:depth]), set()).add(parameter)
                 break
-    found = {}
+    trained_by_key = {}
     for key, owners in parameters[_GROUPS].items():
         trained = parameters[_STATE].get(key, set()) | {owner for owner in owners if not owner.isdecimal()}
         if trained and not any(parameter.isdecimal() for parameter in trained):
-            found[key] = trained
-    return found
+            trained_by_key[key] = trained
+    return trained_by_key
 
 
 def _model_key(tensors: Sequence[DcpItem], optim: str, trained: set[str]) -> str | None:

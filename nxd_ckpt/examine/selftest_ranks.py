@@ -92,8 +92,8 @@ def run_selftest(
         }
         run = _Run(Path(local), plan, ours, size_of_world, started + timeout)
         died = run.job("killed")
-        told = next((note["detail"] for note in run.notes("killed") if "detail" in note), None)
-        run.plan["killed"] = {"told": told, "ended": died, "why": _last_line(run.logs("killed"))}
+        message = next((note["detail"] for note in run.notes("killed") if "detail" in note), None)
+        run.plan["killed"] = {"told": message, "ended": died, "why": _last_line(run.logs("killed"))}
         ended = run.job("checks")
         if not ours and os.environ["RANK"] != "0":
             return None

@@ -237,8 +237,8 @@ def _killed(rank: Rank) -> str:
 
 def _kill(rank: Rank) -> tuple[str, dict[str, Any]]:
     outcome = rank.device.gathered(rank.plan["killed"])[0]  # with torchrun only rank 0 has the word of rank 0
-    told, ended, why = (outcome[key] for key in ("told", "ended", "why"))
-    if not told:
+    message, ended, why = (outcome[key] for key in ("told", "ended", "why"))
+    if not message:
         raise Failed(f"the others were not told of it: {ended}; {why}")
     tags = list_checkpoints(rank.place(_KILL), storage_options=rank.options)
     complete = [tag.tag for tag in tags if tag.complete]
@@ -258,7 +258,7 @@ def _kill(rank: Rank) -> tuple[str, dict[str, Any]]:
         steps_after=2,
         new_process=False,
     )
-    return "step_2 never became visible; 2 steps after step_1 equal the uninterrupted ones", {"told": told}
+    return "step_2 never became visible; 2 steps after step_1 equal the uninterrupted ones", {"told": message}
 
 
 def _compilations(rank: Rank) -> tuple[str, dict[str, Any]]:

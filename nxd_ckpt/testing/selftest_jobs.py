@@ -1,4 +1,4 @@
-"""What a rank of the self-test trains: a small model, sharded in each of the ways that are used on the device."""
+"""The training of a rank of the self-test: a small model, sharded in each way that is used on the device."""
 
 from __future__ import annotations
 
@@ -123,8 +123,8 @@ def _default_device() -> str:
     if find_spec("torch_xla") is not None and find_spec("libneuronxla") is not None:
         return "xla"
     accelerator = getattr(torch, "accelerator", None)
-    found = accelerator.current_accelerator() if accelerator is not None and accelerator.is_available() else None
-    return "cpu" if found is None else str(found.type)
+    current = accelerator.current_accelerator() if accelerator is not None and accelerator.is_available() else None
+    return "cpu" if current is None else str(current.type)
 
 
 def _numbered(name: str, rank: int) -> torch.device:

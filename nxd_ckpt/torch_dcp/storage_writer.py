@@ -333,15 +333,15 @@ def _chunk(name: str, item: WriteItem, planner: SavePlanner) -> Chunk:
 
 
 def _tensor(item: WriteItem, planner: SavePlanner) -> torch.Tensor:
-    found = planner.resolve_data(item)
-    if not isinstance(found, torch.Tensor):
-        raise InvalidArgument(f"{item.index.fqn}: planned as a tensor, but the planner gives {type(found).__name__}")
-    if is_traceable_wrapper_subclass(found):
+    value = planner.resolve_data(item)
+    if not isinstance(value, torch.Tensor):
+        raise InvalidArgument(f"{item.index.fqn}: planned as a tensor, but the planner gives {type(value).__name__}")
+    if is_traceable_wrapper_subclass(value):
         raise UnsupportedState(
-            f"{item.index.fqn} is a {type(found).__module__}.{type(found).__qualname__}, of whose values only a plain "
+            f"{item.index.fqn} is a {type(value).__module__}.{type(value).__qualname__}, of whose values only a plain "
             "copy would be saved: save by nxd_ckpt.dcp.save, which saves the tensors that it is made of"
         )
-    return found.detach()
+    return value.detach()
 
 
 def _tensor_bytes(item: WriteItem, planner: SavePlanner) -> bytes:

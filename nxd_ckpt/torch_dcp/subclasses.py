@@ -124,8 +124,8 @@ def _plain(value: Any) -> Any:
         return {"dict": [[_plain(key), _plain(child)] for key, child in value.items()]}
     if isinstance(value, torch.dtype):
         return {"dtype": str(value).removeprefix("torch.")}
-    told = repr(value)
-    return {"other": _class_name(type(value)) if " at 0x" in told else f"{_class_name(type(value))}: {told}"}
+    text = repr(value)
+    return {"other": _class_name(type(value)) if " at 0x" in text else f"{_class_name(type(value))}: {text}"}
 
 
 def _from_plain(value: Any) -> Any:
@@ -237,26 +237,26 @@ class Targets:
         return of.__tensor_unflatten__(inner, context, tuple(about["shape"]), tuple(about["stride"]))
 
 
-def _settle(loaded: Any, given: Any) -> None:
-    """Values and tensors that are no subclass's, where a copy of their container was loaded into."""
-    if loaded is given:
+def _settle(loaded: Any, target: Any) -> None:
+    """Put values and tensors of no subclass into ``target``, if a copy of their container was loaded into."""
+    if loaded is target:
         return
-    for key in given if isinstance(given, Mapping) else range(len(given)):
-        if isinstance(given, Mapping) and key not in loaded:
+    for key in target if isinstance(target, Mapping) else range(len(target)):
+        if isinstance(target, Mapping) and key not in loaded:
             continue
         child = loaded[key]
-        if isinstance(given[key], (Mapping, list)) and isinstance(child, type(given[key])):
-            _settle(child, given[key])
-        elif isinstance(child, torch.Tensor) or not isinstance(given[key], torch.Tensor):
-            given[key] = child  # a tensor too, where torch made one in place of a meta tensor
+        if isinstance(target[key], (Mapping, list)) and isinstance(child, type(target[key])):
+            _settle(child, target[key])
+        elif isinstance(child, torch.Tensor) or not isinstance(target[key], torch.Tensor):
+            target[key] = child  # a tensor too, where torch made one in place of a meta tensor
 
 
 def _class_of(about: Any, tensor: str) -> Any:
-    found: Any = sys.modules.get(about["module"])
+    kind: Any = sys.modules.get(about["module"])
     for part in about["class"].split("."):
-        found = getattr(found, part, None)
-    if isinstance(found, type) and issubclass(found, torch.Tensor) and hasattr(found, "__tensor_unflatten__"):
-        return found
+        kind = getattr(kind, part, None)
+    if isinstance(kind, type) and issubclass(kind, torch.Tensor) and hasattr(kind, "__tensor_unflatten__"):
+        return kind
     raise UnsupportedState(
         f"{tensor} was saved as a {_class(about)}, and no imported module has this class: import it before the load, "
         f"or leave {tensor} out of the state dict"
