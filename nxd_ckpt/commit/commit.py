@@ -7,6 +7,7 @@ verdict is written.
 
 from __future__ import annotations
 
+import errno
 import logging
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -181,20 +182,30 @@ def retire(session: Session, tag: str) -> bool:
 def clear_failed(session: Session, attempt: str) -> None:
     """Remove, on rank 0 before ``attempt``, what earlier attempts of this run left, once no rank writes for them.
 
-    This is for full disks on which tags are written in place. It takes no longer than the other ranks take to come to
-    this attempt. The files of ranks that ended, or made no progress for ``timeout`` seconds, stay: then this attempt
-    fails too, or has enough room.
+    This is for full disks, where the files of ranks that learn late of a failure take the space of this attempt. It
+    takes no longer than the other ranks take to come to this attempt. The files of ranks that ended, or made no
+    progress for ``timeout`` seconds, stay: then this attempt fails too, or has enough room. A disk that takes nothing
+    for another reason is not waited for: raises its OSError.
     """
     storage, (run_id, _, counter) = session.storage, attempt.rpartition("-")
     for entry in storage.list(STAGING) if is_mounted(storage) else ():
         run, _, number = entry.name.rpartition("-")
         if run == run_id and number.isdigit() and int(number) < int(counter):
+            _show_work(storage, attempt)
             ranks, timeout = session.topology.world_size, session.timeout
             if voting.await_votes(
                 storage, entry.name, ranks, timeout, attempt, session.is_leaving, session.is_gone
             ):
                 session.require()
                 _clear(session, staging_dir(entry.name))
+
+
+def _show_work(storage: Storage, attempt: str) -> None:
+    try:
+        voting.report_progress(storage, attempt, 0, effects.monotonic_ns())
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
 
 
 def clean_up(session: Session, counter: int) -> None:

@@ -80,6 +80,8 @@ class Session:
     """
     is_gone: Callable[[int], bool] = lambda rank: False
     """Return whether that rank's process is known to have ended."""
+    last_failed: bool = False
+    """True if the last attempt ended with a verdict of rank 0 that it failed: the next one waits for its space."""
     last_saved: str | None = None
     """The tag of the last save of this run that became visible."""
     _spares: list[str] = field(default_factory=list)

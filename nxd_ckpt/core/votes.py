@@ -111,9 +111,10 @@ def load_verdict(data: bytes, where: str) -> Verdict:
 
 
 def raise_error_of(vote: Vote) -> None:
-    """Raise SaveFailed, naming rank and cause, if this vote reports a failure."""
+    """Raise SaveFailed, naming rank and cause, if this vote reports a failure; RanksDisagree if that was the cause."""
     if vote.error is not None:
-        raise SaveFailed(f"rank {vote.rank} failed: {in_words(vote.error)}")
+        kind = RanksDisagree if vote.error[0] == RanksDisagree.__name__ else SaveFailed
+        raise kind(f"rank {vote.rank} failed: {in_words(vote.error)}")
 
 
 def judge(votes: Sequence[Vote], topology: Topology, leader_of: Mapping[int, int] | None = None) -> None:

@@ -106,17 +106,19 @@ class SaveAttempt:
             return
         try:
             self._pass_over()
-            if session.topology.rank == 0 and self.publication.in_place:
+            # Each rank had the same verdict on the attempt before, so that they agree on whether rank 0 opens this one.
+            is_opened, session.last_failed = self.publication.in_place or session.last_failed, False
+            if session.topology.rank == 0 and is_opened:
                 clear_failed(session, self.attempt)
             for attempt, vote in list(session.lost_votes.items()):
                 voting.cast(session.storage, attempt, vote)
                 del session.lost_votes[attempt]
-            if session.topology.rank > 0 and self.publication.in_place and self.error is None:
+            if session.topology.rank > 0 and is_opened and self.error is None:
                 self._await_opening()  # before anything is written: there may be no room before
             session.storage.make_dir(verdict_dir(self.attempt))
             session.keep_spares()
             if session.topology.rank == 0:
-                self._open_vote()
+                self._open_vote(is_opened)
             if self.error is None:
                 session.storage.make_dir(self.publication.folder)
                 if self._dedup and self._writer is not None:
@@ -157,15 +159,15 @@ class SaveAttempt:
             if rank0:
                 error = SaveFailed(f"rank 0 did not make this save, but that of {self.tag!r}")
                 voting.announce(storage, self.attempt, Verdict(to_wire(error), tag=tag))
-            elif self.publication.in_place:
+            else:
                 missed = SaveFailed(f"this rank did not make the save of {tag!r}")
                 voting.cast(storage, self.attempt, Vote(self.session.topology.rank, error=to_wire(missed)))
             self._next_attempt()
 
-    def _open_vote(self) -> None:
+    def _open_vote(self, is_awaited: bool) -> None:
         if self.error is None:
             self.publication.begin(self.session)
-            if self.publication.in_place:
+            if is_awaited:
                 voting.open_vote(self.session.storage, self.attempt, self.tag)
 
     def _await_opening(self) -> None:
@@ -332,7 +334,9 @@ class SaveAttempt:
         session, where = self.session, f"{self.session.storage.url}/{votes_dir(self.attempt)}"
         try:
             gone = partial(session.is_gone, 0)
-            return voting.await_verdict(session.storage, self.attempt, self.tag, self._patience, gone)
+            verdict = voting.await_verdict(session.storage, self.attempt, self.tag, self._patience, gone)
+            session.last_failed = verdict.error is not None
+            return verdict
         except (OutcomeUnknown, OSError, MalformedFile) as error:
             if is_visible(session.storage, self.tag, self.attempt):
                 return Verdict()
@@ -382,6 +386,7 @@ class SaveAttempt:
             verdict = Verdict() if seen else Verdict(to_wire(error))
         except Exception as error:
             verdict = Verdict(to_wire(SaveFailed(f"rank 0 could not commit it: {in_words(to_wire(error))}")))
+        session.last_failed = verdict.error is not None
         announce = partial(
             voting.announce,
             session.storage,

@@ -3,8 +3,10 @@ leaves what was; as soon as the disk takes it, the next one works."""
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -23,6 +25,8 @@ from nxd_ckpt import (
     save_checkpoint,
 )
 from nxd_ckpt.errors import CheckpointError
+from nxd_ckpt.storage.local import LocalStorage
+from nxd_ckpt.testing.storage import HookedStorage, Operation
 from tests.protocol.job import Job, until
 from tests.protocol.states import PATIENCE, SHORT, lose_patience
 from tests.support.full_disks import FULL, PAGE, inodes_left, pages_left
@@ -32,6 +36,7 @@ pytestmark = [pytest.mark.plain, pytest.mark.once, needs_mounts("/dev/loop-contr
 
 WORLD = 2
 MIB = 2**20
+STAGED = "staging/first-2/"
 PIECE = 2**14
 """Numbers of a tensor of 64 KiB: its file goes through the page cache, so that a sync finds what is wrong."""
 
@@ -177,6 +182,34 @@ def test_a_disk_without_inodes(tmp_path: Path, ranks: int, count: int) -> None:
 
     with mounted("tmpfs", tmp_path / "disk", "-t", "tmpfs", "-o", "size=4m,nr_inodes=300") as disk:
         check_the_next_save(disk, ranks, lambda: inodes_left(disk, count), freed)
+
+
+def slow_to_leave(rank: int, path: Path, gate: Path) -> list[str]:
+    """Three saves, the second too large. Rank 1 writes for it once rank 0 has given up, and clears away late."""
+
+    def hook(operation: Operation) -> None:
+        if rank == 1 and STAGED in operation.key and operation.name == "write_at":
+            until(gate.exists)
+            pages_left(path.parent, 0)  # as its own file takes all space until it is closed
+            time.sleep(1.0)
+            (path.parent / "filler").unlink()
+
+    storage = HookedStorage(LocalStorage(path), hook)
+    topology = Topology(tp=WORLD, rank=rank)
+    with Checkpointer(path, storage=storage, topology=topology, run_id="first", timeout=PATIENCE) as saver:
+        outcomes = [outcome(saver, 1), outcome(saver, 2, 8 * MIB)]
+        if rank == 0:
+            gate.touch()
+            until(lambda: os.statvfs(path.parent).f_bavail == 0)
+        return [*outcomes, outcome(saver, 3)]
+
+
+def test_a_rank_that_leaves_a_failed_save_late(tmp_path: Path) -> None:
+    """Its files take all space when rank 0 comes to the next save, which waits for it."""
+    with mounted("tmpfs", tmp_path / "disk", "-t", "tmpfs", "-o", "size=4m") as disk:
+        for first, second, third in Job(WORLD, slow_to_leave, disk / "run", tmp_path / "gate").values():
+            assert ["saved", "saved"] == [first, third]
+            assert FULL in second
 
 
 def test_a_full_ext4(tmp_path: Path) -> None:

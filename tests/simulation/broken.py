@@ -199,9 +199,9 @@ BREAKS = [
         "A rank does not wait for the verdict.", "disk",
         {
             _SAVING: (
-                "            return voting.await_verdict("
+                "            verdict = voting.await_verdict("
                 "session.storage, self.attempt, self.tag, self._patience, gone)\n",
-                "            return Verdict()\n",
+                "            verdict = Verdict()\n",
             )
         },
     ),
