@@ -28,10 +28,17 @@ from nxd_ckpt.coordination.at_exit import close_at_exit, forget
 from nxd_ckpt.coordination.replacement import Replacement
 from nxd_ckpt.core.manifest import CRC_BLOCK
 from nxd_ckpt.core.names import DONE, HIDDEN, MANIFEST
-from nxd_ckpt.errors import CheckpointError, InvalidArgument, OutcomeUnknown, SaveFailed, as_checkpoint_errors
+from nxd_ckpt.errors import (
+    CheckpointError,
+    InvalidArgument,
+    OutcomeUnknown,
+    PartNotFound,
+    SaveFailed,
+    as_checkpoint_errors,
+)
 from nxd_ckpt.integrations.output_lease import HeldLeases, OutputLease
 from nxd_ckpt.integrations.written_files import WrittenFiles, raise_unless_absent
-from nxd_ckpt.output.transfer import sync
+from nxd_ckpt.output.transfer import link_or_copy, sync
 from nxd_ckpt.save.background import Helpers
 from nxd_ckpt.save.pending import PendingSave
 from nxd_ckpt.storage.local import LocalStorage
@@ -320,7 +327,7 @@ class SealedDirectory:
         output.write(f"{staged}/{DIGESTS}", json.dumps(digests, indent=1).encode())
         output.sync_dir(staged)
         storage.make_dir(self._folder)
-        self._refuse_two_of_a_name()
+        linked = self._link_added()
         self._require_lease()
         try:
             replacement.make()
@@ -332,37 +339,63 @@ class SealedDirectory:
         except OSError:
             replacement.undo()
             raise
-        self._keep_added(replacement.aside)
-        with suppress(OSError):  # it goes with all that is left of this attempt
-            storage.remove(replacement.aside)
-
-    def _refuse_two_of_a_name(self) -> None:
-        """Raise SaveFailed if a callback wrote a file that the checkpoint has as well, to the visible place."""
-        for name in self._replaced.added(self.path):
-            if os.path.lexists(os.path.join(self.staged, name)):
-                raise SaveFailed(
-                    f"{os.path.join(self.path, name)} was written there while the checkpoint was being saved, which "
-                    "has a file of that name. It was left alone, and the checkpoint was not made visible. A callback "
-                    "must use other names for its files"
-                )
-
-    def _keep_added(self, aside: str) -> None:
-        """Move files that callbacks wrote to the visible place during the save into the directory."""
-        added = self._replaced.added(os.path.join(self._storage.url, aside))
-        for name in added:
-            kept = os.path.join(self._name, name)
-            if os.path.lexists(os.path.join(self._storage.url, kept)):
-                kept = f"{kept}.{self._attempt}"  # it came after the last look
-            self._storage.make_dir(os.path.dirname(kept))
-            self._storage.rename(os.path.join(aside, name), kept)
-            self._storage.sync_dir(os.path.dirname(kept))
-        if added:
+        try:
+            linked += self._keep_late(replacement.aside, linked)
+        except OSError as error:  # the save has succeeded
+            logger.warning("%s: a file that was written there as it was replaced is lost: %s", self.path, error)
+        if linked:
             logger.warning(
                 "%s: %s was written there before the checkpoint was visible. It is kept beside the checkpoint's files, "
                 "but is not one of them: a resume refuses it, unless files_added_later names it",
                 self.path,
-                ", ".join(added[:5]) + (f" and {len(added) - 5} more files" if len(added) > 5 else ""),
+                ", ".join(linked[:5]) + (f" and {len(linked) - 5} more files" if len(linked) > 5 else ""),
             )
+        with suppress(OSError):  # it goes with all that is left of this attempt
+            storage.remove(replacement.aside)
+
+    def _link_added(self) -> list[str]:
+        """Link files that callbacks wrote to the visible place into the directory that will replace it; return them.
+
+        So they are in the visible directory at every instant, whenever the process is killed. Raises SaveFailed if the
+        checkpoint has a file of that name as well.
+        """
+        added = self._replaced.added(self.path)
+        for name in added:
+            source, target = os.path.join(self.path, name), os.path.join(self.staged, name)
+            if os.path.lexists(target):
+                raise SaveFailed(
+                    f"{source} was written there while the checkpoint was being saved, which "
+                    "has a file of that name. It was left alone, and the checkpoint was not made visible. A callback "
+                    "must use other names for its files"
+                )
+            self._link(os.path.join(self._name, name), os.path.relpath(target, self._storage.url))
+        return added
+
+    def _link(self, source: str, target: str) -> None:
+        storage = self._storage
+        storage.make_dir(os.path.dirname(target))
+        with suppress(FileNotFoundError, PartNotFound):  # the callback has removed it
+            try:
+                os.link(storage.path(source), storage.path(target))
+            except FileNotFoundError:
+                raise
+            except OSError:  # a file system without hard links
+                link_or_copy(storage, source, storage, target, None, lambda nbytes: None)
+            sync(storage, target)
+        storage.sync_dir(os.path.dirname(target))
+
+    def _keep_late(self, aside: str, linked: Sequence[str]) -> list[str]:
+        """Move files that callbacks wrote after the others were ``linked`` into the directory; return their names."""
+        added = self._replaced.added(os.path.join(self._storage.url, aside))
+        late = [name for name in added if name not in linked]
+        for name in late:
+            kept = os.path.join(self._name, name)
+            if os.path.lexists(os.path.join(self._storage.url, kept)):
+                kept = f"{kept}.{self._attempt}"
+            self._storage.make_dir(os.path.dirname(kept))
+            self._storage.rename(os.path.join(aside, name), kept)
+            self._storage.sync_dir(os.path.dirname(kept))
+        return late
 
     def _replacement(self, staged: str) -> Replacement:
         """Return the replacement by ``staged``, a key below the folder of incomplete directories, under its name."""

@@ -26,10 +26,14 @@ pytestmark = [pytest.mark.plain, pytest.mark.once]
 NAME = "checkpoints/checkpoint_1"
 
 
-def save(root: Path, content: bytes, name: str = "weights") -> None:
+def save(root: Path, content: bytes, name: str = "weights", added: str = "") -> None:
+    """A callback has ``added`` a file to the visible place by then."""
     directory = SealedDirectory(str(root), NAME)
     directory.begin()
     Path(directory.staged, name).write_bytes(content)
+    if added:
+        Path(root, NAME, added).parent.mkdir(parents=True, exist_ok=True)
+        Path(root, NAME, added).write_bytes(b"of a callback")
     with directory.publishing(is_rank_0=True):
         pass
     directory.wait(None)
@@ -61,6 +65,50 @@ def test_a_replacement_that_is_killed_anywhere_leaves_the_old_or_the_new(tmp_pat
         found.append(content(root))
     assert sorted(found, reverse=True) == found
     assert {b"old", b"new"} == {*found}
+
+
+@pytest.mark.parametrize("replaces", [False, True])
+def test_a_callbacks_file_outlives_a_kill_anywhere(tmp_path: Path, replaces: bool) -> None:
+    """It is at the visible place at every instant."""
+
+    def prepared(root: Path) -> Path:
+        if replaces:
+            save(root, b"old")
+        return root
+
+    rehearsal = prepared(tmp_path / "rehearsal")
+    for number in range(in_a_process(partial(save, rehearsal, b"new", added="metrics/a.json"))):
+        root = prepared(tmp_path / str(number))
+        assert in_a_process(partial(save, root, b"new", added="metrics/a.json"), number) < 0
+        SealedDirectory(str(root), "checkpoints/checkpoint_2").begin()
+        file, weights = root / NAME / "metrics/a.json", root / NAME / "weights"
+        if file.exists():
+            assert b"of a callback" == file.read_bytes()
+        else:  # killed before the callback
+            assert not weights.exists() or b"old" == content(root)
+
+
+@pytest.mark.usefixtures("no_exchange")
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_callbacks_file_that_comes_at_the_last_instant(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, fails: bool
+) -> None:
+    """It is kept; if it cannot be, that is said, and the save has succeeded."""
+    save(tmp_path, b"old")
+    rename = LocalStorage.rename
+
+    def renaming(storage: LocalStorage, old: str, new: str) -> None:
+        if old == NAME:
+            (tmp_path / NAME / "late").touch()
+        if fails and old.endswith("late"):
+            raise OSError("no")
+        rename(storage, old, new)
+
+    monkeypatch.setattr(LocalStorage, "rename", renaming)
+    save(tmp_path, b"new")
+    assert b"new" == (tmp_path / NAME / "weights").read_bytes()
+    assert fails != (tmp_path / NAME / "late").exists()
+    assert ("is lost: no" if fails else "late was written there before") in caplog.text
 
 
 @pytest.mark.usefixtures("no_exchange")
