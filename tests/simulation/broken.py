@@ -43,6 +43,7 @@ _EVERY_STATE = {"every state": False, "every state, local": True}
 SCHEDULES: dict[str, Callable[[int], Schedule]] = {
     **PLACES,
     "two faults": DiskSchedule.with_two_faults,
+    "an undone save": DiskSchedule.with_power_lost_after_an_undone_save,
     "power after a takeover": DiskSchedule.with_power_lost_after_a_takeover,
     "a launch after a swap": DiskSchedule.with_a_launch_after_a_swap,
     "a reader at a swap": DiskSchedule.with_reader_at_a_swap,
@@ -415,9 +416,8 @@ BREAKS += [
         {_CHOOSING: (" and not lease.job_lives(storage, patience=_SWAP_TAKES):", ":")},
     ),
     Break(
-        "What undoes a save is not synced.", "two faults",
+        "What undoes a save is not synced.", "an undone save",
         {_JOURNAL: ("        moves()\n        _sync(storage)\n", "        moves()\n")},
-        lambda schedule: schedule.rank == 0 and schedule.fault in ("error", "sync"),
     ),
     Break(
         "The trash is emptied while there is a journal.", "disk",

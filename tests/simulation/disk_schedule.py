@@ -81,6 +81,18 @@ class DiskSchedule(Schedule):
         return replace(one, fault=fault, at=at, at_rename=fault in ("error", "stall"), then=then)
 
     @staticmethod
+    def with_power_lost_after_an_undone_save(seed: int) -> DiskSchedule:
+        """A rename or sync of rank 0 fails, where a tag is replaced; power is lost soon after it."""
+        random = Random(f"undone {seed}")
+        at_rename = random.random() < 0.5
+        effects = RENAMES[0] if at_rename else EFFECTS[0]
+        return DiskSchedule(
+            seed, (Save("a", 1), Save("a", 2)), "error" if at_rename else "sync", 0, effects + random.randrange(effects),
+            machines=("one", "two", "three"), swaps=random.random() < 0.3, at_rename=at_rename,
+            then=1 + random.randrange(16),
+        )
+
+    @staticmethod
     def with_power_lost_after_a_takeover(seed: int) -> DiskSchedule:
         """Rank 0 stands still, another job takes over, and power is lost: while that one saves, or when the rank has
         woken."""
