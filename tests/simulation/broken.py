@@ -596,7 +596,8 @@ def broken(number: int, limit: int, seconds: float) -> Found:
             text = path.read_text()
             assert text.count(old) == 1, f"{name} has {text.count(old)} times {old!r}"
             path.write_text(text.replace(old, new))
-        code = f"from tests.simulation.broken import *; print(*schedules_until_noticed({number}, {limit}, float('{seconds}')))"
+        arguments = f"{number}, {limit}, float('{seconds}')"
+        code = f"from tests.simulation.broken import *; print(*schedules_until_noticed({arguments}))"
         environment = {**os.environ, "PYTHONPATH": copy, "OMP_NUM_THREADS": "1"}
         command = [sys.executable, "-c", code]
         done = subprocess.run(command, cwd=copy, env=environment, stdout=subprocess.PIPE, text=True, check=True)

@@ -87,8 +87,9 @@ class DiskSchedule(Schedule):
         at_rename = random.random() < 0.5
         effects = RENAMES[0] if at_rename else EFFECTS[0]
         return DiskSchedule(
-            seed, (Save("a", 1), Save("a", 2)), "error" if at_rename else "sync", 0, effects + random.randrange(effects),
-            machines=("one", "two", "three"), swaps=random.random() < 0.3, at_rename=at_rename,
+            seed, (Save("a", 1), Save("a", 2)), "error" if at_rename else "sync", 0,
+            effects + random.randrange(effects), machines=("one", "two", "three"),
+            swaps=random.random() < 0.3, at_rename=at_rename,
             then=1 + random.randrange(16),
         )
 
