@@ -2,8 +2,10 @@
 #
 #   PYTHON=python3.11       interpreter for new environments (3.10 or newer, one that torch-xla 2.9 has wheels for)
 #   VENV=dir                environment with torch 2.9 and torch-xla 2.9 (about 7 GB: PyPI's torch brings CUDA)
-#   VENV_PLAIN=dir          environment with torch 2.13 and no torch-xla, for the tests marked `plain`
-#   PYTHONS="python3.12"    interpreters of `make test-pythons`; those that are not installed are left out
+#   VENV_PLAIN=dir          environment without torch-xla, for the tests marked `plain`: Python 3.12 or newer with torch
+#                           2.14, as AWS ships them, where such an interpreter is found, else PYTHON with torch 2.13
+#   PYTHON_PLAIN=python3.13 interpreter for it
+#   PYTHONS="3.12 3.13"     Pythons of `make test-pythons`; those that are not found are left out
 #   TORCH="torch==2.15.*"   torch of `make test-pythons`
 #   PYTEST_ARGS="-k name"   further arguments for pytest
 #   STORE=s3                `make demo` saves to an S3 server, which it starts on this machine
@@ -13,8 +15,10 @@
 PYTHON ?= python3
 VENV ?= .venv
 VENV_PLAIN ?= .venv-plain
-PYTHONS ?= python3.10 python3.12 python3.13 python3.14
-TORCH ?= torch==2.13.*
+PYTHON_PLAIN ?= $(or $(shell tools/find_python 3.12 3.13 3.14),$(PYTHON))
+PYTHONS ?= 3.10 3.12 3.13 3.14
+TORCH ?= torch==2.14.*
+TORCH_PLAIN ?= 'torch==2.14.*; python_version >= "3.12"' 'torch==2.13.*; python_version < "3.12"'
 PYTEST_ARGS ?=
 BENCH_ARGS ?=
 MUTANTS_ARGS ?=
@@ -50,14 +54,12 @@ test-xla: $(XLA_READY)
 test-plain: $(PLAIN_READY)
 	$(VENV_PLAIN)/bin/python -m pytest -m "plain and not soak" -n 3 --dist loadfile $(PYTEST_ARGS)
 
-# Files and planning on other interpreters; no part of `make test`. Each gets an environment of its own, of 1 to 6 GB.
+# The tests marked `plain` on other interpreters; no part of `make test`. Each gets an environment of 1 to 6 GB.
 test-pythons:
-	set -e; for python in $(PYTHONS); do \
-	    if ! $$python -c '' 2>/dev/null; then echo "$$python is not installed: left out"; continue; fi; \
-	    venv=$(VENV_PLAIN)-$$python; \
-	    test -x $$venv/bin/python || $$python -m venv $$venv; \
-	    $$venv/bin/python -m pip install --quiet --no-compile --editable '.[dev]' '$(TORCH)'; \
-	    $$venv/bin/python -m pytest -m "plain and once and not soak" $(PYTEST_ARGS); \
+	set -e; for version in $(PYTHONS); do \
+	    python=$$(tools/find_python $$version); \
+	    if test -z "$$python"; then echo "Python $$version is not found: left out"; continue; fi; \
+	    $(MAKE) test-plain VENV_PLAIN=$(VENV_PLAIN)-$$version PYTHON_PLAIN=$$python TORCH_PLAIN='"$(TORCH)"'; \
 	done
 
 soak: $(XLA_READY)
@@ -117,8 +119,9 @@ $(BENCH_READY): $(XLA_READY)
 	touch $@
 
 $(PLAIN_READY): pyproject.toml setup.py
-	test -x $(VENV_PLAIN)/bin/python || $(PYTHON) -m venv $(VENV_PLAIN)
-	flock setup.py $(VENV_PLAIN)/bin/python -m pip install --quiet --no-compile --editable '.[dev]' 'torch==2.13.*'
+	test -x $(VENV_PLAIN)/bin/python || $(PYTHON_PLAIN) -m venv $(VENV_PLAIN)
+	@echo "Tests marked plain run on $$($(VENV_PLAIN)/bin/python --version)"
+	flock setup.py $(VENV_PLAIN)/bin/python -m pip install --quiet --no-compile --editable '.[dev]' $(TORCH_PLAIN)
 	$(VENV_PLAIN)/bin/python -m pip install --quiet --no-compile --no-deps $(TITAN) || echo "TorchTitan is not tested: it needs Python 3.11"
 	$(VENV_PLAIN)/bin/python -m pip install --quiet --no-compile --no-deps --upgrade $(OLD_TITAN)
 	touch $@
