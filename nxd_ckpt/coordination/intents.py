@@ -57,6 +57,9 @@ def clear(storage: Storage, key: str, confirm: Callable[[], bool]) -> None:
         storage.discard_unfinished(tag)
     if storage.renames and key.rpartition("/")[0] in (STAGING, COPIES) and storage.is_dir(key):
         key = _moved_away(storage, key)
+        if storage.is_file(f"{key}/{DONE}"):
+            # It was a tag, if only for a moment: its name must be gone for good before its files are.
+            storage.sync_dir("")
     storage.remove(key)
 
 

@@ -30,7 +30,7 @@ def publish(storage: Storage, attempt: str, tag: str) -> None:
     """Rename the complete, synced staging directory of ``attempt`` to ``tag`` and make that durable.
 
     Raises OSError, and restores the state before: a tag that is not durable must not stay visible, and the tag that it
-    was to replace must not stay away.
+    was to replace must not stay away. If that fails, too, the message says that a power cut may bring either.
     """
     recover(storage)  # an earlier swap of this job may not be finished yet
     replacement, replaces = _replacement(storage, attempt, tag), storage.is_dir(tag)
@@ -43,8 +43,9 @@ def publish(storage: Storage, attempt: str, tag: str) -> None:
         replacement.make()
         restore = replacement.undo
         _sync(storage)
-    except OSError:
-        _restore(replacement, restore)
+    except OSError as error:
+        if not _restore(replacement, restore):
+            raise not_undone(error, tag) from error
         raise
     if replaces:
         try:
@@ -55,12 +56,24 @@ def publish(storage: Storage, attempt: str, tag: str) -> None:
         discard_trash(storage, attempt.rpartition("-")[0])
 
 
+def not_undone(error: OSError, name: str) -> OSError:
+    """Return the error of a save that could not be made durable, and whose undoing could not be either."""
+    return OSError(
+        error.errno,
+        f"{error.strerror or error}; its undoing is not durable either: {name} may be there after a power cut. Look at "
+        "the disk, then save again",
+        error.filename,
+    )
+
+
 def _replacement(storage: Storage, attempt: str, tag: str) -> Replacement:
     return Replacement(storage, staging_dir(attempt), tag, trash_file(attempt, tag))
 
 
-def _restore(replacement: Replacement, moves: Callable[[], None]) -> None:
+def _restore(replacement: Replacement, moves: Callable[[], None]) -> bool:
     """Undo a failed publication. If this fails, the journal stays, and the next job to open the directory tries again.
+
+    Returns whether the state before is durable.
     """
     storage = replacement.storage
     try:
@@ -69,6 +82,8 @@ def _restore(replacement: Replacement, moves: Callable[[], None]) -> None:
         _forget(storage)
     except OSError as error:
         logger.error("%s: a failed save of %r could not be undone yet: %s", storage.url, replacement.target, error)
+        return False
+    return True
 
 
 def recover(storage: Storage) -> None:

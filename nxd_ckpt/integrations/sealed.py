@@ -25,6 +25,7 @@ from functools import partial
 
 from nxd_ckpt.coordination.agreement import Agreement, SingleProcessAgreement, decided_by_rank0
 from nxd_ckpt.coordination.at_exit import close_at_exit, forget
+from nxd_ckpt.coordination.journal import not_undone
 from nxd_ckpt.coordination.replacement import Replacement
 from nxd_ckpt.core.manifest import CRC_BLOCK
 from nxd_ckpt.core.names import DONE, HIDDEN, MANIFEST
@@ -154,6 +155,9 @@ class SealedDirectory:
                     self._require_lease()
                     self._replacement(staged.removesuffix(_ASIDE)).settle()
                     self._storage.sync_dir(self._folder)
+        if leftover:
+            # One may have been visible for a moment: its name must be gone for good before its files are.
+            self._storage.sync_dir(self._folder)
         for name in leftover:
             self._require_lease()
             self._output.remove(name)
@@ -336,8 +340,8 @@ class SealedDirectory:
             raise
         try:
             storage.sync_dir(self._folder)
-        except OSError:
-            replacement.undo()
+        except OSError as error:
+            self._undo(replacement, error)
             raise
         try:
             linked += self._keep_late(replacement.aside, linked)
@@ -352,6 +356,14 @@ class SealedDirectory:
             )
         with suppress(OSError):  # it goes with all that is left of this attempt
             storage.remove(replacement.aside)
+
+    def _undo(self, replacement: Replacement, error: OSError) -> None:
+        """Restore the state before. If that fails, too, raise an OSError that says so."""
+        try:
+            replacement.undo()
+            self._storage.sync_dir(self._folder)
+        except OSError:
+            raise not_undone(error, self.path) from error
 
     def _link_added(self) -> list[str]:
         """Link files that callbacks wrote to the visible place into the directory that will replace it; return them.

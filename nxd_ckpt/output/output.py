@@ -94,11 +94,18 @@ class Output:
     def discard(self) -> None:
         """Remove the files of a failed output."""
         with suppress(OSError):
-            self.storage.remove(self.folder)
+            self._remove_unfinished()
+
+    def _remove_unfinished(self) -> None:
+        storage = self.storage
+        if storage.renames and (storage.is_dir(self.folder) or storage.is_file(self.folder)):
+            # It may have been visible for a moment: its name must be gone for good before its files are.
+            storage.sync_dir("")
+        storage.remove(self.folder)
 
     def _remove_remains(self) -> None:
         storage, replacement = self.storage, self.place.replacement(self.storage)
-        storage.remove(self.folder)
+        self._remove_unfinished()
         if storage.renames and replacement.is_there(replacement.aside):
             # While it is removed, it must not have the name from which it would be restored.
             storage.rename(replacement.aside, replacement.finished)

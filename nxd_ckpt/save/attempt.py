@@ -305,8 +305,12 @@ class SaveAttempt:
                 self.session.lost_votes[self.attempt] = lost
 
     def _make_room(self) -> None:
-        """Remove this rank's files of a failed attempt: on a full disk even a vote needs their space."""
-        if self._writer is not None and self.session.storage.renames:
+        """Remove this rank's files of a failed attempt: on a full disk even a vote needs their space.
+
+        Those of an attempt that was visible for a moment stay until that is undone for good, see coordination.intents.
+        """
+        storage, done = self.session.storage, f"{self.publication.folder}/{names.DONE}"
+        if self._writer is not None and storage.renames and not storage.is_file(done):
             self._writer.discard()
 
     def _vote(self, index: RankLine | None) -> Vote:

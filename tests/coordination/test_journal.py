@@ -315,7 +315,7 @@ def test_an_earlier_swap_is_finished_first(tmp_path: Path) -> None:
 
 
 def test_an_undo_that_fails_is_left_to_the_next(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """The save has failed with its own error; the journal stays, and whoever comes next settles it."""
+    """The save has failed with its own error, which says so; the journal stays, and whoever comes next settles it."""
     storage, broken = prepare(tmp_path, old=True), False
 
     def hook(operation: Operation) -> None:
@@ -324,7 +324,7 @@ def test_an_undo_that_fails_is_left_to_the_next(tmp_path: Path, caplog: pytest.L
         if broken and operation.name in (*CHANGING, "swap"):
             raise OSError(errno.EROFS, f"{operation.name} failed")
 
-    with pytest.raises(OSError, match=r"(rename|swap) failed"):
+    with pytest.raises(OSError, match=r"(rename|swap) failed; its undoing is not durable either: tag may be there"):
         journal.publish(HookedStorage(storage, hook), ATTEMPT, TAG)
     assert "a failed save of 'tag' could not be undone yet" in caplog.text
     assert journal.is_open(storage)

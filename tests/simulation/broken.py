@@ -29,6 +29,7 @@ from tests.simulation.store_schedule import StoreSchedule
 from tests.support.reliability import REPOSITORY, date_and_commit, put, rows_of, table
 
 _JOURNAL, _LEASE, _REPLACEMENT = (f"nxd_ckpt/coordination/{name}.py" for name in ("journal", "lease", "replacement"))
+_INTENTS = "nxd_ckpt/coordination/intents.py"
 _COMMIT, _PUBLICATION, _VOTING = (f"nxd_ckpt/commit/{name}.py" for name in ("commit", "publication", "voting"))
 _SAVING, _SAVED_FILES = "nxd_ckpt/save/attempt.py", "nxd_ckpt/save/writing.py"
 _IDENTITY = "nxd_ckpt/tag/identity.py"
@@ -182,7 +183,7 @@ BREAKS = [
     ),
     Break(
         "A save whose sync failed is not undone.", "disk",
-        {_JOURNAL: ("        _restore(replacement, restore)\n        raise\n", "        raise\n")},
+        {_JOURNAL: ("        if not _restore(replacement, restore):\n", "        if False:\n")},
         lambda schedule: schedule.rank == 0 and schedule.fault in ("error", "sync"),
     ),
     Break("Rank 0 does not wait for the votes of the others.", "disk", _VOTES),
@@ -193,6 +194,15 @@ BREAKS = [
                 "            commit(session, session.topology, votes, request)\n",
                 "            voting.announce(session.storage, self.attempt, replace(Verdict(), tag=self.tag))\n"
                 "            commit(session, session.topology, votes, request)\n",
+            )
+        },
+    ),
+    Break(
+        "An undone save is removed before its name is gone for good.", "an undone save",
+        {
+            _INTENTS: (
+                '            storage.sync_dir("")\n    storage.remove(key)\n',
+                "            pass\n    storage.remove(key)\n",
             )
         },
     ),

@@ -44,6 +44,8 @@ class DiskSchedule(Schedule):
     """Power is lost, too, so many effects of the rank after the fault."""
     then_of_rival: bool = False
     """Whether those are effects of the rival."""
+    syncs: int = 1
+    """So many syncs fail where the fault is "sync"."""
     local: bool = False
     """Whether processes see the disk by our own ``LocalStorage``, whose system calls are simulated."""
     links: bool = True
@@ -82,15 +84,15 @@ class DiskSchedule(Schedule):
 
     @staticmethod
     def with_power_lost_after_an_undone_save(seed: int) -> DiskSchedule:
-        """A rename or sync of rank 0 fails, where a tag is replaced; power is lost soon after it."""
+        """A rename or some syncs of rank 0 fail in the second save; power is lost soon after."""
         random = Random(f"undone {seed}")
-        at_rename = random.random() < 0.5
+        at_rename = random.random() < 0.4
         effects = RENAMES[0] if at_rename else EFFECTS[0]
         return DiskSchedule(
-            seed, (Save("a", 1), Save("a", 2)), "error" if at_rename else "sync", 0,
+            seed, (Save("a", 1), Save(random.choice("aab"), 2)), "error" if at_rename else "sync", 0,
             effects + random.randrange(effects), machines=("one", "two", "three"),
-            swaps=random.random() < 0.3, at_rename=at_rename,
-            then=1 + random.randrange(16),
+            swaps=random.random() < 0.3, at_rename=at_rename, syncs=random.choice((1, 2, 4, 10)),
+            then=1 + random.randrange(40),
         )
 
     @staticmethod
@@ -146,7 +148,7 @@ class DiskRun(Run):
         self._effects = 0
         self._effects_since: int | None = None
         """Those since the fault, of all kinds; None before it."""
-        self._sync_failed = False
+        self._failed_syncs = 0
         self.calls = SystemCalls() if schedule.local else None
 
     def storage(self, process: Process) -> LocalStorage | DiskStorage:
@@ -182,8 +184,8 @@ class DiskRun(Run):
             self._effects_since = 0
         if fault == "full" and at <= count < at + 12 and call in ("create", "write", "mkdir"):
             raise OSError(errno.ENOSPC, "No space left on device", path)
-        if fault == "sync" and at <= count and call == "fsync" and not self._sync_failed:
-            self._sync_failed = True
+        if fault == "sync" and at <= count and call == "fsync" and self._failed_syncs < self.schedule.syncs:
+            self._failed_syncs += 1
             raise OSError(errno.EIO, "Input/output error", path)
         if count != at:
             return

@@ -37,13 +37,14 @@ def test_the_promises_hold_under_any_schedule(place: str, first: int) -> None:
     ("draw", "count"),
     [
         (DiskSchedule.with_two_faults, 250),
+        (DiskSchedule.with_power_lost_after_an_undone_save, 470),
         (DiskSchedule.with_power_lost_after_a_takeover, 40),
         (DiskSchedule.with_a_launch_after_a_swap, 40),
         (DiskSchedule.with_reader_at_a_swap, 30),
         (StoreSchedule.with_lost_replies, 40),
         (LeaseSchedule.of, 300),
     ],
-    ids=["two faults", "a takeover", "a launch at a swap", "a reader at a swap", "lost replies", "lease"],
+    ids=["two faults", "undone", "a takeover", "a launch at a swap", "a reader at a swap", "lost replies", "lease"],
 )
 def test_the_promises_hold_in_directed_schedules(draw: Callable[[int], Schedule], count: int) -> None:
     """Power is lost after another fault, or after a takeover; a reader, or the next launch, comes while a tag is away;
