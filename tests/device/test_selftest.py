@@ -78,8 +78,9 @@ def require_well(outcome: Outcome, not_possible: list[str]) -> None:
 
 
 def shown(page: str) -> str:
-    """A page without what differs between two runs: numbers, their units, and where its lines break for them."""
-    return re.sub("[KM]iB", "MiB", " ".join(steady(page).split()))
+    """A page without what differs between two runs: numbers, their units, torch's build, and where its lines break for
+    them."""
+    return re.sub("[KM]iB", "MiB", re.sub(r"(torch [^ ;+]+)\+\w+", r"\1", " ".join(steady(page).split())))
 
 
 def documented(device: str) -> str:
