@@ -19,11 +19,16 @@ pytestmark = [pytest.mark.plain, pytest.mark.once]
 
 _PRINTS = re.compile(r"^ *print\(.*\)  # (.*)$", re.MULTILINE)
 _IMPORTS = re.compile(r"^ *(?:from|import) (\w+)", re.MULTILINE)
-_DISTRIBUTIONS = {"olmo_core": "ai2-olmo-core", "neuronx_distributed": "[neuron]", "torch_xla": "[xla]"}
+_DISTRIBUTIONS = {
+    "olmo_core": "ai2-olmo-core",
+    "neuronx_distributed": "[neuron]",
+    "pytorch_lightning": "pytorch-lightning",
+    "torch_xla": "[xla]",
+}
 
 ERRORS, TABLE_OF_ERRORS = DOCS / "errors.md", "Errors"
 LONGEST_README = 9_000  # bytes: it introduces, and the pages below docs/ explain
-TESTED_APART = {"cli", "coming-from", "format"}
+TESTED_APART = {"cli", "coming-from", "format", "fsdp2", "integrations"}
 PAGES = [page for page in sorted(DOCS.glob("*.md")) if code_blocks(page, "python")]
 
 
