@@ -26,9 +26,9 @@ pytestmark = [pytest.mark.plain, pytest.mark.once]
 NAME = "checkpoints/checkpoint_1"
 
 
-def save(root: Path, content: bytes, name: str = "weights", added: str = "") -> None:
+def save(root: Path, content: bytes, name: str = "weights", added: str = "", directory_name: str = NAME) -> None:
     """A callback has ``added`` a file to the visible place by then."""
-    directory = SealedDirectory(str(root), NAME)
+    directory = SealedDirectory(str(root), directory_name)
     directory.begin()
     Path(directory.staged, name).write_bytes(content)
     if added:
@@ -80,7 +80,7 @@ def test_a_callbacks_file_outlives_a_kill_anywhere(tmp_path: Path, replaces: boo
     for number in range(in_a_process(partial(save, rehearsal, b"new", added="metrics/a.json"))):
         root = prepared(tmp_path / str(number))
         assert in_a_process(partial(save, root, b"new", added="metrics/a.json"), number) < 0
-        SealedDirectory(str(root), "checkpoints/checkpoint_2").begin()
+        save(root, b"next", directory_name="checkpoints/checkpoint_2")
         file, weights = root / NAME / "metrics/a.json", root / NAME / "weights"
         if file.exists():
             assert b"of a callback" == file.read_bytes()
