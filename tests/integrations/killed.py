@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import multiprocessing
 import os
 import signal
@@ -42,6 +43,7 @@ def in_a_process(run: Callable[[], Any], kill_at: int | None = None) -> int:
     seen = context.Value("i", 0)
 
     def child() -> None:
+        faulthandler.dump_traceback_later(LASTS / 2, exit=False)
         killed_at(kill_at, seen)
         run()
 

@@ -111,6 +111,35 @@ def test_a_callbacks_file_that_comes_at_the_last_instant(
     assert ("is lost: no" if fails else "late was written there before") in caplog.text
 
 
+def test_what_was_visible_for_a_moment_is_removed_once_that_is_undone_for_good(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a power cut could bring its name back without its files. A disk refuses to sync the folder for a while."""
+    sync_dir = LocalStorage.sync_dir
+
+    def refusing(storage: LocalStorage, key: str) -> None:
+        if key == "checkpoints":
+            raise OSError("no")
+        sync_dir(storage, key)
+
+    def attempts() -> list[str]:
+        return sorted(str(path.relative_to(tmp_path)) for path in tmp_path.glob(".incomplete/attempt-*/*/weights"))
+
+    save(tmp_path, b"old")
+    with monkeypatch.context() as patch:
+        patch.setattr(LocalStorage, "sync_dir", refusing)
+        with pytest.raises(StorageError, match="its undoing is not durable either: .* may be there after a power cut"):
+            save(tmp_path, b"new")
+        assert b"old" == content(tmp_path)
+        [left] = attempts()
+        with pytest.raises(OSError, match="no"):
+            SealedDirectory(str(tmp_path), NAME).begin()
+        assert [left] == attempts()
+    save(tmp_path, b"newer")
+    assert b"newer" == content(tmp_path)
+    assert [] == attempts()
+
+
 @pytest.mark.usefixtures("no_exchange")
 def test_a_replacement_that_fails_leaves_the_old(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also after its name was taken away."""
