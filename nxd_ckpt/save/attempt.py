@@ -159,6 +159,7 @@ class SaveAttempt:
             if rank0:
                 error = SaveFailed(f"rank 0 did not make this save, but that of {self.tag!r}")
                 voting.announce(storage, self.attempt, Verdict(to_wire(error), tag=tag))
+                self.session.last_failed = True
             else:
                 missed = SaveFailed(f"this rank did not make the save of {tag!r}")
                 voting.cast(storage, self.attempt, Vote(self.session.topology.rank, error=to_wire(missed)))

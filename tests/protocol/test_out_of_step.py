@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from nxd_ckpt import Topology, load_checkpoint
 from nxd_ckpt.errors import OutcomeUnknown, PeerTimeout, SaveFailed
-from tests.protocol.job import Job, outcome_of
+from tests.protocol.job import Job, outcome_of, until
 from tests.protocol.states import PATIENCE, checkpointer, lose_patience, save, saved_value, visible_tags
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]
@@ -67,3 +67,27 @@ def test_after_a_later_save_of_one_rank_alone_all_can_save(tmp_path: Path, alone
     assert [[SaveFailed, OutcomeUnknown][alone].__name__] * 2 == outcomes[alone]
     assert ["first", "third", "fourth"] == visible_tags(tmp_path)
     assert (3, 4) == (saved_value(tmp_path, "third", 2), saved_value(tmp_path, "fourth", 2))
+
+
+def missed_by_rank_0(rank: int, path: Path) -> str:
+    """Ranks 1 and 2 make a save that rank 0 does not; rank 1 has given it up, and rank 2 waits, when rank 0 goes on."""
+    saver, told = checkpointer(path / "run", rank, 3), ""
+    save(saver, "first", 1)
+    if rank == 1:
+        lose_patience(saver)
+    if rank > 0:
+        told = type(outcome_of(lambda: save(saver, "missed", 2))).__name__
+    if rank == 1:
+        (path / "gave_up").touch()
+        lose_patience(saver, PATIENCE)
+    until((path / "gave_up").exists)
+    save(saver, "third", 3)
+    saver.close()
+    return told
+
+
+def test_after_a_save_that_rank_0_missed_all_can_save(tmp_path: Path) -> None:
+    """The rank that still waits is told by rank 0's next save, and comes to that one."""
+    assert ["", OutcomeUnknown.__name__, SaveFailed.__name__] == Job(3, missed_by_rank_0, tmp_path, group=True).values()
+    assert ["first", "third"] == visible_tags(tmp_path / "run")
+    assert 3 == saved_value(tmp_path / "run", "third", 3)
