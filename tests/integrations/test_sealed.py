@@ -128,7 +128,7 @@ def test_what_was_visible_for_a_moment_is_removed_once_that_is_undone_for_good(
     save(tmp_path, b"old")
     with monkeypatch.context() as patch:
         patch.setattr(LocalStorage, "sync_dir", refusing)
-        with pytest.raises(StorageError, match="its undoing is not durable either: .* may be there after a power cut"):
+        with pytest.raises(StorageError, match=r"its undoing is not durable either: .* may be there after a power cut"):
             save(tmp_path, b"new")
         assert b"old" == content(tmp_path)
         [left] = attempts()
