@@ -224,13 +224,18 @@ def test_one_rank_of_torchrun_is_too_few(selftest: SelfTests, monkeypatch: pytes
     assert 2 == outcome.code
 
 
+def heed_ctrl_c() -> None:
+    """Tests that run in the background (nohup, &) ignore SIGINT, and so would what they start."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 @pytest.mark.plain
 @pytest.mark.once
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_ctrl_c_ends_the_ranks_and_removes_all(tmp_path: Path, number: signal.Signals) -> None:
     """With the exit code of the signal."""
     program = [sys.executable, "-m", "nxd_ckpt.cli", "selftest", "--device", "cpu", str(tmp_path)]
-    with subprocess.Popen(program, start_new_session=True, stderr=subprocess.PIPE) as command:
+    with subprocess.Popen(program, start_new_session=True, stderr=subprocess.PIPE, preexec_fn=heed_ctrl_c) as command:
         children = Path(f"/proc/{command.pid}/task/{command.pid}/children")
         deadline = time.monotonic() + 600
         while len(ranks := children.read_text().split()) < 2:
