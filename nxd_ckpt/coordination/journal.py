@@ -16,7 +16,7 @@ from nxd_ckpt.coordination import intents
 from nxd_ckpt.coordination.control_files import read_note, set_aside
 from nxd_ckpt.coordination.paths import JOURNAL, STAGING, TRASH, UNFINISHED, is_trash_of, staging_dir, trash_file
 from nxd_ckpt.coordination.pins import pinned
-from nxd_ckpt.coordination.replacement import Replacement
+from nxd_ckpt.coordination.replacement import Replacement, not_undone
 from nxd_ckpt.core.keys import checked_name
 from nxd_ckpt.core.names import DONE, HIDDEN
 from nxd_ckpt.core.tags import validate_tag
@@ -54,16 +54,6 @@ def publish(storage: Storage, attempt: str, tag: str) -> None:
             # The new tag is in place and durable: a journal that stays moves nothing.
             logger.warning("%s: could not drop %s: %s", storage.url, JOURNAL, error)
         discard_trash(storage, attempt.rpartition("-")[0])
-
-
-def not_undone(error: OSError, name: str) -> OSError:
-    """Return the error of a save that could not be made durable, and whose undoing could not be either."""
-    return OSError(
-        error.errno,
-        f"{error.strerror or error}; its undoing is not durable either: {name} may be there after a power cut. Look at "
-        "the disk, then save again",
-        error.filename,
-    )
 
 
 def _replacement(storage: Storage, attempt: str, tag: str) -> Replacement:

@@ -71,3 +71,13 @@ class Replacement(NamedTuple):
     def is_there(self, key: str) -> bool:
         """Return whether a name exists."""
         return self.storage.is_dir(key) or self.storage.is_file(key)
+
+
+def not_undone(error: OSError, name: str) -> OSError:
+    """Return the error of a save that could not be made durable, and whose undoing could not be either."""
+    return OSError(
+        error.errno,
+        f"{error.strerror or error}; its undoing is not durable either: {name} may be there after a power cut. Look at "
+        "the disk, then save again",
+        error.filename,
+    )

@@ -25,8 +25,7 @@ from functools import partial
 
 from nxd_ckpt.coordination.agreement import Agreement, SingleProcessAgreement, decided_by_rank0
 from nxd_ckpt.coordination.at_exit import close_at_exit, forget
-from nxd_ckpt.coordination.journal import not_undone
-from nxd_ckpt.coordination.replacement import Replacement
+from nxd_ckpt.coordination.replacement import Replacement, not_undone
 from nxd_ckpt.core.manifest import CRC_BLOCK
 from nxd_ckpt.core.names import DONE, HIDDEN, MANIFEST
 from nxd_ckpt.errors import (
@@ -154,9 +153,9 @@ class SealedDirectory:
                 if staged.endswith(_ASIDE):
                     self._require_lease()
                     self._replacement(staged.removesuffix(_ASIDE)).settle()
-                    self._storage.sync_dir(self._folder)
         if leftover:
-            # One may have been visible for a moment: its name must be gone for good before its files are.
+            # What was settled must last. And one may have been visible for a moment: its name must be gone for good
+            # before its files are.
             self._storage.sync_dir(self._folder)
         for name in leftover:
             self._require_lease()
@@ -389,8 +388,6 @@ class SealedDirectory:
         with suppress(FileNotFoundError, PartNotFound):  # the callback has removed it
             try:
                 os.link(storage.path(source), storage.path(target))
-            except FileNotFoundError:
-                raise
             except OSError:  # a file system without hard links
                 link_or_copy(storage, source, storage, target, None, lambda nbytes: None)
             sync(storage, target)

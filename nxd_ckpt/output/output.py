@@ -98,7 +98,7 @@ class Output:
 
     def _remove_unfinished(self) -> None:
         storage = self.storage
-        if storage.renames and (storage.is_dir(self.folder) or storage.is_file(self.folder)):
+        if storage.renames and self.place.replacement(storage).is_there(self.folder):
             # It may have been visible for a moment: its name must be gone for good before its files are.
             storage.sync_dir("")
         storage.remove(self.folder)

@@ -115,8 +115,8 @@ class Promises:
         """No rank says "saved" where another says "failed", and what failed is not there; but where the error says that
         a disk that refused to sync may bring it."""
         for value in {outcome.save.value for outcome in outcomes}:
-            errors = [str(outcome.error) for outcome in outcomes if outcome.save.value == value]
-            words = {outcome.word for outcome in outcomes if outcome.save.value == value}
+            of_save = [outcome for outcome in outcomes if outcome.save.value == value]
+            words, errors = {outcome.word for outcome in of_save}, [str(outcome.error) for outcome in of_save]
             assert not {"saved", "failed"} <= words, f"save {value} is saved for one rank and failed for another"
             if "failed" in words and not self.late and "may be there after a power cut" not in str(errors):
                 assert value not in tags.values(), f"save {value} failed, and is visible: {tags}"
