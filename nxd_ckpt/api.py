@@ -25,15 +25,10 @@ from nxd_ckpt.core.tags import Tag
 from nxd_ckpt.core.topology import Topology
 from nxd_ckpt.effects import in_forked_children
 from nxd_ckpt.errors import CheckpointError, InvalidArgument, as_checkpoint_errors
-from nxd_ckpt.load.options import ExtraLoadKeywords, LoadOptions
-from nxd_ckpt.options.checkpointer_options import (
-    DEFAULT_TIMEOUT,
-    CheckpointerKeywords,
-    CheckpointerOptions,
-    DirectoryKeywords,
-    DirectoryOptions,
-)
-from nxd_ckpt.save.options import ExtraSaveKeywords, SaveOptions
+from nxd_ckpt.keywords import DirectoryKeywords, LoadCheckpointKeywords, SaveCheckpointKeywords
+from nxd_ckpt.load.options import LoadOptions
+from nxd_ckpt.options.checkpointer_options import DEFAULT_TIMEOUT, CheckpointerOptions, DirectoryOptions
+from nxd_ckpt.save.options import SaveOptions
 from nxd_ckpt.save.pending import PendingSave
 from nxd_ckpt.storage.urls import StorageOptions, StrPath, normalised
 from nxd_ckpt.tiers.tiers import Tiers
@@ -54,14 +49,6 @@ def _begin_anew() -> None:
 
 
 in_forked_children(_begin_anew)
-
-
-class _SaveKeywords(ExtraSaveKeywords, CheckpointerKeywords, total=False):
-    pass
-
-
-class _LoadKeywords(ExtraLoadKeywords, DirectoryKeywords, total=False):
-    pass
 
 
 @as_checkpoint_errors()
@@ -86,7 +73,7 @@ def save_checkpoint(
     rank_content: Any = None,
     tag_values: Mapping[str, Any] | None = None,
     save_overwrite: bool | None = None,
-    **options: Unpack[_SaveKeywords],
+    **options: Unpack[SaveCheckpointKeywords],
 ) -> PendingSave:
     """Save a checkpoint; every rank calls this with the same arguments.
 
@@ -138,7 +125,7 @@ def load_checkpoint(
     *,
     checkpoint_dir_str: StrPath | None = None,
     tiers: Sequence[Tier] | None = None,
-    **options: Unpack[_LoadKeywords],
+    **options: Unpack[LoadCheckpointKeywords],
 ) -> Any:
     """Load a checkpoint into live objects and return its user content; every rank calls this with the same arguments.
 

@@ -25,7 +25,8 @@ from nxd_ckpt.core.tags import Tag
 from nxd_ckpt.core.topology import Topology
 from nxd_ckpt.errors import CheckpointError, PartNotFound, as_checkpoint_errors
 from nxd_ckpt.formats.tensors import Assembly, TensorStub, map_tensors
-from nxd_ckpt.options.opening import OpenKeywords, OpenOptions
+from nxd_ckpt.keywords import OpenKeywords
+from nxd_ckpt.options.opening import OpenOptions
 from nxd_ckpt.reshard.whole_tag import GlobalTensor, WholeTag
 from nxd_ckpt.storage.urls import StorageOptions, StrPath, is_url, local_path, open_storage
 from nxd_ckpt.tag.choosing import choose_tag

@@ -24,14 +24,15 @@ from nxd_ckpt.coordination.rendezvous import meet
 from nxd_ckpt.core.option_classes import options_of, split_options, takes
 from nxd_ckpt.core.tags import Tag, validate_tag
 from nxd_ckpt.errors import CheckpointError, as_checkpoint_errors
+from nxd_ckpt.keywords import CheckpointerKeywords, LoadKeywords, SaveKeywords
 from nxd_ckpt.live.save_state import SaveState
 from nxd_ckpt.load.loading import load
-from nxd_ckpt.load.options import LoadKeywords, LoadOptions
-from nxd_ckpt.options.checkpointer_options import CheckpointerInitKeywords, CheckpointerOptions, PreemptionOptions
+from nxd_ckpt.load.options import LoadOptions
+from nxd_ckpt.options.checkpointer_options import CheckpointerOptions, PreemptionOptions
 from nxd_ckpt.save.attempt import SaveAttempt
 from nxd_ckpt.save.capture import capture
 from nxd_ckpt.save.failures import Failures
-from nxd_ckpt.save.options import SaveKeywords, SaveOptions, understood
+from nxd_ckpt.save.options import SaveOptions, understood
 from nxd_ckpt.save.pending import PendingSave, SaveProgress, UnfinishedSaves
 from nxd_ckpt.save.pipeline import Pipeline, StagingPlan, await_decided
 from nxd_ckpt.storage.base import Storage
@@ -68,7 +69,7 @@ class Checkpointer:
         *,
         storage: Storage | None = None,
         tiers: Sequence[Tier] | None = None,
-        **options: Unpack[CheckpointerInitKeywords],
+        **options: Unpack[CheckpointerKeywords],
     ) -> None:
         """Set the options that all saves and loads of a directory share.
 

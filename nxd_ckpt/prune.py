@@ -24,7 +24,8 @@ from nxd_ckpt.errors import (
     InvalidArgument,
     as_checkpoint_errors,
 )
-from nxd_ckpt.options.tags import PruneKeywords, PruneOptions
+from nxd_ckpt.keywords import PruneKeywords
+from nxd_ckpt.options.tags import PruneOptions
 from nxd_ckpt.storage.base import Storage
 from nxd_ckpt.storage.urls import StorageOptions, StrPath, open_storage
 from nxd_ckpt.tag.choosing import choose_tag, settled_tags

@@ -18,9 +18,9 @@ PACKAGE = Path(__file__).parents[1] / "nxd_ckpt"
 # From bottom to top: a module imports from its own folder and from those before. "" is nxd_ckpt/__init__.py itself.
 ORDER = (
     *("errors", "version", "gc_paused", "core", "effects", "formats", "storage", "options", "live", "coordination"),
-    *("tag", "reshard", "commit", "hugging_face", "save", "load", "output", "torch_dcp", "conversion", "migrate"),
-    *("tiers", "prune", "checkpoint", "checkpointer", "examine", "api", "convert", "verify", "adapters", "dcp", ""),
-    *("cli", "integrations", "emulation", "testing"),
+    *("tag", "reshard", "commit", "hugging_face", "save", "load", "keywords", "output", "torch_dcp", "conversion"),
+    *("migrate", "tiers", "prune", "checkpoint", "checkpointer", "examine", "api", "convert", "verify", "adapters"),
+    *("dcp", "", "cli", "integrations", "emulation", "testing"),
 )
 LEVEL_OF = {layer: level for level, layer in enumerate(ORDER)}
 

@@ -11,7 +11,7 @@ from types import NoneType, UnionType
 from typing import Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
 
 from nxd_ckpt.cli import text
-from nxd_ckpt.core.option_classes import docs_of, fields_of
+from nxd_ckpt.core.option_classes import fields_of
 from nxd_ckpt.core.partition import Partition
 from nxd_ckpt.errors import CheckpointError, InvalidArgument
 from nxd_ckpt.options.opening import OpenOptions
@@ -43,11 +43,11 @@ def add_options(
     without: Collection[str] = (),
     flags: Mapping[str, str] | None = None,
 ) -> None:
-    """Add a flag for each field of ``kind`` (or of ``only``), explained by the first sentence of the field's doc.
+    """Add a flag for each field of ``kind`` (or of ``only``), explained by the first sentence of its help.
 
     ``flags`` overrides the usual spelling.
     """
-    docs, hints, spelled = docs_of(kind), get_type_hints(kind), {**_FLAGS, **(flags or {})}
+    hints, spelled = get_type_hints(kind), {**_FLAGS, **(flags or {})}
     for field in fields_of(kind):
         name = field.name
         if name in (*_WITHOUT_FLAG, *without) or (only is not None and name not in only):
@@ -56,7 +56,7 @@ def add_options(
             _SPECIAL_FLAGS[name](parser)
             continue
         form = _form_of(hints[name])
-        meaning = docs[name].partition(". ")[0].rstrip(".").replace("``", "")
+        meaning = field.metadata["help"].partition(". ")[0].rstrip(".").replace("``", "")
         default = "" if field.default in (None, False) else f" (default: {field.default})"
         parser.add_argument(
             spelled.get(name, f"--{name.replace('_', '-')}"),

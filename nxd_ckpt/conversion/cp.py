@@ -18,7 +18,8 @@ from nxd_ckpt.core.option_classes import takes
 from nxd_ckpt.core.topology import Topology
 from nxd_ckpt.core.units import bytes_of
 from nxd_ckpt.errors import CheckpointError, as_checkpoint_errors
-from nxd_ckpt.options.tags import CopyKeywords, CopyOptions
+from nxd_ckpt.keywords import CopyKeywords
+from nxd_ckpt.options.tags import CopyOptions
 from nxd_ckpt.output.cp_files import CopyResult, FileCopy, files_to_copy
 from nxd_ckpt.output.host_copies import HostCopies
 from nxd_ckpt.output.locations import locate_input, locate_output

@@ -27,7 +27,8 @@ from nxd_ckpt.hugging_face.mapped_tag import MappedTag
 from nxd_ckpt.hugging_face.mapped_tensors import HfTensor
 from nxd_ckpt.hugging_face.packed_tensors import PackedTensor
 from nxd_ckpt.hugging_face.presharded_model import Presharded, forms_of, presharded
-from nxd_ckpt.options.hugging_face import ExportKeywords, ExportOptions
+from nxd_ckpt.keywords import ExportKeywords
+from nxd_ckpt.options.hugging_face import ExportOptions
 from nxd_ckpt.output.image_writer import write_images
 from nxd_ckpt.output.locations import Location, locate_any, locate_apart
 from nxd_ckpt.output.model_files import ModelFile, config_in, read_config, read_tokenizer, with_dtype

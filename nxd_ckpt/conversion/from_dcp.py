@@ -14,7 +14,8 @@ from nxd_ckpt.core.option_classes import takes
 from nxd_ckpt.core.partition import Partition
 from nxd_ckpt.core.topology import Coordinates
 from nxd_ckpt.errors import InvalidArgument, PartNotFound, as_checkpoint_errors
-from nxd_ckpt.options.torch_forms import FromDcpKeywords, FromDcpOptions
+from nxd_ckpt.keywords import FromDcpKeywords
+from nxd_ckpt.options.torch_forms import FromDcpOptions
 from nxd_ckpt.output.locations import locate_existing, locate_output
 from nxd_ckpt.storage.urls import StrPath
 from nxd_ckpt.tag.opened import OpenTag

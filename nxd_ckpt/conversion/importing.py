@@ -17,7 +17,8 @@ from nxd_ckpt.core.manifest import Parts
 from nxd_ckpt.core.option_classes import takes
 from nxd_ckpt.errors import as_checkpoint_errors
 from nxd_ckpt.hugging_face.imported_model import ImportTarget
-from nxd_ckpt.options.hugging_face import ImportKeywords, ImportOptions
+from nxd_ckpt.keywords import ImportKeywords
+from nxd_ckpt.options.hugging_face import ImportOptions
 from nxd_ckpt.output.locations import Location, locate_existing, locate_output
 from nxd_ckpt.output.model_files import config_in, read_config
 from nxd_ckpt.storage.urls import StrPath

@@ -13,7 +13,8 @@ from nxd_ckpt.conversion.compressed_writer import CompressedWriter
 from nxd_ckpt.core import names
 from nxd_ckpt.core.option_classes import takes
 from nxd_ckpt.errors import InvalidArgument, PartNotFound, as_checkpoint_errors
-from nxd_ckpt.options.tags import PackKeywords, PackOptions
+from nxd_ckpt.keywords import PackKeywords
+from nxd_ckpt.options.tags import PackOptions
 from nxd_ckpt.output.cp_files import files_to_copy, verify
 from nxd_ckpt.output.locations import locate_apart, locate_input
 from nxd_ckpt.output.output import Output

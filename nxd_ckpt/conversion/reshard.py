@@ -15,7 +15,8 @@ from nxd_ckpt.core.option_classes import takes
 from nxd_ckpt.core.partition import Partition
 from nxd_ckpt.core.topology import Topology
 from nxd_ckpt.errors import PartNotFound, as_checkpoint_errors
-from nxd_ckpt.options.tags import ReshardKeywords, ReshardOptions
+from nxd_ckpt.keywords import ReshardKeywords
+from nxd_ckpt.options.tags import ReshardOptions
 from nxd_ckpt.output.locations import locate_input, locate_output
 from nxd_ckpt.output.source import open_source, refuse_mixed_ranks
 from nxd_ckpt.reshard.target import Target

@@ -10,8 +10,9 @@ from typing_extensions import Unpack
 from nxd_ckpt.conversion.job import Converted
 from nxd_ckpt.core.option_classes import takes
 from nxd_ckpt.errors import PartNotFound, TopologyMismatch, as_checkpoint_errors
+from nxd_ckpt.keywords import ToDcpKeywords
 from nxd_ckpt.options.execution import OutputOptions
-from nxd_ckpt.options.torch_forms import ToDcpKeywords, ToDcpOptions
+from nxd_ckpt.options.torch_forms import ToDcpOptions
 from nxd_ckpt.output.dcp_files import plan_files
 from nxd_ckpt.output.image_writer import write_images
 from nxd_ckpt.output.locations import Location, locate_apart, locate_input

@@ -30,7 +30,8 @@ from nxd_ckpt.errors import PartNotFound, as_checkpoint_errors
 from nxd_ckpt.formats.safetensors import TensorForm
 from nxd_ckpt.formats.tensors import Assembly, TensorStub, iter_tensors, map_tensors
 from nxd_ckpt.formats.torch_zip_writer import image_of
-from nxd_ckpt.options.torch_forms import Strategy, UnshardKeywords, UnshardOptions
+from nxd_ckpt.keywords import UnshardKeywords
+from nxd_ckpt.options.torch_forms import Strategy, UnshardOptions
 from nxd_ckpt.output.image_writer import write_images
 from nxd_ckpt.output.locations import Location, locate_apart, locate_input
 from nxd_ckpt.output.output import Kind, Output

@@ -12,8 +12,9 @@ from nxd_ckpt.core.manifest import Parts
 from nxd_ckpt.core.option_classes import takes
 from nxd_ckpt.core.topology import Coordinates, Topology
 from nxd_ckpt.errors import InvalidArgument, OptimizerMismatch, as_checkpoint_errors
+from nxd_ckpt.keywords import Zero1Keywords
 from nxd_ckpt.live.zero1 import EXPERT_KEYS
-from nxd_ckpt.options.tags import Zero1Keywords, Zero1Options
+from nxd_ckpt.options.tags import Zero1Options
 from nxd_ckpt.output.locations import locate_input, locate_output
 from nxd_ckpt.output.source import open_source, refuse_mixed_ranks
 from nxd_ckpt.reshard.target import Target

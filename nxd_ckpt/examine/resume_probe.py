@@ -20,8 +20,9 @@ from nxd_ckpt.errors import as_checkpoint_errors
 from nxd_ckpt.examine.doctor import Examination
 from nxd_ckpt.formats.crc32 import crc32
 from nxd_ckpt.formats.tensors import Assembly, TensorStub, allocated, byte_view, digest_of, dtype_name, itemsize
+from nxd_ckpt.keywords import LoadKeywords
 from nxd_ckpt.load.attempt import LoadAttempt
-from nxd_ckpt.load.options import LoadKeywords, LoadOptions
+from nxd_ckpt.load.options import LoadOptions
 from nxd_ckpt.reshard.plain_values import ABSENT, equal_values
 from nxd_ckpt.save.capture import capture
 from nxd_ckpt.save.options import SaveOptions
@@ -92,7 +93,6 @@ class ResumeProbe:
             model, optimizer, scheduler: the objects passed to the load; None is not compared.
             losses: `losses` at the save; the next loss passed to `saw` is compared with them.
             topology: this rank's place; by default as a load detects it.
-            options: the load's options.
 
         Raises:
             CheckpointError: the errors of a load of these objects.

@@ -45,10 +45,10 @@ from nxd_ckpt.errors import (
 )
 from nxd_ckpt.integrations.output_lease import leased
 from nxd_ckpt.integrations.resume_checks import WORLD_SIZE, parameter_names, require_same
+from nxd_ckpt.keywords import SaveCheckpointKeywords
 from nxd_ckpt.live.random_state import capture_random_state, restore_random_state
-from nxd_ckpt.options.checkpointer_options import DEFAULT_TIMEOUT, CheckpointerKeywords
+from nxd_ckpt.options.checkpointer_options import DEFAULT_TIMEOUT
 from nxd_ckpt.output.locations import Location, location_of
-from nxd_ckpt.save.options import ExtraSaveKeywords
 from nxd_ckpt.save.pending import PendingSave
 from nxd_ckpt.storage.base import Storage
 from nxd_ckpt.storage.urls import StrPath, is_url, local_path, open_storage, options_for
@@ -79,10 +79,6 @@ _META = "meta.pt"
 """File that distinguishes Lightning's own directories of sharded models from tags."""
 
 
-class _Keywords(ExtraSaveKeywords, CheckpointerKeywords, total=False):
-    pass
-
-
 class CheckpointIO(_plugins.CheckpointIO):  # type: ignore[misc,name-defined]
     """A replacement of Lightning's ``TorchCheckpointIO`` and ``AsyncCheckpointIO``: ``Trainer(plugins=[...])``.
 
@@ -97,7 +93,7 @@ class CheckpointIO(_plugins.CheckpointIO):  # type: ignore[misc,name-defined]
             ``on_save_failure``.
     """
 
-    def __init__(self, *, async_save: bool = False, **options: Unpack[_Keywords]) -> None:
+    def __init__(self, *, async_save: bool = False, **options: Unpack[SaveCheckpointKeywords]) -> None:
         self._async = async_save
         self._options: dict[str, Any] = {**options}
         self._storage_options = options.get("storage_options")

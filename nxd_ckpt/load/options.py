@@ -6,9 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from typing_extensions import TypedDict
-
 from nxd_ckpt.core.heads import Hardware
+from nxd_ckpt.core.option_classes import option
 from nxd_ckpt.core.partition import Partition
 from nxd_ckpt.errors import InvalidArgument
 from nxd_ckpt.live.ignoring import IgnoreKeys
@@ -20,85 +19,61 @@ Verify = bool | Literal["reading"]
 
 @dataclass(frozen=True)
 class LoadOptions:
-    """Options of a load; names, defaults and meaning as in neuronx_distributed's ``load_checkpoint`` where it has them.
+    """Options of a load, named as in neuronx_distributed's ``load_checkpoint`` where it has them, with its defaults."""
 
-    Attributes:
-        strict: names that are missing or unexpected in the model are an error; False skips them with a warning. So it
-            does
-            with names in ``key_mapping``, a ``prefix`` and globs in ``ignore_keys`` that match nothing. With False,
-            parameters of the optimizer without state in the tag start anew, and state of other parameters is left out.
-        num_workers: accepted for existing scripts. Every rank reads its own files at once.
-        use_zero1_dcp: accepted for existing scripts. The format is detected.
-        param_names: the names of the optimizer's parameters, a list for each param group; needed if no live model has
-            them.
-        saved_param_names: the optimizer's parameter names at the save, for each pipeline stage; needed to load tags on
-            other sizes that do not record them (neuronx_distributed's).
-        partitions: how live parameters are partitioned over tensor-parallel ranks, by name; needed if their attributes
-            were
-            lost.
-        rank_content: an empty dict, filled with this rank's saved ``rank_content``. On other sizes it is filled
-            with the data positions in it only, re-split.
-        verify: when digests are compared. True: on all ranks before anything changes on any, which reads everything
-            twice. "reading": as the bytes arrive, in one pass; an error is raised on all ranks, but may leave live
-            state partly overwritten. False: never; structure, sizes and indexes are still checked. None:
-            "reading" on object stores, where True would download everything twice; True on file systems, and with
-            ``pre_download``.
-        share_reads: one of the data-parallel replicas reads each tensor and broadcasts it to the others; None does so
-            if that is measured to be faster. If ranks pass different values, False goes before True, and True before
-            None. It has no effect with ``pre_download``.
-        pre_download: first download the files that this rank needs, whole, to a local disk, and load from there. The
-            processes of a host share the downloads. For each directory or URL the files of the last loaded tag
-            stay there.
-        work_dir: the local directory for ``pre_download``; by default one of this user's below the system's temporary
-            one.
-        trust_pickle: allow objects of any class. Loading a file with it can run any code: only for checkpoints
-            that you trust like your own code.
-        progress: show a bar on rank 0's standard error, if that is a terminal, for work that takes longer than two
-            seconds.
-        mapping: for a Hugging Face directory, like the next two, which have no effect on tags: the name of a shipped
-            mapping, a JSON or YAML file, or the document itself; by default config.json chooses it.
-        kv_size_multiplier: number of copies of each key-value head in the live model.
-        hardware: the order of those copies, "trn1" or "trn2".
-        key_mapping: maps live names of parameters and buffers to whole names in the checkpoint, all at once.
-        prefix: beginning of the names in the checkpoint that other live names do not have. Names without it
-            there are ignored.
-        ignore_keys: what keeps its live value, and is neither read nor verified: globs over names, or a function from
-            the list of all names to the ones to leave out. Names are ``model/<name>``, ``optim/<name>/<state>``,
-            ``optim/param_groups``, ``scheduler``, ``user_content``, ``rank_content`` (and their keys, as
-            ``rank_content/epoch``), and ``rng``, which is a random state from ``capture_random_state`` in rank_content.
-            ``*`` stands for anything, slashes too, and a name for everything below it. Names are the live ones, after
-            ``key_mapping``.
-        load_weights_only: load the model and nothing else, even if optimizer and scheduler are passed. ZeRO-1 shards
-            are
-            cut from its weights.
-        strict_model_weights: ``strict`` for the names of the model alone; None uses ``strict``, which also counts for
-            filters.
-        fallback: if no tag is named and the latest is damaged, load the newest undamaged one, with a warning that names
-            it and the damage. It never applies to a named tag or to a model that does not match.
-    """
-
-    strict: bool = True
-    num_workers: int | None = 8
-    use_zero1_dcp: bool = False
-    param_names: Sequence[Sequence[str]] | None = None
-    saved_param_names: Sequence[Sequence[Sequence[str]]] | None = None
-    partitions: Mapping[str, Partition] | None = None
-    rank_content: dict[Any, Any] | None = None
-    verify: Verify | None = None
-    share_reads: bool | None = None
-    pre_download: bool = False
-    work_dir: StrPath | None = None
-    trust_pickle: bool = False
-    progress: bool = True
-    mapping: MappingSpec = None
-    kv_size_multiplier: int = 1
-    hardware: Hardware = "trn1"
-    key_mapping: Mapping[str, str] | None = None
-    prefix: str = ""
-    ignore_keys: IgnoreKeys | None = None
-    load_weights_only: bool = False
-    strict_model_weights: bool | None = None
-    fallback: bool = False
+    strict: bool = option(True, """names that are missing or unexpected in the model are an error; False skips them with
+        a warning. So it does with names in ``key_mapping``, a ``prefix`` and globs in ``ignore_keys`` that match
+        nothing. With False, parameters of the optimizer without state in the tag start anew, and state of other
+        parameters is left out.""")
+    num_workers: int | None = option(8, "accepted for existing scripts. Every rank reads its own files at once.")
+    use_zero1_dcp: bool = option(False, "accepted for existing scripts. The format is detected.")
+    param_names: Sequence[Sequence[str]] | None = option(None, """the names of the optimizer's parameters, a list for
+        each param group; needed if no live model has them.""")
+    saved_param_names: Sequence[Sequence[Sequence[str]]] | None = option(None, """the optimizer's parameter names at the
+        save, for each pipeline stage; needed to load tags on other sizes that do not record them
+        (neuronx_distributed's).""")
+    partitions: Mapping[str, Partition] | None = option(None, """how live parameters are partitioned over
+        tensor-parallel ranks, by name; needed if their attributes were lost.""")
+    rank_content: dict[Any, Any] | None = option(None, """an empty dict, filled with this rank's saved ``rank_content``.
+        On other sizes it is filled with the data positions in it only, re-split.""")
+    verify: Verify | None = option(None, """when digests are compared. True: on all ranks before anything changes on
+        any, which reads everything twice. "reading": as the bytes arrive, in one pass; an error is raised on all ranks,
+        but may leave live state partly overwritten. False: never; structure, sizes and indexes are still checked. None:
+        "reading" on object stores, where True would download everything twice; True on file systems, and with
+        ``pre_download``.""")
+    share_reads: bool | None = option(None, """one of the data-parallel replicas reads each tensor and broadcasts it to
+        the others; None does so if that is measured to be faster. If ranks pass different values, False goes before
+        True, and True before None. It has no effect with ``pre_download``.""")
+    pre_download: bool = option(False, """first download the files that this rank needs, whole, to a local disk, and
+        load from there. The processes of a host share the downloads. For each directory or URL the files of the last
+        loaded tag stay there.""")
+    work_dir: StrPath | None = option(None, """the local directory for ``pre_download``; by default one of this user's
+        below the system's temporary one.""")
+    trust_pickle: bool = option(False, """allow objects of any class. Loading a file with it can run any code: only for
+        checkpoints that you trust like your own code.""")
+    progress: bool = option(True, """show a bar on rank 0's standard error, if that is a terminal, for work that takes
+        longer than two seconds.""")
+    mapping: MappingSpec = option(None, """for a Hugging Face directory, like the next two, which have no effect on
+        tags: the name of a shipped mapping, a JSON or YAML file, or the document itself; by default config.json chooses
+        it.""")
+    kv_size_multiplier: int = option(1, "number of copies of each key-value head in the live model.")
+    hardware: Hardware = option("trn1", 'the order of those copies, "trn1" or "trn2".')
+    key_mapping: Mapping[str, str] | None = option(None, """maps live names of parameters and buffers to whole names in
+        the checkpoint, all at once.""")
+    prefix: str = option("", """beginning of the names in the checkpoint that other live names do not have. Names
+        without it there are ignored.""")
+    ignore_keys: IgnoreKeys | None = option(None, """what keeps its live value, and is neither read nor verified: globs
+        over names, or a function from the list of all names to the ones to leave out. Names are ``model/<name>``,
+        ``optim/<name>/<state>``, ``optim/param_groups``, ``scheduler``, ``user_content``, ``rank_content`` (and their
+        keys, as ``rank_content/epoch``), and ``rng``, which is a random state from ``capture_random_state`` in
+        rank_content. ``*`` stands for anything, slashes too, and a name for everything below it. Names are the live
+        ones, after ``key_mapping``.""")
+    load_weights_only: bool = option(False, """load the model and nothing else, even if optimizer and scheduler are
+        passed. ZeRO-1 shards are cut from its weights.""")
+    strict_model_weights: bool | None = option(None, """``strict`` for the names of the model alone; None uses
+        ``strict``, which also counts for filters.""")
+    fallback: bool = option(False, """if no tag is named and the latest is damaged, load the newest undamaged one, with
+        a warning that names it and the damage. It never applies to a named tag or to a model that does not match.""")
 
     @property
     def strict_names(self) -> bool:
@@ -128,33 +103,3 @@ class LoadOptions:
             raise InvalidArgument("fallback=True with verify=False: without digests no damage is found; pass one only")
         if self.work_dir is not None and not self.pre_download:
             raise InvalidArgument("work_dir= is the place for the copies of pre_download=True: pass both, or neither")
-
-
-class ExtraLoadKeywords(TypedDict, total=False):
-    """Keywords that neuronx_distributed's signature does not have."""
-
-    param_names: Sequence[Sequence[str]] | None
-    saved_param_names: Sequence[Sequence[Sequence[str]]] | None
-    partitions: Mapping[str, Partition] | None
-    rank_content: dict[Any, Any] | None
-    verify: Verify | None
-    share_reads: bool | None
-    pre_download: bool
-    work_dir: StrPath | None
-    trust_pickle: bool
-    progress: bool
-    mapping: MappingSpec
-    kv_size_multiplier: int
-    hardware: Hardware
-    key_mapping: Mapping[str, str] | None
-    prefix: str
-    ignore_keys: IgnoreKeys | None
-    load_weights_only: bool
-    strict_model_weights: bool | None
-    fallback: bool
-
-
-class LoadKeywords(ExtraLoadKeywords, total=False):
-    strict: bool
-    num_workers: int | None
-    use_zero1_dcp: bool

@@ -24,11 +24,12 @@ from nxd_ckpt.core.torchtitan_names import TorchTitanNames
 from nxd_ckpt.errors import InvalidArgument, TopologyMismatch, UnsupportedState, as_checkpoint_errors
 from nxd_ckpt.hugging_face.hugging_face_tag import HuggingFaceTag, HuggingFaceTerms
 from nxd_ckpt.hugging_face.mapped_tag import MappedTag
+from nxd_ckpt.keywords import ExportKeywords, MigrateKeywords
 from nxd_ckpt.migrate.source import Origin, find_origin
 from nxd_ckpt.migrate.torchtitan_state import TorchTitanState, counters
 from nxd_ckpt.options.execution import ExecutionOptions
-from nxd_ckpt.options.hugging_face import ExportKeywords, MappingSpec
-from nxd_ckpt.options.migration import MigrateKeywords, MigrateOptions
+from nxd_ckpt.options.hugging_face import MappingSpec
+from nxd_ckpt.options.migration import MigrateOptions
 from nxd_ckpt.options.torch_forms import ToDcpOptions
 from nxd_ckpt.output.locations import locate_any, locate_apart, locate_output, location_of, refuse_inside
 from nxd_ckpt.output.model_files import config_in, read_config

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from signal import Signals
 from typing import Any, Literal, get_args
 
-from typing_extensions import TypedDict
-
+from nxd_ckpt.core.option_classes import option
 from nxd_ckpt.core.topology import Topology
 from nxd_ckpt.errors import InvalidArgument
 from nxd_ckpt.storage.urls import StorageOptions
@@ -21,59 +20,35 @@ OnFailure = Literal["raise", "warn"]
 
 @dataclass(frozen=True)
 class DirectoryOptions:
-    """Participants of a directory, and access to it.
+    """Participants of a directory, and access to it."""
 
-    Attributes:
-        topology: this rank's place among all ranks; by default it is read from neuronx_distributed's parallel state
-            if that is initialised, else all ranks of the process group are one data-parallel group, else this
-            process is alone. With it, a single process can load any rank's state.
-        process_group: group of torch.distributed with the ranks that save and load together, if it is not the whole
-            job:
-            for example independent models, each on some of the ranks. By default all ranks.
-        timeout: seconds without any progress after which a rank counts as lost. A rank whose process ended is noticed
-            in about five seconds.
-        storage_options: storage options for URLs, named as in fsspec and s3fs. They may hold secrets: they are neither
-            logged nor saved.
-    """
-
-    topology: Topology | None = None
-    process_group: Any = field(default=None, repr=False)
-    timeout: float = DEFAULT_TIMEOUT
-    storage_options: StorageOptions | None = field(default=None, repr=False)
-
-
-class DirectoryKeywords(TypedDict, total=False):
-    topology: Topology | None
-    process_group: Any
-    timeout: float
-    storage_options: StorageOptions | None
+    topology: Topology | None = option(None, """this rank's place among all ranks; by default it is read from
+        neuronx_distributed's parallel state if that is initialised, else all ranks of the process group are one
+        data-parallel group, else this process is alone. With it, a single process can load any rank's state.""")
+    process_group: Any = option(None, """group of torch.distributed with the ranks that save and load together, if it is
+        not the whole job: for example independent models, each on some of the ranks. By default all ranks.""",
+        repr=False)
+    timeout: float = option(DEFAULT_TIMEOUT, """seconds without any progress after which a rank counts as lost. A rank
+        whose process ended is noticed in about five seconds.""")
+    storage_options: StorageOptions | None = option(None, """storage options for URLs, named as in fsspec and s3fs. They
+        may hold secrets: they are neither logged nor saved.""", repr=False)
 
 
 @dataclass(frozen=True)
 class CheckpointerOptions(DirectoryOptions):
-    """Options of a directory that is saved to. They take effect from the first save on.
+    """Options of a directory that is saved to. They take effect from the first save on."""
 
-    Attributes:
-        run_id: joins ranks without a process group: a string that is the same on all ranks, and new for every launch.
-        durable: fsync everything before a tag becomes visible. False is for scratch space only.
-        memory_cap: bytes of host memory that this rank may use for staging; by default its share of the free memory.
-        progress: show a bar on rank 0's standard error, if that is a terminal, when the caller waits for longer than
-            two
-            seconds.
-        on_save_failure: "raise" or "warn". With "warn" a save that fails, for whatever reason, is logged on every rank,
-            and
-            training continues.
-        max_failed_saves: with "warn", this many saves in a row may fail; the last of them is raised, by the call
-            itself,
-            or if it was async, by the next save, ``wait`` or ``finalize_checkpoint``.
-    """
-
-    run_id: str | None = None
-    durable: bool = True
-    memory_cap: int | None = None
-    progress: bool = True
-    on_save_failure: OnFailure = "raise"
-    max_failed_saves: int = 3
+    run_id: str | None = option(None, """joins ranks without a process group: a string that is the same on all ranks,
+        and new for every launch.""")
+    durable: bool = option(True, "fsync everything before a tag becomes visible. False is for scratch space only.")
+    memory_cap: int | None = option(None, """bytes of host memory that this rank may use for staging; by default its
+        share of the free memory.""")
+    progress: bool = option(True, """show a bar on rank 0's standard error, if that is a terminal, when the caller waits
+        for longer than two seconds.""")
+    on_save_failure: OnFailure = option("raise", """"raise" or "warn". With "warn" a save that fails, for whatever
+        reason, is logged on every rank, and training continues.""")
+    max_failed_saves: int = option(3, """with "warn", this many saves in a row may fail; the last of them is raised, by
+        the call itself, or if it was async, by the next save, ``wait`` or ``finalize_checkpoint``.""")
 
     def validate(self) -> None:
         """Raise InvalidArgument for meaningless values."""
@@ -84,34 +59,19 @@ class CheckpointerOptions(DirectoryOptions):
             raise InvalidArgument(f"max_failed_saves must be an int of at least 1, found {limit!r}")
 
 
-class CheckpointerKeywords(DirectoryKeywords, total=False):
-    run_id: str | None
-    durable: bool
-    memory_cap: int | None
-    progress: bool
-    on_save_failure: OnFailure
-    max_failed_saves: int
-
-
 Notice = bool | Signals | int | Callable[[], bool]
 """Source of the news that a rank is about to be stopped."""
 
 
 @dataclass(frozen=True)
 class PreemptionOptions:
-    """Stopping training from outside without losing a step.
+    """Stopping training from outside without losing a step."""
 
-    Attributes:
-        preemption: source of the news that this rank is about to be stopped: True for SIGTERM, another signal, or a
-            function
-            without arguments that each `Checkpointer.step` calls. Until the Checkpointer is closed, the signal has no
-            other
-            effect.
-        preemption_grace: seconds between the signal and the end: within them all ranks must agree on the step to save.
-    """
-
-    preemption: Notice = False
-    preemption_grace: float = 30.0
+    preemption: Notice = option(False, """source of the news that this rank is about to be stopped: True for SIGTERM,
+        another signal, or a function without arguments that each `Checkpointer.step` calls. Until the Checkpointer is
+        closed, the signal has no other effect.""")
+    preemption_grace: float = option(30.0, """seconds between the signal and the end: within them all ranks must agree
+        on the step to save.""")
 
     def validate(self) -> None:
         """Raise InvalidArgument for meaningless values."""
@@ -120,12 +80,3 @@ class PreemptionOptions:
             raise InvalidArgument(f"preemption must be True, a signal or a function, found {notice!r}")
         if not self.preemption_grace > 0:
             raise InvalidArgument(f"preemption_grace must be more than 0 seconds, found {self.preemption_grace!r}")
-
-
-class PreemptionKeywords(TypedDict, total=False):
-    preemption: Notice
-    preemption_grace: float
-
-
-class CheckpointerInitKeywords(CheckpointerKeywords, PreemptionKeywords, total=False):
-    """All keywords of ``Checkpointer()``."""

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-from typing_extensions import TypedDict
-
+from nxd_ckpt.core.option_classes import option
 from nxd_ckpt.core.topology import Topology
 from nxd_ckpt.errors import InvalidArgument
 from nxd_ckpt.options.checkpointer_options import DEFAULT_TIMEOUT
@@ -20,23 +19,18 @@ SavedNames = Sequence[Sequence[Sequence[str]]]
 
 @dataclass(frozen=True)
 class OutputOptions:
-    """Creation of an output.
+    """Creation of an output."""
 
-    Attributes:
-        overwrite: replace an existing output, once the conversion has succeeded.
-        dry_run: plan everything, and write nothing.
-        storage_options: storage options for URLs, named as in fsspec and s3fs; secrets stay in memory.
-        output_options: storage options for the output, if it needs others.
-        durable: fsync everything before the output becomes visible.
-        progress: show a bar on standard error, if that is a terminal, for work that takes longer than two seconds.
-    """
-
-    overwrite: bool = False
-    dry_run: bool = False
-    storage_options: StorageOptions | None = field(default=None, repr=False)
-    output_options: StorageOptions | None = field(default=None, repr=False)
-    durable: bool = True
-    progress: bool = False
+    overwrite: bool = option(False, "replace an existing output, once the conversion has succeeded.")
+    dry_run: bool = option(False, "plan everything, and write nothing.")
+    storage_options: StorageOptions | None = option(None, """storage options for URLs, named as in fsspec and s3fs;
+        secrets stay in memory.""", repr=False)
+    output_options: StorageOptions | None = option(
+        None, "storage options for the output, if it needs others.", repr=False
+    )
+    durable: bool = option(True, "fsync everything before the output becomes visible.")
+    progress: bool = option(False, """show a bar on standard error, if that is a terminal, for work that takes longer
+        than two seconds.""")
 
     @property
     def written_with(self) -> StorageOptions | None:
@@ -44,87 +38,44 @@ class OutputOptions:
         return self.storage_options if self.output_options is None else self.output_options
 
 
-class OutputKeywords(TypedDict, total=False):
-    overwrite: bool
-    dry_run: bool
-    storage_options: StorageOptions | None
-    output_options: StorageOptions | None
-    durable: bool
-    progress: bool
-
-
 @dataclass(frozen=True)
 class SharedOptions(OutputOptions):
-    """Options of work that the ranks of a job may share.
+    """Options of work that the ranks of a job may share."""
 
-    Attributes:
-        all_ranks: share the work among all ranks of the job, or all processes that torchrun started; each of them makes
-            the same call. Without it this process converts alone, also if it is one rank of a running job.
-        timeout: seconds without progress after which another rank counts as lost.
-    """
-
-    all_ranks: bool = False
-    timeout: float = DEFAULT_TIMEOUT
-
-
-class SharedKeywords(OutputKeywords, total=False):
-    all_ranks: bool
-    timeout: float
+    all_ranks: bool = option(False, """share the work among all ranks of the job, or all processes that torchrun
+        started; each of them makes the same call. Without it this process converts alone, also if it is one rank of a
+        running job.""")
+    timeout: float = option(DEFAULT_TIMEOUT, "seconds without progress after which another rank counts as lost.")
 
 
 @dataclass(frozen=True)
 class ExecutionOptions(SharedOptions):
-    """Options of work that processes of a host may share, too.
+    """Options of work that processes of a host may share, too."""
 
-    Attributes:
-        num_workers: number of processes on this host. More than one import the caller's main module again: call below
-            ``if __name__ == "__main__":``.
-    """
-
-    num_workers: int = 1
+    num_workers: int = option(1, """number of processes on this host. More than one import the caller's main module
+        again: call below ``if __name__ == "__main__":``.""")
 
     def validate(self) -> None:
         """Raise InvalidArgument for contradictions."""
         check_workers(self.num_workers)
 
 
-class ExecutionKeywords(SharedKeywords, total=False):
-    num_workers: int
-
-
 @dataclass(frozen=True)
 class NewJobOptions(ExecutionOptions):
-    """Options for a tag that is made from another form of checkpoint.
+    """Options for a tag that is made from another form of checkpoint."""
 
-    Attributes:
-        dp: data-parallel size.
-        tp: tensor-parallel size.
-        pp: pipeline-parallel size.
-        ep: expert-parallel size, which divides ``dp``.
-        stages: the names of each pipeline stage; by default layers are spread evenly, in their order.
-        use_xser: write xser files.
-    """
-
-    dp: int = 1
-    tp: int = 1
-    pp: int = 1
-    ep: int = 1
-    stages: Names | None = None
-    use_xser: bool = False
+    dp: int = option(1, "data-parallel size.")
+    tp: int = option(1, "tensor-parallel size.")
+    pp: int = option(1, "pipeline-parallel size.")
+    ep: int = option(1, "expert-parallel size, which divides ``dp``.")
+    stages: Names | None = option(None, """the names of each pipeline stage; by default layers are spread evenly, in
+        their order.""")
+    use_xser: bool = option(False, "write xser files.")
 
     @property
     def topology(self) -> Topology:
         """Topology of these sizes. Raises InvalidArgument if they contradict each other."""
         return Topology(self.dp, self.tp, self.pp, self.ep)
-
-
-class NewJobKeywords(ExecutionKeywords, total=False):
-    dp: int
-    tp: int
-    pp: int
-    ep: int
-    stages: Names | None
-    use_xser: bool
 
 
 def check_workers(num_workers: object) -> None:

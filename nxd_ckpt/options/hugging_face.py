@@ -7,11 +7,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-from typing_extensions import TypedDict
-
 from nxd_ckpt.core.heads import Hardware
+from nxd_ckpt.core.option_classes import option
 from nxd_ckpt.errors import InvalidArgument
-from nxd_ckpt.options.execution import NewJobKeywords, NewJobOptions, SavedNames, SharedKeywords, SharedOptions
+from nxd_ckpt.options.execution import NewJobOptions, SavedNames, SharedOptions
 from nxd_ckpt.storage.urls import StrPath
 
 MappingSpec = str | os.PathLike[str] | Mapping[str, Any] | None
@@ -23,24 +22,16 @@ Dtype = Literal["float32", "bfloat16", "float16"]
 
 @dataclass(frozen=True)
 class MappingOptions:
-    """Translation of names and shapes between Hugging Face and NxD.
+    """Translation of names and shapes between Hugging Face and NxD."""
 
-    Attributes:
-        config: the model's config.json, or a Hugging Face directory with one.
-        mapping: the name of a shipped mapping, a JSON or YAML file, or its document; by default config.json chooses
-            it. docs/hugging-face.md lists the shipped ones.
-        kv_size_multiplier: number of copies of each key-value head in the job.
-        hardware: the order of those copies.
-        pad_attn_heads: the job pads its query heads with zeros to a multiple of its tensor-parallel size (trn1).
-        dtype: cast floating-point numbers to this; by default they stay as they are.
-    """
-
-    config: StrPath | None = None
-    mapping: MappingSpec = None
-    kv_size_multiplier: int = 1
-    hardware: Hardware = "trn1"
-    pad_attn_heads: bool = False
-    dtype: Dtype | None = None
+    config: StrPath | None = option(None, "the model's config.json, or a Hugging Face directory with one.")
+    mapping: MappingSpec = option(None, """the name of a shipped mapping, a JSON or YAML file, or its document; by
+        default config.json chooses it. docs/hugging-face.md lists the shipped ones.""")
+    kv_size_multiplier: int = option(1, "number of copies of each key-value head in the job.")
+    hardware: Hardware = option("trn1", "the order of those copies.")
+    pad_attn_heads: bool = option(False, """the job pads its query heads with zeros to a multiple of its tensor-parallel
+        size (trn1).""")
+    dtype: Dtype | None = option(None, "cast floating-point numbers to this; by default they stay as they are.")
 
     def check_dtype(self) -> None:
         """Raise InvalidArgument for an unknown dtype."""
@@ -48,46 +39,30 @@ class MappingOptions:
             raise InvalidArgument(f"dtype must be one of {', '.join(get_args(Dtype))}, found {self.dtype!r}")
 
 
-class MappingKeywords(TypedDict, total=False):
-    config: StrPath | None
-    mapping: MappingSpec
-    kv_size_multiplier: int
-    hardware: Hardware
-    pad_attn_heads: bool
-    dtype: Dtype | None
-
-
 @dataclass(frozen=True)
 class ExportOptions(MappingOptions, SharedOptions):
-    """Export of a tag's model.
+    """Export of a tag's model."""
 
-    Attributes:
-        config: the model's config.json, or a Hugging Face directory with one. It determines the mapping and the numbers
-            of
-            heads and experts, and is copied, with generation_config.json beside it.
-        tokenizer: a directory whose tokenizer files are copied.
-        size_per_shard: maximum size of a weight file, e.g. 5GB, or bytes; a larger tensor has a file of its own.
-        master_weights: export the optimizer's master weights, where it has them.
-        optimizer: write the optimizer's state too. It becomes ``optimizer.safetensors`` (or shards and their index),
-            where
-            the tensor ``NAME/exp_avg`` is that state of the model's ``NAME``, and optimizer.json with param groups,
-            steps and everything else that is no tensor. Nothing of it is cast.
-        saved_param_names: the optimizer's parameter names, for each pipeline stage, for each param group, in order.
-            Needed for master weights or state if the tag does not record them (NxD's do not).
-        presharded: write the model as NxD inference loads it in place of a Hugging Face directory: a safetensors file
-            of each tensor-parallel rank, for the "weights" of a compiled Llama, Mistral, Qwen 2 or Qwen 3.
-        tp: number of tensor-parallel ranks for presharded files.
-        overwrite: replace an existing Hugging Face directory.
-        dry_run: show the mapping of every name, and write nothing. Names without a mapping are no error.
-    """
-
-    tokenizer: StrPath | None = None
-    size_per_shard: int | str = "5GB"
-    master_weights: bool = False
-    optimizer: bool = False
-    saved_param_names: SavedNames | None = None
-    presharded: bool = False
-    tp: int = 1
+    tokenizer: StrPath | None = option(None, "a directory whose tokenizer files are copied.")
+    size_per_shard: int | str = option("5GB", """maximum size of a weight file, e.g. 5GB, or bytes; a larger tensor has
+        a file of its own.""")
+    master_weights: bool = option(False, "export the optimizer's master weights, where it has them.")
+    optimizer: bool = option(False, """write the optimizer's state too. It becomes ``optimizer.safetensors`` (or shards
+        and their index), where the tensor ``NAME/exp_avg`` is that state of the model's ``NAME``, and optimizer.json
+        with param groups, steps and everything else that is no tensor. Nothing of it is cast.""")
+    saved_param_names: SavedNames | None = option(None, """the optimizer's parameter names, for each pipeline stage, for
+        each param group, in order. Needed for master weights or state if the tag does not record them (NxD's do
+        not).""")
+    presharded: bool = option(False, """write the model as NxD inference loads it in place of a Hugging Face directory:
+        a safetensors file of each tensor-parallel rank, for the "weights" of a compiled Llama, Mistral, Qwen 2 or Qwen
+        3.""")
+    tp: int = option(1, "number of tensor-parallel ranks for presharded files.")
+    config: StrPath | None = option(None, """the model's config.json, or a Hugging Face directory with one. It
+        determines the mapping and the numbers of heads and experts, and is copied, with generation_config.json beside
+        it.""")
+    overwrite: bool = option(False, "replace an existing Hugging Face directory.")
+    dry_run: bool = option(False, """show the mapping of every name, and write nothing. Names without a mapping are no
+        error.""")
 
     def validate(self) -> None:
         """Raise InvalidArgument for options that no export can honour."""
@@ -98,37 +73,23 @@ class ExportOptions(MappingOptions, SharedOptions):
             raise InvalidArgument("presharded=True writes the model alone: leave out optimizer= and tokenizer=")
 
 
-class ExportKeywords(MappingKeywords, SharedKeywords, total=False):
-    tokenizer: StrPath | None
-    size_per_shard: int | str
-    master_weights: bool
-    optimizer: bool
-    saved_param_names: SavedNames | None
-    presharded: bool
-    tp: int
-
-
 @dataclass(frozen=True)
 class ImportOptions(MappingOptions, NewJobOptions):
-    """Import of a Hugging Face directory as a tag.
+    """Import of a Hugging Face directory as a tag."""
 
-    Attributes:
-        config: the model's config.json, or a directory with one; by default the one in the Hugging Face directory.
-        virtual_pp: chunks of the model that each rank of an interleaved pipeline holds (virtual_pipeline_size).
-        qkv_linear: the model has ``GQAQKVColumnParallelLinear`` (weight_q, weight_k, weight_v), not three layers.
-        fuse_qkv: the model has it with ``fuse_qkv=True`` (weight_qkv), with or without ``qkv_linear``.
-        coalesce_qkv: the model has one ``ColumnParallelLinear`` for q, k and v.
-        split_gate_up: the model has gate_proj and up_proj, not gate_up_proj.
-        model_key: key of the state dict in a file that torch.save wrote, if it holds more.
-        dry_run: show the mapping of every name, and write nothing. Unknown and missing names are no error.
-    """
-
-    virtual_pp: int = 1
-    qkv_linear: bool = False
-    fuse_qkv: bool = False
-    coalesce_qkv: bool = False
-    split_gate_up: bool = False
-    model_key: str = "model"
+    virtual_pp: int = option(1, """chunks of the model that each rank of an interleaved pipeline holds
+        (virtual_pipeline_size).""")
+    qkv_linear: bool = option(False, """the model has ``GQAQKVColumnParallelLinear`` (weight_q, weight_k, weight_v), not
+        three layers.""")
+    fuse_qkv: bool = option(False, """the model has it with ``fuse_qkv=True`` (weight_qkv), with or without
+        ``qkv_linear``.""")
+    coalesce_qkv: bool = option(False, "the model has one ``ColumnParallelLinear`` for q, k and v.")
+    split_gate_up: bool = option(False, "the model has gate_proj and up_proj, not gate_up_proj.")
+    model_key: str = option("model", "key of the state dict in a file that torch.save wrote, if it holds more.")
+    config: StrPath | None = option(None, """the model's config.json, or a directory with one; by default the one in the
+        Hugging Face directory.""")
+    dry_run: bool = option(False, """show the mapping of every name, and write nothing. Unknown and missing names are no
+        error.""")
 
     def validate(self) -> None:
         super().validate()
@@ -148,12 +109,3 @@ class ImportOptions(MappingOptions, NewJobOptions):
             "split_gate_up": self.split_gate_up,
         }
         return tuple(name for name, used in variants.items() if used)
-
-
-class ImportKeywords(MappingKeywords, NewJobKeywords, total=False):
-    virtual_pp: int
-    qkv_linear: bool
-    fuse_qkv: bool
-    coalesce_qkv: bool
-    split_gate_up: bool
-    model_key: str

@@ -6,8 +6,9 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from nxd_ckpt.core.heads import Hardware
+from nxd_ckpt.core.option_classes import option
 from nxd_ckpt.errors import InvalidArgument
-from nxd_ckpt.options.execution import OutputKeywords, OutputOptions, SavedNames
+from nxd_ckpt.options.execution import OutputOptions, SavedNames
 from nxd_ckpt.options.hugging_face import Dtype, MappingSpec
 from nxd_ckpt.storage.urls import StrPath
 
@@ -16,34 +17,23 @@ Form = Literal["hf", "dcp", "torchtitan", "tag"]
 
 @dataclass(frozen=True)
 class MigrateOptions(OutputOptions):
-    """Form of the result, and facts that the checkpoint does not record.
+    """Form of the result, and facts that the checkpoint does not record."""
 
-    Attributes:
-        to: the form: a Hugging Face directory, a torch DCP directory, TorchTitan's ``step-N`` in the given directory,
-            or a tag of one rank.
-        config: the model's config.json, or a Hugging Face directory with one; by default the one beside the
-            checkpoint.
-        mapping: the name of a shipped mapping, a JSON or YAML file, or its document; by default files beside the
-            checkpoint determine it, else config.json.
-        kv_size_multiplier: number of copies of each key-value head in the job, if no file beside the checkpoint records
-            it.
-        hardware: the order of those copies; by default the one in which they are equal.
-        model_only: leave out optimizer, scheduler and user content.
-        dtype: cast the model's floating-point numbers to this; the optimizer's state stays as it is.
-        size_per_shard: for the form hf, maximum size of a weight file, e.g. 5GB, or bytes.
-        saved_param_names: the optimizer's parameter names, for each pipeline stage, for each param group, in order, if
-            neither the tag nor its writer's param groups record them.
-    """
-
-    to: Form = "hf"
-    config: StrPath | None = None
-    mapping: MappingSpec = None
-    kv_size_multiplier: int | None = None
-    hardware: Hardware | None = None
-    model_only: bool = False
-    dtype: Dtype | None = None
-    size_per_shard: int | str = "5GB"
-    saved_param_names: SavedNames | None = None
+    to: Form = option("hf", """the form: a Hugging Face directory, a torch DCP directory, TorchTitan's ``step-N`` in the
+        given directory, or a tag of one rank.""")
+    config: StrPath | None = option(None, """the model's config.json, or a Hugging Face directory with one; by default
+        the one beside the checkpoint.""")
+    mapping: MappingSpec = option(None, """the name of a shipped mapping, a JSON or YAML file, or its document; by
+        default files beside the checkpoint determine it, else config.json.""")
+    kv_size_multiplier: int | None = option(None, """number of copies of each key-value head in the job, if no file
+        beside the checkpoint records it.""")
+    hardware: Hardware | None = option(None, "the order of those copies; by default the one in which they are equal.")
+    model_only: bool = option(False, "leave out optimizer, scheduler and user content.")
+    dtype: Dtype | None = option(None, """cast the model's floating-point numbers to this; the optimizer's state stays
+        as it is.""")
+    size_per_shard: int | str = option("5GB", "for the form hf, maximum size of a weight file, e.g. 5GB, or bytes.")
+    saved_param_names: SavedNames | None = option(None, """the optimizer's parameter names, for each pipeline stage, for
+        each param group, in order, if neither the tag nor its writer's param groups record them.""")
 
     def validate(self) -> None:
         """Raise InvalidArgument for an unknown form or dtype."""
@@ -51,15 +41,3 @@ class MigrateOptions(OutputOptions):
             raise InvalidArgument(f"to must be one of {', '.join(get_args(Form))}, found {self.to!r}")
         if self.dtype is not None and self.dtype not in get_args(Dtype):
             raise InvalidArgument(f"dtype must be one of {', '.join(get_args(Dtype))}, found {self.dtype!r}")
-
-
-class MigrateKeywords(OutputKeywords, total=False):
-    to: Form
-    config: StrPath | None
-    mapping: MappingSpec
-    kv_size_multiplier: int | None
-    hardware: Hardware | None
-    model_only: bool
-    dtype: Dtype | None
-    size_per_shard: int | str
-    saved_param_names: SavedNames | None

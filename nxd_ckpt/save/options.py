@@ -6,9 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from typing_extensions import TypedDict
-
-from nxd_ckpt.core.option_classes import options_of
+from nxd_ckpt.core.option_classes import option, options_of
 from nxd_ckpt.core.partition import Partition
 from nxd_ckpt.core.retention import Rule, recorded_metrics, rules_of
 from nxd_ckpt.core.tags import filled_tag, validate_tag
@@ -18,55 +16,43 @@ from nxd_ckpt.live.ignoring import IgnoreKeys
 
 @dataclass(frozen=True)
 class SaveOptions:
-    """Options of a save; names, defaults and meaning as in neuronx_distributed's ``save_checkpoint`` where it has them.
+    """Options of a save, named as in neuronx_distributed's ``save_checkpoint`` where it has them, with its defaults."""
 
-    Attributes:
-        num_workers: ranks of a host that write at the same time. It has no effect with ``use_xser``.
-        use_xser: a file for each tensor, shared out among data-parallel replicas.
-        num_kept_ckpts: complete tags to keep, at least 1; older ones are removed. None or -1 keeps all.
-        zero1_optimizer: the optimizer that is passed as a dict is a ZeRO-1 shard. Live optimizers are recognised.
-        use_zero1_dcp: a ZeRO-1 optimizer becomes a torch DCP directory, of entries by parameter name.
-        avoid_saving_lower_precision_weights: leave out model weights that the optimizer's master weights stand for. As
-            in NxD it has no effect, except for a warning, without ``use_xser``, without saved master weights, and with
-            experts.
-        param_names: the names of the optimizer's parameters, a list for each param group; needed where no live model
-            tells them.
-        partitions: how parameters are cut over tensor-parallel ranks, by name; needed where their attributes were lost.
-        trust_pickle: allow content that only a load with ``trust_pickle`` can read back.
-        overwrite: whether an existing tag may be replaced. None: yes on file systems, no on object stores. A file
-            system keeps the old tag until the new one is complete; on an object store the old tag is removed before the
-            new one is written.
-        weights_only: save the model and nothing else, even if optimizer and scheduler are given.
-        ignore_keys: what is not saved: globs over names such as ``optim/*``, or a function of all names; as of a load.
-        retain: rules for which complete tags to keep, such as ``[Last(3), Every(1000), Best("loss", 3),
-            Within(hours=2)]``; a tag goes if no rule keeps it, it is not pinned, and it is not the newest.
-            ``num_kept_ckpts=k`` beside it is one rule more.
-        metrics: numbers by name, such as ``{"loss": 2.1}``, which the tag keeps for the rule ``Best``. Rank 0's count.
-        stats: count NaN, zeros, the norm and so on of every tensor while it is written, and keep that beside the tag:
-            a report then reads no tensor. No save waits for that. So if a rank is not done when its next save begins,
-            or the next part of a state that is larger than ``memory_cap``, none of its counts are kept, and a report
-            reads the whole tag. Closing waits until all is counted, but not after an exception.
-        dedup: a file whose bytes are those of the tag before is not written again: it is hard-linked, on a file system
-            that can it shares the blocks, and a bucket of S3 copies it by itself. Fine-grained with ``use_xser``. Any
-            of these tags may be removed or replaced without the others.
-    """
-
-    num_workers: int | None = 8
-    use_xser: bool = False
-    num_kept_ckpts: int | None = None
-    zero1_optimizer: bool = False
-    use_zero1_dcp: bool = False
-    avoid_saving_lower_precision_weights: bool = False
-    param_names: Sequence[Sequence[str]] | None = None
-    partitions: Mapping[str, Partition] | None = None
-    trust_pickle: bool = False
-    overwrite: bool | None = None
-    weights_only: bool = False
-    ignore_keys: IgnoreKeys | None = None
-    retain: Sequence[Rule] | None = None
-    metrics: Mapping[str, float] | None = None
-    stats: bool = False
-    dedup: bool = False
+    num_workers: int | None = option(8, """ranks of a host that write at the same time. It has no effect with
+        ``use_xser``.""")
+    use_xser: bool = option(False, "a file for each tensor, shared out among data-parallel replicas.")
+    num_kept_ckpts: int | None = option(None, """complete tags to keep, at least 1; older ones are removed. None or -1
+        keeps all.""")
+    zero1_optimizer: bool = option(False, """the optimizer that is passed as a dict is a ZeRO-1 shard. Live optimizers
+        are recognised.""")
+    use_zero1_dcp: bool = option(False, """a ZeRO-1 optimizer becomes a torch DCP directory, of entries by parameter
+        name.""")
+    avoid_saving_lower_precision_weights: bool = option(False, """leave out model weights that the optimizer's master
+        weights stand for. As in NxD it has no effect, except for a warning, without ``use_xser``, without saved master
+        weights, and with experts.""")
+    param_names: Sequence[Sequence[str]] | None = option(None, """the names of the optimizer's parameters, a list for
+        each param group; needed where no live model tells them.""")
+    partitions: Mapping[str, Partition] | None = option(None, """how parameters are cut over tensor-parallel ranks, by
+        name; needed where their attributes were lost.""")
+    trust_pickle: bool = option(False, "allow content that only a load with ``trust_pickle`` can read back.")
+    overwrite: bool | None = option(None, """whether an existing tag may be replaced. None: yes on file systems, no on
+        object stores. A file system keeps the old tag until the new one is complete; on an object store the old tag is
+        removed before the new one is written.""")
+    weights_only: bool = option(False, "save the model and nothing else, even if optimizer and scheduler are given.")
+    ignore_keys: IgnoreKeys | None = option(None, """what is not saved: globs over names such as ``optim/*``, or a
+        function of all names; as of a load.""")
+    retain: Sequence[Rule] | None = option(None, """rules for which complete tags to keep, such as ``[Last(3),
+        Every(1000), Best("loss", 3), Within(hours=2)]``; a tag goes if no rule keeps it, it is not pinned, and it is
+        not the newest. ``num_kept_ckpts=k`` beside it is one rule more.""")
+    metrics: Mapping[str, float] | None = option(None, """numbers by name, such as ``{"loss": 2.1}``, which the tag
+        keeps for the rule ``Best``. Rank 0's count.""")
+    stats: bool = option(False, """count NaN, zeros, the norm and so on of every tensor while it is written, and keep
+        that beside the tag: a report then reads no tensor. No save waits for that. So if a rank is not done when its
+        next save begins, or the next part of a state that is larger than ``memory_cap``, none of its counts are kept,
+        and a report reads the whole tag. Closing waits until all is counted, but not after an exception.""")
+    dedup: bool = option(False, """a file whose bytes are those of the tag before is not written again: it is
+        hard-linked, on a file system that can it shares the blocks, and a bucket of S3 copies it by itself.
+        Fine-grained with ``use_xser``. Any of these tags may be removed or replaced without the others.""")
 
     @property
     def rules(self) -> tuple[Rule, ...] | None:
@@ -94,30 +80,6 @@ class SaveOptions:
             raise InvalidArgument(
                 "avoid_saving_lower_precision_weights=True with weights_only=True leaves nothing to save: pass one"
             )
-
-
-class ExtraSaveKeywords(TypedDict, total=False):
-    """Keywords that neuronx_distributed's signature does not have."""
-
-    param_names: Sequence[Sequence[str]] | None
-    partitions: Mapping[str, Partition] | None
-    trust_pickle: bool
-    overwrite: bool | None
-    weights_only: bool
-    ignore_keys: IgnoreKeys | None
-    retain: Sequence[Rule] | None
-    metrics: Mapping[str, float] | None
-    stats: bool
-    dedup: bool
-
-
-class SaveKeywords(ExtraSaveKeywords, total=False):
-    num_workers: int | None
-    use_xser: bool
-    num_kept_ckpts: int | None
-    zero1_optimizer: bool
-    use_zero1_dcp: bool
-    avoid_saving_lower_precision_weights: bool
 
 
 def understood(

@@ -7,11 +7,10 @@ from __future__ import annotations
 
 import inspect
 import re
-from dataclasses import MISSING
+from dataclasses import MISSING, fields
 from importlib import import_module
 from typing import Any
 
-from nxd_ckpt.core.option_classes import described, docs_of, fields_of
 from nxd_ckpt.options.execution import ExecutionOptions
 from tests.docs.markdown import DOCS
 
@@ -20,6 +19,8 @@ ALIASES = ("path", "checkpoint_dir_str", "save_overwrite")
 """Other names for a parameter, which the text mentions."""
 
 _TABLE = re.compile(r"^(<!-- (keywords|fields): ([\w.]+) -->\n)(?:\|.*\n)*", re.MULTILINE)
+_SECTION = re.compile(r"^(?:Args|Attributes):\n((?: {4}.*\n?)*)", re.MULTILINE)
+_ENTRY = re.compile(r"^ {4}(\w[\w, ]*): (.*(?:\n {5,}.*)*)", re.MULTILINE)
 
 
 def rendered(text: str) -> str:
@@ -35,13 +36,26 @@ def _table(what: str, name: str) -> str:
 
 
 def _fields(kind: type[Any]) -> list[tuple[str, str, str]]:
-    order = sorted(fields_of(kind), key=list(kind.__dataclass_fields__.values()).index)
-    return [_row(field.name, field.default, docs_of(kind)[field.name]) for field in order if field.default != MISSING]
+    meanings = _described(kind) | _help(kind)
+    return [
+        _row(field.name, field.default, meanings[field.name]) for field in fields(kind) if field.default != MISSING
+    ]
+
+
+def _help(kind: type[Any]) -> dict[str, str]:
+    return {field.name: field.metadata["help"] for field in fields(kind) if "help" in field.metadata}
+
+
+def _described(documented: Any) -> dict[str, str]:
+    """Meanings of parameters and attributes, by its docstring."""
+    section = _SECTION.search(inspect.cleandoc(documented.__doc__))
+    entries = _ENTRY.findall(section[1]) if section else []
+    return {name: " ".join(meaning.split()) for names, meaning in entries for name in names.split(", ")}
 
 
 def _keywords(function: Any) -> list[tuple[str, str, str]]:
     """Those that are given by name only, and not the same for all tools."""
-    said, common = described(inspect.cleandoc(function.__doc__)), docs_of(ExecutionOptions)
+    said, common = _described(function), _help(ExecutionOptions)
     return [
         _row(one.name, one.default, said[one.name])
         for one in inspect.signature(function).parameters.values()

@@ -1,0 +1,132 @@
+"""Types of the keywords in ``**options`` of public functions, for type checkers and editors.
+
+All below the mark is generated from the option classes by ``python -m tests.options.keywords``.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, TypedDict
+
+from nxd_ckpt.core.heads import Hardware
+from nxd_ckpt.core.partition import Partition
+from nxd_ckpt.core.retention import Rule
+from nxd_ckpt.core.topology import Topology
+from nxd_ckpt.live.ignoring import IgnoreKeys
+from nxd_ckpt.load.options import Verify
+from nxd_ckpt.options.checkpointer_options import Notice, OnFailure
+from nxd_ckpt.options.execution import Names, SavedNames
+from nxd_ckpt.options.hugging_face import Dtype, MappingSpec
+from nxd_ckpt.options.migration import Form
+from nxd_ckpt.options.torch_forms import OptimizerForm, Strategy, StrategyName
+from nxd_ckpt.storage.urls import StorageOptions, StrPath
+
+# fmt: off
+# ruff: noqa: UP013
+# ---- generated ----
+CheckpointerKeywords = TypedDict("CheckpointerKeywords", {
+    "run_id": str | None, "durable": bool, "memory_cap": int | None, "progress": bool, "on_save_failure": OnFailure,
+    "max_failed_saves": int, "topology": Topology | None, "process_group": Any, "timeout": float,
+    "storage_options": StorageOptions | None, "preemption": Notice, "preemption_grace": float,
+}, total=False)
+CopyKeywords = TypedDict("CopyKeywords", {
+    "hard_links": bool, "num_workers": int, "max_bytes_per_second": int | str | None, "timeout": float,
+    "overwrite": bool, "dry_run": bool, "storage_options": StorageOptions | None,
+    "output_options": StorageOptions | None, "durable": bool, "progress": bool,
+}, total=False)
+DirectoryKeywords = TypedDict("DirectoryKeywords", {
+    "topology": Topology | None, "process_group": Any, "timeout": float, "storage_options": StorageOptions | None,
+}, total=False)
+ExportKeywords = TypedDict("ExportKeywords", {
+    "tokenizer": StrPath | None, "size_per_shard": int | str, "master_weights": bool, "optimizer": bool,
+    "saved_param_names": SavedNames | None, "presharded": bool, "tp": int, "config": StrPath | None,
+    "mapping": MappingSpec, "kv_size_multiplier": int, "hardware": Hardware, "pad_attn_heads": bool,
+    "dtype": Dtype | None, "all_ranks": bool, "timeout": float, "overwrite": bool, "dry_run": bool,
+    "storage_options": StorageOptions | None, "output_options": StorageOptions | None, "durable": bool,
+    "progress": bool,
+}, total=False)
+FromDcpKeywords = TypedDict("FromDcpKeywords", {
+    "optimizer": OptimizerForm, "partitions": Mapping[str, Partition] | None, "model_key": str, "optim_key": str,
+    "dp": int, "tp": int, "pp": int, "ep": int, "stages": Names | None, "use_xser": bool, "num_workers": int,
+    "all_ranks": bool, "timeout": float, "overwrite": bool, "dry_run": bool, "storage_options": StorageOptions | None,
+    "output_options": StorageOptions | None, "durable": bool, "progress": bool,
+}, total=False)
+ImportKeywords = TypedDict("ImportKeywords", {
+    "virtual_pp": int, "qkv_linear": bool, "fuse_qkv": bool, "coalesce_qkv": bool, "split_gate_up": bool,
+    "model_key": str, "config": StrPath | None, "mapping": MappingSpec, "kv_size_multiplier": int, "hardware": Hardware,
+    "pad_attn_heads": bool, "dtype": Dtype | None, "dp": int, "tp": int, "pp": int, "ep": int, "stages": Names | None,
+    "use_xser": bool, "num_workers": int, "all_ranks": bool, "timeout": float, "overwrite": bool, "dry_run": bool,
+    "storage_options": StorageOptions | None, "output_options": StorageOptions | None, "durable": bool,
+    "progress": bool,
+}, total=False)
+LoadCheckpointKeywords = TypedDict("LoadCheckpointKeywords", {
+    "param_names": Sequence[Sequence[str]] | None, "saved_param_names": Sequence[Sequence[Sequence[str]]] | None,
+    "partitions": Mapping[str, Partition] | None, "rank_content": dict[Any, Any] | None, "verify": Verify | None,
+    "share_reads": bool | None, "pre_download": bool, "work_dir": StrPath | None, "trust_pickle": bool,
+    "progress": bool, "mapping": MappingSpec, "kv_size_multiplier": int, "hardware": Hardware,
+    "key_mapping": Mapping[str, str] | None, "prefix": str, "ignore_keys": IgnoreKeys | None, "load_weights_only": bool,
+    "strict_model_weights": bool | None, "fallback": bool, "topology": Topology | None, "process_group": Any,
+    "timeout": float, "storage_options": StorageOptions | None,
+}, total=False)
+LoadKeywords = TypedDict("LoadKeywords", {
+    "strict": bool, "num_workers": int | None, "use_zero1_dcp": bool, "param_names": Sequence[Sequence[str]] | None,
+    "saved_param_names": Sequence[Sequence[Sequence[str]]] | None, "partitions": Mapping[str, Partition] | None,
+    "rank_content": dict[Any, Any] | None, "verify": Verify | None, "share_reads": bool | None, "pre_download": bool,
+    "work_dir": StrPath | None, "trust_pickle": bool, "progress": bool, "mapping": MappingSpec,
+    "kv_size_multiplier": int, "hardware": Hardware, "key_mapping": Mapping[str, str] | None, "prefix": str,
+    "ignore_keys": IgnoreKeys | None, "load_weights_only": bool, "strict_model_weights": bool | None, "fallback": bool,
+}, total=False)
+MigrateKeywords = TypedDict("MigrateKeywords", {
+    "to": Form, "config": StrPath | None, "mapping": MappingSpec, "kv_size_multiplier": int | None,
+    "hardware": Hardware | None, "model_only": bool, "dtype": Dtype | None, "size_per_shard": int | str,
+    "saved_param_names": SavedNames | None, "overwrite": bool, "dry_run": bool,
+    "storage_options": StorageOptions | None, "output_options": StorageOptions | None, "durable": bool,
+    "progress": bool,
+}, total=False)
+OpenKeywords = TypedDict("OpenKeywords", {
+    "partitions": Mapping[str, Partition] | None, "saved_param_names": SavedNames | None, "trust_pickle": bool,
+    "storage_options": StorageOptions | None,
+}, total=False)
+PackKeywords = TypedDict("PackKeywords", {
+    "overwrite": bool, "dry_run": bool, "storage_options": StorageOptions | None,
+    "output_options": StorageOptions | None, "durable": bool, "progress": bool,
+}, total=False)
+PruneKeywords = TypedDict("PruneKeywords", {
+    "dry_run": bool, "storage_options": StorageOptions | None, "timeout": float,
+}, total=False)
+ReshardKeywords = TypedDict("ReshardKeywords", {
+    "dp": int | None, "tp": int | None, "pp": int | None, "ep": int | None,
+    "partitions": Mapping[str, Partition] | None, "stages": Names | None, "saved_param_names": SavedNames | None,
+    "use_xser": bool | None, "num_workers": int, "all_ranks": bool, "timeout": float, "overwrite": bool,
+    "dry_run": bool, "storage_options": StorageOptions | None, "output_options": StorageOptions | None, "durable": bool,
+    "progress": bool,
+}, total=False)
+SaveCheckpointKeywords = TypedDict("SaveCheckpointKeywords", {
+    "param_names": Sequence[Sequence[str]] | None, "partitions": Mapping[str, Partition] | None, "trust_pickle": bool,
+    "overwrite": bool | None, "weights_only": bool, "ignore_keys": IgnoreKeys | None, "retain": Sequence[Rule] | None,
+    "metrics": Mapping[str, float] | None, "stats": bool, "dedup": bool, "run_id": str | None, "durable": bool,
+    "memory_cap": int | None, "progress": bool, "on_save_failure": OnFailure, "max_failed_saves": int,
+    "topology": Topology | None, "process_group": Any, "timeout": float, "storage_options": StorageOptions | None,
+}, total=False)
+SaveKeywords = TypedDict("SaveKeywords", {
+    "num_workers": int | None, "use_xser": bool, "num_kept_ckpts": int | None, "zero1_optimizer": bool,
+    "use_zero1_dcp": bool, "avoid_saving_lower_precision_weights": bool, "param_names": Sequence[Sequence[str]] | None,
+    "partitions": Mapping[str, Partition] | None, "trust_pickle": bool, "overwrite": bool | None, "weights_only": bool,
+    "ignore_keys": IgnoreKeys | None, "retain": Sequence[Rule] | None, "metrics": Mapping[str, float] | None,
+    "stats": bool, "dedup": bool,
+}, total=False)
+ToDcpKeywords = TypedDict("ToDcpKeywords", {
+    "flatten_optimizer_state": bool, "partitions": Mapping[str, Partition] | None,
+    "saved_param_names": SavedNames | None, "model_key": str, "optim_key": str, "overwrite": bool, "dry_run": bool,
+    "storage_options": StorageOptions | None, "output_options": StorageOptions | None, "durable": bool,
+    "progress": bool,
+}, total=False)
+UnshardKeywords = TypedDict("UnshardKeywords", {
+    "optim": bool | None, "use_safetensors": bool, "unshard_strategy": StrategyName | Strategy,
+    "size_per_shard": int | str, "partitions": Mapping[str, Partition] | None, "saved_param_names": SavedNames | None,
+    "overwrite": bool, "dry_run": bool, "storage_options": StorageOptions | None,
+    "output_options": StorageOptions | None, "durable": bool, "progress": bool,
+}, total=False)
+Zero1Keywords = TypedDict("Zero1Keywords", {
+    "convert_to_full": bool, "convert_to_sharded": bool, "dp_size": int | None, "optim_only": bool, "num_workers": int,
+    "all_ranks": bool, "timeout": float, "overwrite": bool, "dry_run": bool, "storage_options": StorageOptions | None,
+    "output_options": StorageOptions | None, "durable": bool, "progress": bool,
+}, total=False)
