@@ -38,7 +38,7 @@ export OMP_NUM_THREADS := 1
 # Hundreds of processes import torch and this package: compiled once, by the first that needs it.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: test lint test-xla test-plain test-pythons soak mutants bench bench-reshard bench-diff bench-hf bench-migrate bench-plugins bench-s3 bench-scale bench-hosts bench-tiers bench-statistics demo
+.PHONY: test lint test-xla test-plain test-pythons soak mutants bench bench-reshard bench-diff bench-hf bench-migrate bench-plugins bench-s3 bench-scale bench-hosts bench-tiers bench-statistics demo site
 
 # Side by side, as none of the three keeps two processors busy; each shows what it said when it is done.
 test:
@@ -106,6 +106,10 @@ bench-s3: $(PLAIN_READY)
 
 demo: $(XLA_READY)
 	$(VENV)/bin/python examples/demo.py $(if $(STORE),--store $(STORE))
+
+# The documentation site, in site/.
+site: $(PLAIN_READY)
+	NO_MKDOCS_2_WARNING=1 $(VENV_PLAIN)/bin/python -m mkdocs build --strict
 
 # Without --no-compile pip would compile all of torch's modules, most of which no test imports.
 # One at a time, as both write the project's metadata here. The stamp comes last and is newer than what was installed from, so an interrupted installation is taken up again.

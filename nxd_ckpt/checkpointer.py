@@ -47,8 +47,6 @@ _GRACE = 5.0
 class Checkpointer:
     """Saves to and loads from one directory, or URL in a store, that all ranks of a job share.
 
-    ::
-
         with Checkpointer("/fsx/run7") as checkpointer:
             for step in range(1000):
                 ...
@@ -127,13 +125,13 @@ class Checkpointer:
             user_content: plain data of rank 0: numbers, strings, tensors, NumPy arrays, dates, paths, containers of
                 them.
             rank_content: plain data of this rank alone; a load on the same sizes gives it back to the same rank. Data
-                positions in it (:func:`capture_data_position`) are re-split for other sizes.
+                positions in it (`capture_data_position`) are re-split for other sizes.
             async_save: return once the state is copied, and write in the background.
             tag_values: what fills a tag such as ``"ep{epoch}-ba{batch:06d}"``, as ``str.format`` does; without them
                 braces are characters like others.
 
         Raises:
-            CheckpointError: see :mod:`nxd_ckpt.errors`; on every rank, and nothing became visible.
+            CheckpointError: see `nxd_ckpt.errors`; on every rank, and nothing became visible.
         """
         require_own(self._pid, self.storage.url)
         started = effects.monotonic()
@@ -184,7 +182,7 @@ class Checkpointer:
             scheduler: anything with ``load_state_dict()``; or a dict.
 
         Raises:
-            CheckpointError: see :mod:`nxd_ckpt.errors`; on every rank, and nothing was changed but for what
+            CheckpointError: see `nxd_ckpt.errors`; on every rank, and nothing was changed but for what
                 ``verify="reading"`` or ``verify=False`` find too late.
         """
         return self.load_given(tag, (model, optimizer, scheduler), options, lasting=True)

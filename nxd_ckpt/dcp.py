@@ -63,7 +63,7 @@ def save(
     Args:
         state_dict: any state dict; of Stateful objects in it, what their ``state_dict()`` gives.
         checkpoint_id: the tag's path or URL, as ``run/step_100``.
-        storage_writer: a :class:`StorageWriter` with options of its own. With another library's writer this is torch's
+        storage_writer: a `StorageWriter` with options of its own. With another library's writer this is torch's
             ``save``.
         planner, no_dist: as torch's.
         process_group: the ranks that save; None for all of the job.
@@ -98,7 +98,7 @@ def async_save(
     no_dist: bool = False,
     use_collectives: bool = True,
 ) -> Any:
-    """Save as :func:`save`, from a thread or a process, once the state dict is copied; as torch's ``async_save``.
+    """Save as `save`, from a thread or a process, once the state dict is copied; as torch's ``async_save``.
 
     Returns:
         A future of the metadata; where ``async_stager`` copies in the background, torch's ``AsyncSaveResponse``.
@@ -130,13 +130,13 @@ def load(
 ) -> None:
     """Load a tag into a state dict, each rank its shards; as torch's ``load``.
 
-    The tag may be of :func:`save`, of ``save_checkpoint`` or of neuronx-distributed, on any sizes. Tensors are loaded
+    The tag may be of `save`, of ``save_checkpoint`` or of neuronx-distributed, on any sizes. Tensors are loaded
     in place, other values replaced, and Stateful objects are given what was loaded of them.
 
     Args:
         state_dict: what is wanted; each rank asks for what it holds.
         checkpoint_id: the tag's path or URL.
-        storage_reader: a :class:`StorageReader` with options of its own. With another library's reader this is torch's
+        storage_reader: a `StorageReader` with options of its own. With another library's reader this is torch's
             ``load``.
         planner, process_group, no_dist: as torch's.
         strict: False loads what the tag has, and warns of the names that it has not, which stay as they are.

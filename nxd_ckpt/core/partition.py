@@ -85,11 +85,11 @@ class Partition:
     describe. NxD's ``GQAQKVColumnParallelLinear`` with ``fuse_qkv`` makes one parameter of q, k and v, without
     attributes. With ``kv_size_multiplier = m`` its k and v, fused or not, are ``m`` copies of a tensor in ``tp / m``
     partitions, although their attributes say ``tp``: rank ``r`` holds ``r % (tp / m)`` on Trn1, ``r // m`` on Trn2
-    (source: ``modules.qkv_linear`` and ``scripts/checkpoint_converter.py``). For tp = 4, m = 2 on Trn1, unfused::
+    (source: ``modules.qkv_linear`` and ``scripts/checkpoint_converter.py``). For tp = 4, m = 2 on Trn1, unfused:
 
         Partition(0, num_partitions=2)        # on Trn2, with rank_ordering=(0, 0, 1, 1)
 
-    and fused, with q's heads kept beside their k and v heads::
+    and fused, with q's heads kept beside their k and v heads:
 
         Partition(0, fused=(Section(64, 4, (0, 2, 1, 3)), Section(16, 2), Section(16, 2)))
 

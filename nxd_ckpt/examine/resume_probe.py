@@ -42,8 +42,6 @@ _BEYOND = 2.0
 class ResumeProbe:
     """Check that a resume took what was saved: weights, optimizer, scheduler, and the loss of the first step.
 
-    ::
-
         probe = ResumeProbe()
         content = load_checkpoint("run", None, model, optimizer, scheduler)
         examination = probe.check(open_checkpoint("run"), model, optimizer, scheduler, losses=content["losses"])

@@ -11,7 +11,7 @@ from nxd_ckpt.errors import IncompatibleState, InvalidArgument
 class DataStreams:
     """The share of one of ``dp`` data-parallel ranks in ``count`` streams, read in turns.
 
-    Use it so::
+    Use it so:
 
         def stream(number):  # the number-th of 24 parts of the data
             return StatefulDataLoader(MyShard(number, 24), batch_size=8)

@@ -14,7 +14,7 @@ from nxd_ckpt.errors import IncompatibleState, InvalidArgument
 class ElasticSampler(Sampler[int]):
     """Indices of a map-style dataset for one of ``dp`` data-parallel ranks, without end.
 
-    Use it so::
+    Use it so:
 
         sampler = ElasticSampler(len(dataset), dp=4, dp_rank=1, seed=7)
         loader = StatefulDataLoader(dataset, batch_size=8, sampler=sampler, num_workers=2)

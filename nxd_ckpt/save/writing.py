@@ -269,7 +269,7 @@ def _parents(key: str) -> Iterator[str]:
 
 
 def _stretches(storages: Sequence[StorageRecord], numbers: range) -> Iterator[Sequence[StorageRecord]]:
-    """Neighbours among the ``storages`` with these numbers, of about :data:`_CHUNK` bytes together, or a larger one."""
+    """Neighbours among the ``storages`` with these numbers, of about `_CHUNK` bytes together, or a larger one."""
     first = numbers.start
     for number in numbers:
         if storages[number].end - storages[first].offset >= _CHUNK or number == numbers[-1]:

@@ -50,8 +50,6 @@ _COLLECTED = 64 * 2**20
 class StorageWriter(TorchStorageWriter):
     """A writer of tags for ``torch.distributed.checkpoint.save(state_dict, storage_writer=...)`` and ``async_save``.
 
-    ::
-
         save({"model": model_state, "optim": optim_state}, storage_writer=StorageWriter("run", "step_1"))
 
     The tag is complete or invisible, its bytes are digested and synced, and `StorageReader`, ``load_checkpoint`` and

@@ -1,0 +1,120 @@
+"""The documentation site: pages from outside docs/, and the reference from docstrings. mkdocs loads this as a hook.
+
+Links between files of the repository work as they stand, so that docs/ can be read without a site. Here they are led to
+the pages.
+"""
+
+from __future__ import annotations
+
+import inspect
+import posixpath
+import re
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import griffe
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
+
+REPOSITORY = Path(__file__).parents[1]
+EXAMPLES = sorted(path.relative_to(REPOSITORY).as_posix() for path in REPOSITORY.glob("examples/*.py"))
+DECISIONS = sorted(REPOSITORY.glob("docs/decisions/*.md"))
+OUTSIDE = {
+    "README.md": "index.md",
+    "CONTRIBUTING.md": "contributing.md",
+    "CHANGELOG.md": "changelog.md",
+    "LICENSE": "licence.md",
+    "tests/README.md": "tests.md",
+    "docs/decisions": "decisions/index.md",
+    **{path: str(Path(path).with_suffix(".md")) for path in EXAMPLES},
+}
+"""The page of everything in the repository that is linked to and is no page of docs/."""
+REFERENCE = {
+    "nxd_ckpt": "Saving and loading",
+    "nxd_ckpt.convert": "Conversions",
+    "nxd_ckpt.dcp": "As torch DCP",
+    "nxd_ckpt.errors": "Exceptions",
+    "nxd_ckpt.testing": "Tests of your own",
+}
+"""Title of each module's page in the reference."""
+
+_LINK = re.compile(r"^```.*?^```$|(?<=\]\()[^)\s#]+", re.MULTILINE | re.DOTALL)
+_COMMENT = re.compile(r"<!--.*?-->")  # for tests; mkdocs would see references in it
+
+
+def on_config(config: MkDocsConfig) -> None:
+    """Add to the navigation what is generated."""
+    sections = {title: pages for entry in config.nav or [] if isinstance(entry, dict) for title, pages in entry.items()}
+    sections["Reference"] += [{title: f"reference/{module}.md"} for module, title in REFERENCE.items()]
+    sections["How to"].append({"Examples": [{Path(path).name: OUTSIDE[path]} for path in EXAMPLES]})
+    records = [f"decisions/{path.name}" for path in DECISIONS]
+    sections["Maintainers"].append({"Decisions": ["decisions/index.md", *records]})
+
+
+def on_files(files: Files, config: MkDocsConfig) -> None:
+    """Add the pages that are not in docs/."""
+    pages = {page: _as_page(REPOSITORY / path) for path, page in OUTSIDE.items()}
+    pages |= {f"reference/{module}.md": _reference(module, title) for module, title in REFERENCE.items()}
+    for page, text in pages.items():
+        files.append(File.generated(config, page, content=text))
+
+
+def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Lead each link to the page of the file that it names."""
+    here = page.file.src_uri
+    origin = next((path for path, at in OUTSIDE.items() if at == here), f"docs/{here}")
+    return _LINK.sub(lambda link: _led(link[0], origin, here), _COMMENT.sub("", markdown))
+
+
+def _led(link: str, origin: str, here: str) -> str:
+    if "://" in link or link.startswith("```"):
+        return link
+    target = posixpath.normpath(posixpath.join(posixpath.dirname(origin), link))
+    place = OUTSIDE.get(target, target.removeprefix("docs/"))
+    return posixpath.relpath(place, posixpath.dirname(here) or ".")
+
+
+def _as_page(path: Path) -> str:
+    if path.is_dir():
+        titles = {record.relative_to(path.parent): record.read_text().partition("\n")[0] for record in DECISIONS}
+        return "# Decisions\n\n" + "".join(f"- [{title.lstrip('# ')}]({record})\n" for record, title in titles.items())
+    if path.suffix == ".py":
+        return f"# {path.name}\n\n```python\n{path.read_text()}```\n"
+    return path.read_text() if path.suffix == ".md" else f"# {path.name}\n\n```text\n{path.read_text()}```\n"
+
+
+def _reference(module: str, title: str) -> str:
+    named = import_module(module)
+    classes = [name for name, kind in inspect.getmembers(named, inspect.isclass) if kind.__module__ == module]
+    names = getattr(named, "__all__", classes)
+    shown = [name for name in names if not name.startswith("__") and name != "errors"]
+    return f"# {title}: `{module}`\n\n" + "".join(f"::: {module}.{name}\n\n" for name in shown)
+
+
+class Options(griffe.Extension):  # type: ignore[misc]
+    """Shows each option of a function in the place of ``**options``, as ``help()`` does."""
+
+    def on_function(self, *, func: griffe.Function, **_: Any) -> None:
+        """Take signature and docstring from the function itself, if a decorator makes them."""
+        if not any(str(decorator.value).startswith("takes(") for decorator in func.decorators):
+            return
+        named: Any = import_module(func.module.path)
+        for name in func.path.removeprefix(f"{func.module.path}.").split("."):
+            named = getattr(named, name)
+        assert func.docstring is not None
+        func.docstring.value = inspect.getdoc(named) or ""
+        declared = [one for one in func.parameters if one.kind is not griffe.ParameterKind.var_keyword]
+        known = {one.name for one in declared}
+        options = [one for one in inspect.signature(named).parameters.values() if one.name not in known]
+        func.parameters = griffe.Parameters(*declared, *map(_parameter, options))
+
+
+def _parameter(option: inspect.Parameter) -> griffe.Parameter:
+    return griffe.Parameter(
+        option.name,
+        annotation=str(option.annotation),
+        kind=griffe.ParameterKind.keyword_only,
+        default=repr(option.default),
+    )
