@@ -1,4 +1,4 @@
-"""What docs/cli.md shows of the command: each console block is a command line and what it prints.
+"""What docs/cli.md and the tutorials show of the command: each console block is a command line and what it prints.
 
 ``python -m tests.cli.reference`` writes the blocks anew, in the repository's root.
 """
@@ -15,10 +15,11 @@ from pathlib import Path
 from unittest import mock
 
 from nxd_ckpt.cli.main import main
-from tests.docs.markdown import REPOSITORY, code_blocks
+from tests.docs.markdown import DOCS, code_blocks
 from tests.support.terminal import Terminal
 
-DOCUMENT = REPOSITORY / "docs" / "cli.md"
+DOCUMENT = DOCS / "cli.md"
+SHOWN = [DOCUMENT, DOCS / "tutorial-nxd.md", DOCS / "tutorial-laptop.md"]
 
 _BLOCK = re.compile(r"^(```console\n\$ nxd-ckpt )(.*?)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _SHORT_OPTION = re.compile(r"(?m)^(  -\w) [A-Z]+(?=, --)")
@@ -30,11 +31,12 @@ def command_lines(text: str) -> list[list[str]]:
     return [shlex.split(block[2]) for block in _BLOCK.finditer(text)]
 
 
-def rendered(text: str) -> str:
-    """``text`` with the real output in every console block, of checkpoints that its Python blocks make."""
-    with _in_a_directory_of_its_own() as directory:
-        for block in code_blocks(DOCUMENT, "python"):
-            exec(compile(block, str(DOCUMENT), "exec"), {})
+def rendered(document: Path) -> str:
+    """Return the text of a page with the real output in every console block, of what its Python blocks make."""
+    text, namespace = document.read_text(), {"__name__": "page"}
+    with _in_a_directory_of_its_own() as directory, contextlib.redirect_stdout(None):
+        for block in code_blocks(document, "python"):
+            exec(compile(block, str(document), "exec"), namespace)
         return _BLOCK.sub(lambda block: f"{block[1]}{block[2]}\n{_printed(block[2], directory)}```", text)
 
 
@@ -72,4 +74,5 @@ def _in_a_directory_of_its_own() -> Iterator[str]:
 
 
 if __name__ == "__main__":
-    DOCUMENT.write_text(rendered(DOCUMENT.read_text()))
+    for shown in SHOWN:
+        shown.write_text(rendered(shown))

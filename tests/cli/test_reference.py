@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import shlex
+from pathlib import Path
 
 import pytest
 
 from nxd_ckpt.cli.command import Command
 from nxd_ckpt.cli.main import COMMANDS, parsers
-from tests.cli.reference import DOCUMENT, command_lines, rendered, steady
+from tests.cli.reference import DOCUMENT, SHOWN, command_lines, rendered, steady
 from tests.docs.markdown import DOCS, headings
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]
 
 
-def test_blocks_show_what_the_command_prints() -> None:
+@pytest.mark.parametrize("page", SHOWN, ids=lambda page: page.stem)
+def test_blocks_show_what_the_command_prints(page: Path) -> None:
     """Help word for word, the rest but for numbers. `python -m tests.cli.reference` brings it up to date."""
-    text = DOCUMENT.read_text()
-    assert steady(rendered(text)) == steady(text)
+    assert steady(rendered(page)) == steady(page.read_text())
 
 
 def test_every_command_is_documented() -> None:

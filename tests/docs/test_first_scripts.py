@@ -16,7 +16,7 @@ pytestmark = [pytest.mark.plain, pytest.mark.once]
 def test_fsdp2(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """On four ranks, then on two."""
     monkeypatch.chdir(tmp_path)
-    (script,) = code_blocks(DOCS / "fsdp2.md", "python")
+    (script,) = code_blocks(DOCS / "tutorial-fsdp2.md", "python")
     losses = []
     for ranks, steps in ((4, "1 to 4"), (2, "5 to 8")):
         ended = run_ranks(script, *[[]] * ranks)
