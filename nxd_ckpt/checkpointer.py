@@ -14,7 +14,7 @@ from nxd_ckpt import effects
 from nxd_ckpt.commit.commit import clean_up, retire
 from nxd_ckpt.commit.session import Session, open_session
 from nxd_ckpt.commit.tier import Tier
-from nxd_ckpt.coordination.agreement import Agreement
+from nxd_ckpt.coordination.agreement import Agreement, SingleProcessAgreement
 from nxd_ckpt.coordination.at_exit import close_at_exit, forget
 from nxd_ckpt.coordination.environment import topology_of, versions
 from nxd_ckpt.coordination.fair_lock import FairLock
@@ -28,6 +28,7 @@ from nxd_ckpt.keywords import CheckpointerKeywords, LoadKeywords, SaveKeywords
 from nxd_ckpt.live.save_state import SaveState
 from nxd_ckpt.load.loading import load
 from nxd_ckpt.load.options import LoadOptions
+from nxd_ckpt.load.request import LoadRequest
 from nxd_ckpt.options.checkpointer_options import CheckpointerOptions, PreemptionOptions
 from nxd_ckpt.save.attempt import SaveAttempt
 from nxd_ckpt.save.capture import capture
@@ -195,8 +196,11 @@ class Checkpointer:
             chosen = options_of(LoadOptions, {"progress": self._options.progress, **options})
             agreement = self._meet("load")
             with self._places.joined(agreement, lasting=self._session is not None):
-                timeout, storages = self._options.timeout, self._places.storages
-                found = load(storages, self.topology, agreement, tag, given, chosen, timeout)
+                ranks = agreement or SingleProcessAgreement()
+                model, optimizer, scheduler = given
+                timeout = self._options.timeout
+                request = LoadRequest(self.topology, ranks, model, optimizer, scheduler, chosen, timeout)
+                found = load(self._places.storages, tag, request)
                 if lasting:
                     self._places.replenish(agreement)
             return found

@@ -12,6 +12,7 @@ import torch
 from typing_extensions import Unpack
 
 from nxd_ckpt.checkpoint import Checkpoint
+from nxd_ckpt.coordination.agreement import SingleProcessAgreement
 from nxd_ckpt.coordination.environment import default_topology
 from nxd_ckpt.core.findings import Finding, doubt, problem
 from nxd_ckpt.core.option_classes import options_of, takes
@@ -23,6 +24,7 @@ from nxd_ckpt.formats.tensors import Assembly, TensorStub, allocated, byte_view,
 from nxd_ckpt.keywords import LoadKeywords
 from nxd_ckpt.load.attempt import LoadAttempt
 from nxd_ckpt.load.options import LoadOptions
+from nxd_ckpt.load.request import LoadRequest
 from nxd_ckpt.reshard.plain_values import ABSENT, equal_values
 from nxd_ckpt.save.capture import capture
 from nxd_ckpt.save.options import SaveOptions
@@ -153,14 +155,16 @@ def live_findings(
     Raises the errors of a load of these objects.
     """
     options.validate()
-    attempt = LoadAttempt(opened, topology, model, optimizer, scheduler, options.settled(reads_are_cheap=False), None)
+    settled = options.settled(reads_are_cheap=False)
+    request = LoadRequest(topology, SingleProcessAgreement(), model, optimizer, scheduler, settled)
+    attempt = LoadAttempt(opened, request)
     if attempt.filtered:
         attempt.apply_filter()
-    attempt.find()
+    load = attempt.prepare()
     save_options = SaveOptions(param_names=options.param_names, partitions=options.partitions)
     live = capture(topology, save_options, model=model, optimizer=optimizer, scheduler=scheduler)
-    with attempt.reader as reader:
-        for kind, name, saved, now in attempt.compared_with(live):
+    with load.reader as reader:
+        for kind, name, saved, now in load.compared_with(live):
             if isinstance(saved, (TensorStub, Assembly)):
                 if not isinstance(now, (torch.Tensor, int, float)):
                     yield problem(kind, name, "the tag holds it, and the live objects do not: it was not loaded")

@@ -38,6 +38,7 @@ from nxd_ckpt.errors import (
 from nxd_ckpt.integrations.resume_checks import WORLD_SIZE, require_same, require_same_setting
 from nxd_ckpt.integrations.sealed import SealedDirectory, is_ours, verify_files
 from nxd_ckpt.load.loading import require_fit
+from nxd_ckpt.load.request import LoadRequest
 from nxd_ckpt.options.checkpointer_options import DEFAULT_TIMEOUT
 from nxd_ckpt.save.pending import PendingSave
 from nxd_ckpt.storage.local import LocalStorage
@@ -165,7 +166,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         on_all(agreement, partial(_verify, place, own))
         storage, topology = LocalStorage(os.path.abspath(place)), default_topology()
         for tag, model, optimizer in parts[1:]:
-            require_fit(storage, topology, agreement, tag, (model, optimizer, None))
+            require_fit(storage, tag, LoadRequest(topology, agreement, model, optimizer))
         for tag, model, optimizer in parts:
             load_checkpoint(place, tag, model, optimizer)
 

@@ -1,4 +1,4 @@
-"""A load between its phases: objects that fit the tag, verified bytes, and their application."""
+"""A load of one tag in its phases: names that fit the live objects, trees that fit, verified bytes, applied ones."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import logging
 import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 
 from nxd_ckpt import effects
-from nxd_ckpt.coordination.agreement import Agreement
 from nxd_ckpt.core.topology import Coordinates, Topology
 from nxd_ckpt.errors import CheckpointError, CorruptCheckpoint, OptimizerMismatch
 from nxd_ckpt.formats.tensors import allocated, iter_leaves
@@ -28,13 +28,14 @@ from nxd_ckpt.load.filter_summary import Unmatched, refuse_unmatched
 from nxd_ckpt.load.filters import Filter
 from nxd_ckpt.load.load_context import load_context
 from nxd_ckpt.load.mesh_shares import MeshShares, agree_on_blocks
-from nxd_ckpt.load.options import LoadOptions
 from nxd_ckpt.load.overwriting import fill_model, nbytes_of, overwriting
 from nxd_ckpt.load.parts import check_scheduler, demand, load_scheduler, own_content, part_names
 from nxd_ckpt.load.planner import LoadPlanner
 from nxd_ckpt.load.renamed_tag import RenamedTag
 from nxd_ckpt.load.replicas import WORTH_IT, Broadcast, ReplicaShares, agree_on_shares, open_broadcast
+from nxd_ckpt.load.request import LoadRequest
 from nxd_ckpt.load.scheduled_rates import lacks_scheduled_rates, with_scheduled_rates
+from nxd_ckpt.load.trees import LoadTrees
 from nxd_ckpt.load.unknown_names import refuse_unknown_names
 from nxd_ckpt.reshard.plain_values import ABSENT
 from nxd_ckpt.storage.cached import CachedStorage
@@ -49,27 +50,15 @@ _MEASURED = 64 * 2**20
 
 
 class LoadAttempt:
-    """A load of one tag into live objects.
+    """A load of one tag into live objects, of which so far only names are known.
 
-    After `find`, objects and trees fit. When its bytes are verified too, `apply` only copies. ``reports_progress`` is
-    True
-    on the rank that shows progress for all.
+    ``request`` says how ``opened`` is verified; ``cache`` is the local copy that it is read from, if there is one.
     """
 
-    reports_progress = False
-
-    def __init__(
-        self,
-        opened: OpenTag,
-        topology: Topology,
-        model: Any,
-        optimizer: Any,
-        scheduler: Any,
-        options: LoadOptions,
-        cache: CachedStorage | None,
-    ) -> None:
+    def __init__(self, opened: OpenTag, request: LoadRequest, cache: CachedStorage | None = None) -> None:
+        topology, options = request.topology, request.options
         self.filtered = Filter(options)
-        live = None if model is None else open_model(model)
+        live = None if request.model is None else open_model(request.model)
         base_names = {} if live is None else live.base_names()
         if live is not None and opened.parts.model and (base_names or _may_be_wrapped(opened, topology, live)):
             saved = opened.model_names()
@@ -78,11 +67,10 @@ class LoadAttempt:
         if self.filtered.renaming:
             opened = RenamedTag(opened, self.filtered.renaming)
             options = self.filtered.renamed(options)
-        self._opened, self._topology, self._options, self._cache = opened, topology, options, cache
-        self._objects = {"model": model, "optim": optimizer, "scheduler": scheduler}
+        self._opened, self._cache, self._request = opened, cache, replace(request, options=options)
         if not self.filtered:
-            demand(opened, **self._loaded_objects)
-        self._context = load_context(opened, topology, live, optimizer, options, self.filtered)
+            self._demand()
+        self._context = load_context(opened, topology, live, request.optimizer, options, self.filtered)
         self._planner = LoadPlanner(self._context)
 
     def apply_filter(self) -> Unmatched:
@@ -91,58 +79,80 @@ class LoadAttempt:
             return self._apply_filter()
 
     def _apply_filter(self) -> Unmatched:
-        opened, filtered = self._opened, self.filtered
+        opened, filtered, request = self._opened, self.filtered, self._request
         live = self._context.held_names()
-        objects = {"scheduler": self._objects["scheduler"], "rank_content": self._options.rank_content}
+        objects = {"scheduler": request.scheduler, "rank_content": request.options.rank_content}
         requested = {part: value is not None for part, value in objects.items()}
-        parts = part_names(opened, self._topology, filtered, **requested)
+        parts = part_names(opened, request.topology, filtered, **requested)
         names = list(dict.fromkeys([*self._planner.names(), *parts]))
         filtered.choose(names)
-        demand(opened, **self._loaded_objects)
+        self._demand()
         saved = opened.saved_names if isinstance(opened, RenamedTag) else ()
         return Unmatched(filtered, live, saved, names)
 
-    @property
-    def _loaded_objects(self) -> dict[str, Any]:
-        """Objects that were passed and are not left out."""
-        return {part: None if self.filtered.covers(part) else value for part, value in self._objects.items()}
+    def _demand(self) -> None:
+        """Raise PartNotFound if an object was passed that is not left out, and was never saved."""
+        request = self._request
+        objects = {"model": request.model, "optim": request.optimizer, "scheduler": request.scheduler}
+        demand(self._opened, **{part: None if self.filtered.covers(part) else one for part, one in objects.items()})
 
-    def find(self) -> None:
-        """Find the trees and other parts to load."""
+    def prepare(self) -> PreparedLoad:
+        """Return the load with the trees that fit the live objects. Raises errors if they do not."""
         with self._opened.guarded():
-            self._find()
+            self.filtered.refuse_collisions(self._context.held_names() or ())
+            return PreparedLoad(self._opened, self._request, self._cache, self.filtered, self._planner.trees())
 
-    def _find(self) -> None:
-        opened, options = self._opened, self._options
-        self._scheduler = self._loaded_objects["scheduler"]
-        self.filtered.refuse_collisions(self._context.held_names() or ())
-        self._trees = self._planner.trees()
-        if self._scheduler is not None and self._trees.is_regrouped:
+    @property
+    def save(self) -> str | None:
+        """Fingerprint of the save; see `OpenTag.save`."""
+        return self._opened.save
+
+    def require_unchanged(self) -> None:
+        """Raise TagReplaced unless it is still the save that was opened."""
+        self._opened.require_unchanged()
+
+    @property
+    def identity(self) -> str:
+        """Identity of the save, independent of its place; without a manifest of ours, its place."""
+        manifest = self._opened.manifest
+        return self._opened.where if manifest is None else f"{manifest.tag!r} of attempt {manifest.attempt}"
+
+
+class PreparedLoad:
+    """A load whose trees fit the live objects. When its bytes are verified too, `apply` only copies."""
+
+    def __init__(
+        self, opened: OpenTag, request: LoadRequest, cache: CachedStorage | None, filtered: Filter, trees: LoadTrees
+    ) -> None:
+        self._opened, self._request, self._cache, self._filtered, self._trees = opened, request, cache, filtered, trees
+        self._options = options = request.options
+        self._scheduler = None if filtered.covers("scheduler") else request.scheduler
+        if self._scheduler is not None and trees.is_regrouped:
             raise OptimizerMismatch(
                 f"optimizer: its param groups are not in the order of {opened.where}, by which the scheduler stores "
                 "learning rates; build them as when it was saved, or load with scheduler=None"
             )
         self._scheduler_state = opened.scheduler() if self._scheduler is not None else None
         check_scheduler(self._scheduler, self._scheduler_state, opened.where)
-        if self._trees.continues_optimizer and lacks_scheduled_rates(opened):
+        if trees.continues_optimizer and lacks_scheduled_rates(opened):
             self._take_scheduled_rates()
-        content = None if self.filtered.covers("user_content") else opened.user_content()
-        self.user_content = self.filtered.pruned("user_content", content)
-        wants_own = options.rank_content is not None and not self.filtered.covers("rank_content")
-        self._rank_content = own_content(opened, self._topology, self.filtered) if wants_own else None
+        content = None if filtered.covers("user_content") else opened.user_content()
+        self.user_content = filtered.pruned("user_content", content)
+        wants_own = options.rank_content is not None and not filtered.covers("rank_content")
+        self._rank_content = own_content(opened, request.topology, filtered) if wants_own else None
         self.reader = opened.reader()
         self._delivery = Delivery(self.reader, self._read_into)
         self._shares: ReplicaShares | None = None
         self._mesh_shares: MeshShares | None = None
         self._broadcast: Broadcast | None = None
 
-    def refuse_unmatched(self, agreement: Agreement) -> None:
+    def refuse_unmatched(self) -> None:
         """Raise KeyMismatch if no rank's model has a name of the tag. Collective.
 
         In a mesh job raise it, or OptimizerMismatch, also if a name of the tag is in no rank's model or optimizer.
         """
-        refuse_unmatched(agreement, self._topology, bool(self._trees.names), self._trees.unmatched)
-        refuse_unknown_names(agreement, self._trees.unknown_names, self.where)
+        refuse_unmatched(self._request, bool(self._trees.names), self._trees.unmatched)
+        refuse_unknown_names(self._request.agreement, self._trees.unknown_names, self.where)
 
     def _take_scheduled_rates(self) -> None:
         if self._scheduler is not None:
@@ -154,13 +164,14 @@ class LoadAttempt:
                 self._opened.where,
             )
 
-    def share(self, agreement: Agreement) -> None:
+    def share(self) -> None:
         """Determine the leaves that data-parallel replicas, or the ranks of a mesh, have in common. Collective."""
+        agreement = self._request.agreement
         if agreement.world_size > 1:
             placed = list(self._trees.placed_leaves())
             # DTensor shards differ between replicas: then there is nothing to compare.
             is_cut = any(place.is_cut for _, _, place in placed)
-            shares = None if is_cut else ReplicaShares(self._topology, list(self._trees.replicated_leaves()))
+            shares = None if is_cut else ReplicaShares(self._request.topology, list(self._trees.replicated_leaves()))
             # The terms decide which leaves are verified, in which order they are read, and of which copy of the tag.
             adapters = [type(adapter).__name__ for adapter in (self._trees.model, self._trees.optimizer)]
             terms = [self._options.verify, self._options.pre_download, self._opened.copy, *adapters]
@@ -183,7 +194,7 @@ class LoadAttempt:
     def _verify(self) -> None:
         if self._cache is not None:
             needed = (leaf for _, leaf in self._trees.leaves())
-            shown = {"reports_progress": self.reports_progress, "progress": self._options.progress}
+            shown = {"reports_progress": self._request.reports_progress, "progress": self._options.progress}
             download(self._cache, self._opened, needed, **shown)
         if not self._options.verifies_first:
             return
@@ -219,21 +230,6 @@ class LoadAttempt:
         return self._opened.manifest is not None and self._options.verify is not False
 
     @property
-    def save(self) -> str | None:
-        """Fingerprint of the save; see `OpenTag.save`."""
-        return self._opened.save
-
-    def require_unchanged(self) -> None:
-        """Raise TagReplaced unless it is still the save that was opened."""
-        self._opened.require_unchanged()
-
-    @property
-    def identity(self) -> str:
-        """Identity of the save, independent of its place; without a manifest of ours, its place."""
-        manifest = self._opened.manifest
-        return self.where if manifest is None else f"{manifest.tag!r} of attempt {manifest.attempt}"
-
-    @property
     def nbytes(self) -> int:
         """Bytes of all tensors that this rank loads."""
         return sum(nbytes_of(leaf) for _, leaf in self._trees.leaves())
@@ -244,18 +240,19 @@ class LoadAttempt:
 
     def _watched(self, what: str, total: Callable[[], int]) -> AbstractContextManager[None]:
         """Return a context with a progress bar of ``total()`` bytes, on the reporting rank."""
-        if not (self.reports_progress and self._options.progress and is_watched()):
+        if not (self._request.reports_progress and self._options.progress and is_watched()):
             return nullcontext()  # without adding up all leaves
         done = self.reader.done
         before = done.nbytes
         return watched(what, total(), lambda: done.nbytes - before, True)
 
-    def join(self, agreement: Agreement, timeout: float) -> None:
+    def join(self) -> None:
         """Join the replicas for a broadcast, if they are to share the reading as well. Collective."""
         if self._shares is not None:
+            request = self._request
             share_reads = self._options.share_reads
             rate = self._read_rate(self._shares) if share_reads is None else math.inf
-            self._broadcast = open_broadcast(agreement, self._shares, share_reads, rate, timeout)
+            self._broadcast = open_broadcast(request.agreement, self._shares, share_reads, rate, request.timeout)
 
     def _read_rate(self, shares: ReplicaShares) -> float:
         """Measure bytes per second of reading leaves that another replica verified.
@@ -310,7 +307,7 @@ class LoadAttempt:
             load_scheduler(self._scheduler, self._scheduler_state)
         if self._options.rank_content is not None and self._rank_content is not None:
             live, saved = self._options.rank_content, self._rank_content
-            content = self.filtered.pruned("rank_content", saved) | self.filtered.kept("rank_content", live, saved)
+            content = self._filtered.pruned("rank_content", saved) | self._filtered.kept("rank_content", live, saved)
             live.clear()
             live.update(content)
         # Constants that the model made on the device are pending in a new process. In the first step they would make

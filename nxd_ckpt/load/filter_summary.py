@@ -6,14 +6,14 @@ import logging
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from nxd_ckpt.coordination.agreement import Agreement, decided_by_rank0
+from nxd_ckpt.coordination.agreement import decided_by_rank0
 from nxd_ckpt.core.filtering import unmatched
 from nxd_ckpt.core.suggestions import listed
-from nxd_ckpt.core.topology import Topology
 from nxd_ckpt.errors import KeyMismatch, RanksDisagree
 from nxd_ckpt.live.ignoring import digest
 from nxd_ckpt.load.filters import Filter
 from nxd_ckpt.load.options import LoadOptions
+from nxd_ckpt.load.request import LoadRequest
 
 logger = logging.getLogger("nxd_ckpt")
 
@@ -44,12 +44,13 @@ class Unmatched:
             "prefix": [prefix] if goes_by_prefix and not any(name.startswith(prefix) for name in saved) else [],
         }
 
-    def complain(self, agreement: Agreement, topology: Topology, strict: bool) -> None:
+    def complain(self, request: LoadRequest) -> None:
         """Raise KeyMismatch on all ranks, or warn without ``strict``.
 
         Raises RanksDisagree if a callable chose differently among equal names.
         """
         # Ranks of one pipeline stage have the same tensors: one of them reports. Rank content is each rank's own.
+        agreement, topology = request.agreement, request.topology
         reports = topology.dp_rank == topology.tp_rank == 0 or agreement.world_size == 1
         parts = self.parts if reports else {"globs": self.parts["globs"]}
         gathered = agreement.gather([self._choice, parts])
@@ -57,14 +58,14 @@ class Unmatched:
         def decide() -> None:
             choices, parts_of_ranks = zip(*(gathered or [[self._choice, self.parts]]), strict=True)
             _refuse_different(choices)
-            if agreement.world_size < topology.world_size and topology.pp > 1:
-                return  # one process acts as one of several stages: other stages may have the names
+            if request.acts_for_one_stage:
+                return
             nowhere = {
                 kind: _in_all(own, [parts[kind] for parts in parts_of_ranks if kind in parts])
                 for kind, own in self.parts.items()
             }
             problems = list(self._problems(nowhere))
-            if problems and strict:
+            if problems and request.options.strict:
                 raise KeyMismatch("; ".join(problems) + "; use strict=False to ignore this")
             for problem in problems:
                 logger.warning("loading with strict=False: %s", problem)
@@ -83,23 +84,22 @@ class Unmatched:
             yield f"prefix={self._prefix!r}: no name in the checkpoint begins with it; there are {shown or 'none'}"
 
 
-def refuse_unmatched(agreement: Agreement, topology: Topology, matches: bool, problem: str | None) -> None:
+def refuse_unmatched(request: LoadRequest, matches: bool, problem: str | None) -> None:
     """Raise KeyMismatch, with a rank's ``problem``, if there is one and no rank ``matches``.
 
     Without strict too, a load that matches nothing is of another model.
     """
-    gathered = agreement.gather([matches, problem])
+    gathered = request.agreement.gather([matches, problem])
 
     def decide() -> None:
         matches_of_ranks, problems = zip(*(gathered or [[matches, problem]]), strict=True)
-        one_of_several_stages = agreement.world_size < topology.world_size and topology.pp > 1
-        if any(problems) and not any(matches_of_ranks) and not one_of_several_stages:
+        if any(problems) and not any(matches_of_ranks) and not request.acts_for_one_stage:
             raise KeyMismatch(
                 f"no name in the checkpoint is one of the model: {next(filter(None, problems))}. Is it this model's? "
                 "If its names differ in the checkpoint, pass key_mapping= or prefix="
             )
 
-    decided_by_rank0(agreement, decide)
+    decided_by_rank0(request.agreement, decide)
 
 
 def _refuse_different(choices: Iterable[Sequence[str] | None]) -> None:

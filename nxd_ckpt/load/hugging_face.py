@@ -12,7 +12,6 @@ from collections.abc import Collection, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from hashlib import sha256
-from typing import Any
 
 import torch
 
@@ -33,9 +32,9 @@ from nxd_ckpt.live.optimizer import open_optimizer
 from nxd_ckpt.load.delivery import Delivery
 from nxd_ckpt.load.filter_summary import Unmatched, refuse_unmatched
 from nxd_ckpt.load.filters import Filter
-from nxd_ckpt.load.options import LoadOptions
 from nxd_ckpt.load.overwriting import fill_model, nbytes_of, overwriting
 from nxd_ckpt.load.placing import local_tree
+from nxd_ckpt.load.request import LoadRequest
 from nxd_ckpt.load.tied import refuse_unequal_ties, unequal_ties
 from nxd_ckpt.storage.base import Storage
 from nxd_ckpt.storage.progress import report, watched
@@ -46,39 +45,30 @@ from nxd_ckpt.tag.reading import Leaf, LeafReader
 logger = logging.getLogger("nxd_ckpt")
 
 
-def load_hugging_face(
-    storage: Storage,
-    topology: Topology,
-    agreement: Agreement,
-    model: Any,
-    others: Sequence[Any],
-    options: LoadOptions,
-) -> None:
-    """Load the model that ``storage`` holds into ``model``.
+def load_hugging_face(storage: Storage, request: LoadRequest) -> None:
+    """Load the model that ``storage`` holds into the model. Collective.
 
-    ``others`` (optimizer, scheduler) must be None, unless only weights are to be loaded.
+    Optimizer and scheduler must be None, unless only weights are to be loaded.
 
     Raises:
         CheckpointError: the errors of `Checkpointer.load`, on every rank.
     """
-    started = effects.monotonic()
+    started, agreement = effects.monotonic(), request.agreement
 
     def prepare() -> _HuggingFaceLoad:
-        options.validate()
-        _refuse_arguments(storage.url, model, () if options.load_weights_only else others, options)
-        return _HuggingFaceLoad(storage, topology, model, others[0], options)
+        request.options.validate()
+        _refuse_arguments(storage.url, request)
+        return _HuggingFaceLoad(storage, request)
 
     attempt = on_all(agreement, prepare)
     if attempt.filtered:
-        attempt.unmatched.complain(agreement, topology, options.strict)
+        attempt.unmatched.complain(request)
     used = _tensors_used_by_all(agreement, attempt.used)
-    refuse_unmatched(agreement, topology, attempt.nbytes > 0, attempt.unfilled)
-    has_all_stages = agreement.world_size == topology.world_size or topology.pp == 1
-    if has_all_stages:  # else one process acts as one of several stages
+    refuse_unmatched(request, attempt.nbytes > 0, attempt.unfilled)
+    if not request.acts_for_one_stage:
         decided_by_rank0(agreement, lambda: attempt.refuse_unused(used))
-    reports_progress = agreement.rank == 0
-    on_all(agreement, lambda: attempt.apply(shown=reports_progress and options.progress))
-    if reports_progress and logger.isEnabledFor(logging.INFO):
+    on_all(agreement, lambda: attempt.apply(shown=request.reports_progress and request.options.progress))
+    if request.reports_progress and logger.isEnabledFor(logging.INFO):
         report("loaded", attempt.where, attempt.nbytes, started)
 
 
@@ -93,14 +83,15 @@ def _tensors_used_by_all(agreement: Agreement, used: Sequence[str]) -> list[str]
 class _HuggingFaceLoad:
     """A load whose directory and live model fit. ``used`` are the Hugging Face tensors that its rules name."""
 
-    def __init__(self, storage: Storage, topology: Topology, model: Any, optimizer: Any, options: LoadOptions) -> None:
+    def __init__(self, storage: Storage, request: LoadRequest) -> None:
+        topology, options, optimizer = request.topology, request.options, request.optimizer
         self._directory, self._strict = HuggingFaceDirectory(storage), options.strict_names
         config = self._directory.config
         self._directory.refuse_quantized()
         self._mapping = find_mapping(options.mapping, config)
         self._sizes = self._mapping.sizes(config, options.kv_size_multiplier, options.hardware)
         self._tensors = UnpackedTensors(self._directory, self._mapping, self._sizes)
-        self._model = open_model(model, may_be_meta=True)
+        self._model = open_model(request.model, may_be_meta=True)
         if self._model.is_placed:
             refuse_sizes(topology)
         self._optimizer = None
@@ -272,9 +263,10 @@ class _HuggingFaceLoad:
         logger.warning("loading with strict=False: %s", problem)
 
 
-def _refuse_arguments(where: str, model: Any, others: Iterable[Any], options: LoadOptions) -> None:
-    for name, value in zip(("optimizer", "scheduler"), others, strict=False):
-        if value is not None:
+def _refuse_arguments(where: str, request: LoadRequest) -> None:
+    model, options = request.model, request.options
+    for name, value in (("optimizer", request.optimizer), ("scheduler", request.scheduler)):
+        if value is not None and not options.load_weights_only:
             raise PartNotFound(
                 f"{where} is a Hugging Face directory, which holds a model and no {name}; load it with {name}=None, "
                 "before the optimizer is built or its master weights are taken"

@@ -11,12 +11,12 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, nullcontext
+from dataclasses import replace
 from typing import Any, cast
 
 from nxd_ckpt import effects
-from nxd_ckpt.coordination.agreement import Agreement, SingleProcessAgreement, decided_by_rank0, on_all
+from nxd_ckpt.coordination.agreement import Agreement, decided_by_rank0, on_all
 from nxd_ckpt.core.tags import Tag
-from nxd_ckpt.core.topology import Topology
 from nxd_ckpt.errors import (
     CheckpointNotFound,
     CorruptCheckpoint,
@@ -24,12 +24,12 @@ from nxd_ckpt.errors import (
     TagReplaced,
 )
 from nxd_ckpt.gc_paused import gc_paused
-from nxd_ckpt.load.attempt import LoadAttempt
+from nxd_ckpt.load.attempt import LoadAttempt, PreparedLoad
 from nxd_ckpt.load.downloading import open_cache
 from nxd_ckpt.load.filter_summary import filter_summary
 from nxd_ckpt.load.hugging_face import load_hugging_face
-from nxd_ckpt.load.options import LoadOptions
 from nxd_ckpt.load.overwriting import overwriting
+from nxd_ckpt.load.request import LoadRequest
 from nxd_ckpt.load.retries import LoadRetries
 from nxd_ckpt.storage.base import Storage
 from nxd_ckpt.storage.progress import report
@@ -42,27 +42,19 @@ from nxd_ckpt.tag.opening import open_complete_tag
 logger = logging.getLogger("nxd_ckpt")
 
 
-def load(
-    storages: Sequence[Storage],
-    topology: Topology,
-    agreement: Agreement | None,
-    tag: Tag | None,
-    given: tuple[Any, Any, Any],
-    options: LoadOptions,
-    timeout: float,
-) -> Any:
-    """Load into the ``given`` objects (model, optimizer, scheduler; None is skipped). Return the user content or None.
+def load(storages: Sequence[Storage], tag: Tag | None, request: LoadRequest) -> Any:
+    """Load ``tag``, or the latest, into live objects. Return the user content or None. Collective.
 
     ``storages`` are the places that may have the tag, the nearest first. See `Checkpointer.load`.
     """
-    agreement = agreement or SingleProcessAgreement()
-    started = effects.monotonic()
-    requests = agreement.gather([tag, filter_summary(options)])
+    started, agreement = effects.monotonic(), request.agreement
+    requests = agreement.gather([tag, filter_summary(request.options)])
     agreed_tag: Tag | None = decided_by_rank0(agreement, lambda: _common_tag(requests or [[tag, {}]]))
 
     touched: list[str] = []
-    retries = LoadRetries(storages, agreement, options, agreed_tag is None, given[1] is not None)
-    empty = [target for target in given if isinstance(target, dict) and not target]
+    retries = LoadRetries(storages, request, unnamed=agreed_tag is None)
+    objects = (request.model, request.optimizer, request.scheduler)
+    empty = [target for target in objects if isinstance(target, dict) and not target]
 
     def read() -> Any:
         before = retries.number
@@ -77,75 +69,53 @@ def load(
         """Load and return the user content; None too if that failed, and there is another try."""
         decided = decided_by_rank0(agreement, lambda: _tag_at(storages, agreed_tag, retries.damaged))
         if decided is None:
-            model, *others = given
             _require_same(agreement, storages[0].url)
-            load_hugging_face(storages[0], topology, agreement, model, others, options)
+            load_hugging_face(storages[0], request)
             return None
         source = retries.source(Source(*decided))
         try:
-            storage = source.open(storages)
-            attempt = _load(storage, source, topology, agreement, given, options, timeout, touched)
+            loaded = _load(source.open(storages), source, request, touched)
         except Exception as error:  # all ranks get here: the one with the error raises it unchanged
             retries.failed(source, error)
             return None
-        _warn_of_skipped(agreement, attempt.where, retries.damaged)
-        if attempt.reports_progress and logger.isEnabledFor(logging.INFO):
-            report("loaded", attempt.where, attempt.nbytes, started)
-        return attempt.user_content
+        _warn_of_skipped(agreement, loaded.where, retries.damaged)
+        if request.reports_progress and logger.isEnabledFor(logging.INFO):
+            report("loaded", loaded.where, loaded.nbytes, started)
+        return loaded.user_content
 
     # A named tag may also be on another tier when it is removed from the nearest.
     return of_latest(agreed_tag is None or len(storages) > 1, read)
 
 
-def _load(
-    storage: Storage,
-    source: Source,
-    topology: Topology,
-    agreement: Agreement,
-    given: tuple[Any, Any, Any],
-    options: LoadOptions,
-    timeout: float,
-    touched: list[str],
-) -> LoadAttempt:
+def _load(storage: Storage, source: Source, request: LoadRequest, touched: list[str]) -> PreparedLoad:
     """Load the tag of ``source`` through ``storage``. It is added to ``touched`` once live objects change."""
     with ExitStack() as caches:
-        attempt = _find_fitting(storage, source, topology, agreement, given, options, caches)
-        attempt.reports_progress = agreement.rank == 0
-        with attempt.reader:
-            attempt.share(agreement)
-            on_all(agreement, attempt.verify)
-            attempt.join(agreement, timeout)
+        load = _prepared(storage, source, request, caches)
+        with load.reader:
+            load.share()
+            on_all(request.agreement, load.verify)
+            load.join()
             touched.append(source.tag)
-            on_all(agreement, attempt.apply)
-    return attempt
+            on_all(request.agreement, load.apply)
+    return load
 
 
-def require_fit(
-    storage: Storage, topology: Topology, agreement: Agreement, tag: str, given: tuple[Any, Any, Any]
-) -> None:
+def require_fit(storage: Storage, tag: str, request: LoadRequest) -> None:
     """Raise the errors of loading ``tag`` if the live objects do not fit it. Collective.
 
     Reads no tensor, and changes nothing: for a caller that loads several tags, and all or none.
     """
     with ExitStack() as caches:
-        attempt = _find_fitting(storage, Source(tag, [0]), topology, agreement, given, LoadOptions(), caches)
-        caches.enter_context(attempt.reader)
+        caches.enter_context(_prepared(storage, Source(tag, [0]), request, caches).reader)
 
 
-def _find_fitting(
-    storage: Storage,
-    source: Source,
-    topology: Topology,
-    agreement: Agreement,
-    given: tuple[Any, Any, Any],
-    options: LoadOptions,
-    caches: ExitStack,
-) -> LoadAttempt:
+def _prepared(storage: Storage, source: Source, request: LoadRequest, caches: ExitStack) -> PreparedLoad:
     """Return the load of a tag that fits the live objects on all ranks. ``caches`` is closed once it is done."""
+    agreement, options = request.agreement, request.options
 
-    def prepare() -> LoadAttempt:
+    def begin() -> tuple[LoadAttempt, PreparedLoad | None]:
         options.validate()
-        settled = options.settled(reads_are_cheap=storage.renames)
+        settled = replace(request, options=options.settled(reads_are_cheap=storage.renames))
         cache = None
         if options.pre_download:
             cache = caches.enter_context(open_cache(storage, source.tag, options.work_dir))
@@ -153,19 +123,17 @@ def _find_fitting(
             opened = open_complete_tag(cache or storage, source.tag, trust_pickle=options.trust_pickle)
             _require_attempt(opened, source.attempt)
             with opened.guarded():
-                attempt = LoadAttempt(opened, topology, *given, settled, cache)
-                if not attempt.filtered:
-                    attempt.find()
-            return attempt
+                attempt = LoadAttempt(opened, settled, cache)
+                return attempt, None if attempt.filtered else attempt.prepare()
 
-    attempt = on_all(agreement, prepare)
+    attempt, prepared = on_all(agreement, begin)
     _require_one_save(agreement, attempt)
-    if attempt.filtered:
+    if prepared is None:
         unmatched = on_all(agreement, attempt.apply_filter)
-        unmatched.complain(agreement, topology, options.strict)
-        on_all(agreement, attempt.find)
-    attempt.refuse_unmatched(agreement)
-    return attempt
+        unmatched.complain(request)
+        prepared = on_all(agreement, attempt.prepare)
+    prepared.refuse_unmatched()
+    return prepared
 
 
 def _require_attempt(opened: OpenTag, attempt: str | None) -> None:

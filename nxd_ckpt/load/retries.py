@@ -8,8 +8,8 @@ from typing import NamedTuple
 from nxd_ckpt.coordination.agreement import Agreement, decided_by_rank0, on_all
 from nxd_ckpt.core import names
 from nxd_ckpt.errors import CheckpointNotFound, CorruptCheckpoint, PartLost, PeerTimeout, TagReplaced
-from nxd_ckpt.load.options import LoadOptions
 from nxd_ckpt.load.overwriting import PARTLY
+from nxd_ckpt.load.request import LoadRequest
 from nxd_ckpt.storage.base import Replicated, Storage
 from nxd_ckpt.tag.nearest import Copy, Source, source_with_substitutes, warn_of_substitutes
 from nxd_ckpt.tag.union import (
@@ -32,17 +32,10 @@ class LoadRetries:
     ``unnamed``: any tag may be loaded. ``damaged`` describes copies that files of other places could not repair.
     """
 
-    def __init__(
-        self,
-        storages: Sequence[Storage],
-        agreement: Agreement,
-        options: LoadOptions,
-        unnamed: bool,
-        with_optimizer: bool,
-    ) -> None:
-        self._storages, self._agreement, self._options = storages, agreement, options
-        self._falls_back = unnamed and options.fallback
-        self._with_optimizer = with_optimizer and not options.load_weights_only
+    def __init__(self, storages: Sequence[Storage], request: LoadRequest, unnamed: bool) -> None:
+        self._storages, self._agreement, self._options = storages, request.agreement, request.options
+        self._falls_back = unnamed and self._options.fallback
+        self._with_optimizer = request.optimizer is not None and not self._options.load_weights_only
         self._repaired: dict[Copy, Source] = {}
         self._downloaded_again: set[Copy] = set()
         self.damaged: dict[Copy, str] = {}

@@ -28,7 +28,7 @@ from nxd_ckpt.coordination.agreement import StoreAgreement
 from nxd_ckpt.errors import CheckpointNotFound, CorruptCheckpoint, PartNotFound, TagReplaced
 from nxd_ckpt.examine.diff import diff_checkpoints
 from nxd_ckpt.load.loading import load as load_on_ranks
-from nxd_ckpt.load.options import LoadOptions
+from nxd_ckpt.load.request import LoadRequest
 from nxd_ckpt.storage.base import Storage
 from nxd_ckpt.storage.local import LocalStorage
 from nxd_ckpt.storage.urls import open_storage
@@ -234,15 +234,9 @@ def test_all_ranks_go_on_with_the_same_tag(directory: Directory) -> None:
 
         def rank(number: int, storage: Storage) -> int:
             loaded: dict[str, Any] = {}
-            content = load_on_ranks(
-                [storage],
-                Topology(dp=2, rank=number),
-                StoreAgreement(store, number, 2, timeout=600),
-                None,
-                (loaded, None, None),
-                LoadOptions(),
-                60.0,
-            )
+            agreement = StoreAgreement(store, number, 2, timeout=600)
+            request = LoadRequest(Topology(dp=2, rank=number), agreement, loaded, None, timeout=60.0)
+            content = load_on_ranks([storage], None, request)
             return value_of(loaded, content)
 
         with ThreadPoolExecutor(1) as thread:
