@@ -38,7 +38,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skip what is marked ``xla`` where torch-xla is not installed."""
     if find_spec("torch_xla") is not None:
         return
-    absent = pytest.mark.skip(reason="torch-xla is not installed: pip install 'nxd_ckpt[xla]'")
+    absent = pytest.mark.skip(reason="torch-xla is not installed: pip install '.[xla]'")
     for item in items:
         if item.get_closest_marker("xla"):
             item.add_marker(absent)

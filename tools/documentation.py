@@ -26,6 +26,7 @@ OUTSIDE = {
     "CONTRIBUTING.md": "contributing.md",
     "CHANGELOG.md": "changelog.md",
     "LICENSE": "licence.md",
+    "SECURITY.md": "security.md",
     "tests/README.md": "tests.md",
     "docs/decisions": "decisions/index.md",
     **{path: str(Path(path).with_suffix(".md")) for path in EXAMPLES},

@@ -28,7 +28,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="its arguments")
     options = parser.parse_args(arguments)
     if find_spec("torch_xla") is None:
-        parser.error("torch-xla is not installed: pip install 'nxd_ckpt[xla]'")
+        parser.error("torch-xla is not installed: pip install 'torch==2.9.*' 'torch-xla==2.9.*'")
     command = [*(["-m"] if options.module else []), options.script, *options.arguments]
     return launch(options.nproc, command, nproc_per_node=options.nproc_per_node, grace=options.grace)
 

@@ -46,7 +46,7 @@ def open_fsspec(url: str, options: Mapping[str, Any]) -> Storage:
     try:
         from fsspec.core import url_to_fs
     except ImportError:
-        raise InvalidArgument(f"{public}: needs fsspec: pip install 'nxd_ckpt[fsspec]'") from None
+        raise InvalidArgument(f"{public}: needs fsspec: pip install fsspec") from None
     if re.match("https?://", url):
         from nxd_ckpt.storage.http_storage import http_client
 

@@ -85,7 +85,7 @@ def _yaml(path: Path) -> Any:
         import yaml
     except ImportError as error:
         raise InvalidArgument(
-            f"mapping {path}: reading YAML needs PyYAML: pip install nxd_ckpt[yaml], or write it as JSON"
+            f"mapping {path}: reading YAML needs PyYAML: pip install pyyaml, or write it as JSON"
         ) from error
 
     class Loader(yaml.SafeLoader):  # type: ignore[misc]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -40,6 +41,12 @@ def test_a_broken_link_is_seen(tmp_path: Path) -> None:
         "[e](https://example.org/x)\n```text\n[f](in-code.md)\n```\n"
     )
     assert ["#elsewhere", "absent.md", "page.md#elsewhere"] == broken(page)
+
+
+def test_installing_is_said_alike() -> None:
+    """From a checkout, as no index has the package; messages name the packages that are missing."""
+    sources = [*PAGES, *(REPOSITORY / "nxd_ckpt").rglob("*.py")]
+    assert [] == [path for path in sources if re.search(r"pip install .*(?<!\./)\bnxd_ckpt", path.read_text())]
 
 
 def test_the_architecture_page_knows_every_module() -> None:

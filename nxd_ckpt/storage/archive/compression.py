@@ -39,7 +39,7 @@ def compression_of(name: str) -> str | None:
     """
     kind = next((kind for suffix, kind in SUFFIXES.items() if name.endswith(suffix)), None)
     if kind == ZSTD and find_spec("zstandard") is None:
-        raise InvalidArgument(f"{name}: needs zstandard: pip install 'nxd_ckpt[zstd]'")
+        raise InvalidArgument(f"{name}: needs zstandard: pip install zstandard")
     return kind
 
 

@@ -33,7 +33,7 @@ def open_s3(url: str, options: Mapping[str, Any]) -> S3Storage:
     Raises InvalidArgument if boto3 is missing, the bucket has no name, or options are unknown.
     """
     if find_spec("boto3") is None:
-        raise InvalidArgument(f"{url}: needs boto3: pip install 'nxd_ckpt[s3]'")
+        raise InvalidArgument(f"{url}: needs boto3: pip install boto3")
     bucket, _, prefix = url.partition("://")[2].partition("/")
     if not bucket or "@" in bucket:
         raise InvalidArgument("expected s3://BUCKET/PREFIX, without credentials; these go into storage_options")
