@@ -263,7 +263,7 @@ _DESCRIBERS: Mapping[Writer, Callable[[Origin, Storage, Recognised, bool], Origi
     Writer.OPTIMUM_OLD: _old_optimum,
     Writer.NEMO: _nemo,
 }
-_UNSUPPORTED = "this layout is recognised, but not supported; docs/rescue.md lists programs that read it"
+_UNSUPPORTED = "this layout is recognised, but not supported; docs/rescue.md lists those that are"
 _HINTS: Mapping[Writer, str] = {
     **dict.fromkeys(Writer, _UNSUPPORTED),
     Writer.TORCH_XLA: "expected it under model, model_state_dict or state_dict",

@@ -1,6 +1,6 @@
 """Recognition of the writer of a checkpoint by the names in its directory, for every layout of the Neuron ecosystem.
 
-docs/rescue.md has the sources. Reads listings only.
+docs/sources.md has the sources. Reads listings only.
 """
 
 from __future__ import annotations
