@@ -36,6 +36,7 @@ from nxd_ckpt.save.failures import Failures
 from nxd_ckpt.save.options import SaveOptions, understood
 from nxd_ckpt.save.pending import PendingSave, SaveProgress, UnfinishedSaves
 from nxd_ckpt.save.pipeline import Pipeline, StagingPlan, await_decided
+from nxd_ckpt.save.request import SaveRequest
 from nxd_ckpt.storage.base import Storage
 from nxd_ckpt.storage.system import require_locks
 from nxd_ckpt.storage.urls import StrPath
@@ -238,14 +239,13 @@ class Checkpointer:
                 error = problem
         assert self._session is not None
         plan = None if planned is None else planned.plan
-        saving = SaveAttempt(self._session, tag, plan, options, error, self._pipeline.writers)
-        saving.versions, saving.draining = self._versions, self._places.drains
-        saving.rules = saving.rules or self._places.rules
+        request = SaveRequest(tag, plan, options, self._places.rules, self._versions, self._places.drains)
+        saving = SaveAttempt(self._session, request, error, self._pipeline.writers)
         self._pipeline.submit(saving.begin)
         self._in_flight.add(pending)
         try:
             if planned is not None:
-                self._pipeline.stage(saving, planned)
+                self._pipeline.stage(saving, planned, counts=options.stats)
         except BaseException as problem:  # an interrupt too: without this rank's vote the others would wait
             saving.error = saving.error or problem
             error = problem

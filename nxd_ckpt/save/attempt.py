@@ -16,12 +16,10 @@ from nxd_ckpt.commit.commit import Commit, clean_up, clear_failed, commit
 from nxd_ckpt.commit.host_semaphore import writing_slot
 from nxd_ckpt.commit.publication import is_visible, publication_of
 from nxd_ckpt.commit.session import Session
-from nxd_ckpt.commit.tier import Draining
 from nxd_ckpt.coordination import lease
 from nxd_ckpt.coordination.paths import verdict_dir, votes_dir
 from nxd_ckpt.core import names
 from nxd_ckpt.core.manifest import FileEntry, RankLine
-from nxd_ckpt.core.retention import Metrics, Rule
 from nxd_ckpt.core.votes import Verdict, Vote
 from nxd_ckpt.errors import (
     CheckpointError,
@@ -36,8 +34,8 @@ from nxd_ckpt.errors import (
 )
 from nxd_ckpt.save.counting import Counting
 from nxd_ckpt.save.dedup import parent_of
-from nxd_ckpt.save.options import SaveOptions
 from nxd_ckpt.save.plan import SavePlan
+from nxd_ckpt.save.request import SaveRequest
 from nxd_ckpt.save.waves import Wave
 from nxd_ckpt.save.writing import FileWriter, write_index, write_small
 from nxd_ckpt.tag.foreign.dcp_metadata import dump_metadata
@@ -51,28 +49,11 @@ class SaveAttempt:
     So does an exit that is raised there: it cannot end the process, and must not leave the save undecided.
     """
 
-    def __init__(
-        self,
-        session: Session,
-        tag: str,
-        plan: SavePlan | None,
-        options: SaveOptions,
-        error: BaseException | None,
-        threads: Executor,
-    ) -> None:
-        self.session, self.tag, self.plan, self._threads = session, tag, plan, threads
-        self._overwrite, self._dedup = options.overwrite, options.dedup
+    def __init__(self, session: Session, request: SaveRequest, error: BaseException | None, threads: Executor) -> None:
+        self.session, self._request, self.error, self._threads = session, request, error, threads
+        self.tag, self.plan, self._options = request.tag, request.plan, request.options
         self._patience = session.timeout
-        self.num_workers = options.writers_on_host
-        self.error = error
-        # Without a plan the options may be what is wrong.
-        self.rules: Sequence[Rule] | None = None if plan is None else options.rules
-        self.metrics: Metrics = {} if plan is None else options.recorded_metrics
-        self.counts = options.stats and plan is not None
-        self.counting: Counting | None = None
-        self.draining: Draining | None = None
         self.timings: dict[str, float] = {}
-        self.versions: dict[str, str] = {}
         self.saved_nbytes = 0
         """Of all ranks; rank 0 knows it once the tag is visible."""
         self._own: Vote | None = None
@@ -121,7 +102,7 @@ class SaveAttempt:
                 self._open_vote(is_opened)
             if self.error is None:
                 session.storage.make_dir(self.publication.folder)
-                if self._dedup and self._writer is not None:
+                if self._options.dedup and self._writer is not None:
                     self._writer.parent = parent_of(session.storage, session.last_saved)
         except BaseException as error:
             self.error = self.error or error
@@ -144,7 +125,7 @@ class SaveAttempt:
         session = self.session
         session.counter += 1
         self.attempt = session.attempt(session.counter)
-        self.publication = publication_of(session, session.counter, self.tag, self._overwrite)
+        self.publication = publication_of(session, session.counter, self.tag, self._options.overwrite)
         self._writer = self._file_writer(self.plan) if self.plan is not None else None
 
     def _pass_over(self) -> None:
@@ -191,7 +172,7 @@ class SaveAttempt:
         try:
             if not self._holds_slot:
                 # Held until all waves are written.
-                slot = writing_slot(self.session.run_id, self.num_workers, self.session.timeout)
+                slot = writing_slot(self.session.run_id, self._options.writers_on_host, self.session.timeout)
                 self._moved = self._slot.enter_context(slot)
                 self._holds_slot = True
             self._writer.write(wave, views)
@@ -374,13 +355,13 @@ class SaveAttempt:
             request = Commit(
                 self.publication,
                 parts,
-                self.rules,
+                self._request.rules,
                 self.timings,
-                self.versions,
+                self._request.versions,
                 own,
                 groups,
-                self.metrics,
-                self.draining,
+                self._options.recorded_metrics,
+                self._request.draining,
                 voted,
             )
             commit(session, session.topology, votes, request)
@@ -422,15 +403,14 @@ class SaveAttempt:
         ranks = session.topology.world_size
         return voting.collect(session.storage, self.attempt, ranks, session.timeout, first=first, gone=session.is_gone)
 
-    def keep_counts(self) -> None:
+    def keep_counts(self, counting: Counting) -> None:
         """Store the counts of the visible tag as soon as they are complete, without waiting."""
-        if self.counting is not None:
-            self.counting.keep(self.session.storage, self.tag, self.attempt, self.session.topology.rank)
+        counting.keep(self.session.storage, self.tag, self.attempt, self.session.topology.rank)
 
     def hand_over(self) -> None:
         """Hand the visible tag over to the drains of the other tiers, on rank 0."""
-        if self.draining is not None:
-            self.draining.saved(self.tag, self.saved_nbytes, self._overwrite)
+        if self._request.draining is not None:
+            self._request.draining.saved(self.tag, self.saved_nbytes, self._options.overwrite)
 
     def tidy(self, *, failed: bool) -> None:
         """Delete remains of attempts and retention, on rank 0, once the outcome is known, without delaying anyone.

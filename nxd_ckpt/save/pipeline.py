@@ -73,14 +73,14 @@ class Pipeline:
             warn_of_differences(agreement, state, self._topology, self._planner.groups)
         return planned
 
-    def stage(self, saving: SaveAttempt, planned: StagingPlan) -> None:
-        """Copy the state into the arena and hand it over, in as many waves as it takes."""
+    def stage(self, saving: SaveAttempt, planned: StagingPlan, *, counts: bool) -> None:
+        """Copy the state into the arena and hand it over, in as many waves as it takes; count it if it ``counts``."""
         stager = self._staging()
         self._stop_counting()  # the memory is needed
-        if saving.counts:
+        if counts:
             if self._counter is None:
                 self._counter = Helpers(1, "nxd_ckpt-counter")
-            saving.counting = self._counting = Counting(planned.plan.files, self._counter)
+            self._counting = Counting(planned.plan.files, self._counter)
         torch_xla.sync()
         for number, wave in enumerate(planned.waves):
             views = stager.stage(planned.plan.files, wave)
@@ -95,7 +95,8 @@ class Pipeline:
 
         ``started`` is the time of the save's call.
         """
-        self.submit(lambda: _conclude(saving, pending, started))
+        counting = self._counting
+        self.submit(lambda: _conclude(saving, counting, pending, started))
 
     @property
     def _writer(self) -> Worker:
@@ -150,13 +151,14 @@ class Pipeline:
                 views.clear()  # the arena may only grow once nobody holds a view of it
                 written.set()
 
-        if saving.counting is not None:
-            saving.counting.add(wave, views)
+        counting = self._counting
+        if counting is not None:
+            counting.add(wave, views)
         self.submit(write)
         if wait:
             written.wait()
-            if saving.counting is not None:
-                saving.counting.end_wave()
+            if counting is not None:
+                counting.end_wave()
 
 
 def await_decided(saving: SaveAttempt, pending: SaveProgress, *, shown: bool) -> None:
@@ -174,7 +176,7 @@ def _must_agree(plans: list[Any] | None) -> None:
             raise RanksDisagree(f"ranks 0 and {rank} disagree on what is being saved: {plans[0]} against {plan}")
 
 
-def _conclude(saving: SaveAttempt, pending: SaveProgress, started: float) -> None:
+def _conclude(saving: SaveAttempt, counting: Counting | None, pending: SaveProgress, started: float) -> None:
     error: BaseException | None = None
     try:
         with as_checkpoint_errors():
@@ -194,6 +196,6 @@ def _conclude(saving: SaveAttempt, pending: SaveProgress, started: float) -> Non
         report("saved", f"{session.storage.url}/{saving.tag}", saving.saved_nbytes, started)
         saving.hand_over()  # before anybody who waits for the save may wait for the tiers
     pending.settle(error)
-    if error is None:
-        saving.keep_counts()
+    if error is None and counting is not None:
+        saving.keep_counts(counting)
     saving.tidy(failed=error is not None)
