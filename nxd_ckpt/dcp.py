@@ -243,8 +243,8 @@ class _LenientPlanner(DefaultLoadPlanner):
 
     def create_local_plan(self) -> LoadPlan:
         plan = super().create_local_plan()
-        there = self.metadata.state_dict_metadata if self.metadata else {}
-        missing = [name for name in self.state_dict if name not in there]
+        saved = self.metadata.state_dict_metadata if self.metadata else {}
+        missing = [name for name in self.state_dict if name not in saved]
         if missing:
             logger.warning(
                 "strict=False: the checkpoint has no %s%s; they stay as they are",

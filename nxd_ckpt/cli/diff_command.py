@@ -116,29 +116,31 @@ def _lines(document: dict[str, Any], limit: int | None) -> Iterator[str]:
     digests = f" ({document['same_digests']} by their digests)" if document["same_digests"] else ""
     same = units.count(document["same_tensors"], "tensor")
     yield f"  {same} the same{digests}; {size(document['nbytes'])} of each were read"
-    changed = [one for one in tensors if one["kind"] == "values"]
+    changed = [tensor for tensor in tensors if tensor["kind"] == "values"]
     if changed:
         yield from ("", f"{units.count(len(changed), 'tensor')} with other values, the most different first")
-        changed.sort(key=lambda one: float(one["relative_norm"]), reverse=True)
+        changed.sort(key=lambda tensor: float(tensor["relative_norm"]), reverse=True)
         head = ("NAME", "ELEMENTS", "MAX", "RELATIVE", "A", "B")
         yield from _limited(text.table(head, map(_changed, changed[:limit])), len(changed), limit)
-    others = [one for one in tensors if one["kind"] != "values"]
+    others = [tensor for tensor in tensors if tensor["kind"] != "values"]
     if others:
         yield from ("", f"{units.count(len(others), 'tensor')} that one tag lacks, or has in another shape or dtype")
-        kinds = ((one["name"], one["kind"], _form_text(one["a"]), _form_text(one["b"])) for one in others[:limit])
+        shown = others[:limit]
+        kinds = ((tensor["name"], tensor["kind"], *map(_form_text, (tensor["a"], tensor["b"]))) for tensor in shown)
         yield from _limited(text.table(("NAME", "WHAT", "A", "B"), kinds), len(others), limit)
-        yield from (f"  {one['name']}: {one['problem']}" for one in others[:limit] if one["problem"])
+        yield from (f"  {tensor['name']}: {tensor['problem']}" for tensor in shown if tensor["problem"])
     if values:
         yield from ("", f"{units.count(len(values), 'other value')} not the same")
-        rows = ((one["name"], one["a"] or "-", one["b"] or "-") for one in values[:limit])
+        rows = ((value["name"], value["a"] or "-", value["b"] or "-") for value in values[:limit])
         yield from _limited(text.table(("NAME", "A", "B"), rows), len(values), limit)
     yield from (f"problem: {problem}" for problem in document["problems"])
 
 
-def _changed(one: dict[str, Any]) -> tuple[str, ...]:
-    nans = f" ({one['nans']} NaN)" if one["nans"] else ""
-    numbers = (f"{float(one[key]):.3g}" for key in ("max_difference", "relative_norm"))
-    return one["name"], f"{one['differing']}{nans}", *numbers, _form_text(one["a"]), _form_text(one["b"])
+def _changed(tensor: dict[str, Any]) -> tuple[str, ...]:
+    nans = f" ({tensor['nans']} NaN)" if tensor["nans"] else ""
+    numbers = (f"{float(tensor[key]):.3g}" for key in ("max_difference", "relative_norm"))
+    forms = map(_form_text, (tensor["a"], tensor["b"]))
+    return tensor["name"], f"{tensor['differing']}{nans}", *numbers, *forms
 
 
 def _form_text(form: dict[str, Any] | None) -> str:

@@ -87,31 +87,31 @@ def _parameters(parameters: list[dict[str, Any]] | None) -> Iterator[str]:
     yield from ("", f"model: {units.count(len(parameters), 'tensor')}")
     forms = (
         (
-            one["dtype"] or "?",
-            text.shape(one["shape"]),
-            text.shape(one["global_shape"]),
-            one["cut"],
-            {True: "yes", False: "no", None: "?"}[one["trainable"]],
+            parameter["dtype"] or "?",
+            text.shape(parameter["shape"]),
+            text.shape(parameter["global_shape"]),
+            parameter["cut"],
+            {True: "yes", False: "no", None: "?"}[parameter["trainable"]],
         )
-        for one in parameters
+        for parameter in parameters
     )
-    named = zip((one["name"] for one in parameters), forms, strict=True)
+    named = zip((parameter["name"] for parameter in parameters), forms, strict=True)
     rows = ((name, *form) for name, _, form in group_names(named))
     yield from text.table(("NAME", "DTYPE", "LOCAL", "GLOBAL", "CUT", "TRAINED"), rows)
 
 
 def _prefixes(prefixes: list[dict[str, Any]]) -> Iterator[str]:
-    yield f"{units.count(sum(one['tensors'] for one in prefixes), 'tensor')}, {size(sum(map(_nbytes, prefixes)))}"
+    yield f"{units.count(sum(group['tensors'] for group in prefixes), 'tensor')}, {size(sum(map(_nbytes, prefixes)))}"
     rows = (
         (
-            one["prefix"],
-            str(one["tensors"]),
-            ", ".join(one["dtypes"]),
-            "various" if one["shapes"] > 1 else text.shape(one["shape"]),
-            "?" if one["nbytes"] is None else size(one["nbytes"]),
-            ", ".join(one["cuts"]) if len(one["cuts"]) < 2 else "various",
+            group["prefix"],
+            str(group["tensors"]),
+            ", ".join(group["dtypes"]),
+            "various" if group["shapes"] > 1 else text.shape(group["shape"]),
+            "?" if group["nbytes"] is None else size(group["nbytes"]),
+            ", ".join(group["cuts"]) if len(group["cuts"]) < 2 else "various",
         )
-        for one in prefixes
+        for group in prefixes
     )
     if prefixes:
         yield from text.table(("PREFIX", "TENSORS", "DTYPES", "GLOBAL", "SIZE", "CUT"), rows)

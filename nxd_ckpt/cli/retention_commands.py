@@ -38,7 +38,7 @@ def _lines(document: dict[str, Any]) -> Iterator[str]:
     removed = len(document["removed"])
     verb = "would be" if document["dry_run"] else "is" if removed == 1 else "are"
     yield f"{document['directory']}: {units.count(removed, 'tag')} {verb} removed"
-    kept = [(one["tag"], "stays", ", ".join(one["because"])) for one in document["kept"]]
+    kept = [(tag["tag"], "stays", ", ".join(tag["because"])) for tag in document["kept"]]
     yield from text.table(("TAG", "", "BECAUSE"), [*((tag, "goes", "") for tag in document["removed"]), *kept])
 
 

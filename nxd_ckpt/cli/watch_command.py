@@ -49,7 +49,7 @@ def _look(directory: str, options: Any, summaries: TagSummaries, may_be_absent: 
     if may_be_absent and not storage.is_dir("") and not storage.is_file(""):
         return {"directory": storage.url, "latest": None, "tags": {}, "saves": [], "exists": False}
     require_directory(storage)
-    saves = [asdict(one) for one in saves_in_flight(storage)]
+    saves = [asdict(save) for save in saves_in_flight(storage)]
     listed = watched_document(directory, options, summaries)
     complete = (tag for tag in listed["tags"] if tag["complete"])
     tags = {tag["tag"]: {name: tag[name] for name in ("order_time", "nbytes", "topology")} for tag in complete}

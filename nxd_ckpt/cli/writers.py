@@ -155,8 +155,11 @@ def _export_lines(document: dict[str, Any]) -> Iterator[str]:
     if not document["dry_run"]:
         return
     rows = [
-        (one["name"], one["dtype"], text.shape(one["shape"]), one["source"], text.shape(one["source_shape"]))
-        for one in tensors
+        (
+            *(tensor["name"], tensor["dtype"], text.shape(tensor["shape"])),
+            *(tensor["source"], text.shape(tensor["source_shape"])),
+        )
+        for tensor in tensors
     ]
     yield from text.table(("Hugging Face", "dtype", "shape", "NxD", "whole shape"), rows)
     yield from _unmapped_lines("NxD", document)
@@ -187,8 +190,11 @@ def _import_lines(document: dict[str, Any]) -> Iterator[str]:
     if not document["dry_run"]:
         return
     rows = [
-        (one["name"], one["dtype"], text.shape(one["shape"]), str(one["pp_rank"]), " ".join(one["members"]))
-        for one in document["tensors"]
+        (
+            *(tensor["name"], tensor["dtype"], text.shape(tensor["shape"])),
+            *(str(tensor["pp_rank"]), " ".join(tensor["members"])),
+        )
+        for tensor in document["tensors"]
     ]
     yield from text.table(("NxD", "dtype", "shape on a rank", "stage", "Hugging Face"), rows)
     yield from _unmapped_lines("Hugging Face", document)

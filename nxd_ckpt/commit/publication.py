@@ -164,12 +164,12 @@ class Staged:
 
         A network file system may show an old listing, so these have to be asked for by name.
         """
-        there = {
+        listed = {
             posixpath.join(folder, entry.name)
             for folder in {posixpath.dirname(name) for name in files}
             for entry in storage.list(f"{self.folder}/{folder}".rstrip("/"))
         }
-        return [name for name in files if name not in there]
+        return [name for name in files if name not in listed]
 
     def retire(self, session: Session, tag: str, is_kept: Callable[[str], bool] = lambda key: False) -> bool:
         return journal.remove_tag(session.storage, tag, self.attempt, is_kept)

@@ -132,7 +132,7 @@ def checked_tiers(path: StrPath | None, tiers: object) -> tuple[Tier, ...]:
         if path is None:
             raise InvalidArgument("pass the checkpoint directory, or tiers=, the first of which is that directory")
         return (Tier(path),)
-    if not isinstance(tiers, (list, tuple)) or not tiers or not all(isinstance(one, Tier) for one in tiers):
+    if not isinstance(tiers, (list, tuple)) or not tiers or not all(isinstance(tier, Tier) for tier in tiers):
         raise InvalidArgument(
             f"tiers={tiers!r:.200}: expected a list of at least one Tier, such as [Tier('/mnt/nvme/run7', keep=2), "
             "Tier('s3://bucket/run7', every=10)]"
@@ -171,5 +171,5 @@ def _is_positive(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 
 
-def _same_storage(one: Tier, other: Tier) -> bool:
-    return one.storage is not None and one.storage is other.storage
+def _same_storage(first: Tier, second: Tier) -> bool:
+    return first.storage is not None and first.storage is second.storage

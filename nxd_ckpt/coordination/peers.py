@@ -193,7 +193,7 @@ class Rank0Connections:
 
     def _forget_silent(self) -> None:
         now = effects.monotonic()
-        for silent in [one for one, unproved in self._unproved.items() if now - unproved.since > _CONNECTING]:
+        for silent in [key for key, unproved in self._unproved.items() if now - unproved.since > _CONNECTING]:
             self._forget(silent).close()
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from nxd_ckpt import effects
 from nxd_ckpt.coordination.agreement import Agreement, decided_by_rank0, on_all
-from nxd_ckpt.core.stopping import Member, Tally
+from nxd_ckpt.core.stopping import RankProgress, Tally
 from nxd_ckpt.core.suggestions import first_of
 from nxd_ckpt.errors import CheckpointError, PeerTimeout
 
@@ -43,7 +43,7 @@ class Stopping:
         self._peers = agreement.peers
         self._notice, self._grace = notice, grace
         self._changed = effects.Condition()
-        self._member = Member()
+        self._own = RankProgress()
         self._tally = Tally(agreement.world_size)
         self._source: tuple[int, str] | None = None
         """The rank that was asked to stop, and the reason."""
@@ -60,10 +60,10 @@ class Stopping:
             if why is not None:
                 self._learn(self._rank, why)
                 self._tell_rank0("preempted", why)
-            while not self._member.may_go_on():
+            while not self._own.may_go_on():
                 self._changed.wait(min(self._left(), _SLICE))
                 self._require_others()
-            stops = self._member.pass_on()
+            stops = self._own.pass_on()
             if stops and not self._is_announced:
                 self._announce(number)
             return stops
@@ -71,7 +71,7 @@ class Stopping:
     def leave(self) -> None:
         """Declare that this rank makes no further step, so that the others need not wait for its answer."""
         with self._changed:
-            self._tell_rank0("passed", self._member.hold())
+            self._tell_rank0("passed", self._own.hold())
             if self._rank > 0 and self._peers is not None:
                 self._peers.listen(self._channel, None)
 
@@ -96,7 +96,7 @@ class Stopping:
     def _count(self, rank: int, word: list[Any] | None) -> None:
         """Update, on rank 0, the tally with one rank's word, and tell all ranks."""
         tally = self._tally
-        if self._member.stop_at is not None:
+        if self._own.stop_at is not None:
             return  # the step is known, and does not change
         match word:
             case ["preempted", str(why)] if not tally.asked:
@@ -105,7 +105,7 @@ class Stopping:
             case ["passed", int(calls)]:
                 tally.passed[rank] = calls
         stop_at = tally.stop_at()
-        if stop_at is not None and self._member.stop_at is None:
+        if stop_at is not None and self._own.stop_at is None:
             self._tell_all("stop_at", stop_at)
         elif tally.asked and self._peers is not None:
             gone = [missing for missing in tally.missing() if self._peers.is_gone(missing)]
@@ -117,9 +117,9 @@ class Stopping:
         match word:
             case ["asked", int(rank), str(why)]:
                 self._learn(rank, why)
-                self._tell_rank0("passed", self._member.passed)
+                self._tell_rank0("passed", self._own.passed)
             case ["stop_at", int(call)]:
-                self._member.stop_at = call
+                self._own.stop_at = call
             case ["lost", list(ranks)]:
                 self._lost = ranks
         self._changed.notify_all()
@@ -127,7 +127,7 @@ class Stopping:
     def _learn(self, rank: int, why: str) -> None:
         if self._source is None:
             self._source, self._since = (rank, why), effects.monotonic()
-            self._member.hold()
+            self._own.hold()
 
     def _tell_rank0(self, *word: Any) -> None:
         if self._rank == 0:
@@ -142,7 +142,7 @@ class Stopping:
 
     def _require_others(self) -> None:
         """Raise PeerTimeout if the step to stop at is unknown, and will stay so."""
-        if self._member.may_go_on():
+        if self._own.may_go_on():
             return
         if self._rank > 0 and self._peers is not None and self._peers.is_gone(0):
             raise PeerTimeout(f"{self._cause()}, but rank 0, which chooses the step, ended; look at its log")

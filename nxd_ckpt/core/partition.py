@@ -217,12 +217,15 @@ def zero1_pieces(pieces: Iterable[Piece], local_shape: tuple[int, ...], dp: int,
 
 
 def _side_by_side(sections: Iterable[Section], local: Box, whole: Box, dim: int) -> Iterator[SectionLayout]:
-    here, there = 0, 0
+    local_start, whole_start = 0, 0
     for section in sections:
         yield SectionLayout(
-            section, local.narrowed(dim, here, section.block), whole.narrowed(dim, there, section.block), dim
+            section,
+            local.narrowed(dim, local_start, section.block),
+            whole.narrowed(dim, whole_start, section.block),
+            dim,
         )
-        here, there = here + section.block, there + section.size
+        local_start, whole_start = local_start + section.block, whole_start + section.size
 
 
 def _moved(part: Box, start: Box, end: Box) -> Box:

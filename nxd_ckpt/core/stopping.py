@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 
 @dataclass
-class Member:
+class RankProgress:
     """The state of one rank. Its calls of step are counted from 1."""
 
     passed: int = 0

@@ -88,10 +88,10 @@ class Topology:
             self.rank_of(coordinates)
         else:
             coordinates = self.coordinates_of(rank)
-            other = {name: value for name, value in passed.items() if getattr(coordinates, name) != value}
-            if other:
+            contradicting = {name: value for name, value in passed.items() if getattr(coordinates, name) != value}
+            if contradicting:
                 raise InvalidArgument(
-                    f"Topology: rank {rank} is at {coordinates}, which contradicts {other}; pass one of the two"
+                    f"Topology: rank {rank} is at {coordinates}, which contradicts {contradicting}; pass one of the two"
                 )
         set_(self, "coordinates", coordinates)
 

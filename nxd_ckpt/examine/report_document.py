@@ -283,12 +283,14 @@ def _value_problems(statistics: Mapping[str, Statistics]) -> list[dict[str, Any]
     """Report NaN, infinities, and weights that are all zero."""
     problems = []
     for tag, tensors in statistics.items():
-        bad = [f"{name} ({one.nans} NaN, {one.infs} infinite)" for name, one in tensors.items() if one.nans + one.infs]
+        infinite = {name: counts for name, counts in tensors.items() if counts.nans + counts.infs}
+        bad = [f"{name} ({counts.nans} NaN, {counts.infs} infinite)" for name, counts in infinite.items()]
         if bad:
             problems.append(_problem(tag, f"not finite: {first_of(bad)}"))
     if statistics:
         tag, tensors = list(statistics.items())[-1]
-        dead = [name for name, one in tensors.items() if name.endswith(".weight") and one.zeros == one.numel > 1]
+        weights = {name: counts for name, counts in tensors.items() if name.endswith(".weight")}
+        dead = [name for name, counts in weights.items() if counts.zeros == counts.numel > 1]
         problems += [_problem(tag, f"{name} is all zero") for name in dead if name.startswith("model/")]
     return problems
 

@@ -39,21 +39,21 @@ def _tier(tier: str, saves: Saves, options: Mapping[str, Any] | None) -> dict[st
         storage = open_storage(tier, storage_options=options)
         tier_info["tier"] = storage.url
         require_directory(storage, what="tier")
-        there = {info.tag: info.order_time for info in list_tags(storage) if info.complete}
-        copying = [entry.name for entry in storage.list(COPIES) if entry.name not in there]
+        order_times = {info.tag: info.order_time for info in list_tags(storage) if info.complete}
+        copying = [entry.name for entry in storage.list(COPIES) if entry.name not in order_times]
     except (CheckpointError, OSError) as error:
         return tier_info | {"problem": str(error)}
-    tags = [tag for tag, (at, _) in saves.items() if there.get(tag) == at]
-    times, reached = sorted(there.values()), max(there.values(), default=float("-inf"))
+    tags = [tag for tag, (at, _) in saves.items() if order_times.get(tag) == at]
+    times, reached = sorted(order_times.values()), max(order_times.values(), default=float("-inf"))
     behind = [tag for tag, (at, _) in saves.items() if at > reached]
     newest = max((at for at, _ in saves.values()), default=reached)
     return tier_info | {
         "tags": tags,
-        "others": len(there) - len(tags),
-        "newest": max(there, key=lambda tag: there[tag], default=None),
+        "others": len(order_times) - len(tags),
+        "newest": max(order_times, key=lambda tag: order_times[tag], default=None),
         "copying": copying,
         "behind": behind,
-        "behind_seconds": None if not there else max(0.0, newest - reached),
+        "behind_seconds": None if not order_times else max(0.0, newest - reached),
         "behind_nbytes": sum(saves[tag][1] for tag in behind),
         "longest_pause": max((after - before for before, after in pairwise(times)), default=None),
     }

@@ -173,9 +173,9 @@ def live_findings(
                 if not _same(saved, torch.as_tensor(now), name, reader):
                     yield problem(kind, name, "the live tensor is not the one that was saved")
             elif isinstance(saved, (int, float)) and isinstance(now, torch.Tensor) and now.numel() == 1:
-                here = now.detach().cpu().reshape(())
-                if not equal_values(torch.as_tensor(saved, dtype=here.dtype), here):
-                    yield problem(kind, name, f"expected {saved!r}, as it was saved, found {here.item()!r}")
+                live_value = now.detach().cpu().reshape(())
+                if not equal_values(torch.as_tensor(saved, dtype=live_value.dtype), live_value):
+                    yield problem(kind, name, f"expected {saved!r}, as it was saved, found {live_value.item()!r}")
             elif now is not ABSENT and not equal_values(saved, now):
                 yield problem(kind, name, f"expected {saved!r}, as it was saved, found {now!r}")
 

@@ -164,11 +164,11 @@ class _Run:
         """Return all results. A check without one, and a job that did not end as it should, have failed."""
         notes = list(self.notes("checks"))
         device = next((note["device"] for note in notes if "device" in note), str(self.plan["device"]))
-        there = {note["name"]: CheckResult(**note) for note in notes if "outcome" in note}
+        results_by_name = {note["name"]: CheckResult(**note) for note in notes if "outcome" in note}
         logs = self.logs()
         why = _last_line(self.logs("checks")) or ended
         results = tuple(
-            there.get(check.name, CheckResult(check.name, "failed", f"it did not come to an end: {why}"))
+            results_by_name.get(check.name, CheckResult(check.name, "failed", f"it did not come to an end: {why}"))
             for check in checks_for(device)
         )
         seconds = time.monotonic() - self.started

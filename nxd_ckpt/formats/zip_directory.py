@@ -107,7 +107,7 @@ def _find_directory(pread: Pread, size: int, file: str) -> tuple[int, int, int, 
     at = tail.rfind(END_MARK)
     if at < 0 or at + END.size > len(tail):
         raise _not_a_zip(pread, size, file)
-    _, disk, first_disk, here, count, nbytes, offset, comment = END.unpack_from(tail, at)
+    _, disk, first_disk, on_disk, count, nbytes, offset, comment = END.unpack_from(tail, at)
     if begin + at + END.size + comment != size:
         raise malformed(file, f"{size - begin - at - END.size} bytes follow its end mark, expected {comment}")
     end = begin + at
@@ -117,10 +117,10 @@ def _find_directory(pread: Pread, size: int, file: str) -> tuple[int, int, int, 
         if end + END64.size != begin + locator:
             raise malformed(file, f"its 64-bit end mark is not where it should be, at {begin + locator - END64.size}")
         wide = END64.unpack(_exactly(pread, end, END64.size, file))
-        mark, (disk, first_disk, here, count, nbytes, offset) = wide[0], wide[4:]
+        mark, (disk, first_disk, on_disk, count, nbytes, offset) = wide[0], wide[4:]
         if mark != END64_MARK:
             raise malformed(file, f"no 64-bit end mark at {end}")
-    if disk or first_disk or here != count:
+    if disk or first_disk or on_disk != count:
         raise malformed(file, "it is one part of a split archive")
     return end, count, offset, nbytes
 

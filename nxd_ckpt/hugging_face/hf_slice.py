@@ -84,8 +84,8 @@ def whole_shape(match: Match, shapes: Sequence[tuple[int, ...]], sizes: Sizes, m
     first = laid_out[0]
     dim = None if rule.dim is None else rule.dim - (rule.stacked is not None)
     for name, shape in zip(rule.names(match.numbers, sizes), laid_out, strict=True):
-        other = [size for at, size in enumerate(shape) if at != dim]
-        if len(shape) != len(first) or other != [size for at, size in enumerate(first) if at != dim]:
+        other_sizes = [size for at, size in enumerate(shape) if at != dim]
+        if len(shape) != len(first) or other_sizes != [size for at, size in enumerate(first) if at != dim]:
             raise ShapeMismatch(f"{name} has shape {shape}, which does not fit beside {first} in {match.name}")
     if dim is not None:
         lengths = [
@@ -208,11 +208,11 @@ def _pieces(
 ) -> Iterator[Piece]:
     whole = Box.whole(laid_out)
     for run in runs:
-        local = there = whole
+        local_box = global_box = whole
         if rule.dim is not None:
-            local = whole.narrowed(rule.dim, run.hf, run.length)
-            there = whole.narrowed(rule.dim, run.nxd, run.length)
-        yield Piece(local, there if index is None else there.narrowed(0, index, 1))
+            local_box = whole.narrowed(rule.dim, run.hf, run.length)
+            global_box = whole.narrowed(rule.dim, run.nxd, run.length)
+        yield Piece(local_box, global_box if index is None else global_box.narrowed(0, index, 1))
 
 
 def _in_file(rule: Rule, laid_out: tuple[int, ...]) -> tuple[int, ...]:

@@ -78,8 +78,8 @@ class MappedTag:
         """Return the state of the ranks at this place, before ZeRO-1."""
         if place not in self._states:
             sizes = self._opened.topology
-            here = Topology(sizes.dp, sizes.tp, sizes.pp, sizes.ep, dp_rank=place.ep_rank, tp_rank=place.tp_rank)
-            self._states[place] = self._first.seen_from(here)
+            topology = Topology(sizes.dp, sizes.tp, sizes.pp, sizes.ep, dp_rank=place.ep_rank, tp_rank=place.tp_rank)
+            self._states[place] = self._first.seen_from(topology)
         return self._states[place]
 
     @cached_property

@@ -54,7 +54,7 @@ def _titan_module() -> ModuleType:
             if error.name != name:  # something that TorchTitan itself needs
                 raise
             continue
-        missing = [other for other in _NAMES if not hasattr(module, other)]
+        missing = [needed for needed in _NAMES if not hasattr(module, needed)]
         missing += [
             f"CheckpointManager.{method}"
             for method in _OVERRIDDEN

@@ -91,7 +91,7 @@ class ExpertZero1Optimizer:
         def stride(path: Path, tensor: torch.Tensor) -> Stride | None:
             return stride_to_note(path, tensor, slot_at(path))
 
-        return state_of(tree, describe, (offsets, self._ordinary.grounds(), self._experts.grounds()), stride)
+        return state_of(tree, describe, (offsets, self._ordinary.cache_key(), self._experts.cache_key()), stride)
 
     def validate(self, saved: Mapping[str, Any]) -> None:
         check_kind(saved, self._optimizer, expert=True)
@@ -132,7 +132,7 @@ class ExpertZero1Optimizer:
     @property
     def _inner(self) -> list[Any]:
         both = self._optimizer.non_ep_zero_optimizer, self._optimizer.ep_zero_optimizer
-        return [one for inner in both for one in (inner, inner.base_optimizer)]
+        return [optimizer for inner in both for optimizer in (inner, inner.base_optimizer)]
 
     def _slot(self, index: int, offset: int) -> Slot:
         return self._ordinary.slots[index] if index < offset else self._experts.slots[index - offset]

@@ -116,8 +116,8 @@ class LoraAdapter(ModuleModel):
     def _compare(self, saved: Any) -> None:
         """Warn if the saved adapters had another scaling than the live ones."""
         if isinstance(saved, Mapping):
-            other = [key for key in _SCALING if key in saved and saved[key] != getattr(self._config, key, saved[key])]
-            for key in other:
+            changed = [key for key in _SCALING if key in saved and saved[key] != getattr(self._config, key, saved[key])]
+            for key in changed:
                 logger.warning(
                     "the adapters were saved with %s=%s, the live LoraConfig has %s: they will have another effect",
                     key, saved[key], getattr(self._config, key),

@@ -79,8 +79,8 @@ class ModelAdapter:
             specs = self.parameters(tp)
             return {name: specs[live] for name, live in kept.items() if live in specs}
 
-        grounds = tp, [traits_of(tensor) for tensor in tensors.values()], ties, frozen.grounds()
-        state = ModelState(frozen.tree, describe, grounds, frozen.is_placed, specify)
+        cache_key = tp, [traits_of(tensor) for tensor in tensors.values()], ties, frozen.cache_key()
+        state = ModelState(frozen.tree, describe, cache_key, frozen.is_placed, specify)
         return state
 
     def kept(self) -> dict[str, str]:

@@ -64,9 +64,9 @@ class DictOptimizer:
 
     def capture(self) -> State:
         layout = repr([self._state.get(key) for key in ("shape_info", *EXPERT_KEYS)])
-        model = None if self._model is None else self._model.grounds
-        grounds = self.kind, self._topology.sizes, self._names, layout, model
-        return state_of(self._state, self._describe, grounds, lambda _, tensor: own_stride(tensor, None))
+        model = None if self._model is None else self._model.cache_key
+        cache_key = self.kind, self._topology.sizes, self._names, layout, model
+        return state_of(self._state, self._describe, cache_key, lambda _, tensor: own_stride(tensor, None))
 
     def validate(self, saved: Mapping[str, Any]) -> None:
         if any(is_dtensor(tensor) for _, tensor in iter_tensors(self._state, torch.Tensor)):

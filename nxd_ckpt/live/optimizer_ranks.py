@@ -84,11 +84,11 @@ def check_rows(name: str, parameter: torch.Tensor, entries: Mapping[Any, Any]) -
         own = name_of_rows(entry)
         if own is None or (is_dtensor(parameter) and entry == row_name(parameter, own)):
             continue
-        here = row_name(parameter, own).partition("|")[2] if is_dtensor(parameter) else "one rank"
+        placement = row_name(parameter, own).partition("|")[2] if is_dtensor(parameter) else "one rank"
         raise OptimizerMismatch(
             f"optim/{name}/{own} is a plain tensor that each rank keeps for its own shard. It was saved on a mesh "
-            f"{str(entry).partition('|')[2]}, the live parameter lies on {here}, and nothing tells how to cut it for "
-            f"that: load on the mesh that it was saved on, or without it, ignore_keys=['optim/*/{own}*']"
+            f"{str(entry).partition('|')[2]}, the live parameter lies on {placement}, and nothing tells how to cut it "
+            f"for that: load on the mesh that it was saved on, or without it, ignore_keys=['optim/*/{own}*']"
         )
 
 

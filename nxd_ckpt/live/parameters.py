@@ -102,15 +102,15 @@ def _span(tensor: torch.Tensor) -> tuple[tuple[str, int], int, int]:
     return (tensor.device.type, tensor.device.index or 0), begin, begin + (reach + 1) * tensor.element_size()
 
 
-def _share_elements(one: torch.Tensor, other: torch.Tensor) -> bool:
+def _share_elements(tensor_a: torch.Tensor, tensor_b: torch.Tensor) -> bool:
     """Return whether tensors whose spans of memory overlap have a byte in common; columns of one matrix have none."""
-    (_, first, end), (_, begin, last) = _span(one), _span(other)
-    if one.is_contiguous() and other.is_contiguous():
+    (_, first_begin, end), (_, second_begin, last) = _span(tensor_a), _span(tensor_b)
+    if tensor_a.is_contiguous() and tensor_b.is_contiguous():
         return True
-    start = min(first, begin)
+    start = min(first_begin, second_begin)
     marks = torch.zeros(max(end, last) - start, dtype=torch.uint8)
     views = []
-    for tensor, offset in ((one, first), (other, begin)):
+    for tensor, offset in ((tensor_a, first_begin), (tensor_b, second_begin)):
         steps = (*(step * tensor.element_size() for step in tensor.stride()), 1)
         views.append(marks.as_strided((*tensor.shape, tensor.element_size()), steps, offset - start))
     views[0].fill_(1)

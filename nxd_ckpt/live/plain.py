@@ -110,7 +110,7 @@ class PlainOptimizer:
         def stride(path: Path, tensor: torch.Tensor) -> Stride | None:
             return stride_to_note(path, tensor, slot_at(path))
 
-        grounds = self.kind, self._tp, self._names, traits_of_all(self._optimizer)
+        cache_key = self.kind, self._tp, self._names, traits_of_all(self._optimizer)
         state = self._optimizer.state_dict()
         own = keys_of_its_own(state)
         if own and not self._hooks.loads_itself:
@@ -119,7 +119,7 @@ class PlainOptimizer:
                 "param_groups, and nothing that a load calls would take it back: write a load_state_dict() for it, or "
                 "register_load_state_dict_pre_hook()"
             )
-        return state_of(self._with_rows(state), describe, grounds, stride)
+        return state_of(self._with_rows(state), describe, cache_key, stride)
 
     def _with_rows(self, state: dict[str, Any]) -> dict[str, Any]:
         """Return the state dict with rank-specific values as this rank's row of all ranks' values."""
@@ -127,10 +127,11 @@ class PlainOptimizer:
             return state
         rows = dict(state["state"])
         for index, slot in enumerate(self._slots):
-            own = [one for one, value in rows.get(index, {}).items() if is_of_rank(slot.key, one, value)]
+            own = [entry for entry, value in rows.get(index, {}).items() if is_of_rank(slot.key, entry, value)]
             if own:
                 entries = dict(rows[index])
-                rows[index] = entries | {row_name(slot.key, one): as_rows(entries.pop(one), slot.key) for one in own}
+                named = {row_name(slot.key, entry): as_rows(entries.pop(entry), slot.key) for entry in own}
+                rows[index] = entries | named
         return {**state, "state": rows}
 
     def validate(self, saved: Mapping[str, Any]) -> None:
@@ -189,7 +190,7 @@ class PlainOptimizer:
             kept = {entry: value for entry, value in live.items() if keeps(slot.global_name(entry))}
             entries = saved["state"].get(index, {})
             values = {entry: materialise(value, _Now(read), cpu, slot.key) for entry, value in entries.items()}
-            rows = {name_of_rows(one): own_of_rows(values.pop(one)) for one in list(values) if is_rows(one)}
+            rows = {name_of_rows(entry): own_of_rows(values.pop(entry)) for entry in list(values) if is_rows(entry)}
             loaded = {entry: slot.as_placed(entry, value) for entry, value in values.items()} | rows | kept
             if loaded:
                 state[index] = loaded
@@ -205,8 +206,8 @@ class PlainOptimizer:
     def after_load(self) -> None:
         for slot in self._slots:
             entries = self._optimizer.state.get(slot.key, {})
-            for one in list(filter(is_rows, entries)):
-                entries[name_of_rows(one)] = own_of_rows(entries.pop(one))
+            for entry in list(filter(is_rows, entries)):
+                entries[name_of_rows(entry)] = own_of_rows(entries.pop(entry))
         if not self._hooks.loads_itself:  # else it has called them
             self._hooks.after_load()
 

@@ -45,13 +45,13 @@ class State:
     ``tree`` is NxD's state dict with live types. Its containers are copies, its tensors the live ones (any device), or
     this rank's parts of DTensors; ``is_placed`` is True if there are such. ``describe`` describes every tensor of it,
     see `tensors`: only on demand, because that takes longer than copying a small one, and the next save mostly knows it
-    already. ``grounds`` is everything that ``describe`` depends on besides the tree: equal trees and grounds have equal
+    already. ``cache_key`` is everything that ``describe`` depends on besides the tree: equal trees and keys have equal
     descriptions.
     """
 
     tree: dict[str, Any]
     describe: Callable[[], dict[Path, StateTensor]]
-    grounds: Any = None
+    cache_key: Any = None
     is_placed: bool = False
 
     @cached_property
@@ -114,10 +114,10 @@ class OptimizerForm:
 def state_of(
     tree: dict[str, Any],
     describe: Callable[[Path, torch.Tensor], StateTensor],
-    grounds: Any,
+    cache_key: Any,
     stride: Callable[[Path, torch.Tensor], Stride | None] = lambda path, tensor: None,
 ) -> State:
-    """Return the state whose tensors ``describe(path, tensor)`` describes, depending on these ``grounds``.
+    """Return the state whose tensors ``describe(path, tensor)`` describes, depending on ``cache_key``.
 
     ``stride`` returns the strides of tensors that a load would make with others.
     """
@@ -127,7 +127,7 @@ def state_of(
         leaves = iter_tensors(frozen.tree, torch.Tensor)
         return {path: frozen.placed(describe(path, frozen.live(leaf)), leaf) for path, leaf in leaves}
 
-    return State(frozen.tree, described, (grounds, frozen.grounds()), frozen.is_placed)
+    return State(frozen.tree, described, (cache_key, frozen.cache_key()), frozen.is_placed)
 
 
 class Frozen:
@@ -152,7 +152,7 @@ class Frozen:
         """True if there are DTensors in it."""
         return bool(self._dtensors)
 
-    def grounds(self) -> Any:
+    def cache_key(self) -> Any:
         """Return a key that is equal for equal mesh positions of its DTensors and equal noted strides."""
         strides = [stride_of(leaf) for _, leaf in iter_tensors(self.tree, torch.Tensor)] if self._strides else []
         return list(map(traits_of, self._dtensors.values())), strides

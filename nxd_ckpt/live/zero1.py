@@ -83,7 +83,7 @@ class Zero1Optimizer:
             for name, (parameter, _), (key, group) in zip(self._names, full, cut, strict=True)
         ]
 
-    def grounds(self) -> Any:
+    def cache_key(self) -> Any:
         """Return everything that the description of its state depends on besides the tree, see `State`."""
         traits = traits_of_all(self._optimizer), traits_of_all(self._optimizer.base_optimizer)
         return self._place, self._tp, self._names, traits
@@ -108,7 +108,7 @@ class Zero1Optimizer:
         refuse_own_ways([self._optimizer, self._optimizer.base_optimizer])
         tree = self._optimizer.state_dict()
         refuse_own_keys(tree, self._optimizer)
-        return state_of(tree, describe, self.grounds(), stride)
+        return state_of(tree, describe, self.cache_key(), stride)
 
     def validate(self, saved: Mapping[str, Any]) -> None:
         check_kind(saved, self._optimizer, expert=False)

@@ -120,15 +120,15 @@ class LoadPlanner:
 
     def _rounded(self, model: ModelAdapter, tree: dict[str, Any]) -> dict[str, Any]:
         """Return the tree with the weights for master weights (``_exact``) rounded to the live dtypes."""
-        other = of_other_dtype(tree, self._context.specs)
-        if not other or self._optimizer is None:
+        differing = of_other_dtype(tree, self._context.specs)
+        if not differing or self._optimizer is None:
             return tree
         try:
             form = self._optimizer.form()
         except OptimizerMismatch:  # its form is unknown
             return tree
         if form is not None:
-            self._exact = exact_weights(other, form, model.aliases, self._filter.ignores)
+            self._exact = exact_weights(differing, form, model.aliases, self._filter.ignores)
         return self._exact.rounded(tree, self._context.specs)
 
     def _own_part(self, model: ModelAdapter, tree: dict[str, Any]) -> dict[str, Any]:

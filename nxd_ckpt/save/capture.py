@@ -179,4 +179,4 @@ def _repartitioned(state: _StateT, partitions: Mapping[str, Partition]) -> _Stat
     def describe() -> dict[Path, StateTensor]:
         return {path: repartitioned(about) for path, about in state.tensors.items()}
 
-    return replace(state, describe=describe, grounds=(state.grounds, dict(partitions)))
+    return replace(state, describe=describe, cache_key=(state.cache_key, dict(partitions)))

@@ -107,15 +107,15 @@ def _compare(answer: Mapping[str, Any], lines: Sequence[_Lines | None]) -> None:
 def _difference(lines_of_ranks: Sequence[tuple[int, _Lines]]) -> str:
     """Describe the difference between two ranks of a mesh."""
     rank, lines_a = lines_of_ranks[0]
-    other, lines_b = lines_of_ranks[1] if len(lines_of_ranks) > 1 else (None, {})
+    other_rank, lines_b = lines_of_ranks[1] if len(lines_of_ranks) > 1 else (None, {})
     advice = "all ranks of a mesh must hold the same tensors, placed alike: build model and mesh alike on all of them"
-    if other is None:
+    if other_rank is None:
         return f"rank {rank} holds DTensors on a mesh that other ranks of it do not know, or in another order; {advice}"
     for name in {**lines_a, **lines_b}:
         if lines_a.get(name) != lines_b.get(name):
             texts = [_line_text(lines.get(name)) for lines in (lines_a, lines_b)]
-            return f"{name} is {texts[0]} on rank {rank}, and {texts[1]} on rank {other}; {advice}"
-    return f"ranks {rank} and {other} hold the same tensors on different meshes; {advice}"
+            return f"{name} is {texts[0]} on rank {rank}, and {texts[1]} on rank {other_rank}; {advice}"
+    return f"ranks {rank} and {other_rank} hold the same tensors on different meshes; {advice}"
 
 
 def _line_text(line: Sequence[Any] | None) -> str:

@@ -88,7 +88,7 @@ def _likeness(state: SaveState, structures: Mapping[str, Structure]) -> Any:
     options = (
         state.optimizer_kind, state.optimizer_names, state.use_xser, state.lower_precision_weights, state.left_out
     )  # fmt: skip
-    trees = {part: (state.trees()[part].grounds, structure.likeness) for part, structure in structures.items()}
+    trees = {part: (state.trees()[part].cache_key, structure.likeness) for part, structure in structures.items()}
     return options, trees
 
 

@@ -30,11 +30,11 @@ def aliases(path: str | os.PathLike[str]) -> list[str]:
     mount = max(reversed(covering), key=lambda candidate: len(candidate.point))
     inside = _joined(mount.root, os.path.relpath(own, mount.point))
     others = [
-        _joined(other.point, os.path.relpath(inside, other.root))
-        for other in mounts
-        if other.device == mount.device and is_below(inside, other.root)
+        _joined(mounted.point, os.path.relpath(inside, mounted.root))
+        for mounted in mounts
+        if mounted.device == mount.device and is_below(inside, mounted.root)
     ]
-    return list(dict.fromkeys([own, *(other for other in others if _is_same(own, other))]))
+    return list(dict.fromkeys([own, *(alias for alias in others if _is_same(own, alias))]))
 
 
 def is_below(inner: str, outer: str) -> bool:

@@ -84,16 +84,16 @@ def write_at(fd: int, view: memoryview, offset: int) -> int:
         return os.write(fd, view[:_PIECE])
 
 
-def exchange(one: Path, other: Path) -> bool:
+def exchange(first: Path, second: Path) -> bool:
     """Exchange the names of two files or directories atomically; False if system or file system cannot."""
     if _renameat2 is None:
         return False
-    if _renameat2(_WORKING_DIRECTORY, os.fsencode(one), _WORKING_DIRECTORY, os.fsencode(other), _EXCHANGE) == 0:
+    if _renameat2(_WORKING_DIRECTORY, os.fsencode(first), _WORKING_DIRECTORY, os.fsencode(second), _EXCHANGE) == 0:
         return True
     error = ctypes.get_errno()
     if error in _CANNOT_EXCHANGE:
         return False
-    raise OSError(error, os.strerror(error), str(one), None, str(other))
+    raise OSError(error, os.strerror(error), str(first), None, str(second))
 
 
 def clone(fd: int, new: int) -> bool:

@@ -121,12 +121,12 @@ def normalised(path: StrPath) -> str:
     return f"{scheme}://{'/'.join(parts)}/"
 
 
-def overlap(one: StrPath, other: StrPath, *, inside: bool = True) -> bool:
+def overlap(first: StrPath, second: StrPath, *, inside: bool = True) -> bool:
     """Return whether two paths or URLs are one place, or one lies ``inside`` the other, also by a link or bind mount.
     """
     if inside:
-        return lies_in(one, other) or lies_in(other, one)
-    return lies_in(one, other) and lies_in(other, one)
+        return lies_in(first, second) or lies_in(second, first)
+    return lies_in(first, second) and lies_in(second, first)
 
 
 def lies_in(inner: StrPath, outer: StrPath) -> bool:

@@ -54,9 +54,9 @@ def _user() -> str:
 
 def _remove_others(store: Path, name: str) -> None:
     for lock in store.glob(f"*{_LOCK}"):
-        other = lock.name.removesuffix(_LOCK)
-        if other == name:
+        copy_name = lock.name.removesuffix(_LOCK)
+        if copy_name == name:
             continue
         with suppress(BlockingIOError, FileNotFoundError), locked(lock, wait=False):
-            shutil.rmtree(store / other, ignore_errors=True)
+            shutil.rmtree(store / copy_name, ignore_errors=True)
             lock.unlink(missing_ok=True)

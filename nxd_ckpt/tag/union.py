@@ -140,8 +140,8 @@ class ListingCheck:
         with self._lock:
             if (id(storage), directory) not in self._listings:
                 self._listings[id(storage), directory] = _names(storage, directory)
-            there = name in self._listings[id(storage), directory]
-        return None if there else f"{storage.url}/{key} is missing"
+            exists = name in self._listings[id(storage), directory]
+        return None if exists else f"{storage.url}/{key} is missing"
 
 
 def _names(storage: Storage, directory: str) -> set[str]:

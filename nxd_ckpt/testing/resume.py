@@ -177,7 +177,7 @@ def _spoil(model: Any) -> None:
     if not isinstance(model, torch.nn.Module):
         return
     with torch.no_grad():
-        for value in {id(one): one for one in model.state_dict(keep_vars=True).values()}.values():
+        for value in {id(entry): entry for entry in model.state_dict(keep_vars=True).values()}.values():
             if isinstance(value, torch.Tensor) and value.is_floating_point() and not _is_lazy(value):
                 value.add_(1)
 
@@ -250,9 +250,9 @@ def _require_equal(expected: _Runs, actual: _Runs) -> None:
     if dist.is_initialized():
         problems = [""] * dist.get_world_size()
         dist.all_gather_object(problems, problem)
-    for rank, one in enumerate(problems):
-        if one:
-            raise ResumeDiffers(one if len(problems) == 1 else f"rank {rank}: {one}")
+    for rank, its_problem in enumerate(problems):
+        if its_problem:
+            raise ResumeDiffers(its_problem if len(problems) == 1 else f"rank {rank}: {its_problem}")
 
 
 def _first_difference(expected: _Leaves, actual: _Leaves) -> str:
@@ -266,12 +266,12 @@ def _first_difference(expected: _Leaves, actual: _Leaves) -> str:
     return f"{added[0]}: it was not there before the save, found {_shown(actual[added[0]])}" if added else ""
 
 
-def _equal(one: Any, other: Any) -> bool:
-    if type(one) is not type(other):
+def _equal(a: Any, b: Any) -> bool:
+    if type(a) is not type(b):
         return False
-    if isinstance(one, numpy.ndarray):
-        return bool((one.dtype, one.shape) == (other.dtype, other.shape)) and one.tobytes() == other.tobytes()
-    return bool(one == other) or (one != one and other != other)
+    if isinstance(a, numpy.ndarray):
+        return bool((a.dtype, a.shape) == (b.dtype, b.shape)) and a.tobytes() == b.tobytes()
+    return bool(a == b) or (a != a and b != b)
 
 
 def _difference(expected: Any, actual: Any) -> str:
@@ -279,9 +279,9 @@ def _difference(expected: Any, actual: Any) -> str:
         for field in ("dtype", "shape", "stride", "requires_grad"):
             if getattr(expected, field) != getattr(actual, field):
                 return f"expected {field} {getattr(expected, field)}, found {getattr(actual, field)}"
-        one, other = _numbers(expected), _numbers(actual)
-        largest = (one - other).abs().max().item()
-        return f"expected other values: {int((one != other).sum())} of {one.numel()} differ, by at most {largest:g}"
+        a, b = _numbers(expected), _numbers(actual)
+        largest = (a - b).abs().max().item()
+        return f"expected other values: {int((a != b).sum())} of {a.numel()} differ, by at most {largest:g}"
     return f"expected {_shown(expected)}, found {_shown(actual)}"
 
 
@@ -301,27 +301,27 @@ def _shown(value: Any) -> str:
 
 
 def _state(objects: tuple[Any, ...]) -> dict[str, Any]:
-    return {name: _parts(one) for name, one in zip(("model", "optimizer", "scheduler"), objects, strict=False)}
+    return {name: _parts(live) for name, live in zip(("model", "optimizer", "scheduler"), objects, strict=False)}
 
 
-def _parts(one: Any) -> Any:
+def _parts(live: Any) -> Any:
     """Return the state of a training object that a load must restore."""
-    if isinstance(one, torch.nn.Module):
+    if isinstance(live, torch.nn.Module):
         return {
-            "state_dict": dict(one.state_dict()),
-            "parameters": dict(one.named_parameters(remove_duplicate=False)),
-            "buffers": dict(one.named_buffers(remove_duplicate=False)),
+            "state_dict": dict(live.state_dict()),
+            "parameters": dict(live.named_parameters(remove_duplicate=False)),
+            "buffers": dict(live.named_buffers(remove_duplicate=False)),
         }
-    if isinstance(one, torch.optim.Optimizer):
+    if isinstance(live, torch.optim.Optimizer):
         # Beside its state dict, which may show them otherwise: the next step goes on from these.
-        groups = [{key: value for key, value in group.items() if key != "params"} for group in one.param_groups]
-        inner = getattr(one, "optim", None)  # torch's ZeroRedundancyOptimizer: what this rank steps
+        groups = [{key: value for key, value in group.items() if key != "params"} for group in live.param_groups]
+        inner = getattr(live, "optim", None)  # torch's ZeroRedundancyOptimizer: what this rank steps
         if isinstance(inner, torch.optim.Optimizer):
             return {"param_groups": groups, "state": inner.state_dict()["state"]}
-        parameters = [each for group in one.param_groups for each in group["params"]]
-        state = {index: one.state.get(each, {}) for index, each in enumerate(parameters)}
-        return {"param_groups": groups, "state": state, "state_dict": one.state_dict()}
-    return one.state_dict() if hasattr(one, "state_dict") else one
+        parameters = [each for group in live.param_groups for each in group["params"]]
+        state = {index: live.state.get(each, {}) for index, each in enumerate(parameters)}
+        return {"param_groups": groups, "state": state, "state_dict": live.state_dict()}
+    return live.state_dict() if hasattr(live, "state_dict") else live
 
 
 def _leaves(path: str, value: Any, above: tuple[int, ...] = ()) -> Iterator[tuple[str, Any]]:
@@ -344,7 +344,7 @@ def _children(value: Any) -> Sequence[tuple[Any, Any]] | None:
     if isinstance(value, Mapping):
         return list(value.items())
     if isinstance(value, Set):
-        return [(repr(one), one) for one in sorted(value, key=repr)]
+        return [(repr(item), item) for item in sorted(value, key=repr)]
     if isinstance(value, (str, bytes, range)) or callable(value):
         return None
     if isinstance(value, Sequence):

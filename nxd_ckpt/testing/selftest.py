@@ -130,7 +130,7 @@ def _dtypes(rank: Rank) -> tuple[str, dict[str, Any]]:
     generator = torch.Generator().manual_seed(0)
     hosts: dict[str, torch.Tensor] = {}
     saved, loaded, lacking = nn.Module(), nn.Module(), []
-    for dtype in sorted({one for one in vars(torch).values() if isinstance(one, torch.dtype)}, key=str):
+    for dtype in sorted({member for member in vars(torch).values() if isinstance(member, torch.dtype)}, key=str):
         name = str(dtype).removeprefix("torch.")
         if not re.fullmatch(r"(u?int(8|16|32|64)|bool|b?float.*|complex.*)", name):
             continue  # quantized ones, and parts of a byte: torch has no tensor of plain numbers of these
@@ -210,7 +210,7 @@ def _on_the_cpu(layout: str, rank: Rank) -> int:
     tags = (open_checkpoint(rank.place(layout), tag, storage_options=rank.options) for tag in ("rehearsal", "on_cpu"))
     difference = diff_checkpoints(*tags, prefix=prefix, full=True)
     if difference:
-        names = [one.name for one in difference.tensors] + [one.name for one in difference.values]
+        names = [tensor.name for tensor in difference.tensors] + [value.name for value in difference.values]
         raise Failed(f"on the CPU others came back: {', '.join(names[:3]) or difference.problems[0]}")
     return difference.same_tensors
 
@@ -348,7 +348,7 @@ def _speed(rank: Rank) -> tuple[str, dict[str, Any]]:
         whole = time.monotonic() - begun
     outcomes = device.gathered((pending.nbytes, stall, whole))
     total = sum(written for written, *_ in outcomes)
-    stall, whole = (max(one[field] for one in outcomes) for field in (1, 2))
+    stall, whole = (max(outcome[field] for outcome in outcomes) for field in (1, 2))
     raw = len(outcomes) * nbytes
     facts = {"nbytes": total, "stall_seconds": stall, "save_seconds": whole, "raw_copy_seconds": copy}
     facts |= {"raw_write_nbytes": raw, "raw_write_seconds": write}

@@ -270,10 +270,10 @@ class Drains:
 
         The last launch may have ended before.
         """
-        there = {info.tag: info for info in list_tags(self._source)}
+        tags = {info.tag: info for info in list_tags(self._source)}
         newest = None
         with suppress(CheckpointError):  # there is none; a warning named tags that lost files
-            newest = there.get(choose_nearest([self._source], None).tag)
+            newest = tags.get(choose_nearest([self._source], None).tag)
         if newest is not None and newest.ours:
             for drain in self._drains:
                 drain.hand_over(PendingCopy(newest.tag, 0, None, effects.monotonic()))
@@ -318,8 +318,8 @@ def _has(storage: Storage, opened: OpenTag) -> bool:
     """Return whether this very save, ``opened``, is visible there. Names do not tell, and attempts may repeat."""
     if opened.manifest is None:
         return False
-    there = {info.tag: info.order_time for info in list_tags(storage) if info.complete}
-    same = there.get(opened.tag) == opened.manifest.order_time
+    order_times = {info.tag: info.order_time for info in list_tags(storage) if info.complete}
+    same = order_times.get(opened.tag) == opened.manifest.order_time
     return same and is_visible(storage, opened.tag, opened.manifest.attempt)
 
 

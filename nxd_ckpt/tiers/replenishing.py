@@ -162,9 +162,9 @@ def missing_copies(
     """
     load, fetches = Counter[int](), list[Fetch]()
     for file in files:
-        there = holders[file.name]
-        free = sorted((host not in newcomers, load[host], host) for host in hosts if host not in there)
-        for _, _, number in free[: max(0, replicas - len(there))] if there else ():
+        hosts_with_file = holders[file.name]
+        free = sorted((host not in newcomers, load[host], host) for host in hosts if host not in hosts_with_file)
+        for _, _, number in free[: max(0, replicas - len(hosts_with_file))] if hosts_with_file else ():
             load[number] += file.nbytes
             fetches.append(Fetch(number, file))
     return fetches

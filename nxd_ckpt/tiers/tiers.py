@@ -123,10 +123,10 @@ class Tiers:
         """
 
         def look() -> bool:
-            there = any(info.complete for storage in self.storages for info in settled_tags(storage))
-            if there and may_lack_files(self.first):
+            has_tag = any(info.complete for storage in self.storages for info in settled_tags(storage))
+            if has_tag and may_lack_files(self.first):
                 of_latest(True, lambda: choose_nearest(self.storages, None))
-            return there
+            return has_tag
 
         if not self.per_host:
             return look()

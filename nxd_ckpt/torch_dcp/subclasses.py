@@ -15,6 +15,7 @@ import json
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from operator import is_not
 from typing import Any, Protocol
 
 import torch
@@ -52,7 +53,7 @@ def _apart(value: Any) -> Any:
         return items if items.keys() != value.keys() or any(items[key] is not value[key] for key in items) else value
     if type(value) is list:
         children = [_named("", child) if _is_subclass(child) else _apart(child) for child in value]
-        return children if any(one is not other for one, other in zip(children, value, strict=True)) else value
+        return children if any(map(is_not, children, value)) else value
     return value
 
 
@@ -92,7 +93,7 @@ def _inner(tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
 def _record(tensor: torch.Tensor) -> str:
     """Class, shape and context, as JSON: equal for tensors that may take each other's place."""
     if isinstance(tensor, DTensor):
-        at = {"mesh": list(tensor.device_mesh.mesh.shape), "placements": [str(one) for one in tensor.placements]}
+        at = {"mesh": list(tensor.device_mesh.mesh.shape), "placements": list(map(str, tensor.placements))}
         return json.dumps({**_about(tensor._local_tensor), **at, "whole": list(tensor.shape)}, sort_keys=True)
     return json.dumps(_about(tensor), sort_keys=True)
 
@@ -177,7 +178,7 @@ class Targets:
             for index, child in enumerate(value):
                 entries = self._child(value, index, "", child, (*path, index))
                 opened.append(entries[""] if entries.keys() == {""} else entries)
-            return opened if any(one is not other for one, other in zip(opened, value, strict=True)) else value
+            return opened if any(map(is_not, opened, value)) else value
         return value
 
     def _child(self, container: Any, key: Any, head: Any, child: Any, path: tuple[Any, ...]) -> dict[Any, Any]:
@@ -193,9 +194,9 @@ class Targets:
             self._made.append((container, key, made))
             return {f"{head}|{inner}": plain for inner, plain in entries.items()} | {f"{head}|{_CLASS}": ""}
         own = _head(name, child)
-        here, there = _record(child), self.saved.value(f"{own}{_CLASS}")
-        if here != there:
-            raise UnsupportedState(_difference(name, here, there or record))
+        live, saved = _record(child), self.saved.value(f"{own}{_CLASS}")
+        if live != saved:
+            raise UnsupportedState(_difference(name, live, saved or record))
         return {f"{_head(head, child)}{inner}": plain for inner, plain in _inner(child)} | {
             f"{_head(head, child)}{_CLASS}": ""
         }
@@ -203,9 +204,9 @@ class Targets:
     def _refuse_shards(self, name: str, child: torch.Tensor) -> None:
         rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
         for number in {rank, 0}:
-            there = self.saved.value(f"{name}|{number}|{_CLASS}")
-            if there is not None:
-                raise UnsupportedState(_difference(name, None, there, type(child)))
+            saved = self.saved.value(f"{name}|{number}|{_CLASS}")
+            if saved is not None:
+                raise UnsupportedState(_difference(name, None, saved, type(child)))
 
     def _new(self, name: str, record: str, instead_of: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """A tensor of the saved class, made of the tensors that are to be loaded."""
@@ -278,10 +279,10 @@ def _read(record: Any, name: str) -> Any:
     return about
 
 
-def _difference(name: str, here: str | None, there: str | None, plain: type | None = None) -> str:
-    """Why the one cannot be loaded into the other."""
-    expected = "a plain tensor" if there is None else _told(_read(there, name))
-    shown = _class_name(plain or torch.Tensor) if here is None else _told(_read(here, name))
+def _difference(name: str, live: str | None, saved: str | None, plain: type | None = None) -> str:
+    """Why the saved tensor cannot be loaded into the live one, by their records."""
+    expected = "a plain tensor" if saved is None else _told(_read(saved, name))
+    shown = _class_name(plain or torch.Tensor) if live is None else _told(_read(live, name))
     return f"{name} was saved as {expected}, and the state dict has {shown}: make both the same, on the same mesh"
 
 

@@ -145,8 +145,8 @@ class HostsStorage:
             for directory in self.hosts.directories:
                 directory.write(key, data)
             return
-        there = [directory for directory in self._order(key) if directory.is_file(key)]
-        for directory in there or [self.own, *self._replicas]:
+        with_file = [directory for directory in self._order(key) if directory.is_file(key)]
+        for directory in with_file or [self.own, *self._replicas]:
             directory.write(key, data)
 
     def write_reserved(self, reserve: str, key: str, data: bytes) -> None:
@@ -180,23 +180,23 @@ class HostsStorage:
         If it would then be on no more hosts than there are replicas, and could be lost with them, it is removed
         everywhere.
         """
-        there, problem = [self._home], None
+        written, problem = [self._home], None
         for directory in others:
             try:
                 directory.write(key, data)
-                there.append(directory)
+                written.append(directory)
             except (OSError, CheckpointError) as error:
                 problem = problem or error
         if problem is None:
             return
-        for directory in there if len(there) <= len(self.hosts.replicas) else ():
+        for directory in written if len(written) <= len(self.hosts.replicas) else ():
             with suppress(OSError, CheckpointError):
                 directory.remove(key)
         raise problem
 
     def exchange(self, key: str, expected: bytes, data: bytes) -> bool:
-        there = next((directory for directory in self.hosts.directories if directory.is_file(key)), None)
-        if there is None or not there.exchange(key, expected, data):
+        with_file = next((directory for directory in self.hosts.directories if directory.is_file(key)), None)
+        if with_file is None or not with_file.exchange(key, expected, data):
             return False
         if self._names.is_mirrored(key):
             self.write(key, data)
@@ -284,12 +284,12 @@ class HostsStorage:
         return {*self._marks("")}
 
     def copies(self, key: str) -> dict[int, Storage]:
-        there = dict[int, Storage]()
+        copies = dict[int, Storage]()
         for directory in self._order(key):
             with suppress(ConnectionError, TimeoutError):
                 if directory.is_file(key):
-                    there[self._number(directory)] = self._only(directory)
-        return there
+                    copies[self._number(directory)] = self._only(directory)
+        return copies
 
     def copy_out(
         self, number: int, key: str, place: int, folder: str, name: str, expected: FileEntry
