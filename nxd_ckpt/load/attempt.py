@@ -22,9 +22,9 @@ from nxd_ckpt.live.dtensor import names_without_wrappers
 from nxd_ckpt.live.model import ModelAdapter
 from nxd_ckpt.live.models import open_model
 from nxd_ckpt.live.save_state import SaveState
+from nxd_ckpt.load.collective_checks import Unmatched, refuse_unmatched
 from nxd_ckpt.load.delivery import Delivery
 from nxd_ckpt.load.downloading import download
-from nxd_ckpt.load.filter_summary import Unmatched, refuse_unmatched
 from nxd_ckpt.load.filters import Filter
 from nxd_ckpt.load.load_context import load_context
 from nxd_ckpt.load.mesh_shares import MeshShares, agree_on_blocks

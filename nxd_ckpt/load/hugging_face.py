@@ -29,8 +29,8 @@ from nxd_ckpt.live import torch_xla
 from nxd_ckpt.live.dtensor import refuse_sizes
 from nxd_ckpt.live.models import open_model
 from nxd_ckpt.live.optimizer import open_optimizer
+from nxd_ckpt.load.collective_checks import Unmatched, refuse_unmatched
 from nxd_ckpt.load.delivery import Delivery
-from nxd_ckpt.load.filter_summary import Unmatched, refuse_unmatched
 from nxd_ckpt.load.filters import Filter
 from nxd_ckpt.load.overwriting import fill_model, nbytes_of, overwriting
 from nxd_ckpt.load.placing import local_tree
