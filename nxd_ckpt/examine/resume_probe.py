@@ -99,7 +99,9 @@ class ResumeProbe:
         """
         chosen, compared = options_of(LoadOptions, options), Counter()
         where = topology or default_topology()
-        findings = list(live_findings(checkpoint.opened, where, model, optimizer, scheduler, chosen, compared))
+        settled = chosen.settled(reads_are_cheap=False)
+        request = LoadRequest(where, SingleProcessAgreement(), model, optimizer, scheduler, settled)
+        findings = list(live_findings(checkpoint.opened, request, compared))
         for finding in findings:
             logger.warning("%s: %s: %s", checkpoint.opened.where, finding.what, finding.message)
         if losses is not None:
@@ -138,15 +140,7 @@ class ResumeProbe:
         )
 
 
-def live_findings(
-    opened: OpenTag,
-    topology: Topology,
-    model: Any,
-    optimizer: Any,
-    scheduler: Any,
-    options: LoadOptions,
-    compared: Counter,
-) -> Iterator[Finding]:
+def live_findings(opened: OpenTag, request: LoadRequest, compared: Counter) -> Iterator[Finding]:
     """Yield the differences between the live objects and the tag. ``compared`` counts the bytes.
 
     A tensor that the tag holds as a whole is compared by digest, without reading it. Parts of others, for example on
@@ -154,15 +148,14 @@ def live_findings(
 
     Raises the errors of a load of these objects.
     """
+    options = request.options
     options.validate()
-    settled = options.settled(reads_are_cheap=False)
-    request = LoadRequest(topology, SingleProcessAgreement(), model, optimizer, scheduler, settled)
     attempt = LoadAttempt(opened, request)
     if attempt.filtered:
         attempt.apply_filter()
     load = attempt.prepare()
     save_options = SaveOptions(param_names=options.param_names, partitions=options.partitions)
-    live = capture(topology, save_options, model=model, optimizer=optimizer, scheduler=scheduler)
+    live = capture(request.topology, save_options, request.model, request.optimizer, request.scheduler)
     with load.reader as reader:
         for kind, name, saved, now in load.compared_with(live):
             if isinstance(saved, (TensorStub, Assembly)):

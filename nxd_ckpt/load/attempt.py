@@ -22,7 +22,7 @@ from nxd_ckpt.live.dtensor import names_without_wrappers
 from nxd_ckpt.live.model import ModelAdapter
 from nxd_ckpt.live.models import open_model
 from nxd_ckpt.live.save_state import SaveState
-from nxd_ckpt.load.collective_checks import Unmatched, refuse_unmatched
+from nxd_ckpt.load.collective_checks import Unmatched, refuse_unknown_names, refuse_unmatched
 from nxd_ckpt.load.delivery import Delivery
 from nxd_ckpt.load.downloading import download
 from nxd_ckpt.load.filters import Filter
@@ -36,7 +36,6 @@ from nxd_ckpt.load.replicas import WORTH_IT, Broadcast, ReplicaShares, agree_on_
 from nxd_ckpt.load.request import LoadRequest
 from nxd_ckpt.load.scheduled_rates import lacks_scheduled_rates, with_scheduled_rates
 from nxd_ckpt.load.trees import LoadTrees
-from nxd_ckpt.load.unknown_names import refuse_unknown_names
 from nxd_ckpt.reshard.plain_values import ABSENT
 from nxd_ckpt.storage.cached import CachedStorage
 from nxd_ckpt.storage.progress import is_watched, watched

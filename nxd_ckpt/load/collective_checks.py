@@ -1,15 +1,19 @@
-"""Checks that all ranks filter alike, and that every filter matches something on some rank."""
+"""Checks of names that all ranks make together: each may lack some that others hold.
+
+All filter alike, every filter matches something on some rank, and no name is unknown to all.
+"""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from hashlib import sha256
 from typing import Any
 
-from nxd_ckpt.coordination.agreement import decided_by_rank0
+from nxd_ckpt.coordination.agreement import Agreement, decided_by_rank0
 from nxd_ckpt.core.filtering import unmatched
 from nxd_ckpt.core.suggestions import listed
-from nxd_ckpt.errors import KeyMismatch, RanksDisagree
+from nxd_ckpt.errors import KeyMismatch, OptimizerMismatch, RanksDisagree
 from nxd_ckpt.live.ignoring import digest
 from nxd_ckpt.load.filters import Filter
 from nxd_ckpt.load.options import LoadOptions
@@ -102,6 +106,36 @@ def refuse_unmatched(request: LoadRequest, matches: bool, problem: str | None) -
     decided_by_rank0(request.agreement, decide)
 
 
+def refuse_unknown_names(agreement: Agreement, unknown_names: Sequence[str], where: str) -> None:
+    """Raise on all ranks if a global name is unknown to each. Digests are exchanged first, lists if needed. Collective.
+
+    Raises:
+        KeyMismatch: a name of the model.
+        OptimizerMismatch: a parameter that the optimizer has state for.
+    """
+    digests = agreement.gather(sha256("\n".join(unknown_names).encode()).hexdigest() if unknown_names else None)
+    reporters = decided_by_rank0(agreement, lambda: _first_ranks(digests or []))
+    if not reporters:
+        return
+    lists = agreement.gather(unknown_names if agreement.rank in reporters else None)
+
+    def decide() -> None:
+        common = set.intersection(*(set(names) for names in lists or () if names is not None))
+        model = sorted(name for name in common if name.startswith("model/"))
+        if model:
+            raise KeyMismatch(
+                "the names in the checkpoint and in the model differ; unexpected in the checkpoint: "
+                f"{listed(model, ())}; load with strict=False to take the names that both have"
+            )
+        if common:
+            raise OptimizerMismatch(
+                f"optimizer: {where} has state for {listed(sorted(common), ())}, which no rank's optimizer holds; "
+                "build param_groups as when it was saved (with the same frozen parameters)"
+            )
+
+    decided_by_rank0(agreement, decide)
+
+
 def _refuse_different(choices: Iterable[Sequence[str] | None]) -> None:
     first: dict[str, tuple[int, str]] = {}
     for rank, choice in enumerate(choices):
@@ -118,6 +152,14 @@ def _in_all(items: Sequence[str], lists: Sequence[Sequence[str]]) -> list[str]:
     """Return the ``items`` that are in each of ``lists``."""
     common = set(items).intersection(*lists)
     return [item for item in dict.fromkeys(items) if item in common]
+
+
+def _first_ranks(digests: Sequence[str | None]) -> list[int]:
+    """Return one rank for each distinct list.
+
+    None if a rank has no unknown names, because then none is unknown to all.
+    """
+    return [] if None in digests else [digests.index(digest) for digest in dict.fromkeys(digests)]
 
 
 def filter_summary(options: LoadOptions) -> dict[str, str]:
