@@ -14,7 +14,7 @@ from nxd_ckpt import effects
 from nxd_ckpt.commit import voting
 from nxd_ckpt.commit.commit import Commit, clean_up, clear_failed, commit
 from nxd_ckpt.commit.host_semaphore import writing_slot
-from nxd_ckpt.commit.publication import is_visible, publication_of
+from nxd_ckpt.commit.publication import Publication, is_visible, publication_of
 from nxd_ckpt.commit.session import Session
 from nxd_ckpt.coordination import lease
 from nxd_ckpt.coordination.paths import verdict_dir, votes_dir
@@ -34,7 +34,6 @@ from nxd_ckpt.errors import (
 )
 from nxd_ckpt.save.counting import Counting
 from nxd_ckpt.save.dedup import parent_of
-from nxd_ckpt.save.plan import SavePlan
 from nxd_ckpt.save.request import SaveRequest
 from nxd_ckpt.save.waves import Wave
 from nxd_ckpt.save.writing import FileWriter, write_index, write_small
@@ -66,8 +65,9 @@ class SaveAttempt:
         self._slot = ExitStack()
         self._holds_slot = False
         self._moved: Callable[[], None] = lambda: None
-        self._writer: FileWriter | None = None
         self._reported = effects.monotonic()
+        # It has the next number, unless the ranks are out of step: `begin` finds out.
+        self.publication, self._writer = self._numbered(session.counter + 1)
 
     @property
     def nbytes(self) -> int:
@@ -122,11 +122,20 @@ class SaveAttempt:
             self.error, self._is_elsewhere = self.error or error, True
 
     def _next_attempt(self) -> None:
-        session = self.session
-        session.counter += 1
-        self.attempt = session.attempt(session.counter)
-        self.publication = publication_of(session, session.counter, self.tag, self._options.overwrite)
-        self._writer = self._file_writer(self.plan) if self.plan is not None else None
+        self.session.counter += 1
+        self.publication, self._writer = self._numbered(self.session.counter)
+
+    def _numbered(self, counter: int) -> tuple[Publication, FileWriter | None]:
+        """Return the publication of the attempt of that number, and the writer of this rank's files in it."""
+        publication = publication_of(self.session, counter, self.tag, self._options.overwrite)
+        if self.plan is None:
+            return publication, None
+        storage, files = self.session.storage, self.plan.files
+        return publication, FileWriter(storage, publication.folder, files, self._progress, self._threads)
+
+    @property
+    def attempt(self) -> str:
+        return self.publication.attempt
 
     def _pass_over(self) -> None:
         """Skip attempts that other ranks made and ended without this one, so that all are in step again.
@@ -433,9 +442,6 @@ class SaveAttempt:
         if isinstance(error, (SaveFailed, OutcomeUnknown)):
             return error
         return SaveFailed(f"save of {self.tag!r} failed: rank {rank} failed: {in_words(to_wire(error))}")
-
-    def _file_writer(self, plan: SavePlan) -> FileWriter:
-        return FileWriter(self.session.storage, self.publication.folder, plan.files, self._progress, self._threads)
 
     def _progress(self, nbytes: int) -> None:
         """Show rank 0, and ranks that wait for the slot, that a slow write progresses."""
