@@ -47,6 +47,7 @@ test:
 lint: $(XLA_READY)
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/mypy
+	$(VENV)/bin/python -m tools.prose
 
 test-xla: $(XLA_READY)
 	$(VENV)/bin/python -m pytest -m "not soak and (xla or not once)" $(PYTEST_ARGS)

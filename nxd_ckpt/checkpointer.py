@@ -184,7 +184,7 @@ class Checkpointer:
             scheduler: anything with ``load_state_dict()``; or a dict.
 
         Raises:
-            CheckpointError: see `nxd_ckpt.errors`; on every rank, and nothing was changed but for what
+            CheckpointError: see `nxd_ckpt.errors`; on every rank, and nothing was changed except what
                 ``verify="reading"`` or ``verify=False`` find too late.
         """
         return self.load_given(tag, (model, optimizer, scheduler), options, lasting=True)

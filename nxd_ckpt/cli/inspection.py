@@ -163,7 +163,7 @@ def _user_content(opened: OpenTag) -> dict[str, Any] | None:
         return None
     try:
         return {**content_document(opened.user_content()), "refused": None}
-    except UnsafePickle as error:  # whoever saved it asked for that: trust_pickle=True
+    except UnsafePickle as error:  # it was saved with trust_pickle=True
         return {"type": None, "entries": [], "refused": str(error)}
 
 

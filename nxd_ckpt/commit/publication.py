@@ -84,7 +84,7 @@ class Publication(Protocol):
         """Make another tag invisible at once; journal.discard_trash deletes it. True if it was removed.
 
         ``is_kept`` gets the key where the tag lies by then. It is called after others can see that the tag is going, so
-        that whoever objects until then, and still sees the tag, is heeded.
+        that a job that objects until then, and still sees the tag, is heard.
         """
 
 
@@ -142,7 +142,7 @@ class Staged:
             session.require(strictly=True)
             staged.publish(session, order_time, files)
         except BaseException:
-            with suppress(OSError):  # else the next copy begins anew
+            with suppress(OSError):  # else the next copy starts from nothing
                 if not journal.is_open(storage):  # else it is the old tag, or needed to finish the replacement
                     storage.rename(staged.folder, self.folder)
             raise

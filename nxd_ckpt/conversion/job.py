@@ -44,7 +44,7 @@ class Converted:
         source: path of the input.
         target: path of the result.
         topology: the sizes dp, tp, pp and ep of the result; None if it has no ranks.
-        nbytes: bytes that are written anew; files that pass through unchanged do not count.
+        nbytes: bytes that are written; files that pass through unchanged do not count.
     """
 
     source: str

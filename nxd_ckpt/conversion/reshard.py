@@ -31,7 +31,7 @@ logger = logging.getLogger("nxd_ckpt")
 def reshard(input_dir: StrPath, output_dir: StrPath, **options: Unpack[ReshardKeywords]) -> Converted:
     """Make ``output_dir``, the tag ``input_dir`` as a job of the given sizes would have saved it.
 
-    Model and optimizer are cut anew, bit for bit; scheduler and user content are passed through. ``rank_content`` is
+    Model and optimizer are resharded, bit for bit; scheduler and user content are passed through. ``rank_content`` is
     left out unless the sizes stay the same, because it belongs to no rank of another job; but data positions in it are
     merged, and each rank of the result gets them. Unchanged files are hard-linked if that works and is safe, otherwise
     copied. The input is only read. The result appears at once, when all of it is durable; a conversion that fails or is

@@ -134,7 +134,7 @@ class Rank0Connections:
         rank = self._ranks.pop(connection)
         del self._lines[connection]
         connection.close()
-        if rank not in self._ranks.values():  # else it has connected anew
+        if rank not in self._ranks.values():  # else it has connected again
             self._gone.add(rank)
             for channel in list(self._listeners):
                 self._hear(rank, channel, None)

@@ -180,7 +180,7 @@ class EmulatedProcessGroup(dist.ProcessGroup):
 
     def _spread(self, call: str, tensor: torch.Tensor, received: Sequence[torch.Tensor]) -> None:
         parts = self.peers.gather(call, collectives.to_host(tensor))
-        # A rank that receives nothing takes part all the same.
+        # A rank that receives nothing still takes part.
         for output, part in zip(received, parts, strict=bool(received)):
             collectives.fill(output, part)
 

@@ -147,7 +147,7 @@ def _no_step(before: Progress, after: Progress) -> Finding:
     if _scale_fell(before, after):
         return doubt("steps", "optimizer", f"{message}; a loss scaler that skips steps explains this")
     return problem(
-        "steps", "optimizer", f"{message}: the optimizer was not saved anew, or the one that was saved is not in use"
+        "steps", "optimizer", f"{message}: the optimizer was not saved again, or another one is in use"
     )
 
 

@@ -114,7 +114,7 @@ def merged(results: Sequence[CheckResult]) -> CheckResult:
 
 
 def page_lines(document: Mapping[str, Any]) -> Iterator[str]:
-    """Return the page as lines of at most 80 columns, but for words that are longer."""
+    """Return the page as lines of at most 80 columns, except words that are longer."""
     results = document["results"]
     failed = sum(result["outcome"] == "failed" for result in results)
     verdict = f"{failed} of {len(results)} checks failed" if failed else "ok"

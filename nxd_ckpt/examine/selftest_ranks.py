@@ -193,7 +193,7 @@ def _spawned(plan: Path, environment: Mapping[str, str], log: Path) -> subproces
 def _coordinates(job: str, rank: int, size: int, port: int, ours: bool) -> dict[str, str]:
     """Return the variables that tell a rank where it is.
 
-    Those of torchrun stay, but for the meeting point: each job has one of its own.
+    Variables of torchrun stay, except the meeting point: each job has one of its own.
     """
     number = ("killed", "checks").index(job)
     if ours:
@@ -274,7 +274,7 @@ def _folder(storage: Storage, ours: bool) -> Iterator[str]:
 
 @contextmanager
 def _deferred_signals() -> Iterator[None]:
-    """Within, Ctrl-C and SIGTERM wait: a process that has been started is known to whoever ends it."""
+    """Within, Ctrl-C and SIGTERM wait: a process that has been started is known to the code that ends it."""
     came: list[int] = []
     numbers = (signal.SIGINT, signal.SIGTERM)
     before = {number: signal.signal(number, lambda arrived, _: came.append(arrived)) for number in numbers}

@@ -86,7 +86,7 @@ def check_moves(shard: Shard, context: OptimizerContext) -> Iterator[Finding]:
                 "moments",
                 _name(shard, role),
                 f"{count} elements fell by more than {_steps(grown)} can do{_where(shard)}: it is of another "
-                "parameter or shard, or the optimizer began anew",
+                "parameter or shard, or the optimizer started fresh",
             )
 
 
@@ -94,7 +94,7 @@ def check_any_moved(shards: Sequence[Shard], context: OptimizerContext) -> Itera
     """Report an optimizer of whose weights not one changed."""
     moved = [shard.moved.get(WEIGHT) for shard in shards if shard.parameter in context.after and shard.has(WEIGHT)]
     if moved and not any(moved):
-        yield problem("weights", "model", "not one weight changed since the tag before, though the run went on")
+        yield problem("weights", "model", "not one weight changed since the tag before, though the run continued")
 
 
 def check_rounding(shards: Sequence[Shard]) -> Iterator[Finding]:

@@ -95,7 +95,7 @@ def _load(machine: _Safe) -> Any:
 
 
 _NAME = 100
-_REMEDY = "If you trust whoever wrote the file, pass trust_pickle=True"
+_REMEDY = "If you trust the author of the file, pass trust_pickle=True"
 
 
 class _SavedStorage(Inert):

@@ -209,7 +209,7 @@ class PreparedLoad:
             if self._cache is None:
                 raise
             self._cache.discard()
-            raise type(error)(f"{error}. The local copies were removed: load again to download them anew") from error
+            raise type(error)(f"{error}. The local copies were removed: load again to download them") from error
 
     def compared_with(self, live: SaveState) -> Iterator[tuple[str, str, Any, Any]]:
         """Yield everything that will be loaded with its live counterpart; see `LoadTrees.compared_with`."""

@@ -23,7 +23,7 @@ class LoadOptions:
 
     strict: bool = option(True, """names that are missing or unexpected in the model are an error; False skips them with
         a warning. So it does with names in ``key_mapping``, a ``prefix`` and globs in ``ignore_keys`` that match
-        nothing. With False, parameters of the optimizer without state in the tag start anew, and state of other
+        nothing. With False, parameters of the optimizer without state in the tag start fresh, and state of other
         parameters is left out.""")
     num_workers: int | None = option(8, "accepted for existing scripts. Every rank reads its own files at once.")
     use_zero1_dcp: bool = option(False, "accepted for existing scripts. The format is detected.")

@@ -270,11 +270,11 @@ class LoadPlanner:
         return tree
 
     def _fresh(self, source: ReshardedOptimizer, live: Sequence[str]) -> set[str]:
-        """Return the parameters, by their names in the optimizer, without state in the tag: they start anew."""
+        """Return the parameters, by their names in the optimizer, without state in the tag: they start fresh."""
         added = [name for name in live if not source.has(name) and not self._filter.covers(f"optim/{name}")]
         if added:
             logger.warning(
-                "loading with strict=False: %s has no optimizer state of %s: they start anew, with the options of "
+                "loading with strict=False: %s has no optimizer state of %s: they start fresh, with the options of "
                 "their live param groups",
                 self._opened.where,
                 first_of(added),

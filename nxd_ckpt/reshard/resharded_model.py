@@ -73,7 +73,7 @@ class ReshardedModel:
         are left out. A tensor that is in no model file stays a MissingTensor.
 
         Raises:
-            ShapeMismatch, TopologyMismatch, IncompatibleState: a tensor cannot be cut anew; the message says why.
+            ShapeMismatch, TopologyMismatch, IncompatibleState: a tensor cannot be recut; the message says why.
         """
         context = self._context
         specs = {name: context.live_spec(name, spec) for name, spec in live.items()}
@@ -87,7 +87,7 @@ class ReshardedModel:
     def leaf(self, name: str, live: ParameterSpec | None, *, required: bool = True) -> Any:
         """Return the value of this name on a rank whose tensor is ``live`` (None if it is no tensor there).
 
-        Raises ShapeMismatch, TopologyMismatch or IncompatibleState if it cannot be cut anew.
+        Raises ShapeMismatch, TopologyMismatch or IncompatibleState if it cannot be recut.
         """
         context, reference = self._context, self.value(name)
         if isinstance(reference, MissingTensor):

@@ -1,4 +1,4 @@
-"""A saved optimizer as one rank of another job holds it: matched by parameter name, with ZeRO-1 shards cut anew."""
+"""A saved optimizer as one rank of another job holds it: matched by parameter name, with ZeRO-1 shards recut."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ class ReshardedOptimizer:
         Raises:
             OptimizerMismatch: the tag lacks a parameter, an entry has not its parameter's shape, or a param group
                 holds parameters that were saved with different options.
-            ShapeMismatch, TopologyMismatch, IncompatibleState: a tensor cannot be cut anew; the message says why.
+            ShapeMismatch, TopologyMismatch, IncompatibleState: a tensor cannot be recut; the message says why.
         """
         slots = [replace(slot, spec=self._context.live_spec(slot.name, slot.spec)) for slot in form.slots]
         matches = [None if covers(f"optim/{slot.name}") else self._find(slot.name) for slot in slots]
@@ -178,7 +178,7 @@ class ReshardedOptimizer:
         return [self._leaf_at(saved, place, key) for place in dict.fromkeys(read.holder for read in reads)]
 
     def _entry(self, slot: OptimizerSlot, saved: _SavedParameter, key: str) -> Any:
-        """Return one entry of a parameter's state: cut anew if shaped like the parameter, else as saved."""
+        """Return one entry of a parameter's state: recut if shaped like the parameter, else as saved."""
         context, name, reference = self._context, f"optim/{slot.name}/{key}", saved.slot.state[key]
         if key == STEP:
             return reference

@@ -1,7 +1,7 @@
 """Resharding of one parameter: what a rank of the loading job reads from ranks of the saving job. Pure.
 
 There are two cases. If both jobs cut it alike over tensor-parallel (and for experts, expert-parallel) ranks, only the
-rank's own tensor matters: ZeRO-1 shards are cut anew along its rows, and its place in the whole need not be known.
+rank's own tensor matters: ZeRO-1 shards are recut along its rows, and its place in the whole need not be known.
 Otherwise both cuts must be known, and reads are planned through the whole tensor.
 """
 

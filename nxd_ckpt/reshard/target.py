@@ -231,7 +231,7 @@ class TargetOptimizer:
 
 
 def _check_names(context: ReshardContext, target: Target) -> None:
-    """Raise OptimizerMismatch without parameter names, unless positions suffice: sizes are equal but for dp."""
+    """Raise OptimizerMismatch without parameter names, unless positions suffice: all sizes but dp are equal."""
     opened, saved, live = context.opened, context.saved, context.live
     names = opened.optimizer_names(Coordinates())
     has_names = target.saved_names is not None or (names is not None and not any(map(is_number, names)))

@@ -45,7 +45,7 @@ logger = logging.getLogger("nxd_ckpt")
 class SaveAttempt:
     """The effects of one attempt, in order, on the background thread; a failure becomes this rank's vote.
 
-    So does an exit that is raised there: it cannot end the process, and must not leave the save undecided.
+    An exit that is raised there does, too: it cannot end the process, and must not leave the save undecided.
     """
 
     def __init__(self, session: Session, request: SaveRequest, error: BaseException | None, threads: Executor) -> None:

@@ -115,7 +115,7 @@ class Storage(Protocol):
     def make_dir(self, key: str) -> None:
         """Create a directory, durably, with those above it; an existing one is fine.
 
-        The root (``""``), and the directories above it, are durable afterwards, whoever created them.
+        The root (``""``), and the directories above it, are durable afterwards, also if another process created them.
         """
 
     def sync_dir(self, key: str) -> None:

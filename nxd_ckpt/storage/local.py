@@ -206,7 +206,7 @@ class LocalStorage:
     def _make_parents(self, path: Path) -> None:
         """Make the directories above a file.
 
-        Names below the root are made durable by whoever writes there; the root itself by its maker.
+        Names below the root are made durable by their writer, the root by its maker.
         """
         if not self.root.is_dir():
             self.make_dir("")

@@ -129,7 +129,7 @@ def _warn_of_clock(storage: Storage, tags: Sequence[TagInfo], newest: TagInfo) -
     if ahead > _SKEW and other is not None:
         logger.warning(
             "%s: %s is taken for the latest, though it is dated %.0f s after the clock of this host. %s, which another "
-            "program saved, has an earlier time, and may be newer all the same: if it is, load it by its name. Set the "
+            "program saved, has an earlier time, but may be newer. If it is, load it by its name. Set the "
             "clock right, or the time of %s/%s",
             storage.url,
             newest.tag,

@@ -120,7 +120,7 @@ def _fingerprint(storage: Storage, tag: str) -> str | None:
     # A manifest may be large. On a file system the time of `done` orders the tags: no two saves of ours have the same.
     about = _size if storage.renames else _digest
     manifest = about(storage, f"{prefix}{names.MANIFEST}")
-    # Who saves over the files of a tag, as neuronx_distributed does, writes its markers anew.
+    # Who saves over the files of a tag, as neuronx_distributed does, writes its markers again.
     times = [_time(storage, f"{prefix}{marker}") for marker in (names.MARKER, names.DONE)]
     word = f"{manifest} {times}"
     return None if word == _UNMARKED and not storage.is_dir(tag) else word
@@ -132,7 +132,7 @@ def _digest(storage: Storage, key: str) -> str | None:
     except FileNotFoundError:
         return None
     except (CorruptCheckpoint, IsADirectoryError):
-        return "damaged"  # whoever needs it says so
+        return "damaged"  # its reader reports it
     return f"{len(data)} {crc32.crc32(data):08x}"
 
 
@@ -142,7 +142,7 @@ def _size(storage: Storage, key: str) -> str | None:
     except FileNotFoundError:
         return None
     except CorruptCheckpoint:
-        return "damaged"  # whoever needs it says so
+        return "damaged"  # its reader reports it
 
 
 _UNMARKED = "None [None, None]"

@@ -263,7 +263,7 @@ class StorageContract:
 
     @pytest.mark.parametrize("nbytes", [10, 40 * 2**20])
     def test_a_key_that_was_taken_meanwhile_stays_with_whoever_came_first(self, storage: Storage, nbytes: int) -> None:
-        """Whoever comes second is refused, when it begins or when it closes. Either file is whole, whatever happens."""
+        """The second writer is refused, when it begins or when it closes. Either file is whole in any case."""
         tells = nbytes == 10 or self.notices_a_taken_large_key
         first = storage.create("key", nbytes)
         first.write_at(0, b"1" * nbytes)

@@ -48,7 +48,7 @@ def check_resume(
     Compared are, after the load and after the last step: losses, weights, buffers, state and options of the optimizer,
     the scheduler; values, types, dtypes, shapes, strides. Before the load every weight and buffer of the fresh objects
     that a save holds is changed, so that one that is left out is seen. Before each step torch's, NumPy's and Python's
-    random numbers start anew. Among several ranks, each calls this. It needs memory for four copies of the state.
+    random numbers start fresh. Among several ranks, each calls this. It needs memory for four copies of the state.
 
     Args:
         make: returns fresh training objects, as at the start of a run: a model, or a tuple of a model, an optimizer

@@ -178,7 +178,7 @@ def test_added_parameters_start_anew(tmp_path: Path, groups: int, caplog: pytest
     assert torch.equal(saved.state[small.get_parameter("0.weight")]["exp_avg"], optimizer.state[old]["exp_avg"])
     assert not optimizer.state.get(new)
     assert ([0.25] if groups == 1 else [0.25, 0.5]) == [group["lr"] for group in optimizer.param_groups]
-    assert "has no optimizer state of 1.weight, 1.bias: they start anew" in caplog.text
+    assert "has no optimizer state of 1.weight, 1.bias: they start fresh" in caplog.text
     model(torch.ones(1, 3)).sum().backward()
     optimizer.step()
 

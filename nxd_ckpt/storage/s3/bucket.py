@@ -68,7 +68,7 @@ class S3Options:
             "max_pool_connections": _CONNECTIONS,
             "connect_timeout": 10,
             "read_timeout": 60,
-            "user_agent": f"nxd_ckpt/{__version__}",  # botocore puts its own together anew for every request
+            "user_agent": f"nxd_ckpt/{__version__}",  # botocore rebuilds its own for every request
             # Bodies carry our CRC-32, which the store compares: neither a second digest nor a hash for the signature.
             "request_checksum_calculation": "when_required",
             "response_checksum_validation": "when_required",
