@@ -19,6 +19,7 @@ from nxd_ckpt.coordination.backoff import Backoff
 from nxd_ckpt.coordination.control_files import make_places
 from nxd_ckpt.coordination.lease import Heartbeat, Lease
 from nxd_ckpt.coordination.paths import (
+    CLAIMS,
     PLACE,
     PROBES,
     RUNS,
@@ -85,6 +86,8 @@ class Session:
     last_saved: str | None = None
     """The tag of the last save of this run that became visible."""
     _spares: list[str] = field(default_factory=list)
+    _give_host_back: Callable[[], None] = lambda: None
+    """Release the claim on this host's directory, where each has a disk of its own."""
     leaves_at: float = math.inf
     """Time at which this rank, after an exception, stops waiting for the others (seconds, as effects.monotonic())."""
 
@@ -162,6 +165,19 @@ class Session:
         self.require()
         return True
 
+    def claim_host(self, storage: PerHost) -> None:
+        """Claim the directory on this host until `close`.
+
+        Raises DirectoryInUse if a live job writes there whose rank 0, and lease, is on a host that this job does not
+        have.
+        """
+        self._give_host_back = storage.claim(CLAIMS, self.run_id)
+
+    def mark_host(self) -> None:
+        """Mark the directory on this host, and note the mark of rank 0's, which rank 0 has made by now."""
+        lease.mark_place(self.storage)
+        self.home_place = self.storage.read(PLACE, NOTE)
+
     def is_leaving(self) -> bool:
         return effects.monotonic() >= self.leaves_at
 
@@ -172,9 +188,13 @@ class Session:
         if self.lease is not None:
             with suppress(OSError):
                 self.storage = lease.directory_of(self.storage, self.lease)
+            with suppress(OSError):  # another host may be away: that must not keep the lease
                 self.storage.remove(f"{PROBES}/{self.probe}")
+            with suppress(OSError):
                 lease.release(self.storage, self.lease)
         self.give_spares()
+        with suppress(OSError):
+            self._give_host_back()
         forget_slots(self.run_id)
 
 
@@ -206,25 +226,25 @@ def open_session(
 
 
 def _open_with_group(session: Session, agreement: Agreement, run_id: str | None) -> None:
+    storage = session.storage
+
     def claim() -> str:
-        _refuse_inside_tag(session.storage)
-        _claim(session, run_id or uuid.uuid4().hex[:12], first=True, sign=agreement.sign)
+        _refuse_inside_tag(storage)
+        _take_lease(session, run_id or uuid.uuid4().hex[:12], agreement.sign)
+        if not isinstance(storage, PerHost):
+            _repair(session, first=True, sign=agreement.sign)
         return session.run_id
 
     session.run_id = decided_by_rank0(agreement, claim)
+    if isinstance(storage, PerHost):
+        on_all(agreement, lambda: session.claim_host(storage))
+        decided_by_rank0(agreement, lambda: _repair(session, first=True, sign=agreement.sign))
     # Shorter than the others' timeout, so that the rank which looks in vain reports it to them.
     within = min(_SEEN_WITHIN, session.timeout / 2)
     on_all(agreement, lambda: _see_probe(session, within))
-    storage = session.storage
     if isinstance(storage, PerHost):
-        on_all(agreement, lambda: _mark(session))
+        on_all(agreement, session.mark_host)
         storage.expect(PLACE, lease.place_of(storage))
-
-
-def _mark(session: Session) -> None:
-    """Mark the directory on this host, and note the mark of rank 0's directory, which rank 0 has made by now."""
-    lease.mark_place(session.storage)
-    session.home_place = session.storage.read(PLACE, NOTE)
 
 
 def _open_without_group(session: Session, run_id: str | None) -> None:
@@ -242,7 +262,8 @@ def _open_without_group(session: Session, run_id: str | None) -> None:
                 f"run_id {run_id!r} was used in {session.storage.url} before; give every launch a new one (for "
                 "example with the scheduler's restart count), else earlier votes could be taken for this launch's"
             )
-        _claim(session, run_id, first=False)
+        _take_lease(session, run_id)
+        _repair(session, first=False)
     else:
         _must_be_writable(session)
         _must_see(session, RUNS, [run_id], session.timeout)  # rank 0 may come as late as any rank
@@ -259,21 +280,27 @@ def _refuse_inside_tag(storage: Storage) -> None:
         )
 
 
-def _claim(session: Session, run_id: str, *, first: bool, sign: Callable[[], None] = lambda: None) -> None:
-    """Take the lease on rank 0, repair what a dead job left, and leave a file for the other ranks to find.
+def _take_lease(session: Session, run_id: str, sign: Callable[[], None] = lambda: None) -> None:
+    """Take the lease on rank 0.
 
-    ``first``: no other rank can have begun yet. Finding out that a holder is dead, and removing its files, may take
-    long: ``sign`` shows the waiting ranks that this rank makes progress.
+    Finding out that a holder is dead may take long: ``sign`` shows the waiting ranks that this rank makes progress.
+    """
+    session.run_id = run_id
+    make_places(session.storage)
+    interval = _beat_interval(session)
+    session.lease = lease.acquire(session.storage, run_id, patience=_PATIENCE * interval, sign=sign)
+    session.heartbeat = Heartbeat(session.storage, session.lease, interval)
+
+
+def _repair(session: Session, *, first: bool, sign: Callable[[], None] = lambda: None) -> None:
+    """Repair what a dead job left, on rank 0, and leave a file for the other ranks to find.
+
+    ``first``: no other rank can have begun yet. ``sign``: as for `_take_lease`.
     """
     storage = session.storage
-    session.run_id = run_id
-    make_places(storage)
-    interval = _beat_interval(session)
-    session.lease = lease.acquire(storage, run_id, patience=_PATIENCE * interval, sign=sign)
-    session.heartbeat = Heartbeat(storage, session.lease, interval)
     journal.recover(storage)
     _sweep(session, first=first, sign=sign)
-    if storage.renames and not _can_rename(storage, run_id):
+    if storage.renames and not _can_rename(storage, session.run_id):
         logger.info("%s cannot rename directories: tags are written in place, as on an object store", storage.url)
         storage.renames = False
     storage.write(f"{PROBES}/{session.probe}", b"1")

@@ -10,6 +10,7 @@ from nxd_ckpt.storage.hosts.keys import Names
 LEASE = f"{HIDDEN}/lease.json"
 HEARTBEAT = f"{HIDDEN}/heartbeat.json"
 PLACE = f"{HIDDEN}/place"
+CLAIMS = f"{HIDDEN}/claims"
 JOURNAL = f"{HIDDEN}/journal.json"
 STAGING = f"{HIDDEN}/staging"
 VOTES = f"{HIDDEN}/votes"

@@ -60,6 +60,8 @@ class SaveAttempt:
         """The votes of the other ranks, if rank 0 needed them before it could vote."""
         self._failed_elsewhere: SaveFailed | None = None
         """The error that came instead of those votes."""
+        self._may_count = False
+        """True if this rank failed while it voted, so that rank 0 may have counted its files as whole."""
         self._is_elsewhere = False
         """True if the path leads to another directory than the session's: then nothing is written, not even a vote."""
         self._slot = ExitStack()
@@ -285,7 +287,7 @@ class SaveAttempt:
             voting.cast(storage, self.attempt, self._own, in_spare)
         except OSError as error:
             # Rank 0 may miss this vote or see it: its verdict counts.
-            self.error = self.error or error
+            was_good, self.error = self.error is None, self.error or error
             lost = self._vote(None)
             try:
                 if voting.has_cast(storage, self.attempt, rank):
@@ -294,6 +296,7 @@ class SaveAttempt:
                 voting.cast(storage, self.attempt, lost, self.session.write_in_spare)
             except OSError:
                 self.session.lost_votes[self.attempt] = lost
+                self._may_count = was_good
 
     def _make_room(self) -> None:
         """Remove this rank's files of a failed attempt: on a full disk even a vote needs their space.
@@ -337,7 +340,7 @@ class SaveAttempt:
                 return Verdict()
             with suppress(OSError):
                 voting.leave(session.storage, self.attempt, session.topology.rank, self.tag)
-            if self.error is not None:
+            if self.error is not None and not self._may_count:
                 return Verdict(to_wire(self.error), session.topology.rank)  # without its vote, no tag
             if isinstance(error, OutcomeUnknown):
                 raise

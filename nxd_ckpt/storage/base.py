@@ -252,6 +252,12 @@ class PerHost(Protocol):
     def expect(self, key: str, mark: bytes | None) -> None:
         """Change nothing in ``own`` from now on unless the file ``key`` has this mark; None ends that."""
 
+    def claim(self, folder: str, run_id: str) -> Callable[[], None]:
+        """Claim ``own`` for the ranks of the run on this host, by a lock in ``folder``; return how to give it back.
+
+        Raises DirectoryInUse if a live process of another run on this host has it.
+        """
+
 
 def here(storage: Storage) -> Storage:
     """Return the part of the storage on this host; all of it, if it is not `PerHost`."""

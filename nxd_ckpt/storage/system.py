@@ -141,19 +141,24 @@ def require_locks(what: str) -> None:
 
 @contextmanager
 def locked(path: Path, *, shared: bool = False, wait: bool = True) -> Iterator[None]:
-    """Hold a lock on the file ``path``, which is made if need be; the system frees it if this process dies.
+    """Hold a lock on a file within the block, see `lock`."""
+    release = lock(path, shared=shared, wait=wait)
+    try:
+        yield
+    finally:
+        release()
 
-    Without such locks, only threads of this process exclude each other. Raises BlockingIOError if it is held and
-    ``wait`` is false.
+
+def lock(path: Path, *, shared: bool = False, wait: bool = True) -> Callable[[], None]:
+    """Lock the file ``path``, which is made if need be, and return the function that unlocks it.
+
+    The system unlocks it if this process dies. Without such locks, only threads of this process exclude each other.
+    Raises BlockingIOError if it is held and ``wait`` is false.
     """
     if not HAS_LOCKS:
         if not _thread_locks[path].acquire(blocking=wait):
             raise BlockingIOError(f"{path} is locked")
-        try:
-            yield
-        finally:
-            _thread_locks[path].release()
-        return
+        return _thread_locks[path].release
     operation = (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | (0 if wait else fcntl.LOCK_NB)
     while True:
         fd = os.open(path, flags("O_RDWR", "O_CREAT", "O_CLOEXEC"), 0o600)
@@ -165,11 +170,12 @@ def locked(path: Path, *, shared: bool = False, wait: bool = True) -> Iterator[N
             os.close(fd)
             raise
         os.close(fd)  # it was removed between our opening and locking it: a lock on it excludes nobody
-    try:
-        yield
-    finally:
+
+    def release() -> None:
         unlock(fd)
         os.close(fd)
+
+    return release
 
 
 def try_lock(fd: int, path: Path) -> bool:

@@ -16,7 +16,7 @@ from nxd_ckpt.storage.hosts.storage import HostsStorage
 from nxd_ckpt.storage.local import LocalStorage
 from nxd_ckpt.tag.directory import list_tags
 from tests.hosts.jobs import RANKS, TIMEOUT, host_of, load, of, save, state, there, tier
-from tests.protocol.job import Died, Job
+from tests.protocol.job import Died, Job, until
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]
 
@@ -157,3 +157,46 @@ def test_replicas_must_be_possible_and_the_same_on_all_ranks(tmp_path: Path) -> 
         assert "replicas=2, replica_jump=2" in jump
         assert "RanksDisagree" in other
         assert "interface='nxd9'" in interface
+
+
+def save_while(
+    rank: int, path: Path, hosts: Sequence[int], steps: Sequence[int], begun: str, other: str
+) -> list[str]:
+    """Save on these hosts; after each step, note that it has ``begun``, and wait until the ``other`` did."""
+    tiers = [tier(path, hosts[rank])]
+    outcomes = []
+    with Checkpointer(tiers=tiers, topology=Topology(tp=2, rank=rank), timeout=TIMEOUT) as saver:
+        for step in steps:
+            try:
+                saver.save(f"step_{step}", state(step, rank), user_content={"step": step})
+                outcomes.append("saved")
+            except CheckpointError as error:
+                outcomes.append(f"{type(error).__name__}: {error}")
+            (path / f"{begun}-{rank}").touch()
+            until((path / f"{other}-0").exists)
+    return outcomes
+
+
+@pytest.mark.parametrize("others", [(1, 2), (2, 1)])
+def test_two_jobs_that_share_a_host_keep_apart(tmp_path: Path, others: tuple[int, int]) -> None:
+    """The lease of one is on a host that the other does not have. The second job is refused, and says which host."""
+    first = Job(2, save_while, tmp_path, (0, 1), (1, 2), "first", "second", group=True)
+    until((tmp_path / "first-1").exists)
+    second = Job(2, save_while, tmp_path, others, (1,), "second", "first", group=True)
+    for of_rank in second.values():
+        for one in of_rank:
+            assert "DirectoryInUse" in one
+            assert f"{host_of(tmp_path, 1)} on this host is being written by another live job, run " in one
+    assert 2 * [["saved", "saved"]] == first.values()
+    assert 2 * [[2]] == [[step] for step in Job(2, load_step, tmp_path, group=True).values()]
+    third = Job(2, save_while, tmp_path, others, (3, 4), "third", "second", group=True)
+    assert 2 * [["saved", "saved"]] == third.values()
+
+
+def load_step(rank: int, path: Path) -> int:
+    """The newest step of the job on hosts 0 and 1."""
+    model: dict[str, Any] = {}
+    topology = Topology(tp=2, rank=rank)
+    content = load_checkpoint(tiers=[tier(path, rank)], model=model, topology=topology, timeout=TIMEOUT)
+    assert all(value.equal(model[name]) for name, value in state(content["step"], rank).items())
+    return int(content["step"])

@@ -20,6 +20,7 @@ from tests.simulation.crashes import Count as CrashCount
 from tests.simulation.crashes import Work, enumerated
 from tests.simulation.disk_schedule import DiskSchedule
 from tests.simulation.drains import DRAINS
+from tests.simulation.hosts_schedule import HostsSchedule
 from tests.simulation.saves import SAVES
 from tests.simulation.schedule import Schedule, run
 from tests.simulation.store_schedule import StoreSchedule
@@ -32,6 +33,7 @@ PLACES: dict[str, Callable[[int], Schedule]] = {
     "disk": DiskSchedule.of,
     "local": DiskSchedule.of_system_calls,
     "store": StoreSchedule.of,
+    "hosts": HostsSchedule.of,
 }
 """The schedule of a seed, by place."""
 

@@ -36,10 +36,15 @@ _IDENTITY = "nxd_ckpt/tag/identity.py"
 _CHOOSING = "nxd_ckpt/tag/choosing.py"
 _DISK, _S3 = "tests/simulation/world/disk_storage.py", "nxd_ckpt/storage/s3/storage.py"
 _LOCAL, _FILES, _SYSTEM = (f"nxd_ckpt/storage/{name}.py" for name in ("local", "local_files", "system"))
+_HOSTS, _OWN, _REPLICAS = (f"nxd_ckpt/storage/hosts/{name}.py" for name in ("storage", "directory", "replicas"))
+_SESSION = "nxd_ckpt/commit/session.py"
 
 
 _EVERY_STATE = {"every state": False, "every state, local": True}
-"""Places: all states are looked at that a loss of power may leave, see ``crashes``; with whether by system calls."""
+"""Places: states are looked at that a loss of power may leave, see ``crashes``; with whether by system calls."""
+
+_STATES = 1000
+"""At most so many at each moment: where a sync is missing there may be more than fit into memory."""
 
 SCHEDULES: dict[str, Callable[[int], Schedule]] = {
     **PLACES,
@@ -554,6 +559,40 @@ BREAKS += [
         "The time of a file is not set.", "local",
         {_LOCAL: ("        os.utime(self._own(key), (seconds", "        dict(given=self._own(key), times=(seconds")},
     ),
+    Break(
+        "A small file that every host should have is on the host of rank 0 alone.", "hosts",
+        {_HOSTS: ("            self._mirror(key, data, others)\n", "            pass\n")},
+    ),
+    Break(
+        "A lease that another job takes on another host at the same time is not looked for again.", "hosts",
+        {_HOSTS: ("        if at_home and is_elsewhere():  #", "        if False:  #")},
+    ),
+    Break(
+        "A file is complete before its replicas are.", "hosts",
+        {_REPLICAS: ("            for writer in self._others:\n                writer.close()\n", "")},
+    ),
+    Break(
+        "All hosts that have a name count as having its newest save.", "hosts",
+        {_HOSTS: ("in marks.items() if marker == newest)", "in marks.items() if marker)")},
+    ),
+    Break(
+        "A small file's name is not synced on a host.", "hosts",
+        {_OWN: ("super().write(key, data)\n        self.sync_dir(_folder(key))\n", "super().write(key, data)\n")},
+    ),
+    Break(
+        "A removal ends at the first host that is away.", "hosts",
+        {_HOSTS: ("problem = problem or error\n        self._members.pop", "raise\n        self._members.pop")},
+    ),
+    Break(
+        "A lease is kept if another host is away when it is given back.", "hosts",
+        {
+            _SESSION: (
+                "            with suppress(OSError):  # another host may be away: that must not keep the lease\n"
+                '                self.storage.remove(f"{PROBES}/{self.probe}")\n            with suppress(OSError):\n',
+                '            with suppress(OSError):\n                self.storage.remove(f"{PROBES}/{self.probe}")\n',
+            )
+        },
+    ),
 ]
 
 
@@ -583,10 +622,10 @@ def schedules_until_noticed(number: int, limit: int, seconds: float) -> Found:
 
 
 def _states_until_noticed(local: bool) -> Found:
-    """As many as are looked at, of all that a loss of power may leave, up to the save that shows it."""
+    """As many as are looked at, of those that a loss of power may leave, up to the save that shows it."""
     states = 0
     for work in SAVES:
-        count = enumerated(work, local=local)
+        count = enumerated(work, most=_STATES, local=local)
         states += count.looked_at
         if count.failures:
             return Found(0, states)

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from nxd_ckpt import Checkpointer, Topology
+from nxd_ckpt import Checkpointer, Tier, Topology
 from nxd_ckpt.coordination import at_exit
 from nxd_ckpt.coordination.agreement import Agreement, SingleProcessAgreement, Words
 from nxd_ckpt.coordination.peers import Address
@@ -137,21 +137,20 @@ def _part(count: int, value: float) -> torch.Tensor:
     return part
 
 
-def checkpointer(storage: Storage, rank: int, run_id: str | None) -> Checkpointer:
+def checkpointer(place: Storage | Tier, rank: int, run_id: str | None) -> Checkpointer:
+    where: dict[str, Any] = {"tiers": [place]} if isinstance(place, Tier) else {"path": "simulated", "storage": place}
     topology = Topology(tp=WORLD_SIZE, rank=rank)
-    return Checkpointer(
-        "simulated", storage=storage, topology=topology, run_id=run_id, timeout=TIMEOUT, memory_cap=2**20
-    )
+    return Checkpointer(**where, topology=topology, run_id=run_id, timeout=TIMEOUT, memory_cap=2**20)
 
 
 def saving(
-    job: Job, rank: int, storage: Storage, saves: list[Save], comes: Callable[[], None], trains: float = 0.0
+    job: Job, rank: int, place: Storage | Tier, saves: list[Save], comes: Callable[[], None], trains: float = 0.0
 ) -> None:
     """What a rank of the job does once it ``comes``: it trains for so many seconds, then saves, then trains again; and
     what came of each save. Asynchronous ones are waited for before the next but one."""
     world = job.world
     comes()
-    saver = checkpointer(storage, rank, job.run_id)
+    saver = checkpointer(place, rank, job.run_id)
     under_way: list[tuple[float, Save, Any]] = []
 
     def told(began: float, save: Save, error: BaseException | None) -> None:
@@ -204,7 +203,11 @@ def saving(
 
 def loaded(storage: Storage, rank: int, tag: str | None) -> int:
     """The number of the save that a rank reads, alone. Raises AssertionError for a mixture of several."""
-    reader = checkpointer(storage, rank, None)
+    return loaded_by(checkpointer(storage, rank, None), rank, tag)
+
+
+def loaded_by(reader: Checkpointer, rank: int, tag: str | None = None) -> int:
+    """The same, of a rank of a job."""
     model: dict[str, torch.Tensor] = {}
     value = int(reader.load(tag, model)["value"])
     for name, expected in (state(value, rank) | (frozen(rank) if "frozen" in model else {})).items():

@@ -18,7 +18,8 @@ class Promises:
     ``in_place`` says that nothing can be renamed: there a tag that is saved over is removed first, if the caller allows
     it, and a rank waits for rank 0 twice, before it writes and after. ``late`` says that requests happen after they
     were given up: a tag whose ``done`` is among them is visible, and whole, though its save was called failed, or the
-    remains of one that the next launch removed are visible, and no reader takes them for whole.
+    remains of one that the next launch removed are visible, and no reader takes them for whole. ``may_end_late`` says
+    only the former: a host that stood still writes ``done`` when its caller has given it up.
     """
 
     def __init__(self, world: World) -> None:
@@ -26,6 +27,7 @@ class Promises:
         self.stalled = 0.0
         self.in_place = False
         self.late = False
+        self.may_end_late = False
 
     def hold(self, jobs: Sequence[Job], storage: Storage, reader: Reader | None = None) -> None:
         tags = oracle.visible(storage, self.late)  # complete or invisible
@@ -118,7 +120,8 @@ class Promises:
             of_save = [outcome for outcome in outcomes if outcome.save.value == value]
             words, errors = {outcome.word for outcome in of_save}, [str(outcome.error) for outcome in of_save]
             assert not {"saved", "failed"} <= words, f"save {value} is saved for one rank and failed for another"
-            if "failed" in words and not self.late and "may be there after a power cut" not in str(errors):
+            is_late = self.late or self.may_end_late
+            if "failed" in words and not is_late and "may be there after a power cut" not in str(errors):
                 assert value not in tags.values(), f"save {value} failed, and is visible: {tags}"
 
     def no_wait_is_longer(self, outcomes: Sequence[Outcome]) -> None:

@@ -24,8 +24,9 @@ from tests.simulation.world.threads import Event
 HARMLESS = {"nothing", "stall", "clock"}
 """With these faults alone nothing fails that a process asks of the place."""
 
-SHARED = "nxd_ckpt-upload-"
-"""So begin the names of threads that all Checkpointers of a process share, and that last as long as it does."""
+SHARED = "nxd_ckpt-upload-", "nxd_ckpt-host"
+"""So begin the names of threads that all Checkpointers of a process share, and that last as long as it does; and of
+those that end once their connection is closed."""
 
 _CALLS = 3
 """About as many times as many calls of rank 0 there are as change something."""

@@ -9,6 +9,7 @@ from functools import partial
 
 import pytest
 
+from nxd_ckpt import Tier
 from nxd_ckpt.integrations.output_lease import HeldLeases
 from nxd_ckpt.storage.base import Storage
 from nxd_ckpt.storage.local import LocalStorage
@@ -16,6 +17,7 @@ from nxd_ckpt.tag.choosing import settled_tags
 from tests.simulation.job import Job, Reader, Save, run_to_end, saving
 from tests.simulation.promises import Promises
 from tests.simulation.world import Disk, DiskStorage, Process, SystemCalls, Task, World
+from tests.simulation.world.system_calls import Turn
 
 SECONDS = {"look": 5e-5, "fsync": 8e-4}
 """How long a system call takes on average; others take :data:`SECOND`."""
@@ -55,6 +57,10 @@ class Stage(ABC):
     def storage(self, process: Process) -> Storage:
         """The place as a process sees it."""
 
+    def place(self, process: Process, rank: int) -> Storage | Tier:
+        """Where a process saves as a rank."""
+        return self.storage(process)
+
     @abstractmethod
     def outside(self) -> Storage:
         """The place as it is."""
@@ -72,8 +78,8 @@ class Stage(ABC):
         processes = [self.world.start_process(machine) for machine in machines]
         job = Job(self.world, run_id, processes, self.has_group, is_rival=run_id == "rival")
         self.jobs.append(job)
-        storages = [self.storage(process) for process in processes]
-        ranks = [partial(saving, job, rank, storage, saves, comes, trains) for rank, storage in enumerate(storages)]
+        places = [self.place(process, rank) for rank, process in enumerate(processes)]
+        ranks = [partial(saving, job, rank, place, saves, comes, trains) for rank, place in enumerate(places)]
         return [self.world.spawn(process, rank) for process, rank in zip(processes, ranks, strict=True)]
 
     def reader(self) -> Reader:
@@ -132,6 +138,15 @@ def disk_storage(
     stage: Stage, disk: Disk, process: Process, before: Before, *, swaps: bool, links: bool = True
 ) -> LocalStorage | DiskStorage:
     """The disk as a process sees it."""
+    turn = turns(stage, process, before)
+    if stage.calls is not None:
+        lives = partial(getattr, process, "alive")
+        return LocalStorage(stage.calls.mount(disk, turn, swaps=swaps, links=links, lives=lives))
+    return DiskStorage(disk, turn, swaps=swaps)
+
+
+def turns(stage: Stage, process: Process, before: Before) -> Turn:
+    """Called before each system call of a process."""
     world, trace, pid = stage.world, stage.trace, process.pid
 
     def turn(call: str, path: str) -> None:
@@ -141,6 +156,4 @@ def disk_storage(
             stage.notice()
         before(process, call, path)
 
-    if stage.calls is not None:
-        return LocalStorage(stage.calls.mount(disk, turn, swaps=swaps, links=links))
-    return DiskStorage(disk, turn, swaps=swaps)
+    return turn

@@ -11,6 +11,7 @@ import pytest
 from tests.simulation.__main__ import PLACES, counted, run_all
 from tests.simulation.broken import BREAKS
 from tests.simulation.disk_schedule import EFFECTS, DiskSchedule
+from tests.simulation.hosts_schedule import HostsSchedule
 from tests.simulation.job import Save
 from tests.simulation.lease_schedule import LeaseSchedule
 from tests.simulation.schedule import Schedule, run
@@ -21,7 +22,7 @@ from tests.support.reliability import REPOSITORY
 pytestmark = [pytest.mark.plain, pytest.mark.once]
 
 BATCH = 200
-SLICE = {"disk": 4400, "store": 600}
+SLICE = {"disk": 4200, "store": 600, "hosts": 200}
 """Schedules of `make test`; `make soak` runs the rest."""
 
 
@@ -103,9 +104,9 @@ TAKEN_OVER = {
 
 @pytest.mark.parametrize("place", SLICE)
 def test_the_promises_hold_where_another_job_takes_over(place: str) -> None:
-    """Rank 0 stands still, and wakes when the other one has taken over: before one in eleven of its calls, now joined
-    by a process group, now not."""
-    for at in range(1, CALLS[place] * 2, 11):
+    """Rank 0 stands still, and wakes when the other one has taken over: before some of its calls, now joined by a
+    process group, now not."""
+    for at in range(1, CALLS[place] * 2, CALLS[place] // 19):
         run(taken_over(place, "retention", "ab", at, has_group=at % 2 == 0))
 
 
@@ -121,13 +122,18 @@ def test_the_promises_hold_whatever_instant_another_job_takes_over_at(place: str
             run(taken_over(place, saves, tags, at, has_group=has_group))
 
 
-CALLS = {"disk": 210, "store": 130}
+CALLS = {"disk": 210, "store": 130, "hosts": 1150}
 """At least as many calls rank 0 makes in a save."""
 
 
 def taken_over(place: str, saves: str, tags: str, at: int, *, has_group: bool) -> Schedule:
     rival = tuple(Save(tag, value, at % 3 == 0, overwrite=True) for value, tag in enumerate(tags, start=5))
     more: dict[str, Any] = {"has_group": has_group, "rival": rival, "late": None, "looks": True}
+    if place == "hosts":
+        more |= {"has_group": True, "machines": ("one", "two")}
+        return HostsSchedule(
+            at, TAKEN_OVER[saves], "stall", 0, at, replicas=1 + at % 2, crossed=at % 4 < 2, swapped=has_group, **more
+        )
     if place == "store":
         return StoreSchedule(at, TAKEN_OVER[saves], "stall", 0, at, part=400 if at % 2 else 2**20, **more)
     return DiskSchedule(at, TAKEN_OVER[saves], "stall", 0, at, swaps=at % 4 < 2, **more)
@@ -192,6 +198,15 @@ FOUND = [
     StoreSchedule(
         1088251, (Save("a", 1, True, 2), Save("b", 2, False, 2)), "late", rank=0, at=29, has_group=True,
         machines=("one", "one", "one"), times=3, part=2**20,
+    ),
+    # A host stood still while rank 0 gave up, which kept the lease.
+    HostsSchedule(
+        1275, (Save("a", 1, is_async=True),), "stall", rank=1, at=16, has_group=True, machines=("one", "two"),
+    ),
+    # Rank 0 counted a vote whose reply did not come before its host lost power: that rank said that the save failed.
+    HostsSchedule(
+        850, (Save("a", 1, overwrite=True), Save("b", 2, True, overwrite=True)), "power", rank=0, at=151,
+        has_group=True, machines=("one", "two"), swapped=True,
     ),
 ]
 

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import errno
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
 
+from nxd_ckpt import effects
 from nxd_ckpt.core.limits import DOCUMENT, NOTE
 from nxd_ckpt.errors import MalformedFile
 from nxd_ckpt.storage.base import DirEntry, Reader, Writer
 from nxd_ckpt.storage.local import LocalStorage
-from nxd_ckpt.storage.system import locked
+from nxd_ckpt.storage.system import lock
 
 _LOCK = ".lock"
 """Name of the lock beside a small file that is held while the file is exchanged."""
+_LOCKED_WITHIN = 5.0
+"""Seconds after which a holder of that lock counts as standing still: an exchange takes milliseconds."""
+_PAUSE = 0.02
 
 
 class Directory(Protocol):
@@ -96,15 +100,31 @@ class OwnDirectory(LocalStorage):
     def exchange(self, key: str, expected: bytes, data: bytes) -> bool:
         """Replace a small file only if it has the ``expected`` content; False otherwise.
 
-        A lock separates those who exchange, so that nobody finds the key absent meanwhile.
+        A lock separates those who exchange, so that nobody finds the key absent meanwhile. Raises TimeoutError if a
+        process that stands still holds it: its caller would give up, and not learn of an exchange that happens later.
         """
         if not self.is_file(key):
             return False
-        with locked(self.path(f"{_folder(key)}/{_LOCK}".lstrip("/"))):
+        unlock = self._lock(f"{_folder(key)}/{_LOCK}".lstrip("/"))
+        try:
             if self._peeked(key) != expected:
                 return False
             self.write(key, data)
             return True
+        finally:
+            unlock()
+
+    def _lock(self, key: str) -> Callable[[], None]:
+        deadline = effects.monotonic() + _LOCKED_WITHIN
+        while True:
+            try:
+                return lock(self.path(key), wait=False)
+            except BlockingIOError:
+                if effects.monotonic() > deadline:
+                    raise TimeoutError(
+                        errno.ETIMEDOUT, f"another process has locked {self.url}/{key} for {_LOCKED_WITHIN:.0f} s"
+                    ) from None
+                effects.sleep(_PAUSE)
 
     def rename(self, source: str, target: str) -> None:
         self._make_room(target)

@@ -20,6 +20,7 @@ from nxd_ckpt.core.limits import DOCUMENT
 from nxd_ckpt.core.manifest import CRC_BLOCK, FileEntry
 from nxd_ckpt.errors import CheckpointError
 from nxd_ckpt.storage.base import DirEntry, Reader, Storage, Writer
+from nxd_ckpt.storage.hosts.claim import claim
 from nxd_ckpt.storage.hosts.directory import Directory, OwnDirectory
 from nxd_ckpt.storage.hosts.keys import Names, top_of
 from nxd_ckpt.storage.hosts.remote import RemoteDirectory
@@ -74,6 +75,10 @@ class HostsStorage:
 
     def expect(self, key: str, mark: bytes | None) -> None:
         self.own.expect(key, mark)
+
+    def claim(self, folder: str, run_id: str) -> Callable[[], None]:
+        self.own.make_dir(folder)
+        return claim(self.own.path(folder), run_id)
 
     def without_links(self) -> Storage | None:
         return self.own.without_links()

@@ -11,10 +11,10 @@ import json
 import os
 import socket
 import struct
-import time
 from collections.abc import Sequence
 from typing import Any
 
+from nxd_ckpt import effects
 from nxd_ckpt.errors import MalformedFile
 
 _LENGTH = struct.Struct(">I")
@@ -112,10 +112,10 @@ class Channel:
         return True
 
     def _begin(self) -> None:
-        self._deadline = time.monotonic() + self._timeout
+        self._deadline = effects.monotonic() + self._timeout
 
     def _left(self) -> float:
-        left = self._deadline - time.monotonic()
+        left = self._deadline - effects.monotonic()
         if left <= 0:
             raise TimeoutError(f"did not answer within {self._timeout:.0f} s")
         return left

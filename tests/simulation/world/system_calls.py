@@ -45,6 +45,8 @@ class _Mount:
     turn: Turn
     swaps: bool
     links: bool
+    lives: Callable[[], bool]
+    """Whether the process does that sees it: a dead one's locks are free."""
 
 
 @dataclass
@@ -178,16 +180,24 @@ class SystemCalls:
         self._open: dict[int, _Open] = {}
         self._descriptors, self._names, self._moved = count(_FIRST_DESCRIPTOR), count(1), 0
         self._numbers: dict[Node, int] = {}
+        self._locks: dict[Node, list[tuple[_Open, int]]] = {}
+        """Who has locked a file, and how."""
 
     def mount(
-        self, disk: Disk, turn: Turn = lambda call, path: None, *, swaps: bool = True, links: bool = True
+        self,
+        disk: Disk,
+        turn: Turn = lambda call, path: None,
+        *,
+        swaps: bool = True,
+        links: bool = True,
+        lives: Callable[[], bool] = lambda: True,
     ) -> str:
         """Show a disk, and give the path of its root. ``swaps``, ``links``: whether the file system can exchange two
         names, and has hard links."""
         root = f"{_ROOT}{len(self._mounts)}"
         if not self._mounts:
             self._names = count(max(disk.asides, 1))
-        self._mounts[root] = _Mount(disk, turn, swaps, links)
+        self._mounts[root] = _Mount(disk, turn, swaps, links, lives)
         return root
 
     @property
@@ -200,7 +210,8 @@ class SystemCalls:
         """Within, the functions of ``os`` know these disks; names that are drawn are the same in each run."""
         names = [name for name in vars(SystemCalls) if name[0] != "_" and hasattr(os, name)]
         before = [(os, name, getattr(os, name)) for name in names]
-        before += [(fcntl, "ioctl", fcntl.ioctl), (system, "_renameat2", system._renameat2)]
+        before += [(fcntl, "ioctl", fcntl.ioctl), (fcntl, "flock", fcntl.flock)]
+        before += [(system, "_renameat2", system._renameat2)]
         replaced = [self._for_ours(real, getattr(self, name)) for _, name, real in before]
         before.append((uuid, "uuid4", uuid.uuid4))
         replaced.append(lambda: uuid.UUID(int=next(self._names) << 80))
@@ -237,7 +248,7 @@ class SystemCalls:
             place.mount.disk.create(place.path)
 
     def close(self, fd: int) -> None:
-        self._opened(fd)
+        self._unlock(self._opened(fd))
         del self._open[fd]
 
     def fstat(self, fd: int) -> _Stat:
@@ -358,6 +369,24 @@ class SystemCalls:
 
     def ioctl(self, fd: int, *_: Any) -> NoReturn:
         _fail(errno.EOPNOTSUPP, self._opened(fd).path)
+
+    def flock(self, fd: int, operation: int) -> None:
+        one = self._opened(fd)
+        self._unlock(one)
+        if operation & fcntl.LOCK_UN:
+            return
+        one.mount.turn("look", one.path)
+        kind = operation & fcntl.LOCK_EX
+        while any(kind or other for holder, other in self._locks.get(one.node, ()) if holder.mount.lives()):
+            if operation & fcntl.LOCK_NB:
+                _fail(errno.EWOULDBLOCK, one.path)
+            one.mount.turn("look", one.path)
+        self._locks.setdefault(one.node, []).append((one, kind))
+
+    def _unlock(self, one: _Open) -> None:
+        locks = self._locks.pop(one.node, ())
+        if left := [lock for lock in locks if lock[0] is not one]:
+            self._locks[one.node] = left
 
     def _renameat2(self, old: bytes, new: bytes, flags: int) -> int:
         one, other = self._place(old), self._place(new)

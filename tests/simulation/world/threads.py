@@ -161,6 +161,9 @@ class Event:
             self._world.wake(task)
         self._waiting.clear()
 
+    def clear(self) -> None:
+        self._set = False
+
     def wait(self, timeout: float | None = None) -> bool:
         if not self._set:
             assert self._world.current is not None

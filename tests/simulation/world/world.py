@@ -35,6 +35,8 @@ class Process:
         self.alive = True
         self.skew = 0.0
         self.stalled_until = 0.0
+        self.when_killed: list[Callable[[], None]] = []
+        """Called once it is dead."""
 
 
 class Task:
@@ -153,6 +155,8 @@ class World:
     def kill(self, process: Process) -> None:
         """Nothing of it runs any more, from the next moment on."""
         process.alive = False
+        for tell in process.when_killed:
+            tell()
 
     def close(self) -> None:
         """End all tasks."""
