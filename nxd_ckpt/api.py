@@ -105,7 +105,8 @@ def save_checkpoint(
     own |= {"num_workers": num_workers, "use_xser": use_xser, "num_kept_ckpts": num_kept_ckpts}
     own |= {"zero1_optimizer": zero1_optimizer, "use_zero1_dcp": use_zero1_dcp}
     own["avoid_saving_lower_precision_weights"] = avoid_saving_lower_precision_weights
-    saved = ("" if tag is None else tag, model, optimizer, scheduler, user_content)  # "" is refused, on all ranks
+    name = str(tag) if isinstance(tag, int) and not isinstance(tag, bool) else tag  # as with neuronx_distributed
+    saved = ("" if name is None else name, model, optimizer, scheduler, user_content)  # "" is refused, on all ranks
     keywords = {"rank_content": rank_content, "async_save": async_save, "tag_values": tag_values, **own}
     with _shared_checkpointer(_directory(checkpoint_dir_str, path, tiers), tiers, shared) as checkpointer:
         return checkpointer.save(*saved, **keywords)
@@ -135,7 +136,7 @@ def load_checkpoint(
 
     Args:
         path: the directory or URL; also one of Hugging Face's, from which live models load (``Checkpointer.load``).
-        tag: the checkpoint's name, a string or an int; None takes the latest complete one.
+        tag: the checkpoint's name, or its step, an int; None takes the latest complete one.
         model: a module or NxD model, of any sizes; or a dict.
         optimizer: an optimizer of the same parameters; or a dict.
         scheduler: anything with ``load_state_dict()``; or a dict.
@@ -168,7 +169,8 @@ def load_checkpoint(
         "strict": strict,
         "use_zero1_dcp": use_zero1_dcp,
     }
-    return checkpointer.load_given(tag, (model, optimizer, scheduler), chosen, lasting=writing is not None)
+    given = (model, optimizer, scheduler)
+    return checkpointer.load_given(tag, given, chosen, lasting=writing is not None).user_content
 
 
 @as_checkpoint_errors()

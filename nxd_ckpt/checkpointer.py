@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from types import TracebackType
-from typing import Any
+from typing import Any, Literal, TypeVar
 
 from typing_extensions import Unpack
 
@@ -22,11 +22,11 @@ from nxd_ckpt.coordination.forks import require_own
 from nxd_ckpt.coordination.preemption import Preemption
 from nxd_ckpt.coordination.rendezvous import meet
 from nxd_ckpt.core.option_classes import options_of, split_options, takes
-from nxd_ckpt.core.tags import Tag, validate_tag
+from nxd_ckpt.core.tags import Tag
 from nxd_ckpt.errors import CheckpointError, as_checkpoint_errors
 from nxd_ckpt.keywords import CheckpointerKeywords, LoadKeywords, SaveKeywords
 from nxd_ckpt.live.save_state import SaveState
-from nxd_ckpt.load.loading import load
+from nxd_ckpt.load.loading import Loaded, load
 from nxd_ckpt.load.options import LoadOptions
 from nxd_ckpt.load.request import LoadRequest
 from nxd_ckpt.options.checkpointer_options import CheckpointerOptions, PreemptionOptions
@@ -40,7 +40,11 @@ from nxd_ckpt.save.request import SaveRequest
 from nxd_ckpt.storage.base import Storage
 from nxd_ckpt.storage.system import require_locks
 from nxd_ckpt.storage.urls import StrPath
+from nxd_ckpt.tag.choosing import name_of
+from nxd_ckpt.tag.steps import StepTag, best_of, steps_of
 from nxd_ckpt.tiers.tiers import Tiers
+
+_Answer = TypeVar("_Answer")
 
 _GRACE = 5.0
 """Seconds that an exit after an exception waits for the other ranks, beyond writing this rank's own bytes."""
@@ -50,10 +54,11 @@ class Checkpointer:
     """Saves to and loads from one directory, or URL in a store, that all ranks of a job share.
 
         with Checkpointer("/fsx/run7") as checkpointer:
-            for step in range(1000):
+            first = checkpointer.load_latest(model, optimizer)
+            for step in range(first + 1, 1001):
                 ...
                 if step % 100 == 0:
-                    checkpointer.save(f"step_{step}", model, optimizer, async_save=True)
+                    checkpointer.save(step, model, optimizer, async_save=True)
 
     Every rank makes the same calls in the same order. Threads may share a Checkpointer: their saves and loads take
     turns, in the order of the calls. A forked child makes one of its own. One job at a time writes to a directory: it
@@ -120,7 +125,7 @@ class Checkpointer:
         `close` reports it. With ``on_save_failure="warn"`` this call raises the last of too many that failed.
 
         Args:
-            tag: its name, one directory name such as "step_300"; an int is taken as its digits.
+            tag: a step, or a name, one directory name such as "step_300"; 300 is "step_300".
             model: a module, an NxD model (local part), or a state dict; None saves none.
             optimizer: a torch, torch-xla ZeRO-1 or NxD optimizer, or its state dict; None saves none.
             scheduler: anything with ``state_dict()``; None saves none. Rank 0's is saved.
@@ -178,7 +183,7 @@ class Checkpointer:
         attributes and ties; what is on another device stays there.
 
         Args:
-            tag: its name, a string or an int; None takes the latest complete one.
+            tag: its name, or its step: 300 is "300" or else the newest tag of that step. None takes the newest of all.
             model: a module or NxD model, of any sizes; or a dict.
             optimizer: an optimizer of the same parameters; or a dict.
             scheduler: anything with ``load_state_dict()``; or a dict.
@@ -187,9 +192,45 @@ class Checkpointer:
             CheckpointError: see `nxd_ckpt.errors`; on every rank, and nothing was changed except what
                 ``verify="reading"`` or ``verify=False`` find too late.
         """
-        return self.load_given(tag, (model, optimizer, scheduler), options, lasting=True)
+        return self.load_given(tag, (model, optimizer, scheduler), options, lasting=True).user_content
 
-    def load_given(self, tag: Tag | None, given: Any, options: Mapping[str, object], *, lasting: bool) -> Any:
+    @as_checkpoint_errors()
+    @takes(LoadOptions, checks=False)
+    def load_latest(
+        self,
+        model: Any = None,
+        optimizer: Any = None,
+        scheduler: Any = None,
+        *,
+        default: int = 0,
+        user_content: dict[Any, Any] | None = None,
+        **options: Unpack[LoadKeywords],
+    ) -> int:
+        """Load the latest tag, as `load` does without a tag, and return its step; ``default`` if there is no tag.
+
+        The step is the number in the tag's name. If it has none, it is ``"steps"`` or ``"step"`` of the user content.
+
+        Args:
+            model: a module or NxD model, of any sizes; or a dict.
+            optimizer: an optimizer of the same parameters; or a dict.
+            scheduler: anything with ``load_state_dict()``; or a dict.
+            default: what is returned, on all ranks, by a run that begins.
+            user_content: an empty dict, filled with the user content, if that is a dict.
+
+        Raises:
+            CheckpointError: as `load`. There is a tag, but it cannot be loaded, or it tells no step.
+        """
+        require_own(self._pid, self.storage.url)
+        with self._lock.held("load_latest"):
+            self._in_flight.settle()
+            if not self._places.have_checkpoint(self._meet("load_latest"), lasting=self._session is not None):
+                return default
+        loaded = self.load_given(None, (model, optimizer, scheduler), options, lasting=True)
+        if user_content is not None and isinstance(loaded.user_content, Mapping):
+            user_content.update(loaded.user_content)
+        return loaded.step
+
+    def load_given(self, tag: Tag | None, given: Any, options: Mapping[str, object], *, lasting: bool) -> Loaded:
         """Load (model, optimizer, scheduler), as `load` does; if ``lasting``, start background replication."""
         require_own(self._pid, self.storage.url)
         with self._lock.held("load"):
@@ -201,10 +242,48 @@ class Checkpointer:
                 model, optimizer, scheduler = given
                 timeout = self._options.timeout
                 request = LoadRequest(self.topology, ranks, model, optimizer, scheduler, chosen, timeout)
-                found = load(self._places.storages, tag, request)
+                loaded = load(self._places.storages, tag, request)
                 if lasting:
                     self._places.replenish(agreement)
-            return found
+            return loaded
+
+    @as_checkpoint_errors()
+    def latest_step(self) -> int | None:
+        """Return the step of the newest complete tag that has one in its name; None without any. All ranks call it."""
+        return next(reversed(self.all_steps()), None)
+
+    @as_checkpoint_errors()
+    def all_steps(self) -> list[int]:
+        """Return the steps of all complete tags, oldest save first. All ranks call it, and get the same.
+
+        The step is the number in a tag's name: 300 in "step_300", "iter_300" and "300".
+        """
+        return self._ask("all_steps", lambda tags: [tag.step for tag in tags])
+
+    @as_checkpoint_errors()
+    def best_step(self, metric: str, mode: Literal["min", "max"] = "min") -> int | None:
+        """Return the step with the lowest ``metric`` of all that were saved with ``metrics=``. All ranks call it.
+
+        None if no save has that metric, or only NaN.
+
+        Args:
+            metric: its name, such as "loss".
+            mode: "max" for the highest.
+
+        Raises:
+            InvalidArgument: saves have metrics, but none of that name.
+        """
+        return self._ask("best_step", lambda tags: best_of(tags, metric, mode))
+
+    def _ask(self, call: str, question: Callable[[list[StepTag]], _Answer]) -> _Answer:
+        """Return rank 0's answer to a ``question`` about the tags with steps, on all ranks."""
+        require_own(self._pid, self.storage.url)
+        with self._lock.held(call):
+            self._in_flight.settle()
+            lasting = self._session is not None
+            return self._places.ask(
+                self._meet(call), lambda: question(steps_of(self._places.storages)), lasting=lasting
+            )
 
     def _begun(self, pending: SaveProgress, begin: Callable[[], SaveAttempt]) -> SaveAttempt | None:
         """Return the result of ``begin``; None if a first save failed, on all ranks, and need not be raised."""
@@ -289,7 +368,7 @@ class Checkpointer:
             self._in_flight.settle()
             self._places.settle()
             session = self._session or self._claim(self._meet("removal"))
-            return self.topology.rank == 0 and retire(session, validate_tag(tag))
+            return self.topology.rank == 0 and retire(session, name_of(self.storage, tag))
 
     @property
     def failed_in_a_row(self) -> int:

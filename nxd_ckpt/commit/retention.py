@@ -9,11 +9,11 @@ from nxd_ckpt.commit.publication import Publication
 from nxd_ckpt.commit.session import Session
 from nxd_ckpt.coordination.pins import pinned
 from nxd_ckpt.core import names
-from nxd_ckpt.core.manifest import load_manifest
-from nxd_ckpt.core.retention import BY_AGE, Best, Metrics, Retention, Rule, decide, unknown_metrics
+from nxd_ckpt.core.retention import BY_AGE, Best, Retention, Rule, decide, unknown_metrics
 from nxd_ckpt.core.tags import TagInfo, in_order, undated
 from nxd_ckpt.storage.base import Storage
 from nxd_ckpt.tag.directory import find_tag, is_checkpoint_of_ours_or_nxd
+from nxd_ckpt.tag.steps import metrics_of
 
 
 class Judgement(NamedTuple):
@@ -34,7 +34,7 @@ def judge_tags(storage: Storage, tags: Iterable[TagInfo], rules: Sequence[Rule])
     ours = [info for info in tags if info.complete and is_checkpoint_of_ours_or_nxd(storage, info.tag)]
     # Only for a rule by metric: reading a manifest of many parameters takes its time.
     measured = ours if any(isinstance(rule, Best) for rule in rules) else []
-    metrics = {info.tag: _metrics(storage, info) for info in measured}
+    metrics = {info.tag: metrics_of(storage, info) for info in measured}
     retention = decide(ours, rules, metrics, pinned(storage))
     if retention.surplus:
         kept, surplus = dict(retention.kept), list(retention.surplus)
@@ -71,8 +71,3 @@ def retire_unpinned(session: Session, publication: Publication, info: TagInfo) -
 def _has_files(storage: Storage, folder: str) -> bool:
     """True unless a part is absent, or its folder is empty."""
     return any(not entry.is_dir or _has_files(storage, f"{folder}/{entry.name}") for entry in storage.list(folder))
-
-
-def _metrics(storage: Storage, info: TagInfo) -> Metrics:
-    key = f"{info.tag}/{names.MANIFEST}"
-    return load_manifest(storage.read(key), f"{storage.url}/{key}").metrics if info.ours else {}

@@ -85,6 +85,8 @@ class Session:
     """True if the last attempt ended with a verdict of rank 0 that it failed: the next one waits for its space."""
     last_saved: str | None = None
     """The tag of the last save of this run that became visible."""
+    warned_of_steps: bool = False
+    """True if it was said that a save has an earlier step than the latest tag."""
     _spares: list[str] = field(default_factory=list)
     _give_host_back: Callable[[], None] = lambda: None
     """Release the claim on this host's directory, where each has a disk of its own."""

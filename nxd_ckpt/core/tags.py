@@ -39,7 +39,7 @@ _STEP_WORDS = {"step", "steps", "iter", "iters", "iteration", "iterations", "ba"
 _EPOCH_WORDS = {"e", "ep", "epoch", "epochs"}
 
 Tag: TypeAlias = str | int
-"""A tag from a caller: 300 is "300"."""
+"""A tag from a caller. A reader takes 300 for "300" if there is such a tag, else for the newest one of step 300."""
 
 
 def validate_tag(tag: object) -> str:
@@ -202,6 +202,19 @@ def step_of(tag: str) -> int | None:
     """
     epoch, step = _epoch_and_step(tag)
     return epoch if step is None else step
+
+
+def tag_of_step(step: int) -> str:
+    """Return the tag that a `Checkpointer` gives a step: "step_300". Raises InvalidTag for no number from 0."""
+    if isinstance(step, bool) or step < 0:
+        raise InvalidTag(f"tag must be a non-empty string such as 'step_300', or an int from 0, found {step!r}")
+    return f"step_{step}"
+
+
+def goes_back(tag: str, before: str) -> bool:
+    """Return whether two tags differ in their numbers only, and this one has an earlier epoch or step."""
+    counts, earlier = ([-1 if number is None else number for number in _epoch_and_step(name)] for name in (tag, before))
+    return re.sub("[0-9]+", "0", tag) == re.sub("[0-9]+", "0", before) and counts < earlier
 
 
 def _epoch_and_step(tag: str) -> tuple[int | None, int | None]:

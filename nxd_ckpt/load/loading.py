@@ -12,14 +12,15 @@ import logging
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 from nxd_ckpt import effects
 from nxd_ckpt.coordination.agreement import Agreement, decided_by_rank0, on_all
-from nxd_ckpt.core.tags import Tag
+from nxd_ckpt.core.tags import Tag, step_of
 from nxd_ckpt.errors import (
     CheckpointNotFound,
     CorruptCheckpoint,
+    InvalidArgument,
     RanksDisagree,
     TagReplaced,
 )
@@ -42,8 +43,28 @@ from nxd_ckpt.tag.opening import open_complete_tag
 logger = logging.getLogger("nxd_ckpt")
 
 
-def load(storages: Sequence[Storage], tag: Tag | None, request: LoadRequest) -> Any:
-    """Load ``tag``, or the latest, into live objects. Return the user content or None. Collective.
+class Loaded(NamedTuple):
+    """A tag that was loaded, None for a Hugging Face directory, and its user content."""
+
+    tag: str | None = None
+    user_content: Any = None
+
+    @property
+    def step(self) -> int:
+        """The number in the tag's name, else "steps" or "step" of the user content. Raises InvalidArgument."""
+        content = self.user_content if isinstance(self.user_content, Mapping) else {}
+        numbers = [None if self.tag is None else step_of(self.tag), content.get("steps"), content.get("step")]
+        step = next((n for n in numbers if isinstance(n, int) and not isinstance(n, bool)), None)
+        if step is None:
+            raise InvalidArgument(
+                f"tag {self.tag!r} was loaded, but there is no number in its name, and no 'steps' or 'step' in its "
+                "user content: use load(), and take the step from where it was saved"
+            )
+        return step
+
+
+def load(storages: Sequence[Storage], tag: Tag | None, request: LoadRequest) -> Loaded:
+    """Load ``tag``, or the latest, into live objects. Collective.
 
     ``storages`` are the places that may have the tag, the nearest first. See `Checkpointer.load`.
     """
@@ -56,32 +77,32 @@ def load(storages: Sequence[Storage], tag: Tag | None, request: LoadRequest) -> 
     objects = (request.model, request.optimizer, request.scheduler)
     empty = [target for target in objects if isinstance(target, dict) and not target]
 
-    def read() -> Any:
+    def read() -> Loaded:
         before = retries.number
         for target in empty:  # an earlier try may have filled it from a tag that was given up
             target.clear()
         # If the tag is removed while it is loaded, the next one is loaded over it; there may be none.
         with overwriting(storages[0].url) if touched else nullcontext():
-            content = read_tag()
-        return content if retries.number == before else read()
+            loaded = read_tag()
+        return loaded if retries.number == before else read()
 
-    def read_tag() -> Any:
-        """Load and return the user content; None too if that failed, and there is another try."""
+    def read_tag() -> Loaded:
+        """Load a tag. What is returned counts for nothing if that failed, and there is another try."""
         decided = decided_by_rank0(agreement, lambda: _tag_at(storages, agreed_tag, retries.damaged))
         if decided is None:
             _require_same(agreement, storages[0].url)
             load_hugging_face(storages[0], request)
-            return None
+            return Loaded()
         source = retries.source(Source(*decided))
         try:
             loaded = _load(source.open(storages), source, request, touched)
         except Exception as error:  # all ranks get here: the one with the error raises it unchanged
             retries.failed(source, error)
-            return None
+            return Loaded()
         _warn_of_skipped(agreement, loaded.where, retries.damaged)
         if request.reports_progress and logger.isEnabledFor(logging.INFO):
             report("loaded", loaded.where, loaded.nbytes, started)
-        return loaded.user_content
+        return Loaded(source.tag, loaded.user_content)
 
     # A named tag may also be on another tier when it is removed from the nearest.
     return of_latest(agreed_tag is None or len(storages) > 1, read)

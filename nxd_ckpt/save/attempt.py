@@ -20,6 +20,7 @@ from nxd_ckpt.coordination import lease
 from nxd_ckpt.coordination.paths import verdict_dir, votes_dir
 from nxd_ckpt.core import names
 from nxd_ckpt.core.manifest import FileEntry, RankLine
+from nxd_ckpt.core.tags import goes_back, latest
 from nxd_ckpt.core.votes import Verdict, Vote
 from nxd_ckpt.errors import (
     CheckpointError,
@@ -37,6 +38,7 @@ from nxd_ckpt.save.dedup import parent_of
 from nxd_ckpt.save.request import SaveRequest
 from nxd_ckpt.save.waves import Wave
 from nxd_ckpt.save.writing import FileWriter, write_index, write_small
+from nxd_ckpt.tag.directory import list_tags
 from nxd_ckpt.tag.foreign.dcp_metadata import dump_metadata
 
 logger = logging.getLogger("nxd_ckpt")
@@ -376,6 +378,7 @@ class SaveAttempt:
                 self._request.draining,
                 voted,
             )
+            self._warn_of_earlier_step()
             commit(session, session.topology, votes, request)
             self.saved_nbytes = sum(vote.nbytes for vote in votes)
             verdict = Verdict()
@@ -404,6 +407,23 @@ class SaveAttempt:
         except OSError as error:
             logger.error("after the save of %r in %s: %s", self.tag, session.storage.url, error)
         return verdict
+
+    def _warn_of_earlier_step(self) -> None:
+        """Warn, once in a run, of a step before that of the latest tag, which this one is from now on."""
+        session, before = self.session, self.session.last_saved
+        with suppress(OSError, CheckpointError):  # publishing meets it too
+            newest = latest(list_tags(session.storage)) if before is None else None
+            before = newest.tag if newest is not None else before
+        if before is not None and goes_back(self.tag, before) and not session.warned_of_steps:
+            session.warned_of_steps = True
+            logger.warning(
+                "%s: %r is saved after %r. A load without a tag takes the newest save, not the highest step: %r from "
+                "now on. If it belongs to another run, save that in a directory of its own",
+                session.storage.url,
+                self.tag,
+                before,
+                self.tag,
+            )
 
     def _votes(self) -> list[Vote]:
         if self._others is not None and self._own is not None:

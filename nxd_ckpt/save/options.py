@@ -9,7 +9,7 @@ from typing import Any
 from nxd_ckpt.core.option_classes import option, options_of
 from nxd_ckpt.core.partition import Partition
 from nxd_ckpt.core.retention import Rule, recorded_metrics, rules_of
-from nxd_ckpt.core.tags import filled_tag, validate_tag
+from nxd_ckpt.core.tags import filled_tag, tag_of_step, validate_tag
 from nxd_ckpt.errors import CheckpointError, InvalidArgument
 from nxd_ckpt.live.ignoring import IgnoreKeys
 
@@ -88,7 +88,8 @@ def understood(
     """Return the name of a save, its options, and the error that prevents it, which must reach all ranks."""
     name, options = str(tag), SaveOptions()
     try:
-        name = validate_tag(filled_tag(tag, values))
+        filled = filled_tag(tag, values)
+        name = validate_tag(tag_of_step(filled) if isinstance(filled, int) else filled)
         options = options_of(SaveOptions, keywords)
     except CheckpointError as error:
         return name, options, error

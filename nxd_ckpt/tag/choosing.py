@@ -12,7 +12,7 @@ from nxd_ckpt.coordination import journal, lease
 from nxd_ckpt.coordination.backoff import Backoff
 from nxd_ckpt.core import names
 from nxd_ckpt.core.suggestions import first_of
-from nxd_ckpt.core.tags import Tag, TagInfo, latest, undated, undecided, validate_tag
+from nxd_ckpt.core.tags import Tag, TagInfo, latest, step_of, undated, undecided, validate_tag
 from nxd_ckpt.errors import CheckpointNotFound, CorruptCheckpoint
 from nxd_ckpt.storage.base import Storage
 from nxd_ckpt.tag.directory import (
@@ -51,9 +51,27 @@ def choose(storage: Storage, tag: Tag | None, without: Collection[str] = ()) -> 
         CheckpointNotFound: no directory, no complete tag, or no such tag; the message lists the directory's content.
         CorruptCheckpoint: its marker is not a file.
     """
-    name = None if tag is None else validate_tag(tag)
+    if tag is not None:
+        validate_tag(tag)
     require_directory(storage)
-    return _latest(storage, without) if name is None else _find_named(storage, name)
+    return _latest(storage, without) if tag is None else _find_named(storage, name_of(storage, tag))
+
+
+def name_of(storage: Storage, tag: Tag) -> str:
+    """Return the name that is meant by ``tag``: an int is a tag's name if there is one, else the newest tag's step.
+
+    Raises InvalidTag for what is neither a tag nor a step.
+    """
+    digits = validate_tag(tag)
+    if not isinstance(tag, int):
+        return digits
+    # Two looks, since a directory may hold many tags.
+    for name in (digits, f"step_{digits}"):
+        info = find_tag(storage, name)
+        if info is not None and info.complete:
+            return name
+    newest = latest(info for info in settled_tags(storage) if step_of(info.tag) == tag)
+    return digits if newest is None else newest.tag
 
 
 def _latest(storage: Storage, without: Collection[str]) -> TagInfo:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from nxd_ckpt.commit.tier import Tier, checked_tiers
 from nxd_ckpt.coordination.agreement import Agreement, SingleProcessAgreement, decided_by_rank0
@@ -26,6 +26,8 @@ from nxd_ckpt.tiers.hosts import Replicas, join
 if TYPE_CHECKING:
     from nxd_ckpt.tiers.drain import Drains
     from nxd_ckpt.tiers.replenishing import Replenishing
+
+T = TypeVar("T")
 
 _NEWS = 10.0
 """Seconds after which ranks that wait for a tier hear of rank 0 again."""
@@ -116,7 +118,7 @@ class Tiers:
             if self.per_host and (meet is None or meet() is not None):
                 self._leave()
 
-    def have_checkpoint(self, agreement: Agreement | None) -> bool:
+    def have_checkpoint(self, agreement: Agreement | None, *, lasting: bool = False) -> bool:
         """Return whether any tier has a complete tag; equal on all ranks that share the ``agreement``.
 
         Raises PartLost, as a load would, if each of them lost files with a host.
@@ -128,10 +130,15 @@ class Tiers:
                 of_latest(True, lambda: choose_nearest(self.storages, None))
             return has_tag
 
-        if not self.per_host:
-            return look()
-        with self.joined(agreement, lasting=False):
-            return decided_by_rank0(agreement or SingleProcessAgreement(), look)
+        return self.ask(agreement, look, lasting=lasting)
+
+    def ask(self, agreement: Agreement | None, question: Callable[[], T], *, lasting: bool) -> T:
+        """Return rank 0's (JSON) answer to a ``question`` about the tiers, on every rank that shares the ``agreement``.
+
+        ``lasting`` as for `joined`.
+        """
+        with self.joined(agreement, lasting=lasting):
+            return decided_by_rank0(agreement or SingleProcessAgreement(), question)
 
     @property
     def per_host(self) -> bool:

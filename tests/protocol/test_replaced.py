@@ -236,7 +236,7 @@ def test_all_ranks_go_on_with_the_same_tag(directory: Directory) -> None:
             loaded: dict[str, Any] = {}
             agreement = StoreAgreement(store, number, 2, timeout=600)
             request = LoadRequest(Topology(dp=2, rank=number), agreement, loaded, None, timeout=60.0)
-            content = load_on_ranks([storage], None, request)
+            content = load_on_ranks([storage], None, request).user_content
             return value_of(loaded, content)
 
         with ThreadPoolExecutor(1) as thread:
