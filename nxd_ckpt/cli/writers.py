@@ -11,6 +11,7 @@ from nxd_ckpt.cli import text
 from nxd_ckpt.cli.command import Command
 from nxd_ckpt.cli.options import add_options, options_of
 from nxd_ckpt.core import units
+from nxd_ckpt.core.suggestions import first_of
 from nxd_ckpt.core.units import size
 from nxd_ckpt.options.hugging_face import ExportOptions, ImportOptions
 from nxd_ckpt.options.migration import MigrateOptions
@@ -187,6 +188,8 @@ def _import_lines(document: dict[str, Any]) -> Iterator[str]:
     done = "would be imported" if document["dry_run"] else "is imported"
     count = units.count(len(document["tensors"]), "tensor")
     yield f"{document['source']} {done} to {document['target']} by mapping {document['mapping']}: {count}"
+    if document["left_out"]:
+        yield f"left out, for multi-token prediction: {first_of(document['left_out'])}"
     if not document["dry_run"]:
         return
     rows = [

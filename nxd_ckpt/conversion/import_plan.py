@@ -50,6 +50,7 @@ class Import:
     tensors: tuple[ImportedTensor, ...]
     unknown: Mapping[str, tuple[str, ...]]
     missing: tuple[str, ...]
+    left_out: tuple[str, ...] = ()
 
 
 def import_plan(source: Location, target: Location, what: ImportTarget) -> Import:
@@ -68,4 +69,5 @@ def import_plan(source: Location, target: Location, what: ImportTarget) -> Impor
             spec = model.spec(whole[name], what.topology)
             tensors.append(ImportedTensor(name, spec.dtype, spec.shape, pp_rank, members[name]))
     unknown = {name: tuple(closest(what.mapping, name)) for name in selection.unknown}
-    return Import(source.path, target.path, what.mapping.name, tuple(tensors), unknown, selection.missing)
+    whole_tag, missing = tuple(tensors), selection.missing
+    return Import(source.path, target.path, what.mapping.name, whole_tag, unknown, missing, model.left_out)

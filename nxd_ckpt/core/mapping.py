@@ -20,6 +20,7 @@ from math import prod
 from typing import Any
 
 from nxd_ckpt.core.heads import HARDWARE
+from nxd_ckpt.core.layer_kinds import LayerKind
 from nxd_ckpt.core.limits import MODEL_TENSORS
 from nxd_ckpt.core.packing import Packed
 from nxd_ckpt.core.pattern import Numbers, Pattern
@@ -62,6 +63,8 @@ class Rule:
             each member.
         stacked: the placeholder that only ``members`` have. The NxD tensor has one more first dimension, with an index
             for each of its numbers, which is cut over expert-parallel ranks.
+        units: size that counts the units along ``dim`` that must not be cut, such as heads of another length than
+            head_dim.
         optional: True if not every model has it (a bias).
         variant: the option that selects this rule, if Hugging Face's tensors may become one of several; None if no
             option is needed.
@@ -73,6 +76,7 @@ class Rule:
     transposed: bool = False
     interleaved: bool = False
     stacked: str | None = None
+    units: str | None = None
     optional: bool = False
     variant: str | None = None
 
@@ -106,6 +110,9 @@ class ModelMapping:
         keys: keys of sizes in config.json that differ from `CONFIG_KEYS`.
         packed: Hugging Face tensors that hold several of the tensors in rules.
         base_prefix: prefix of the base model's names, which files of the base model alone lack; "" if there is none.
+        layer_kinds: kinds of layers that have other tensors than the rest.
+        prediction: beginnings of the names of Hugging Face tensors that only predict several tokens at once. With
+            ``{layer}`` they are those of layers after the model's own. They are left out.
     """
 
     name: str
@@ -117,6 +124,8 @@ class ModelMapping:
     keys: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     packed: tuple[Packed, ...] = ()
     base_prefix: str = ""
+    layer_kinds: tuple[LayerKind, ...] = ()
+    prediction: tuple[str, ...] = ()
 
     def sizes(self, config: Mapping[str, Any], kv_size_multiplier: int, hardware: str) -> Sizes:
         """Return the sizes of one model.
@@ -168,10 +177,38 @@ class ModelMapping:
             counts = [sizes.find(key) for key in pattern.placeholders]
             if None not in counts:
                 _checked_count(len(names) + prod(count or 0 for count in counts), pattern.text)
-                for numbers in product(*(range(count or 0) for count in counts)):
-                    names[pattern.fill(dict(zip(pattern.placeholders, numbers, strict=True)))] = None
+                for each in product(*(range(count or 0) for count in counts)):
+                    numbers = dict(zip(pattern.placeholders, each, strict=True))
+                    if self._kind_without(pattern, numbers, sizes) is None:
+                        names[pattern.fill(numbers)] = None
         left_out = self.tied if self.are_tied(sizes) else ()
         return [name for name in names if name not in left_out]
+
+    def predicts(self, name: str, sizes: Sizes) -> bool:
+        """Return whether a Hugging Face tensor serves only the prediction of several tokens at once."""
+        for beginning in self.prediction:
+            before, placeholder, _ = beginning.partition("{layer}")
+            if not placeholder and name.startswith(before):
+                return True
+            number = re.match(rf"{re.escape(before)}(\d{{1,18}})\.", name) if placeholder else None
+            if number is not None and int(number[1]) >= sizes.get("layer"):
+                return True
+        return False
+
+    def refuse_misplaced(self, names: Iterable[str], sizes: Sizes) -> None:
+        """Raise KeyMismatch for a Hugging Face tensor in a layer that by config.json is of another kind."""
+        kinds = self.layer_kinds
+        members = {member.name for rule in self.rules for member in rule.members} if kinds else ()
+        patterns = [pattern for pattern in members if any(kind.side(pattern.text) is not None for kind in kinds)]
+        for name in names if patterns else ():
+            for pattern in patterns:
+                numbers = pattern.match(name)
+                kind = None if numbers is None else self._kind_without(pattern, numbers, sizes)
+                if kind is not None:
+                    raise KeyMismatch(
+                        f"{name}: by {kind.keys} in config.json, this layer has no such tensor; pass the model's own "
+                        "config.json"
+                    )
 
     def in_files(self, names: Iterable[str]) -> list[str]:
         """Return the names in files of the Hugging Face tensors that rules call ``names``, each once."""
@@ -184,6 +221,14 @@ class ModelMapping:
     def packed_as(self, name: str) -> Packed | None:
         """Return the packing of a tensor in a file; None if it is not packed."""
         return next((packed for packed in self.packed if packed.hf.match(name) is not None), None)
+
+    def _kind_without(self, pattern: Pattern, numbers: Numbers, sizes: Sizes) -> LayerKind | None:
+        """Return the kind of layers because of which the layer of these numbers lacks the tensor; None if it has it."""
+        for kind in self.layer_kinds:
+            side = kind.side(pattern.text)
+            if side is not None and kind.includes(numbers["layer"], sizes) is not side:
+                return kind
+        return None
 
     def _in_file(self, name: str) -> str:
         holders = (packed.holder(name) for packed in self.packed)

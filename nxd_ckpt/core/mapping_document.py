@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
+from nxd_ckpt.core.layer_kinds import LayerKind
 from nxd_ckpt.core.mapping import ModelMapping, Rule, RuleMember
 from nxd_ckpt.core.packing import Packed
 from nxd_ckpt.core.pattern import Pattern
@@ -16,8 +19,8 @@ VARIANTS = ("qkv_linear", "fuse_qkv", "coalesce_qkv", "split_gate_up")
 """Options of an import that rules may depend on."""
 
 
-def load_mapping(document: Any, where: str) -> ModelMapping:
-    """Return the mapping that a JSON document describes.
+def load_mapping(document: Any, where: str, shipped: Mapping[str, ModelMapping] | None = None) -> ModelMapping:
+    """Return the mapping that a JSON document describes; it may extend one of ``shipped``.
 
     Raises:
         InvalidArgument: the document is invalid; the message names ``where`` and the fault.
@@ -26,29 +29,78 @@ def load_mapping(document: Any, where: str) -> ModelMapping:
     version = reader.take("format_version", int)
     if version != FORMAT_VERSION:
         raise InvalidArgument(f"{where}: format_version {version}, expected {FORMAT_VERSION}")
+    base = _base(reader, where, shipped or {})
     keys = {size: _strings(names, f"{where}: config") for size, names in reader.take("config", dict, {}).items()}
     if not set(keys) <= set(CONFIG_KEYS):
         unknown = sorted(set(keys) - set(CONFIG_KEYS))
         raise InvalidArgument(f"{where}: config names {unknown}, expected only {[*CONFIG_KEYS]}")
-    rules = tuple(_rule(rule, f"{where}: rule {number}") for number, rule in enumerate(reader.take("rules", list)))
+    rules = [_rule(rule, f"{where}: rule {number}") for number, rule in enumerate(reader.take("rules", list))]
     packed = reader.take("packed", list, [])
+    kinds = reader.take("layer_kinds", list, None)
+    prefix = reader.take("base_model_prefix", str, "")
     mapping = ModelMapping(
         name=reader.take("name", str),
-        rules=rules,
+        rules=_extended(base.rules, rules),
         model_types=_strings(reader.take("model_types", list, []), f"{where}: model_types"),
-        tied=_tied(reader.take("tied", dict, {}), f"{where}: tied"),
-        ties=reader.take("tie_word_embeddings", bool, False),
-        ignored=tuple(map(Pattern, _strings(reader.take("ignored", list, []), f"{where}: ignored"))),
-        keys=keys,
-        packed=tuple(_packed(each, f"{where}: packed {number}") for number, each in enumerate(packed)),
-        base_prefix=_prefix(reader.take("base_model_prefix", str, "")),
+        tied={**base.tied, **_tied(reader.take("tied", dict, {}), f"{where}: tied")},
+        ties=reader.take("tie_word_embeddings", bool, base.ties),
+        ignored=base.ignored + tuple(map(Pattern, _strings(reader.take("ignored", list, []), f"{where}: ignored"))),
+        keys={**base.keys, **keys},
+        packed=base.packed + tuple(_packed(each, f"{where}: packed {number}") for number, each in enumerate(packed)),
+        base_prefix=f"{prefix}." if prefix else base.base_prefix,
+        layer_kinds=base.layer_kinds
+        if kinds is None
+        else tuple(_kind(each, f"{where}: layer_kinds {number}") for number, each in enumerate(kinds)),
+        prediction=_strings(reader.take("prediction", (str, list), []), f"{where}: prediction"),
     )
     reader.done()
     return mapping
 
 
-def _prefix(module: str) -> str:
-    return f"{module}." if module else ""
+def _base(reader: _Fields, where: str, shipped: Mapping[str, ModelMapping]) -> ModelMapping:
+    """Return the mapping that the document extends, without the rules that it leaves out."""
+    name = reader.take("extends", str, None)
+    left_out = _strings(reader.take("without", (str, list), []), f"{where}: without")
+    if name is not None and name not in shipped:
+        raise InvalidArgument(f"{where}: extends {name!r}, expected one of {', '.join(shipped)}")
+    base = ModelMapping("", ()) if name is None else shipped[name]
+    patterns = {rule.nxd.text for rule in base.rules}
+    for prefix in left_out:
+        if not any(pattern.startswith(prefix) for pattern in patterns):
+            raise InvalidArgument(f"{where}: without {prefix!r}, with which no rule of {name!r} begins")
+    return replace(base, rules=tuple(rule for rule in base.rules if not rule.nxd.text.startswith(left_out)))
+
+
+def _extended(base: Sequence[Rule], own: Sequence[Rule]) -> tuple[Rule, ...]:
+    """Return the rules of ``base`` with ``own``, which replace those for the same NxD tensors.
+
+    Others come after the last rule with placeholders, so that layers' rules stay together.
+    """
+    mine = {rule.nxd.text: rule for rule in own}
+    rules = [mine.pop(rule.nxd.text, rule) for rule in base]
+    end = max((place + 1 for place, rule in enumerate(rules) if rule.nxd.placeholders), default=len(rules))
+    return (*rules[:end], *mine.values(), *rules[end:])
+
+
+def _kind(document: Any, where: str) -> LayerKind:
+    reader = _Fields(document, where)
+    kind = LayerKind(
+        tensors=_strings(reader.take("tensors", (str, list), []), f"{where}: tensors"),
+        others=_strings(reader.take("others", (str, list), []), f"{where}: others"),
+        start=reader.take("start", str, None),
+        every=reader.take("every", str, None),
+        excluded=reader.take("excluded", str, None),
+        listed=reader.take("listed", str, None),
+        layer_type=reader.take("layer_type", str, None),
+        option=reader.take("option", str, None),
+    )
+    reader.done()
+    if not kind.keys or not kind.tensors + kind.others:
+        raise InvalidArgument(f"{where}: needs a condition, and tensors or others")
+    for prefix in kind.tensors + kind.others:
+        if "{layer}" not in prefix:
+            raise InvalidArgument(f"{where}: {prefix!r} must have the placeholder {{layer}}")
+    return kind
 
 
 def _rule(document: Any, where: str) -> Rule:
@@ -67,6 +119,7 @@ def _rule(document: Any, where: str) -> Rule:
         transposed=reader.take("transposed", bool, False),
         interleaved=reader.take("interleaved", bool, False),
         stacked=reader.take("stacked", str, None),
+        units=reader.take("units", str, None),
         optional=reader.take("optional", bool, False),
         variant=reader.take("variant", str, None),
     )
@@ -85,6 +138,8 @@ def _check_rule(rule: Rule, where: str) -> None:
             raise InvalidArgument(f"{where}: heads must be 'query' or 'kv', found {member.heads!r}")
         if member.rows is not None and member.rows not in CONFIG_KEYS:
             raise InvalidArgument(f"{where}: rows must be one of {[*CONFIG_KEYS]}, found {member.rows!r}")
+    if rule.units is not None and (rule.units not in CONFIG_KEYS or rule.dim is None or rule.members[0].heads):
+        raise InvalidArgument(f"{where}: units must be one of {[*CONFIG_KEYS]}, with dim and without heads")
     if rule.interleaved and not all(member.heads for member in rule.members):
         raise InvalidArgument(f"{where}: interleaved tensors need heads, 'query' or 'kv' for each")
     if rule.dim is not None and rule.dim < (rule.stacked is not None):

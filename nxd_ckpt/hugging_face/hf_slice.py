@@ -104,17 +104,25 @@ def partition_of(match: Match, shape: tuple[int, ...], sizes: Sizes, tp: int) ->
         TopologyMismatch: a member cannot be cut into ``tp`` equal parts.
     """
     rule, expert = match.rule, match.rule.stacked is not None
-    if rule.dim is None or tp == 1:
+    if rule.dim is None or (tp == 1 and rule.units is None):
         return Partition(expert=expert)
     lengths = _lengths(match, shape, sizes)
     for member, length in zip(rule.members, lengths, strict=True):
         head_dim = length // sizes.get("kv_heads") if rule.interleaved else sizes.get("head_dim") if member.heads else 1
         count, what = (length // head_dim, "heads") if member.heads else (length, "elements")
+        if rule.units is not None:
+            count, what = sizes.get(rule.units), sizes.key(rule.units)
+            if length % count:
+                raise ShapeMismatch(
+                    f"{member.name.text}: {length} elements cannot be {count} {what}; pass the model's own config.json"
+                )
         if count % tp:
             raise TopologyMismatch(
                 f"{match.name}: the {count} {what} of {member.name.text} along dimension {rule.dim} cannot be "
                 f"divided equally among {tp} tensor-parallel ranks; choose another size, or another kv_size_multiplier"
             )
+    if tp == 1:
+        return Partition(expert=expert)
     if rule.interleaved:
         return Partition(rule.dim, 1, tp, expert=expert)
     if len(set(lengths)) == 1:

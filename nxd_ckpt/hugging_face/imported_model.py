@@ -56,6 +56,11 @@ class ImportedModel:
         self._directory, self._target = UnpackedTensors(directory, target.mapping, target.sizes), target
 
     @property
+    def left_out(self) -> tuple[str, ...]:
+        """Tensors of the directory that the tag will not have: of multi-token prediction."""
+        return self._directory.left_out
+
+    @property
     def selection(self) -> Selection:
         """The NxD tensors that the directory becomes, and obstacles."""
         target = self._target

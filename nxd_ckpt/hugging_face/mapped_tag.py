@@ -146,6 +146,7 @@ class MappedTag:
                 f"{self._opened.where} lacks {', '.join(self.missing[:_SHOWN])} ({len(self.missing)} tensors), which "
                 f"every model of mapping {self._mapping.name!r} has with this config.json; pass the model's own"
             )
+        self._mapping.refuse_misplaced((tensor.name for tensor in self.tensors), self.sizes)
         for source in {tensor.source.name: tensor.source for tensor in self.tensors}.values():
             self._refuse_holes(source)
             self._refuse_unequal_copies(source)

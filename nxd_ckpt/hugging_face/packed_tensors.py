@@ -33,7 +33,13 @@ class UnpackedTensors:
 
     @property
     def names(self) -> list[str]:
-        return sorted({*self._directory.names}.difference(self._packed_by_part.values()).union(self._packed_by_part))
+        in_files = {*self._directory.names}.difference(self._packed_by_part.values(), self.left_out)
+        return sorted(in_files.union(self._packed_by_part))
+
+    @cached_property
+    def left_out(self) -> tuple[str, ...]:
+        """Tensors of multi-token prediction, which NxD's model does not have."""
+        return tuple(name for name in self._directory.names if self._mapping.predicts(name, self._sizes))
 
     def tensor(self, name: str, tied: Mapping[str, str] | None = None) -> TensorStub | Assembly:
         packed = self._packed_by_part.get(name)

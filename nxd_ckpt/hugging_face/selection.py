@@ -33,11 +33,16 @@ class Selection:
 def selection(mapping: ModelMapping, names: Iterable[str], sizes: Sizes, variants: Collection[str] = ()) -> Selection:
     """Select the NxD tensors for a model with the Hugging Face tensors ``names``, and the options ``variants``.
 
-    Tied tensors that files leave out count as present. Raises InvalidArgument if the mapping has no such variant.
+    Tied tensors that files leave out count as present.
+
+    Raises:
+        InvalidArgument: the mapping has no such variant.
+        KeyMismatch: a tensor is in a layer that by config.json is of another kind.
     """
     rules = _chosen_rules(mapping, variants)
     present = set(names)
     unknown = _unknown(mapping, rules, present)
+    mapping.refuse_misplaced(present, sizes)
     if mapping.are_tied(sizes):
         present |= {name for name, kept in mapping.tied.items() if kept in present}
     matches = tuple(_matches(rules, present, sizes))

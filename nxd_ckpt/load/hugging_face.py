@@ -68,6 +68,8 @@ def load_hugging_face(storage: Storage, request: LoadRequest) -> None:
     if not request.acts_for_one_stage:
         decided_by_rank0(agreement, lambda: attempt.refuse_unused(used))
     on_all(agreement, lambda: attempt.apply(shown=request.reports_progress and request.options.progress))
+    if request.reports_progress and attempt.left_out:
+        logger.warning("%s: left out, for multi-token prediction: %s", attempt.where, first_of(attempt.left_out))
     if request.reports_progress and logger.isEnabledFor(logging.INFO):
         report("loaded", attempt.where, attempt.nbytes, started)
 
@@ -119,6 +121,11 @@ class _HuggingFaceLoad:
     @property
     def where(self) -> str:
         return self._directory.where
+
+    @property
+    def left_out(self) -> tuple[str, ...]:
+        """Tensors of the directory that no such model has."""
+        return self._tensors.left_out
 
     @property
     def nbytes(self) -> int:

@@ -44,9 +44,9 @@ def find_mapping(spec: MappingSpec, config: Mapping[str, Any]) -> ModelMapping:
     Raises:
         InvalidArgument: there is none of that name, for such models, or at that path; or it is malformed.
     """
-    if isinstance(spec, Mapping):
-        return load_mapping(dict(spec), "mapping")
     shipped = shipped_mappings()
+    if isinstance(spec, Mapping):
+        return load_mapping(dict(spec), "mapping", shipped)
     if spec is None:
         return _for_model_type(config.get("model_type"), shipped)
     if not isinstance(spec, (str, os.PathLike)):
@@ -58,7 +58,7 @@ def find_mapping(spec: MappingSpec, config: Mapping[str, Any]) -> ModelMapping:
     if not path.is_file():
         raise InvalidArgument(f"mapping {name!r}: neither one of {', '.join(shipped)} nor the path of a file")
     document = _yaml(path) if path.suffix in _YAML else _json(path)
-    return load_mapping(document, name)
+    return load_mapping(document, name, shipped)
 
 
 def _raw(path: Path, limit: int) -> bytes:
@@ -119,8 +119,18 @@ def shipped_mappings() -> dict[str, ModelMapping]:
     """Return the mappings of the package, by name."""
     folder = resources.files("nxd_ckpt") / "mappings"
     files = sorted((file for file in folder.iterdir() if file.name.endswith(".json")), key=lambda file: file.name)
-    mappings = [load_mapping(json.loads(file.read_text()), f"mappings/{file.name}") for file in files]
-    return {mapping.name: mapping for mapping in mappings}
+    documents = {file.name.removesuffix(".json"): json.loads(file.read_text()) for file in files}
+    mappings: dict[str, ModelMapping] = {}
+
+    def add(name: str) -> None:
+        base = documents[name].get("extends")
+        if base is not None and base not in mappings:
+            add(base)
+        mappings[name] = load_mapping(documents[name], f"mappings/{name}.json", mappings)
+
+    for name in documents:
+        add(name)
+    return dict(sorted(mappings.items()))
 
 
 def _for_model_type(model_type: Any, shipped: Mapping[str, ModelMapping]) -> ModelMapping:

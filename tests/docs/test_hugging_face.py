@@ -6,8 +6,8 @@ import json
 
 import pytest
 
-from nxd_ckpt.core.mapping_document import load_mapping
 from nxd_ckpt.core.sizes import CONFIG_KEYS
+from nxd_ckpt.tag.mappings import find_mapping
 from tests.docs.markdown import REPOSITORY, code_blocks, tables, unquoted
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]
@@ -16,12 +16,11 @@ PAGE = REPOSITORY / "docs" / "hugging-face.md"
 SHIPPED = sorted((REPOSITORY / "nxd_ckpt" / "mappings").glob("*.json"))
 
 
-def test_the_mapping_on_the_page_is_one() -> None:
-    """It can be loaded as it stands, and has every member that a mapping can have."""
-    (block,) = code_blocks(PAGE, "json")
-    document = json.loads(block)
-    assert "mine" == load_mapping(document, "page").name
-    assert {*document} - {"format_version"} == _members("Mappings")
+def test_the_mappings_on_the_page_are_such() -> None:
+    """They can be loaded as they stand, and have every member that a mapping can have."""
+    documents = [json.loads(block) for block in code_blocks(PAGE, "json")]
+    assert ["mine", "my_llama"] == [find_mapping(document, {}).name for document in documents]
+    assert {name for document in documents for name in document} - {"format_version"} == _members("Mappings")
 
 
 def test_every_field_of_a_rule_is_described() -> None:
@@ -32,6 +31,8 @@ def test_every_field_of_a_rule_is_described() -> None:
     assert {name for document in documents for one in document.get("packed", []) for name in one} == _members(
         "Packed tensors"
     )
+    kinds = {name for document in documents for kind in document.get("layer_kinds", []) for name in kind}
+    assert set() == kinds - _members("Kinds of layers")
     text = PAGE.read_text()
     assert [] == [size for size in CONFIG_KEYS if f"`{size}`" not in text]
 

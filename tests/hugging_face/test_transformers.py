@@ -55,6 +55,17 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 
 GROUPED: dict[str, Any] = {"num_key_value_heads": 2, "head_dim": 8}
 
+EXPERTS: dict[str, Any] = {"num_experts_per_tok": 2, "moe_intermediate_size": 24}
+
+ROUTED: dict[str, Any] = {
+    **EXPERTS, "n_routed_experts": 4, "n_shared_experts": 1, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1,
+}
+
+LATENT: dict[str, Any] = {
+    "num_key_value_heads": 8, "q_lora_rank": 16, "kv_lora_rank": 8, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4,
+    "v_head_dim": 6,
+}
+
 FAMILIES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "granite": ("GraniteConfig", {"num_key_value_heads": 2, "attention_bias": True}, {"tp": 2, "pp": 2}),
     "gemma2": ("Gemma2Config", GROUPED, {"tp": 2, "pp": 2, "split_gate_up": True}),
@@ -67,6 +78,25 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         "Qwen3MoeConfig", {**GROUPED, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24},
         {"dp": 2, "tp": 2, "pp": 2, "ep": 2, "coalesce_qkv": True},
     ),
+    "qwen3-moe-dense-layers": (
+        "Qwen3MoeConfig",
+        {
+            **GROUPED, **EXPERTS, "num_experts": 4, "num_hidden_layers": 4, "decoder_sparse_step": 2,
+            "mlp_only_layers": [1],
+        },
+        {"tp": 2, "pp": 2, "split_gate_up": True},
+    ),
+    "deepseek-v3": ("DeepseekV3Config", {**ROUTED, **LATENT}, {"dp": 2, "tp": 2, "pp": 2, "ep": 2}),
+    "deepseek-v3-whole-queries": (
+        "DeepseekV3Config", {**ROUTED, **LATENT, "q_lora_rank": None, "attention_bias": True}, {"tp": 4}
+    ),
+    "glm4-moe": (
+        "Glm4MoeConfig", {**GROUPED, **ROUTED, "use_qk_norm": True, "attention_bias": True},
+        {"dp": 2, "tp": 2, "pp": 2, "ep": 2, "qkv_linear": True},
+    ),
+    "glm4-moe-plain": ("Glm4MoeConfig", {**GROUPED, **ROUTED}, {"tp": 2, "coalesce_qkv": True}),
+    "gemma": ("GemmaConfig", GROUPED, {"tp": 2, "pp": 2}),
+    "olmo2": ("Olmo2Config", {"num_key_value_heads": 2}, {"tp": 4, "pp": 2, "fuse_qkv": True, "kv_size_multiplier": 2}),
     "phi3": (
         "Phi3Config",
         {
@@ -94,13 +124,13 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 
 
 def random_model(name: str) -> Any:
-    """Of a case's config, every parameter random: also biases and norms, which start as zeros and ones."""
+    """Of a case's config, everything in files random: also biases and norms, which start as zeros and ones."""
     kind, changes, _ = {**CASES, **FAMILIES}[name]
     torch.manual_seed(7)
-    model = transformers.AutoModelForCausalLM.from_config(getattr(transformers, kind)(**SIZES, **changes))
+    model = transformers.AutoModelForCausalLM.from_config(getattr(transformers, kind)(**{**SIZES, **changes}))
     with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter) / 10)
+        for tensor in model.state_dict().values():
+            tensor.add_(torch.randn_like(tensor) / 10)
     return model
 
 

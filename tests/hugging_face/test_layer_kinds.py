@@ -1,0 +1,176 @@
+"""Models whose layers differ by config.json: what contradicts it is refused, and multi-token prediction is left out."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from nxd_ckpt import Topology, load_checkpoint, save_checkpoint
+from nxd_ckpt.cli.main import main
+from nxd_ckpt.convert import export_checkpoint, import_checkpoint
+from nxd_ckpt.core.mapping_document import load_mapping
+from nxd_ckpt.core.sizes import Sizes
+from nxd_ckpt.errors import CheckpointError, InvalidArgument, KeyMismatch, ShapeMismatch, TopologyMismatch
+from nxd_ckpt.tag.mappings import find_mapping, shipped_mappings
+from tests.hugging_face.saved import differences
+from tests.hugging_face.test_transformers import random_model
+
+pytestmark = [pytest.mark.plain, pytest.mark.once]
+
+
+def written(path: Path, name: str, **config: Any) -> Any:
+    """The directory of a random model, whose config.json is then changed; the model."""
+    model = random_model(name)
+    model.save_pretrained(path)
+    document = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps({**document, **config}))
+    return model
+
+
+@pytest.mark.parametrize(
+    ("name", "config", "kind", "complaint"),
+    [
+        ("qwen3-moe-dense-layers", {"mlp_only_layers": []}, KeyMismatch, r"layers\.1\.mlp.*decoder_sparse_step and ml"),
+        ("qwen3-moe-dense-layers", {"mlp_only_layers": 1}, InvalidArgument, r"mlp_only_layers must be a list"),
+        ("qwen3-moe-dense-layers", {"decoder_sparse_step": 0}, InvalidArgument, r"must be an integer of at least 1"),
+        ("qwen3-moe-dense-layers", {"num_experts": 8}, KeyMismatch, r"missing: model\.layers\.3\.mlp\.experts\.4\."),
+        ("deepseek-v3", {"first_k_dense_replace": 2}, KeyMismatch, r"layers\.1\.mlp.*by first_k_dense_replace"),
+        ("deepseek-v3", {"first_k_dense_replace": -1}, InvalidArgument, r"must be an integer of at least 0, found -1"),
+        ("deepseek-v3", {"q_lora_rank": None}, KeyMismatch, r"self_attn\.q_.*by q_lora_rank"),
+        ("deepseek-v3", {"n_routed_experts": 5}, KeyMismatch, r"missing: model\.layers\.1\.mlp\.experts\.4\."),
+        ("deepseek-v3", {"num_attention_heads": 7}, ShapeMismatch, r"48 elements cannot be 7 num_attention_heads"),
+        ("glm4-moe", {"use_qk_norm": False}, KeyMismatch, r"_norm\.weight: by use_qk_norm"),
+        ("glm4-moe-plain", {"use_qk_norm": True}, KeyMismatch, r"missing: .*q_norm"),
+    ],
+)
+def test_a_config_that_contradicts_the_files_is_refused(
+    tmp_path: Path, name: str, config: dict[str, Any], kind: type[CheckpointError], complaint: str
+) -> None:
+    """In an import, by the name of the tensor and the keys that decide."""
+    written(tmp_path / "hf", name, **config)
+    with pytest.raises(kind, match=complaint):
+        import_checkpoint(tmp_path / "hf", tmp_path / "run" / "step_0")
+    assert not (tmp_path / "run" / "step_0").exists()
+
+
+def test_an_export_is_refused_too(tmp_path: Path) -> None:
+    """A tag whose dense layers are others than config.json says."""
+    model = written(tmp_path / "config", "deepseek-v3", first_k_dense_replace=0)
+    save_checkpoint(tmp_path / "run", "step_1", model)
+    with pytest.raises(KeyMismatch, match=r"layers\.0\.mlp\."):
+        export_checkpoint(tmp_path / "run" / "step_1", tmp_path / "out", config=tmp_path / "config")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("sizes", "complaint"),
+    [
+        ({"tp": 3}, r"the \d+ \w+ of .* cannot be divided equally among 3"),
+        ({"tp": 16}, r"the 8 num_attention_heads of .* cannot be divided equally among 16"),
+        ({"dp": 3, "ep": 3}, r"4 experts cannot be divided equally among 3"),
+    ],
+)
+def test_heads_and_experts_are_not_cut(tmp_path: Path, sizes: dict[str, Any], complaint: str) -> None:
+    """Although 16 ranks would divide the elements of latent queries."""
+    written(tmp_path / "hf", "deepseek-v3")
+    with pytest.raises(TopologyMismatch, match=complaint):
+        import_checkpoint(tmp_path / "hf", tmp_path / "run" / "step_0", **sizes)
+
+
+def test_layers_of_multi_token_prediction_are_left_out(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Those after the model's own, as DeepSeek's files have them; an import and a load say so."""
+    model = written(tmp_path / "hf", "deepseek-v3")
+    state = load_file(tmp_path / "hf" / "model.safetensors")
+    own = {name.replace("layers.1.", "layers.2."): torch.ones(2) for name in state if "layers.1." in name}
+    extra = {**own, "model.layers.2.eh_proj.weight": torch.ones(2, 4), "model.layers.2.enorm.weight": torch.ones(2)}
+    save_file({**state, **extra}, tmp_path / "hf" / "model.safetensors", metadata={"format": "pt"})
+
+    done = import_checkpoint(tmp_path / "hf", tmp_path / "run" / "step_0", tp=2)
+    assert sorted(extra) == [*done.left_out]
+    half: dict[str, torch.Tensor] = {}
+    load_checkpoint(tmp_path / "run", model=half, topology=Topology(tp=2, tp_rank=1))
+    assert [] == [name for name in half if ".layers.2." in name]
+    assert 0 == main(["import", str(tmp_path / "hf"), str(tmp_path / "run" / "step_1")])
+    assert "left out, for multi-token prediction: model.layers.2." in capsys.readouterr().out
+
+    fresh = random_model("deepseek-v3")
+    with torch.no_grad():
+        for tensor in fresh.state_dict().values():
+            tensor.zero_()
+    load_checkpoint(tmp_path / "hf", model=fresh)
+    assert [] == differences(dict(model.state_dict()), dict(fresh.state_dict()))
+    assert "left out, for multi-token prediction: model.layers.2." in caplog.text
+
+
+def test_a_layer_is_of_a_kind_by_each_condition() -> None:
+    """Alone and together; a list of all such layers replaces the others."""
+    conditions = {"start": "first", "every": "step", "excluded": "not", "listed": "all"}
+    (kind,) = find_mapping(document(conditions), {}).layer_kinds
+
+    def layers(**config: Any) -> list[int]:
+        return [layer for layer in range(6) if kind.includes(layer, Sizes(config))]
+
+    assert [0, 1, 2, 3, 4, 5] == layers()
+    assert [2, 3, 4, 5] == layers(first=2)
+    assert [1, 3, 5] == layers(step=2)
+    assert [3] == layers(first=2, step=2, **{"not": [5]})
+    assert [0, 4] == layers(first=2, step=2, all=[0, 4])
+
+
+def test_layer_types_have_one_for_each_layer() -> None:
+    """A kind by type needs them all."""
+    (kind,) = find_mapping(document({"layer_type": "full"}), {}).layer_kinds
+    sizes = Sizes({"layer_types": ["full", "linear"], "num_hidden_layers": 2})
+    assert [True, False] == [kind.includes(layer, sizes) for layer in range(2)]
+    with pytest.raises(InvalidArgument, match=r"layer_types must be a list with an entry for each of 3 layers"):
+        kind.includes(0, Sizes({"layer_types": ["full"], "num_hidden_layers": 3}))
+
+
+def document(kind: dict[str, Any], **changes: Any) -> dict[str, Any]:
+    kinds = [{"tensors": ["h.{layer}."], **kind}]
+    return {"format_version": 1, "name": "mine", "rules": [], "layer_kinds": kinds, **changes}
+
+
+def test_a_mapping_extends_a_shipped_one() -> None:
+    """Its rules replace those of the same tensors, and new ones stand with the layers'."""
+    norm = {"nxd": "model.layers.{layer}.extra.weight", "hf": "model.layers.{layer}.extra.weight"}
+    head = {"nxd": "lm_head.weight", "hf": "output.weight", "rows": "vocab", "dim": 0}
+    llama = shipped_mappings()["llama"]
+    mine = find_mapping(
+        {
+            "format_version": 1, "name": "mine", "extends": "llama", "without": ["model.layers.{layer}.self_attn.qkv_"],
+            "rules": [norm, head],
+        },
+        {},
+    )
+    before = [rule.nxd.text for rule in llama.rules if ".qkv_" not in rule.nxd.text]
+    place = before.index("model.norm.weight")
+    assert [*before[:place], norm["nxd"], *before[place:]] == [rule.nxd.text for rule in mine.rules]
+    assert ["output.weight"] == [rule.members[0].name.text for rule in mine.rules if rule.nxd.text == "lm_head.weight"]
+    assert (llama.tied, llama.ignored, ()) == (mine.tied, mine.ignored, mine.model_types)
+
+
+@pytest.mark.parametrize(
+    ("changes", "complaint"),
+    [
+        ({"extends": "lama"}, r"extends 'lama', expected one of .*llama"),
+        ({"extends": "llama", "without": ["model.layer."]}, r"without 'model\.layer\.', with which no rule .* begins"),
+        ({"layer_kinds": [{"tensors": ["h.{layer}."]}]}, r"layer_kinds 0: needs a condition, and tensors or others"),
+        ({"layer_kinds": [{"start": "first"}]}, r"needs a condition, and tensors or others"),
+        ({"layer_kinds": [{"start": "first", "tensors": "h."}]}, r"'h\.' must have the placeholder \{layer\}"),
+        ({"layer_kinds": [{"start": "first", "tensors": "h.{layer}.", "last": 1}]}, r"unknown \['last'\]"),
+        ({"rules": [{"nxd": "w", "hf": "w", "units": "heads"}]}, r"units must be one of .*, with dim"),
+        ({"rules": [{"nxd": "w", "hf": "w", "dim": 0, "units": "ears"}]}, r"units must be one of "),
+    ],
+)
+def test_a_malformed_document_is_refused(changes: dict[str, Any], complaint: str) -> None:
+    """The error names the place and what is wrong."""
+    with pytest.raises(InvalidArgument, match=complaint):
+        load_mapping({"format_version": 1, "name": "mine", "rules": [], **changes}, "mine.json", shipped_mappings())
