@@ -59,6 +59,12 @@ def golden_of_ours(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return _unpacked("nxd_ckpt-0.1.tar.xz", tmp_path_factory) / "ours"
 
 
+@pytest.fixture(scope="session")
+def torch_checkpointing(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Directory of checkpoints that torch_checkpointing 0.1.1 wrote, each beside its whole state; shared likewise."""
+    return _unpacked("torch_checkpointing-0.1.1.tar.xz", tmp_path_factory)
+
+
 def _unpacked(tar_name: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     unpacked = tmp_path_factory.mktemp("golden")
     with tarfile.open(GOLDEN / tar_name) as tar:

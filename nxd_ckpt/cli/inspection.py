@@ -7,6 +7,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 from nxd_ckpt.cli.name_patterns import group_names
@@ -17,11 +18,15 @@ from nxd_ckpt.core import names
 from nxd_ckpt.core.tags import TagInfo, latest
 from nxd_ckpt.core.topology import Coordinates, Topology
 from nxd_ckpt.errors import CheckpointError, InvalidArgument, TagReplaced, UnsafePickle
+from nxd_ckpt.output.locations import Location, locate_input
+from nxd_ckpt.output.source import open_any
 from nxd_ckpt.reshard.whole_tag import GlobalTensor, WholeTag
 from nxd_ckpt.storage.urls import open_storage
 from nxd_ckpt.tag.choosing import choose_tag
 from nxd_ckpt.tag.directory import is_whole_without_marks, list_tags
 from nxd_ckpt.tag.files import TagFiles
+from nxd_ckpt.tag.foreign.recognise import recognise
+from nxd_ckpt.tag.foreign.untagged import is_untagged
 from nxd_ckpt.tag.identity import of_latest
 from nxd_ckpt.tag.listing import locate, summary
 from nxd_ckpt.tag.opened import OpenTag
@@ -37,6 +42,10 @@ _PART_OF = {
     names.INDEX_DIR: "index",
     names.MANIFEST: "index",
 }
+
+
+_UNMARKED = TagInfo("", math.inf, complete=True, ours=False)
+"""A checkpoint of which no marker tells when it was written."""
 
 
 def inspection(
@@ -57,14 +66,18 @@ def inspection(
         CheckpointNotFound: no such tag, or it is incomplete.
         MalformedFile: its manifest is damaged.
         InvalidArgument: no such rank.
+
+    A directory without tags, of torch DCP or torch_checkpointing, is described as a tag of one rank.
     """
     directory, tag = locate(path, tag, options)
     storage = open_storage(directory, storage_options=options)
+    if tag is None and is_untagged(entry.name for entry in storage.list()):
+        return _untagged(locate_input(path, options), rank, pattern, depth)
 
     def read() -> dict[str, Any]:
         opened = open_complete_tag(storage, choose_tag(storage, tag))
         with opened.guarded():
-            document = _document(opened, rank, pattern, depth)
+            document = _document(opened, _info(opened), rank, pattern, depth)
             if document["problems"]:
                 opened.require_unchanged()
         return document
@@ -72,20 +85,30 @@ def inspection(
     return of_latest(tag is None, read)
 
 
-def _document(opened: OpenTag, rank: int, pattern: str | None, depth: int | None) -> dict[str, Any]:
-    storage = opened.storage
-    at = opened.topology.coordinates_of(rank)
-    tags = list_tags(storage)
-    info = next((info for info in tags if info.tag == opened.tag), None)
-    if info is None and is_whole_without_marks(storage, opened.tag):
-        info = TagInfo(opened.tag, math.inf, complete=True, ours=False)  # no marker tells when it was written
+def _untagged(place: Location, rank: int, pattern: str | None, depth: int | None) -> dict[str, Any]:
+    opened = open_any(place)
+    with opened.guarded():
+        document = _document(opened, replace(_UNMARKED, tag=place.name), rank, pattern, depth)
+    return {**document, "written_by": recognise(place.open(), place.name).writer.value}
+
+
+def _info(opened: OpenTag) -> TagInfo:
+    """Return the entry of the tag in its directory."""
+    info = next((info for info in list_tags(opened.storage) if info.tag == opened.tag), None)
+    if info is None and is_whole_without_marks(opened.storage, opened.tag):
+        info = replace(_UNMARKED, tag=opened.tag)
     if info is None:
         raise TagReplaced(f"{opened.where} was removed while it was read")
+    return info
+
+
+def _document(opened: OpenTag, info: TagInfo, rank: int, pattern: str | None, depth: int | None) -> dict[str, Any]:
+    at = opened.topology.coordinates_of(rank)
     problems: list[str] = []
     document: dict[str, Any] = {
-        "directory": storage.url,
+        "directory": opened.storage.url,
         **summary(opened, info),
-        "latest": info == latest(tags),
+        "latest": info == latest(list_tags(opened.storage)),
         **_manifest_fields(opened),
         "sizes": _sizes(opened),
         "meshes": None,

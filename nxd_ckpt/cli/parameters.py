@@ -7,7 +7,7 @@ from typing import Any
 from nxd_ckpt.core.manifest import ParameterSpec
 from nxd_ckpt.core.partition import Partition
 from nxd_ckpt.core.topology import Coordinates, Topology
-from nxd_ckpt.formats.tensors import TensorStub, iter_tensors
+from nxd_ckpt.formats.tensors import Assembly, TensorStub, iter_tensors
 from nxd_ckpt.tag.files import MissingTensor
 from nxd_ckpt.tag.opened import OpenTag
 
@@ -70,7 +70,7 @@ def _from_files(opened: OpenTag) -> dict[str, dict[str, Any]]:
     parameters: dict[str, dict[str, Any]] = {}
     for pp_rank in range(topology.pp):
         tree = opened.model_tree(Coordinates(pp_rank=pp_rank))
-        for path, leaf in iter_tensors(tree, (TensorStub, MissingTensor)):
+        for path, leaf in iter_tensors(tree, (TensorStub, Assembly, MissingTensor)):
             name, shape = ".".join(map(str, path)), None if leaf.shape is None else list(leaf.shape)
             parameters.setdefault(
                 name,

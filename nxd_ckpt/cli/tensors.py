@@ -98,15 +98,14 @@ def _indexed(entry: TensorEntry) -> dict[str, Any]:
 def _from_files(opened: OpenTag, at: Coordinates) -> Iterator[dict[str, Any]]:
     if opened.parts.model:
         for path, leaf in iter_tensors(opened.model_tree(at), _LEAVES):
-            yield _on_disk(f"model/{'.'.join(map(str, path))}", leaf)
+            yield from _on_disk(f"model/{'.'.join(map(str, path))}", leaf)
     if opened.parts.optimizer:
         names = opened.optimizer_names(at)
-        for path, leaf in iter_tensors(opened.optimizer_tree(at), (*_LEAVES, Assembly)):
-            for stub in (fragment.stub for fragment in leaf.fragments) if isinstance(leaf, Assembly) else (leaf,):
-                yield _on_disk(f"optim/{_state_name(path, names)}", stub)
+        for path, leaf in iter_tensors(opened.optimizer_tree(at), _LEAVES):
+            yield from _on_disk(f"optim/{_state_name(path, names)}", leaf)
 
 
-_LEAVES = (TensorStub, MissingTensor)
+_LEAVES = (TensorStub, Assembly, MissingTensor)
 
 
 def _state_name(path: Path, parameter_names: list[str] | None) -> str:
@@ -122,7 +121,12 @@ def _state_name(path: Path, parameter_names: list[str] | None) -> str:
     return "/".join([names_by_index.get(index, f"#{index}"), *map(str, state or ["master_weights"])])
 
 
-def _on_disk(name: str, leaf: TensorStub | MissingTensor) -> dict[str, Any]:
+def _on_disk(name: str, leaf: TensorStub | Assembly | MissingTensor) -> Iterator[dict[str, Any]]:
+    for stub in (fragment.stub for fragment in leaf.fragments) if isinstance(leaf, Assembly) else (leaf,):
+        yield _stored(name, stub)
+
+
+def _stored(name: str, leaf: TensorStub | MissingTensor) -> dict[str, Any]:
     offset, nbytes = (leaf.offset, leaf.nbytes) if isinstance(leaf, TensorStub) else (None, None)
     return {
         "name": name,

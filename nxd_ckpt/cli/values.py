@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from nxd_ckpt.formats.tensors import dtype_name
+from nxd_ckpt.formats.tensors import Assembly, TensorStub, dtype_name
 
 
 class _Short(reprlib.Repr):
@@ -21,6 +21,11 @@ class _Short(reprlib.Repr):
 
     def repr_Tensor(self, tensor: torch.Tensor, _: int) -> str:
         return f"tensor {dtype_name(tensor.dtype)} {list(tensor.shape)}"
+
+    def repr_TensorStub(self, stub: TensorStub | Assembly, _: int) -> str:
+        return f"tensor {stub.dtype} {list(stub.shape)}"
+
+    repr_Assembly = repr_TensorStub
 
     def repr_ndarray(self, array: Any, _: int) -> str:
         return f"array {array.dtype} {list(array.shape)}"

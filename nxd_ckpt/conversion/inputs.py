@@ -20,7 +20,7 @@ from nxd_ckpt.reshard.target import Target, target_state
 from nxd_ckpt.storage.base import Storage
 from nxd_ckpt.tag.directory import require_directory
 from nxd_ckpt.tag.files import TagFiles
-from nxd_ckpt.tag.foreign.dcp_directory import DcpDirectory
+from nxd_ckpt.tag.foreign.dcp_directory import DcpDirectory, entries_of
 from nxd_ckpt.tag.foreign.hugging_face_directory import HuggingFaceDirectory
 from nxd_ckpt.tag.model_file import WholeModelFile
 from nxd_ckpt.tag.opened import OpenTag
@@ -73,9 +73,10 @@ def open_input(job: Job, storage: Storage) -> Input:
 
 
 def open_dcp(place: Location, names: DcpNames) -> OpenTag:
-    """Open a torch DCP directory as a tag of one rank. Raises the errors of opening it."""
+    """Open a directory of torch DCP or torch_checkpointing as a tag of one rank. Raises the errors of opening it."""
     storage = place.open()
-    return OpenTag(storage, place.name, DcpDirectory(TagFiles(storage, place.name), names), None)
+    files = TagFiles(storage, place.name)
+    return OpenTag(storage, place.name, DcpDirectory(files, entries_of(files), names), None)
 
 
 class _Verified:

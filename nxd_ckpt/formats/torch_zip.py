@@ -54,10 +54,12 @@ def read_tree(
     trust_pickle: bool = False,
     leaf: Leaf = lambda stub: stub,
     begins: Sequence[int] = (),
+    dtensors: bool = False,
 ) -> Any:
     """Return the file's contents, with ``leaf(stub)`` (by default the TensorStub itself) for each tensor.
 
-    ``file`` is the key in stubs; ``begins`` are known offsets of tensors (see `read_records`). With
+    ``file`` is the key in stubs; ``begins`` are known offsets of tensors (see `read_records`); ``dtensors``
+    goes to `unpickle`. With
     ``trust_pickle=True`` any class is unpickled; for objects with tensors inside, which no tree walk reaches, ``leaf``
     must read them (`read_tensor`). Raises MalformedFile, DigestMismatch for a changed pickle, UnsafePickle,
     UnsupportedState for big-endian files.
@@ -75,7 +77,7 @@ def read_tree(
             if name.startswith("data/")
         }
         pickled = _contents(pread, directory["data.pkl"], file, limits.PICKLE_NBYTES)
-        return unpickle(pickled, file, storages, trust_pickle=trust_pickle, leaf=leaf)
+        return unpickle(pickled, file, storages, trust_pickle=trust_pickle, leaf=leaf, dtensors=dtensors)
 
 
 def _contents(pread: Pread, record: Record, file: str, limit: int) -> bytes:

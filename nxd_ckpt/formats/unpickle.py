@@ -21,6 +21,7 @@ from nxd_ckpt.core.limits import check_form, check_sizes, shown
 from nxd_ckpt.core.parsing import parsing
 from nxd_ckpt.errors import HostExhausted, MalformedFile, UnsafePickle, UnsupportedState
 from nxd_ckpt.formats import strides
+from nxd_ckpt.formats.dtensors import DTENSORS, SubclassRebuilder
 from nxd_ckpt.formats.inert import Call, Inert
 from nxd_ckpt.formats.machine import Machine, check_walk
 from nxd_ckpt.formats.plain_data import check_picklable_as_data
@@ -66,14 +67,16 @@ def unpickle(
     *,
     trust_pickle: bool = False,
     leaf: Leaf = lambda stub: stub,
+    dtensors: bool = False,
 ) -> Any:
     """Return the tree in ``data``, with ``leaf(stub)`` for every tensor.
 
-    ``file`` names the file in stubs and errors; ``storages`` are its records by storage key. Views and parameters
+    ``file`` names the file in stubs and errors; ``storages`` are its records by storage key. With
+    ``dtensors`` a DTensor becomes a `LocalTensor`, which is refused otherwise. Views and parameters
     become plain tensors; Python attributes of tensors and of OrderedDicts are dropped. Raises UnsafePickle for
     anything that is more than data (unless ``trust_pickle``), MalformedFile if it is no pickle of a torch file.
     """
-    parts = _Parts(file, storages, leaf)
+    parts = _Parts(file, storages, leaf, DTENSORS if dtensors else {})
     try:
         with parsing("its pickle", "that of a torch file"):
             tree = _Trusting(data, parts).load() if trust_pickle else _load(_Safe(data, parts))
@@ -169,7 +172,9 @@ def _reference_named(module: str, name: str) -> type[TensorReference] | None:
 class _Parts:
     """The pickle's tensor parts: storages, and the functions that rebuild tensors."""
 
-    def __init__(self, file: str, storages: Mapping[str, StorageSpan], leaf: Leaf) -> None:
+    def __init__(
+        self, file: str, storages: Mapping[str, StorageSpan], leaf: Leaf, others: Mapping[tuple[str, str], Any]
+    ) -> None:
         self._file, self._storages, self._leaf = file, storages, leaf
         self._noted: strides.Stride | None = None  # of the tensor that is being rebuilt
         stored = sum(span.nbytes for span in storages.values())
@@ -182,6 +187,7 @@ class _Parts:
             ("torch._utils", "_rebuild_parameter_with_state"): Call(lambda tensor, *_: tensor),
             ("torch._utils", "_rebuild_device_tensor_from_cpu_tensor"): Call(lambda tensor, *_: tensor),
             ("torch._tensor", "_rebuild_from_type_v2"): Call(self._rebuild),
+            **others,
         }
 
     def find(self, module: str, name: str) -> Any:
@@ -208,6 +214,8 @@ class _Parts:
 
     def _rebuild(self, rebuild: Any, _: object, args: Iterable[Any], attributes: object) -> Any:
         """Rebuild a tensor that has Python attributes."""
+        if isinstance(rebuild, SubclassRebuilder):
+            return rebuild.rebuild(attributes)
         if not isinstance(rebuild, Call) or rebuild not in self._tensors.values():
             raise MalformedFile(f"a tensor is rebuilt by {shown(rebuild)}")
         self._noted = strides.noted(attributes)

@@ -256,6 +256,7 @@ _DESCRIBERS: Mapping[Writer, Callable[[Origin, Storage, Recognised, bool], Origi
     Writer.NXDT: _lightning,
     Writer.TORCH_XLA: _script,
     Writer.TORCH_DCP: _script,
+    Writer.TORCH_CHECKPOINTING: _script,
     Writer.TIERED: _script,
     Writer.PRESHARDED: _presharded,
     Writer.OPTIMUM: _optimum,
@@ -268,6 +269,7 @@ _HINTS: Mapping[Writer, str] = {
     **dict.fromkeys(Writer, _UNSUPPORTED),
     Writer.TORCH_XLA: "expected it under model, model_state_dict or state_dict",
     Writer.TORCH_DCP: "make a tag of it with `nxd-ckpt from-dcp`, which takes other keys",
+    Writer.TORCH_CHECKPOINTING: "make a tag of it with `nxd-ckpt from-dcp`, which takes other keys",
     Writer.TIERED: "load it with its StorageReader, save it with torch DCP, then `nxd-ckpt from-dcp` takes other keys",
     Writer.HUGGING_FACE: "it needs no migration; make a tag of it with `nxd-ckpt import`",
 }

@@ -35,7 +35,7 @@ from nxd_ckpt.errors import CheckpointNotFound, MalformedFile
 from nxd_ckpt.storage.base import DirEntry, Storage
 from nxd_ckpt.storage.local import LocalStorage
 from nxd_ckpt.storage.mounts import aliases
-from nxd_ckpt.tag.foreign import legacy
+from nxd_ckpt.tag.foreign import legacy, rank_items
 from nxd_ckpt.tag.grid import holes, spanned
 from nxd_ckpt.tag.order import marker_time, order_time_of_ours, recorded_order_time
 
@@ -213,6 +213,11 @@ def _describe_other_kind(storage: Storage) -> str | None:
         return (
             "it is a torch DCP checkpoint: make a tag of it with nxd_ckpt.convert.from_dcp() or nxd-ckpt from-dcp, or "
             "read it as it is with torch.distributed.checkpoint"
+        )
+    if rank_items.is_present(files):
+        return (
+            "it is a checkpoint of torch_checkpointing: make a tag of it with nxd-ckpt migrate --to tag, or read it as "
+            "it is with nxd_ckpt.dcp.load"
         )
     if files & {"trainer_state.json", "training_args.bin"}:
         return (

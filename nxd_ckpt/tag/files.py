@@ -109,17 +109,18 @@ class TagFiles:
         """Read all of a small file, tensors included. Raises the errors of `tree` and `read`."""
         return self._parse(file, 0, None, lambda stub: strided(self._read(stub), stored_stride(stub)))
 
-    def tree(self, file: str, start: int = 0, nbytes: int | None = None) -> Any:
+    def tree(self, file: str, start: int = 0, nbytes: int | None = None, *, dtensors: bool = False) -> Any:
         """Read a ``torch.save`` file, with a TensorStub or (xser) a TensorReference for each tensor.
 
         ``start`` and ``nbytes`` select one inside a larger file, as in torch DCP's ``.distcp`` files.
+        ``dtensors`` reads a DTensor as a `LocalTensor`, which is refused otherwise.
 
         Raises:
             PartNotFound: no such file.
             MalformedFile: truncated, or not such a file.
             UnsafePickle: more than plain data, without ``trust_pickle``.
         """
-        return self._parse(file, start, nbytes, lambda stub: stub)
+        return self._parse(file, start, nbytes, lambda stub: stub, dtensors)
 
     def safetensors(self, file: str) -> Mapping[str, TensorStub]:
         """Return the tensors of a safetensors file by name, from its header. Raises PartNotFound, MalformedFile."""
@@ -212,7 +213,7 @@ class TagFiles:
             if marks.get(reference.tid)
         }
 
-    def _parse(self, file: str, start: int, nbytes: int | None, leaf: Leaf) -> Any:
+    def _parse(self, file: str, start: int, nbytes: int | None, leaf: Leaf, dtensors: bool = False) -> Any:
         def absolute(stub: TensorStub) -> Any:
             span = replace(stub.storage, offset=start + stub.storage.offset)
             return leaf(replace(stub, offset=start + stub.offset, storage=span))
@@ -232,6 +233,7 @@ class TagFiles:
                 trust_pickle=self.trust_pickle,
                 leaf=absolute if start else leaf,
                 begins=() if self._hints is None or start else self._hints.begins(file),
+                dtensors=dtensors,
             )
 
     def _read(self, stub: TensorStub) -> torch.Tensor:

@@ -39,9 +39,9 @@ from nxd_ckpt.reshard.dcp_state import DcpState
 from nxd_ckpt.reshard.whole_tag import WholeTag
 from nxd_ckpt.storage.urls import StorageOptions, StrPath
 from nxd_ckpt.tag.files import TagFiles
-from nxd_ckpt.tag.foreign.dcp_directory import DcpDirectory
-from nxd_ckpt.tag.foreign.dcp_tensors import DcpTensors
-from nxd_ckpt.tag.foreign.torch_dcp import METADATA, DcpFiles
+from nxd_ckpt.tag.foreign.dcp_directory import DcpDirectory, entries_of
+from nxd_ckpt.tag.foreign.rank_items import is_present
+from nxd_ckpt.tag.foreign.torch_dcp import METADATA
 from nxd_ckpt.tag.opened import OpenTag
 from nxd_ckpt.tag.reading import LeafReader
 
@@ -209,18 +209,18 @@ class StorageReader(TorchStorageReader):
 
 
 def _open_directory(place: Location) -> tuple[OpenTag, DcpNames] | None:
-    """Open a directory of torch's own writer as a tag of one rank, with its names; None for anything else."""
+    """Open a directory of torch DCP or torch_checkpointing as a tag of one rank, with its names; None for any other."""
     storage = place.open()
     listing = {entry.name for entry in storage.list(place.name)}
-    if METADATA not in listing or listing & {MODEL_DIR, OPTIMIZER_DIR, DONE, MARKER, MANIFEST}:
+    if not (METADATA in listing or is_present(listing)) or listing & {MODEL_DIR, OPTIMIZER_DIR, DONE, MARKER, MANIFEST}:
         return None
     files = TagFiles(storage, place.name)
-    tensors = DcpTensors(files, DcpFiles())
+    tensors = entries_of(files)
     forms = {name: tensors.form(name) for name in tensors.names}
     sizes = {name: None if form is None else prod(form.shape) for name, form in forms.items()}
     items = [DcpItem(name, tensors.path(name), size) for name, size in sizes.items()]
     names = replace(names_of(items, 0), content="")
-    return OpenTag(storage, place.name, DcpDirectory(files, names), None), names
+    return OpenTag(storage, place.name, DcpDirectory(files, tensors, names), None), names
 
 
 class _States:

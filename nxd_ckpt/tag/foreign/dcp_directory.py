@@ -1,6 +1,7 @@
-"""A torch DCP directory with a model and an optimizer, read as a tag that a single rank saved.
+"""A directory with a state dict of model and optimizer, read as a tag that a single rank saved.
 
-``torch.distributed.checkpoint.save`` writes such directories, and so does OLMo-core's ``save_model_and_optim_state``.
+``torch.distributed.checkpoint.save`` writes such directories, and so do OLMo-core's ``save_model_and_optim_state`` and
+torch_checkpointing.
 """
 
 from __future__ import annotations
@@ -15,22 +16,27 @@ from nxd_ckpt.core.manifest import Parts
 from nxd_ckpt.core.topology import Coordinates, Topology
 from nxd_ckpt.tag.files import TagFiles
 from nxd_ckpt.tag.foreign.dcp_tensors import DcpTensors
-from nxd_ckpt.tag.foreign.dcp_trees import DcpTrees
-from nxd_ckpt.tag.foreign.torch_dcp import DcpFiles, TieredFiles
+from nxd_ckpt.tag.foreign.dcp_trees import DcpTrees, Entries
+from nxd_ckpt.tag.foreign.rank_items import RankItems, is_present
+from nxd_ckpt.tag.foreign.torch_dcp import METADATA, DcpFiles
 from nxd_ckpt.tag.state_dicts import reading
 
 
+def entries_of(files: TagFiles) -> DcpTensors | RankItems:
+    """Return the entries of a directory of torch DCP or of torch_checkpointing. Raises the errors of opening it."""
+    names = files.names()
+    return RankItems(files) if METADATA not in names and is_present(names) else DcpTensors(files, DcpFiles())
+
+
 class DcpDirectory:
-    """Layout (`TagLayout`) of the DCP directory in ``files`` at ``places``. Raises the errors of `DcpTensors`.
+    """Layout (`TagLayout`) of the directory in ``files``, whose state dict has these ``entries``.
 
     Without ``names`` the optimizer is under "optim" or "optimizer", whichever exists.
     """
 
-    def __init__(
-        self, files: TagFiles, names: DcpNames | None = None, places: DcpFiles | TieredFiles | None = None
-    ) -> None:
+    def __init__(self, files: TagFiles, entries: Entries, names: DcpNames | None = None) -> None:
         self.files = files
-        self._tensors = DcpTensors(self.files, places or DcpFiles())
+        self._tensors = entries
         self._trees = DcpTrees(self._tensors, names or _usual_names(self._tensors.names))
 
     def topology(self) -> Topology:

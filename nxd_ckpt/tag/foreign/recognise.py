@@ -14,7 +14,7 @@ from nxd_ckpt.core import names
 from nxd_ckpt.errors import CheckpointNotFound, MalformedFile
 from nxd_ckpt.storage.base import Storage
 from nxd_ckpt.tag import tiered
-from nxd_ckpt.tag.foreign import legacy, nemo, presharded, torch_xla_files
+from nxd_ckpt.tag.foreign import legacy, nemo, presharded, rank_items, torch_xla_files
 from nxd_ckpt.tag.foreign.torch_dcp import METADATA
 
 
@@ -33,6 +33,7 @@ class Writer(Enum):
     PRESHARDED = "NxD inference"
     TORCH_XLA = "torch-xla"
     TORCH_DCP = "torch DCP"
+    TORCH_CHECKPOINTING = "torch_checkpointing"
     HUGGING_FACE = "Hugging Face transformers"
 
 
@@ -175,6 +176,7 @@ _TESTS: Mapping[Writer, Callable[[Storage, str, _Names], bool]] = {
     Writer.PRESHARDED: lambda storage, folder, listing: presharded.is_present(listing),
     Writer.TORCH_XLA: lambda storage, folder, listing: torch_xla_files.is_present(listing),
     Writer.TORCH_DCP: lambda storage, folder, listing: METADATA in listing,
+    Writer.TORCH_CHECKPOINTING: lambda storage, folder, listing: rank_items.is_present(listing),
     Writer.HUGGING_FACE: _is_hugging_face,
 }
 

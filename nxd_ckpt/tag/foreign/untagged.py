@@ -8,9 +8,11 @@ from typing import NamedTuple
 from nxd_ckpt.errors import MalformedFile, PartNotFound
 from nxd_ckpt.storage.base import Storage
 from nxd_ckpt.tag.files import TagFiles
-from nxd_ckpt.tag.foreign import nemo, presharded, torch_xla_files
+from nxd_ckpt.tag.foreign import nemo, presharded, rank_items, torch_xla_files
 from nxd_ckpt.tag.foreign.dcp_directory import DcpDirectory
-from nxd_ckpt.tag.foreign.torch_dcp import METADATA, TIERED_DATA, TIERED_METADATA, TieredFiles
+from nxd_ckpt.tag.foreign.dcp_tensors import DcpTensors
+from nxd_ckpt.tag.foreign.rank_items import RankItems
+from nxd_ckpt.tag.foreign.torch_dcp import METADATA, TIERED_DATA, TIERED_METADATA, DcpFiles, TieredFiles
 from nxd_ckpt.tag.nxd_tag import TagLayout
 
 
@@ -50,7 +52,8 @@ def open_untagged(storage: Storage, key: str) -> TagLayout:
 
 
 def _open_tiered(files: TagFiles) -> TagLayout:
-    return DcpDirectory(TagFiles(files.storage, ""), places=TieredFiles(files.tag))
+    root = TagFiles(files.storage, "")
+    return DcpDirectory(root, DcpTensors(root, TieredFiles(files.tag)))
 
 
 class _Layout(NamedTuple):
@@ -63,7 +66,12 @@ class _Layout(NamedTuple):
 _LAYOUTS = (
     _Layout("torch-xla", torch_xla_files.is_present, torch_xla_files.open_files),
     _Layout("NxD inference", presharded.is_present, presharded.PreshardedFiles),
-    _Layout("torch DCP", lambda listing: METADATA in listing, DcpDirectory),
+    _Layout(
+        "torch DCP",
+        lambda listing: METADATA in listing,
+        lambda files: DcpDirectory(files, DcpTensors(files, DcpFiles())),
+    ),
+    _Layout("torch_checkpointing", rank_items.is_present, lambda files: DcpDirectory(files, RankItems(files))),
     _Layout("SageMaker's tiered storage", lambda listing: TIERED_METADATA in listing, _open_tiered),
 )
 
