@@ -91,7 +91,7 @@ def save_checkpoint(
         async_save: return once the state is in host memory; `finalize_checkpoint` waits until tags are visible.
         path, save_overwrite: other names for ``checkpoint_dir_str`` and ``overwrite``; the latter is OLMo-core's.
         tiers: the places that checkpoints go to, such as ``[Tier("/mnt/nvme/run7", keep=2), Tier("s3://bucket/run7",
-            every=10)]``; the first is ``checkpoint_dir_str``, which may be left out. What is visible there is copied to
+            every=10)]``; the first is ``checkpoint_dir_str``, which may be left out. Complete tags are copied to
             the others in the background. They count at a directory's first save in a process.
         rank_content: plain data of this rank alone; a load on the same sizes returns it to the same rank. Data
             positions in it (`capture_data_position`) are re-split for other sizes.

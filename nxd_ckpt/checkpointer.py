@@ -81,8 +81,8 @@ class Checkpointer:
         Args:
             path: the directory, created by the first save; or a URL such as ``s3://bucket/run``.
             storage: where the files go, in place of what ``path`` names: one of your own (``docs/own-storage.md``).
-            tiers: the places that checkpoints go to, of which the first is ``path``, which may be left out. What is
-                visible there is copied to the others in the background (``docs/tiers.md``).
+            tiers: the places that checkpoints go to, of which the first is ``path``, which may be left out.
+                Complete tags are copied to the others in the background (``docs/tiers.md``).
         """
         preemption, shared = split_options(PreemptionOptions, options)
         self._options = chosen = CheckpointerOptions(**shared)
@@ -134,7 +134,7 @@ class Checkpointer:
             rank_content: plain data of this rank alone; a load on the same sizes gives it back to the same rank. Data
                 positions in it (`capture_data_position`) are re-split for other sizes.
             async_save: return once the state is copied, and write in the background.
-            tag_values: what fills a tag such as ``"ep{epoch}-ba{batch:06d}"``, as ``str.format`` does; without them
+            tag_values: the values in a tag such as ``"ep{epoch}-ba{batch:06d}"``, as ``str.format`` does; without them
                 braces are characters like others.
 
         Raises:

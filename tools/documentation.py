@@ -35,8 +35,11 @@ OUTSIDE = {
 REFERENCE = {
     "nxd_ckpt": "Saving and loading",
     "nxd_ckpt.convert": "Conversions",
+    "nxd_ckpt.verify": "Verifying",
+    "nxd_ckpt.prune": "Removing and pinning",
     "nxd_ckpt.dcp": "As torch DCP",
     "nxd_ckpt.errors": "Exceptions",
+    "nxd_ckpt.storage.base": "The interface of storages",
     "nxd_ckpt.testing": "Tests of your own",
 }
 """Title of each module's page in the reference."""

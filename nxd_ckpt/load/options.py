@@ -62,7 +62,7 @@ class LoadOptions:
         the checkpoint, all at once.""")
     prefix: str = option("", """beginning of the names in the checkpoint that other live names do not have. Names
         without it there are ignored.""")
-    ignore_keys: IgnoreKeys | None = option(None, """what keeps its live value, and is neither read nor verified: globs
+    ignore_keys: IgnoreKeys | None = option(None, """names that keep their live values, neither read nor verified: globs
         over names, or a function from the list of all names to the ones to leave out. Names are ``model/<name>``,
         ``optim/<name>/<state>``, ``optim/param_groups``, ``scheduler``, ``user_content``, ``rank_content`` (and their
         keys, as ``rank_content/epoch``), and ``rng``, which is a random state from ``capture_random_state`` in

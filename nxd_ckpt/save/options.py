@@ -39,7 +39,7 @@ class SaveOptions:
         object stores. A file system keeps the old tag until the new one is complete; on an object store the old tag is
         removed before the new one is written.""")
     weights_only: bool = option(False, "save the model and nothing else, even if optimizer and scheduler are given.")
-    ignore_keys: IgnoreKeys | None = option(None, """what is not saved: globs over names such as ``optim/*``, or a
+    ignore_keys: IgnoreKeys | None = option(None, """names that are not saved: globs such as ``optim/*``, or a
         function of all names; as of a load.""")
     retain: Sequence[Rule] | None = option(None, """rules for which complete tags to keep, such as ``[Last(3),
         Every(1000), Best("loss", 3), Within(hours=2)]``; a tag goes if no rule keeps it, it is not pinned, and it is
@@ -50,7 +50,7 @@ class SaveOptions:
         that beside the tag: a report then reads no tensor. No save waits for that. So if a rank is not done when its
         next save begins, or the next part of a state that is larger than ``memory_cap``, none of its counts are kept,
         and a report reads the whole tag. Closing waits until all is counted, but not after an exception.""")
-    dedup: bool = option(False, """a file whose bytes are those of the tag before is not written again: it is
+    dedup: bool = option(False, """a file that is the same in the tag before is not written again: it is
         hard-linked, on a file system that can it shares the blocks, and a bucket of S3 copies it by itself.
         Fine-grained with ``use_xser``. Any of these tags may be removed or replaced without the others.""")
 
