@@ -23,9 +23,9 @@ FUNCTIONS: list[Callable[..., Any]] = [
     for function in (
         *(getattr(nxd_ckpt, name) for name in nxd_ckpt.__all__),
         *(getattr(convert, name) for name in convert.__all__),
-        *(prune_checkpoints, Checkpointer.__init__, Checkpointer.save, Checkpointer.load, ResumeProbe.check),
+        *(*vars(Checkpointer).values(), prune_checkpoints, ResumeProbe.check),
     )
-    if inspect.isfunction(function) and "options" in function.__annotations__
+    if inspect.isfunction(function) and str(function.__annotations__.get("options")).startswith("Unpack[")
 ]
 _MARK = "# ---- generated ----\n"
 
