@@ -29,6 +29,7 @@ Each message names the thing (tag, rank, file, tensor), what was expected, what 
     ├── SaveFailed                               this save did not become visible, on any rank
     │   └── RanksDisagree                        on the tag, or on what is saved or loaded
     ├── OutcomeUnknown                           rank 0 gave no verdict in time: look at the directory
+    ├── ReplicaLost                              a rank that shares the reading failed or is gone
     └── PeerTimeout                              a rank did not answer in an agreement
 
 An exception is made from its message alone, so that one rank's error can be raised again, as the same class, on every
@@ -151,6 +152,10 @@ class RanksDisagree(SaveFailed):
 
 class OutcomeUnknown(CheckpointError):
     """No verdict arrived in time: the save may or may not have become visible."""
+
+
+class ReplicaLost(CheckpointError):
+    """A rank that this one shares the reading with failed or is gone; if its error is known, that is raised instead."""
 
 
 class PeerTimeout(CheckpointError):

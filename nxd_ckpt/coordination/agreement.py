@@ -17,7 +17,7 @@ from typing import Any, Protocol, TypeVar
 from nxd_ckpt import effects, errors
 from nxd_ckpt.coordination.backoff import pause_after
 from nxd_ckpt.coordination.peers import Peers
-from nxd_ckpt.errors import CheckpointError, PeerTimeout, TagReplaced
+from nxd_ckpt.errors import CheckpointError, PeerTimeout, ReplicaLost, TagReplaced
 
 T = TypeVar("T")
 
@@ -239,7 +239,7 @@ def on_all(agreement: Agreement, step: Callable[[], T]) -> T:
     """Run ``step`` on every rank; if it raised on any, raise on all.
 
     A rank raises its own error if it has one, otherwise that of the first failed rank, as the same class. If any rank
-    raised TagReplaced, all do.
+    raised TagReplaced, all do. ReplicaLost gives way to any other error: that is why a replica was lost.
     """
     own: Exception | None = None
     try:
@@ -248,15 +248,18 @@ def on_all(agreement: Agreement, step: Callable[[], T]) -> T:
         own = error
     words = agreement.gather(None if own is None else errors.to_wire(own))
     failures = [[rank, *word] for rank, word in enumerate(words or ()) if word]
-    # If a tag was replaced, all ranks raise that: it explains the errors that others met in it.
-    replaced = [failure for failure in failures if failure[1] == TagReplaced.__name__]
-    failed = agreement.broadcast(next(iter(replaced + failures), None))
-    if own is not None and (isinstance(own, TagReplaced) or failed[1] != TagReplaced.__name__):
+    failed = agreement.broadcast(min(failures, key=lambda failure: _explains(failure[1]), default=None))
+    if own is not None and _explains(errors.to_wire(own)[0]) == _explains(failed[1]):
         raise own
     if failed is not None:
         rank, name, message = failed
         raise errors.from_wire(name, message, rank) from own
     return result
+
+
+def _explains(name: str) -> int:
+    """Return the place of an error's class in the order in which errors explain those that other ranks met."""
+    return {TagReplaced.__name__: 0, ReplicaLost.__name__: 2}.get(name, 1)
 
 
 def decided_by_rank0(agreement: Agreement, decide: Callable[[], T]) -> T:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -12,10 +11,9 @@ from typing import Any
 
 import torch
 
-from nxd_ckpt import effects
 from nxd_ckpt.core.topology import Coordinates, Topology
-from nxd_ckpt.errors import CheckpointError, CorruptCheckpoint, OptimizerMismatch
-from nxd_ckpt.formats.tensors import allocated, iter_leaves
+from nxd_ckpt.errors import CorruptCheckpoint, OptimizerMismatch
+from nxd_ckpt.formats.tensors import iter_leaves
 from nxd_ckpt.gc_paused import gc_paused
 from nxd_ckpt.live import torch_xla
 from nxd_ckpt.live.dtensor import names_without_wrappers
@@ -23,29 +21,25 @@ from nxd_ckpt.live.model import ModelAdapter
 from nxd_ckpt.live.models import open_model
 from nxd_ckpt.live.save_state import SaveState
 from nxd_ckpt.load.collective_checks import Unmatched, refuse_unknown_names, refuse_unmatched
-from nxd_ckpt.load.delivery import Delivery
 from nxd_ckpt.load.downloading import download
 from nxd_ckpt.load.filters import Filter
 from nxd_ckpt.load.load_context import load_context
-from nxd_ckpt.load.mesh_shares import MeshShares, agree_on_blocks
 from nxd_ckpt.load.overwriting import fill_model, nbytes_of, overwriting
 from nxd_ckpt.load.parts import check_scheduler, demand, load_scheduler, own_content, part_names
 from nxd_ckpt.load.planner import LoadPlanner
 from nxd_ckpt.load.renamed_tag import RenamedTag
-from nxd_ckpt.load.replicas import WORTH_IT, Broadcast, ReplicaShares, agree_on_shares, open_broadcast
+from nxd_ckpt.load.replicas import SharedReads, delivery_of, measured_rate, open_shared_reads
 from nxd_ckpt.load.request import LoadRequest
 from nxd_ckpt.load.scheduled_rates import lacks_scheduled_rates, with_scheduled_rates
+from nxd_ckpt.load.shares import ReplicaShares, agree_on_shares
 from nxd_ckpt.load.trees import LoadTrees
 from nxd_ckpt.reshard.plain_values import ABSENT
 from nxd_ckpt.storage.cached import CachedStorage
 from nxd_ckpt.storage.progress import is_watched, watched
 from nxd_ckpt.tag.opened import OpenTag
-from nxd_ckpt.tag.reading import Leaf, Takes
+from nxd_ckpt.tag.reading import Leaf
 
 logger = logging.getLogger("nxd_ckpt")
-
-_MEASURED = 64 * 2**20
-"""Bytes that are read to measure the speed of reading."""
 
 
 class LoadAttempt:
@@ -140,10 +134,8 @@ class PreparedLoad:
         wants_own = options.rank_content is not None and not filtered.covers("rank_content")
         self._rank_content = own_content(opened, request.topology, filtered) if wants_own else None
         self.reader = opened.reader()
-        self._delivery = Delivery(self.reader, self._read_into)
-        self._shares: ReplicaShares | None = None
-        self._mesh_shares: MeshShares | None = None
-        self._broadcast: Broadcast | None = None
+        self._shares = ReplicaShares(request.topology, ())
+        self._reads: SharedReads | None = None
 
     def refuse_unmatched(self) -> None:
         """Raise KeyMismatch if no rank's model has a name of the tag. Collective.
@@ -164,23 +156,16 @@ class PreparedLoad:
             )
 
     def share(self) -> None:
-        """Determine the leaves that data-parallel replicas, or the ranks of a mesh, have in common. Collective."""
-        agreement = self._request.agreement
-        if agreement.world_size > 1:
-            placed = list(self._trees.placed_leaves())
-            # DTensor shards differ between replicas: then there is nothing to compare.
-            is_cut = any(place.is_cut for _, _, place in placed)
-            shares = None if is_cut else ReplicaShares(self._request.topology, list(self._trees.replicated_leaves()))
-            # The terms decide which leaves are verified, in which order they are read, and of which copy of the tag.
-            adapters = [type(adapter).__name__ for adapter in (self._trees.model, self._trees.optimizer)]
-            terms = [self._options.verify, self._options.pre_download, self._opened.copy, *adapters]
-            agreed = agree_on_shares(agreement, shares, terms)
-            # Copies on a local disk belong to this host: no other host has verified them.
-            self._shares = shares if agreed and self._cache is None else None
-            if not agreed and self._opened.mesh is not None:
-                blocks = MeshShares(placed)
-                agreed = agree_on_blocks(agreement, blocks, terms)
-                self._mesh_shares = blocks if agreed and self._cache is None else None
+        """Determine the leaves that replicas, data-parallel or on a mesh, have in common. Collective."""
+        # The terms decide which leaves are verified, in which order they are read, and of which copy of the tag.
+        adapters = [type(adapter).__name__ for adapter in (self._trees.model, self._trees.optimizer)]
+        terms = [self._options.verify, self._options.pre_download, self._opened.copy, *adapters]
+        leaves, placed = self._trees.replicated_leaves(), list(self._trees.placed_leaves())
+        by_block = self._opened.mesh is not None
+        request = self._request
+        shares = agree_on_shares(request.agreement, request.topology, leaves, placed, terms, by_block)
+        if self._cache is None:  # else copies on a local disk belong to this host: no other host has verified them
+            self._shares = shares
 
     def verify(self) -> None:
         """Verify every byte that will be loaded, before anything changes; of shared leaves, this rank's share.
@@ -198,12 +183,12 @@ class PreparedLoad:
         if not self._options.verifies_first:
             return
         leaves = self._trees.leaves()
-        mine = [item for item in leaves if self._shares is None or self._shares.is_verified_here(item[1])]
-        total = partial(self.reader.nbytes_to_verify, [(leaf, self._takes(leaf)) for _, leaf in mine])
+        mine = [(*item, self._shares.takes(item[1])) for item in leaves if self._shares.is_verified_here(item[1])]
+        total = partial(self.reader.nbytes_to_verify, [(leaf, takes) for _, leaf, takes in mine])
         try:
             with self._watched("verify", total), gc_paused():
-                for name, leaf in mine:
-                    self.reader.verify(leaf, name, self._takes(leaf))
+                for name, leaf, takes in mine:
+                    self.reader.verify(leaf, name, takes)
                 self.reader.finish()
         except CorruptCheckpoint as error:
             if self._cache is None:
@@ -233,10 +218,6 @@ class PreparedLoad:
         """Bytes of all tensors that this rank loads."""
         return sum(nbytes_of(leaf) for _, leaf in self._trees.leaves())
 
-    def _takes(self, leaf: Leaf) -> Takes | None:
-        """Return the selection of the leaf's blocks that this rank verifies, if the ranks of a mesh share that."""
-        return None if self._mesh_shares is None else self._mesh_shares.takes(leaf)
-
     def _watched(self, what: str, total: Callable[[], int]) -> AbstractContextManager[None]:
         """Return a context with a progress bar of ``total()`` bytes, on the reporting rank."""
         if not (self._request.reports_progress and self._options.progress and is_watched()):
@@ -246,39 +227,18 @@ class PreparedLoad:
         return watched(what, total(), lambda: done.nbytes - before, True)
 
     def join(self) -> None:
-        """Join the replicas for a broadcast, if they are to share the reading as well. Collective."""
-        if self._shares is not None:
-            request = self._request
-            share_reads = self._options.share_reads
-            rate = self._read_rate(self._shares) if share_reads is None else math.inf
-            self._broadcast = open_broadcast(request.agreement, self._shares, share_reads, rate, request.timeout)
-
-    def _read_rate(self, shares: ReplicaShares) -> float:
-        """Measure bytes per second of reading leaves that another replica verified.
-
-        From the page cache, if on one host.
-        """
-        nbytes, started = 0, effects.monotonic()
-        if shares.nbytes < WORTH_IT:
-            return math.inf
-        try:
-            for name, leaf in self._trees.replicated_leaves():
-                if nbytes < _MEASURED and not shares.is_verified_here(leaf):
-                    out = allocated(leaf.shape, leaf.dtype)
-                    self.reader.read_into(leaf, out, name, compare=False)
-                    nbytes += out.nbytes
-            self.reader.finish()
-        except (CheckpointError, OSError):
-            return math.inf  # the load itself reports it
-        return nbytes / max(effects.monotonic() - started, 1e-9) if nbytes else math.inf
+        """Join the replicas for broadcasts, if they are to share the reading as well. Collective."""
+        rate = partial(measured_rate, self.reader, self._trees.replicated_leaves(), self._shares)
+        agreement, share_reads, timeout = self._request.agreement, self._options.share_reads, self._request.timeout
+        self._reads = open_shared_reads(agreement, self._shares, share_reads, rate, timeout)
 
     def apply(self) -> None:
         """Change the live objects.
 
-        Replicas leave their group afterwards, also on failure, so that none waits for this rank.
+        Replicas leave their groups afterwards, also on failure, so that none waits for this rank.
         """
         with (
-            self._broadcast or nullcontext(),
+            self._reads or nullcontext(),
             overwriting(self.where),
             self._opened.guarded(verified=self._options.verifies_first or self._is_verified),
             self._watched("load", lambda: self.nbytes),
@@ -287,19 +247,20 @@ class PreparedLoad:
 
     def _fill(self) -> None:
         model, optimizer = self._trees.model, self._trees.optimizer
+        delivery = delivery_of(self.reader, self._begin, self._reads)
         if model is not None:
             with gc_paused():
                 strict = self._options.strict_names
-                fill_model(model, self._trees.names, self._trees.model_tree, self._delivery, strict)
-            self._delivery.finish()
+                fill_model(model, self._trees.names, self._trees.model_tree, delivery, strict)
+            delivery.finish()
             model.after_load()
         if optimizer is not None:
             with gc_paused():
                 if self._trees.optimizer_tree:
-                    optimizer.load(self._trees.optimizer_tree, self._delivery, self._trees.keeps)
+                    optimizer.load(self._trees.optimizer_tree, delivery, self._trees.keeps)
                 else:
                     optimizer.follow(self._trees.keeps)
-            self._delivery.finish()
+            delivery.finish()
             if self._trees.optimizer_tree:
                 optimizer.after_load()
         if self._scheduler is not None:
@@ -313,21 +274,9 @@ class PreparedLoad:
         # its graph differ from the uninterrupted run's: a step compiled for one use, and rounded differently.
         torch_xla.sync()
 
-    def _read_into(self, leaf: Leaf, out: torch.Tensor) -> None:
-        """Start to fill ``out``; if replicas share the reading, all of them fill it together, at once."""
-        owner = None if self._shares is None or self._broadcast is None else self._shares.owner(leaf)
-        if self._broadcast is None or owner is None:
-            self._begin(leaf, out)
-        else:
-            self._broadcast.fill(out, owner, partial(self._read_now, leaf, out))
-
-    def _read_now(self, leaf: Leaf, out: torch.Tensor) -> None:
-        self._begin(leaf, out)
-        self.reader.finish()
-
     def _begin(self, leaf: Leaf, out: torch.Tensor) -> None:
         compare, verified = self._options.verify is not False, self._options.verifies_first
-        name, takes = self._trees.name_by_leaf[id(leaf)], self._takes(leaf)
+        name, takes = self._trees.name_by_leaf[id(leaf)], self._shares.takes(leaf)
         self.reader.read_into(leaf, out, name, compare=compare, verified=verified, takes=takes)
 
 

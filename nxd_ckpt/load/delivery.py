@@ -9,11 +9,12 @@ from __future__ import annotations
 from bisect import bisect_right, insort
 from collections import deque
 from collections.abc import Callable
+from typing import Protocol
 
 import torch
 
 from nxd_ckpt.formats.tensors import allocated
-from nxd_ckpt.tag.reading import Leaf, LeafReader
+from nxd_ckpt.tag.reading import Leaf
 
 _ON_THE_WAY = 64 * 2**20
 """Bytes of tensors that may wait to be handed over, in addition to the first two."""
@@ -22,10 +23,24 @@ Fill = Callable[[Leaf, torch.Tensor], None]
 """Starts to fill a contiguous CPU tensor with the leaf; complete when the reader has finished."""
 
 
+class Reads(Protocol):
+    """Reads that were begun: this rank's own (`LeafReader`), or shared with replicas."""
+
+    @property
+    def asked(self) -> int:
+        """Argument for `wait` that covers everything requested so far."""
+
+    def wait(self, asked: int) -> None:
+        """Return when the first ``asked`` requests are in memory. Raises their errors."""
+
+    def finish(self) -> None:
+        """Return when all requests are in memory, and verified if requested. Raises their errors."""
+
+
 class Delivery:
     """Delivery of leaves to live tensors (`nxd_ckpt.live.optimizer_state.Read`). ``fill`` reads through ``reader``."""
 
-    def __init__(self, reader: LeafReader, fill: Fill) -> None:
+    def __init__(self, reader: Reads, fill: Fill) -> None:
         self._reader, self._fill = reader, fill
         self._waiting: deque[tuple[int, torch.Tensor, Callable[[torch.Tensor], None]]] = deque()
         self._waiting_bytes = 0

@@ -9,8 +9,9 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Collection, Iterable, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import replace
+from functools import partial
 from hashlib import sha256
 
 import torch
@@ -30,11 +31,12 @@ from nxd_ckpt.live.dtensor import refuse_sizes
 from nxd_ckpt.live.models import open_model
 from nxd_ckpt.live.optimizer import open_optimizer
 from nxd_ckpt.load.collective_checks import Unmatched, refuse_unmatched
-from nxd_ckpt.load.delivery import Delivery
 from nxd_ckpt.load.filters import Filter
 from nxd_ckpt.load.overwriting import fill_model, nbytes_of, overwriting
 from nxd_ckpt.load.placing import local_tree
+from nxd_ckpt.load.replicas import SharedReads, delivery_of, measured_rate, open_shared_reads
 from nxd_ckpt.load.request import LoadRequest
+from nxd_ckpt.load.shares import agree_on_shares
 from nxd_ckpt.load.tied import refuse_unequal_ties, unequal_ties
 from nxd_ckpt.storage.base import Storage
 from nxd_ckpt.storage.progress import report, watched
@@ -67,7 +69,10 @@ def load_hugging_face(storage: Storage, request: LoadRequest) -> None:
     refuse_unmatched(request, attempt.nbytes > 0, attempt.unfilled)
     if not request.acts_for_one_stage:
         decided_by_rank0(agreement, lambda: attempt.refuse_unused(used))
-    on_all(agreement, lambda: attempt.apply(shown=request.reports_progress and request.options.progress))
+    with attempt.reader() as reader:
+        reads = attempt.join(request, reader)
+        shown = request.reports_progress and request.options.progress
+        on_all(agreement, lambda: attempt.apply(reader, reads, shown=shown))
     if request.reports_progress and attempt.left_out:
         logger.warning("%s: left out, for multi-token prediction: %s", attempt.where, first_of(attempt.left_out))
     if request.reports_progress and logger.isEnabledFor(logging.INFO):
@@ -146,17 +151,28 @@ class _HuggingFaceLoad:
         if unused:
             self._complain(f"{self.where} holds {first_of(unused)}, which no rank's model has")
 
-    def apply(self, *, shown: bool) -> None:
-        """Change the live model."""
-        with overwriting(self.where), self._reader() as reader:
+    def join(self, request: LoadRequest, reader: LeafReader) -> SharedReads | None:
+        """Join the replicas, data-parallel or on a mesh, if they are to share the reading. Collective."""
+        leaves = [(f"model/{name}", leaf) for name, leaf in self._leaves.items()]
+        places = self._model.placed(self._leaves)
+        placed = [(name, self._leaves[name], places[name,]) for name in self._leaves if (name,) in places]
+        terms = type(self._model).__name__
+        shares = agree_on_shares(request.agreement, request.topology, leaves, placed, terms)
+        rate = partial(measured_rate, reader, leaves, shares)
+        return open_shared_reads(request.agreement, shares, request.options.share_reads, rate, request.timeout)
+
+    def apply(self, reader: LeafReader, reads: SharedReads | None, *, shown: bool) -> None:
+        """Change the live model. Replicas that share ``reads`` leave their groups afterwards."""
+        with reads or nullcontext(), overwriting(self.where):
             names = {id(leaf): name for name, leaf in self._leaves.items()}
 
             def fill(leaf: Leaf, out: torch.Tensor) -> None:
                 reader.read_into(leaf, out, f"model/{names[id(leaf)]}", compare=False)
 
-            with watched("load", self.nbytes, lambda: reader.done.nbytes, shown):
+            before = reader.done.nbytes
+            with watched("load", self.nbytes, lambda: reader.done.nbytes - before, shown):
                 self._model.materialize(self._leaves)
-                delivery = Delivery(reader, fill)
+                delivery = delivery_of(reader, fill, reads)
                 fill_model(self._model, list(self._leaves), self._leaves, delivery)
                 delivery.finish()
             self._model.after_load()
@@ -201,7 +217,7 @@ class _HuggingFaceLoad:
         for match in matches:
             if match.name in assemblies:
                 self._refuse_zeroed_rows(match, specs[match.name].shape, topology)
-        refuse_unequal_ties(self.where, assemblies, self._model.aliases, self._reader)
+        refuse_unequal_ties(self.where, assemblies, self._model.aliases, self.reader)
         assemblies = {name: leaf for name, leaf in assemblies.items() if self._is_first(name, assemblies)}
         return local_tree(assemblies, self._model.placed(assemblies))
 
@@ -214,9 +230,9 @@ class _HuggingFaceLoad:
             name = live[match.name]
             with suppress(KeyMismatch):  # absent: the load reports it
                 assemblies[name] = self._mapped.assembly(match, self._specs[name].dtype, self._specs[name].shape)
-        return {name for pair in unequal_ties(assemblies, self._model.aliases, self._reader) for name in pair}
+        return {name for pair in unequal_ties(assemblies, self._model.aliases, self.reader) for name in pair}
 
-    def _reader(self) -> LeafReader:
+    def reader(self) -> LeafReader:
         return LeafReader(self._directory.files, {})
 
     def _is_first(self, name: str, assemblies: Collection[str]) -> bool:

@@ -2,8 +2,8 @@
 
 The optimizer comes second because shards without saved master weights are cut from the model's *loaded* parameters.
 Between the two phases only the places of the bytes are kept in memory: verified bytes are read again,
-mostly from the page cache, and compared again. With ``verify="reading"`` there is the second phase only. Data-parallel
-replicas, which load the same model, share the verifying, and if storage is slow the reading.
+mostly from the page cache, and compared again. With ``verify="reading"`` there is the second phase only. Replicas,
+which load the same model or the same shards of it, share the verifying, and if storage is slow the reading.
 """
 
 from __future__ import annotations

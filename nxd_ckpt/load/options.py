@@ -41,9 +41,9 @@ class LoadOptions:
         but may leave live state partly overwritten. False: never; structure, sizes and indexes are still checked. None:
         "reading" on object stores, where True would download everything twice; True on file systems, and with
         ``pre_download``.""")
-    share_reads: bool | None = option(None, """one of the data-parallel replicas reads each tensor and broadcasts it to
-        the others; None does so if that is measured to be faster. If ranks pass different values, False goes before
-        True, and True before None. It has no effect with ``pre_download``.""")
+    share_reads: bool | None = option(None, """of the ranks that load the same tensor or shard (data-parallel replicas,
+        HSDP's) one reads it and broadcasts it to the others; None does so if that is measured to be faster. If ranks
+        pass different values, False goes before True, and True before None. It has no effect with ``pre_download``.""")
     pre_download: bool = option(False, """first download the files that this rank needs, whole, to a local disk, and
         load from there. The processes of a host share the downloads. For each directory or URL the files of the last
         loaded tag stay there.""")

@@ -1,28 +1,31 @@
-"""Shared loading of data-parallel replicas: each verifies and reads a share of the leaves that all load.
+"""Reading that replicas share: each reads a share of what all load ahead, and sends it to the others, in turns.
 
-Verifying is always shared if the replicas load the same leaves: a digest need not be compared twice. Reading is
-shared, and the data broadcast through gloo on the host, if storage is slow enough for that to be faster.
+Data goes through gloo on the host. It is shared if storage is slow enough for that to be faster.
 """
 
 from __future__ import annotations
 
-import heapq
 import json
 import logging
-from collections.abc import Callable, Sequence
+import math
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
 from datetime import timedelta
+from functools import partial
 from hashlib import sha256
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from nxd_ckpt import effects, errors
 from nxd_ckpt.coordination.agreement import Agreement, on_all
 from nxd_ckpt.core.closing import Closing
-from nxd_ckpt.core.topology import Topology
-from nxd_ckpt.errors import CheckpointError
-from nxd_ckpt.formats.tensors import Assembly, byte_view, itemsize
-from nxd_ckpt.tag.reading import Leaf
+from nxd_ckpt.errors import CheckpointError, ReplicaLost
+from nxd_ckpt.formats.tensors import allocated, byte_view
+from nxd_ckpt.load.delivery import Delivery, Fill
+from nxd_ckpt.load.shares import Named, ReplicaGroup, ReplicaShares
+from nxd_ckpt.tag.reading import Leaf, LeafReader
 
 logger = logging.getLogger("nxd_ckpt")
 
@@ -30,6 +33,8 @@ FAST = 2**30
 """Reading speed (bytes per second) from which on no broadcast is tried."""
 WORTH_IT = 256 * 2**20
 """Bytes that replicas must have in common for a measurement to pay off."""
+_MEASURED = 64 * 2**20
+"""Bytes that are read to measure the speed of reading."""
 _PROBE = 8 * 2**20
 _PROBE_SECONDS = 30.0
 """Time limit for joining replicas for a measurement; after it they read for themselves, as the network may have no
@@ -37,51 +42,12 @@ route.
 """
 _CHUNK = 256 * 2**20
 """Maximum bytes of one broadcast: a timeout is for lack of progress, not for size."""
-
-
-class ReplicaShares:
-    """Assignment of the leaves that all replicas of ``topology`` load to the replica that verifies, and may read, each.
-
-    ``leaves`` are (global name, leaf), in one order on all replicas. ``nbytes`` is the total to verify.
-    """
-
-    def __init__(self, topology: Topology, leaves: Sequence[tuple[str, Leaf]]) -> None:
-        self.ranks = topology.replicas(topology.coordinates, expert=topology.ep > 1)
-        self.place = self.ranks.index(topology.rank)
-        sizes = dict(_record(leaf) for _, leaf in leaves)
-        owners = dict(zip(sizes, _balanced(list(sizes.values()), len(self.ranks)), strict=True))
-        # By identity: a leaf that only this rank loads, a ZeRO-1 shard, may equal a leaf that all load.
-        self._owners = {id(leaf): owners[_record(leaf)[0]] for _, leaf in leaves}
-        self.nbytes = sum(sizes.values())
-        self.digest = sha256(repr((self.ranks, leaves)).encode()).hexdigest()
-
-    def owner(self, leaf: Leaf) -> int | None:
-        """Return the place in ``ranks`` of the replica that reads it; None for leaves that only this rank loads."""
-        return self._owners.get(id(leaf))
-
-    def is_verified_here(self, leaf: Leaf) -> bool:
-        return self.owner(leaf) in (None, self.place)
-
-
-def agree_on_shares(agreement: Agreement, shares: ReplicaShares | None, terms: Any = None) -> bool:
-    """Return whether the members of every group of replicas load the same leaves, so that none is left out. Collective.
-
-    ``terms`` (JSON) must also be equal on all members for one to rely on another. None as ``shares`` means that this
-    rank
-    loads other leaves than its replicas: then nobody shares.
-    """
-    own = None if shares is None else [shares.ranks[0], [len(shares.ranks), shares.digest, terms]]
-    gathered = agreement.gather(own) or []
-    if None in gathered:
-        return bool(agreement.broadcast(False))
-    groups: dict[int, list[Any]] = {}
-    for leader, summary in gathered:
-        groups.setdefault(leader, []).append(summary)
-    return bool(agreement.broadcast(all(group == [group[0]] * group[0][0] for group in groups.values())))
+_AHEAD = 64 * 2**20
+"""Bytes of tensors, for each replica, that wait to be sent or received while their owners read them."""
 
 
 class Broadcast(Closing):
-    """The replicas as a gloo group of their own, until it is closed. Construction is collective over them.
+    """A group of replicas as a gloo group of its own, until it is closed. Construction is collective over them.
 
     If a member closes it early, or dies, `fill` fails on the others at once.
 
@@ -89,18 +55,18 @@ class Broadcast(Closing):
         CheckpointError: they could not be joined.
     """
 
-    def __init__(self, agreement: Agreement, ranks: Sequence[int], timeout: float) -> None:
+    def __init__(self, agreement: Agreement, ranks: Sequence[int], place: int, timeout: float) -> None:
         import torch.distributed as dist
 
-        self._ranks, self._place = list(ranks), list(ranks).index(agreement.rank)
-        store = agreement.store(f"replicas/{ranks[0]}")
+        self._ranks, self._place = list(ranks), place
+        store = agreement.store(f"replicas/{sha256(repr(self._ranks).encode()).hexdigest()[:32]}")
         try:
             gloo: Any = getattr(dist, "ProcessGroupGloo")  # noqa: B009 (torch does not declare what it exports)
             self._gloo = gloo(store, self._place, len(self._ranks), timedelta(seconds=timeout))
             self._gloo.barrier().wait()  # leaving before another member has connected would make that member fail
         except Exception as error:
             raise CheckpointError(
-                f"rank {agreement.rank} could not join the replicas {self._ranks[:8]} to share the reading: "
+                f"rank {ranks[place]} could not join the replicas {self._ranks[:8]} to share the reading: "
                 f"{_first_line(error)}. Set GLOO_SOCKET_IFNAME to the network interface to use, or pass "
                 "share_reads=False"
             ) from error
@@ -113,7 +79,8 @@ class Broadcast(Closing):
         """Fill the contiguous CPU tensor ``out`` on all members: the one at place ``owner`` calls ``read``.
 
         Raises:
-            CheckpointError: the error of ``read`` there, on all members; or one of them is gone.
+            CheckpointError: the error of ``read`` there, on all members.
+            ReplicaLost: one of them is gone.
         """
         error: Exception | None = None
         if owner == self._place:
@@ -161,39 +128,150 @@ class Broadcast(Closing):
             # Gloo passes blocks from member to member: a member that waits for this one must not wait forever.
             self.close()
             # Not a PeerTimeout: all living ranks are still in step, and agree on the failure next.
-            raise CheckpointError(
+            raise ReplicaLost(
                 f"rank {self._ranks[self._place]} lost the replicas {self._ranks[:8]} that it shares the reading with: "
                 f"one of them failed or is gone, look at its log ({_first_line(error)})"
             ) from error
 
 
-def open_broadcast(
-    agreement: Agreement, shares: ReplicaShares, wanted: bool | None, read_rate: float, timeout: float
-) -> Broadcast | None:
-    """Return the group through which replicas share their reads; None if each reads for itself. Collective.
+class SharedReads(Closing):
+    """The reads of this rank's load, in turns that all replicas take in one order (`nxd_ckpt.load.delivery.Reads`).
+
+    What this rank owns, or loads alone, is begun at once; in its turn, it is awaited and sent. So all members of a
+    group read at the same time, a bounded number of bytes ahead of what is sent. An error waits for this rank's next
+    turn as an owner, for all to raise it. Construction is collective: all groups are joined.
+
+    Raises:
+        CheckpointError: replicas could not be joined.
+    """
+
+    def __init__(self, agreement: Agreement, shares: ReplicaShares, timeout: float) -> None:
+        self._shares, self.asked, self._settled = shares, 0, 0
+        self._turns, self._ahead = deque[_Turn](), 0
+        self._most_ahead = _AHEAD * max((len(group.ranks) for group in shares.groups), default=1)
+        self._error: Exception | None = None
+        with ExitStack() as groups:
+            self._broadcasts = [
+                groups.enter_context(Broadcast(agreement, group.ranks, group.place, timeout)) for group in shares.groups
+            ]
+            self._open = groups.pop_all()
+
+    def close(self) -> None:
+        """Leave the groups. Safe to call again."""
+        self._open.close()
+
+    def delivery(self, reader: LeafReader, begin: Fill) -> Delivery:
+        """Return what fills live tensors, on all replicas together; ``begin`` starts a read through ``reader``."""
+        self._reader, self._begin = reader, begin
+        return Delivery(self, self.fill)
+
+    def fill(self, leaf: Leaf, out: torch.Tensor) -> None:
+        """Start to fill ``out`` on all replicas that have the leaf in common."""
+        group, mark = self._shares.group(leaf), 0
+        if self._shares.is_verified_here(leaf) and self._error is None:
+            try:
+                self._begin(leaf, out)
+                mark = self._reader.asked
+            except Exception as error:
+                self._error = error
+        self._turns.append(_Turn(out, group, self._shares.owner(leaf), mark))
+        self.asked += 1
+        self._ahead += out.nbytes
+        while self._ahead > self._most_ahead and len(self._turns) > 1:
+            self._take_turn()
+
+    def wait(self, asked: int) -> None:
+        """Return when the first ``asked`` tensors are filled. Raises their errors."""
+        while self._settled < asked:
+            self._take_turn()
+
+    def finish(self) -> None:
+        """Return when all tensors are filled, and verified if requested. Raises their errors."""
+        self.wait(self.asked)
+        self._complete(0)
+        self._reader.finish()
+
+    def rate(self) -> float:
+        """Measure bytes per second of one broadcast, in the slowest group; inf if there is none."""
+        return min((broadcast.rate() for broadcast in self._broadcasts), default=math.inf)
+
+    def _take_turn(self) -> None:
+        out, group, owner, mark = self._turns.popleft()
+        self._settled += 1
+        self._ahead -= out.nbytes
+        if group is None or owner is None:
+            self._complete(mark)
+            return
+        self._broadcasts[self._shares.groups.index(group)].fill(out, owner, partial(self._complete, mark))
+        if owner != group.place:
+            self._reader.done.add(out.nbytes)
+
+    def _complete(self, mark: int) -> None:
+        """Return when this rank's reads up to ``mark`` are complete."""
+        if self._error is not None:  # reads after it were dropped
+            raise self._error
+        self._reader.wait(mark)
+
+
+def delivery_of(reader: LeafReader, begin: Fill, reads: SharedReads | None) -> Delivery:
+    """Return what fills live tensors by ``begin``, which starts a read through ``reader``, and shared ``reads``."""
+    return Delivery(reader, begin) if reads is None else reads.delivery(reader, begin)
+
+
+class _Turn(NamedTuple):
+    """A tensor being filled: by the member ``owner`` of a group, or by this rank alone. ``mark`` is for its reader."""
+
+    out: torch.Tensor
+    group: ReplicaGroup | None
+    owner: int | None
+    mark: int
+
+
+def open_shared_reads(
+    agreement: Agreement, shares: ReplicaShares, wanted: bool | None, read_rate: Callable[[], float], timeout: float
+) -> SharedReads | None:
+    """Return the reads that replicas share; None if each reads for itself. Collective.
 
     ``wanted`` decides; None measures: ``read_rate`` is this rank's (bytes per second, inf if unknown), compared with a
     broadcast and the reading of a share. All ranks get the same result: if they pass different values, False goes
-    before
-    True, and True before None.
+    before True, and True before None.
 
     Raises:
         CheckpointError: replicas that must share could not be joined; on all ranks.
     """
-    requests = agreement.gather([wanted, read_rate, shares.nbytes, len(shares.ranks)])
+    rate = read_rate() if wanted is None and shares.nbytes >= WORTH_IT else math.inf
+    requests = agreement.gather([wanted, rate, shares.nbytes, shares.saving])
     decision = agreement.broadcast(None if requests is None else _decision(requests))
     if decision == "measure":
         rates = agreement.gather(_broadcast_rate(agreement, shares, timeout))
         decision = agreement.broadcast(None if requests is None or rates is None else _measured(requests, min(rates)))
     if decision == "read":
         return None
-    return on_all(agreement, lambda: Broadcast(agreement, shares.ranks, timeout))
+    return on_all(agreement, lambda: SharedReads(agreement, shares, timeout))
+
+
+def measured_rate(reader: LeafReader, leaves: Iterable[Named], shares: ReplicaShares) -> float:
+    """Measure bytes per second of reading leaves that another replica verified; inf if that fails.
+
+    From the page cache, if on one host.
+    """
+    nbytes, started = 0, effects.monotonic()
+    try:
+        for name, leaf in leaves:
+            if nbytes < _MEASURED and not shares.is_verified_here(leaf):
+                out = allocated(leaf.shape, leaf.dtype)
+                reader.read_into(leaf, out, name, compare=False)
+                nbytes += out.nbytes
+        reader.finish()
+    except (CheckpointError, OSError):
+        return math.inf  # the load itself reports it
+    return nbytes / max(effects.monotonic() - started, 1e-9) if nbytes else math.inf
 
 
 def _decision(requests: Sequence[Any]) -> str:
     """Return "share", "read" (each for itself) or "measure", from the requests of all ranks."""
-    wanted, rates, nbytes, sizes = zip(*requests, strict=True)
-    if sizes[0] == 1 or False in wanted:
+    wanted, rates, nbytes, savings = zip(*requests, strict=True)
+    if not any(savings) or False in wanted:
         return "read"
     if True in wanted:
         return "share"
@@ -202,43 +280,19 @@ def _decision(requests: Sequence[Any]) -> str:
 
 def _measured(requests: Sequence[Any], broadcast_rate: float) -> str:
     """Return "share" or "read": compare the slowest rank reading all with reading its share and a broadcast of all."""
-    read_rate, size = min(request[1] for request in requests), requests[0][3]
-    saved = (1 - 1 / size) / read_rate
-    return "share" if broadcast_rate and 1 / broadcast_rate < saved else "read"
+    read_rate, saving = (min(request[number] for request in requests if request[3]) for number in (1, 3))
+    return "share" if broadcast_rate and 1 / broadcast_rate < saving / read_rate else "read"
 
 
 def _broadcast_rate(agreement: Agreement, shares: ReplicaShares, timeout: float) -> float:
     """Measure bytes per second of a broadcast; 0 if it fails."""
     try:
         # Half the time that rank 0 waits for this rank.
-        with Broadcast(agreement, shares.ranks, min(timeout / 2, _PROBE_SECONDS)) as group:
-            return group.rate()
+        with SharedReads(agreement, shares, min(timeout / 2, _PROBE_SECONDS)) as reads:
+            return reads.rate()
     except CheckpointError as error:
         logger.warning("every replica reads everything itself: %s", error)
         return 0.0
-
-
-def _record(leaf: Leaf) -> tuple[Any, int]:
-    """Return the unit of verification and its bytes.
-
-    For a whole tensor the record that it, perhaps with others, views.
-    """
-    if isinstance(leaf, Assembly):
-        return leaf, leaf.numel * itemsize(leaf.dtype)
-    return (leaf.file, leaf.storage.offset), leaf.storage.nbytes
-
-
-def _balanced(nbytes: Sequence[int], n: int) -> list[int]:
-    """Return the member, of ``n``, that gets each item: the largest first, each to the member with the least so far.
-
-    So one that is larger than the others' shares (an embedding) is a share by itself.
-    """
-    owners = [0] * len(nbytes)
-    members = [(0, member) for member in range(n)]
-    for index in sorted(range(len(nbytes)), key=lambda index: -nbytes[index]):
-        load, owners[index] = members[0]
-        heapq.heapreplace(members, (load + nbytes[index], owners[index]))
-    return owners
 
 
 def _first_line(error: Exception) -> str:

@@ -75,12 +75,13 @@ class LoadTrees:
             yield self._optimizer_name(path), leaf
 
     def replicated_leaves(self) -> Iterator[tuple[str, Leaf]]:
-        """Return the leaves that all data-parallel replicas of this rank read.
+        """Return the leaves that replicas of this rank may read, too, in the order of reading.
 
-        Of the model, and of a plain optimizer.
+        Data-parallel replicas read all of the model, and of a plain optimizer; ranks of a mesh what is placed on it.
         """
         plain = self.optimizer is not None and self.optimizer.kind == "plain"
-        return ((name, leaf) for name, leaf in self.leaves() if plain or name.startswith("model/"))
+        placed = {id(leaf) for _, leaf, _ in self.placed_leaves()}
+        return (item for item in self.leaves() if plain or item[0].startswith("model/") or id(item[1]) in placed)
 
     def placed_leaves(self) -> Iterator[tuple[str, Leaf, Placed]]:
         """Yield the leaves that are loaded into DTensors, with their places on meshes."""

@@ -16,9 +16,12 @@ from hypothesis import strategies as st
 from nxd_ckpt import Topology
 from nxd_ckpt.coordination.agreement import Agreement
 from nxd_ckpt.core.box import Box
-from nxd_ckpt.errors import CheckpointError, DigestMismatch
+from nxd_ckpt.core.mesh import Layout, Mesh, Shard
+from nxd_ckpt.errors import CheckpointError, DigestMismatch, ReplicaLost
 from nxd_ckpt.formats.tensors import Assembly, Fragment, StorageSpan, TensorStub
-from nxd_ckpt.load.replicas import FAST, WORTH_IT, Broadcast, ReplicaShares, agree_on_shares, open_broadcast
+from nxd_ckpt.live.dtensor import Placed
+from nxd_ckpt.load.replicas import FAST, WORTH_IT, Broadcast, SharedReads, open_shared_reads
+from nxd_ckpt.load.shares import ReplicaShares, agree_on_shares
 from nxd_ckpt.tag.reading import Leaf
 from tests.support.ranks import on_ranks
 
@@ -53,6 +56,9 @@ def test_every_leaf_has_one_owner_and_shares_are_alike(dp: int, sizes: list[int]
     leaf, and where one leaf is larger than a fair share, nothing is added to it."""
     leaves = leaves_of(sizes)
     shares = shares_of(Topology(dp=dp), leaves)
+    if dp == 1:
+        assert all(shares[0].owner(leaf) is None and shares[0].is_verified_here(leaf) for _, leaf in leaves)
+        return
     held = [0] * dp
     for _, leaf in leaves:
         (owner,) = {each.owner(leaf) for each in shares}
@@ -62,14 +68,15 @@ def test_every_leaf_has_one_owner_and_shares_are_alike(dp: int, sizes: list[int]
     assert sum(sizes) == shares[0].nbytes
     assert max(held) - min(held) <= max(sizes, default=0)
     if sizes and max(sizes) >= sum(sizes) - max(sizes):
-        assert max(held) == max(sizes) or dp == 1
+        assert max(held) == max(sizes)
 
 
 def test_replicas_are_the_data_parallel_ranks_that_hold_the_same() -> None:
     """Of the same stage and tensor-parallel rank, with experts of the same expert-parallel rank."""
-    found = [shares.ranks for shares in shares_of(Topology(dp=2, tp=2, pp=2), [])]
+    leaves = leaves_of([1])
+    found = [[*group.ranks] for shares in shares_of(Topology(dp=2, tp=2, pp=2), leaves) for group in shares.groups]
     assert [[0, 2], [1, 3], [0, 2], [1, 3], [4, 6], [5, 7], [4, 6], [5, 7]] == found
-    found = [shares.ranks for shares in shares_of(Topology(dp=4, ep=2), [])]
+    found = [[*group.ranks] for shares in shares_of(Topology(dp=4, ep=2), leaves) for group in shares.groups]
     assert [[0, 2], [1, 3], [0, 2], [1, 3]] == found
 
 
@@ -95,25 +102,76 @@ def test_what_one_rank_alone_wants_is_its_own() -> None:
         assert shares.is_verified_here(shard)
 
 
-def relied_on(shares: Sequence[ReplicaShares | None], terms: Sequence[Any] = (None,)) -> list[bool]:
-    """What each of the ranks learns."""
+def relied_on(jobs: Sequence[tuple[Topology, Leaves]], terms: Sequence[Any] = (None,)) -> list[bool]:
+    """Whether each of the ranks shares what it loads."""
 
     def agree(agreement: Agreement) -> bool:
-        return agree_on_shares(agreement, shares[agreement.rank], terms[agreement.rank % len(terms)])
+        topology, leaves = jobs[agreement.rank]
+        shares = agree_on_shares(agreement, topology, leaves, terms=terms[agreement.rank % len(terms)])
+        return all(shares.owner(leaf) is not None for _, leaf in leaves)
 
-    return on_ranks(len(shares), agree)
+    return on_ranks(len(jobs), agree)
 
 
 def test_all_rely_on_each_other_or_none() -> None:
     """Only if every group wants one list, in one order, on equal terms, and none of its members is elsewhere."""
     topology, leaves = Topology(dp=2, tp=2), leaves_of([3, 5])
-    same = shares_of(topology, leaves)
+    same = [(topology.at(rank), leaves) for rank in range(4)]
     assert [True] * 4 == relied_on(same) == relied_on(same, [["verify"]])
     assert [False] * 4 == relied_on(same, [True, True, False, True])
     for odd in (leaves[:1], leaves[::-1], leaves_of([5, 3])):
-        assert [False] * 4 == relied_on([*same[:3], ReplicaShares(topology.at(3), odd)])
-    assert [False] * 4 == relied_on([*same[:3], ReplicaShares(Topology(dp=4, rank=3), leaves)])
-    assert [False] * 4 == relied_on([*same[:3], None])
+        assert [False] * 4 == relied_on([*same[:3], (topology.at(3), odd)])
+    assert [False] * 4 == relied_on([*same[:3], (Topology(dp=4, rank=3), leaves)])
+
+
+HSDP = Mesh(("replicate", "shard"), (2, 2), (0, 1, 2, 3))
+ROWS = (None, Shard(0))
+
+
+def placed_leaves(rank: int, rows: Sequence[int], placements: Any = ROWS) -> list[tuple[str, Leaf, Placed]]:
+    """A matrix of each number of rows, cut for two shards on two replicas: part of one file, but for empty parts."""
+    coordinate = HSDP.coordinate_of(rank)
+    assert coordinate is not None
+    found: list[tuple[str, Leaf, Placed]] = []
+    for number, ((_, stub), of) in enumerate(zip(leaves_of([4 * each for each in rows]), rows, strict=True)):
+        assert isinstance(stub, TensorStub)
+        placed = Placed(Layout(HSDP, placements), (of, 4), coordinate)
+        matrix = replace(stub, shape=(of, 4), stride=(4, 1))
+        parts = tuple(Fragment(matrix, piece.box, piece.local) for piece in placed.pieces)
+        found.append((f"w{number}", Assembly("uint8", placed.local_shape, parts), placed))
+    return found
+
+
+def owners_of(jobs: Sequence[list[tuple[str, Leaf, Placed]]]) -> list[list[tuple[Any, int] | None]]:
+    """The group and the owner of each leaf, on each of the ranks."""
+
+    def agree(agreement: Agreement) -> list[tuple[Any, int] | None]:
+        placed = jobs[agreement.rank]
+        named = [(name, leaf) for name, leaf, _ in placed]
+        shares = agree_on_shares(agreement, Topology(dp=4, rank=agreement.rank), named, placed)
+        found: list[tuple[Any, int] | None] = []
+        for _, leaf in named:
+            group, owner = shares.group(leaf), shares.owner(leaf)
+            found.append(None if group is None or owner is None else (group.ranks, owner))
+        return found
+
+    return on_ranks(len(jobs), agree)
+
+
+def test_ranks_with_equal_parts_of_a_mesh_share_them() -> None:
+    """Two replicas of two shards, of which each reads half; of what a rank holds nothing of, it reads nothing."""
+    found = owners_of([placed_leaves(rank, [6, 6, 1]) for rank in range(4)])
+    first, second = [((0, 2), 0), ((0, 2), 1), ((0, 2), 0)], [((1, 3), 0), ((1, 3), 1), None]
+    assert [first, second, first, second] == found
+
+
+def test_ranks_of_a_mesh_that_load_other_tensors_do_not_share() -> None:
+    """Nor in another order, in which they would wait for each other; nor cut in another way."""
+    jobs = [placed_leaves(rank, [6, 4]) for rank in range(4)]
+    none = [[None] * 2] * 4
+    assert none == owners_of([*jobs[:3], jobs[3][::-1]])
+    assert none == owners_of([*jobs[:3], placed_leaves(3, [6, 5])])
+    assert none == owners_of([*jobs[:3], placed_leaves(3, [6, 4], (Shard(0), None))])
 
 
 TENSORS = [
@@ -131,7 +189,7 @@ def replicas(n: int, call: Callable[[Agreement, Broadcast], Any], timeout: float
     """``call`` on each of ``n`` replicas that have joined."""
 
     def run(agreement: Agreement) -> Any:
-        with Broadcast(agreement, list(range(n)), timeout) as group:
+        with Broadcast(agreement, list(range(n)), agreement.rank, timeout) as group:
             return call(agreement, group)
 
     return on_ranks(n, run, timeout)
@@ -205,7 +263,7 @@ def test_a_member_that_leaves_is_not_waited_for(leaves: int) -> None:
 
     outcomes = replicas(4, fill, timeout=1000.0)
     outcomes.pop(leaves)
-    assert [(CheckpointError, True)] * 3 == outcomes
+    assert [(ReplicaLost, True)] * 3 == outcomes
 
 
 def opened(wanted: Sequence[bool | None], rates: Sequence[float] = (math.inf,), nbytes: int = WORTH_IT) -> list[Any]:
@@ -214,10 +272,12 @@ def opened(wanted: Sequence[bool | None], rates: Sequence[float] = (math.inf,), 
 
     def is_opened(agreement: Agreement) -> bool:
         rank = agreement.rank
-        group = open_broadcast(agreement, shares[rank], wanted[rank], rates[rank % len(rates)], 600.0)
-        if group is not None:
-            group.fill(torch.zeros(1), 0, lambda: None)
-        return group is not None
+        reads = open_shared_reads(agreement, shares[rank], wanted[rank], lambda: rates[rank % len(rates)], 600.0)
+        if reads is None:
+            return False
+        with reads:
+            assert 0 < reads.rate()
+        return True
 
     return on_ranks(len(wanted), is_opened)
 
@@ -254,7 +314,7 @@ def test_who_does_not_say_is_measured(
     monkeypatch: pytest.MonkeyPatch, rates: list[float], nbytes: int, broadcast_rate: float, shared: bool
 ) -> None:
     """Two thirds of the reading are saved; they must take longer than the broadcast, on the slowest rank."""
-    monkeypatch.setattr(Broadcast, "rate", lambda group: broadcast_rate)
+    monkeypatch.setattr(SharedReads, "rate", lambda reads: broadcast_rate)
     monkeypatch.setattr("nxd_ckpt.load.replicas._PROBE_SECONDS", 300.0)  # a busy machine is not in a hurry
     assert [shared] * 3 == opened([None] * 3, rates, nbytes)
 

@@ -320,7 +320,7 @@ def picky_model(refuses: bool) -> torch.nn.Module:
 def load_picky(rank: int, directory: Path, refuses: int) -> str:
     """The error of a load; the next one, which no rank refuses, must not fail."""
     checkpointer = Checkpointer(directory, topology=Topology(dp=RANKS, rank=rank))
-    with pytest.raises(Exception, match=r"lost the replicas|no room") as caught:
+    with pytest.raises(Exception, match="no room") as caught:
         checkpointer.load("step_1", picky_model(rank == refuses), **SHARED)
     checkpointer.load("step_1", picky_model(False), **SHARED)
     return type(caught.value).__name__
@@ -328,11 +328,11 @@ def load_picky(rank: int, directory: Path, refuses: int) -> str:
 
 @pytest.mark.parametrize("refuses", range(RANKS))
 def test_a_replica_that_fails_at_something_else(ranks: RankPool, tmp_path: Path, refuses: int) -> None:
-    """The others do not wait for what it would have read, and all of them are in step the next time."""
+    """The others do not wait for what it would have read, raise its error, and are in step the next time."""
     save_checkpoint(tmp_path, "step_1", picky_model(False), durable=False)
     close_checkpointers()
     found = ranks.run(load_picky, tmp_path, refuses)
-    assert ["HostExhausted" if rank == refuses else "CheckpointError" for rank in range(RANKS)] == found
+    assert ["HostExhausted"] * RANKS == found
 
 
 def test_a_replica_that_does_not_verify(ranks: RankPool, tmp_path: Path) -> None:

@@ -1,0 +1,178 @@
+"""Ranks that hold the same shards, as in HSDP, read and verify each once among them, and get every bit."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from nxd_ckpt import Checkpointer
+from nxd_ckpt.errors import CheckpointError
+from nxd_ckpt.load.options import Verify
+from nxd_ckpt.storage.local import LocalStorage
+from nxd_ckpt.testing.storage import HookedStorage, Operation
+from tests.hugging_face.reference import Model
+from tests.hugging_face.saved import live, write_model
+from tests.mesh import jobs
+from tests.support.damage import flip
+from tests.support.rank_pool import RankPool, WorkerDied
+
+pytestmark = [pytest.mark.plain, pytest.mark.once]
+
+AT_MOST = 1.05
+PASSES: dict[Verify, int] = {False: 1, "reading": 1, True: 2}
+WIDTH = 1023
+"""Odd: shards are uneven. A bias of one element leaves a shard empty."""
+
+
+def job(seed: int) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    """HSDP on 2 x 2 ranks, after a step; a buffer and the steps are plain, and equal on all."""
+    torch.manual_seed(seed)
+    layers = torch.nn.Linear(WIDTH, WIDTH), torch.nn.Linear(WIDTH, WIDTH), torch.nn.Linear(WIDTH, 1)
+    model = torch.nn.Sequential(*layers)
+    model.register_buffer("table", torch.rand(2**18))
+    fully_shard(model, mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")))
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.rand(2, WIDTH)).sum().backward()
+    optimizer.step()
+    return model, optimizer
+
+
+def held(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    state = [value for each in optimizer.state.values() for value in each.values()]
+    return [jobs.local(value).clone() for value in (*model.parameters(), *model.buffers(), *state)]
+
+
+class Meter(HookedStorage):
+    """Counts the bytes read of tensors' files; kills the process with the first of them if it ``dies``."""
+
+    def __init__(self, directory: Path, dies: bool = False) -> None:
+        super().__init__(LocalStorage(directory), self._count)
+        self.nbytes, self._dies = 0, dies
+
+    def _count(self, operation: Operation) -> None:
+        if operation.name.startswith("read") and operation.key.endswith((".pt", ".safetensors")):
+            self.nbytes += operation.nbytes
+            if self._dies and operation.nbytes > 2**18:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+
+def save(rank: int, directory: Path) -> None:
+    with Checkpointer(directory, durable=False) as checkpointer:
+        checkpointer.save("step_1", *job(0))
+
+
+def loads(rank: int, directory: Path) -> list[tuple[int, bool]]:
+    """The bytes that this rank reads, and whether it gets what it saved: not verified, while reading, before."""
+    saved, found = held(*job(0)), []
+    for verify in PASSES:
+        target, storage = job(1), Meter(directory)
+        with Checkpointer(directory, storage=storage) as checkpointer:
+            checkpointer.load(None, *target, verify=verify, share_reads=True)
+        found.append((storage.nbytes, all(map(torch.equal, saved, held(*target)))))
+    return found
+
+
+def test_shards_of_hsdp_are_read_once(gloo_ranks: RankPool, tmp_path: Path) -> None:
+    """Each by one of its replicas, of which each reads a share; twice if all is verified before anything changes."""
+    gloo_ranks.run(save, tmp_path)
+    nbytes = sum(file.stat().st_size for file in tmp_path.rglob("shard_rank_*.pt"))
+    by_rank = gloo_ranks.run(loads, tmp_path)
+    for number, (verify, passes) in enumerate(PASSES.items()):
+        found = [one[number] for one in by_rank]
+        assert all(is_equal for _, is_equal in found), verify
+        assert nbytes * passes * 0.95 < sum(read for read, _ in found) <= nbytes * passes * AT_MOST, verify
+        assert all(read > 0.1 * nbytes * passes for read, _ in found), verify
+
+
+@dataclass(frozen=True)
+class Failing:
+    """A load that fails: with a rank that ``dies`` in its reading, or one that ``differs`` in its model."""
+
+    directory: Path
+    dies: int | None = None
+    differs: int | None = None
+    timeout: float = 600.0
+
+
+def failed(rank: int, what: Failing, verify: Verify) -> tuple[str, bool]:
+    """The error's class, and whether all is as before."""
+    target = job(1)
+    if rank == what.differs:
+        target[0].register_buffer("further", torch.zeros(1))
+    before, storage = held(*target), Meter(what.directory, rank == what.dies)
+    try:
+        checkpointer = Checkpointer(what.directory, storage=storage, timeout=what.timeout)
+        checkpointer.load("step_1", *target, verify=verify, share_reads=True)
+    except CheckpointError as error:
+        return type(error).__name__, all(map(torch.equal, before, held(*target)))
+    return "nothing", False
+
+
+@pytest.mark.parametrize("verify", ["reading", True])
+def test_damage_that_an_owner_finds_reaches_all(gloo_ranks: RankPool, tmp_path: Path, verify: Verify) -> None:
+    """Also those that hold other shards, and share the rest with it."""
+    gloo_ranks.run(save, tmp_path)
+    for part in ("model", "optim"):
+        for file in sorted((tmp_path / "step_1" / part).glob("shard_rank_*.pt")):
+            flip(file, file.stat().st_size * 3 // 10)  # inside of a tensor
+            found = gloo_ranks.run(failed, Failing(tmp_path), verify)
+            flip(file, file.stat().st_size * 3 // 10)  # inside of a tensor
+            assert ["DigestMismatch"] * 4 == [kind for kind, _ in found], file
+            assert verify == "reading" or all(kept for _, kept in found)
+
+
+def test_a_rank_with_another_model_is_refused_before_anything_changes(gloo_ranks: RankPool, tmp_path: Path) -> None:
+    """It has a name that the tag lacks: all raise that, and keep what they have."""
+    gloo_ranks.run(save, tmp_path)
+    assert [("KeyMismatch", True)] * 4 == gloo_ranks.run(failed, Failing(tmp_path, differs=3), "reading")
+
+
+def test_a_rank_that_dies_in_the_middle(gloo_ranks: RankPool, tmp_path: Path) -> None:
+    """Nobody waits for ever for what it would have sent."""
+    gloo_ranks.run(save, tmp_path)
+    outcomes = gloo_ranks.run(failed, Failing(tmp_path, dies=2, timeout=10.0), False, return_errors=True)
+    assert WorkerDied is type(outcomes.pop(2))
+    assert ["PeerTimeout"] * 3 == [kind for kind, _ in outcomes]
+
+
+def plain(state: dict[str, torch.Tensor]) -> torch.nn.Module:
+    """A copy on every rank."""
+    return live(state)
+
+
+def hsdp(state: dict[str, torch.Tensor]) -> torch.nn.Module:
+    model = live(state)
+    fully_shard(model, mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")))
+    return model
+
+
+def load_directory(
+    rank: int, directory: Path, state: dict[str, torch.Tensor], make: Callable[[Any], torch.nn.Module]
+) -> tuple[int, bool]:
+    """The bytes that this rank reads of a Hugging Face directory, and whether the model is the saved one."""
+    model, storage = make(state), Meter(directory)
+    with Checkpointer(directory, storage=storage) as checkpointer:
+        checkpointer.load(model=model, share_reads=True)
+    whole = {name: jobs.whole(value) for name, value in model.state_dict().items()}
+    return storage.nbytes, all(torch.equal(value, whole[name]) for name, value in state.items())
+
+
+@pytest.mark.parametrize("make", [plain, hsdp])
+def test_a_hugging_face_directory_is_read_once(
+    gloo_ranks: RankPool, tmp_path: Path, make: Callable[[Any], torch.nn.Module]
+) -> None:
+    """By the replicas of plain data parallelism, and by those of HSDP."""
+    state = write_model(tmp_path, Model(vocab=20_000), shards=2)
+    found = gloo_ranks.run(load_directory, tmp_path, state, make)
+    assert all(is_equal for _, is_equal in found)
+    nbytes = sum(file.stat().st_size for file in tmp_path.glob("*.safetensors"))
+    assert nbytes * 0.95 < sum(read for read, _ in found) <= nbytes * AT_MOST
