@@ -17,8 +17,8 @@ from nxd_ckpt.core.mapping_document import load_mapping
 from nxd_ckpt.core.sizes import Sizes
 from nxd_ckpt.errors import CheckpointError, InvalidArgument, KeyMismatch, ShapeMismatch, TopologyMismatch
 from nxd_ckpt.tag.mappings import find_mapping, shipped_mappings
+from tests.hugging_face.families import random_model
 from tests.hugging_face.saved import differences
-from tests.hugging_face.test_transformers import random_model
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]
 
