@@ -21,15 +21,16 @@ from nxd_ckpt.coordination.fair_lock import FairLock
 from nxd_ckpt.coordination.forks import require_own
 from nxd_ckpt.coordination.preemption import Preemption
 from nxd_ckpt.coordination.rendezvous import meet
+from nxd_ckpt.coordination.schedule import Schedule
 from nxd_ckpt.core.option_classes import options_of, split_options, takes
-from nxd_ckpt.core.tags import Tag
+from nxd_ckpt.core.tags import Tag, step_of
 from nxd_ckpt.errors import CheckpointError, as_checkpoint_errors
 from nxd_ckpt.keywords import CheckpointerKeywords, LoadKeywords, SaveKeywords
 from nxd_ckpt.live.save_state import SaveState
 from nxd_ckpt.load.loading import Loaded, load
 from nxd_ckpt.load.options import LoadOptions
 from nxd_ckpt.load.request import LoadRequest
-from nxd_ckpt.options.checkpointer_options import CheckpointerOptions, PreemptionOptions
+from nxd_ckpt.options.checkpointer_options import CheckpointerOptions, PreemptionOptions, ScheduleOptions
 from nxd_ckpt.save.attempt import SaveAttempt
 from nxd_ckpt.save.capture import capture
 from nxd_ckpt.save.failures import Failures
@@ -67,7 +68,7 @@ class Checkpointer:
     """
 
     @as_checkpoint_errors()
-    @takes(CheckpointerOptions, PreemptionOptions)
+    @takes(CheckpointerOptions, PreemptionOptions, ScheduleOptions)
     def __init__(
         self,
         path: StrPath | None = None,
@@ -84,7 +85,8 @@ class Checkpointer:
             tiers: the places that checkpoints go to, of which the first is ``path``, which may be left out.
                 Complete tags are copied to the others in the background (``docs/tiers.md``).
         """
-        preemption, shared = split_options(PreemptionOptions, options)
+        preemption, others = split_options(PreemptionOptions, options)
+        schedule, shared = split_options(ScheduleOptions, others)
         self._options = chosen = CheckpointerOptions(**shared)
         chosen.validate()
         self._places = Tiers(path, tiers, storage, chosen)
@@ -98,6 +100,7 @@ class Checkpointer:
         self._pid = os.getpid()
         self._in_flight = UnfinishedSaves()
         self._versions: dict[str, str] = {}
+        self._schedule = Schedule(ScheduleOptions(**schedule), chosen.timeout)
         self._preemption = Preemption(PreemptionOptions(**preemption))
 
     @as_checkpoint_errors()
@@ -152,6 +155,7 @@ class Checkpointer:
             return capture(self.topology, chosen, model, optimizer, scheduler, user_content, rank_content)
 
         pending = SaveProgress(name, self._failures)
+        self._schedule.saved(step_of(name))
         with self._lock.held(f"save of {name!r}"):
             self._in_flight.settle()
             if self._failures.warns:
@@ -361,6 +365,21 @@ class Checkpointer:
         return self._preemption.step(number, lambda: self._meet("step"))
 
     @as_checkpoint_errors()
+    def should_save(self, step: int) -> bool:
+        """Return whether to save after this step, by ``every=`` and ``every_minutes=``. All ranks get the same.
+
+        All ranks call it after every step of the training. With ``every_minutes``, the first call waits for the other
+        ranks, and so does the one after each save by time; the others look at a flag.
+
+        Raises:
+            InvalidArgument: there is neither ``every=`` nor ``every_minutes=``.
+            PeerTimeout: the time is over, but not all ranks agreed on a step within ``timeout`` seconds, or one ended.
+            CheckpointError: ``every_minutes=`` of several ranks without a process group, or connections to rank 0.
+        """
+        require_own(self._pid, self.storage.url)
+        return self._schedule.is_due(step, lambda: self._meet("should_save"))
+
+    @as_checkpoint_errors()
     def remove(self, tag: Tag) -> bool:
         """Remove a tag of this directory, like ``nxd_ckpt.remove_checkpoint``."""
         require_own(self._pid, self.storage.url)
@@ -400,7 +419,10 @@ class Checkpointer:
     def close(self) -> None:
         """Finish saves in flight, release the directory and the memory, raise the first failure that was not raised."""
         require_own(self._pid, self.storage.url)
-        self._shut(None)
+        try:
+            self._schedule.finish()
+        finally:
+            self._shut(None)
         self._in_flight.raise_unreported()
 
     def __enter__(self) -> Checkpointer:
@@ -465,6 +487,7 @@ class Checkpointer:
 
     def _shut(self, grace: float | None) -> None:
         with self._preemption.leaving():
+            self._schedule.leave()
             if grace is not None and self._session is not None:
                 self._session.leaves_at = effects.monotonic() + grace
             with suppress(TimeoutError), self._lock.held("close", grace):

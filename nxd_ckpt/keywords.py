@@ -3,7 +3,7 @@
 All below the mark is generated from the option classes by ``python -m tests.options.keywords``.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypedDict
 
 from nxd_ckpt.core.heads import Hardware
@@ -25,7 +25,8 @@ from nxd_ckpt.storage.urls import StorageOptions, StrPath
 CheckpointerKeywords = TypedDict("CheckpointerKeywords", {
     "run_id": str | None, "durable": bool, "memory_cap": int | None, "progress": bool, "on_save_failure": OnFailure,
     "max_failed_saves": int, "topology": Topology | None, "process_group": Any, "timeout": float,
-    "storage_options": StorageOptions | None, "preemption": Notice, "preemption_grace": float,
+    "storage_options": StorageOptions | None, "preemption": Notice, "preemption_grace": float, "every": int | None,
+    "every_minutes": float | None, "final_save": Callable[[int], object] | None,
 }, total=False)
 CopyKeywords = TypedDict("CopyKeywords", {
     "hard_links": bool, "num_workers": int, "max_bytes_per_second": int | str | None, "timeout": float,

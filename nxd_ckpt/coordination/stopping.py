@@ -29,12 +29,15 @@ _SLICE = 1.0
 class Stopping:
     """One rank's part in stopping together. Its calls are those of one thread."""
 
-    def __init__(self, agreement: Agreement, notice: Callable[[], str | None], grace: float) -> None:
+    def __init__(
+        self, agreement: Agreement, notice: Callable[[], str | None], grace: float, *, goes_on: bool = False
+    ) -> None:
         """Join the other ranks; all ranks call this at once.
 
         Args:
             notice: returns why this rank is to stop; None if it is not.
             grace: seconds within which all ranks must have agreed.
+            goes_on: they stop to save and go on, which is nothing to warn of.
 
         Raises:
             CheckpointError: on all ranks, if one has no connection to rank 0.
@@ -49,7 +52,7 @@ class Stopping:
         """The rank that was asked to stop, and the reason."""
         self._since = 0.0
         self._lost: list[int] = []
-        self._is_announced = False
+        self._goes_on = self._is_announced = goes_on
         self._channel: int = decided_by_rank0(agreement, lambda: next(_channels))
         on_all(agreement, self._listen)
 
@@ -79,9 +82,10 @@ class Stopping:
         if self._world_size == 1:
             return
         if self._peers is None:
+            option = "every_minutes" if self._goes_on else "preemption"
             raise CheckpointError(
-                f"preemption: rank {self._rank} has no connection to rank 0, over which it would hear of a rank that "
-                "has to stop; check whether a firewall keeps the hosts' processes from connecting to each other"
+                f"{option}: rank {self._rank} has no connection to rank 0, over which it would hear of a rank that has "
+                "to stop; check whether a firewall keeps the hosts' processes from connecting to each other"
             )
         self._peers.listen(self._channel, self._receive)
 
@@ -149,8 +153,9 @@ class Stopping:
         if self._lost:
             raise PeerTimeout(f"{self._cause()}, but no step is common to all: {_ranks(self._lost)} ended; see its log")
         if self._left() == 0:
+            option = "timeout" if self._goes_on else "preemption_grace"
             missing = "rank 0 did not say where" if self._rank else f"no answer from {_ranks(self._tally.missing())}"
-            raise PeerTimeout(f"{self._cause()}, but {missing} within {self._grace:g} s (preemption_grace)")
+            raise PeerTimeout(f"{self._cause()}, but {missing} within {self._grace:g} s ({option})")
 
     def _left(self) -> float:
         """Return the seconds of grace that are left."""
@@ -158,7 +163,7 @@ class Stopping:
 
     def _cause(self) -> str:
         assert self._source is not None
-        return f"rank {self._source[0]} was told to stop ({self._source[1]})"
+        return f"rank {self._source[0]} was told to {'save' if self._goes_on else 'stop'} ({self._source[1]})"
 
     def _announce(self, number: int) -> None:
         self._is_announced = True

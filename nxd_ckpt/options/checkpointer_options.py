@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from signal import Signals
@@ -80,3 +81,24 @@ class PreemptionOptions:
             raise InvalidArgument(f"preemption must be True, a signal or a function, found {notice!r}")
         if not self.preemption_grace > 0:
             raise InvalidArgument(f"preemption_grace must be more than 0 seconds, found {self.preemption_grace!r}")
+
+
+@dataclass(frozen=True)
+class ScheduleOptions:
+    """The steps after which `Checkpointer.should_save` says to save."""
+
+    every: int | None = option(None, """save after each step that is a multiple of it.""")
+    every_minutes: float | None = option(None, """save once so many minutes are over since the last save, or the first
+        step: after the same step on all ranks. Rank 0's clock counts. With `every` too, after whichever comes
+        first.""")
+    final_save: Callable[[int], object] | None = option(None, """a function of a step that saves it. Closing the
+        Checkpointer calls it, but not after an exception, for the last step that was passed to `should_save`, if that
+        is not saved.""")
+
+    def validate(self) -> None:
+        """Raise InvalidArgument for meaningless values."""
+        every, minutes = self.every, self.every_minutes
+        if every is not None and (not isinstance(every, int) or isinstance(every, bool) or every < 1):
+            raise InvalidArgument(f"every must be a number of steps, at least 1, found {every!r}")
+        if minutes is not None and not (isinstance(minutes, (int, float)) and 0 < minutes < math.inf):
+            raise InvalidArgument(f"every_minutes must be a number of minutes above 0, found {minutes!r}")
