@@ -1,7 +1,9 @@
 """TorchTitan's names for the tensors of a Hugging Face model, and its order of the rows of q and k. Pure.
 
 TorchTitan's Llama rotates neighbouring elements of a head (0 and 1, 2 and 3, ...), that of transformers elements half a
-head apart (0 and n/2, 1 and n/2 + 1, ...). So the rows of q and k have another order. Qwen 3 is the same in both.
+head apart (0 and n/2, 1 and n/2 + 1, ...). So the rows of q and k have another order. Qwen 3 and DeepSeek-V3
+are the same in both. The experts of a layer, apart in Hugging Face's files, are stacked in three tensors.
+
 Source: ``torchtitan.models.*.state_dict_adapter`` of torchtitan 0.3.
 """
 
@@ -11,6 +13,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from nxd_ckpt.core.box import Box
+from nxd_ckpt.core.packing import Packed
 from nxd_ckpt.core.pattern import Pattern
 from nxd_ckpt.errors import UnsupportedState
 
@@ -32,7 +35,36 @@ _NORMS = {
     f"model.layers.{{layer}}.self_attn.{name}.weight": f"layers.{{layer}}.attention.{name}.weight"
     for name in ("q_norm", "k_norm")
 }
-_FAMILIES: Mapping[str, Mapping[str, str]] = {"llama": _COMMON, "qwen3": _COMMON | _NORMS}
+_DENSE = {hf: titan for hf, titan in _COMMON.items() if ".self_attn." not in hf}
+_ROUTED = {
+    "model.layers.{layer}.mlp.gate.weight": "layers.{layer}.moe.router.gate.weight",
+    "model.layers.{layer}.mlp.experts.w1": "layers.{layer}.moe.routed_experts.inner_experts.w1_EFD",
+    "model.layers.{layer}.mlp.experts.w3": "layers.{layer}.moe.routed_experts.inner_experts.w3_EFD",
+    "model.layers.{layer}.mlp.experts.w2": "layers.{layer}.moe.routed_experts.inner_experts.w2_EDF",
+}
+_LATENT = {
+    "model.layers.{layer}.self_attn.q_proj.weight": "layers.{layer}.attention.wq.weight",
+    "model.layers.{layer}.self_attn.q_a_proj.weight": "layers.{layer}.attention.wq_a.weight",
+    "model.layers.{layer}.self_attn.q_a_layernorm.weight": "layers.{layer}.attention.q_norm.weight",
+    "model.layers.{layer}.self_attn.q_b_proj.weight": "layers.{layer}.attention.wq_b.weight",
+    "model.layers.{layer}.self_attn.kv_a_proj_with_mqa.weight": "layers.{layer}.attention.wkv_a.weight",
+    "model.layers.{layer}.self_attn.kv_a_layernorm.weight": "layers.{layer}.attention.kv_norm.weight",
+    "model.layers.{layer}.self_attn.kv_b_proj.weight": "layers.{layer}.attention.wkv_b.weight",
+    "model.layers.{layer}.self_attn.o_proj.weight": "layers.{layer}.attention.wo.weight",
+}
+_SHARED = {
+    "model.layers.{layer}.mlp.gate.e_score_correction_bias": "layers.{layer}.moe.expert_bias_E",
+    "model.layers.{layer}.mlp.shared_experts.gate_proj.weight": "layers.{layer}.moe.shared_experts.w1.weight",
+    "model.layers.{layer}.mlp.shared_experts.up_proj.weight": "layers.{layer}.moe.shared_experts.w3.weight",
+    "model.layers.{layer}.mlp.shared_experts.down_proj.weight": "layers.{layer}.moe.shared_experts.w2.weight",
+}
+_FAMILIES: Mapping[str, Mapping[str, str]] = {
+    "llama": _COMMON,
+    "qwen3": _COMMON | _NORMS,
+    "qwen3_moe": _COMMON | _NORMS | _ROUTED,
+    "deepseek_v3": _DENSE | _LATENT | _ROUTED | _SHARED,
+}
+_GROUPED = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
 _PAIRED = {"llama": ("attention.qkv_linear.wq.weight", "attention.qkv_linear.wk.weight")}
 
 
@@ -55,6 +87,18 @@ class TorchTitanNames:
             )
         self._family = str(model_type)
         self._patterns = {Pattern(hf): Pattern(titan) for hf, titan in _FAMILIES[self._family].items()}
+
+    @property
+    def packed(self) -> tuple[Packed, ...]:
+        """Tensors of all experts of a layer, as TorchTitan has them, and their parts by Hugging Face's names.
+
+        Their own names stand between both: `name` translates them.
+        """
+        if _ROUTED.keys() - _FAMILIES[self._family].keys():
+            return ()
+        experts = "model.layers.{layer}.mlp.experts"
+        parts = {f"{experts}.{titan}": f"{experts}.{{expert}}.{hf}.weight" for titan, hf in _GROUPED.items()}
+        return tuple(Packed(Pattern(name), (Pattern(part),), (None,), stacked="expert") for name, part in parts.items())
 
     def name(self, hf: str) -> str:
         """Return TorchTitan's name. Raises UnsupportedState for a tensor that its model does not have."""

@@ -145,11 +145,13 @@ def _terms(origin: Origin, chosen: MigrateOptions) -> HuggingFaceTerms:
     mapping = find_mapping(_mapping(origin, chosen), document)
     names = chosen.saved_param_names if chosen.saved_param_names is not None else origin.param_names
     whole = not chosen.model_only
+    sizes = _sizes(origin, chosen, mapping, document)
+    titan = TorchTitanNames(document.get("model_type")) if chosen.to == "torchtitan" else None
     return HuggingFaceTerms(
-        mapping,
-        _sizes(origin, chosen, mapping, document),
+        mapping if titan is None else replace(mapping, packed=mapping.packed + titan.packed),
+        sizes,
         names,
-        torchtitan=TorchTitanNames(document.get("model_type")) if chosen.to == "torchtitan" else None,
+        torchtitan=titan,
         both_names=chosen.to in ("dcp", "torchtitan"),  # torch DCP asks for all names of a live module
         dtype=chosen.dtype,
         optimizer=whole,

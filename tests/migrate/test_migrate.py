@@ -6,7 +6,7 @@ import ast
 import json
 import re
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -15,9 +15,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
-from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.state_dict_loader import _load_state_dict, load
+from torch.distributed.checkpoint.state_dict_loader import load
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from nxd_ckpt import load_checkpoint, save_checkpoint
@@ -25,6 +23,7 @@ from nxd_ckpt.convert import Migration, migrate
 from nxd_ckpt.errors import CheckpointNotFound, PartNotFound
 from tests.hugging_face.reference import Job, Model
 from tests.hugging_face.saved import differences, weights, write_config
+from tests.migrate.dcp_directory import from_dcp
 from tests.migrate.old_run import STEPS, OldRun, model_of, old_run, optimizer_of, scheduler_of, train
 from tests.migrate.written import (
     names_by_group,
@@ -60,21 +59,6 @@ def migrated(source: Path, target: Path, run: OldRun, **options: Any) -> Migrati
     return migrate(
         source, target, config=write_config(source.parent.parent / "config", run.job.model.config), **options
     )
-
-
-def from_dcp(directory: Path) -> dict[str, Any]:
-    """All of a torch DCP directory, as torch reads it, flat."""
-    state: dict[str, Any] = {}
-    _load_state_dict(state, FileSystemReader(directory), planner=_EmptyStateDictLoadPlanner(), no_dist=True)
-    return dict(flat(state))
-
-
-def flat(tree: dict[Any, Any], above: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in tree.items():
-        if isinstance(value, dict):
-            yield from flat(value, f"{above}{key}.")
-        else:
-            yield f"{above}{key}", value
 
 
 @pytest.mark.parametrize(
