@@ -26,6 +26,20 @@ def test_fsdp2(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert losses[1] < losses[0]
 
 
+def test_torchtitan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """On two ranks, twice; the second run goes on after the first. Then what reads a tag without TorchTitan."""
+    pytest.importorskip("torchtitan", reason="torchtitan is not installed: see the Makefile")
+    monkeypatch.chdir(tmp_path)
+    script, reading = code_blocks(DOCS / "torchtitan.md", "python")
+    for steps in ("1 to 4", "5 to 8"):
+        ended = run_ranks(script, [], [])
+        assert [0, 0] == [rank.returncode for rank in ended], ended
+        assert re.search(rf"^steps {steps} on 2 ranks: loss \S+$", ended[0].stdout, re.MULTILINE)
+    assert {"step-6", "step-8"} == {path.name for path in Path("outputs/checkpoint").glob("step-*")}
+    exec(compile(reading, "page", "exec"), {"__name__": "page"})
+    assert "True 500\n" == capsys.readouterr().out
+
+
 def test_trainers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("transformers")
     pytest.importorskip("pytorch_lightning")
