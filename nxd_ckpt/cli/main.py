@@ -22,6 +22,7 @@ from nxd_ckpt.cli.selftest_command import SELFTEST
 from nxd_ckpt.cli.verify_command import VERIFY
 from nxd_ckpt.cli.watch_command import WATCH
 from nxd_ckpt.cli.wording import flags_of, in_flags, message_of
+from nxd_ckpt.core.suggestions import listed
 from nxd_ckpt.errors import CheckpointError
 from nxd_ckpt.version import __version__
 
@@ -99,7 +100,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     complete(parser)
     if sys.stdout is None:  # closed (>&-): the command still runs, without output
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115
-    args = parser.parse_args(argv)
+    words = list(sys.argv[1:] if argv is None else argv)
+    if not words:
+        parser.print_help()
+        return 0
+    args = _parsed(parser, single, words)
     flags = flags_of(single[args.command])
     try:
         with _warnings_on_stderr(flags):
@@ -120,6 +125,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"nxd-ckpt: error: {text.printable(message_of(error, flags))}", file=sys.stderr)
         code = args.code_of_error
         return code
+
+
+def _parsed(
+    parser: argparse.ArgumentParser, single: Mapping[str, argparse.ArgumentParser], words: Sequence[str]
+) -> argparse.Namespace:
+    """Parse the command line. For a wrong one, exit with the names that may have been meant."""
+    if words[0] not in single and not words[0].startswith("-"):
+        parser.error(f"there is no command {listed(words[:1], list(single))}; the commands are {', '.join(single)}")
+    args, unknown = parser.parse_known_args(words)
+    if unknown:
+        used = single[args.command]
+        options = [option for action in used._actions for option in action.option_strings]
+        used.error(f"unrecognized arguments: {listed(unknown, options)}")
+    return args
 
 
 def complete(parser: argparse.ArgumentParser) -> None:

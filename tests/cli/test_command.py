@@ -68,7 +68,7 @@ def test_a_closed_output_is_no_error(examples: Path) -> None:
 
 @pytest.mark.parametrize(
     "arguments",
-    [[], ["list"], ["unknown"], ["list", "a", "b"], ["list", "a", "--jso"], ["inspect", "a", "--rank", "x"]],
+    [["list"], ["unknown"], ["list", "a", "b"], ["list", "a", "--jso"], ["inspect", "a", "--rank", "x"]],
     ids=" ".join,
 )
 def test_a_wrong_command_line_is_a_usage_error(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
@@ -256,3 +256,30 @@ def test_the_package_offers_what_it_names() -> None:
     assert [] == [name for name in nxd_ckpt.__all__ if getattr(nxd_ckpt, name, None) is None]
     assert set(nxd_ckpt.__all__) <= set(dir(nxd_ckpt))
     assert not hasattr(nxd_ckpt, "save_chekpoint")
+
+
+def test_no_arguments_show_the_help(capsys: pytest.CaptureFixture[str]) -> None:
+    """With every command."""
+    assert 0 == main([])
+    shown = capsys.readouterr().out.split()
+    assert [] == [command for command in parsers()[1] if command not in shown]
+
+
+@pytest.mark.parametrize(
+    ("line", "usage", "error"),
+    [
+        (["inspct", "run"], "nxd-ckpt [-h]", "no command 'inspct' (did you mean 'inspect'?); the commands are list, "),
+        (["verify", "run", "--qiet"], "nxd-ckpt verify", "unrecognized arguments: '--qiet' (did you mean '--quiet'?)"),
+    ],
+    ids=["command", "option"],
+)
+def test_what_is_misspelt_is_suggested(
+    line: list[str], usage: str, error: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With the usage of the command that was meant."""
+    with pytest.raises(SystemExit) as exited:
+        main(line)
+    said = capsys.readouterr().err
+    assert 2 == exited.value.code
+    assert said.startswith(f"usage: {usage}")
+    assert error in said
