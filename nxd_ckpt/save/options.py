@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from nxd_ckpt.core.option_classes import option, options_of
@@ -91,6 +91,9 @@ def understood(
         filled = filled_tag(tag, values)
         name = validate_tag(tag_of_step(filled) if isinstance(filled, int) else filled)
         options = options_of(SaveOptions, keywords)
+        # An asynchronous save reads them later: what the caller changes meanwhile is for its next one.
+        retain = None if options.retain is None else tuple(options.retain)
+        options = replace(options, retain=retain, metrics=None if options.metrics is None else dict(options.metrics))
     except CheckpointError as error:
         return name, options, error
     return name, options, None

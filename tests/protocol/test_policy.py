@@ -90,6 +90,17 @@ def test_the_manifest_keeps_metrics(tmp_path: Path) -> None:
     assert {"loss": None, "accuracy": 1.0} == manifest.metrics
 
 
+def test_rules_are_those_of_the_call(tmp_path: Path) -> None:
+    """A list that the caller changes during the save is for the next one."""
+    rules = [Last(1)]
+    with Checkpointer(tmp_path) as saver:
+        saver.save("a", STATE)
+        pending = saver.save("b", STATE, retain=rules, async_save=True)
+        rules[0] = Last(9)
+        pending.wait()
+    assert ["b"] == [path.name for path in tmp_path.iterdir() if path.name[0] != "."]
+
+
 @pytest.mark.parametrize("options", [{"metrics": {"loss": torch.ones(1)}}, {"retain": []}, {"retain": [7]}])
 def test_what_means_nothing_is_refused_before_anything_is_written(tmp_path: Path, options: Any) -> None:
     """And the next save works."""
