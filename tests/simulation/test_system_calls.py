@@ -5,7 +5,9 @@ from __future__ import annotations
 import errno
 import os
 import shutil
+import threading
 import time
+import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -182,6 +184,16 @@ def test_the_promises_hold_under_any_schedule() -> None:
 def test_the_lease_is_held_by_one_in_any_schedule() -> None:
     for seed in range(60):
         run(LeaseSchedule.of_system_calls(seed))
+
+
+def test_names_do_not_depend_on_other_threads() -> None:
+    """Threads that other tests left may draw names, too."""
+    with SystemCalls().installed():
+        first = uuid.uuid4()
+        other = threading.Thread(target=uuid.uuid4)
+        other.start()
+        other.join()
+        assert uuid.uuid4().int - first.int == 1 << 80
 
 
 def test_the_promises_hold_in_states_that_a_crash_leaves() -> None:
