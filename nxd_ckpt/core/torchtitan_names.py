@@ -10,7 +10,7 @@ Source: ``torchtitan.models.*.state_dict_adapter`` of torchtitan 0.3.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from nxd_ckpt.core.box import Box
 from nxd_ckpt.core.packing import Packed
@@ -69,12 +69,13 @@ _PAIRED = {"llama": ("attention.qkv_linear.wq.weight", "attention.qkv_linear.wk.
 
 
 class TorchTitanNames:
-    """TorchTitan's names for models of one ``model_type`` in config.json.
+    """TorchTitan's names for the model of a config.json.
 
     Raises UnsupportedState if TorchTitan does not have the model, or its names are not known here.
     """
 
-    def __init__(self, model_type: object) -> None:
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        model_type = config.get("model_type")
         if model_type is None:
             raise UnsupportedState(
                 "the model type is not known, but TorchTitan's names depend on it; pass the model's config.json as "
@@ -84,6 +85,12 @@ class TorchTitanNames:
             raise UnsupportedState(
                 f"TorchTitan's names of model_type {model_type!r} are not known, only those of {', '.join(_FAMILIES)}; "
                 "choose another form (hf, dcp or tag)"
+            )
+        if config.get("rope_interleave") is False:
+            raise UnsupportedState(
+                f"config.json of {model_type!r} says rope_interleave=false, but TorchTitan's model rotates "
+                "neighbouring elements of a head, so it would compute something else; choose another form (hf, dcp or "
+                "tag)"
             )
         self._family = str(model_type)
         self._patterns = {Pattern(hf): Pattern(titan) for hf, titan in _FAMILIES[self._family].items()}

@@ -146,7 +146,7 @@ def _terms(origin: Origin, chosen: MigrateOptions) -> HuggingFaceTerms:
     names = chosen.saved_param_names if chosen.saved_param_names is not None else origin.param_names
     whole = not chosen.model_only
     sizes = _sizes(origin, chosen, mapping, document)
-    titan = TorchTitanNames(document.get("model_type")) if chosen.to == "torchtitan" else None
+    titan = TorchTitanNames(document) if chosen.to == "torchtitan" else None
     return HuggingFaceTerms(
         mapping if titan is None else replace(mapping, packed=mapping.packed + titan.packed),
         sizes,

@@ -102,3 +102,14 @@ def test_queries_without_a_latent_vector_have_their_own_name(tmp_path: Path) -> 
     save_checkpoint(tmp_path / "run", "step_2", model)
     with pytest.raises(UnsupportedState, match=r"TorchTitan's deepseek_v3 has no tensor for .*\.bias"):
         migrate(tmp_path / "run" / "step_2", tmp_path / "other", to="torchtitan", config=tmp_path / "config")
+
+
+def test_heads_that_are_rotated_otherwise_are_refused(tmp_path: Path) -> None:
+    """TorchTitan's DeepSeek-V3 has one way only, and its config none to say so."""
+    model = random_model("deepseek-v3")
+    model.config.rope_interleave = False
+    model.config.save_pretrained(tmp_path / "config")
+    save_checkpoint(tmp_path / "run", "step_1", model)
+    with pytest.raises(UnsupportedState, match="rope_interleave=false"):
+        migrate(tmp_path / "run" / "step_1", tmp_path / "checkpoint", to="torchtitan", config=tmp_path / "config")
+    assert not (tmp_path / "checkpoint").exists()
