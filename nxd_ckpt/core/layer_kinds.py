@@ -18,7 +18,7 @@ class LayerKind:
         every: key of a number that divides the layer's number, counted from 1.
         excluded: key of a list of other layers.
         listed: key of a list of exactly these layers, which replaces the conditions above where config.json has it.
-        layer_type: entry of the layer in config.json's ``layer_types``.
+        layer_type: entry of the layer in ``layer_types``, which replaces ``every`` where config.json has it.
         option: key that is set in config.json, for all layers or none.
         tensors: beginnings of the names of Hugging Face tensors that only these layers have.
         others: beginnings of the names of those that only other layers have.
@@ -44,13 +44,13 @@ class LayerKind:
         listed = None if self.listed is None else _numbers(self.listed, sizes)
         if listed is not None:
             return layer in listed
+        if self.layer_type is not None and (self.every is None or sizes.config.get("layer_types") is not None):
+            return _type_of(layer, sizes) == self.layer_type
         if self.start is not None and layer < _number(self.start, sizes, 0):
             return False
         if self.every is not None and (layer + 1) % _number(self.every, sizes, 1, least=1):
             return False
-        if self.excluded is not None and layer in (_numbers(self.excluded, sizes) or ()):
-            return False
-        return self.layer_type is None or _type_of(layer, sizes) == self.layer_type
+        return self.excluded is None or layer not in (_numbers(self.excluded, sizes) or ())
 
     @property
     def keys(self) -> str:

@@ -83,6 +83,23 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     ),
     "glm4-moe-plain": ("Glm4MoeConfig", {**GROUPED, **ROUTED}, {"tp": 2, "coalesce_qkv": True}),
     "gemma": ("GemmaConfig", GROUPED, {"tp": 2, "pp": 2}),
+    "llama4": (
+        "Llama4TextConfig",
+        {
+            **GROUPED, "num_experts_per_tok": 1, "num_local_experts": 4, "intermediate_size_mlp": 40,
+            "interleave_moe_layer_step": 2, "attention_chunk_size": 16,
+        },
+        {"dp": 2, "tp": 2, "pp": 2, "ep": 2, "fuse_qkv": True},
+    ),
+    "qwen3-next": (
+        "Qwen3NextConfig",
+        {
+            **GROUPED, **EXPERTS, "num_experts": 4, "num_hidden_layers": 4, "shared_expert_intermediate_size": 16,
+            "mlp_only_layers": [1], "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8,
+            "linear_value_head_dim": 8,
+        },
+        {"dp": 2, "tp": 2, "pp": 2, "ep": 2},
+    ),
     "olmo2": ("Olmo2Config", {"num_key_value_heads": 2}, {"tp": 4, "pp": 2, "fuse_qkv": True, "kv_size_multiplier": 2}),
     "phi3": (
         "Phi3Config",

@@ -45,6 +45,9 @@ def written(path: Path, name: str, **config: Any) -> Any:
         ("deepseek-v3", {"n_routed_experts": 5}, KeyMismatch, r"missing: model\.layers\.1\.mlp\.experts\.4\."),
         ("deepseek-v3", {"num_attention_heads": 7}, ShapeMismatch, r"48 elements cannot be 7 num_attention_heads"),
         ("glm4-moe", {"use_qk_norm": False}, KeyMismatch, r"_norm\.weight: by use_qk_norm"),
+        ("llama4", {"moe_layers": [0]}, KeyMismatch, r"feed_forward\..*by interleave_moe_layer_step and moe_layers"),
+        ("llama4", {"num_local_experts": 3}, ShapeMismatch, r"should hold 3 parts"),
+        ("qwen3-next", {"layer_types": ["full_attention"] * 4}, KeyMismatch, r"linear_attn\..*and layer_types"),
         ("glm4-moe-plain", {"use_qk_norm": True}, KeyMismatch, r"missing: .*q_norm"),
     ],
 )
@@ -131,6 +134,11 @@ def test_layer_types_have_one_for_each_layer() -> None:
     assert [True, False] == [kind.includes(layer, sizes) for layer in range(2)]
     with pytest.raises(InvalidArgument, match=r"layer_types must be a list with an entry for each of 3 layers"):
         kind.includes(0, Sizes({"layer_types": ["full"], "num_hidden_layers": 3}))
+
+    (kind,) = find_mapping(document({"layer_type": "full", "every": "interval"}), {}).layer_kinds
+    assert [False, True] == [kind.includes(layer, Sizes({"interval": 2})) for layer in range(2)]
+    both = Sizes({**sizes.config, "interval": 2})
+    assert [True, False] == [kind.includes(layer, both) for layer in range(2)]
 
 
 def document(kind: dict[str, Any], **changes: Any) -> dict[str, Any]:
