@@ -35,7 +35,7 @@ def test_config_json_chooses_among_the_shipped_ones() -> None:
 
 def test_a_model_without_a_mapping_is_named() -> None:
     """With what there are mappings for."""
-    with pytest.raises(InvalidArgument, match=r"'bert' .*llama, mistral, mixtral, .*qwen2, qwen3.*mapping="):
+    with pytest.raises(InvalidArgument, match=r"'bert' .*llama, .*mistral, mixtral, .*qwen2, qwen3.*mapping="):
         find_mapping(None, {"model_type": "bert"})
 
 
