@@ -35,6 +35,8 @@ LEFT_OUT = tuple(f"nxd_ckpt.{name}" for name in ("testing", "emulation", "integr
 def take_away() -> None:
     multiprocessing.resource_tracker.ensure_running()
     shutil._use_fd_functions = False  # type: ignore[attr-defined]
+    if hasattr(shutil, "_rmtree_unsafe"):  # from Python 3.14 on the choice is made at its import
+        shutil._rmtree_impl = shutil._rmtree_unsafe  # type: ignore[attr-defined]
     for name in MODULES:
         sys.modules[name] = None  # type: ignore[assignment]
     for module, names in ((os, CALLS), (mmap, MAPS)):
