@@ -169,8 +169,8 @@ def load_checkpoint(
         "strict": strict,
         "use_zero1_dcp": use_zero1_dcp,
     }
-    given = (model, optimizer, scheduler)
-    return checkpointer.load_given(tag, given, chosen, lasting=writing is not None).user_content
+    objects = (model, optimizer, scheduler)
+    return checkpointer.load_given(tag, objects, chosen, lasting=writing is not None).user_content
 
 
 @as_checkpoint_errors()

@@ -60,18 +60,18 @@ def in_source(path: Path) -> Iterator[tuple[int, str]]:
 def in_text(text: str) -> Iterator[tuple[int, str]]:
     """Yield line and finding for words of `PLAIN`."""
     for pattern, plain in _PATTERNS.items():
-        for found in pattern.finditer(text):
-            yield 1 + text.count("\n", 0, found.start()), f"{' '.join(found[0].split())!r}: write {plain!r}"
+        for match in pattern.finditer(text):
+            yield 1 + text.count("\n", 0, match.start()), f"{' '.join(match[0].split())!r}: write {plain!r}"
 
 
 def main() -> int:
     """Print all findings; return the exit code."""
     docs = sorted(path for path in (REPOSITORY / "docs").glob("*.md") if path.name not in LEFT_OUT)
-    found = [(path, each) for path in [*PAGES, *docs] for each in in_page(path.read_text())]
-    found += [(path, each) for path in sorted((REPOSITORY / "nxd_ckpt").rglob("*.py")) for each in in_source(path)]
-    for path, (line, finding) in found:
+    findings = [(path, each) for path in [*PAGES, *docs] for each in in_page(path.read_text())]
+    findings += [(path, each) for path in sorted((REPOSITORY / "nxd_ckpt").rglob("*.py")) for each in in_source(path)]
+    for path, (line, finding) in findings:
         print(f"{path.relative_to(REPOSITORY)}:{line}: {finding}")
-    return 1 if found else 0
+    return 1 if findings else 0
 
 
 if __name__ == "__main__":

@@ -60,9 +60,11 @@ def best_of(tags: Sequence[StepTag], metric: str, mode: Literal["min", "max"]) -
     """
     rule, sign = Best(metric, mode=mode), 1 if mode == "min" else -1
     metrics = [metrics_of(tag.storage, tag.info) for tag in tags]
-    known = {name for each in metrics for name in each}
-    if known and metric not in known:
-        raise InvalidArgument(f"no tag has the metric {listed([metric], known)}; tags have {first_of(sorted(known))}")
+    recorded = {name for each in metrics for name in each}
+    if recorded and metric not in recorded:
+        raise InvalidArgument(
+            f"no tag has the metric {listed([metric], recorded)}; tags have {first_of(sorted(recorded))}"
+        )
     values = [(rule.value(each), tag.step) for each, tag in zip(metrics, tags, strict=True)]
     ranked = [(sign * value, step) for value, step in reversed(values) if value is not None]
     return min(ranked, key=lambda pair: pair[0])[1] if ranked else None

@@ -16,10 +16,10 @@ from nxd_ckpt.core.limits import DOCUMENT
 from nxd_ckpt.core.names import DONE, HIDDEN, MARKER
 from nxd_ckpt.storage.base import DirEntry, Storage
 from tests.simulation import oracle
-from tests.simulation.job import Job, Save, checkpointer, loaded_by, run_to_end
+from tests.simulation.job import Job, checkpointer, loaded_by, run_to_end
 from tests.simulation.schedule import Run, Schedule, drawn
 from tests.simulation.stage import turns
-from tests.simulation.world import EPOCH, Disk, DiskStorage, Killed, Process, SystemCalls, Task
+from tests.simulation.world import EPOCH, Disk, DiskStorage, Killed, Process, SystemCalls
 from tests.simulation.world.network import Network
 
 EFFECTS = {1: (140, 60), 2: (155, 80)}
@@ -89,17 +89,9 @@ class HostsRun(Run):
         with self.network.installed():
             super().go()
 
-    def launch(
-        self,
-        run_id: str,
-        machines: tuple[str, ...],
-        saves: list[Save],
-        comes: Callable[[], None] = lambda: None,
-        trains: float = 0.0,
-    ) -> list[Task]:
-        if run_id == "rival":
-            machines = NAMES[::-1] if self.schedule.crossed else NAMES
-        return super().launch(run_id, machines, saves, comes, trains)
+    @property
+    def rival_machines(self) -> tuple[str, ...]:
+        return NAMES[::-1] if self.schedule.crossed else NAMES
 
     def look(self) -> None:
         """Nobody sees the disks of hosts but their jobs."""

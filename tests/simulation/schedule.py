@@ -143,7 +143,7 @@ class Run(Stage):
             trains, machines = schedule.trains, schedule.machines
             first = self.launch("first", machines[:2], list(schedule.saves), trains=trains)
             if schedule.rival:
-                first += self.launch("rival", machines[3:] * 2, list(schedule.rival), self._rival_comes, trains)
+                first += self.launch("rival", self.rival_machines, list(schedule.rival), self._rival_comes, trains)
             reader = self.reader()
             reading = [self.world.spawn(reader.process, reader.run)] if schedule.reads else []
             run_to_end(self.world, first)
@@ -169,6 +169,11 @@ class Run(Stage):
             self.next_saves_work()
             self.resume()
             self.afterwards()
+
+    @property
+    def rival_machines(self) -> tuple[str, ...]:
+        """Those of the rival's ranks."""
+        return self.schedule.machines[3:] * 2
 
     def hold(self, reader: Reader | None = None) -> None:
         super().hold(reader)
