@@ -70,7 +70,7 @@ def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(prog="python -m tools.bench", description=__doc__)
     size = made.add_mutually_exclusive_group()
     size.add_argument("--quick", action="store_true", help="some scenarios, an eighth of the bytes: 2 minutes")
-    size.add_argument("--full", action="store_true", help="all of the bytes, 7 rounds, as targets want it: 20 minutes")
+    size.add_argument("--full", action="store_true", help="all of the bytes, 7 rounds, as targets ask for: 25 minutes")
     made.add_argument("--only", action="append", metavar="WORD", help="scenarios whose name has it; may be repeated")
     made.add_argument("--scale", type=float, help="bytes of the workloads, in multiples of the full ones")
     made.add_argument("--rounds", type=int, help="that count, for what a target is about")

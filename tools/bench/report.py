@@ -33,17 +33,16 @@ def result_table(results: Results, scenario: str) -> Table:
 
 
 def target_table(judged: Sequence[Judged]) -> Table:
-    """Every target, what was wanted of it and what came."""
+    """Every target, its limit and what was measured."""
     table = [["scenario", "measure", "contestant", "against", "target", "measured", "min - max", "rounds", ""]]
     for each in judged:
         target, ratio = each.target, each.ratio
         measured = ["-", "", "0"]
         if ratio is not None:
-            unit = "x" if target.microseconds is None else "us"
-            measured = [f"{ratio.median:.2f} {unit}", f"{ratio.least:.2f} - {ratio.greatest:.2f}", str(ratio.rounds)]
+            measured = [f"{ratio.median:.2f} x", f"{ratio.least:.2f} - {ratio.greatest:.2f}", str(ratio.rounds)]
         against = " or ".join(target.against)
         table.append(
-            [target.scenario, target.measure, target.contestant, against, target.wanted, *measured, each.verdict]
+            [target.scenario, target.measure, target.contestant, against, target.limit, *measured, each.verdict]
         )
     return table
 
