@@ -1,4 +1,4 @@
-"""The documentation site: pages from outside docs/, and the reference from docstrings. mkdocs loads this as a hook.
+"""The documentation site: pages from outside docs/, and the reference from docstrings and --help. A hook of mkdocs.
 
 Links between files of the repository work as they stand, so that docs/ can be read without a site. Here they are led to
 the pages.
@@ -7,6 +7,7 @@ the pages.
 from __future__ import annotations
 
 import inspect
+import os
 import posixpath
 import re
 from importlib import import_module
@@ -17,6 +18,8 @@ import griffe
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
+
+from nxd_ckpt.cli.main import parsers
 
 REPOSITORY = Path(__file__).parents[1]
 EXAMPLES = sorted(path.relative_to(REPOSITORY).as_posix() for path in REPOSITORY.glob("examples/*.py"))
@@ -44,8 +47,12 @@ REFERENCE = {
 }
 """Title of each module's page in the reference."""
 
-_LINK = re.compile(r"^```.*?^```$|(?<=\]\()[^)\s#]+", re.MULTILINE | re.DOTALL)
+_LINK = re.compile(
+    r"^```.*?^```$|(?<=\]\()[^)\s#]+|(?<=src=\")[^\"]+|(?<=srcset=\")[^\"]+", re.MULTILINE | re.DOTALL
+)
 _COMMENT = re.compile(r"<!--.*?-->")  # for tests; mkdocs would see references in it
+_COMMAND = re.compile(r"^## `nxd-ckpt ([\w-]+)`\n.*?(?=^## |\Z)", re.MULTILINE | re.DOTALL)
+os.environ |= {"COLUMNS": "100", "NO_COLOR": "1"}  # argparse's help is the same on any terminal
 
 
 def on_config(config: MkDocsConfig) -> None:
@@ -68,8 +75,15 @@ def on_files(files: Files, config: MkDocsConfig) -> None:
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     """Lead each link to the page of the file that it names."""
     here = page.file.src_uri
+    if here == "cli.md":
+        markdown = _COMMAND.sub(_with_options, markdown)
     origin = next((path for path, at in OUTSIDE.items() if at == here), f"docs/{here}")
     return _LINK.sub(lambda link: _led(link[0], origin, here), _COMMENT.sub("", markdown))
+
+
+def _with_options(section: re.Match[str]) -> str:
+    """Return the section of a command with its --help at the end."""
+    return f"{section[0].rstrip()}\n\n```text\n{parsers()[1][section[1]].format_help()}```\n\n"
 
 
 def _led(link: str, origin: str, here: str) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
+import shlex
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,7 +13,8 @@ from typing import Any
 import pytest
 
 import nxd_ckpt
-from tests.docs.markdown import DOCS, README, code_blocks, tables, unquoted
+from nxd_ckpt.cli.main import main
+from tests.docs.markdown import DOCS, README, REPOSITORY, code_blocks, tables, unquoted
 from tests.support.s3_server import S3Server
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]
@@ -27,7 +29,7 @@ _DISTRIBUTIONS = {
 }
 
 ERRORS, TABLE_OF_ERRORS = DOCS / "errors.md", "Errors"
-LONGEST_README = 9_000  # bytes: it introduces, and the pages below docs/ explain
+LONGEST_README = 8_192  # bytes: it introduces, and the pages below docs/ explain
 TESTED_APART = {"cli", "coming-from", "format", "integrations", "torchtitan", "tutorial-fsdp2"}
 PAGES = [page for page in sorted(DOCS.glob("*.md")) if code_blocks(page, "python")]
 
@@ -90,6 +92,25 @@ def test_the_quick_start_resumes(capsys: pytest.CaptureFixture[str]) -> None:
         nxd_ckpt.close_checkpointers()
     assert printed([quick_start] * 2) == capsys.readouterr().out.splitlines()
     assert [0, 300] == [namespace["first"] for namespace in namespaces]
+
+
+def test_the_commands_after_the_quick_start_run() -> None:
+    """Each of them, on what it saved."""
+    run(code_blocks(README, "python")[0], {})
+    commands = re.findall(r"^\$ nxd-ckpt (.*)$", "".join(code_blocks(README, "console")), re.MULTILINE)
+    assert [0] * 4 == [main(shlex.split(command)) for command in commands]
+    assert {"report.html", "whole"} <= {path.name for path in Path.cwd().iterdir()}
+
+
+def test_the_badges_are_true() -> None:
+    """They say what the package's metadata say."""
+    tomllib = pytest.importorskip("tomllib", reason="Python 3.10")
+    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
+    badges = dict(re.findall(r"shields\.io/badge/(\w+)-(.*)-blue", README.read_text()))
+    pythons = [name.rpartition(" ")[2] for name in project["classifiers"] if "Python ::" in name]
+    assert project["license"] == badges["licence"].replace("--", "-")
+    assert f"{pythons[0]}_to_{pythons[-1]}" == badges["python"]
+    assert project["dependencies"][0] == f"torch>={badges['torch'].removesuffix('_or_newer')}"
 
 
 def test_the_readme_introduces() -> None:

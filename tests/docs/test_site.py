@@ -14,6 +14,7 @@ import pytest
 
 import nxd_ckpt
 from nxd_ckpt import convert, dcp, prune, testing, verify
+from nxd_ckpt.cli.main import parsers
 from tests.docs.markdown import DOCS, REPOSITORY
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]
@@ -57,6 +58,14 @@ def test_the_reference_shows_each_option(site: Path) -> None:
     text = _text(site / "reference" / "nxd_ckpt" / "index.html")
     assert "fallback: bool = False" in text
     assert "**options" not in text
+
+
+def test_the_page_of_commands_has_every_option(site: Path) -> None:
+    """In the help of each command."""
+    text = _text(site / "cli" / "index.html")
+    for name, parser in parsers()[1].items():
+        options = text.partition(f"usage: nxd-ckpt {name} ")[2].partition("usage: ")[0]
+        assert [] == [flag for action in parser._actions for flag in action.option_strings if flag not in options]
 
 
 def test_docstrings_are_markdown(site: Path) -> None:
