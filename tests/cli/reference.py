@@ -1,11 +1,13 @@
-"""What docs/cli.md and the tutorials show of the command: each console block is a command line and what it prints.
+"""Pages that show real output: each is run from top to bottom, in a directory of its own.
 
+A console block is a command line and what it prints; in Python blocks, the comment behind a call of print is.
 ``python -m tests.cli.reference`` writes the blocks anew, in the repository's root.
 """
 
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 import re
 import shlex
@@ -15,13 +17,19 @@ from pathlib import Path
 from unittest import mock
 
 from nxd_ckpt.cli.main import main
-from tests.docs.markdown import DOCS, code_blocks
+from tests.docs.markdown import DOCS
+from tests.docs.old_runs import write_old_runs
 from tests.support.terminal import Terminal
 
 DOCUMENT = DOCS / "cli.md"
-SHOWN = [DOCUMENT, DOCS / "tutorial-nxd.md", DOCS / "tutorial-laptop.md"]
+MIGRATION = DOCS / "migration.md"
+SHOWN = [DOCUMENT, DOCS / "tutorial-nxd.md", DOCS / "tutorial-laptop.md", MIGRATION]
 
 _BLOCK = re.compile(r"^(```console\n\$ nxd-ckpt )(.*?)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+_STEP = re.compile(
+    r"^```python\n(?P<code>.*?)^```$|(?P<console>^```console\n\$ nxd-ckpt .*?^```$)", re.MULTILINE | re.DOTALL
+)
+_PRINTED = re.compile(r"^( *print\(.*\)  # ).*$", re.MULTILINE)
 _SHORT_OPTION = re.compile(r"(?m)^(  -\w) [A-Z]+(?=, --)")
 _VOLATILE = re.compile(r"\b(\d[\d.:-]*|[0-9a-f]{12}-\d+)\b")
 
@@ -32,12 +40,22 @@ def command_lines(text: str) -> list[list[str]]:
 
 
 def rendered(document: Path) -> str:
-    """Return the text of a page with the real output in every console block, of what its Python blocks make."""
+    """Return the text of a page with the real output in every block that shows one."""
     text, namespace = document.read_text(), {"__name__": "page"}
-    with _in_a_directory_of_its_own() as directory, contextlib.redirect_stdout(None):
-        for block in code_blocks(document, "python"):
-            exec(compile(block, str(document), "exec"), namespace)
-        return _BLOCK.sub(lambda block: f"{block[1]}{block[2]}\n{_printed(block[2], directory)}```", text)
+
+    def run(step: re.Match[str]) -> str:
+        if step["console"]:
+            return _BLOCK.sub(lambda block: f"{block[1]}{block[2]}\n{_printed(block[2], directory)}```", step[0])
+        with contextlib.redirect_stdout(io.StringIO()) as out:
+            lines_before = "\n" * text[: step.start("code")].count("\n")
+            exec(compile(lines_before + step["code"], str(document), "exec"), namespace)
+        lines = iter(out.getvalue().splitlines())
+        return f"```python\n{_PRINTED.sub(lambda line: line[1] + next(lines), step['code'])}```"
+
+    with _in_a_directory_of_its_own() as directory:
+        if document == MIGRATION:
+            write_old_runs(Path(directory))
+        return _STEP.sub(run, text)
 
 
 def steady(text: str) -> str:

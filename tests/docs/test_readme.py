@@ -30,7 +30,7 @@ _DISTRIBUTIONS = {
 
 ERRORS, TABLE_OF_ERRORS = DOCS / "errors.md", "Errors"
 LONGEST_README = 8_192  # bytes: it introduces, and the pages below docs/ explain
-TESTED_APART = {"cli", "coming-from", "format", "integrations", "torchtitan", "tutorial-fsdp2"}
+TESTED_APART = {"cli", "coming-from", "format", "integrations", "migration", "torchtitan", "tutorial-fsdp2"}
 PAGES = [page for page in sorted(DOCS.glob("*.md")) if code_blocks(page, "python")]
 
 
