@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from nxd_ckpt.conversion.inputs import open_model
+from nxd_ckpt.conversion.inputs import open_imported
 from nxd_ckpt.hugging_face.imported_model import ImportedModel, ImportTarget
 from nxd_ckpt.hugging_face.selection import closest
 from nxd_ckpt.output.locations import Location
@@ -55,7 +55,7 @@ class Import:
 
 def import_plan(source: Location, target: Location, what: ImportTarget) -> Import:
     """Plan an import. Raises the errors of `ImportedModel.state`, except for unknown and missing names."""
-    model = ImportedModel(open_model(source, what.model_key), what)
+    model = ImportedModel(open_imported(source, what), what)
     selection, sizes = model.selection, what.sizes
     members = {
         match.name: tuple(what.mapping.in_files(match.rule.names(match.numbers, sizes))) for match in selection.matches

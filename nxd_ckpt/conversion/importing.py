@@ -22,6 +22,7 @@ from nxd_ckpt.options.hugging_face import ImportOptions
 from nxd_ckpt.output.locations import Location, locate_existing, locate_output
 from nxd_ckpt.output.model_files import config_in, read_config
 from nxd_ckpt.storage.urls import StrPath
+from nxd_ckpt.tag.foreign.quantization import quantization_of
 from nxd_ckpt.tag.mappings import find_mapping
 
 
@@ -69,9 +70,12 @@ def _target(source: Location, chosen: ImportOptions) -> ImportTarget:
     """Return the form of the tag; sizes and names come from config.json and the mapping."""
     directory = open_model(source, chosen.model_key)
     document = directory.config
+    quantization = quantization_of(document, directory.where)
     if chosen.config is not None:
         document = config_in(read_config(os.fspath(chosen.config), chosen.storage_options))
-        directory.refuse_quantized(document)
+        quantization = quantization_of(document, directory.where) or quantization
+    if quantization is not None and chosen.dtype is not None:
+        quantization = replace(quantization, dtype=chosen.dtype)
     mapping = find_mapping(chosen.mapping, document)
     sizes = mapping.sizes(document, chosen.kv_size_multiplier, chosen.hardware)
     return ImportTarget(
@@ -84,4 +88,5 @@ def _target(source: Location, chosen: ImportOptions) -> ImportTarget:
         chosen.virtual_pp,
         chosen.stages,
         chosen.model_key,
+        quantization,
     )

@@ -45,24 +45,25 @@ class Input(Protocol):
 
 
 def open_model(place: Location, model_key: str) -> HuggingFaceDirectory:
-    """Open a Hugging Face directory, or a file with a whole model. Raises the errors of opening it.
-
-    Also raises UnsupportedState for quantized weights that cannot be dequantized.
-    """
+    """Open a Hugging Face directory, or a file with a whole model. Raises the errors of opening it."""
     storage = place.open()
     if storage.is_file(place.name):
-        directory: HuggingFaceDirectory = WholeModelFile(storage, place.name, model_key)
-    else:
-        require_directory(storage, place.name, "input")
-        directory = HuggingFaceDirectory(storage, place.name)
-    directory.refuse_quantized()
+        return WholeModelFile(storage, place.name, model_key)
+    require_directory(storage, place.name, "input")
+    return HuggingFaceDirectory(storage, place.name)
+
+
+def open_imported(place: Location, what: ImportTarget) -> HuggingFaceDirectory:
+    """Open the input of an import, with plain numbers of quantized weights. Raises the errors of opening it."""
+    directory = open_model(place, what.model_key)
+    directory.dequantize(what.quantization)
     return directory
 
 
 def open_input(job: Job, storage: Storage) -> Input:
     """Open the input of ``job``, whose result is written to ``storage``."""
     if isinstance(job.what, ImportTarget):
-        return _Directory(open_model(job.source, job.what.model_key), job.what)
+        return _Directory(open_imported(job.source, job.what), job.what)
     if isinstance(job.what, DcpTarget):
         return _Anew(open_dcp(job.source, job.what.names), job.what)
     if isinstance(job.what, HuggingFaceTarget) and job.what.terms is not None:

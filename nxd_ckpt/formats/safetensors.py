@@ -180,7 +180,10 @@ def _span(name: str, about: Any, file: str) -> _Span:
         raise _malformed(file, f"tensor {shown(name)}: expected dtype, shape and data_offsets, found {shown(about)}")
     dtype, shape, offsets = about["dtype"], about["shape"], about["data_offsets"]
     if dtype in _OTHERS:
-        raise UnsupportedState(f"{file}: tensor {shown(name)} is {dtype}, which torch does not have; cast it first")
+        raise UnsupportedState(
+            f"{file}: tensor {shown(name)} is {dtype}, of which torch has no plain numbers; dequantize the model with "
+            "the program that quantized it, and use that"
+        )
     if not isinstance(dtype, str) or dtype not in _DTYPES:
         raise _malformed(file, f"tensor {shown(name)} has the unknown dtype {shown(dtype)}")
     where = f"{file}: not a whole safetensors file: tensor {shown(name)}"

@@ -20,6 +20,7 @@ from nxd_ckpt.hugging_face.selection import Selection, selected, selection
 from nxd_ckpt.live.save_state import SaveState
 from nxd_ckpt.live.state import ModelState, StateTensor
 from nxd_ckpt.reshard.stages import interleaved, redistribute_layers
+from nxd_ckpt.tag.foreign.quantization import Quantization
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,7 @@ class ImportTarget:
         virtual_pp: chunks of the model that each pipeline rank holds.
         stages: the names of each pipeline stage; by default layers are spread evenly.
         model_key: key of the model's state dict in a pickled file.
+        quantization: how its weights are quantized; None if they are not, or to MXFP4.
     """
 
     topology: Topology
@@ -47,6 +49,7 @@ class ImportTarget:
     virtual_pp: int = 1
     stages: Sequence[Sequence[str]] | None = None
     model_key: str = "model"
+    quantization: Quantization | None = None
 
 
 class ImportedModel:

@@ -41,6 +41,7 @@ from nxd_ckpt.load.tied import refuse_unequal_ties, unequal_ties
 from nxd_ckpt.storage.base import Storage
 from nxd_ckpt.storage.progress import report, watched
 from nxd_ckpt.tag.foreign.hugging_face_directory import HuggingFaceDirectory
+from nxd_ckpt.tag.foreign.quantization import Quantization, quantization_of
 from nxd_ckpt.tag.mappings import find_mapping
 from nxd_ckpt.tag.reading import Leaf, LeafReader
 
@@ -94,7 +95,7 @@ class _HuggingFaceLoad:
         topology, options, optimizer = request.topology, request.options, request.optimizer
         self._directory, self._strict = HuggingFaceDirectory(storage), options.strict_names
         config = self._directory.config
-        self._directory.refuse_quantized()
+        quantization = quantization_of(config, self._directory.where)
         self._mapping = find_mapping(options.mapping, config)
         self._sizes = self._mapping.sizes(config, options.kv_size_multiplier, options.hardware)
         self._tensors = UnpackedTensors(self._directory, self._mapping, self._sizes)
@@ -109,6 +110,7 @@ class _HuggingFaceLoad:
         self.filtered.know_ties(self._model)
         self._mapped = MappedDirectory(self._tensors, self._mapping, self._sizes, topology)
         self._specs = self._model.parameters(topology.tp)
+        self._directory.dequantize(_as_live(quantization, {spec.dtype for spec in self._specs.values()}))
         if self.filtered:
             self.filtered.know_apart(self._different_ties())
         paths = [f"model/{name}" for name in names]
@@ -309,6 +311,14 @@ def _refuse_arguments(where: str, request: LoadRequest) -> None:
             f"{where} is a Hugging Face directory, of which each rank reads its slices only: load it without "
             "pre_download=True"
         )
+
+
+def _as_live(quantization: Quantization | None, dtypes: Collection[str]) -> Quantization | None:
+    """Return ``quantization`` with a dtype from which a cast to any of the live ``dtypes`` rounds once."""
+    if quantization is None:
+        return None
+    floating = {dtype for dtype in dtypes if torch_dtype(dtype).is_floating_point}
+    return replace(quantization, dtype="bfloat16" if floating == {"bfloat16"} else "float32")
 
 
 def _refuse_narrowing(name: str, leaf: Assembly) -> None:

@@ -41,7 +41,7 @@ def companion(name: str) -> dict[str, torch.Tensor]:
 
 
 CASES = [
-    ({"quantization_config": {"quant_method": "fp8"}}, FP8 | companion("weight_scale_inv"), "by fp8"),
+    ({"quantization_config": {"quant_method": "modelopt"}}, FP8 | companion("weight_scale"), "by modelopt"),
     ({"text_config": {"quantization_config": {"quant_method": "gptq"}}}, {}, "by gptq"),
     ({"compression_config": {"format": "int-quantized"}}, INT8, "by compressed-tensors"),
     ({"quantization_config": {"load_in_8bit": True}}, INT8 | companion("SCB"), "by bitsandbytes"),

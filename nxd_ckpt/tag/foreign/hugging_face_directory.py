@@ -14,8 +14,14 @@ from nxd_ckpt.errors import KeyMismatch, MalformedFile, PartNotFound, Unsupporte
 from nxd_ckpt.formats.tensors import TensorStub
 from nxd_ckpt.storage.base import Storage
 from nxd_ckpt.tag.files import TagFiles
-from nxd_ckpt.tag.foreign.quantization import refuse_quantized, refuse_quantized_dtype
-from nxd_ckpt.tag.foreign.quantized import BLOCKS, SCALES, DequantizedStorage, Quantized, quantized_names
+from nxd_ckpt.tag.foreign.fp8_weight import Fp8Weight
+from nxd_ckpt.tag.foreign.mxfp4_weight import BLOCKS, SCALES, Mxfp4Weight
+from nxd_ckpt.tag.foreign.quantization import (
+    Quantization,
+    refuse_companions,
+    refuse_quantized_dtype,
+)
+from nxd_ckpt.tag.foreign.quantized import DequantizedStorage, QuantizedWeight
 
 CONFIG = "config.json"
 SINGLE = "model.safetensors"
@@ -50,7 +56,9 @@ class HuggingFaceDirectory:
         self.files = TagFiles(self._storage, folder)
         self._shards: dict[str, Mapping[str, TensorStub]] = {}
         self._places = self._find_places()
-        self._quantized = quantized_names(self._places)
+        self._quantization: Quantization | None = None
+        self._scales: dict[str, str] = {}
+        self._dropped: set[str] = set()
 
     @property
     def where(self) -> str:
@@ -64,15 +72,25 @@ class HuggingFaceDirectory:
 
     @property
     def names(self) -> list[str]:
-        """All tensors, sorted; a quantized one has its own name, not those of its parts."""
-        parts = {f"{name}{part}" for name in self._quantized for part in (BLOCKS, SCALES)}
-        return sorted({*self._places} - parts | self._quantized)
+        """All tensors, sorted; after `dequantize` a quantized one has its own name, not those of its parts."""
+        return sorted({*self._places}.difference(self._dropped).union(self._scales))
 
-    def refuse_quantized(self, config: Mapping[str, Any] | None = None) -> None:
-        """Raise UnsupportedState for weights that cannot be dequantized, by its own config.json or by ``config``."""
-        names = self.names
-        refuse_quantized(self.config, names, self.where)
-        refuse_quantized(config or {}, names, self.where)
+    def dequantize(self, quantization: Quantization | None) -> None:
+        """Take quantized weights for plain ones from now on: MXFP4 by their names, FP8 as ``quantization`` says.
+
+        Scales of activations are left out. Raises UnsupportedState for tensors that only other methods have, and for
+        scales without a weight.
+        """
+        self._quantization = quantization
+        stems = (name.removesuffix(BLOCKS) for name in self._places if name.endswith(BLOCKS))
+        self._scales = {stem: f"{stem}{SCALES}" for stem in stems if f"{stem}{SCALES}" in self._places}
+        self._dropped = {f"{name}{BLOCKS}" for name in self._scales}
+        if quantization is not None:
+            scales = {name: f"{name}{quantization.suffix}" for name in self._places}
+            self._scales |= {name: scale for name, scale in scales.items() if scale in self._places}
+            self._dropped |= set(filter(quantization.is_of_activations, self._places))
+        self._dropped |= {*self._scales.values()}
+        refuse_companions(self.names, self.where)
 
     def tensor(self, name: str, tied: Mapping[str, str] | None = None) -> TensorStub:
         """Return the stub of a tensor that is not quantized.
@@ -92,20 +110,32 @@ class HuggingFaceDirectory:
             KeyMismatch: there is none of that name, nor the one that it is tied to.
             MalformedFile: its file is malformed, or does not match the index.
         """
-        if name in self._quantized:
-            return self._dequantized(name)
-        stored_name = name if name in self._places else (tied or {}).get(name, name)
+        stored_name = name if name in self._places or name in self._scales else (tied or {}).get(name, name)
+        if stored_name in self._scales:
+            return self._dequantized(stored_name)
         if stored_name not in self._places:
             tie = f", nor {stored_name}, to which it is tied" if stored_name != name else ""
             raise KeyMismatch(f"{self.where} has no tensor {name}{tie}; is it a model of this mapping, and complete?")
-        return self._shard(self._places[stored_name])[stored_name]
+        return self._stored(stored_name)
+
+    def _stored(self, name: str) -> TensorStub:
+        return self._shard(self._places[name])[name]
 
     def _dequantized(self, name: str) -> TensorStub:
-        blocks, scales = (self._shard(self._places[part])[part] for part in (f"{name}{BLOCKS}", f"{name}{SCALES}"))
-        tensor, file = Quantized(name, blocks, scales), f"{blocks.file}, {name}"
-        key = self.files.key
-        self._storage.add(key(file), key(blocks.file), key(scales.file), tensor)
-        return tensor.stub(file)
+        weight = self._weight(name)
+        numbers, scales, key = weight.numbers.file, weight.scales.file, self.files.key
+        file = f"{numbers}, {name}"
+        self._storage.add(key(file), key(numbers), key(scales), weight)
+        return weight.stub(file)
+
+    def _weight(self, name: str) -> QuantizedWeight:
+        scales = self._stored(self._scales[name])
+        if name not in self._places:
+            return Mxfp4Weight(name, self._stored(f"{name}{BLOCKS}"), scales)
+        described = self._quantization
+        assert described is not None  # else it had no scales
+        rounds = described.rounds_products_of(name)
+        return Fp8Weight(name, self._stored(name), scales, described.blocks, described.dtype, rounds)
 
     def _find_places(self) -> dict[str, str]:
         return self._places_in_index() if self.files.has(INDEX) else self._places_in_single_file()

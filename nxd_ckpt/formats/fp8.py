@@ -1,0 +1,93 @@
+"""Conversion of weights of 8 bits (FP8), whose blocks have a scale each, to wider numbers.
+
+Sources: huggingface/transformers v5.24, ``src/transformers/integrations/finegrained_fp8.py`` (``Fp8Dequantize``);
+compressed-tensors v0.20, ``quantization/lifecycle/forward_helpers.py``; deepseek-ai/DeepSeek-V3,
+``inference/kernel.py`` (``weight_dequant``), by which blocks at the lower and right edge are cut off.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+
+NUMBERS = ("float8_e4m3fn", "float8_e5m2")
+"""Dtypes of numbers of 8 bits that have scales beside them."""
+
+
+@dataclass(frozen=True)
+class BlockGrid:
+    """Blocks of ``rows`` x ``columns`` elements of each matrix in a row-major tensor of ``shape``, which share a scale.
+
+    The scales of a matrix are row-major too, and those of further matrices follow.
+    """
+
+    shape: tuple[int, ...]
+    rows: int
+    columns: int
+
+    @property
+    def counts(self) -> tuple[int, int]:
+        """Blocks along both dimensions of a matrix; those at the edges may be cut off."""
+        return -(-self.shape[-2] // self.rows), -(-self.shape[-1] // self.columns)
+
+    @property
+    def scales_shape(self) -> tuple[int, ...]:
+        return (*self.shape[:-2], *self.counts)
+
+    def segments(self, starts: torch.Tensor, stops: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Cut runs ``start <= index < stop`` of the flattened tensor into segments that are in one block each.
+
+        Runs are int64 tensors, and none is empty. Returns the place of each segment's scale among the flattened scales,
+        and the segment's length, run after run.
+        """
+        height, width = self.shape[-2:]
+        down, across = self.counts
+        first, last = (self._segment_at(places) for places in (starts, stops - 1))
+        counts = last - first + 1
+        skipped = counts.cumsum(0) - counts
+        segments = torch.arange(int(counts.sum())) + (first - skipped).repeat_interleave(counts)
+        row = segments // across
+        column = segments - row * across
+        begins = torch.maximum(row * width + column * self.columns, starts.repeat_interleave(counts))
+        ends = row * width + ((column + 1) * self.columns).clamp(max=width)
+        lengths = torch.minimum(ends, stops.repeat_interleave(counts)) - begins
+        matrix, row = row // height, row % height
+        return (matrix * down + row // self.rows) * across + column, lengths
+
+    def _segment_at(self, places: torch.Tensor) -> torch.Tensor:
+        """Return the numbers of the segments, each a row of a block, that hold these elements."""
+        width = self.shape[-1]
+        row = places // width
+        return row * self.counts[1] + (places - row * width) // self.columns
+
+
+def dequantized(
+    numbers: torch.Tensor,
+    scales: torch.Tensor,
+    lengths: torch.Tensor,
+    dtype: torch.dtype,
+    rounded: torch.dtype = torch.float32,
+) -> torch.Tensor:
+    """Return ``numbers`` (FP8) times the scale of the segment that each is in, as ``dtype``.
+
+    Args:
+        numbers: numbers of one dimension, segment after segment.
+        scales: scales of the segments, float32.
+        lengths: numbers in each segment, int64.
+        dtype: dtype of the result.
+        rounded: dtype that products, which are float32, are rounded to before.
+    """
+    values = _values(numbers.dtype).index_select(0, numbers.view(torch.uint8).int())  # faster than float()
+    if bool((lengths == lengths[0]).all()):
+        values.view(len(lengths), -1).mul_(scales.unsqueeze(1))
+    else:
+        values.mul_(scales.repeat_interleave(lengths))
+    return values.to(rounded).to(dtype)
+
+
+@cache
+def _values(dtype: torch.dtype) -> torch.Tensor:
+    """Return the float32 value of each byte of an FP8 dtype."""
+    return torch.arange(256, dtype=torch.uint8).view(dtype).float()
