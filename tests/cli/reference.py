@@ -22,8 +22,8 @@ from tests.docs.old_runs import write_old_runs
 from tests.support.terminal import Terminal
 
 DOCUMENT = DOCS / "cli.md"
-MIGRATION = DOCS / "migration.md"
-SHOWN = [DOCUMENT, DOCS / "tutorial-nxd.md", DOCS / "tutorial-laptop.md", MIGRATION]
+MIGRATED = [DOCS / "migration.md", DOCS / "known-troubles.md"]
+SHOWN = [DOCUMENT, DOCS / "tutorial-nxd.md", DOCS / "tutorial-laptop.md", *MIGRATED]
 
 _BLOCK = re.compile(r"^(```console\n\$ nxd-ckpt )(.*?)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _STEP = re.compile(
@@ -53,7 +53,7 @@ def rendered(document: Path) -> str:
         return f"```python\n{_PRINTED.sub(lambda line: line[1] + next(lines), step['code'])}```"
 
     with _in_a_directory_of_its_own() as directory:
-        if document == MIGRATION:
+        if document in MIGRATED:
             write_old_runs(Path(directory))
         return _STEP.sub(run, text)
 

@@ -1,4 +1,4 @@
-"""The checkpoints that docs/migration.md leads over: one small run, as each Neuron trainer would have saved it."""
+"""One small run, as each Neuron trainer would have saved it, for the pages that migrate it."""
 
 from __future__ import annotations
 

@@ -49,6 +49,29 @@ def test_installing_is_said_alike() -> None:
     assert [] == [path for path in sources if re.search(r"pip install .*(?<!\./)\bnxd_ckpt", path.read_text())]
 
 
+def missing_tests(text: str) -> list[str]:
+    """The tests, and files of tests, that ``text`` names in code and that are not there."""
+    missing = []
+    for path, _, name in re.findall(r"`(tests/[\w/]+\.py)(::(\w+))?`", text):
+        file = REPOSITORY / path
+        if not file.exists() or (name and not re.search(rf"^ *def {name}\(", file.read_text(), re.MULTILINE)):
+            missing.append(f"{path}::{name}")
+    return missing
+
+
+@pytest.mark.parametrize("page", PAGES, ids=[page.relative_to(REPOSITORY).as_posix() for page in PAGES])
+def test_every_test_that_proves_something_exists(page: Path) -> None:
+    """Pages name the tests of what they say."""
+    assert [] == missing_tests(page.read_text())
+
+
+def test_an_absent_test_is_seen() -> None:
+    """An absent file, and an absent function of a file."""
+    named = ("test_pages.py::test_an_absent_test_is_seen", "no.py", "test_pages.py::test_no")
+    found = missing_tests(" ".join(f"`tests/docs/{name}`" for name in named))
+    assert ["tests/docs/no.py::", "tests/docs/test_pages.py::test_no"] == found
+
+
 def test_the_architecture_page_knows_every_module() -> None:
     """Whatever lies directly in the package has its place in the table of layers, or beside it."""
     package = REPOSITORY / "nxd_ckpt"

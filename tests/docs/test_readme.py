@@ -14,6 +14,7 @@ import pytest
 
 import nxd_ckpt
 from nxd_ckpt.cli.main import main
+from tests.cli.reference import MIGRATED
 from tests.docs.markdown import DOCS, README, REPOSITORY, code_blocks, tables, unquoted
 from tests.support.s3_server import S3Server
 
@@ -30,7 +31,8 @@ _DISTRIBUTIONS = {
 
 ERRORS, TABLE_OF_ERRORS = DOCS / "errors.md", "Errors"
 LONGEST_README = 8_192  # bytes: it introduces, and the pages below docs/ explain
-TESTED_APART = {"cli", "coming-from", "format", "integrations", "migration", "torchtitan", "tutorial-fsdp2"}
+TESTED_APART = {"cli", "coming-from", "format", "integrations", "torchtitan", "tutorial-fsdp2"}
+TESTED_APART |= {page.stem for page in MIGRATED}
 PAGES = [page for page in sorted(DOCS.glob("*.md")) if code_blocks(page, "python")]
 
 
