@@ -70,6 +70,7 @@ def save_checkpoint(
     *,
     path: StrPath | None = None,
     tiers: Sequence[Tier] | None = None,
+    state: Mapping[str, Any] | None = None,
     rank_content: Any = None,
     tag_values: Mapping[str, Any] | None = None,
     save_overwrite: bool | None = None,
@@ -93,6 +94,8 @@ def save_checkpoint(
         tiers: the places that checkpoints go to, such as ``[Tier("/mnt/nvme/run7", keep=2), Tier("s3://bucket/run7",
             every=10)]``; the first is ``checkpoint_dir_str``, which may be left out. Complete tags are copied to
             the others in the background. They count at a directory's first save in a process.
+        state: several models and optimizers by name, and anything else with ``state_dict()`` and
+            ``load_state_dict()``, such as a grad scaler, whose state must be the same on all ranks.
         rank_content: plain data of this rank alone; a load on the same sizes returns it to the same rank. Data
             positions in it (`capture_data_position`) are re-split for other sizes.
         tag_values: values for a tag such as ``"ep{epoch}-ba{batch}"``; without them braces are plain characters.
@@ -107,7 +110,7 @@ def save_checkpoint(
     own["avoid_saving_lower_precision_weights"] = avoid_saving_lower_precision_weights
     name = str(tag) if isinstance(tag, int) and not isinstance(tag, bool) else tag  # as with neuronx_distributed
     saved = ("" if name is None else name, model, optimizer, scheduler, user_content)  # "" is refused, on all ranks
-    keywords = {"rank_content": rank_content, "async_save": async_save, "tag_values": tag_values, **own}
+    keywords = {"state": state, "rank_content": rank_content, "async_save": async_save, "tag_values": tag_values, **own}
     with _shared_checkpointer(_directory(checkpoint_dir_str, path, tiers), tiers, shared) as checkpointer:
         return checkpointer.save(*saved, **keywords)
 
@@ -125,6 +128,7 @@ def load_checkpoint(
     use_zero1_dcp: bool = False,
     *,
     checkpoint_dir_str: StrPath | None = None,
+    state: Mapping[str, Any] | None = None,
     tiers: Sequence[Tier] | None = None,
     **options: Unpack[LoadCheckpointKeywords],
 ) -> Any:
@@ -141,6 +145,7 @@ def load_checkpoint(
         optimizer: an optimizer of the same parameters; or a dict.
         scheduler: anything with ``load_state_dict()``; or a dict.
         checkpoint_dir_str: another name for ``path``.
+        state: the objects that were saved as ``state``, by the same names.
         tiers: the places that may have the checkpoint, the same as for a save; the newest one is loaded from the
             nearest place that has it.
 
@@ -169,7 +174,7 @@ def load_checkpoint(
         "strict": strict,
         "use_zero1_dcp": use_zero1_dcp,
     }
-    objects = (model, optimizer, scheduler)
+    objects = (model, optimizer, scheduler, state)
     return checkpointer.load_given(tag, objects, chosen, lasting=writing is not None).user_content
 
 

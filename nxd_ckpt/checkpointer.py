@@ -113,6 +113,7 @@ class Checkpointer:
         scheduler: Any = None,
         user_content: Any = None,
         *,
+        state: Mapping[str, Any] | None = None,
         rank_content: Any = None,
         async_save: bool = False,
         tag_values: Mapping[str, Any] | None = None,
@@ -129,16 +130,16 @@ class Checkpointer:
 
         Args:
             tag: a step, or a name, one directory name such as "step_300"; 300 is "step_300".
-            model: a module, an NxD model (local part), or a state dict; None saves none.
-            optimizer: a torch, torch-xla ZeRO-1 or NxD optimizer, or its state dict; None saves none.
+            model: a module, an NxD model (local part), or a state dict; a dict of several by name. None saves none.
+            optimizer: a torch, torch-xla ZeRO-1 or NxD optimizer, or its state dict; a dict of several by name.
             scheduler: anything with ``state_dict()``; None saves none. Rank 0's is saved.
-            user_content: plain data of rank 0: numbers, strings, tensors, NumPy arrays, dates, paths, containers of
-                them.
+            user_content: plain data of rank 0: numbers, strings, tensors, NumPy arrays, dates, paths, containers.
+            state: several models and optimizers by name, and anything else with ``state_dict()`` and
+                ``load_state_dict()``, such as a grad scaler, whose state must be the same on all ranks.
             rank_content: plain data of this rank alone; a load on the same sizes gives it back to the same rank. Data
                 positions in it (`capture_data_position`) are re-split for other sizes.
             async_save: return once the state is copied, and write in the background.
-            tag_values: the values in a tag such as ``"ep{epoch}-ba{batch:06d}"``, as ``str.format`` does; without them
-                braces are characters like others.
+            tag_values: the values in a tag such as ``"ep{epoch}-ba{batch:06d}"``, as ``str.format`` does.
 
         Raises:
             CheckpointError: see `nxd_ckpt.errors`; on every rank, and nothing became visible.
@@ -152,7 +153,7 @@ class Checkpointer:
             if refused is not None:
                 raise refused
             chosen.validate()
-            return capture(self.topology, chosen, model, optimizer, scheduler, user_content, rank_content)
+            return capture(self.topology, chosen, model, optimizer, scheduler, user_content, rank_content, state)
 
         pending = SaveProgress(name, self._failures)
         self._schedule.saved(step_of(name))
@@ -173,6 +174,8 @@ class Checkpointer:
         model: Any = None,
         optimizer: Any = None,
         scheduler: Any = None,
+        *,
+        state: Mapping[str, Any] | None = None,
         **options: Unpack[LoadKeywords],
     ) -> Any:
         """Load the objects that are not None from ``tag``; return the user content or None.
@@ -191,12 +194,13 @@ class Checkpointer:
             model: a module or NxD model, of any sizes; or a dict.
             optimizer: an optimizer of the same parameters; or a dict.
             scheduler: anything with ``load_state_dict()``; or a dict.
+            state: the objects that were saved as ``state``, by the same names.
 
         Raises:
             CheckpointError: see `nxd_ckpt.errors`; on every rank, and nothing was changed except what
                 ``verify="reading"`` or ``verify=False`` find too late.
         """
-        return self.load_given(tag, (model, optimizer, scheduler), options, lasting=True).user_content
+        return self.load_given(tag, (model, optimizer, scheduler, state), options, lasting=True).user_content
 
     @as_checkpoint_errors()
     @takes(LoadOptions, checks=False)
@@ -206,6 +210,7 @@ class Checkpointer:
         optimizer: Any = None,
         scheduler: Any = None,
         *,
+        state: Mapping[str, Any] | None = None,
         default: int = 0,
         user_content: dict[Any, Any] | None = None,
         **options: Unpack[LoadKeywords],
@@ -218,6 +223,7 @@ class Checkpointer:
             model: a module or NxD model, of any sizes; or a dict.
             optimizer: an optimizer of the same parameters; or a dict.
             scheduler: anything with ``load_state_dict()``; or a dict.
+            state: the objects that were saved as ``state``, by the same names.
             default: what is returned, on all ranks, by a run that begins.
             user_content: an empty dict, filled with the user content, if that is a dict.
 
@@ -229,13 +235,13 @@ class Checkpointer:
             self._in_flight.settle()
             if not self._places.have_checkpoint(self._meet("load_latest"), lasting=self._session is not None):
                 return default
-        loaded = self.load_given(None, (model, optimizer, scheduler), options, lasting=True)
+        loaded = self.load_given(None, (model, optimizer, scheduler, state), options, lasting=True)
         if user_content is not None and isinstance(loaded.user_content, Mapping):
             user_content.update(loaded.user_content)
         return loaded.step
 
     def load_given(self, tag: Tag | None, given: Any, options: Mapping[str, object], *, lasting: bool) -> Loaded:
-        """Load (model, optimizer, scheduler), as `load` does; if ``lasting``, start background replication."""
+        """Load (model, optimizer, scheduler, state), as `load` does; if ``lasting``, start background replication."""
         require_own(self._pid, self.storage.url)
         with self._lock.held("load"):
             self._in_flight.settle()
@@ -243,9 +249,9 @@ class Checkpointer:
             agreement = self._meet("load")
             with self._places.joined(agreement, lasting=self._session is not None):
                 ranks = agreement or SingleProcessAgreement()
-                model, optimizer, scheduler = given
+                model, optimizer, scheduler, state = given
                 timeout = self._options.timeout
-                request = LoadRequest(self.topology, ranks, model, optimizer, scheduler, chosen, timeout)
+                request = LoadRequest(self.topology, ranks, model, optimizer, scheduler, chosen, timeout, state)
                 loaded = load(self._places.storages, tag, request)
                 if lasting:
                     self._places.replenish(agreement)

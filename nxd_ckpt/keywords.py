@@ -38,10 +38,10 @@ DirectoryKeywords = TypedDict("DirectoryKeywords", {
 }, total=False)
 ExportKeywords = TypedDict("ExportKeywords", {
     "tokenizer": StrPath | None, "size_per_shard": int | str, "master_weights": bool, "optimizer": bool,
-    "saved_param_names": SavedNames | None, "presharded": bool, "tp": int, "config": StrPath | None,
-    "mapping": MappingSpec, "kv_size_multiplier": int, "hardware": Hardware, "pad_attn_heads": bool,
-    "dtype": Dtype | None, "all_ranks": bool, "timeout": float, "overwrite": bool, "dry_run": bool,
-    "storage_options": StorageOptions | None, "output_options": StorageOptions | None, "durable": bool,
+    "saved_param_names": SavedNames | None, "presharded": bool, "tp": int, "model": str | None,
+    "config": StrPath | None, "mapping": MappingSpec, "kv_size_multiplier": int, "hardware": Hardware,
+    "pad_attn_heads": bool, "dtype": Dtype | None, "all_ranks": bool, "timeout": float, "overwrite": bool,
+    "dry_run": bool, "storage_options": StorageOptions | None, "output_options": StorageOptions | None, "durable": bool,
     "progress": bool,
 }, total=False)
 FromDcpKeywords = TypedDict("FromDcpKeywords", {

@@ -133,7 +133,8 @@ def _optimizer(optimizer: dict[str, Any] | None) -> Iterator[str]:
     for number, group in enumerate(optimizer["param_groups"]):
         set_ones = ((name, value) for name, value in group["options"].items() if value not in (None, False))
         options = " ".join(f"{name}={value}" for name, value in set_ones)
-        yield f"  group {number}: {units.count(group['parameters'], 'parameter')}; {options}"
+        owner = f" of {group['optimizer']}" if group["optimizer"] else ""
+        yield f"  group {number}{owner}: {units.count(group['parameters'], 'parameter')}; {options}"
 
 
 def _user_content(content: dict[str, Any] | None) -> Iterator[str]:

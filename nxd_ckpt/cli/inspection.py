@@ -18,6 +18,7 @@ from nxd_ckpt.core import names
 from nxd_ckpt.core.tags import TagInfo, latest
 from nxd_ckpt.core.topology import Coordinates, Topology
 from nxd_ckpt.errors import CheckpointError, InvalidArgument, TagReplaced, UnsafePickle
+from nxd_ckpt.live.optimizer_state import OPTIMIZER_NAME
 from nxd_ckpt.output.locations import Location, locate_input
 from nxd_ckpt.output.source import open_any
 from nxd_ckpt.reshard.whole_tag import GlobalTensor, WholeTag
@@ -209,11 +210,15 @@ def optimizer(opened: OpenTag, at: Coordinates) -> dict[str, Any] | None:
         "param_groups": [
             {
                 "parameters": len(_list(group.get("params"))),
-                "options": {str(key): plain(value) for key, value in group.items() if key != "params"},
+                "optimizer": group.get(OPTIMIZER_NAME),
+                "options": {str(key): plain(value) for key, value in group.items() if key not in _NO_OPTIONS},
             }
             for group in groups
         ],
     }
+
+
+_NO_OPTIONS = ("params", OPTIMIZER_NAME)
 
 
 def _dict(value: Any) -> dict[Any, Any]:

@@ -20,6 +20,9 @@ from nxd_ckpt.core.suggestions import first_of
 from nxd_ckpt.core.topology import Topology
 from nxd_ckpt.errors import MalformedFile, RanksDisagree, SaveFailed, in_words
 
+STATES = "state"
+"""Key of a plan: digests of the states of objects by name, which must be equal on all ranks."""
+
 
 @dataclass(frozen=True)
 class Vote:
@@ -131,7 +134,7 @@ def judge(votes: Sequence[Vote], topology: Topology, leader_of: Mapping[int, int
     first = votes[0]
     for vote in votes:
         if vote.plan != first.plan:
-            raise RanksDisagree(_difference(first, vote))
+            raise RanksDisagree(plan_difference((first.rank, vote.rank), first.plan or {}, vote.plan or {}))
         leader = _leader(vote.rank, topology) if leader_of is None else leader_of[vote.rank]
         if vote.replica != votes[leader].replica and leader_of is not None:
             raise RanksDisagree(
@@ -162,12 +165,20 @@ def tp_groups_that_differ(votes: Sequence[Vote], topology: Topology) -> list[lis
     return [ranks for ranks in groups.values() if len({votes[rank].replicated for rank in ranks}) > 1]
 
 
-def _difference(first: Vote, vote: Vote) -> str:
-    mine, theirs = dict(first.plan or {}), dict(vote.plan or {})
+def plan_difference(ranks: tuple[int, int], mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> str:
+    """Return the error of two ranks whose plans of one save differ."""
     keys = [key for key in {**mine, **theirs} if mine.get(key) != theirs.get(key)]
+    states = [state for plan in (mine, theirs) if isinstance(state := plan.get(STATES), Mapping)]
+    if keys == [STATES] and len(states) == 2:
+        names = [name for name in {**states[0], **states[1]} if states[0].get(name) != states[1].get(name)]
+        return (
+            f"ranks {ranks[0]} and {ranks[1]} have different states of {first_of(names)}, passed in state=. A tag has "
+            "rank 0's, and a load would give it to all: pass each rank's own in rank_content=, such as the result of "
+            "capture_data_position(), or make them equal on all ranks"
+        )
     differences = ", ".join(f"{key}={mine.get(key)!r} against {theirs.get(key)!r}" for key in keys)
     return (
-        f"ranks {first.rank} and {vote.rank} disagree on what is being saved: {differences}; all ranks must call "
+        f"ranks {ranks[0]} and {ranks[1]} disagree on what is being saved: {differences}; all ranks must call "
         "save_checkpoint with the same arguments, in the same order"
     )
 

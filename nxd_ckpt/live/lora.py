@@ -46,7 +46,7 @@ class LoraAdapter(ModuleModel):
             self._refuse_merged("saving")
             return super().kept()
         self._lora.merge_lora()  # as NxD does; the next forward pass undoes it
-        return {without_base_layer(name): name for name in self._live if not is_adapter(name)}
+        return {without_base_layer(name): name for name in self.live if not is_adapter(name)}
 
     def notes(self) -> dict[str, Any]:
         if self._merges and self._saves_base and not self._config.save_lora_config_adapter:
@@ -61,16 +61,16 @@ class LoraAdapter(ModuleModel):
         cuts = super().partitions(tp)
         for name, base in self._bases.items():
             spec = spec_of(base, tp)
-            if spec.partition.partition_dim == 0 and spec.partition != spec_of(self._live[name], tp).partition:
+            if spec.partition.partition_dim == 0 and spec.partition != spec_of(self.live[name], tp).partition:
                 cuts[name] = spec.partition
         return cuts
 
     def base_names(self) -> dict[str, str]:
-        return {name: without_base_layer(name) for name in self._live if BASE_LAYER in name}
+        return {name: without_base_layer(name) for name in self.live if BASE_LAYER in name}
 
     def expected(self, saved: Mapping[str, Any]) -> Iterable[str]:
         """Return all names, or, for a tag without the base, those of trained tensors."""
-        return self._live if any(name in self._live and name not in self._trained for name in saved) else self._trained
+        return self.live if any(name in self.live and name not in self._trained for name in saved) else self._trained
 
     def validate(
         self, saved: Mapping[str, Any], strict: bool, ignores: Callable[[str], bool] | None = None
@@ -89,7 +89,7 @@ class LoraAdapter(ModuleModel):
             named = is_adapter(name) or any(key in name for key in modules) or (all_biases and "bias" in name)
             return named or (isinstance(value, torch.nn.Parameter) and value.requires_grad)
 
-        return {name: value for name, value in self._live.items() if is_trained(name, value)}
+        return {name: value for name, value in self.live.items() if is_trained(name, value)}
 
     @property
     def _saves_base(self) -> bool:

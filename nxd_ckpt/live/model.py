@@ -52,9 +52,12 @@ _EXTRA_STATE = "_extra_state"  # torch: the name of what nn.Module.get_extra_sta
 class ModelAdapter:
     """A model as live values by name: tensors (parameters with NxD's attributes), and other values as extra state."""
 
+    path = "model/"
+    """Beginning of its tensors' names in errors."""
+
     def __init__(self, live: dict[str, Any], may_be_meta: bool = False) -> None:
-        self._live, self._may_be_meta = live, may_be_meta
-        self._incompatible: tuple[list[str], list[str]] = ([], [])
+        self.live, self._may_be_meta = live, may_be_meta
+        self.incompatible: tuple[list[str], list[str]] = ([], [])
         """Names that are missing from what is loaded, and that are unexpected in it."""
 
     def capture(self, tp: int) -> ModelState:
@@ -62,8 +65,13 @@ class ModelAdapter:
 
         Raises UnsupportedState, naming the tensor, for SPMD, meta, sparse and ``Partial`` tensors.
         """
+        for name, value in self.live.items():
+            if isinstance(value, _WITHOUT_SHAPE):
+                raise UnsupportedState(
+                    f"model/{name} has no shape yet, as it is a lazy module's: run a first batch through the model"
+                )
         ties, tensors, kept = self._ties, self._tensors, self.kept()
-        frozen = Frozen({name: self._live[live] for name, live in kept.items()} | self.notes(), _stride_to_note)
+        frozen = Frozen({name: self.live[live] for name, live in kept.items()} | self.notes(), _stride_to_note)
 
         def describe() -> dict[Path, StateTensor]:
             described = {}
@@ -85,7 +93,7 @@ class ModelAdapter:
 
     def kept(self) -> dict[str, str]:
         """Map the names that a save keeps to the live names."""
-        return {name: name for name in self._live}
+        return {name: name for name in self.live}
 
     def notes(self) -> dict[str, Any]:
         """Return further values that a save keeps and a load ignores."""
@@ -93,7 +101,7 @@ class ModelAdapter:
 
     def partitions(self, tp: int) -> dict[str, Partition]:
         """Return the cuts of parameters, by name, whose own attributes are wrong."""
-        return {name: cut for name, cut in self._shared_heads(tp).items() if cut is not None}
+        return {name: cut for name, cut in self.shared_heads(tp).items() if cut is not None}
 
     def base_names(self) -> dict[str, str]:
         """Map live names to their names in a tag of the model before it was wrapped, where they differ."""
@@ -107,33 +115,33 @@ class ModelAdapter:
         """Return the specifications of this rank's parameters and buffers, by name. Raises as `capture` does."""
         ties = self._ties
         specs = {
-            name: replace(spec_of(self._attributed(name), tp), dtype=form_of(tensor)[0])
+            name: replace(spec_of(self.attributed(name), tp), dtype=form_of(tensor)[0])
             for name, tensor in self._tensors.items()
             if not _is_extra_state(name)
         }
-        for name, partition in self._shared_heads(tp).items():
+        for name, partition in self.shared_heads(tp).items():
             if partition is None and name in specs:
                 specs[name] = replace(specs[name], explicit=False)
         return {name: replace(spec, tie=ties[name]) if name in ties else spec for name, spec in specs.items()}
 
-    def _attributed(self, name: str) -> torch.Tensor:
+    def attributed(self, name: str) -> torch.Tensor:
         """Return the live tensor that has NxD's attributes for ``name``."""
         return self._tensors[name]
 
-    def _shared_heads(self, tp: int) -> dict[str, Partition | None]:
+    def shared_heads(self, tp: int) -> dict[str, Partition | None]:
         """Return cuts of grouped-query attention's parameters, by name; None if only the values tell."""
         return {}
 
     def parameter_names(self) -> dict[int, str]:
         """Return names by the id of the live parameter; of tied names, the first."""
         names: dict[int, str] = {}
-        for name, value in self._live.items():
+        for name, value in self.live.items():
             names.setdefault(id(value), name)
         return names
 
     def names(self) -> list[str]:
         """Return all names, in order."""
-        return list(self._live)
+        return list(self.live)
 
     def aliases(self, name: str) -> list[str]:
         """Return all names of the parameter called ``name`` (several for tied weights), in order."""
@@ -158,19 +166,19 @@ class ModelAdapter:
         ]
         if ignores is not None:
             missing = [name for name in missing if not ignores(name)]
-        unexpected = [name for name in saved if name not in self._live and not self.takes_any(name)]
-        self._incompatible = missing, unexpected
+        unexpected = [name for name in saved if name not in self.live and not self.takes_any(name)]
+        self.incompatible = missing, unexpected
         if missing or unexpected:
             if strict:
-                _raise_key_mismatch(missing, unexpected, len(missing) == len(self._live))
+                _raise_key_mismatch(missing, unexpected, len(missing) == len(self.live))
             logger.warning("loading with strict=False: left as they are: %s; not in the model: %s", missing, unexpected)
-        names = [name for name in saved if name in self._live or self.takes_any(name)]
+        names = [name for name in saved if name in self.live or self.takes_any(name)]
         for name in names:
             if self.takes_any(name):
                 continue
             self.check_writable(name)
             if not _is_extra_state(name):
-                _check_form(name, saved[name], self._live[name])
+                _check_form(name, saved[name], self.live[name])
         return names
 
     def owns(self, name: str) -> bool:
@@ -195,18 +203,18 @@ class ModelAdapter:
 
     def expected(self, saved: Mapping[str, Any]) -> Iterable[str]:
         """Return the live names that ``saved`` must have to be the whole model."""
-        return self._live
+        return self.live
 
     def assign(self, name: str, value: Any) -> None:
         """Overwrite the live value of ``name`` with a CPU tensor (or other value) that `validate` accepted.
 
         Tensors are written in place, and ``value`` may be reused afterwards. No device computation, nothing compiled.
         """
-        copy_in(self._live[name], value)
+        copy_in(self.live[name], value)
 
     def ids(self, names: Iterable[str]) -> set[int]:
         """Return the ids of the live tensors with these names."""
-        return {id(self._live[name]) for name in names if name in self._live}
+        return {id(self.live[name]) for name in names if name in self.live}
 
     def on_meta(self) -> dict[int, str]:
         """Return tensors on the meta device, as name by id; also those in no state dict, such as computed buffers."""
@@ -220,7 +228,7 @@ class ModelAdapter:
 
     def destination(self, name: str) -> torch.Tensor | None:
         """Return the live tensor if saved bytes can be read straight into it: contiguous, on the CPU; else None."""
-        return None if _is_extra_state(name) else memory_for(self._live.get(name))
+        return None if _is_extra_state(name) else memory_for(self.live.get(name))
 
     def may_hold(self, parameter: torch.Tensor) -> bool:
         """Return whether assigning to one of the names may assign to that live parameter."""
@@ -246,7 +254,7 @@ class ModelAdapter:
 
     def is_on_host(self, name: str) -> bool:
         """Return whether the name is a live tensor on the CPU."""
-        live = self._live.get(name)
+        live = self.live.get(name)
         return isinstance(live, torch.Tensor) and live.device.type == "cpu"
 
     @cached_property
@@ -265,7 +273,7 @@ class ModelAdapter:
 
     @cached_property
     def _tensors(self) -> dict[str, torch.Tensor]:
-        tensors = {name: value for name, value in self._live.items() if isinstance(value, torch.Tensor)}
+        tensors = {name: value for name, value in self.live.items() if isinstance(value, torch.Tensor)}
         return {name: tensor for name, tensor in tensors.items() if not isinstance(tensor, _WITHOUT_SHAPE)}
 
     def check_writable(self, name: str) -> None:
@@ -304,7 +312,7 @@ class ModuleModel(ModelAdapter):
             shorter = {_without_replication(self._gathered.get(name, name), replicated): name for name in live}
             self._wrapped_names = {name: shorter[key] for name, key in canonical(shorter, "model").items()}
             live = {name: live[wrapped] for name, wrapped in self._wrapped_names.items()}
-        self._live = dict(live)
+        self.live = dict(live)
         self._hooks = ModuleHooks(self._root)
         if self._is_stage and self._hooks and len(self._wrapped_names) < len(live):
             raise UnsupportedState(
@@ -335,30 +343,22 @@ class ModuleModel(ModelAdapter):
                     names.setdefault(id(tensor), name)
         return names
 
-    def capture(self, tp: int) -> ModelState:
-        for name, value in self._live.items():
-            if isinstance(value, _WITHOUT_SHAPE):
-                raise UnsupportedState(
-                    f"model/{name} has no shape yet, as it is a lazy module's: run a first batch through the model"
-                )
-        return super().capture(tp)
-
     def require_loadable(self, names: Iterable[str]) -> None:
         for name in names:
-            if name not in self._live or self.owns(name):
+            if name not in self.live or self.owns(name):
                 continue
-            remedy = f"pass ignore_keys=['model/{name}'], or the model's state_dict() as model="
+            remedy = f"pass ignore_keys=['{self.path}{name}'], or the model's state_dict() as model="
             if _is_extra_state(name):
                 owner = self._owner(name)
                 if type(owner).set_extra_state is torch.nn.Module.set_extra_state:
                     raise UnsupportedState(
-                        f"model/{name}: {type(owner).__name__} has get_extra_state() and no set_extra_state(), so no "
-                        f"load could give it back; write one, or {remedy}"
+                        f"{self.path}{name}: {type(owner).__name__} has get_extra_state() and no set_extra_state(), so "
+                        f"no load could give it back; write one, or {remedy}"
                     )
-            elif isinstance(self._model, torch.nn.Module) and id(self._live[name]) not in self._own_ids:
+            elif isinstance(self._model, torch.nn.Module) and id(self.live[name]) not in self._own_ids:
                 raise UnsupportedState(
-                    f"model/{name} is computed by state_dict(), and is no parameter or buffer, so no load could give "
-                    f"it back; give {type(self._model).__name__} a load_state_dict() of its own that takes it, or "
+                    f"{self.path}{name} is computed by state_dict(), and is no parameter or buffer, so no load could "
+                    f"give it back; give {type(self._model).__name__} a load_state_dict() of its own that takes it, or "
                     f"{remedy}"
                 )
 
@@ -375,7 +375,7 @@ class ModuleModel(ModelAdapter):
 
     def _twin(self, name: str) -> torch.Tensor | None:
         """Return the parameter or buffer that ``state_dict()`` replaces with a computed tensor; else None."""
-        value = self._live[name]
+        value = self.live[name]
         if self._is_stage or not isinstance(self._model, torch.nn.Module) or id(value) in self._own_ids:
             return None
         twin = self._own_by_name.get(self._wrapped_names.get(name, name))
@@ -385,9 +385,9 @@ class ModuleModel(ModelAdapter):
     def _own_by_name(self) -> dict[str, torch.Tensor]:
         return _own(self._model)
 
-    def _attributed(self, name: str) -> torch.Tensor:
+    def attributed(self, name: str) -> torch.Tensor:
         twin = self._twin(name)
-        return super()._attributed(name) if twin is None else twin
+        return super().attributed(name) if twin is None else twin
 
     def owns(self, name: str) -> bool:
         return self._is_loaded_whole or self.takes_any(name)
@@ -402,7 +402,7 @@ class ModuleModel(ModelAdapter):
         return self._wrapped_names.get(name, name)
 
     def load_own(self, values: dict[str, Any], strict: bool) -> None:
-        live = self._live
+        live = self.live
         placed = {
             name: like(value, live[name]) if is_dtensor(live.get(name)) else value for name, value in values.items()
         }
@@ -416,7 +416,7 @@ class ModuleModel(ModelAdapter):
 
     def after_load(self) -> None:
         if not self._is_loaded_whole:  # else it has called them
-            self._hooks.after_load(*self._incompatible)
+            self._hooks.after_load(*self.incompatible)
 
     def assign(self, name: str, value: Any) -> None:
         if _is_extra_state(name):
@@ -434,20 +434,22 @@ class ModuleModel(ModelAdapter):
             try:
                 self._owner(name)
             except AttributeError as error:
-                raise UnsupportedState(f"model/{name}: {error}; extra state needs its module by that name") from error
-        elif isinstance(self._live[name], torch.Tensor) and _overlaps_itself(self._live[name]):
+                raise UnsupportedState(
+                    f"{self.path}{name}: {error}; extra state needs its module by that name"
+                ) from error
+        elif isinstance(self.live[name], torch.Tensor) and _overlaps_itself(self.live[name]):
             raise UnsupportedState(
-                f"model/{name} is expanded (several elements share memory); load into a contiguous() copy"
+                f"{self.path}{name} is expanded (several elements share memory); load into a contiguous() copy"
             )
-        elif id(self._live[name]) not in self._own_ids and not self.owns(name):
+        elif id(self.live[name]) not in self._own_ids and not self.owns(name):
             raise UnsupportedState(
-                f"model/{name} is computed by state_dict(), not a parameter or buffer that could be written to; "
+                f"{self.path}{name} is computed by state_dict(), not a parameter or buffer that could be written to; "
                 "load into a dict (model={}) and pass that to the model's load_state_dict()"
             )
 
-    def _shared_heads(self, tp: int) -> dict[str, Partition | None]:
+    def shared_heads(self, tp: int) -> dict[str, Partition | None]:
         names: dict[int, list[str]] = {}
-        for name, value in self._live.items():
+        for name, value in self.live.items():
             names.setdefault(id(value), []).append(name)
         return {name: cut for tensor, cut in partitions_of(self._model, tp) for name in names.get(id(tensor), ())}
 
@@ -469,16 +471,16 @@ class DictModel(ModelAdapter):
     def validate(
         self, saved: Mapping[str, Any], strict: bool, ignores: Callable[[str], bool] | None = None
     ) -> list[str]:
-        names = super().validate(saved, strict, ignores) if self._live else list(saved)
+        names = super().validate(saved, strict, ignores) if self.live else list(saved)
         _refuse_overlaps({name: self._tensors[name] for name in names if name in self._tensors})
         return names
 
     def assign(self, name: str, value: Any) -> None:
         """Overwrite the live tensor of ``name`` in place; without one, store ``value`` itself in the dict."""
-        if isinstance(self._live.get(name), torch.Tensor) and isinstance(value, torch.Tensor):
-            copy_in(self._live[name], value)
+        if isinstance(self.live.get(name), torch.Tensor) and isinstance(value, torch.Tensor):
+            copy_in(self.live[name], value)
         else:
-            self._live[name] = value
+            self.live[name] = value
 
 
 def _replicated(model: Any) -> list[str]:

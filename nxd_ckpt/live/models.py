@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -10,38 +9,33 @@ import torch
 from nxd_ckpt.errors import InvalidArgument
 from nxd_ckpt.live.lora import LoraAdapter, is_lora
 from nxd_ckpt.live.model import DictModel, ModelAdapter, ModuleModel
+from nxd_ckpt.live.named import by_name
+from nxd_ckpt.live.named_models import NamedModels
 
 
 def open_model(model: Any, *, may_be_meta: bool = False) -> ModelAdapter:
-    """Return the adapter of ``model`` (a module, an NxD wrapper, or a dict of tensors) for one save or one load.
+    """Return the adapter of ``model`` for one save or one load: a module, an NxD wrapper, or a dict of tensors.
+
+    Or a dict of several modules by name.
 
     With ``may_be_meta``, for a load that calls `ModelAdapter.materialize`, tensors may be on the meta device. Raises
     InvalidArgument for anything else.
     """
+    several = by_name(model, "model")
+    if several is not None:
+        adapters = {name: open_model(one, may_be_meta=may_be_meta) for name, one in several.items()}
+        return NamedModels(adapters, may_be_meta)
     if isinstance(model, dict):
-        _refuse_live_objects(model)
         return DictModel(model, may_be_meta)
     if isinstance(model, type) or not callable(getattr(model, "state_dict", None)):
         kind = f"the class {model.__name__} itself" if isinstance(model, type) else f"a {type(model).__name__}"
-        several = isinstance(model, (list, tuple)) and bool(model)
-        advice = "; pass several models as one, torch.nn.ModuleList(models) or torch.nn.ModuleDict" if several else ""
+        is_list = isinstance(model, (list, tuple)) and bool(model)
+        advice = "; pass several by name, model={name: model}" if is_list else ""
         raise InvalidArgument(f"model= must be a torch.nn.Module, an NxD model or a state dict, found {kind}{advice}")
     if hasattr(model, "param_groups"):
         raise InvalidArgument(f"model= is an optimizer ({type(model).__name__}): pass it as optimizer=")
     model = _unwrapped(model)
     return LoraAdapter(model, may_be_meta) if is_lora(model) else ModuleModel(model, may_be_meta)
-
-
-def _refuse_live_objects(state: Mapping[Any, Any]) -> None:
-    """Raise InvalidArgument for a dict of modules, optimizers and the like, such as torch's "app state"."""
-    live = {name: value for name, value in state.items() if callable(getattr(value, "load_state_dict", None))}
-    if live:
-        kinds = ", ".join(f"{name!r}: {type(value).__name__}" for name, value in list(live.items())[:4])
-        raise InvalidArgument(
-            f"model= is a dict of live objects ({kinds}), expected a module or its state_dict(): pass them as model=, "
-            "optimizer= and scheduler=, several models as one torch.nn.ModuleDict, and anything else by its "
-            "state_dict() in user_content="
-        )
 
 
 def _unwrapped(model: Any) -> Any:

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import islice
 from typing import Any, Protocol
 
 import torch
 
-from nxd_ckpt.core.suggestions import first_of
 from nxd_ckpt.core.topology import Topology
-from nxd_ckpt.errors import InvalidArgument, OptimizerMismatch
+from nxd_ckpt.errors import InvalidArgument, OptimizerMismatch, UnsupportedState
 from nxd_ckpt.formats.tensors import Path
 from nxd_ckpt.live.dtensor import Placed, is_dtensor
 from nxd_ckpt.live.expert_zero1 import ExpertZero1Optimizer
 from nxd_ckpt.live.model import ModelAdapter
+from nxd_ckpt.live.named import by_name
+from nxd_ckpt.live.named_optimizers import NamedOptimizers
 from nxd_ckpt.live.optimizer_dict import DictOptimizer
 from nxd_ckpt.live.optimizer_names import parameter_names
 from nxd_ckpt.live.optimizer_state import Keeps, LeafSource, flat_parameters, keeps_nothing
@@ -100,32 +102,66 @@ def open_optimizer(
     ``topology``.
     """
     topology = topology or Topology()
+    several = by_name(optimizer, "optimizer")
+    if several is not None:
+        return _open_several(several, model, param_names, zero1_optimizer, topology)
     if isinstance(optimizer, dict):
-        _refuse_live_objects(optimizer)
         return DictOptimizer(optimizer, param_names, model, zero1_optimizer, topology)
     optimizer = _unwrapped(optimizer)
     if hasattr(optimizer, "ep_zero_optimizer"):
         inner = optimizer.non_ep_zero_optimizer, optimizer.ep_zero_optimizer
         names = parameter_names([*inner[0].param_groups, *inner[1].param_groups], model, param_names)
         return ExpertZero1Optimizer(optimizer, names, topology)
+    if is_torch_zero(optimizer):
+        return TorchZeroOptimizer(optimizer, model, param_names, topology)
     names = parameter_names(optimizer.param_groups, model, param_names)
     if model is not None and model.is_placed:
         _refuse_others_parameters(names)
+    return _adapter(optimizer, names, zero1_optimizer, topology)
+
+
+def _adapter(optimizer: Any, names: list[str], zero1_optimizer: bool, topology: Topology) -> OptimizerAdapter:
+    """Return the adapter of one optimizer whose parameters have these names."""
     if hasattr(optimizer, "sharding_groups"):
         return Zero1Optimizer(optimizer, names, topology)
-    if is_torch_zero(optimizer):
-        return TorchZeroOptimizer(optimizer, model, param_names, topology)
     on_meshes = any(is_dtensor(parameter) for parameter, _ in flat_parameters(optimizer.param_groups))
     return PlainOptimizer(optimizer, names, topology.tp, sharded=zero1_optimizer and not on_meshes)
 
 
-def _refuse_live_objects(state: Mapping[Any, Any]) -> None:
-    live = [name for name, value in state.items() if callable(getattr(value, "load_state_dict", None))]
-    if live:
-        raise InvalidArgument(
-            f"optimizer= is a dict of live objects ({first_of(map(repr, live))}), expected an optimizer or its "
-            "state_dict(); save each of several optimizers under a directory of its own"
-        )
+def _open_several(
+    optimizers: Mapping[str, Any],
+    model: ModelAdapter | None,
+    param_names: Sequence[Sequence[str]] | None,
+    zero1_optimizer: bool,
+    topology: Topology,
+) -> NamedOptimizers:
+    """Return the adapter of several. Raises InvalidArgument if two of them hold one parameter."""
+    ordered = {name: _unwrapped(optimizers[name], f"optimizer[{name!r}]") for name in sorted(optimizers)}
+    for name, optimizer in ordered.items():
+        if hasattr(optimizer, "ep_zero_optimizer") or is_torch_zero(optimizer):
+            raise UnsupportedState(
+                f"optimizer[{name!r}] is a {type(optimizer).__name__}, which is saved and loaded alone: use a "
+                "directory of its own for it"
+            )
+    groups = [group for optimizer in ordered.values() for group in optimizer.param_groups]
+    names = parameter_names(groups, model, param_names)
+    if model is not None and model.is_placed:
+        _refuse_others_parameters(names)
+    adapters: dict[str, OptimizerAdapter] = {}
+    owners: dict[int, str] = {}
+    rest = iter(names)
+    for name, optimizer in ordered.items():
+        parameters = [parameter for parameter, _ in flat_parameters(optimizer.param_groups)]
+        own = list(islice(rest, len(parameters)))
+        for parameter, its_name in zip(parameters, own, strict=True):
+            if owners.setdefault(id(parameter), name) != name:
+                raise InvalidArgument(
+                    f"optimizer[{owners[id(parameter)]!r}] and optimizer[{name!r}] both hold the parameter "
+                    f"{its_name!r}, whose state in a tag is by its name: give it to one of them, or save one of the "
+                    "two under a directory of its own"
+                )
+        adapters[name] = _adapter(optimizer, own, zero1_optimizer, topology)
+    return NamedOptimizers(adapters, names)
 
 
 def _refuse_others_parameters(names: Sequence[str]) -> None:
@@ -138,7 +174,7 @@ def _refuse_others_parameters(names: Sequence[str]) -> None:
         )
 
 
-def _unwrapped(optimizer: Any) -> Any:
+def _unwrapped(optimizer: Any, called: str = "optimizer=") -> Any:
     inner = optimizer
     # NxD's wrapper has no state of its own; other wrappers (Lookahead) do, and are saved themselves.
     while hasattr(inner, "nxd_config") and hasattr(inner, "optimizer"):
@@ -146,8 +182,8 @@ def _unwrapped(optimizer: Any) -> Any:
     if isinstance(inner, type) or not hasattr(inner, "param_groups") or not hasattr(inner, "state_dict"):
         kind = f"the class {inner.__name__} itself" if isinstance(inner, type) else f"a {type(optimizer).__name__}"
         several = isinstance(optimizer, (list, tuple)) and bool(optimizer)
-        advice = "; save each of several optimizers under a directory of its own" if several else ""
+        advice = "; pass several by name, optimizer={name: optimizer}" if several else ""
         raise InvalidArgument(
-            f"optimizer= must be a torch optimizer, an NxD optimizer or a state dict, found {kind}{advice}"
+            f"{called} must be a torch optimizer, an NxD optimizer or a state dict, found {kind}{advice}"
         )
     return inner

@@ -10,6 +10,7 @@ from typing import Any
 
 from nxd_ckpt.core.suggestions import first_of
 from nxd_ckpt.errors import OptimizerMismatch
+from nxd_ckpt.live.optimizer_state import OPTIMIZER_NAME
 
 _OPTIONS = {
     *("betas", "eps", "amsgrad", "momentum", "dampening", "nesterov", "alpha", "centered", "rho", "lr_decay"),
@@ -35,8 +36,14 @@ _ENTRIES = {
 
 
 def check_class(optimizer: Any, groups: Iterable[Mapping[str, Any]], state: Mapping[Any, Any]) -> None:
-    """Raise OptimizerMismatch for param groups or state that another class of optimizer saved."""
-    kind = type(optimizer)
+    """Raise OptimizerMismatch for param groups or state of several optimizers, or of one of another class."""
+    kind, groups = type(optimizer), list(groups)
+    several = {group[OPTIMIZER_NAME] for group in groups if OPTIMIZER_NAME in group}
+    if len(several) > 1:
+        raise OptimizerMismatch(
+            f"optimizer: the checkpoint holds several by name ({first_of(sorted(map(repr, several)))}), not one; pass "
+            "them as a dict, optimizer={name: optimizer}, or one of them with its model's prefix="
+        )
     for number, (live, saved) in enumerate(zip(optimizer.param_groups, groups, strict=False)):
         unknown = sorted((saved.keys() & _OPTIONS) - live.keys())
         if unknown:

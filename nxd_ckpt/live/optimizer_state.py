@@ -60,6 +60,9 @@ _Entries = dict[Any, Any]
 _OF_PARAMETERS = ("params", "param_names")
 """Keys of a param group about its parameters; the rest are options."""
 
+OPTIMIZER_NAME = "nxd_ckpt_optimizer"
+"""Key of a saved param group: the name of its optimizer, where several were saved by name."""
+
 STEP = "step"
 
 ON_HOST = (STEP, "mu_product")
@@ -237,6 +240,8 @@ def restore_groups(live: Sequence[Sequence[Group]], saved: Sequence[Group], read
     for number, options in enumerate(saved):
         first, *others = (groups[number] for groups in live)
         for option, value in options_of(options).items():
+            if option == OPTIMIZER_NAME:
+                continue
             first[option] = _option(option, value, first.get(option), read)
             for group in others:
                 group[option] = first[option]

@@ -25,6 +25,7 @@ from nxd_ckpt.live.optimizer_ranks import (
     row_name,
 )
 from nxd_ckpt.live.optimizer_state import (
+    OPTIMIZER_NAME,
     Keeps,
     LeafSource,
     Slot,
@@ -196,6 +197,7 @@ class PlainOptimizer:
                 state[index] = loaded
         state |= {key: materialise(value, _Now(read), cpu) for key, value in saved["state"].items() if key not in slots}
         for group, live_group in zip(own["param_groups"], self._optimizer.param_groups, strict=True):
+            group.pop(OPTIMIZER_NAME, None)
             for option, value in group.items():
                 if isinstance(value, list) and isinstance(live_group.get(option), tuple):
                     group[option] = tuple(value)

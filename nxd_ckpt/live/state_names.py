@@ -52,6 +52,11 @@ def without(
     return left
 
 
+def parameter_sections(tree: Mapping[str, Any]) -> list[str]:
+    """Return the keys of the state dict under which entries are by the parameters' indices."""
+    return [section for section in (*_SECTIONS, _SHAPES) if section in tree]
+
+
 def put_back(tree: dict[str, Any], path: Path, value: Any) -> None:
     """Set the value at ``path`` of the state dict."""
     *above, last = path

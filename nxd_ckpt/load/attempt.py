@@ -25,7 +25,7 @@ from nxd_ckpt.load.downloading import download
 from nxd_ckpt.load.filters import Filter
 from nxd_ckpt.load.load_context import load_context
 from nxd_ckpt.load.overwriting import fill_model, nbytes_of, overwriting
-from nxd_ckpt.load.parts import check_scheduler, demand, load_scheduler, own_content, part_names
+from nxd_ckpt.load.parts import check_scheduler, demand, keeps_rates, load_scheduler, own_content, part_names
 from nxd_ckpt.load.planner import LoadPlanner
 from nxd_ckpt.load.renamed_tag import RenamedTag
 from nxd_ckpt.load.replicas import SharedReads, delivery_of, measured_rate, open_shared_reads
@@ -120,7 +120,7 @@ class PreparedLoad:
         self._opened, self._request, self._cache, self._filtered, self._trees = opened, request, cache, filtered, trees
         self._options = options = request.options
         self._scheduler = None if filtered.covers("scheduler") else request.scheduler
-        if self._scheduler is not None and trees.is_regrouped:
+        if trees.is_regrouped and keeps_rates(self._scheduler):
             raise OptimizerMismatch(
                 f"optimizer: its param groups are not in the order of {opened.where}, by which the scheduler stores "
                 "learning rates; build them as when it was saved, or load with scheduler=None"

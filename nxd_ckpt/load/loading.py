@@ -91,7 +91,7 @@ def load(storages: Sequence[Storage], tag: Tag | None, request: LoadRequest) -> 
         decided = decided_by_rank0(agreement, lambda: _tag_at(storages, agreed_tag, retries.damaged))
         if decided is None:
             _require_same(agreement, storages[0].url)
-            load_hugging_face(storages[0], request)
+            load_hugging_face(storages[0], on_all(agreement, request.settled))
             return Loaded()
         source = retries.source(Source(*decided))
         try:
@@ -136,7 +136,7 @@ def _prepared(storage: Storage, source: Source, request: LoadRequest, caches: Ex
 
     def begin() -> tuple[LoadAttempt, PreparedLoad | None]:
         options.validate()
-        settled = replace(request, options=options.settled(reads_are_cheap=storage.renames))
+        settled = replace(request.settled(), options=options.settled(reads_are_cheap=storage.renames))
         cache = None
         if options.pre_download:
             cache = caches.enter_context(open_cache(storage, source.tag, options.work_dir))

@@ -8,9 +8,11 @@ from typing import Any
 
 from nxd_ckpt.core.data_position import Position, check_position, is_complete, is_data_position, merge_positions
 from nxd_ckpt.core.limits import shown
+from nxd_ckpt.core.suggestions import listed
 from nxd_ckpt.core.topology import Coordinates, Topology
 from nxd_ckpt.errors import CorruptCheckpoint, IncompatibleState, PartLost, PartNotFound, UnsafePickle
 from nxd_ckpt.live.ignoring import RANDOM_STATE
+from nxd_ckpt.live.named import OBJECTS, NamedObjects, named_states
 from nxd_ckpt.live.random_state import is_random_state
 from nxd_ckpt.load.filters import Filter
 from nxd_ckpt.tag.opened import OpenTag
@@ -26,6 +28,11 @@ def demand(opened: OpenTag, model: Any, optim: Any, scheduler: Any) -> None:
         (optim is not None, parts.optimizer is not None, "optimizer"),
         (scheduler is not None, parts.scheduler, "scheduler"),
     ):
+        if requested and not saved and name == "scheduler" and isinstance(scheduler, NamedObjects):
+            raise PartNotFound(
+                f"{opened.where} was saved without the state of {listed(scheduler, ())}; it holds "
+                f"{_parts_text(parts)}. Leave out state=, or choose another tag"
+            )
         if requested and not saved:
             raise PartNotFound(
                 f"{opened.where} was saved without {name}; it holds {_parts_text(parts)}. "
@@ -40,16 +47,37 @@ def _parts_text(parts: Any) -> str:
 
 
 def check_scheduler(live: Any, saved: Any, where: str) -> None:
-    """Raise IncompatibleState if a list of schedulers is live and another number of them, or one, was saved."""
+    """Raise IncompatibleState if other schedulers, or objects of other names, were saved than are live."""
+    states = named_states(saved)
+    if isinstance(live, NamedObjects) or (states is not None and live is not None and not isinstance(live, dict)):
+        names, saved_names = (list(live) if isinstance(live, NamedObjects) else []), list(states or ())
+        if sorted(names) != sorted(saved_names):
+            found = "one scheduler, without a name" if states is None else listed(saved_names, ())
+            expected = f"state= has {listed(names, ())}" if names else "the live one is one scheduler"
+            raise IncompatibleState(
+                f"{where} holds the state of {found}; {expected}. Pass the objects that were saved, by their names, or "
+                "leave them out with ignore_keys='scheduler'"
+            )
+        return
     counts = [len(state) if isinstance(state, (list, tuple)) else None for state in (live, saved)]
     if live is not None and counts[0] != counts[1]:
         forms = ["one scheduler" if count is None else f"a list of {count}" for count in counts]
         raise IncompatibleState(f"scheduler: {where} holds {forms[1]}, the live one is {forms[0]}; pass the same form")
 
 
+def keeps_rates(live: Any) -> bool:
+    """Return whether a scheduler, or one of several objects, may store learning rates by param group."""
+    if isinstance(live, NamedObjects):
+        return any(hasattr(one, "optimizer") for one in live.values())
+    return live is not None
+
+
 def load_scheduler(live: Any, saved: Any) -> None:
     """Load a scheduler, a list of them, or a dict that is filled with its state."""
-    if isinstance(live, dict):
+    if isinstance(live, NamedObjects):
+        for name, one in live.items():
+            load_scheduler(one, saved[OBJECTS][name])
+    elif isinstance(live, dict):
         live.clear()
         live.update(saved or {})
     elif isinstance(live, (list, tuple)):

@@ -18,6 +18,7 @@ from nxd_ckpt.live.model import ModelAdapter
 from nxd_ckpt.live.optimizer import OptimizerAdapter
 from nxd_ckpt.live.optimizer_class import check_class
 from nxd_ckpt.live.optimizer_dict import DictOptimizer
+from nxd_ckpt.live.optimizer_state import OPTIMIZER_NAME
 from nxd_ckpt.live.parameters import form_of, is_tensor
 from nxd_ckpt.live.state import MASTER_WEIGHTS, OptimizerForm
 from nxd_ckpt.live.state_names import PARAM_GROUPS, without
@@ -291,7 +292,7 @@ class LoadPlanner:
         for number, options in enumerate(form.options[: len(order)]):
             first = order.index(order[number])
             first_options = form.options[first]
-            keys = options.keys() - {"lr", "initial_lr"}
+            keys = options.keys() - {"lr", "initial_lr", OPTIMIZER_NAME}
             differ = sorted(key for key in keys if repr(options[key]) != repr(first_options.get(key)))
             if differ:
                 raise OptimizerMismatch(

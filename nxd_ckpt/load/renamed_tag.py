@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from nxd_ckpt.core.renaming import Renaming
+from nxd_ckpt.core.renaming import NOT_LIVE, Renaming
+from nxd_ckpt.core.suggestions import listed
 from nxd_ckpt.core.topology import Coordinates
+from nxd_ckpt.errors import KeyMismatch
+from nxd_ckpt.live.state_names import parameter_sections
 from nxd_ckpt.tag.opened import OpenTag
 
 
@@ -50,3 +53,33 @@ class RenamedTag(OpenTag):
         names = super().optimizer_names(at)
         self._seen.update(names or ())
         return None if names is None else [self._renaming.live(name) for name in names]
+
+
+class OneModelTag(RenamedTag):
+    """One of several models of the tag ``opened``, and its part of the optimizers, under the model's own names."""
+
+    def __init__(self, opened: OpenTag, model: str) -> None:
+        """Raise KeyMismatch if no name in the tag begins with ``model``."""
+        saved = opened.model_names() if opened.parts.model else set()
+        if not any(name.startswith(f"{model}.") for name in saved):
+            names = sorted({name.partition(".")[0] for name in saved if "." in name})
+            raise KeyMismatch(f"{opened.where} has no model {listed([model], names)}; its names begin with {names}")
+        super().__init__(opened, Renaming(prefix=f"{model}."))
+
+    def optimizer_tree(self, at: Coordinates, param_names: Sequence[str] | None = None) -> dict[str, Any]:
+        tree, names = super().optimizer_tree(at, param_names), super().optimizer_names(at)
+        indices = [index for group in tree["param_groups"] for index in group["params"]]
+        own = {index for index, name in zip(indices, names or (), strict=False) if not name.startswith(NOT_LIVE)}
+        groups = [
+            {**group, "params": [index for index in group["params"] if index in own]} for group in tree["param_groups"]
+        ]
+        parts = {section: _of(tree[section], own) for section in parameter_sections(tree)}
+        return {**tree, **parts, "param_groups": [group for group in groups if group["params"]]}
+
+    def optimizer_names(self, at: Coordinates) -> list[str] | None:
+        names = super().optimizer_names(at)
+        return None if names is None else [name for name in names if not name.startswith(NOT_LIVE)]
+
+
+def _of(entries: Mapping[Any, Any], indices: set[Any]) -> dict[Any, Any]:
+    return {index: value for index, value in entries.items() if index in indices}

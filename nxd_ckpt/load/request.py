@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from nxd_ckpt.coordination.agreement import Agreement
 from nxd_ckpt.core.topology import Topology
+from nxd_ckpt.live.named import LiveObjects, with_state
 from nxd_ckpt.load.options import LoadOptions
 from nxd_ckpt.options.checkpointer_options import DEFAULT_TIMEOUT
 
@@ -18,6 +20,7 @@ class LoadRequest:
     Attributes:
         topology: sizes and the rank whose state is loaded.
         agreement: of all processes that make this call; a process alone may load any rank's state.
+        state: further objects by name, see `settled`.
         timeout: seconds without progress after which another rank counts as lost.
     """
 
@@ -28,6 +31,15 @@ class LoadRequest:
     scheduler: Any = None
     options: LoadOptions = field(default_factory=LoadOptions)
     timeout: float = DEFAULT_TIMEOUT
+    state: Mapping[str, Any] | None = None
+
+    def settled(self) -> LoadRequest:
+        """Return the request with the objects of ``state`` as models, optimizers, and in place of the scheduler.
+
+        Raises InvalidArgument if they are not such objects.
+        """
+        objects = with_state(LiveObjects(self.model, self.optimizer, self.scheduler), self.state)
+        return replace(self, **objects._asdict(), state=None)
 
     @property
     def reports_progress(self) -> bool:

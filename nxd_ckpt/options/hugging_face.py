@@ -57,6 +57,8 @@ class ExportOptions(MappingOptions, SharedOptions):
         a safetensors file of each tensor-parallel rank, for the "weights" of a compiled Llama, Mistral, Qwen 2 or Qwen
         3.""")
     tp: int = option(1, "number of tensor-parallel ranks for presharded files.")
+    model: str | None = option(None, """the name of one of several models, as it was saved: "generator" of
+        ``model={"generator": ...}``. Its part of the optimizers is exported with it.""")
     config: StrPath | None = option(None, """the model's config.json, or a Hugging Face directory with one. It
         determines the mapping and the numbers of heads and experts, and is copied, with generation_config.json beside
         it.""")

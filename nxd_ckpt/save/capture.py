@@ -12,11 +12,13 @@ from nxd_ckpt.core.manifest import ParameterSpec
 from nxd_ckpt.core.partition import Partition
 from nxd_ckpt.core.topology import Topology
 from nxd_ckpt.errors import InvalidArgument, UnsupportedState
-from nxd_ckpt.formats.tensors import Path
+from nxd_ckpt.formats.tensors import Path, iter_tensors
 from nxd_ckpt.formats.unpickle import check_picklable_as_data
+from nxd_ckpt.live.dtensor import is_dtensor
 from nxd_ckpt.live.ignoring import Ignoring
 from nxd_ckpt.live.model import ModelAdapter
 from nxd_ckpt.live.models import open_model
+from nxd_ckpt.live.named import OBJECTS, LiveObjects, NamedObjects, with_state
 from nxd_ckpt.live.optimizer import open_optimizer
 from nxd_ckpt.live.save_state import SaveState
 from nxd_ckpt.live.state import ModelState, State, StateTensor
@@ -33,6 +35,7 @@ def capture(
     scheduler: Any = None,
     user_content: Any = None,
     rank_content: Any = None,
+    state: Mapping[str, Any] | None = None,
 ) -> SaveState:
     """Return the state that this rank is to save, with tensors still live.
 
@@ -41,6 +44,7 @@ def capture(
         InvalidArgument: ``weights_only`` without a model; nothing to save.
         UnsafePickle: user content, rank content or scheduler that a safe load would refuse.
     """
+    model, optimizer, scheduler = with_state(LiveObjects(model, optimizer, scheduler), state)
     if options.weights_only:
         if model is None:
             raise InvalidArgument("weights_only=True saves the model and nothing else: pass model=")
@@ -68,7 +72,7 @@ def capture(
         if partitions:
             optimizer_state = _repartitioned(optimizer_state, partitions)
     contents = {"scheduler": _scheduler_state(scheduler), "user_content": user_content, "rank_content": rank_content}
-    state = SaveState(
+    captured = SaveState(
         model=model_state,
         optimizer=optimizer_state,
         optimizer_kind=kind,
@@ -77,12 +81,12 @@ def capture(
         lower_precision_weights=not options.avoid_saving_lower_precision_weights,
         **contents,
     )
-    state = _without_ignored(state, options, model_adapter, topology)
+    captured = _without_ignored(captured, options, model_adapter, topology)
     if not options.trust_pickle:
         for what in contents:
-            check_picklable_as_data(getattr(state, what), what)
-        _check_values(state)
-    return state
+            check_picklable_as_data(getattr(captured, what), what)
+        _check_values(captured)
+    return captured
 
 
 def _without_ignored(
@@ -142,9 +146,22 @@ def _as_dcp(kind: str) -> str:
 
 
 def _scheduler_state(scheduler: Any) -> Any:
+    if isinstance(scheduler, NamedObjects):
+        state = {name: _scheduler_state(one) for name, one in scheduler.items()}
+        placed = sorted(name for name, own in state.items() if any(map(is_dtensor, _tensors_in(own))))
+        if placed:
+            raise UnsupportedState(
+                f"state[{placed[0]!r}]: the state_dict() of {type(scheduler[placed[0]]).__name__} has DTensors, of "
+                "which a tag would keep rank 0's part: pass the model and the optimizer themselves, each by a name"
+            )
+        return {OBJECTS: state}
     if isinstance(scheduler, (list, tuple)):
         return [_scheduler_state(item) for item in scheduler]
     return scheduler.state_dict() if hasattr(scheduler, "state_dict") else scheduler
+
+
+def _tensors_in(tree: Any) -> Iterator[torch.Tensor]:
+    return (tensor for _, tensor in iter_tensors(tree, torch.Tensor))
 
 
 def _with_partitions(state: ModelState, partitions: Mapping[str, Partition], topology: Topology) -> ModelState:

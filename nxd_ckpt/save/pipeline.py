@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from nxd_ckpt import effects
 from nxd_ckpt.coordination.agreement import Agreement, decided_by_rank0, on_all
 from nxd_ckpt.core.topology import Topology
+from nxd_ckpt.core.votes import plan_difference
 from nxd_ckpt.errors import CheckpointError, OutcomeUnknown, RanksDisagree, as_checkpoint_errors, in_words, to_wire
 from nxd_ckpt.live import torch_xla
 from nxd_ckpt.live.save_state import SaveState
@@ -173,7 +174,7 @@ def await_decided(saving: SaveAttempt, pending: SaveProgress, *, shown: bool) ->
 def _must_agree(plans: list[Any] | None) -> None:
     for rank, plan in enumerate(plans or []):
         if plans is not None and plan != plans[0]:
-            raise RanksDisagree(f"ranks 0 and {rank} disagree on what is being saved: {plans[0]} against {plan}")
+            raise RanksDisagree(plan_difference((0, rank), plans[0], plan))
 
 
 def _conclude(saving: SaveAttempt, counting: Counting | None, pending: SaveProgress, started: float) -> None:

@@ -31,13 +31,15 @@ from nxd_ckpt.core.manifest import ParameterSpec, Parts
 from nxd_ckpt.core.mesh_groups import MeshGroup
 from nxd_ckpt.core.mesh_record import MeshRecord
 from nxd_ckpt.core.topology import Topology
+from nxd_ckpt.core.votes import STATES
 from nxd_ckpt.errors import UnsupportedState
 from nxd_ckpt.formats import xser
 from nxd_ckpt.formats.crc32 import crc32
 from nxd_ckpt.formats.strides import stride_in_content
-from nxd_ckpt.formats.tensors import itemsize, iter_leaves, iter_tensors
+from nxd_ckpt.formats.tensors import byte_view, itemsize, iter_leaves, iter_tensors
 from nxd_ckpt.formats.torch_zip_writer import image_of
 from nxd_ckpt.live.dtensor import refuse_sizes
+from nxd_ckpt.live.named import named_states
 from nxd_ckpt.live.parameters import form_of
 from nxd_ckpt.live.save_state import SaveState
 from nxd_ckpt.live.state import ModelState, State
@@ -47,6 +49,9 @@ from nxd_ckpt.save.planned_file import NamedTensor, PlannedFile, pieces_of
 
 logger = logging.getLogger("nxd_ckpt")
 
+_COMPARED = 2**20
+"""Maximum bytes of a tensor in an object's state that ranks compare."""
+
 
 @dataclass(frozen=True)
 class SavePlan:
@@ -54,7 +59,7 @@ class SavePlan:
 
     ``shared`` are its files of model and optimizer, ``objects`` those of scheduler, user content and rank content.
     ``groups`` are those of a mesh job, ``mesh`` a leader's description of its group, ``numbers`` digests of the
-    optimizer's numbers (see `numbers_of`).
+    optimizer's numbers (see `numbers_of`), ``states`` those of objects by name (see `states_of`).
     """
 
     shared: tuple[PlannedFile, ...]
@@ -67,6 +72,7 @@ class SavePlan:
     groups: Sequence[MeshGroup] | None = None
     mesh: MeshRecord | None = None
     numbers: Mapping[str, int] = field(default_factory=dict)
+    states: Mapping[str, int] = field(default_factory=dict)
 
     @cached_property
     def files(self) -> tuple[PlannedFile, ...]:
@@ -81,6 +87,7 @@ class SavePlan:
         parts = {name: getattr(self.parts, name) for name in everywhere}
         chosen: dict[str, Any] = {"ignore_keys": list(self.left_out)} if self.left_out else {}
         chosen |= {} if self.groups is None else {"mesh": True}
+        chosen |= {STATES: dict(self.states)} if self.states else {}
         return {"tag": tag, "topology": topology.describe(), **parts, **chosen}
 
 
@@ -128,6 +135,7 @@ def plan_save(state: SaveState, topology: Topology, groups: Sequence[MeshGroup] 
         parameters=state.model.parameters if leads and state.model is not None else {},
         optimizer_names=state.optimizer_names if leads else None,
         left_out=state.left_out,
+        states=states_of(state),
     )
 
 
@@ -146,7 +154,24 @@ def _plan_mesh(state: SaveState, topology: Topology, groups: Sequence[MeshGroup]
         groups=groups,
         mesh=plan.record if plan.leads else None,
         numbers=numbers_of(state),
+        states=states_of(state),
     )
+
+
+def states_of(state: SaveState) -> dict[str, int]:
+    """Return a digest of the state of each object that is saved by name. A tag has rank 0's for all ranks."""
+    return {name: _digest(own) for name, own in (named_states(state.scheduler) or {}).items()}
+
+
+def _digest(tree: Any) -> int:
+    digest = 0
+    for path, leaf in iter_leaves(tree):
+        value = sorted(leaf, key=repr) if isinstance(leaf, (set, frozenset)) else leaf
+        if isinstance(leaf, torch.Tensor):
+            is_compared = 0 < leaf.numel() * leaf.element_size() <= _COMPARED
+            value = form_of(leaf), crc32(byte_view(leaf.detach().cpu().contiguous())) if is_compared else 0
+        digest = crc32(f"{path}={value!r}".encode(), digest)
+    return digest
 
 
 def numbers_of(state: SaveState) -> dict[str, int]:

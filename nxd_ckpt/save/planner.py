@@ -20,7 +20,7 @@ from nxd_ckpt.formats.strides import stride_of
 from nxd_ckpt.formats.tensors import Assembly, iter_tensors, map_tensors
 from nxd_ckpt.live.parameters import form_of
 from nxd_ckpt.live.save_state import SaveState
-from nxd_ckpt.save.plan import SavePlan, numbers_of, plan_objects, plan_save
+from nxd_ckpt.save.plan import SavePlan, numbers_of, plan_objects, plan_save, states_of
 from nxd_ckpt.save.planned_file import PlannedFile
 from nxd_ckpt.save.structure import Structure, structure_of
 
@@ -67,9 +67,14 @@ class _CachedPlan:
             stale = planned.contents is not None and structure.values != self.values[planned.part]
             pickling = _pickling(planned, state.trees()[planned.part].tree) if stale else None
             files.append(replace(planned, image=image, pickling=pickling))
-        objects, parts = plan_objects(state, topology), state.parts(self.plan.parts.master_weights)
-        now = {} if self.plan.groups is None else numbers_of(state)
-        return replace(self.plan, shared=tuple(files), objects=objects, parts=parts, numbers=now)
+        return replace(
+            self.plan,
+            shared=tuple(files),
+            objects=plan_objects(state, topology),
+            parts=state.parts(self.plan.parts.master_weights),
+            numbers={} if self.plan.groups is None else numbers_of(state),
+            states=states_of(state),
+        )
 
 
 def _cache(plan: SavePlan, likeness: Any, structures: Mapping[str, Structure]) -> _CachedPlan:

@@ -103,15 +103,15 @@ def test_what_is_in_the_wrong_place_is_refused(tmp_path: Path, model: torch.nn.M
     optimizer = torch.optim.SGD(model.parameters(), **SGD)
     save_checkpoint(tmp_path, "good", model, optimizer)
     wrong: list[tuple[Any, Any, str]] = [
-        ({"model": model, "optimizer": optimizer}, None, "a dict of live objects .*'model': Linear, 'optimizer': SGD"),
-        ([model, model], None, "found a list; pass several models as one"),
+        ({"model": model, "optimizer": optimizer}, None, r"model\['optimizer'\] is a SGD, expected a torch"),
+        ([model, model], None, "found a list; pass several by name"),
         (torch.nn.Linear, None, "found the class Linear itself"),
         (optimizer, None, r"model= is an optimizer \(SGD\): pass it as optimizer="),
         (model.parameters(), None, "found a generator"),
         (model, model, "optimizer= must be .* found a Linear"),
-        (model, [optimizer], "found a list; save each"),
+        (model, [optimizer], "found a list; pass several by name"),
         (model, torch.optim.SGD, "found the class SGD itself"),
-        (model, {"a": optimizer}, "optimizer= is a dict of live objects"),
+        (model, {"a": optimizer, "b": {}}, "optimizer= is a dict of live objects, but 'b' is a dict"),
     ]
     for one, other, match in wrong:
         with pytest.raises(InvalidArgument, match=match):

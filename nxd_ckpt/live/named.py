@@ -1,0 +1,119 @@
+"""Live objects by name: several models, several optimizers, and anything else with a state, as torch's app state."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+
+from nxd_ckpt.errors import InvalidArgument
+
+OBJECTS = "objects"
+"""The only key of the scheduler's state where several objects were saved by name: their states."""
+
+_KINDS = {"model": "a torch.nn.Module or NxD model", "optimizer": "an optimizer"}
+_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_-]*")
+
+
+class LiveObjects(NamedTuple):
+    """The objects of one save or load. Each of the first three may be a dict of several by name."""
+
+    model: Any = None
+    optimizer: Any = None
+    scheduler: Any = None
+
+
+class NamedObjects(dict[str, Any]):
+    """Objects by name, each with ``state_dict()`` and ``load_state_dict()``; in place of a scheduler."""
+
+
+def by_name(given: Any, argument: str) -> Mapping[str, Any] | None:
+    """Return ``given`` if it is a dict of live objects by name; None if it is one object or a state dict.
+
+    Raises InvalidArgument, naming the ``argument``, for a dict of both, a name that cannot be in a tensor's, and one
+    object under two names.
+    """
+    if not isinstance(given, dict) or not any(map(_is_live, given.values())):
+        return None
+    names: dict[int, str] = {}
+    is_kind = {"model": is_model, "optimizer": is_optimizer}.get(argument, _is_live)
+    for name, one in given.items():
+        if _is_live(one) and not is_kind(one):
+            raise InvalidArgument(
+                f"{argument}[{name!r}] is a {type(one).__name__}, expected {_KINDS[argument]}: pass models, optimizers "
+                "and anything else with a state together by name, as state={...}"
+            )
+        if not _is_live(one):
+            raise InvalidArgument(
+                f"{argument}= is a dict of live objects, but {name!r} is a {type(one).__name__}: plain data and "
+                "tensors are saved by user_content="
+            )
+        if not isinstance(name, str) or not _NAME.fullmatch(name):
+            raise InvalidArgument(
+                f"{argument}=: {name!r} cannot be a name: it begins the names of tensors, so use letters, digits, "
+                "'_' and '-'"
+            )
+        first = names.setdefault(id(one), name)
+        if first != name:
+            raise InvalidArgument(f"{argument}=: {first!r} and {name!r} are one object: pass it once")
+    return given
+
+
+def with_state(objects: LiveObjects, state: Mapping[str, Any] | None) -> LiveObjects:
+    """Return the objects with those of ``state``, by name, each where its kind belongs.
+
+    Raises InvalidArgument for what is no live object, cannot be loaded, or is given twice.
+    """
+    if state is None:
+        return objects
+    if not isinstance(state, Mapping) or not state:
+        raise InvalidArgument(f"state= must be a dict of objects by name, found {state!r:.80}")
+    plain = [name for name, one in state.items() if not _is_live(one)]
+    if plain:
+        raise InvalidArgument(
+            f"state[{plain[0]!r}] is a {type(state[plain[0]]).__name__}, expected an object with state_dict(): pass "
+            "plain data and tensors as user_content=, each rank's own as rank_content="
+        )
+    named = by_name(dict(state), "state") or {}
+    models = {name: one for name, one in named.items() if is_model(one)}
+    optimizers = {name: one for name, one in named.items() if name not in models and is_optimizer(one)}
+    others = NamedObjects({name: one for name, one in named.items() if name not in models and name not in optimizers})
+    for name, one in others.items():
+        if not callable(getattr(one, "load_state_dict", None)):
+            raise InvalidArgument(
+                f"state[{name!r}]: {type(one).__name__} has state_dict() and no load_state_dict(), so no load could "
+                "give it back; write one, or pass its state_dict() as user_content="
+            )
+    if objects.scheduler is not None and others:
+        if "scheduler" in others:
+            raise InvalidArgument("scheduler= and state['scheduler'] are both given: pass one of them")
+        others["scheduler"] = objects.scheduler
+    for argument, given, found in (("model", objects.model, models), ("optimizer", objects.optimizer, optimizers)):
+        if given is not None and found:
+            raise InvalidArgument(
+                f"{argument}= is given, and state= has {', '.join(map(repr, found))} too: pass all in state=, each by "
+                "its name"
+            )
+    return LiveObjects(models or objects.model, optimizers or objects.optimizer, others or objects.scheduler)
+
+
+def named_states(saved: Any) -> Mapping[str, Any] | None:
+    """Return the states by name in a saved state of a scheduler; None if it is that of one scheduler, or a list."""
+    is_named = isinstance(saved, Mapping) and saved.keys() == {OBJECTS} and isinstance(saved[OBJECTS], Mapping)
+    return saved[OBJECTS] if is_named else None
+
+
+def is_model(one: Any) -> bool:
+    """Return whether an object is a model: a module, or NxD's wrapper of one."""
+    return isinstance(one, torch.nn.Module) or callable(getattr(one, "local_state_dict", None))
+
+
+def is_optimizer(one: Any) -> bool:
+    """Return whether an object is an optimizer, or NxD's wrapper of one."""
+    return hasattr(one, "param_groups") or (hasattr(one, "nxd_config") and hasattr(one, "optimizer"))
+
+
+def _is_live(one: Any) -> bool:
+    return not isinstance(one, type) and callable(getattr(one, "state_dict", None))
