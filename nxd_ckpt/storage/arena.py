@@ -34,7 +34,7 @@ class Arena:
         needed = max(-(-nbytes // PAGE) * PAGE, PAGE)
         if self._memory is None or len(self._memory) < needed:
             self._memory = None  # free the old one before asking for the new: the cap counts both
-            self._memory = _mapped(needed)
+            self._memory = private_memory(needed)
             if hasattr(mmap, "MADV_HUGEPAGE"):
                 # The first touch of 4 KiB pages costs several times as much as the copy into them.
                 with contextlib.suppress(OSError):  # a kernel without them
@@ -51,7 +51,8 @@ class Arena:
         self._memory = None
 
 
-def _mapped(nbytes: int) -> mmap.mmap:
+def private_memory(nbytes: int) -> mmap.mmap:
+    """Return page-aligned memory of this process alone, which costs nothing until it is used."""
     if hasattr(mmap, "MAP_PRIVATE"):
         return mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     return mmap.mmap(-1, nbytes)  # Windows: no other process has it either

@@ -77,7 +77,7 @@ class Storage(Protocol):
     """Best number of reads at once: one per core for a local disk, more where each waits for a network."""
 
     read_nbytes: int
-    """Best size of a read in bytes: a block of a tensor, more where a request costs as much as its bytes."""
+    """Best size of a read in bytes: what a core's cache holds, more where a request costs as much as its bytes."""
 
     def read(self, key: str, limit: int = DOCUMENT) -> bytes:
         """Return all of a file that has at most ``limit`` bytes; raise MalformedFile for a longer one."""

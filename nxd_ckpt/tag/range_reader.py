@@ -63,6 +63,7 @@ class RangeReader(Closing):
         self._file, self._ranges = "", list[Range]()
         self._nbytes, self._scratch_nbytes = 0, 0
         self._longest = max(PIECE, files.storage.read_nbytes)
+        self._step = files.storage.read_nbytes
 
     def add(self, file: str, item: Range) -> None:
         if file != self._file or len(self._ranges) >= _TOGETHER or not self._fits(item):
@@ -120,7 +121,22 @@ class RangeReader(Closing):
             self._pool.submit(partial(self._read, self._file, ranges))
 
     def _read(self, file: str, ranges: Sequence[Range], scratch: memoryview) -> None:
-        """Read the ranges at once, and compare their digests."""
+        """Read the ranges, as many at once as the storage prefers, and compare their digests.
+
+        What is read at once shares the scratch memory with what was read before: it stays in the cache.
+        """
+        begin, nbytes = 0, 0
+        for number, item in enumerate(ranges):
+            if number > begin and nbytes + item.nbytes > self._step:
+                self._read_together(file, ranges[begin:number], scratch)
+                begin, nbytes = number, 0
+            nbytes += item.nbytes
+        self._read_together(file, ranges[begin:], scratch)
+
+    def _read_together(self, file: str, ranges: Sequence[Range], scratch: memoryview) -> None:
+        if len(ranges) == 1 and ranges[0].nbytes > self._step:
+            self._read_in_steps(file, ranges[0], scratch)
+            return
         memories, at = [], 0
         for item in ranges:
             memories.append(scratch[at : at + item.nbytes] if item.memory is None else item.memory)
@@ -135,12 +151,28 @@ class RangeReader(Closing):
         self.done.add(sum(item.nbytes for item in ranges))
         for item, memory in zip(ranges, memories, strict=True):
             if item.expected is not None or item.digest is not None:
-                self._compare(file, item, memory)
+                self._compare(file, item, crc32.crc32(memory))
             if item.deliver is not None:
                 item.deliver(memory)
 
-    def _compare(self, file: str, item: Range, memory: memoryview) -> None:
-        crc = crc32.crc32(memory)
+    def _read_in_steps(self, file: str, item: Range, scratch: memoryview) -> None:
+        """Read a long range; the digest of each step is computed before the next one is read."""
+        crc, is_compared = 0, item.expected is not None or item.digest is not None
+        is_kept = item.memory is not None or item.deliver is not None
+        memory = scratch[: item.nbytes] if item.memory is None else item.memory
+        with naming(item.name):
+            for at in range(0, item.nbytes, self._step):
+                count = min(self._step, item.nbytes - at)
+                part = memory[at : at + count] if is_kept else memory[:count]
+                self._open.read_ranges(file, [(item.offset + at, part)])
+                crc = crc32.crc32(part, crc) if is_compared else crc
+        self.done.add(item.nbytes)
+        if is_compared:
+            self._compare(file, item, crc)
+        if item.deliver is not None:
+            item.deliver(memory)
+
+    def _compare(self, file: str, item: Range, crc: int) -> None:
         with naming(item.name):
             if item.digest is not None:
                 item.digest.take(item.segment, crc, item.nbytes)

@@ -6,13 +6,13 @@ first task is raised, whichever thread was faster.
 
 from __future__ import annotations
 
-import mmap
 from collections import deque
 from collections.abc import Callable
 
 from nxd_ckpt import effects
 from nxd_ckpt.core.closing import Closing
 from nxd_ckpt.core.manifest import CRC_BLOCK
+from nxd_ckpt.storage.arena import private_memory
 
 PIECE = CRC_BLOCK
 """Bytes of scratch memory per thread, and of a task's read.
@@ -124,6 +124,6 @@ class ReadPool(Closing):
 
     def _scratch(self) -> memoryview:
         if not hasattr(self._own, "memory"):
-            self._own.memory = memoryview(mmap.mmap(-1, PIECE))  # unlike bytearray, it costs nothing until it is used
+            self._own.memory = memoryview(private_memory(PIECE))
         memory: memoryview = self._own.memory
         return memory
