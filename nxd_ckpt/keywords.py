@@ -10,6 +10,7 @@ from nxd_ckpt.core.heads import Hardware
 from nxd_ckpt.core.partition import Partition
 from nxd_ckpt.core.retention import Rule
 from nxd_ckpt.core.topology import Topology
+from nxd_ckpt.core.torchtitan_names import Release
 from nxd_ckpt.live.ignoring import IgnoreKeys
 from nxd_ckpt.load.options import Verify
 from nxd_ckpt.options.checkpointer_options import Notice, OnFailure
@@ -76,9 +77,9 @@ LoadKeywords = TypedDict("LoadKeywords", {
     "ignore_keys": IgnoreKeys | None, "load_weights_only": bool, "strict_model_weights": bool | None, "fallback": bool,
 }, total=False)
 MigrateKeywords = TypedDict("MigrateKeywords", {
-    "to": Form, "config": StrPath | None, "mapping": MappingSpec, "kv_size_multiplier": int | None,
-    "hardware": Hardware | None, "model_only": bool, "dtype": Dtype | None, "size_per_shard": int | str,
-    "saved_param_names": SavedNames | None, "overwrite": bool, "dry_run": bool,
+    "to": Form, "torchtitan_release": Release, "config": StrPath | None, "mapping": MappingSpec,
+    "kv_size_multiplier": int | None, "hardware": Hardware | None, "model_only": bool, "dtype": Dtype | None,
+    "size_per_shard": int | str, "saved_param_names": SavedNames | None, "overwrite": bool, "dry_run": bool,
     "storage_options": StorageOptions | None, "output_options": StorageOptions | None, "durable": bool,
     "progress": bool,
 }, total=False)

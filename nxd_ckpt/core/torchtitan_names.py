@@ -1,18 +1,23 @@
-"""TorchTitan's names for the tensors of a Hugging Face model, and its order of the rows of q and k. Pure.
+"""TorchTitan's names for the tensors of a Hugging Face model, and where its tensors are laid out otherwise. Pure.
 
 TorchTitan's Llama rotates neighbouring elements of a head (0 and 1, 2 and 3, ...), that of transformers elements half a
-head apart (0 and n/2, 1 and n/2 + 1, ...). So the rows of q and k have another order. Qwen 3 and DeepSeek-V3
-are the same in both. The experts of a layer, apart in Hugging Face's files, are stacked in three tensors.
+head apart (0 and n/2, 1 and n/2 + 1, ...). So the rows of q and k have another order; in the other families they have
+the same. The experts of a layer, apart in Hugging Face's files, are stacked in three tensors. GPT-OSS has them stacked
+in both, with the last two dimensions swapped.
 
-Source: ``torchtitan.models.*.state_dict_adapter`` of torchtitan 0.3.
+Layers with experts have a buffer that balances their load, for which most families have nothing in Hugging Face's
+files; TorchTitan begins with zeros.
+
+Source: the modules and ``state_dict_adapter`` of ``torchtitan.models`` 0.3.0 and 0.2.2. In 0.3.0 the adapter of GPT-OSS
+calls the experts otherwise than its module; these are the module's names.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+import re
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, Literal
 
-from nxd_ckpt.core.box import Box
 from nxd_ckpt.core.packing import Packed
 from nxd_ckpt.core.pattern import Pattern
 from nxd_ckpt.errors import UnsupportedState
@@ -58,23 +63,61 @@ _SHARED = {
     "model.layers.{layer}.mlp.shared_experts.up_proj.weight": "layers.{layer}.moe.shared_experts.w3.weight",
     "model.layers.{layer}.mlp.shared_experts.down_proj.weight": "layers.{layer}.moe.shared_experts.w2.weight",
 }
+_BIASED = {
+    hf.replace(".weight", f".{kind}"): titan.replace(".weight", f".{kind}")
+    for hf, titan in _COMMON.items()
+    for kind in ("weight", "bias")
+    if ".mlp." not in hf and (kind == "weight" or ".self_attn." in hf)
+}
+_GPT_OSS = {
+    "self_attn.sinks": "attention.sinks",
+    "mlp.router.weight": "moe.router.gate.weight",
+    "mlp.router.bias": "moe.router.gate.bias",
+    "mlp.experts.gate_up_proj": "moe.routed_experts.inner_experts.mlp1_weight_EGD",
+    "mlp.experts.gate_up_proj_bias": "moe.routed_experts.inner_experts.mlp1_bias_EG",
+    "mlp.experts.down_proj": "moe.routed_experts.inner_experts.mlp2_weight_EDF",
+    "mlp.experts.down_proj_bias": "moe.routed_experts.inner_experts.mlp2_bias_ED",
+}
+_SINKS = {f"model.layers.{{layer}}.{hf}": f"layers.{{layer}}.{titan}" for hf, titan in _GPT_OSS.items()}
 _FAMILIES: Mapping[str, Mapping[str, str]] = {
     "llama": _COMMON,
     "qwen3": _COMMON | _NORMS,
     "qwen3_moe": _COMMON | _NORMS | _ROUTED,
     "deepseek_v3": _DENSE | _LATENT | _ROUTED | _SHARED,
+    "gpt_oss": _BIASED | _SINKS,
 }
 _GROUPED = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
-_PAIRED = {"llama": ("attention.qkv_linear.wq.weight", "attention.qkv_linear.wk.weight")}
+_PAIRED = {"llama": (".wq.weight", ".wk.weight")}
+_SWAPPED = {"gpt_oss": (".mlp1_weight", ".mlp2_weight")}
+_ROUTER, _BALANCE = "moe.router.gate.weight", "moe.expert_bias_E"
+
+_ADAMW = {
+    "amsgrad": False,
+    "maximize": False,
+    "foreach": None,
+    "capturable": False,
+    "differentiable": False,
+    "fused": None,
+    "decoupled_weight_decay": True,
+}
+
+Release = Literal["0.3", "0.2.2"]
+"""The releases of TorchTitan whose names are known."""
+
+
+def _in_0_2_2(name: str) -> str:
+    for new, old in ((".qkv_linear.", "."), (".routed_experts.inner_experts.", ".experts."), ("lm_head.", "output.")):
+        name = name.replace(new, old)
+    return re.sub(r"_[A-Z]+$", "", name)
 
 
 class TorchTitanNames:
-    """TorchTitan's names for the model of a config.json.
+    """The names of a ``release`` of TorchTitan for the model of a config.json.
 
     Raises UnsupportedState if TorchTitan does not have the model, or its names are not known here.
     """
 
-    def __init__(self, config: Mapping[str, Any]) -> None:
+    def __init__(self, config: Mapping[str, Any], release: Release = "0.3") -> None:
         model_type = config.get("model_type")
         if model_type is None:
             raise UnsupportedState(
@@ -92,8 +135,9 @@ class TorchTitanNames:
                 "neighbouring elements of a head, so it would compute something else; choose another form (hf, dcp or "
                 "tag)"
             )
-        self._family = str(model_type)
-        self._patterns = {Pattern(hf): Pattern(titan) for hf, titan in _FAMILIES[self._family].items()}
+        self._family, self._is_old = str(model_type), release == "0.2.2"
+        names = _FAMILIES[self._family].items()
+        self._patterns = {Pattern(hf): Pattern(self._released(titan)) for hf, titan in names}
 
     @property
     def packed(self) -> tuple[Packed, ...]:
@@ -115,29 +159,55 @@ class TorchTitanNames:
                 return titan.fill(numbers)
         raise UnsupportedState(f"TorchTitan's {self._family} has no tensor for {hf}; choose the form hf, dcp or tag")
 
-    def has_pairs(self, titan: str) -> bool:
-        """Return whether the rows of the tensor, or of a state shaped like it, lie in pairs."""
-        return any(f".{name}" in titan for name in _PAIRED.get(self._family, ()))
+    def has_pairs(self, name: str) -> bool:
+        """Return whether the rows of this tensor lie in pairs."""
+        return name.endswith(_PAIRED.get(self._family, ()))
 
+    def is_swapped(self, name: str) -> bool:
+        """Return whether the last two dimensions of this tensor are swapped."""
+        return any(part in name for part in _SWAPPED.get(self._family, ()))
 
-class RowRun(NamedTuple):
-    """``length`` rows of a matrix from ``first`` on, and their ``box`` in four dimensions.
+    def balance(self, name: str) -> str | None:
+        """Return the buffer that balances the load of the experts of the router ``name``; None for other tensors.
 
-    The dimensions are head, row in half a head, half, column.
-    """
+        It has a number of float32 for each expert.
+        """
+        return self._released(name.replace(_ROUTER, _BALANCE)) if name.endswith(_ROUTER) else None
 
-    first: int
-    length: int
-    box: Box
+    def group(self, group: Mapping[str, Any]) -> dict[str, Any]:
+        """Return a param group as TorchTitan looks for it: with all options of AdamW, and with `fused` parameters."""
+        defaults = _ADAMW | {"initial_lr": group["lr"]} if {"lr", "betas"} <= group.keys() else {}
+        names = group["params"]
+        return {**defaults, **group, "params": [*names, *(name for name, _ in self.fused(names))]}
 
+    def fused(self, names: Collection[str]) -> list[tuple[str, tuple[str, str, str]]]:
+        """Return the parameters that hold q, k and v together, with those that do alone.
 
-def rows_in_pairs(first: int, count: int, column: int, columns: int, head_dim: int) -> list[RowRun]:
-    """Return the places of rows of q or k, which lie by halves of a head, where rows of a pair are neighbours."""
-    half, runs = head_dim // 2, []
-    while count:
-        head, within = divmod(first, head_dim)
-        side, row = divmod(within, half)
-        length = min(count, half - row)
-        runs.append(RowRun(first, length, Box((head, row, side, column), (1, length, 1, columns))))
-        first, count = first + length, count - length
-    return runs
+        0.3 has these in its modules, unless its config says otherwise, so its optimizer too; state dicts of the model
+        have them apart.
+        """
+        queries = [name for name in names if ".qkv_linear.wq." in name]
+        parts = [(q, q.replace(".wq.", ".wk."), q.replace(".wq.", ".wv.")) for q in queries]
+        return [(q.replace(".wq.", ".wqkv."), (q, k, v)) for q, k, v in parts if k in names and v in names]
+
+    def scheduler(self, step: int, groups: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """Return the state of its scheduler after ``step`` steps of an optimizer with these param groups.
+
+        Raises UnsupportedState if the release has a single param group, but ``groups`` differ.
+        """
+        if not self._is_old:
+            return {"last_epoch": step}
+        options = [{key: value for key, value in group.items() if key != "params"} for group in groups]
+        wrong = sorted(key for other in options for key in other if other[key] != options[0].get(key))
+        if wrong:
+            raise UnsupportedState(
+                f"TorchTitan 0.2.2 has a single param group, but those of this optimizer differ in {wrong[0]}; pass "
+                "torchtitan_release=0.3, or model_only= to begin at step 0"
+            )
+        first = options[0] if options else {}
+        rates = {"base_lrs": [first.get("initial_lr")], "_last_lr": [first.get("lr")]}
+        counts = {"last_epoch": step, "_step_count": step + 1}
+        return {**counts, **rates, "_is_initial": False, "_get_lr_called_within_step": False}
+
+    def _released(self, name: str) -> str:
+        return _in_0_2_2(name) if self._is_old else name

@@ -22,7 +22,7 @@ import torch
 
 from nxd_ckpt.core.box import Box
 from nxd_ckpt.core.limits import TENSOR_NBYTES, check_sizes, shown
-from nxd_ckpt.errors import HostExhausted, InvalidArgument, MalformedFile
+from nxd_ckpt.errors import HostExhausted, InvalidArgument, MalformedFile, UnsupportedState
 
 Path = tuple[Any, ...]
 """Keys, indices and attribute names from the root of a tree to a leaf."""
@@ -136,6 +136,24 @@ class Fragment:
         outer = TensorStub(stub.file, stub.offset, stub.dtype, shape, stride, stub.storage)
         return Fragment(outer, self.source.with_dim(dim), self.target.with_dim(dim))
 
+    def unflattened(self, dim: int, sizes: tuple[int, ...]) -> Iterator[Fragment]:
+        """Yield the fragment in parts, with the target's dimension ``dim`` as several of these sizes."""
+        first, length = self.target.offset[dim], self.target.size[dim]
+        start = first
+        while start < first + length:
+            stop = min(first + length, start - start % sizes[-1] + sizes[-1])
+            part = Fragment(
+                self.stub,
+                self.source.narrowed(dim, start - first, stop - start),
+                self.target.narrowed(dim, start - first, stop - start),
+            )
+            for _ in sizes[1:]:
+                part = part.with_dim(dim)
+            at = [start // math.prod(sizes[inner + 1 :]) % size for inner, size in enumerate(sizes)]
+            offset = (*part.target.offset[:dim], *at, *part.target.offset[dim + len(sizes) :])
+            yield Fragment(part.stub, part.source, Box(offset, part.target.size))
+            start = stop
+
     def is_whole(self, dtype: str, shape: tuple[int, ...]) -> bool:
         """Return whether the assembled tensor, of ``dtype`` and ``shape``, is simply the stored one."""
         stub, whole = self.stub, Box.whole(shape)
@@ -171,9 +189,28 @@ class Assembly:
     def numel(self) -> int:
         return math.prod(self.shape)
 
+    @property
+    def base(self) -> Assembly:
+        """An assembly of the same row-major bytes, whose fragments are boxes of its shape."""
+        return self
+
     def cast(self, dtype: str) -> Assembly:
         """Return the tensor in another dtype."""
         return Assembly(dtype, self.shape, self.fragments, self.live_stride)
+
+    def holding(self, fragments: tuple[Fragment, ...]) -> Assembly:
+        """Return the tensor with these fragments."""
+        return Assembly(self.dtype, self.shape, fragments, self.live_stride)
+
+    def permuted(self, order: tuple[int, ...]) -> Assembly:
+        """Return the tensor with the dimensions ``order``, like ``torch.permute``."""
+        shape = tuple(self.shape[dim] for dim in order)
+        return Assembly(self.dtype, shape, tuple(fragment.permuted(order) for fragment in self.fragments))
+
+    def unflattened(self, dim: int, sizes: tuple[int, ...]) -> Assembly:
+        """Return the tensor with dimension ``dim`` as several of these sizes, like ``torch.unflatten``."""
+        parts = tuple(part for fragment in self.fragments for part in fragment.unflattened(dim, sizes))
+        return Assembly(self.dtype, (*self.shape[:dim], *sizes, *self.shape[dim + 1 :]), parts)
 
     def within(self, window: Box) -> Assembly:
         """Return the part of this tensor inside ``window``, of the window's size."""
@@ -214,6 +251,41 @@ class DeferredAssembly(Assembly):
 
     def within(self, window: Box) -> Assembly:
         return Assembly(self.dtype, window.size, self._find(window))
+
+
+class ReshapedAssembly(Assembly):
+    """A tensor of ``shape`` with the row-major bytes of ``base``, which has more dimensions.
+
+    In these, elements that alternate are boxes. It is read as a whole.
+    """
+
+    _base: Assembly
+
+    def __init__(self, shape: tuple[int, ...], base: Assembly) -> None:
+        for name, value in (("dtype", base.dtype), ("shape", shape), ("_base", base), ("live_stride", None)):
+            object.__setattr__(self, name, value)
+
+    def __reduce__(self) -> tuple[type[Assembly], tuple[Any, ...]]:
+        return ReshapedAssembly, (self.shape, self._base)
+
+    @property
+    def base(self) -> Assembly:
+        return self._base
+
+    @property
+    def fragments(self) -> tuple[Fragment, ...]:
+        return self._base.fragments
+
+    def cast(self, dtype: str) -> Assembly:
+        return ReshapedAssembly(self.shape, self._base.cast(dtype))
+
+    def holding(self, fragments: tuple[Fragment, ...]) -> Assembly:
+        return ReshapedAssembly(self.shape, self._base.holding(fragments))
+
+    def within(self, window: Box) -> Assembly:
+        if window != Box.whole(self.shape):
+            raise UnsupportedState(f"a tensor of {self.shape} whose elements alternate cannot be cut at {window}")
+        return self
 
 
 class TensorReference:

@@ -7,7 +7,7 @@ If NxD's optimizer kept master weights in float32, these become the model.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any
 
@@ -17,12 +17,13 @@ from nxd_ckpt.core.mapping import ModelMapping
 from nxd_ckpt.core.sizes import Sizes
 from nxd_ckpt.core.topology import Coordinates, Topology
 from nxd_ckpt.core.torchtitan_names import TorchTitanNames
-from nxd_ckpt.errors import PartNotFound, UnsupportedState
-from nxd_ckpt.formats.tensors import DeferredAssembly, Fragment, cast_dtype
+from nxd_ckpt.errors import PartNotFound
+from nxd_ckpt.formats.tensors import Assembly, DeferredAssembly, Fragment, ReshapedAssembly, cast_dtype
 from nxd_ckpt.hugging_face.mapped_optimizer import MappedOptimizer
 from nxd_ckpt.hugging_face.mapped_tag import MappedTag
 from nxd_ckpt.hugging_face.mapped_tensors import HfTensor
 from nxd_ckpt.hugging_face.packed_tensors import PackedTensor
+from nxd_ckpt.hugging_face.torchtitan_layout import fused, laid_out
 from nxd_ckpt.live.optimizer_state import STEP
 from nxd_ckpt.live.optimizer_types import restore_types
 from nxd_ckpt.live.state import MASTER_WEIGHTS
@@ -114,7 +115,15 @@ class HuggingFaceTag(OpenTag):
         return self._terms.content
 
     def optimizer_names(self, at: Coordinates) -> list[str] | None:
-        return [name for group in self._groups for name in group["params"]]
+        return [name for group in self.param_groups for name in group["params"]]
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """Options of the optimizer's param groups, with the names of their parameters; empty without an optimizer."""
+        groups = [] if self._optimizer is None else self._optimizer.document["param_groups"]
+        named = [{**group, "params": [self._name(name) for name in group["params"]]} for group in groups]
+        titan = self._terms.torchtitan
+        return named if titan is None else [titan.group(group) for group in named]
 
     def reader(self) -> LeafReader:
         return self._opened.reader()
@@ -125,46 +134,63 @@ class HuggingFaceTag(OpenTag):
         if self._terms.both_names:
             ties = self._mapped.ties.items()
             tensors |= {name: tensors[kept] for name, kept in ties if kept in tensors and name not in tensors}
-        return {self._name(name): self._leaf(each, cast_dtype(each.dtype, dtype)) for name, each in tensors.items()}
+        names = {self._name(name): each for name, each in tensors.items()}
+        tree = {name: self._leaf(name, each, cast_dtype(each.dtype, dtype)) for name, each in names.items()}
+        titan = self._terms.torchtitan
+        for name, each in names.items():
+            if titan is not None and (balance := titan.balance(name)) is not None:
+                tree.setdefault(balance, Assembly("float32", each.shape[:1], ()))
+        return tree
 
     def _optimizer_tree(self, at: Coordinates, param_names: Sequence[str] | None) -> dict[str, Any]:
         if self._optimizer is None:
             raise PartNotFound(f"{self.where}: it was opened without an optimizer")
         document, numbers = self._optimizer.document, dict[str, int]()
         groups = []
-        for group in self._groups:
+        for group in self.param_groups:
             own = range(len(numbers), len(numbers) + len(group["params"]))
             numbers.update(zip(group["params"], own, strict=True))
             groups.append({**group, "params": list(own)})
-        state: dict[Any, Any] = {
-            numbers[self._name(name)]: dict(entries) for name, entries in document["state"].items()
-        }
+        by_name = {self._name(name): dict(entries) for name, entries in document["state"].items()}
         for tensor in self._optimizer.tensors:
-            if tensor.entry != MASTER_WEIGHTS:
-                entries = state.setdefault(numbers[self._name(tensor.weight)], {})
-                entries[tensor.entry] = self._leaf(tensor, tensor.dtype)
+            if tensor.entry is not None and tensor.entry != MASTER_WEIGHTS:
+                name = self._name(tensor.weight)
+                by_name.setdefault(name, {})[tensor.entry] = self._leaf(name, tensor, tensor.dtype)
+        titan = self._terms.torchtitan
+        if titan is not None:
+            together = [each for each in titan.fused(by_name) if each[0] in numbers]  # not in different param groups
+            by_name |= {name: self._fused(parts, by_name) for name, parts in together}
+        state: dict[Any, Any] = {numbers[name]: entries for name, entries in by_name.items()}
         return restore_types({"state": {**state, **document.get("general", {})}, "param_groups": groups})
-
-    @property
-    def _groups(self) -> list[dict[str, Any]]:
-        groups = [] if self._optimizer is None else self._optimizer.document["param_groups"]
-        return [{**group, "params": [self._name(name) for name in group["params"]]} for group in groups]
 
     def _name(self, name: str) -> str:
         titan = self._terms.torchtitan
         return name if titan is None else titan.name(name)
 
-    def _leaf(self, tensor: HfTensor | PackedTensor, dtype: str) -> DeferredAssembly:
-        if isinstance(tensor, PackedTensor) and tensor.alternates:
-            raise UnsupportedState(
-                f"{self.where}: in {tensor.name} two tensors alternate, element by element, which only an export to "
-                "Hugging Face's files can write; export those first, and convert them"
-            )
-        return DeferredAssembly(dtype, tensor.shape, partial(self._fragments_of, tensor))
+    def _leaf(self, name: str, tensor: HfTensor | PackedTensor, dtype: str) -> Assembly:
+        layout = self._laid_out(name, tensor.layout)
+        leaf = DeferredAssembly(dtype, layout.base.shape, partial(self._fragments_of, name, tensor))
+        return leaf if layout.base is layout else ReshapedAssembly(layout.shape, leaf)
 
-    def _fragments_of(self, tensor: HfTensor | PackedTensor, box: Box) -> tuple[Fragment, ...]:
-        whole = self._mapped.assembly(tensor)
-        if len(whole.shape) > len(tensor.shape):
-            fragments = tuple(fragment.without(0) for fragment in whole.fragments)
-            whole = replace(whole, shape=tensor.shape, fragments=fragments)
-        return whole.within(box).fragments
+    def _fragments_of(self, name: str, tensor: HfTensor | PackedTensor, box: Box) -> tuple[Fragment, ...]:
+        return self._laid_out(name, self._mapped.assembly(tensor)).base.within(box).fragments
+
+    def _laid_out(self, name: str, leaf: Assembly) -> Assembly:
+        titan = self._terms.torchtitan
+        return leaf if titan is None else laid_out(titan, name, leaf, self._terms.sizes)
+
+    def _fused(self, names: tuple[str, str, str], state: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+        """Return the state of q, k and v in one tensor, from that of each."""
+        titan, sizes = self._terms.torchtitan, self._terms.sizes
+        assert titan is not None
+        entries = dict(state[names[0]])
+        for key, leaf in entries.items():
+            if isinstance(leaf, Assembly):
+                leaves = [state[name][key] for name in names]
+
+                def find(box: Box, leaves: Sequence[Assembly] = leaves) -> tuple[Fragment, ...]:
+                    return fused(titan, names, leaves, sizes).base.within(box).fragments
+
+                layout = fused(titan, names, [leaf.holding(()) for leaf in leaves], sizes)
+                entries[key] = ReshapedAssembly(layout.shape, DeferredAssembly(leaf.dtype, layout.base.shape, find))
+        return entries

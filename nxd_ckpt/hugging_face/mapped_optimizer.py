@@ -5,6 +5,9 @@ Reads trees, and of tensors only scalars.
 If NxD keeps copies of a key-value head, the first copy's state is used, as for its weights. NxD sums the gradients of
 the copies (over its kv-shared groups), so each copy has the gradient, and the moments, of Hugging Face's one head.
 Their sum or mean would be wrong.
+
+An expert that never had a gradient has no state. If all experts of a layer are one tensor, its part is zero there, as
+where its gradients were zeros.
 """
 
 from __future__ import annotations
@@ -57,7 +60,12 @@ class MappedOptimizer:
             for key, leaf in slot.state.items()
             if not _is_scalar(key, leaf, tensor.source)
         ]
-        return self._mapped.packed(states)
+        idle = {
+            tensor.weight: tensor.shape
+            for tensor in self._mapped.tensors
+            if (slot := self._slots.get(tensor.source.name)) is not None and not slot.entries
+        }
+        return self._mapped.packed(states, idle)
 
     @cached_property
     def document(self) -> dict[str, Any]:
@@ -81,7 +89,10 @@ class MappedOptimizer:
                 placement = ((slot.group, repr(options)), values.of(scalars, name))
                 if name not in placed:
                     groups.setdefault(placement[0], {**options, "params": []})["params"].append(name)
-                if placed.setdefault(name, placement) != placement:
+                known = placed.setdefault(name, placement)
+                if not known[1] and placement[0] == known[0]:
+                    known = placed[name] = placement
+                if known != placement and (slot.entries or placement[0] != known[0]):
                     raise IncompatibleState(
                         f"{self._opened.where}: {name} is one tensor in Hugging Face's files, but its parts, such as "
                         f"{tensor.name}, are in different param groups, or have made different numbers of steps"

@@ -102,9 +102,11 @@ class MappedTag:
         """Hugging Face tensors as files have them, with parts packed. Raises the errors of `packed` too."""
         return self.packed(self.tensors)
 
-    def packed(self, tensors: Sequence[HfTensor]) -> list[HfTensor | PackedTensor]:
+    def packed(
+        self, tensors: Sequence[HfTensor], idle: Mapping[str, tuple[int, ...]] | None = None
+    ) -> list[HfTensor | PackedTensor]:
         """Pack ``tensors``, or the optimizer's state for them, as files have them. Raises the errors of `packed`."""
-        return packed(tensors, self._mapping, self.sizes)
+        return packed(tensors, self._mapping, self.sizes, idle or {})
 
     def in_file(self, name: str) -> str:
         """Return the name in files of the tensor that rules call ``name``."""
@@ -176,7 +178,7 @@ class MappedTag:
         return self._state(place).optimizer.slot(source.name, self._spec(source, source.dtype))
 
     def assembly(self, tensor: HfTensor | PackedTensor) -> Assembly:
-        """Assemble a Hugging Face tensor, row-major as in its file; a stacked one has a first dimension of 1.
+        """Assemble a Hugging Face tensor, row-major as in its file.
 
         Raises:
             PartNotFound: a tensor is in no file.
@@ -194,11 +196,13 @@ class MappedTag:
         for read in plan_reads(tensor.hf_slice.once, list(dict.fromkeys(sources)), tensor.name):
             leaf = Assembly.of(self._leaf(tensor, read.holder)).within(read.source)
             fragments += [fragment.moved(read.target.offset) for fragment in leaf.fragments]
-        shape = tensor.shape if source.match.rule.stacked is None else (1, *tensor.shape)
+        if source.match.rule.stacked is not None:
+            fragments = [fragment.without(0) for fragment in fragments]
         if transposed:
-            order = (*range(len(shape) - 2), len(shape) - 1, len(shape) - 2)
+            dims = len(tensor.shape)
+            order = (*range(dims - 2), dims - 1, dims - 2)
             fragments = [fragment.permuted(order) for fragment in fragments]
-        return Assembly(tensor.dtype, shape, tuple(fragments))
+        return Assembly(tensor.dtype, tensor.shape, tuple(fragments))
 
     @cached_property
     def _mapped(self) -> dict[str, HfTensor]:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from nxd_ckpt.core.mapping import Match
 from nxd_ckpt.core.partition import Partition
+from nxd_ckpt.formats.tensors import Assembly
 from nxd_ckpt.hugging_face.hf_slice import HfSlice
 
 
@@ -56,3 +57,8 @@ class HfTensor:
     @property
     def shape(self) -> tuple[int, ...]:
         return self.hf_slice.shape
+
+    @property
+    def layout(self) -> Assembly:
+        """The tensor without its elements."""
+        return Assembly(self.dtype, self.shape, ())

@@ -14,7 +14,7 @@ from nxd_ckpt.core.mapping import ModelMapping
 from nxd_ckpt.core.packing import Packed, PartSlice
 from nxd_ckpt.core.sizes import Sizes
 from nxd_ckpt.errors import IncompatibleState, ShapeMismatch, UnsupportedState
-from nxd_ckpt.formats.tensors import Assembly, Fragment, TensorStub, itemsize
+from nxd_ckpt.formats.tensors import Assembly, Fragment, ReshapedAssembly, TensorStub, itemsize
 from nxd_ckpt.hugging_face.base_model import HeadedTensors
 from nxd_ckpt.hugging_face.mapped_directory import HuggingFaceTensors
 from nxd_ckpt.hugging_face.mapped_tensors import HfTensor, NxdTensor
@@ -67,7 +67,7 @@ class UnpackedTensors:
 
 @dataclass(frozen=True)
 class PackedTensor:
-    """A tensor of Hugging Face's files, and its ``parts``, each with its slice.
+    """A tensor of Hugging Face's files, and its ``parts``, each with its slice; elements in no part are zero.
 
     With ``entry`` it is the optimizer's state of that name for the tensor.
     """
@@ -95,37 +95,37 @@ class PackedTensor:
         return ", ".join(dict.fromkeys(part.source_name for part, _ in self.parts))
 
     @property
-    def alternates(self) -> bool:
-        """True if its parts alternate, element by element."""
-        return self.parts[0][1].step > 1
+    def layout(self) -> Assembly:
+        """The tensor without its elements. Where parts alternate, its base has their number as one more dimension."""
+        first = self.parts[0][1]
+        if first.step == 1:
+            return Assembly(self.dtype, self.shape, ())
+        dim = first.dim
+        split = (*self.shape[:dim], self.shape[dim] // first.step, first.step, *self.shape[dim + 1 :])
+        return ReshapedAssembly(self.shape, Assembly(self.dtype, split, ()))
 
     def assembly(self, parts: Sequence[Assembly]) -> Assembly:
-        """Assemble it from its parts.
-
-        If these alternate, that dimension becomes two: the length of a part, and the number of parts.
-        """
-        first = self.parts[0][1]
-        shape, at = self.shape, first.dim + 1  # the new dimension
-        if self.alternates:
-            shape = (*shape[: at - 1], shape[at - 1] // first.step, first.step, *shape[at:])
+        """Assemble it from its parts, as `layout` has it."""
         fragments: list[Fragment] = []
-        for (part, piece), assembly in zip(self.parts, parts, strict=True):
-            start = piece.start
-            if self.alternates:
+        for (_, piece), assembly in zip(self.parts, parts, strict=True):
+            start, at = piece.start, piece.dim + 1
+            if piece.step > 1:
                 start = (*start[: at - 1], 0, start[at - 1], *start[at:])
             for fragment in assembly.fragments:
-                if len(fragment.target.size) > len(part.shape):
-                    fragment = fragment.without(0)
                 if piece.indexed:
                     fragment = fragment.with_dim(0)
-                if self.alternates:
+                if piece.step > 1:
                     fragment = fragment.with_dim(at)
                 fragments.append(fragment.moved(start))
-        return Assembly(self.dtype, shape, tuple(fragments))
+        return self.layout.holding(tuple(fragments))
 
 
-def packed(tensors: Sequence[HfTensor], mapping: ModelMapping, sizes: Sizes) -> list[HfTensor | PackedTensor]:
+def packed(
+    tensors: Sequence[HfTensor], mapping: ModelMapping, sizes: Sizes, idle: Mapping[str, tuple[int, ...]]
+) -> list[HfTensor | PackedTensor]:
     """Pack ``tensors`` as files have them, in their order; a packed tensor that lacks parts is left out.
+
+    Of the optimizer's state, ``idle`` parts, given with their shapes, may be missing: their elements are zero.
 
     Raises:
         ShapeMismatch: a part's shape does not fit the other parts.
@@ -143,18 +143,22 @@ def packed(tensors: Sequence[HfTensor], mapping: ModelMapping, sizes: Sizes) -> 
             continue
         part_names = packing.names(packing.hf.match(name) or {}, sizes)
         absent = [part for part in part_names if part not in parts]
-        if not absent:
-            tensors_in_files.append(_packed(packing, name, [parts[part] for part in part_names], sizes))
+        lacking = [part for part in absent if entry is None or part not in idle]
+        if not lacking:
+            shapes = [parts[part].shape if part in parts else idle[part] for part in part_names]
+            in_order = [parts[part] for part in part_names if part in parts]
+            tensors_in_files.append(_packed(packing, name, in_order, packing.shape(shapes), sizes))
         elif entry is not None:
             raise IncompatibleState(
-                f"the optimizer has {entry} for {next(iter(parts))}, but not for {absent[0]}, which is in the same "
+                f"the optimizer has {entry} for {next(iter(parts))}, but not for {lacking[0]}, which is in the same "
                 f"Hugging Face tensor, {name}"
             )
     return tensors_in_files
 
 
-def _packed(packing: Packed, name: str, parts: Sequence[HfTensor], sizes: Sizes) -> PackedTensor:
-    shape = packing.shape([part.shape for part in parts])
+def _packed(
+    packing: Packed, name: str, parts: Sequence[HfTensor], shape: tuple[int, ...], sizes: Sizes
+) -> PackedTensor:
     slices = packing.slices(name, shape, sizes)
     for part in parts:
         if part.shape != slices[part.weight].shape:

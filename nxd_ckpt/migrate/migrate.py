@@ -15,6 +15,7 @@ from nxd_ckpt.conversion.export import Export, export_checkpoint
 from nxd_ckpt.conversion.head_copies import are_converted
 from nxd_ckpt.conversion.job import HuggingFaceTarget, Job, metrics_of
 from nxd_ckpt.conversion.to_dcp import write_dcp
+from nxd_ckpt.core.dcp_names import DcpNames
 from nxd_ckpt.core.heads import HARDWARE, Hardware
 from nxd_ckpt.core.mapping import ModelMapping
 from nxd_ckpt.core.option_classes import takes
@@ -26,7 +27,6 @@ from nxd_ckpt.hugging_face.hugging_face_tag import HuggingFaceTag, HuggingFaceTe
 from nxd_ckpt.hugging_face.mapped_tag import MappedTag
 from nxd_ckpt.keywords import ExportKeywords, MigrateKeywords
 from nxd_ckpt.migrate.source import Origin, find_origin
-from nxd_ckpt.migrate.torchtitan_state import TorchTitanState, counters
 from nxd_ckpt.options.execution import ExecutionOptions
 from nxd_ckpt.options.hugging_face import MappingSpec
 from nxd_ckpt.options.migration import MigrateOptions
@@ -146,7 +146,7 @@ def _terms(origin: Origin, chosen: MigrateOptions) -> HuggingFaceTerms:
     names = chosen.saved_param_names if chosen.saved_param_names is not None else origin.param_names
     whole = not chosen.model_only
     sizes = _sizes(origin, chosen, mapping, document)
-    titan = TorchTitanNames(document) if chosen.to == "torchtitan" else None
+    titan = TorchTitanNames(document, chosen.torchtitan_release) if chosen.to == "torchtitan" else None
     return HuggingFaceTerms(
         mapping if titan is None else replace(mapping, packed=mapping.packed + titan.packed),
         sizes,
@@ -256,10 +256,12 @@ def _as_torchtitan(
 ) -> tuple[str, int]:
     # From step 0 TorchTitan loads only the model, from any other step everything.
     is_model_only = seen.parts.optimizer is None
-    content = None if is_model_only else counters(step, origin.tokens)
-    tag = HuggingFaceTag(origin.opened, replace(terms, scheduler=None, content=content))
     assert terms.torchtitan is not None
-    state = TorchTitanState(tag, terms.torchtitan, terms.sizes.get("head_dim"))
+    scheduler = terms.torchtitan.scheduler(step, seen.param_groups)
+    train_state = {"step": step, "ntokens_seen": origin.tokens}
+    content = None if is_model_only else {"train_state": train_state, "lr_scheduler": scheduler}
+    tag = HuggingFaceTag(origin.opened, replace(terms, scheduler=None, content=content))
+    state = DcpState(tag, WholeTag(tag), _TORCHTITAN)
     return _written(origin, tag, state, join(os.fspath(dst), f"step-{0 if is_model_only else step}"), chosen)
 
 
@@ -291,5 +293,8 @@ def _as_tag(
     done = convert(lambda process, processes: job, execution)
     return done.target, done.nbytes
 
+
+_TORCHTITAN = DcpNames(model="", optim="optimizer", flat_optimizer=True, content="")
+"""Names of the state dict that TorchTitan's trainer saves."""
 
 _WRITERS = {"hf": _as_hugging_face, "dcp": _as_dcp, "torchtitan": _as_torchtitan, "tag": _as_tag}

@@ -7,6 +7,7 @@ from typing import Literal, get_args
 
 from nxd_ckpt.core.heads import Hardware
 from nxd_ckpt.core.option_classes import option
+from nxd_ckpt.core.torchtitan_names import Release
 from nxd_ckpt.errors import InvalidArgument
 from nxd_ckpt.options.execution import OutputOptions, SavedNames
 from nxd_ckpt.options.hugging_face import Dtype, MappingSpec
@@ -21,6 +22,8 @@ class MigrateOptions(OutputOptions):
 
     to: Form = option("hf", """the form: a Hugging Face directory, a torch DCP directory, TorchTitan's ``step-N`` in the
         given directory, or a tag of one rank.""")
+    torchtitan_release: Release = option("0.3", """for the form torchtitan, the release whose names the result has: 0.3,
+        or 0.2.2, as AWS ships it.""")
     config: StrPath | None = option(None, """the model's config.json, or a Hugging Face directory with one; by default
         the one beside the checkpoint.""")
     mapping: MappingSpec = option(None, """the name of a shipped mapping, a JSON or YAML file, or its document; by
@@ -39,5 +42,8 @@ class MigrateOptions(OutputOptions):
         """Raise InvalidArgument for an unknown form or dtype."""
         if self.to not in get_args(Form):
             raise InvalidArgument(f"to must be one of {', '.join(get_args(Form))}, found {self.to!r}")
+        if self.torchtitan_release not in get_args(Release):
+            releases = ", ".join(get_args(Release))
+            raise InvalidArgument(f"torchtitan_release must be one of {releases}, found {self.torchtitan_release!r}")
         if self.dtype is not None and self.dtype not in get_args(Dtype):
             raise InvalidArgument(f"dtype must be one of {', '.join(get_args(Dtype))}, found {self.dtype!r}")

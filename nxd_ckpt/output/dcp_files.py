@@ -10,7 +10,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from nxd_ckpt.core.dcp_chunks import DcpChunk
-from nxd_ckpt.formats.tensors import Assembly
 from nxd_ckpt.formats.torch_zip_writer import JoinedImage
 from nxd_ckpt.reshard.dcp_state import DcpState, DcpTensor
 from nxd_ckpt.save.planned_file import NamedTensor, PlannedFile
@@ -63,28 +62,13 @@ def _grouped(entries: Iterable[_Entry]) -> Iterator[list[_Entry]]:
 
 
 def _file(key: str, entries: Sequence[_Entry]) -> PlannedFile:
-    values = [_shaped(entry) for entry in entries]
-    image = JoinedImage.of(values)
-    leaves = {id(value): entry.value for value, entry in zip(values, entries, strict=True)}
-    named = {
-        id(value): entry.chunk for value, entry in zip(values, entries, strict=True) if entry.chunk.dtype is not None
-    }
+    image = JoinedImage.of([entry.value for entry in entries])
+    named = {id(entry.value): entry.chunk for entry in entries if entry.chunk.dtype is not None}
     tensors = tuple(
         NamedTensor(chunk.name, number, chunk.dtype or "", chunk.shape, None)
         for number, leaf in enumerate(image.tensors)
         if (chunk := named.get(id(leaf))) is not None
     )
     chunks = tuple((entry.position, entry.chunk._replace(file=key)) for entry in entries)
-    filled = image.holding([leaves.get(id(value), value) for value in image.tensors])
-    return PlannedFile(key, filled, tensors, chunks=chunks)
+    return PlannedFile(key, image, tensors, chunks=chunks)
 
-
-def _shaped(entry: _Entry) -> Any:
-    """Return the stand-in for the entry in its file.
-
-    A tensor that is assembled in other dimensions gets its own shape.
-    """
-    value, chunk = entry.value, entry.chunk
-    if isinstance(value, Assembly) and value.shape != chunk.shape:
-        return Assembly(value.dtype, chunk.shape, ())
-    return value

@@ -113,7 +113,7 @@ def read_run(
 
     Yields tensors in that memory, each after it has been asked for.
     """
-    dtype = torch_dtype(leaf.dtype)
+    leaf, dtype = leaf.base, torch_dtype(leaf.dtype)
     first, last = begin // dtype.itemsize, (begin + len(memory)) // dtype.itemsize
     at = 0
     for box in boxes_of_run(first, last, leaf.shape):

@@ -126,10 +126,29 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     ),
 }
 
+OF_TORCHTITAN: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    name: (kind, {"num_attention_heads": 4, "num_key_value_heads": 2, **changes}, {"tp": 2, "pp": 2, **how})
+    for name, kind, changes, how in (
+        ("llama", "LlamaConfig", {"intermediate_size": 96}, {"qkv_linear": True}),
+        ("qwen3", "Qwen3Config", {"head_dim": 16}, {"split_gate_up": True}),
+        ("qwen3_moe", "Qwen3MoeConfig", {**EXPERTS, "head_dim": 16, "num_experts": 4}, {"dp": 2, "ep": 2}),
+        ("deepseek_v3", "DeepseekV3Config", {**ROUTED, **LATENT, "num_key_value_heads": 4}, {"dp": 2, "ep": 2}),
+        (
+            "gpt_oss", "GptOssConfig",
+            {
+                "num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 64, "intermediate_size": 24,
+                "num_local_experts": 4, "num_experts_per_tok": 2,
+            },
+            {"dp": 2, "ep": 2, "fuse_qkv": True},
+        ),
+    )
+}
+"""The sizes of `tests.migrate.titan_models`."""
+
 
 def random_model(name: str) -> Any:
     """Of a case's config, everything in files random: also biases and norms, which start as zeros and ones."""
-    kind, changes, _ = {**CASES, **FAMILIES}[name]
+    kind, changes, _ = {**CASES, **FAMILIES, **OF_TORCHTITAN}[name]
     torch.manual_seed(7)
     model = transformers.AutoModelForCausalLM.from_config(getattr(transformers, kind)(**{**SIZES, **changes}))
     with torch.no_grad():

@@ -17,8 +17,10 @@ from nxd_ckpt.core.mapping_document import load_mapping
 from nxd_ckpt.errors import IncompatibleState, InvalidArgument, KeyMismatch, ShapeMismatch, UnsupportedState
 from nxd_ckpt.hugging_face.adapter_mapping import adapter_mapping
 from nxd_ckpt.tag.mappings import find_mapping
+from nxd_ckpt.tag.verify import verify_checkpoint
 from tests.hugging_face.reference import State
 from tests.hugging_face.saved import differences, live, weights, write_config
+from tests.migrate.dcp_directory import from_dcp
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]
 
@@ -162,13 +164,59 @@ def test_parts_in_different_param_groups_are_refused(tmp_path: Path) -> None:
         )
 
 
-def test_what_alternates_goes_to_files_of_hugging_face_only(tmp_path: Path) -> None:
-    """A tag of one rank cannot hold it: the migration says so, and writes nothing."""
-    source = write_packed(tmp_path / "hf", packed_state())
-    import_checkpoint(source, tmp_path / "run" / "step_0", mapping=MAPPING)
-    with pytest.raises(UnsupportedState, match=r"in h\.0\.moe two tensors alternate"):
-        migrate(tmp_path / "run" / "step_0", tmp_path / "plain" / "step_0", to="tag", config=source, mapping=MAPPING)
-    assert not (tmp_path / "plain" / "step_0").exists()
+def trained_in_part(state: State, steps: tuple[int, int, int]) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    """A live model of one rank, whose q, k and v had so many gradients."""
+    model = live(whole_attention(state))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    for step in range(max(steps)):
+        for parameter, count in zip(model.parameters(), steps, strict=True):
+            parameter.grad = torch.rand_like(parameter) if step < count else None
+        optimizer.step()
+    return model, optimizer
+
+
+@pytest.mark.parametrize("steps", [(0, 2, 2), (2, 0, 0)])
+def test_a_part_that_never_had_a_gradient_has_moments_of_zeros(tmp_path: Path, steps: tuple[int, int, int]) -> None:
+    """As where its gradients were zeros, which the one tensor would have had."""
+    model, optimizer = trained_in_part(packed_state(), steps)
+    save_checkpoint(tmp_path / "run", "step_2", model, optimizer)
+    attention = {**MAPPING, "packed": MAPPING["packed"][:1], "rules": MAPPING["rules"][:3]}
+    options: dict[str, Any] = {"config": write_config(tmp_path / "config", CONFIG), "mapping": attention}
+    export_checkpoint(tmp_path / "run" / "step_2", tmp_path / "out", optimizer=True, **options)
+    saved = load_file(tmp_path / "out" / "optimizer.safetensors")
+    for key in ("exp_avg", "exp_avg_sq"):
+        parts = [optimizer.state[one].get(key, torch.zeros_like(one)) for one in model.parameters()]
+        assert torch.equal(torch.cat(parts), saved[f"h.0.qkv/{key}"])
+    rest = json.loads((tmp_path / "out" / "optimizer.json").read_text())
+    assert {"h.0.qkv": {"step": 2.0}} == rest["state"]
+    migrate(tmp_path / "run" / "step_2", tmp_path / "dcp", to="dcp", **options)
+    assert torch.equal(saved["h.0.qkv/exp_avg"], from_dcp(tmp_path / "dcp")["optim.state.h.0.qkv.exp_avg"])
+
+
+def test_parts_of_different_numbers_of_steps_are_refused(tmp_path: Path) -> None:
+    """The one tensor has a single number."""
+    save_checkpoint(tmp_path / "run", "step_2", *trained_in_part(packed_state(), (2, 1, 2)))
+    attention = {**MAPPING, "packed": MAPPING["packed"][:1], "rules": MAPPING["rules"][:3]}
+    source = write_config(tmp_path / "config", CONFIG)
+    with pytest.raises(IncompatibleState, match=r"h\.0\.k, .* have made different numbers of steps"):
+        export_checkpoint(
+            tmp_path / "run" / "step_2", tmp_path / "out", config=source, mapping=attention, optimizer=True
+        )
+
+
+def test_what_alternates_goes_to_every_form(tmp_path: Path) -> None:
+    """From a job's ranks, bit for bit."""
+    state = packed_state()
+    source = write_packed(tmp_path / "hf", state)
+    import_checkpoint(source, tmp_path / "run" / "step_0", mapping=MAPPING, dp=2, tp=2, ep=2)
+    options: dict[str, Any] = {"config": source, "mapping": MAPPING}
+    migrate(tmp_path / "run" / "step_0", tmp_path / "plain" / "step_0", to="tag", **options)
+    fresh: State = {}
+    load_checkpoint(tmp_path / "plain", model=fresh)
+    assert [] == differences(state, fresh)
+    assert not verify_checkpoint(tmp_path / "plain", "step_0").problems
+    migrate(tmp_path / "run" / "step_0", tmp_path / "dcp", to="dcp", **options)
+    assert [] == differences({f"model.{name}": tensor for name, tensor in state.items()}, from_dcp(tmp_path / "dcp"))
 
 
 @pytest.mark.parametrize(
