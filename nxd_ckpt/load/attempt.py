@@ -25,7 +25,15 @@ from nxd_ckpt.load.downloading import download
 from nxd_ckpt.load.filters import Filter
 from nxd_ckpt.load.load_context import load_context
 from nxd_ckpt.load.overwriting import fill_model, nbytes_of, overwriting
-from nxd_ckpt.load.parts import check_scheduler, demand, keeps_rates, load_scheduler, own_content, part_names
+from nxd_ckpt.load.parts import (
+    check_scheduler,
+    demand,
+    keeps_rates,
+    load_scheduler,
+    own_content,
+    part_names,
+    refuse_forgotten,
+)
 from nxd_ckpt.load.planner import LoadPlanner
 from nxd_ckpt.load.renamed_tag import RenamedTag
 from nxd_ckpt.load.replicas import SharedReads, delivery_of, measured_rate, open_shared_reads
@@ -84,10 +92,11 @@ class LoadAttempt:
         return Unmatched(filtered, live, saved, names)
 
     def _demand(self) -> None:
-        """Raise PartNotFound if an object was passed that is not left out, and was never saved."""
+        """Raise an error for an object that was passed and never saved, and for one that a resume must not forget."""
         request = self._request
         objects = {"model": request.model, "optim": request.optimizer, "scheduler": request.scheduler}
         demand(self._opened, **{part: None if self.filtered.covers(part) else one for part, one in objects.items()})
+        refuse_forgotten(self._opened, request, self.filtered)
 
     def prepare(self) -> PreparedLoad:
         """Return the load with the trees that fit the live objects. Raises errors if they do not."""

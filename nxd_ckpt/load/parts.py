@@ -15,6 +15,7 @@ from nxd_ckpt.live.ignoring import RANDOM_STATE
 from nxd_ckpt.live.named import OBJECTS, NamedObjects, named_states
 from nxd_ckpt.live.random_state import is_random_state
 from nxd_ckpt.load.filters import Filter
+from nxd_ckpt.load.request import LoadRequest
 from nxd_ckpt.tag.opened import OpenTag
 
 logger = logging.getLogger("nxd_ckpt")
@@ -37,6 +38,27 @@ def demand(opened: OpenTag, model: Any, optim: Any, scheduler: Any) -> None:
             raise PartNotFound(
                 f"{opened.where} was saved without {name}; it holds {_parts_text(parts)}. "
                 f"Load it with {name}=None, or choose another tag"
+            )
+
+
+def refuse_forgotten(opened: OpenTag, request: LoadRequest, filtered: Filter) -> None:
+    """Raise IncompatibleState if a resume passes no optimizer, or no objects by name, though the tag has some.
+
+    A load without ``state=`` may leave the optimizer out, as with NxD.
+    """
+    if request.options.prefix:  # one of several models, alone
+        return
+    forgotten = []
+    if opened.parts.optimizer is not None and request.optimizer is None and request.state is not None:
+        forgotten.append(("optimizer", "optim"))
+    if opened.parts.scheduler and request.scheduler is None and (request.state is not None or request.optimizer):
+        states = None if filtered.covers("scheduler") else named_states(opened.scheduler())
+        forgotten.extend([(listed(states, ()), "scheduler")] if states else [])
+    for name, part in forgotten:
+        if not filtered.covers(part):
+            raise IncompatibleState(
+                f"{opened.where} holds the state of {name}, and the load has nothing to put it into. Pass all objects "
+                f"that were saved, by their names in state=, or leave it out with ignore_keys={part!r}"
             )
 
 

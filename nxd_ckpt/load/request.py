@@ -20,7 +20,7 @@ class LoadRequest:
     Attributes:
         topology: sizes and the rank whose state is loaded.
         agreement: of all processes that make this call; a process alone may load any rank's state.
-        state: further objects by name, see `settled`.
+        state: the objects that were passed by name; `settled` adds them to the three before.
         timeout: seconds without progress after which another rank counts as lost.
     """
 
@@ -39,7 +39,7 @@ class LoadRequest:
         Raises InvalidArgument if they are not such objects.
         """
         objects = with_state(LiveObjects(self.model, self.optimizer, self.scheduler), self.state)
-        return replace(self, **objects._asdict(), state=None)
+        return replace(self, **objects._asdict())
 
     @property
     def reports_progress(self) -> bool:
