@@ -1,4 +1,4 @@
-"""docs/format.md describes the files that are written: every key, the containers, the digests."""
+"""docs/format.md and docs/protocol.md describe the files that are written: every key, the containers, the digests."""
 
 from __future__ import annotations
 
@@ -19,10 +19,11 @@ from nxd_ckpt.core.dcp_names import DcpNames
 from nxd_ckpt.examine.statistics_cache import statistics_text
 from nxd_ckpt.save.summaries import Summaries, dump_summaries
 from nxd_ckpt.storage.local import LocalStorage
-from tests.docs.markdown import FORMAT, code_blocks, tables, unquoted
+from tests.docs.markdown import DOCS, FORMAT, code_blocks, tables, unquoted
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]
 
+TABLES = {**tables(FORMAT), **tables(DOCS / "protocol.md")}
 CUT = Partition(partition_dim=1, partition_stride=2, num_partitions=2, rank_ordering=(1, 0), expert=True, known=False)
 
 
@@ -105,7 +106,7 @@ DOCUMENTED: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
 @pytest.mark.parametrize("heading", DOCUMENTED)
 def test_documented_keys_are_those_that_are_written(written: Written, heading: str) -> None:
     """Each table of keys lists what a fresh checkpoint holds, in the same order."""
-    documented = [unquoted(row[0]) for row in tables(FORMAT)[heading]]
+    documented = [unquoted(row[0]) for row in TABLES[heading]]
     assert list(DOCUMENTED[heading](written.documents)) == documented
 
 
@@ -113,13 +114,13 @@ def test_every_json_document_is_described(written: Written) -> None:
     """No other JSON file is written, and no other table of keys stands in the document."""
     described = {"manifest.json", INDEX, "lease.json", "heartbeat.json", VOTE, "verdict.json", "journal.json"}
     assert described == written.documents.keys()
-    with_keys = {heading for heading in tables(FORMAT) if heading.startswith("`")}
+    with_keys = {heading for heading in TABLES if heading.startswith("`")}
     assert DOCUMENTED.keys() == with_keys
 
 
 def test_versions_are_those_that_are_named(written: Written) -> None:
     """``versions`` holds Python's and torch's, and no name that the document does not give."""
-    (row,) = [row for row in tables(FORMAT)["`manifest.json`"] if row[0] == "`versions`"]
+    (row,) = [row for row in TABLES["`manifest.json`"] if row[0] == "`versions`"]
     versions = written.documents["manifest.json"]["versions"]
     assert {"python", "torch"} <= versions.keys()
     assert [] == [name for name in versions if f"`{name}`" not in row[2]]
@@ -127,7 +128,7 @@ def test_versions_are_those_that_are_named(written: Written) -> None:
 
 def test_containers_are_as_described(written: Written) -> None:
     """Records in order, stored, aligned to 64 bytes or, from 64 KiB on, to 4,096; every CRC-32 right."""
-    others = [unquoted(row[0]) for row in tables(FORMAT)["Torch files"][1:]]
+    others = [unquoted(row[0]) for row in TABLES["Torch files"][1:]]
     files = sorted(written.tag.rglob("*.pt"))
     assert len(files) == 4
     for file in files:
@@ -181,6 +182,6 @@ def test_the_reader_in_the_document_refuses_changed_bytes(written: Written, tmp_
 
 def test_every_limit_is_listed() -> None:
     """The limits of the page are those of the code, all of them."""
-    rows = tables(FORMAT)["What a file may ask for"]
+    rows = TABLES["What a file may ask for"]
     found = {name: value for name, value in vars(limits).items() if type(value) is int and name != "MESSAGE"}
     assert found == {unquoted(row[0]): int(row[1]) for row in rows}
