@@ -43,7 +43,7 @@ def _lines(document: dict[str, Any]) -> Iterator[str]:
 
 def _facts(document: dict[str, Any]) -> Iterator[tuple[str, str]]:
     if document["order_time"] is not None:
-        yield "saved", f"{units.time_of_day(document['order_time'])} UTC, {text.age(document['age_seconds'])} ago"
+        yield "saved", f"{units.time_of_day(document['order_time'])} UTC, {units.duration(document['age_seconds'])} ago"
     attempt = f", attempt {document['attempt']}" if document["attempt"] else ""
     yield "by", text.writer(document["written_by"]) + attempt
     if document["versions"]:

@@ -46,7 +46,7 @@ def _row(tag: dict[str, Any]) -> tuple[str, ...]:
         size(tag["nbytes"]),
         units.short_topology(tag["topology"]),
         text.writer(tag["written_by"]),
-        text.age(tag["age_seconds"]) if is_dated else "?",
+        units.duration(tag["age_seconds"]) if is_dated else "?",
         text.parts(tag["parts"]),
     )
 

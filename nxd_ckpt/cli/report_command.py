@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 
 def _run(args: argparse.Namespace) -> int:
+    from nxd_ckpt.errors import CheckpointNotFound
     from nxd_ckpt.examine.report_document import report_document
     from nxd_ckpt.examine.report_page import page_of
     from nxd_ckpt.output.locations import location_of, refuse_inside_tag
@@ -50,6 +51,8 @@ def _run(args: argparse.Namespace) -> int:
         lines = [f"{args.output}: {units.count(len(document['tags']), 'tag')}, {problems}; {size(len(page))}"]
     if args.json or not args.quiet:
         text.show(document, lines, as_json=args.json)
+    if document["note"] is not None:
+        raise CheckpointNotFound(f"{document['directory']}: {document['note']}")
     return 0
 
 
@@ -91,10 +94,12 @@ REPORT = Command(
     example="nxd-ckpt report run1 -o report.html",
     summary="write a page that shows the checkpoints in a directory",
     description=(
-        "Write one HTML file that shows a directory of checkpoints, or a tag: problems first, then sizes and "
-        "durations of the saves, each rank's bytes and seconds, bytes by module, and the health of the tensors: norms "
-        "over tags, means, NaN, zeros. It needs no network, and runs no script. The statistics are stored beside the "
-        "tags, so that the next report reads new tags only. For a Hugging Face directory it shows the tensors' sizes."
+        "Write one HTML file that shows a directory of checkpoints, or a tag: first whether the run is healthy and "
+        "from which tag it can be resumed, then metrics, seconds and sizes of the saves, ranks, bytes by module, and "
+        "the health of the tensors: norms over tags, means, NaN, zeros. It needs no network, and runs nothing from a "
+        "checkpoint. The statistics are stored beside the tags, so that the next report reads new tags only. For a "
+        "Hugging Face directory it shows the tensors' sizes. Without a complete tag, the page says so, and the exit "
+        "code is 1."
     ),
     operands=(("DIR", "a checkpoint directory or URL, or a tag in it"),),
     add_flags=_add_flags,

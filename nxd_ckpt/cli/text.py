@@ -12,15 +12,6 @@ from typing import Any
 
 _BELOW = " " * 4
 """Indentation of a line that continues the one above."""
-_AGES = ((86400, "d"), (3600, "h"), (60, "min"), (1, "s"))
-
-
-def age(seconds: float) -> str:
-    """Format seconds, such as ``3 h``, in the largest unit of which there are two."""
-    for length, unit in _AGES:
-        if seconds >= 2 * length:
-            return f"{int(seconds // length)} {unit}"
-    return f"{int(seconds)} s"
 
 
 def shape(sizes: Sequence[int] | None) -> str:

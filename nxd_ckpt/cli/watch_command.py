@@ -12,8 +12,10 @@ from nxd_ckpt.cli import text
 from nxd_ckpt.cli.command import Command
 from nxd_ckpt.core import units
 from nxd_ckpt.core.units import size
+from nxd_ckpt.examine.run_state import save_text
 
 if TYPE_CHECKING:
+    from nxd_ckpt.examine.run_state import StateLine
     from nxd_ckpt.tag.listing import TagSummaries
 
 _LONGEST = 86400.0
@@ -26,45 +28,51 @@ def _run(args: argparse.Namespace) -> int:
     before: dict[str, Any] | None = None
     summaries: TagSummaries = {}
     while True:
-        now = _look(args.dir, args.storage_options, summaries, may_be_absent=not args.once)
+        now, state = _look(args.dir, args.storage_options, summaries, may_be_absent=not args.once)
         if args.json and now != before:
             print(json.dumps(now, allow_nan=False, indent=2 if args.once else None), flush=True)
         elif not args.json:
-            text.show(now, _first_lines(now) if before is None else _changes(before, now), as_json=False)
+            text.show(now, _first_lines(now, state) if before is None else _changes(before, now), as_json=False)
         if args.once:
             return 0
         before = now
         sleep(args.interval)
 
 
-def _look(directory: str, options: Any, summaries: TagSummaries, may_be_absent: bool) -> dict[str, Any]:
+def _look(
+    directory: str, options: Any, summaries: TagSummaries, may_be_absent: bool
+) -> tuple[dict[str, Any], list[StateLine]]:
+    """Return the document, and the lines that say from which tag the run can be resumed, and how old that is."""
     from dataclasses import asdict
 
     from nxd_ckpt.commit.observed_saves import saves_in_flight
+    from nxd_ckpt.examine.run_state import age_line, resume_line
     from nxd_ckpt.storage.urls import open_storage
     from nxd_ckpt.tag.directory import require_directory
     from nxd_ckpt.tag.listing import watched_document
 
     storage = open_storage(directory, storage_options=options)
     if may_be_absent and not storage.is_dir("") and not storage.is_file(""):
-        return {"directory": storage.url, "latest": None, "tags": {}, "saves": [], "exists": False}
+        return {"directory": storage.url, "latest": None, "tags": {}, "saves": [], "exists": False}, []
     require_directory(storage)
     saves = [asdict(save) for save in saves_in_flight(storage)]
     listed = watched_document(directory, options, summaries)
     complete = (tag for tag in listed["tags"] if tag["complete"])
     tags = {tag["tag"]: {name: tag[name] for name in ("order_time", "nbytes", "topology")} for tag in complete}
-    return {"directory": listed["directory"], "latest": listed["latest"], "tags": tags, "saves": saves, "exists": True}
+    state = (resume_line(listed["tags"], {}, listed["note"]), age_line(listed["tags"], saves))
+    now = {"directory": listed["directory"], "latest": listed["latest"], "tags": tags, "saves": saves, "exists": True}
+    return now, [line for line in state if line is not None]
 
 
-def _first_lines(now: dict[str, Any]) -> Iterator[str]:
-    tags = now["tags"]
+def _first_lines(now: dict[str, Any], state: list[StateLine]) -> Iterator[str]:
     if not now["exists"]:
         yield f"{now['directory']}: there is no such directory yet; waiting for the first save"
         return
-    latest = f", the latest is {now['latest']}" if tags else ""
-    yield f"{now['directory']}: {units.count(len(tags), 'complete tag')}{latest}"
+    yield f"{now['directory']}: {units.count(len(now['tags']), 'complete tag')}"
+    for level, title, said in state:
+        yield f"  {'' if level == 'good' else f'{level}: '}{title}: {said}"
     for save in now["saves"]:
-        yield _save_text(save)
+        yield save_text(save)
     if not now["saves"]:
         yield "no save is in flight"
 
@@ -73,20 +81,13 @@ def _changes(before: dict[str, Any], now: dict[str, Any]) -> Iterator[str]:
     """Return a line for each change, with the time of day."""
     clock = strftime("%H:%M:%S")
     were = {save["attempt"]: save for save in before["saves"]}
-    yield from (f"{clock}  {_save_text(save)}" for save in now["saves"] if were.get(save["attempt"]) != save)
+    yield from (f"{clock}  {save_text(save)}" for save in now["saves"] if were.get(save["attempt"]) != save)
     ended = {save["tag"] for save in before["saves"]} - {None, *(save["tag"] for save in now["saves"])}
     for tag, about in now["tags"].items():
         if tag not in before["tags"] or tag in ended or before["tags"][tag]["order_time"] != about["order_time"]:
             yield f"{clock}  {tag}: complete, {size(about['nbytes'])} of {units.short_topology(about['topology'])}"
     yield from (f"{clock}  {tag}: its save ended without a tag" for tag in sorted(ended - now["tags"].keys()))
     yield from (f"{clock}  {tag}: removed" for tag in before["tags"] if tag not in now["tags"])
-
-
-def _save_text(save: dict[str, Any]) -> str:
-    written = "" if save["nbytes"] is None else f", {size(save['nbytes'])} written"
-    state = "was being saved by a process that is gone" if save["is_dead"] else "is being saved"
-    what = save["tag"] or f"attempt {save['attempt']}"
-    return f"{what}: {state}: {units.count(save['ranks_done'], 'rank')} done{written}"
 
 
 def _add_flags(parser: argparse.ArgumentParser) -> None:

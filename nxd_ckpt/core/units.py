@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from nxd_ckpt.errors import InvalidArgument
 
 _SHOWN = ("KiB", "MiB", "GiB", "TiB", "PiB")
+_DURATIONS = ((86400, "d"), (3600, "h"), (60, "min"), (1, "s"))
 _WRITTEN = {"": 1, "B": 1, **{f"{unit}B": 1000**power for power, unit in enumerate("KMGT", 1)}}
 _WRITTEN |= {f"{unit}IB": 1024**power for power, unit in enumerate("KMGT", 1)}
 
@@ -31,6 +32,14 @@ def bytes_of(size: int | str, what: str = "size_per_shard") -> int:
     if match is None or unit not in _WRITTEN or float(match[1]) * _WRITTEN[unit] < 1 or isinstance(size, bool):
         raise InvalidArgument(f"{what} must be a number of bytes, or a size such as 5GB or 512MiB, found {size!r}")
     return int(float(match[1]) * _WRITTEN[unit])
+
+
+def duration(seconds: float) -> str:
+    """Return ``3 h``: the largest unit of which there are two."""
+    for length, unit in _DURATIONS:
+        if seconds >= 2 * length:
+            return f"{int(seconds // length)} {unit}"
+    return f"{int(seconds)} s"
 
 
 def time_of_day(iso: str) -> str:

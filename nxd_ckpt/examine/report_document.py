@@ -4,18 +4,32 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
 from typing import Any
 
+from nxd_ckpt import effects
 from nxd_ckpt.checkpoint import Checkpoint, checkpoint_of
 from nxd_ckpt.commit.observed_saves import saves_in_flight
+from nxd_ckpt.core import units
+from nxd_ckpt.core.mesh import Mesh
 from nxd_ckpt.core.suggestions import first_of
-from nxd_ckpt.core.units import size
-from nxd_ckpt.errors import CheckpointError, CheckpointNotFound, TagReplaced
+from nxd_ckpt.core.tags import step_of
+from nxd_ckpt.errors import CheckpointError, TagReplaced
 from nxd_ckpt.examine.doctor import examine_checkpoint
-from nxd_ckpt.examine.report_saves import differences, stragglers, timeline
+from nxd_ckpt.examine.report_saves import differences, stragglers, timeline, timings
 from nxd_ckpt.examine.report_tiers import late_tiers, tiers_of
+from nxd_ckpt.examine.run_state import (
+    StateLine,
+    age_line,
+    failed_text,
+    failure_line,
+    last_restart,
+    name_of,
+    resume_line,
+    unsound,
+)
 from nxd_ckpt.examine.statistics import checkpoint_statistics
 from nxd_ckpt.examine.statistics_cache import read_statistics
 from nxd_ckpt.formats.tensors import TensorStub, itemsize
@@ -23,7 +37,7 @@ from nxd_ckpt.reshard.summary import TensorStatistics
 from nxd_ckpt.storage.urls import open_storage
 from nxd_ckpt.tag.directory import describe_incomplete, holds_tags, require_directory
 from nxd_ckpt.tag.foreign.hugging_face_directory import HuggingFaceDirectory
-from nxd_ckpt.tag.listing import locate, opened_document
+from nxd_ckpt.tag.listing import locate, opened_document, time_text
 
 _RANKS = 1024
 """Up to this many ranks, each rank's bytes are shown: that reads an index per rank."""
@@ -49,52 +63,115 @@ def report_document(
     """Describe the tags of a directory, the latest one in detail, and the health of their tensors.
 
     The tensors of the ``count`` latest tags are read; older tags appear with their cached statistics. ``doctor``
-    examines
-    the latest tag after the one before it, ``diff`` compares the two. ``tiers`` are searched for the tags.
-
-    Raises:
-        CheckpointNotFound: there is nothing to report on.
+    examines the latest tag after the one before it, ``diff`` compares the two. ``tiers`` are searched for the tags.
+    ``note`` says it if there is nothing to report on.
     """
     hugging_face = _hugging_face(path, options)
     if hugging_face is not None:
         return hugging_face
     directory, only = locate(path, None, options)
     listing, open_tags = opened_document(directory, only, options)
-    tags = listing["tags"]
-    document: dict[str, Any] = {"directory": listing["directory"], "kind": "tags", "tags": tags, "problems": []}
+    tags, storage = listing["tags"], open_storage(directory, storage_options=options)
+    document: dict[str, Any] = {"directory": listing["directory"], "kind": "tags", "tags": tags, **_nothing()}
     opened = {
         tag["tag"]: checkpoint_of(open_tags[tag["tag"]], directory, options)
         for tag in tags
         if tag["tag"] in open_tags and not tag["problems"]
     }
-    if not opened:
-        content = describe_incomplete(open_storage(directory, storage_options=options))
-        raise CheckpointNotFound(f"{listing['directory']}: no complete checkpoint to report on; {content}")
-    statistics = _statistics(opened, count, document["problems"], progress)
-    newest = next(reversed(opened.values()))
+    damage = {tag["tag"]: tag["problems"] for tag in tags}
+    newest = [*opened][-1] if opened else None
     for tag in tags:
-        manifest = opened[tag["tag"]].manifest if tag["tag"] in opened else None
-        tag["timings"] = {} if manifest is None else dict(manifest.timings)
-    document |= {"ranks": [], "modules": [], "health": _health(statistics, {}), "findings": [], "differences": None}
-    document["timeline"] = timeline(newest)
+        tag["step"], tag["sizes"] = step_of(tag["tag"]), units.short_topology(tag["topology"])
+        if tag["tag"] in opened:
+            with _collect_damage(tag["problems"]):
+                tag["sizes"] = _sizes(opened[tag["tag"]], tag["tag"] == newest) or tag["sizes"]
+        tag["timings"] = timings(opened[tag["tag"]].manifest) if tag["tag"] in opened else {}
+    statistics = _statistics(opened, count, damage, progress)
+    for tag in tags:
+        tag["not_finite"] = len(_not_finite(statistics[tag["tag"]])) if tag["tag"] in statistics else None
     document["tiers"] = tiers_of(tiers, _saves(opened, tags), options)
-    with _collect_damage(newest.tag, document["problems"]):
-        document["health"] = _health(statistics, _options(newest))
-    with _collect_damage(newest.tag, document["problems"]):
-        document["ranks"] = _ranks(newest)
-    with _collect_damage(newest.tag, document["problems"]):
-        document["modules"] = _modules({name: tensor.nbytes for name, tensor in newest.metadata.items()})
-    with _collect_damage(newest.tag, document["problems"]):
-        document["findings"] = _doctor_findings(list(opened.values())[-2:], progress) if doctor else []
-    with _collect_damage(newest.tag, document["problems"]):
-        if diff and len(opened) > 1:
-            before, after = list(opened.values())[-2:]
-            document["differences"] = differences(before, after, progress)
-    document["problems"] += [*_listing_problems(tags), *_value_problems(statistics), *_unchanged_weights(statistics)]
-    document["problems"] += _failed_saves(newest) if only is None else []
-    document["problems"] += [_problem(*late) for late in stragglers(list(opened.values()))]
-    document["problems"] += [_problem(*late) for late in late_tiers(document["tiers"])]
+    if not opened:
+        document["note"] = f"no complete checkpoint to report on; {describe_incomplete(storage)}"
+    else:
+        document |= _details(list(opened.values()), statistics, damage, doctor, diff, progress)
+    problems, notes = document["problems"], document["notes"]
+    problems += _listing_problems(tags)
+    told = {finding["what"] for finding in document["findings"]}
+    problems += _value_problems(statistics, told)
+    saves = [] if only is not None else [asdict(save) for save in saves_in_flight(storage)]
+    problems += [_problem(name_of(save), failed_text(save)) for save in saves if save["is_dead"]]
+    problems += [_problem(*late) for late in stragglers(list(opened.values()))]
+    problems += [_problem(*late) for late in late_tiers(document["tiers"])]
+    notes += _unchanged_weights(statistics)
+    document["head"] = [line._asdict() for line in _head(document, opened, statistics, saves)]
     return document
+
+
+def _details(
+    opened: list[Checkpoint],
+    statistics: Mapping[str, Statistics],
+    damage: Mapping[str, list[str]],
+    doctor: bool,
+    diff: bool,
+    progress: bool,
+) -> dict[str, Any]:
+    """Return all parts of the document about the newest tag that can be read; add what cannot be to ``damage``.
+
+    It is compared with the last tag before it in which no damage is known.
+    """
+    newest = opened[-1]
+    before = next((tag for tag in reversed(opened[:-1]) if not damage[tag.tag]), None)
+    parts: dict[str, Callable[[], Any]] = {
+        "health": lambda: _health(statistics, _options(newest)),
+        "ranks": lambda: _ranks(newest),
+        "modules": lambda: _modules({name: tensor.nbytes for name, tensor in newest.metadata.items()}),
+        "findings": lambda: _doctor_findings(before, newest, progress) if doctor else [],
+        "differences": lambda: differences(before, newest, progress) if diff and before is not None else None,
+    }
+    document: dict[str, Any] = {"timeline": timeline(newest), "health": _health(statistics, {}), "findings": []}
+    errors: list[str] = []
+    for name, part in parts.items():
+        with _collect_damage(errors):
+            document[name] = part()
+    errors += [finding["message"] for finding in document["findings"] if finding["kind"] == "files"]
+    document["findings"] = [finding for finding in document["findings"] if finding["kind"] != "files"]
+    for error in dict.fromkeys(errors):
+        is_before = before is not None and f"{before.opened.where}/" in error
+        problems = damage[before.tag if before is not None and is_before else newest.tag]
+        problems += [] if error in problems else [error]
+    return document
+
+
+def _head(
+    document: Mapping[str, Any],
+    opened: Mapping[str, Checkpoint],
+    statistics: Mapping[str, Statistics],
+    saves: Sequence[Mapping[str, Any]],
+) -> Iterator[StateLine]:
+    """Yield the lines that say whether the run is healthy, and what can be resumed."""
+    tags = document["tags"]
+    yield from (_health_line(document, len(statistics)),) if tags else ()
+    unfit = unsound({tag: _not_finite(tensors) for tag, tensors in statistics.items()})
+    yield resume_line(tags, unfit, document["note"])
+    age = age_line(tags, saves)
+    yield from () if age is None else (age,)
+    if opened:
+        manifests = {tag: checkpoint.manifest for tag, checkpoint in opened.items()}
+        live = {tag: one for tag, one in manifests.items() if one is not None and not one.is_converted}
+        runs = {tag: one.attempt.rpartition("-")[0] for tag, one in live.items()}
+        if runs or saves:
+            yield failure_line(last_restart(tags, runs), saves, [*opened][-1])
+
+
+def _health_line(document: Mapping[str, Any], counted: int) -> StateLine:
+    doubts = [one for one in document["findings"] if one["severity"] != "problem"]
+    count = len(document["problems"]) + len(document["findings"]) - len(doubts)
+    scope = f"tensors of {counted} of {units.count(len(document['tags']), 'tag')} were counted"
+    if count:
+        return StateLine("bad", units.count(count, "problem"), f"see below; {scope}")
+    if doubts:
+        return StateLine("warning", units.count(len(doubts), "doubt"), f"see below; {scope}")
+    return StateLine("good", "No problem found", scope)
 
 
 def _hugging_face(path: str, options: Mapping[str, Any] | None) -> dict[str, Any] | None:
@@ -107,9 +184,17 @@ def _hugging_face(path: str, options: Mapping[str, Any] | None) -> dict[str, Any
         return None
     directory = HuggingFaceDirectory(storage, "")
     sizes = {f"model/{name}": _nbytes(directory.stub(name)) for name in directory.names}
-    document: dict[str, Any] = {"directory": storage.url, "kind": "Hugging Face", "modules": _modules(sizes)}
-    document |= {name: [] for name in ("tags", "ranks", "timeline", "findings", "problems", "tiers")}
-    return document | {"differences": None, "health": {"tags": [], "tensors": []}}
+    text = f"{units.count(len(sizes), 'tensor')}; their values were not read"
+    head = [StateLine("good", "A model of Hugging Face", text)._asdict()]
+    document: dict[str, Any] = {"directory": storage.url, "kind": "Hugging Face", "tags": [], "tiers": [], **_nothing()}
+    return document | {"modules": _modules(sizes), "head": head}
+
+
+def _nothing() -> dict[str, Any]:
+    """Return a document's parts about a directory in which nothing can be opened."""
+    parts: dict[str, Any] = {name: [] for name in ("ranks", "timeline", "modules", "findings", "problems", "notes")}
+    parts |= {"note": None, "differences": None, "health": {"tags": [], "tensors": []}}
+    return {**parts, "made": time_text(effects.time())}
 
 
 def _nbytes(stub: TensorStub) -> int:
@@ -124,13 +209,13 @@ def _saves(opened: Mapping[str, Checkpoint], tags: list[dict[str, Any]]) -> dict
 
 
 def _statistics(
-    opened: Mapping[str, Checkpoint], count: int, problems: list[dict[str, Any]], progress: bool
+    opened: Mapping[str, Checkpoint], count: int, damage: Mapping[str, list[str]], progress: bool
 ) -> dict[str, Statistics]:
     statistics: dict[str, Statistics] = {}
     latest = list(opened)[max(0, len(opened) - count) :]
     for tag, checkpoint in opened.items():
         if tag in latest:
-            with _collect_damage(tag, problems):
+            with _collect_damage(damage[tag]):
                 statistics[tag] = checkpoint_statistics(checkpoint, progress=progress).tensors
         elif (cached := read_statistics(checkpoint.opened)) is not None:
             statistics[tag] = cached
@@ -138,16 +223,15 @@ def _statistics(
 
 
 @contextmanager
-def _collect_damage(tag: str, problems: list[dict[str, Any]]) -> Iterator[None]:
-    """Turn errors of a tag into ``problems``; TagReplaced is raised."""
+def _collect_damage(problems: list[str]) -> Iterator[None]:
+    """Turn errors of a tag into ``problems``, each once; TagReplaced is raised."""
     try:
         yield
     except TagReplaced:
         raise
     except CheckpointError as error:
-        damage = _problem(tag, str(error))
-        if damage not in problems:
-            problems.append(damage)
+        if str(error) not in problems:
+            problems.append(str(error))
 
 
 def _ranks(tag: Checkpoint) -> list[dict[str, Any]]:
@@ -164,6 +248,17 @@ def _rank(tag: Checkpoint, rank: int) -> dict[str, Any]:
     nbytes = sum(entry.nbytes for entry in files.values())
     sizes = {"pp": at.pp_rank, "dp": at.dp_rank, "tp": at.tp_rank}
     return {"rank": rank, **sizes, "place": _place(tag, rank), "files": len(files), "nbytes": nbytes}
+
+
+def _sizes(tag: Checkpoint, look: bool) -> str | None:
+    """Return a mesh job's ranks, or with ``look`` the dimensions of its largest mesh, for which an index is read."""
+    if tag.manifest is None or tag.manifest.leaders is None:
+        return None
+    meshes = tag.opened.mesh.meshes() if look and tag.opened.mesh is not None else []
+    largest = max(meshes, key=lambda mesh: len(mesh.shape), default=None)
+    if largest is None:
+        return units.count(tag.topology.world_size, "rank")
+    return Mesh(largest.names[1:], largest.shape[1:], ()).describe()
 
 
 def _place(tag: Checkpoint, rank: int) -> dict[str, int]:
@@ -210,7 +305,7 @@ def _options(tag: Checkpoint) -> dict[str, Mapping[str, Any]]:
 
 def _health(statistics: Mapping[str, Statistics], options: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     """Return a row for each counted tensor of the latest tag, with its norms in the other tags."""
-    tags = list(statistics)
+    tags, still = list(statistics), set(_still(statistics))
     newest = statistics[tags[-1]] if tags else {}
     before = statistics[tags[-2]] if len(tags) > 1 else {}
     rows = []
@@ -230,6 +325,7 @@ def _health(statistics: Mapping[str, Statistics], options: Mapping[str, Mapping[
                 "zeros": now.zero_share,
                 "change": change if math.isfinite(change) else None,
                 "step": _step(name.removeprefix("model/"), newest, options) if name.startswith("model/") else None,
+                "frozen": name in still,
                 "norms": norms,
             }
         )
@@ -248,22 +344,8 @@ def _step(name: str, statistics: Statistics, options: Mapping[str, Mapping[str, 
     return share if math.isfinite(share) else None
 
 
-def _failed_saves(newest: Checkpoint) -> list[dict[str, Any]]:
-    """Return a problem for each save whose process died."""
-    return [
-        _problem(
-            save.tag or f"attempt {save.attempt}",
-            "its save failed: the process is gone"
-            + (f", {size(save.nbytes)} are left, which the next job removes" if save.nbytes else ""),
-        )
-        for save in saves_in_flight(newest.opened.storage)
-        if save.is_dead
-    ]
-
-
-def _doctor_findings(tags: list[Checkpoint], progress: bool) -> list[dict[str, str]]:
-    before = tags[0] if len(tags) > 1 else None
-    examination = examine_checkpoint(tags[-1], before, progress=progress)
+def _doctor_findings(before: Checkpoint | None, newest: Checkpoint, progress: bool) -> list[dict[str, str]]:
+    examination = examine_checkpoint(newest, before, progress=progress)
     return [
         {"severity": finding.severity, "kind": finding.kind, "what": finding.what, "message": finding.message}
         for finding in examination.findings
@@ -279,29 +361,38 @@ def _listing_problems(tags: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return problems + [_problem(tag["tag"], f"incomplete: it lacks {what}") for tag in tags for what in tag["lacks"]]
 
 
-def _value_problems(statistics: Mapping[str, Statistics]) -> list[dict[str, Any]]:
-    """Report NaN, infinities, and weights that are all zero."""
-    problems = []
+def _value_problems(statistics: Mapping[str, Statistics], told: Collection[str]) -> list[dict[str, Any]]:
+    """Report NaN, infinities, and weights that are all zero; of the newest tag without those ``told`` already."""
+    problems, newest = [], [*statistics][-1] if statistics else None
     for tag, tensors in statistics.items():
-        infinite = {name: counts for name, counts in tensors.items() if counts.nans + counts.infs}
-        bad = [f"{name} ({counts.nans} NaN, {counts.infs} infinite)" for name, counts in infinite.items()]
-        if bad:
-            problems.append(_problem(tag, f"not finite: {first_of(bad)}"))
-    if statistics:
-        tag, tensors = list(statistics.items())[-1]
-        weights = {name: counts for name, counts in tensors.items() if name.endswith(".weight")}
+        names = [name for name in _not_finite(tensors) if tag != newest or name not in told]
+        if names:
+            counts = [f"{name} ({tensors[name].nans} NaN, {tensors[name].infs} infinite)" for name in names]
+            problems.append(_problem(tag, f"not finite: {first_of(counts)}"))
+    if newest is not None:
+        weights = {name: counts for name, counts in statistics[newest].items() if name.endswith(".weight")}
         dead = [name for name, counts in weights.items() if counts.zeros == counts.numel > 1]
-        problems += [_problem(tag, f"{name} is all zero") for name in dead if name.startswith("model/")]
+        problems += [_problem(newest, f"{name} is all zero") for name in dead if name.startswith("model/")]
     return problems
 
 
+def _not_finite(tensors: Statistics) -> list[str]:
+    return [name for name, counts in tensors.items() if counts.nans + counts.infs]
+
+
 def _unchanged_weights(statistics: Mapping[str, Statistics]) -> list[dict[str, Any]]:
-    """Report weights with equal statistics in all tags, if others changed."""
+    """Return a note on weights with equal statistics in all tags, if others changed."""
+    still = _still(statistics)
+    if not still:
+        return []
+    return [_problem("frozen", f"{units.count(len(still), 'weight')} never changed: {first_of(still)}")]
+
+
+def _still(statistics: Mapping[str, Statistics]) -> list[str]:
+    """Return the names of weights with equal statistics in all tags; none if no weight changed."""
     if len(statistics) < _SAVES:
         return []
     first, *later_tags = statistics.values()
     weights = {name for name in first if name.startswith("model/") and all(name in later for later in later_tags)}
     still = sorted(name for name in weights if all(first[name] == later[name] for later in later_tags))
-    if not still or len(still) == len(weights):
-        return []
-    return [_problem("all tags", f"weights that never changed (frozen?): {first_of(still)}")]
+    return [] if len(still) == len(weights) else still

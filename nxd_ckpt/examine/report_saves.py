@@ -2,20 +2,36 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 from nxd_ckpt.checkpoint import Checkpoint
+from nxd_ckpt.core.manifest import Manifest
 from nxd_ckpt.core.phases import straggler
 from nxd_ckpt.core.units import size
-from nxd_ckpt.examine.diff import diff_checkpoints
+from nxd_ckpt.examine.diff import TensorDifference, diff_checkpoints
 
 _ALWAYS = 3
 """Number of consecutive saves a rank must be late in to be called always late."""
 _LAYERS, _MODULES = 200, 40
 """Maximum number of rows and columns of the comparison."""
 _OTHER = "other"
+
+
+def timings(manifest: Manifest | None) -> dict[str, float]:
+    """Return a save's recorded timings, and what rank 0's commit took without its wait for the slowest rank.
+
+    Rank 0 begins to commit when it has written its own part, so ``commit_seconds`` has that wait in it. It is taken as
+    the time by which the slowest rank staged and wrote for longer than rank 0.
+    """
+    recorded = {} if manifest is None else dict(manifest.timings)
+    if manifest is not None and "commit_seconds" in recorded:
+        done = [phase.stage_seconds + phase.write_seconds for phase in manifest.phases]
+        wait = max(done) - done[0] if done else 0.0
+        recorded["commit_alone_seconds"] = round(max(0.0, recorded["commit_seconds"] - wait), 6)
+    return recorded
 
 
 def timeline(tag: Checkpoint) -> list[dict[str, Any]]:
@@ -56,10 +72,13 @@ def stragglers(tags: Sequence[Checkpoint]) -> Iterator[tuple[str, str]]:
 
 
 def differences(before: Checkpoint, after: Checkpoint, progress: bool) -> dict[str, Any]:
-    """Return ``||a - b|| / ||a||`` of every weight, by layer and by its name within the layer; None where unknown."""
+    """Return ``||a - b|| / ||a||`` of every weight, by layer and by its name within the layer.
+
+    None if there is no such weight, and a word if that is no number.
+    """
     difference = diff_checkpoints(before, after, prefix="model/", progress=progress)
-    moved = {tensor.name: tensor.relative_norm for tensor in difference.tensors}
-    cells: dict[str, dict[str, float | None]] = {}
+    moved = {tensor.name: _moved(tensor) for tensor in difference.tensors}
+    cells: dict[str, dict[str, float | str]] = {}
     for name in after.metadata:
         if name.startswith("model/") and name in before.metadata:
             layer, module = _place(name.removeprefix("model/"))
@@ -68,6 +87,13 @@ def differences(before: Checkpoint, after: Checkpoint, progress: bool) -> dict[s
     modules = list(dict.fromkeys(module for layer in layers for module in cells[layer]))[:_MODULES]
     rows = [[cells[layer].get(module) for module in modules] for layer in layers]
     return {"tags": [before.tag, after.tag], "layers": layers, "modules": modules, "cells": rows}
+
+
+def _moved(tensor: TensorDifference) -> float | str:
+    if tensor.relative_norm is None:
+        return f"another {tensor.kind}" if tensor.kind == "shape" else tensor.kind
+    is_finite = not tensor.nans and math.isfinite(tensor.relative_norm)
+    return tensor.relative_norm if is_finite else "not finite"
 
 
 def _place(name: str) -> tuple[str, str]:

@@ -281,10 +281,14 @@ def _describe_tag(
 def _name_and_time(info: TagInfo) -> dict[str, Any]:
     if info.tag == NO_TAG or info.damage is not None or info.order_time > _LAST:  # no marker has a time there
         return {"tag": info.tag, "order_time": None, "age_seconds": None}
-    at = datetime.fromtimestamp(info.order_time, timezone.utc)
     # A save's order time may lie a second or two ahead of the clock.
     age = max(0.0, round(effects.time() - info.order_time, 1))
-    return {"tag": info.tag, "order_time": f"{at:{_TIME}}", "age_seconds": age}
+    return {"tag": info.tag, "order_time": time_text(info.order_time), "age_seconds": age}
+
+
+def time_text(seconds: float) -> str:
+    """Return ``2025-11-21T13:51:02.250000Z`` for seconds since the epoch."""
+    return f"{datetime.fromtimestamp(seconds, timezone.utc):{_TIME}}"
 
 
 def _time_of(text: str | None) -> datetime | None:

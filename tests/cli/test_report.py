@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import base64
+import hashlib
+import html
 import json
 import os
 import re
@@ -25,12 +28,12 @@ from nxd_ckpt.tag import listing
 from tests.examine.mutants import not_a_number, weight_shards_swapped
 from tests.examine.runs import Run, ranks_of, save_ranks
 from tests.interop.saving import save_as_every_rank
-from tests.support.browser import printed, screenshot
+from tests.support.browser import content, printed, screenshot
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]
 
 STATE = {"layers.0.weight": torch.ones(4, 4)}
-EVIL = "<script>alert(1)</script><img src=x onerror='a'>\"\u202e&"
+EVIL = "</script><script>document.title=1</script><img src=x onerror='document.title=2'>\" style=\"a\u202e&{{ 7*1111 }}"
 
 
 class Elements(HTMLParser):
@@ -61,9 +64,10 @@ def test_problems_come_first(run: Path, tmp_path: Path, capsys: pytest.CaptureFi
     assert 0 == main(["report", str(run), "-o", str(tmp_path / "page.html"), "--count", "3", "--doctor"])
     page = (tmp_path / "page.html").read_text()
     assert "3 tags, " in capsys.readouterr().out
-    problems, _, rest = page.partition("<h2>Tags</h2>")
+    problems, _, rest = page.partition("<h2>Saves</h2>")
     assert "1 NaN and 0 infinite of 16 elements" in problems
-    assert "never changed (frozen?): model/layers.0.frozen" in problems
+    assert "1 weight never changed: model/layers.0.frozen" in problems
+    assert 1 == problems.count("1 NaN")
     assert "step_1" in rest
     assert {path.name for path in (run / ".nxd_ckpt" / "statistics").iterdir()} == {f"step_{n}.json" for n in range(3)}
 
@@ -111,7 +115,7 @@ def test_tiers_tell_what_they_have(tmp_path: Path, capsys: pytest.CaptureFixture
     assert "step_1 is its newest; the directory has 3 newer tags" in late["what"]
     assert lost["what"].startswith("could not be asked: ")
     assert all(tag["timings"]["commit_seconds"] >= 0 for tag in document["tags"])
-    assert page.read_text().index("gets no new tags") < page.read_text().index("<h2>Tags</h2>")
+    assert page.read_text().index("gets no new tags") < page.read_text().index("<h2>Saves</h2>")
 
 
 def _saved_at(tag: Path, order_time: float) -> None:
@@ -122,20 +126,48 @@ def _saved_at(tag: Path, order_time: float) -> None:
 
 
 def test_names_are_text(tmp_path: Path) -> None:
-    """A tensor's name that is markup adds no element and no attribute to the page, and nothing is fetched."""
-    save_checkpoint(tmp_path / "plain", "tag", {"w.weight": torch.zeros(2)})
-    save_checkpoint(tmp_path / "evil", "<img src=x onerror=alert(1)>", {f"{EVIL}.weight": torch.zeros(2)})
-    pages = []
-    for name in ("plain", "evil"):
-        assert 0 == main(["report", str(tmp_path / name), "-o", str(tmp_path / f"{name}.html"), "--quiet"])
-        pages.append((tmp_path / f"{name}.html").read_text())
-    found = [Elements(), Elements()]
-    for elements, page in zip(found, pages, strict=True):
-        elements.feed(page)
-    assert found[0].found == found[1].found
-    assert not {"script", "img", "link", "iframe", "src=", "href=", "onerror="} & found[1].found
-    assert "\u202e" not in pages[1]
-    assert not re.search("https?:|url\\(", pages[1])
+    """Names of tags, tensors and metrics that are markup add no element and no attribute to the page. Nothing is
+    loaded, links stay on the page, and a browser runs the page's own script alone."""
+    names = {"plain": ("tag", "w", "loss"), "evil": ("<img src=x onerror=alert(1)>", EVIL, EVIL)}
+    pages = {}
+    for name, (tag, tensor, metric) in names.items():
+        for step in range(2):
+            state = {f"{tensor}.weight": torch.full((2,), float(step)), f"{tensor}.0.weight": torch.ones(2)}
+            save_checkpoint(tmp_path / name, f"{tag}{step}", state, metrics={metric: float(step)})
+        output = tmp_path / f"{name}.html"
+        assert 0 == main(["report", str(tmp_path / name), "-o", str(output), "--quiet", "--diff", "--count", "2"])
+        pages[name] = output.read_text()
+    found = {name: Elements() for name in pages}
+    for name, page in pages.items():
+        found[name].feed(page)
+    assert found["plain"].found == found["evil"].found
+    assert not {"img", "link", "iframe", "src=", "onerror="} & found["evil"].found
+    assert re.findall("href=\"(.)", pages["evil"])
+    assert {"#"} == set(re.findall("href=\"(.)", pages["evil"]))
+    assert "\u202e" not in pages["evil"]
+    assert not re.search("https?:|url\\(|7777", pages["evil"].split("<style>")[0] + pages["evil"].split("</style>")[1])
+    shown = content(tmp_path / "evil.html")
+    assert f"<title>{tmp_path / 'evil'}</title>" in shown
+    assert '<div class="tools" data-script="">' in shown
+
+
+def test_only_the_pages_own_script_may_run(run: Path, tmp_path: Path) -> None:
+    """Its digest is in the page's policy, which allows nothing to be loaded."""
+    assert 0 == main(["report", str(run), "-o", str(tmp_path / "page.html"), "--quiet"])
+    page = (tmp_path / "page.html").read_text()
+    (policy,) = re.findall('http-equiv="Content-Security-Policy" content="([^"]*)"', page)
+    (script,) = re.findall("<script>(.*?)</script>", page, re.DOTALL)
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    assert {"default-src": "'none'", "script-src": f"'sha256-{digest}'"}.items() <= {
+        name: value for name, _, value in (part.strip().partition(" ") for part in html.unescape(policy).split(";"))
+    }.items()
+
+
+def test_a_long_name_does_not_fill_the_page(tmp_path: Path) -> None:
+    """Its middle is left out."""
+    save_checkpoint(tmp_path / "run", "t" * 250, {"w" * 30_000: torch.ones(2)}, metrics={"m" * 30_000: 1.0})
+    assert 0 == main(["report", str(tmp_path / "run"), "-o", str(tmp_path / "page.html"), "--quiet"])
+    assert not re.search("[wm]{200}", (tmp_path / "page.html").read_text())
 
 
 def test_a_straggler_is_marked_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -151,8 +183,9 @@ def test_a_straggler_is_marked_first(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert ("the last 3 saves", True) == (problem["where"], "always waited for rank 2 on " in problem["what"])
     assert [False, False, True, False] == [row["straggler"] for row in document["timeline"]]
     page = (tmp_path / "page.html").read_text()
-    assert page.index("always waited for rank 2") < page.index("<h2>Tags</h2>")
-    assert 1 == page.count('<rect class="late" x=')
+    assert page.index("always waited for rank 2") < page.index("<h2>Saves</h2>")
+    assert 1 == page.count('<div class="bar late">')
+    assert "is the straggler: 60.0 s</h2>" in page
 
 
 def _slowed(tag: Path, rank: int) -> None:
@@ -179,13 +212,14 @@ def test_what_is_wrong_is_marked_first(tmp_path: Path, capsys: pytest.CaptureFix
     rows = {row["name"]: row["step"] for row in json.loads(capsys.readouterr().out)["health"]["tensors"]}
     assert 0 < (rows["model/3.weight"] or 0) < 1
     assert rows["model/4.weight"] is None
-    problems, tags, _ = (tmp_path / "page.html").read_text().partition("<h2>Tags</h2>")
-    assert tags
+    problems, _, tags = (tmp_path / "page.html").read_text().partition("<h2>Saves</h2>")
     assert "always waited for rank 2" in problems
-    assert re.search(r"never changed \(frozen\?\): [^<]*model/4.weight", problems)
-    assert re.search(r"model/0.weight: what is at [^<]* now was at ", problems)
-    assert re.search(r"optim/3.weight/exp_avg: 1 NaN and 0 infinite", problems)
-    assert "attempt gone-3</b>: its save failed: the process is gone" in problems
+    assert re.search(r"weights never changed: [^<]*model/4.weight", problems)
+    assert re.search(r"model/0.weight</b><span>what is at [^<]* now was at ", problems)
+    assert re.search(r"optim/3.weight/exp_avg</b><span>1 NaN and 0 infinite", problems)
+    assert "attempt gone-3</b><span>its save failed: the process is gone" in problems
+    assert "<b>Resume from step_13<" in problems
+    assert 'class="pill bad">not finite</span><span class="pill good">latest</span>' in tags
 
 
 def test_how_far_weights_moved_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -197,7 +231,9 @@ def test_how_far_weights_moved_is_shown(tmp_path: Path, capsys: pytest.CaptureFi
     found = json.loads(capsys.readouterr().out)["differences"]
     assert (["other", "layers.0", "layers.1"], ["embed.weight", "up.weight"]) == (found["layers"], found["modules"])
     assert [[0.0, None], [None, 1.0], [None, 0.0]] == found["cells"]
-    assert 'class="shade6" title="layers.0 up.weight: 100 %"' in (tmp_path / "page.html").read_text()
+    page = (tmp_path / "page.html").read_text()
+    for kind, shown in (("s5", "100 %"), ("same", "not changed"), ("absent", "no such tensor")):
+        assert f'<td class="cell {kind}"><i class="reader">{shown}</i></td>' in page
 
 
 def test_a_browser_shows_the_page(run: Path, tmp_path: Path) -> None:
@@ -277,7 +313,25 @@ def test_a_damaged_tag_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[st
         told = [one for one in document["problems"] + document["findings"] if index.name in json.dumps(one)]
         assert told
         assert len({json.dumps(one) for one in told}) == len(told)
-        assert index.name in (tmp_path / "page.html").read_text()
+        page = (tmp_path / "page.html").read_text()
+        assert 1 == len(told), told
+        assert '<td>step_1</td>\n<td class="text"><span class="pill bad">damaged</span>' in page
+        assert "<b>Resume from step_0<" in page
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_damage_is_that_of_its_tag(tmp_path: Path, capsys: pytest.CaptureFixture[str], count: int) -> None:
+    """If the tag before the latest one is damaged, the latest one is not, and can be resumed from: whether the tensors
+    of both are counted, or the doctor finds the damage."""
+    for step in range(3):
+        save_checkpoint(tmp_path, f"step_{step}", {"w": torch.full((4,), float(step))})
+    (index,) = (tmp_path / "step_1" / "index").iterdir()
+    index.write_text("{}")
+    assert 0 == main(["report", str(tmp_path), "--json", "--doctor", "--diff", "--count", str(count)])
+    document = json.loads(capsys.readouterr().out)
+    assert ["step_1"] == [problem["where"] for problem in document["problems"]]
+    assert [0, 1, 0] == [len(tag["problems"]) for tag in document["tags"]]
+    assert ("Resume from step_2", []) == (document["head"][1]["title"], document["findings"])
 
 
 @pytest.mark.parametrize(
@@ -344,6 +398,10 @@ def test_what_is_no_directory_of_checkpoints_is_named(
     if command[0] not in ("watch", "list"):
         assert 1 == main([*command, str(tmp_path)])
         assert "it holds 'notes' (not a checkpoint)" in capsys.readouterr().err
+    if command[0] == "report":
+        page = tmp_path / "page.html"
+        assert 1 == main(["report", str(tmp_path), "-o", str(page)])
+        assert "<b>Nothing to resume from<" in page.read_text()
 
 
 def test_a_model_of_hugging_face_is_shown(tmp_path: Path) -> None:

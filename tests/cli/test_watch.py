@@ -62,9 +62,12 @@ def test_a_save_is_seen_until_it_is_a_tag(
     steps = iter([finish, replace, lambda: shutil.rmtree(tmp_path / "before"), interrupt])
     monkeypatch.setattr(watch_command, "sleep", lambda seconds: next(steps)())
     outcome = run("watch", tmp_path)
-    first, saving, complete, replaced, removed = outcome.out.splitlines()
+    first, resume, age, saving, complete, replaced, removed = outcome.out.splitlines()
     assert 130 == outcome.code
-    assert f"{tmp_path}: 1 complete tag, the latest is before" == first
+    assert f"{tmp_path}: 1 complete tag" == first
+    assert "  Resume from before: the only tag" == resume
+    assert age.startswith("  Saved ")
+    assert age.endswith(" s ago: t is being saved")
     assert saving.startswith("t: is being saved")
     assert "t: complete, " in complete
     assert complete.endswith(" of dp=2")
@@ -79,7 +82,7 @@ def test_a_dead_jobs_save_is_told_from_a_live_one(tmp_path: Path, run: Run) -> N
     close_checkpointers()
     assert "no save is in flight" in run("watch", tmp_path, "--once").out
     (tmp_path / ".nxd_ckpt" / "staging" / "gone-3" / "model").mkdir(parents=True)
-    assert "attempt gone-3: was being saved by a process that is gone" in run("watch", tmp_path, "--once").out
+    assert "attempt gone-3: its save failed: the process is gone" in run("watch", tmp_path, "--once").out
 
 
 def test_the_first_save_is_waited_for(tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -106,7 +109,7 @@ def test_a_dead_jobs_replacement_is_left_as_it_is(tmp_path: Path, run: Run) -> N
     close_checkpointers()
     journal = tmp_path / ".nxd_ckpt" / "journal.json"
     journal.write_text('{"attempt": "gone-3", "tag": "t"}')
-    assert "the latest is t" in run("watch", tmp_path, "--once").out
+    assert "Resume from t: the only tag" in run("watch", tmp_path, "--once").out
     assert journal.exists()
     assert 0 == run("list", tmp_path).code
     assert not journal.exists()

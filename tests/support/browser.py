@@ -28,10 +28,15 @@ def printed(page: Path, paper: Path) -> bytes:
     return paper.read_bytes()
 
 
-def _open(page: Path, output: Path, *options: str) -> None:
+def content(page: Path) -> str:
+    """Open a page, and return its elements as they are after its scripts ran. Skips the test as `screenshot` does."""
+    return _open(page, page, "--dump-dom").decode()
+
+
+def _open(page: Path, output: Path, *options: str) -> bytes:
     browser = next(filter(None, map(shutil.which, _NAMES)), None)
     if browser is None:
         pytest.skip("no Chromium is installed: pages are not opened in a browser (apt install chromium)")
     profile = f"--user-data-dir={output.parent / 'profile'}"
     command = [browser, *_OPTIONS, profile, *options, page.as_uri()]
-    subprocess.run(command, check=True, capture_output=True, timeout=600)
+    return subprocess.run(command, check=True, capture_output=True, timeout=600).stdout

@@ -1,0 +1,94 @@
+"""Figures of the report: axes with round labels, gaps, equal layers together, and many ranks in few rows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from nxd_ckpt.examine.report_figures import (
+    Mark,
+    Series,
+    chart,
+    module_bars,
+    moved_heat,
+    rank_bars,
+    rank_heat,
+    sparkline,
+)
+
+pytestmark = [pytest.mark.plain, pytest.mark.once]
+
+
+def test_a_line_has_axes_and_a_gap_where_nothing_is_known() -> None:
+    """Places are percent of width and height; the last name is always on the axis."""
+    names = [f"step_{n}" for n in range(8)]
+    loss = Series("loss", "one", [8, 6, None, 4, 3, 2, 1, 0.5])
+    drawn = chart([loss], list(range(8)), names, str, marks=[Mark(7, "low", "lowest"), Mark(2, "pinned", "")])
+    assert ["0.0", "2.0", "4.0", "6.0", "8.0"] == [label["text"] for label in drawn["y"]]
+    assert [100.0, 75.0, 50.0, 25.0, 0.0] == [label["at"] for label in drawn["y"]]
+    assert drawn["lines"][0]["path"].startswith("M0.0 0.0L14.29 25.0M42.86 50.0L57.14 62.5L")
+    assert {"at": 100.0, "text": "step_7"} == drawn["x"][-1]
+    assert [28.57] == drawn["missing"]
+    assert [("low", 100.0, 93.75)] == [(mark["kind"], mark["x"], mark["y"]) for mark in drawn["marks"]]
+    assert ["step_2\nloss: none", "step_3\nloss: 4"] == [tip["text"] for tip in drawn["tips"][2:4]]
+    assert 100.0 == pytest.approx(sum(tip["width"] for tip in drawn["tips"]), abs=0.1)
+
+
+@pytest.mark.parametrize(
+    ("values", "options", "labels"),
+    [
+        ([0.0], {}, ["0.0", "0.5"]),
+        ([5.0, 5.0], {"from_zero": False}, ["4.0", "6.0"]),
+        ([2.93, 3.07], {"from_zero": False}, ["2.9", "2.95", "3.0", "3.05", "3.1"]),
+        ([3000.0], {"binary": True}, ["0.0", "1024.0", "2048.0", "3072.0"]),
+    ],
+)
+def test_labels_of_an_axis_are_round(values: list[float], options: dict[str, Any], labels: list[str]) -> None:
+    """They enclose the values; sizes have multiples of powers of two."""
+    at, names = list(range(len(values))), ["t"] * len(values)
+    drawn = chart([Series("", "one", values)], at, names, lambda value: str(round(value, 9)), **options)
+    assert labels == [label["text"] for label in drawn["y"]]
+    assert all(0 <= label["at"] <= 100 for label in drawn["y"])
+
+
+def test_equal_layers_are_one_bar() -> None:
+    """With the numbers of the layers, and what each has; another layer is a bar of its own."""
+    parts = {"weights": 10, "master weights": 0, "moments": 20}
+    rows = [{"module": f"layers.{n}", **(parts if n != 2 else {**parts, "moments": 0})} for n in (0, 1, 2, 3)]
+    layers, head, other = module_bars([*rows, {"module": "head", **parts}])
+    assert ("layers: 0-1, 3", "3 layers, 30 B each", 90) == (layers["name"], layers["each"], layers["total"])
+    assert [("one", 33.33), ("three", 66.67)] == [(part["colour"], part["width"]) for part in layers["segments"]]
+    assert [("head", ""), ("layers.2", "")] == [(bar["name"], bar["each"]) for bar in (head, other)]
+
+
+def test_only_slower_hosts_are_drawn() -> None:
+    """Of many ranks: a cell for each rank of a host with a slow one, by how many times the median it wrote."""
+    seconds = {rank: 9.0 if rank == 6 else 2.0 for rank in range(512)}
+    row = {"stage_seconds": 1.0, "nbytes": 1, "straggler": False}
+    rows = [{**row, "rank": rank, "host": f"h{rank // 4}", "write_seconds": seconds[rank]} for rank in seconds]
+    heat = rank_heat(rows)
+    assert heat is not None
+    (host,) = heat["rows"]
+    assert (["s0", "s0", "s5", "s0"], 127) == ([cell["class"] for cell in host["cells"]], heat["others"])
+    assert "rank 6: 9.00 s, 1 B" == host["cells"][2]["text"]
+    assert rank_heat([one for one in rows if one["rank"] != 6]) is None
+
+    bars = rank_bars(rows[4:9])
+    assert [("h1", 4), ("h2", 1)] == [(host["host"], len(host["rows"])) for host in bars["hosts"]]
+    assert (10.0, 90.0) == (bars["hosts"][0]["rows"][2]["stage"], bars["hosts"][0]["rows"][2]["write"])
+
+
+def test_a_scale_has_steps_and_marks_of_their_own_for_the_same_and_for_nothing() -> None:
+    """Each decade of a change is a step."""
+    heat = moved_heat({"modules": ["a"], "layers": ["x"], "cells": [[0.0, None, 1e-9, 1e-6, 3e-4, 1.0, "not finite"]]})
+    assert ["same", "absent", "s0", "s0", "s2", "s5", "flaw"] == [cell["class"] for cell in heat["rows"][0]["cells"]]
+
+
+def test_a_sparkline_is_short() -> None:
+    """Of few points, whatever the number of tags; the last one is among them."""
+    assert "0,15 80,1" == sparkline([1.0, None, 2.0])
+    assert "" == sparkline([1.0])
+    line = sparkline([float(value) for value in range(1000)])
+    assert 40 == len(line.split())
+    assert line.endswith("80,1")
