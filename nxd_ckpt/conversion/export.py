@@ -40,7 +40,8 @@ from nxd_ckpt.output.weight_files import WeightFile, index_of, plan_weight_files
 from nxd_ckpt.save.planned_file import PlannedFile
 from nxd_ckpt.storage.progress import Counter, report, watched
 from nxd_ckpt.storage.urls import StrPath
-from nxd_ckpt.tag.foreign.hugging_face_directory import INDEX, OPTIMIZER, OPTIMIZER_DOCUMENT, OPTIMIZER_INDEX
+from nxd_ckpt.tag.foreign.hugging_face_directory import OPTIMIZER, OPTIMIZER_DOCUMENT, OPTIMIZER_INDEX
+from nxd_ckpt.tag.foreign.weight_files import INDEX
 from nxd_ckpt.tag.mappings import find_mapping
 from nxd_ckpt.tag.opened import OpenTag
 

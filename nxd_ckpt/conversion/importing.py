@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from dataclasses import replace
 
@@ -24,6 +25,8 @@ from nxd_ckpt.output.model_files import config_in, read_config
 from nxd_ckpt.storage.urls import StrPath
 from nxd_ckpt.tag.foreign.quantization import quantization_of
 from nxd_ckpt.tag.mappings import find_mapping
+
+logger = logging.getLogger("nxd_ckpt")
 
 
 @as_checkpoint_errors()
@@ -53,7 +56,7 @@ def import_checkpoint(hf_directory: StrPath, tag: StrPath, **options: Unpack[Imp
         chosen.validate()
         source = locate_existing(hf_directory, chosen.storage_options)
         target = locate_output(tag, source, chosen.overwrite, chosen.written_with)
-        what = _target(source, chosen)
+        what = _target(source, chosen, process)
         plans.append(import_plan(source, target, what))
         parts = Parts(model=True, use_xser=chosen.use_xser)
         return Job(source, target, what, parts, durable=chosen.durable, overwrite=chosen.overwrite)
@@ -66,9 +69,11 @@ def import_checkpoint(hf_directory: StrPath, tag: StrPath, **options: Unpack[Imp
     return plans[-1]
 
 
-def _target(source: Location, chosen: ImportOptions) -> ImportTarget:
+def _target(source: Location, chosen: ImportOptions, process: int) -> ImportTarget:
     """Return the form of the tag; sizes and names come from config.json and the mapping."""
     directory = open_model(source, chosen.model_key)
+    if directory.strays is not None and process == 0:
+        logger.warning("%s", directory.strays)
     document = directory.config
     quantization = quantization_of(document, directory.where)
     if chosen.config is not None:

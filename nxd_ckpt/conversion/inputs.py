@@ -50,7 +50,7 @@ def open_model(place: Location, model_key: str) -> HuggingFaceDirectory:
     if storage.is_file(place.name):
         return WholeModelFile(storage, place.name, model_key)
     require_directory(storage, place.name, "input")
-    return HuggingFaceDirectory(storage, place.name)
+    return HuggingFaceDirectory(storage, place.name, model_key)
 
 
 def open_imported(place: Location, what: ImportTarget) -> HuggingFaceDirectory:

@@ -64,6 +64,8 @@ def load_hugging_face(storage: Storage, request: LoadRequest) -> None:
         return _HuggingFaceLoad(storage, request)
 
     attempt = on_all(agreement, prepare)
+    if request.reports_progress and attempt.strays is not None:
+        logger.warning("%s", attempt.strays)
     if attempt.filtered:
         attempt.unmatched.complain(request)
     used = _tensors_used_by_all(agreement, attempt.used)
@@ -128,6 +130,11 @@ class _HuggingFaceLoad:
     @property
     def where(self) -> str:
         return self._directory.where
+
+    @property
+    def strays(self) -> str | None:
+        """Warning about files that look like the model's weights, and are not read; None without any."""
+        return self._directory.strays
 
     @property
     def left_out(self) -> tuple[str, ...]:

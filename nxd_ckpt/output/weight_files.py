@@ -12,7 +12,7 @@ import torch
 from nxd_ckpt.formats.safetensors import SafetensorsImage, TensorForm, lay_out
 from nxd_ckpt.formats.tensors import Assembly
 from nxd_ckpt.save.planned_file import NamedTensor, PlannedFile
-from nxd_ckpt.tag.foreign.hugging_face_directory import SINGLE
+from nxd_ckpt.tag.foreign.weight_files import SINGLE
 
 _METADATA = {"format": "pt"}
 """Metadata without which transformers refuses a file."""

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
-from nxd_ckpt.errors import MalformedFile
-from nxd_ckpt.formats.tensors import TensorStub
 from nxd_ckpt.storage.base import Storage
 from nxd_ckpt.tag.foreign.hugging_face_directory import HuggingFaceDirectory
+from nxd_ckpt.tag.foreign.weight_files import WeightFiles
 
 
 class WholeModelFile(HuggingFaceDirectory):
@@ -21,22 +18,12 @@ class WholeModelFile(HuggingFaceDirectory):
     """
 
     def __init__(self, storage: Storage, file: str, model_key: str = "model") -> None:
-        self._file, self._model_key = file, model_key
-        super().__init__(storage)
+        self._file = file
+        super().__init__(storage, model_key=model_key)
 
     @property
     def where(self) -> str:
         return self.files.where(self._file)
 
-    def _find_places(self) -> dict[str, str]:
-        return dict.fromkeys(self._read(self._file), self._file)
-
-    def _read(self, file: str) -> Mapping[str, TensorStub]:
-        if file.endswith(".safetensors"):
-            return super()._read(file)
-        tree = self.files.tree(file)
-        if isinstance(tree, dict) and isinstance(tree.get(self._model_key), dict):
-            tree = tree[self._model_key]
-        if not isinstance(tree, dict) or not all(isinstance(leaf, TensorStub) for leaf in tree.values()):
-            raise MalformedFile(f"{self.where}: expected a state dict, all tensors, or one under {self._model_key!r}")
-        return {str(name): leaf for name, leaf in tree.items()}
+    def _find(self) -> WeightFiles:
+        return WeightFiles(dict.fromkeys(self._read(self._file), self._file), "its header")

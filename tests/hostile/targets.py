@@ -35,8 +35,10 @@ from nxd_ckpt.migrate.optimum_metadata import read_metadata as read_optimum
 from nxd_ckpt.storage.archive.members import find_members
 from nxd_ckpt.tag.directory import is_checkpoint_of_ours_or_nxd, list_tags, may_be_replaced
 from nxd_ckpt.tag.files import TagFiles
-from nxd_ckpt.tag.foreign.hugging_face_directory import CONFIG, INDEX, HuggingFaceDirectory
+from nxd_ckpt.tag.foreign.hugging_face_directory import CONFIG, HuggingFaceDirectory
+from nxd_ckpt.tag.foreign.quantization import quantization_of
 from nxd_ckpt.tag.foreign.torch_dcp import DcpFiles, read_metadata
+from nxd_ckpt.tag.foreign.weight_files import INDEX
 from nxd_ckpt.tag.mappings import find_mapping
 from nxd_ckpt.tag.seal import DIGESTS
 from nxd_ckpt.testing.memory import MemoryStorage
@@ -173,6 +175,7 @@ def _safetensors(data: bytes) -> None:
 def _hugging_face(name: str, data: bytes) -> None:
     files = {CONFIG: valid.CONFIGS[0], INDEX: valid.WEIGHT_MAPS[0], "a.safetensors": valid.SAFETENSORS[0]}
     held = HuggingFaceDirectory(_holding({**files, name: data}))
+    held.dequantize(quantization_of(held.config, held.where))
     for tensor in held.names:
         held.tensor(tensor)
     mapping = find_mapping(None, held.config)

@@ -3,27 +3,30 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import given, settings
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
-from nxd_ckpt import Topology
+from nxd_ckpt import Topology, load_checkpoint
+from nxd_ckpt.convert import import_checkpoint
 from nxd_ckpt.core.sizes import Sizes
-from nxd_ckpt.errors import CheckpointError, KeyMismatch, MalformedFile, PartNotFound, ShapeMismatch, UnsupportedState
+from nxd_ckpt.errors import CheckpointError, KeyMismatch, MalformedFile, PartNotFound, ShapeMismatch, UnsafePickle
 from nxd_ckpt.formats.assembly import read_assembly
 from nxd_ckpt.formats.tensors import dtype_name
 from nxd_ckpt.hugging_face.mapped_directory import MappedDirectory
 from nxd_ckpt.storage.local import LocalStorage
-from nxd_ckpt.tag.foreign.hugging_face_directory import INDEX, HuggingFaceDirectory, is_hugging_face
+from nxd_ckpt.tag.foreign.hugging_face_directory import HuggingFaceDirectory, is_hugging_face
+from nxd_ckpt.tag.foreign.weight_files import INDEX
 from nxd_ckpt.tag.mappings import find_mapping
 from nxd_ckpt.testing.storage import HookedStorage, Operation
 from tests.hugging_face.jobs import jobs
 from tests.hugging_face.reference import Job, Model
-from tests.hugging_face.saved import write_config, write_model
+from tests.hugging_face.saved import live, write_config, write_model
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]
 
@@ -127,16 +130,56 @@ def _cut_a_shard(path: Path) -> None:
     shard.write_bytes(shard.read_bytes()[:-1])
 
 
-def _leave_pickles(path: Path) -> None:
+def _keep_a_single_file_too(path: Path) -> None:
+    _lose_the_index(path)
+    save_file({"a": torch.ones(1)}, path / "model-1-of-3.safetensors")
+
+
+def _mix_shards(path: Path) -> None:
+    _lose_the_index(path)
+    save_file({"a": torch.ones(1)}, path / "model-00001-of-00002.safetensors")
+
+
+def _repeat_a_tensor(path: Path) -> None:
+    _lose_the_index(path)
+    _swap_shards(path)
+
+
+def _lose_index_and_shard(path: Path) -> None:
+    _lose_the_index(path)
+    _lose_a_shard(path)
+
+
+def _lose_index_and_names(path: Path) -> None:
     _lose_the_index(path)
     for number, shard in enumerate(path.glob("*.safetensors")):
-        shard.rename(path / ("pytorch_model.bin" if number == 0 else f"{number}.bin"))
+        shard.rename(path / f"{number}.safetensors")
 
 
-def _leave_sharded_pickles(path: Path) -> None:
-    _leave_pickles(path)
-    (path / "pytorch_model.bin").rename(path / "pytorch_model-00001-of-00003.bin")
-    (path / "pytorch_model.bin.index.json").write_text("{}")
+def _leave_pickles(path: Path, names: list[str]) -> None:
+    _leave_nothing(path)
+    for name in names:
+        torch.save({name: torch.ones(1)}, path / name)
+
+
+def _leave_pickles_without_a_shard(path: Path) -> None:
+    _leave_pickles(path, ["pytorch_model-00001-of-00003.bin", "pytorch_model-00003-of-00003.bin"])
+
+
+def _leave_pickles_with_a_path(path: Path) -> None:
+    _leave_pickles(path, ["pytorch_model-00001-of-00001.bin"])
+    (path / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": {"a": "../secret.bin"}}))
+
+
+def _leave_pickled_code(path: Path) -> None:
+    _leave_nothing(path)
+    torch.save({"a": Path}, path / "pytorch_model.bin")
+
+
+def _leave_half_a_pickle(path: Path) -> None:
+    _leave_pickles(path, ["pytorch_model.bin"])
+    data = (path / "pytorch_model.bin").read_bytes()
+    (path / "pytorch_model.bin").write_bytes(data[: len(data) // 2])
 
 
 def _leave_nothing(path: Path) -> None:
@@ -156,16 +199,22 @@ def _index(document: object) -> Callable[[Path], None]:
     ("damage", "kind", "complaint"),
     [
         (_lose_a_shard, PartNotFound, r"model-00002-of-00003\.safetensors is missing, in which .* \d+ tensors"),
-        (_lose_the_index, PartNotFound, r"index\.json is missing"),
+        (_lose_index_and_names, PartNotFound, r"index\.json is missing"),
+        (_lose_index_and_shard, PartNotFound, r"no model\.safetensors\.index\.json, and 2 of 3 shards, .* numbers 2;"),
+        (_keep_a_single_file_too, PartNotFound, r"4 of 3 shards"),
+        (_mix_shards, MalformedFile, r"shards of several models: model-00001-of-00002\.safetensors, model-00001-of-0"),
+        (_repeat_a_tensor, MalformedFile, r"is in both model-00001-of-00003\.safetensors and model-00002-of-00003"),
         (_swap_shards, MalformedFile, r"model-00001.* does not hold the tensors that"),
         (_cut_a_shard, MalformedFile, r"model-00001.*truncated, or not whole"),
-        (_leave_pickles, UnsupportedState, r"pickles.*safe_serialization=True"),
-        (_leave_sharded_pickles, UnsupportedState, r"pickles.*safe_serialization=True"),
+        (_leave_pickles_without_a_shard, PartNotFound, r"2 of 3 shards, without numbers 2; download"),
+        (_leave_pickles_with_a_path, MalformedFile, r"'\.\./secret\.bin' is not a \.bin file of this"),
+        (_leave_pickled_code, UnsafePickle, r"pytorch_model\.bin"),
+        (_leave_half_a_pickle, MalformedFile, r"pytorch_model\.bin"),
         (_leave_nothing, PartNotFound, r"holds no weights"),
         (_index("{"), MalformedFile, r"index\.json: not valid JSON"),
         (_index([]), MalformedFile, r"expected a JSON object"),
         (_index({"weight_map": ["a"]}), MalformedFile, r"weight_map must name"),
-        (_index({"weight_map": {"a": "../secret.safetensors"}}), MalformedFile, r"is not a safetensors file of this"),
+        (_index({"weight_map": {"a": "../secret.safetensors"}}), MalformedFile, r"is not a \.safetensors file of this"),
     ],
 )
 def test_a_directory_that_is_not_whole_is_refused(
@@ -182,3 +231,47 @@ def read_all(path: Path) -> None:
     directory = opened(path)
     for name in directory.names:
         directory.tensor(name)
+
+
+@pytest.mark.parametrize("form", ["shards", "bin", "bin shards", "bin shards with index"])
+def test_weights_in_other_files_are_found(tmp_path: Path, form: str) -> None:
+    """Shards that no index describes, and files of torch.save, which are read as plain data."""
+    state = write_model(tmp_path, Model(), shards=3)
+    _lose_the_index(tmp_path)
+    if form != "shards":
+        shards = sorted(tmp_path.glob("*.safetensors"))
+        parts = [load_file(shard) for shard in shards]
+        _remove_all(shards)
+        names = [f"pytorch_model-0000{number}-of-00003.bin" for number in (1, 2, 3)]
+        if form == "bin":
+            names, parts = ["pytorch_model.bin"], [{name: tensor for part in parts for name, tensor in part.items()}]
+        for name, part in zip(names, parts, strict=True):
+            torch.save(part, tmp_path / name)
+        if form == "bin shards with index":
+            places = {tensor: name for name, part in zip(names, parts, strict=True) for tensor in part}
+            (tmp_path / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": places}))
+    assert is_hugging_face(LocalStorage(tmp_path))
+    directory = opened(tmp_path)
+    found = {name: directory.files.read(directory.tensor(name)) for name in directory.names}
+    assert sorted(state) == directory.names
+    assert [] == [name for name in state if not torch.equal(state[name], found[name])]
+    assert directory.strays is None
+
+
+def _remove_all(shards: list[Path]) -> None:
+    for shard in shards:
+        shard.unlink()
+
+
+def test_weights_that_are_not_read_are_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """An old single file beside an index, which transformers would read; by an import and a load."""
+    state = write_model(tmp_path / "hf", Model(), shards=2)
+    save_file({"old": torch.ones(1)}, tmp_path / "hf" / "model.safetensors")
+    said = r"hf: model\.safetensors not read, since model\.safetensors\.index\.json says .* model-00001-of-00002"
+    import_checkpoint(tmp_path / "hf", tmp_path / "run" / "s")
+    assert 1 == len([one for one in caplog.messages if re.search(said, one)])
+    caplog.clear()
+    model = live(Job(Model()).rank(state))
+    load_checkpoint(tmp_path / "hf", model=model)
+    assert 1 == len([one for one in caplog.messages if re.search(said, one)])
+    assert torch.equal(state["model.norm.weight"], model.state_dict()["model.norm.weight"])

@@ -23,7 +23,7 @@ from nxd_ckpt.errors import (
     KeyMismatch,
     PartNotFound,
     ShapeMismatch,
-    UnsupportedState,
+    UnsafePickle,
 )
 from nxd_ckpt.storage.local import LocalStorage
 from nxd_ckpt.testing.storage import HookedStorage, Operation
@@ -299,12 +299,18 @@ def test_a_dtype_of_a_smaller_range_is_refused(tmp_path: Path) -> None:
         load_checkpoint(tmp_path, model=model)
 
 
-def test_pickles_are_refused(tmp_path: Path) -> None:
-    """They could run code."""
-    write_config(tmp_path, Model().config)
-    (tmp_path / "pytorch_model.bin").write_bytes(b"")
-    with pytest.raises(UnsupportedState, match="safe_serialization=True"):
-        load_checkpoint(tmp_path, model={"a": torch.zeros(1)})
+def test_pickles_are_loaded_as_plain_data(tmp_path: Path) -> None:
+    """Code in them is not run."""
+    state = write_model(tmp_path, Model())
+    (tmp_path / "model.safetensors").unlink()
+    torch.save(state, tmp_path / "pytorch_model.bin")
+    held = local_state(Job(Model()), state, Topology())
+    model = live(held)
+    load_checkpoint(tmp_path, model=model)
+    assert [] == differences(held, dict(model.state_dict()))
+    torch.save({**state, "model.norm.weight": Path}, tmp_path / "pytorch_model.bin")
+    with pytest.raises(UnsafePickle):
+        load_checkpoint(tmp_path, model=model)
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,6 @@
-"""Hugging Face directories: config.json, and tensors in safetensors files, found by their index. Only read.
+"""Hugging Face directories: config.json, and tensors in the files that `weight_files` finds. Only read.
+
+Files of torch.save are read as plain data: no code in them is run.
 
 Headers are read when a tensor of their file is used: a rank opens the files that hold its slices.
 """
@@ -10,7 +12,8 @@ from functools import cached_property
 from typing import Any
 
 from nxd_ckpt.core import document
-from nxd_ckpt.errors import KeyMismatch, MalformedFile, PartNotFound, UnsupportedState
+from nxd_ckpt.core.suggestions import first_of
+from nxd_ckpt.errors import KeyMismatch, MalformedFile
 from nxd_ckpt.formats.tensors import TensorStub
 from nxd_ckpt.storage.base import Storage
 from nxd_ckpt.tag.files import TagFiles
@@ -22,40 +25,41 @@ from nxd_ckpt.tag.foreign.quantization import (
     refuse_quantized_dtype,
 )
 from nxd_ckpt.tag.foreign.quantized import DequantizedStorage, QuantizedWeight
+from nxd_ckpt.tag.foreign.weight_files import WeightFiles, find_weights, has_weights
 
 CONFIG = "config.json"
-SINGLE = "model.safetensors"
-INDEX = f"{SINGLE}.index.json"
 OPTIMIZER = "optimizer.safetensors"
 OPTIMIZER_INDEX = f"{OPTIMIZER}.index.json"
 OPTIMIZER_DOCUMENT = "optimizer.json"
 """Exported beside a model, and no part of it: its readers look for other names."""
 
-_SUFFIX = ".safetensors"
-_PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 _SHOWN = 5
 
 
 def is_hugging_face(storage: Storage, folder: str = "") -> bool:
     """Return whether the directory holds a model in Hugging Face's form, including forms that we refuse to read."""
     names = {entry.name for entry in storage.list(folder) if not entry.is_dir}
-    return CONFIG in names and any(name.endswith(_SUFFIX) or name in (INDEX, *_PICKLES) for name in names)
+    return CONFIG in names and has_weights(names)
 
 
 class HuggingFaceDirectory:
     """Directory ``folder`` of ``storage``; "" is its root.
 
+    ``model_key`` is the key of the state dict in files of torch.save, if they hold more than that.
+
     Raises:
-        UnsupportedState: its weights are pickles.
-        PartNotFound: it has no weights, or a file that its index names is missing.
-        MalformedFile: index or config.json are malformed.
+        PartNotFound: it has no weights, or a file of theirs is missing.
+        MalformedFile: index or config.json are malformed, or files contradict each other.
+        UnsafePickle: a file of torch.save holds more than plain data.
     """
 
-    def __init__(self, storage: Storage, folder: str = "") -> None:
+    def __init__(self, storage: Storage, folder: str = "", model_key: str = "model") -> None:
+        self._model_key = model_key
         self._storage = DequantizedStorage(storage)
         self.files = TagFiles(self._storage, folder)
         self._shards: dict[str, Mapping[str, TensorStub]] = {}
-        self._places = self._find_places()
+        self._weights = self._find()
+        self._places = self._weights.places
         self._quantization: Quantization | None = None
         self._scales: dict[str, str] = {}
         self._dropped: set[str] = set()
@@ -69,6 +73,17 @@ class HuggingFaceDirectory:
     def config(self) -> dict[str, Any]:
         """Content of config.json; empty without one."""
         return self._document(CONFIG) if self.files.has(CONFIG) else {}
+
+    @property
+    def strays(self) -> str | None:
+        """Warning about files that look like the model's weights, and are not read; None without any."""
+        weights = self._weights
+        if not weights.strays:
+            return None
+        return (
+            f"{self.where}: {first_of(weights.strays)} not read, since {weights.source} says that the model is in "
+            f"{first_of(sorted({*self._places.values()}))}. Other programs may choose otherwise: move away what is old"
+        )
 
     @property
     def names(self) -> list[str]:
@@ -137,40 +152,8 @@ class HuggingFaceDirectory:
         rounds = described.rounds_products_of(name)
         return Fp8Weight(name, self._stored(name), scales, described.blocks, described.dtype, rounds)
 
-    def _find_places(self) -> dict[str, str]:
-        return self._places_in_index() if self.files.has(INDEX) else self._places_in_single_file()
-
-    def _places_in_index(self) -> dict[str, str]:
-        """Return the file of each tensor, by the index."""
-        places = self._document(INDEX).get("weight_map")
-        if not isinstance(places, dict) or not all(isinstance(file, str) for file in places.values()):
-            raise MalformedFile(f"{self.files.where(INDEX)}: weight_map must name the file of each tensor")
-        for file in sorted(set(places.values())):
-            if "/" in file or not file.endswith(_SUFFIX):
-                raise MalformedFile(f"{self.files.where(INDEX)}: {file!r} is not a safetensors file of this directory")
-            if not self.files.has(file):
-                count = list(places.values()).count(file)
-                raise PartNotFound(
-                    f"{self.files.where(file)} is missing, in which {INDEX} says {count} tensors are; download it again"
-                )
-        return dict(places)
-
-    def _places_in_single_file(self) -> dict[str, str]:
-        """Return the file of each tensor in a directory without an index, which has one file."""
-        files = sorted(name for name, is_dir in self.files.names().items() if name.endswith(_SUFFIX) and not is_dir)
-        if SINGLE in files:
-            files = [SINGLE]
-        if len(files) == 1:
-            return dict.fromkeys(self._read(files[0]), files[0])
-        if files:
-            shown = ", ".join(files[:_SHOWN])
-            raise PartNotFound(f"{self.files.where(INDEX)} is missing, which says what in {shown} is the model's")
-        if any(self.files.has(name) for name in _PICKLES):
-            raise UnsupportedState(
-                f"{self.where} holds its weights as pickles (pytorch_model.bin), which can run code when read; save "
-                "the model with transformers' save_pretrained(..., safe_serialization=True) and load that"
-            )
-        raise PartNotFound(f"{self.where} holds no weights: expected {SINGLE}, or {INDEX} and the files that it names")
+    def _find(self) -> WeightFiles:
+        return find_weights(self.files, self._read)
 
     def _shard(self, file: str) -> Mapping[str, TensorStub]:
         if file not in self._shards:
@@ -179,14 +162,22 @@ class HuggingFaceDirectory:
             if listed != set(tensors):
                 shown = ", ".join(sorted(listed ^ set(tensors))[:_SHOWN])
                 raise MalformedFile(
-                    f"{self.files.where(file)} does not hold the tensors that {INDEX} says ({shown}); the directory "
-                    "mixes files of two models, or of two versions of one"
+                    f"{self.files.where(file)} does not hold the tensors that {self._weights.source} says ({shown}); "
+                    "the directory mixes files of two models, or of two versions of one"
                 )
             self._shards[file] = tensors
         return self._shards[file]
 
     def _read(self, file: str) -> Mapping[str, TensorStub]:
-        return self.files.safetensors(file)
+        if file.endswith(".safetensors"):
+            return self.files.safetensors(file)
+        tree = self.files.tree(file)
+        if isinstance(tree, dict) and isinstance(tree.get(self._model_key), dict):
+            tree = tree[self._model_key]
+        if not isinstance(tree, dict) or not all(isinstance(leaf, TensorStub) for leaf in tree.values()):
+            where, key = self.files.where(file), self._model_key
+            raise MalformedFile(f"{where}: expected a state dict, all tensors, or one under {key!r}")
+        return {str(name): leaf for name, leaf in tree.items()}
 
     def _document(self, file: str) -> dict[str, Any]:
         return document.small(self.files.storage.read(self.files.key(file)), self.files.where(file))

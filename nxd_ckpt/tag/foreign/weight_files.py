@@ -1,0 +1,144 @@
+"""Which files of a Hugging Face directory hold the model's weights, and which tensor is in which.
+
+In this order, and safetensors before files of torch.save: by an index; one file of the usual name; shards without an
+index, if the numbers in their names show that all are there; the only safetensors file, of any name.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from nxd_ckpt.core import document
+from nxd_ckpt.core.suggestions import first_of
+from nxd_ckpt.errors import MalformedFile, PartNotFound
+from nxd_ckpt.formats.tensors import TensorStub
+from nxd_ckpt.tag.files import TagFiles
+
+SINGLE = "model.safetensors"
+INDEX = f"{SINGLE}.index.json"
+
+Read = Callable[[str], Mapping[str, TensorStub]]
+"""Returns the tensors of a file, by name, from its header."""
+
+
+class _Kind(NamedTuple):
+    """A kind of files: the name of a single one, and the beginning of the names of shards."""
+
+    single: str
+    shards: re.Pattern[str]
+
+    @property
+    def index(self) -> str:
+        return f"{self.single}.index.json"
+
+    @property
+    def suffix(self) -> str:
+        return f".{self.single.rpartition('.')[2]}"
+
+
+_KINDS = (
+    _Kind(SINGLE, re.compile(r"model-(\d{1,6})-of-(\d{1,6})\.safetensors")),
+    _Kind("pytorch_model.bin", re.compile(r"pytorch_model-(\d{1,6})-of-(\d{1,6})\.bin")),
+)
+_SHOWN = 5
+
+
+@dataclass(frozen=True)
+class WeightFiles:
+    """The model's weights in a directory.
+
+    Attributes:
+        places: file of each tensor.
+        source: what says so, for errors.
+        strays: other files that look like weights of the model, and are not read.
+    """
+
+    places: Mapping[str, str]
+    source: str
+    strays: tuple[str, ...] = ()
+
+
+def has_weights(names: Iterable[str]) -> bool:
+    """Return whether one of the files is, by its name, of a model's weights."""
+    return any(name.endswith(".safetensors") or any(_is_of(name, kind) for kind in _KINDS) for name in names)
+
+
+def find_weights(files: TagFiles, read: Read) -> WeightFiles:
+    """Find the weights in the directory ``files``; ``read`` is used where nothing but headers says what is where.
+
+    Raises:
+        PartNotFound: there are none; or files that an index, or the names of others, tell of are missing.
+        MalformedFile: a malformed index, or shards that contradict each other.
+    """
+    names = sorted(name for name, is_dir in files.names().items() if not is_dir)
+    for kind in _KINDS:
+        if kind.index in names:
+            places = _by_index(files, kind)
+        elif kind.single in names:
+            places = dict.fromkeys(read(kind.single), kind.single)
+        elif any(map(kind.shards.fullmatch, names)):
+            places = _by_names(files, kind, list(filter(kind.shards.fullmatch, names)), read)
+        else:
+            continue
+        used = {*places.values()}
+        strays = tuple(name for name in names if _is_of(name, kind) and name not in {*used, kind.index})
+        return WeightFiles(places, kind.index if kind.index in names else "the names of its files", strays)
+    others = [name for name in names if name.endswith(".safetensors")]
+    if len(others) == 1:
+        return WeightFiles(dict.fromkeys(read(others[0]), others[0]), "the only file")
+    where = files.where("").rstrip("/")
+    if others:
+        shown = ", ".join(others[:_SHOWN])
+        raise PartNotFound(f"{files.where(INDEX)} is missing, which says what in {shown} is the model's")
+    raise PartNotFound(f"{where} holds no weights: expected {SINGLE}, or {INDEX} and the files that it names")
+
+
+def _is_of(name: str, kind: _Kind) -> bool:
+    return name in (kind.single, kind.index) or kind.shards.fullmatch(name) is not None
+
+
+def _by_index(files: TagFiles, kind: _Kind) -> dict[str, str]:
+    where = files.where(kind.index)
+    places = document.small(files.storage.read(files.key(kind.index)), where).get("weight_map")
+    if not isinstance(places, dict) or not all(isinstance(file, str) for file in places.values()):
+        raise MalformedFile(f"{where}: weight_map must name the file of each tensor")
+    for file in sorted(set(places.values())):
+        if "/" in file or not file.endswith(kind.suffix):
+            raise MalformedFile(f"{where}: {file!r} is not a {kind.suffix} file of this directory")
+        if not files.has(file):
+            count = list(places.values()).count(file)
+            raise PartNotFound(
+                f"{files.where(file)} is missing, in which {kind.index} says {count} tensors are; download it again"
+            )
+    return dict(places)
+
+
+def _by_names(files: TagFiles, kind: _Kind, shards: list[str], read: Read) -> dict[str, str]:
+    """Return the file of each tensor in shards that no index describes."""
+    where = files.where("").rstrip("/")
+    parsed = [match for match in map(kind.shards.fullmatch, shards) if match is not None]
+    totals = sorted({int(match[2]) for match in parsed})
+    if len(totals) > 1:
+        raise MalformedFile(
+            f"{where} has no {kind.index}, and shards of several models: {first_of(shards)}; move those of one away"
+        )
+    numbers = {int(match[1]) for match in parsed}
+    missing = [number for number in range(1, totals[0] + 1) if number not in numbers]
+    if missing or len(shards) != totals[0]:
+        raise PartNotFound(
+            f"{where} has no {kind.index}, and {len(shards)} of {totals[0]} shards, without numbers "
+            f"{first_of(map(str, missing))}; download what is missing"
+        )
+    places: dict[str, str] = {}
+    for shard in shards:
+        for name in read(shard):
+            if name in places:
+                raise MalformedFile(
+                    f"{where} has no {kind.index}, and {name} is in both {places[name]} and {shard}; the shards are of "
+                    "two models, or of two versions of one"
+                )
+            places[name] = shard
+    return places
