@@ -28,7 +28,7 @@ from nxd_ckpt.hugging_face.mapped_tensors import HfTensor
 from nxd_ckpt.hugging_face.packed_tensors import PackedTensor
 from nxd_ckpt.hugging_face.presharded_model import Presharded, forms_of, presharded
 from nxd_ckpt.keywords import ExportKeywords
-from nxd_ckpt.load.renamed_tag import OneModelTag
+from nxd_ckpt.load.renamed_tag import OneModelTag, RenamedTag, unwrapped
 from nxd_ckpt.options.hugging_face import ExportOptions
 from nxd_ckpt.output.image_writer import write_images
 from nxd_ckpt.output.locations import Location, locate_any, locate_apart
@@ -145,15 +145,16 @@ def _prepared(tag: StrPath, out: StrPath, chosen: ExportOptions, converted: bool
         files += read_tokenizer(os.fspath(chosen.tokenizer), chosen.storage_options)
     sizes = mapping.sizes(config_in(files), chosen.kv_size_multiplier, chosen.hardware)
     opened = open_any(source)
-    if chosen.model is not None:
-        with opened.guarded():
-            opened = OneModelTag(opened, chosen.model)
+    names = chosen.saved_param_names
+    with opened.guarded():
+        opened = unwrapped(opened, mapping) if chosen.model is None else OneModelTag(opened, chosen.model)
+    if names is not None and isinstance(opened, RenamedTag):
+        names = opened.live_names(names)
     sizes = replace(sizes, converted=converted, heads_of=opened.topology.tp if chosen.pad_attn_heads else 1)
     with opened.guarded():
         settings = settings_of(opened)
         if settings is not None:
             mapping = adapter_mapping(mapping, settings)
-        names = chosen.saved_param_names
         mapped = MappedTag(opened, mapping, sizes, master_weights=chosen.master_weights, param_names=names)
         mapped_optimizer = MappedOptimizer(opened, mapped) if chosen.optimizer else None
         ranks = None

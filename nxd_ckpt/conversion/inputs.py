@@ -14,6 +14,7 @@ from nxd_ckpt.core.topology import Topology
 from nxd_ckpt.hugging_face.hugging_face_tag import HuggingFaceTag
 from nxd_ckpt.hugging_face.imported_model import ImportedModel, ImportTarget
 from nxd_ckpt.live.save_state import SaveState
+from nxd_ckpt.load.renamed_tag import unwrapped
 from nxd_ckpt.output.locations import Location
 from nxd_ckpt.output.source import open_any
 from nxd_ckpt.reshard.target import Target, target_state
@@ -69,6 +70,8 @@ def open_input(job: Job, storage: Storage) -> Input:
     if isinstance(job.what, HuggingFaceTarget) and job.what.terms is not None:
         opened = open_any(job.source)
         opened.require_save(job.save)
+        with opened.guarded():
+            opened = unwrapped(opened, job.what.terms.mapping)
         return _Anew(HuggingFaceTag(opened, job.what.terms), job.what)
     return _Tag(job, job.what, storage)
 

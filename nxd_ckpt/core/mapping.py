@@ -238,6 +238,11 @@ class ModelMapping:
         """Return whether files leave out tied tensors."""
         return bool(sizes.config.get("tie_word_embeddings", self.ties))
 
+    def ties_of(self, sizes: Sizes) -> dict[str, str]:
+        """Return the other of two tied tensors, by the name of each: files may have either of them alone."""
+        both = {**{kept: name for name, kept in self.tied.items()}, **self.tied}
+        return both if self.are_tied(sizes) else {}
+
     def _match(self, name: str) -> Match | None:
         matches = ((rule, rule.nxd.match(name)) for rule in self.rules)
         return next((Match(name, rule, numbers) for rule, numbers in matches if numbers is not None), None)

@@ -1,4 +1,4 @@
-"""Hugging Face files of a model without its head, by the names of the model with the head. Reads headers only."""
+"""Hugging Face files of a model without its head, or of a wrapped one, by the names in rules. Reads headers only."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from functools import cached_property
 from nxd_ckpt.core.mapping import ModelMapping
 from nxd_ckpt.formats.tensors import Assembly, TensorStub
 from nxd_ckpt.hugging_face.mapped_directory import HuggingFaceTensors
+from nxd_ckpt.live.dtensor import plain_names
 
 
 class HeadedTensors:
@@ -35,7 +36,16 @@ class HeadedTensors:
     @cached_property
     def _in_files(self) -> dict[str, str]:
         """Names in files, by name in the rules."""
-        names, prefix = self._directory.names, self._mapping.base_prefix
+        has, prefix = self._mapping.has_tensor, self._mapping.base_prefix
+        names = self._plain_names()
         if any(name.startswith(prefix) for name in names):
-            return {name: name for name in names}
-        return {name if self._mapping.has_tensor(name) else prefix + name: name for name in names}
+            return names
+        return {name if has(name) else prefix + name: in_file for name, in_file in names.items()}
+
+    def _plain_names(self) -> dict[str, str]:
+        """Names in files, by name without wrappers, such as torch.compile's; those that rules have stay."""
+        plain = plain_names(self._directory.names, self.where)
+        is_in_rules = self._mapping.has_tensor
+        return {
+            in_file if name != in_file and is_in_rules(in_file) else name: in_file for name, in_file in plain.items()
+        }

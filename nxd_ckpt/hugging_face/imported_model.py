@@ -121,7 +121,8 @@ class ImportedModel:
 
     def spec(self, match: Match, topology: Topology) -> ParameterSpec:
         """Return the tensor's specification on each rank."""
-        rule, sizes, tied = match.rule, self._target.sizes, self._target.mapping.tied
+        rule, sizes = match.rule, self._target.sizes
+        tied = self._target.mapping.ties_of(sizes)
         stubs = [self._directory.tensor(name, tied) for name in rule.names(match.numbers, sizes)]
         shape = list(whole_shape(match, [stub.shape for stub in stubs], sizes, multiple=topology.tp))
         partition = partition_of(match, tuple(shape), sizes, topology.tp)

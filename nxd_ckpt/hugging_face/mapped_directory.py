@@ -63,8 +63,7 @@ class MappedDirectory:
 
     def _stub(self, match: Match, name: str, shape: tuple[int, ...]) -> TensorStub | Assembly:
         """Return a tensor of the directory in NxD's layout."""
-        tied = self._mapping.tied if self._mapping.are_tied(self._sizes) else {}
-        stub = self._directory.tensor(name, tied)
+        stub = self._directory.tensor(name, self._mapping.ties_of(self._sizes))
         if stub.shape != shape:
             raise ShapeMismatch(
                 f"{self._directory.where}: {name} has shape {stub.shape}, expected {shape} by the live {match.name}"

@@ -43,8 +43,7 @@ def selection(mapping: ModelMapping, names: Iterable[str], sizes: Sizes, variant
     present = set(names)
     unknown = _unknown(mapping, rules, present)
     mapping.refuse_misplaced(present, sizes)
-    if mapping.are_tied(sizes):
-        present |= {name for name, kept in mapping.tied.items() if kept in present}
+    present |= {name for name, other in mapping.ties_of(sizes).items() if other in present}
     matches = tuple(_matches(rules, present, sizes))
     needed = [name for match in matches for name in match.rule.names(match.numbers, sizes)]
     missing = [name for name in dict.fromkeys([*mapping.required(sizes), *needed]) if name not in present]

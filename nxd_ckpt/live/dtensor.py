@@ -163,6 +163,20 @@ def canonical(names: Iterable[str], where: str) -> dict[str, str]:
     return wrapped
 
 
+def plain_names(names: Iterable[str], where: str) -> dict[str, str]:
+    """Map each of ``names`` without the names of wrappers to the name itself.
+
+    Unlike `canonical` it also leaves out ``module.``, which data parallelism puts before all names.
+
+    Raises:
+        UnsupportedState: two become equal.
+    """
+    plain = canonical(names, where)
+    while plain and all(name.startswith("module.") for name in plain):
+        plain = {name.removeprefix("module."): wrapped for name, wrapped in plain.items()}
+    return plain
+
+
 def without_wrappers(name: str) -> str:
     """Return a parameter's name without the parts that wrappers add."""
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS)

@@ -27,7 +27,7 @@ from nxd_ckpt.hugging_face.mapped_directory import MappedDirectory
 from nxd_ckpt.hugging_face.packed_tensors import UnpackedTensors
 from nxd_ckpt.hugging_face.padding_rules import is_rounded
 from nxd_ckpt.live import torch_xla
-from nxd_ckpt.live.dtensor import refuse_sizes
+from nxd_ckpt.live.dtensor import plain_names, refuse_sizes
 from nxd_ckpt.live.models import open_model
 from nxd_ckpt.live.optimizer import open_optimizer
 from nxd_ckpt.load.collective_checks import Unmatched, refuse_unmatched
@@ -191,8 +191,7 @@ class _HuggingFaceLoad:
 
     def _matches(self, left_out: Collection[str]) -> list[Match]:
         """Return the rules of the live names; names that are left out need none."""
-        base_names = self._model.base_names()  # rules do not cover wrapped layers
-        live = {base_names.get(name, name): name for name in self._model.names()}
+        live = self._rule_names(self._model.names())
         if self._strict:
             ignored = [name for name, at in live.items() if at in left_out]
             matches = self._mapping.matches(name for name, at in live.items() if at not in left_out)
@@ -202,6 +201,13 @@ class _HuggingFaceLoad:
             if unknown:
                 logger.warning("loading with strict=False: left as they are, without a rule: %s", first_of(unknown))
         return [replace(match, name=live[match.name]) for match in matches]
+
+    def _rule_names(self, names: Iterable[str]) -> dict[str, str]:
+        """Return the live ``names`` by those in rules, which do not cover wrapped layers and wrapped models."""
+        base_names = self._model.base_names()
+        plain = {name: each for each, name in plain_names(names, "the live model").items()}
+        with_rules = {match.name for match in self._mapping.split(name for name in plain if name != plain[name])[0]}
+        return {base_names.get(name, name if name in with_rules else plain[name]): name for name in plain}
 
     def _assemblies(self, matches: Iterable[Match], topology: Topology) -> dict[str, Assembly]:
         """Return the assembly of each live tensor; of tied ones, for the first that the directory has."""
@@ -232,8 +238,8 @@ class _HuggingFaceLoad:
 
     def _different_ties(self) -> set[str]:
         """Return tied live names under which the directory has different tensors: a filter may choose one of them."""
-        base_names = self._model.base_names()
-        live = {base_names.get(name, name): name for name in self._specs if len(self._model.aliases(name)) > 1}
+        names = self._rule_names(self._model.names()).items()
+        live = {rule: name for rule, name in names if name in self._specs and len(self._model.aliases(name)) > 1}
         assemblies: dict[str, Assembly] = {}
         for match in self._mapping.split(live)[0]:
             name = live[match.name]

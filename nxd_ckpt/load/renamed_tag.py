@@ -6,11 +6,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from nxd_ckpt.core.mapping import ModelMapping
 from nxd_ckpt.core.renaming import NOT_LIVE, Renaming
 from nxd_ckpt.core.suggestions import listed
 from nxd_ckpt.core.topology import Coordinates
 from nxd_ckpt.errors import KeyMismatch
+from nxd_ckpt.live.dtensor import plain_names
 from nxd_ckpt.live.state_names import parameter_sections
+from nxd_ckpt.options.execution import SavedNames
 from nxd_ckpt.tag.opened import OpenTag
 
 
@@ -45,6 +48,15 @@ class RenamedTag(OpenTag):
         """The parameters seen in the tag so far, by their saved names."""
         return self._seen
 
+    def live_names(self, names: SavedNames) -> SavedNames:
+        """Return names of the optimizer's parameters, saved or live ones, as live ones."""
+        renaming = self._renaming
+
+        def live(name: str) -> str:
+            return name if name in renaming.key_mapping else renaming.live(name)
+
+        return [[list(map(live, group)) for group in stage] for stage in names]
+
     def optimizer_tree(self, at: Coordinates, param_names: Sequence[str] | None = None) -> dict[str, Any]:
         saved = None if param_names is None else [self._renaming.saved(name) for name in param_names]
         return super().optimizer_tree(at, saved)
@@ -53,6 +65,21 @@ class RenamedTag(OpenTag):
         names = super().optimizer_names(at)
         self._seen.update(names or ())
         return None if names is None else [self._renaming.live(name) for name in names]
+
+
+def unwrapped(opened: OpenTag, mapping: ModelMapping | None = None) -> OpenTag:
+    """Return the tag under the names that its parameters have without wrappers, such as torch.compile's.
+
+    Names for which ``mapping`` has a rule stay. Raises UnsupportedState if two names become equal.
+    """
+    if not opened.parts.model:
+        return opened
+    plain = plain_names(opened.model_names(), opened.where)
+    changed = {name: saved for name, saved in plain.items() if name != saved}
+    if mapping is not None:
+        with_rules = {match.name for match in mapping.split(changed.values())[0]}
+        changed = {name: saved for name, saved in changed.items() if saved not in with_rules}
+    return RenamedTag(opened, Renaming(changed)) if changed else opened
 
 
 class OneModelTag(RenamedTag):

@@ -26,6 +26,7 @@ from nxd_ckpt.errors import InvalidArgument, TopologyMismatch, UnsupportedState,
 from nxd_ckpt.hugging_face.hugging_face_tag import HuggingFaceTag, HuggingFaceTerms
 from nxd_ckpt.hugging_face.mapped_tag import MappedTag
 from nxd_ckpt.keywords import ExportKeywords, MigrateKeywords
+from nxd_ckpt.load.renamed_tag import RenamedTag
 from nxd_ckpt.migrate.source import Origin, find_origin
 from nxd_ckpt.options.execution import ExecutionOptions
 from nxd_ckpt.options.hugging_face import MappingSpec
@@ -144,6 +145,8 @@ def _terms(origin: Origin, chosen: MigrateOptions) -> HuggingFaceTerms:
     document = config_in(read_config(config, chosen.storage_options)) if config is not None else {}
     mapping = find_mapping(_mapping(origin, chosen), document)
     names = chosen.saved_param_names if chosen.saved_param_names is not None else origin.param_names
+    if names is not None and isinstance(origin.opened, RenamedTag):
+        names = origin.opened.live_names(names)
     whole = not chosen.model_only
     sizes = _sizes(origin, chosen, mapping, document)
     titan = TorchTitanNames(document, chosen.torchtitan_release) if chosen.to == "torchtitan" else None

@@ -10,6 +10,7 @@ from typing import Any
 from nxd_ckpt.core.topology import Coordinates
 from nxd_ckpt.errors import PartNotFound, UnsafePickle, UnsupportedState
 from nxd_ckpt.live.parameters import is_tensor
+from nxd_ckpt.load.renamed_tag import unwrapped
 from nxd_ckpt.migrate.optimum_files import json_object, refuse_other_model, stage_metadata
 from nxd_ckpt.migrate.optimum_metadata import SHARDED_METADATA, old_mapping
 from nxd_ckpt.options.hugging_face import MappingSpec
@@ -89,7 +90,7 @@ def find_origin(path: StrPath, options: StorageOptions | None, *, optimizer: boo
     with opened.guarded():
         if optimizer:
             refuse_mixed_ranks(opened, 0, 1)
-        return describe(Origin(layout.writer, place, opened), storage, layout, names)
+        return describe(Origin(layout.writer, place, unwrapped(opened)), storage, layout, names)
 
 
 def _tag(origin: Origin, storage: Storage, layout: Recognised, names: bool) -> Origin:

@@ -136,16 +136,24 @@ def test_neuronx_distributed_reads_the_files(tmp_path: Path) -> None:
     assert [] == differences(local_state(job, state, at), held)
 
 
-def test_a_tied_head_is_there_though_files_leave_it_out(tmp_path: Path) -> None:
-    """NxD's model has both."""
+@pytest.mark.parametrize("absent", ["lm_head.weight", "model.embed_tokens.weight"])
+def test_both_of_two_tied_tensors_are_there_though_files_leave_one_out(tmp_path: Path, absent: str) -> None:
+    """NxD's model has both, after a load of the directory too."""
     job, tag = Job(Model(), tp=2, pp=2), tmp_path / "run" / "step_0"
     state = job.model.state()
-    head = state.pop("lm_head.weight")
+    (kept,) = {"lm_head.weight", "model.embed_tokens.weight"} - {absent}
+    del state[absent]
     write_model(tmp_path / "hf", job.model, state)
     write_config(tmp_path / "hf", {**job.model.config, "tie_word_embeddings": True})
     bring(tmp_path / "hf", tag, job)
-    found = loaded(tag, Topology(tp=2, pp=2, pp_rank=1))
-    assert torch.equal(state["model.embed_tokens.weight"][: len(head) // 2], found["lm_head.weight"])
+    rows = state[kept].chunk(2)[0]
+    for pp_rank, name in enumerate(("model.embed_tokens.weight", "lm_head.weight")):
+        at = Topology(tp=2, pp=2, pp_rank=pp_rank)
+        found = loaded(tag, at)
+        assert torch.equal(rows, found[name])
+        live = {name: torch.zeros_like(tensor) for name, tensor in found.items()}
+        load_checkpoint(tmp_path / "hf", model=live, topology=at, strict=False)
+        assert [] == differences(found, live)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
@@ -183,9 +191,9 @@ def _add_a_tensor(path: Path, model: Model) -> None:
 
 
 def _lose_the_embedding(path: Path, model: Model) -> None:
-    """Of two tied tensors the one that files keep."""
+    """And the head that is tied to it."""
     state = model.state()
-    del state["model.embed_tokens.weight"]
+    del state["model.embed_tokens.weight"], state["lm_head.weight"]
     write_model(path, model, state)
     write_config(path, {**model.config, "tie_word_embeddings": True})
 

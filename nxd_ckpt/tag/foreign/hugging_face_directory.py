@@ -119,7 +119,7 @@ class HuggingFaceDirectory:
     def stub(self, name: str, tied: Mapping[str, str] | None = None) -> TensorStub:
         """Return the place of a tensor's bytes.
 
-        ``tied`` maps tensors that files leave out to those that they are tied to.
+        ``tied`` maps tensors that files may leave out to those that they are tied to.
 
         Raises:
             KeyMismatch: there is none of that name, nor the one that it is tied to.

@@ -9,7 +9,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from nxd_ckpt.core import document
 from nxd_ckpt.core.suggestions import first_of
@@ -24,7 +23,8 @@ Read = Callable[[str], Mapping[str, TensorStub]]
 """Returns the tensors of a file, by name, from its header."""
 
 
-class _Kind(NamedTuple):
+@dataclass(frozen=True)
+class _Kind:
     """A kind of files: the name of a single one, and the beginning of the names of shards."""
 
     single: str
