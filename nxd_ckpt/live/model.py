@@ -17,7 +17,7 @@ from nxd_ckpt.core.partition import Partition
 from nxd_ckpt.core.suggestions import listed, prefix_advice
 from nxd_ckpt.errors import DtypeMismatch, InvalidArgument, KeyMismatch, ShapeMismatch, UnsupportedState
 from nxd_ckpt.formats.strides import Stride
-from nxd_ckpt.formats.tensors import Path, itemsize, iter_tensors
+from nxd_ckpt.formats.tensors import Path, dtype_name, itemsize, iter_tensors
 from nxd_ckpt.live.dtensor import Placed, canonical, is_dtensor, like, local_of, placed_of, without_wrappers
 from nxd_ckpt.live.load_hooks import ModuleHooks, loads_as_a_whole, own_root
 from nxd_ckpt.live.parameters import (
@@ -114,11 +114,11 @@ class ModelAdapter:
     def parameters(self, tp: int) -> dict[str, ParameterSpec]:
         """Return the specifications of this rank's parameters and buffers, by name. Raises as `capture` does."""
         ties = self._ties
-        specs = {
-            name: replace(spec_of(self.attributed(name), tp), dtype=form_of(tensor)[0])
-            for name, tensor in self._tensors.items()
-            if not _is_extra_state(name)
-        }
+        specs = dict[str, ParameterSpec]()
+        for name, tensor in self._tensors.items():
+            if not _is_extra_state(name):
+                spec, dtype = spec_of(self.attributed(name), tp), dtype_name(tensor.dtype)
+                specs[name] = spec if spec.dtype == dtype else replace(spec, dtype=dtype)
         for name, partition in self.shared_heads(tp).items():
             if partition is None and name in specs:
                 specs[name] = replace(specs[name], explicit=False)

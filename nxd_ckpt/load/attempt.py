@@ -101,8 +101,12 @@ class LoadAttempt:
     def prepare(self) -> PreparedLoad:
         """Return the load with the trees that fit the live objects. Raises errors if they do not."""
         with self._opened.guarded():
-            self.filtered.refuse_collisions(self._context.held_names() or ())
-            return PreparedLoad(self._opened, self._request, self._cache, self.filtered, self._planner.trees())
+            return self.prepared()
+
+    def prepared(self) -> PreparedLoad:
+        """Do the same, within a caller's `OpenTag.guarded`."""
+        self.filtered.refuse_collisions(self._context.held_names() or ())
+        return PreparedLoad(self._opened, self._request, self._cache, self.filtered, self._planner.trees())
 
     @property
     def save(self) -> str | None:
@@ -166,6 +170,8 @@ class PreparedLoad:
 
     def share(self) -> None:
         """Determine the leaves that replicas, data-parallel or on a mesh, have in common. Collective."""
+        if self._request.agreement.world_size == 1:
+            return
         # The terms decide which leaves are verified, in which order they are read, and of which copy of the tag.
         adapters = [type(adapter).__name__ for adapter in (self._trees.model, self._trees.optimizer)]
         terms = [self._options.verify, self._options.pre_download, self._opened.copy, *adapters]

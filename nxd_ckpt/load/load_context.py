@@ -43,6 +43,7 @@ def load_context(
     """
     # In a store that costs a request per file: there the indexes are trusted if bytes are verified at all.
     opened.opens_all = not options.verifies_first and (opened.storage.renames or options.verify is False)
+    opened.keeps_small = options.verifies_first
     adapter = None
     if optimizer is not None:
         adapter = open_optimizer(

@@ -145,7 +145,7 @@ def _prepared(storage: Storage, source: Source, request: LoadRequest, caches: Ex
             _require_attempt(opened, source.attempt)
             with opened.guarded():
                 attempt = LoadAttempt(opened, settled, cache)
-                return attempt, None if attempt.filtered else attempt.prepare()
+                return attempt, None if attempt.filtered else attempt.prepared()
 
     attempt, prepared = on_all(agreement, begin)
     _require_one_save(agreement, attempt)

@@ -39,6 +39,7 @@ class LocalStorage:
         self.root = Path(root).absolute()
         self.durable = durable
         self.url = str(self.root)
+        self._prefix = os.path.join(self.url, "")
         self.concurrency = min(_cores(), 8)
 
     def without_links(self) -> LocalStorage:
@@ -47,24 +48,28 @@ class LocalStorage:
     def path(self, key: str) -> Path:
         return self.root / checked_key(key, self.url) if key else self.root
 
+    def _at(self, key: str) -> str:
+        """Return the path as text: a load looks at some fifty files, and a Path costs more than that."""
+        return f"{self._prefix}{checked_key(key, self.url)}" if key else self.url
+
     def read(self, key: str, limit: int = DOCUMENT) -> bytes:
-        return _read(self.path(key), limit)
+        return _read(self._at(key), limit)
 
     def read_into(self, key: str, offset: int, buffer: memoryview) -> None:
         with closing(self.open(key)) as reader:
             reader.read_ranges([(offset, memoryview(buffer).cast("B"))])
 
     def open(self, key: str) -> Reader:
-        return LocalReader(self.path(key))
+        return LocalReader(self._at(key))
 
     def size(self, key: str) -> int:
-        return stat_of(self.path(key), stat.S_IFREG).st_size
+        return stat_of(self._at(key), stat.S_IFREG).st_size
 
     def is_dir(self, key: str) -> bool:
-        return stat.S_ISDIR(_mode(self.path(key)))
+        return stat.S_ISDIR(_mode(self._at(key)))
 
     def is_file(self, key: str) -> bool:
-        return stat.S_ISREG(_mode(self.path(key)))
+        return stat.S_ISREG(_mode(self._at(key)))
 
     def kind(self, key: str) -> str | None:
         """Return the kind in words: a file, a FIFO, a device, ...; None if nothing is there or it cannot be looked at.
@@ -72,7 +77,7 @@ class LocalStorage:
         return kind_of(self.path(key))
 
     def list(self, key: str = "") -> list[DirEntry]:
-        path = self.path(key)
+        path = self._at(key)
         try:
             with os.scandir(path) as entries:
                 return sorted(DirEntry(entry.name, _is_dir(entry)) for entry in entries)
@@ -178,15 +183,15 @@ class LocalStorage:
         """Do nothing: unfinished files lie among the others, and go with them."""
 
     def time(self, key: str) -> float:
-        return stat_of(self.path(key), stat.S_IFREG, stat.S_IFDIR).st_mtime
+        return stat_of(self._at(key), stat.S_IFREG, stat.S_IFDIR).st_mtime
 
     def inode(self, key: str) -> tuple[int, int]:
         """Return the file's or directory's number and its change time (ns), equal on all hosts that share it."""
-        status = stat_of(self.path(key), stat.S_IFREG, stat.S_IFDIR)
+        status = stat_of(self._at(key), stat.S_IFREG, stat.S_IFDIR)
         return status.st_ino, status.st_ctime_ns
 
     def version(self, key: str) -> Version:
-        return version_of(stat_of(self.path(key), stat.S_IFREG))
+        return version_of(stat_of(self._at(key), stat.S_IFREG))
 
     def duplicate(self, source: str, version: Version, target: str) -> bool:
         path = self._own(target)
@@ -274,7 +279,7 @@ _NOT_OURS = {errno.EACCES, errno.EPERM, errno.EROFS, errno.EINVAL}
 """Errors of a directory that others made and we may not read, or of a file system without syncs."""
 
 
-def _read(path: Path, limit: int) -> bytes:
+def _read(path: Path | str, limit: int) -> bytes:
     fd, nbytes = open_regular(path)
     try:
         checked_length(nbytes, limit, str(path))
@@ -295,7 +300,7 @@ def _refuse_links(folders: Sequence[Path]) -> None:
             )
 
 
-def _mode(path: Path, *, follow: bool = True) -> int:
+def _mode(path: Path | str, *, follow: bool = True) -> int:
     """Return the mode from stat(2); 0 if nothing is there. Raises OSError if that is unknown, as for a stale handle.
 
     Newer versions of Python no longer tell the two apart.

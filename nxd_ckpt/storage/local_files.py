@@ -26,7 +26,7 @@ _KINDS = {
 }
 
 
-def open_regular(path: Path) -> tuple[int, int]:
+def open_regular(path: Path | str) -> tuple[int, int]:
     """Return a descriptor to read a file, and its size in bytes. Opening a FIFO would block: this never does.
 
     Raises:
@@ -43,10 +43,10 @@ def open_regular(path: Path) -> tuple[int, int]:
         raise
 
 
-def stat_of(path: Path, *kinds: int) -> os.stat_result:
+def stat_of(path: Path | str, *kinds: int) -> os.stat_result:
     """Return the result of stat(2). Raises MalformedFile for anything but these kinds."""
     try:
-        return _checked(path.stat(), path, *kinds)
+        return _checked(os.stat(path), path, *kinds)
     except OSError as error:
         raise _of_path(error, path) from error
 
@@ -60,19 +60,19 @@ def kind_of(path: Path) -> str | None:
     return _KINDS.get(stat.S_IFMT(status.st_mode), "something else")
 
 
-def _checked(status: os.stat_result, path: Path, *kinds: int) -> os.stat_result:
+def _checked(status: os.stat_result, path: Path | str, *kinds: int) -> os.stat_result:
     kind = stat.S_IFMT(status.st_mode)
     if kind not in kinds:
         raise MalformedFile(f"{path} is {_KINDS.get(kind, 'something else')}, expected {_KINDS[kinds[0]]}")
     return status
 
 
-def _of_path(error: OSError, path: Path) -> Exception:
+def _of_path(error: OSError, path: Path | str) -> Exception:
     """Return the exception to raise for an error of opening a file."""
-    if error.errno == errno.ENOTDIR or (error.errno == errno.ELOOP and not path.is_symlink()):
+    if error.errno == errno.ENOTDIR or (error.errno == errno.ELOOP and not os.path.islink(path)):
         # A file, or a link to itself, stands where one of its directories should.
         return FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
-    if error.errno in (errno.ELOOP, errno.ENXIO) or (error.errno == errno.ENOENT and path.is_symlink()):
+    if error.errno in (errno.ELOOP, errno.ENXIO) or (error.errno == errno.ENOENT and os.path.islink(path)):
         what = "a socket" if error.errno == errno.ENXIO else f"a link that leads nowhere ({error.strerror})"
         return MalformedFile(f"{path} is {what}, expected a file")
     return error
@@ -138,7 +138,7 @@ def _clone(fd: int, target: Path, durable: bool) -> bool:
 class LocalReader:
     """A reader in which neighbouring ranges share a system call, which also reads the bytes between them."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path | str) -> None:
         self._path = path
         self._fd, _ = open_regular(path)
 

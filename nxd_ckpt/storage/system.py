@@ -45,7 +45,7 @@ except (AttributeError, OSError, TypeError):  # not Linux, or an older libc
 
 
 @contextmanager
-def naming(path: Path) -> Iterator[None]:
+def naming(path: Path | str) -> Iterator[None]:
     """Add the path to errors of calls that know only a descriptor."""
     try:
         yield

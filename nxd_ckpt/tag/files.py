@@ -33,7 +33,7 @@ from nxd_ckpt.formats.tensors import (
 )
 from nxd_ckpt.formats.torch_zip import PreadInto
 from nxd_ckpt.formats.unpickle import Leaf
-from nxd_ckpt.storage.base import Storage
+from nxd_ckpt.storage.base import Reader, Storage
 
 
 class IndexHints(Protocol):
@@ -64,6 +64,26 @@ class UnfinishedTensor(MissingTensor):
     """A leaf whose reference NxD wrote but cannot read back in any load; see `UnfinishedReference`."""
 
 
+_KEPT_NBYTES = 16 * 2**20
+
+
+class _KeptReader:
+    """A reader of a file that is in memory."""
+
+    def __init__(self, data: memoryview, where: str) -> None:
+        self._data, self._where = data, where
+
+    def read_ranges(self, ranges: Sequence[tuple[int, memoryview]]) -> None:
+        for offset, memory in ranges:
+            part = self._data[offset : offset + len(memory)]
+            if len(part) < len(memory):
+                raise EOFError(f"{self._where}: {len(memory) - len(part)} bytes missing at byte {offset + len(part)}")
+            memory[:] = part
+
+    def close(self) -> None:
+        """Do nothing: the file stays in memory."""
+
+
 class TagFiles:
     """Files below ``tag`` ("" for the storage's root itself). Keys are relative to the tag.
 
@@ -77,6 +97,8 @@ class TagFiles:
         self.trust_pickle = trust_pickle
         self._listings: dict[str, Mapping[str, bool]] = {}
         self._hints: IndexHints | None = None
+        self._kept: dict[str, memoryview] = {}
+        self._kept_nbytes = 0
 
     @contextmanager
     def with_hints(self, hints: IndexHints) -> Iterator[None]:
@@ -86,6 +108,21 @@ class TagFiles:
             yield
         finally:
             self._hints = before
+
+    def keep(self, file: str, data: bytes) -> None:
+        """Keep the bytes of a file, all of them verified: it is not read again. Beyond 16 MiB none are kept."""
+        if self._kept_nbytes + len(data) <= _KEPT_NBYTES:
+            self._kept[file] = memoryview(data)
+            self._kept_nbytes += len(data)
+
+    def kept(self, file: str) -> memoryview | None:
+        """Return the bytes of a file that is kept."""
+        return self._kept.get(file)
+
+    def open(self, file: str) -> Reader:
+        """Open a file for many reads, in memory if it is kept."""
+        kept = self._kept.get(file)
+        return self.storage.open(self.key(file)) if kept is None else _KeptReader(kept, self.where(file))
 
     def key(self, file: str) -> str:
         """Return the storage's key of a file of this tag."""
@@ -103,7 +140,7 @@ class TagFiles:
 
     def has(self, file: str) -> bool:
         directory, _, name = file.rpartition("/")
-        return self.names(directory).get(name) is False
+        return file in self._kept or self.names(directory).get(name) is False
 
     def object(self, file: str) -> Any:
         """Read all of a small file, tensors included. Raises the errors of `tree` and `read`."""
@@ -149,7 +186,7 @@ class TagFiles:
 
     def read_ranges(self, file: str, ranges: Sequence[tuple[int, memoryview]]) -> None:
         """Fill each memory with the file's bytes from its offset on."""
-        with self.named(file), closing(self.storage.open(self.key(file))) as reader:
+        with self.named(file), closing(self.open(file)) as reader:
             reader.read_ranges(ranges)
 
     def joined(self, file: str, shared: str | None = None) -> Any:
@@ -218,17 +255,19 @@ class TagFiles:
             span = replace(stub.storage, offset=start + stub.storage.offset)
             return leaf(replace(stub, offset=start + stub.offset, storage=span))
 
-        with self.named(file), closing(self.storage.open(self.key(file))) as reader:
+        kept = self._kept.get(file)
+        with self.named(file), closing(self.open(file)) as reader:
 
             def pread(offset: int, count: int) -> bytes:
                 data = bytearray(count)
                 reader.read_ranges([(start + offset, memoryview(data))])
                 return bytes(data)
 
-            size = self.storage.size(self.key(file)) if nbytes is None else nbytes
+            if nbytes is None:
+                nbytes = self.storage.size(self.key(file)) if kept is None else len(kept)
             return torch_zip.read_tree(
                 pread,
-                size,
+                nbytes,
                 file,
                 trust_pickle=self.trust_pickle,
                 leaf=absolute if start else leaf,

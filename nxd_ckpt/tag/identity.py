@@ -114,8 +114,7 @@ def _copy_in(storage: Storage, tag: str) -> str:
 
 def _fingerprint(storage: Storage, tag: str) -> str | None:
     prefix = f"{tag}/" if tag else ""
-    done = _digest(storage, f"{prefix}{names.DONE}")
-    if not storage.renames and done not in (None, _ONE):
+    if not storage.renames and (done := _digest(storage, f"{prefix}{names.DONE}")) not in (None, _ONE):
         return f"{done}"  # our own holds the order time and the attempt
     # A manifest may be large. On a file system the time of `done` orders the tags: no two saves of ours have the same.
     about = _size if storage.renames else _digest

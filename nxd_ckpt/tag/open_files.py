@@ -45,7 +45,7 @@ class OpenFiles:
                     reader = self._idle[number][1]
                     del self._idle[number]
                     return reader
-        return self._files.storage.open(self._files.key(file))
+        return self._files.open(file)
 
     def _give_back(self, file: str, reader: Reader) -> None:
         with self._lock:

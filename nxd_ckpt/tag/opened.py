@@ -44,9 +44,12 @@ class OpenTag:
     ``opens_all`` is for loads that are not verified beforehand: every file that trees refer to is opened, to show that
     it
     belongs to this save, even if its index describes it.
+
+    ``keeps_small`` is for loads that are verified beforehand: small files are read once, whole.
     """
 
     opens_all = False
+    keeps_small = False
 
     def __init__(
         self,
@@ -316,6 +319,8 @@ class OpenTag:
             except DigestMismatch as error:
                 changed = changed_tensors(data, (entry for entry in self.index(writer).tensors if entry.file == file))
                 raise DigestMismatch(f"{error}{': ' if changed else ''}{first_of(sorted(changed))}") from error
+            if self.keeps_small:
+                self._layout.files.keep(file, data)
         self._verified.add(file)
 
     def _verify_size(self, file: str, expected: int) -> None:
