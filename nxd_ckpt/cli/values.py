@@ -57,7 +57,7 @@ def content_document(content: Any) -> dict[str, Any]:
         "entries": [
             {
                 "key": None if key is None else key if isinstance(key, str) else short(key),
-                "type": type(value).__name__,
+                "type": "Tensor" if isinstance(value, (TensorStub, Assembly)) else type(value).__name__,
                 "value": short(value),
             }
             for key, value in items

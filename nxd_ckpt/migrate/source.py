@@ -226,9 +226,9 @@ def _script(origin: Origin, storage: Storage, layout: Recognised, names: bool) -
     beside = TagFiles(storage, layout.beside)
     if layout.writer is Writer.TORCH_XLA and layout.tag == layout.beside and is_trainers(beside.names()):
         described = _with_trainer(described, beside, join(origin.place.directory, origin.place.name))
-    if not opened.parts.model:
+    model = opened.model_tree(Coordinates()) if opened.parts.model else {}
+    if not model or (_TORCHTITAN in model and layout.writer is Writer.TORCH_DCP):
         raise PartNotFound(f"{opened.where} has no model under the usual keys; {_HINTS[layout.writer]}")
-    model = opened.model_tree(Coordinates())
     rules = [{"nxd": name, "hf": [name]} for name, leaf in model.items() if is_tensor(leaf)]
     first: dict[Any, str] = {}  # a tied parameter has several names, but one entry in the optimizer
     for name, leaf in model.items():
@@ -265,6 +265,8 @@ _DESCRIBERS: Mapping[Writer, Callable[[Origin, Storage, Recognised, bool], Origi
     Writer.OPTIMUM_OLD: _old_optimum,
     Writer.NEMO: _nemo,
 }
+_TORCHTITAN = "tok_embeddings.weight"
+"""A name by which a state dict of TorchTitan's is told from one whose names a target may keep."""
 _UNSUPPORTED = "this layout is recognised, but not supported; docs/rescue.md lists those that are"
 _HINTS: Mapping[Writer, str] = {
     **dict.fromkeys(Writer, _UNSUPPORTED),

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.checkpoint.state_dict_saver import save
 
 import nxd_ckpt
 from tests.cli.checkpoints import CUTS, GLOBAL, PLACES, held, whole
@@ -145,6 +146,22 @@ class Trap:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Path.touch, (self.target,)
+
+
+def test_a_flat_state_dict_of_torch_dcp_has_a_model(run: Run, tmp_path: Path) -> None:
+    """As TorchTitan saves: tensors at the top are the model, nested ones are content, and are called tensors."""
+    state = {
+        "norm.weight": torch.ones(3),
+        "optimizer.state.norm.weight.exp_avg": torch.zeros(3),
+        "optimizer.param_groups.norm.weight.lr": 0.1,
+        "train_state": {"step": 3},
+        "user_content": {"mean": torch.ones(2)},
+    }
+    save(state, checkpoint_id=tmp_path / "step-3", no_dist=True)
+    found = document(run, tmp_path / "step-3")
+    assert ["norm.weight"] == [parameter["name"] for parameter in found["parameters"]]
+    content = {entry["key"]: (entry["type"], entry["value"]) for entry in found["user_content"]["entries"]}
+    assert {"train_state": ("dict", "{'step': 3}"), "mean": ("Tensor", "tensor float32 [2]")} == content
 
 
 def test_code_in_user_content_is_not_run(run: Run, tmp_path: Path) -> None:

@@ -28,6 +28,7 @@ from nxd_ckpt.output.locations import Location, locate_any, locate_input
 from nxd_ckpt.output.source import open_any
 from nxd_ckpt.tag.verify import verify_checkpoint
 from tests.hugging_face.reference import Job, Model
+from tests.hugging_face.saved import write_config
 from tests.migrate.old_run import OldRun
 from tests.migrate.written import (
     names_by_group,
@@ -565,6 +566,14 @@ def test_one_file_of_several(tmp_path: Path) -> None:
     refused(tmp_path / "notes.txt", MalformedFile, "notes.txt")
     torch.save({"optimizer": {"state": {}, "param_groups": []}}, tmp_path / "optimizer.pth")
     refused(tmp_path / "optimizer.pth", PartNotFound, "has no model under the usual keys")
+
+
+def test_names_of_torchtitan_are_not_taken_for_those_of_a_target(tmp_path: Path) -> None:
+    """Its own directories are not migrated: their names would be in the output."""
+    source = write_xm_save(tmp_path / "run" / "last.pth", untrained(Job(Model())))
+    config = write_config(tmp_path / "config", Model().config)
+    migrate(source, tmp_path / "checkpoint", to="torchtitan", config=config, model_only=True)
+    refused(tmp_path / "checkpoint" / "step-0", PartNotFound, "has no model under the usual keys; .*from-dcp")
 
 
 def test_two_layouts_are_not_exported(tmp_path: Path) -> None:

@@ -31,7 +31,8 @@ def entries_of(files: TagFiles) -> DcpTensors | RankItems:
 class DcpDirectory:
     """Layout (`TagLayout`) of the directory in ``files``, whose state dict has these ``entries``.
 
-    Without ``names`` the optimizer is under "optim" or "optimizer", whichever exists.
+    Without ``names`` the optimizer is under "optim" or "optimizer", whichever exists. The model is under "model"; if
+    there is none, it is the tensors at the top, as with TorchTitan.
     """
 
     def __init__(self, files: TagFiles, entries: Entries, names: DcpNames | None = None) -> None:
@@ -99,4 +100,5 @@ class DcpDirectory:
 
 def _usual_names(names: Iterable[str]) -> DcpNames:
     keys = {name.partition(".")[0] for name in names}
-    return DcpNames(optim="optimizer") if "optimizer" in keys and "optim" not in keys else DcpNames()
+    optim = "optimizer" if "optimizer" in keys and "optim" not in keys else "optim"
+    return DcpNames(model="model" if "model" in keys else "", optim=optim)
