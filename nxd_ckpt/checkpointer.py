@@ -161,9 +161,9 @@ class Checkpointer:
             self._in_flight.settle()
             if self._failures.warns:
                 self._in_flight.raise_unreported()
-            saving = self._begun(pending, lambda: self._begin(pending, captured, chosen, async_save, started))
-        if not async_save and saving is not None:
-            await_decided(saving, pending, shown=self._options.progress and self.topology.rank == 0)
+            attempt = self._begun(pending, lambda: self._begin(pending, captured, chosen, async_save, started))
+        if not async_save and attempt is not None:
+            await_decided(attempt, pending, shown=self._options.progress and self.topology.rank == 0)
         return pending.future
 
     @as_checkpoint_errors()
@@ -329,17 +329,17 @@ class Checkpointer:
         assert self._session is not None
         plan = None if planned is None else planned.plan
         request = SaveRequest(tag, plan, options, self._places.rules, self._versions, self._places.drains)
-        saving = SaveAttempt(self._session, request, error, self._pipeline.writers)
-        self._pipeline.submit(saving.begin)
+        attempt = SaveAttempt(self._session, request, error, self._pipeline.writers)
+        self._pipeline.submit(attempt.open)
         self._in_flight.add(pending)
         try:
             if planned is not None:
-                self._pipeline.stage(saving, planned, counts=options.stats)
+                self._pipeline.stage(attempt, planned, counts=options.stats)
         except BaseException as problem:  # an interrupt too: without this rank's vote the others would wait
-            saving.error = saving.error or problem
+            attempt.fail(problem)
             error = problem
         finally:
-            saving.timings["stage_seconds"] = effects.monotonic() - started
+            attempt.timings["stage_seconds"] = effects.monotonic() - started
             pending.staged.set()
             # This rank's vote tells the others of an error; here its own, more telling one is raised at once. But where
             # only the copy of an async save failed, the others train on, and so does this rank until all of them wait.
@@ -347,10 +347,10 @@ class Checkpointer:
             at_once = not self._failures.warns and (planned is None or not async_save)
             raise_now = error is not None and (at_once or interrupted)
             pending.reported = raise_now
-            self._pipeline.conclude(saving, pending, started)
+            self._pipeline.conclude(attempt, pending, started)
         if error is not None and raise_now:
             raise error
-        return saving
+        return attempt
 
     @as_checkpoint_errors()
     def step(self, number: int) -> bool:

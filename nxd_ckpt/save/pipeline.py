@@ -16,6 +16,7 @@ from nxd_ckpt.live import torch_xla
 from nxd_ckpt.live.save_state import SaveState
 from nxd_ckpt.save.attempt import SaveAttempt
 from nxd_ckpt.save.background import Helpers, Worker
+from nxd_ckpt.save.ballot import Ballot, tidy
 from nxd_ckpt.save.counting import Counting
 from nxd_ckpt.save.mesh_agreement import agree_on_groups, mesh_summary
 from nxd_ckpt.save.pending import SaveProgress
@@ -74,7 +75,7 @@ class Pipeline:
             warn_of_differences(agreement, state, self._topology, self._planner.groups)
         return planned
 
-    def stage(self, saving: SaveAttempt, planned: StagingPlan, *, counts: bool) -> None:
+    def stage(self, attempt: SaveAttempt, planned: StagingPlan, *, counts: bool) -> None:
         """Copy the state into the arena and hand it over, in as many waves as it takes; count it if it ``counts``."""
         stager = self._staging()
         self._stop_counting()  # the memory is needed
@@ -85,19 +86,19 @@ class Pipeline:
         torch_xla.sync()
         for number, wave in enumerate(planned.waves):
             views = stager.stage(planned.plan.files, wave)
-            self._hand_over(saving, wave, views, wait=number < len(planned.waves) - 1)
+            self._hand_over(attempt, wave, views, wait=number < len(planned.waves) - 1)
 
     def submit(self, task: Callable[[], None]) -> None:
         """Run ``task`` on the writer thread, after those before it. It must not raise."""
         self._writer.submit(task)
 
-    def conclude(self, saving: SaveAttempt, pending: SaveProgress, started: float) -> None:
+    def conclude(self, attempt: SaveAttempt, pending: SaveProgress, started: float) -> None:
         """Commit everything handed over, on the writer thread, and settle it.
 
         ``started`` is the time of the save's call.
         """
         counting = self._counting
-        self.submit(lambda: _conclude(saving, counting, pending, started))
+        self.submit(lambda: _conclude(attempt, counting, pending, started))
 
     @property
     def _writer(self) -> Worker:
@@ -142,12 +143,12 @@ class Pipeline:
             self._stager = Stager(Arena(self._memory_cap if self._memory_cap is not None else default_cap(local)))
         return self._stager
 
-    def _hand_over(self, saving: SaveAttempt, wave: Wave, views: list[memoryview], *, wait: bool) -> None:
+    def _hand_over(self, attempt: SaveAttempt, wave: Wave, views: list[memoryview], *, wait: bool) -> None:
         written = effects.Event()
 
         def write() -> None:
             try:
-                saving.write(wave, views)
+                attempt.files.result().write(wave, views)
             finally:
                 views.clear()  # the arena may only grow once nobody holds a view of it
                 written.set()
@@ -162,10 +163,10 @@ class Pipeline:
                 counting.end_wave()
 
 
-def await_decided(saving: SaveAttempt, pending: SaveProgress, *, shown: bool) -> None:
+def await_decided(attempt: SaveAttempt, pending: SaveProgress, *, shown: bool) -> None:
     """Wait until it is decided, with a bar of the bytes written if ``shown``; raise its failure."""
-    total = 0 if saving.plan is None else sum(planned.image.nbytes for planned in saving.plan.files)
-    with watched("save", total, lambda: saving.nbytes, shown):
+    total = 0 if attempt.plan is None else sum(planned.image.nbytes for planned in attempt.plan.files)
+    with watched("save", total, lambda: attempt.nbytes, shown):
         pending.future.wait_decided()
     if not pending.tolerated:
         pending.future.wait()
@@ -177,11 +178,14 @@ def _must_agree(plans: list[Any] | None) -> None:
             raise RanksDisagree(plan_difference((0, rank), plans[0], plan))
 
 
-def _conclude(saving: SaveAttempt, counting: Counting | None, pending: SaveProgress, started: float) -> None:
+def _conclude(attempt: SaveAttempt, counting: Counting | None, pending: SaveProgress, started: float) -> None:
     error: BaseException | None = None
+    session, nbytes = attempt.session, 0
     try:
         with as_checkpoint_errors():
-            saving.conclude(pending.voted.set)
+            files = attempt.files.result()
+            files.finish()
+            nbytes = Ballot(files).decide(pending.voted.set)
     except CheckpointError as problem:
         error = problem
     except Exception as problem:  # a defect of ours must not leave a waiter hanging
@@ -189,14 +193,14 @@ def _conclude(saving: SaveAttempt, counting: Counting | None, pending: SaveProgr
         error = problem
     except BaseException as problem:  # an exit out of a storage is not the caller's own
         logger.exception("nxd_ckpt: exit in the background thread")
-        error = OutcomeUnknown(f"save of {saving.tag!r}: its thread was told to exit ({in_words(to_wire(problem))})")
+        error = OutcomeUnknown(f"save of {attempt.tag!r}: its thread was told to exit ({in_words(to_wire(problem))})")
         error.__cause__ = problem
-    pending.timings, pending.nbytes = saving.timings, saving.nbytes
-    session = saving.session
+    pending.timings, pending.nbytes = attempt.timings, attempt.nbytes
     if error is None and session.topology.rank == 0:
-        report("saved", f"{session.storage.url}/{saving.tag}", saving.saved_nbytes, started)
-        saving.hand_over()  # before anybody who waits for the save may wait for the tiers
+        report("saved", f"{session.storage.url}/{attempt.tag}", nbytes, started)
+        if attempt.request.draining is not None:  # before anybody who waits for the save may wait for the tiers
+            attempt.request.draining.saved(attempt.tag, nbytes, attempt.request.options.overwrite)
     pending.settle(error)
     if error is None and counting is not None:
-        saving.keep_counts(counting)
-    saving.tidy(failed=error is not None)
+        counting.keep(session.storage, attempt.tag, files.publication.attempt, session.topology.rank)
+    tidy(attempt, failed=error is not None)

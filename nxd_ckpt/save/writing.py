@@ -88,8 +88,6 @@ class FileWriter:
     that equal those of the tag ``parent`` are duplicated.
     """
 
-    parent: str | None = None
-
     def __init__(
         self,
         storage: Storage,
@@ -97,9 +95,10 @@ class FileWriter:
         files: Sequence[PlannedFile],
         progress: Callable[[int], None],
         threads: Executor,
+        parent: str | None = None,
     ) -> None:
         self._storage, self._folder, self._files, self._progress = storage, folder, list(files), progress
-        self._threads = threads
+        self._threads, self._parent = threads, parent
         self._open: dict[int, _OpenFile] = {}
         self._written: dict[int, _Written] = {}
         self._lock = effects.Lock()
@@ -233,10 +232,10 @@ class FileWriter:
     def _create(self, number: int) -> _OpenFile:
         planned = self._files[number] = self._files[number].settled()
         key, nbytes = f"{self._folder}/{planned.key}", planned.image.nbytes
-        if self.parent is None:
+        if self._parent is None:
             writer = self._storage.create(key, nbytes)
         else:
-            writer = dedup.create(self._storage, key, nbytes, f"{self.parent}/{planned.key}")
+            writer = dedup.create(self._storage, key, nbytes, f"{self._parent}/{planned.key}")
         return _OpenFile(planned, writer, [])
 
     def _complete(self, number: int, handle: _OpenFile) -> None:

@@ -1,0 +1,284 @@
+"""The last phase of a save on one rank: its index, its vote, and the decision on the attempt."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
+from itertools import chain
+from typing import NamedTuple
+
+from nxd_ckpt import effects
+from nxd_ckpt.commit import voting
+from nxd_ckpt.commit.commit import Commit, clean_up, commit
+from nxd_ckpt.commit.publication import is_visible
+from nxd_ckpt.coordination import lease
+from nxd_ckpt.coordination.paths import votes_dir
+from nxd_ckpt.core import names
+from nxd_ckpt.core.manifest import FileEntry, RankLine
+from nxd_ckpt.core.tags import goes_back, latest
+from nxd_ckpt.core.votes import Verdict, Vote
+from nxd_ckpt.errors import (
+    CheckpointError,
+    MalformedFile,
+    OutcomeUnknown,
+    SaveFailed,
+    StorageError,
+    in_words,
+    to_wire,
+)
+from nxd_ckpt.save.attempt import AttemptFiles, SaveAttempt
+from nxd_ckpt.save.plan import SavePlan
+from nxd_ckpt.save.writing import FileWriter, write_index, write_small
+from nxd_ckpt.tag.directory import list_tags
+from nxd_ckpt.tag.foreign.dcp_metadata import dump_metadata
+
+logger = logging.getLogger("nxd_ckpt")
+
+
+class _Counted(NamedTuple):
+    """This rank's vote, and what rank 0 needed of the others before it could vote.
+
+    Attributes:
+        own: the vote; without an error its files are whole.
+        may_count: True if this rank failed while it voted, so that rank 0 may have counted its files as whole.
+        others: the votes of the other ranks, or the error that came instead; None if they were not needed.
+    """
+
+    own: Vote
+    may_count: bool
+    others: Sequence[Vote] | SaveFailed | None
+
+
+class Ballot:
+    """The decision on an attempt whose ``files`` this rank has finished, or failed to write."""
+
+    def __init__(self, files: AttemptFiles) -> None:
+        self._files, self._publication = files, files.publication
+        self._attempt, self._session, self._tag = files.attempt, files.attempt.session, files.attempt.tag
+        self._number = files.publication.attempt
+        self._rank = self._session.topology.rank
+
+    def decide(self, voted: Callable[[], None]) -> int:
+        """Vote, then call ``voted``, and wait until the attempt is decided; return the bytes of all ranks, on rank 0.
+
+        Raises:
+            SaveFailed: the tag did not become visible; on the rank that failed, from its own error.
+            OutcomeUnknown: no verdict came.
+        """
+        attempt = self._attempt
+        index, others = self._index()
+        nbytes, started = 0, effects.monotonic()
+        with attempt.timed("commit_seconds"):
+            counted = self._cast(index, others)
+            voted()
+            if self._rank == 0:
+                verdict, nbytes = self._commit(counted, started)
+                self._announce(verdict)
+            else:
+                verdict = self._learn(counted)
+        if verdict.error is not None and attempt.error is not None:
+            raise attempt.failed(attempt.error) from attempt.error
+        if verdict.error is not None:
+            raise attempt.refused(verdict)
+        self._session.last_saved = self._tag
+        return nbytes
+
+    def _index(self) -> tuple[RankLine | None, Sequence[Vote] | SaveFailed | None]:
+        """Write the index of this rank's files; None if it failed. Return also what came of the other ranks' votes."""
+        attempt, session, plan, writer = self._attempt, self._session, self._attempt.plan, self._files.writer
+        others: Sequence[Vote] | SaveFailed | None = None
+        try:
+            if attempt.error is None and writer is not None and plan is not None:
+                metadata: dict[str, FileEntry] = {}
+                if plan.parts.optimizer == "zero1_dcp" and self._rank == 0:
+                    with attempt.timed("commit_seconds"):
+                        others = self._other_votes()
+                        if isinstance(others, SaveFailed):
+                            return None, others
+                        metadata = self._write_metadata(writer, others)
+                with attempt.timed("write_seconds"):
+                    at = session.topology.coordinates
+                    index = writer.index(plan, at)
+                    index = replace(index, files={**index.files, **metadata})
+                    entry = write_index(session.storage, self._publication, names.index_file(at), index)
+                    return RankLine(*entry), others
+        except BaseException as error:
+            attempt.fail(error)
+        return None, others
+
+    def _other_votes(self) -> Sequence[Vote] | SaveFailed:
+        try:
+            return self._collect(first=1)
+        except SaveFailed as error:
+            return error
+
+    def _write_metadata(self, writer: FileWriter, others: Sequence[Vote]) -> dict[str, FileEntry]:
+        """Write the metadata of the torch DCP directory, once the others have reported their chunks.
+
+        So rank 0 votes last, and its index verifies the metadata like any file of its own.
+        """
+        metadata = dump_metadata(chain(writer.chunks(), *(vote.chunks for vote in others)))
+        entry = write_small(self._session.storage, self._publication, names.DCP_METADATA, metadata)
+        return {names.DCP_METADATA: entry}
+
+    def _cast(self, index: RankLine | None, others: Sequence[Vote] | SaveFailed | None) -> _Counted:
+        attempt, session, storage = self._attempt, self._session, self._session.storage
+        refusal = others if isinstance(others, SaveFailed) else None
+        own, may_count = self._vote(index, attempt.error or refusal), False
+        try:
+            if attempt.error is not None:
+                self._files.make_room()
+            in_spare = session.write_in_spare if attempt.error is not None else voting.not_written
+            voting.cast(storage, self._number, own, in_spare)
+        except OSError as error:
+            # Rank 0 may miss this vote or see it: its verdict counts.
+            was_good = attempt.error is None
+            attempt.fail(error)
+            lost = self._files.failed_vote(attempt.error or error)
+            try:
+                if voting.has_cast(storage, self._number, self._rank):
+                    raise
+                self._files.make_room()
+                voting.cast(storage, self._number, lost, session.write_in_spare)
+            except OSError:
+                session.lost_votes[self._number] = lost
+                may_count = was_good
+        return _Counted(own, may_count, others)
+
+    def _vote(self, index: RankLine | None, error: BaseException | None) -> Vote:
+        plan, writer, timings = self._attempt.plan, self._files.writer, self._attempt.timings
+        if error is not None or plan is None or writer is None:
+            return self._files.failed_vote(error or CheckpointError("nothing was staged"))
+        return Vote(
+            self._rank,
+            plan=plan.agreed(self._tag, self._session.topology),
+            replica=plan.replica,
+            index=index,
+            replicated=writer.replicated_digest(),
+            nbytes=self._files.nbytes,
+            seconds=round(timings.get("write_seconds", 0.0), 6),
+            stage_seconds=round(timings.get("stage_seconds", 0.0), 6),
+            host=effects.processes().partition("/")[0],
+            chunks=writer.chunks() if self._rank > 0 else (),
+            duplicated=writer.duplicated_nbytes,
+            numbers=plan.numbers,
+        )
+
+    def _learn(self, counted: _Counted) -> Verdict:
+        """Await rank 0's verdict on the other ranks. Without one, a visible tag of this attempt counts as one."""
+        session, where = self._session, f"{self._session.storage.url}/{votes_dir(self._number)}"
+        try:
+            gone = partial(session.is_gone, 0)
+            verdict = voting.await_verdict(session.storage, self._number, self._tag, self._files.patience, gone)
+            session.last_failed = verdict.error is not None
+            return verdict
+        except (OutcomeUnknown, OSError, MalformedFile) as error:
+            if is_visible(session.storage, self._tag, self._number):
+                return Verdict()
+            with suppress(OSError):
+                voting.leave(session.storage, self._number, self._rank, self._tag)
+            if self._attempt.error is not None and not counted.may_count:
+                return Verdict(to_wire(self._attempt.error), self._rank)  # without its vote, no tag
+            if isinstance(error, OutcomeUnknown):
+                raise
+            raise OutcomeUnknown(f"save of {self._tag!r}: cannot read rank 0's verdict in {where}: {error}") from error
+
+    def _commit(self, counted: _Counted, voted: float) -> tuple[Verdict, int]:
+        """Collect the votes and commit, on rank 0, which ``voted`` then; return the bytes of all ranks too."""
+        session, error = self._session, self._attempt.error
+        try:
+            if isinstance(error, SaveFailed):
+                raise error  # it refused the attempt
+            if isinstance(counted.others, SaveFailed):
+                raise counted.others
+            if error is not None:
+                raise SaveFailed(f"rank 0 failed: {in_words(to_wire(error))}")
+            votes = self._collect() if counted.others is None else [counted.own, *counted.others]
+            if self._attempt.plan is None:
+                raise SaveFailed("rank 0 staged nothing")
+            request = self._request(self._attempt.plan, voted)
+            self._warn_of_earlier_step()
+            commit(session, session.topology, votes, request)
+            return Verdict(), sum(vote.nbytes for vote in votes)
+        except (SaveFailed, OutcomeUnknown) as failure:
+            is_seen = isinstance(failure, OutcomeUnknown) and is_visible(session.storage, self._tag, self._number)
+            return Verdict() if is_seen else Verdict(to_wire(failure)), 0
+        except Exception as failure:
+            return Verdict(to_wire(SaveFailed(f"rank 0 could not commit it: {in_words(to_wire(failure))}"))), 0
+
+    def _request(self, plan: SavePlan, voted: float) -> Commit:
+        request = self._attempt.request
+        return Commit(
+            self._publication,
+            plan.parts,
+            rules=request.rules,
+            timings=self._attempt.timings,
+            versions=request.versions,
+            parameters=plan.parameters,
+            groups=plan.groups,
+            metrics=request.options.recorded_metrics,
+            draining=request.draining,
+            voted=voted,
+        )
+
+    def _announce(self, verdict: Verdict) -> None:
+        """Announce the verdict, whatever happens; it counts even if this fails."""
+        session, has_failed = self._session, verdict.error is not None
+        session.last_failed = has_failed
+        announce = partial(
+            voting.announce,
+            session.storage,
+            self._number,
+            replace(verdict, tag=self._tag),
+            session.write_in_spare if has_failed else voting.not_written,
+            awaited=session.topology.world_size > 1,
+        )
+        try:
+            try:
+                announce()
+            except OSError:
+                if has_failed:
+                    self._files.make_room()
+                # On a full disk, what is left of a failed attempt may take the space that the verdict needs.
+                clean_up(session, session.counter)
+                announce()
+        except OSError as error:
+            logger.error("after the save of %r in %s: %s", self._tag, session.storage.url, error)
+
+    def _warn_of_earlier_step(self) -> None:
+        """Warn, once in a run, of a step before that of the latest tag, which this one is from now on."""
+        session, before = self._session, self._session.last_saved
+        with suppress(OSError, CheckpointError):  # publishing meets it too
+            newest = latest(list_tags(session.storage)) if before is None else None
+            before = newest.tag if newest is not None else before
+        if before is not None and goes_back(self._tag, before) and not session.warned_of_steps:
+            session.warned_of_steps = True
+            logger.warning(
+                "%s: %r is saved after %r. A load without a tag takes the newest save, not the highest step: %r from "
+                "now on. If it belongs to another run, save that in a directory of its own",
+                session.storage.url,
+                self._tag,
+                before,
+                self._tag,
+            )
+
+    def _collect(self, first: int = 0) -> list[Vote]:
+        session, ranks = self._session, self._session.topology.world_size
+        return voting.collect(session.storage, self._number, ranks, session.timeout, first=first, gone=session.is_gone)
+
+
+def tidy(attempt: SaveAttempt, *, failed: bool) -> None:
+    """Delete remains of attempts and retention, on rank 0, once the outcome is known, without delaying anyone.
+
+    After an attempt that ``failed``, used space of the reserve is reserved again.
+    """
+    session = attempt.session
+    if session.topology.rank == 0:
+        clean_up(session, session.counter)
+        if failed:
+            with suppress(OSError, StorageError):
+                lease.require_place(session.storage, session.run_id, session.place)
+                session.keep_spares()
