@@ -26,7 +26,7 @@ from nxd_ckpt.core.topology import Topology
 from nxd_ckpt.errors import CheckpointError, PartNotFound, as_checkpoint_errors
 from nxd_ckpt.formats.tensors import Assembly, TensorStub, map_tensors
 from nxd_ckpt.keywords import OpenKeywords
-from nxd_ckpt.options.opening import OpenOptions
+from nxd_ckpt.options.execution import OpenOptions
 from nxd_ckpt.reshard.whole_tag import GlobalTensor, WholeTag
 from nxd_ckpt.storage.urls import StorageOptions, StrPath, is_url, local_path, open_storage
 from nxd_ckpt.tag.choosing import choose_tag
@@ -224,7 +224,7 @@ class Checkpoint:
 @as_checkpoint_errors()
 @takes(OpenOptions)
 def open_checkpoint(path: StrPath, tag: Tag | None = None, **options: Unpack[OpenKeywords]) -> Checkpoint:
-    """Open a tag for reading. The keywords are the fields of `nxd_ckpt.options.opening.OpenOptions`.
+    """Open a tag for reading. The keywords are the fields of `nxd_ckpt.options.execution.OpenOptions`.
 
     Args:
         path: a directory or URL.

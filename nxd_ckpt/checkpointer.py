@@ -17,32 +17,29 @@ from nxd_ckpt.commit.tier import Tier
 from nxd_ckpt.coordination.agreement import Agreement, SingleProcessAgreement
 from nxd_ckpt.coordination.at_exit import close_at_exit, forget
 from nxd_ckpt.coordination.environment import topology_of, versions
-from nxd_ckpt.coordination.fair_lock import FairLock
-from nxd_ckpt.coordination.forks import require_own
 from nxd_ckpt.coordination.preemption import Preemption
 from nxd_ckpt.coordination.rendezvous import meet
 from nxd_ckpt.coordination.schedule import Schedule
+from nxd_ckpt.coordination.waiting import FairLock
 from nxd_ckpt.core.option_classes import options_of, split_options, takes
 from nxd_ckpt.core.tags import Tag, step_of
+from nxd_ckpt.effects import require_own
 from nxd_ckpt.errors import CheckpointError, as_checkpoint_errors
 from nxd_ckpt.keywords import CheckpointerKeywords, LoadKeywords, SaveKeywords
 from nxd_ckpt.live.save_state import SaveState
 from nxd_ckpt.load.loading import Loaded, load
-from nxd_ckpt.load.options import LoadOptions
-from nxd_ckpt.load.request import LoadRequest
+from nxd_ckpt.load.options import LoadOptions, LoadRequest
 from nxd_ckpt.options.checkpointer_options import CheckpointerOptions, PreemptionOptions, ScheduleOptions
-from nxd_ckpt.save.attempt import SaveAttempt
+from nxd_ckpt.save.attempt import SaveAttempt, SaveRequest
 from nxd_ckpt.save.capture import capture
-from nxd_ckpt.save.failures import Failures
 from nxd_ckpt.save.options import SaveOptions, understood
-from nxd_ckpt.save.pending import PendingSave, SaveProgress, UnfinishedSaves
+from nxd_ckpt.save.pending import Failures, PendingSave, SaveProgress, UnfinishedSaves
 from nxd_ckpt.save.pipeline import Pipeline, StagingPlan, await_decided
-from nxd_ckpt.save.request import SaveRequest
 from nxd_ckpt.storage.base import Storage
 from nxd_ckpt.storage.system import require_locks
 from nxd_ckpt.storage.urls import StrPath
 from nxd_ckpt.tag.choosing import name_of
-from nxd_ckpt.tag.steps import StepTag, best_of, steps_of
+from nxd_ckpt.tag.listing import StepTag, best_of, steps_of
 from nxd_ckpt.tiers.tiers import Tiers
 
 _Answer = TypeVar("_Answer")

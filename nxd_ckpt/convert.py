@@ -6,13 +6,11 @@ plain files of whole tensors.
 
 from nxd_ckpt.conversion.cp import Copy, copy_checkpoint
 from nxd_ckpt.conversion.export import Export, export_checkpoint
-from nxd_ckpt.conversion.from_dcp import from_dcp
-from nxd_ckpt.conversion.import_plan import Import
-from nxd_ckpt.conversion.importing import import_checkpoint
+from nxd_ckpt.conversion.importing import Import, import_checkpoint
 from nxd_ckpt.conversion.job import Converted
 from nxd_ckpt.conversion.pack import Packed, pack_checkpoint
 from nxd_ckpt.conversion.reshard import reshard
-from nxd_ckpt.conversion.to_dcp import to_dcp
+from nxd_ckpt.conversion.to_dcp import from_dcp, to_dcp
 from nxd_ckpt.conversion.unshard import Unsharded, unshard_checkpoint
 from nxd_ckpt.conversion.unsharded import UnshardStrategy
 from nxd_ckpt.conversion.zero1 import convert_zero1

@@ -31,7 +31,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.checkpoint.storage import StorageReader as TorchStorageReader
 from torch.distributed.checkpoint.storage import StorageWriter as TorchStorageWriter
 
-from nxd_ckpt.core.dcp_keys import DcpItem, names_of
+from nxd_ckpt.core.dcp_names import DcpItem, names_of
 from nxd_ckpt.errors import InvalidArgument
 from nxd_ckpt.storage.urls import StrPath
 from nxd_ckpt.torch_dcp.storage_reader import StorageReader

@@ -19,6 +19,7 @@ from threading import Condition, Event, Lock, Semaphore, Thread, current_thread,
 from time import monotonic, monotonic_ns, sleep, time
 
 from nxd_ckpt import gc_paused
+from nxd_ckpt.errors import CheckpointError
 
 __all__ = [
     "Condition",
@@ -96,3 +97,12 @@ def born(pid: int) -> str | None:
 
 
 in_forked_children(gc_paused.collect_in_child)
+
+
+def require_own(pid: int, what: str) -> None:
+    """Raise CheckpointError unless this is the process ``pid``, which made ``what``."""
+    if os.getpid() != pid:
+        raise CheckpointError(
+            f"{what}: process {os.getpid()} was forked from process {pid}, which made this Checkpointer and keeps its "
+            "threads, lease and staging memory; make a Checkpointer here, for another directory if this one is in use"
+        )

@@ -11,7 +11,7 @@ from typing_extensions import Unpack
 from nxd_ckpt.commit import retention
 from nxd_ckpt.commit.publication import publication_of
 from nxd_ckpt.commit.session import open_session
-from nxd_ckpt.coordination import intents, journal, pins
+from nxd_ckpt.coordination import control_files, intents, journal
 from nxd_ckpt.coordination.agreement import SingleProcessAgreement
 from nxd_ckpt.core.option_classes import takes
 from nxd_ckpt.core.retention import Retention, Rule, rules_of
@@ -96,7 +96,7 @@ def pin_checkpoint(path: StrPath, tag: Tag, *, storage_options: StorageOptions |
     """
     storage = open_storage(path, storage_options=storage_options)
     chosen = choose_tag(storage, tag)
-    pins.pin(storage, chosen)
+    control_files.pin(storage, chosen)
     try:
         choose_tag(storage, chosen)  # rules that were being applied may have removed it before they saw the pin
         if intents.is_being_removed(storage, chosen):
@@ -106,7 +106,7 @@ def pin_checkpoint(path: StrPath, tag: Tag, *, storage_options: StorageOptions |
             )
     except CheckpointNotFound:
         if not intents.saves_of(storage, chosen):  # else it is only being replaced
-            pins.unpin(storage, chosen)
+            control_files.unpin(storage, chosen)
             raise
 
 
@@ -115,7 +115,7 @@ def unpin_checkpoint(path: StrPath, tag: Tag, *, storage_options: StorageOptions
     """Let rules remove a tag again; return whether it was pinned. The tag itself may be gone."""
     storage = open_storage(path, storage_options=storage_options)
     require_directory(storage)
-    return pins.unpin(storage, validate_tag(tag))
+    return control_files.unpin(storage, validate_tag(tag))
 
 
 def _judge(storage: Storage, tags: Iterable[TagInfo], rules: Sequence[Rule]) -> Retention:

@@ -12,7 +12,7 @@ from nxd_ckpt.cli.command import Command
 from nxd_ckpt.cli.options import opening
 from nxd_ckpt.core import units
 from nxd_ckpt.core.units import size
-from nxd_ckpt.options.opening import OpenOptions
+from nxd_ckpt.options.execution import OpenOptions
 
 if TYPE_CHECKING:
     from nxd_ckpt.checkpoint import Checkpoint

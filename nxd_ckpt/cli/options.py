@@ -14,7 +14,7 @@ from nxd_ckpt.cli import text
 from nxd_ckpt.core.option_classes import fields_of
 from nxd_ckpt.core.partition import Partition
 from nxd_ckpt.errors import CheckpointError, InvalidArgument
-from nxd_ckpt.options.opening import OpenOptions
+from nxd_ckpt.options.execution import OpenOptions
 
 _FLAGS = {
     "saved_param_names": "--param-names",

@@ -45,7 +45,7 @@ def _look(
     """Return the document, and the lines that say from which tag the run can be resumed, and how old that is."""
     from dataclasses import asdict
 
-    from nxd_ckpt.commit.observed_saves import saves_in_flight
+    from nxd_ckpt.commit.voting import saves_in_flight
     from nxd_ckpt.examine.run_state import age_line, resume_line
     from nxd_ckpt.storage.urls import open_storage
     from nxd_ckpt.tag.directory import require_directory

@@ -7,13 +7,13 @@ from typing import NamedTuple
 
 from nxd_ckpt.commit.publication import Publication
 from nxd_ckpt.commit.session import Session
-from nxd_ckpt.coordination.pins import pinned
+from nxd_ckpt.coordination.control_files import pinned
 from nxd_ckpt.core import names
 from nxd_ckpt.core.retention import BY_AGE, Best, Retention, Rule, decide, unknown_metrics
 from nxd_ckpt.core.tags import TagInfo, in_order, undated
 from nxd_ckpt.storage.base import Storage
 from nxd_ckpt.tag.directory import find_tag, is_checkpoint_of_ours_or_nxd
-from nxd_ckpt.tag.steps import metrics_of
+from nxd_ckpt.tag.listing import metrics_of
 
 
 class Judgement(NamedTuple):

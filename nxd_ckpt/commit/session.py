@@ -15,7 +15,6 @@ from nxd_ckpt import effects
 from nxd_ckpt.commit.host_semaphore import forget_slots
 from nxd_ckpt.coordination import intents, journal, lease
 from nxd_ckpt.coordination.agreement import Agreement, decided_by_rank0, on_all
-from nxd_ckpt.coordination.backoff import Backoff
 from nxd_ckpt.coordination.control_files import make_places
 from nxd_ckpt.coordination.lease import Heartbeat, Lease
 from nxd_ckpt.coordination.paths import (
@@ -32,6 +31,7 @@ from nxd_ckpt.coordination.paths import (
     verdict_file,
     votes_dir,
 )
+from nxd_ckpt.coordination.waiting import Backoff
 from nxd_ckpt.core.limits import NOTE
 from nxd_ckpt.core.topology import Topology
 from nxd_ckpt.core.votes import Vote

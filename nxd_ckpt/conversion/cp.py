@@ -20,12 +20,10 @@ from nxd_ckpt.core.units import bytes_of
 from nxd_ckpt.errors import CheckpointError, as_checkpoint_errors
 from nxd_ckpt.keywords import CopyKeywords
 from nxd_ckpt.options.tags import CopyOptions
-from nxd_ckpt.output.cp_files import CopyResult, FileCopy, files_to_copy
-from nxd_ckpt.output.host_copies import HostCopies
+from nxd_ckpt.output.cp_files import CopyResult, FileCopy, HostCopies, TagFile, files_to_copy
 from nxd_ckpt.output.locations import locate_input, locate_output
-from nxd_ckpt.output.pace import Pace
 from nxd_ckpt.output.source import open_source
-from nxd_ckpt.output.tag_file import TagFile
+from nxd_ckpt.output.transfer import Pace
 from nxd_ckpt.storage.progress import report, watched
 from nxd_ckpt.storage.urls import StrPath
 from nxd_ckpt.tag.directory import list_tags

@@ -5,22 +5,25 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 from typing_extensions import Unpack
 
 from nxd_ckpt.conversion.head_copies import are_converted
 from nxd_ckpt.conversion.worker_pool import joint_agreement
 from nxd_ckpt.coordination.agreement import Agreement, decided_by_rank0, on_all
+from nxd_ckpt.core import document
 from nxd_ckpt.core.mapping import ModelMapping
 from nxd_ckpt.core.option_classes import takes
+from nxd_ckpt.core.topology import Coordinates
 from nxd_ckpt.core.units import bytes_of
-from nxd_ckpt.errors import PartNotFound, as_checkpoint_errors
+from nxd_ckpt.errors import PartNotFound, UnsupportedState, as_checkpoint_errors
 from nxd_ckpt.formats.safetensors import TensorForm
 from nxd_ckpt.formats.tensors import cast_dtype
-from nxd_ckpt.hugging_face.adapter_mapping import AdapterMapping, adapter_mapping
+from nxd_ckpt.hugging_face.adapter_mapping import PREFIX, AdapterMapping, adapter_mapping
 from nxd_ckpt.hugging_face.hugging_face_tag import HuggingFaceTag, HuggingFaceTerms
 from nxd_ckpt.hugging_face.mapped_optimizer import MappedOptimizer
 from nxd_ckpt.hugging_face.mapped_tag import MappedTag
@@ -28,19 +31,28 @@ from nxd_ckpt.hugging_face.mapped_tensors import HfTensor
 from nxd_ckpt.hugging_face.packed_tensors import PackedTensor
 from nxd_ckpt.hugging_face.presharded_model import Presharded, forms_of, presharded
 from nxd_ckpt.keywords import ExportKeywords
-from nxd_ckpt.load.renamed_tag import OneModelTag, RenamedTag, unwrapped
+from nxd_ckpt.live.model_names import CONFIG, is_adapter
+from nxd_ckpt.load.attempt import OneModelTag, RenamedTag, unwrapped
 from nxd_ckpt.options.hugging_face import ExportOptions
 from nxd_ckpt.output.image_writer import write_images
 from nxd_ckpt.output.locations import Location, locate_any, locate_apart
-from nxd_ckpt.output.model_files import ModelFile, config_in, read_config, read_tokenizer, with_dtype
+from nxd_ckpt.output.model_files import (
+    ModelFile,
+    WeightFile,
+    config_in,
+    index_of,
+    plan_weight_files,
+    read_config,
+    read_tokenizer,
+    with_dtype,
+)
 from nxd_ckpt.output.output import Output
-from nxd_ckpt.output.peft_files import ADAPTER_MODEL, adapter_config, settings_of
 from nxd_ckpt.output.source import open_any
-from nxd_ckpt.output.weight_files import WeightFile, index_of, plan_weight_files
 from nxd_ckpt.save.planned_file import PlannedFile
 from nxd_ckpt.storage.progress import Counter, report, watched
 from nxd_ckpt.storage.urls import StrPath
 from nxd_ckpt.tag.foreign.hugging_face_directory import OPTIMIZER, OPTIMIZER_DOCUMENT, OPTIMIZER_INDEX
+from nxd_ckpt.tag.foreign.recognise import ADAPTER_SHARDS
 from nxd_ckpt.tag.foreign.weight_files import INDEX
 from nxd_ckpt.tag.mappings import find_mapping
 from nxd_ckpt.tag.opened import OpenTag
@@ -281,3 +293,62 @@ def _finish(job: _Job, output: Output) -> None:
     output.publish()
 
 
+ADAPTER_MODEL = "adapter_model.safetensors"
+_ADAPTER_CONFIG = "adapter_config.json"
+_PEFT_TYPE = "peft_type"
+_AS_IN_NXD = ("lora_alpha", "lora_dropout", "bias", "use_rslora")
+
+
+def settings_of(opened: OpenTag) -> Mapping[str, Any] | None:
+    """Return NxD's ``LoraConfig`` of the adapters in the tag, or PEFT's config beside optimum-neuron's adapter tag.
+
+    None for a tag without adapters. Raises PartNotFound for adapters without either: their factor is not known.
+    """
+    if not opened.parts.model or not any(map(is_adapter, opened.model_names())):
+        return None
+    for stage in range(opened.topology.pp):
+        config = opened.model_tree(Coordinates(stage)).get(CONFIG)
+        if isinstance(config, Mapping):
+            return config
+    # Beside other tags it may belong to any adapter.
+    if opened.tag == ADAPTER_SHARDS and opened.storage.is_file(_ADAPTER_CONFIG):
+        return _peft_config(opened)
+    raise PartNotFound(
+        f"{opened.where} holds LoRA adapters, but not the factor that they are multiplied by: neuronx_distributed "
+        f"keeps it only in tags with save_lora_config_adapter=True, optimum-neuron in {_ADAPTER_CONFIG} beside the "
+        "shards; restore that file, or load this tag into the live model, and save that with nxd_ckpt"
+    )
+
+
+def _peft_config(opened: OpenTag) -> Mapping[str, Any]:
+    where = f"{opened.storage.url}/{_ADAPTER_CONFIG}"
+    config = document.small(opened.storage.read(_ADAPTER_CONFIG), where)
+    if config.get(_PEFT_TYPE) != "LORA":
+        raise UnsupportedState(f"{where} has {_PEFT_TYPE}={config.get(_PEFT_TYPE)!r}; only LORA adapters are supported")
+    return config
+
+
+def adapter_config(settings: Mapping[str, Any], names: Iterable[str], base_model: Any) -> ModelFile:
+    """Return PEFT's adapter_config.json, for adapters with these ``names`` in its file."""
+    if _PEFT_TYPE in settings:  # already PEFT's config
+        return ModelFile(_ADAPTER_CONFIG, _as_file(settings))
+    names = [name.removeprefix(PREFIX) for name in names]
+    layers = dict.fromkeys(name.partition(".lora_")[0] for name in names if is_adapter(name))
+    others = dict.fromkeys(
+        name.rpartition(".")[0] for name in names if not is_adapter(name) and not name.endswith(".bias")
+    )
+    config = {
+        _PEFT_TYPE: "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base_model,
+        "inference_mode": True,
+        "r": settings.get("lora_rank", settings.get("r")),
+        **{key: settings[key] for key in _AS_IN_NXD if key in settings},
+        "target_modules": list(layers),
+        "modules_to_save": list(others) or None,
+    }
+    return ModelFile(_ADAPTER_CONFIG, _as_file(config))
+
+
+def _as_file(config: Mapping[str, Any]) -> bytes:
+    return json.dumps(config, indent=2).encode() + b"\n"

@@ -19,7 +19,7 @@ from nxd_ckpt.formats import crc32
 from nxd_ckpt.formats.tensors import TensorStub, iter_tensors
 from nxd_ckpt.live.state import StateTensor
 from nxd_ckpt.output.transfer import copy, link_or_copy
-from nxd_ckpt.reshard.recorded_parameters import recorded_parameters
+from nxd_ckpt.reshard.resharded_state import recorded_parameters
 from nxd_ckpt.save.planned_file import pieces_of
 from nxd_ckpt.storage.base import Storage
 from nxd_ckpt.tag.opened import OpenTag

@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import logging
 import os
-from dataclasses import replace
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 
 from typing_extensions import Unpack
 
 from nxd_ckpt.conversion.conversion import convert
-from nxd_ckpt.conversion.import_plan import Import, import_plan
-from nxd_ckpt.conversion.inputs import open_model
+from nxd_ckpt.conversion.inputs import open_imported, open_model
 from nxd_ckpt.conversion.job import Job
 from nxd_ckpt.conversion.worker_pool import joint_agreement
 from nxd_ckpt.coordination.agreement import on_all
 from nxd_ckpt.core.manifest import Parts
 from nxd_ckpt.core.option_classes import takes
 from nxd_ckpt.errors import as_checkpoint_errors
-from nxd_ckpt.hugging_face.imported_model import ImportTarget
+from nxd_ckpt.hugging_face.imported_model import ImportedModel, ImportTarget
+from nxd_ckpt.hugging_face.selection import closest
 from nxd_ckpt.keywords import ImportKeywords
 from nxd_ckpt.options.hugging_face import ImportOptions
 from nxd_ckpt.output.locations import Location, locate_existing, locate_output
@@ -27,6 +28,68 @@ from nxd_ckpt.tag.foreign.quantization import quantization_of
 from nxd_ckpt.tag.mappings import find_mapping
 
 logger = logging.getLogger("nxd_ckpt")
+
+
+@dataclass(frozen=True)
+class ImportedTensor:
+    """An NxD tensor of an import.
+
+    Attributes:
+        name: its name in the tag.
+        dtype: torch's name.
+        shape: shape on each rank of its pipeline stage.
+        pp_rank: the pipeline stage.
+        members: the Hugging Face tensors that it is made of.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    pp_rank: int
+    members: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Import:
+    """The result of an import, or of a dry run.
+
+    Attributes:
+        source: path of the Hugging Face directory.
+        target: path of the tag.
+        mapping: the mapping's name.
+        tensors: tensors of the tag.
+        unknown: names in the directory that no rule maps, each with the closest rules. Empty unless nothing was
+            written.
+        missing: tensors that the model should have but the directory lacks. Empty unless nothing was written.
+    """
+
+    source: str
+    target: str
+    mapping: str
+    tensors: tuple[ImportedTensor, ...]
+    unknown: Mapping[str, tuple[str, ...]]
+    missing: tuple[str, ...]
+    left_out: tuple[str, ...] = ()
+
+
+def import_plan(source: Location, target: Location, what: ImportTarget) -> Import:
+    """Plan an import. Raises the errors of `ImportedModel.state`, except for unknown and missing names."""
+    model = ImportedModel(open_imported(source, what), what)
+    selection, sizes = model.selection, what.sizes
+    members = {
+        match.name: tuple(what.mapping.in_files(match.rule.names(match.numbers, sizes))) for match in selection.matches
+    }
+    whole = {match.name: match for match in selection.matches if not set(members[match.name]) & set(selection.missing)}
+    is_blocked = bool(selection.unknown or selection.missing)
+    stages = model.staged(list(whole)) if is_blocked else model.stages
+    tensors = []
+    for pp_rank, names in enumerate(stages):
+        for name in names:
+            spec = model.spec(whole[name], what.topology)
+            tensors.append(ImportedTensor(name, spec.dtype, spec.shape, pp_rank, members[name]))
+    unknown = {name: tuple(closest(what.mapping, name)) for name in selection.unknown}
+    whole_tag, missing = tuple(tensors), selection.missing
+    return Import(source.path, target.path, what.mapping.name, whole_tag, unknown, missing, model.left_out)
 
 
 @as_checkpoint_errors()

@@ -14,7 +14,7 @@ from nxd_ckpt.core.topology import Topology
 from nxd_ckpt.hugging_face.hugging_face_tag import HuggingFaceTag
 from nxd_ckpt.hugging_face.imported_model import ImportedModel, ImportTarget
 from nxd_ckpt.live.save_state import SaveState
-from nxd_ckpt.load.renamed_tag import unwrapped
+from nxd_ckpt.load.attempt import unwrapped
 from nxd_ckpt.output.locations import Location
 from nxd_ckpt.output.source import open_any
 from nxd_ckpt.reshard.target import Target, target_state
@@ -23,10 +23,32 @@ from nxd_ckpt.tag.directory import require_directory
 from nxd_ckpt.tag.files import TagFiles
 from nxd_ckpt.tag.foreign.dcp_directory import DcpDirectory, entries_of
 from nxd_ckpt.tag.foreign.hugging_face_directory import HuggingFaceDirectory
-from nxd_ckpt.tag.model_file import WholeModelFile
+from nxd_ckpt.tag.foreign.weight_files import WeightFiles
 from nxd_ckpt.tag.opened import OpenTag
 from nxd_ckpt.tag.opening import open_complete_tag
 from nxd_ckpt.tag.reading import LeafReader
+
+
+class WholeModelFile(HuggingFaceDirectory):
+    """The model in ``file`` of ``storage``; torch.save wrote it unless the name ends in .safetensors.
+
+    From a pickle only plain data is read. ``model_key`` is the key of the state dict, if the file holds more than that.
+
+    Raises:
+        MalformedFile: it is neither.
+        UnsafePickle: it holds more than plain data.
+    """
+
+    def __init__(self, storage: Storage, file: str, model_key: str = "model") -> None:
+        self._file = file
+        super().__init__(storage, model_key=model_key)
+
+    @property
+    def where(self) -> str:
+        return self.files.where(self._file)
+
+    def _find(self) -> WeightFiles:
+        return WeightFiles(dict.fromkeys(self._read(self._file), self._file), "its header")
 
 
 class Input(Protocol):

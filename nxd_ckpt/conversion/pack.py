@@ -3,30 +3,88 @@
 from __future__ import annotations
 
 import tarfile
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from typing import BinaryIO
 
 from typing_extensions import Unpack
 
-from nxd_ckpt.conversion.compressed_writer import CompressedWriter
 from nxd_ckpt.core import names
 from nxd_ckpt.core.option_classes import takes
 from nxd_ckpt.errors import InvalidArgument, PartNotFound, as_checkpoint_errors
 from nxd_ckpt.keywords import PackKeywords
 from nxd_ckpt.options.tags import PackOptions
-from nxd_ckpt.output.cp_files import files_to_copy, verify
+from nxd_ckpt.output.cp_files import TagFile, files_to_copy, verify
 from nxd_ckpt.output.locations import locate_apart, locate_input
 from nxd_ckpt.output.output import Output
 from nxd_ckpt.output.source import open_source
-from nxd_ckpt.output.tag_file import TagFile
 from nxd_ckpt.output.transfer import copy_into
 from nxd_ckpt.storage.archive import member_list
-from nxd_ckpt.storage.archive.compression import compression_of
-from nxd_ckpt.storage.base import Writer, completed
+from nxd_ckpt.storage.archive.compression import compressing, compression_of
+from nxd_ckpt.storage.base import Storage, Writer, completed
+from nxd_ckpt.storage.local import LocalStorage
 from nxd_ckpt.storage.progress import Counter, report, watched
+from nxd_ckpt.storage.system import sync_file
 from nxd_ckpt.storage.urls import ARCHIVES, StrPath
+from nxd_ckpt.storage.work_dir import default_work_dir
 from nxd_ckpt.tag.opened import OpenTag
+
+_PIECE = 16 * 2**20
+
+
+class CompressedWriter:
+    """A writer of ``nbytes`` bytes in ascending order, which become the compressed file ``key`` of ``storage``.
+
+    A directory gets them at once; a file for a store is first an unnamed file on this host (see TMPDIR).
+    """
+
+    def __init__(self, storage: Storage, key: str, kind: str, nbytes: int) -> None:
+        self._storage, self._key = storage, key
+        self._file = _scratch(storage, key)
+        self._stream = compressing(kind, self._file, nbytes)
+        self._written = 0
+
+    def write_at(self, offset: int, data: bytes | memoryview) -> None:
+        if offset != self._written:
+            raise ValueError(f"{self._key}: expected byte {self._written} next in a compressed file, found {offset}")
+        self._stream.write(memoryview(data))
+        self._written += len(data)
+
+    def settle(self) -> None:
+        """Do nothing: the bytes were already copied or compressed."""
+
+    def close(self) -> None:
+        """Finish the file. Raises OSError, like every write."""
+        self._stream.close()
+        self._file.flush()
+        if not isinstance(self._storage, LocalStorage):
+            self._send(self._storage)
+        elif self._storage.durable:
+            sync_file(self._file.fileno())
+        self._file.close()
+
+    def abort(self) -> None:
+        with suppress(OSError, ValueError):
+            self._file.close()
+
+    def _send(self, storage: Storage) -> None:
+        nbytes = self._file.tell()
+        self._file.seek(0)
+        writer = storage.create(self._key, nbytes)
+        with completed(writer):
+            for offset in range(0, nbytes, _PIECE):
+                writer.write_at(offset, self._file.read(_PIECE))
+                writer.settle()  # or memory would grow with the file
+
+
+def _scratch(storage: Storage, key: str) -> BinaryIO:
+    if isinstance(storage, LocalStorage):
+        return storage.path(key).open("xb")
+    return tempfile.TemporaryFile(dir=default_work_dir())
+
 
 _PAGE = 4096
 """Members' bytes begin at a multiple of this, so that they can be written and read with direct IO, like files."""

@@ -1,25 +1,38 @@
-"""``to_dcp``: a tag as a torch DCP directory."""
+"""``to_dcp`` and ``from_dcp``: a tag as a torch DCP directory, and a torch DCP directory as a tag.
+
+Every entry of a directory is a ``torch.save`` file. A large tensor has its own, as with ``single_file_per_rank=False``
+of torch's writer. Values and small tensors share files.
+"""
 
 from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from typing_extensions import Unpack
 
-from nxd_ckpt.conversion.job import Converted
+from nxd_ckpt.conversion.conversion import convert
+from nxd_ckpt.conversion.inputs import open_dcp
+from nxd_ckpt.conversion.job import Converted, DcpTarget, Job
+from nxd_ckpt.core.dcp_names import DcpChunk
+from nxd_ckpt.core.manifest import Parts
 from nxd_ckpt.core.option_classes import takes
-from nxd_ckpt.errors import PartNotFound, TopologyMismatch, as_checkpoint_errors
-from nxd_ckpt.keywords import ToDcpKeywords
+from nxd_ckpt.core.partition import Partition
+from nxd_ckpt.core.topology import Coordinates
+from nxd_ckpt.errors import InvalidArgument, PartNotFound, TopologyMismatch, as_checkpoint_errors
+from nxd_ckpt.formats.torch_zip_writer import JoinedImage
+from nxd_ckpt.keywords import FromDcpKeywords, ToDcpKeywords
 from nxd_ckpt.options.execution import OutputOptions
-from nxd_ckpt.options.torch_forms import ToDcpOptions
-from nxd_ckpt.output.dcp_files import plan_files
+from nxd_ckpt.options.torch_forms import FromDcpOptions, ToDcpOptions
 from nxd_ckpt.output.image_writer import write_images
-from nxd_ckpt.output.locations import Location, locate_apart, locate_input
+from nxd_ckpt.output.locations import Location, locate_apart, locate_existing, locate_input, locate_output
 from nxd_ckpt.output.output import TORCH_DCP, Output
 from nxd_ckpt.output.source import open_source
-from nxd_ckpt.reshard.dcp_state import DcpState
+from nxd_ckpt.reshard.dcp_state import DcpState, DcpTensor
 from nxd_ckpt.reshard.whole_tag import WholeTag
+from nxd_ckpt.save.planned_file import NamedTensor, PlannedFile
 from nxd_ckpt.storage.progress import Counter, report, watched
 from nxd_ckpt.storage.urls import StrPath
 from nxd_ckpt.tag.foreign.dcp_metadata import dump_metadata
@@ -27,6 +40,65 @@ from nxd_ckpt.tag.foreign.torch_dcp import METADATA
 from nxd_ckpt.tag.opened import OpenTag
 
 logger = logging.getLogger("nxd_ckpt")
+
+
+_SMALL = 2**20
+"""Size in bytes below which a tensor shares a file with others."""
+
+_TOGETHER = 32 * 2**20
+"""Approximate bytes of a shared file."""
+
+
+class _Entry(NamedTuple):
+    """An entry at ``position`` of the state dict: a value, or a leaf that stands for a tensor of ``nbytes`` bytes."""
+
+    position: int
+    value: Any
+    chunk: DcpChunk
+    nbytes: int = 0
+
+
+def plan_files(state: DcpState) -> list[PlannedFile]:
+    """Return the files of ``state``, each with its chunks in the directory's metadata.
+
+    Raises the errors of `DcpState.leaf`, and UnsafePickle for values that cannot be pickled.
+    """
+    entries = [_Entry(position, value, DcpChunk(path)) for position, (path, value) in enumerate(state.values.values())]
+    for position, (name, tensor) in enumerate(state.tensors.items(), len(entries)):
+        entries.append(_Entry(position, state.leaf(name), _chunk(tensor), tensor.nbytes))
+    large = ([entry] for entry in entries if entry.nbytes >= _SMALL)
+    groups = [*_grouped(entry for entry in entries if entry.nbytes < _SMALL), *large]
+    return [_file(f"__0_{number}.distcp", group) for number, group in enumerate(groups)]
+
+
+def _chunk(tensor: DcpTensor) -> DcpChunk:
+    return DcpChunk(tensor.path, tensor.dtype, tensor.shape, (0,) * len(tensor.shape), tensor.shape)
+
+
+def _grouped(entries: Iterable[_Entry]) -> Iterator[list[_Entry]]:
+    """Yield groups of neighbours of about `_TOGETHER` bytes."""
+    group: list[_Entry] = []
+    nbytes = 0
+    for entry in entries:
+        group.append(entry)
+        nbytes += entry.nbytes
+        if nbytes >= _TOGETHER:
+            yield group
+            group, nbytes = [], 0
+    if group:
+        yield group
+
+
+def _file(key: str, entries: Sequence[_Entry]) -> PlannedFile:
+    image = JoinedImage.of([entry.value for entry in entries])
+    named = {id(entry.value): entry.chunk for entry in entries if entry.chunk.dtype is not None}
+    tensors = tuple(
+        NamedTensor(chunk.name, number, chunk.dtype or "", chunk.shape, None)
+        for number, leaf in enumerate(image.tensors)
+        if (chunk := named.get(id(leaf))) is not None
+    )
+    chunks = tuple((entry.position, entry.chunk._replace(file=key)) for entry in entries)
+    return PlannedFile(key, image, tensors, chunks=chunks)
 
 
 @as_checkpoint_errors()
@@ -108,3 +180,70 @@ def _state(opened: OpenTag, chosen: ToDcpOptions) -> DcpState:
             ", ".join(whole.general_state),
         )
     return state
+
+
+@as_checkpoint_errors()
+@takes(FromDcpOptions)
+def from_dcp(dcp_directory: StrPath, tag: StrPath, **options: Unpack[FromDcpKeywords]) -> Converted:
+    """Make ``tag`` from a directory of ``torch.distributed.checkpoint.save`` or OLMo-core's training.
+
+    The tag is as a job of the given sizes would have saved it, bit for bit: model, optimizer with its param groups and
+    steps. The key "scheduler" becomes the scheduler, all other keys the user content. The directory is only read, as
+    plain data: no class in it is imported. The tag appears at once, when all of it is durable. Extra memory: about
+    100 MiB for each worker. Keywords are the fields of `nxd_ckpt.options.torch_forms.FromDcpOptions`.
+
+    Args:
+        dcp_directory: directory or URL that holds ``.metadata``.
+        tag: directory or URL of the new tag.
+
+    Raises:
+        CheckpointNotFound: there is no ``.metadata``.
+        MalformedFile: a file is missing or damaged, or chunks of a tensor are.
+        UnsafePickle: the metadata or a value holds more than plain data.
+        KeyMismatch: a parameter with state is in no param group, or in several.
+        PartNotFound: neither model nor optimizer is under these keys.
+        InvalidArgument: sizes contradict each other, or ``tag`` may not be replaced.
+        TopologyMismatch: the sizes do not divide a tensor.
+    """
+    chosen = FromDcpOptions(**options)
+
+    def prepare(process: int, processes: int) -> Job:
+        chosen.validate()
+        source = locate_existing(dcp_directory, chosen.storage_options)
+        target = locate_output(tag, source, chosen.overwrite, chosen.written_with)
+        opened = open_dcp(source, chosen.names)
+        if not opened.parts.model and opened.parts.optimizer is None:
+            raise PartNotFound(
+                f"{opened.where} holds nothing under {chosen.model_key!r} and {chosen.optim_key!r}; pass the keys of "
+                "model and optimizer in the state dict that was saved (model_key=, optim_key=)"
+            )
+        _refuse_unknown(chosen.partitions or {}, opened)
+        what = DcpTarget(
+            chosen.topology,
+            optimizer=None if opened.parts.optimizer is None else chosen.optimizer,
+            use_xser=chosen.use_xser,
+            partitions=chosen.partitions,
+            stages=chosen.stages,
+            names=chosen.names,
+        )
+        return Job(source, target, what, _parts(opened, what), durable=chosen.durable, overwrite=chosen.overwrite)
+
+    return convert(prepare, chosen)
+
+
+def _refuse_unknown(partitions: Mapping[str, Partition], opened: OpenTag) -> None:
+    unknown = sorted(partitions.keys() - opened.model_tree(Coordinates()).keys())
+    if unknown:
+        raise InvalidArgument(f"partitions= names {', '.join(unknown[:5])}, which {opened.where} does not have")
+
+
+def _parts(opened: OpenTag, what: DcpTarget) -> Parts:
+    parts = opened.parts
+    return Parts(
+        model=parts.model,
+        optimizer=what.optimizer,
+        scheduler=parts.scheduler,
+        user_content=parts.user_content,
+        use_xser=bool(what.use_xser),
+        master_weights=parts.master_weights and what.optimizer == "zero1",
+    )

@@ -34,9 +34,9 @@ from nxd_ckpt.keywords import UnshardKeywords
 from nxd_ckpt.options.torch_forms import Strategy, UnshardOptions
 from nxd_ckpt.output.image_writer import write_images
 from nxd_ckpt.output.locations import Location, locate_apart, locate_input
+from nxd_ckpt.output.model_files import WeightFile
 from nxd_ckpt.output.output import Kind, Output
 from nxd_ckpt.output.source import open_source
-from nxd_ckpt.output.weight_files import WeightFile
 from nxd_ckpt.reshard.whole_tag import WholeTag
 from nxd_ckpt.save.planned_file import NamedTensor, PlannedFile
 from nxd_ckpt.storage.progress import Counter, report, watched

@@ -15,8 +15,8 @@ from contextlib import suppress
 from typing import Any, Protocol, TypeVar
 
 from nxd_ckpt import effects, errors
-from nxd_ckpt.coordination.backoff import pause_after
 from nxd_ckpt.coordination.peers import Peers
+from nxd_ckpt.coordination.waiting import pause_after
 from nxd_ckpt.errors import CheckpointError, PeerTimeout, ReplicaLost, TagReplaced
 
 T = TypeVar("T")

@@ -1,4 +1,4 @@
-"""The job's own small files.
+"""The job's own small files, and the pins by which users keep tags regardless of its rules.
 
 A damaged one must never make a directory unusable: it is renamed out of the way, with a warning.
 """
@@ -11,7 +11,7 @@ import uuid
 from collections.abc import Callable
 from typing import Any
 
-from nxd_ckpt.coordination.paths import PROBES, RUNS, STAGING, TRASH, VOTES
+from nxd_ckpt.coordination.paths import PINS, PROBES, RUNS, STAGING, TRASH, VOTES
 from nxd_ckpt.core import document
 from nxd_ckpt.core.limits import NOTE
 from nxd_ckpt.core.names import HIDDEN
@@ -74,3 +74,24 @@ def make_places(storage: Storage) -> None:
                 raise
             set_aside(storage, folder, error)
             storage.make_dir(folder)
+
+
+def pin(storage: Storage, tag: str) -> None:
+    """Keep ``tag`` regardless of rules. A pin is for the name: a later save of the same name is pinned too."""
+    storage.make_dir(PINS)
+    storage.write(f"{PINS}/{tag}", b"1")
+    storage.sync_dir(PINS)
+
+
+def unpin(storage: Storage, tag: str) -> bool:
+    """Leave ``tag`` to the rules. True if it was pinned."""
+    was_pinned = tag in pinned(storage)
+    if was_pinned:
+        storage.remove(f"{PINS}/{tag}")
+        storage.sync_dir(PINS)
+    return was_pinned
+
+
+def pinned(storage: Storage) -> set[str]:
+    """Return the names of pinned tags."""
+    return {entry.name for entry in storage.list(PINS) if not entry.is_dir}

@@ -13,9 +13,8 @@ from collections.abc import Callable, Collection
 from contextlib import suppress
 
 from nxd_ckpt.coordination import intents
-from nxd_ckpt.coordination.control_files import read_note, set_aside
+from nxd_ckpt.coordination.control_files import pinned, read_note, set_aside
 from nxd_ckpt.coordination.paths import JOURNAL, STAGING, TRASH, UNFINISHED, is_trash_of, staging_dir, trash_file
-from nxd_ckpt.coordination.pins import pinned
 from nxd_ckpt.coordination.replacement import Replacement, not_undone
 from nxd_ckpt.core.keys import checked_name
 from nxd_ckpt.core.names import DONE, HIDDEN

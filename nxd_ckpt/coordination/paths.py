@@ -5,7 +5,7 @@ from __future__ import annotations
 import zlib
 
 from nxd_ckpt.core.names import DONE, HIDDEN, MARKER
-from nxd_ckpt.storage.hosts.keys import Names
+from nxd_ckpt.storage.hosts.directory import Names
 
 LEASE = f"{HIDDEN}/lease.json"
 HEARTBEAT = f"{HIDDEN}/heartbeat.json"

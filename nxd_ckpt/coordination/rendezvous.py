@@ -15,9 +15,9 @@ from typing import Any
 
 from nxd_ckpt import errors
 from nxd_ckpt.coordination.agreement import Agreement, SingleProcessAgreement, StoreAgreement, Words, answer_of
-from nxd_ckpt.coordination.fair_lock import FairLock
 from nxd_ckpt.coordination.key_exchange import job_secret, new_secret
 from nxd_ckpt.coordination.peers import Address, ConnectionToRank0, Rank0Connections
+from nxd_ckpt.coordination.waiting import FairLock
 from nxd_ckpt.effects import in_forked_children
 from nxd_ckpt.errors import CheckpointError, PeerTimeout, RanksDisagree
 

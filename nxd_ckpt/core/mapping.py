@@ -20,11 +20,10 @@ from math import prod
 from typing import Any
 
 from nxd_ckpt.core.heads import HARDWARE
-from nxd_ckpt.core.layer_kinds import LayerKind
 from nxd_ckpt.core.limits import MODEL_TENSORS
 from nxd_ckpt.core.packing import Packed
 from nxd_ckpt.core.pattern import Numbers, Pattern
-from nxd_ckpt.core.sizes import Sizes
+from nxd_ckpt.core.sizes import LayerKind, Sizes
 from nxd_ckpt.core.suggestions import first_of
 from nxd_ckpt.errors import InvalidArgument, KeyMismatch
 

@@ -6,11 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from nxd_ckpt.core.layer_kinds import LayerKind
 from nxd_ckpt.core.mapping import ModelMapping, Rule, RuleMember
 from nxd_ckpt.core.packing import Packed
 from nxd_ckpt.core.pattern import Pattern
-from nxd_ckpt.core.sizes import CONFIG_KEYS
+from nxd_ckpt.core.sizes import CONFIG_KEYS, LayerKind
 from nxd_ckpt.errors import InvalidArgument
 
 FORMAT_VERSION = 1

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from nxd_ckpt.core import document
-from nxd_ckpt.core.dcp_chunks import DcpChunk
+from nxd_ckpt.core.dcp_names import DcpChunk
 from nxd_ckpt.core.entries import checked, integers
 from nxd_ckpt.core.keys import checked_text
 from nxd_ckpt.core.manifest import RankLine

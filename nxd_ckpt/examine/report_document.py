@@ -11,7 +11,7 @@ from typing import Any
 
 from nxd_ckpt import effects
 from nxd_ckpt.checkpoint import Checkpoint, checkpoint_of
-from nxd_ckpt.commit.observed_saves import saves_in_flight
+from nxd_ckpt.commit.voting import saves_in_flight
 from nxd_ckpt.core import units
 from nxd_ckpt.core.mesh import Mesh
 from nxd_ckpt.core.suggestions import first_of

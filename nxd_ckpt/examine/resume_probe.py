@@ -23,8 +23,7 @@ from nxd_ckpt.formats.crc32 import crc32
 from nxd_ckpt.formats.tensors import Assembly, TensorStub, allocated, byte_view, digest_of, dtype_name, itemsize
 from nxd_ckpt.keywords import LoadKeywords
 from nxd_ckpt.load.attempt import LoadAttempt
-from nxd_ckpt.load.options import LoadOptions
-from nxd_ckpt.load.request import LoadRequest
+from nxd_ckpt.load.options import LoadOptions, LoadRequest
 from nxd_ckpt.reshard.plain_values import ABSENT, equal_values
 from nxd_ckpt.save.capture import capture
 from nxd_ckpt.save.options import SaveOptions

@@ -23,7 +23,7 @@ from nxd_ckpt.core.parsing import parsing
 from nxd_ckpt.errors import CheckpointError, MalformedFile
 from nxd_ckpt.reshard.summary import Summary, TensorStatistics
 from nxd_ckpt.reshard.whole_tag import GlobalTensor, WholeTag
-from nxd_ckpt.save.summaries import Boxes, load_summaries
+from nxd_ckpt.save.counting import Boxes, load_summaries
 from nxd_ckpt.tag.opened import OpenTag
 
 logger = logging.getLogger("nxd_ckpt")

@@ -19,7 +19,7 @@ from nxd_ckpt.hugging_face.packed_tensors import UnpackedTensors
 from nxd_ckpt.hugging_face.selection import Selection, selected, selection
 from nxd_ckpt.live.save_state import SaveState
 from nxd_ckpt.live.state import ModelState, StateTensor
-from nxd_ckpt.reshard.stages import interleaved, redistribute_layers
+from nxd_ckpt.reshard.target import interleaved, redistribute_layers
 from nxd_ckpt.tag.foreign.quantization import Quantization
 
 

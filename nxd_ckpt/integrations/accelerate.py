@@ -38,7 +38,7 @@ from nxd_ckpt.errors import (
 from nxd_ckpt.integrations.resume_checks import WORLD_SIZE, require_same, require_same_setting
 from nxd_ckpt.integrations.sealed import SealedDirectory, is_ours, verify_files
 from nxd_ckpt.load.loading import require_fit
-from nxd_ckpt.load.request import LoadRequest
+from nxd_ckpt.load.options import LoadRequest
 from nxd_ckpt.options.checkpointer_options import DEFAULT_TIMEOUT
 from nxd_ckpt.save.pending import PendingSave
 from nxd_ckpt.storage.local import LocalStorage

@@ -8,11 +8,16 @@ A checkpoint is the directory ``checkpoint-500``, as ever: ``from_pretrained`` r
 resumes it, ``save_total_limit`` and the best model count. The optimizer and the scheduler are the tag
 ``training_state`` in it, and ``digests.json`` has digests of all other files. All is written out of sight, and renamed
 when it is complete.
+
+transformers 5 makes checkpoints of its own at SIGTERM (``enable_jit_checkpoint``): a directory ``checkpoint-N`` with a
+sentinel in it, which it removes after the save. It never looks for one afterwards: `last_complete` and
+`refuse_interrupted` do.
 """
 
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
@@ -27,12 +32,56 @@ from nxd_ckpt.checkpoint import open_checkpoint
 from nxd_ckpt.coordination.agreement import SingleProcessAgreement
 from nxd_ckpt.coordination.rendezvous import meet
 from nxd_ckpt.coordination.worker_shield import kept
-from nxd_ckpt.errors import IncompatibleState, OptimizerMismatch, UnsupportedState
+from nxd_ckpt.errors import CheckpointNotFound, IncompatibleState, OptimizerMismatch, UnsupportedState
 from nxd_ckpt.integrations.resume_checks import WORLD_SIZE, parameter_names, require_same, require_same_setting
-from nxd_ckpt.integrations.sealed import SealedDirectory, is_ours, verify_files
-from nxd_ckpt.integrations.transformers_sigterm import SENTINEL, last_complete, make_way, refuse_interrupted
+from nxd_ckpt.integrations.sealed import SealedDirectory, is_ours, is_sealed, verify_files
 from nxd_ckpt.options.checkpointer_options import DEFAULT_TIMEOUT
 from nxd_ckpt.save.pending import PendingSave
+
+SENTINEL = "checkpoint-is-incomplete.txt"
+
+_NUMBERED = re.compile(r"checkpoint-(\d+)")
+
+
+def make_way(directory: str, tag: str) -> None:
+    """Remove transformers' directory for a checkpoint that is now written out of sight; never a checkpoint."""
+    if not os.path.isfile(sentinel := os.path.join(directory, SENTINEL)):
+        return
+    if os.listdir(directory) == [SENTINEL]:
+        os.remove(sentinel)
+        os.rmdir(directory)
+    elif is_sealed(directory, tag):
+        os.remove(sentinel)
+
+
+def last_complete(run: str, tag: str) -> str | None:
+    """Return the directory of the highest number in ``run`` that is not interrupted; None if there is no directory.
+
+    Raises:
+        CheckpointNotFound: all of them are interrupted.
+    """
+    names = [name for name in os.listdir(run) if _NUMBERED.fullmatch(name)] if os.path.isdir(run) else []
+    paths = [os.path.join(run, name) for name in names if os.path.isdir(os.path.join(run, name))]
+    paths.sort(key=lambda path: int(path.rpartition("-")[2]))
+    complete = [path for path in paths if not _is_interrupted(path, tag)]
+    if paths and not complete:
+        refuse_interrupted(paths[-1], tag)
+    return complete[-1] if complete else None
+
+
+def refuse_interrupted(directory: str, tag: str) -> None:
+    """Raise CheckpointNotFound for a directory whose save was interrupted."""
+    if _is_interrupted(directory, tag):
+        raise CheckpointNotFound(
+            f"{directory} holds {SENTINEL}: transformers began to save it at SIGTERM, and was ended before it was "
+            "complete. Remove the directory, and resume from the checkpoint before it"
+        )
+
+
+def _is_interrupted(directory: str, tag: str) -> bool:
+    """Return whether the save was interrupted. A checkpoint of ours is complete, whatever other files are in it."""
+    return os.path.isfile(os.path.join(directory, SENTINEL)) and not is_sealed(directory, tag)
+
 
 STATE = "training_state"
 """Tag in a checkpoint's directory."""

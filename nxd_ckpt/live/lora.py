@@ -17,8 +17,8 @@ import torch
 
 from nxd_ckpt.core.partition import Partition
 from nxd_ckpt.errors import UnsupportedState
-from nxd_ckpt.live.lora_names import BASE_LAYER, CONFIG, base_of, is_adapter, without_base_layer
 from nxd_ckpt.live.model import ModuleModel
+from nxd_ckpt.live.model_names import BASE_LAYER, CONFIG, base_of, is_adapter, without_base_layer
 from nxd_ckpt.live.parameters import spec_of
 
 logger = logging.getLogger("nxd_ckpt")

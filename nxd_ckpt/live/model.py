@@ -20,6 +20,7 @@ from nxd_ckpt.formats.strides import Stride
 from nxd_ckpt.formats.tensors import Path, dtype_name, itemsize, iter_tensors
 from nxd_ckpt.live.dtensor import Placed, canonical, is_dtensor, like, local_of, placed_of, without_wrappers
 from nxd_ckpt.live.load_hooks import ModuleHooks, loads_as_a_whole, own_root
+from nxd_ckpt.live.model_names import gathered_names, name_in_stage, names_in_stage
 from nxd_ckpt.live.parameters import (
     form_of,
     has_address,
@@ -34,8 +35,6 @@ from nxd_ckpt.live.parameters import (
     traits_of,
 )
 from nxd_ckpt.live.shared_heads import partitions_of
-from nxd_ckpt.live.simple_fsdp import gathered_names
-from nxd_ckpt.live.stage_names import name_in_stage, names_in_stage
 from nxd_ckpt.live.state import Frozen, ModelState, StateTensor
 from nxd_ckpt.live.torch_xla import copy_in
 

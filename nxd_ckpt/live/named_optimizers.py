@@ -17,9 +17,9 @@ from nxd_ckpt.core.suggestions import listed
 from nxd_ckpt.errors import OptimizerMismatch, UnsupportedState
 from nxd_ckpt.formats.tensors import Path
 from nxd_ckpt.live.dtensor import Placed
-from nxd_ckpt.live.optimizer_class import check_class
 from nxd_ckpt.live.optimizer_names import if_known
 from nxd_ckpt.live.optimizer_state import OPTIMIZER_NAME, Keeps, LeafSource, keeps_nothing
+from nxd_ckpt.live.optimizer_types import check_class
 from nxd_ckpt.live.state import OptimizerForm, State, StateTensor
 from nxd_ckpt.live.zero1 import KEYS
 

@@ -1,10 +1,18 @@
-"""Types in an optimizer's state dict that neuronx-distributed's files change."""
+"""Types in an optimizer's state dict that NxD's files change; and comparison of it with the live optimizer's class.
+
+torch loads another class's state, and fails or drifts later. Each class's entries are those of torch.optim 2.5 to 2.14.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
+
+from nxd_ckpt.core.suggestions import first_of
+from nxd_ckpt.errors import OptimizerMismatch
+from nxd_ckpt.live.optimizer_state import OPTIMIZER_NAME
 
 
 def restore_types(optimizer_tree: dict[str, Any]) -> dict[str, Any]:
@@ -21,3 +29,57 @@ def _with_betas(group: Any) -> Any:
     if isinstance(group, dict) and isinstance(group.get("betas"), list):
         return {**group, "betas": tuple(group["betas"])}
     return group
+
+
+_OPTIONS = {
+    *("betas", "eps", "amsgrad", "momentum", "dampening", "nesterov", "alpha", "centered", "rho", "lr_decay"),
+    *("initial_accumulator_value", "lambd", "t0", "momentum_decay", "etas", "step_sizes", "beta2_decay", "d"),
+    *("ns_coefficients", "ns_steps", "tolerance_grad", "tolerance_change", "history_size", "line_search_fn"),
+}
+"""Options that tell the class of torch.optim of a param group; others come and go with releases and schedulers."""
+
+_ENTRIES = {
+    "Adadelta": {"square_avg", "acc_delta"},
+    "Adagrad": {"sum"},
+    "Adam": {"exp_avg", "exp_avg_sq"},
+    "AdamW": {"exp_avg", "exp_avg_sq"},
+    "Adamax": {"exp_avg", "exp_inf"},
+    "ASGD": {"eta", "mu", "ax"},
+    "NAdam": {"mu_product", "exp_avg", "exp_avg_sq"},
+    "RAdam": {"exp_avg", "exp_avg_sq"},
+    "RMSprop": {"square_avg"},
+    "Rprop": {"prev", "step_size"},
+    "SparseAdam": {"exp_avg", "exp_avg_sq"},
+}
+"""Entries that classes of torch.optim keep for each parameter after its first step, with any options."""
+
+
+def check_class(optimizer: Any, groups: Iterable[Mapping[str, Any]], state: Mapping[Any, Any]) -> None:
+    """Raise OptimizerMismatch for param groups or state of several optimizers, or of one of another class."""
+    kind, groups = type(optimizer), list(groups)
+    several = {group[OPTIMIZER_NAME] for group in groups if OPTIMIZER_NAME in group}
+    if len(several) > 1:
+        raise OptimizerMismatch(
+            f"optimizer: the checkpoint holds several by name ({first_of(sorted(map(repr, several)))}), not one; pass "
+            "them as a dict, optimizer={name: optimizer}, or one of them with its model's prefix="
+        )
+    for number, (live, saved) in enumerate(zip(optimizer.param_groups, groups, strict=False)):
+        unknown = sorted((saved.keys() & _OPTIONS) - live.keys())
+        if unknown:
+            raise OptimizerMismatch(
+                f"optimizer: param group {number} was saved with {first_of(unknown)}, which the live {kind.__name__} "
+                "does not know: another class of optimizer saved it; build that one, or load with optimizer=None"
+            )
+    if not kind.__module__.startswith("torch.optim"):
+        return
+    needed = _ENTRIES.get(kind.__name__, set())
+    for index, entries in state.items():
+        if isinstance(index, str) or not isinstance(entries, Mapping):
+            continue
+        lost = needed - entries.keys()
+        if lost and entries:
+            raise OptimizerMismatch(
+                f"optimizer: the state of parameter {index} has {first_of(map(str, entries))}, and not "
+                f"{first_of(sorted(lost))}, without which {kind.__name__} cannot step: another class of optimizer "
+                "saved it; build that one, or load with optimizer=None"
+            )

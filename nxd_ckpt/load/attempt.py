@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -11,19 +12,25 @@ from typing import Any
 
 import torch
 
+from nxd_ckpt import effects
+from nxd_ckpt.core import names
+from nxd_ckpt.core.mapping import ModelMapping
+from nxd_ckpt.core.renaming import NOT_LIVE, Renaming
+from nxd_ckpt.core.suggestions import listed
 from nxd_ckpt.core.topology import Coordinates, Topology
-from nxd_ckpt.errors import CorruptCheckpoint, OptimizerMismatch
-from nxd_ckpt.formats.tensors import iter_leaves
+from nxd_ckpt.errors import CorruptCheckpoint, KeyMismatch, OptimizerMismatch
+from nxd_ckpt.formats.tensors import TensorStub, iter_leaves
 from nxd_ckpt.gc_paused import gc_paused
 from nxd_ckpt.live import torch_xla
-from nxd_ckpt.live.dtensor import names_without_wrappers
+from nxd_ckpt.live.dtensor import names_without_wrappers, plain_names
 from nxd_ckpt.live.model import ModelAdapter
 from nxd_ckpt.live.models import open_model
 from nxd_ckpt.live.save_state import SaveState
+from nxd_ckpt.live.state_names import parameter_sections
 from nxd_ckpt.load.collective_checks import Unmatched, refuse_unknown_names, refuse_unmatched
-from nxd_ckpt.load.downloading import download
 from nxd_ckpt.load.filters import Filter
 from nxd_ckpt.load.load_context import load_context
+from nxd_ckpt.load.options import LoadRequest
 from nxd_ckpt.load.overwriting import fill_model, nbytes_of, overwriting
 from nxd_ckpt.load.parts import (
     check_scheduler,
@@ -35,19 +42,150 @@ from nxd_ckpt.load.parts import (
     refuse_forgotten,
 )
 from nxd_ckpt.load.planner import LoadPlanner
-from nxd_ckpt.load.renamed_tag import RenamedTag
 from nxd_ckpt.load.replicas import SharedReads, delivery_of, measured_rate, open_shared_reads
-from nxd_ckpt.load.request import LoadRequest
 from nxd_ckpt.load.scheduled_rates import lacks_scheduled_rates, with_scheduled_rates
 from nxd_ckpt.load.shares import ReplicaShares, agree_on_shares
 from nxd_ckpt.load.trees import LoadTrees
+from nxd_ckpt.options.execution import SavedNames
 from nxd_ckpt.reshard.plain_values import ABSENT
+from nxd_ckpt.storage.base import Storage
 from nxd_ckpt.storage.cached import CachedStorage
-from nxd_ckpt.storage.progress import is_watched, watched
+from nxd_ckpt.storage.progress import Counter, is_watched, report, watched
 from nxd_ckpt.tag.opened import OpenTag
 from nxd_ckpt.tag.reading import Leaf
 
 logger = logging.getLogger("nxd_ckpt")
+
+
+def open_cache(storage: Storage, tag: str, work_dir: str | os.PathLike[str] | None) -> CachedStorage:
+    """Return ``storage`` with local copies of the files of ``tag``, in its present version; see `CachedStorage`."""
+    return CachedStorage(storage, tag, _version(storage, tag), work_dir)
+
+
+def download(
+    cache: CachedStorage, opened: OpenTag, leaves: Iterable[Leaf], *, reports_progress: bool, progress: bool
+) -> None:
+    """Fetch the files that ``leaves`` are read from; the rank with ``reports_progress`` shows it for all.
+
+    Raises OSError.
+    """
+    keys = {f"{opened.tag}/{file}".lstrip("/") for leaf in leaves for file in _files(leaf)}
+    shown = reports_progress and progress and is_watched()
+    total = sum(cache.size(key) for key in keys) if shown else 0
+    counter = Counter()
+    started = effects.monotonic()
+    with watched("download", total, lambda: counter.nbytes, shown):
+        nbytes = cache.fetch(keys, counter.add)
+    if reports_progress:
+        report("downloaded", opened.where, nbytes, started)
+
+
+def _files(leaf: Leaf) -> set[str]:
+    return {leaf.file} if isinstance(leaf, TensorStub) else {fragment.stub.file for fragment in leaf.fragments}
+
+
+def _version(storage: Storage, tag: str) -> bytes:
+    """Return bytes that differ when another save takes the tag's name: our manifest, or the times of NxD's files."""
+    entries = [entry.name for entry in storage.list(tag) if not entry.is_dir]
+    prefix = f"{tag}/" if tag else ""
+    if names.MANIFEST in entries:
+        return storage.read(f"{prefix}{names.MANIFEST}")
+    return repr([(name, storage.time(f"{prefix}{name}")) for name in entries]).encode()
+
+
+class RenamedTag(OpenTag):
+    """The tag ``opened``, as if it had been saved with the live names of ``renaming``.
+
+    Its model has only the renamed parameters. The optimizer's parameters are all there, since their positions count.
+    """
+
+    def __init__(self, opened: OpenTag, renaming: Renaming) -> None:
+        manifest = opened.manifest
+        if manifest is not None:
+            items = manifest.parameters.items()
+            parameters = {renaming.live(name): spec for name, spec in items if renaming.concerns(name)}
+            manifest = replace(manifest, parameters=parameters)
+        super().__init__(opened.storage, opened.tag, opened._layout, manifest, opened.identity)
+        self._renaming = renaming
+        self._seen = set() if opened.manifest is None else set(opened.manifest.parameters)
+
+    def model_tree(self, at: Coordinates) -> dict[str, Any]:
+        renaming = self._renaming
+        tree = super().model_tree(at)
+        self._seen.update(tree)
+        return {renaming.live(name): leaf for name, leaf in tree.items() if renaming.concerns(name)}
+
+    def experts(self) -> set[str] | None:
+        names = super().experts()
+        return None if names is None else set(map(self._renaming.live, names))
+
+    @property
+    def saved_names(self) -> set[str]:
+        """The parameters seen in the tag so far, by their saved names."""
+        return self._seen
+
+    def live_names(self, names: SavedNames) -> SavedNames:
+        """Return names of the optimizer's parameters, saved or live ones, as live ones."""
+        renaming = self._renaming
+
+        def live(name: str) -> str:
+            return name if name in renaming.key_mapping else renaming.live(name)
+
+        return [[list(map(live, group)) for group in stage] for stage in names]
+
+    def optimizer_tree(self, at: Coordinates, param_names: Sequence[str] | None = None) -> dict[str, Any]:
+        saved = None if param_names is None else [self._renaming.saved(name) for name in param_names]
+        return super().optimizer_tree(at, saved)
+
+    def optimizer_names(self, at: Coordinates) -> list[str] | None:
+        names = super().optimizer_names(at)
+        self._seen.update(names or ())
+        return None if names is None else [self._renaming.live(name) for name in names]
+
+
+def unwrapped(opened: OpenTag, mapping: ModelMapping | None = None) -> OpenTag:
+    """Return the tag under the names that its parameters have without wrappers, such as torch.compile's.
+
+    Names for which ``mapping`` has a rule stay. Raises UnsupportedState if two names become equal.
+    """
+    if not opened.parts.model:
+        return opened
+    plain = plain_names(opened.model_names(), opened.where)
+    changed = {name: saved for name, saved in plain.items() if name != saved}
+    if mapping is not None:
+        with_rules = {match.name for match in mapping.split(changed.values())[0]}
+        changed = {name: saved for name, saved in changed.items() if saved not in with_rules}
+    return RenamedTag(opened, Renaming(changed)) if changed else opened
+
+
+class OneModelTag(RenamedTag):
+    """One of several models of the tag ``opened``, and its part of the optimizers, under the model's own names."""
+
+    def __init__(self, opened: OpenTag, model: str) -> None:
+        """Raise KeyMismatch if no name in the tag begins with ``model``."""
+        saved = opened.model_names() if opened.parts.model else set()
+        if not any(name.startswith(f"{model}.") for name in saved):
+            names = sorted({name.partition(".")[0] for name in saved if "." in name})
+            raise KeyMismatch(f"{opened.where} has no model {listed([model], names)}; its names begin with {names}")
+        super().__init__(opened, Renaming(prefix=f"{model}."))
+
+    def optimizer_tree(self, at: Coordinates, param_names: Sequence[str] | None = None) -> dict[str, Any]:
+        tree, names = super().optimizer_tree(at, param_names), super().optimizer_names(at)
+        indices = [index for group in tree["param_groups"] for index in group["params"]]
+        own = {index for index, name in zip(indices, names or (), strict=False) if not name.startswith(NOT_LIVE)}
+        groups = [
+            {**group, "params": [index for index in group["params"] if index in own]} for group in tree["param_groups"]
+        ]
+        parts = {section: _of(tree[section], own) for section in parameter_sections(tree)}
+        return {**tree, **parts, "param_groups": [group for group in groups if group["params"]]}
+
+    def optimizer_names(self, at: Coordinates) -> list[str] | None:
+        names = super().optimizer_names(at)
+        return None if names is None else [name for name in names if not name.startswith(NOT_LIVE)]
+
+
+def _of(entries: Mapping[Any, Any], indices: set[Any]) -> dict[Any, Any]:
+    return {index: value for index, value in entries.items() if index in indices}
 
 
 class LoadAttempt:

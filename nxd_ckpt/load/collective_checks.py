@@ -16,8 +16,7 @@ from nxd_ckpt.core.suggestions import listed
 from nxd_ckpt.errors import KeyMismatch, OptimizerMismatch, RanksDisagree
 from nxd_ckpt.live.ignoring import digest
 from nxd_ckpt.load.filters import Filter
-from nxd_ckpt.load.options import LoadOptions
-from nxd_ckpt.load.request import LoadRequest
+from nxd_ckpt.load.options import LoadOptions, LoadRequest
 
 logger = logging.getLogger("nxd_ckpt")
 

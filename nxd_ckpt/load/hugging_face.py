@@ -32,12 +32,12 @@ from nxd_ckpt.live.models import open_model
 from nxd_ckpt.live.optimizer import open_optimizer
 from nxd_ckpt.load.collective_checks import Unmatched, refuse_unmatched
 from nxd_ckpt.load.filters import Filter
+from nxd_ckpt.load.options import LoadRequest
 from nxd_ckpt.load.overwriting import fill_model, nbytes_of, overwriting
-from nxd_ckpt.load.placing import local_tree
 from nxd_ckpt.load.replicas import SharedReads, delivery_of, measured_rate, open_shared_reads
-from nxd_ckpt.load.request import LoadRequest
 from nxd_ckpt.load.shares import agree_on_shares
 from nxd_ckpt.load.tied import refuse_unequal_ties, unequal_ties
+from nxd_ckpt.load.trees import local_tree
 from nxd_ckpt.storage.base import Storage
 from nxd_ckpt.storage.progress import report, watched
 from nxd_ckpt.tag.foreign.hugging_face_directory import HuggingFaceDirectory

@@ -14,8 +14,8 @@ from nxd_ckpt.core.manifest import ParameterSpec
 from nxd_ckpt.core.topology import Coordinates, Topology
 from nxd_ckpt.errors import OptimizerMismatch
 from nxd_ckpt.live.dtensor import refuse_sizes
-from nxd_ckpt.live.lora_names import is_adapter
 from nxd_ckpt.live.model import ModelAdapter
+from nxd_ckpt.live.model_names import is_adapter
 from nxd_ckpt.live.optimizer import OptimizerAdapter, open_optimizer
 from nxd_ckpt.live.optimizer_dict import DictOptimizer
 from nxd_ckpt.load.filters import Filter

@@ -25,12 +25,11 @@ from nxd_ckpt.errors import (
     TagReplaced,
 )
 from nxd_ckpt.gc_paused import gc_paused
-from nxd_ckpt.load.attempt import LoadAttempt, PreparedLoad
+from nxd_ckpt.load.attempt import LoadAttempt, PreparedLoad, open_cache
 from nxd_ckpt.load.collective_checks import filter_summary
-from nxd_ckpt.load.downloading import open_cache
 from nxd_ckpt.load.hugging_face import load_hugging_face
+from nxd_ckpt.load.options import LoadRequest
 from nxd_ckpt.load.overwriting import overwriting
-from nxd_ckpt.load.request import LoadRequest
 from nxd_ckpt.load.retries import LoadRetries
 from nxd_ckpt.storage.base import Storage
 from nxd_ckpt.storage.progress import report

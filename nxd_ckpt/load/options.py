@@ -1,16 +1,20 @@
-"""Options of a load."""
+"""Options of a load, and its request: a call of load, as its phases need it."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+from nxd_ckpt.coordination.agreement import Agreement
 from nxd_ckpt.core.heads import Hardware
 from nxd_ckpt.core.option_classes import option
 from nxd_ckpt.core.partition import Partition
+from nxd_ckpt.core.topology import Topology
 from nxd_ckpt.errors import InvalidArgument
 from nxd_ckpt.live.ignoring import IgnoreKeys
+from nxd_ckpt.live.named import LiveObjects, with_state
+from nxd_ckpt.options.checkpointer_options import DEFAULT_TIMEOUT
 from nxd_ckpt.options.hugging_face import MappingSpec
 from nxd_ckpt.storage.urls import StrPath
 
@@ -103,3 +107,42 @@ class LoadOptions:
             raise InvalidArgument("fallback=True with verify=False: without digests no damage is found; pass one only")
         if self.work_dir is not None and not self.pre_download:
             raise InvalidArgument("work_dir= is the place for the copies of pre_download=True: pass both, or neither")
+
+
+@dataclass(frozen=True)
+class LoadRequest:
+    """One call of load, on one rank: the objects to load, None for those to skip, and the other ranks.
+
+    Attributes:
+        topology: sizes and the rank whose state is loaded.
+        agreement: of all processes that make this call; a process alone may load any rank's state.
+        state: the objects that were passed by name; `settled` adds them to the three before.
+        timeout: seconds without progress after which another rank counts as lost.
+    """
+
+    topology: Topology
+    agreement: Agreement
+    model: Any
+    optimizer: Any
+    scheduler: Any = None
+    options: LoadOptions = field(default_factory=LoadOptions)
+    timeout: float = DEFAULT_TIMEOUT
+    state: Mapping[str, Any] | None = None
+
+    def settled(self) -> LoadRequest:
+        """Return the request with the objects of ``state`` as models, optimizers, and in place of the scheduler.
+
+        Raises InvalidArgument if they are not such objects.
+        """
+        objects = with_state(LiveObjects(self.model, self.optimizer, self.scheduler), self.state)
+        return replace(self, **objects._asdict())
+
+    @property
+    def reports_progress(self) -> bool:
+        """True on the rank that shows progress for all."""
+        return self.agreement.rank == 0
+
+    @property
+    def acts_for_one_stage(self) -> bool:
+        """True if a process loads one of several pipeline stages without the others: names may be in theirs."""
+        return self.agreement.world_size < self.topology.world_size and self.topology.pp > 1

@@ -15,7 +15,7 @@ from nxd_ckpt.live.ignoring import RANDOM_STATE
 from nxd_ckpt.live.named import OBJECTS, NamedObjects, named_states
 from nxd_ckpt.live.random_state import is_random_state
 from nxd_ckpt.load.filters import Filter
-from nxd_ckpt.load.request import LoadRequest
+from nxd_ckpt.load.options import LoadRequest
 from nxd_ckpt.tag.opened import OpenTag
 
 logger = logging.getLogger("nxd_ckpt")

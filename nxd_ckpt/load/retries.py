@@ -8,8 +8,8 @@ from typing import NamedTuple
 from nxd_ckpt.coordination.agreement import Agreement, decided_by_rank0, on_all
 from nxd_ckpt.core import names
 from nxd_ckpt.errors import CheckpointNotFound, CorruptCheckpoint, PartLost, PeerTimeout, TagReplaced
+from nxd_ckpt.load.options import LoadRequest
 from nxd_ckpt.load.overwriting import PARTLY
-from nxd_ckpt.load.request import LoadRequest
 from nxd_ckpt.storage.base import Replicated, Storage
 from nxd_ckpt.tag.nearest import Copy, Source, source_with_substitutes, warn_of_substitutes
 from nxd_ckpt.tag.union import (

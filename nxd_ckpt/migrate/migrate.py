@@ -26,7 +26,7 @@ from nxd_ckpt.errors import InvalidArgument, TopologyMismatch, UnsupportedState,
 from nxd_ckpt.hugging_face.hugging_face_tag import HuggingFaceTag, HuggingFaceTerms
 from nxd_ckpt.hugging_face.mapped_tag import MappedTag
 from nxd_ckpt.keywords import ExportKeywords, MigrateKeywords
-from nxd_ckpt.load.renamed_tag import RenamedTag
+from nxd_ckpt.load.attempt import RenamedTag
 from nxd_ckpt.migrate.source import Origin, find_origin
 from nxd_ckpt.options.execution import ExecutionOptions
 from nxd_ckpt.options.hugging_face import MappingSpec

@@ -8,7 +8,7 @@ from nxd_ckpt.core import document
 from nxd_ckpt.core.topology import Coordinates
 from nxd_ckpt.errors import MalformedFile, PartNotFound
 from nxd_ckpt.migrate.optimum_metadata import TIED_HEAD, OptimumMetadata, read_metadata, read_pickled_metadata
-from nxd_ckpt.reshard.group_names import COMPUTED
+from nxd_ckpt.reshard.optimizer_names import COMPUTED
 from nxd_ckpt.tag.files import TagFiles
 from nxd_ckpt.tag.foreign.recognise import STAGE_METADATA
 from nxd_ckpt.tag.opened import OpenTag

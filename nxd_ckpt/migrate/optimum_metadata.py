@@ -16,7 +16,7 @@ from typing import Any
 from nxd_ckpt.core.entries import checked
 from nxd_ckpt.errors import MalformedFile, UnsupportedState
 from nxd_ckpt.hugging_face.adapter_mapping import PREFIX
-from nxd_ckpt.live.lora_names import is_adapter, without_base_layer
+from nxd_ckpt.live.model_names import is_adapter, without_base_layer
 
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 _WHOLE = "modules_to_save"

@@ -1,11 +1,12 @@
-"""Options that all writing tools share: creation of their output, and resources."""
+"""Options that tools share: reading a tag without a job, creation of their output, and resources."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from nxd_ckpt.core.option_classes import option
+from nxd_ckpt.core.partition import Partition
 from nxd_ckpt.core.topology import Topology
 from nxd_ckpt.errors import InvalidArgument
 from nxd_ckpt.options.checkpointer_options import DEFAULT_TIMEOUT
@@ -82,3 +83,17 @@ def check_workers(num_workers: object) -> None:
     """Raise InvalidArgument unless it is a number of workers."""
     if not isinstance(num_workers, int) or num_workers < 1:
         raise InvalidArgument(f"num_workers must be an int of at least 1, found {num_workers!r}")
+
+
+@dataclass(frozen=True)
+class OpenOptions:
+    """Opening of a tag. ``storage_options`` may hold secrets: no repr shows them."""
+
+    partitions: Mapping[str, Partition] | None = option(None, """how parameters were partitioned over its ranks, by
+        name, if the tag does not record it (NxD's do not).""")
+    saved_param_names: SavedNames | None = option(None, """the optimizer's parameter names, for each pipeline stage, for
+        each param group, in order, if the tag does not record them (NxD's do not).""")
+    trust_pickle: bool = option(False, "allow objects of any class in it.")
+    storage_options: StorageOptions | None = option(
+        None, "storage options for URLs, named as in fsspec and s3fs.", repr=False
+    )

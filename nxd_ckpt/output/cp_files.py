@@ -1,24 +1,118 @@
-"""A tag's files, and the copy of each to another storage: verified, and only if it is not there yet."""
+"""A tag's files, and the copy of each to another storage: verified, and only if it is not there yet.
+
+Hosts with disks of their own copy to a lower tier themselves, at rank 0's request. Rank 0 asks for each piece of a
+file, so its throttle and its cancelling apply to all hosts. It receives no bytes.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import logging
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
+from dataclasses import dataclass, field
 from enum import Enum
 
+from nxd_ckpt import effects
 from nxd_ckpt.core import names
 from nxd_ckpt.core.manifest import FileEntry
 from nxd_ckpt.errors import DigestMismatch, MalformedFile, PartNotFound
 from nxd_ckpt.formats import crc32
-from nxd_ckpt.output.host_copies import HostCopies
-from nxd_ckpt.output.tag_file import TagFile
 from nxd_ckpt.output.transfer import Progress, copy, digest, link, require_equal, sync
 from nxd_ckpt.storage.base import Replicated, Storage, is_mounted, remove_if
+from nxd_ckpt.storage.hosts.storage import HostsStorage
 from nxd_ckpt.tag.files import TagFiles
 from nxd_ckpt.tag.opened import OpenTag
 from nxd_ckpt.tag.union import changed_everywhere
-from nxd_ckpt.tag.verify import DigestsInside, files_of
+from nxd_ckpt.tag.verify import Digested, DigestsInside, files_of
+
+logger = logging.getLogger("nxd_ckpt")
+
+
+class HostCopies:
+    """Copies of a tag's ``files`` to tier number ``tier``. Safe for threads.
+
+    Rank 0 copies at most ``own`` files at once itself.
+    """
+
+    def __init__(self, source: HostsStorage, tag: str, files: Sequence[TagFile], tier: int, own: int) -> None:
+        self._source, self._tag, self._tier = source, tag, tier
+        holders = source.holders([f"{tag}/{file.name}" for file in files])
+        self._copier = assign_hosts(files, {file.name: holders[f"{tag}/{file.name}"] for file in files})
+        self._left_out = {source.hosts.here}
+        self.own_turn = effects.Semaphore(own)
+
+    def side_by_side(self, files: Sequence[TagFile]) -> list[TagFile]:
+        """Return the files in an order that keeps all hosts busy: one file of each host, then the next of each."""
+        turns, begun = dict[str, int](), Counter[int | None]()
+        for file in files:
+            copier = self._copier.get(file.name)
+            begun[copier] += 1
+            turns[file.name] = begun[copier]
+        return sorted(files, key=lambda file: turns[file.name])
+
+    def copy(
+        self, file: TagFile, target: Storage, folder: str, progress: Progress, confirm: Callable[[], bool]
+    ) -> bool:
+        """Return True if another host copied the file below ``folder``, and verified it; otherwise none of it is there.
+
+        A host that fails is not asked again. Errors of ``progress`` pass, and of ``confirm``, which is called before a
+        failed copy is removed. Raises OSError if ``target`` is not reachable.
+        """
+        number, key = self._copier.get(file.name), f"{folder}/{file.name}"
+        if number is None or file.entry is None or number in self._left_out:
+            return False
+        try:
+            pieces = self._source.copy_out(
+                number, f"{self._tag}/{file.name}", self._tier, folder, file.name, file.entry
+            )
+            with closing(pieces):
+                for moved in pieces:
+                    progress(moved)
+            if target.size(key) == file.nbytes:
+                return True
+            problem: Exception = OSError(f"{target.url}/{key} is not what the host wrote")
+        except (OSError, EOFError, MalformedFile) as error:
+            problem = error
+        if number not in self._left_out:
+            self._left_out.add(number)
+            logger.warning(
+                "nxd_ckpt: rank 0 copies files of %s itself, instead of host %d: %s", self._tag, number, problem
+            )
+        remove_if(target, key, confirm)
+        return False
+
+
+def assign_hosts(files: Iterable[TagFile], holders: Mapping[str, Iterable[int]]) -> dict[str, int]:
+    """Return the host that copies each file, by name: of its holders, the one with the fewest bytes to copy. Pure."""
+    load, chosen = Counter[int](), dict[str, int]()
+    for file in sorted(files, key=lambda file: (-file.nbytes, file.name)):
+        least = min(sorted(holders[file.name]), key=lambda number: load[number], default=None)
+        if least is not None:
+            chosen[file.name] = least
+            load[least] += file.nbytes
+    return chosen
+
+
+@dataclass(frozen=True)
+class TagFile:
+    """One file of a tag.
+
+    ``entry`` is its entry in the tag's indexes, or None. ``inside`` are the digests inside a file of
+    neuronx_distributed.
+    """
+
+    name: str
+    nbytes: int
+    entry: FileEntry | None = None
+    inside: tuple[Digested, ...] = field(default=(), repr=False)
+
+    @property
+    def records(self) -> dict[int, int]:
+        """Bytes of each record with a digest, by its offset."""
+        return {record.offset: record.nbytes for record in self.inside}
+
 
 _MEMORY = 8 * 2**20
 

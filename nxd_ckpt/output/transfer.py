@@ -1,21 +1,48 @@
-"""The transfer of one file between storages: as a hard link, or copied and digested."""
+"""The transfer of one file between storages, as a hard link, or copied and digested, within a rate."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Generator, Iterator, Mapping
-from concurrent.futures import Executor
-from contextlib import closing
+import threading
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor, wait
+from contextlib import closing, nullcontext
 from itertools import groupby
+from typing import TypeVar
 
 from nxd_ckpt.core.manifest import CRC_BLOCK, FileEntry
-from nxd_ckpt.errors import DigestMismatch, MalformedFile, PartNotFound
+from nxd_ckpt.errors import CheckpointError, DigestMismatch, MalformedFile, PartNotFound
 from nxd_ckpt.formats import crc32
-from nxd_ckpt.output.prefetch import prefetched
 from nxd_ckpt.storage.arena import Arena
 from nxd_ckpt.storage.base import Storage, Writer, completed
 from nxd_ckpt.storage.local import LocalStorage
+from nxd_ckpt.storage.progress import Counter
 from nxd_ckpt.storage.system import sync_path
+from nxd_ckpt.storage.throttle import Throttle
+
+Task = TypeVar("Task")
+Filled = TypeVar("Filled")
+
+
+def prefetched(
+    tasks: Sequence[Task], fill: Callable[[Task, Arena], Filled], nbytes: int, threads: Executor | None = None
+) -> Iterator[Filled]:
+    """Yield ``fill``'s result for each task, valid until the next is asked for. Errors of ``fill`` pass.
+
+    Memory: two arenas of at most ``nbytes`` each, which are filled in turn. Reads on ``threads`` if given.
+    """
+    arenas = Arena(nbytes), Arena(nbytes)
+    with nullcontext(threads) if threads is not None else ThreadPoolExecutor(1, "nxd_ckpt-reader") as thread:
+        ahead = [thread.submit(fill, task, arenas[0]) for task in tasks[:1]]
+        try:
+            for number in range(len(tasks)):
+                filled = ahead.pop().result()
+                if number + 1 < len(tasks):
+                    ahead.append(thread.submit(fill, tasks[number + 1], arenas[(number + 1) % 2]))
+                yield filled
+        finally:
+            wait(ahead)  # it fills memory that is released afterwards
+
 
 _PIECE = 8 * 2**20
 Progress = Callable[[int], None]
@@ -209,3 +236,25 @@ def _segments(nbytes: int, records: Mapping[int, int]) -> Iterator[tuple[int, in
                 yield start, stop, record
                 start = stop
         cursor = offset + size
+
+
+class Pace:
+    """Rate limit, progress and cancellation of a copy, shared by all of its threads.
+
+    ``stop`` makes each of them give up at its next piece. ``bytes_per_second`` None is no limit.
+    """
+
+    def __init__(self, bytes_per_second: int | None) -> None:
+        self.stop = threading.Event()
+        self._throttle, self._counter = Throttle(bytes_per_second), Counter()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that were moved so far."""
+        return self._counter.nbytes
+
+    def moved(self, nbytes: int) -> None:
+        """Count ``nbytes``, and return when more may be moved. Raises CheckpointError once the copy is to stop."""
+        self._counter.add(nbytes)
+        if self.stop.wait(self._throttle.schedule(nbytes)[1]):
+            raise CheckpointError("stopped: another file could not be copied")

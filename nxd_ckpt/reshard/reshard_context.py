@@ -21,7 +21,7 @@ from nxd_ckpt.core.topology import Coordinates, Topology
 from nxd_ckpt.errors import MalformedFile
 from nxd_ckpt.formats.strides import dense, stride_of
 from nxd_ckpt.formats.tensors import Assembly, Fragment, TensorStub
-from nxd_ckpt.live.lora_names import is_key_or_value
+from nxd_ckpt.live.model_names import is_key_or_value
 from nxd_ckpt.reshard.resharding import derived, plan_parameter, respecified
 from nxd_ckpt.tag.opened import OpenTag
 

@@ -1,4 +1,4 @@
-"""One save on one rank: its opening, and its files; `nxd_ckpt.save.ballot` decides it.
+"""One save on one rank: its request, its opening, and its files; `nxd_ckpt.save.ballot` decides it.
 
 The effects of an attempt, in order, on the background thread. A failure becomes this rank's vote. An exit that is
 raised there does, too: it cannot end the process, and must not leave the save undecided.
@@ -7,9 +7,10 @@ raised there does, too: it cannot end the process, and must not leave the save u
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, Future
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 
 from nxd_ckpt import effects
 from nxd_ckpt.commit import voting
@@ -17,9 +18,11 @@ from nxd_ckpt.commit.commit import clear_failed
 from nxd_ckpt.commit.host_semaphore import writing_slot
 from nxd_ckpt.commit.publication import Publication, publication_of
 from nxd_ckpt.commit.session import Session
+from nxd_ckpt.commit.tier import Draining
 from nxd_ckpt.coordination import lease
 from nxd_ckpt.coordination.paths import verdict_dir
 from nxd_ckpt.core import names
+from nxd_ckpt.core.retention import Rule
 from nxd_ckpt.core.votes import Verdict, Vote
 from nxd_ckpt.errors import (
     CheckpointError,
@@ -32,11 +35,36 @@ from nxd_ckpt.errors import (
     to_wire,
 )
 from nxd_ckpt.save.dedup import parent_of
-from nxd_ckpt.save.request import SaveRequest
+from nxd_ckpt.save.options import SaveOptions
+from nxd_ckpt.save.plan import SavePlan
 from nxd_ckpt.save.waves import Wave
 from nxd_ckpt.save.writing import FileWriter
 
 logger = logging.getLogger("nxd_ckpt")
+
+
+@dataclass(frozen=True)
+class SaveRequest:
+    """One call of save, on one rank.
+
+    Attributes:
+        plan: the files of this rank; None if it could not be made: then the options may be what is wrong.
+        tier_rules: rules of retention of the first tier, for a save without its own.
+        versions: of the libraries, for the manifest.
+        draining: set if there are further tiers.
+    """
+
+    tag: str
+    plan: SavePlan | None
+    options: SaveOptions
+    tier_rules: Sequence[Rule] | None
+    versions: Mapping[str, str]
+    draining: Draining | None
+
+    @property
+    def rules(self) -> Sequence[Rule] | None:
+        """Rules for the complete tags to keep; None keeps all."""
+        return self.options.rules or self.tier_rules
 
 
 class SaveAttempt:

@@ -7,26 +7,83 @@ it: a save that needs the memory stops the counting.
 
 from __future__ import annotations
 
+import json
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Executor, Future, wait
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from nxd_ckpt.coordination.control_files import drop_entries_of_lost_tags
 from nxd_ckpt.coordination.paths import SUMMARIES, summaries_dir, summaries_file
+from nxd_ckpt.core import document
 from nxd_ckpt.core.box import Box
+from nxd_ckpt.core.entries import checked
+from nxd_ckpt.core.keys import checked_name, checked_text
+from nxd_ckpt.core.limits import check_sizes, shown
+from nxd_ckpt.core.parsing import parsing
 from nxd_ckpt.core.partition import Piece
-from nxd_ckpt.errors import CheckpointError
+from nxd_ckpt.errors import CheckpointError, MalformedFile
 from nxd_ckpt.formats.assembly import box_of, cut_box
 from nxd_ckpt.formats.tensors import itemsize, torch_dtype
 from nxd_ckpt.reshard.summary import PART, Summary
 from nxd_ckpt.save.planned_file import NamedTensor, PlannedFile
-from nxd_ckpt.save.summaries import Boxes, Summaries, dump_summaries
 from nxd_ckpt.save.waves import Span, Wave
 from nxd_ckpt.storage.base import Storage
 
 logger = logging.getLogger("nxd_ckpt")
+
+
+_VERSION = 1
+
+Boxes = dict[Box, Summary]
+"""Counts of a tensor, by box of the whole one. A tensor without pieces counts as a whole one."""
+
+
+@dataclass(frozen=True)
+class Summaries:
+    """Counts of all tensors, by name; ``attempt`` is the one that became the tag."""
+
+    attempt: str
+    tensors: Mapping[str, Boxes]
+
+
+def dump_summaries(summaries: Summaries) -> bytes:
+    tensors = {
+        name: [[*map(list, (box.offset, box.size)), summary.to_json()] for box, summary in boxes.items()]
+        for name, boxes in summaries.tensors.items()
+    }
+    fields = {"format_version": _VERSION, "kind": "summaries", "attempt": summaries.attempt, "tensors": tensors}
+    return json.dumps(fields, separators=(",", ":")).encode()
+
+
+def load_summaries(data: bytes, where: str) -> Summaries | None:
+    """Parse such a file; None for another version, whose numbers have other meanings.
+
+    Raises MalformedFile, naming ``where``, for anything but a valid one.
+    """
+    with parsing(where, "what a rank counted at a save"):
+        fields = document.read(data.decode(), {"tensors": _boxes})
+        if fields["kind"] != "summaries":
+            raise ValueError(f"found the kind {shown(fields['kind'])}")
+        if fields["format_version"] != _VERSION:
+            return None
+        tensors: dict[str, Boxes] = checked(dict, fields["tensors"])
+        return Summaries(
+            checked_name(fields["attempt"]), {checked_text(name): boxes for name, boxes in tensors.items()}
+        )
+
+
+def _boxes(entries: Any) -> Boxes:
+    boxes: Boxes = {}
+    for offset, size, numbers in checked(list, entries):
+        box = Box(check_sizes(offset, "a box"), check_sizes(size, "a box"))
+        if len(box.offset) != len(box.size) or box in boxes:
+            raise MalformedFile(f"expected each box once, offset and size, found {shown(offset)}, {shown(size)}")
+        boxes[box] = Summary.from_json(numbers)
+    return boxes
 
 
 class Counting:

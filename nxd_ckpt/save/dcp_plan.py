@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from nxd_ckpt.core import names
-from nxd_ckpt.core.dcp_chunks import DcpChunk
+from nxd_ckpt.core.dcp_names import DcpChunk
 from nxd_ckpt.core.partition import zero1_shape
 from nxd_ckpt.core.topology import Topology
 from nxd_ckpt.errors import UnsupportedState

@@ -1,4 +1,4 @@
-"""Progress of a save, for the code that performs it and for its caller."""
+"""Progress of a save, for the code that performs it and for its caller; and the policy for saves that fail."""
 
 from __future__ import annotations
 
@@ -10,10 +10,49 @@ from functools import partial
 from typing import Any
 
 from nxd_ckpt import effects
-from nxd_ckpt.coordination.forks import require_own
-from nxd_ckpt.save.failures import Failures
+from nxd_ckpt.effects import require_own
+from nxd_ckpt.options.checkpointer_options import CheckpointerOptions
 
 logger = logging.getLogger("nxd_ckpt")
+
+
+class Failures:
+    """Counter of the failed saves of one Checkpointer.
+
+    Every rank counts its own. A save fails on all ranks or on none, so the counts are equal, except if the outcome
+    is unknown to one.
+    """
+
+    def __init__(self, options: CheckpointerOptions) -> None:
+        self._warns, self._limit = options.on_save_failure == "warn", options.max_failed_saves
+        self.in_a_row = 0
+
+    @property
+    def warns(self) -> bool:
+        """True if a failure need not be raised."""
+        return self._warns
+
+    def decided(self, error: BaseException | None, informed: bool) -> bool:
+        """Record the outcome of a save. Return whether its failure is tolerated.
+
+        ``error`` is logged, unless its caller was ``informed``.
+        """
+        if error is None:
+            self.in_a_row = 0
+            return False
+        self.in_a_row += 1
+        tolerated = self._warns and self.in_a_row < self._limit
+        if tolerated:
+            logger.warning(
+                "nxd_ckpt: a save failed, and training continues (%d in a row; the %d. is raised): %s: %s",
+                self.in_a_row,
+                self._limit,
+                type(error).__name__,
+                error,
+            )
+        elif not informed:
+            logger.error("nxd_ckpt: %s: %s", type(error).__name__, error)
+        return tolerated
 
 
 class SaveProgress:

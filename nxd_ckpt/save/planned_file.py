@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from nxd_ckpt.core.dcp_chunks import DcpChunk
+from nxd_ckpt.core.dcp_names import DcpChunk
 from nxd_ckpt.core.partition import Piece, zero1_pieces
 from nxd_ckpt.core.topology import Topology
 from nxd_ckpt.formats.image import Image

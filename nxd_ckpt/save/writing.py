@@ -16,7 +16,7 @@ from typing import Any
 
 from nxd_ckpt import effects
 from nxd_ckpt.commit.publication import Publication
-from nxd_ckpt.core.dcp_chunks import DcpChunk
+from nxd_ckpt.core.dcp_names import DcpChunk
 from nxd_ckpt.core.manifest import FileEntry, RankIndex, TensorEntry, dump_index
 from nxd_ckpt.core.names import tensors_dirs
 from nxd_ckpt.core.topology import Coordinates

@@ -19,7 +19,7 @@ from nxd_ckpt.storage.archive.storage import SUFFIX, ArchiveStorage, StoredFile
 from nxd_ckpt.storage.archive.unpacking import UnpackedFile
 from nxd_ckpt.storage.base import Storage
 from nxd_ckpt.storage.local import LocalStorage
-from nxd_ckpt.storage.mounts import aliases, is_below
+from nxd_ckpt.storage.system import aliases, is_below
 
 ARCHIVES = (SUFFIX, *SUFFIXES)
 """Ends of names of archives that are read and written."""

@@ -9,7 +9,7 @@ from functools import partial
 
 from nxd_ckpt import effects
 from nxd_ckpt.coordination import journal, lease
-from nxd_ckpt.coordination.backoff import Backoff
+from nxd_ckpt.coordination.waiting import Backoff
 from nxd_ckpt.core import names
 from nxd_ckpt.core.suggestions import first_of
 from nxd_ckpt.core.tags import Tag, TagInfo, latest, step_of, undated, undecided, validate_tag

@@ -34,7 +34,7 @@ from nxd_ckpt.core.tags import TagInfo
 from nxd_ckpt.errors import CheckpointNotFound, MalformedFile
 from nxd_ckpt.storage.base import DirEntry, Storage
 from nxd_ckpt.storage.local import LocalStorage
-from nxd_ckpt.storage.mounts import aliases
+from nxd_ckpt.storage.system import aliases
 from nxd_ckpt.tag.foreign import legacy, rank_items
 from nxd_ckpt.tag.grid import holes, spanned
 from nxd_ckpt.tag.order import marker_time, order_time_of_ours, recorded_order_time

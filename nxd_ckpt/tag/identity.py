@@ -11,9 +11,8 @@ from nxd_ckpt.core import names
 from nxd_ckpt.errors import CheckpointError, CheckpointNotFound, CorruptCheckpoint, TagReplaced, UnsafePickle
 from nxd_ckpt.formats import crc32
 from nxd_ckpt.storage.base import Storage
-from nxd_ckpt.storage.layered import LayeredStorage
 from nxd_ckpt.storage.local import LocalStorage
-from nxd_ckpt.storage.wrapper import StorageWrapper
+from nxd_ckpt.storage.wrapper import LayeredStorage, StorageWrapper
 
 T = TypeVar("T")
 

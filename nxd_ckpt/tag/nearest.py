@@ -11,7 +11,7 @@ from nxd_ckpt.core.suggestions import first_of
 from nxd_ckpt.core.tags import Tag
 from nxd_ckpt.errors import CheckpointError, CheckpointNotFound, PartLost, TagReplaced
 from nxd_ckpt.storage.base import Storage, may_lack_files
-from nxd_ckpt.storage.layered import LayeredStorage
+from nxd_ckpt.storage.wrapper import LayeredStorage
 from nxd_ckpt.tag.choosing import choose
 from nxd_ckpt.tag.union import ListingCheck, SaveCopies, Substitute, copies_of_save, manifest_of, survey
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import cached_property, partial
@@ -17,13 +17,13 @@ from nxd_ckpt.core.manifest import FileEntry, Manifest, Parts, RankIndex, load_i
 from nxd_ckpt.core.suggestions import first_of
 from nxd_ckpt.core.topology import Coordinates, Topology
 from nxd_ckpt.errors import CorruptCheckpoint, DigestMismatch, MalformedFile, PartLost, PartNotFound
-from nxd_ckpt.formats.tensors import TensorStub, allocated
+from nxd_ckpt.formats.tensors import Assembly, TensorStub, allocated, iter_tensors
 from nxd_ckpt.storage.base import Storage
+from nxd_ckpt.tag.files import MissingTensor
 from nxd_ckpt.tag.identity import Identity
 from nxd_ckpt.tag.mesh_trees import MeshTrees
 from nxd_ckpt.tag.nxd_tag import TagLayout
 from nxd_ckpt.tag.reading import Leaf, LeafReader
-from nxd_ckpt.tag.tree_cache import TreeCache
 from nxd_ckpt.tag.verification import (
     Entries,
     WrittenFiles,
@@ -36,6 +36,35 @@ from nxd_ckpt.tag.verification import (
 )
 
 logger = logging.getLogger("nxd_ckpt")
+
+
+Tree = dict[str, Any]
+
+_LIMIT = 2**16
+"""Maximum number of tensors in all cached trees: about 40 MB."""
+
+
+class TreeCache:
+    """The trees that were used last, of ``limit`` tensors together, or a single larger one.
+
+    A view that uses many trees for each of its tensors holds them itself: they may be more than the cache keeps.
+    """
+
+    def __init__(self, limit: int = _LIMIT) -> None:
+        self._limit, self._count = limit, 0
+        self._trees: dict[Hashable, tuple[dict[str, Any], int]] = {}  # in order of last use
+
+    def get(self, key: Hashable, read: Callable[[], Tree]) -> Tree:
+        """Return the tree of that key; ``read`` makes it if it is not cached. It is shared: nobody may change it."""
+        cached = self._trees.pop(key, None)
+        if cached is None:
+            tree = read()
+            cached = tree, sum(1 for _ in iter_tensors(tree, (TensorStub, Assembly, MissingTensor)))
+            self._count += cached[1]
+        self._trees[key] = cached
+        while self._count > self._limit and len(self._trees) > 1:
+            self._count -= self._trees.pop(next(iter(self._trees)))[1]
+        return cached[0]
 
 
 class OpenTag:

@@ -1,23 +1,188 @@
 """Reading of ranges of a tag's files by several threads.
 
 Neighbours are read together, and each range is compared with its digest while its bytes are in the processor's cache.
+Tasks start in the order of submission, and the caller's thread reads too while it waits. An error stops those that have
+not started. If several fail, the error of the first task is raised, whichever thread was faster.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NamedTuple
 
+from nxd_ckpt import effects
 from nxd_ckpt.core.closing import Closing
+from nxd_ckpt.core.manifest import CRC_BLOCK
 from nxd_ckpt.errors import MalformedFile
 from nxd_ckpt.formats import crc32
+from nxd_ckpt.storage.arena import private_memory
+from nxd_ckpt.storage.base import HOLE, Reader
 from nxd_ckpt.storage.progress import Counter
-from nxd_ckpt.storage.ranges import HOLE
 from nxd_ckpt.tag.files import TagFiles
-from nxd_ckpt.tag.open_files import OpenFiles
-from nxd_ckpt.tag.read_pool import PIECE, ReadPool
 from nxd_ckpt.tag.verification import Digest, mismatch, naming
+
+PIECE = CRC_BLOCK
+"""Bytes of scratch memory per thread, and of a task's read.
+
+Large enough that threads seldom contend, small enough that the bytes are still in the cache when their digest is
+computed; and a block of a tensor is verified at once.
+"""
+
+Task = Callable[[memoryview], None]
+"""Called with ``PIECE`` bytes of scratch memory that belong to the thread."""
+
+
+class ReadPool(Closing):
+    """Pool that runs tasks on ``threads`` threads, the caller's included.
+
+    The storage's ``concurrency``. Must be closed.
+    """
+
+    def __init__(self, threads: int) -> None:
+        self._others = threads - 1
+        self._threads: list[effects.Thread] = []
+        self._changed = effects.Condition()
+        self._queue: deque[tuple[int, Task]] = deque()
+        self._running: dict[int, int] = {}  # tasks, and the threads that they run on
+        self._failed: tuple[int, BaseException] | None = None
+        self._closed = False
+        self._own = effects.local()
+        self.submitted = 0
+
+    def submit(self, task: Task) -> None:
+        """Run ``task`` soon. Raises the error of an earlier one."""
+        if self._failed is not None:
+            self.wait_for(self.submitted)
+        with self._changed:
+            self._queue.append((self.submitted, task))
+            self.submitted += 1
+            self._changed.notify()
+        # A single task is for the caller, which waits for it next.
+        if len(self._queue) > 1 and len(self._threads) < self._others:
+            thread = effects.Thread(target=self._work, name="nxd_ckpt-reader", daemon=True)
+            self._threads.append(thread)  # first: an interrupt may come out of start()
+            try:
+                thread.start()
+            except RuntimeError:  # the system gives no more; the caller's own thread does it all in the end
+                self._threads.pop()
+                self._others = len(self._threads)
+
+    def wait_for(self, count: int) -> None:
+        """Return once the first ``count`` tasks are done, and help with them.
+
+        Raises the error of the first that failed.
+        """
+        while (item := self._next(count)) is not None:
+            self._run(*item)
+        if self._failed is not None:
+            (_, error), self._failed = self._failed, None
+            raise error
+
+    def close(self) -> None:
+        """Drop tasks that have not started and end the threads; returns when no task runs any more."""
+        with self._changed:
+            self._closed = True
+            self._queue.clear()
+            self._changed.notify_all()
+            # By tasks, since a thread whose start was interrupted cannot be joined; it will find nothing to do.
+            while any(thread != effects.get_ident() for thread in self._running.values()):
+                self._changed.wait()
+        for thread in self._threads:
+            if thread.is_alive():
+                thread.join()
+
+    def _next(self, count: int) -> tuple[int, Task] | None:
+        """Return the next of the first ``count`` tasks to run here; None once all of them are done."""
+        with self._changed:
+            while True:
+                if self._queue and self._queue[0][0] < count:
+                    return self._start_next()
+                if not any(number < count for number in self._running):
+                    return None
+                self._changed.wait()
+
+    def _work(self) -> None:
+        while True:
+            with self._changed:
+                while not self._queue and not self._closed:
+                    self._changed.wait()
+                if self._closed:
+                    return
+                item = self._start_next()
+            self._run(*item)
+
+    def _start_next(self) -> tuple[int, Task]:
+        number, task = self._queue.popleft()
+        self._running[number] = effects.get_ident()
+        return number, task
+
+    def _run(self, number: int, task: Task) -> None:
+        try:
+            task(self._scratch())
+        except BaseException as error:  # an interrupt too: it reaches the caller as any other
+            with self._changed:
+                self._queue.clear()
+                if self._failed is None or number < self._failed[0]:
+                    self._failed = number, error
+        finally:
+            with self._changed:
+                del self._running[number]
+                self._changed.notify_all()
+
+    def _scratch(self) -> memoryview:
+        if not hasattr(self._own, "memory"):
+            self._own.memory = memoryview(private_memory(PIECE))
+        memory: memoryview = self._own.memory
+        return memory
+
+
+_KEPT = 64
+"""Maximum number of idle files that stay open: with xser there is one for each tensor."""
+
+
+class OpenFiles:
+    """Files of ``files``, each opened once per thread that reads it. A context manager, or to be closed."""
+
+    def __init__(self, files: TagFiles) -> None:
+        self._files = files
+        self._lock = effects.Lock()
+        self._idle: deque[tuple[str, Reader]] = deque()  # the last used at the end
+
+    def read_ranges(self, file: str, ranges: Sequence[tuple[int, memoryview]]) -> None:
+        """Fill each memory with the file's bytes from its offset on. Thread-safe.
+
+        Raises the errors of `TagFiles.read_ranges`.
+        """
+        with self._files.named(file):
+            reader = self._take(file)
+            try:
+                reader.read_ranges(ranges)
+            finally:
+                self._give_back(file, reader)
+
+    def close(self) -> None:
+        """Close all files; nobody may be reading. A later read opens its file again."""
+        while self._idle:
+            self._idle.popleft()[1].close()
+
+    def _take(self, file: str) -> Reader:
+        with self._lock:
+            for number in range(len(self._idle) - 1, -1, -1):
+                if self._idle[number][0] == file:
+                    reader = self._idle[number][1]
+                    del self._idle[number]
+                    return reader
+        return self._files.open(file)
+
+    def _give_back(self, file: str, reader: Reader) -> None:
+        with self._lock:
+            self._idle.append((file, reader))
+            surplus = self._idle.popleft()[1] if len(self._idle) > _KEPT else None
+        if surplus is not None:
+            surplus.close()
+
 
 _TOGETHER = 500
 """Maximum number of ranges in a piece, for tiny tensors."""

@@ -1,7 +1,8 @@
 """Reading the tensors of a tag's trees, verified: whole ones by their file's digest, parts by their blocks' digests.
 
-An index has a digest for every block of a tensor's bytes: a part is verified by the blocks that it lies in. A tag
-without indexes has one digest per tensor: there the whole tensor is read once to verify any part of it.
+A record is the bytes of one tensor in a file. An index has a digest for every block of it: a part is verified by the
+blocks that it lies in. A tag without indexes has one digest per record: its blocks are then read in any order, as parts
+of them are requested, and the last decides.
 
 Requests are complete when `LeafReader.finish` returns: they are cut and collected into pieces that several threads
 read, whose digests are compared while their bytes are in the processor's cache. A block with several requested parts is
@@ -11,8 +12,10 @@ read once.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
+from typing import NamedTuple
 
 import torch
 
@@ -26,20 +29,171 @@ from nxd_ckpt.formats.assembly import (
     as_stored,
     blocks_of,
     clear_padding,
+    cut_out,
     direct_run,
+    elements_in,
     fragments_in,
     in_stored_order,
     read_part,
     run_of_block,
     slabs_of,
 )
-from nxd_ckpt.formats.tensors import Assembly, Fragment, TensorStub, allocated, byte_view, torch_dtype
+from nxd_ckpt.formats.tensors import Assembly, Fragment, TensorStub, allocated, byte_view, itemsize, torch_dtype
 from nxd_ckpt.tag.files import TagFiles
-from nxd_ckpt.tag.pending_blocks import PendingBlock, Request, Visit, span_of
-from nxd_ckpt.tag.range_reader import Range, RangeReader
-from nxd_ckpt.tag.read_pool import PIECE
+from nxd_ckpt.tag.range_reader import PIECE, Range, RangeReader
 from nxd_ckpt.tag.verification import Digest, naming
-from nxd_ckpt.tag.verified_records import Expected, VerifiedRecords
+
+Record = tuple[str, int]
+"""The file's key, and the offset of the record in it."""
+
+
+class Expected(NamedTuple):
+    """Digest of one block: its own CRC-32, or the ``segment``-th of a longer digest."""
+
+    crc32: int | None = None
+    digest: Digest | None = None
+    segment: int = 0
+
+
+class _Begun(NamedTuple):
+    """A record with one digest for all its blocks, some of which have been read."""
+
+    stub: TensorStub
+    name: str
+    digest: Digest
+    missing: set[int]
+
+
+class VerifiedRecords:
+    """State of a tag's records. ``entries`` are those of its indexes, if it has any. For one thread."""
+
+    def __init__(self, entries: Mapping[Record, TensorEntry]) -> None:
+        self._entries = entries
+        self._whole: set[Record] = set()
+        self._blocks: set[tuple[Record, int]] = set()
+        self._begun: dict[Record, _Begun] = {}
+
+    def entry(self, stub: TensorStub) -> TensorEntry | None:
+        """Return the index entry of the stub's record."""
+        return self._entries.get(_record(stub))
+
+    def is_whole(self, stub: TensorStub) -> bool:
+        """Return whether all of the record is verified, or will be by earlier requests."""
+        return _record(stub) in self._whole
+
+    def claim_whole(self, stub: TensorStub) -> None:
+        """Mark that all of the record will be read and compared."""
+        self._whole.add(_record(stub))
+
+    def claim(self, stub: TensorStub, block: int, count: int, name: str, where: str) -> Expected | None:
+        """Return the digest to compare the block with.
+
+        The caller must read all of it. None if there is none, or it was claimed.
+
+        ``count`` is the record's number of blocks. ``name`` and ``where`` describe tensor and bytes in errors.
+        """
+        record = _record(stub)
+        if record in self._whole or (record, block) in self._blocks:
+            return None
+        entry, crc = self._entries.get(record), stub.storage.crc32
+        if entry is None and crc is None:
+            return None
+        self._blocks.add((record, block))
+        if entry is not None:
+            return Expected(entry.crc32[block])
+        if record not in self._begun:
+            digest = Digest(where, crc or 0, count)
+            self._begun[record] = _Begun(stub, name, digest, set(range(count)))
+        begun = self._begun[record]
+        begun.missing.discard(block)
+        return Expected(None, begun.digest, block)
+
+    def unread(self) -> Iterator[tuple[TensorStub, int, str]]:
+        """Yield the unread blocks of records that have been begun: a stub, the block, and the tensor's name."""
+        for begun in self._begun.values():
+            yield from ((begun.stub, block, begun.name) for block in sorted(begun.missing))
+
+
+def _record(stub: TensorStub) -> Record:
+    return stub.file, stub.storage.offset
+
+
+class Request(NamedTuple):
+    """A part to read; ``run`` is the place of its bytes in memory, if they are copied unchanged."""
+
+    fragment: Fragment
+    out: torch.Tensor
+    run: DirectRun | None
+
+    def clipped(self, offset: int, nbytes: int) -> DirectRun:
+        """Return the part of the run within these bytes of the file."""
+        assert self.run is not None
+        begin, memory = self.run
+        first, last = max(begin, offset), min(begin + len(memory), offset + nbytes)
+        return first, memory[first - begin : last - begin]
+
+    def covers(self, offset: int, nbytes: int) -> bool:
+        """Return whether the run has all of them."""
+        return self.run is not None and self.run[0] <= offset and offset + nbytes <= self.run[0] + len(self.run[1])
+
+
+class Visit(NamedTuple):
+    """A part to show to ``look``, and not to keep."""
+
+    fragment: Fragment
+    look: Callable[[list[torch.Tensor]], None]
+
+
+@dataclass
+class PendingBlock:
+    """A block (by number) of the stub's record, with the requests for its bytes; without any, it is only verified.
+
+    ``is_verified_here`` is False if another rank verifies it.
+    """
+
+    stub: TensorStub
+    number: int
+    name: str
+    requests: list[Request] = field(default_factory=list)
+    visits: list[Visit] = field(default_factory=list)
+    is_verified_here: bool = False
+
+    @property
+    def span(self) -> tuple[int, int]:
+        """Its offset in the file, and its bytes."""
+        return span_of(self.stub, self.number)
+
+    @property
+    def is_read_whole(self) -> bool:
+        """True if a request covers all of it unchanged."""
+        return any(request.covers(*self.span) for request in self.requests)
+
+    @property
+    def requested_nbytes(self) -> int:
+        run = run_of_block(self.stub, self.number)
+        numel = sum(piece.source.numel for request in self.requests for piece in fragments_in(request.fragment, *run))
+        return numel * itemsize(self.stub.dtype)
+
+    def target(self) -> tuple[memoryview | None, list[Request]]:
+        """Return the memory to read the whole block into, if a request covers it, and the requests that need a copy."""
+        for number, request in enumerate(self.requests):
+            if request.covers(*self.span):
+                return request.clipped(*self.span)[1], self.requests[:number] + self.requests[number + 1 :]
+        return None, self.requests
+
+    def deliver(self, requests: Sequence[Request], memory: memoryview) -> None:
+        """Copy the block's bytes to the requests, and show them to the visits."""
+        for request in requests:
+            cut_out(request.fragment, request.out, self.number, memory)
+        for fragment, look in self.visits:
+            look(elements_in(fragment, self.number, memory))
+
+
+def span_of(stub: TensorStub, block: int) -> tuple[int, int]:
+    """Return offset in the file and length of a block of the stub's record."""
+    begin = block * CRC_BLOCK
+    return stub.storage.offset + begin, min(CRC_BLOCK, stub.storage.nbytes - begin)
+
 
 Leaf = TensorStub | Assembly
 

@@ -14,7 +14,7 @@ from nxd_ckpt.errors import CheckpointError
 from nxd_ckpt.storage.base import Replicated, Storage
 from nxd_ckpt.storage.progress import Counter
 from nxd_ckpt.tag.choosing import choose
-from nxd_ckpt.tag.read_pool import ReadPool
+from nxd_ckpt.tag.range_reader import ReadPool
 from nxd_ckpt.tag.verification import verify_file
 
 logger = logging.getLogger("nxd_ckpt")

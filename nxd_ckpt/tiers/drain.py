@@ -25,10 +25,8 @@ from nxd_ckpt.coordination.paths import COPIES
 from nxd_ckpt.core.topology import Topology
 from nxd_ckpt.core.units import size
 from nxd_ckpt.errors import CheckpointError, in_words, to_wire
-from nxd_ckpt.output.cp_files import files_to_copy
-from nxd_ckpt.output.host_copies import HostCopies
-from nxd_ckpt.output.pace import Pace
-from nxd_ckpt.output.tag_file import TagFile
+from nxd_ckpt.output.cp_files import HostCopies, TagFile, files_to_copy
+from nxd_ckpt.output.transfer import Pace
 from nxd_ckpt.save.background import Helpers, Worker
 from nxd_ckpt.storage.base import Storage
 from nxd_ckpt.storage.hosts.storage import HostsStorage

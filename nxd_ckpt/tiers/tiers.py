@@ -25,7 +25,7 @@ from nxd_ckpt.tiers.hosts import Replicas, join
 
 if TYPE_CHECKING:
     from nxd_ckpt.tiers.drain import Drains
-    from nxd_ckpt.tiers.replenishing import Replenishing
+    from nxd_ckpt.tiers.hosts import Replenishing
 
 T = TypeVar("T")
 
@@ -198,7 +198,7 @@ class Tiers:
                     return False
             except (CheckpointError, OSError):  # a caller that needs it gets the error
                 return False
-            from nxd_ckpt.tiers.replenishing import Replenishing  # it imports all tools
+            from nxd_ckpt.tiers.hosts import Replenishing  # it imports all tools
 
             self._replenishing = self._replenishing or Replenishing(first)
             self._replenishing.start()

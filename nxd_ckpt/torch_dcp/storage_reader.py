@@ -27,8 +27,7 @@ from torch.distributed.checkpoint.storage import StorageReader as TorchStorageRe
 from torch.futures import Future
 
 from nxd_ckpt.core.box import Box
-from nxd_ckpt.core.dcp_keys import DcpItem, names_of
-from nxd_ckpt.core.dcp_names import DcpNames
+from nxd_ckpt.core.dcp_names import DcpItem, DcpNames, names_of
 from nxd_ckpt.core.names import DONE, MANIFEST, MARKER, MODEL_DIR, OPTIMIZER_DIR
 from nxd_ckpt.core.partition import Partition
 from nxd_ckpt.errors import CheckpointError, InvalidArgument, as_checkpoint_errors

@@ -14,8 +14,8 @@ import pytest
 from nxd_ckpt import effects
 from nxd_ckpt.commit.commit import Commit, clean_up, commit, retire
 from nxd_ckpt.commit.publication import Staged
+from nxd_ckpt.coordination.control_files import pin
 from nxd_ckpt.coordination.paths import STAGING, TRASH, VOTES, rank_file, staging_dir
-from nxd_ckpt.coordination.pins import pin
 from nxd_ckpt.core import names
 from nxd_ckpt.core.manifest import Manifest, ParameterSpec, Parts, RankIndex, RankLine, dump_index, load_manifest
 from nxd_ckpt.core.mesh_groups import MeshGroup

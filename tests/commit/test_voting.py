@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from nxd_ckpt.commit import voting
-from nxd_ckpt.coordination import backoff
+from nxd_ckpt.coordination import waiting
 from nxd_ckpt.coordination.paths import alive_file, rank_file, verdict_file, votes_dir
 from nxd_ckpt.core.manifest import RankLine
 from nxd_ckpt.core.votes import Verdict, Vote
@@ -35,7 +35,7 @@ def storage(tmp_path: Path) -> LocalStorage:
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     """What voting takes for the time."""
     clock = Clock()
-    for module in (voting, backoff):
+    for module in (voting, waiting):
         monkeypatch.setattr(module, "effects", clock)
     return clock
 

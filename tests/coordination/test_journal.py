@@ -11,8 +11,8 @@ import pytest
 
 from nxd_ckpt.commit.session import open_session
 from nxd_ckpt.coordination import journal, lease
+from nxd_ckpt.coordination.control_files import pin
 from nxd_ckpt.coordination.paths import JOURNAL, STAGING, TRASH, staging_dir, trash_file
-from nxd_ckpt.coordination.pins import pin
 from nxd_ckpt.core.names import HIDDEN
 from nxd_ckpt.core.topology import Topology
 from nxd_ckpt.storage import local

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from nxd_ckpt.errors import TopologyMismatch
-from nxd_ckpt.reshard.stages import interleaved, redistribute_layers
+from nxd_ckpt.reshard.target import interleaved, redistribute_layers
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]
 

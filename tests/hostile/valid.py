@@ -15,8 +15,7 @@ from typing import Any
 import torch
 import yaml
 
-from nxd_ckpt.core.dcp_chunks import DcpChunk
-from nxd_ckpt.core.dcp_names import DcpNames
+from nxd_ckpt.core.dcp_names import DcpChunk, DcpNames
 from nxd_ckpt.core.manifest import RankLine, dump_index, dump_manifest
 from nxd_ckpt.core.votes import Verdict, Vote, dump
 from nxd_ckpt.formats.tensors import TensorReference

@@ -14,8 +14,8 @@ import pytest
 from nxd_ckpt import Checkpointer
 from nxd_ckpt.coordination.paths import FETCHED
 from nxd_ckpt.core.names import DONE, MANIFEST, MARKER
-from nxd_ckpt.output.tag_file import TagFile
-from nxd_ckpt.tiers.replenishing import Fetch, missing_copies
+from nxd_ckpt.output.cp_files import TagFile
+from nxd_ckpt.tiers.hosts import Fetch, missing_copies
 from tests.hosts.jobs import RANKS, TIMEOUT, host_of, of, save, state, tier
 from tests.hosts.views import World
 from tests.protocol.job import Job, until

@@ -15,7 +15,7 @@ import pytest
 import transformers
 
 from nxd_ckpt.errors import CheckpointNotFound
-from nxd_ckpt.integrations.transformers_sigterm import SENTINEL
+from nxd_ckpt.integrations.transformers import SENTINEL
 from nxd_ckpt.tag.verify import verify_checkpoint
 from tests.integrations.killed import in_a_process
 from tests.integrations.transformers_run import Background, Quick, trained, weights

@@ -29,9 +29,9 @@ from nxd_ckpt import (
 )
 from nxd_ckpt.commit import commit
 from nxd_ckpt.commit import retention as save_retention
-from nxd_ckpt.coordination import intents, journal, pins
+from nxd_ckpt.coordination import control_files, intents, journal
+from nxd_ckpt.coordination.control_files import pin
 from nxd_ckpt.coordination.paths import TRASH, trash_file
-from nxd_ckpt.coordination.pins import pin
 from nxd_ckpt.core.manifest import load_manifest
 from nxd_ckpt.core.names import MANIFEST
 from nxd_ckpt.core.retention import Rule
@@ -218,7 +218,7 @@ def test_what_is_pinned_while_a_process_that_ends_removes_it_comes_back(five: Pa
 
     def pin_it_and_end(operation: Operation) -> None:
         if operation.name == "rename" and ".nxd_ckpt/trash/" in operation.key:
-            if pins.pinned(storage):
+            if control_files.pinned(storage):
                 raise OSError(errno.EIO, "no more from here on")
             pin(storage, "step_1")
             pin(storage, "step_9")
@@ -296,7 +296,7 @@ def test_what_is_being_removed_is_not_pinned(monkeypatch: pytest.MonkeyPatch) ->
     pin_checkpoint("memory://run", "step_1")
     with pytest.raises(CheckpointNotFound, match="step_2 is being removed by the rules of a job"):
         pin_checkpoint("memory://run", "step_2")
-    assert {"step_1"} == pins.pinned(store)
+    assert {"step_1"} == control_files.pinned(store)
 
 
 def test_a_pin_that_comes_too_late_is_refused(five: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -306,10 +306,10 @@ def test_a_pin_that_comes_too_late_is_refused(five: Path, monkeypatch: pytest.Mo
         shutil.rmtree(five / tag)
         pin(storage, tag)
 
-    monkeypatch.setattr(pins, "pin", pin_late)
+    monkeypatch.setattr(control_files, "pin", pin_late)
     with pytest.raises(CheckpointNotFound, match="step_2"):
         pin_checkpoint(five, "step_2")
-    assert set() == pins.pinned(LocalStorage(five))
+    assert set() == control_files.pinned(LocalStorage(five))
 
 
 def test_tags_without_metrics_follow_other_rules(tmp_path: Path) -> None:

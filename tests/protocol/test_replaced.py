@@ -28,7 +28,7 @@ from nxd_ckpt.coordination.agreement import StoreAgreement
 from nxd_ckpt.errors import CheckpointNotFound, CorruptCheckpoint, PartNotFound, TagReplaced
 from nxd_ckpt.examine.diff import diff_checkpoints
 from nxd_ckpt.load.loading import load as load_on_ranks
-from nxd_ckpt.load.request import LoadRequest
+from nxd_ckpt.load.options import LoadRequest
 from nxd_ckpt.storage.base import Storage
 from nxd_ckpt.storage.local import LocalStorage
 from nxd_ckpt.storage.urls import open_storage

@@ -13,8 +13,8 @@ import torch
 from nxd_ckpt import Checkpointer, Tier, save_checkpoint
 from nxd_ckpt.convert import copy_checkpoint
 from nxd_ckpt.errors import InvalidArgument
-from nxd_ckpt.storage import mounts
-from nxd_ckpt.storage.mounts import aliases
+from nxd_ckpt.storage import system
+from nxd_ckpt.storage.system import aliases
 from nxd_ckpt.storage.urls import lies_in, overlap
 from tests.support.mounts import needs_mounts
 
@@ -97,7 +97,7 @@ def test_where_no_mounts_are_told_a_directory_has_its_own_path(
     near: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Links are followed everywhere."""
-    monkeypatch.setattr(mounts, "_MOUNTS", tmp_path / "none")
+    monkeypatch.setattr(system, "_MOUNTS", tmp_path / "none")
     (tmp_path / "link").symlink_to(near / "deep")
     assert [str(near / "deep" / "down")] == aliases(tmp_path / "link" / "down")
     assert lies_in(tmp_path / "link", near)

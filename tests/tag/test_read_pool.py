@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from nxd_ckpt.tag.read_pool import PIECE, ReadPool
+from nxd_ckpt.tag.range_reader import PIECE, ReadPool
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]
 

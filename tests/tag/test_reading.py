@@ -20,8 +20,8 @@ from nxd_ckpt.formats import assembly, crc32
 from nxd_ckpt.formats.assembly import blocks_of
 from nxd_ckpt.formats.tensors import Assembly, StorageSpan, TensorStub, byte_view
 from nxd_ckpt.output.image_writer import read_run
-from nxd_ckpt.storage.ranges import HOLE
-from nxd_ckpt.tag import pending_blocks, reading
+from nxd_ckpt.storage.base import HOLE
+from nxd_ckpt.tag import reading
 from nxd_ckpt.tag.files import TagFiles
 from nxd_ckpt.tag.reading import LeafReader
 from nxd_ckpt.tag.verification import Entries
@@ -38,7 +38,7 @@ Case = tuple[Files, Assembly, torch.Tensor, int]
 @contextmanager
 def blocks_of_32_bytes() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        for module in (assembly, reading, pending_blocks):
+        for module in (assembly, reading):
             patch.setattr(module, "CRC_BLOCK", BLOCK)
         yield
 

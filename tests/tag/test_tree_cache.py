@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from nxd_ckpt.formats.tensors import Assembly
-from nxd_ckpt.tag.tree_cache import TreeCache
+from nxd_ckpt.tag.opened import TreeCache
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]
 

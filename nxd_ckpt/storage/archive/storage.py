@@ -3,17 +3,177 @@
 from __future__ import annotations
 
 import errno
+import io
+import os
+import tarfile
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple, NoReturn, Protocol
 
-from nxd_ckpt.core.limits import DOCUMENT
+from nxd_ckpt.core.limits import DOCUMENT, MEMBER_LENGTH, MESSAGE, check_count
 from nxd_ckpt.errors import MalformedFile
-from nxd_ckpt.storage.archive.member_list import Member, is_header_of
-from nxd_ckpt.storage.archive.members import find_members
+from nxd_ckpt.storage.archive import member_list
+from nxd_ckpt.storage.archive.member_list import END, LONGEST_HEADER, Member, is_header_of
 from nxd_ckpt.storage.base import DirEntry, Reader, Storage, Writer, checked_length
+
+_AHEAD = 64 * 2**10
+"""Bytes to read for a header: those of small members come along."""
+_OF_TARFILE = (ValueError, LookupError, OverflowError, RecursionError)
+"""Errors of tarfile for invalid numbers, headers of headers, and truncated lists of pieces."""
+_LONGEST_LIST = 256 * 2**20
+"""Maximum bytes of a list of members: about a hundred for each."""
+
+
+def find_members(reader: Reader, size: int, where: str) -> dict[str, Member]:
+    """Return the files of an archive of ``size`` bytes, by name.
+
+    Raises:
+        MalformedFile: truncated, damaged, or with members that no checkpoint has; names the member.
+    """
+    file = _Headers(reader, size)
+    return _listed(reader, file, size, where) or _walked(file, size, where)
+
+
+def _listed(reader: Reader, file: _Headers, size: int, where: str) -> dict[str, Member]:
+    """Return the members from the archive's list; none if there is no list that fits.
+
+    The archive's end is checked: a list that was packed again with other files does not belong to this archive.
+    """
+    try:
+        with tarfile.open(fileobj=file, mode="r:") as archive:
+            info = archive.next()
+            if info is None or info.name != member_list.NAME or info.size > min(size, _LONGEST_LIST):
+                return {}
+            begin = info.offset_data + info.size + -info.size % tarfile.BLOCKSIZE
+            members = member_list.load(file.bytes_at(info.offset_data, info.size), begin, size)
+    except (tarfile.TarError, *_OF_TARFILE):
+        return {}
+    name, last = list(members.items())[-1]
+    header, end = bytearray(last.header), bytearray(END)
+    reader.read_ranges([(last.offset - last.header, memoryview(header)), (size - END, memoryview(end))])
+    if any(end) or not member_list.is_header_of(bytes(header), name, last):
+        return {}
+    for name in members:
+        _check_name(name, name, where)
+    _refuse_files_as_folders(members, where)
+    members[name] = last._replace(header=0)
+    return members
+
+
+def _walked(file: _Headers, size: int, where: str) -> dict[str, Member]:
+    """Return the members from the archive's headers."""
+    members: dict[str, Member] = {}
+    last = ""
+    file.seek(0)
+    try:
+        with tarfile.open(fileobj=file, mode="r:") as archive:
+            for info in archive:
+                name = last = _checked(info, where)
+                if info.isdir() or name == member_list.NAME:
+                    continue
+                if name in members:
+                    raise MalformedFile(f"{where}: two members are called {name!r}, as in no packed checkpoint")
+                if info.offset_data + info.size > size:
+                    raise _truncated(where, f"{name} has {info.size} bytes from {info.offset_data} on", size)
+                members[name] = Member(info.offset_data, info.size, float(info.mtime))
+            end = archive.offset
+    except tarfile.TarError as error:
+        raise _truncated(where, f"after {last or 'its beginning'}: {error}", size) from error
+    except _OF_TARFILE as error:
+        raise MalformedFile(f"{where}: not a tar archive after {last or 'its beginning'}: {error}") from error
+    file.seek(end)
+    if file.read(tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE):  # tarfile treats unreadable headers as the end
+        raise _truncated(where, f"{last} is followed by neither a member nor the archive's end", size)
+    _refuse_files_as_folders(members, where)
+    return members
+
+
+def _checked(info: tarfile.TarInfo, where: str) -> str:
+    """Return the member's name. Raises MalformedFile for anything but a file or directory inside the archive."""
+    name = info.name.removeprefix("./")
+    if not (info.isreg() or info.isdir()) or info.issparse():
+        raise MalformedFile(f"{where}: {name!r} is a link, a device or a sparse file; expected plain files only")
+    if info.size < 0:
+        raise MalformedFile(f"{where}: {name!r} has {info.size} bytes, expected none or more; restore it from a copy")
+    if name not in ("", "."):
+        _check_name(name, info.name, where)
+    return name
+
+
+def _check_name(name: str, shown: str, where: str) -> None:
+    check_count(len(name), MEMBER_LENGTH, f"{where}: characters of the name of the member {name[:MESSAGE]!r}...")
+    if any(part in ("", ".", "..") for part in name.split("/")):
+        raise MalformedFile(f"{where}: the member {shown!r} lies outside of the archive, or has no plain name")
+
+
+def _refuse_files_as_folders(names: Iterable[str], where: str) -> None:
+    files = set(names)
+    for name in files:
+        parent = name.rpartition("/")[0]
+        while parent:
+            if parent in files:
+                raise MalformedFile(f"{where}: {parent!r} is a file, and {name!r} lies below it")
+            parent = parent.rpartition("/")[0]
+
+
+def _truncated(where: str, what: str, size: int) -> MalformedFile:
+    return MalformedFile(
+        f"{where}: {what}, but the archive has {size} bytes: truncated or damaged; restore it from a copy"
+    )
+
+
+class _Headers(io.RawIOBase):
+    """The archive as tarfile reads it: headers, a window at a time."""
+
+    def __init__(self, reader: Reader, size: int) -> None:
+        self._reader, self._size, self._at = reader, size, 0
+        self._begin, self._window = 0, b""
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._at
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._size}[whence]
+        if base + offset < 0:  # a header can ask for that
+            raise ValueError(f"a header at byte {base + offset}")
+        self._at = base + offset
+        return self._at
+
+    def read(self, count: int = -1) -> bytes:
+        if not 0 <= count <= LONGEST_HEADER:
+            raise ValueError(f"a header of {count} bytes, at most {LONGEST_HEADER} are allowed")
+        return b"".join(self._pieces(count))
+
+    def bytes_at(self, offset: int, count: int) -> bytes:
+        """Return any bytes of the archive, from the window if they are in it. Raises ValueError past its end."""
+        if offset + count > self._size:
+            raise ValueError(f"{count} bytes at byte {offset}, the archive has {self._size}")
+        start = offset - self._begin
+        if 0 <= start and start + count <= len(self._window):
+            return self._window[start : start + count]
+        memory = bytearray(count)
+        self._reader.read_ranges([(offset, memoryview(memory))])
+        return bytes(memory)
+
+    def _pieces(self, count: int) -> Iterator[bytes]:
+        stop = min(self._at + count, self._size)
+        while self._at < stop:
+            if not self._begin <= self._at < self._begin + len(self._window):
+                memory = bytearray(min(_AHEAD, self._size - self._at))
+                self._reader.read_ranges([(self._at, memoryview(memory))])
+                self._begin, self._window = self._at, bytes(memory)
+            piece = self._window[self._at - self._begin : stop - self._begin]
+            self._at += len(piece)
+            yield piece
+
 
 SUFFIX = ".tar"
 

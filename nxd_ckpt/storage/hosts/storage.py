@@ -7,25 +7,157 @@ it; a listing is the union; a removal removes it everywhere.
 A host that was away may come back with an older save of a name. The marker of a directory names the save of its files.
 So the hosts with the marker of the newest complete save are its *members*; files of other hosts are neither read nor
 listed. With replicas each data file is on other hosts too, before its writer has closed.
+
+The ranks of a job on one host share a claim on that host's directory: the job's lease is on the host of rank 0, where
+another job, of which only some hosts are also this job's, does not see it.
 """
 
 from __future__ import annotations
 
+import errno
 from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing, suppress
+from pathlib import Path
 from typing import NamedTuple, TypeVar
 
+from nxd_ckpt import effects
 from nxd_ckpt.core.limits import DOCUMENT
 from nxd_ckpt.core.manifest import CRC_BLOCK, FileEntry
-from nxd_ckpt.errors import CheckpointError
+from nxd_ckpt.errors import CheckpointError, DirectoryInUse
 from nxd_ckpt.storage.base import DirEntry, Reader, Storage, Writer
-from nxd_ckpt.storage.hosts.claim import claim
-from nxd_ckpt.storage.hosts.directory import Directory, OwnDirectory
-from nxd_ckpt.storage.hosts.keys import Names, top_of
+from nxd_ckpt.storage.hosts.directory import Directory, Names, OwnDirectory, top_of
 from nxd_ckpt.storage.hosts.remote import RemoteDirectory
-from nxd_ckpt.storage.hosts.replicas import ReplicatedWriter
 from nxd_ckpt.storage.hosts.server import CopyOut, copy_nothing
+from nxd_ckpt.storage.system import HAS_LOCKS, lock, locked
+
+_BESIDE = 2**20
+"""Bytes of a write from which sending runs in a thread: less is sent before a thread would have begun."""
+
+
+class ReplicatedWriter:
+    """A writer to ``own`` and to a file of the same key on each other host: closed means complete on all."""
+
+    def __init__(self, own: Writer, others: Sequence[tuple[Directory, str, int]]) -> None:
+        self._own = own
+        self._others: list[Writer] = []
+        self._sender: ThreadPoolExecutor | None = None
+        self._sending: list[Future[None]] = []
+        try:
+            for directory, key, nbytes in others:
+                self._others.append(directory.create(key, nbytes))
+        except BaseException:
+            self.abort()
+            raise
+
+    def write_at(self, offset: int, data: bytes | memoryview) -> None:
+        if len(memoryview(data).cast("B")) >= _BESIDE:
+            self._sender = self._sender or ThreadPoolExecutor(1, "nxd_ckpt-replica")
+        if self._sender is None:
+            self._send(offset, data)
+        else:
+            self._sending.append(self._sender.submit(self._send, offset, data))
+        self._own.write_at(offset, data)
+
+    def settle(self) -> None:
+        self._await_sent()
+        self._own.settle()
+
+    def close(self) -> None:
+        try:
+            self._await_sent()
+            for writer in self._others:
+                writer.close()
+            self._own.close()
+        finally:
+            self._end()
+
+    def abort(self) -> None:
+        for sending in self._sending:
+            sending.cancel()
+        self._end()  # nothing looks into memory afterwards
+        for writer in (*self._others, self._own):
+            with suppress(OSError):
+                writer.abort()
+
+    def _send(self, offset: int, data: bytes | memoryview) -> None:
+        for writer in self._others:
+            writer.write_at(offset, data)
+
+    def _await_sent(self) -> None:
+        """Return once everything was sent and verified on arrival; raise earlier failures."""
+        sending, self._sending = self._sending, []
+        for future in sending:
+            future.result()
+        for writer in self._others:
+            writer.settle()
+
+    def _end(self) -> None:
+        if self._sender is not None:
+            self._sender.shutdown()
+        self._sender = None
+
+
+_WITHIN = 10.0
+"""Seconds for which a claim of another job is watched: a data loader that outlives its job may hold it a little longer.
+"""
+_PAUSE = 0.1
+_NO_LOCKS = {errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS}
+"""Errors of file systems without locks."""
+
+
+def claim(folder: Path, run_id: str) -> Callable[[], None]:
+    """Claim this host's directory for the run, and return the function that gives it back.
+
+    ``folder`` has a lock file of each run. The system frees the locks of a process that dies. Nothing is claimed where
+    a system or file system has none.
+
+    Raises DirectoryInUse if a process of another run on this host has it.
+    """
+    if not HAS_LOCKS:
+        return lambda: None
+    own = folder / run_id
+    try:
+        unlock = lock(own, shared=True)
+    except OSError as error:
+        if error.errno not in _NO_LOCKS:
+            raise
+        return lambda: None
+
+    def give_back() -> None:
+        unlock()
+        _remove_if_free(own)
+
+    try:
+        _refuse_beside_others(own)
+    except BaseException:
+        give_back()
+        raise
+    return give_back
+
+
+def _refuse_beside_others(own: Path) -> None:
+    deadline = effects.monotonic() + _WITHIN
+    others = [path for path in own.parent.iterdir() if path != own and path.is_file()]
+    while others := [path for path in others if not _remove_if_free(path)]:
+        if effects.monotonic() > deadline:
+            raise DirectoryInUse(
+                f"{own.parents[2]} on this host is being written by another live job, run {others[0].name}, on other "
+                "hosts; stop it, or save to a directory of your own"
+            )
+        effects.sleep(_PAUSE)
+
+
+def _remove_if_free(path: Path) -> bool:
+    """Remove the lock file of a run that no process on this host has any more; return whether it is gone."""
+    try:
+        with locked(path, wait=False), suppress(FileNotFoundError):
+            path.unlink()
+    except BlockingIOError:
+        return False
+    return True
+
 
 T = TypeVar("T")
 

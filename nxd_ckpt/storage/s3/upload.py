@@ -6,6 +6,7 @@ further writes wait.
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import logging
 import threading
@@ -13,16 +14,108 @@ import uuid
 from bisect import insort
 from collections.abc import Callable, Sequence
 from functools import partial
+from io import SEEK_CUR, SEEK_END, SEEK_SET
 from typing import Any
 
 from nxd_ckpt import effects
 from nxd_ckpt.effects import in_forked_children
-from nxd_ckpt.storage.s3.body import Body, crc32
-from nxd_ckpt.storage.s3.bucket import TOKEN, Bucket
-from nxd_ckpt.storage.s3.conditions import put_if, written_by
-from nxd_ckpt.storage.s3.errors import ConditionFailed
+from nxd_ckpt.storage.retrying import pause_after
+from nxd_ckpt.storage.s3.bucket import TOKEN, Bucket, ConditionFailed
+from nxd_ckpt.storage.throttle import Throttle
 
 logger = logging.getLogger("nxd_ckpt")
+
+
+try:
+    from isal.isal_zlib import crc32 as _crc32
+except ImportError:  # no wheel for this platform
+    from zlib import crc32 as _crc32
+
+
+class Body:
+    """Pieces of memory as one file. `read` returns views of the pieces."""
+
+    def __init__(self, views: Sequence[memoryview], throttle: Throttle) -> None:
+        self._views, self._throttle = views, throttle
+        self._nbytes = sum(map(len, views))
+        self._position = 0
+
+    def read(self, size: int | None = -1) -> bytes | memoryview:
+        """Return at most ``size`` bytes, or a block of a whole piece if that is more.
+
+        The HTTP library asks for 16 KiB at a time, at which sending costs a fifth more.
+        """
+        offset = self._position
+        for view in self._views:
+            if offset < len(view):
+                block = view[offset : offset + self._throttle.block]
+                self._position += len(block)
+                self._throttle.take(len(block))
+                return block
+            offset -= len(view)
+        return b""
+
+    def seek(self, offset: int, whence: int = SEEK_SET) -> int:
+        self._position = offset + {SEEK_SET: 0, SEEK_CUR: self._position, SEEK_END: self._nbytes}[whence]
+        return self._position
+
+    def tell(self) -> int:
+        return self._position
+
+
+def crc32(views: Sequence[memoryview]) -> str:
+    """Return the CRC-32 of all pieces, one after the other, in S3's form."""
+    value = 0
+    for view in views:
+        value = _crc32(view, value)
+    return base64.b64encode(value.to_bytes(4, "big")).decode()
+
+
+_TRIES = 6
+"""Tries of a request that meets another one under way: the store then answers neither yes nor no."""
+
+
+def put_if(bucket: Bucket, key: str, views: Sequence[memoryview], token: str, **condition: str) -> bool:
+    """Put an object under a condition of S3's (``IfNoneMatch="*"``, ``IfMatch=etag``); False if it did not hold.
+
+    ``token`` must be new: a request that is repeated because its reply was lost finds its own object.
+    """
+    for tries in range(_TRIES):
+        try:
+            bucket.call(
+                "put_object",
+                key,
+                Key=bucket.full(key),
+                Body=Body(views, bucket.throttle),
+                ContentLength=sum(map(len, views)),
+                ChecksumCRC32=crc32(views),
+                Metadata={TOKEN: token},
+                **condition,
+            )
+            return True
+        except FileNotFoundError:  # IfMatch, and the object is gone
+            return False
+        except (ConditionFailed, ConnectionError) as error:
+            writer = written_by(bucket, key)
+            if writer == token:
+                return True
+            if isinstance(error, ConnectionError) or (error.conflict and tries == _TRIES - 1):
+                raise
+            if not error.conflict:
+                return False
+            effects.sleep(pause_after(tries))
+    raise AssertionError("unreachable")
+
+
+def written_by(bucket: Bucket, key: str) -> str | None:
+    """Return the object's writer; None if unknown.
+
+    It is called after a failure, whose error says more than an error of this call.
+    """
+    with contextlib.suppress(OSError):
+        return bucket.token(key)
+    return None
+
 
 IN_FLIGHT = 8
 PART = 16 * 2**20

@@ -7,19 +7,129 @@ torch_checkpointing.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from math import prod
 from typing import Any
 
 import torch
 
+from nxd_ckpt.core.box import Box, is_tiling
 from nxd_ckpt.core.dcp_names import MASTER_WEIGHTS, DcpNames
 from nxd_ckpt.core.manifest import Parts
 from nxd_ckpt.core.topology import Coordinates, Topology
+from nxd_ckpt.errors import CheckpointError, CheckpointNotFound, MalformedFile
+from nxd_ckpt.formats.tensors import Assembly, Fragment, TensorStub
 from nxd_ckpt.tag.files import TagFiles
-from nxd_ckpt.tag.foreign.dcp_tensors import DcpTensors
 from nxd_ckpt.tag.foreign.dcp_trees import DcpTrees, Entries
 from nxd_ckpt.tag.foreign.rank_items import RankItems, is_present
-from nxd_ckpt.tag.foreign.torch_dcp import METADATA, DcpFiles
+from nxd_ckpt.tag.foreign.torch_dcp import METADATA, Chunk, DcpFiles, TieredFiles, WholeForm, read_metadata
 from nxd_ckpt.tag.state_dicts import reading
+
+
+class DcpTensors:
+    """Content of ``files`` at these ``places``. A chunk's header is read when its tensor is first used.
+
+    Raises:
+        CheckpointNotFound: it has no metadata: no such directory, or its save was interrupted.
+        UnsafePickle, MalformedFile: its metadata holds other objects, points elsewhere, or to a missing file.
+    """
+
+    def __init__(self, files: TagFiles, places: DcpFiles | TieredFiles) -> None:
+        self._files = files
+        self.where = files.where("").rstrip("/")
+        self._where = files.where(places.metadata)
+        if not files.has(places.metadata):
+            raise CheckpointNotFound(
+                f"{self.where} is not a torch DCP directory: it has no {places.metadata}, which is written last; found "
+                f"{sorted(files.names())[:5]}"
+            )
+        self._metadata = read_metadata(files, places)
+        self._leaves: dict[str, TensorStub | Assembly] = {}
+        self._refuse_unpaired()
+
+    @property
+    def names(self) -> list[str]:
+        """All names, in the order of the state dict as far as it is recorded."""
+        metadata = self._metadata
+        return [name for name in {**metadata.paths, **metadata.entries, **metadata.forms} if name in metadata.described]
+
+    def recorded(self, name: str) -> tuple[Any, ...] | None:
+        """Return the keys that lead to it in the state dict, if the writer recorded them."""
+        path = self._metadata.paths.get(name)
+        return None if path is None else tuple(path)
+
+    def path(self, name: str) -> tuple[Any, ...]:
+        """Return the keys that lead to it in the state dict; if they are not recorded, the parts of its name."""
+        return self.recorded(name) or tuple(name.split("."))
+
+    def form(self, name: str) -> WholeForm | None:
+        """Return dtype and shape of the whole tensor; None for another value."""
+        return self._metadata.forms.get(name)
+
+    def entry(self, name: str) -> Any:
+        """Return the stub or assembly of the tensor, or the value itself.
+
+        Raises:
+            MalformedFile: the chunks are not all of the tensor, or do not match the metadata.
+            UnsafePickle: the value is more than plain data.
+        """
+        form = self.form(name)
+        if form is None:
+            return self._read(name, self._metadata.entries[name][0])
+        if name not in self._leaves:
+            self._leaves[name] = self._tensor(name, form)
+        return self._leaves[name]
+
+    def _refuse_unpaired(self) -> None:
+        """Raise MalformedFile for names without files, or files without names.
+
+        A tensor without elements needs no file.
+        """
+        entries, forms = self._metadata.entries, self._metadata.forms
+        empty = {name for name, form in forms.items() if not prod(form.shape)}
+        lost = sorted(self._metadata.described - entries.keys() - empty)
+        if lost or not self._metadata.described.issuperset(entries):
+            names = lost or sorted(entries.keys() - self._metadata.described)
+            what = "names no file that holds" if lost else "names a file for, but does not describe,"
+            raise MalformedFile(f"{self._where} {what} {', '.join(names[:5])}: damaged, or of two saves")
+
+    def _tensor(self, name: str, form: WholeForm) -> TensorStub | Assembly:
+        whole, chunks = Box.whole(form.shape), self._metadata.entries.get(name, ())
+        boxes = [self._box(name, form, chunk) for chunk in chunks]
+        if not is_tiling(whole, boxes):
+            raise MalformedFile(
+                f"{self._where}: the chunks of {name} must cover its shape {form.shape}, each element "
+                f"once; found {', '.join(map(str, boxes[:5]))}"
+            )
+        stubs = [self._stub(name, form, box, chunk) for box, chunk in zip(boxes, chunks, strict=True)]
+        if boxes == [whole]:
+            return stubs[0]
+        fragments = (Fragment(stub, Box.whole(box.size), box) for stub, box in zip(stubs, boxes, strict=True))
+        return Assembly(form.dtype, form.shape, tuple(fragments))
+
+    def _box(self, name: str, form: WholeForm, chunk: Chunk) -> Box:
+        offsets = chunk.offsets or (0,) * len(form.shape)
+        size = form.sizes.get(offsets, ())
+        if not len(offsets) == len(size) == len(form.shape):
+            raise MalformedFile(
+                f"{self._where}: the chunk of {name} at {list(offsets)} does not fit a tensor of {form.shape}"
+            )
+        return Box(offsets, size)
+
+    def _stub(self, name: str, form: WholeForm, box: Box, chunk: Chunk) -> TensorStub:
+        stub = self._read(name, chunk)
+        if not isinstance(stub, TensorStub) or (stub.dtype, stub.shape) != (form.dtype, box.size):
+            actual = f"{stub.dtype} {stub.shape}" if isinstance(stub, TensorStub) else type(stub).__name__
+            raise MalformedFile(
+                f"{self._files.where(chunk.file)}: the metadata say {form.dtype} {box.size} of {name}, found {actual}; "
+                "the directory mixes files of two saves"
+            )
+        return stub
+
+    def _read(self, name: str, chunk: Chunk) -> Any:
+        try:
+            return self._files.tree(chunk.file, chunk.start, chunk.nbytes)
+        except CheckpointError as error:
+            raise type(error)(f"{error} (in {name})") from error
 
 
 def entries_of(files: TagFiles) -> DcpTensors | RankItems:

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from nxd_ckpt.core.dcp_chunks import DcpChunk
+from nxd_ckpt.core.dcp_names import DcpChunk
 from nxd_ckpt.formats.pickling import PROTOCOL, renamed
 from nxd_ckpt.formats.tensors import torch_dtype
 

@@ -26,8 +26,7 @@ from nxd_ckpt.formats.tensors import iter_tensors
 from nxd_ckpt.storage.base import Storage
 from nxd_ckpt.tag.files import MissingTensor, TagFiles
 from nxd_ckpt.tag.grid import describe, holes, spanned
-from nxd_ckpt.tag.payload import MODEL_KEYS, OPTIMIZER_KEYS, Payload, refuse_other_counts
-from nxd_ckpt.tag.payload_file import PayloadFile
+from nxd_ckpt.tag.payload import MODEL_KEYS, OPTIMIZER_KEYS, Payload, PayloadFile, refuse_other_counts
 from nxd_ckpt.tag.state_dicts import checked_model, checked_optimizer, reading
 
 _RANK = re.compile(r"mp_rank_(\d{2,})|tp_rank_(\d{2,})_pp_rank_(\d{3,})")

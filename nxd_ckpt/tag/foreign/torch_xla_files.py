@@ -14,8 +14,7 @@ from nxd_ckpt.core.parsing import parsing
 from nxd_ckpt.errors import CheckpointNotFound, MalformedFile, PartNotFound
 from nxd_ckpt.tag.files import TagFiles
 from nxd_ckpt.tag.foreign.fsdp import METADATA, FsdpFiles
-from nxd_ckpt.tag.payload import Payload
-from nxd_ckpt.tag.payload_file import PayloadFile
+from nxd_ckpt.tag.payload import Payload, PayloadFile
 
 RANDOM_STATES = re.compile(r"rng_state(?:_\d+)?\.pth")
 """Random states that transformers' trainer, and so optimum-neuron's, saves beside the model, for each rank."""

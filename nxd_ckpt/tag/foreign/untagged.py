@@ -9,8 +9,7 @@ from nxd_ckpt.errors import MalformedFile, PartNotFound
 from nxd_ckpt.storage.base import Storage
 from nxd_ckpt.tag.files import TagFiles
 from nxd_ckpt.tag.foreign import nemo, presharded, rank_items, torch_xla_files
-from nxd_ckpt.tag.foreign.dcp_directory import DcpDirectory
-from nxd_ckpt.tag.foreign.dcp_tensors import DcpTensors
+from nxd_ckpt.tag.foreign.dcp_directory import DcpDirectory, DcpTensors
 from nxd_ckpt.tag.foreign.rank_items import RankItems
 from nxd_ckpt.tag.foreign.torch_dcp import METADATA, TIERED_DATA, TIERED_METADATA, DcpFiles, TieredFiles
 from nxd_ckpt.tag.nxd_tag import TagLayout

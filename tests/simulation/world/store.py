@@ -15,7 +15,7 @@ from datetime import datetime, timezone
 from threading import RLock
 from typing import Any, NamedTuple
 
-from nxd_ckpt.storage.s3.body import crc32
+from nxd_ckpt.storage.s3.upload import crc32
 
 Reply = dict[str, Any]
 
