@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from concurrent.futures import FIRST_EXCEPTION, Executor, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import closing
 from dataclasses import dataclass
 
@@ -20,7 +20,7 @@ from nxd_ckpt.core.units import bytes_of
 from nxd_ckpt.errors import CheckpointError, as_checkpoint_errors
 from nxd_ckpt.keywords import CopyKeywords
 from nxd_ckpt.options.tags import CopyOptions
-from nxd_ckpt.output.cp_files import CopyResult, FileCopy, HostCopies, TagFile, files_to_copy
+from nxd_ckpt.output.cp_files import CopyMeans, CopyResult, FileCopy, HostCopies, TagFile, files_to_copy
 from nxd_ckpt.output.locations import locate_input, locate_output
 from nxd_ckpt.output.source import open_source
 from nxd_ckpt.output.transfer import Pace
@@ -94,7 +94,8 @@ def copy_checkpoint(src: StrPath, dst: StrPath, **options: Unpack[CopyKeywords])
             ThreadPoolExecutor(chosen.num_workers, "nxd_ckpt-copy") as threads,
             opened.guarded(verified=True),
         ):
-            results = copy_files(opened, files, publication, session, pace, threads, hard_links=chosen.hard_links)
+            means = CopyMeans(threads, pace, hard_links=chosen.hard_links)
+            results = copy_files(opened, files, publication, session, means)
     outcomes = zip(files, results, strict=True)
     done = Copy(
         planned.source,
@@ -115,37 +116,23 @@ def copy_files(
     files: Sequence[TagFile],
     publication: Publication,
     session: Session,
-    pace: Pace,
-    threads: Executor,
-    *,
-    hard_links: bool = False,
-    readers: Executor | None = None,
+    means: CopyMeans,
     hosts: HostCopies | None = None,
 ) -> list[CopyResult]:
     """Copy all files of the tag ``opened``, and make the copy visible; return the result for each file.
 
-    Each of the ``threads`` copies one file at a time. ``readers``, at least as many, read ahead for them; without
-    readers each file has its own thread for that. ``hosts`` copy files on their disks themselves, if they can.
+    ``hosts`` copy files on their disks themselves, if they can.
     """
     order_time = _order_time(opened, files)
     publication.begin(session)
     folder = publication.folder
-    copier = FileCopy(
-        opened,
-        session.storage,
-        folder,
-        hard_links=hard_links,
-        progress=pace.moved,
-        readers=readers,
-        hosts=hosts,
-        confirm=session.confirm,
-    )
+    copier = FileCopy(opened, session.storage, folder, means, hosts, session.confirm)
     for name in copier.surplus(files):
         copier.remove(name)
     if hosts is not None:
         session.storage.make_dir(folder)  # it shows the hosts that this is the same directory
         files = hosts.side_by_side(files)
-    results = _copy_all(copier, files, threads, pace)
+    results = _copy_all(copier, files, means)
     for directory in tensors_dirs(file.name for file in files):
         session.storage.make_dir(f"{folder}/{directory}")
     for directory in _directories(files):
@@ -161,15 +148,15 @@ def copy_files(
     return results
 
 
-def _copy_all(copier: FileCopy, files: Sequence[TagFile], threads: Executor, pace: Pace) -> list[CopyResult]:
+def _copy_all(copier: FileCopy, files: Sequence[TagFile], means: CopyMeans) -> list[CopyResult]:
     """Copy all files. After the first failure all threads stop, and no more files are begun."""
-    tasks = [threads.submit(copier.copy, file) for file in files]
+    tasks = [means.threads.submit(copier.copy, file) for file in files]
     try:
         for task in wait(tasks, return_when=FIRST_EXCEPTION).done:
             task.result()
         return [task.result() for task in tasks]
     except BaseException:
-        pace.stop.set()
+        means.pace.stop.set()
         for task in tasks:
             task.cancel()
         wait(tasks)

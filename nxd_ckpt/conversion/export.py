@@ -7,7 +7,7 @@ import os
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 from typing_extensions import Unpack
@@ -173,53 +173,67 @@ def _prepared(tag: StrPath, out: StrPath, chosen: ExportOptions, converted: bool
         if chosen.presharded:
             terms = HuggingFaceTerms(mapping, sizes, names, dtype=chosen.dtype, optimizer=chosen.master_weights)
             ranks = presharded(HuggingFaceTag(opened, terms), config_in(files), chosen.tp)
-    return _Job(source, target, opened, mapping, mapped, mapped_optimizer, files, size, chosen.dtype, ranks)
+    return _Job(source, target, opened, mapping, mapped, mapped_optimizer, files, ranks, chosen.dtype, size)
 
 
+@dataclass(frozen=True)
 class _Job:
-    """One export, in each of its processes."""
+    """One export, in each of its processes. ``size`` is that of a weight file, in bytes."""
 
-    def __init__(
-        self,
-        source: Location,
-        target: Location,
-        opened: OpenTag,
-        mapping: ModelMapping,
-        mapped: MappedTag,
-        optimizer: MappedOptimizer | None,
-        files: Sequence[ModelFile],
-        size_per_shard: int,
-        dtype: str | None,
-        presharded: Presharded | None,
-    ) -> None:
-        self.source, self.target, self.opened, self.mapped = source, target, opened, mapped
-        self._mapping, self._optimizer, self._files = mapping, optimizer, files
-        self._forms = [TensorForm(each.name, cast_dtype(each.dtype, dtype), each.shape) for each in mapped.file_tensors]
-        self._adapters = mapping if isinstance(mapping, AdapterMapping) else None
-        one_file = [WeightFile(ADAPTER_MODEL, tuple(self._forms))]
-        self._weights = plan_weight_files(self._forms, size_per_shard) if self._adapters is None else one_file
-        entries = [] if optimizer is None else optimizer.tensors
-        self._state = [TensorForm(entry.name, entry.dtype, entry.shape) for entry in entries]
-        self._moments = plan_weight_files(self._state, size_per_shard, OPTIMIZER) if self._state else []
-        self._presharded = presharded
-        self.weight_files: list[WeightFile] = [*self._weights, *self._moments]
-        if presharded is not None:
-            self.weight_files = [WeightFile(name, forms_of(tensors)) for name, tensors in presharded.items()]
-        self.tensors: dict[str, HfTensor | PackedTensor] = {
-            tensor.name: tensor for tensor in (*mapped.file_tensors, *entries)
-        }
+    source: Location
+    target: Location
+    opened: OpenTag
+    mapping: ModelMapping
+    mapped: MappedTag
+    optimizer: MappedOptimizer | None
+    files: Sequence[ModelFile]
+    presharded: Presharded | None
+    dtype: str | None
+    size: int
+
+    @cached_property
+    def _forms(self) -> list[TensorForm]:
+        tensors = self.mapped.file_tensors
+        return [TensorForm(each.name, cast_dtype(each.dtype, self.dtype), each.shape) for each in tensors]
+
+    @cached_property
+    def _state(self) -> list[TensorForm]:
+        entries = [] if self.optimizer is None else self.optimizer.tensors
+        return [TensorForm(entry.name, entry.dtype, entry.shape) for entry in entries]
+
+    @cached_property
+    def _weights(self) -> list[WeightFile]:
+        if isinstance(self.mapping, AdapterMapping):
+            return [WeightFile(ADAPTER_MODEL, tuple(self._forms))]
+        return plan_weight_files(self._forms, self.size)
+
+    @cached_property
+    def _moments(self) -> list[WeightFile]:
+        return plan_weight_files(self._state, self.size, OPTIMIZER) if self._state else []
+
+    @cached_property
+    def weight_files(self) -> list[WeightFile]:
+        if self.presharded is not None:
+            return [WeightFile(name, forms_of(tensors)) for name, tensors in self.presharded.items()]
+        return [*self._weights, *self._moments]
+
+    @cached_property
+    def tensors(self) -> dict[str, HfTensor | PackedTensor]:
+        entries = [] if self.optimizer is None else self.optimizer.tensors
+        return {tensor.name: tensor for tensor in (*self.mapped.file_tensors, *entries)}
 
     def planned(self, file: WeightFile) -> PlannedFile:
         """Return the file with a leaf for each of its tensors."""
-        if self._presharded is not None:
-            return file.planned(self._presharded[file.name].__getitem__)
+        if self.presharded is not None:
+            return file.planned(self.presharded[file.name].__getitem__)
         return file.planned(lambda name: self.mapped.assembly(self.tensors[name]))
 
     def require_all(self) -> None:
         """Check that all of it can be exported. Raises the errors of `MappedTag` and `MappedOptimizer`."""
         self.mapped.require_all()
-        if self._optimizer is not None:
-            self._optimizer.require_all()
+        if self.optimizer is not None:
+            self.optimizer.require_all()
+        _ = self.weight_files  # raises here if they cannot be planned
 
     def summary(self) -> Export:
         tensors = tuple(
@@ -229,31 +243,32 @@ class _Job:
         return Export(
             self.source.path,
             self.target.path,
-            self._mapping.name,
+            self.mapping.name,
             tensors,
-            {name: tuple(self._mapping.closest(name)) for name in self.mapped.unknown},
+            {name: tuple(self.mapping.closest(name)) for name in self.mapped.unknown},
             tuple(self.mapped.missing),
             {file.name: file.image.nbytes for file in self.weight_files},
         )
 
     def last_files(self) -> Iterator[ModelFile]:
         """Yield the files that are written after all weight files."""
-        if self._presharded is not None:
+        if self.presharded is not None:
             return
-        if self._adapters is None:
+        adapters = self.mapping if isinstance(self.mapping, AdapterMapping) else None
+        if adapters is None:
             sizes: dict[str, int] = {}
             for form in self._forms:
                 sizes[form.dtype] = sizes.get(form.dtype, 0) + form.nbytes
-            yield from with_dtype(self._files, max(sizes, key=sizes.__getitem__))
+            yield from with_dtype(self.files, max(sizes, key=sizes.__getitem__))
         else:
-            base_model = config_in(self._files).get("_name_or_path")
-            yield adapter_config(self._adapters.settings, [form.name for form in self._forms], base_model)
-        if self._optimizer is not None:
-            yield ModelFile(OPTIMIZER_DOCUMENT, json.dumps(self._optimizer.document, indent=2).encode() + b"\n")
+            base_model = config_in(self.files).get("_name_or_path")
+            yield adapter_config(adapters.settings, [form.name for form in self._forms], base_model)
+        if self.optimizer is not None:
+            yield ModelFile(OPTIMIZER_DOCUMENT, json.dumps(self.optimizer.document, indent=2).encode() + b"\n")
         if len(self._moments) > 1:
             yield ModelFile(OPTIMIZER_INDEX, index_of(self._moments))
         # Without an index some readers take every safetensors file for the model's.
-        if len(self.weight_files) > 1 and self._adapters is None:
+        if len(self.weight_files) > 1 and adapters is None:
             yield ModelFile(INDEX, index_of(self._weights))
 
 

@@ -19,7 +19,7 @@ from nxd_ckpt.core import names
 from nxd_ckpt.core.manifest import FileEntry
 from nxd_ckpt.errors import DigestMismatch, MalformedFile, PartNotFound
 from nxd_ckpt.formats import crc32
-from nxd_ckpt.output.transfer import Progress, copy, digest, link, require_equal, sync
+from nxd_ckpt.output.transfer import Pace, Progress, copy, digest, link, require_equal, sync
 from nxd_ckpt.storage.base import Replicated, Storage, is_mounted, remove_if
 from nxd_ckpt.storage.hosts.storage import HostsStorage
 from nxd_ckpt.tag.files import TagFiles
@@ -165,12 +165,24 @@ def _foreign(files: TagFiles, inside: DigestsInside, file: str) -> TagFile:
     return TagFile(file, nbytes, inside=tuple(inside.of(file, nbytes)))
 
 
+@dataclass(frozen=True)
+class CopyMeans:
+    """The means of copies: each of the ``threads`` copies one file at a time, all of them within the ``pace``.
+
+    ``readers``, at least as many, read ahead for them; without readers each file has its own thread for that. With
+    ``hard_links`` files of ours are linked if possible, because they are never modified in place.
+    """
+
+    threads: Executor
+    pace: Pace
+    readers: Executor | None = None
+    hard_links: bool = False
+
+
 class FileCopy:
     """A copy of files of the tag ``opened`` to ``folder`` of ``target``. Safe for threads.
 
-    With ``hard_links`` files of ours are linked if possible, because they are never modified in place. ``readers`` read
-    ahead, at least one for each thread; without them each thread makes its own. ``hosts`` are asked first to copy files
-    on their disks. ``confirm`` raises if another job took over the target.
+    ``hosts`` are asked first to copy files on their disks. ``confirm`` raises if another job took over the target.
     """
 
     def __init__(
@@ -178,17 +190,14 @@ class FileCopy:
         opened: OpenTag,
         target: Storage,
         folder: str,
-        *,
-        hard_links: bool,
-        progress: Progress,
-        readers: Executor | None = None,
+        means: CopyMeans,
         hosts: HostCopies | None = None,
         confirm: Callable[[], bool] = lambda: True,
     ) -> None:
         self._hosts, self._own_turn = hosts, nullcontext() if hosts is None else hosts.own_turn
         self._opened, self._target, self._folder = opened, target, folder
-        self._hard_links, self._progress = hard_links and opened.manifest is not None, progress
-        self._readers, self._confirm = readers, confirm
+        self._hard_links, self._progress = means.hard_links and opened.manifest is not None, means.pace.moved
+        self._readers, self._confirm = means.readers, confirm
         self._present: Mapping[str, None] = dict.fromkeys(files_of(TagFiles(target, folder)))
 
     def surplus(self, files: Sequence[TagFile]) -> list[str]:

@@ -25,7 +25,7 @@ from nxd_ckpt.coordination.paths import COPIES
 from nxd_ckpt.core.topology import Topology
 from nxd_ckpt.core.units import size
 from nxd_ckpt.errors import CheckpointError, in_words, to_wire
-from nxd_ckpt.output.cp_files import HostCopies, TagFile, files_to_copy
+from nxd_ckpt.output.cp_files import CopyMeans, HostCopies, TagFile, files_to_copy
 from nxd_ckpt.output.transfer import Pace
 from nxd_ckpt.save.background import Helpers, Worker
 from nxd_ckpt.storage.base import Storage
@@ -197,16 +197,8 @@ class Drain:
         is_there = _has(session.storage, opened)
         if not is_there:
             with opened.guarded(verified=True), _noted(session, copy.tag):
-                copy_files(
-                    opened,
-                    files,
-                    publication,
-                    session,
-                    self._pace,
-                    self._copiers,
-                    readers=self._readers,
-                    hosts=self._hosts_of(copy.tag, files),
-                )
+                means = CopyMeans(self._copiers, self._pace, self._readers)
+                copy_files(opened, files, publication, session, means, self._hosts_of(copy.tag, files))
         self._retain(session, publication)
         if not is_there:
             self._report(copy, sum(file.nbytes for file in files), started)

@@ -9,6 +9,7 @@ import resource
 import shutil
 import signal
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,8 @@ import torch
 from nxd_ckpt import Checkpointer, has_checkpoint, open_checkpoint
 from nxd_ckpt.convert import Copy, copy_checkpoint
 from nxd_ckpt.errors import CheckpointError, CheckpointNotFound, DigestMismatch, InvalidArgument, PartNotFound
-from nxd_ckpt.output.cp_files import CopyResult, FileCopy, files_to_copy
+from nxd_ckpt.output.cp_files import CopyMeans, CopyResult, FileCopy, files_to_copy
+from nxd_ckpt.output.transfer import Pace
 from nxd_ckpt.storage.local import LocalStorage
 from nxd_ckpt.tag.directory import list_tags
 from nxd_ckpt.tag.opening import open_complete_tag
@@ -133,11 +135,11 @@ def test_what_is_compared_with_the_source_is_read_at_the_rate_of_the_copy(tmp_pa
     (source / "manifest.json").unlink()
     shutil.rmtree(source / "index")
     shutil.copytree(source, tmp_path / "output" / "copy")
-    opened, read = open_complete_tag(LocalStorage(source.parent), source.name), list[int]()
+    opened, pace = open_complete_tag(LocalStorage(source.parent), source.name), Pace(None)
     target = LocalStorage(tmp_path / "output")
     file = files_to_copy(opened)[0]
-    bringing = FileCopy(opened, target, "copy", hard_links=False, progress=read.append)
-    assert (CopyResult.KEPT, 2 * file.nbytes) == (bringing.copy(file), sum(read))
+    bringing = FileCopy(opened, target, "copy", CopyMeans(ThreadPoolExecutor(1), pace))
+    assert (CopyResult.KEPT, 2 * file.nbytes) == (bringing.copy(file), pace.nbytes)
 
 
 def test_a_damaged_tag_is_not_copied(tmp_path: Path) -> None:

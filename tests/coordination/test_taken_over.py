@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import itertools
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,8 @@ from nxd_ckpt.core.manifest import RankIndex
 from nxd_ckpt.core.names import DONE, MANIFEST
 from nxd_ckpt.core.topology import Coordinates
 from nxd_ckpt.errors import DirectoryInUse
-from nxd_ckpt.output.cp_files import CopyResult, FileCopy, files_to_copy
+from nxd_ckpt.output.cp_files import CopyMeans, CopyResult, FileCopy, files_to_copy
+from nxd_ckpt.output.transfer import Pace
 from nxd_ckpt.save.writing import write_index
 from nxd_ckpt.storage.base import Storage
 from nxd_ckpt.storage.local import LocalStorage
@@ -178,7 +180,7 @@ def test_a_copy_removes_nothing_in_a_store_after_a_take_over(store: MemoryStorag
     def confirm() -> bool:
         return holds[0] or _raise(TAKEN)
 
-    bringing = FileCopy(opened, store, TAG, hard_links=False, progress=lambda nbytes: None, confirm=confirm)
+    bringing = FileCopy(opened, store, TAG, CopyMeans(ThreadPoolExecutor(1), Pace(None)), confirm=confirm)
     holds[0] = False
     for call in (lambda: bringing.remove("surplus"), lambda: bringing.copy(file)):
         with pytest.raises(DirectoryInUse):
