@@ -90,10 +90,11 @@ def report_document(
     for tag in tags:
         tag["not_finite"] = len(_not_finite(statistics[tag["tag"]])) if tag["tag"] in statistics else None
     document["tiers"] = tiers_of(tiers, _saves(opened, tags), options)
+    still = _still(statistics)
     if not opened:
         document["note"] = f"no complete checkpoint to report on; {describe_incomplete(storage)}"
     else:
-        document |= _details(list(opened.values()), statistics, damage, doctor, diff, progress)
+        document |= _details(list(opened.values()), statistics, set(still), damage, doctor, diff, progress)
     problems, notes = document["problems"], document["notes"]
     problems += _listing_problems(tags)
     told = {finding["what"] for finding in document["findings"]}
@@ -102,7 +103,8 @@ def report_document(
     problems += [_problem(name_of(save), failed_text(save)) for save in saves if save["is_dead"]]
     problems += [_problem(*late) for late in stragglers(list(opened.values()))]
     problems += [_problem(*late) for late in late_tiers(document["tiers"])]
-    notes += _unchanged_weights(statistics)
+    if still:
+        notes.append(_problem("frozen", f"{units.count(len(still), 'weight')} never changed: {first_of(still)}"))
     document["head"] = [line._asdict() for line in _head(document, opened, statistics, saves)]
     return document
 
@@ -110,6 +112,7 @@ def report_document(
 def _details(
     opened: list[Checkpoint],
     statistics: Mapping[str, Statistics],
+    still: Collection[str],
     damage: Mapping[str, list[str]],
     doctor: bool,
     diff: bool,
@@ -122,14 +125,17 @@ def _details(
     newest = opened[-1]
     before = next((tag for tag in reversed(opened[:-1]) if not damage[tag.tag]), None)
     parts: dict[str, Callable[[], Any]] = {
-        "health": lambda: _health(statistics, _options(newest)),
         "ranks": lambda: _ranks(newest),
         "modules": lambda: _modules({name: tensor.nbytes for name, tensor in newest.metadata.items()}),
         "findings": lambda: _doctor_findings(before, newest, progress) if doctor else [],
         "differences": lambda: differences(before, newest, progress) if diff and before is not None else None,
     }
-    document: dict[str, Any] = {"timeline": timeline(newest), "health": _health(statistics, {}), "findings": []}
+    document: dict[str, Any] = {"timeline": timeline(newest), "findings": []}
     errors: list[str] = []
+    options: dict[str, Mapping[str, Any]] = {}
+    with _collect_damage(errors):
+        options = _options(newest)
+    document["health"] = _health(statistics, still, options)
     for name, part in parts.items():
         with _collect_damage(errors):
             document[name] = part()
@@ -185,7 +191,7 @@ def _hugging_face(path: str, options: Mapping[str, Any] | None) -> dict[str, Any
     directory = HuggingFaceDirectory(storage, "")
     sizes = {f"model/{name}": _nbytes(directory.stub(name)) for name in directory.names}
     text = f"{units.count(len(sizes), 'tensor')}; their values were not read"
-    head = [StateLine("good", "A model of Hugging Face", text)._asdict()]
+    head = [StateLine("good", "A Hugging Face directory", text)._asdict()]
     document: dict[str, Any] = {"directory": storage.url, "kind": "Hugging Face", "tags": [], "tiers": [], **_nothing()}
     return document | {"modules": _modules(sizes), "head": head}
 
@@ -303,9 +309,11 @@ def _options(tag: Checkpoint) -> dict[str, Mapping[str, Any]]:
     return {name: group for group in tag.param_groups for name in group["params"]}
 
 
-def _health(statistics: Mapping[str, Statistics], options: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+def _health(
+    statistics: Mapping[str, Statistics], still: Collection[str], options: Mapping[str, Mapping[str, Any]]
+) -> dict[str, Any]:
     """Return a row for each counted tensor of the latest tag, with its norms in the other tags."""
-    tags, still = list(statistics), set(_still(statistics))
+    tags = list(statistics)
     newest = statistics[tags[-1]] if tags else {}
     before = statistics[tags[-2]] if len(tags) > 1 else {}
     rows = []
@@ -362,13 +370,19 @@ def _listing_problems(tags: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _value_problems(statistics: Mapping[str, Statistics], told: Collection[str]) -> list[dict[str, Any]]:
-    """Report NaN, infinities, and weights that are all zero; of the newest tag without those ``told`` already."""
+    """Report weights that are all zero, and NaN and infinities: in the first tag that has some, and in the last one.
+
+    Those ``told`` already of the newest tag are left out.
+    """
     problems, newest = [], [*statistics][-1] if statistics else None
-    for tag, tensors in statistics.items():
-        names = [name for name in _not_finite(tensors) if tag != newest or name not in told]
+    bad = {tag: names for tag, tensors in statistics.items() if (names := _not_finite(tensors))}
+    between = f"; so are {len(bad) - 2} tags between" if len(bad) > 2 else ""
+    first = next(iter(bad), None)
+    for tag in dict.fromkeys([*bad][:1] + [*bad][-1:]):
+        names = [name for name in bad[tag] if tag != newest or name not in told]
+        counts = (f"{name} ({statistics[tag][name].nans} NaN, {statistics[tag][name].infs} infinite)" for name in names)
         if names:
-            counts = [f"{name} ({tensors[name].nans} NaN, {tensors[name].infs} infinite)" for name in names]
-            problems.append(_problem(tag, f"not finite: {first_of(counts)}"))
+            problems.append(_problem(tag, f"not finite: {first_of(counts)}{between if tag == first else ''}"))
     if newest is not None:
         weights = {name: counts for name, counts in statistics[newest].items() if name.endswith(".weight")}
         dead = [name for name, counts in weights.items() if counts.zeros == counts.numel > 1]
@@ -378,14 +392,6 @@ def _value_problems(statistics: Mapping[str, Statistics], told: Collection[str])
 
 def _not_finite(tensors: Statistics) -> list[str]:
     return [name for name, counts in tensors.items() if counts.nans + counts.infs]
-
-
-def _unchanged_weights(statistics: Mapping[str, Statistics]) -> list[dict[str, Any]]:
-    """Return a note on weights with equal statistics in all tags, if others changed."""
-    still = _still(statistics)
-    if not still:
-        return []
-    return [_problem("frozen", f"{units.count(len(still), 'weight')} never changed: {first_of(still)}")]
 
 
 def _still(statistics: Mapping[str, Statistics]) -> list[str]:

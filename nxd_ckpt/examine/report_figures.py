@@ -13,8 +13,12 @@ from nxd_ckpt.core.units import size
 PARTS = (("weights", "one"), ("master weights", "two"), ("moments", "three"))
 _TICKS = 4
 """Approximate number of labels on an axis."""
+_APART = 24
+"""Least distance of two labels of the x axis, in percent of its length."""
 _POINTS = 60
 """Up to this many values, each is a dot on its line."""
+_TIPS = 150
+"""Maximum number of places on the x axis whose values are shown as text."""
 _SPARK = 40
 """Maximum number of points of a sparkline, 80 wide and 16 high."""
 _STEPS = 6
@@ -99,23 +103,28 @@ def _path(xs: Sequence[float], values: Sequence[float | None], y: Callable[[floa
 
 def _x_labels(xs: Sequence[float], names: Sequence[str]) -> list[dict[str, Any]]:
     """Return some of the names, the last one among them, far enough from each other."""
-    every = max(1, -(-len(names) // (_TICKS + 1)))
-    chosen = [*range(len(names) - 1, -1, -every)][::-1]
-    return [{"at": xs[one], "text": names[one]} for one in chosen]
+    labels: list[dict[str, Any]] = []
+    for at, text in zip(reversed(xs), reversed(names), strict=True):
+        if not labels or labels[-1]["at"] - at >= _APART:
+            labels.append({"at": at, "text": text})
+    return labels
 
 
 def _tips(
     xs: Sequence[float], names: Sequence[str], series: Sequence[Series], text: Callable[[float], str]
 ) -> list[dict[str, Any]]:
-    """Return a column for each place on the x axis, from half way to the one before to half way to the next."""
-    edges = [0.0, *((a + b) / 2 for a, b in pairwise(xs)), 100.0]
+    """Return a column for each place on the x axis, from half way to the one before to half way to the next.
+
+    Of many places, one of several has a column.
+    """
+    chosen = [*range(len(xs) - 1, -1, -max(1, -(-len(xs) // _TIPS)))][::-1]
+    edges = [0.0, *((xs[a] + xs[b]) / 2 for a, b in pairwise(chosen)), 100.0]
     tips = []
-    for number, name in enumerate(names):
+    for number, (left, right) in zip(chosen, pairwise(edges), strict=True):
         values = [(one.name, one.values[number]) for one in series]
         lines = [f"{label}: {'none' if value is None else text(value)}" for label, value in values]
-        left, right = edges[number], edges[number + 1]
-        text_lines = "\n".join([name, *lines])
-        tips.append({"left": _round(left), "width": _round(right - left), "text": text_lines, "at": xs[number]})
+        shown = "\n".join([names[number], *lines])
+        tips.append({"left": _round(left), "width": _round(right - left), "text": shown, "at": xs[number]})
     return tips
 
 
@@ -177,7 +186,7 @@ def _moved(value: float | str | None) -> dict[str, Any]:
     if value is None:
         return {"class": "absent", "text": "no such tensor"}
     if isinstance(value, str):
-        return {"class": "flaw", "text": value}
+        return {"class": "nan", "text": value}
     if not value:
         return {"class": "same", "text": "not changed"}
     step = max(0, min(_STEPS - 1, math.floor(math.log10(value)) + _LEAST))

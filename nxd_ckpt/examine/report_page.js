@@ -11,7 +11,13 @@ for (const button of document.querySelectorAll("[data-shows]")) {
 
 const tree = document.getElementById("tree"), flat = document.querySelector("#flat tbody");
 if (tree) {
-  const rows = [...tree.querySelectorAll("tbody tr")].map((row, place) => ({ row, place, home: row.parentNode }));
+  const rows = [...tree.querySelectorAll("tbody tr")].map((row, place) => {
+    const prefix = document.createElement("span");
+    prefix.textContent = row.closest("table").dataset.module ?? "";
+    prefix.className = "pre";
+    row.cells[0].prepend(prefix);
+    return { row, place, home: row.parentNode };
+  });
   const folds = [...tree.querySelectorAll("details")], open = new Map(folds.map((one) => [one, one.open]));
   const buttons = [...document.querySelectorAll(".top button")];
   const box = document.getElementById("filter"), count = document.getElementById("count");

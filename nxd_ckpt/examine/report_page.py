@@ -31,8 +31,8 @@ from nxd_ckpt.examine.report_figures import (
 )
 from nxd_ckpt.version import __version__
 
-_TAGS, _METRICS, _MODULES, _TENSORS = 500, 12, 100, 1500
-"""Maximum number of tags, metrics, modules and tensors that are shown; the page tells how many are not."""
+_TAGS, _METRICS, _MODULES, _TENSORS, _PROBLEMS = 300, 12, 100, 1500, 100
+"""Maximum number of each that is shown; the page tells how many are not."""
 _NEWEST = 12
 """Number of tags that the table shows before it is opened."""
 _RANKS, _WORST = 16, 10
@@ -63,7 +63,8 @@ def page_of(document: Document) -> str:
     texts = {kind: (files("nxd_ckpt.examine") / f"report_page.{kind}").read_text() for kind in ("html", "css", "js")}
     digest = b64encode(sha256(texts["js"].encode()).digest()).decode()
     tags, modules = document["tags"][-_TAGS:], document["modules"]
-    metrics = _metrics(document["tags"][-_TAGS:])
+    names = list(dict.fromkeys(name for tag in tags for name in tag["metrics"]))
+    metrics = [_metric(name, [tag for tag in tags if name in tag["metrics"]]) for name in names[:_METRICS]]
     shown = {
         **document,
         "style": texts["css"],
@@ -73,8 +74,10 @@ def page_of(document: Document) -> str:
         "tags": [_row(tag, document, number) for number, tag in enumerate(tags, 1 - len(tags))],
         "tags_left_out": len(document["tags"]) - len(tags),
         "newest": _NEWEST,
-        "metric_names": list(dict.fromkeys(name for tag in tags for name in tag["metrics"]))[:_METRICS],
+        "most": _PROBLEMS,
         "metrics": metrics,
+        "metrics_left_out": max(0, len(names) - _METRICS),
+        "metric_names": names,
         "marks": {mark["kind"] for one in metrics if one["chart"] for mark in one["chart"]["marks"]},
         "stages": _stages(tags),
         "sizes": _sizes(tags),
@@ -139,13 +142,8 @@ def _chart(tags: Sequence[Document], series: Sequence[Series], text: Any, **opti
     return chart(series, _places(tags), [_short(tag["tag"], 24) for tag in tags], text, **options)
 
 
-def _metrics(tags: Sequence[Document]) -> list[dict[str, Any]]:
-    """Return a chart for each metric, with a title that says how it went."""
-    names = list(dict.fromkeys(name for tag in tags for name in tag["metrics"]))
-    return [_metric(name, [tag for tag in tags if name in tag["metrics"]]) for name in names[:_METRICS]]
-
-
 def _metric(name: str, tags: Sequence[Document]) -> dict[str, Any]:
+    """Return a metric's chart, with a title that says how it went."""
     values = [tag["metrics"][name] for tag in tags]
     known = [place for place, value in enumerate(values) if value is not None]
     missing = len(values) - len(known)

@@ -163,6 +163,31 @@ def test_only_the_pages_own_script_may_run(run: Path, tmp_path: Path) -> None:
     }.items()
 
 
+def test_tensors_are_sorted_and_filtered(run: Path, tmp_path: Path) -> None:
+    """In a browser: the largest first after a click, all in their places after two more; a word hides the others. For
+    this a second script acts as a person would, in a copy of the page without its policy."""
+    assert 0 == main(["report", str(run), "-o", str(tmp_path / "page.html"), "--quiet", "--count", "3"])
+    page = re.sub("<meta http-equiv[^>]*>", "", (tmp_path / "page.html").read_text())
+    acts = """<script>
+      const names = (place) => [...document.querySelectorAll(place)].map((row) => row.cells[0].textContent);
+      const norm = document.querySelectorAll(".top button")[1], told = [];
+      norm.click(); told.push(names("#flat tbody tr"));
+      norm.click(); told.push(names("#flat tbody tr"));
+      norm.click(); told.push(names("#flat tbody tr"), names("#tree tbody tr"));
+      const box = document.getElementById("filter");
+      box.value = "FROZEN"; box.dispatchEvent(new Event("input"));
+      told.push(names("#tree tbody tr:not([hidden])"), [document.getElementById("count").textContent]);
+      document.title = JSON.stringify(told);
+    </script>"""
+    (tmp_path / "acted.html").write_text(page.replace("</body>", f"{acts}</body>"))
+    (title,) = re.findall("<title>(.*?)</title>", content(tmp_path / "acted.html"))
+    weight, frozen = "layers.0.weight", "layers.0.frozen"
+    down, up, none, tree, filtered, count = json.loads(title)
+    assert ([weight, frozen], [frozen, weight]) == (down, up)
+    assert ([], [weight, frozen]) == (none, tree)
+    assert ([frozen], ["1 of 2 tensors"]) == (filtered, count)
+
+
 def test_a_long_name_does_not_fill_the_page(tmp_path: Path) -> None:
     """Its middle is left out."""
     save_checkpoint(tmp_path / "run", "t" * 250, {"w" * 30_000: torch.ones(2)}, metrics={"m" * 30_000: 1.0})
@@ -233,7 +258,7 @@ def test_how_far_weights_moved_is_shown(tmp_path: Path, capsys: pytest.CaptureFi
     assert [[0.0, None], [None, 1.0], [None, 0.0]] == found["cells"]
     page = (tmp_path / "page.html").read_text()
     for kind, shown in (("s5", "100 %"), ("same", "not changed"), ("absent", "no such tensor")):
-        assert f'<td class="cell {kind}"><i class="reader">{shown}</i></td>' in page
+        assert f'<td class="{kind}"><i>{shown}</i></td>' in page
 
 
 def test_a_browser_shows_the_page(run: Path, tmp_path: Path) -> None:

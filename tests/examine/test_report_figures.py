@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from importlib.resources import files
 from typing import Any
 
 import pytest
@@ -28,7 +30,7 @@ def test_a_line_has_axes_and_a_gap_where_nothing_is_known() -> None:
     assert ["0.0", "2.0", "4.0", "6.0", "8.0"] == [label["text"] for label in drawn["y"]]
     assert [100.0, 75.0, 50.0, 25.0, 0.0] == [label["at"] for label in drawn["y"]]
     assert drawn["lines"][0]["path"].startswith("M0.0 0.0L14.29 25.0M42.86 50.0L57.14 62.5L")
-    assert {"at": 100.0, "text": "step_7"} == drawn["x"][-1]
+    assert [("step_7", 100.0), ("step_5", 71.43)] == [(label["text"], label["at"]) for label in drawn["x"]][:2]
     assert [28.57] == drawn["missing"]
     assert [("low", 100.0, 93.75)] == [(mark["kind"], mark["x"], mark["y"]) for mark in drawn["marks"]]
     assert ["step_2\nloss: none", "step_3\nloss: 4"] == [tip["text"] for tip in drawn["tips"][2:4]]
@@ -82,7 +84,32 @@ def test_only_slower_hosts_are_drawn() -> None:
 def test_a_scale_has_steps_and_marks_of_their_own_for_the_same_and_for_nothing() -> None:
     """Each decade of a change is a step."""
     heat = moved_heat({"modules": ["a"], "layers": ["x"], "cells": [[0.0, None, 1e-9, 1e-6, 3e-4, 1.0, "not finite"]]})
-    assert ["same", "absent", "s0", "s0", "s2", "s5", "flaw"] == [cell["class"] for cell in heat["rows"][0]["cells"]]
+    assert ["same", "absent", "s0", "s0", "s2", "s5", "nan"] == [cell["class"] for cell in heat["rows"][0]["cells"]]
+
+
+@pytest.mark.parametrize("scheme", [0, 1])
+def test_text_has_the_contrast_of_wcag(scheme: int) -> None:
+    """Level AA on the page and on cards, light and dark; lines and bars have 3 to 1."""
+    style = (files("nxd_ckpt.examine") / "report_page.css").read_text()
+    themes = re.findall(r":root \{ (?:color-scheme: light dark; )?(--ink[^}]*)\}", style)
+    colours = dict(re.findall(r"--([a-z0-9]+): (#[0-9a-f]+)", themes[scheme]))
+    for text in ("ink", "soft", "good", "warning", "bad", "one"):
+        assert min(_contrast(colours[text], colours[page]) for page in ("page", "card")) >= 4.5, text
+    for line in ("one", "two", "three"):
+        assert _contrast(colours[line], colours["page"]) >= 3, line
+
+
+def _contrast(one: str, other: str) -> float:
+    """The ratio of WCAG 2.2 (https://www.w3.org/TR/WCAG22/#dfn-contrast-ratio)."""
+    dark, light = sorted(map(_luminance, (one, other)))
+    return (light + 0.05) / (dark + 0.05)
+
+
+def _luminance(colour: str) -> float:
+    digits = colour[1:] if len(colour) == 7 else "".join(2 * digit for digit in colour[1:])
+    parts = [int(digits[at : at + 2], 16) / 255 for at in (0, 2, 4)]
+    red, green, blue = (part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts)
+    return 0.2126 * red + 0.7152 * green + 0.0722 * blue
 
 
 def test_a_sparkline_is_short() -> None:
