@@ -40,10 +40,10 @@ DirectoryKeywords = TypedDict("DirectoryKeywords", {
 ExportKeywords = TypedDict("ExportKeywords", {
     "tokenizer": StrPath | None, "size_per_shard": int | str, "master_weights": bool, "optimizer": bool,
     "saved_param_names": SavedNames | None, "presharded": bool, "tp": int, "model": str | None,
-    "config": StrPath | None, "mapping": MappingSpec, "kv_size_multiplier": int, "hardware": Hardware,
-    "pad_attn_heads": bool, "dtype": Dtype | None, "all_ranks": bool, "timeout": float, "overwrite": bool,
-    "dry_run": bool, "storage_options": StorageOptions | None, "output_options": StorageOptions | None, "durable": bool,
-    "progress": bool,
+    "config": StrPath | None, "mapping": MappingSpec, "prefix": str, "key_mapping": Mapping[str, str] | None,
+    "kv_size_multiplier": int, "hardware": Hardware, "pad_attn_heads": bool, "dtype": Dtype | None, "all_ranks": bool,
+    "timeout": float, "overwrite": bool, "dry_run": bool, "storage_options": StorageOptions | None,
+    "output_options": StorageOptions | None, "durable": bool, "progress": bool,
 }, total=False)
 FromDcpKeywords = TypedDict("FromDcpKeywords", {
     "optimizer": OptimizerForm, "partitions": Mapping[str, Partition] | None, "model_key": str, "optim_key": str,
@@ -53,9 +53,10 @@ FromDcpKeywords = TypedDict("FromDcpKeywords", {
 }, total=False)
 ImportKeywords = TypedDict("ImportKeywords", {
     "virtual_pp": int, "qkv_linear": bool, "fuse_qkv": bool, "coalesce_qkv": bool, "split_gate_up": bool,
-    "model_key": str, "config": StrPath | None, "mapping": MappingSpec, "kv_size_multiplier": int, "hardware": Hardware,
-    "pad_attn_heads": bool, "dtype": Dtype | None, "dp": int, "tp": int, "pp": int, "ep": int, "stages": Names | None,
-    "use_xser": bool, "num_workers": int, "all_ranks": bool, "timeout": float, "overwrite": bool, "dry_run": bool,
+    "model_key": str, "config": StrPath | None, "mapping": MappingSpec, "prefix": str,
+    "key_mapping": Mapping[str, str] | None, "kv_size_multiplier": int, "hardware": Hardware, "pad_attn_heads": bool,
+    "dtype": Dtype | None, "dp": int, "tp": int, "pp": int, "ep": int, "stages": Names | None, "use_xser": bool,
+    "num_workers": int, "all_ranks": bool, "timeout": float, "overwrite": bool, "dry_run": bool,
     "storage_options": StorageOptions | None, "output_options": StorageOptions | None, "durable": bool,
     "progress": bool,
 }, total=False)

@@ -94,6 +94,8 @@ def _form_of(hint: Any) -> _Form:
         return _Form({"metavar": "FILE"}, "JSON: ", names)
     if get_args(kinds[0]) == (str, Partition):
         return _Form({"metavar": "FILE"}, 'JSON, such as {"NAME": {"partition_dim": 0}}: ', partitions_in)
+    if get_args(kinds[0]) == (str, str):
+        return _Form({"metavar": "FILE"}, 'JSON, such as {"NAME": "NAME"}: ', names_in)
     return _Form({"metavar": "SIZE" if int in origins else "NAME" if Mapping in origins else "PATH"})
 
 
@@ -175,6 +177,11 @@ def partitions_in(path: str | None) -> dict[str, Partition] | None:
         return {name: Partition.from_json(cut) for name, cut in document.items()}
     except CheckpointError as error:
         raise InvalidArgument(f"{path}: {error}") from error
+
+
+def names_in(path: str | None) -> Any:
+    """Read a mapping of names from a JSON file; the function that takes it checks the names."""
+    return None if path is None else _json(path)
 
 
 def nested_lists(path: str | None, depth: int) -> Any:

@@ -188,8 +188,8 @@ def _import_lines(document: dict[str, Any]) -> Iterator[str]:
     done = "would be imported" if document["dry_run"] else "is imported"
     count = units.count(len(document["tensors"]), "tensor")
     yield f"{document['source']} {done} to {document['target']} by mapping {document['mapping']}: {count}"
-    if document["left_out"]:
-        yield f"left out, for multi-token prediction: {first_of(document['left_out'])}"
+    for reason, names in document["left_out"].items():
+        yield f"left out, {reason}: {first_of(names)}"
     if not document["dry_run"]:
         return
     rows = [

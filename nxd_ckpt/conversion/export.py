@@ -18,9 +18,10 @@ from nxd_ckpt.coordination.agreement import Agreement, decided_by_rank0, on_all
 from nxd_ckpt.core import document
 from nxd_ckpt.core.mapping import ModelMapping
 from nxd_ckpt.core.option_classes import takes
+from nxd_ckpt.core.renaming import Renaming
 from nxd_ckpt.core.topology import Coordinates
 from nxd_ckpt.core.units import bytes_of
-from nxd_ckpt.errors import PartNotFound, UnsupportedState, as_checkpoint_errors
+from nxd_ckpt.errors import InvalidArgument, PartNotFound, UnsupportedState, as_checkpoint_errors
 from nxd_ckpt.formats.safetensors import TensorForm
 from nxd_ckpt.formats.tensors import cast_dtype
 from nxd_ckpt.hugging_face.adapter_mapping import PREFIX, AdapterMapping, adapter_mapping
@@ -44,6 +45,7 @@ from nxd_ckpt.output.model_files import (
     plan_weight_files,
     read_config,
     read_tokenizer,
+    with_config,
     with_dtype,
 )
 from nxd_ckpt.output.output import Output
@@ -54,7 +56,7 @@ from nxd_ckpt.storage.urls import StrPath
 from nxd_ckpt.tag.foreign.hugging_face_directory import OPTIMIZER, OPTIMIZER_DOCUMENT, OPTIMIZER_INDEX
 from nxd_ckpt.tag.foreign.recognise import ADAPTER_SHARDS
 from nxd_ckpt.tag.foreign.weight_files import INDEX
-from nxd_ckpt.tag.mappings import find_mapping
+from nxd_ckpt.tag.mappings import find_mapping, text_config
 from nxd_ckpt.tag.opened import OpenTag
 
 
@@ -152,10 +154,15 @@ def _prepared(tag: StrPath, out: StrPath, chosen: ExportOptions, converted: bool
     source = locate_any(tag, chosen.storage_options)
     target = locate_apart(out, source, chosen.written_with)
     files = [] if chosen.config is None else read_config(os.fspath(chosen.config), chosen.storage_options)
-    mapping = find_mapping(chosen.mapping, config_in(files))
+    config = text_config(config_in(files))
+    mapping = find_mapping(chosen.mapping, config)
+    renaming = chosen.renaming
+    renaming.validate()
+    if not renaming and config != config_in(files):
+        files = with_config(files, config)
     if chosen.tokenizer is not None:
         files += read_tokenizer(os.fspath(chosen.tokenizer), chosen.storage_options)
-    sizes = mapping.sizes(config_in(files), chosen.kv_size_multiplier, chosen.hardware)
+    sizes = mapping.sizes(config, chosen.kv_size_multiplier, chosen.hardware)
     opened = open_any(source)
     names = chosen.saved_param_names
     with opened.guarded():
@@ -167,13 +174,15 @@ def _prepared(tag: StrPath, out: StrPath, chosen: ExportOptions, converted: bool
         settings = settings_of(opened)
         if settings is not None:
             mapping = adapter_mapping(mapping, settings)
+            if renaming:
+                raise InvalidArgument("an adapter has the names of its base: leave out prefix= and key_mapping=")
         mapped = MappedTag(opened, mapping, sizes, master_weights=chosen.master_weights, param_names=names)
         mapped_optimizer = MappedOptimizer(opened, mapped) if chosen.optimizer else None
         ranks = None
         if chosen.presharded:
             terms = HuggingFaceTerms(mapping, sizes, names, dtype=chosen.dtype, optimizer=chosen.master_weights)
-            ranks = presharded(HuggingFaceTag(opened, terms), config_in(files), chosen.tp)
-    return _Job(source, target, opened, mapping, mapped, mapped_optimizer, files, ranks, chosen.dtype, size)
+            ranks = presharded(HuggingFaceTag(opened, terms), config, chosen.tp)
+    return _Job(source, target, opened, mapping, mapped, mapped_optimizer, files, ranks, chosen.dtype, size, renaming)
 
 
 @dataclass(frozen=True)
@@ -190,16 +199,22 @@ class _Job:
     presharded: Presharded | None
     dtype: str | None
     size: int
+    renaming: Renaming
+
+    def _name(self, tensor: HfTensor | PackedTensor) -> str:
+        """Return the name of a tensor, or of state of the optimizer, in the output."""
+        name = self.renaming.saved(tensor.weight)
+        return name if tensor.entry is None else f"{name}/{tensor.entry}"
 
     @cached_property
     def _forms(self) -> list[TensorForm]:
         tensors = self.mapped.file_tensors
-        return [TensorForm(each.name, cast_dtype(each.dtype, self.dtype), each.shape) for each in tensors]
+        return [TensorForm(self._name(each), cast_dtype(each.dtype, self.dtype), each.shape) for each in tensors]
 
     @cached_property
     def _state(self) -> list[TensorForm]:
         entries = [] if self.optimizer is None else self.optimizer.tensors
-        return [TensorForm(entry.name, entry.dtype, entry.shape) for entry in entries]
+        return [TensorForm(self._name(entry), entry.dtype, entry.shape) for entry in entries]
 
     @cached_property
     def _weights(self) -> list[WeightFile]:
@@ -220,7 +235,7 @@ class _Job:
     @cached_property
     def tensors(self) -> dict[str, HfTensor | PackedTensor]:
         entries = [] if self.optimizer is None else self.optimizer.tensors
-        return {tensor.name: tensor for tensor in (*self.mapped.file_tensors, *entries)}
+        return {self._name(tensor): tensor for tensor in (*self.mapped.file_tensors, *entries)}
 
     def planned(self, file: WeightFile) -> PlannedFile:
         """Return the file with a leaf for each of its tensors."""
@@ -264,7 +279,8 @@ class _Job:
             base_model = config_in(self.files).get("_name_or_path")
             yield adapter_config(adapters.settings, [form.name for form in self._forms], base_model)
         if self.optimizer is not None:
-            yield ModelFile(OPTIMIZER_DOCUMENT, json.dumps(self.optimizer.document, indent=2).encode() + b"\n")
+            rest = self.optimizer.renamed(self.renaming.saved)
+            yield ModelFile(OPTIMIZER_DOCUMENT, json.dumps(rest, indent=2).encode() + b"\n")
         if len(self._moments) > 1:
             yield ModelFile(OPTIMIZER_INDEX, index_of(self._moments))
         # Without an index some readers take every safetensors file for the model's.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from typing_extensions import Unpack
 
@@ -25,7 +25,7 @@ from nxd_ckpt.output.locations import Location, locate_existing, locate_output
 from nxd_ckpt.output.model_files import config_in, read_config
 from nxd_ckpt.storage.urls import StrPath
 from nxd_ckpt.tag.foreign.quantization import quantization_of
-from nxd_ckpt.tag.mappings import find_mapping
+from nxd_ckpt.tag.mappings import find_mapping, text_config
 
 logger = logging.getLogger("nxd_ckpt")
 
@@ -61,6 +61,7 @@ class Import:
         unknown: names in the directory that no rule maps, each with the closest rules. Empty unless nothing was
             written.
         missing: tensors that the model should have but the directory lacks. Empty unless nothing was written.
+        left_out: tensors of the directory that the tag does not have, by the reason.
     """
 
     source: str
@@ -69,7 +70,7 @@ class Import:
     tensors: tuple[ImportedTensor, ...]
     unknown: Mapping[str, tuple[str, ...]]
     missing: tuple[str, ...]
-    left_out: tuple[str, ...] = ()
+    left_out: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
 
 def import_plan(source: Location, target: Location, what: ImportTarget) -> Import:
@@ -144,8 +145,9 @@ def _target(source: Location, chosen: ImportOptions, process: int) -> ImportTarg
         quantization = quantization_of(document, directory.where) or quantization
     if quantization is not None and chosen.dtype is not None:
         quantization = replace(quantization, dtype=chosen.dtype)
-    mapping = find_mapping(chosen.mapping, document)
-    sizes = mapping.sizes(document, chosen.kv_size_multiplier, chosen.hardware)
+    config = text_config(document)
+    mapping = find_mapping(chosen.mapping, config)
+    sizes = mapping.sizes(config, chosen.kv_size_multiplier, chosen.hardware)
     return ImportTarget(
         chosen.topology,
         mapping,
@@ -156,5 +158,6 @@ def _target(source: Location, chosen: ImportOptions, process: int) -> ImportTarg
         chosen.virtual_pp,
         chosen.stages,
         chosen.model_key,
+        chosen.renaming,
         quantization,
     )

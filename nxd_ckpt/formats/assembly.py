@@ -84,13 +84,30 @@ def blocks_of(fragment: Fragment) -> Iterator[int]:
         whole = range(-(-stub.storage.nbytes // CRC_BLOCK))
         yield from whole if order is None else blocks_of(fragment.permuted(order))
         return
+    if not fragment.source.numel:
+        return
     begin = stub.offset - stub.storage.offset
+    first, length, gap = _extent(fragment.source, contiguous_stride(stub.shape))
+    if gap * size < CRC_BLOCK:  # no block lies between two runs; rows of many experts would be counted one by one
+        yield from range((begin + first * size) // CRC_BLOCK, (begin + (first + length) * size - 1) // CRC_BLOCK + 1)
+        return
     following = 0
     for start, length in contiguous_runs(fragment.source, stub.shape):
         first = (begin + start * size) // CRC_BLOCK
         last = (begin + (start + length) * size - 1) // CRC_BLOCK
         yield from range(max(first, following), last + 1)
         following = max(following, last + 1)
+
+
+def _extent(box: Box, strides: tuple[int, ...]) -> tuple[int, int, int]:
+    """Return the first element of ``box``, the distance to the end of its last, and the largest gap between two."""
+    first, length, gap = 0, 1, 0
+    for offset, size, stride in zip(reversed(box.offset), reversed(box.size), reversed(strides), strict=True):
+        first += offset * stride
+        if size > 1:
+            gap = max(gap, stride - length)
+            length += (size - 1) * stride
+    return first, length, gap
 
 
 def direct_run(fragment: Fragment, out: torch.Tensor) -> DirectRun | None:

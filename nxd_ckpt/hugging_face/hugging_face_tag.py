@@ -71,6 +71,7 @@ class HuggingFaceTag(OpenTag):
         self._mapped = MappedTag(opened, terms.mapping, terms.sizes, master_weights=terms.optimizer, param_names=names)
         has_optimizer = terms.optimizer and opened.parts.optimizer is not None
         self._optimizer = MappedOptimizer(opened, self._mapped) if has_optimizer else None
+        self._latest: tuple[HfTensor | PackedTensor, Assembly] | None = None
 
     def require_all(self) -> None:
         """Check that all of it can be translated, by the checks of `MappedTag` and `MappedOptimizer`.
@@ -173,7 +174,11 @@ class HuggingFaceTag(OpenTag):
         return leaf if layout.base is layout else ReshapedAssembly(layout.shape, leaf)
 
     def _fragments_of(self, name: str, tensor: HfTensor | PackedTensor, box: Box) -> tuple[Fragment, ...]:
-        return self._laid_out(name, self._mapped.assembly(tensor)).base.within(box).fragments
+        # The parts of a tensor are asked for one after the other, and that of all experts of a layer has hundreds.
+        latest = self._latest
+        if latest is None or latest[0] is not tensor:
+            latest = self._latest = tensor, self._laid_out(name, self._mapped.assembly(tensor))
+        return latest[1].base.within(box).fragments
 
     def _laid_out(self, name: str, leaf: Assembly) -> Assembly:
         titan = self._terms.torchtitan

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
 from nxd_ckpt.core.entries import ParameterSpec
 from nxd_ckpt.core.mapping import Match, ModelMapping
+from nxd_ckpt.core.renaming import Renaming
 from nxd_ckpt.core.sizes import Sizes
 from nxd_ckpt.core.topology import Topology
 from nxd_ckpt.errors import DtypeMismatch, KeyMismatch, TopologyMismatch
@@ -37,6 +38,7 @@ class ImportTarget:
         virtual_pp: chunks of the model that each pipeline rank holds.
         stages: the names of each pipeline stage; by default layers are spread evenly.
         model_key: key of the model's state dict in a pickled file.
+        renaming: names in the files, where they are not those of the mapping's rules.
         quantization: how its weights are quantized; None if they are not, or to MXFP4.
     """
 
@@ -49,6 +51,7 @@ class ImportTarget:
     virtual_pp: int = 1
     stages: Sequence[Sequence[str]] | None = None
     model_key: str = "model"
+    renaming: Renaming = field(default_factory=Renaming)
     quantization: Quantization | None = None
 
 
@@ -56,11 +59,12 @@ class ImportedModel:
     """The model of ``directory`` on any rank of ``target``. Reads headers only, each once."""
 
     def __init__(self, directory: HuggingFaceTensors, target: ImportTarget) -> None:
-        self._directory, self._target = UnpackedTensors(directory, target.mapping, target.sizes), target
+        self._directory = UnpackedTensors(directory, target.mapping, target.sizes, target.renaming)
+        self._target = target
 
     @property
-    def left_out(self) -> tuple[str, ...]:
-        """Tensors of the directory that the tag will not have: of multi-token prediction."""
+    def left_out(self) -> dict[str, tuple[str, ...]]:
+        """Tensors of the directory that the tag will not have, by the reason."""
         return self._directory.left_out
 
     @property

@@ -12,7 +12,7 @@ where its gradients were zeros.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import cached_property
 from itertools import product
 from typing import Any
@@ -102,6 +102,14 @@ class MappedOptimizer:
         state = {name: scalars for name, (_, scalars) in placed.items() if scalars}
         document = {"format_version": FORMAT_VERSION, "param_groups": in_order, "state": state}
         return {**document, "general": general} if general else document
+
+    def renamed(self, name: Callable[[str], str]) -> dict[str, Any]:
+        """Return the document with ``name(tensor)`` for each tensor."""
+        groups = [
+            {**group, "params": [name(tensor) for tensor in group["params"]]} for group in self.document["param_groups"]
+        ]
+        state = {name(tensor): values for tensor, values in self.document["state"].items()}
+        return {**self.document, "param_groups": groups, "state": state}
 
     def require_all(self) -> None:
         """Check by trees and scalars that all of it can be exported.

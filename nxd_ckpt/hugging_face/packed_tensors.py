@@ -12,19 +12,22 @@ from functools import cached_property
 from nxd_ckpt.core.box import Box
 from nxd_ckpt.core.mapping import ModelMapping
 from nxd_ckpt.core.packing import Packed, PartSlice
+from nxd_ckpt.core.renaming import Renaming
 from nxd_ckpt.core.sizes import Sizes
 from nxd_ckpt.errors import IncompatibleState, ShapeMismatch, UnsupportedState
 from nxd_ckpt.formats.tensors import Assembly, Fragment, ReshapedAssembly, TensorStub, itemsize
-from nxd_ckpt.hugging_face.base_model import HeadedTensors
 from nxd_ckpt.hugging_face.mapped_directory import HuggingFaceTensors
 from nxd_ckpt.hugging_face.mapped_tensors import HfTensor, NxdTensor
+from nxd_ckpt.hugging_face.renamed_tensors import RenamedTensors
 
 
 class UnpackedTensors:
-    """The tensors of ``directory``, with parts instead of packed tensors."""
+    """The tensors of ``directory``, with parts instead of packed tensors; ``renaming`` is that of `RenamedTensors`."""
 
-    def __init__(self, directory: HuggingFaceTensors, mapping: ModelMapping, sizes: Sizes) -> None:
-        self._directory, self._mapping, self._sizes = HeadedTensors(directory, mapping), mapping, sizes
+    def __init__(
+        self, directory: HuggingFaceTensors, mapping: ModelMapping, sizes: Sizes, renaming: Renaming | None = None
+    ) -> None:
+        self._directory, self._mapping, self._sizes = RenamedTensors(directory, mapping, renaming), mapping, sizes
         self._sliced: dict[str, Mapping[str, PartSlice]] = {}
 
     @property
@@ -33,12 +36,18 @@ class UnpackedTensors:
 
     @property
     def names(self) -> list[str]:
-        in_files = {*self._directory.names}.difference(self._packed_by_part.values(), self.left_out)
+        in_files = {*self._directory.names}.difference(self._packed_by_part.values(), self._prediction)
         return sorted(in_files.union(self._packed_by_part))
 
+    @property
+    def left_out(self) -> dict[str, tuple[str, ...]]:
+        """Tensors in files that NxD's model does not have, by the reason."""
+        outside = self._directory.left_out
+        reasons = {"for multi-token prediction": self._prediction, "outside of the text model": outside}
+        return {reason: names for reason, names in reasons.items() if names}
+
     @cached_property
-    def left_out(self) -> tuple[str, ...]:
-        """Tensors of multi-token prediction, which NxD's model does not have."""
+    def _prediction(self) -> tuple[str, ...]:
         return tuple(name for name in self._directory.names if self._mapping.predicts(name, self._sizes))
 
     def tensor(self, name: str, tied: Mapping[str, str] | None = None) -> TensorStub | Assembly:

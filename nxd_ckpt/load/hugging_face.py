@@ -19,6 +19,7 @@ import torch
 from nxd_ckpt import effects
 from nxd_ckpt.coordination.agreement import Agreement, decided_by_rank0, on_all
 from nxd_ckpt.core.mapping import Match
+from nxd_ckpt.core.renaming import Renaming
 from nxd_ckpt.core.suggestions import first_of
 from nxd_ckpt.core.topology import Topology
 from nxd_ckpt.errors import DtypeMismatch, InvalidArgument, KeyMismatch, PartNotFound, ShapeMismatch
@@ -42,7 +43,7 @@ from nxd_ckpt.storage.base import Storage
 from nxd_ckpt.storage.progress import report, watched
 from nxd_ckpt.tag.foreign.hugging_face_directory import HuggingFaceDirectory
 from nxd_ckpt.tag.foreign.quantization import Quantization, quantization_of
-from nxd_ckpt.tag.mappings import find_mapping
+from nxd_ckpt.tag.mappings import find_mapping, text_config
 from nxd_ckpt.tag.reading import Leaf, LeafReader
 
 logger = logging.getLogger("nxd_ckpt")
@@ -76,8 +77,8 @@ def load_hugging_face(storage: Storage, request: LoadRequest) -> None:
         reads = attempt.join(request, reader)
         shown = request.reports_progress and request.options.progress
         on_all(agreement, lambda: attempt.apply(reader, reads, shown=shown))
-    if request.reports_progress and attempt.left_out:
-        logger.warning("%s: left out, for multi-token prediction: %s", attempt.where, first_of(attempt.left_out))
+    for reason, names in attempt.left_out.items() if request.reports_progress else ():
+        logger.warning("%s: left out, %s: %s", attempt.where, reason, first_of(names))
     if request.reports_progress and logger.isEnabledFor(logging.INFO):
         report("loaded", attempt.where, attempt.nbytes, started)
 
@@ -96,11 +97,12 @@ class _HuggingFaceLoad:
     def __init__(self, storage: Storage, request: LoadRequest) -> None:
         topology, options, optimizer = request.topology, request.options, request.optimizer
         self._directory, self._strict = HuggingFaceDirectory(storage), options.strict_names
-        config = self._directory.config
+        config = text_config(self._directory.config)
         quantization = quantization_of(config, self._directory.where)
+        renaming = Renaming(options.key_mapping or {}, options.prefix)
         self._mapping = find_mapping(options.mapping, config)
         self._sizes = self._mapping.sizes(config, options.kv_size_multiplier, options.hardware)
-        self._tensors = UnpackedTensors(self._directory, self._mapping, self._sizes)
+        self._tensors = UnpackedTensors(self._directory, self._mapping, self._sizes, renaming)
         self._model = open_model(request.model, may_be_meta=True)
         if self._model.is_placed:
             refuse_sizes(topology)
@@ -108,7 +110,7 @@ class _HuggingFaceLoad:
         if optimizer is not None:
             self._optimizer = open_optimizer(optimizer, model=self._model, topology=topology)
         names = self._model.names()
-        self.filtered = Filter(options)
+        self.filtered = Filter(replace(options, key_mapping=None, prefix=""))  # which name tensors of the files
         self.filtered.know_ties(self._model)
         self._mapped = MappedDirectory(self._tensors, self._mapping, self._sizes, topology)
         self._specs = self._model.parameters(topology.tp)
@@ -137,8 +139,8 @@ class _HuggingFaceLoad:
         return self._directory.strays
 
     @property
-    def left_out(self) -> tuple[str, ...]:
-        """Tensors of the directory that no such model has."""
+    def left_out(self) -> dict[str, tuple[str, ...]]:
+        """Tensors of the directory that no such model has, by the reason."""
         return self._tensors.left_out
 
     @property
@@ -313,11 +315,6 @@ def _refuse_arguments(where: str, request: LoadRequest) -> None:
         raise InvalidArgument(
             f"{where} is a Hugging Face directory, which is loaded into a live model: its names and shapes determine "
             f"each rank's part; pass model=, found {model!r}"
-        )
-    if options.key_mapping or options.prefix:
-        raise InvalidArgument(
-            f"{where} is a Hugging Face directory, whose names the rules of a mapping file translate: pass one as "
-            "mapping=, in place of key_mapping= and prefix="
         )
     if options.pre_download:
         raise InvalidArgument(

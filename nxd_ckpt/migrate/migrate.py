@@ -39,7 +39,7 @@ from nxd_ckpt.reshard.dcp_state import DcpState
 from nxd_ckpt.reshard.whole_tag import WholeTag
 from nxd_ckpt.storage.urls import StrPath, join
 from nxd_ckpt.tag.foreign.recognise import Writer
-from nxd_ckpt.tag.mappings import INFERENCE, find_mapping, inference_sizes
+from nxd_ckpt.tag.mappings import INFERENCE, find_mapping, inference_sizes, text_config
 
 
 @dataclass(frozen=True)
@@ -142,7 +142,7 @@ def _left_out(origin: Origin, seen: HuggingFaceTag, chosen: MigrateOptions) -> t
 
 def _terms(origin: Origin, chosen: MigrateOptions) -> HuggingFaceTerms:
     config = _config(origin, chosen)
-    document = config_in(read_config(config, chosen.storage_options)) if config is not None else {}
+    document = {} if config is None else text_config(config_in(read_config(config, chosen.storage_options)))
     mapping = find_mapping(_mapping(origin, chosen), document)
     names = chosen.saved_param_names if chosen.saved_param_names is not None else origin.param_names
     if names is not None and isinstance(origin.opened, RenamedTag):

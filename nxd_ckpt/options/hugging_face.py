@@ -9,6 +9,7 @@ from typing import Any, Literal, get_args
 
 from nxd_ckpt.core.heads import Hardware
 from nxd_ckpt.core.option_classes import option
+from nxd_ckpt.core.renaming import Renaming
 from nxd_ckpt.errors import InvalidArgument
 from nxd_ckpt.options.execution import NewJobOptions, SavedNames, SharedOptions
 from nxd_ckpt.storage.urls import StrPath
@@ -27,11 +28,20 @@ class MappingOptions:
     config: StrPath | None = option(None, "the model's config.json, or a Hugging Face directory with one.")
     mapping: MappingSpec = option(None, """the name of a shipped mapping, a JSON or YAML file, or its document; by
         default config.json chooses it. docs/hugging-face.md lists the shipped ones.""")
+    prefix: str = option("", """beginning of names in Hugging Face's files that the mapping's rules do not have, such as
+        "language_model." for the text model in a multimodal one.""")
+    key_mapping: Mapping[str, str] | None = option(None, """maps names of Hugging Face's tensors in the mapping's rules
+        to whole names in files.""")
     kv_size_multiplier: int = option(1, "number of copies of each key-value head in the job.")
     hardware: Hardware = option("trn1", "the order of those copies.")
     pad_attn_heads: bool = option(False, """the job pads its query heads with zeros to a multiple of its tensor-parallel
         size (trn1).""")
     dtype: Dtype | None = option(None, "cast floating-point numbers to this; by default they stay as they are.")
+
+    @property
+    def renaming(self) -> Renaming:
+        """Names in files, where they are not those of the mapping's rules."""
+        return Renaming(self.key_mapping or {}, self.prefix)
 
     def check_dtype(self) -> None:
         """Raise InvalidArgument for an unknown dtype."""
@@ -71,8 +81,11 @@ class ExportOptions(MappingOptions, SharedOptions):
         self.check_dtype()
         if self.tp < 1 or (self.tp > 1 and not self.presharded):
             raise InvalidArgument(f"tp must be at least 1, and is for presharded=True; found {self.tp}")
-        if self.presharded and (self.optimizer or self.tokenizer is not None):
-            raise InvalidArgument("presharded=True writes the model alone: leave out optimizer= and tokenizer=")
+        if self.presharded and (self.optimizer or self.tokenizer is not None or self.renaming):
+            raise InvalidArgument(
+                "presharded=True writes the model alone, by its own names: leave out optimizer=, tokenizer=, prefix= "
+                "and key_mapping="
+            )
 
 
 @dataclass(frozen=True)

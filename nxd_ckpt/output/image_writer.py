@@ -31,7 +31,7 @@ TOGETHER = WAVE // CRC_BLOCK
 """Largest number of sets of files that are filled side by side; each gets at least a block at a time."""
 
 _Cast = tuple[str, Assembly, torch.Tensor]
-"""The name of a tensor that is cast to a smaller range, its assembly, and a part of its values."""
+"""The name of a tensor that is cast to a smaller range, the assembly of a part of it, and that part's values."""
 
 
 def write_images(
@@ -102,25 +102,26 @@ def _fill(
 
 def _read(reader: LeafReader, leaf: Assembly, begin: int, memory: memoryview, name: str) -> Iterator[_Cast]:
     """Ask for a run of the leaf's bytes; yield parts that lose range, which must be checked after reading."""
-    tensors = list(read_run(reader, leaf, begin, memory, name))
-    yield from ((name, leaf, tensor) for tensor in tensors if _loses_range(leaf))
+    parts = list(read_run(reader, leaf, begin, memory, name))
+    yield from ((name, part, tensor) for part, tensor in parts if _loses_range(part))
 
 
 def read_run(
     reader: LeafReader, leaf: Assembly, begin: int, memory: memoryview, name: str
-) -> Iterator[torch.Tensor]:
+) -> Iterator[tuple[Assembly, torch.Tensor]]:
     """Ask ``reader`` to fill ``memory`` with the row-major tensor's bytes from ``begin`` on, verified.
 
-    Yields tensors in that memory, each after it has been asked for.
+    Yields parts of the leaf, each with its tensor in that memory, after it has been asked for.
     """
     leaf, dtype = leaf.base, torch_dtype(leaf.dtype)
     first, last = begin // dtype.itemsize, (begin + len(memory)) // dtype.itemsize
     at = 0
     for box in boxes_of_run(first, last, leaf.shape):
         out = torch.frombuffer(memory, dtype=dtype, count=box.numel, offset=at).view(box.size)
-        reader.read_into(leaf.within(box), out, name, compare=True, verified=False)
+        part = leaf.within(box)
+        reader.read_into(part, out, name, compare=True, verified=False)
         at += box.numel * dtype.itemsize
-        yield out
+        yield part, out
 
 
 def _loses_range(leaf: Assembly) -> bool:

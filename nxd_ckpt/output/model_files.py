@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import cached_property
@@ -72,6 +72,12 @@ def config_in(files: Iterable[ModelFile], where: str = CONFIG) -> dict[str, Any]
     """Return the config.json among the files; empty without one. Raises MalformedFile."""
     content = next((file.content for file in files if file.name == CONFIG), b"{}")
     return document.small(content, where)
+
+
+def with_config(files: Iterable[ModelFile], config: Mapping[str, Any]) -> list[ModelFile]:
+    """Return the files with this config.json."""
+    content = json.dumps(config, indent=2).encode() + b"\n"
+    return [ModelFile(file.name, content if file.name == CONFIG else file.content) for file in files]
 
 
 def with_dtype(files: Iterable[ModelFile], dtype: str) -> list[ModelFile]:

@@ -114,6 +114,16 @@ def _yaml(path: Path) -> Any:
         raise InvalidArgument(f"mapping {path}: not YAML: {error}") from error
 
 
+def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the part of config.json that describes the text model: a multimodal model has it as a section."""
+    section = config.get("text_config")
+    known = {kind for mapping in shipped_mappings().values() for kind in mapping.model_types}
+    if not isinstance(section, Mapping) or config.get("model_type") in known:
+        return config
+    ties = {key: config[key] for key in ("tie_word_embeddings",) if key in config}
+    return {**ties, **section}
+
+
 @cache
 def shipped_mappings() -> dict[str, ModelMapping]:
     """Return the mappings of the package, by name."""

@@ -1,0 +1,125 @@
+"""What stacks of 256 routed experts cost: ``python -m tools.bench.experts --layers 2``.
+
+Makes a Hugging Face directory of a Qwen 3 with 256 experts of random bfloat16 numbers, of which a layer's tensor of
+gate and up is 512 MiB, and brings it to each form: a tag of one rank, whose tensors hold all experts, of eight
+expert-parallel ranks, back to a directory, to torch DCP, and to TorchTitan, which stacks the experts. Again and again:
+seconds, to be held against a ``cp`` and ``sync`` of the same bytes, and memory beyond an interpreter with torch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import statistics
+import tempfile
+from pathlib import Path
+
+from tools.bench.convert import MIB, run
+from tools.bench.host import cache
+from tools.bench.hugging_face import copied
+
+EXPERTS, HIDDEN, INTERMEDIATE = 256, 1024, 512
+
+CONFIG = {
+    "model_type": "qwen3_moe",
+    "hidden_size": HIDDEN,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 8,
+    "head_dim": HIDDEN // 8,
+    "moe_intermediate_size": INTERMEDIATE,
+    "num_experts": EXPERTS,
+    "num_experts_per_tok": 8,
+    "vocab_size": 1024,
+}
+
+MAKE = """
+import pathlib, sys, torch
+from safetensors.torch import save_file
+
+directory, layers, experts, hidden, wide = pathlib.Path(sys.argv[1]), *map(int, sys.argv[2:])
+def rand(*shape):
+    return torch.randn(shape, dtype=torch.bfloat16)
+places, ends = {}, {"model.embed_tokens.weight": rand(1024, hidden), "lm_head.weight": rand(1024, hidden),
+                    "model.norm.weight": rand(hidden)}
+for layer in range(layers):
+    at = f"model.layers.{layer}"
+    state = {f"{at}.self_attn.{name}_proj.weight": rand(hidden, hidden) for name in "qkvo"}
+    state |= {f"{at}.self_attn.{name}_norm.weight": rand(hidden // 8) for name in "qk"}
+    state |= {f"{at}.{name}_layernorm.weight": rand(hidden) for name in ("input", "post_attention")}
+    state |= {f"{at}.mlp.gate.weight": rand(experts, hidden)}
+    for expert in range(experts):
+        for name, shape in (("gate", (wide, hidden)), ("up", (wide, hidden)), ("down", (hidden, wide))):
+            state[f"{at}.mlp.experts.{expert}.{name}_proj.weight"] = rand(*shape)
+    state |= ends if layer == 0 else {}
+    places |= dict.fromkeys(state, f"model-{layer}.safetensors")
+    save_file(state, directory / f"model-{layer}.safetensors", metadata={"format": "pt"})
+import json
+(directory / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
+"""
+
+MEASURE = """
+import resource, sys, time, torch
+from nxd_ckpt.convert import export_checkpoint, import_checkpoint, migrate
+
+what, source, target, config = sys.argv[1:]
+
+def peak():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+acts = {
+    "import": lambda: import_checkpoint(source, target),
+    "import for ep=8": lambda: import_checkpoint(source, target, dp=8, ep=8),
+    "export": lambda: export_checkpoint(source, target, config=config),
+    "migrate to dcp": lambda: migrate(source, target, to="dcp", config=config),
+    "migrate to torchtitan": lambda: migrate(source, target, to="torchtitan", config=config),
+}
+before = peak()
+started = time.monotonic()
+acts[what]()
+print(time.monotonic() - started, peak() - before)
+"""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--layers", type=int, default=2, help="each of 768 MiB (default: 2)")
+    parser.add_argument("--rounds", type=int, default=3, help="of each, in turn (default: 3)")
+    parser.add_argument("--directory", help="where to work (default: the system's temporary directory)")
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="bench_experts_", dir=args.directory) as name:
+        directory = Path(name)
+        source = directory / "hf"
+        source.mkdir()
+        (source / "config.json").write_text(json.dumps({**CONFIG, "num_hidden_layers": args.layers}))
+        run(MAKE, source, args.layers, EXPERTS, HIDDEN, INTERMEDIATE)
+        os.sync()
+        tag = directory / "run" / "step_0"
+        forms = {
+            "import": (source, tag),
+            "import for ep=8": (source, directory / "parallel" / "step_0"),
+            "export": (tag, directory / "exported"),
+            "migrate to dcp": (tag, directory / "dcp"),
+            "migrate to torchtitan": (tag, directory / "titan"),
+        }
+        copies: list[float] = []
+        rows: dict[str, list[tuple[float, float]]] = {}
+        for _ in range(args.rounds):
+            copies.append(copied(source))
+            for what, (origin, target) in forms.items():
+                shutil.rmtree(target, ignore_errors=True)
+                cache(origin)
+                seconds, memory = map(float, run(MEASURE, what, origin, target, source).split()[-2:])
+                rows.setdefault(what, []).append((seconds, memory))
+        nbytes = sum(path.stat().st_size for path in source.iterdir())
+    load = ", ".join(f"{each:.1f}" for each in os.getloadavg())
+    print(f"{nbytes / 2**30:.2f} GiB, {EXPERTS} experts, median of {args.rounds} rounds, load {load}")
+    print(f"  cp and sync            {statistics.median(copies):6.2f} s")
+    for what, found in rows.items():
+        seconds, memory = statistics.median(each[0] for each in found), max(each[1] for each in found) / MIB
+        print(f"  {what:22} {seconds:6.2f} s  memory beyond torch {memory:5.0f} MiB")
+
+
+if __name__ == "__main__":
+    main()
