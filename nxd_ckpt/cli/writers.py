@@ -153,6 +153,8 @@ def _export_lines(document: dict[str, Any]) -> Iterator[str]:
     done = "would be exported" if document["dry_run"] else "is exported"
     counts = f"{units.count(len(tensors), 'tensor')}, {units.count(len(files), 'file')}, {size(document['nbytes'])}"
     yield f"{document['source']} {done} to {document['target']} by mapping {document['mapping']}: {counts}"
+    if document["copied"]:
+        yield f"{'would be copied' if document['dry_run'] else 'copied'} too: {', '.join(document['copied'])}"
     if not document["dry_run"]:
         return
     rows = [

@@ -83,6 +83,7 @@ class Export:
         unknown: names in the tag that no rule maps, each with the closest rules. Empty unless nothing was written.
         missing: tensors that the model should have but the tag lacks. Empty unless nothing was written.
         files: weight files and their bytes.
+        copied: other files that are copied, from ``config=`` and ``tokenizer=``.
     """
 
     source: str
@@ -92,6 +93,7 @@ class Export:
     unknown: Mapping[str, tuple[str, ...]]
     missing: tuple[str, ...]
     files: Mapping[str, int]
+    copied: tuple[str, ...] = ()
 
     @property
     def nbytes(self) -> int:
@@ -161,7 +163,8 @@ def _prepared(tag: StrPath, out: StrPath, chosen: ExportOptions, converted: bool
     if not renaming and config != config_in(files):
         files = with_config(files, config)
     if chosen.tokenizer is not None:
-        files += read_tokenizer(os.fspath(chosen.tokenizer), chosen.storage_options)
+        others = read_tokenizer(os.fspath(chosen.tokenizer), chosen.storage_options)
+        files = list({file.name: file for file in (*others, *files)}.values())
     sizes = mapping.sizes(config, chosen.kv_size_multiplier, chosen.hardware)
     opened = open_any(source)
     names = chosen.saved_param_names
@@ -263,7 +266,13 @@ class _Job:
             {name: tuple(self.mapping.closest(name)) for name in self.mapped.unknown},
             tuple(self.mapped.missing),
             {file.name: file.image.nbytes for file in self.weight_files},
+            tuple(file.name for file in self.files) if self._is_whole else (),
         )
+
+    @property
+    def _is_whole(self) -> bool:
+        """True if the output is a model with all its files, not an adapter or one for inference."""
+        return self.presharded is None and not isinstance(self.mapping, AdapterMapping)
 
     def last_files(self) -> Iterator[ModelFile]:
         """Yield the files that are written after all weight files."""
@@ -320,7 +329,12 @@ def _write_files(job: _Job, output: Output, files: Sequence[WeightFile], written
 
 def _finish(job: _Job, output: Output) -> None:
     for file in job.last_files():
+        folder, _, _ = file.name.rpartition("/")
+        if folder:
+            output.storage.make_dir(f"{output.folder}/{folder}")
         output.storage.write(f"{output.folder}/{file.name}", file.content)
+        if folder:
+            output.storage.sync_dir(f"{output.folder}/{folder}")
     output.publish()
 
 

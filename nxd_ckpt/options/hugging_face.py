@@ -53,7 +53,8 @@ class MappingOptions:
 class ExportOptions(MappingOptions, SharedOptions):
     """Export of a tag's model."""
 
-    tokenizer: StrPath | None = option(None, "a directory whose tokenizer files are copied.")
+    tokenizer: StrPath | None = option(None, """a directory whose files are copied, except weights and
+        config.json: the tokenizer's, chat templates, custom code.""")
     size_per_shard: int | str = option("5GB", """maximum size of a weight file, e.g. 5GB, or bytes; a larger tensor has
         a file of its own.""")
     master_weights: bool = option(False, "export the optimizer's master weights, where it has them.")

@@ -1,29 +1,53 @@
-"""Files of a Hugging Face model: config.json, the tokenizer's, and its tensors over safetensors files."""
+"""Files of a Hugging Face model: config.json, the tokenizer's, custom code, and its tensors over safetensors files.
+
+Of other files than weights, links are followed inside of the directory, and into the ``blobs`` of Hugging Face's cache,
+where all files are links to these. Others are not copied: what they lead to may be no file of the model, and not meant
+for whom the copy is.
+"""
 
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import cached_property
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
 from nxd_ckpt.core import document
+from nxd_ckpt.core.suggestions import first_of
 from nxd_ckpt.errors import InvalidArgument
 from nxd_ckpt.formats.safetensors import SafetensorsImage, TensorForm, lay_out
 from nxd_ckpt.formats.tensors import Assembly
 from nxd_ckpt.save.planned_file import NamedTensor, PlannedFile
-from nxd_ckpt.storage.base import Storage
+from nxd_ckpt.storage.base import Storage, without_links
 from nxd_ckpt.storage.urls import StorageOptions, directory_and_name, open_storage, options_for
-from nxd_ckpt.tag.foreign.hugging_face_directory import CONFIG
+from nxd_ckpt.tag.foreign.hugging_face_directory import CONFIG, OPTIMIZER_DOCUMENT
 from nxd_ckpt.tag.foreign.quantization import without_quantization
 from nxd_ckpt.tag.foreign.weight_files import SINGLE
 
+logger = logging.getLogger("nxd_ckpt")
+
 _MODEL = (CONFIG, "generation_config.json")
+_WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.ckpt", "*.h5", "*.msgpack", "*.onnx", "*.gguf", "*.pkl")
+_COPIED = (
+    *("*.json", "*.txt", "*.jinja", "*.py", "*.md", "*.model", "*.tiktoken", "*.spm", "*.bpe", "vocab.*", "LICENSE*"),
+    "additional_chat_templates/*.jinja",
+)
+_NOT_COPIED = (
+    *(CONFIG, "*.index.json", OPTIMIZER_DOCUMENT, "trainer_state.json", "adapter_config.json", "*quant*config.json"),
+    ".*",
+)
+"""Those of the weights, of their quantization, or of a training; config.json is that of ``config=``."""
+_TEMPLATES = "additional_chat_templates"
+_LARGEST = 64 * 2**20
+"""Bytes of a file that is copied; a tokenizer.json has up to 35 MiB."""
 _TOKENIZER = (
+    "tekken.json",
     "tokenizer*",
     "special_tokens_map.json",
     "added_tokens.json",
@@ -38,7 +62,7 @@ _TOKENIZER = (
 
 
 class ModelFile(NamedTuple):
-    """A small file, by its name in the new directory."""
+    """A small file, by its path in the new directory."""
 
     name: str
     content: bytes
@@ -61,11 +85,49 @@ def read_config(path: str, options: StorageOptions | None) -> list[ModelFile]:
 
 
 def read_tokenizer(path: str, options: StorageOptions | None) -> list[ModelFile]:
-    """Read the tokenizer's files of a directory. Raises InvalidArgument if there are none."""
-    files = list(_matching(*_open(path, options), _TOKENIZER))
-    if not files:
+    """Read the files of a model's directory that are neither weights nor config.json.
+
+    Warns of files that are not copied: links out of the directory, and files that are too large. Raises InvalidArgument
+    if there is no tokenizer.
+    """
+    storage, folder = _open(path, options)
+    names = [name for name in _names(storage, folder) if _is_copied(name)]
+    if not any(fnmatchcase(name, pattern) for name in names for pattern in _TOKENIZER):
         raise InvalidArgument(f"tokenizer {path}: expected a directory with a tokenizer's files, found none there")
-    return files
+    outside = [name for name in names if _leads_out(storage, folder, name)]
+    large = [name for name in names if name not in outside and storage.size(_key(folder, name)) > _LARGEST]
+    for left_out, reason in ((outside, "links lead out of it"), (large, f"more than {_LARGEST} bytes")):
+        if left_out:
+            logger.warning("%s: not copied, because %s: %s", path, reason, first_of(left_out))
+    return [ModelFile(name, storage.read(_key(folder, name))) for name in names if name not in {*outside, *large}]
+
+
+def _names(storage: Storage, folder: str) -> Iterator[str]:
+    """Yield the names of files in the directory, and of chat templates below it."""
+    for entry in storage.list(folder):
+        if not entry.is_dir:
+            yield entry.name
+        elif entry.name == _TEMPLATES:
+            templates = storage.list(_key(folder, _TEMPLATES))
+            yield from (f"{_TEMPLATES}/{each.name}" for each in templates if not each.is_dir)
+
+
+def _is_copied(name: str) -> bool:
+    def matches(pattern: str) -> bool:
+        return name.count("/") == pattern.count("/") and fnmatchcase(name, pattern)
+
+    return any(map(matches, (*_COPIED, *_TOKENIZER))) and not any(map(matches, (*_NOT_COPIED, *_WEIGHTS)))
+
+
+def _leads_out(storage: Storage, folder: str, name: str) -> bool:
+    """Return whether a file is a link, or behind one, that leads out of the directory and its cache."""
+    direct = without_links(storage)
+    if direct is None:
+        return False
+    place = Path(direct.url, folder).resolve()
+    target = Path(direct.url, folder, name).resolve()
+    is_cache = place.parent.name == "snapshots"
+    return not target.is_relative_to(place) and not (is_cache and target.parent == place.parents[1] / "blobs")
 
 
 def config_in(files: Iterable[ModelFile], where: str = CONFIG) -> dict[str, Any]:
@@ -102,11 +164,14 @@ def _open(path: str, options: StorageOptions | None) -> tuple[Storage, str]:
     return open_storage(directory, storage_options=options_for(directory, options)), name
 
 
-def _matching(storage: Storage, folder: str, patterns: Iterable[str]) -> Iterator[ModelFile]:
+def _matching(storage: Storage, folder: str, names: Iterable[str]) -> Iterator[ModelFile]:
     for entry in storage.list(folder):
-        if not entry.is_dir and any(fnmatchcase(entry.name, pattern) for pattern in patterns):
-            key = f"{folder}/{entry.name}" if folder else entry.name
-            yield ModelFile(entry.name, storage.read(key))
+        if not entry.is_dir and entry.name in names:
+            yield ModelFile(entry.name, storage.read(_key(folder, entry.name)))
+
+
+def _key(folder: str, name: str) -> str:
+    return f"{folder}/{name}" if folder else name
 
 
 _METADATA = {"format": "pt"}

@@ -7,7 +7,7 @@ single file) comes last.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -21,21 +21,29 @@ from nxd_ckpt.storage.base import DirEntry
 class Kind:
     """A kind of directory, by patterns of its files (``DIR/*.pt`` for files in a subdirectory).
 
-    A directory with any other file is not replaced.
+    A directory with any other file is not replaced. ``beside`` are patterns of files that others than this kind have
+    too: a directory with such files is replaced only if it also has a file of the first pattern.
     """
 
     noun: str
     patterns: tuple[str, ...]
+    beside: tuple[str, ...] = ()
 
-    def matches(self, file: str) -> bool:
-        """Return whether such a directory may hold the file."""
-        return any(
-            file.count("/") == pattern.count("/") and fnmatchcase(file, pattern) for pattern in self.patterns
-        )
+    def foreign(self, files: Sequence[str]) -> list[str]:
+        """Return those of the ``files`` of a directory that no directory of this kind has."""
+        is_one = any(fnmatchcase(file, self.patterns[0]) for file in files)
+        patterns = (*self.patterns, *self.beside) if is_one else self.patterns
+        return [file for file in files if not _matches(file, patterns)]
+
+
+def _matches(file: str, patterns: Sequence[str]) -> bool:
+    return any(file.count("/") == pattern.count("/") and fnmatchcase(file, pattern) for pattern in patterns)
 
 
 HUGGING_FACE = Kind(
-    "Hugging Face model", ("*.safetensors", "*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken", "*.md")
+    "Hugging Face model",
+    ("*.safetensors", "*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken", "*.md"),
+    ("*.py", "*.spm", "*.bpe", "vocab.*", "LICENSE*", "additional_chat_templates/*.jinja"),
 )
 TORCH_DCP = Kind("torch DCP checkpoint", ("*.distcp", ".metadata"))
 
@@ -126,7 +134,7 @@ class Output:
             raise InvalidArgument(
                 f"output {path} is not empty; pass overwrite=True to replace it, or choose another path"
             )
-        foreign = [file for entry in entries for file in self._files(entry) if not self._kind.matches(file)]
+        foreign = self._kind.foreign([file for entry in entries for file in self._files(entry)])
         if foreign:
             raise InvalidArgument(
                 f"output {path} holds {', '.join(foreign[:5])}, which no {self._kind.noun} has, so it is not replaced; "

@@ -12,8 +12,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from nxd_ckpt.cli.main import main
 from nxd_ckpt.conversion.export import Export
 from nxd_ckpt.convert import export_checkpoint
+from nxd_ckpt.errors import InvalidArgument
 from nxd_ckpt.options.hugging_face import Dtype
 from tests.hugging_face.jobs import jobs
 from tests.hugging_face.reference import Job, Model
@@ -113,6 +115,44 @@ def test_what_belongs_to_the_model_is_copied(tmp_path: Path) -> None:
     found = {path.name: path.read_text() for path in (tmp_path / "out").iterdir() if path.suffix != ".safetensors"}
     assert json.loads(found.pop("config.json")) == job.model.config
     assert {name: name for name in given_files if name != "training.log"} == found
+
+
+def test_all_that_is_not_weights_is_copied_with_the_tokenizer(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """From Hugging Face's cache, where files are links to blobs; other links out of the directory are not followed. The
+    directory can be replaced then, unlike one with such files and no weights."""
+    tag = save_job(tmp_path / "run", Job(Model()), Model().state())
+    copied = [
+        "LICENSE", "README.md", "additional_chat_templates/rag.jinja", "chat_template.jinja", "modeling_mine.py",
+        "tekken.json", "tokenizer.json",
+    ]  # fmt: skip
+    not_copied = [
+        "config.json", "model.safetensors", "pytorch_model.bin", "model.safetensors.index.json", "quantize_config.json",
+        "adapter_config.json", ".env", "run.log",
+    ]  # fmt: skip
+    blobs, snapshot = tmp_path / "models--me--mine" / "blobs", tmp_path / "models--me--mine" / "snapshots" / "main"
+    (snapshot / "additional_chat_templates").mkdir(parents=True)
+    blobs.mkdir()
+    for name in (*copied, *not_copied):
+        (blobs / name.replace("/", "-")).write_text(name)
+        (snapshot / name).symlink_to(blobs / name.replace("/", "-"))
+    (tmp_path / "secret.txt").write_text("secret")
+    (snapshot / "notes.txt").symlink_to(tmp_path / "secret.txt")
+    config = write_config(tmp_path / "config", Model().config)
+    command = ["export", str(tag), str(tmp_path / "out"), "--config", str(config), "--tokenizer", str(snapshot)]
+    assert 0 == main(command)
+    assert f"copied too: {', '.join(copied)}, config.json" in capsys.readouterr().out
+    out = tmp_path / "out"
+    found = {str(path.relative_to(out)) for path in out.rglob("*") if path.is_file() and not path.is_symlink()}
+    assert {*copied, "config.json", "model.safetensors"} == found
+    assert copied == [(out / name).read_text() for name in copied]
+    assert any("notes.txt" in each and "links lead out of it" in each for each in caplog.messages)
+
+    assert 0 == main([*command, "--overwrite"])
+    (out / "model.safetensors").unlink()
+    with pytest.raises(InvalidArgument, match=r"holds .*which no Hugging Face model has"):
+        export_checkpoint(tag, out, config=config, overwrite=True)
 
 
 def test_tied_embeddings_are_written_once(tmp_path: Path) -> None:
