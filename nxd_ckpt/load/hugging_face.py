@@ -98,7 +98,7 @@ class _HuggingFaceLoad:
         topology, options, optimizer = request.topology, request.options, request.optimizer
         self._directory, self._strict = HuggingFaceDirectory(storage), options.strict_names
         config = text_config(self._directory.config)
-        quantization = quantization_of(config, self._directory.where)
+        quantization = quantization_of(self._directory.config, self._directory.where)
         renaming = Renaming(options.key_mapping or {}, options.prefix)
         self._mapping = find_mapping(options.mapping, config)
         self._sizes = self._mapping.sizes(config, options.kv_size_multiplier, options.hardware)

@@ -173,6 +173,17 @@ def test_a_model_of_8_bits_is_imported_and_loaded(tmp_path: Path, family: str) -
         assert [] == differences(exact, dict(target.state_dict()))
 
 
+def test_the_text_model_of_a_multimodal_one_is_loaded(tmp_path: Path) -> None:
+    """The whole's config.json says how it is quantized, and a section which text model it is."""
+    model = random_model("qwen3")
+    files, plain = quantized(dict(model.state_dict()), {}, lambda name: "_proj.weight" in name)
+    write_config(tmp_path, {"model_type": "mine_vl", "text_config": model.config.to_dict(), **fine_grained()})
+    save_file(files, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    target = live(plain)
+    load_checkpoint(tmp_path, model=target)
+    assert [] == differences(plain, dict(target.state_dict()))
+
+
 def test_ranks_read_their_parts(tmp_path: Path) -> None:
     """Cut by columns and by rows; and float32 that an import asks for is not rounded before."""
     state = {name: numbers(32, 32) for name in ("row.weight", "column.weight")}
