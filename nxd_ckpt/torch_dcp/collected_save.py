@@ -157,12 +157,12 @@ class CollectedSave:
         request = Commit(
             self._publication,
             contents.parts,
-            self._rules,
-            {"stage_seconds": round(effects.monotonic() - self._started, 6)},
-            versions(),
-            contents.parameters,
-            [MeshGroup(tuple(range(session.topology.world_size)))],
-            self._metrics,
+            rules=self._rules,
+            timings={"stage_seconds": round(effects.monotonic() - self._started, 6)},
+            versions=versions(),
+            parameters=contents.parameters,
+            groups=[MeshGroup(tuple(range(session.topology.world_size)))],
+            metrics=self._metrics,
         )
         commit(session, session.topology, votes, request)
         clean_up(session, session.counter)
