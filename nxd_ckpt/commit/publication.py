@@ -243,8 +243,9 @@ class InPlace:
         try:
             storage.sync_dir(self.tag)
         except OSError:
-            self._withdraw(storage, mark)
-            raise
+            if not self.attempt or journal.may_undo(storage, self.attempt):
+                self._withdraw(storage, mark)
+                raise
         self._withdraw_if_swept(session, mark)
 
     def must_hold(self, storage: Storage, files: Collection[str]) -> None:

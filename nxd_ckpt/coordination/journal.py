@@ -14,9 +14,19 @@ from contextlib import suppress
 
 from nxd_ckpt.coordination import intents
 from nxd_ckpt.coordination.control_files import pinned, read_note, set_aside
-from nxd_ckpt.coordination.paths import JOURNAL, STAGING, TRASH, UNFINISHED, is_trash_of, staging_dir, trash_file
+from nxd_ckpt.coordination.paths import (
+    JOURNAL,
+    STAGING,
+    TRASH,
+    UNFINISHED,
+    is_trash_of,
+    outcome_file,
+    staging_dir,
+    trash_file,
+)
 from nxd_ckpt.coordination.replacement import Replacement, not_undone
 from nxd_ckpt.core.keys import checked_name
+from nxd_ckpt.core.limits import NOTE
 from nxd_ckpt.core.names import DONE, HIDDEN
 from nxd_ckpt.core.tags import validate_tag
 from nxd_ckpt.errors import DirectoryInUse, MalformedFile
@@ -29,23 +39,26 @@ def publish(storage: Storage, attempt: str, tag: str) -> None:
     """Rename the complete, synced staging directory of ``attempt`` to ``tag`` and make that durable.
 
     Raises OSError, and restores the state before: a tag that is not durable must not stay visible, and the tag that it
-    was to replace must not stay away. If that fails, too, the message says that a power cut may bring either.
+    was to replace must not stay away. If that fails, too, the message says that a power cut may bring either. But a tag
+    that another rank counts as saved stays, see `decides`.
     """
     recover(storage)  # an earlier swap of this job may not be finished yet
     replacement, replaces = _replacement(storage, attempt, tag), storage.is_dir(tag)
-    restore = replacement.put_back
+    is_made = False
     try:
         if replaces:
             storage.make_dir(TRASH)
             storage.write(JOURNAL, json.dumps({"attempt": attempt, "tag": tag}).encode())
             storage.sync_dir(HIDDEN)
         replacement.make()
-        restore = replacement.undo
+        is_made = True
         _sync(storage)
     except OSError as error:
-        if not _restore(replacement, restore):
-            raise not_undone(error, tag) from error
-        raise
+        if not is_made or may_undo(storage, attempt):
+            if not _restore(replacement, replacement.undo if is_made else replacement.put_back):
+                raise not_undone(error, tag) from error
+            raise
+        logger.warning("%s: %s; another rank made %r durable, and counts it as saved", storage.url, error, tag)
     if replaces:
         try:
             _forget(storage)
@@ -53,6 +66,22 @@ def publish(storage: Storage, attempt: str, tag: str) -> None:
             # The new tag is in place and durable: a journal that stays moves nothing.
             logger.warning("%s: could not drop %s: %s", storage.url, JOURNAL, error)
         discard_trash(storage, attempt.rpartition("-")[0])
+
+
+def decides(storage: Storage, attempt: str, outcome: bytes) -> bool:
+    """Return whether this is the outcome of a published attempt: the one that is noted first, "saved" or "undone".
+
+    Rank 0 may stand still after a sync failed. A rank that hears nothing from it finds the tag, and counts it as saved;
+    rank 0 would wake up, and undo it. Raises OSError, MalformedFile.
+    """
+    return storage.link_new(outcome_file(attempt), outcome) or storage.read(outcome_file(attempt), NOTE) == outcome
+
+
+def may_undo(storage: Storage, attempt: str) -> bool:
+    """Return whether no rank counts the published attempt as saved; True also if the storage does not say."""
+    with suppress(OSError, MalformedFile):
+        return decides(storage, attempt, b"undone")
+    return True
 
 
 def _replacement(storage: Storage, attempt: str, tag: str) -> Replacement:
@@ -131,6 +160,7 @@ def remove_tag(storage: Storage, tag: str, attempt: str, is_kept: Callable[[str]
     finally:
         if not goes:
             storage.rename(key, tag)
+            storage.sync_dir("")  # else a power cut might take the name away again
     if goes:
         storage.sync_dir("")
     return goes

@@ -78,6 +78,11 @@ def begin_file(attempt: str) -> str:
     return f"{verdict_dir(attempt)}/begin"
 
 
+def outcome_file(attempt: str) -> str:
+    """Return the key of the note that decides where no verdict came in time, see journal.decides."""
+    return f"{verdict_dir(attempt)}/outcome"
+
+
 def rank_file(attempt: str, rank: int, kind: str) -> str:
     """Return the key of a rank's file; ``kind`` is ``vote`` or ``progress``."""
     return f"{votes_dir(attempt)}/rank_{rank:05d}.{kind}.json"

@@ -14,7 +14,7 @@ from nxd_ckpt import effects
 from nxd_ckpt.commit import voting
 from nxd_ckpt.commit.commit import Commit, clean_up, commit
 from nxd_ckpt.commit.publication import is_visible
-from nxd_ckpt.coordination import lease
+from nxd_ckpt.coordination import journal, lease
 from nxd_ckpt.coordination.paths import votes_dir
 from nxd_ckpt.core import names
 from nxd_ckpt.core.manifest import FileEntry, RankLine
@@ -168,7 +168,7 @@ class Ballot:
         )
 
     def _learn(self, counted: _Counted) -> Verdict:
-        """Await rank 0's verdict on the other ranks. Without one, a visible tag of this attempt counts as one."""
+        """Await rank 0's verdict on the other ranks. Without one, a tag that is there for good counts as one."""
         session, where = self._session, f"{self._session.storage.url}/{votes_dir(self._number)}"
         try:
             gone = partial(session.is_gone, 0)
@@ -176,7 +176,7 @@ class Ballot:
             session.last_failed = verdict.error is not None
             return verdict
         except (OutcomeUnknown, OSError, MalformedFile) as error:
-            if is_visible(session.storage, self._tag, self._number):
+            if self._is_there_for_good():
                 return Verdict()
             with suppress(OSError):
                 voting.leave(session.storage, self._number, self._rank, self._tag)
@@ -185,6 +185,17 @@ class Ballot:
             if isinstance(error, OutcomeUnknown):
                 raise
             raise OutcomeUnknown(f"save of {self._tag!r}: cannot read rank 0's verdict in {where}: {error}") from error
+
+    def _is_there_for_good(self) -> bool:
+        """Return whether the tag is visible, durable, and not undone any more by a rank 0 that wakes up."""
+        storage = self._session.storage
+        try:
+            if not is_visible(storage, self._tag, self._number):
+                return False
+            storage.sync_dir("" if storage.renames else self._tag)  # rank 0 may have ended before it did
+            return journal.decides(storage, self._number, b"saved")
+        except (OSError, CheckpointError):
+            return False
 
     def _commit(self, counted: _Counted, voted: float) -> tuple[Verdict, int]:
         """Collect the votes and commit, on rank 0, which ``voted`` then; return the bytes of all ranks too."""

@@ -359,6 +359,49 @@ def test_a_removal_is_durable(tmp_path: Path) -> None:
     assert [("make_dir", TRASH), ("rename", f"{TAG} -> "), ("sync_dir", "")] == changes(log)
 
 
+def test_a_tag_that_stays_has_its_name_back_for_good(tmp_path: Path) -> None:
+    """A power cut after it was away for a moment finds it in its place."""
+    log: list[Operation] = []
+    storage = HookedStorage(prepare(tmp_path, old=True), recording(log))
+    assert not journal.remove_tag(storage, TAG, ATTEMPT, lambda key: True)
+    assert ["rename", "rename", "sync_dir"] == [name for name, _ in changes(log)][-3:]
+    assert {b"old"} == content(storage)
+
+
+@pytest.mark.parametrize("old", [True, False])
+def test_what_a_rank_counts_as_saved_is_not_undone(tmp_path: Path, old: bool, caplog: pytest.LogCaptureFixture) -> None:
+    """It heard nothing from rank 0, whose sync failed, and found the tag; who comes first decides."""
+    storage = prepare(tmp_path, old=old)
+
+    def hook(operation: Operation) -> None:
+        if operation == Operation("sync_dir", ""):
+            assert journal.decides(storage, ATTEMPT, b"saved")
+            fail()
+
+    journal.publish(HookedStorage(storage, hook), ATTEMPT, TAG)
+    assert {b"new"} == content(storage)
+    assert not journal.is_open(storage)
+    assert "counts it as saved" in caplog.text
+    assert journal.decides(storage, ATTEMPT, b"saved")  # of another rank, too
+
+
+def test_what_is_undone_no_rank_counts_as_saved(tmp_path: Path) -> None:
+    """A rank that comes after the undoing began is refused."""
+    storage = prepare(tmp_path, old=True)
+    syncs = list[Operation]()
+
+    def hook(operation: Operation) -> None:
+        if operation == Operation("sync_dir", ""):
+            syncs.append(operation)
+            if len(syncs) == 1:
+                fail()
+
+    with pytest.raises(OSError, match="Input/output error"):
+        journal.publish(HookedStorage(storage, hook), ATTEMPT, TAG)
+    assert not journal.decides(storage, ATTEMPT, b"saved")
+    assert {b"old"} == content(storage)
+
+
 def test_what_is_pinned_comes_back_from_the_trash(tmp_path: Path) -> None:
     """Durably, and only if nothing has its name; what is not pinned is deleted."""
     storage = prepare(tmp_path, old=True)

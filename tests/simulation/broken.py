@@ -31,17 +31,17 @@ from tests.support.reliability import REPOSITORY, date_and_commit, put, rows_of,
 _JOURNAL, _LEASE, _REPLACEMENT = (f"nxd_ckpt/coordination/{name}.py" for name in ("journal", "lease", "replacement"))
 _INTENTS = "nxd_ckpt/coordination/intents.py"
 _COMMIT, _PUBLICATION, _VOTING = (f"nxd_ckpt/commit/{name}.py" for name in ("commit", "publication", "voting"))
-_SAVING, _SAVED_FILES = "nxd_ckpt/save/attempt.py", "nxd_ckpt/save/writing.py"
+_BEGINNING, _BALLOT, _SAVED_FILES = (f"nxd_ckpt/save/{name}.py" for name in ("attempt", "ballot", "writing"))
 _IDENTITY = "nxd_ckpt/tag/identity.py"
 _CHOOSING = "nxd_ckpt/tag/choosing.py"
 _DISK, _S3 = "tests/simulation/world/disk_storage.py", "nxd_ckpt/storage/s3/storage.py"
 _LOCAL, _FILES, _SYSTEM = (f"nxd_ckpt/storage/{name}.py" for name in ("local", "local_files", "system"))
-_HOSTS, _OWN, _REPLICAS = (f"nxd_ckpt/storage/hosts/{name}.py" for name in ("storage", "directory", "replicas"))
+_HOSTS, _OWN = (f"nxd_ckpt/storage/hosts/{name}.py" for name in ("storage", "directory"))
 _SESSION = "nxd_ckpt/commit/session.py"
 
 
-_EVERY_STATE = {"every state": False, "every state, local": True}
-"""Places: states are looked at that a loss of power may leave, see ``crashes``; with whether by system calls."""
+_EVERY_STATE = "every state"
+"""The place where states are looked at that a loss of power may leave, see ``crashes``."""
 
 _STATES = 1000
 """At most so many at each moment: where a sync is missing there may be more than fit into memory."""
@@ -51,9 +51,15 @@ SCHEDULES: dict[str, Callable[[int], Schedule]] = {
     "two faults": DiskSchedule.with_two_faults,
     "an undone save": DiskSchedule.with_power_lost_after_an_undone_save,
     "power after a takeover": DiskSchedule.with_power_lost_after_a_takeover,
+    "power after a kill": DiskSchedule.with_power_lost_after_a_kill,
     "a launch after a swap": DiskSchedule.with_a_launch_after_a_swap,
     "a reader at a swap": DiskSchedule.with_reader_at_a_swap,
+    "an undoing that fails": DiskSchedule.with_an_undoing_that_fails,
+    "a takeover at a removal": DiskSchedule.with_a_takeover_at_a_removal,
+    "ranks differ": DiskSchedule.with_ranks_that_differ,
     "lost replies": StoreSchedule.with_lost_replies,
+    "store, taken over": StoreSchedule.with_a_takeover,
+    "store, ranks differ": StoreSchedule.with_ranks_that_differ,
     "lease": LeaseSchedule.of,
     "lease, local": LeaseSchedule.of_system_calls,
 }
@@ -130,7 +136,7 @@ _MISMATCH = """    if found != expected.crc32:
 BREAKS = [
     Break(
         "The directory is not synced after the rename that publishes a tag.", "disk",
-        {_JOURNAL: ("restore = replacement.undo\n        _sync(storage)\n", "restore = replacement.undo\n")},
+        {_JOURNAL: ("is_made = True\n        _sync(storage)\n", "is_made = True\n")},
     ),
     Break(
         "The directory of the indexes is not synced.", "disk",
@@ -188,16 +194,29 @@ BREAKS = [
     ),
     Break(
         "A save whose sync failed is not undone.", "disk",
-        {_JOURNAL: ("        if not _restore(replacement, restore):\n", "        if False:\n")},
+        {
+            _JOURNAL: (
+                "            if not _restore(replacement, replacement.undo if is_made else replacement.put_back):\n",
+                "            if False:\n",
+            )
+        },
         lambda schedule: schedule.rank == 0 and schedule.fault in ("error", "sync"),
+    ),
+    Break(
+        "A rank without a verdict does not sync the tag that it counts as saved.", "power after a kill",
+        {_BALLOT: ('            storage.sync_dir("" if storage.renames else self._tag)  #', "            pass  #")},
+    ),
+    Break(
+        "A save is undone whoever counts it as saved.", "an undoing that fails",
+        {_JOURNAL: ("        if not is_made or may_undo(storage, attempt):\n", "        if True:\n")},
     ),
     Break("Rank 0 does not wait for the votes of the others.", "disk", _VOTES),
     Break(
         "The verdict comes before the commit.", "disk",
         {
-            _SAVING: (
+            _BALLOT: (
                 "            commit(session, session.topology, votes, request)\n",
-                "            voting.announce(session.storage, self.attempt, replace(Verdict(), tag=self.tag))\n"
+                "            voting.announce(session.storage, self._number, replace(Verdict(), tag=self._tag))\n"
                 "            commit(session, session.topology, votes, request)\n",
             )
         },
@@ -214,9 +233,9 @@ BREAKS = [
     Break(
         "A rank does not wait for the verdict.", "disk",
         {
-            _SAVING: (
+            _BALLOT: (
                 "            verdict = voting.await_verdict("
-                "session.storage, self.attempt, self.tag, self._patience, gone)\n",
+                "session.storage, self._number, self._tag, self._files.patience, gone)\n",
                 "            verdict = Verdict()\n",
             )
         },
@@ -266,7 +285,7 @@ BREAKS = [
     Break("Rank 0 does not wait for the votes of the others.", "store", _VOTES),
     Break(
         "Ranks write before rank 0 has made room.", "store",
-        {_SAVING: ("                self._await_opening()  #", "                pass  #")},
+        {_BEGINNING: ("            self._await_opening(attempt)  #", "            pass  #")},
     ),
     Break(
         "A tag is not emptied before it is saved anew.", "store",
@@ -347,10 +366,12 @@ BREAKS += [
         {_PUBLICATION: ('        storage.set_time(f"{self.folder}/{DONE}", order_time)\n', "")},
     ),
     Break(
-        "The votes are not judged.", "disk", {_COMMIT: ("    judge(votes, topology, leader_of)\n", "")},
-        lambda schedule: schedule.rank == 1 and schedule.fault in ("error", "full", "sync"),
+        "The votes are not judged.", "ranks differ", {_COMMIT: ("    judge(votes, topology, leader_of)\n", "")},
     ),
-    Break("The votes are not judged.", "store", {_COMMIT: ("    judge(votes, topology, leader_of)\n", "")}),
+    Break(
+        "The votes are not judged.", "store, ranks differ",
+        {_COMMIT: ("    judge(votes, topology, leader_of)\n", "")},
+    ),
     Break(
         "Cleaning up removes what is staged for the attempt under way.", "disk",
         {
@@ -380,13 +401,12 @@ BREAKS += [
         _retains,
     ),
     Break(
-        "Retention does not look whether a surplus tag is still the one that was judged.", "disk",
+        "Retention does not look whether a surplus tag is still the one that was judged.", "a takeover at a removal",
         {
             "nxd_ckpt/commit/retention.py": (
                 "return info.tag in pinned(storage) or not is_same", "return info.tag in pinned(storage)"
             )
         },
-        lambda schedule: _retains(schedule) and _is_taken_over(schedule),
     ),
     Break(
         "`overwrite=False` is ignored.", "disk",
@@ -402,8 +422,8 @@ BREAKS += [
         "The journal is dropped before the rename is synced.", "every state",
         {
             _JOURNAL: (
-                "restore = replacement.undo\n        _sync(storage)\n",
-                "restore = replacement.undo\n        if replaces:\n            _forget(storage)\n"
+                "is_made = True\n        _sync(storage)\n",
+                "is_made = True\n        if replaces:\n            _forget(storage)\n"
                 "        _sync(storage)\n",
             )
         },
@@ -417,9 +437,8 @@ BREAKS += [
         {"nxd_ckpt/commit/session.py": ("    journal.recover(storage)\n", "")},
     ),
     Break(
-        "A save does not recover what an earlier one of its job left.", "disk",
+        "A save does not recover what an earlier one of its job left.", "an undoing that fails",
         {_JOURNAL: ("    recover(storage)  # an earlier swap of this job may not be finished yet\n", "")},
-        lambda schedule: _replaces(schedule) and schedule.rank == 0 and schedule.fault in ("error", "sync"),
     ),
     Break(
         "Who reads does not recover what a dead job left.", "disk",
@@ -435,9 +454,8 @@ BREAKS += [
         {_JOURNAL: ("        moves()\n        _sync(storage)\n", "        moves()\n")},
     ),
     Break(
-        "The trash is emptied while there is a journal.", "disk",
+        "The trash is emptied while there is a journal.", "an undoing that fails",
         {_JOURNAL: ("        if is_open(storage):\n            return\n        names = [e", "        names = [e")},
-        lambda schedule: _replaces(schedule) and _ends(schedule),
     ),
     Break(
         "A dead job's lease is taken by `write`, not by `exchange`.", "lease",
@@ -490,9 +508,8 @@ BREAKS += [
         {_PUBLICATION: ("            if not self._is_there(storage, error):\n", "            if True:\n")},
     ),
     Break(
-        "The lease is not looked at after `done`.", "store",
+        "The lease is not looked at after `done`.", "store, taken over",
         {_PUBLICATION: ("        self._withdraw_if_swept(session, mark)\n", "")},
-        _is_taken_over,
     ),
 ]
 
@@ -507,8 +524,12 @@ BREAKS += [
         {_LOCAL: ("            sync_path(folder)\n", "            pass\n")},
     ),
     Break(
-        "A directory that is made is not synced into the one above it.", "every state, local",
+        "A directory that is made is not synced into the one above it.", "local",
         {_LOCAL: ("        for folder in missing:\n            self._sync(folder.parent)\n", "")},
+    ),
+    Break(
+        "What leads to the directory of the tags is not synced.", "local",
+        {_LOCAL: ("            self._sync_way()\n", "            pass\n")},
     ),
     Break(
         "`O_EXCL` is dropped.", "lease, local",
@@ -569,7 +590,7 @@ BREAKS += [
     ),
     Break(
         "A file is complete before its replicas are.", "hosts",
-        {_REPLICAS: ("            for writer in self._others:\n                writer.close()\n", "")},
+        {_HOSTS: ("            for writer in self._others:\n                writer.close()\n", "")},
     ),
     Break(
         "All hosts that have a name count as having its newest save.", "hosts",
@@ -602,8 +623,8 @@ def schedules_until_noticed(number: int, limit: int, seconds: float) -> Found:
     gc.disable()
     logging.disable(logging.CRITICAL)
     one = BREAKS[number]
-    if one.place in _EVERY_STATE:
-        return _states_until_noticed(_EVERY_STATE[one.place])
+    if one.place == _EVERY_STATE:
+        return _states_until_noticed()
     runs = 0
     for seed in range(limit):
         schedule = SCHEDULES[one.place](seed)
@@ -621,11 +642,11 @@ def schedules_until_noticed(number: int, limit: int, seconds: float) -> Found:
     return Found(None, runs)
 
 
-def _states_until_noticed(local: bool) -> Found:
+def _states_until_noticed() -> Found:
     """As many as are looked at, of those that a loss of power may leave, up to the save that shows it."""
     states = 0
     for work in SAVES:
-        count = enumerated(work, most=_STATES, local=local)
+        count = enumerated(work, most=_STATES)
         states += count.looked_at
         if count.failures:
             return Found(0, states)

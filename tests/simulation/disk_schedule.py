@@ -13,9 +13,10 @@ from nxd_ckpt.core.names import HIDDEN
 from nxd_ckpt.errors import CheckpointError
 from nxd_ckpt.storage.local import LocalStorage
 from tests.simulation.job import WORLD_SIZE, Reader, Save, loaded, run_to_end
-from tests.simulation.schedule import Run, Schedule, drawn
+from tests.simulation.schedule import Run, Schedule, differing, drawn
 from tests.simulation.stage import disk_storage
 from tests.simulation.world import EPOCH, Disk, DiskStorage, Killed, Process, SystemCalls
+from tests.simulation.world.disk import Folder
 
 EFFECTS = (75, 24)
 """About as many system calls of each rank change something in a save."""
@@ -24,6 +25,12 @@ FAULTS = ("nothing", "kill", "kill", "power", "power", "error", "full", "sync", 
 
 RENAMES = (10, 3)
 """So many of them are renames."""
+
+AT_A_SWAP = range(18, 23)
+"""Among these renames of rank 0 are those by which its second save replaces a tag, or removes one."""
+
+SYNCS = 2
+"""At most so many syncs in a save are of the directory of the tags."""
 
 _CHECKPOINTS = {"staging", "trash"}
 """What lies below these is no message."""
@@ -40,10 +47,14 @@ class DiskSchedule(Schedule):
     """Whether at the end a byte of a tag changes."""
     at_rename: bool = False
     """Whether ``at`` counts renames only: what a disk shows changes with them."""
+    at_sync: bool = False
+    """Whether ``at`` counts only syncs of the directory of the tags, after which their names last."""
     then: int | None = None
-    """Power is lost, too, so many effects of the rank after the fault."""
-    then_of_rival: bool = False
-    """Whether those are effects of the rival."""
+    """Another fault happens, too, so many effects of the rank after the fault."""
+    then_fault: str = "power"
+    """That is "power", "error" or "stall"."""
+    then_of: str = "rank"
+    """Whose effects those are: of the "rank", of the "other" one, or of the "rival"."""
     syncs: int = 1
     """So many syncs fail where the fault is "sync"."""
     local: bool = False
@@ -106,8 +117,21 @@ class DiskSchedule(Schedule):
         at = random.randrange((RENAMES if at_rename else EFFECTS)[0] * len(one.saves))
         then = 1 + (random.randrange(2 * EFFECTS[0]) if of_rival else int(random.expovariate(1 / 6)))
         return replace(
-            one, fault="stall", rank=0, at=at, at_rename=at_rename, then=then, then_of_rival=of_rival, rival=rival,
-            late=None, machines=(*one.machines[:3], "four"), trains=0.0, rots=False, looks=False,
+            one, fault="stall", rank=0, at=at, at_rename=at_rename, then=then,
+            then_of="rival" if of_rival else "rank", rival=rival, late=None,
+            machines=(*one.machines[:3], "four"), trains=0.0, rots=False, looks=False,
+        )
+
+    @staticmethod
+    def with_power_lost_after_a_kill(seed: int) -> DiskSchedule:
+        """Rank 0 is killed where a tag gets its name, and power is lost soon after, while the other rank goes on."""
+        random = Random(f"killed {seed}")
+        saves = (Save("a", 1), Save(random.choice("ab"), 2), Save("c", 3))
+        has_group, swaps = random.random() < 0.5, random.random() < 0.5
+        machines = random.choice((("one", "one", "one"), ("one", "two", "three")))
+        return DiskSchedule(
+            seed, saves, "kill", 0, random.randint(2, SYNCS * 2), at_sync=True, then=1 + random.randrange(20),
+            then_of="other", has_group=has_group, machines=machines, swaps=swaps,
         )
 
     @staticmethod
@@ -115,7 +139,7 @@ class DiskSchedule(Schedule):
         """Rank 0 is killed, or power is lost, at a rename, where a tag is replaced by two; nobody looks before the next
         launch begins."""
         random = Random(f"launch {seed}")
-        fault, at = random.choice(("kill", "power")), random.randrange(2 * RENAMES[0])
+        fault, at = random.choice(("kill", "power")), random.choice(AT_A_SWAP)
         machines = ("one", "two", random.choice(("one", "three")))
         return DiskSchedule(
             seed, (Save("a", 1), Save("a", 2)), fault, 0, at, machines=machines, swaps=False, at_rename=True,
@@ -124,17 +148,54 @@ class DiskSchedule(Schedule):
 
     @staticmethod
     def with_reader_at_a_swap(seed: int) -> DiskSchedule:
-        """Rank 0 stands still at a rename, where a tag is replaced by two, and another process reads."""
+        """Rank 0 stands still at a rename, where a tag is replaced by two, or where that is undone, and another process
+        reads."""
         random = Random(f"reader {seed}")
-        at = random.randrange(2 * RENAMES[0])
+        saves, machines = (Save("a", 1), Save("a", 2)), ("one", "two", "three")
+        at = random.choice(AT_A_SWAP)
+        one = DiskSchedule(seed, saves, "stall", 0, at, machines=machines, reads=True, swaps=False)
+        if random.random() < 0.4:
+            return replace(one, at_rename=True)
+        return _at_a_sync(one, random, "stall")
+
+    @staticmethod
+    def with_an_undoing_that_fails(seed: int) -> DiskSchedule:
+        """A sync fails that is to make a tag last, which may have replaced another one; and so does a call that undoes
+        it, or rank 0 stands still there."""
+        random = Random(f"undoing {seed}")
+        tags = random.choice(("aa", "aaa", "aba", "abab", "abaa", "abac"))
+        saves = tuple(Save(tag, value) for value, tag in enumerate(tags, start=1))
         machines = ("one", "two", "three")
+        one = DiskSchedule(seed, saves, "sync", 0, 0, machines=machines, swaps=random.random() < 0.5)
+        return _at_a_sync(one, random, random.choice(("error", "error", "stall")))
+
+    @staticmethod
+    def with_a_takeover_at_a_removal(seed: int) -> DiskSchedule:
+        """Rank 0 stands still where it removes a surplus tag, and another job takes over, and saves that anew."""
+        random = Random(f"removal {seed}")
+        rival = tuple(Save(tag, value) for value, tag in enumerate(random.choice(("xa", "ax", "ab", "a")), start=5))
         return DiskSchedule(
-            seed, (Save("a", 1), Save("a", 2)), "stall", 0, at, machines=machines, reads=True, swaps=False,
-            at_rename=True,
+            seed, (Save("a", 1), Save("b", 2, num_kept=1)), "stall", 0, random.choice(AT_A_SWAP), at_rename=True,
+            rival=rival, late=None, machines=("one", "two", "three", "four"),
         )
+
+    @staticmethod
+    def with_ranks_that_differ(seed: int) -> DiskSchedule:
+        """A rank does something else than the other, and mostly nothing happens besides."""
+        random = Random(f"differing {seed}")
+        fault, rank = random.choice(("nothing", "nothing", "error", "stall")), random.randrange(WORLD_SIZE)
+        machines = ("one", "two", "three")
+        has_group, at = random.random() < 0.5, random.randrange(2 * EFFECTS[rank])
+        return DiskSchedule(seed, differing(random), fault, rank, at, machines=machines, has_group=has_group)
 
     def start(self) -> DiskRun:
         return DiskRun(self)
+
+
+def _at_a_sync(one: DiskSchedule, random: Random, then_fault: str) -> DiskSchedule:
+    """The same where a sync fails that is to make a tag last, and another fault happens right after it."""
+    at = random.randint(2, SYNCS * len(one.saves))
+    return replace(one, fault="sync", at=at, at_sync=True, then=1 + random.randrange(4), then_fault=then_fault)
 
 
 class DiskRun(Run):
@@ -150,13 +211,23 @@ class DiskRun(Run):
         """Those since the fault, of all kinds; None before it."""
         self._failed_syncs = 0
         self.calls = SystemCalls() if schedule.local else None
+        self._top = "runs/first" if schedule.local else ""
+        """The directory of the tags, below the root of the disk."""
+        self.promises.retention_is_exact = schedule.then is None
 
     def storage(self, process: Process) -> LocalStorage | DiskStorage:
         swaps, links = self.schedule.swaps, self.schedule.links
-        return disk_storage(self, self.disk, process, self._before, swaps=swaps, links=links)
+        return disk_storage(self, self.disk, process, self._before, swaps=swaps, links=links, top=self._top)
 
     def outside(self) -> DiskStorage:
-        return DiskStorage(self.disk)
+        return DiskStorage(self._below)
+
+    @property
+    def _below(self) -> Disk:
+        """The disk from the directory of the tags on, to look at."""
+        below, top = Disk(self.disk.clock), self.disk.find(self._top)
+        below.root = top if isinstance(top, Folder) else below.root
+        return below if self._top else self.disk
 
     def afterwards(self) -> None:
         """Whoever loads a tag of which a byte has changed gets what was saved, or is told."""
@@ -164,19 +235,22 @@ class DiskRun(Run):
             self.promises.done_tells_the_order(self.outside())
         if self.schedule.rots:
             random, save, reader = self.world.random, self.jobs[-1].begun[0][1], self.reader()
-            path = random.choice([path for path in self.disk.files(save.tag) if self.disk.file(path).data])
-            data = self.disk.file(path).data
+            disk = self._below
+            path = random.choice([path for path in disk.files(save.tag) if disk.file(path).data])
+            data = disk.file(path).data
             data[random.randrange(len(data))] ^= 1 << random.randrange(8)
             run_to_end(self.world, [self.world.spawn(reader.process, partial(_read, reader, save))])
 
     def _before(self, process: Process, call: str, path: str) -> None:
-        if self._effects_since is not None and call != "look" and self._brings_power_loss(process):
+        if self._effects_since is not None and call != "look" and self._counts_since(process):
             self._effects_since += 1
-            if self._effects_since == self.schedule.then:
-                self._lose_power()
+            if self._effects_since == self.schedule.then and not self.is_out:
+                self._happen(self.schedule.then_fault, process, path)
         if not self.is_victim(process) or (call == "look" and not self.schedule.looks):
             return
         if self.schedule.at_rename and call != "rename":
+            return
+        if self.schedule.at_sync and (call, path) != ("fsync", ""):
             return
         self._effects += 1
         count, fault, at = self._effects, self.schedule.fault, self.schedule.at
@@ -187,8 +261,10 @@ class DiskRun(Run):
         if fault == "sync" and at <= count and call == "fsync" and self._failed_syncs < self.schedule.syncs:
             self._failed_syncs += 1
             raise OSError(errno.EIO, "Input/output error", path)
-        if count != at:
-            return
+        if count == at:
+            self._happen(fault, process, path)
+
+    def _happen(self, fault: str, process: Process, path: str) -> None:
         if fault == "power":
             self._lose_power()
         if fault == "error":
@@ -197,11 +273,15 @@ class DiskRun(Run):
             self._damage()
         self.disturb(process, fault)
 
-    def _brings_power_loss(self, process: Process) -> bool:
+    def _counts_since(self, process: Process) -> bool:
         """Whether the effects of this process are counted after the fault."""
-        if self.schedule.then_of_rival:
-            return not self.is_out and process in self.jobs[1].processes
-        return self.is_victim(process)
+        ranks = self.jobs[0].processes
+        whose = {
+            "rank": ranks[self.schedule.rank :][:1],
+            "other": ranks[1 - self.schedule.rank :][:1],
+            "rival": [process for job in self.jobs[1:2] for process in job.processes],
+        }
+        return process in whose[self.schedule.then_of]
 
     def _lose_power(self) -> NoReturn:
         for job in self.jobs:
@@ -211,9 +291,10 @@ class DiskRun(Run):
 
     def _damage(self) -> None:
         """Of one of the files by which ranks and jobs tell each other something, nothing is left, a half, or zeros."""
-        files = sorted(path for path in self.disk.files(HIDDEN) if path.split("/")[1] not in _CHECKPOINTS)
+        disk = self._below
+        files = sorted(path for path in disk.files(HIDDEN) if path.split("/")[1] not in _CHECKPOINTS)
         if files:
-            file = self.disk.file(self.world.random.choice(files))
+            file = disk.file(self.world.random.choice(files))
             half = len(file.data) // 2
             file.data = self.world.random.choice((bytearray(), file.data[:half], bytearray(len(file.data))))
             file.sync()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
 
@@ -43,6 +43,9 @@ class Save:
     overwrite: bool | None = None
     fails_on: int | None = None
     """The rank whose arguments are refused."""
+    differs_on: int | None = None
+    """The rank that does something else ``instead``: "another tag", "another format" or "nothing"."""
+    instead: str = ""
     use_xser: bool = False
     dedup: bool = False
     """Whether it also has a tensor that is the same in all saves, in a file of its own, which is not written again."""
@@ -52,6 +55,15 @@ class Save:
         """Whether, where nothing can be renamed, it removes its tag first. Rank 0 does that before other ranks are
         heard, and not if it is refused itself."""
         return bool(self.overwrite) and self.fails_on != 0
+
+    def of(self, rank: int) -> Save | None:
+        """What the rank saves."""
+        if rank != self.differs_on:
+            return self
+        if self.instead == "nothing":
+            return None
+        tag = replace(self, tag="other", value=self.value + 50)
+        return tag if self.instead == "another tag" else replace(self, use_xser=not self.use_xser)
 
 
 @dataclass
@@ -84,10 +96,16 @@ class Job:
     """The ranks whose Checkpointer was closed, and raised nothing."""
     store: Any = field(default_factory=lambda: dist.HashStore())  # type: ignore[attr-defined]
 
+    @property
+    def is_skewed(self) -> bool:
+        """Whether the wall clock of a rank is wrong."""
+        return any(process.skew for process in self.processes)
+
     def do(self, save: Save, call: Callable[[], object]) -> None:
         """What comes of ``call``, which its only process makes, counts as what came of the ``save``."""
         began, problem = self.world.now, None  # type: float, Exception | None
         self.begun.append((0, save))
+        self.began[save] = began
         try:
             call()
         except (CheckpointError, OSError) as error:
@@ -169,6 +187,9 @@ def saving(
 
     try:
         for save in saves:
+            own = save.of(rank)
+            if own is None:
+                continue
             if trains:
                 world.pause(trains)
             began = world.now
@@ -176,21 +197,23 @@ def saving(
             job.began.setdefault(save, began)
             try:
                 pending = saver.save(
-                    save.tag,
-                    state(save.value, rank) | (frozen(rank) if save.dedup else {}),
-                    user_content={"value": save.value},
-                    async_save=save.is_async,
-                    num_workers=None if save.fails_on != rank else 0,
-                    num_kept_ckpts=save.num_kept,
-                    overwrite=save.overwrite,
-                    use_xser=save.use_xser or save.dedup,
-                    dedup=save.dedup,
+                    own.tag,
+                    state(own.value, rank) | (frozen(rank) if own.dedup else {}),
+                    user_content={"value": own.value},
+                    async_save=own.is_async,
+                    num_workers=None if own.fails_on != rank else 0,
+                    num_kept_ckpts=own.num_kept,
+                    overwrite=own.overwrite,
+                    use_xser=own.use_xser or own.dedup,
+                    dedup=own.dedup,
                 )
             except CheckpointError as error:
                 told(began, save, error)
             else:
                 settle()
                 under_way.append((began, save, pending))
+                if not own.is_async:
+                    settle()
         settle()
     finally:
         try:

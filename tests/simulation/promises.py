@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from itertools import combinations, pairwise
 from math import inf
 
 from nxd_ckpt.storage.base import Storage
 from tests.simulation import oracle
 from tests.simulation.job import TIMEOUT, Job, Outcome, Reader, Save
-from tests.simulation.world import World
+from tests.simulation.world import EPOCH, World
+
+Times = Mapping[str, tuple[float, float]]
+"""See `oracle.order_times`."""
 
 
 class Promises:
@@ -28,21 +32,26 @@ class Promises:
         self.in_place = False
         self.late = False
         self.may_end_late = False
+        self.retention_is_exact = True
+        """Whether no rank is killed that has taken another job's tag away: see docs/reliability.md."""
 
     def hold(self, jobs: Sequence[Job], storage: Storage, reader: Reader | None = None) -> None:
         tags = oracle.visible(storage, self.late)  # complete or invisible
         saves = [save for job in jobs for _, save in job.begun]
         outcomes = [outcome for job in jobs for outcome in job.outcomes]
-        self.nothing_good_is_lost(tags, jobs)
+        self.nothing_good_is_lost(tags, jobs, partial(oracle.order_times, storage, tags))
         self.every_rank_tells_the_same(tags, outcomes)
+        self.ranks_that_differ_save_nothing(tags, outcomes)
         self.no_wait_is_longer(outcomes)
         self.what_must_not_be_replaced_stays(jobs)
         if reader is not None:
             self.readers_see_whole_tags(reader, saves, outcomes, self._first_removal(jobs))
 
-    def nothing_good_is_lost(self, tags: dict[str, int], jobs: Sequence[Job]) -> None:
+    def nothing_good_is_lost(
+        self, tags: dict[str, int], jobs: Sequence[Job], dated: Callable[[], Times] | None = None
+    ) -> None:
         """What any rank was told is saved is there: as it was saved, or as a later save under the same tag, unless
-        retention has removed it for later ones."""
+        retention has removed it for later ones, which are dated so."""
         for job, save in ((one, told.save) for one in jobs for told in one.outcomes if told.word == "saved"):
             later = [
                 other
@@ -60,6 +69,10 @@ class Promises:
                 continue
             assert kept is not None, f"save {save.value} of {save.tag!r} is lost: {tags}"
             newer = {other.value for other in later} & set(tags.values())
+            is_exact = self.retention_is_exact and not self.in_place and not any(one.is_skewed for one in jobs)
+            if dated is not None and is_exact:
+                times, began = dated(), EPOCH + job.began[save]
+                newer = {tags[tag] for tag, (time, _) in times.items() if tags[tag] in newer and time >= began}
             assert len(newer) >= kept, f"retention removed save {save.value} of {save.tag!r} for {newer}"
         assert set(tags.values()) <= {save.value for job in jobs for _, save in job.begun}
 
@@ -123,6 +136,13 @@ class Promises:
             is_late = self.late or self.may_end_late
             if "failed" in words and not is_late and "may be there after a power cut" not in str(errors):
                 assert value not in tags.values(), f"save {value} failed, and is visible: {tags}"
+
+    def ranks_that_differ_save_nothing(self, tags: dict[str, int], outcomes: Sequence[Outcome]) -> None:
+        """A save that is not the same on all ranks is refused on all."""
+        for told in outcomes:
+            if told.save.instead.startswith("another"):
+                assert told.word != "saved", f"{told.save} was saved for rank {told.rank}"
+                assert told.save.value not in tags.values(), f"{told.save} is visible: {tags}"
 
     def no_wait_is_longer(self, outcomes: Sequence[Outcome]) -> None:
         """Than the timeout, for a save and those before it that it waits for, and what a rank's own work takes."""

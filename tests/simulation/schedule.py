@@ -122,6 +122,16 @@ def _drawn_rival(random: Random, fields: dict[str, Any], effects: int) -> dict[s
     return found
 
 
+def differing(random: Random) -> tuple[Save, ...]:
+    """Saves, in one of which a rank does something else than the other."""
+    rank, instead = random.randrange(WORLD_SIZE), random.choice(("another tag", "another format", "nothing"))
+    tags = "ab" if instead == "nothing" else random.choice(("ab", "aa"))  # else nothing tells the two saves apart
+    saves = [Save(tag, value, random.random() < 0.6) for value, tag in enumerate(tags, start=1)]
+    which = random.randrange(2)
+    saves[which] = replace(saves[which], differs_on=rank, instead=instead)
+    return tuple(saves)
+
+
 class Run(Stage):
     """A schedule under way."""
 
@@ -155,7 +165,8 @@ class Run(Stage):
                 self.promises.jobs_keep_apart(self.jobs)
             elif schedule.rival and schedule.fault == "stall" and schedule.is_harmless:
                 self.promises.a_job_is_not_disturbed(self.jobs[1], self.excused)
-            if not schedule.rival and schedule.fault in ("nothing", "clock"):
+            differ = any(save.instead for save in schedule.saves)
+            if not schedule.rival and not differ and schedule.fault in ("nothing", "clock"):
                 self.promises.retention_removes_what_its_rules_say(self.jobs[0], self.outside())
             for job in self.jobs:
                 self._leave(job)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -135,13 +136,14 @@ class DiskStage(Stage):
 
 
 def disk_storage(
-    stage: Stage, disk: Disk, process: Process, before: Before, *, swaps: bool, links: bool = True
+    stage: Stage, disk: Disk, process: Process, before: Before, *, swaps: bool, links: bool = True, top: str = ""
 ) -> LocalStorage | DiskStorage:
-    """The disk as a process sees it."""
+    """The disk as a process sees it. By system calls: a directory of it, which who comes first makes."""
     turn = turns(stage, process, before)
     if stage.calls is not None:
         lives = partial(getattr, process, "alive")
-        return LocalStorage(stage.calls.mount(disk, turn, swaps=swaps, links=links, lives=lives))
+        root = stage.calls.mount(disk, turn, swaps=swaps, links=links, lives=lives)
+        return LocalStorage(os.path.join(root, top))
     return DiskStorage(disk, turn, swaps=swaps)
 
 

@@ -12,8 +12,8 @@ import pytest
 
 from nxd_ckpt.storage.base import Storage
 from tests.simulation import oracle
-from tests.simulation.job import Save
-from tests.simulation.schedule import Run, Schedule, drawn
+from tests.simulation.job import WORLD_SIZE, Save
+from tests.simulation.schedule import Run, Schedule, differing, drawn
 from tests.simulation.world import EPOCH, Killed, Process
 from tests.simulation.world.store import ObjectStore, Refused, Reply
 from tests.simulation.world.store_client import ConnectionLost, store_storage
@@ -54,6 +54,8 @@ class StoreSchedule(Schedule):
     some are not deleted, once)."""
 
     times: int = 1
+    lasts: float = 0.0
+    """Seconds for which replies are lost, if any: then of all requests of the rank."""
     part: int = 2**20
     """Bytes of a part of an upload."""
     page: int = 1000
@@ -72,12 +74,33 @@ class StoreSchedule(Schedule):
 
     @staticmethod
     def with_lost_replies(seed: int) -> StoreSchedule:
-        """To one request of rank 0 in a save no reply comes, however often it is made. Of odd seeds nor do those come
-        that look whether it happened; the request after them is answered."""
+        """To one request of rank 0 in a save no reply comes, however often it is made. Of odd seeds no reply comes for
+        some seconds: nor do those that look whether it happened."""
         if seed % 2 == 0:
             return StoreSchedule(seed, (Save("a", 1),), "lost", 0, seed // 2 % (2 * EFFECTS[0]), times=RETRIES + 1)
-        times, at = (RETRIES + 1) * (1 + seed // 2 % 2) + seed // 4 % 2, seed // 8 % (5 * EFFECTS[0])
-        return StoreSchedule(seed, (Save("a", 1),), "lost", 0, at, times=times, looks=True)
+        random = Random(f"lost {seed}")
+        return StoreSchedule(seed, (Save("a", 1),), "lost", 0, random.randrange(EFFECTS[0]), lasts=random.uniform(1, 8))
+
+    @staticmethod
+    def with_a_takeover(seed: int) -> StoreSchedule:
+        """Rank 0 stands still before any of its requests, and another job takes over."""
+        random = Random(f"takeover {seed}")
+        saves = random.choice(((Save("a", 1),), (Save("a", 1), Save("a", 2, overwrite=True))))
+        tags = random.choice(("bx", "xa"))
+        rival = tuple(Save(tag, value, overwrite=True) for value, tag in enumerate(tags, start=5))
+        at = random.randrange(5 * EFFECTS[0] * len(saves))
+        return StoreSchedule(seed, saves, "stall", 0, at, rival=rival, late=None, looks=True)
+
+    @staticmethod
+    def with_ranks_that_differ(seed: int) -> StoreSchedule:
+        """A rank does something else than the other, and mostly nothing happens besides."""
+        random = Random(f"differing {seed}")
+        fault, rank = random.choice(("nothing", "nothing", "kill", "stall")), random.randrange(WORLD_SIZE)
+        saves = tuple(replace(save, overwrite=True) for save in differing(random))
+        return StoreSchedule(
+            seed, saves, fault, rank, random.randrange(2 * EFFECTS[rank]), has_group=random.random() < 0.5,
+            machines=("one", "two", "three"),
+        )
 
     def start(self) -> StoreRun:
         return StoreRun(self)
@@ -96,6 +119,8 @@ class StoreRun(Run):
         self.store = ObjectStore(lambda: EPOCH + self.world.now, schedule.page, self._deleting)
         self.network = self.world.start_process("network")
         self._effects = self._failed = 0
+        self._ends = 0.0
+        """When replies come again."""
         self._happened_late = 0.0
         """When the last late request did, if any."""
         self._spares = False
@@ -169,6 +194,9 @@ class StoreRun(Run):
         if schedule.fault == "outage":
             self._failed += since >= 0
             return "outage" if 0 < self._failed <= schedule.times else "happens"
+        if schedule.lasts and since >= 0:
+            self._ends = self._ends or self.world.now + schedule.lasts
+            return schedule.fault if self.world.now < self._ends else "happens"
         lasts = schedule.times if schedule.fault in ("lost", "late") else 1
         return schedule.fault if counts and 0 <= since < lasts else "happens"
 

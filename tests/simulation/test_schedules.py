@@ -40,16 +40,22 @@ def test_the_promises_hold_under_any_schedule(place: str, first: int) -> None:
         (DiskSchedule.with_two_faults, 250),
         (DiskSchedule.with_power_lost_after_an_undone_save, 470),
         (DiskSchedule.with_power_lost_after_a_takeover, 40),
+        (DiskSchedule.with_power_lost_after_a_kill, 60),
         (DiskSchedule.with_a_launch_after_a_swap, 40),
-        (DiskSchedule.with_reader_at_a_swap, 30),
+        (DiskSchedule.with_reader_at_a_swap, 40),
+        (DiskSchedule.with_an_undoing_that_fails, 100),
+        (DiskSchedule.with_a_takeover_at_a_removal, 40),
+        (DiskSchedule.with_ranks_that_differ, 60),
         (StoreSchedule.with_lost_replies, 40),
+        (StoreSchedule.with_a_takeover, 30),
+        (StoreSchedule.with_ranks_that_differ, 40),
         (LeaseSchedule.of, 300),
     ],
-    ids=["two faults", "undone", "a takeover", "a launch at a swap", "a reader at a swap", "lost replies", "lease"],
+    ids=lambda value: getattr(value, "__qualname__", value),
 )
 def test_the_promises_hold_in_directed_schedules(draw: Callable[[int], Schedule], count: int) -> None:
-    """Power is lost after another fault, or after a takeover; a reader, or the next launch, comes while a tag is away;
-    several jobs take a dead one's lease; no reply comes to a request."""
+    """Each has at least two things that seldom come together: power is lost after another fault, a reader or the next
+    launch comes while a tag is away, what undoes a save fails, or ranks differ."""
     for seed in range(count):
         run(draw(seed))
 
@@ -207,6 +213,17 @@ FOUND = [
     HostsSchedule(
         850, (Save("a", 1, overwrite=True), Save("b", 2, True, overwrite=True)), "power", rank=0, at=151,
         has_group=True, machines=("one", "two"), swapped=True,
+    ),
+    # Rank 0 was killed before it had synced a tag's name. The other rank found the tag, said that it was saved, and it
+    # was lost with the power.
+    DiskSchedule(
+        35, (Save("a", 1), Save("a", 2), Save("c", 3)), "kill", rank=0, at=3, has_group=True, at_sync=True, then=7,
+        then_of="other", machines=("one", "one", "one"),
+    ),
+    # A sync failed, and rank 0 stood still before it undid the save. Another rank had counted it as saved by then.
+    DiskSchedule(
+        96, (Save("a", 1), Save("a", 2)), "sync", rank=0, at=2, at_sync=True, then=1, then_fault="stall", swaps=False,
+        machines=("one", "two", "three"), reads=True,
     ),
 ]
 
