@@ -32,8 +32,8 @@ class Promises:
         self.in_place = False
         self.late = False
         self.may_end_late = False
-        self.retention_is_exact = True
-        """Whether no rank is killed that has taken another job's tag away: see docs/reliability.md."""
+        self.retention_is_exact = False
+        """Whether tags are dated by this world's clock, and no rank is killed that has taken another job's tag away."""
 
     def hold(self, jobs: Sequence[Job], storage: Storage, reader: Reader | None = None) -> None:
         tags = oracle.visible(storage, self.late)  # complete or invisible
