@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -104,7 +105,8 @@ def report_document(
     problems += [_problem(*late) for late in stragglers(list(opened.values()))]
     problems += [_problem(*late) for late in late_tiers(document["tiers"])]
     if still:
-        notes.append(_problem("frozen", f"{units.count(len(still), 'weight')} never changed: {first_of(still)}"))
+        frozen = units.count(len(still), "weight")
+        notes.append(_problem("frozen", f"{frozen} never changed: {_by_module(still, statistics)}"))
     document["head"] = [line._asdict() for line in _head(document, opened, statistics, saves)]
     return document
 
@@ -392,6 +394,15 @@ def _value_problems(statistics: Mapping[str, Statistics], told: Collection[str])
 
 def _not_finite(tensors: Statistics) -> list[str]:
     return [name for name, counts in tensors.items() if counts.nans + counts.infs]
+
+
+def _by_module(still: Collection[str], statistics: Mapping[str, Statistics]) -> str:
+    """Return the first of the names; a module of which all weights are ``still`` is one name."""
+    weights = Counter(_module(name) for name in [*statistics.values()][-1] if name.startswith("model/"))
+    of_module = Counter(map(_module, still))
+    whole = {module for module, count in of_module.items() if count == weights[module] > 1}
+    names = dict.fromkeys(f"all of {_module(name)}" if _module(name) in whole else name for name in still)
+    return first_of(names)
 
 
 def _still(statistics: Mapping[str, Statistics]) -> list[str]:
