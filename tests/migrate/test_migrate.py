@@ -9,6 +9,7 @@ import shutil
 from collections.abc import Callable
 from functools import cache
 from importlib.util import find_spec
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -134,6 +135,12 @@ def test_torchtitan_has_the_state(tmp_path: Path, runs: dict[str, OldRun]) -> No
             assert torch.equal(titan_rows(hf, held[hf], run.job.model), found[f"optimizer.state.{titan}.{kind}"]), hf
         assert torch.equal(torch.tensor(3.0), found[f"optimizer.state.{titan}.step"])
         assert run.lr == found[f"optimizer.param_groups.{titan}.lr"]
+    for layer, kind in product(range(run.job.model.layers), run.moments):
+        at = f"optimizer.state.layers.{layer}.attention.qkv_linear"
+        parts = (found[f"{at}.{part}.weight.{kind}"] for part in ("wq", "wk", "wv"))
+        q, k, v = (part.unflatten(0, (-1, run.job.model.head_dim)) for part in parts)
+        together = torch.cat([q.unflatten(0, (len(k), -1)), k[:, None], v[:, None]], 1).flatten(0, 2)
+        assert torch.equal(together, found[f"{at}.wqkv.weight.{kind}"])
     assert STEPS == found["train_state.step"] == found["lr_scheduler.last_epoch"]
 
 

@@ -1,0 +1,43 @@
+"""256 experts of a layer in one tensor: it is never whole in memory, in whatever form it comes or goes."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tools.bench.convert import MIB, run
+from tools.bench.experts import CONFIG, EXPERTS, MAKE
+
+pytestmark = [pytest.mark.plain, pytest.mark.soak]
+
+GROWTH = """
+import resource, sys
+from nxd_ckpt.convert import export_checkpoint, import_checkpoint, migrate
+
+def peak():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+hf, work = sys.argv[1:]
+before = peak()
+import_checkpoint(hf, f"{work}/run/step_0", durable=False)
+export_checkpoint(f"{work}/run/step_0", f"{work}/out", config=hf, durable=False)
+for form in ("dcp", "torchtitan", "tag"):
+    migrate(f"{work}/run/step_0", f"{work}/{form}/step_0", to=form, config=hf, durable=False)
+print(peak() - before)
+"""
+
+
+def test_a_stack_of_experts_is_never_whole_in_memory(tmp_path: Path) -> None:
+    """Gate and up of the layer are 512 MiB; what a whole one would need is far above what all forms together need."""
+    hf = tmp_path / "hf"
+    hf.mkdir()
+    (hf / "config.json").write_text(json.dumps({**CONFIG, "num_hidden_layers": 1}))
+    run(MAKE, hf, 1, EXPERTS, CONFIG["hidden_size"], CONFIG["moe_intermediate_size"])
+    done = subprocess.run(
+        [sys.executable, "-c", GROWTH, str(hf), str(tmp_path)], check=True, capture_output=True, text=True
+    )
+    assert int(done.stdout.split()[-1]) < 200 * MIB
