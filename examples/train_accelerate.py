@@ -25,14 +25,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     args = parser.parse_args(arguments)
     torch.manual_seed(0)
     project = ProjectConfiguration(args.directory, automatic_checkpoint_naming=True, total_limit=2)
-    accelerator = Accelerator(cpu=True, project_config=project)
+    accelerator = Accelerator(project_config=project)
     model = torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.Dropout(0.1), torch.nn.Linear(32, 1))
     model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
     if os.path.isdir(os.path.join(args.directory, "checkpoints")):
         accelerator.load_state()
         project.iteration = int(optimizer.state_dict()["state"][0]["step"])
     for step in range(project.iteration + 1, args.steps + 1):
-        x = torch.randn(16, 8)
+        x = torch.randn(16, 8).to(accelerator.device)
         loss = torch.nn.functional.mse_loss(model(x), x.sum(1, keepdim=True))
         accelerator.backward(loss)
         optimizer.step()

@@ -37,7 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             save_total_limit=2,
             lr_scheduler_type="constant",
             report_to=[],
-            use_cpu=True,
+            optim="adamw_torch",  # the default, fused, is not for torch-xla's devices
             disable_tqdm=True,
         ),
         train_dataset=[{"input_ids": row, "labels": row} for row in tokens],

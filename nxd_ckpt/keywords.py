@@ -46,7 +46,7 @@ ExportKeywords = TypedDict("ExportKeywords", {
     "output_options": StorageOptions | None, "durable": bool, "progress": bool,
 }, total=False)
 FromDcpKeywords = TypedDict("FromDcpKeywords", {
-    "optimizer": OptimizerForm, "partitions": Mapping[str, Partition] | None, "model_key": str, "optim_key": str,
+    "optimizer": OptimizerForm | None, "partitions": Mapping[str, Partition] | None, "model_key": str, "optim_key": str,
     "dp": int, "tp": int, "pp": int, "ep": int, "stages": Names | None, "use_xser": bool, "num_workers": int,
     "all_ranks": bool, "timeout": float, "overwrite": bool, "dry_run": bool, "storage_options": StorageOptions | None,
     "output_options": StorageOptions | None, "durable": bool, "progress": bool,
@@ -65,9 +65,9 @@ LoadCheckpointKeywords = TypedDict("LoadCheckpointKeywords", {
     "partitions": Mapping[str, Partition] | None, "rank_content": dict[Any, Any] | None, "verify": Verify | None,
     "share_reads": bool | None, "pre_download": bool, "work_dir": StrPath | None, "trust_pickle": bool,
     "progress": bool, "mapping": MappingSpec, "kv_size_multiplier": int, "hardware": Hardware,
-    "key_mapping": Mapping[str, str] | None, "prefix": str, "ignore_keys": IgnoreKeys | None, "load_weights_only": bool,
-    "strict_model_weights": bool | None, "fallback": bool, "topology": Topology | None, "process_group": Any,
-    "timeout": float, "storage_options": StorageOptions | None,
+    "key_mapping": Mapping[str, str] | None, "prefix": str, "ignore_keys": IgnoreKeys | None, "weights_only": bool,
+    "load_weights_only": bool, "strict_model_weights": bool | None, "fallback": bool, "topology": Topology | None,
+    "process_group": Any, "timeout": float, "storage_options": StorageOptions | None,
 }, total=False)
 LoadKeywords = TypedDict("LoadKeywords", {
     "strict": bool, "num_workers": int | None, "use_zero1_dcp": bool, "param_names": Sequence[Sequence[str]] | None,
@@ -75,7 +75,8 @@ LoadKeywords = TypedDict("LoadKeywords", {
     "rank_content": dict[Any, Any] | None, "verify": Verify | None, "share_reads": bool | None, "pre_download": bool,
     "work_dir": StrPath | None, "trust_pickle": bool, "progress": bool, "mapping": MappingSpec,
     "kv_size_multiplier": int, "hardware": Hardware, "key_mapping": Mapping[str, str] | None, "prefix": str,
-    "ignore_keys": IgnoreKeys | None, "load_weights_only": bool, "strict_model_weights": bool | None, "fallback": bool,
+    "ignore_keys": IgnoreKeys | None, "weights_only": bool, "load_weights_only": bool,
+    "strict_model_weights": bool | None, "fallback": bool,
 }, total=False)
 MigrateKeywords = TypedDict("MigrateKeywords", {
     "to": Form, "torchtitan_release": Release, "config": StrPath | None, "mapping": MappingSpec,
@@ -104,16 +105,17 @@ ReshardKeywords = TypedDict("ReshardKeywords", {
 }, total=False)
 SaveCheckpointKeywords = TypedDict("SaveCheckpointKeywords", {
     "param_names": Sequence[Sequence[str]] | None, "partitions": Mapping[str, Partition] | None, "trust_pickle": bool,
-    "overwrite": bool | None, "weights_only": bool, "ignore_keys": IgnoreKeys | None, "retain": Sequence[Rule] | None,
-    "metrics": Mapping[str, float] | None, "stats": bool, "dedup": bool, "run_id": str | None, "durable": bool,
-    "memory_cap": int | None, "progress": bool, "on_save_failure": OnFailure, "max_failed_saves": int,
-    "topology": Topology | None, "process_group": Any, "timeout": float, "storage_options": StorageOptions | None,
+    "overwrite": bool | None, "weights_only": bool, "ignore_keys": IgnoreKeys | None,
+    "retain": Sequence[Rule] | int | None, "metrics": Mapping[str, float] | None, "stats": bool, "dedup": bool,
+    "run_id": str | None, "durable": bool, "memory_cap": int | None, "progress": bool, "on_save_failure": OnFailure,
+    "max_failed_saves": int, "topology": Topology | None, "process_group": Any, "timeout": float,
+    "storage_options": StorageOptions | None,
 }, total=False)
 SaveKeywords = TypedDict("SaveKeywords", {
     "num_workers": int | None, "use_xser": bool, "num_kept_ckpts": int | None, "zero1_optimizer": bool,
     "use_zero1_dcp": bool, "avoid_saving_lower_precision_weights": bool, "param_names": Sequence[Sequence[str]] | None,
     "partitions": Mapping[str, Partition] | None, "trust_pickle": bool, "overwrite": bool | None, "weights_only": bool,
-    "ignore_keys": IgnoreKeys | None, "retain": Sequence[Rule] | None, "metrics": Mapping[str, float] | None,
+    "ignore_keys": IgnoreKeys | None, "retain": Sequence[Rule] | int | None, "metrics": Mapping[str, float] | None,
     "stats": bool, "dedup": bool,
 }, total=False)
 ToDcpKeywords = TypedDict("ToDcpKeywords", {

@@ -124,14 +124,14 @@ def _document(opened: OpenTag, info: TagInfo, rank: int, pattern: str | None, de
     with _collect_problems(problems):
         document["meshes"] = _meshes(opened)
     with _collect_problems(problems):
-        document["parameters"] = parameters(opened)
+        document["parameters"] = parameters(opened, rank)
     with _collect_problems(problems):
         document["optimizer"] = optimizer(opened, at)
     with _collect_problems(problems):
         document["user_content"] = _user_content(opened)
     if pattern is not None:
         with _collect_problems(problems):
-            document["tensors"] = tensors(opened, at, pattern)
+            document["tensors"] = tensors(opened, at, pattern, problems)
     if depth is not None:
         with _collect_problems(problems):
             document["prefixes"] = prefixes(opened, depth)

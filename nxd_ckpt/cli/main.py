@@ -26,29 +26,23 @@ from nxd_ckpt.core.suggestions import listed
 from nxd_ckpt.errors import CheckpointError
 from nxd_ckpt.version import __version__
 
-COMMANDS: tuple[Command, ...] = (
-    LIST,
-    WATCH,
-    INSPECT,
-    VERIFY,
-    DIFF,
-    DOCTOR,
-    REPORT,
-    SELFTEST,
-    writers.CP,
-    PIN,
-    UNPIN,
-    PRUNE,
-    writers.RESHARD,
-    writers.CONVERT_ZERO1,
-    writers.EXPORT,
-    writers.IMPORT,
-    writers.MIGRATE,
-    writers.TO_DCP,
-    writers.FROM_DCP,
-    writers.UNSHARD,
-    writers.PACK,
-)
+GROUPS: Mapping[str, tuple[Command, ...]] = {
+    "look - say what is there, and change nothing": (LIST, INSPECT, WATCH, DIFF, REPORT),
+    "prove - look for damage, and for a resume that would go wrong": (VERIFY, DOCTOR, SELFTEST),
+    "keep - decide which checkpoints stay": (PIN, UNPIN, PRUNE),
+    "move - bring a checkpoint to another place as it is": (writers.CP, writers.PACK),
+    "convert - write a checkpoint again, for other sizes or other programs": (
+        writers.RESHARD,
+        writers.CONVERT_ZERO1,
+        writers.EXPORT,
+        writers.IMPORT,
+        writers.MIGRATE,
+        writers.TO_DCP,
+        writers.FROM_DCP,
+        writers.UNSHARD,
+    ),
+}
+COMMANDS: tuple[Command, ...] = tuple(command for commands in GROUPS.values() for command in commands)
 
 
 class _Parser(argparse.ArgumentParser):
@@ -62,6 +56,27 @@ class _Parser(argparse.ArgumentParser):
         return f"example: {self._example}\n\n{super().format_help()}"
 
 
+class _WholeParser(_Parser):
+    """Parser of the whole command line, whose help lists the commands by what they are for."""
+
+    commands: argparse._SubParsersAction[Any]
+
+    def format_help(self) -> str:
+        formatter = self._get_formatter()
+        formatter.add_usage(self.usage, self._actions, self._mutually_exclusive_groups)
+        formatter.add_text(self.description)
+        summaries = {action.dest: action for action in self.commands._choices_actions}
+        for title, commands in GROUPS.items():
+            formatter.start_section(title)
+            formatter.add_arguments([summaries[command.name] for command in commands])
+            formatter.end_section()
+        formatter.start_section("options")
+        formatter.add_arguments(self._optionals._group_actions)
+        formatter.end_section()
+        formatter.add_text(self.epilog)
+        return f"example: {self._example}\n\n{formatter.format_help()}"
+
+
 _PIPE_CLOSED = 128 + 13
 _INTERRUPTED = 128 + 2
 """Exit codes by which shells report a process that a signal (SIGPIPE, SIGINT) ended."""
@@ -69,7 +84,7 @@ _INTERRUPTED = 128 + 2
 
 def parsers() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParser]]:
     """Return the parser of the whole command line, and each command's parser by name."""
-    whole = _Parser(
+    whole = _WholeParser(
         prog="nxd-ckpt",
         example=LIST.example,
         description="Look at checkpoints of nxd_ckpt and neuronx-distributed, copy them, and write them again on other "
@@ -79,7 +94,9 @@ def parsers() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParse
         allow_abbrev=False,
     )
     whole.add_argument("--version", action="version", version=f"nxd-ckpt {__version__}")
-    chosen = whole.add_subparsers(dest="command", metavar="COMMAND", required=True, title="commands")
+    whole.commands = chosen = whole.add_subparsers(
+        dest="command", metavar="COMMAND", required=True, parser_class=_Parser
+    )
     single: dict[str, argparse.ArgumentParser] = {}
     for command in COMMANDS:
         parser = chosen.add_parser(
@@ -96,6 +113,14 @@ def parsers() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParse
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return the exit code; usage errors exit with 2, as argparse does."""
+    try:
+        return _main(argv)
+    except KeyboardInterrupt:
+        print("nxd-ckpt: interrupted", file=sys.stderr)
+        return _INTERRUPTED
+
+
+def _main(argv: Sequence[str] | None) -> int:
     parser, single = parsers()
     complete(parser)
     if sys.stdout is None:  # closed (>&-): the command still runs, without output
@@ -117,12 +142,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         # The reader of our output stopped, as `head` does. Buffered output must not fail again at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return _PIPE_CLOSED
-    except KeyboardInterrupt:
-        return _INTERRUPTED
     except (CheckpointError, OSError) as error:
         if args.traceback:
             raise
-        print(f"nxd-ckpt: error: {text.printable(message_of(error, flags))}", file=sys.stderr)
+        print(f"nxd-ckpt: {text.red('error:', sys.stderr)} {text.printable(message_of(error, flags))}", file=sys.stderr)
         code = args.code_of_error
         return code
 
@@ -134,11 +157,24 @@ def _parsed(
     if words[0] not in single and not words[0].startswith("-"):
         parser.error(f"there is no command {listed(words[:1], list(single))}; the commands are {', '.join(single)}")
     args, unknown = parser.parse_known_args(words)
+    _refuse_twice(single[args.command], words)
     if unknown:
         used = single[args.command]
         options = [option for action in used._actions for option in action.option_strings]
         used.error(f"unrecognized arguments: {listed(unknown, options)}")
     return args
+
+
+def _refuse_twice(used: argparse.ArgumentParser, words: Sequence[str]) -> None:
+    """Exit if an option is given by two of its names: neither of them may win in silence."""
+    given = {word.partition("=")[0] for word in words}
+    names: dict[str, list[str]] = {}
+    for action in used._actions:
+        if not isinstance(action, argparse._AppendAction):  # each of these is a rule of its own
+            names.setdefault(action.dest, []).extend(name for name in action.option_strings if name in given)
+    twice = next((each for each in names.values() if len(each) > 1), None)
+    if twice is not None:
+        used.error(f"{' and '.join(twice)} are one option: give one of them")
 
 
 def complete(parser: argparse.ArgumentParser) -> None:

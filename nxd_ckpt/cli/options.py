@@ -17,12 +17,13 @@ from nxd_ckpt.errors import CheckpointError, InvalidArgument
 from nxd_ckpt.options.execution import OpenOptions
 
 _FLAGS = {
-    "saved_param_names": "--param-names",
-    "hardware": "--hw-backend",
     "use_safetensors": "--safetensors",
     "unshard_strategy": "--strategy",
 }
 """Flags that are not named after their keyword."""
+
+_ALIASES = {"saved_param_names": "--param-names", "hardware": "--hw-backend"}
+"""Other names of flags, for scripts that use them; help does not show them."""
 
 _WITHOUT_FLAG = ("durable", "timeout", "trust_pickle")
 
@@ -65,6 +66,13 @@ def add_options(
             help=f"{form.prefix}{meaning}{default}".replace("%", "%%"),
             **form.arguments,
         )
+        if name in _ALIASES and name not in spelled:
+            add_alias(parser, _ALIASES[name], name, **form.arguments)
+
+
+def add_alias(parser: argparse._ActionsContainer, flag: str, dest: str, **arguments: Any) -> None:
+    """Add another name of the flag whose value is ``dest``, which help does not show."""
+    parser.add_argument(flag, dest=dest, default=argparse.SUPPRESS, help=argparse.SUPPRESS, **arguments)
 
 
 def options_of(args: argparse.Namespace, kind: type[Any]) -> dict[str, Any]:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from nxd_ckpt.core.manifest import ParameterSpec
+from nxd_ckpt.core.mesh import Layout
 from nxd_ckpt.core.partition import Partition
 from nxd_ckpt.core.topology import Coordinates, Topology
 from nxd_ckpt.formats.tensors import Assembly, TensorStub, iter_tensors
@@ -12,13 +14,34 @@ from nxd_ckpt.tag.files import MissingTensor
 from nxd_ckpt.tag.opened import OpenTag
 
 
-def parameters(opened: OpenTag) -> list[dict[str, Any]]:
-    """Describe every parameter and buffer, of all pipeline stages. Facts that a tag does not record are None."""
+def parameters(opened: OpenTag, rank: int = 0) -> list[dict[str, Any]]:
+    """Describe every parameter and buffer, of all pipeline stages; of a mesh job, what ``rank`` held of each.
+
+    Facts that a tag does not record are None.
+    """
     if not opened.parts.model:
         return []
     if opened.manifest is None:
         return list(_from_files(opened).values())
-    return [_from_spec(name, spec, opened.topology) for name, spec in opened.manifest.parameters.items()]
+    described = [_from_spec(name, spec, opened.topology) for name, spec in opened.manifest.parameters.items()]
+    layouts = {} if opened.mesh is None else opened.mesh.layouts("model/")
+    return [parameter | _on_mesh(layouts.get(parameter["name"]), parameter["shape"], rank) for parameter in described]
+
+
+def _on_mesh(layout: Layout | None, shape: Sequence[int], rank: int) -> dict[str, Any]:
+    """Return the shape that a rank of a mesh held, and how the tensor was placed; nothing if it was whole there."""
+    if layout is None:
+        return {}
+    coordinate = layout.mesh.coordinate_of(rank)
+    if coordinate is None:
+        return {"shape": None, "cut": f"not on rank {rank}"}
+    dimensions = zip(layout.mesh.names, layout.mesh.shape, layout.placements, strict=True)
+    cuts = [
+        f"dim {placement.dim} in {size} ({name or 'unnamed'})"
+        for name, size, placement in dimensions
+        if placement is not None
+    ]
+    return {"shape": list(layout.local_shape(tuple(shape), coordinate)), "cut": ", ".join(cuts) or "whole"}
 
 
 def describe_partition(partition: Partition, topology: Topology) -> str:

@@ -12,7 +12,8 @@ from nxd_ckpt.cli.command import Command
 from nxd_ckpt.cli.options import options_of
 from nxd_ckpt.core import units
 from nxd_ckpt.core.retention import Best, Every, Last, Rule, Within
-from nxd_ckpt.errors import InvalidArgument
+from nxd_ckpt.core.suggestions import listed
+from nxd_ckpt.errors import CheckpointNotFound, InvalidArgument
 from nxd_ckpt.options.tags import PruneOptions
 
 _UNITS = {"d": "days", "h": "hours", "min": "minutes"}
@@ -119,8 +120,13 @@ def _pin(args: argparse.Namespace) -> int:
 
 def _unpin(args: argparse.Namespace) -> int:
     from nxd_ckpt.prune import unpin_checkpoint
+    from nxd_ckpt.tag.listing import directory_document
 
     was_pinned = unpin_checkpoint(args.dir, args.tag, storage_options=args.storage_options)
+    if not was_pinned:
+        tags = [tag["tag"] for tag in directory_document(args.dir, args.storage_options)["tags"]]
+        if args.tag not in tags:
+            raise CheckpointNotFound(f"{args.dir}: no tag {listed([args.tag], tags)}, pinned or not")
     line = f"{args.tag} is no longer pinned" if was_pinned else f"{args.tag} was not pinned"
     text.show({"tag": args.tag, "pinned": False, "was_pinned": was_pinned}, [line], as_json=args.json)
     return 0

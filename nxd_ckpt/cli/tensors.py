@@ -9,22 +9,29 @@ from typing import Any
 
 from nxd_ckpt.core import names
 from nxd_ckpt.core.manifest import TensorEntry
+from nxd_ckpt.core.suggestions import first_of, listed
 from nxd_ckpt.core.topology import Coordinates
 from nxd_ckpt.formats.tensors import Assembly, Path, TensorStub, iter_tensors
 from nxd_ckpt.tag.files import MissingTensor
 from nxd_ckpt.tag.opened import OpenTag
 
 
-def tensors(opened: OpenTag, at: Coordinates, pattern: str) -> list[dict[str, Any]]:
+def tensors(opened: OpenTag, at: Coordinates, pattern: str, problems: list[str]) -> list[dict[str, Any]]:
     """Return the tensors of model and optimizer that the rank at these coordinates holds and whose name matches.
+
+    If none does, ``problems`` says so.
 
     ``pattern`` is a shell pattern for names such as ``model/embed.weight`` and ``optim/embed.weight/exp_avg``. They are
     read
     from the indexes, without reading a state. For NxD's tags they are read from the files, where optimizer entries have
     numbers as names (``optim/#0/exp_avg``) and the boxes of the global tensor are unknown.
     """
-    described = _from_files(opened, at) if opened.manifest is None else _from_indexes(opened, at)
-    return [tensor for tensor in described if fnmatchcase(tensor["name"], pattern)]
+    described = list(_from_files(opened, at) if opened.manifest is None else _from_indexes(opened, at))
+    matching = [tensor for tensor in described if fnmatchcase(tensor["name"], pattern)]
+    if not matching and pattern != "*":
+        names = [tensor["name"] for tensor in described]
+        problems.append(f"no tensor of this rank is called {listed([pattern], names)}; there are {first_of(names)}")
+    return matching
 
 
 def _from_indexes(opened: OpenTag, at: Coordinates) -> list[dict[str, Any]]:

@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import re
 import shutil
 import sys
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, TextIO
 
 _BELOW = " " * 4
 """Indentation of a line that continues the one above."""
+_RED, _GREEN, _PLAIN = "\x1b[31m", "\x1b[32m", "\x1b[0m"
+_BAD = re.compile(r"^(problem|error|damaged):|(?<=  )incomplete(?=  |,|$)|\bis incomplete\b|\b[1-9]\d* problems?\b")
+_GOOD = re.compile(r"(?<=  )latest(?=  |,|$)|\bno problems\b")
+"""Words of bad and of good news, in columns and at the beginning of lines, not in names."""
 
 
 def shape(sizes: Sequence[int] | None) -> str:
@@ -106,8 +112,24 @@ def show(document: Mapping[str, Any], lines: Iterable[str], *, as_json: bool, wi
         return
     limit = None if wide else width()
     for line in map(printable, lines):
-        print("\n".join(_broken(line, limit)) if limit is not None and len(line) > limit else line)
+        print(_painted("\n".join(_broken(line, limit)) if limit is not None and len(line) > limit else line))
     sys.stdout.flush()
+
+
+def red(words: str, stream: TextIO) -> str:
+    """Return words in red if ``stream`` is a terminal that shows colours, and NO_COLOR is not set."""
+    return f"{_RED}{words}{_PLAIN}" if _shows_colours(stream) else words
+
+
+def _painted(line: str) -> str:
+    """Return a line whose words of good and of bad news are green and red, on a terminal that shows colours."""
+    if not _shows_colours(sys.stdout):
+        return line
+    return _GOOD.sub(f"{_GREEN}\\g<0>{_PLAIN}", _BAD.sub(f"{_RED}\\g<0>{_PLAIN}", line))
+
+
+def _shows_colours(stream: TextIO) -> bool:
+    return not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb" and stream.isatty()
 
 
 def _broken(line: str, limit: int) -> list[str]:

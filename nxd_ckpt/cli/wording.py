@@ -16,7 +16,8 @@ _UNFINISHED = re.compile(r"(^|/)\.([^/]+)\.(?:incomplete|replaced)(?=/|$).*")
 
 def flags_of(parser: argparse.ArgumentParser) -> dict[str, str]:
     """Return the command's flag for each keyword that its function may mention."""
-    return {action.dest: action.option_strings[-1] for action in parser._actions if action.option_strings}
+    shown = (action for action in parser._actions if action.help != argparse.SUPPRESS)
+    return {action.dest: action.option_strings[-1] for action in shown if action.option_strings}
 
 
 def in_flags(message: str, flags: Mapping[str, str]) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 
 from nxd_ckpt.cli import text
 from nxd_ckpt.cli.command import Command
-from nxd_ckpt.cli.options import add_options, options_of
+from nxd_ckpt.cli.options import add_alias, add_options, options_of
 from nxd_ckpt.core import units
 from nxd_ckpt.core.suggestions import first_of
 from nxd_ckpt.core.units import size
@@ -109,8 +109,8 @@ RESHARD = Command(
         "bit, scheduler and user content are copied. The input is only read, and the output appears once all of it is "
         "durable. Tags of neuronx-distributed record neither how parameters are partitioned nor their names in the "
         "optimizer: with another tensor-parallel size they need --partitions, and wherever more than --dp changes "
-        "--param-names. For a checkpoint that is too large for one machine, start it on several with torchrun (-m "
-        "nxd_ckpt.cli reshard --all-ranks ...): each writes a share."
+        "--saved-param-names. For a checkpoint that is too large for one machine, start it on several with torchrun "
+        "(-m nxd_ckpt.cli reshard --all-ranks ...): each writes a share."
     ),
     operands=(("INPUT", "a tag's directory or URL"), ("OUTPUT", "the tag that is made: a directory or URL")),
     options=ReshardOptions,
@@ -262,7 +262,8 @@ TO_DCP = Command(
         "from a tag of any sizes: model, optimizer, scheduler and user content, with whole tensors. The input is only "
         "read, its digests are verified, and the output appears once all of it is durable. Tags of "
         "neuronx-distributed record neither how parameters are partitioned nor their names in the optimizer: they "
-        "need --partitions with tensor or expert parallelism, and --param-names for an optimizer that others can use."
+        "need --partitions with tensor or expert parallelism, and --saved-param-names for an optimizer that others "
+        "can use."
     ),
     operands=(("TAG", "a tag's directory or URL"), ("DCP", "the directory or URL that is made")),
     options=ToDcpOptions,
@@ -292,8 +293,7 @@ FROM_DCP = Command(
 def _unshard(args: argparse.Namespace) -> int:
     from nxd_ckpt.convert import unshard_checkpoint
 
-    optim = False if args.model_only else None
-    done = unshard_checkpoint(args.tag, args.out, optim=optim, **options_of(args, UnshardOptions))
+    done = unshard_checkpoint(args.tag, args.out, **options_of(args, UnshardOptions))
     model, optimizer = (None if place is None else str(place) for place in done)
     document = {
         "model": model,
@@ -316,7 +316,8 @@ def _unshard_lines(document: dict[str, Any]) -> Iterator[str]:
 
 
 def _add_unshard_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--model-only", action="store_true", help="leave out the optimizer")
+    parser.add_argument("--no-optim", dest="optim", action="store_const", const=False, help="leave out the optimizer")
+    add_alias(parser, "--model-only", "optim", action="store_const", const=False)
 
 
 UNSHARD = Command(
@@ -328,7 +329,7 @@ UNSHARD = Command(
         "safetensors, or several files for each. Every tensor is whole and stored by name, the optimizer's state by "
         "parameter name. The input is only read and verified, in little memory, and the output appears once all of it "
         "is written. Tags of neuronx-distributed record neither how parameters are partitioned nor their names in the "
-        "optimizer: with tensor parallelism they need --partitions, and --param-names."
+        "optimizer: with tensor parallelism they need --partitions, and --saved-param-names."
     ),
     operands=(("TAG", "a tag's directory, or its URL"), ("OUT", "the directory or URL that is made")),
     add_flags=_add_unshard_flags,

@@ -34,6 +34,7 @@ from nxd_ckpt.errors import (
 )
 from nxd_ckpt.options.execution import ExecutionOptions
 from nxd_ckpt.storage.progress import report, watched
+from nxd_ckpt.storage.system import tell_room
 
 logger = logging.getLogger("nxd_ckpt")
 
@@ -63,7 +64,11 @@ def convert(prepare: Callable[[int, int], Job], execution: ExecutionOptions) -> 
             ):
                 attempt = _Attempt(job, session, workers, ranks)
                 decided_by_rank0(agreement, attempt.begin)
-                attempt.run()
+                try:
+                    attempt.run()
+                except OSError as error:
+                    tell_room(error, session.storage.url, nbytes)
+                    raise
             if reports_progress:
                 report("converted", f"{job.source.path} to {job.target.path}", workers.written, started)
             return done

@@ -141,7 +141,7 @@ def pack_checkpoint(tag: StrPath, out: StrPath, **options: Unpack[PackKeywords])
         return Packed(source.path, target.path, len(members), nbytes)
     written = Counter()
     with (
-        output.writing(),
+        output.writing(nbytes),
         opened.guarded(verified=True),
         watched("pack", nbytes, lambda: written.nbytes, chosen.progress),
     ):

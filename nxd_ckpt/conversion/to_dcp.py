@@ -35,6 +35,7 @@ from nxd_ckpt.reshard.whole_tag import WholeTag
 from nxd_ckpt.save.planned_file import NamedTensor, PlannedFile
 from nxd_ckpt.storage.progress import Counter, report, watched
 from nxd_ckpt.storage.urls import StrPath
+from nxd_ckpt.tag.directory import require_directory
 from nxd_ckpt.tag.foreign.dcp_metadata import dump_metadata
 from nxd_ckpt.tag.foreign.torch_dcp import METADATA
 from nxd_ckpt.tag.opened import OpenTag
@@ -143,7 +144,7 @@ def write_dcp(opened: OpenTag, state: DcpState, output: Output, source: Location
         return done
     written = Counter()
     planned = sum(file.image.nbytes for file in files)
-    with output.writing():
+    with output.writing(planned):
         with (
             opened.guarded(),
             watched("convert", planned, lambda: written.nbytes, chosen.progress),
@@ -210,6 +211,7 @@ def from_dcp(dcp_directory: StrPath, tag: StrPath, **options: Unpack[FromDcpKeyw
     def prepare(process: int, processes: int) -> Job:
         chosen.validate()
         source = locate_existing(dcp_directory, chosen.storage_options)
+        require_directory(source.open(), source.name, "input")
         target = locate_output(tag, source, chosen.overwrite, chosen.written_with)
         opened = open_dcp(source, chosen.names)
         if not opened.parts.model and opened.parts.optimizer is None:
@@ -220,7 +222,7 @@ def from_dcp(dcp_directory: StrPath, tag: StrPath, **options: Unpack[FromDcpKeyw
         _refuse_unknown(chosen.partitions or {}, opened)
         what = DcpTarget(
             chosen.topology,
-            optimizer=None if opened.parts.optimizer is None else chosen.optimizer,
+            optimizer=_optimizer_form(chosen, opened.parts),
             use_xser=chosen.use_xser,
             partitions=chosen.partitions,
             stages=chosen.stages,
@@ -229,6 +231,12 @@ def from_dcp(dcp_directory: StrPath, tag: StrPath, **options: Unpack[FromDcpKeyw
         return Job(source, target, what, _parts(opened, what), durable=chosen.durable, overwrite=chosen.overwrite)
 
     return convert(prepare, chosen)
+
+
+def _optimizer_form(chosen: FromDcpOptions, parts: Parts) -> str | None:
+    if parts.optimizer is None:
+        return None
+    return chosen.optimizer or ("zero1" if parts.master_weights else "plain")
 
 
 def _refuse_unknown(partitions: Mapping[str, Partition], opened: OpenTag) -> None:

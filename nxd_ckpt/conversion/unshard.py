@@ -117,7 +117,7 @@ def unshard_checkpoint(tag_dir: StrPath, output_dir: StrPath, **options: Unpack[
     if chosen.dry_run:
         return done
     written = Counter()
-    with output.writing(), opened.guarded(), watched("unshard", nbytes, lambda: written.nbytes, chosen.progress):
+    with output.writing(nbytes), opened.guarded(), watched("unshard", nbytes, lambda: written.nbytes, chosen.progress):
         for part in reversed(parts):  # on a store the model, which readers look for, comes last
             part.write(output, written)
     report("unsharded", f"{source.path} to {target.path}", nbytes, started)

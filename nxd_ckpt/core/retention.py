@@ -177,7 +177,7 @@ def _reason(rule: Rule, metrics: Metrics) -> str:
     return str(rule)
 
 
-def rules_of(num_kept_ckpts: int | None, retain: Sequence[Rule] | None = None) -> tuple[Rule, ...] | None:
+def rules_of(num_kept_ckpts: int | None, retain: Sequence[Rule] | int | None = None) -> tuple[Rule, ...] | None:
     """Combine both options into rules; None keeps all. ``num_kept_ckpts`` is None, -1 (NxD's) or the count of `Last`.
 
     Raises:
@@ -194,10 +194,12 @@ def rules_of(num_kept_ckpts: int | None, retain: Sequence[Rule] | None = None) -
         last = (Last(num_kept_ckpts),)
     if retain is None:
         return last or None
+    if isinstance(retain, int) and _is_count(retain):
+        retain = [Last(retain)]
     if not isinstance(retain, (list, tuple)) or not retain or not all(isinstance(rule, Rule) for rule in retain):
         raise InvalidArgument(
-            f"retain={retain!r}: expected a list of rules such as [Last(3), Every(1000), Best('loss', 3), "
-            "Within(hours=2)]; None keeps all tags, an empty list would keep none"
+            f"retain={retain!r}: expected the number of newest tags to keep, or a list of rules such as [Last(3), "
+            "Every(1000), Best('loss', 3), Within(hours=2)]; None keeps all tags, an empty list would keep none"
         )
     return (*retain, *last)
 

@@ -167,7 +167,7 @@ def filter_summary(options: LoadOptions) -> dict[str, str]:
         "key_mapping": options.key_mapping,
         "prefix": options.prefix,
         "ignore_keys": "a callable" if callable(options.ignore_keys) else options.ignore_keys,
-        "load_weights_only": options.load_weights_only,
+        "weights_only": options.loads_weights_only,
         "strict_model_weights": options.strict_model_weights,
         "fallback": options.fallback or None,
     }

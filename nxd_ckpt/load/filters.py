@@ -26,7 +26,7 @@ class Filter(Ignoring):
         self.renaming.validate()
         self._renames = bool(self.renaming)
         self._has_shards = False
-        super().__init__(options.ignore_keys, _BESIDE_THE_MODEL if options.load_weights_only else ())
+        super().__init__(options.ignore_keys, _BESIDE_THE_MODEL if options.loads_weights_only else ())
 
     def __bool__(self) -> bool:
         return self._renames or super().__bool__()

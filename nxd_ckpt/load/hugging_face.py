@@ -306,7 +306,7 @@ class _HuggingFaceLoad:
 def _refuse_arguments(where: str, request: LoadRequest) -> None:
     model, options = request.model, request.options
     for name, value in (("optimizer", request.optimizer), ("scheduler", request.scheduler)):
-        if value is not None and not options.load_weights_only:
+        if value is not None and not options.loads_weights_only:
             raise PartNotFound(
                 f"{where} is a Hugging Face directory, which holds a model and no {name}; load it with {name}=None, "
                 "before the optimizer is built or its master weights are taken"

@@ -35,6 +35,7 @@ from nxd_ckpt.storage.base import Storage
 from nxd_ckpt.storage.progress import report
 from nxd_ckpt.tag.foreign.hugging_face_directory import is_hugging_face
 from nxd_ckpt.tag.identity import of_latest
+from nxd_ckpt.tag.mappings import find_mapping
 from nxd_ckpt.tag.nearest import Copy, Source, choose_nearest
 from nxd_ckpt.tag.opened import OpenTag
 from nxd_ckpt.tag.opening import open_complete_tag
@@ -135,6 +136,8 @@ def _prepared(storage: Storage, source: Source, request: LoadRequest, caches: Ex
 
     def begin() -> tuple[LoadAttempt, PreparedLoad | None]:
         options.validate()
+        if options.mapping is not None:  # it has no effect on a tag, but a typo in it has one elsewhere
+            find_mapping(options.mapping, {})
         settled = replace(request.settled(), options=options.settled(reads_are_cheap=storage.renames))
         cache = None
         if options.pre_download:

@@ -72,12 +72,18 @@ class LoadOptions:
         keys, as ``rank_content/epoch``), and ``rng``, which is a random state from ``capture_random_state`` in
         rank_content. ``*`` stands for anything, slashes too, and a name for everything below it. Names are the live
         ones, after ``key_mapping``.""")
-    load_weights_only: bool = option(False, """load the model and nothing else, even if optimizer and scheduler are
-        passed. ZeRO-1 shards are cut from its weights.""")
+    weights_only: bool = option(False, """load the model and nothing else, even if optimizer and scheduler are passed.
+        ZeRO-1 shards are cut from its weights.""")
+    load_weights_only: bool = option(False, "another name for ``weights_only``, OLMo-core's.")
     strict_model_weights: bool | None = option(None, """``strict`` for the names of the model alone; None uses
         ``strict``, which also counts for filters.""")
     fallback: bool = option(False, """if no tag is named and the latest is damaged, load the newest undamaged one, with
         a warning that names it and the damage. It never applies to a named tag or to a model that does not match.""")
+
+    @property
+    def loads_weights_only(self) -> bool:
+        """True if optimizer, scheduler and content are left out, by either name of the option."""
+        return self.weights_only or self.load_weights_only
 
     @property
     def strict_names(self) -> bool:
@@ -103,6 +109,8 @@ class LoadOptions:
                 f"verify={self.verify!r}: expected True (compare all digests before anything changes), 'reading' (as "
                 "the bytes arrive), False (not at all) or None (True on file systems, 'reading' on stores)"
             )
+        if self.weights_only and self.load_weights_only:
+            raise InvalidArgument("pass weights_only= or load_weights_only=, which is another name for it, not both")
         if self.fallback and self.verify is False:
             raise InvalidArgument("fallback=True with verify=False: without digests no damage is found; pass one only")
         if self.work_dir is not None and not self.pre_download:

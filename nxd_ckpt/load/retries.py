@@ -35,7 +35,7 @@ class LoadRetries:
     def __init__(self, storages: Sequence[Storage], request: LoadRequest, unnamed: bool) -> None:
         self._storages, self._agreement, self._options = storages, request.agreement, request.options
         self._falls_back = unnamed and self._options.fallback
-        self._with_optimizer = request.optimizer is not None and not self._options.load_weights_only
+        self._with_optimizer = request.optimizer is not None and not self._options.loads_weights_only
         self._repaired: dict[Copy, Source] = {}
         self._downloaded_again: set[Copy] = set()
         self.damaged: dict[Copy, str] = {}

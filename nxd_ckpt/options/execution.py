@@ -73,10 +73,21 @@ class NewJobOptions(ExecutionOptions):
         their order.""")
     use_xser: bool = option(False, "write xser files.")
 
+    def validate(self) -> None:
+        super().validate()
+        check_sizes({"dp": self.dp, "tp": self.tp, "pp": self.pp, "ep": self.ep})
+
     @property
     def topology(self) -> Topology:
         """Topology of these sizes. Raises InvalidArgument if they contradict each other."""
         return Topology(self.dp, self.tp, self.pp, self.ep)
+
+
+def check_sizes(sizes: Mapping[str, object]) -> None:
+    """Raise InvalidArgument unless all are numbers of ranks."""
+    for name, size in sizes.items():
+        if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+            raise InvalidArgument(f"{name}= must be a number of ranks, at least 1, found {size!r}")
 
 
 def check_workers(num_workers: object) -> None:

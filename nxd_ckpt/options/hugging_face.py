@@ -55,8 +55,8 @@ class ExportOptions(MappingOptions, SharedOptions):
 
     tokenizer: StrPath | None = option(None, """a directory whose files are copied, except weights and
         config.json: the tokenizer's, chat templates, custom code.""")
-    size_per_shard: int | str = option("5GB", """maximum size of a weight file, e.g. 5GB, or bytes; a larger tensor has
-        a file of its own.""")
+    size_per_shard: int | str = option("5GB", """maximum size of a weight file, such as 5GB, or bytes; a larger tensor
+        has a file of its own.""")
     master_weights: bool = option(False, "export the optimizer's master weights, where it has them.")
     optimizer: bool = option(False, """write the optimizer's state too. It becomes ``optimizer.safetensors`` (or shards
         and their index), where the tensor ``NAME/exp_avg`` is that state of the model's ``NAME``, and optimizer.json

@@ -9,7 +9,7 @@ from nxd_ckpt.core.option_classes import option
 from nxd_ckpt.core.partition import Partition
 from nxd_ckpt.errors import InvalidArgument
 from nxd_ckpt.options.checkpointer_options import DEFAULT_TIMEOUT
-from nxd_ckpt.options.execution import ExecutionOptions, Names, OutputOptions, SavedNames, check_workers
+from nxd_ckpt.options.execution import ExecutionOptions, Names, OutputOptions, SavedNames, check_sizes, check_workers
 from nxd_ckpt.storage.urls import StorageOptions
 
 
@@ -29,6 +29,8 @@ class Zero1Options(ExecutionOptions):
         super().validate()
         if self.convert_to_full == self.convert_to_sharded:
             raise InvalidArgument("give either convert_to_full or convert_to_sharded")
+        if self.dp_size is not None:
+            check_sizes({"dp_size": self.dp_size})
         if self.convert_to_sharded and self.dp_size is None:
             raise InvalidArgument("convert_to_sharded needs dp_size, the new data-parallel size")
         if self.convert_to_full and self.dp_size is not None:
@@ -51,6 +53,10 @@ class ReshardOptions(ExecutionOptions):
         the input, for each param group, in order, if it does not record them (NxD's tags do not; needed if more than dp
         changes).""")
     use_xser: bool | None = option(None, "write xser files; by default as the input.")
+
+    def validate(self) -> None:
+        super().validate()
+        check_sizes(self.sizes)
 
     @property
     def sizes(self) -> dict[str, int]:

@@ -38,14 +38,15 @@ class DcpOptions:
 class FromDcpOptions(DcpOptions, NewJobOptions):
     """Tag made from a torch DCP directory."""
 
-    optimizer: OptimizerForm = option("zero1", """the form of the optimizer: "zero1" is NxD's sharded one.""")
+    optimizer: OptimizerForm | None = option(None, """the form of the optimizer: "zero1" is NxD's sharded one. None
+        follows the directory: "zero1" if it has master weights, else "plain", as torch's optimizers are.""")
     partitions: Mapping[str, Partition] | None = option(None, """how to partition parameters, by name; all others are
         whole on each rank. ``Partition(partition_dim=0)`` divides over all tensor-parallel ranks, ``expert=True`` over
         expert-parallel ones.""")
 
     def validate(self) -> None:
         super().validate()
-        if self.optimizer not in get_args(OptimizerForm):
+        if self.optimizer not in (None, *get_args(OptimizerForm)):
             raise InvalidArgument(
                 f"optimizer must be one of {', '.join(get_args(OptimizerForm))}, found {self.optimizer!r}"
             )
@@ -81,7 +82,7 @@ class UnshardOptions(OutputOptions):
         tensors.""")
     unshard_strategy: StrategyName | Strategy = option("one_file", """number of files for each of model and optimizer.
         Instead of a name it may be an `nxd_ckpt.convert.UnshardStrategy`, also OLMo-core's own.""")
-    size_per_shard: int | str = option("5GB", """with "chunks", maximum size of a file, e.g. 5GB, or bytes; a larger
+    size_per_shard: int | str = option("5GB", """with "chunks", maximum size of a file, such as 5GB, or bytes; a larger
         tensor has a file of its own.""")
     partitions: Mapping[str, Partition] | None = option(None, """how parameters were partitioned over the ranks, by
         name, if the tag does not record it (NxD's do not).""")

@@ -15,6 +15,7 @@ from fnmatch import fnmatchcase
 from nxd_ckpt.errors import InvalidArgument
 from nxd_ckpt.output.locations import Location, settle
 from nxd_ckpt.storage.base import DirEntry
+from nxd_ckpt.storage.system import tell_room
 
 
 @dataclass(frozen=True)
@@ -65,13 +66,14 @@ class Output:
         return self.place.replacement(self.storage).finished if self.storage.renames else self.place.name
 
     @contextmanager
-    def writing(self) -> Iterator[None]:
-        """Write the output in this context: visible at its end; after an error, nothing of it is left."""
+    def writing(self, nbytes: int = 0) -> Iterator[None]:
+        """Write ``nbytes`` in this context: visible at its end; after an error, nothing of it is left."""
         try:
             self.begin()
             yield
             self.publish()
-        except BaseException:
+        except BaseException as error:
+            tell_room(error, self.storage.url, nbytes)
             self.discard()
             raise
 

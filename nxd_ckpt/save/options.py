@@ -41,9 +41,9 @@ class SaveOptions:
     weights_only: bool = option(False, "save the model and nothing else, even if optimizer and scheduler are given.")
     ignore_keys: IgnoreKeys | None = option(None, """names that are not saved: globs such as ``optim/*``, or a
         function of all names; as of a load.""")
-    retain: Sequence[Rule] | None = option(None, """rules for which complete tags to keep, such as ``[Last(3),
-        Every(1000), Best("loss", 3), Within(hours=2)]``; a tag goes if no rule keeps it, it is not pinned, and it is
-        not the newest. ``num_kept_ckpts=k`` beside it is one rule more.""")
+    retain: Sequence[Rule] | int | None = option(None, """which complete tags to keep: the newest so many, or rules such
+        as ``[Last(3), Every(1000), Best("loss", 3), Within(hours=2)]``. A tag goes if no rule keeps it, it is not
+        pinned, and it is not the newest. ``num_kept_ckpts=k``, NxD's, is the rule ``Last(k)``, also beside others.""")
     metrics: Mapping[str, float] | None = option(None, """numbers by name, such as ``{"loss": 2.1}``, which the tag
         keeps for the rule ``Best``. Rank 0's count.""")
     stats: bool = option(False, """count NaN, zeros, the norm and so on of every tensor while it is written, and keep
@@ -92,7 +92,7 @@ def understood(
         name = validate_tag(tag_of_step(filled) if isinstance(filled, int) else filled)
         options = options_of(SaveOptions, keywords)
         # An asynchronous save reads them later: what the caller changes meanwhile is for its next one.
-        retain = None if options.retain is None else tuple(options.retain)
+        retain = tuple(options.retain) if isinstance(options.retain, Sequence) else options.retain
         options = replace(options, retain=retain, metrics=None if options.metrics is None else dict(options.metrics))
     except CheckpointError as error:
         return name, options, error

@@ -10,7 +10,7 @@ import os
 from collections import deque
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Executor, Future, wait
-from contextlib import closing, contextmanager, suppress
+from contextlib import AbstractContextManager, closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,6 +28,7 @@ from nxd_ckpt.save.plan import SavePlan
 from nxd_ckpt.save.planned_file import PlannedFile
 from nxd_ckpt.save.waves import Span, Wave
 from nxd_ckpt.storage.base import Storage, Writer
+from nxd_ckpt.storage.system import tell_room
 
 _CHUNK = 16 * 2**20
 """Bytes per write call: large enough for any disk, small enough for progress to be seen."""
@@ -117,13 +118,16 @@ class FileWriter:
             for written in small:
                 written.result()
             for handle in self._open.values():
-                with _naming(handle.planned.key):
+                with self._naming(handle.planned.key):
                     handle.writer.settle()  # the next wave comes into the same memory
         finally:
             _end(small)
 
+    def _naming(self, key: str) -> AbstractContextManager[None]:
+        return _naming(key, self._storage, sum(file.image.nbytes for file in self._files))
+
     def _write_span(self, span: Span, view: memoryview, ahead: Executor | None = None) -> None:
-        with _naming(self._files[span.file].key):
+        with self._naming(self._files[span.file].key):
             handle = self._open.pop(span.file, None) or self._create(span.file)
             image = handle.planned.image
             try:
@@ -171,12 +175,12 @@ class FileWriter:
     def finish(self) -> None:
         """Make the names of all files durable."""
         for folder in tensors_dirs(planned.key for planned in self._files):
-            with _naming(folder):
+            with self._naming(folder):
                 self._storage.make_dir(f"{self._folder}/{folder}")
         # Parents too: the first to write below a directory created it, and its own name must last as well.
         folders = {"", *(parent for planned in self._files for parent in _parents(planned.key))}
         for folder in sorted(folders, reverse=True):
-            with _naming(folder or self._folder):
+            with self._naming(folder or self._folder):
                 self._storage.sync_dir(f"{self._folder}/{folder}".rstrip("/"))
 
     def abort(self) -> None:
@@ -313,11 +317,15 @@ def _end(tasks: Collection[Future[Any]]) -> None:
 
 
 @contextmanager
-def _naming(key: str) -> Iterator[None]:
-    """Add the file to errors of the operating system: those of a write or a sync do not name it."""
+def _naming(key: str, storage: Storage, nbytes: int) -> Iterator[None]:
+    """Add the file to errors of the operating system: those of a write or a sync do not name it.
+
+    That of a full disk says that ``nbytes`` are to be written, and how many are free.
+    """
     try:
         yield
     except OSError as error:
+        tell_room(error, storage.url, nbytes)
         raise CheckpointError(f"writing {key}: {type(error).__name__}: {error}") from error
 
 
@@ -333,7 +341,7 @@ def write_index(storage: Storage, publication: Publication, key: str, index: Ran
 
 def write_small(storage: Storage, publication: Publication, key: str, data: bytes) -> FileEntry:
     """Write a small file of the attempt durably."""
-    with _naming(key):
+    with _naming(key, storage, len(data)):
         publication.put(storage, key, data)
         storage.sync_dir(os.path.dirname(f"{publication.folder}/{key}"))
     return FileEntry(len(data), crc32.crc32(data))

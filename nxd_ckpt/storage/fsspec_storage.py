@@ -23,6 +23,7 @@ from typing import IO, Any
 
 from nxd_ckpt.core.limits import DOCUMENT
 from nxd_ckpt.core.manifest import CRC_BLOCK
+from nxd_ckpt.core.suggestions import closest
 from nxd_ckpt.errors import CheckpointError, InvalidArgument, MalformedFile
 from nxd_ckpt.storage.base import DirEntry, Range, Reader, Storage, Writer, checked_key, checked_length, runs
 from nxd_ckpt.storage.retrying import RetryingStorage
@@ -180,10 +181,12 @@ def open_fsspec(url: str, options: Mapping[str, Any]) -> Storage:
         options.setdefault("get_client", http_client)
     try:
         fs, root = url_to_fs(url, **options)
-    except ImportError as error:  # fsspec names the package: "Please install gcsfs to access Google Storage"
-        raise InvalidArgument(f"{public}: {error}") from None
+    except ImportError as error:
+        raise InvalidArgument(_missing_package(public, error)) from None
     except (TypeError, ValueError) as error:  # an unknown scheme, or options that the file system does not know
-        raise InvalidArgument(f"{public}: {_without_values(str(error), options)}") from None
+        raise InvalidArgument(
+            _unknown_scheme(public) or f"{public}: {_without_values(str(error), options)}"
+        ) from None
     kind = FsspecStorage
     if type(fs).__name__ == "HTTPFileSystem":
         from nxd_ckpt.storage.http_storage import HttpStorage
@@ -195,6 +198,26 @@ def open_fsspec(url: str, options: Mapping[str, Any]) -> Storage:
 def without_password(url: str) -> str:
     """Return ``sftp://user@host/dir`` for ``sftp://user:secret@host/dir``, for logs and errors."""
     return re.sub(r"(://[^/:@]*):[^/@]*@", r"\1@", url)
+
+
+def _missing_package(url: str, error: ImportError) -> str:
+    """Return the error for a package that fsspec needs: "Please install gcsfs ..." or "No module named 'pyarrow'"."""
+    asked = re.search("install [\"']?([A-Za-z0-9_-]+)", str(error))
+    package = asked[1] if asked else error.name
+    return f"{url}: {error}" if package is None else f"{url}: needs {package}: pip install {package}"
+
+
+def _unknown_scheme(url: str) -> str | None:
+    """Return the error for a URL of no known scheme; None if it is known."""
+    from fsspec.registry import available_protocols
+
+    scheme = url.partition("::")[0].partition("://")[0]
+    known = available_protocols()
+    if scheme in known:
+        return None
+    meant = closest(scheme, [*known, "s3"])
+    question = "" if meant is None else f" (did you mean {meant}://?)"
+    return f"{url}: unknown scheme {scheme!r}{question}; expected a path, s3://, or a scheme of fsspec such as gs://"
 
 
 def _without_values(text: str, options: Mapping[str, Any]) -> str:

@@ -10,6 +10,7 @@ import ctypes
 import errno
 import os
 import re
+import shutil
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -17,6 +18,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
 
+from nxd_ckpt.core.units import size
 from nxd_ckpt.errors import UnsupportedSystem
 
 try:
@@ -265,3 +267,12 @@ def _unescaped(path: str) -> str:
 
 def _joined(above: str, below: str) -> str:
     return os.path.normpath(os.path.join(above, below))
+
+
+def tell_room(error: BaseException, place: str, nbytes: int) -> None:
+    """Add to the error of a full disk how many bytes were to be written to ``place``, and how many are free there."""
+    told = "are free"
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT) and told not in str(error):
+        with suppress(OSError):
+            free = shutil.disk_usage(place).free
+            error.strerror = f"{error.strerror} ({size(nbytes)} are to be written, {size(free)} {told})"

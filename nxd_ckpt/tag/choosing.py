@@ -11,7 +11,7 @@ from nxd_ckpt import effects
 from nxd_ckpt.coordination import journal, lease
 from nxd_ckpt.coordination.waiting import Backoff
 from nxd_ckpt.core import names
-from nxd_ckpt.core.suggestions import first_of
+from nxd_ckpt.core.suggestions import first_of, listed
 from nxd_ckpt.core.tags import Tag, TagInfo, latest, step_of, undated, undecided, validate_tag
 from nxd_ckpt.errors import CheckpointNotFound, CorruptCheckpoint
 from nxd_ckpt.storage.base import Storage
@@ -101,7 +101,8 @@ def _find_named(storage: Storage, tag: str) -> TagInfo:
         )
         return TagInfo(tag, 0.0, complete=True, ours=False)
     if info is None:
-        raise CheckpointNotFound(f"{storage.url}: no tag {tag!r}; {describe_incomplete(storage)}")
+        tags = [other.tag for other in list_tags(storage)]
+        raise CheckpointNotFound(f"{storage.url}: no tag {listed([tag], tags)}; {describe_incomplete(storage)}")
     if info.damage is not None:
         raise CorruptCheckpoint(f"{info.damage}; restore the tag from a copy, or remove it")
     if not info.complete:

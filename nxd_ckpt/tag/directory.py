@@ -29,7 +29,7 @@ from nxd_ckpt.core.names import (
     ParsedName,
     parse,
 )
-from nxd_ckpt.core.suggestions import first_of
+from nxd_ckpt.core.suggestions import closest, first_of
 from nxd_ckpt.core.tags import TagInfo
 from nxd_ckpt.errors import CheckpointNotFound, MalformedFile
 from nxd_ckpt.storage.base import DirEntry, Storage
@@ -54,7 +54,21 @@ def require_directory(storage: Storage, key: str = "", what: str = "checkpoint d
     kind = "a file" if storage.is_file(key) else storage.kind(key) if isinstance(storage, LocalStorage) else None
     if kind is not None:
         raise CheckpointNotFound(f"{where} is {kind}, expected a directory: the {what}")
-    raise CheckpointNotFound(f"{what} {where} does not exist")
+    raise CheckpointNotFound(f"{what} {where} does not exist{_meant(storage, key)}")
+
+
+def _meant(storage: Storage, key: str) -> str:
+    """Return a question that names the most similar neighbour of what does not exist; "" if there is none."""
+    if not key:
+        if not isinstance(storage, LocalStorage):
+            return ""
+        storage, key = LocalStorage(storage.root.parent), storage.root.name
+    above, _, name = key.rpartition("/")
+    try:
+        close = closest(name, [entry.name for entry in storage.list(above) if entry.is_dir])
+    except OSError:
+        return ""
+    return "" if close is None else f"; did you mean {'/'.join(filter(None, (storage.url.rstrip('/'), above, close)))}?"
 
 
 def tag_around(storage: Storage) -> str | None:

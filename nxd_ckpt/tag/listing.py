@@ -9,7 +9,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime, timezone
 from functools import partial
-from math import inf
+from math import inf, prod
 from typing import Any, Literal, NamedTuple
 
 from nxd_ckpt import effects
@@ -311,6 +311,12 @@ def _html_row(tag: ListedTag) -> tuple[object, ...]:
 
 
 def _sizes(opened: OpenTag) -> dict[str, int | None]:
+    """Return the sizes of the parallel dimensions, by name; of a mesh job those of the mesh of all its ranks."""
+    meshes = [] if opened.mesh is None else opened.mesh.meshes()
+    shapes = {(mesh.names[1:], mesh.shape[1:]) for mesh in meshes if all(mesh.names[1:])}
+    whole = [shape for shape in shapes if prod(shape[1]) == opened.topology.world_size]
+    if len(whole) == 1:
+        return dict(zip(*whole[0], strict=True))
     sizes: dict[str, int | None] = {**opened.topology.sizes}
     dp_is_recorded = opened.manifest is not None or opened.parts.optimizer in ("zero1", "zero1_dcp")
     if not dp_is_recorded and opened.topology.dp == opened.topology.ep:

@@ -15,6 +15,7 @@ from nxd_ckpt.core.limits import MAPPING, MAPPING_DEPTH, MAPPING_YAML
 from nxd_ckpt.core.mapping import ModelMapping
 from nxd_ckpt.core.mapping_document import load_mapping
 from nxd_ckpt.core.sizes import Sizes
+from nxd_ckpt.core.suggestions import listed
 from nxd_ckpt.errors import InvalidArgument
 from nxd_ckpt.options.hugging_face import MappingSpec
 from nxd_ckpt.storage.urls import local_path
@@ -56,7 +57,9 @@ def find_mapping(spec: MappingSpec, config: Mapping[str, Any]) -> ModelMapping:
         return shipped[name]
     path = Path(local_path(name))
     if not path.is_file():
-        raise InvalidArgument(f"mapping {name!r}: neither one of {', '.join(shipped)} nor the path of a file")
+        raise InvalidArgument(
+            f"mapping {listed([name], list(shipped))}: neither one of {', '.join(shipped)} nor the path of a file"
+        )
     document = _yaml(path) if path.suffix in _YAML else _json(path)
     return load_mapping(document, name, shipped)
 

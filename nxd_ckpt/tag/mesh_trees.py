@@ -13,7 +13,7 @@ from typing import Any
 from nxd_ckpt.core import names
 from nxd_ckpt.core.box import Box, is_tiling
 from nxd_ckpt.core.manifest import RankIndex, TensorEntry
-from nxd_ckpt.core.mesh import Mesh
+from nxd_ckpt.core.mesh import Layout, Mesh
 from nxd_ckpt.core.mesh_record import MeshRecord, WholeTensor
 from nxd_ckpt.errors import MalformedFile, PartNotFound
 from nxd_ckpt.formats import xser
@@ -79,6 +79,18 @@ class MeshTrees:
         """Return the meshes of its DTensors; the first dimension counts equal meshes."""
         layouts = (layout for leader in self.leaders for layout in self._record(leader).layouts)
         return list(dict.fromkeys(layout.mesh for layout in layouts if len(layout.mesh.shape) > 1))
+
+    def layouts(self, part: str) -> dict[str, Layout]:
+        """Return the layouts of the tensors whose names begin with ``part``, by the rest of the name.
+
+        Those that were cut in any way have none.
+        """
+        return {
+            tensor.name.removeprefix(part): record.layouts[tensor.layout]
+            for record in map(self._record, reversed(self.leaders))
+            for tensor in record.tensors
+            if tensor.layout is not None and tensor.name.startswith(part)
+        }
 
     def _groups(self, trees: Sequence[dict[str, Any]]) -> list[tuple[dict[str, Any], list[tuple[str, Any]]]]:
         """Return each param group's options, with name and state of each of its parameters.

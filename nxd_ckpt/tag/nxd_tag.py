@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 from nxd_ckpt.core import names
 from nxd_ckpt.core.manifest import Parts
+from nxd_ckpt.core.suggestions import first_of
 from nxd_ckpt.core.topology import Coordinates, Topology
 from nxd_ckpt.errors import MalformedFile, PartNotFound
 from nxd_ckpt.formats.tensors import iter_tensors
@@ -86,9 +87,10 @@ def open_tag(
         return NxdTag(files, topology)
     if any(legacy.parse(name) or legacy.parse_zero1(name) for name in listing):
         return legacy.LegacyTag(files, topology)
+    of_dcp = "; it is a torch DCP checkpoint: nxd-ckpt from-dcp makes a tag of it" if ".metadata" in listing else ""
     raise PartNotFound(
-        f"{storage.url}/{tag}: no checkpoint of neuronx_distributed; expected {names.MODEL_DIR}/, "
-        f"{names.OPTIMIZER_DIR}/ or tp_rank_* files, found {sorted(listing)[:8]}"
+        f"{storage.url}/{tag}: no checkpoint of nxd_ckpt or neuronx_distributed; expected {names.MODEL_DIR}/, "
+        f"{names.OPTIMIZER_DIR}/ or tp_rank_* files, found {first_of(sorted(listing)) or 'nothing'}{of_dcp}"
     )
 
 

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 import torch
 
 import nxd_ckpt
-from nxd_ckpt.cli.main import main, parsers
+from nxd_ckpt import close_checkpointers, save_checkpoint
+from nxd_ckpt.cli.main import GROUPS, main, parsers
 from nxd_ckpt.cli.wording import flags_of, in_flags
 from nxd_ckpt.errors import CheckpointNotFound
 from tests.cli.conftest import Run
+from tests.support.terminal import Terminal
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]
 
@@ -158,7 +162,7 @@ def test_messages_name_options(run: Run, examples: Path, tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("message", "expected"),
     [
-        ("pass saved_param_names=: for each", "pass --param-names: for each"),
+        ("pass saved_param_names=: for each", "pass --saved-param-names: for each"),
         ("pass overwrite=True to replace it", "pass --overwrite to replace it"),
         ("num_workers must be at least 1", "--num-workers must be at least 1"),
         ("from dp=2 tp=4 to dp=1", "from dp=2 tp=4 to dp=1"),
@@ -211,7 +215,7 @@ def test_an_interrupt_is_quiet(run: Run, examples: Path, monkeypatch: pytest.Mon
 
     monkeypatch.setattr("nxd_ckpt.storage.local.LocalStorage.read_into", interrupt)
     outcome = run("verify", examples)
-    assert (130, "", "") == (outcome.code, outcome.out, outcome.err)
+    assert (130, "", "nxd-ckpt: interrupted\n") == (outcome.code, outcome.out, outcome.err)
 
 
 def test_warnings_go_to_stderr(run: Run, copied: Path) -> None:
@@ -283,3 +287,75 @@ def test_what_is_misspelt_is_suggested(
     assert 2 == exited.value.code
     assert said.startswith(f"usage: {usage}")
     assert error in said
+
+
+def test_the_help_groups_all_commands(capsys: pytest.CaptureFixture[str]) -> None:
+    """Each once, in the group that says what it is for."""
+    assert 0 == main([])
+    said = capsys.readouterr().out
+    groups = {title.partition(" ")[0]: commands for title, commands in GROUPS.items()}
+    assert ["look", "prove", "keep", "move", "convert"] == list(groups)
+    lines = [line for line in said.splitlines() if line.startswith("  ") and line[2:3].islower()]
+    listed = [line.split()[0] for line in lines]
+    assert [command.name for commands in groups.values() for command in commands] == listed
+
+
+@pytest.mark.parametrize(
+    ("line", "error"),
+    [
+        (["list", "{run}n"], "does not exist; did you mean {run}?"),
+        (["inspect", "{run}", "setp_1"], "no tag 'setp_1' (did you mean 'step_1'?)"),
+        (["verify", "{run}/setp_1"], "does not exist; did you mean {run}/step_1?"),
+        (["unpin", "{run}", "setp_1"], "no tag 'setp_1' (did you mean 'step_1'?), pinned or not"),
+        (["from-dcp", "{run}/nowhere", "{run}/out"], "input {run}/nowhere does not exist"),
+        (["reshard", "{run}/step_1", "{run}/out", "--dp", "0"], "--dp must be a number of ranks, at least 1, found 0"),
+        (["cp", "{run}/empty", "{run}/out"], "found nothing"),
+        (["list", "gss://bucket/run"], "unknown scheme 'gss' (did you mean gs://?)"),
+        (["list", "hdfs://host/run"], "needs pyarrow: pip install pyarrow"),
+    ],
+)
+def test_bad_input_is_one_line_that_helps(
+    line: list[str], error: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Names with the ones that were meant, packages that are missing, numbers that cannot be."""
+    place = tmp_path / "run"
+    save_checkpoint(place, "step_1", {"weight": torch.ones(2)})
+    close_checkpointers()
+    (place / "empty").mkdir()
+    if "hdfs" in line[1] and find_spec("pyarrow") is not None:
+        pytest.skip("pyarrow is installed")
+    assert 1 == main([word.format(run=place) for word in line])
+    said = capsys.readouterr().err
+    assert error.format(run=place) in said
+    assert 1 == said.count("\n")
+
+
+def test_a_pattern_that_matches_no_tensor_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """With the name that may have been meant."""
+    save_checkpoint(tmp_path, "step_1", {"weight": torch.ones(2)})
+    close_checkpointers()
+    assert 1 == main(["inspect", str(tmp_path), "--tensors", "model/wieght"])
+    assert "'model/wieght' (did you mean 'model/weight'?)" in capsys.readouterr().out
+
+
+def test_two_names_of_one_option_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    """Each alone is the same option."""
+    with pytest.raises(SystemExit):
+        main(["unshard", "in", "out", "--no-optim", "--model-only"])
+    assert "--no-optim and --model-only are one option" in capsys.readouterr().err
+    for flag in ("--param-names", "--saved-param-names"):
+        args = parsers()[0].parse_args(["unshard", "in", "out", flag, "names.json"])
+        assert "names.json" == args.saved_param_names
+
+
+@pytest.mark.parametrize("plain", [False, True])
+def test_colours_are_for_terminals(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, plain: bool) -> None:
+    """Words of good news are green there, unless NO_COLOR is set; an output to a file has none."""
+    save_checkpoint(tmp_path, "step_1", {"weight": torch.ones(2)})
+    close_checkpointers()
+    monkeypatch.setenv("NO_COLOR", "1" if plain else "")
+    monkeypatch.setenv("TERM", "xterm")
+    terminal = Terminal()
+    with contextlib.redirect_stdout(terminal):
+        assert 0 == main(["list", str(tmp_path)])
+    assert ("\x1b[32mlatest\x1b[0m" in terminal.getvalue()) is not plain

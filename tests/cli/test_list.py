@@ -81,6 +81,7 @@ def test_a_listing_fits_the_terminal(
     """Columns that do not fit are left out, the least important first, and named; a wide terminal shows all, and so
     does a listing that is piped elsewhere."""
     monkeypatch.setenv("COLUMNS", str(width))
+    monkeypatch.setenv("NO_COLOR", "1")
     piped = run("list", examples).out.splitlines()[1].split()
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     _, head, *rows = run("list", examples).out.splitlines()

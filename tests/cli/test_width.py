@@ -43,6 +43,7 @@ def test_every_command_fits_80_columns(
 def _on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of 80 columns."""
     monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setenv("NO_COLOR", "1")
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
 
 

@@ -132,3 +132,10 @@ def test_every_public_name_is_documented() -> None:
     """What ``nxd_ckpt`` exports is in the text or code of the README or of a page."""
     text = "\n".join(page.read_text() for page in [README, *DOCS.glob("*.md")])
     assert [] == [name for name in nxd_ckpt.__all__ if not re.search(rf"\b{name}\b", text)]
+
+
+def test_ten_tasks_are_short() -> None:
+    """At most eight lines each, after the block that they continue from."""
+    _, *tasks = code_blocks(DOCS / "ten-tasks.md", "python")
+    assert [] == [task for task in tasks if len(list(filter(None, task.splitlines()))) > 8]
+    assert 10 == len(tasks)

@@ -85,3 +85,25 @@ def test_a_report_shows_ranks_in_their_mesh(
     assert 0 == main(["report", str(tag[0]), "--json", "--count", "0"])
     places = [rank["place"] for rank in json.loads(capsys.readouterr().out)["ranks"]]
     assert [{"fsdp": rank // 2, "tp": rank % 2} for rank in range(4)] == places
+
+
+def test_inspect_shows_what_each_rank_held(
+    tag: tuple[Path, dict[str, Any]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """9 rows of embeddings are 5 and 4; the weights of tensor parallelism are cut along both dimensions of the mesh."""
+    found = []
+    for rank in range(4):
+        assert 0 == main(["inspect", str(tag[0]), "--rank", str(rank), "--json"])
+        parameters = {one["name"]: one for one in json.loads(capsys.readouterr().out)["parameters"]}
+        found.append([parameters[name]["shape"] for name in ("embed.weight", "blocks.0.up.weight")])
+    assert [[[5, 6], [3, 6]], [[5, 6], [3, 6]], [[4, 6], [2, 6]], [[4, 6], [2, 6]]] == found
+    assert ("dim 0 in 2 (fsdp)", [9, 6]) == tuple(parameters["embed.weight"][key] for key in ("cut", "global_shape"))
+    assert "dim 0 in 2 (fsdp), dim 0 in 2 (tp)" == parameters["blocks.0.up.weight"]["cut"]
+
+
+def test_a_list_shows_the_dimensions_of_the_mesh(
+    tag: tuple[Path, dict[str, Any]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Not those of as many data-parallel ranks."""
+    assert 0 == main(["list", str(tag[0].parent)])
+    assert "  fsdp=2 tp=2  " in capsys.readouterr().out

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -373,3 +374,12 @@ def test_a_stopped_rank_is_not_taken_for_dead(tmp_path: Path, victim: int) -> No
     """It goes on later, and the save is whole."""
     Job(2, stops_itself, tmp_path, victim, group=True).values()
     assert 2 == saved_value(tmp_path, None, 2)
+
+
+def test_a_full_disk_says_how_much_was_to_be_written(tmp_path: Path) -> None:
+    """And how much is free there, to a save and to a tool; once."""
+    full = failing("write_at", "*/model/*", OSError(errno.ENOSPC, "No space left on device"))
+    with checkpointer(tmp_path / "run", 0, 1, full) as saver, pytest.raises(SaveFailed) as failed:
+        save(saver, "first", 1)
+    assert re.search(r"on device \([0-9.]+ \w+ are to be written, [0-9.]+ \w+ are free\)", str(failed.value))
+    assert 1 == str(failed.value).count("are free")

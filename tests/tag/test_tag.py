@@ -114,7 +114,7 @@ def test_a_missing_rank_is_named(tmp_path: Path) -> None:
 def test_what_is_no_checkpoint_is_refused(tmp_path: Path) -> None:
     """A directory of something else is refused, and the error shows what it holds."""
     (tmp_path / "notes.txt").write_text("x")
-    with pytest.raises(PartNotFound, match=r"no checkpoint of neuronx_distributed.*notes\.txt"):
+    with pytest.raises(PartNotFound, match=r"no checkpoint of nxd_ckpt or neuronx_distributed.*notes\.txt"):
         open_tag(LocalStorage(tmp_path))
 
 
