@@ -274,7 +274,7 @@ _HINTS: Mapping[Writer, str] = {
     Writer.TORCH_DCP: "make a tag of it with `nxd-ckpt from-dcp`, which takes other keys",
     Writer.TORCH_CHECKPOINTING: "make a tag of it with `nxd-ckpt from-dcp`, which takes other keys",
     Writer.TIERED: "load it with its StorageReader, save it with torch DCP, then `nxd-ckpt from-dcp` takes other keys",
-    Writer.HUGGING_FACE: "it needs no migration; make a tag of it with `nxd-ckpt import`",
+    Writer.HUGGING_FACE: "make a tag of it with `nxd-ckpt import`, and migrate that",
 }
 
 

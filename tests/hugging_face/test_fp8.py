@@ -13,9 +13,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
+from torch.distributed.checkpoint.state_dict_loader import load
 
 from nxd_ckpt import Topology, load_checkpoint
-from nxd_ckpt.convert import export_checkpoint, import_checkpoint
+from nxd_ckpt.convert import export_checkpoint, import_checkpoint, migrate
 from nxd_ckpt.core.box import Box
 from nxd_ckpt.errors import MalformedFile, UnsupportedState
 from nxd_ckpt.formats.tensors import Assembly
@@ -161,6 +162,11 @@ def test_a_model_of_8_bits_is_imported_and_loaded(tmp_path: Path, family: str) -
     export_checkpoint(tmp_path / "run" / "step_0", tmp_path / "out", config=hub)
     assert [] == differences(plain, weights(tmp_path / "out"))
     assert "quantization_config" not in json.loads((tmp_path / "out" / "config.json").read_text())
+
+    migrate(tmp_path / "run" / "step_0", tmp_path / "dcp", to="dcp", config=hub)
+    held = {name: torch.zeros_like(tensor) for name, tensor in plain.items()}
+    load({"model": held}, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    assert [] == differences(plain, held)
 
     for dtype in (torch.bfloat16, torch.float32):
         target = live(plain, dtype=dtype)

@@ -393,8 +393,8 @@ def _files(*names: str) -> Callable[[Path], None]:
             "holds several checkpoints, expected one: a, b.ckpt",
         ),
         (_files(".metadata"), MalformedFile, "not the metadata of torch DCP"),
-        (_files("config.json", "model.safetensors"), UnsupportedState, "it needs no migration"),
-        (_files("config.json", "model.safetensors", "rng_state.pth"), UnsupportedState, "it needs no migration"),
+        (_files("config.json", "model.safetensors"), UnsupportedState, "nxd-ckpt import`, and migrate that"),
+        (_files("config.json", "model.safetensors", "rng_state.pth"), UnsupportedState, "and migrate that"),
         (
             _files("rank_0/step_1/checkpoint.pt", "rank_1/step_1/metadata.metadata"),
             CheckpointNotFound,
