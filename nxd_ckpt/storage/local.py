@@ -7,9 +7,11 @@ import os
 import shutil
 import stat
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import closing
+from itertools import takewhile
 from pathlib import Path
+from typing import TypeVar
 
 from nxd_ckpt.core.limits import DOCUMENT
 from nxd_ckpt.errors import MalformedFile
@@ -26,6 +28,9 @@ from nxd_ckpt.storage.local_files import (
     version_of,
 )
 from nxd_ckpt.storage.system import exchange, naming, sync_path
+
+
+ResultT = TypeVar("ResultT")
 
 
 class LocalStorage:
@@ -139,14 +144,14 @@ class LocalStorage:
 
     def create(self, key: str, nbytes: int) -> Writer:
         path = self._own(key)
-        self._make_parents(path)
-        return LocalWriter(path, nbytes, self.durable)
+        return self._below(path, lambda: LocalWriter(path, nbytes, self.durable))
 
     def make_dir(self, key: str) -> None:
         path = self._own(key)
         _refuse_links([path] if key else [])
-        missing = [folder for folder in (path, *path.parents) if not folder.exists()]
-        path.mkdir(parents=True, exist_ok=True)
+        missing = [*takewhile(lambda folder: not folder.exists(), (path, *path.parents))]
+        if missing or not path.is_dir():
+            path.mkdir(parents=True, exist_ok=True)
         if not key:
             self._sync_way()
             return
@@ -161,8 +166,7 @@ class LocalStorage:
         old, new = self._own(source), self._own(target)
         if _mode(new, follow=False):
             raise FileExistsError(f"cannot rename {old} to {new}: it exists")
-        self._make_parents(new)
-        os.rename(old, new)
+        self._below(new, lambda: os.rename(old, new))
 
     def swap(self, one: str, other: str) -> bool:
         """Exchange the names of two files or directories atomically; False if the file system cannot."""
@@ -216,6 +220,14 @@ class LocalStorage:
             self.make_dir("")
         path.parent.mkdir(parents=True, exist_ok=True)
 
+    def _below(self, path: Path, act: Callable[[], ResultT]) -> ResultT:
+        """Return the result of ``act``, which needs the directories above ``path``: nearly always they are there."""
+        try:
+            return act()
+        except FileNotFoundError:
+            self._make_parents(path)
+        return act()
+
     def _sync_way(self) -> None:
         """Make the root's name, and those above it, durable: their makers may not have done that."""
         for folder in (self.root.resolve(), *self.root.resolve().parents):
@@ -261,9 +273,8 @@ class LocalStorage:
     def _write_aside(self, key: str, data: bytes) -> Path:
         """Write ``data`` to a file of its own beside ``key``, check its length, sync it, and return its path."""
         path = self._own(key)
-        self._make_parents(path)
         temporary = path.parent / f".{path.name[:200]}.{uuid.uuid4().hex[:12]}"
-        writer = LocalWriter(temporary, len(data), self.durable)
+        writer = self._below(path, lambda: LocalWriter(temporary, len(data), self.durable))
         with completed(writer):
             writer.write_at(0, data)
         return temporary
