@@ -36,7 +36,7 @@ from nxd_ckpt.core.limits import NOTE
 from nxd_ckpt.core.topology import Topology
 from nxd_ckpt.core.votes import Vote
 from nxd_ckpt.errors import DirectoryNotShared, InvalidArgument, MalformedFile, StorageError
-from nxd_ckpt.storage.base import DirEntry, PerHost, Reserving, Storage, is_mounted
+from nxd_ckpt.storage.base import DirEntry, PerHost, Reserving, Storage, is_mounted, without_syncs
 from nxd_ckpt.tag.directory import tag_around
 
 logger = logging.getLogger("nxd_ckpt")
@@ -109,7 +109,7 @@ class Session:
         rank = self.topology.rank
         if rank == 0 and is_mounted(self.storage):
             with suppress(OSError):
-                self.storage.make_dir(verdict_dir(self.attempt(self.counter + 1)))
+                without_syncs(self.storage).make_dir(verdict_dir(self.attempt(self.counter + 1)))
         for number in range(1 if rank else 2) if is_mounted(self.storage) else ():
             key = spare_file(self.run_id, rank, number)
             if key not in self._spares:

@@ -2,6 +2,9 @@
 
 Files are looked for by *listing* the votes directory, with back-off, never by name: NFS clients cache the absence of a
 name, but see a changed directory.
+
+Votes and verdicts are not synced: they are for ranks that live, and with the power the attempt is gone. What they speak
+of was synced before.
 """
 
 from __future__ import annotations
@@ -33,7 +36,7 @@ from nxd_ckpt.core.limits import NOTE
 from nxd_ckpt.core.suggestions import first_of
 from nxd_ckpt.core.votes import Verdict, Vote
 from nxd_ckpt.errors import MalformedFile, OutcomeUnknown, RanksDisagree, SaveFailed
-from nxd_ckpt.storage.base import Storage
+from nxd_ckpt.storage.base import Storage, without_syncs
 from nxd_ckpt.storage.retrying import retried
 
 ResultT = TypeVar("ResultT")
@@ -47,8 +50,7 @@ _LAST_WORDS = 3.0
 
 def open_vote(storage: Storage, attempt: str, tag: str) -> None:
     """Tell the other ranks, on rank 0, that they may write the attempt's files into ``tag`` itself."""
-    storage.write(begin_file(attempt), tag.encode())
-    storage.sync_dir(verdict_dir(attempt))
+    without_syncs(storage).write(begin_file(attempt), tag.encode())
 
 
 def await_opening(
@@ -122,14 +124,13 @@ def not_written(key: str, data: bytes) -> bool:
 
 
 def cast(storage: Storage, attempt: str, vote: Vote, first: Write = not_written) -> None:
-    """Make this rank's vote durable: its last step for an attempt before it waits.
+    """Write this rank's vote: its last step for an attempt before it waits.
 
     ``first`` is tried first to write it.
     """
     key, data = rank_file(attempt, vote.rank, "vote"), votes.dump(vote)
     if not first(key, data):
-        storage.write(key, data)
-    storage.sync_dir(votes_dir(attempt))
+        without_syncs(storage).write(key, data)
 
 
 def has_cast(storage: Storage, attempt: str, rank: int) -> bool:
@@ -196,11 +197,10 @@ def announce(
     key, data = verdict_file(attempt), votes.dump(verdict)
 
     def write() -> None:
-        storage.write(key, data)
+        without_syncs(storage).write(key, data)
 
     if not first(key, data):
         _retried(write) if awaited else write()
-    storage.sync_dir(verdict_dir(attempt))
 
 
 def await_verdict(

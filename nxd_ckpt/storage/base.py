@@ -155,6 +155,19 @@ class Swapping(Protocol):
         """Exchange the names of two files or directories atomically; False if that is impossible."""
 
 
+@runtime_checkable
+class Syncing(Protocol):
+    """A storage that can leave its syncs out."""
+
+    def without_syncs(self) -> Storage:
+        """Return the same storage; what it writes is seen by all at once, but may be lost with the power."""
+
+
+def without_syncs(storage: Storage) -> Storage:
+    """Return the storage for notes to processes that live, which are worth nothing once the power is gone."""
+    return storage.without_syncs() if isinstance(storage, Syncing) else storage
+
+
 class Version(NamedTuple):
     """The identity of a key's current file: its bytes, and a mark that no other file of the key has."""
 

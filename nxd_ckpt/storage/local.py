@@ -9,6 +9,7 @@ import stat
 import uuid
 from collections.abc import Callable, Sequence
 from contextlib import closing
+from copy import copy
 from itertools import takewhile
 from pathlib import Path
 from typing import TypeVar
@@ -49,6 +50,11 @@ class LocalStorage:
 
     def without_links(self) -> LocalStorage:
         return LocalStorage(self.root.resolve(), self.durable)
+
+    def without_syncs(self) -> LocalStorage:
+        other = copy(self)
+        other.durable = False
+        return other
 
     def path(self, key: str) -> Path:
         return self.root / checked_key(key, self.url) if key else self.root
