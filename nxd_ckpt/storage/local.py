@@ -30,7 +30,6 @@ from nxd_ckpt.storage.local_files import (
 )
 from nxd_ckpt.storage.system import exchange, naming, sync_path
 
-
 ResultT = TypeVar("ResultT")
 
 

@@ -27,7 +27,16 @@ from threading import Barrier
 import pytest
 
 from nxd_ckpt.errors import MalformedFile
-from nxd_ckpt.storage.base import Confirming, DirEntry, Duplicating, Storage, Version, Writer, remove_if
+from nxd_ckpt.storage.base import (
+    Confirming,
+    DirEntry,
+    Duplicating,
+    Storage,
+    Version,
+    Writer,
+    remove_if,
+    without_syncs,
+)
 from nxd_ckpt.storage.s3.upload import PART
 
 LARGE = os.urandom(2 * PART + 12_345)
@@ -85,6 +94,12 @@ class StorageContract:
         writer.write_at(len(LARGE), b"0123456789")
         writer.close()
         assert LARGE + b"0123456789" == storage.read("file")
+
+    def test_what_is_not_synced_is_seen_by_all(self, storage: Storage) -> None:
+        """Write without syncs, if the storage can leave them out, what the storage itself reads and lists."""
+        without_syncs(storage).write("folder/note", b"1")
+        assert b"1" == storage.read("folder/note")
+        assert [DirEntry("note", False)] == storage.list("folder")
 
     def test_a_duplicate_lives_on_without_its_source(self, storage: Storage) -> None:
         """Duplicate the requested version, under a free key, and nothing else, if the storage can."""

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from nxd_ckpt import Checkpointer
-from nxd_ckpt.storage import local, local_files
+from nxd_ckpt.storage.system import sync_file, sync_path
 
 pytestmark = pytest.mark.plain
 
@@ -17,7 +17,6 @@ pytestmark = pytest.mark.plain
 def test_a_save_syncs_its_tag_and_no_votes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Votes and verdicts are for ranks that live; all files of the tag, and the names that lead to them, are synced."""
     synced: list[str] = []
-    sync_file, sync_path = local_files.sync_file, local.sync_path
 
     def file(fd: int) -> None:
         synced.append(os.readlink(f"/proc/self/fd/{fd}"))
@@ -27,8 +26,8 @@ def test_a_save_syncs_its_tag_and_no_votes(tmp_path: Path, monkeypatch: pytest.M
         synced.append(str(path))
         sync_path(path)
 
-    monkeypatch.setattr(local_files, "sync_file", file)
-    monkeypatch.setattr(local, "sync_path", folder)
+    monkeypatch.setattr("nxd_ckpt.storage.local_files.sync_file", file)
+    monkeypatch.setattr("nxd_ckpt.storage.local.sync_path", folder)
     with Checkpointer(tmp_path) as checkpointer:
         checkpointer.save(1, {"weight": torch.ones(4)})
         synced.clear()
