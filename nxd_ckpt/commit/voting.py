@@ -50,7 +50,9 @@ _LAST_WORDS = 3.0
 
 def open_vote(storage: Storage, attempt: str, tag: str) -> None:
     """Tell the other ranks, on rank 0, that they may write the attempt's files into ``tag`` itself."""
-    without_syncs(storage).write(begin_file(attempt), tag.encode())
+    storage = without_syncs(storage)
+    storage.write(begin_file(attempt), tag.encode())
+    storage.sync_dir(verdict_dir(attempt))
 
 
 def await_opening(
@@ -129,8 +131,10 @@ def cast(storage: Storage, attempt: str, vote: Vote, first: Write = not_written)
     ``first`` is tried first to write it.
     """
     key, data = rank_file(attempt, vote.rank, "vote"), votes.dump(vote)
+    storage = without_syncs(storage)
     if not first(key, data):
-        without_syncs(storage).write(key, data)
+        storage.write(key, data)
+    storage.sync_dir(votes_dir(attempt))
 
 
 def has_cast(storage: Storage, attempt: str, rank: int) -> bool:
@@ -197,10 +201,12 @@ def announce(
     key, data = verdict_file(attempt), votes.dump(verdict)
 
     def write() -> None:
-        without_syncs(storage).write(key, data)
+        notes.write(key, data)
 
+    notes = without_syncs(storage)
     if not first(key, data):
         _retried(write) if awaited else write()
+    notes.sync_dir(verdict_dir(attempt))
 
 
 def await_verdict(
