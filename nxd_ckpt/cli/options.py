@@ -25,6 +25,8 @@ _FLAGS = {
 _ALIASES = {"saved_param_names": "--param-names", "hardware": "--hw-backend"}
 """Other names of flags, for scripts that use them; help does not show them."""
 
+_PARTITIONS = 'JSON, such as {"NAME": {"partition_dim": 0, "num_partitions": 2}}: '
+
 _WITHOUT_FLAG = ("durable", "timeout", "trust_pickle")
 
 
@@ -101,7 +103,7 @@ def _form_of(hint: Any) -> _Form:
         names = partial(nested_lists, depth=str(hint).count("Sequence["))
         return _Form({"metavar": "FILE"}, "JSON: ", names)
     if get_args(kinds[0]) == (str, Partition):
-        return _Form({"metavar": "FILE"}, 'JSON, such as {"NAME": {"partition_dim": 0}}: ', partitions_in)
+        return _Form({"metavar": "FILE"}, _PARTITIONS, partitions_in)
     if get_args(kinds[0]) == (str, str):
         return _Form({"metavar": "FILE"}, 'JSON, such as {"NAME": "NAME"}: ', names_in)
     return _Form({"metavar": "SIZE" if int in origins else "NAME" if Mapping in origins else "PATH"})

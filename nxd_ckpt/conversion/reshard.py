@@ -19,6 +19,7 @@ from nxd_ckpt.keywords import ReshardKeywords
 from nxd_ckpt.options.tags import ReshardOptions
 from nxd_ckpt.output.locations import locate_input, locate_output
 from nxd_ckpt.output.source import open_source, refuse_mixed_ranks
+from nxd_ckpt.reshard.resharding import checked_partitions
 from nxd_ckpt.reshard.target import Target
 from nxd_ckpt.storage.urls import StrPath
 from nxd_ckpt.tag.opened import OpenTag
@@ -63,7 +64,7 @@ def reshard(input_dir: StrPath, output_dir: StrPath, **options: Unpack[ReshardKe
         what = Target(
             _topology(opened.topology, chosen.sizes),
             optimizer=_kind(opened.parts.optimizer),
-            partitions=chosen.partitions,
+            partitions=checked_partitions(chosen.partitions, opened.topology.tp),
             stages=chosen.stages,
             saved_names=chosen.saved_param_names,
             use_xser=chosen.use_xser,

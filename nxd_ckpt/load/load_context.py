@@ -23,7 +23,7 @@ from nxd_ckpt.load.options import LoadOptions
 from nxd_ckpt.reshard.optimizer_names import OptimizerNames, is_number
 from nxd_ckpt.reshard.reshard_context import ReshardContext
 from nxd_ckpt.reshard.resharded_state import ReshardedState
-from nxd_ckpt.reshard.resharding import rescaled
+from nxd_ckpt.reshard.resharding import checked_partitions, rescaled
 from nxd_ckpt.reshard.target import Target, TargetRank
 from nxd_ckpt.tag.opened import OpenTag
 
@@ -59,7 +59,7 @@ def load_context(
     if live is not None and adapter is not None and not isinstance(adapter, DictOptimizer):
         filtered.know_shards()
     partitions = {} if live is None else live.partitions(topology.tp)
-    options = replace(options, partitions={**partitions, **(options.partitions or {})})
+    options = replace(options, partitions={**partitions, **checked_partitions(options.partitions, topology.tp)})
     return LoadContext(opened, topology, live, adapter, options, filtered)
 
 

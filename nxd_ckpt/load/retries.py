@@ -35,6 +35,7 @@ class LoadRetries:
     def __init__(self, storages: Sequence[Storage], request: LoadRequest, unnamed: bool) -> None:
         self._storages, self._agreement, self._options = storages, request.agreement, request.options
         self._falls_back = unnamed and self._options.fallback
+        self._may_fall_back = unnamed and not self._falls_back
         self._with_optimizer = request.optimizer is not None and not self._options.loads_weights_only
         self._repaired: dict[Copy, Source] = {}
         self._downloaded_again: set[Copy] = set()
@@ -49,7 +50,9 @@ class LoadRetries:
         return self._repaired.get(chosen.copy, chosen)
 
     def failed(self, source: Source, error: Exception) -> None:
-        """Return if there is something left to try, else raise ``error``. Collective."""
+        """Return if there is something left to try, else raise ``error``, which names the remedy. Collective."""
+        if self._may_fall_back and isinstance(error, (CorruptCheckpoint, PartLost)):
+            error.args = (f"{error}. With fallback=True the newest undamaged checkpoint is loaded in its place",)
         if isinstance(error, TagReplaced):
             self._repaired.clear()  # another save has the name
         has_others = len(self._storages) > 1 or _is_replicated(self._storages[0])

@@ -62,6 +62,21 @@ def plan_parameter(
     return _reads(name, pieces_here, saved.partition, saved.shape, saved_cut, at)
 
 
+def checked_partitions(partitions: Mapping[str, Partition] | None, tp: int) -> Mapping[str, Partition]:
+    """Return a caller's partitions. Raises InvalidArgument for a cut into one partition, where there are ``tp`` ranks.
+
+    Taken as it stands, it would make copies of what ranks hold parts of: all but one would be lost.
+    """
+    for name, partition in (partitions or {}).items():
+        if tp > 1 and partition.partition_dim is not None and partition.replicated_over_tp and not partition.fused:
+            raise InvalidArgument(
+                f"partitions= says that {name} is cut along dimension {partition.partition_dim}, but into one "
+                f"partition; expected num_partitions={tp} if each of {tp} tensor-parallel ranks holds another part of "
+                "it, fewer if some hold the same one, and Partition() ({} in JSON) if each rank holds the whole"
+            )
+    return partitions or {}
+
+
 def check_partitions(
     partitions: Mapping[str, Partition], parameters: Mapping[str, ParameterSpec], topology: Topology
 ) -> None:

@@ -81,7 +81,7 @@ def saved_optimizer(
     for optimizers that do not record it.
 
     Raises:
-        OptimizerMismatch: the number of ``names`` is not that of the parameters.
+        OptimizerMismatch: the number of ``names`` is not that of the parameters, or a shape is not that of its name.
         MalformedFile: not an optimizer's state dict.
     """
     try:
@@ -94,6 +94,13 @@ def saved_optimizer(
             f"{where}: the optimizer was saved with {len(slots)} parameters, but {len(names)} names were passed; list "
             "the parameters that it was saved with, per param group in order"
         )
+    for name, slot in zip(names, slots, strict=True):
+        expected = shape(name)
+        if slot.shape is not None and expected is not None and slot.shape != expected:
+            raise OptimizerMismatch(
+                f"{where}: the parameter that is called {name!r} has shape {list(slot.shape)} in the optimizer, "
+                f"expected {list(expected)}, as in the model; pass the names in the order in which it was saved"
+            )
     groups, section = tree["param_groups"], tree["base_state"] if "base_state" in tree else tree["state"]
     return SavedOptimizer(
         {name: replace(slot, shape=slot.shape or shape(name)) for name, slot in zip(names, slots, strict=True)},

@@ -27,7 +27,7 @@ from nxd_ckpt.live.random_state import is_random_state
 from nxd_ckpt.live.save_state import SaveState
 from nxd_ckpt.live.state import ModelState, State, StateTensor
 from nxd_ckpt.live.state_names import PARAM_GROUPS, state_entries, without
-from nxd_ckpt.reshard.resharding import check_partitions
+from nxd_ckpt.reshard.resharding import check_partitions, checked_partitions
 from nxd_ckpt.save.options import SaveOptions
 
 logger = logging.getLogger("nxd_ckpt")
@@ -131,7 +131,7 @@ def capture(
     model_adapter = None if model is None else open_model(model)
     model_state = None if model_adapter is None else model_adapter.capture(topology.tp)
     live_partitions = {} if model_adapter is None else model_adapter.partitions(topology.tp)
-    partitions = {**live_partitions, **(options.partitions or {})}
+    partitions = {**live_partitions, **checked_partitions(options.partitions, topology.tp)}
     if model_state is not None and partitions:
         model_state = _with_partitions(model_state, partitions, topology)
     optimizer_state, kind, names = None, None, None

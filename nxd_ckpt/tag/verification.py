@@ -174,6 +174,21 @@ def changed_tensors(data: bytes, entries: Iterable[TensorEntry]) -> list[str]:
     ]
 
 
+def tensors_changed_in(storage: Storage, key: str, entries: Iterable[TensorEntry], memory: memoryview) -> list[str]:
+    """Return the names of the tensors of a file of any size whose bytes changed, read in pieces of ``memory``."""
+
+    def changed(entry: TensorEntry) -> bool:
+        blocks = range(0, entry.nbytes, crc32.BLOCK)
+        sizes = [min(crc32.BLOCK, entry.nbytes - start) for start in blocks]
+        crcs = (
+            crc32_of(storage, key, entry.offset + start, nbytes, memory, Counter())
+            for start, nbytes in zip(blocks, sizes, strict=True)
+        )
+        return any(crc != expected for crc, expected in zip(crcs, entry.crc32, strict=True))
+
+    return [entry.name for entry in entries if changed(entry)]
+
+
 def refuse_unfinished(where: str, tree: Any) -> None:
     """Raise UnsupportedState for references that NxD left in lists."""
     for path, leaf in iter_tensors(tree, UnfinishedTensor):

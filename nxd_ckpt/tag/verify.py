@@ -8,19 +8,21 @@ a digest are counted. Missing files are found by the references between files.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from nxd_ckpt import effects
 from nxd_ckpt.core import names
-from nxd_ckpt.core.manifest import FileEntry
+from nxd_ckpt.core.manifest import FileEntry, TensorEntry
+from nxd_ckpt.core.suggestions import first_of
 from nxd_ckpt.core.tags import Tag, order_text
 from nxd_ckpt.core.topology import Coordinates
 from nxd_ckpt.errors import (
     CheckpointError,
     CorruptCheckpoint,
+    DigestMismatch,
     MalformedFile,
     PartNotFound,
     as_checkpoint_errors,
@@ -41,7 +43,7 @@ from nxd_ckpt.tag.opened import OpenTag
 from nxd_ckpt.tag.opening import open_complete_tag
 from nxd_ckpt.tag.seal import DIGESTS, read_seal, seal_problems
 from nxd_ckpt.tag.state_dicts import refuse_numbers
-from nxd_ckpt.tag.verification import crc32_of, verify_file
+from nxd_ckpt.tag.verification import crc32_of, tensors_changed_in, verify_file
 
 _CHUNK = 16 * 2**20
 _DEEPEST = 8
@@ -185,28 +187,33 @@ def _is_legacy(name: str) -> bool:
 def _verify_ours(opened: OpenTag, progress: bool) -> Verification:
     problems: list[str] = []
     entries = list(_entries(opened, problems))
-    nbytes, verified = sum(entry.nbytes for _, entry in entries), 0
+    nbytes, verified = sum(entry.nbytes for _, entry, _ in entries), 0
     done = Counter()
     with watched("verify", nbytes, lambda: done.nbytes, progress):
-        for file, entry in entries:
+        for file, entry, tensors in entries:
+            key, memory = f"{opened.tag}/{file}", _memory(entry.nbytes)
             try:
-                verify_file(opened.storage, f"{opened.tag}/{file}", entry, _memory(entry.nbytes), done)
+                verify_file(opened.storage, key, entry, memory, done)
                 verified += entry.nbytes
+            except DigestMismatch as error:
+                of_file = (tensor for tensor in tensors if tensor.file == file)
+                changed = tensors_changed_in(opened.storage, key, of_file, memory)
+                problems.append(f"{error}: its bytes changed{': ' if changed else ''}{first_of(sorted(changed))}")
             except CheckpointError as error:
                 problems.append(str(error))
     return Verification(opened.tag, len(entries), nbytes, tuple(problems), verified)
 
 
-def _entries(opened: OpenTag, problems: list[str]) -> Iterator[tuple[str, FileEntry]]:
-    """Yield every file that any rank wrote; an untrustworthy index is a problem by itself."""
+def _entries(opened: OpenTag, problems: list[str]) -> Iterator[tuple[str, FileEntry, Sequence[TensorEntry]]]:
+    """Yield every file that any rank wrote, and that rank's tensors; an untrustworthy index is a problem by itself."""
     for rank in range(opened.topology.world_size):
         try:
             index = opened.index(opened.topology.coordinates_of(rank))
         except CheckpointError as error:
             problems.append(str(error))
             continue
-        yield from index.files.items()
-    yield from ((marker, _marker(opened, marker)) for marker in _MARKERS)
+        yield from ((file, entry, index.tensors) for file, entry in index.files.items())
+    yield from ((marker, _marker(opened, marker), ()) for marker in _MARKERS)
 
 
 def _marker(opened: OpenTag, marker: str) -> FileEntry:

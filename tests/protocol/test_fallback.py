@@ -12,7 +12,14 @@ import pytest
 import torch
 
 from nxd_ckpt import load_checkpoint
-from nxd_ckpt.errors import CorruptCheckpoint, InvalidArgument, PartNotFound, RanksDisagree, ShapeMismatch
+from nxd_ckpt.errors import (
+    CheckpointError,
+    CorruptCheckpoint,
+    InvalidArgument,
+    PartNotFound,
+    RanksDisagree,
+    ShapeMismatch,
+)
 from nxd_ckpt.testing.storage import failing
 from tests.protocol.job import Job, outcome_of
 from tests.protocol.states import checkpointer, save, visible_tags, weights
@@ -58,6 +65,8 @@ DAMAGES: dict[str, Callable[[Path], Any]] = {
 def test_the_newest_good_tag_is_loaded(run: Path, kind: str, caplog: pytest.LogCaptureFixture) -> None:
     """Whatever the damage; a warning says which tag was passed over and why. Nothing is removed."""
     DAMAGES[kind](run / "step_3")
+    with pytest.raises(CheckpointError, match="With fallback=True the newest undamaged checkpoint is loaded"):
+        load_checkpoint(run, model={})
     assert 2 == loaded(run)
     assert f"{run}/step_2 was loaded, not the latest tag: 'step_3' is damaged (" in caplog.text
     assert 3 == len(visible_tags(run))
@@ -142,7 +151,7 @@ def saves_then_loads(rank: int, path: Path) -> list[Any]:
             found.append((content["value"], torch.equal(weights(1, rank)["weight"], model["weight"])))
         found.append(type(outcome_of(lambda: saver.load(None, {}))))
         found.append(type(outcome_of(lambda: saver.load(None, {}, fallback=rank == 0))))
-    broken = failing("open", "*/model/*", OSError(errno.EIO, "Input/output error"))
+    broken = failing("read", "*/model/*", OSError(errno.EIO, "Input/output error"))
     with checkpointer(path, rank, 2, broken if rank == 1 else None) as reader:
         found.append(str(outcome_of(lambda: reader.load(None, {}, fallback=True))))
     return found

@@ -15,6 +15,7 @@ import nxd_ckpt
 from nxd_ckpt.cli.inspection import inspection
 from nxd_ckpt.tag.verify import verify_checkpoint
 from tests.golden.checkpoints import CONFIGURATIONS, saved
+from tests.support.damage import flip
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]
 
@@ -129,6 +130,16 @@ def foreign(request: pytest.FixtureRequest, golden: Path, tmp_path: Path) -> Pat
 def one_of_each_kind(tag: Path) -> list[Path]:
     """Files whose names differ in more than numbers."""
     return list({re.sub(r"\d+", "N", str(path)): path for path in files_of(tag)}.values())
+
+
+def test_the_tensor_that_changed_is_named(tmp_path: Path) -> None:
+    """Of a tag of ours, and no other."""
+    model = {name: torch.full((3,), value) for name, value in (("a", 1.0), ("b", 2.0))}
+    nxd_ckpt.save_checkpoint(tmp_path, "step_1", model)
+    (file,) = (tmp_path / "step_1" / "model").iterdir()
+    flip(file, file.read_bytes().index(model["b"].numpy().tobytes()))
+    (problem,) = verify_checkpoint(tmp_path).problems
+    assert problem.endswith(": its bytes changed: model/b")
 
 
 def test_a_flipped_bit_of_a_foreign_tensor_is_found(foreign: Path) -> None:

@@ -1,0 +1,59 @@
+"""What the caller says of a tag of neuronx-distributed's: a cut, or names, that cannot be right are refused."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from nxd_ckpt import Partition, open_checkpoint
+from nxd_ckpt.cli.main import main
+from nxd_ckpt.convert import reshard, to_dcp, unshard_checkpoint
+from nxd_ckpt.errors import InvalidArgument, OptimizerMismatch
+from tests.golden.checkpoints import saved
+from tests.reshard.golden import TAG, GoldenModel
+
+pytestmark = [pytest.mark.plain, pytest.mark.once]
+
+CONVERSIONS: dict[str, Callable[..., Any]] = {"reshard": reshard, "unshard": unshard_checkpoint, "to-dcp": to_dcp}
+
+
+@pytest.fixture(scope="module")
+def model(golden: Path) -> GoldenModel:
+    """Two tensor-parallel ranks."""
+    return GoldenModel(saved(golden, "c_dp2_tp2_zero1_xser"))
+
+
+@pytest.mark.parametrize("name", CONVERSIONS)
+def test_a_cut_into_one_partition_is_refused(
+    model: GoldenModel, name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Taken as it stands, all but the first rank's part would be lost; in Python, and on the command line."""
+    options: dict[str, Any] = {"partitions": {"embed.weight": Partition(0)}}
+    with pytest.raises(InvalidArgument, match=r"embed.weight is cut along dimension 0, but .* num_partitions=2 if"):
+        CONVERSIONS[name](model.saved.directory / TAG, tmp_path / "out", **options)
+    with pytest.raises(InvalidArgument, match="num_partitions=2 if"):
+        open_checkpoint(model.saved.directory, **options).read("model/embed.weight")
+    file = tmp_path / "cuts.json"
+    file.write_text(json.dumps({"embed.weight": {"partition_dim": 0}}))
+    assert 1 == main([name, str(model.saved.directory / TAG), str(tmp_path / "out"), "--partitions", str(file)])
+    assert "--partitions says that embed.weight is cut" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_example_in_the_help_is_right(model: GoldenModel, tmp_path: Path) -> None:
+    """A cut into as many partitions as there are ranks makes the whole tensor."""
+    whole = open_checkpoint(model.saved.directory, partitions={"embed.weight": Partition(0, num_partitions=2)})
+    parts = [whole.model_state(rank)["embed.weight"] for rank in (0, 1)]
+    assert torch.equal(torch.cat(parts), whole.read("model/embed.weight"))
+
+
+def test_names_in_another_order_are_refused(model: GoldenModel, tmp_path: Path) -> None:
+    """If shapes show it: the optimizer of NxD's records its parameters' shapes."""
+    names = [[list(reversed(group)) for group in stage] for stage in model.saved_names]
+    with pytest.raises(OptimizerMismatch, match=r"is called .* has shape .* in the optimizer, expected"):
+        reshard(model.saved.directory / TAG, tmp_path / "out", dp=1, saved_param_names=names)
