@@ -76,7 +76,8 @@ def test_a_directory_without_a_complete_tag_is_refused(kept: Path, tmp_path: Pat
     there = r"'notes' \(not a checkpoint\), 'step_1' \(no done marker: incomplete\)"
     refuse(tmp_path / "ckpt", None, errors.CheckpointNotFound, f"no complete checkpoint; it holds {there}", *jobs())
     refuse(tmp_path / "ckpt", "step_1", errors.CheckpointNotFound, f"step_1 is incomplete.*{there}", *jobs())
-    refuse(tmp_path / "ckpt", "step_2", errors.CheckpointNotFound, f"no tag 'step_2'; it holds {there}", *jobs())
+    match = rf"no tag 'step_2' \(did you mean 'step_1'\?\); it holds {there}"
+    refuse(tmp_path / "ckpt", "step_2", errors.CheckpointNotFound, match, *jobs())
     assert not has_checkpoint(tmp_path / "ckpt")
 
 

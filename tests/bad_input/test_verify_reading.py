@@ -171,7 +171,7 @@ def test_other_values_are_refused(kept: dict[str, Path], verify: Any) -> None:
 
 @pytest.fixture(scope="module")
 def long(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tensor of 64 MiB, which is read in 16 pieces, and one behind it."""
+    """A tensor of 64 MiB, which is read in 128 pieces, and one behind it."""
     directory = tmp_path_factory.mktemp("long")
     with Checkpointer(directory, durable=False) as checkpointer:
         checkpointer.save("one", {"long": torch.ones(16 * MIB), "last": torch.ones(MIB)})
@@ -187,7 +187,7 @@ class Pieces(HookedStorage):
         self.seen, self._at, self._lock = 0, at, threading.Lock()
 
     def _hook(self, operation: Operation) -> None:
-        if operation.nbytes < 4 * MIB:
+        if operation.nbytes < self.local.read_nbytes:
             return
         with self._lock:
             self.seen += 1

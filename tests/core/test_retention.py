@@ -212,7 +212,7 @@ def test_numbers_that_do_not(number: Any) -> None:
 @pytest.mark.parametrize("retain", [[], (), Last(3), [3], ["last"], {Last(3): 1}, "Last(3)"])
 def test_a_policy_without_rules_is_refused(retain: Any) -> None:
     """It would keep nothing, or is none."""
-    with pytest.raises(InvalidArgument, match=r"expected a list of rules such as \[Last\(3\)"):
+    with pytest.raises(InvalidArgument, match=r"or a list of rules such as \[Last\(3\)"):
         rules_of(None, retain)
 
 

@@ -93,8 +93,8 @@ def test_an_error_while_state_is_being_changed_says_so(tmp_path: Path, caplog: p
 
     def fail(operation: Operation) -> None:
         nonlocal reads
-        reads += operation.nbytes >= 2**22
-        if reads > 2:  # two pieces are verified, then read again
+        reads += operation.nbytes >= LocalStorage.read_nbytes
+        if reads > 2**23 // LocalStorage.read_nbytes:  # all pieces are verified, then read again
             raise OSError(5, "Input/output error")
 
     storage = HookedStorage(LocalStorage(tmp_path), fail)

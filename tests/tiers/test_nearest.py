@@ -75,7 +75,7 @@ def test_a_tag_that_is_removed_from_the_nearest_while_it_is_loaded(
     shutil.rmtree(near / "step_2")
 
     def remove(operation: Operation) -> None:
-        if operation.name == "open" and "/model/" in operation.key and (near / "step_1").exists():
+        if operation.name in ("open", "read") and "/model/" in operation.key and (near / "step_1").exists():
             (near / "step_1").rename(near / ".removed")
 
     removed_from = Tier(near, storage=HookedStorage(LocalStorage(near), remove))
