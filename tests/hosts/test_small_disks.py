@@ -94,6 +94,7 @@ def unmount(rank: int, path: Path, victim: int, is_replaced: bool) -> list[str]:
     disk = host_of(path, victim).parent
     with saver_of(rank, path, replicas=REPLICAS) as saver:
         outcomes = [outcome(saver, 1)]
+        meet()  # all have read the verdict, which is on the disk of rank 0
         if rank == victim and is_replaced:
             subprocess.run(["mount", "-t", "tmpfs", "tmpfs", str(disk)], check=True)
         elif rank == victim:
