@@ -22,7 +22,7 @@ from tests.support.reliability import REPOSITORY
 pytestmark = [pytest.mark.plain, pytest.mark.once]
 
 BATCH = 200
-SLICE = {"disk": 4200, "store": 600, "hosts": 200}
+SLICE = {"disk": 2000, "store": 600, "hosts": 200}
 """Schedules of `make test`; `make soak` runs the rest."""
 
 
