@@ -38,7 +38,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         optimizer.step()
         optimizer.zero_grad()
         accelerator.save_state()
-        accelerator.print(f"step {step} loss {loss.item():.4f}")
+        if accelerator.is_main_process:  # accelerator.print says nothing on a single XLA device
+            print(f"step {step} loss {loss.item():.4f}")
     accelerator.end_training()
 
 
