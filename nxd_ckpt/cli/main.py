@@ -167,11 +167,11 @@ def _parsed(
 
 def _refuse_twice(used: argparse.ArgumentParser, words: Sequence[str]) -> None:
     """Exit if an option is given by two of its names: neither of them may win in silence."""
-    given = {word.partition("=")[0] for word in words}
+    used_names = {word.partition("=")[0] for word in words}
     names: dict[str, list[str]] = {}
     for action in used._actions:
         if not isinstance(action, argparse._AppendAction):  # each of these is a rule of its own
-            names.setdefault(action.dest, []).extend(name for name in action.option_strings if name in given)
+            names.setdefault(action.dest, []).extend(name for name in action.option_strings if name in used_names)
     twice = next((each for each in names.values() if len(each) > 1), None)
     if twice is not None:
         used.error(f"{' and '.join(twice)} are one option: give one of them")

@@ -98,8 +98,8 @@ def report_document(
         document |= _details(list(opened.values()), statistics, set(still), damage, doctor, diff, progress)
     problems, notes = document["problems"], document["notes"]
     problems += _listing_problems(tags)
-    told = {finding["what"] for finding in document["findings"]}
-    problems += _value_problems(statistics, told)
+    reported = {finding["what"] for finding in document["findings"]}
+    problems += _value_problems(statistics, reported)
     saves = [] if only is not None else [asdict(save) for save in saves_in_flight(storage)]
     problems += [_problem(name_of(save), failed_text(save)) for save in saves if save["is_dead"]]
     problems += [_problem(*late) for late in stragglers(list(opened.values()))]

@@ -145,16 +145,16 @@ def _chart(tags: Sequence[Document], series: Sequence[Series], text: Any, **opti
 def _metric(name: str, tags: Sequence[Document]) -> dict[str, Any]:
     """Return a metric's chart, with a title that says how it went."""
     values = [tag["metrics"][name] for tag in tags]
-    known = [place for place, value in enumerate(values) if value is not None]
-    missing = len(values) - len(known)
+    finite = [place for place, value in enumerate(values) if value is not None]
+    missing = len(values) - len(finite)
     title: dict[str, Any] = {"name": name, "missing": missing, "text": "never finite", "chart": None}
-    if not known:
+    if not finite:
         return title
-    first, last = values[known[0]], values[known[-1]]
-    low, high = (pick(known, key=lambda place: values[place]) for pick in (min, max))
+    first, last = values[finite[0]], values[finite[-1]]
+    low, high = (pick(finite, key=lambda place: values[place]) for pick in (min, max))
     went = "fell" if last < first else "rose" if last > first else "stayed"
     title["text"] = f"{went} from {_number(first)} to {_number(last)}" if went != "stayed" else f"is {_number(last)}"
-    if len(known) < 2 or values[low] == values[high]:
+    if len(finite) < 2 or values[low] == values[high]:
         return title
     best, kind = (high, "highest") if last > first else (low, "lowest")
     title["text"] += f", {kind} at {_short(tags[best]['tag'], 40)}"

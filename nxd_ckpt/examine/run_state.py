@@ -99,10 +99,10 @@ def last_restart(tags: Tags, runs: Mapping[str, str]) -> Restart | None:
     Lost are the seconds between them, without those that as many steps take within a run. So they count work that was
     done twice, or never saved, and the time when nothing ran.
     """
-    known = [tag for tag in tags if tag["tag"] in runs and tag["age_seconds"] is not None]
+    dated = [tag for tag in tags if tag["tag"] in runs and tag["age_seconds"] is not None]
     gaps: list[tuple[Mapping[str, Any], Mapping[str, Any], float, int | None]] = [
         (before, after, before["age_seconds"] - after["age_seconds"], _steps_between(before["tag"], after["tag"]))
-        for before, after in pairwise(known)
+        for before, after in pairwise(dated)
     ]
     usual = [(seconds, steps) for before, after, seconds, steps in gaps if _same_run(before, after, steps, runs)]
     for before, after, seconds, steps in reversed(gaps):

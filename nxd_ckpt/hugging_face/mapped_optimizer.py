@@ -89,10 +89,10 @@ class MappedOptimizer:
                 placement = ((slot.group, repr(options)), values.of(scalars, name))
                 if name not in placed:
                     groups.setdefault(placement[0], {**options, "params": []})["params"].append(name)
-                known = placed.setdefault(name, placement)
-                if not known[1] and placement[0] == known[0]:
-                    known = placed[name] = placement
-                if known != placement and (slot.entries or placement[0] != known[0]):
+                first = placed.setdefault(name, placement)
+                if not first[1] and placement[0] == first[0]:
+                    first = placed[name] = placement
+                if first != placement and (slot.entries or placement[0] != first[0]):
                     raise IncompatibleState(
                         f"{self._opened.where}: {name} is one tensor in Hugging Face's files, but its parts, such as "
                         f"{tensor.name}, are in different param groups, or have made different numbers of steps"

@@ -74,11 +74,11 @@ def check_scheduler(live: Any, saved: Any, where: str) -> None:
     if isinstance(live, NamedObjects) or (states is not None and live is not None and not isinstance(live, dict)):
         names, saved_names = (list(live) if isinstance(live, NamedObjects) else []), list(states or ())
         if sorted(names) != sorted(saved_names):
-            found = "one scheduler, without a name" if states is None else listed(saved_names, ())
+            objects = "one scheduler, without a name" if states is None else listed(saved_names, ())
             expected = f"state= has {listed(names, ())}" if names else "the live one is one scheduler"
             raise IncompatibleState(
-                f"{where} holds the state of {found}; {expected}. Pass the objects that were saved, by their names, or "
-                "leave them out with ignore_keys='scheduler'"
+                f"{where} holds the state of {objects}; {expected}. Pass the objects that were saved, by their names, "
+                "or leave them out with ignore_keys='scheduler'"
             )
         return
     counts = [len(state) if isinstance(state, (list, tuple)) else None for state in (live, saved)]

@@ -42,7 +42,7 @@ _NOT_COPIED = (
     *(CONFIG, "*.index.json", OPTIMIZER_DOCUMENT, "trainer_state.json", "adapter_config.json", "*quant*config.json"),
     ".*",
 )
-"""Those of the weights, of their quantization, or of a training; config.json is that of ``config=``."""
+"""Files about the weights, their quantization, or a training; config.json is that of ``config=``."""
 _TEMPLATES = "additional_chat_templates"
 _LARGEST = 64 * 2**20
 """Bytes of a file that is copied; a tokenizer.json has up to 35 MiB."""

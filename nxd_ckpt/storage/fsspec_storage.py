@@ -212,10 +212,10 @@ def _unknown_scheme(url: str) -> str | None:
     from fsspec.registry import available_protocols
 
     scheme = url.partition("::")[0].partition("://")[0]
-    known = available_protocols()
-    if scheme in known:
+    schemes = available_protocols()
+    if scheme in schemes:
         return None
-    meant = closest(scheme, [*known, "s3"])
+    meant = closest(scheme, [*schemes, "s3"])
     question = "" if meant is None else f" (did you mean {meant}://?)"
     return f"{url}: unknown scheme {scheme!r}{question}; expected a path, s3://, or a scheme of fsspec such as gs://"
 

@@ -120,8 +120,8 @@ def _yaml(path: Path) -> Any:
 def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the part of config.json that describes the text model: a multimodal model has it as a section."""
     section = config.get("text_config")
-    known = {kind for mapping in shipped_mappings().values() for kind in mapping.model_types}
-    if not isinstance(section, Mapping) or config.get("model_type") in known:
+    model_types = {kind for mapping in shipped_mappings().values() for kind in mapping.model_types}
+    if not isinstance(section, Mapping) or config.get("model_type") in model_types:
         return config
     ties = {key: config[key] for key in ("tie_word_embeddings",) if key in config}
     return {**ties, **section}

@@ -17,6 +17,7 @@ from nxd_ckpt.core.manifest import FileEntry, Manifest, Parts, RankIndex, load_i
 from nxd_ckpt.core.suggestions import first_of
 from nxd_ckpt.core.topology import Coordinates, Topology
 from nxd_ckpt.errors import CorruptCheckpoint, DigestMismatch, MalformedFile, PartLost, PartNotFound
+from nxd_ckpt.formats import crc32
 from nxd_ckpt.formats.tensors import Assembly, TensorStub, allocated, iter_tensors
 from nxd_ckpt.storage.base import Storage
 from nxd_ckpt.tag.files import MissingTensor
@@ -346,7 +347,8 @@ class OpenTag:
             try:
                 check_bytes(data, entry, f"{self.where}/{file}")
             except DigestMismatch as error:
-                changed = changed_tensors(data, (entry for entry in self.index(writer).tensors if entry.file == file))
+                tensors = (entry for entry in self.index(writer).tensors if entry.file == file)
+                changed = changed_tensors(tensors, lambda start, nbytes: crc32.crc32(data[start : start + nbytes]))
                 raise DigestMismatch(f"{error}{': ' if changed else ''}{first_of(sorted(changed))}") from error
             if self.keeps_small:
                 self._layout.files.keep(file, data)

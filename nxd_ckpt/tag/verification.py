@@ -164,29 +164,17 @@ class naming:
             raise type(error)(f"tensor {self._name!r}: {error}") from error
 
 
-def changed_tensors(data: bytes, entries: Iterable[TensorEntry]) -> list[str]:
-    """Return the names of the tensors in a file, all of it in ``data``, whose bytes are not those that were written."""
-    view = memoryview(data)
-    return [
-        entry.name
-        for entry in entries
-        if tuple(crc32.block_crcs(view[entry.offset : entry.offset + entry.nbytes])) != entry.crc32
-    ]
+def changed_tensors(entries: Iterable[TensorEntry], crc_of: Callable[[int, int], int]) -> list[str]:
+    """Return the names of the tensors in a file whose bytes are not those that were written.
 
+    ``crc_of`` returns the CRC-32 of bytes of the file, by their offset and number: one block at a time.
+    """
 
-def tensors_changed_in(storage: Storage, key: str, entries: Iterable[TensorEntry], memory: memoryview) -> list[str]:
-    """Return the names of the tensors of a file of any size whose bytes changed, read in pieces of ``memory``."""
+    def crcs(entry: TensorEntry) -> Iterator[int]:
+        for start in range(0, entry.nbytes, crc32.BLOCK):
+            yield crc_of(entry.offset + start, min(crc32.BLOCK, entry.nbytes - start))
 
-    def changed(entry: TensorEntry) -> bool:
-        blocks = range(0, entry.nbytes, crc32.BLOCK)
-        sizes = [min(crc32.BLOCK, entry.nbytes - start) for start in blocks]
-        crcs = (
-            crc32_of(storage, key, entry.offset + start, nbytes, memory, Counter())
-            for start, nbytes in zip(blocks, sizes, strict=True)
-        )
-        return any(crc != expected for crc, expected in zip(crcs, entry.crc32, strict=True))
-
-    return [entry.name for entry in entries if changed(entry)]
+    return [entry.name for entry in entries if tuple(crcs(entry)) != entry.crc32]
 
 
 def refuse_unfinished(where: str, tree: Any) -> None:

@@ -11,6 +11,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 from nxd_ckpt import effects
@@ -43,7 +44,7 @@ from nxd_ckpt.tag.opened import OpenTag
 from nxd_ckpt.tag.opening import open_complete_tag
 from nxd_ckpt.tag.seal import DIGESTS, read_seal, seal_problems
 from nxd_ckpt.tag.state_dicts import refuse_numbers
-from nxd_ckpt.tag.verification import crc32_of, tensors_changed_in, verify_file
+from nxd_ckpt.tag.verification import changed_tensors, crc32_of, verify_file
 
 _CHUNK = 16 * 2**20
 _DEEPEST = 8
@@ -197,7 +198,8 @@ def _verify_ours(opened: OpenTag, progress: bool) -> Verification:
                 verified += entry.nbytes
             except DigestMismatch as error:
                 of_file = (tensor for tensor in tensors if tensor.file == file)
-                changed = tensors_changed_in(opened.storage, key, of_file, memory)
+                read = partial(crc32_of, opened.storage, key, memory=memory, done=Counter())
+                changed = changed_tensors(of_file, read)
                 problems.append(f"{error}: its bytes changed{': ' if changed else ''}{first_of(sorted(changed))}")
             except CheckpointError as error:
                 problems.append(str(error))

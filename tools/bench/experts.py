@@ -1,4 +1,4 @@
-"""What stacks of 256 routed experts cost: ``python -m tools.bench.experts --layers 2``.
+"""Time and memory of stacks of 256 routed experts: ``python -m tools.bench.experts --layers 2``.
 
 Makes a Hugging Face directory of a Qwen 3 with 256 experts of random bfloat16 numbers, of which a layer's tensor of
 gate and up is 512 MiB, and brings it to each form: a tag of one rank, whose tensors hold all experts, of eight
