@@ -90,7 +90,7 @@ def save_zero1(directory: Path, dp: int) -> Path:
         entries = {0: {"step": torch.tensor(3.0), "exp_avg": shards[rank], "exp_avg_sq": shards[rank] * 2}}
         groups = [{"lr": 0.1, "params": [0]}]
         optimizer = {"state": {}, "param_groups": groups, "base_state": entries, "shape_info": {0: [ROWS, COLUMNS]}}
-        return {"model": {"rows": torch.zeros(ROWS, 1)}, "optimizer": optimizer}
+        return {"model": {"rows": torch.zeros(ROWS, COLUMNS)}, "optimizer": optimizer}
 
     topologies = [Topology(dp=dp, rank=rank) for rank in range(dp)]
     save_as_every_rank(directory, "step_1", topologies, what, param_names=names, durable=False)
