@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from typing_extensions import Unpack
 
@@ -14,23 +14,17 @@ from nxd_ckpt.commit.session import open_session
 from nxd_ckpt.coordination import control_files, intents, journal
 from nxd_ckpt.coordination.agreement import SingleProcessAgreement
 from nxd_ckpt.core.option_classes import takes
-from nxd_ckpt.core.retention import Retention, Rule, rules_of
+from nxd_ckpt.core.retention import Rule, rules_of
 from nxd_ckpt.core.tags import Tag, TagInfo, validate_tag
 from nxd_ckpt.core.topology import Topology
-from nxd_ckpt.errors import (
-    CheckpointError,
-    CheckpointNotFound,
-    CorruptCheckpoint,
-    InvalidArgument,
-    as_checkpoint_errors,
-)
+from nxd_ckpt.errors import CheckpointNotFound, InvalidArgument, as_checkpoint_errors
 from nxd_ckpt.keywords import PruneKeywords
 from nxd_ckpt.options.tags import PruneOptions
 from nxd_ckpt.storage.base import Storage
 from nxd_ckpt.storage.urls import StorageOptions, StrPath, open_storage
 from nxd_ckpt.tag.choosing import choose_tag, settled_tags
 from nxd_ckpt.tag.directory import require_directory
-from nxd_ckpt.tag.opening import open_complete_tag
+from nxd_ckpt.tag.verify import changed_bytes, lost_files
 
 __all__ = ["Pruned", "pin_checkpoint", "prune_checkpoints", "unpin_checkpoint"]
 
@@ -39,12 +33,13 @@ __all__ = ["Pruned", "pin_checkpoint", "prune_checkpoints", "unpin_checkpoint"]
 class Pruned:
     """Result of `prune_checkpoints`, or with ``dry_run`` the result that it would have; tags are oldest first.
 
-    ``kept`` has the rules that keep each tag.
+    ``kept`` has the rules that keep each tag, and ``damaged`` a sentence for each of them that no rule counts.
     """
 
     directory: str
     kept: Mapping[str, tuple[str, ...]]
     removed: tuple[str, ...]
+    damaged: Mapping[str, str] = field(default_factory=dict)
 
 
 @as_checkpoint_errors()
@@ -52,7 +47,9 @@ class Pruned:
 def prune_checkpoints(path: StrPath, retain: Sequence[Rule], **options: Unpack[PruneKeywords]) -> Pruned:
     """Remove the complete tags that no rule keeps, except those that are pinned, and the newest.
 
-    It takes the directory's lease, like a job that saves. Other directories and incomplete tags are left alone.
+    It takes the directory's lease, like a job that saves. Other directories and incomplete tags are left alone. A tag
+    that lost files, or that has one of another size, stays, but no rule counts it; with ``verify`` also one whose bytes
+    changed.
 
     Args:
         path: the checkpoint directory or URL.
@@ -60,7 +57,6 @@ def prune_checkpoints(path: StrPath, retain: Sequence[Rule], **options: Unpack[P
 
     Raises:
         CheckpointNotFound: no such directory.
-        CorruptCheckpoint: no tag that would stay can be opened; nothing was removed.
         DirectoryInUse: a live job saves there.
         InvalidArgument: there are no rules, or one by a metric that no tag has; nothing was removed.
     """
@@ -69,22 +65,23 @@ def prune_checkpoints(path: StrPath, retain: Sequence[Rule], **options: Unpack[P
         raise InvalidArgument("prune_checkpoints() needs rules, such as [Last(3)]: without them all tags stay")
     storage = open_storage(path, storage_options=chosen.storage_options)
     require_directory(storage)
+    damage_of = changed_bytes if chosen.verify else lost_files
     if chosen.dry_run:
-        judged = _judge(storage, settled_tags(storage), rules)
-    else:
-        with closing(open_session(storage, Topology(), SingleProcessAgreement(), None, chosen.timeout)) as session:
-            tags = {info.tag: info for info in settled_tags(storage)}
-            judged = _judge(storage, tags.values(), rules)
-            removed = []
-            for tag in judged.surplus:
-                session.require()
-                if retention.retire_unpinned(session, publication_of(session, 1, tag, None), tags[tag]):
-                    removed.append(tag)
-            if len(removed) < len(judged.surplus):
-                kept = retention.judge_tags(storage, settled_tags(storage), rules).retention.kept
-                judged = Retention(kept, tuple(removed))
-            journal.discard_trash(storage, session.run_id, session.confirm)
-    return Pruned(storage.url, judged.kept, judged.surplus)
+        judged = _judge(storage, settled_tags(storage), rules, damage_of)
+        return Pruned(storage.url, judged.retention.kept, judged.retention.surplus, judged.damaged)
+    with closing(open_session(storage, Topology(), SingleProcessAgreement(), None, chosen.timeout)) as session:
+        tags = {info.tag: info for info in settled_tags(storage)}
+        judged = _judge(storage, tags.values(), rules, damage_of)
+        surplus, kept = judged.retention.surplus, judged.retention.kept
+        removed = []
+        for tag in surplus:
+            session.require()
+            if retention.retire_unpinned(session, publication_of(session, 1, tag, None), tags[tag]):
+                removed.append(tag)
+        if len(removed) < len(surplus):
+            kept = _judge(storage, settled_tags(storage), rules, damage_of).retention.kept
+        journal.discard_trash(storage, session.run_id, session.confirm)
+    return Pruned(storage.url, kept, tuple(removed), judged.damaged)
 
 
 @as_checkpoint_errors()
@@ -118,22 +115,11 @@ def unpin_checkpoint(path: StrPath, tag: Tag, *, storage_options: StorageOptions
     return control_files.unpin(storage, validate_tag(tag))
 
 
-def _judge(storage: Storage, tags: Iterable[TagInfo], rules: Sequence[Rule]) -> Retention:
-    """Apply the rules. Raises CorruptCheckpoint if nothing would be left that loads, and InvalidArgument."""
-    judged, unknown = retention.judge_tags(storage, tags, rules)
-    if unknown:
-        raise InvalidArgument(f"{storage.url}: {'; '.join(unknown)}. Nothing was removed")
-    if judged.surplus and not any(_opens(storage, tag) for tag in reversed(list(judged.kept))):
-        raise CorruptCheckpoint(
-            f"{storage.url}: none of the tags that would stay ({', '.join(judged.kept)}) can be opened; nothing was "
-            "removed. Verify the others, and keep one that is good by pinning it"
-        )
+def _judge(
+    storage: Storage, tags: Iterable[TagInfo], rules: Sequence[Rule], damage_of: retention.DamageOf
+) -> retention.Judgement:
+    """Apply the rules. Raises InvalidArgument for one by a metric that no tag has."""
+    judged = retention.judge_tags(storage, tags, rules, damage_of)
+    if judged.unknown_metrics:
+        raise InvalidArgument(f"{storage.url}: {'; '.join(judged.unknown_metrics)}. Nothing was removed")
     return judged
-
-
-def _opens(storage: Storage, tag: str) -> bool:
-    try:
-        open_complete_tag(storage, tag)
-    except CheckpointError:
-        return False
-    return True

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from nxd_ckpt.cli import text
@@ -29,6 +29,7 @@ def _run(args: argparse.Namespace) -> int:
         "directory": done.directory,
         "kept": [{"tag": tag, "because": list(why)} for tag, why in done.kept.items()],
         "removed": list(done.removed),
+        "damaged": dict(done.damaged),
         "dry_run": args.dry_run,
     }
     text.show(document, _lines(document), as_json=args.json)
@@ -39,8 +40,17 @@ def _lines(document: dict[str, Any]) -> Iterator[str]:
     removed = len(document["removed"])
     verb = "would be" if document["dry_run"] else "is" if removed == 1 else "are"
     yield f"{document['directory']}: {units.count(removed, 'tag')} {verb} removed"
-    kept = [(tag["tag"], "stays", ", ".join(tag["because"])) for tag in document["kept"]]
+    damaged = document["damaged"]
+    kept = [(tag["tag"], "stays", _because(tag, damaged)) for tag in document["kept"]]
     yield from text.table(("TAG", "", "BECAUSE"), [*((tag, "goes", "") for tag in document["removed"]), *kept])
+
+
+    for tag, why in damaged.items():
+        yield f"problem: {why}. {tag} stays, and no rule counts it; nxd-ckpt rm removes it"
+
+
+def _because(tag: dict[str, Any], damaged: Mapping[str, str]) -> str:
+    return "damaged" if tag["tag"] in damaged else ", ".join(tag["because"])
 
 
 def _last(text: str) -> Rule:
@@ -100,8 +110,9 @@ PRUNE = Command(
     summary="remove the checkpoints that no rule keeps",
     description=(
         "Remove the complete tags in a directory that none of the given rules keeps. Pinned tags, the newest tag, and "
-        "anything that is not a complete checkpoint always stay. While a job that saves there is running, the command "
-        "is refused, so it does not disturb the job."
+        "anything that is not a complete checkpoint always stay. A damaged tag does not count: a rule keeps an older "
+        "one in its place. While a job that saves there is running, the command is refused, so it does not disturb the "
+        "job."
     ),
     operands=(("DIR", "a checkpoint directory or URL"),),
     add_flags=_add_flags,

@@ -306,9 +306,11 @@ def retain(
     storage = session.storage
     try:
         tags = {info.tag: info for info in list_tags(storage)}
-        judgement = judge_tags(storage, tags.values(), rules)
+        judgement = judge_tags(storage, tags.values(), rules, whole=[publication.tag])
         for sentence in judgement.unknown_metrics:
             logger.warning("%s: this retention rule removes nothing. %s", storage.url, sentence)
+        for sentence in judgement.damaged.values():
+            logger.warning("%s. Retention does not count this tag, and keeps an older one in its place", sentence)
         for tag in judgement.retention.surplus:
             if tag not in (publication.tag, *unread):
                 session.require()

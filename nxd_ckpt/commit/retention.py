@@ -2,32 +2,49 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import NamedTuple, TypeAlias
 
 from nxd_ckpt.commit.publication import Publication
 from nxd_ckpt.commit.session import Session
 from nxd_ckpt.coordination.control_files import pinned
 from nxd_ckpt.core import names
-from nxd_ckpt.core.retention import BY_AGE, Best, Retention, Rule, decide, unknown_metrics
+from nxd_ckpt.core.retention import BY_AGE, Best, Metrics, Retention, Rule, decide, unknown_metrics
 from nxd_ckpt.core.tags import TagInfo, in_order, undated
 from nxd_ckpt.storage.base import Storage
 from nxd_ckpt.tag.directory import find_tag, is_checkpoint_of_ours_or_nxd
 from nxd_ckpt.tag.listing import metrics_of
+from nxd_ckpt.tag.verify import lost_names
+
+DamageOf: TypeAlias = Callable[[Storage, str], str | None]
+"""Returns a sentence about the damage of a complete tag; None for an undamaged one."""
 
 
 class Judgement(NamedTuple):
-    """Tags to keep and to remove, and a sentence for each rule that removes nothing because no tag has its metric."""
+    """Tags to keep and to remove, and a sentence for each rule that removes nothing because no tag has its metric.
+
+    ``damaged`` has a sentence for each of the kept tags that does not count, because it lost files.
+    """
 
     retention: Retention
     unknown_metrics: Sequence[str]
+    damaged: Mapping[str, str]
 
 
-def judge_tags(storage: Storage, tags: Iterable[TagInfo], rules: Sequence[Rule]) -> Judgement:
+def judge_tags(
+    storage: Storage,
+    tags: Iterable[TagInfo],
+    rules: Sequence[Rule],
+    damage_of: DamageOf = lost_names,
+    whole: Collection[str] = (),
+) -> Judgement:
     """Decide which of ``tags``, all tags of the directory, stay.
 
     Tags of other programs than this and NxD are in neither list. The newest tag with a model stays while all newer ones
-    lack one, and so does the newest with an optimizer. No rule about age removes a tag of unknown age.
+    lack one, and so does the newest with an optimizer. No rule about age removes a tag of unknown age. A tag that a
+    rule keeps, but that ``damage_of`` says has lost files, stays too, and the rule keeps another one in its place.
+    Tags that are known to be ``whole`` are not asked about.
 
     Raises OSError or CheckpointError if this cannot be decided.
     """
@@ -35,21 +52,39 @@ def judge_tags(storage: Storage, tags: Iterable[TagInfo], rules: Sequence[Rule])
     # Only for a rule by metric: reading a manifest of many parameters takes its time.
     measured = ours if any(isinstance(rule, Best) for rule in rules) else []
     metrics = {info.tag: metrics_of(storage, info) for info in measured}
+    known, damaged = set(whole), dict[str, str]()
+    while True:
+        retention = _decide(storage, [info for info in ours if info.tag not in damaged], rules, metrics)
+        asked = retention.counted - known if retention.surplus else set()
+        known |= asked
+        found = {tag: why for tag in asked if (why := damage_of(storage, tag)) is not None}
+        if not found:
+            break
+        damaged |= found
+    reasons = {**retention.kept, **{tag: (f"damaged, and not counted: {why}",) for tag, why in damaged.items()}}
+    kept = {info.tag: reasons[info.tag] for info in in_order(ours) if info.tag in reasons}
+    return Judgement(replace(retention, kept=kept), unknown_metrics(rules, metrics), damaged)
+
+
+def _decide(
+    storage: Storage, ours: Sequence[TagInfo], rules: Sequence[Rule], metrics: Mapping[str, Metrics]
+) -> Retention:
     retention = decide(ours, rules, metrics, pinned(storage))
-    if retention.surplus:
-        kept, surplus = dict(retention.kept), list(retention.surplus)
-        reasons = dict[str, str]()
-        for part, folder in (("a model", names.MODEL_DIR), ("an optimizer", names.OPTIMIZER_DIR)):
-            having = (info.tag for info in reversed(in_order(ours)) if _has_files(storage, f"{info.tag}/{folder}"))
-            reasons.setdefault(next(having, ""), f"the newest with {part}")
-        if any(isinstance(rule, BY_AGE) for rule in rules):
-            reasons.update({info.tag: "saved at an unknown time" for info in undated(ours)})
-        for tag in reasons.keys() & set(surplus):
-            surplus.remove(tag)
-            kept[tag] = (reasons[tag],)
-        order = [info.tag for info in in_order(ours)]
-        retention = Retention({tag: kept[tag] for tag in order if tag in kept}, tuple(surplus))
-    return Judgement(retention, unknown_metrics(rules, metrics))
+    if not retention.surplus:
+        return retention
+    newest_with = dict[str, str]()
+    for part, folder in (("a model", names.MODEL_DIR), ("an optimizer", names.OPTIMIZER_DIR)):
+        having = (info.tag for info in reversed(in_order(ours)) if _has_files(storage, f"{info.tag}/{folder}"))
+        newest_with.setdefault(next(having, ""), f"the newest with {part}")
+    reasons = dict(newest_with)
+    if any(isinstance(rule, BY_AGE) for rule in rules):
+        reasons.update({info.tag: "saved at an unknown time" for info in undated(ours)})
+    stay = {tag: (reasons[tag],) for tag in retention.surplus if tag in reasons}
+    return Retention(
+        {**retention.kept, **stay},
+        tuple(tag for tag in retention.surplus if tag not in stay),
+        retention.counted | (newest_with.keys() - {""}),
+    )
 
 
 def retire_unpinned(session: Session, publication: Publication, info: TagInfo) -> bool:

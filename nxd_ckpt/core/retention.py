@@ -125,14 +125,20 @@ class Within:
 Rule: TypeAlias = Last | Every | Best | Within
 BY_AGE = (Last, Within)
 """Rules that depend on the time of a tag."""
+BY_COUNT = (Last, Best)
+"""Rules that keep a number of tags."""
 
 
 @dataclass(frozen=True)
 class Retention:
-    """A decision on complete tags, oldest first: the reasons for each of the ``kept``, and the ``surplus`` tags."""
+    """A decision on complete tags, oldest first: the reasons for each of the ``kept``, and the ``surplus`` tags.
+
+    ``counted`` are kept tags in whose place others would be kept if these were not there.
+    """
 
     kept: Mapping[str, tuple[str, ...]]
     surplus: tuple[str, ...]
+    counted: frozenset[str] = frozenset()
 
 
 def decide(
@@ -144,10 +150,12 @@ def decide(
     """
     complete = in_order(info for info in tags if info.complete)
     reasons: dict[str, list[str]] = {info.tag: [] for info in complete}
+    counted = {info.tag for info in complete[-1:]}
     if complete:
         for rule in rules:
             for info in rule.chosen(complete, metrics):
                 reasons[info.tag].append(_reason(rule, metrics.get(info.tag, {})))
+                counted |= {info.tag} if isinstance(rule, BY_COUNT) else set()
         for tag in reasons.keys() & set(pinned):
             reasons[tag].append("pinned")
         for info in (info for group in undecided(complete) for info in group):
@@ -157,6 +165,7 @@ def decide(
     return Retention(
         {tag: tuple(why) for tag, why in reasons.items() if why},
         tuple(tag for tag, why in reasons.items() if not why),
+        frozenset(counted),
     )
 
 

@@ -99,6 +99,8 @@ class PruneOptions:
     """Removal of tags by rules."""
 
     dry_run: bool = option(False, "remove nothing, and show what would be removed.")
+    verify: bool = option(False, """read every tag that stays by its place in a rule, and do not count one whose bytes
+        changed. Without it, tags that lost files, or have one of another size, are not counted.""")
     storage_options: StorageOptions | None = option(
         None, "storage options for URLs, named as in fsspec and s3fs.", repr=False
     )

@@ -11,7 +11,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import partial, wraps
 from typing import Any, NamedTuple
 
 from nxd_ckpt import effects
@@ -26,6 +26,8 @@ from nxd_ckpt.errors import (
     DigestMismatch,
     MalformedFile,
     PartNotFound,
+    UnsafePickle,
+    UnsupportedState,
     as_checkpoint_errors,
 )
 from nxd_ckpt.formats import crc32
@@ -100,12 +102,17 @@ def _verify(storage: Storage, tag: Tag | None, progress: bool) -> Verification:
         opened = open_complete_tag(storage, chosen)
     except CorruptCheckpoint as error:  # without marker and manifest the expected content is unknown
         return Verification(chosen, 0, 0, (str(error),))
+    verification = _verified(opened, progress)
+    report("verified", opened.where, verification.nbytes, started)
+    return verification
+
+
+def _verified(opened: OpenTag, progress: bool) -> Verification:
     with opened.guarded(verified=opened.manifest is not None):
         verification = _verify_foreign(opened, progress) if opened.manifest is None else _verify_ours(opened, progress)
         verification = replace(verification, problems=(*verification.problems, *_problems_of_seal(opened)))
         if verification.problems:
             opened.require_unchanged()
-    report("verified", opened.where, verification.nbytes, started)
     return verification
 
 
@@ -137,13 +144,85 @@ def require_all_files(storage: Storage, tag: str) -> None:
     added, sizes = _files_and_sizes(opened)
     for file in sorted(added):
         raise CorruptCheckpoint(f"{opened.where}/{file} is not of this save: no index lists it")
+    _require_sizes(opened, sizes)
+
+
+def _require_sizes(opened: OpenTag, sizes: Mapping[str, int]) -> None:
     for file, expected in sizes.items():
         try:
-            size = storage.size(f"{tag}/{file}")
+            size = opened.storage.size(f"{opened.tag}/{file}")
         except FileNotFoundError as error:
             raise PartNotFound(f"{opened.where}/{file} is missing") from error
         if size != expected:
             raise MalformedFile(f"{opened.where}/{file} has {size} bytes, expected {expected}")
+
+
+def _in_a_sentence(look: Callable[[OpenTag], str | None]) -> Callable[[Storage, str], str | None]:
+    """Return ``look`` as a question about a complete tag: how is it damaged? None if it is not known to be.
+
+    TagReplaced, errors of the storage, and exhausted memory are raised.
+    """
+
+    @wraps(look)
+    def damage(storage: Storage, tag: str) -> str | None:
+        try:
+            return look(open_complete_tag(storage, tag))
+        except (CorruptCheckpoint, PartNotFound) as error:
+            return str(error)
+        except (UnsafePickle, UnsupportedState):  # what is not read may be whole
+            return None
+
+    return damage
+
+
+@_in_a_sentence
+def lost_names(opened: OpenTag) -> str | None:
+    """Describe files that every load needs, and that a tag lacks.
+
+    It reads the manifest and lists the tag, whatever the number of ranks: rank 0 asks this at each save.
+    """
+    files = TagFiles(opened.storage, opened.tag)
+    lost = [file for file in _names_of(opened) if not files.has(file)]
+    return f"{opened.where} lost {first_of(lost)}" if lost else None
+
+
+@_in_a_sentence
+def lost_files(opened: OpenTag) -> str | None:
+    """Describe a file that a tag lacks, or that has another size than when it was written.
+
+    It reads the index of each rank, or of NxD's tags the structure of each file, and no tensor.
+    """
+    if opened.manifest is None:
+        return next(iter(_lost_files(opened, ())), None)
+    _require_sizes(opened, _files_and_sizes(opened)[1])
+    return None
+
+
+@_in_a_sentence
+def changed_bytes(opened: OpenTag) -> str | None:
+    """Describe the first damage that reading every byte of a tag shows."""
+    return next(iter(_verified(opened, progress=False).problems), None)
+
+
+def _names_of(opened: OpenTag) -> Iterator[str]:
+    """Yield the files that loads open by their names; other names are in these files."""
+    topology, parts, manifest = opened.topology, opened.parts, opened.manifest
+    every = [topology.coordinates_of(rank) for rank in range(topology.world_size)]
+    writers = list(dict.fromkeys(map(topology.writer_of, every)))
+    if manifest is not None:
+        yield from map(names.index_file, every)
+    if manifest is not None and manifest.leaders is not None:
+        there = {names.MODEL_DIR: parts.model, names.OPTIMIZER_DIR: parts.optimizer}
+        for folder in (folder for folder, has_part in there.items() if has_part):
+            yield from (names.structure_file(folder, leader) for leader in manifest.leaders)
+        return
+    if parts.model:
+        yield from (names.model_file(topology, at) for at in writers)
+    if parts.optimizer == "zero1_dcp":
+        yield names.DCP_METADATA
+    elif parts.optimizer is not None:
+        holders = every if parts.optimizer == "zero1" else writers
+        yield from (names.optimizer_file(topology, at, parts.optimizer) for at in holders)
 
 
 def _files_and_sizes(opened: OpenTag) -> tuple[set[str], dict[str, int]]:

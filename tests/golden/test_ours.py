@@ -11,7 +11,8 @@ import torch
 from nxd_ckpt import load_checkpoint, open_checkpoint
 from nxd_ckpt.convert import reshard
 from nxd_ckpt.examine.diff import diff_checkpoints
-from nxd_ckpt.tag.verify import verify_checkpoint
+from nxd_ckpt.storage.local import LocalStorage
+from nxd_ckpt.tag.verify import lost_files, lost_names, verify_checkpoint
 from tests.golden.write_ours import SETUPS
 from tests.tag.equality import difference
 
@@ -26,6 +27,7 @@ def test_every_rank_loads_what_it_held(golden_of_ours: Path, name: str) -> None:
     """All of it, on the sizes that it was saved on; and every byte is verified."""
     directory = golden_of_ours / name / "ckpt"
     assert () == verify_checkpoint(directory, "step_2").problems
+    assert [None, None] == [lost(LocalStorage(directory), "step_2") for lost in (lost_names, lost_files)]
     for rank in range(4):
         topology = SETUPS[name].topology(rank)
         held = torch.load(golden_of_ours / name / "expected" / f"rank_{rank:04d}.pt", weights_only=False)

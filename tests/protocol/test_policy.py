@@ -6,7 +6,7 @@ import errno
 import math
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +35,7 @@ from nxd_ckpt.coordination.paths import TRASH, trash_file
 from nxd_ckpt.core.manifest import load_manifest
 from nxd_ckpt.core.names import MANIFEST
 from nxd_ckpt.core.retention import Rule
-from nxd_ckpt.errors import CheckpointNotFound, CorruptCheckpoint, DirectoryInUse, InvalidArgument
+from nxd_ckpt.errors import CheckpointNotFound, DirectoryInUse, InvalidArgument
 from nxd_ckpt.prune import pin_checkpoint, prune_checkpoints, unpin_checkpoint
 from nxd_ckpt.storage.base import Storage
 from nxd_ckpt.storage.local import LocalStorage
@@ -160,13 +160,43 @@ def test_prune_leaves_the_directory_to_a_live_job(five: Path) -> None:
     assert ["step_1", "step_7"] == visible_tags(five)
 
 
-def test_prune_keeps_one_that_opens(five: Path) -> None:
-    """Where all that would stay are damaged, nothing is removed."""
-    shutil.rmtree(five / "step_5" / "index")
-    with pytest.raises(CorruptCheckpoint, match=r"none of the tags that would stay \(step_5\)"):
-        prune_checkpoints(five, [Last(1)])
-    assert 5 == len(visible_tags(five))
-    assert ("step_1", "step_2", "step_3") == prune_checkpoints(five, [Last(2)]).removed
+def lose_index(tag: Path) -> None:
+    shutil.rmtree(tag / "index")
+
+
+def lose_model(tag: Path) -> None:
+    next((tag / "model").iterdir()).unlink()
+
+
+def cut_off(tag: Path) -> None:
+    file = next((tag / "model").iterdir())
+    os.truncate(file, file.stat().st_size - 1)
+
+
+def flip_a_bit(tag: Path) -> None:
+    file = next((tag / "model").iterdir())
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
+
+
+@pytest.mark.parametrize("harm", [lose_index, lose_model, cut_off, flip_a_bit])
+def test_damaged_tags_do_not_count(five: Path, harm: Callable[[Path], None], caplog: pytest.LogCaptureFixture) -> None:
+    """Prune keeps older ones in their place, and them; so does a save of what it notices without reading files."""
+    for tag in ("step_4", "step_5"):
+        harm(five / tag)
+    verify = harm is flip_a_bit
+    assert {"step_4", "step_5"} == prune_checkpoints(five, [Last(2)], dry_run=True, verify=True).damaged.keys()
+    done = prune_checkpoints(five, [Last(2)], verify=verify)
+    assert (("step_1",), ("last 2",)) == (done.removed, done.kept["step_2"])
+    assert done.kept["step_5"][0].startswith("damaged, and not counted: ")
+    save_checkpoint(five, "step_6", STATE, num_kept_ckpts=2)
+    noticed = harm in (lose_index, lose_model)
+    stay = ["step_3", "step_4", "step_5", "step_6"]
+    assert (stay if noticed else stay[2:]) == visible_tags(five)
+    assert noticed == ("Retention does not count this tag" in caplog.text)
+    save_checkpoint(five, "step_7", STATE, num_kept_ckpts=2)
+    assert ["step_6", "step_7"] == visible_tags(five), "beyond the newest two a damaged one goes too"
 
 
 def test_pinning_needs_a_tag(five: Path) -> None:
@@ -179,8 +209,8 @@ def pinning_once(storage: Storage, tag: str, monkeypatch: pytest.MonkeyPatch) ->
     """Somebody pins ``tag`` after the rules were applied to the tags."""
     judge_tags = save_retention.judge_tags
 
-    def judge(*args: Any) -> Any:
-        judgement = judge_tags(*args)
+    def judge(*args: Any, **options: Any) -> Any:
+        judgement = judge_tags(*args, **options)
         pin(storage, tag)
         return judgement
 
@@ -381,7 +411,8 @@ def nxd_tag(directory: Path, tag: str, at: float, *parts: str, markers: Sequence
     for part in ("model", "optim"):
         (directory / tag / part).mkdir(parents=True)
         if part in parts:
-            torch.save({}, directory / tag / part / "dp_rank_00_tp_rank_00_pp_rank_00.pt")
+            state: Any = {"state": {}, "param_groups": [{"params": []}]} if part == "optim" else STATE
+            torch.save(state, directory / tag / part / "dp_rank_00_tp_rank_00_pp_rank_00.pt")
     for marker in markers:
         (directory / tag / marker).write_text("1")
         os.utime(directory / tag / marker, (at, at))

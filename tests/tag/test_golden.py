@@ -16,6 +16,7 @@ from nxd_ckpt.live.optimizer_types import restore_types
 from nxd_ckpt.storage.local import LocalStorage
 from nxd_ckpt.tag.files import MissingTensor
 from nxd_ckpt.tag.nxd_tag import NxdTag, TagLayout, open_tag
+from nxd_ckpt.tag.verify import lost_files, lost_names
 from tests.tag.equality import difference
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]
@@ -87,6 +88,7 @@ def test_sizes_and_parts_come_from_the_files(golden: Path, name: str) -> None:
     assert config["use_xser"] == parts.use_xser
     assert config["master_in_ckpt"] == parts.master_weights
     assert config["avoid_lp"] == (not parts.lower_precision_weights)
+    assert (None, None) == (lost_names(tag.files.storage, tag.files.tag), lost_files(tag.files.storage, tag.files.tag))
 
 
 def test_tensors_that_were_not_saved_are_marked(golden: Path) -> None:
