@@ -14,7 +14,7 @@
 ``Last``, ``Every``           rules for which tags to keep, for ``retain=``
 ``Best``, ``Within``
 ``Tier``                      one of the places that checkpoints go to, for ``tiers=``
-``remove_checkpoint``         removes an unpinned tag, even while saving
+``remove_checkpoint``         removes tags by name, even while saving; `nxd_ckpt.prune` has it too
 ``examine_checkpoint``        whether a tag can be resumed from, and continues the one before it
 ``ResumeProbe``               whether a run that was just loaded is what was saved
 ``checkpoint_statistics``     every tensor of a tag in a few numbers: norm, mean, zeros, NaN

@@ -17,6 +17,7 @@ from typing import Any
 from typing_extensions import Unpack
 
 from nxd_ckpt.checkpointer import Checkpointer
+from nxd_ckpt.commit.removal import Removed
 from nxd_ckpt.commit.tier import Tier, checked_tiers
 from nxd_ckpt.coordination.environment import default_topology, topology_of
 from nxd_ckpt.coordination.rendezvous import meet
@@ -202,26 +203,39 @@ def has_checkpoint(
 
 @as_checkpoint_errors()
 @takes(DirectoryOptions)
-def remove_checkpoint(path: StrPath, tag: Tag, **options: Unpack[DirectoryKeywords]) -> bool:
-    """Remove one complete tag, once no save into the directory is in flight; every rank calls this.
+def remove_checkpoint(
+    path: StrPath,
+    tag: Tag | Sequence[Tag],
+    *,
+    pinned: bool = False,
+    dry_run: bool = False,
+    **options: Unpack[DirectoryKeywords],
+) -> Removed:
+    """Remove one tag or several, once no save into the directory is in flight; every rank calls this.
 
-    Returns True on rank 0 if it removed the tag: it existed, is a checkpoint, and is not pinned. The keywords are
-    the fields of `nxd_ckpt.options.checkpointer_options.DirectoryOptions`.
+    It removes all of them or, if one is absent, pinned or no checkpoint, none. Tags may be incomplete or damaged. The
+    keywords are the fields of `nxd_ckpt.options.checkpointer_options.DirectoryOptions`.
 
     Args:
         path: the directory or URL.
-        tag: the checkpoint's name.
+        tag: the checkpoint's name, or a list of names.
+        pinned: remove pinned tags too.
+        dry_run: remove nothing, and return what would be removed.
+
+    Returns:
+        On rank 0 the names that are gone, or why each other one stays. It is true if tags are gone.
 
     Raises:
         DirectoryInUse: another live job saves there.
     """
+    tags = tag if isinstance(tag, (list, tuple)) else [tag]
     topology = options["topology"] = _topology(options)
     with _lock:
         writing = _open.get((normalised(path), topology))
     if writing is not None and writing.is_open:
-        return writing.remove(tag)
+        return writing.remove(*tags, pinned=pinned, dry_run=dry_run)
     with Checkpointer(path, **options) as checkpointer:
-        return checkpointer.remove(tag)
+        return checkpointer.remove(*tags, pinned=pinned, dry_run=dry_run)
 
 
 def finalize_checkpoint() -> None:

@@ -11,7 +11,8 @@ from typing import Any, Literal, TypeVar
 from typing_extensions import Unpack
 
 from nxd_ckpt import effects
-from nxd_ckpt.commit.commit import clean_up, retire
+from nxd_ckpt.commit.commit import clean_up
+from nxd_ckpt.commit.removal import Removed, plan_removal, remove_tags
 from nxd_ckpt.commit.session import Session, open_session
 from nxd_ckpt.commit.tier import Tier
 from nxd_ckpt.coordination.agreement import Agreement, SingleProcessAgreement
@@ -383,14 +384,21 @@ class Checkpointer:
         return self._schedule.is_due(step, lambda: self._meet("should_save"))
 
     @as_checkpoint_errors()
-    def remove(self, tag: Tag) -> bool:
-        """Remove a tag of this directory, like ``nxd_ckpt.remove_checkpoint``."""
+    def remove(self, *tags: Tag, pinned: bool = False, dry_run: bool = False) -> Removed:
+        """Remove tags of this directory, like ``nxd_ckpt.remove_checkpoint``."""
         require_own(self._pid, self.storage.url)
+        if dry_run:
+            return self._remove(lambda names: plan_removal(self.storage, names, pinned), tags)
         with self._lock.held("removal"):
             self._in_flight.settle()
             self._places.settle()
             session = self._session or self._claim(self._meet("removal"))
-            return self.topology.rank == 0 and retire(session, name_of(self.storage, tag))
+            return self._remove(lambda names: remove_tags(session, names, pinned), tags)
+
+    def _remove(self, remove: Callable[[Sequence[str]], Removed], tags: Sequence[Tag]) -> Removed:
+        if self.topology.rank != 0:
+            return Removed()
+        return remove([name_of(self.storage, tag) for tag in tags])
 
     @property
     def failed_in_a_row(self) -> int:

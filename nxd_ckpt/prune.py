@@ -1,4 +1,4 @@
-"""Removing tags by rules outside of a save, and pinning tags that no rule removes."""
+"""Removing tags by rules outside of a save, or by name, and pinning tags that no rule removes."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ from dataclasses import dataclass, field
 
 from typing_extensions import Unpack
 
+from nxd_ckpt.api import remove_checkpoint
 from nxd_ckpt.commit import retention
 from nxd_ckpt.commit.publication import publication_of
+from nxd_ckpt.commit.removal import Removed
 from nxd_ckpt.commit.session import open_session
 from nxd_ckpt.coordination import control_files, intents, journal
 from nxd_ckpt.coordination.agreement import SingleProcessAgreement
@@ -26,7 +28,7 @@ from nxd_ckpt.tag.choosing import choose_tag, settled_tags
 from nxd_ckpt.tag.directory import require_directory
 from nxd_ckpt.tag.verify import changed_bytes, lost_files
 
-__all__ = ["Pruned", "pin_checkpoint", "prune_checkpoints", "unpin_checkpoint"]
+__all__ = ["Pruned", "Removed", "pin_checkpoint", "prune_checkpoints", "remove_checkpoint", "unpin_checkpoint"]
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ PACKAGE = Path(__file__).parents[1] / "nxd_ckpt"
 ORDER = (
     *("errors", "version", "gc_paused", "core", "effects", "formats", "storage", "options", "live", "coordination"),
     *("tag", "reshard", "commit", "hugging_face", "save", "load", "keywords", "output", "torch_dcp", "conversion"),
-    *("migrate", "tiers", "prune", "checkpoint", "checkpointer", "examine", "api", "convert", "verify", "adapters"),
+    *("migrate", "tiers", "checkpoint", "checkpointer", "examine", "api", "prune", "convert", "verify", "adapters"),
     *("dcp", "", "cli", "integrations", "emulation", "testing"),
 )
 LEVEL_OF = {layer: level for level, layer in enumerate(ORDER)}

@@ -22,7 +22,8 @@ class Command:
         description: whole sentences for its help.
         run: does the work and returns the exit code. It imports what it needs itself, so that ``--help`` does not wait
             for torch. Errors of nxd_ckpt and of the operating system are left to `nxd_ckpt.cli.main.main`.
-        operands: name and help of each positional argument; one whose name ends in "?" may be left out.
+        operands: name and help of each positional argument; one whose name ends in "?" may be left out, one in "*"
+            also repeated.
         add_flags: adds flags that only this command has.
         options: the option class of its function: a flag for each field. Without one, there is --storage-option only.
         without: fields of ``options`` without a flag.
@@ -47,8 +48,8 @@ class Command:
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         """Add all arguments of the command to its parser."""
         for operand, about in self.operands:
-            name = operand.rstrip("?")
-            parser.add_argument(name.lower(), metavar=name, nargs="?" if operand.endswith("?") else None, help=about)
+            name = operand.rstrip("?*")
+            parser.add_argument(name.lower(), metavar=name, nargs=operand.removeprefix(name) or None, help=about)
         if self.add_flags is not None:
             self.add_flags(parser)
         if self.options is None:

@@ -17,7 +17,7 @@ from nxd_ckpt.cli.doctor_command import DOCTOR
 from nxd_ckpt.cli.inspect_command import INSPECT
 from nxd_ckpt.cli.list_command import LIST
 from nxd_ckpt.cli.report_command import REPORT
-from nxd_ckpt.cli.retention_commands import PIN, PRUNE, UNPIN
+from nxd_ckpt.cli.retention_commands import PIN, PRUNE, RM, UNPIN
 from nxd_ckpt.cli.selftest_command import SELFTEST
 from nxd_ckpt.cli.verify_command import VERIFY
 from nxd_ckpt.cli.watch_command import WATCH
@@ -29,7 +29,7 @@ from nxd_ckpt.version import __version__
 GROUPS: Mapping[str, tuple[Command, ...]] = {
     "look - say what is there, and change nothing": (LIST, INSPECT, WATCH, DIFF, REPORT),
     "prove - look for damage, and for a resume that would go wrong": (VERIFY, DOCTOR, SELFTEST),
-    "keep - decide which checkpoints stay": (PIN, UNPIN, PRUNE),
+    "keep - decide which checkpoints stay": (PIN, UNPIN, PRUNE, RM),
     "move - bring a checkpoint to another place as it is": (writers.CP, writers.PACK),
     "convert - write a checkpoint again, for other sizes or other programs": (
         writers.RESHARD,

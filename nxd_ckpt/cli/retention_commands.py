@@ -1,4 +1,4 @@
-"""``nxd-ckpt prune``, ``pin`` and ``unpin``: remove tags by rules, and exempt tags from them."""
+"""``nxd-ckpt prune``, ``rm``, ``pin`` and ``unpin``: remove tags by rules or name, and exempt tags from rules."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from nxd_ckpt.cli.options import options_of
 from nxd_ckpt.core import units
 from nxd_ckpt.core.retention import Best, Every, Last, Rule, Within
 from nxd_ckpt.core.suggestions import listed
+from nxd_ckpt.core.tags import latest
 from nxd_ckpt.errors import CheckpointNotFound, InvalidArgument
 from nxd_ckpt.options.tags import PruneOptions
 
@@ -124,8 +125,9 @@ PRUNE = Command(
 def _pin(args: argparse.Namespace) -> int:
     from nxd_ckpt.prune import pin_checkpoint
 
-    pin_checkpoint(args.dir, args.tag, storage_options=args.storage_options)
-    text.show({"tag": args.tag, "pinned": True}, [f"{args.tag} is pinned"], as_json=args.json)
+    directory, (tag,) = _named(args)
+    pin_checkpoint(directory, tag, storage_options=args.storage_options)
+    text.show({"tag": tag, "pinned": True}, [f"{tag} is pinned"], as_json=args.json)
     return 0
 
 
@@ -133,15 +135,90 @@ def _unpin(args: argparse.Namespace) -> int:
     from nxd_ckpt.prune import unpin_checkpoint
     from nxd_ckpt.tag.listing import directory_document
 
-    was_pinned = unpin_checkpoint(args.dir, args.tag, storage_options=args.storage_options)
+    directory, (tag,) = _named(args)
+    was_pinned = unpin_checkpoint(directory, tag, storage_options=args.storage_options)
     if not was_pinned:
-        tags = [tag["tag"] for tag in directory_document(args.dir, args.storage_options)["tags"]]
-        if args.tag not in tags:
-            raise CheckpointNotFound(f"{args.dir}: no tag {listed([args.tag], tags)}, pinned or not")
-    line = f"{args.tag} is no longer pinned" if was_pinned else f"{args.tag} was not pinned"
-    text.show({"tag": args.tag, "pinned": False, "was_pinned": was_pinned}, [line], as_json=args.json)
+        tags = [tag["tag"] for tag in directory_document(directory, args.storage_options)["tags"]]
+        if tag not in tags:
+            raise CheckpointNotFound(f"{directory}: no tag {listed([tag], tags)}, pinned or not")
+    line = f"{tag} is no longer pinned" if was_pinned else f"{tag} was not pinned"
+    text.show({"tag": tag, "pinned": False, "was_pinned": was_pinned}, [line], as_json=args.json)
     return 0
 
+
+def _named(args: argparse.Namespace) -> tuple[str, list[str]]:
+    """Return the directory and the tags that are named: ``DIR TAG ...``, or their paths ``DIR/TAG ...``."""
+    from nxd_ckpt.tag.listing import locate
+
+    others = args.tag if isinstance(args.tag, list) else [args.tag][: args.tag is not None]
+    directory, tag = locate(args.dir, None, args.storage_options)
+    if tag is None:
+        places = [locate(directory, other, args.storage_options) for other in others]
+    else:
+        places = [locate(path, None, args.storage_options) for path in (args.dir, *others)]
+    tags = [tag for _, tag in places if tag is not None]
+    if not tags:
+        raise argparse.ArgumentTypeError(f"{directory} is a directory of tags: name a TAG in it")
+    if len(tags) < len(places) or {place for place, _ in places} != {directory}:
+        raise argparse.ArgumentTypeError("give one directory and tags in it, or the paths of tags in one directory")
+    return directory, tags
+
+
+def _rm(args: argparse.Namespace) -> int:
+    from nxd_ckpt.prune import remove_checkpoint
+    from nxd_ckpt.storage.urls import open_storage
+    from nxd_ckpt.tag.choosing import settled_tags
+
+    directory, tags = _named(args)
+    for dry_run in (True, False)[: 2 - args.dry_run]:  # what is refused is refused before the lease is taken
+        done = remove_checkpoint(
+            directory, tags, pinned=args.pinned, dry_run=dry_run, storage_options=args.storage_options
+        )
+        if done.refused:
+            gone = f"{', '.join(done.removed)} removed" if done.removed else "nothing was removed"
+            raise InvalidArgument(f"{'; '.join(done.refused.values())}; {gone}")
+    left = settled_tags(open_storage(directory, storage_options=args.storage_options))
+    newest = latest(info for info in left if info.tag not in done.removed)
+    document = {
+        "directory": directory,
+        "removed": list(done.removed),
+        "latest": None if newest is None else newest.tag,
+        "dry_run": args.dry_run,
+    }
+    text.show(document, _rm_lines(document), as_json=args.json)
+    return 0
+
+
+def _rm_lines(document: dict[str, Any]) -> Iterator[str]:
+    removed = document["removed"]
+    verb = "would be" if document["dry_run"] else "is" if len(removed) == 1 else "are"
+    yield f"{document['directory']}: {', '.join(removed)} {verb} removed"
+    is_now = "would be" if document["dry_run"] else "is"
+    newest = document["latest"]
+    yield f"  no complete tag {is_now} left" if newest is None else f"  {newest} {is_now} the latest tag"
+
+
+def _add_rm_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--pinned", action="store_true", help="remove pinned tags too")
+    parser.add_argument("--dry-run", action="store_true", help="remove nothing, and show what would be removed")
+
+
+RM = Command(
+    "rm",
+    example="nxd-ckpt rm run1 step_100 step_200",
+    summary="remove checkpoints by name",
+    description=(
+        "Remove one tag or several: all of them or, if one is absent, pinned or no checkpoint, none. A tag may also be "
+        "incomplete or damaged. While a job that saves there is running, the command is refused. A tag loses its name "
+        "at once, and its files after that, so that no part of it is ever taken for a checkpoint."
+    ),
+    operands=(
+        ("DIR", "a checkpoint directory or URL, or a tag in it"),
+        ("TAG*", "which tags in it, by name or step; or the paths of more tags in the same directory"),
+    ),
+    add_flags=_add_rm_flags,
+    run=_rm,
+)
 
 PIN = Command(
     "pin",
@@ -151,7 +228,10 @@ PIN = Command(
         "Pin a complete tag: neither a job's retention nor prune removes it until it is unpinned. A pin belongs to "
         "the name, so a tag that is saved again stays pinned. A running job may save to the directory meanwhile."
     ),
-    operands=(("DIR", "a checkpoint directory or URL"), ("TAG", "which tag in it")),
+    operands=(
+        ("DIR", "a checkpoint directory or URL, or a tag in it"),
+        ("TAG?", "which tag in it, by name or step"),
+    ),
     run=_pin,
 )
 

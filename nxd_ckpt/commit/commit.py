@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 
 from nxd_ckpt import effects
 from nxd_ckpt.commit import voting
-from nxd_ckpt.commit.publication import Publication, publication_of
+from nxd_ckpt.commit.publication import Publication
 from nxd_ckpt.commit.retention import judge_tags, retire_unpinned
 from nxd_ckpt.commit.session import Session
 from nxd_ckpt.commit.tier import Draining
@@ -39,7 +39,7 @@ from nxd_ckpt.core.topology import Coordinates, Topology
 from nxd_ckpt.core.votes import Vote, judge, tp_groups_that_differ
 from nxd_ckpt.errors import CheckpointError
 from nxd_ckpt.storage.base import Storage, is_mounted
-from nxd_ckpt.tag.directory import find_tag, is_checkpoint_of_ours_or_nxd, list_tags
+from nxd_ckpt.tag.directory import list_tags
 
 logger = logging.getLogger("nxd_ckpt")
 
@@ -163,20 +163,6 @@ def _phases(votes: Sequence[Vote]) -> tuple[RankPhases, ...]:
     if len(votes) < 2 or not all(vote.host for vote in votes):
         return ()
     return tuple(RankPhases(vote.stage_seconds, vote.seconds, vote.nbytes, vote.host) for vote in votes)
-
-
-def retire(session: Session, tag: str) -> bool:
-    """Remove a tag on request, outside of a save; False for one that is pinned, absent, or no checkpoint.
-
-    Raises DirectoryInUse where another job took the directory over.
-    """
-    storage, info = session.storage, find_tag(session.storage, tag)
-    if info is None or not is_checkpoint_of_ours_or_nxd(storage, tag):
-        return False
-    session.require()
-    removed = retire_unpinned(session, publication_of(session, session.counter, tag, None), info)
-    journal.discard_trash(storage, session.run_id, session.confirm)
-    return removed
 
 
 def clear_failed(session: Session, attempt: str) -> None:

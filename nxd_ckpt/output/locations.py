@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from nxd_ckpt.coordination.replacement import Replacement
 from nxd_ckpt.core.names import DONE
@@ -25,6 +25,7 @@ from nxd_ckpt.storage.urls import (
     open_storage,
 )
 from nxd_ckpt.tag import tiered
+from nxd_ckpt.tag.choosing import tag_meant
 from nxd_ckpt.tag.directory import list_tags, may_be_replaced, require_directory, tag_around
 from nxd_ckpt.tag.foreign import nemo
 
@@ -93,11 +94,15 @@ def locate_any(path: StrPath, options: StorageOptions | None) -> Location:
 
 
 def locate_existing(path: StrPath, options: StorageOptions | None) -> Location:
-    """Return the location of an input, after finishing an interrupted replacement there."""
+    """Return the location of an input, after finishing an interrupted replacement there.
+
+    A number that is no tag is the step of one. Raises CheckpointNotFound for the step of several tags.
+    """
     place = location_of(path, "input", options)
+    storage = place.open()
     with suppress(OSError):  # reading needs no renames; opening the input reports what is missing
-        settle(place, place.open())
-    return place
+        settle(place, storage)
+    return replace(place, name=tag_meant(storage, place.name))
 
 
 def _only_tag(archive: Location) -> Location:

@@ -74,6 +74,19 @@ def name_of(storage: Storage, tag: Tag) -> str:
     return digits if newest is None else newest.tag
 
 
+def tag_meant(storage: Storage, name: str) -> str:
+    """Return the tag that a user calls ``name``: one of that name, else the only one of that step, else ``name``.
+
+    Raises CheckpointNotFound if several tags are of that step.
+    """
+    if not (name.isascii() and name.isdecimal()) or storage.is_dir(name) or storage.is_file(name):
+        return name
+    tags = [info.tag for info in settled_tags(storage, only_look=True) if step_of(info.tag) == int(name)]
+    if len(tags) > 1:
+        raise CheckpointNotFound(f"{storage.url}: {first_of(map(repr, tags))} are of step {name}: name one of them")
+    return tags[0] if tags else name
+
+
 def _latest(storage: Storage, without: Collection[str]) -> TagInfo:
     tags = settled_tags(storage)
     newest = latest(info for info in tags if info.tag not in without)

@@ -31,7 +31,7 @@ from nxd_ckpt.errors import (
 )
 from nxd_ckpt.storage.base import Storage
 from nxd_ckpt.storage.urls import directory_and_name, is_url, local_path, open_storage
-from nxd_ckpt.tag.choosing import choose, settled_tags
+from nxd_ckpt.tag.choosing import choose, settled_tags, tag_meant
 from nxd_ckpt.tag.directory import (
     NO_TAG,
     describe_incomplete,
@@ -120,17 +120,25 @@ def list_checkpoints(path: str | os.PathLike[str], *, storage_options: Options =
 def locate(path: str, tag: str | None, options: Options = None) -> tuple[str, str | None]:
     """Return directory (or URL) and tag: ``path`` is the directory, or (without ``tag``) one of its tags.
 
+    A number that is no tag is the step of one.
+
     Raises:
-        CheckpointNotFound: no such directory.
+        CheckpointNotFound: no such directory, or several tags of that step.
     """
     whole = path if is_url(path) or not path else os.path.abspath(local_path(path))
+    directory, name = directory_and_name(whole)
+    if tag is None and name.isdecimal():
+        meant = tag_meant(open_storage(directory, storage_options=options), name)
+        if meant != name:
+            return directory, meant
     storage = _open(whole, options)
-    if tag is None and not holds_tags(storage):
-        directory, name = directory_and_name(whole)
+    if tag is not None:
+        return whole, tag_meant(storage, tag)
+    if not holds_tags(storage):
         above = open_storage(directory, storage_options=options)
         if name and (find_tag(above, name) is not None or is_whole_without_marks(above, name)):
             return directory, name
-    return whole, tag
+    return whole, None
 
 
 def tags_to_verify(path: str, options: Options = None) -> list[str | None]:

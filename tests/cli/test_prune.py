@@ -1,4 +1,4 @@
-"""``nxd-ckpt pin``, ``unpin`` and ``prune``: which tags stay."""
+"""``nxd-ckpt pin``, ``unpin``, ``prune`` and ``rm``: which tags stay."""
 
 from __future__ import annotations
 
@@ -69,6 +69,45 @@ def test_metrics_are_shown_and_kept(four: Path, run: Run) -> None:
     lines = [line.split() for inspected in shown for line in inspected.out.splitlines()]
     assert 2 == lines.count(["metrics", "loss", "not", "finite"])
     assert {"loss": 2.0} == run("inspect", four, "--json").document["metrics"]
+
+
+def test_named_tags_are_removed(four: Path, run: Run) -> None:
+    """All of them or none: a pinned one is refused unless asked for; an incomplete or damaged one goes too."""
+    assert 0 == run("pin", four / "step_4").code
+    refused = run("rm", four, "2", "4")
+    assert (1, True) == (refused.code, "step_4 is pinned: unpin it, or pass --pinned" in refused.err)
+    assert "no tag 'step_9' (did you mean 'step_4'?); it holds" in run("rm", four, "step_2", "step_9").err
+    would = run("rm", four, "2", "4", "--pinned", "--dry-run")
+    assert (0, True) == (would.code, "step_2, step_4 would be removed\n  step_3 would be the latest" in would.out)
+    assert 4 == len(visible_tags(four))
+    (four / "step_2" / "done").unlink()
+    (four / "step_3" / "manifest.json").write_text("{}")
+    done = run("rm", four, "2", "step_3", "4", "--pinned", "--json").document
+    assert {"removed": ["step_2", "step_3", "step_4"], "latest": "step_1"}.items() <= done.items()
+    assert [".nxd_ckpt", "step_1"] == sorted(path.name for path in four.iterdir())
+    assert [] == [*(four / ".nxd_ckpt" / "pins").iterdir()]
+    assert "no complete tag is left" in run("rm", four / "step_1").out
+
+
+def test_a_job_that_saves_keeps_its_tags(four: Path, run: Run) -> None:
+    """The command is refused, and says why; a directory without a tag's name is a wrong command line."""
+    with Checkpointer(four) as saver:
+        saver.save("step_5", {"weight": torch.ones(2)})
+        assert 1 == run("rm", four, "step_1").code
+    assert 5 == len(visible_tags(four))
+    for words in ([four], [four / "step_1", four]):
+        with pytest.raises(SystemExit, match="2"):
+            run("rm", *words)
+
+
+def test_a_step_names_its_tag(four: Path, run: Run) -> None:
+    """Wherever a command takes a tag or its path; refused where several tags are of that step."""
+    assert "step_2 is pinned" in run("pin", four, "2").out
+    assert 0 == run("verify", four / "2", "--quiet").code
+    assert "step_2" == run("inspect", four, "2", "--json").document["tag"]
+    assert str(four / "step_3") == run("cp", four / "3", four / "ep1-step_2", "--json").document["source"]
+    refused = run("diff", four / "2", four / "1")
+    assert (2, True) == (refused.code, "'ep1-step_2', 'step_2' are of step 2: name one" in refused.err)
 
 
 def test_only_a_tag_that_is_there_is_pinned(four: Path, run: Run) -> None:

@@ -35,7 +35,7 @@ WRITERS = {
 """A command line of each."""
 
 LOOKERS = {"list", "inspect", "verify", "diff", "doctor", "report", "watch", "selftest"}
-KEEPERS = {"pin", "unpin", "prune"}
+KEEPERS = {"pin", "unpin", "prune", "rm"}
 """They say which tags of a directory stay, and have no output."""
 
 

@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 
 from nxd_ckpt import effects
-from nxd_ckpt.commit.commit import Commit, clean_up, commit, retire
+from nxd_ckpt.commit.commit import Commit, clean_up, commit
 from nxd_ckpt.commit.publication import Staged
+from nxd_ckpt.commit.removal import remove_tags
 from nxd_ckpt.coordination.control_files import pin
 from nxd_ckpt.coordination.paths import STAGING, TRASH, VOTES, rank_file, staging_dir
 from nxd_ckpt.core import names
@@ -262,13 +263,13 @@ def test_a_tag_is_removed_on_request(disk: LocalStorage) -> None:
     disk.make_dir("other")
     job = session(disk)
     job.counter = 3
-    assert not retire(job, "other")
+    assert ["other"] == [*remove_tags(job, ["other"], False).refused]
     taken = session(disk, lease=DirectoryInUse("taken"))
     taken.counter = 3
     with pytest.raises(DirectoryInUse):
-        retire(taken, TAG)
+        remove_tags(taken, [TAG], False)
     assert disk.is_dir(TAG)
-    assert retire(job, TAG)
+    assert remove_tags(job, [TAG], False)
     assert (["other"], []) == ([entry.name for entry in disk.list() if entry.name[0] != "."], disk.list(TRASH))
 
 
@@ -278,7 +279,8 @@ def test_a_directory_that_is_no_checkpoint_is_not_removed_on_request(disk: Local
         disk.write(f"mine/{name}", b"1")
     job = session(disk)
     job.counter = 3
-    assert not retire(job, "mine")
+    refused = remove_tags(job, ["mine"], False).refused
+    assert "mine holds more than a checkpoint" in refused["mine"]
     assert disk.is_file("mine/mine.txt")
 
 

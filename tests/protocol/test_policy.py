@@ -199,6 +199,19 @@ def test_damaged_tags_do_not_count(five: Path, harm: Callable[[Path], None], cap
     assert ["step_6", "step_7"] == visible_tags(five), "beyond the newest two a damaged one goes too"
 
 
+def test_tags_are_removed_by_name(storage: Storage) -> None:
+    """Several at once, an incomplete one too, by name or step; one that is absent keeps all."""
+    save_all(storage)
+    storage.remove("step_4/done")
+    with Checkpointer("", storage=storage) as saver:
+        assert ["step_9"] == [*saver.remove("step_1", "step_9").refused]
+        assert ("step_1", "step_4") == saver.remove(1, "step_4", dry_run=True).removed
+        assert saver.remove(1, "step_4")
+        assert ["step_2", "step_3", "step_5"] == [entry.name for entry in storage.list() if entry.name[0] != "."]
+        assert saver.remove("step_5")
+        assert 3 == saver.latest_step()
+
+
 def test_pinning_needs_a_tag(five: Path) -> None:
     """One that is complete."""
     with pytest.raises(CheckpointNotFound, match="step_9"):
