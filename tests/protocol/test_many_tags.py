@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 
 import pytest
@@ -28,6 +29,7 @@ def test_operations_grow_with_the_tags(monkeypatch: pytest.MonkeyPatch) -> None:
     which opens only tags that are new. A tag that is named costs the same beside any number of others."""
     store, log = MemoryStorage(), list[Operation]()
     job, counts = Process(store), (2, 3, 4)
+    importlib.import_module("nxd_ckpt.cli.inspection")  # else it would import, and keep, what is set here
     for module in OPENERS:
         monkeypatch.setattr(f"nxd_ckpt.{module}.open_storage", lambda *_, **__: HookedStorage(store, recording(log)))
     looks: list[int] = []
