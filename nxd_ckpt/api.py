@@ -246,7 +246,7 @@ def finalize_checkpoint() -> None:
 def close_checkpointers() -> None:
     """Finish saves in flight and release directories and staging memory; raise the first failure."""
     try:
-        _on_each(Checkpointer.close)
+        _on_each(Checkpointer.release)
     finally:
         with _lock:
             for key, checkpointer in list(_open.items()):

@@ -25,7 +25,7 @@ from nxd_ckpt.coordination.waiting import FairLock
 from nxd_ckpt.core.option_classes import options_of, split_options, takes
 from nxd_ckpt.core.tags import Tag, step_of
 from nxd_ckpt.effects import require_own
-from nxd_ckpt.errors import CheckpointError, as_checkpoint_errors
+from nxd_ckpt.errors import CheckpointError, CheckpointerClosed, as_checkpoint_errors
 from nxd_ckpt.keywords import CheckpointerKeywords, LoadKeywords, SaveKeywords
 from nxd_ckpt.live.save_state import SaveState
 from nxd_ckpt.load.loading import Loaded, load
@@ -92,6 +92,7 @@ class Checkpointer:
         self.topology = topology_of(chosen.topology, chosen.process_group)
         self._counter = 0
         self._session: Session | None = None
+        self._is_closed = False
         self._pipeline = Pipeline(self.topology, chosen.memory_cap)
         self._lock = FairLock()
         self._failures = Failures(chosen)
@@ -156,6 +157,7 @@ class Checkpointer:
         pending = SaveProgress(name, self._failures)
         self._schedule.saved(step_of(name))
         with self._lock.held(f"save of {name!r}"):
+            self._require_open("saves nothing more")
             self._in_flight.settle()
             if self._failures.warns:
                 self._in_flight.raise_unreported()
@@ -251,7 +253,7 @@ class Checkpointer:
                 timeout = self._options.timeout
                 request = LoadRequest(self.topology, ranks, model, optimizer, scheduler, chosen, timeout, state)
                 loaded = load(self._places.storages, tag, request)
-                if lasting:
+                if lasting and not self._is_closed:
                     self._places.replenish(agreement)
             return loaded
 
@@ -366,6 +368,7 @@ class Checkpointer:
             CheckpointError: several ranks without a process group, or without connections to rank 0.
         """
         require_own(self._pid, self.storage.url)
+        self._require_open("makes no further step")
         return self._preemption.step(number, lambda: self._meet("step"))
 
     @as_checkpoint_errors()
@@ -381,6 +384,7 @@ class Checkpointer:
             CheckpointError: ``every_minutes=`` of several ranks without a process group, or connections to rank 0.
         """
         require_own(self._pid, self.storage.url)
+        self._require_open("makes no further step")
         return self._schedule.is_due(step, lambda: self._meet("should_save"))
 
     @as_checkpoint_errors()
@@ -390,6 +394,7 @@ class Checkpointer:
         if dry_run:
             return self._remove(lambda names: plan_removal(self.storage, names, pinned), tags)
         with self._lock.held("removal"):
+            self._require_open("removes nothing more")
             self._in_flight.settle()
             self._places.settle()
             session = self._session or self._claim(self._meet("removal"))
@@ -428,12 +433,21 @@ class Checkpointer:
 
     @as_checkpoint_errors()
     def close(self) -> None:
-        """Finish saves in flight, release the directory and the memory, raise the first failure that was not raised."""
+        """Finish saves in flight, release the directory and the memory, raise the first failure that was not raised.
+
+        Then it can load, but not save any more. Closing it again does nothing.
+        """
+        self.release(final=True)
+
+    @as_checkpoint_errors()
+    def release(self, *, final: bool = False) -> None:
+        """Do the same as `close`, but unless it is ``final`` the next save takes directory and memory again."""
         require_own(self._pid, self.storage.url)
         try:
-            self._schedule.finish()
+            if not self._is_closed:
+                self._schedule.finish()
         finally:
-            self._shut(None)
+            self._shut(None, final=final)
         self._in_flight.raise_unreported()
 
     def __enter__(self) -> Checkpointer:
@@ -496,12 +510,20 @@ class Checkpointer:
         at, described = self.topology, self._places.described(call)
         return meet(at.rank, at.world_size, self._options.timeout, described, at.members)
 
-    def _shut(self, grace: float | None) -> None:
+    def _require_open(self, refused: str) -> None:
+        if self._is_closed:
+            raise CheckpointerClosed(
+                f"{self.storage.url}: this Checkpointer was closed, by close() or the end of its with block, and "
+                f"{refused}: make the call before, or make another Checkpointer"
+            )
+
+    def _shut(self, grace: float | None, *, final: bool = True) -> None:
         with self._preemption.leaving():
             self._schedule.leave()
             if grace is not None and self._session is not None:
                 self._session.leaves_at = effects.monotonic() + grace
             with suppress(TimeoutError), self._lock.held("close", grace):
+                self._is_closed |= final
                 if self._in_flight.finish(grace):
                     self._tear_down(grace)
 

@@ -21,6 +21,7 @@ Each message names the thing (tag, rank, file, tensor), what was expected, what 
     │   ├── DtypeMismatch
     │   ├── OptimizerMismatch                    ZeRO-1 into plain, plain into ZeRO-1, other groups
     │   └── TopologyMismatch                     saved on other dp/tp/pp/ep sizes
+    ├── CheckpointerClosed                       a save or step after its end
     ├── DirectoryInUse                           another live job writes here
     ├── DirectoryNotShared                       the ranks see different directories
     ├── StorageError (OSError)                   a file system or store refused or failed
@@ -117,6 +118,10 @@ class OptimizerMismatch(IncompatibleState):
 
 class TopologyMismatch(IncompatibleState):
     """The checkpoint was saved on other dp/tp/pp/ep sizes than the live ones."""
+
+
+class CheckpointerClosed(CheckpointError):
+    """A call of a Checkpointer that was closed before, other than a load."""
 
 
 class DirectoryInUse(CheckpointError):

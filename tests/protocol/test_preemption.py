@@ -135,19 +135,6 @@ def test_the_signal_is_ours_until_the_last_save_is_written(tmp_path: Path, recei
     assert [signal.SIGUSR2] == received
 
 
-def test_one_that_was_closed_may_be_used_again(tmp_path: Path, received: list[int]) -> None:
-    """In whatever order Checkpointers are closed and used, the signal tells those that wait for it, and ends there."""
-    first, other = (Checkpointer(tmp_path, preemption=signal.SIGUSR2) for _ in range(2))
-    first.close()
-    first.step(1)
-    os.kill(os.getpid(), signal.SIGUSR2)
-    assert [True, True] == [first.step(2), other.step(1)]
-    first.close()
-    other.close()
-    os.kill(os.getpid(), signal.SIGUSR2)
-    assert [signal.SIGUSR2] == received
-
-
 def test_what_cannot_be_taken_away_passes_the_signal_on(tmp_path: Path, received: list[int]) -> None:
     """A thread closes it, or another library has put a handler over ours, which calls it."""
     saver = Checkpointer(tmp_path, preemption=signal.SIGUSR2)

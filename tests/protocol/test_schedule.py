@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from nxd_ckpt import Checkpointer, Topology
-from nxd_ckpt.errors import CheckpointError, InvalidArgument
+from nxd_ckpt.errors import CheckpointError, CheckpointerClosed, InvalidArgument
 from tests.protocol.job import Job
 from tests.protocol.states import PATIENCE, checkpointer, save, visible_tags
 
@@ -117,3 +117,18 @@ def test_a_final_save_that_fails_is_raised(tmp_path: Path) -> None:
         saver.close()
     with Checkpointer(tmp_path) as other:
         other.save(3, STATE)
+
+
+def test_one_that_is_closed_saves_nothing_more(tmp_path: Path) -> None:
+    """Its place is given back, and a save would take it again for ever. It still loads, and another one may save."""
+    with Checkpointer(tmp_path, every=1, preemption=lambda: False) as saver:
+        saver.save(1, STATE)
+    saver.close()
+    calls = (lambda: saver.save(2, STATE), lambda: saver.step(2), lambda: saver.should_save(2), lambda: saver.remove(1))
+    for call in calls:
+        with pytest.raises(CheckpointerClosed, match=r"this Checkpointer was closed, by close\(\) or the end of its with"):
+            call()
+    assert (1, 1) == (saver.load_latest({}), saver.latest_step())
+    with Checkpointer(tmp_path) as other:
+        other.save(2, STATE)
+    assert ["step_1", "step_2"] == visible_tags(tmp_path)
