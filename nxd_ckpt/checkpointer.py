@@ -25,7 +25,7 @@ from nxd_ckpt.coordination.waiting import FairLock
 from nxd_ckpt.core.option_classes import options_of, split_options, takes
 from nxd_ckpt.core.tags import Tag, step_of
 from nxd_ckpt.effects import require_own
-from nxd_ckpt.errors import CheckpointError, CheckpointerClosed, as_checkpoint_errors
+from nxd_ckpt.errors import CheckpointerClosed, CheckpointError, as_checkpoint_errors
 from nxd_ckpt.keywords import CheckpointerKeywords, LoadKeywords, SaveKeywords
 from nxd_ckpt.live.save_state import SaveState
 from nxd_ckpt.load.loading import Loaded, load
@@ -445,6 +445,9 @@ class Checkpointer:
         require_own(self._pid, self.storage.url)
         try:
             if not self._is_closed:
+                if self._session is not None and self.topology.rank == 0:
+                    self._schedule.warn_if_not_asked()
+                    self._preemption.warn_if_not_asked()
                 self._schedule.finish()
         finally:
             self._shut(None, final=final)

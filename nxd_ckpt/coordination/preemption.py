@@ -1,19 +1,32 @@
-"""Requests to stop the training: a signal, or a function of the caller's, on any rank of a job."""
+"""Requests to stop the training: a signal, or a function of the caller's, on any rank of a job.
+
+A caught signal has no effect until the next step. If no step comes, because a script never calls it or hangs, the
+signal must still be able to end the process: see `SignalFlag`.
+"""
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
+import threading
+from _thread import start_new_thread
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any
 
+from nxd_ckpt import effects
 from nxd_ckpt.coordination import worker_shield
 from nxd_ckpt.coordination.agreement import Agreement
 from nxd_ckpt.coordination.stopping import Stopping
 from nxd_ckpt.errors import CheckpointError, InvalidArgument
 from nxd_ckpt.options.checkpointer_options import PreemptionOptions
+
+logger = logging.getLogger("nxd_ckpt")
+
+_APART = 5.0
+"""Seconds within which a signal that comes twice is one request: of a scheduler to all processes, and of torchrun."""
 
 
 class Preemption:
@@ -29,7 +42,7 @@ class Preemption:
         self._flag: SignalFlag | None = None
         self._stopping: Stopping | None = None
         if self._asked and not callable(self._asked):
-            self._flag = SignalFlag(signal.SIGTERM if self._asked is True else self._asked)
+            self._flag = SignalFlag(signal.SIGTERM if self._asked is True else self._asked, self._grace)
             self._flag.install()
 
     def step(self, number: int, meet: Callable[[], Agreement | None]) -> bool:
@@ -39,14 +52,29 @@ class Preemption:
         """
         if not self._asked:
             return False
+        if self._flag is not None:
+            self._flag.poll()
         if self._stopping is None:
             self._stopping = self._joined(meet)
-        return self._stopping.step(number)
+        stops = self._stopping.step(number)
+        if stops and self._flag is not None:
+            self._flag.answer()
+        return stops
+
+    def warn_if_not_asked(self) -> None:
+        """Warn, at the end of a run that saved, if nothing could have stopped it."""
+        if self._asked and self._stopping is None:
+            logger.warning(
+                "nxd_ckpt: preemption= had no effect: Checkpointer.step(number), which tells whether to save and stop, "
+                "was not called; call it after every step"
+            )
 
     @contextmanager
     def leaving(self) -> Iterator[None]:
-        """Make no further step; after the block the signal has its former meaning. A later step would start again."""
+        """Make no further step; after the block the signal has its former effect."""
         try:
+            if self._flag is not None:
+                self._flag.close()
             if self._stopping is not None:
                 self._stopping.leave()
                 self._stopping = None
@@ -62,8 +90,6 @@ class Preemption:
                 "preemption: no process group joins the ranks, so they cannot agree on a step to stop at; "
                 "initialise torch.distributed, or leave preemption= out"
             )
-        if self._flag is not None:
-            self._flag.install()
         return Stopping(agreement, self._notice, self._grace)
 
     def _notice(self) -> str | None:
@@ -74,21 +100,97 @@ class Preemption:
 
 
 class SignalFlag:
-    """A flag that is set once this process has got the signal."""
+    """A flag that is set once this process has got the signal.
 
-    def __init__(self, number: int) -> None:
-        self.number, self.pid = number, os.getpid()
-        self.is_set = False
+    The signal has its former effect too, so that it ends a process that does not heed the flag: ``grace`` seconds after
+    it came, or when it comes again, if no step has ever looked at the flag; when it comes again later than that, if
+    there were steps, but none since; and if a step said to stop, but others follow.
+    """
+
+    def __init__(self, number: int, grace: float) -> None:
+        self.number, self.pid, self._grace = number, os.getpid(), grace
+        self.is_polled = False
+        """True if a step has looked at it."""
+        self._came_at: float | None = None
+        self._is_seen = self._is_answered = self._is_ignored = False
+        self._is_over = effects.Event()
+
+    @property
+    def is_set(self) -> bool:
+        return self._came_at is not None
 
     @property
     def name(self) -> str:
         return signal.Signals(self.number).name
 
+    def come(self) -> None:
+        """Set it, in a handler."""
+        if self._came_at is None:
+            self._came_at = effects.monotonic()
+            with suppress(RuntimeError):  # no thread is left: nothing is logged then
+                start_new_thread(self._watch, ())  # Thread.start() takes locks that the interrupted code may hold
+
+    def gives_way(self) -> bool:
+        """Return, in a handler, whether the signal that comes now has its former effect."""
+        if self._is_ignored:
+            return True
+        if self._came_at is None or self._is_seen or self._is_answered:
+            return False
+        return effects.monotonic() - self._came_at >= (self._grace if self.is_polled else self._patience)
+
+    def poll(self) -> None:
+        """Note that a step looks at it."""
+        self.is_polled, self._is_seen = True, self.is_set
+
+    def answer(self) -> None:
+        """Note that a step says to stop. Another step after that is warned of."""
+        if self._is_answered and not self._is_ignored:
+            self._is_ignored = True
+            logger.warning(
+                "nxd_ckpt: preemption: Checkpointer.step() has returned True, which means to save and to stop, but the "
+                "training goes on: another %s ends the process as usual",
+                self.name,
+            )
+        self._is_answered = True
+        self._is_over.set()
+
+    def close(self) -> None:
+        """Let the signal have no effect at all, while the last save is written."""
+        self._is_answered, self._is_ignored = True, False
+        self._is_over.set()
+
+    @property
+    def _patience(self) -> float:
+        return min(_APART, self._grace)
+
+    def _watch(self) -> None:
+        """Log, on a thread, a signal that is not heeded; give it its former effect if no step ever looked."""
+        if not _is_polled(self.number):
+            logger.warning(
+                "nxd_ckpt: preemption: %s came, but this process has not called Checkpointer.step() yet, which would "
+                "tell it to stop. If it does not within %g s (preemption_grace), or if the signal comes again after "
+                "%g s, it ends the process as usual",
+                self.name,
+                self._grace,
+                self._patience,
+            )
+        if self._is_over.wait(self._grace) or self._is_seen:
+            return
+        if _is_polled(self.number):
+            logger.warning(
+                "nxd_ckpt: preemption: %g s (preemption_grace) have passed since %s, without a call of "
+                "Checkpointer.step(). The next one tells the training to stop; another %s ends the process as usual",
+                self._grace,
+                self.name,
+                self.name,
+            )
+        else:
+            logger.error("nxd_ckpt: preemption: Checkpointer.step() was not called: %s ends the process", self.name)
+            signal.pthread_kill(threading.main_thread().ident or 0, self.number)
+
     def install(self) -> None:
         """Replace the signal's handler. Raises InvalidArgument if this thread may not, or the signal has no handlers.
         """
-        if self in _installed:
-            return
         try:
             present: Any = signal.getsignal(self.number)
             signal.signal(self.number, present if isinstance(present, _Handler) else _Handler(present))
@@ -124,6 +226,11 @@ def _waiting(number: int) -> list[SignalFlag]:
     return [flag for flag in list(_installed) if flag.number == number and flag.pid == os.getpid()]
 
 
+def _is_polled(number: int) -> bool:
+    """Return whether steps of any Checkpointer look at the signal."""
+    return any(flag.is_polled for flag in _waiting(number))
+
+
 class _Handler:
     """A handler that sets all waiting flags. ``before`` never changes and is none of ours: no two call each other."""
 
@@ -131,9 +238,10 @@ class _Handler:
         self.before = signal.SIG_DFL if before is None else before  # None: it was not installed by Python
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
-        """Set the flags. Since it may interrupt anything, it takes no lock and logs nothing."""
+        """Set the flags. Since it may interrupt anything, it takes no lock; a thread logs."""
         waiting = _waiting(number)
+        gives_way = all(flag.gives_way() for flag in waiting)
         for flag in waiting:
-            flag.is_set = True
-        if not waiting:
+            flag.come()
+        if gives_way:
             worker_shield.pass_on(self.before, number, frame)

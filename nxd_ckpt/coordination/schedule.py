@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 
 from nxd_ckpt import effects
@@ -9,6 +10,8 @@ from nxd_ckpt.coordination.agreement import Agreement
 from nxd_ckpt.coordination.stopping import Stopping
 from nxd_ckpt.errors import CheckpointError, InvalidArgument
 from nxd_ckpt.options.checkpointer_options import ScheduleOptions
+
+logger = logging.getLogger("nxd_ckpt")
 
 
 class Schedule:
@@ -38,6 +41,14 @@ class Schedule:
     def saved(self, step: int | None) -> None:
         """Count the time until the next save from now: ``step`` is saved."""
         self._saved, self._since = step, effects.monotonic()
+
+    def warn_if_not_asked(self) -> None:
+        """Warn, at the end of a run that saved, of options that had no effect."""
+        if self._last is None and self._options != ScheduleOptions():
+            logger.warning(
+                "nxd_ckpt: every=, every_minutes= and final_save= had no effect: Checkpointer.should_save(step), which "
+                "goes by them, was not called; call it after every step"
+            )
 
     def finish(self) -> None:
         """Let the caller save the last step, if that was asked for and is not done."""

@@ -70,9 +70,9 @@ class PreemptionOptions:
 
     preemption: Notice = option(False, """source of the news that this rank is about to be stopped: True for SIGTERM,
         another signal, or a function without arguments that each `Checkpointer.step` calls. Until the Checkpointer is
-        closed, the signal has no other effect.""")
+        closed, the signal has no other effect, unless no step comes: see ``preemption_grace``.""")
     preemption_grace: float = option(30.0, """seconds between the signal and the end: within them all ranks must agree
-        on the step to save.""")
+        on the step to save. If this process has never called `Checkpointer.step` by then, the signal ends it.""")
 
     def validate(self) -> None:
         """Raise InvalidArgument for meaningless values."""

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from nxd_ckpt import Checkpointer, Topology
+from nxd_ckpt.coordination import preemption
 from nxd_ckpt.errors import CheckpointError, InvalidArgument
 from nxd_ckpt.storage.local import LocalStorage
 from nxd_ckpt.testing.storage import HookedStorage
@@ -94,6 +95,10 @@ def test_a_rank_is_told_before_its_first_step(tmp_path: Path) -> None:
     one_tag_of_one_step(tmp_path, [step for step, _ in Job(WORLD, told_at_once, tmp_path, group=True).values()])
 
 
+def logged(caplog: pytest.LogCaptureFixture) -> str:
+    return "\n".join(record.getMessage() for record in caplog.records if "preemption: " in record.getMessage())
+
+
 @pytest.fixture
 def received() -> Iterator[list[int]]:
     """What the handler got that a script has installed for SIGUSR2."""
@@ -133,6 +138,69 @@ def test_the_signal_is_ours_until_the_last_save_is_written(tmp_path: Path, recei
     assert ([], ["t"]) == (received, visible_tags(tmp_path))
     os.kill(os.getpid(), signal.SIGUSR2)
     assert [signal.SIGUSR2] == received
+
+
+def told(times: int, apart: float = 0.0) -> None:
+    for number in range(times):
+        time.sleep(apart if number else 0.0)
+        os.kill(os.getpid(), signal.SIGUSR2)
+
+
+def test_a_signal_that_no_step_looks_for_has_its_effect(
+    tmp_path: Path, received: list[int], caplog: pytest.LogCaptureFixture
+) -> None:
+    """At the end of the grace, which is said at once: a script may never call step."""
+    with Checkpointer(tmp_path, preemption=signal.SIGUSR2, preemption_grace=0.1):
+        told(2)
+        until(lambda: "has not called Checkpointer.step() yet" in logged(caplog))
+        until(lambda: received == [signal.SIGUSR2])
+        assert "step() was not called: SIGUSR2 ends the process" in logged(caplog)
+        told(1)
+        assert 2 == len(received)
+
+
+@pytest.mark.parametrize(("steps", "apart", "effects"), [(0, 0.1, 1), (0, 0.0, 0), (1, 0.1, 0)])
+def test_another_signal_has_its_effect(
+    tmp_path: Path, received: list[int], monkeypatch: pytest.MonkeyPatch, steps: int, apart: float, effects: int
+) -> None:
+    """If no step ever looks for it; at once it is the same signal, which the launcher passes on."""
+    monkeypatch.setattr(preemption, "_APART", 0.05)
+    with Checkpointer(tmp_path, preemption=signal.SIGUSR2) as saver:
+        for step in range(steps):
+            saver.step(step)
+        told(2, apart)
+        assert [signal.SIGUSR2] * effects == received
+        assert saver.step(steps)
+
+
+def test_a_script_without_further_steps_can_be_ended(
+    tmp_path: Path, received: list[int], caplog: pytest.LogCaptureFixture
+) -> None:
+    """It may evaluate for long: after the grace another signal has its effect, but the first still has not."""
+    with Checkpointer(tmp_path, preemption=signal.SIGUSR2, preemption_grace=0.1) as saver:
+        saver.step(1)
+        told(1)
+        until(lambda: "0.1 s (preemption_grace) have passed since SIGUSR2" in logged(caplog))
+        assert [] == received
+        told(1)
+        assert [signal.SIGUSR2] == received
+        assert saver.step(2)
+
+
+def test_a_training_that_goes_on_can_be_ended(
+    tmp_path: Path, received: list[int], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Another signal has its effect once a step follows the one that said to stop, and not in the last save."""
+    with Checkpointer(tmp_path, preemption=signal.SIGUSR2, preemption_grace=0.01) as saver:
+        told(1)
+        assert saver.step(1)
+        time.sleep(0.1)
+        told(1)
+        assert ([], "") == (received, logged(caplog))
+        assert saver.step(2)
+        assert "True, which means to save and to stop, but the training goes on" in logged(caplog)
+        told(1)
+        assert [signal.SIGUSR2] == received
 
 
 def test_what_cannot_be_taken_away_passes_the_signal_on(tmp_path: Path, received: list[int]) -> None:

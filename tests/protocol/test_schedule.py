@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from nxd_ckpt import Checkpointer, Topology
-from nxd_ckpt.errors import CheckpointError, CheckpointerClosed, InvalidArgument
+from nxd_ckpt.errors import CheckpointerClosed, CheckpointError, InvalidArgument
 from tests.protocol.job import Job
 from tests.protocol.states import PATIENCE, checkpointer, save, visible_tags
 
@@ -119,6 +119,22 @@ def test_a_final_save_that_fails_is_raised(tmp_path: Path) -> None:
         other.save(3, STATE)
 
 
+def test_an_option_without_the_call_that_asks_for_it_is_warned_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """At the end of a run that saved otherwise, since nothing else shows it."""
+    for steps, messages in ((0, 2), (1, 0)):
+        caplog.clear()
+        with Checkpointer(tmp_path, final_save=lambda step: None, every=9, preemption=lambda: False) as saver:
+            saver.save(1, STATE)
+            for step in range(steps):
+                saver.should_save(step), saver.step(step)
+        assert messages == len(caplog.messages), caplog.messages
+    with Checkpointer(tmp_path, every=9, preemption=lambda: False) as saver:
+        saver.load_latest({})
+    assert [] == caplog.messages
+
+
 def test_one_that_is_closed_saves_nothing_more(tmp_path: Path) -> None:
     """Its place is given back, and a save would take it again for ever. It still loads, and another one may save."""
     with Checkpointer(tmp_path, every=1, preemption=lambda: False) as saver:
@@ -126,7 +142,7 @@ def test_one_that_is_closed_saves_nothing_more(tmp_path: Path) -> None:
     saver.close()
     calls = (lambda: saver.save(2, STATE), lambda: saver.step(2), lambda: saver.should_save(2), lambda: saver.remove(1))
     for call in calls:
-        with pytest.raises(CheckpointerClosed, match=r"this Checkpointer was closed, by close\(\) or the end of its with"):
+        with pytest.raises(CheckpointerClosed, match=r"was closed, by close\(\) or the end of its with block"):
             call()
     assert (1, 1) == (saver.load_latest({}), saver.latest_step())
     with Checkpointer(tmp_path) as other:
