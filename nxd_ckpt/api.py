@@ -38,6 +38,8 @@ _Key = tuple[str, Topology]
 _open: dict[_Key, Checkpointer] = {}
 _saving: Counter[_Key] = Counter()
 """Number of calls that are saving with each of them; while there are any, it stays in ``_open``."""
+_resumed_from: dict[_Key, str | None] = {}
+"""The tags that were loaded last, before there is a Checkpointer in ``_open``."""
 _lock = threading.RLock()  # a signal handler may interrupt its holder, and save itself
 
 
@@ -47,6 +49,7 @@ def _begin_anew() -> None:
     _lock = threading.RLock()
     _open.clear()
     _saving.clear()
+    _resumed_from.clear()
 
 
 in_forked_children(_begin_anew)
@@ -176,7 +179,10 @@ def load_checkpoint(
         "use_zero1_dcp": use_zero1_dcp,
     }
     objects = (model, optimizer, scheduler, state)
-    return checkpointer.load_given(tag, objects, chosen, lasting=writing is not None).user_content
+    loaded = checkpointer.load_given(tag, objects, chosen, lasting=writing is not None)
+    if writing is None:
+        _resumed_from[normalised(directory), topology] = loaded.tag
+    return loaded.user_content
 
 
 @as_checkpoint_errors()
@@ -266,6 +272,7 @@ def _shared_checkpointer(
     key = normalised(directory), topology
     with _lock:
         checkpointer = _open.get(key) or _open.setdefault(key, Checkpointer(directory, tiers=tiers, **options))
+        checkpointer.resumed_from = _resumed_from.pop(key, None) or checkpointer.resumed_from
         _saving[key] += 1
     try:
         yield checkpointer

@@ -92,6 +92,7 @@ class Checkpointer:
         self.topology = topology_of(chosen.topology, chosen.process_group)
         self._counter = 0
         self._session: Session | None = None
+        self.resumed_from: str | None = None
         self._is_closed = False
         self._pipeline = Pipeline(self.topology, chosen.memory_cap)
         self._lock = FairLock()
@@ -255,6 +256,9 @@ class Checkpointer:
                 loaded = load(self._places.storages, tag, request)
                 if lasting and not self._is_closed:
                     self._places.replenish(agreement)
+            self.resumed_from = loaded.tag
+            if self._session is not None:
+                self._session.resumed_from = loaded.tag
             return loaded
 
     @as_checkpoint_errors()
@@ -274,7 +278,7 @@ class Checkpointer:
     def best_step(self, metric: str, mode: Literal["min", "max"] = "min") -> int | None:
         """Return the step with the lowest ``metric`` of all that were saved with ``metrics=``. All ranks call it.
 
-        None if no save has that metric, or only NaN.
+        None if no save has metrics yet, or all have NaN.
 
         Args:
             metric: its name, such as "loss".
@@ -500,7 +504,7 @@ class Checkpointer:
             # With a group it failed on all ranks. Without one the others may make this attempt: our next is another.
             self._counter += agreement is None
             raise
-        self._session, session.counter = session, self._counter
+        self._session, session.counter, session.resumed_from = session, self._counter, self.resumed_from
         close_at_exit(self)
         self._places.resume()
         return session

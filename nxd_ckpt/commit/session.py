@@ -85,6 +85,8 @@ class Session:
     """True if the last attempt ended with a verdict of rank 0 that it failed: the next one waits for its space."""
     last_saved: str | None = None
     """The tag of the last save of this run that became visible."""
+    resumed_from: str | None = None
+    """The tag that this run has loaded since then: the next save follows it, whatever newer ones there are."""
     warned_of_steps: bool = False
     """True if it was said that a save has an earlier step than the latest tag."""
     _spares: list[str] = field(default_factory=list)

@@ -83,7 +83,7 @@ class Ballot:
             raise attempt.failed(attempt.error) from attempt.error
         if verdict.error is not None:
             raise attempt.refused(verdict)
-        self._session.last_saved = self._tag
+        self._session.last_saved, self._session.resumed_from = self._tag, None
         return nbytes
 
     def _index(self) -> tuple[RankLine | None, Sequence[Vote] | SaveFailed | None]:
@@ -260,8 +260,8 @@ class Ballot:
             logger.error("after the save of %r in %s: %s", self._tag, session.storage.url, error)
 
     def _warn_of_earlier_step(self) -> None:
-        """Warn, once in a run, of a step before that of the latest tag, which this one is from now on."""
-        session, before = self._session, self._session.last_saved
+        """Warn, once in a run, of a step before that of the tag that was saved or loaded last, or is the latest."""
+        session, before = self._session, self._session.resumed_from or self._session.last_saved
         with suppress(OSError, CheckpointError):  # publishing meets it too
             newest = latest(list_tags(session.storage)) if before is None else None
             before = newest.tag if newest is not None else before

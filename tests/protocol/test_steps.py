@@ -107,6 +107,11 @@ def test_no_save_with_a_metric_has_no_best_step(tmp_path: Path) -> None:
         assert None is saver.best_step("loss")
 
 
+def damage(tag: Path) -> None:
+    file = next((tag / "model").iterdir())
+    file.write_bytes(file.read_bytes()[:-100])
+
+
 def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.getMessage() for record in caplog.records if "is saved after" in record.getMessage()]
 
@@ -132,6 +137,29 @@ def test_a_new_run_in_an_old_directory_is_warned(tmp_path: Path, caplog: pytest.
                 for tag in tags:
                     saver.save(tag, state(1))
     assert 1 == len(warnings(caplog))
+
+
+def test_a_run_that_was_led_back_is_not_warned(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """It loaded an older tag, by its step or since the latest is damaged, and follows that: so it is meant to be."""
+    with Checkpointer(tmp_path) as saver, caplog.at_level(logging.WARNING, "nxd_ckpt"):
+        for step in (100, 200, 300):
+            saver.save(step, state(step))
+        damage(tmp_path / "step_300")
+        assert 200 == saver.load_latest(state(0), fallback=True)
+        saver.save(250, state(250))
+        saver.load(100, state(0))
+        saver.save(150, state(150))
+        assert [] == warnings(caplog)
+        saver.save(140, state(140))
+        assert 1 == len(warnings(caplog))
+    caplog.clear()
+    load_checkpoint(tmp_path, 100, state(0))
+    save_checkpoint(tmp_path, "step_110", state(110))
+    close_checkpointers()
+    with Checkpointer(tmp_path) as saver:
+        saver.load(100, state(0))
+        saver.save(105, state(105))
+    assert [] == warnings(caplog)
 
 
 def test_a_run_begins_at_the_default(tmp_path: Path) -> None:
@@ -166,8 +194,7 @@ def test_the_step_is_that_of_the_tag_that_was_loaded(tmp_path: Path) -> None:
     with Checkpointer(tmp_path) as saver:
         for step in (1, 2):
             saver.save(step, state(step))
-        file = next((tmp_path / "step_2" / "model").iterdir())
-        file.write_bytes(file.read_bytes()[:-100])
+        damage(tmp_path / "step_2")
         assert 1 == saver.load_latest(state(0), fallback=True)
 
 
