@@ -6,14 +6,15 @@ generated, has the same for type checkers and editors.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import Field, field, fields
 from functools import wraps
 from inspect import Parameter, cleandoc, get_annotations, signature
 from textwrap import fill
 from typing import Any, TypeVar, cast
 
-from nxd_ckpt.core.suggestions import listed
+from nxd_ckpt.core.other_names import meant
+from nxd_ckpt.core.suggestions import first_of
 from nxd_ckpt.errors import InvalidArgument
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
@@ -46,8 +47,25 @@ def options_of(kind: type[_Kind], values: Mapping[str, Any]) -> _Kind:
     _, unknown = split_options(kind, values)
     if unknown:
         names = [field.name for field in fields_of(kind)]
-        raise InvalidArgument(f"unknown option {listed(unknown, names)}; the options are {', '.join(names)}")
+        function = next((function for function, (kinds, _) in _takers.items() if kind in kinds), "")
+        raise InvalidArgument(f"unknown option {_explained(unknown, function)}; the options are {', '.join(names)}")
     return kind(**values)
+
+
+_takers: dict[str, tuple[tuple[type[Any], ...], Collection[str]]] = {}
+"""The option classes, and the parameters, of each function that `takes` decorates."""
+
+_RELATED = ("Checkpointer", "Checkpointer.save", "Checkpointer.load", "save_checkpoint", "load_checkpoint")
+"""Functions of which one is called with keywords that another one takes."""
+
+
+def _explained(unknown: Iterable[str], function: str) -> str:
+    """List keywords that the function does not take, each with the one that was probably meant."""
+    own = _takers[function][1] if function in _takers else ()
+    is_method = function.startswith("Checkpointer")
+    related = sorted(_RELATED if function in _RELATED else (), key=lambda one: one.startswith("Checkp") != is_method)
+    elsewhere = {other: _takers[other][1] for other in related if other in _takers and other != function}
+    return first_of(unknown, lambda name: meant(name, own, elsewhere))
 
 
 def takes(*kinds: type[Any], checks: bool = True) -> Callable[[_Function], _Function]:
@@ -64,13 +82,14 @@ def takes(*kinds: type[Any], checks: bool = True) -> Callable[[_Function], _Func
         for name, new in added.items():
             keyword = Parameter(name, Parameter.KEYWORD_ONLY, default=new.default, annotation=new.type)
             parameters.setdefault(name, keyword)
+        shown_name = function.__qualname__.removesuffix(".__init__")
+        _takers[shown_name] = kinds, parameters
 
         @wraps(function)
         def called(*args: Any, **options: Any) -> Any:
             unknown = [name for name in options if name not in parameters]
             if unknown and checks:
-                name = function.__qualname__.removesuffix(".__init__")
-                raise TypeError(f"{name}() got an unexpected keyword argument {listed(unknown, parameters)}")
+                raise TypeError(f"{shown_name}() got an unexpected keyword argument {_explained(unknown, shown_name)}")
             return function(*args, **options)
 
         shown: Any = called

@@ -13,7 +13,9 @@ from typing import Any
 import pytest
 
 from nxd_ckpt import Checkpointer, save_checkpoint
+from nxd_ckpt.convert import export_checkpoint
 from nxd_ckpt.core.option_classes import fields_of
+from nxd_ckpt.core.other_names import _OTHER_NAMES
 from nxd_ckpt.errors import InvalidArgument
 from nxd_ckpt.options.tags import CopyOptions
 from tests.docs.markdown import REPOSITORY
@@ -78,6 +80,38 @@ def test_a_misspelt_keyword_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InvalidArgument, match=r"'verfy' \(did you mean 'verify'\?\); the options are strict, "):
         Checkpointer(tmp_path / "run").load("t", verfy=False)  # type: ignore[call-arg]
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("function", "keyword", "advice"),
+    [
+        (Checkpointer, "retain", r"\(pass retain=\[Last\(3\), .*\] to Checkpointer\.save\(\)\)"),
+        (Checkpointer, "max_to_keep", r"\(pass num_kept_ckpts= to Checkpointer\.save\(\)\)"),
+        (Checkpointer, "save_interval_steps", r"\(did you mean 'every'\?\)"),
+        (Checkpointer, "checkpoint_dir_str", r"\(did you mean 'path'\?\)"),
+        (Checkpointer, "fallbck", r"\(pass fallback= to Checkpointer\.load\(\)\)"),
+        (Checkpointer, "nothing_like_it", r"'nothing_like_it'$"),
+        (Checkpointer("x").save, "save_top_k", r"\(did you mean retain=\[Last"),
+        (Checkpointer("x").load, "every", r"\(pass every= to Checkpointer\(\)\); the options are strict, "),
+        (save_checkpoint, "preemption", r"\(pass preemption= to Checkpointer\(\)\)"),
+        (save_checkpoint, "fallback", r"\(pass fallback= to load_checkpoint\(\)\)"),
+        (export_checkpoint, "max_shard_size", r"\(did you mean 'size_per_shard'\?\)"),
+        (export_checkpoint, "retain", "'retain'$"),
+    ],
+)
+def test_a_keyword_of_another_function_or_library_is_known(
+    function: Callable[..., Any], keyword: str, advice: str
+) -> None:
+    """The error says which keyword takes its place, and which function has it."""
+    with pytest.raises((TypeError, InvalidArgument), match=advice):
+        function("absent", **{keyword: 1})
+
+
+def test_keywords_of_other_libraries_stand_for_ours() -> None:
+    """Each for one that a function has."""
+    ours = {name for function in FUNCTIONS for name in inspect.signature(function).parameters}
+    others = [other for names in _OTHER_NAMES.values() for other in names.split()]
+    assert (set(), len(others)) == (_OTHER_NAMES.keys() - ours, len({*others}))
 
 
 def test_options_of_a_class_come_before_those_of_its_bases() -> None:
