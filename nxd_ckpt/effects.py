@@ -11,6 +11,7 @@ import contextlib
 import ctypes
 import os
 import platform
+from _thread import start_new_thread
 from collections.abc import Callable
 from pathlib import Path
 from queue import SimpleQueue
@@ -38,6 +39,7 @@ __all__ = [
     "pid",
     "processes",
     "sleep",
+    "start_new_thread",
     "time",
     "uniform",
     "yield_disk_to_others",

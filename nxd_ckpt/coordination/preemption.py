@@ -9,8 +9,6 @@ from __future__ import annotations
 import logging
 import os
 import signal
-import threading
-from _thread import start_new_thread
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
@@ -109,6 +107,7 @@ class SignalFlag:
 
     def __init__(self, number: int, grace: float) -> None:
         self.number, self.pid, self._grace = number, os.getpid(), grace
+        self._main_thread = effects.get_ident()  # no other one can install a handler
         self.is_polled = False
         """True if a step has looked at it."""
         self._came_at: float | None = None
@@ -128,7 +127,7 @@ class SignalFlag:
         if self._came_at is None:
             self._came_at = effects.monotonic()
             with suppress(RuntimeError):  # no thread is left: nothing is logged then
-                start_new_thread(self._watch, ())  # Thread.start() takes locks that the interrupted code may hold
+                effects.start_new_thread(self._watch, ())  # Thread takes locks that the interrupted code may hold
 
     def gives_way(self) -> bool:
         """Return, in a handler, whether the signal that comes now has its former effect."""
@@ -186,7 +185,7 @@ class SignalFlag:
             )
         else:
             logger.error("nxd_ckpt: preemption: Checkpointer.step() was not called: %s ends the process", self.name)
-            signal.pthread_kill(threading.main_thread().ident or 0, self.number)
+            signal.pthread_kill(self._main_thread, self.number)
 
     def install(self) -> None:
         """Replace the signal's handler. Raises InvalidArgument if this thread may not, or the signal has no handlers.
