@@ -145,8 +145,7 @@ class Checkpointer:
             CheckpointError: see `nxd_ckpt.errors`; on every rank, and nothing became visible.
         """
         require_own(self._pid, self.storage.url)
-        started = effects.monotonic()
-        name, chosen, refused = understood(tag, tag_values, options)
+        started, (name, chosen, refused) = effects.monotonic(), understood(tag, tag_values, options)
 
         def captured() -> SaveState:
             require_locks("saving")
