@@ -24,6 +24,7 @@ from nxd_ckpt.commit import voting
 from nxd_ckpt.commit.session import Session
 from nxd_ckpt.coordination import intents, journal
 from nxd_ckpt.coordination.paths import COPIES, staging_dir, trash_file
+from nxd_ckpt.coordination.replacement import not_undone
 from nxd_ckpt.core.manifest import load_manifest
 from nxd_ckpt.core.names import DONE, MANIFEST, MARKER
 from nxd_ckpt.core.tags import order_text
@@ -233,18 +234,19 @@ class InPlace:
         storage.sync_dir(self.tag)
         session.require()
         try:
-            created = storage.link_new(done, mark)
+            found = mark if storage.link_new(done, mark) else storage.read(done)
         except OSError as error:
-            if not self._is_there(storage, error):
-                raise
-            created = False  # the reply was lost, or somebody else's is there
-        if not created and storage.read(done) != mark:
+            found = self._found_after(storage, error)  # the reply was lost, or somebody else's is there
+        if found != mark:
             raise self._another_job(session)
         try:
             storage.sync_dir(self.tag)
-        except OSError:
+        except OSError as error:
             if not self.attempt or journal.may_undo(storage, self.attempt):
-                self._withdraw(storage, mark)
+                try:
+                    self._withdraw(storage, mark)
+                except OSError:
+                    raise not_undone(error, self.tag) from error
                 raise
         self._withdraw_if_swept(session, mark)
 
@@ -280,11 +282,13 @@ class InPlace:
                     f"after {session.timeout:.0f} s without progress; save under another tag"
                 )
 
-    def _is_there(self, storage: Storage, error: OSError) -> bool:
-        """Return whether ``done`` exists, after an ``error`` that may mean that only the reply was lost."""
+    def _found_after(self, storage: Storage, error: OSError) -> bytes:
+        """Return ``done``, after an ``error`` that may mean that only the reply was lost. Raise it if there is none."""
         done = f"{self.tag}/{DONE}"
         try:
-            return storage.is_file(done)
+            return storage.read(done)
+        except FileNotFoundError:
+            raise error from None
         except OSError:
             raise OutcomeUnknown(
                 f"{storage.url}/{done} may or may not have been written ({type(error).__name__}: {error}): look for it"

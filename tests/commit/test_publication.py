@@ -297,12 +297,15 @@ def test_a_lost_reply_is_looked_up(store: MemoryStorage) -> None:
     with pytest.raises(SaveFailed, match="another job"):
         one.publish(session(HookedStorage(store, failing("link_new", "*", lost))), TIME, [])
 
-    def hook(operation: Operation) -> None:
-        if operation.name in ("link_new", "is_file"):
-            raise lost
+    for there in (b"1700000000 run-2", b"1700000000 other-1"):  # link_new is answered, or not: the look is not
 
-    with pytest.raises(OutcomeUnknown, match="may or may not have been written"):
-        one.publish(session(HookedStorage(store, hook)), TIME, [])
+        def hook(operation: Operation, there: bytes = there) -> None:
+            if operation.name in ("read", "is_file") or (operation.name == "link_new" and there.endswith(b"run-2")):
+                raise lost
+
+        store.write(f"{TAG}/{DONE}", there)
+        with pytest.raises(OutcomeUnknown, match="may or may not have been written"):
+            one.publish(session(HookedStorage(store, hook)), TIME, [])
 
 
 def test_what_is_not_durable_is_withdrawn(store: MemoryStorage) -> None:
@@ -311,6 +314,14 @@ def test_what_is_not_durable_is_withdrawn(store: MemoryStorage) -> None:
     with pytest.raises(OSError, match="not synced"):
         InPlace(ATTEMPT, TAG).publish(session(HookedStorage(store, failing("sync_dir", TAG, error, after=1))), TIME, [])
     assert not store.is_file(f"{TAG}/{DONE}")
+
+    def away(operation: Operation) -> None:
+        if store.is_file(f"{TAG}/{DONE}") and operation.name in ("sync_dir", "remove"):
+            raise error
+
+    with pytest.raises(OSError, match="not synced; its undoing is not durable either: one may be there"):
+        InPlace(ATTEMPT, TAG).publish(session(HookedStorage(store, away)), TIME, [])
+    store.remove(f"{TAG}/{DONE}")
 
     def hook(operation: Operation) -> None:
         if operation == Operation("sync_dir", TAG) and store.is_file(f"{TAG}/{DONE}"):

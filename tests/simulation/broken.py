@@ -22,6 +22,7 @@ from typing import NamedTuple
 from tests.simulation.__main__ import PLACES
 from tests.simulation.crashes import enumerated
 from tests.simulation.disk_schedule import DiskSchedule
+from tests.simulation.hosts_schedule import HostsSchedule
 from tests.simulation.lease_schedule import LeaseSchedule
 from tests.simulation.saves import SAVES
 from tests.simulation.schedule import Schedule, run
@@ -37,6 +38,7 @@ _CHOOSING = "nxd_ckpt/tag/choosing.py"
 _DISK, _S3 = "tests/simulation/world/disk_storage.py", "nxd_ckpt/storage/s3/storage.py"
 _LOCAL, _FILES, _SYSTEM = (f"nxd_ckpt/storage/{name}.py" for name in ("local", "local_files", "system"))
 _HOSTS, _OWN = (f"nxd_ckpt/storage/hosts/{name}.py" for name in ("storage", "directory"))
+_REPLENISHING = "nxd_ckpt/tiers/hosts.py"
 _SESSION = "nxd_ckpt/commit/session.py"
 
 
@@ -57,6 +59,7 @@ SCHEDULES: dict[str, Callable[[int], Schedule]] = {
     "an undoing that fails": DiskSchedule.with_an_undoing_that_fails,
     "a takeover at a removal": DiskSchedule.with_a_takeover_at_a_removal,
     "ranks differ": DiskSchedule.with_ranks_that_differ,
+    "moved hosts": HostsSchedule.with_moved_hosts,
     "lost replies": StoreSchedule.with_lost_replies,
     "store, taken over": StoreSchedule.with_a_takeover,
     "store, ranks differ": StoreSchedule.with_ranks_that_differ,
@@ -335,7 +338,7 @@ BREAKS = [
         "The lease is not looked at again before `done` is written.", "store",
         {
             _PUBLICATION: (
-                "        session.require()\n        try:\n            created", "        try:\n            created"
+                "        session.require()\n        try:\n            found", "        try:\n            found"
             )
         },
         _stands_still,
@@ -505,7 +508,7 @@ BREAKS += [
     ),
     Break(
         "A reply to `done` that was lost is not looked up.", "lost replies",
-        {_PUBLICATION: ("            if not self._is_there(storage, error):\n", "            if True:\n")},
+        {_PUBLICATION: ("            found = self._found_after(storage, error)  #", "            raise  #")},
     ),
     Break(
         "The lease is not looked at after `done`.", "store, taken over",
@@ -595,6 +598,14 @@ BREAKS += [
     Break(
         "All hosts that have a name count as having its newest save.", "hosts",
         {_HOSTS: ("in marks.items() if marker == newest)", "in marks.items() if marker)")},
+    ),
+    Break(
+        "A host that takes another's place gets none of its files.", "moved hosts",
+        {_REPLENISHING: ("        for fetch in fetches:\n            self._fetch(opened, fetch)\n", "")},
+    ),
+    Break(
+        "A host that was away keeps its older files of a tag when it gets those of the newer save.", "moved hosts",
+        {_REPLENISHING: ("            source.hosts.directories[number].remove(tag)\n", "            pass\n")},
     ),
     Break(
         "A small file's name is not synced on a host.", "hosts",

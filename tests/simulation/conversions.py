@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import Executor, Future
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -23,7 +22,7 @@ from nxd_ckpt.storage.base import Storage
 from tests.simulation.crashes import Recording
 from tests.simulation.job import TIMEOUT, Job, Save, run_to_end
 from tests.simulation.stage import DiskStage
-from tests.simulation.world import DiskStorage
+from tests.simulation.world import AtOnce, DiskStorage
 
 OUTPUT = "out"
 _INPUTS = (Save("a", 1), Save("b", 2), Save("c", 3))
@@ -122,21 +121,5 @@ def _tools_on(stage: DiskStage) -> Iterator[None]:
         patch.setattr("concurrent.futures._base.threading", threading)  # nobody waits for what is done at once
         patch.setattr(worker_pool, "_own", worker_pool._Own())
         for module in ("conversion.cp", "conversion.worker_pool", "output.image_writer", "output.transfer"):
-            patch.setattr(f"nxd_ckpt.{module}.ThreadPoolExecutor", _AtOnce)
+            patch.setattr(f"nxd_ckpt.{module}.ThreadPoolExecutor", AtOnce)
         yield
-
-
-class _AtOnce(Executor):
-    """Does what is submitted before it returns."""
-
-    def __init__(self, workers: int, name: str, initializer: Any = None, arguments: tuple[Any, ...] = ()) -> None:
-        if initializer is not None:
-            initializer(*arguments)
-
-    def submit(self, call: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
-        future = Future[Any]()
-        try:
-            future.set_result(call(*args, **kwargs))
-        except BaseException as error:
-            future.set_exception(error)
-        return future

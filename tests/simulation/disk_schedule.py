@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -13,24 +14,30 @@ from nxd_ckpt.core.names import HIDDEN
 from nxd_ckpt.errors import CheckpointError
 from nxd_ckpt.storage.local import LocalStorage
 from tests.simulation.job import WORLD_SIZE, Reader, Save, loaded, run_to_end
-from tests.simulation.schedule import Run, Schedule, differing, drawn
+from tests.simulation.schedule import Calls, Run, Schedule, differing, drawn
 from tests.simulation.stage import disk_storage
 from tests.simulation.world import EPOCH, Disk, DiskStorage, Killed, Process, SystemCalls
 from tests.simulation.world.disk import Folder
 
-EFFECTS = (75, 24)
-"""About as many system calls of each rank change something in a save."""
+EFFECTS = Calls((24, 4), (70, 17))
+"""The system calls that change something."""
 
 FAULTS = ("nothing", "kill", "kill", "power", "power", "error", "full", "sync", "stall", "clock", "damage")
 
-RENAMES = (10, 3)
-"""So many of them are renames."""
+RENAMES = Calls((3, 1), (9, 2))
+"""Those of them that are renames."""
 
 AT_A_SWAP = range(18, 23)
 """Among these renames of rank 0 are those by which its second save replaces a tag, or removes one."""
 
 SYNCS = 2
 """At most so many syncs in a save are of the directory of the tags."""
+
+UNDOES = 12
+"""So many effects undo a save: its outcome is noted, two renames, and syncs."""
+
+UNDOING_RENAMES = range(6, 8)
+"""Which of them are the renames."""
 
 _CHECKPOINTS = {"staging", "trash"}
 """What lies below these is no message."""
@@ -72,7 +79,7 @@ class DiskSchedule(Schedule):
         fields = drawn(random, FAULTS, EFFECTS)
         fields |= {"swaps": random.random() < 0.6, "rots": random.random() < 0.1}
         if fields["fault"] not in ("full", "sync") and random.random() < 0.25:
-            fields |= {"at_rename": True, "at": random.randrange(RENAMES[fields["rank"]] * len(fields["saves"]))}
+            fields |= {"at_rename": True, "at": random.randrange(RENAMES.of(fields["rank"], len(fields["saves"])))}
         rules = Random(f"overwrite {seed}")
         if [save.tag for save in fields["saves"]] == ["a", "a"] and "rival" not in fields and rules.random() < 0.25:
             one, two = fields["saves"]
@@ -89,7 +96,7 @@ class DiskSchedule(Schedule):
         """The fault is one after which the rank goes on, where tags are renamed; soon after it power is lost."""
         one, random = DiskSchedule.of(seed), Random(f"two faults {seed}")
         fault = random.choice(("error", "error", "sync", "full", "stall"))
-        at = random.randrange(RENAMES[one.rank] * len(one.saves)) if fault in ("error", "stall") else one.at
+        at = random.randrange(RENAMES.of(one.rank, len(one.saves))) if fault in ("error", "stall") else one.at
         then = int(random.expovariate(1 / 6)) + (fault != "full" or 12)
         return replace(one, fault=fault, at=at, at_rename=fault in ("error", "stall"), then=then)
 
@@ -98,10 +105,10 @@ class DiskSchedule(Schedule):
         """A rename or some syncs of rank 0 fail in the second save; power is lost soon after."""
         random = Random(f"undone {seed}")
         at_rename = random.random() < 0.4
-        effects = RENAMES[0] if at_rename else EFFECTS[0]
+        effects = RENAMES if at_rename else EFFECTS
         return DiskSchedule(
             seed, (Save("a", 1), Save(random.choice("aab"), 2)), "error" if at_rename else "sync", 0,
-            effects + random.randrange(effects), machines=("one", "two", "three"),
+            random.randrange(effects.of(0, 1), effects.of(0, 2)), machines=("one", "two", "three"),
             swaps=random.random() < 0.3, at_rename=at_rename, syncs=random.choice((1, 2, 4, 10)),
             then=1 + random.randrange(40),
         )
@@ -114,8 +121,8 @@ class DiskSchedule(Schedule):
         tags = random.choice((("x", "a"), ("a", "b"), ("a", "a")))
         rival = tuple(Save(tag, value, random.random() < 0.6) for value, tag in enumerate(tags, start=5))
         at_rename, of_rival = random.random() < 0.5, random.random() < 0.6
-        at = random.randrange((RENAMES if at_rename else EFFECTS)[0] * len(one.saves))
-        then = 1 + (random.randrange(2 * EFFECTS[0]) if of_rival else int(random.expovariate(1 / 6)))
+        at = random.randrange((RENAMES if at_rename else EFFECTS).of(0, len(one.saves)))
+        then = 1 + (random.randrange(EFFECTS.of(0, 2)) if of_rival else int(random.expovariate(1 / 6)))
         return replace(
             one, fault="stall", rank=0, at=at, at_rename=at_rename, then=then,
             then_of="rival" if of_rival else "rank", rival=rival, late=None,
@@ -156,18 +163,21 @@ class DiskSchedule(Schedule):
         one = DiskSchedule(seed, saves, "stall", 0, at, machines=machines, reads=True, swaps=False)
         if random.random() < 0.4:
             return replace(one, at_rename=True)
-        return _at_a_sync(one, random, "stall")
+        return _at_a_sync(one, random, random.choice(UNDOING_RENAMES), "stall")
 
     @staticmethod
     def with_an_undoing_that_fails(seed: int) -> DiskSchedule:
         """A sync fails that is to make a tag last, which may have replaced another one; and so does a call that undoes
         it, or rank 0 stands still there."""
         random = Random(f"undoing {seed}")
-        tags = random.choice(("aa", "aaa", "aba", "abab", "abaa", "abac"))
+        tags = random.choice(("aa", "aba", "abab", "abab"))
         saves = tuple(Save(tag, value) for value, tag in enumerate(tags, start=1))
         machines = ("one", "two", "three")
         one = DiskSchedule(seed, saves, "sync", 0, 0, machines=machines, swaps=random.random() < 0.5)
-        return _at_a_sync(one, random, random.choice(("error", "error", "stall")))
+        then, then_fault = 1 + random.randrange(UNDOES), random.choice(("error", "error", "stall"))
+        if then_fault == "stall" and random.random() < 0.5:
+            then = 1  # before the outcome is noted: another rank may be faster
+        return _at_a_sync(one, random, then, then_fault)
 
     @staticmethod
     def with_a_takeover_at_a_removal(seed: int) -> DiskSchedule:
@@ -185,17 +195,21 @@ class DiskSchedule(Schedule):
         random = Random(f"differing {seed}")
         fault, rank = random.choice(("nothing", "nothing", "error", "stall")), random.randrange(WORLD_SIZE)
         machines = ("one", "two", "three")
-        has_group, at = random.random() < 0.5, random.randrange(2 * EFFECTS[rank])
+        has_group, at = random.random() < 0.5, random.randrange(EFFECTS.of(rank, 2))
         return DiskSchedule(seed, differing(random), fault, rank, at, machines=machines, has_group=has_group)
 
     def start(self) -> DiskRun:
         return DiskRun(self)
 
 
-def _at_a_sync(one: DiskSchedule, random: Random, then_fault: str) -> DiskSchedule:
-    """The same where a sync fails that is to make a tag last, and another fault happens right after it."""
-    at = random.randint(2, SYNCS * len(one.saves))
-    return replace(one, fault="sync", at=at, at_sync=True, then=1 + random.randrange(4), then_fault=then_fault)
+def _at_a_sync(one: DiskSchedule, random: Random, then: int, then_fault: str) -> DiskSchedule:
+    """The same where the sync fails that is to make a tag last which replaced another one, and another fault happens
+    while that is undone."""
+    tags = [save.tag for save in one.saves]
+    which = random.choice([number for number, tag in enumerate(tags) if tag in tags[:number]])
+    # A save syncs the directory of the tags once, and once more before what it replaced is deleted.
+    at = 1 + sum(1 + (tag in tags[:number]) for number, tag in enumerate(tags[:which]))
+    return replace(one, fault="sync", at=at, at_sync=True, then=then, then_fault=then_fault)
 
 
 class DiskRun(Run):
@@ -257,10 +271,10 @@ class DiskRun(Run):
         if count == at:
             self._effects_since = 0
         if fault == "full" and at <= count < at + 12 and call in ("create", "write", "mkdir"):
-            raise OSError(errno.ENOSPC, "No space left on device", path)
+            self._fail(errno.ENOSPC, path)
         if fault == "sync" and at <= count and call == "fsync" and self._failed_syncs < self.schedule.syncs:
             self._failed_syncs += 1
-            raise OSError(errno.EIO, "Input/output error", path)
+            self._fail(errno.EIO, path)
         if count == at:
             self._happen(fault, process, path)
 
@@ -268,10 +282,14 @@ class DiskRun(Run):
         if fault == "power":
             self._lose_power()
         if fault == "error":
-            raise OSError(errno.EIO, "Input/output error", path)
+            self._fail(errno.EIO, path)
         if fault == "damage":
             self._damage()
         self.disturb(process, fault)
+
+    def _fail(self, number: int, path: str) -> NoReturn:
+        self.promises.failed_calls += 1
+        raise OSError(number, os.strerror(number), path)
 
     def _counts_since(self, process: Process) -> bool:
         """Whether the effects of this process are counted after the fault."""

@@ -17,20 +17,24 @@ from nxd_ckpt.core.names import DONE, HIDDEN, MARKER
 from nxd_ckpt.storage.base import DirEntry, Storage
 from tests.simulation import oracle
 from tests.simulation.job import Job, checkpointer, loaded_by, run_to_end
-from tests.simulation.schedule import Run, Schedule, drawn
+from tests.simulation.schedule import Calls, Run, Schedule, drawn
 from tests.simulation.stage import turns
 from tests.simulation.world import EPOCH, Disk, DiskStorage, Killed, Process, SystemCalls
 from tests.simulation.world.network import Network
 
-EFFECTS = {1: (140, 60), 2: (155, 80)}
-"""About as many system calls of each rank change something in a save, by the number of replicas. Those that the rank's
-server makes for the other host are among them."""
+EFFECTS = {1: Calls((80, 24), (98, 48)), 2: Calls((78, 24), (113, 64))}
+"""The system calls that change something, by the number of replicas. Those that a rank's server makes for the other
+host are among them."""
 
 _POWER = ("power", "power", "all power", "lost")
 FAULTS = ("nothing", "kill", "kill", "kill all", *_POWER, "error", "full", "stale", "sync", "stall")
 
 NAMES = ("one", "two")
 """Of the hosts."""
+
+_REPLACED = "in its place"
+_REPLENISHED = 20.0
+"""Seconds after which a host has its replicas back."""
 
 _MANIFEST = "manifest.json"
 
@@ -41,13 +45,15 @@ class HostsSchedule(Schedule):
     its disk; only with replicas), "stale" (all handles are, for a while, as of a file system that is away), and
     "error", "full" and "sync", as on a disk. ``swapped``: whether the next launch has its rank 0 on the other host."""
 
-
     replicas: int = 1
     swapped: bool = False
     crossed: bool = False
     """Whether the rival has its rank 0 on the other host."""
     away: str | None = None
     """The host that is away in the next launch, another one in its place, and back, with what it had, in one more."""
+    replenishes: bool = False
+    """Whether a job loads on the host that is back, or on one that came in the other's place, and lives on until that
+    has its replicas."""
 
     @staticmethod
     def of(seed: int) -> HostsSchedule:
@@ -65,6 +71,12 @@ class HostsSchedule(Schedule):
             away=random.choice((None, None, None, *NAMES)) if replicas == 2 and fields["fault"] != "lost" else None,
         )
 
+    @staticmethod
+    def with_moved_hosts(seed: int) -> HostsSchedule:
+        """Each file is on two hosts. One is replaced, or was away and comes back, and a job loads there."""
+        one, away = HostsSchedule.of(seed), Random(f"moved {seed}").choice((None, *NAMES))
+        return replace(one, replicas=2, away=None if one.fault == "lost" else away, replenishes=True)
+
     def start(self) -> HostsRun:
         return HostsRun(self)
 
@@ -79,7 +91,7 @@ class HostsRun(Run):
         self.promises.in_place = True
         self.promises.may_end_late = schedule.fault == "stall" and schedule.rank == 1
         self.calls: SystemCalls = SystemCalls()
-        self.disks = {name: Disk(lambda: EPOCH + self.world.now) for name in (*NAMES, "in its place")}
+        self.disks = {name: Disk(lambda: EPOCH + self.world.now) for name in (*NAMES, _REPLACED)}
         self.hosts: tuple[str, ...] = NAMES
         """Those of the next launch."""
         self.network = Network(self.world)
@@ -100,12 +112,15 @@ class HostsRun(Run):
         self, run_id: str, machines: tuple[str, ...], *, tag: str = "a", value: int = 9, dedup: bool = False
     ) -> None:
         if run_id == "second":
-            self.hosts = tuple("in its place" if name == self.schedule.away else name for name in NAMES)
+            self.hosts = tuple(_REPLACED if name == self.schedule.away else name for name in NAMES)
         hosts = self.hosts[::-1] if self.schedule.swapped else self.hosts
         super().finish(run_id, hosts, tag=tag, value=value, dedup=dedup)
 
     def afterwards(self) -> None:
         """The host that was away is back: an older save that it has takes the place of none."""
+        if self.schedule.replenishes:
+            self.hosts = (NAMES[0], _REPLACED) if self.schedule.away is None else NAMES
+            self._replenish()
         if self.schedule.away is not None:
             self.hosts = NAMES
             self.resume()
@@ -115,8 +130,17 @@ class HostsRun(Run):
             self.next_saves_work()
             self.resume()
 
-    def resume(self) -> None:
-        """Let a job load the latest tag. Raises AssertionError unless it is the newest that is there."""
+    def _replenish(self) -> None:
+        """A host that came, or came back, gets all files from the other one. Raises AssertionError."""
+        tags = oracle.visible(self.outside())
+        self.resume(lasts=_REPLENISHED)
+        for name in self.hosts:
+            found = oracle.visible(DiskStorage(self.disks[name]))
+            assert found == tags, f"host {name!r} has {found}, of {tags}"
+
+    def resume(self, lasts: float = 0.0) -> None:
+        """Let a job load the latest tag, and live on for so many seconds. Raises AssertionError unless that is the
+        newest that is there."""
         storage = self.outside()
         tags = oracle.visible(storage)
         if not tags:
@@ -130,6 +154,7 @@ class HostsRun(Run):
         def load(rank: int) -> None:
             with checkpointer(self.place(processes[rank], rank), rank, job.run_id) as reader:
                 values.append(loaded_by(reader, rank))
+                self.world.pause(lasts)
 
         tasks = [self.world.spawn(process, partial(load, rank)) for rank, process in enumerate(processes)]
         run_to_end(self.world, tasks)

@@ -12,6 +12,9 @@ from tests.simulation import oracle
 from tests.simulation.job import TIMEOUT, Job, Outcome, Reader, Save
 from tests.simulation.world import EPOCH, World
 
+_DOUBT = "may be there after a power cut"
+"""What the error says where a disk refused to sync a tag, and to sync what undoes it."""
+
 Times = Mapping[str, tuple[float, float]]
 """See `oracle.order_times`."""
 
@@ -34,6 +37,8 @@ class Promises:
         self.may_end_late = False
         self.retention_is_exact = False
         """Whether tags are dated by this world's clock, and no rank is killed that has taken another job's tag away."""
+        self.failed_calls = 0
+        """How many system calls were made to fail so far."""
 
     def hold(self, jobs: Sequence[Job], storage: Storage, reader: Reader | None = None) -> None:
         tags = oracle.visible(storage, self.late)  # complete or invisible
@@ -41,6 +46,7 @@ class Promises:
         outcomes = [outcome for job in jobs for outcome in job.outcomes]
         self.nothing_good_is_lost(tags, jobs, partial(oracle.order_times, storage, tags))
         self.every_rank_tells_the_same(tags, outcomes)
+        self.no_doubt_is_without_reason(jobs)
         self.ranks_that_differ_save_nothing(tags, outcomes)
         self.no_wait_is_longer(outcomes)
         self.what_must_not_be_replaced_stays(jobs)
@@ -112,6 +118,17 @@ class Promises:
         found = oracle.visible(storage)
         assert found == tags, f"retention left {found}, expected {tags}"
 
+    def a_job_that_is_left_alone_saves(self, job: Job) -> None:
+        """All that it may, and no rank waits for a timeout."""
+        for told in job.outcomes:
+            save, seconds = told.save, told.ended - told.began
+            earlier = (other.save for other in job.outcomes if other.word == "saved")
+            is_there = any(other.tag == save.tag and other.value < save.value for other in earlier)
+            replaces = save.overwrite or (save.overwrite is None and not self.in_place)
+            if save.fails_on is None and (replaces or not is_there):
+                assert told.word == "saved", f"rank {told.rank}: {save}: {told.error}"
+            assert seconds < TIMEOUT, f"rank {told.rank} waited {seconds:.1f} s for {save}"
+
     def jobs_keep_apart(self, jobs: Sequence[Job]) -> None:
         """Of those that come to one directory one saves, if nothing else happens, and no other disturbs it."""
         for job in jobs:
@@ -134,8 +151,14 @@ class Promises:
             words, errors = {outcome.word for outcome in of_save}, [str(outcome.error) for outcome in of_save]
             assert not {"saved", "failed"} <= words, f"save {value} is saved for one rank and failed for another"
             is_late = self.late or self.may_end_late
-            if "failed" in words and not is_late and "may be there after a power cut" not in str(errors):
+            if "failed" in words and not is_late and _DOUBT not in str(errors):
                 assert value not in tags.values(), f"save {value} failed, and is visible: {tags}"
+
+    def no_doubt_is_without_reason(self, jobs: Sequence[Job]) -> None:
+        """A failed save is undone for good, unless a second call fails, or another job takes over meanwhile."""
+        if self.failed_calls < 2 and not any(job.is_rival for job in jobs):
+            errors = [str(told.error) for job in jobs for told in job.outcomes]
+            assert _DOUBT not in str(errors), f"{self.failed_calls} calls failed, and a save is in doubt: {errors}"
 
     def ranks_that_differ_save_nothing(self, tags: dict[str, int], outcomes: Sequence[Outcome]) -> None:
         """A save that is not the same on all ranks is refused on all."""

@@ -10,7 +10,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from random import Random
-from typing import Any
+from typing import Any, NamedTuple
 
 from typing_extensions import Self
 
@@ -20,6 +20,18 @@ from tests.simulation.job import TIMEOUT, WORLD_SIZE, Job, Reader, Save, among, 
 from tests.simulation.stage import Stage
 from tests.simulation.world import Killed, Process, World, inhabited
 from tests.simulation.world.threads import Event
+
+
+class Calls(NamedTuple):
+    """About how many calls each rank has, of one kind: ``around`` its saves, and in ``each`` of them."""
+
+    around: tuple[int, int]
+    each: tuple[int, int]
+
+    def of(self, rank: int, saves: int) -> int:
+        """Those of a rank in a launch with so many saves."""
+        return self.around[rank] + saves * self.each[rank]
+
 
 HARMLESS = {"nothing", "stall", "clock"}
 """With these faults alone nothing fails that a process asks of the place."""
@@ -82,9 +94,8 @@ class Schedule(ABC):
         """Where it runs."""
 
 
-def drawn(random: Random, faults: Sequence[str], effects: Sequence[int]) -> dict[str, Any]:
-    """What a schedule saves, and what goes wrong: one of ``faults``, with one of as many ``effects`` as each rank has
-    in a save."""
+def drawn(random: Random, faults: Sequence[str], effects: Calls) -> dict[str, Any]:
+    """What a schedule saves, and what goes wrong: one of ``faults``, with one of the ``effects`` of a rank."""
     [kind] = random.choices(("one", "new", "overwrite", "retention", "mixed"), (8, 3, 4, 3, 2))
     one, two, three = ("a",), ("a", "b"), ("a", "b", "a")
     tags = {"one": one, "new": two, "overwrite": ("a", "a"), "retention": two, "mixed": three}[kind]
@@ -98,15 +109,15 @@ def drawn(random: Random, faults: Sequence[str], effects: Sequence[int]) -> dict
         ),
         "fault": random.choice(faults),
         "rank": rank,
-        "at": random.randrange(effects[rank] * len(tags)),
+        "at": random.randrange(effects.of(rank, len(tags))),
         "has_group": random.random() < 0.5,
         "machines": random.choice((("one", "one", "one"), ("one", "two", "three"))),
         "reads": random.random() < 0.2,
     }
-    return fields | _drawn_rival(random, fields, effects[0]) if random.random() < 0.12 else fields
+    return fields | _drawn_rival(random, fields, effects) if random.random() < 0.12 else fields
 
 
-def _drawn_rival(random: Random, fields: dict[str, Any], effects: int) -> dict[str, Any]:
+def _drawn_rival(random: Random, fields: dict[str, Any], effects: Calls) -> dict[str, Any]:
     tags = random.choice((("x", "y"), ("x", "a"), ("a", "x"), ("a", "b"), ("b", "x")))
     found = {
         "rival": tuple(Save(tag, value, random.random() < 0.6) for value, tag in enumerate(tags, start=5)),
@@ -118,7 +129,7 @@ def _drawn_rival(random: Random, fields: dict[str, Any], effects: int) -> dict[s
         found |= {"rank": 0, "late": None, "machines": (*fields["machines"], "four")}
         found["trains"] = random.choice((0.0, 0.0, 3.0))
         if random.random() < 0.5:
-            found |= {"looks": True, "at": random.randrange(_CALLS * effects * len(fields["saves"]))}
+            found |= {"looks": True, "at": random.randrange(_CALLS * effects.of(0, len(fields["saves"])))}
     return found
 
 
@@ -167,6 +178,7 @@ class Run(Stage):
                 self.promises.a_job_is_not_disturbed(self.jobs[1], self.excused)
             differ = any(save.instead for save in schedule.saves)
             if not schedule.rival and not differ and schedule.fault in ("nothing", "clock"):
+                self.promises.a_job_that_is_left_alone_saves(self.jobs[0])
                 self.promises.retention_removes_what_its_rules_say(self.jobs[0], self.outside())
             for job in self.jobs:
                 self._leave(job)

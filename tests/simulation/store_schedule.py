@@ -13,13 +13,16 @@ import pytest
 from nxd_ckpt.storage.base import Storage
 from tests.simulation import oracle
 from tests.simulation.job import WORLD_SIZE, Save
-from tests.simulation.schedule import Run, Schedule, differing, drawn
+from tests.simulation.schedule import Calls, Run, Schedule, differing, drawn
 from tests.simulation.world import EPOCH, Killed, Process
 from tests.simulation.world.store import ObjectStore, Refused, Reply
 from tests.simulation.world.store_client import ConnectionLost, store_storage
 
-EFFECTS = (30, 10)
-"""About as many requests of each rank change something in a save."""
+EFFECTS = {400: Calls((5, 2), (26, 7)), 2**20: Calls((5, 2), (18, 3))}
+"""The requests that change something, by the bytes of a part."""
+
+REQUESTS = Calls((30, 10), (82, 20))
+"""All requests."""
 
 KILLS = ("kill", "kill", "kill all", "kill all")
 LOSSES = ("lost", "lost", "late", "outage", "refused", "partly")
@@ -64,22 +67,22 @@ class StoreSchedule(Schedule):
     @staticmethod
     def of(seed: int) -> StoreSchedule:
         random = Random(f"store {seed}")
-        fields = drawn(random, FAULTS, EFFECTS)
+        part, page = random.choice((2**20, 400)), random.choice((1000, 2))
+        fields = drawn(random, FAULTS, EFFECTS[part])
         overwrite = True if "rival" in fields else random.choice((True, True, True, None))
         for name in fields.keys() & {"saves", "rival"}:
             fields[name] = tuple(replace(save, overwrite=overwrite) for save in fields[name])
         times = random.choice((1, RETRIES + 1, RETRIES + 1, 4 * RETRIES))
-        part, page = random.choice((2**20, 400)), random.choice((1000, 2))
         return StoreSchedule(seed, **fields, times=times, part=part, page=page)
 
     @staticmethod
     def with_lost_replies(seed: int) -> StoreSchedule:
         """To one request of rank 0 in a save no reply comes, however often it is made. Of odd seeds no reply comes for
         some seconds: nor do those that look whether it happened."""
+        random, saves, effects = Random(f"lost {seed}"), (Save("a", 1),), EFFECTS[2**20].of(0, 1)
         if seed % 2 == 0:
-            return StoreSchedule(seed, (Save("a", 1),), "lost", 0, seed // 2 % (2 * EFFECTS[0]), times=RETRIES + 1)
-        random = Random(f"lost {seed}")
-        return StoreSchedule(seed, (Save("a", 1),), "lost", 0, random.randrange(EFFECTS[0]), lasts=random.uniform(1, 8))
+            return StoreSchedule(seed, saves, "lost", 0, seed // 2 % effects, times=RETRIES + 1)
+        return StoreSchedule(seed, saves, "lost", 0, random.randrange(effects), lasts=random.uniform(1, 8))
 
     @staticmethod
     def with_a_takeover(seed: int) -> StoreSchedule:
@@ -88,7 +91,7 @@ class StoreSchedule(Schedule):
         saves = random.choice(((Save("a", 1),), (Save("a", 1), Save("a", 2, overwrite=True))))
         tags = random.choice(("bx", "xa"))
         rival = tuple(Save(tag, value, overwrite=True) for value, tag in enumerate(tags, start=5))
-        at = random.randrange(5 * EFFECTS[0] * len(saves))
+        at = random.randrange(REQUESTS.of(0, len(saves)))
         return StoreSchedule(seed, saves, "stall", 0, at, rival=rival, late=None, looks=True)
 
     @staticmethod
@@ -98,7 +101,7 @@ class StoreSchedule(Schedule):
         fault, rank = random.choice(("nothing", "nothing", "kill", "stall")), random.randrange(WORLD_SIZE)
         saves = tuple(replace(save, overwrite=True) for save in differing(random))
         return StoreSchedule(
-            seed, saves, fault, rank, random.randrange(2 * EFFECTS[rank]), has_group=random.random() < 0.5,
+            seed, saves, fault, rank, random.randrange(EFFECTS[2**20].of(rank, 2)), has_group=random.random() < 0.5,
             machines=("one", "two", "three"),
         )
 

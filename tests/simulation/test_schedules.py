@@ -21,8 +21,8 @@ from tests.support.reliability import REPOSITORY
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]
 
-BATCH = 200
-SLICE = {"disk": 2000, "store": 600, "hosts": 200}
+BATCH = 150
+SLICE = {"disk": 1500, "store": 450, "hosts": 150}
 """Schedules of `make test`; `make soak` runs the rest."""
 
 
@@ -42,10 +42,11 @@ def test_the_promises_hold_under_any_schedule(place: str, first: int) -> None:
         (DiskSchedule.with_power_lost_after_a_takeover, 40),
         (DiskSchedule.with_power_lost_after_a_kill, 60),
         (DiskSchedule.with_a_launch_after_a_swap, 40),
-        (DiskSchedule.with_reader_at_a_swap, 40),
-        (DiskSchedule.with_an_undoing_that_fails, 100),
+        (DiskSchedule.with_reader_at_a_swap, 30),
+        (DiskSchedule.with_an_undoing_that_fails, 70),
         (DiskSchedule.with_a_takeover_at_a_removal, 40),
         (DiskSchedule.with_ranks_that_differ, 60),
+        (HostsSchedule.with_moved_hosts, 8),
         (StoreSchedule.with_lost_replies, 40),
         (StoreSchedule.with_a_takeover, 30),
         (StoreSchedule.with_ranks_that_differ, 40),
@@ -84,7 +85,7 @@ def test_the_promises_hold_whatever_instant_a_tag_that_is_replaced_is_interrupte
     swaps: bool, fault: str, rank: int
 ) -> None:
     """Before each system call of the rank, with and without an exchange of names."""
-    for at in range(2 * EFFECTS[rank]):
+    for at in range(EFFECTS.of(rank, 2)):
         run(DiskSchedule(at, (Save("a", 1), Save("a", 2)), fault, rank, at, swaps=swaps))
 
 
@@ -95,7 +96,7 @@ def test_the_promises_hold_whatever_instant_a_tag_that_is_replaced_is_interrupte
 def test_the_promises_hold_whatever_request_is_interrupted(fault: str, rank: int) -> None:
     """Of those with which a tag is saved, saved over and removed, with uploads in parts."""
     saves = (Save("a", 1), Save("a", 2, overwrite=True), Save("b", 3, num_kept=1))
-    for at in range(4 * REQUESTS[rank]):
+    for at in range(REQUESTS[400].of(rank, 3)):
         for times in (1, 3):
             run(StoreSchedule(at, saves, fault, rank, at, times=times, part=400, page=2))
 

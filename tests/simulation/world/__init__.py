@@ -16,11 +16,12 @@ from tests.simulation.world.crash_states import Remains, Seen, crash_states
 from tests.simulation.world.disk import Change, Disk, File, Folder, contents
 from tests.simulation.world.disk_storage import DiskStorage
 from tests.simulation.world.system_calls import SystemCalls
-from tests.simulation.world.threads import EPOCH, inhabited
+from tests.simulation.world.threads import EPOCH, AtOnce, inhabited
 from tests.simulation.world.world import Killed, Process, Stuck, Task, World
 
 __all__ = [
     "EPOCH",
+    "AtOnce",
     "Change",
     "Disk",
     "DiskStorage",

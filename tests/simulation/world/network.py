@@ -18,6 +18,7 @@ from nxd_ckpt.storage.hosts.directory import OwnDirectory
 from nxd_ckpt.storage.hosts.remote import RemoteDirectory
 from nxd_ckpt.storage.hosts.server import CopyOut, _Conversation
 from nxd_ckpt.storage.hosts.wire import Channel, Fields
+from tests.simulation.world.threads import AtOnce
 from tests.simulation.world.world import Process, Task, World
 
 SECOND = 2e-4
@@ -53,6 +54,9 @@ class Network:
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("nxd_ckpt.tiers.hosts.HostServer", serve)
+            patch.setattr("nxd_ckpt.output.transfer.ThreadPoolExecutor", AtOnce)
+            for name in ("yield_disk_to_others", "yield_processor_to_others"):
+                patch.setattr(f"nxd_ckpt.storage.hosts.server.{name}", lambda: None)
             patch.setattr("nxd_ckpt.tiers.hosts.RemoteDirectory", Remote)
             patch.setattr("nxd_ckpt.tiers.hosts.group_addresses", lambda: ["simulated"])
             patch.setattr("nxd_ckpt.tiers.hosts.secrets.token_hex", lambda n: f"{self.world.random.getrandbits(64):x}")

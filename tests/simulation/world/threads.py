@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Executor, Future
 from concurrent.futures import _base as futures
 from contextlib import contextmanager
 from functools import partial
@@ -189,6 +190,22 @@ class SimpleQueue:
             self._waiting.append(self._world.current)
             self._world.park(None)
         return self._items.popleft()
+
+
+class AtOnce(Executor):
+    """Does what is submitted before it returns."""
+
+    def __init__(self, workers: int, name: str, initializer: Any = None, arguments: tuple[Any, ...] = ()) -> None:
+        if initializer is not None:
+            initializer(*arguments)
+
+    def submit(self, call: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        future = Future[Any]()
+        try:
+            future.set_result(call(*args, **kwargs))
+        except BaseException as error:
+            future.set_exception(error)
+        return future
 
 
 class Local:
