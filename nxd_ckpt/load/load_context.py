@@ -46,13 +46,13 @@ def load_context(
     opened.keeps_small = options.verifies_first
     adapter = None
     if optimizer is not None:
+        names, is_dict = options.param_names, isinstance(optimizer, dict)
+        is_sharded = opened.parts.optimizer != "plain" and is_dict
         adapter = open_optimizer(
-            optimizer,
-            model=live,
-            param_names=options.param_names,
-            zero1_optimizer=opened.parts.optimizer != "plain",
-            topology=topology,
+            optimizer, model=live, param_names=names, zero1_optimizer=is_sharded, topology=topology
         )
+        if adapter.kind == "plain" and not is_dict and _is_of_its_own_cut(opened):
+            adapter = open_optimizer(optimizer, model=live, param_names=names, zero1_optimizer=True, topology=topology)
     if live is not None and live.is_placed:
         refuse_sizes(topology)
     filtered.know_ties(live)
@@ -61,6 +61,14 @@ def load_context(
     partitions = {} if live is None else live.partitions(topology.tp)
     options = replace(options, partitions={**partitions, **checked_partitions(options.partitions, topology.tp)})
     return LoadContext(opened, topology, live, adapter, options, filtered)
+
+
+def _is_of_its_own_cut(opened: OpenTag) -> bool:
+    """Return whether each rank saved state that only its optimizer knows the cut of: sharded, but no ZeRO-1."""
+    if opened.parts.optimizer in (None, "plain"):
+        return False
+    with opened.guarded():
+        return "base_state" not in opened.optimizer_tree(Coordinates())
 
 
 @dataclass
@@ -150,12 +158,9 @@ class LoadContext:
         return self.opened.mesh is not None or (self.model is not None and self.model.is_placed)
 
     def crosses(self, optimizer: OptimizerAdapter) -> bool:
-        """Return whether one side is a plain optimizer and the other ZeRO-1.
-
-        A mesh job is neither: its tensors are whole.
-        """
+        """Return whether one side is a plain optimizer and the other ZeRO-1, so that its state is cut again."""
         plain = (self.opened.parts.optimizer == "plain", optimizer.kind == "plain")
-        return plain[0] != plain[1] and self.is_mesh_job and not isinstance(optimizer, DictOptimizer)
+        return plain[0] != plain[1] and not isinstance(optimizer, DictOptimizer)
 
     def same_sizes(self, part: str) -> bool:
         """Return whether this rank's files are simply those of its coordinates."""

@@ -198,26 +198,36 @@ class LoadPlanner:
     def _own_part(self, model: ModelAdapter, tree: dict[str, Any]) -> dict[str, Any]:
         """Return the tree without names of other ranks of a mesh job.
 
-        Master weights take the place of rounded weights.
-
-        NxD trains weights of another dtype than the live ones beside master weights, which have the live dtype.
+        Master weights take the place of rounded weights, if the live ones have their dtype: on a mesh, and for a plain
+        optimizer that takes ZeRO-1's state.
         """
-        if not self._context.is_mesh_job or not model.names():
+        context, optimizer = self._context, self._optimizer
+        if context.is_mesh_job and model.names():
+            live = set(model.names())
+            if self._options.strict_names:
+                self._unknown_names |= {f"model/{name}" for name in tree if name not in live}
+            tree = {name: leaf for name, leaf in tree.items() if name in live}
+        becomes_plain = optimizer is not None and optimizer.kind == "plain" and context.crosses(optimizer)
+        if not self._opened.parts.master_weights or not (model.is_placed or becomes_plain):
             return tree
-        live = set(model.names())
-        if self._options.strict_names:
-            self._unknown_names |= {f"model/{name}" for name in tree if name not in live}
-        tree = {name: leaf for name, leaf in tree.items() if name in live}
-        masters = self._opened.parts.master_weights and model.is_placed
-        return {name: self._master(name, leaf) if masters and is_tensor(leaf) else leaf for name, leaf in tree.items()}
+        return {
+            name: self._master(name, leaf, widens=becomes_plain) if is_tensor(leaf) else leaf
+            for name, leaf in tree.items()
+        }
 
-    def _master(self, name: str, leaf: Any) -> Any:
-        """Return the weight; if its dtype is not the live one, its master weight, if that has the live dtype."""
+    def _master(self, name: str, leaf: Any, *, widens: bool) -> Any:
+        """Return the weight; if its dtype is not the live one, its master weight, if that has the live dtype.
+
+        If it ``widens``, a frozen weight, which has no master weight, becomes float32, with the same value.
+        """
         spec = self._context.specs.get(name)
         if spec is None or spec.dtype == form_of(leaf)[0]:
             return leaf
         master = self._context.state.optimizer.value(name, MASTER_WEIGHTS, spec)
-        return master if is_tensor(master) and form_of(master)[0] == spec.dtype else leaf
+        if is_tensor(master) and form_of(master)[0] == spec.dtype:
+            return master
+        is_wider = (form_of(leaf)[0], spec.dtype) in (("bfloat16", "float32"), ("float16", "float32"))
+        return Assembly.of(leaf).cast(spec.dtype) if widens and is_wider else leaf
 
     def _unmatched(self, model: ModelAdapter, tree: dict[str, Any]) -> str | None:
         """Return the names of the tag and of the model, for the error if none match.
@@ -309,14 +319,9 @@ class LoadPlanner:
         form = optimizer.form()
         if form is None:
             return context.target.optimizer.tree()
-        plain = (self._opened.parts.optimizer == "plain", form.kind == "plain")
-        if plain[0] != plain[1] and not context.is_mesh_job:
-            kinds = ["plain" if is_plain else "ZeRO-1" for is_plain in plain]
-            raise OptimizerMismatch(
-                f"optimizer: {self._opened.where} holds the state of a {kinds[0]} optimizer, the live one is "
-                f"{kinds[1]}; build the optimizer as when it was saved, or load with optimizer=None"
-            )
         source, filtered = context.state.optimizer, self._filter
+        if context.crosses(optimizer):
+            self._refuse_crossing(form, source)
         live = [slot.name for slot in form.slots]
         fresh = set() if self._options.strict else self._fresh(source, live)
 
@@ -332,6 +337,27 @@ class LoadPlanner:
         self._refuse_joined(form, source.group_order(form, covers))
         self._refuse_unused([*source.slots], live)
         return tree
+
+    def _refuse_crossing(self, form: OptimizerForm, source: ReshardedOptimizer) -> None:
+        """Raise OptimizerMismatch if a plain optimizer cannot go on from ZeRO-1's state, or the reverse."""
+        where, kinds = self._opened.where, ("ZeRO-1", "plain") if form.kind == "plain" else ("plain", "ZeRO-1")
+        if self._context.live_names is None or any(map(is_number, source.slots)):
+            raise OptimizerMismatch(
+                f"optimizer: {where} holds the state of a {kinds[0]} optimizer, the live one is {kinds[1]}. One takes "
+                "the other's state by the names of their parameters, which are not known: pass the live model too, or "
+                "param_names=; if the tag does not record them, saved_param_names="
+            )
+        for slot in form.slots if form.kind == "plain" else ():
+            saved = source.slot(slot.name, slot.spec)
+            shaped = [leaf for leaf in (saved.state if saved else {}).values() if is_tensor(leaf) and form_of(leaf)[1]]
+            dtypes = {form_of(leaf)[0] for leaf in shaped}
+            if dtypes and slot.spec.dtype not in dtypes:
+                dtype = sorted(dtypes)[0]
+                raise OptimizerMismatch(
+                    f"optimizer: {where} holds {dtype} state of a ZeRO-1 optimizer for {slot.name!r}, and the live "
+                    f"optimizer steps on {slot.spec.dtype} parameters, without master weights. Cast the model, such as "
+                    f"model.to(torch.{dtype}): it takes the master weights, if they were saved"
+                )
 
     def _fresh(self, source: ReshardedOptimizer, live: Sequence[str]) -> set[str]:
         """Return the parameters, by their names in the optimizer, without state in the tag: they start fresh."""

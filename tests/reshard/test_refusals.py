@@ -19,6 +19,7 @@ from tests.tag.equality import difference
 pytestmark = [pytest.mark.plain, pytest.mark.once]
 
 WEIGHTS = weights_of()
+ROUNDED = weights_of(torch.bfloat16)
 SAVED = layout_of("dp2tp2", WEIGHTS)
 LIVE = layout_of("dp3", WEIGHTS)
 
@@ -187,12 +188,35 @@ def test_entries_of_another_shape_load_on_the_same_cut_only(tmp_path: Path) -> N
     assert [1.0] * 12 == other.optimizer.state[other.stage.embed]["rows"].tolist()
 
 
+@pytest.mark.parametrize("live", [LIVE, layout_of("dp1", WEIGHTS), SAVED], ids=lambda live: live.topology.describe())
 @pytest.mark.parametrize("zero1", [True, False])
-def test_a_zero1_checkpoint_does_not_become_a_plain_one(tmp_path: Path, zero1: bool) -> None:
-    """Another kind of optimizer is refused on other sizes as it is on the same."""
+def test_zero1_becomes_plain_and_the_reverse(tmp_path: Path, zero1: bool, live: Layout) -> None:
+    """By the names of the parameters, on any sizes; without names they are refused."""
     save_job(tmp_path, WEIGHTS, replace(SAVED, zero1=zero1))
-    live = fresh(WEIGHTS, replace(LIVE, zero1=not zero1), LIVE.topology)
-    refuse(tmp_path, live, errors.OptimizerMismatch, "ZeRO-1")
+    layout = replace(live, zero1=not zero1, master_weights=False)
+    held = fresh(WEIGHTS, layout, layout.topology)
+    load_rank(tmp_path, held, partitions=layout.partitions)
+    assert None is difference(expected(WEIGHTS, layout, layout.topology), held.held())
+    nameless = fresh(WEIGHTS, layout, layout.topology)
+    with pytest.raises(errors.OptimizerMismatch, match="by the names of their parameters, which are not known: pass"):
+        load_checkpoint(tmp_path, None, None, nameless.optimizer, topology=layout.topology)
+
+
+def test_zero1_of_rounded_weights_becomes_a_plain_one_of_its_master_weights(tmp_path: Path) -> None:
+    """A plain optimizer has no master weights, so that the rounded ones would be trained on."""
+    job, dtype = layout_of("dp2", ROUNDED), torch.bfloat16
+    save_job(tmp_path, ROUNDED, job)
+    layout = replace(layout_of("dp1", ROUNDED), zero1=False)
+    rounded = fresh(ROUNDED, layout, layout.topology)
+    assert {dtype} == {parameter.dtype for parameter in rounded.stage.parameters() if parameter.requires_grad}
+    refuse(tmp_path, rounded, errors.OptimizerMismatch, r"on bfloat16 parameters, .* model\.to\(torch\.float32\)")
+    exact = fresh(ROUNDED, layout, layout.topology)
+    exact.stage.float()
+    load_rank(tmp_path, exact)
+    whole = {weight.name: weight.master if weight.kind == "parameter" else weight.value.float() for weight in ROUNDED}
+    weights = dict(exact.stage.named_parameters())
+    assert weights.keys() <= whole.keys()
+    assert [] == [name for name, value in weights.items() if not torch.equal(whole[name], value)]
 
 
 def test_partitions_that_do_not_fit(kept: Path) -> None:
