@@ -36,6 +36,7 @@ from nxd_ckpt.save.capture import capture
 from nxd_ckpt.save.options import SaveOptions, understood
 from nxd_ckpt.save.pending import Failures, PendingSave, SaveProgress, UnfinishedSaves
 from nxd_ckpt.save.pipeline import Pipeline, StagingPlan, await_decided
+from nxd_ckpt.save.replica_check import refuse_differences
 from nxd_ckpt.storage.base import Storage
 from nxd_ckpt.storage.system import require_locks
 from nxd_ckpt.storage.urls import StrPath
@@ -389,6 +390,32 @@ class Checkpointer:
         require_own(self._pid, self.storage.url)
         self._require_open("makes no further step")
         return self._schedule.is_due(step, lambda: self._meet("should_save"))
+
+    @as_checkpoint_errors()
+    def check_replicas(
+        self, model: Any = None, optimizer: Any = None, *, state: Mapping[str, Any] | None = None
+    ) -> None:
+        """Raise RanksDisagree if ranks that hold copies of the same tensors hold different values. All ranks call it.
+
+        A tag has one rank's copy, and a load gives it to all. The first save only compares samples, and warns. This
+        reads every tensor, which takes about as long as staging them, and compares digests. Shards of ZeRO-1 have no
+        copies.
+
+        Args:
+            model: as for `save`.
+            optimizer: as for `save`.
+            state: as for `save`.
+
+        Raises:
+            RanksDisagree: it names two ranks, and the tensors.
+        """
+        require_own(self._pid, self.storage.url)
+        with self._lock.held("check_replicas"):
+            agreement = self._meet("check_replicas")
+            if agreement is None:
+                raise CheckpointError("check_replicas() needs torch.distributed to be initialised: it compares ranks")
+            options, given = SaveOptions(), (model, optimizer, None, None, None, state)
+            refuse_differences(agreement, self.topology, lambda: capture(self.topology, options, *given))
 
     @as_checkpoint_errors()
     def remove(self, *tags: Tag, pinned: bool = False, dry_run: bool = False) -> Removed:

@@ -11,7 +11,8 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from nxd_ckpt import Checkpointer
+from nxd_ckpt import Checkpointer, Topology
+from nxd_ckpt.errors import CheckpointError, RanksDisagree
 from tests.support.rank_pool import RankPool
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]
@@ -31,17 +32,26 @@ class Net(torch.nn.Module):
         super().__init__()
         torch.manual_seed(0)
         self.linear = torch.nn.Linear(4, 8)
+        self.table = torch.nn.Embedding(300, 1000)  # more than 1 MiB: samples of it are compared
         self.register_buffer("seen", torch.zeros(2))
 
 
 def warnings_of(rank: int, directory: Path, what: str) -> list[str]:
-    """What is logged on this rank by two saves of objects of which ``what`` differs on rank 2."""
+    """What is logged on this rank by two saves of objects of which ``what`` differs on rank 2; and by a full check."""
     model = Net()
     if what.startswith("fsdp"):
         fully_shard(model.linear, mesh=init_device_mesh("cpu", (4,)))
+    if what.startswith("hsdp"):
+        fully_shard(model, mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")))
     optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     if rank == 2 and what.endswith("buffer"):
         model.get_buffer("seen").add_(1)
+    if rank == 2 and what == "large parameter":
+        model.table.weight.data[-1].add_(1)
+    if rank == 2 and what == "one number":
+        model.table.weight.data[100, 7].add_(1)
+    if rank == 2 and what == "hsdp, shard":
+        model.linear.bias.data.to_local().add_(1)
     if rank == 2 and what == "parameter":
         model.linear.bias.data.add_(1)
     if rank == 2 and what == "rate":
@@ -52,6 +62,10 @@ def warnings_of(rank: int, directory: Path, what: str) -> list[str]:
         with Checkpointer(directory / what.replace(" ", "-")) as checkpointer:
             for step in range(2):
                 checkpointer.save(f"step_{step}", model, optimizer)
+            try:
+                checkpointer.check_replicas(model, optimizer)
+            except RanksDisagree as error:
+                kept.messages.append(f"check: {error}")
     finally:
         logging.getLogger("nxd_ckpt").removeHandler(kept)
     return [message for message in kept.messages if "count as replicas" in message]
@@ -63,6 +77,9 @@ def warnings_of(rank: int, directory: Path, what: str) -> list[str]:
         ("buffer", "model/seen"),
         ("fsdp, buffer", "model/seen"),
         ("parameter", "model/linear.bias"),
+        ("large parameter", "model/table.weight"),
+        ("hsdp, shard", "model/linear.bias"),
+        ("hsdp, nothing", None),
         ("rate", "optimizer/param_groups/0/lr"),
         ("nothing", None),
         ("fsdp, nothing", None),
@@ -71,10 +88,25 @@ def warnings_of(rank: int, directory: Path, what: str) -> list[str]:
 def test_what_differs_is_named_once(gloo_ranks: RankPool, tmp_path: Path, what: str, name: str | None) -> None:
     """On rank 0, with the two ranks and what to do; and nothing where replicas are alike."""
     first, *others = gloo_ranks.run(warnings_of, tmp_path, what)
-    assert [[]] * 3 == others
     if name is None:
-        assert [] == first
+        assert [[]] * 4 == [first, *others]
     else:
-        (message,) = first
+        message, checked = first
+        assert [[f"check: on rank 0: {message}"]] * 3 == others
+        assert f"check: {message}" == checked
         assert f"ranks 0 and 2 count as replicas, and differ in {name}: " in message
         assert "rank_content=" in message
+
+
+def test_one_number_of_many_is_found_by_a_check(gloo_ranks: RankPool, tmp_path: Path) -> None:
+    """A save takes samples of a large tensor, so it may not see it."""
+    (message,), *_ = gloo_ranks.run(warnings_of, tmp_path, "one number")
+    assert message.startswith("check: ranks 0 and 2 count as replicas, and differ in model/table.weight: ")
+
+
+def test_a_rank_without_others_cannot_check(tmp_path: Path) -> None:
+    """A single process has nothing to compare; one of several without a process group is told what is needed."""
+    model = Net()
+    Checkpointer(tmp_path).check_replicas(model)
+    with pytest.raises(CheckpointError, match=r"check_replicas\(\) needs torch.distributed to be initialised"):
+        Checkpointer(tmp_path, topology=Topology(dp=2), run_id="r").check_replicas(model)
