@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import re
+import signal
 from pathlib import Path
 
 import pytest
 
+from nxd_ckpt import Checkpointer
 from tests.docs.markdown import DOCS, code_blocks
 from tests.support.processes import run_ranks
 
@@ -49,3 +52,28 @@ def test_trainers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytes
         exec(compile(script, "page", "exec"), {"__name__": "page"})
     printed = [line for line in capsys.readouterr().out.splitlines() if re.fullmatch(r"steps? \d.*", line)]
     assert ["steps 1 to 4", "steps 5 to 8", "step 8", "step 16"] == printed
+
+
+def test_a_script_to_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """It stops at a signal, passes over the damaged tag of that step, and goes on to its end; rules keep the tags."""
+    monkeypatch.chdir(tmp_path)
+    (script,) = code_blocks(DOCS / "whole-script.md", "python")
+    step = Checkpointer.step
+
+    def signalled(checkpointer: Checkpointer, number: int) -> bool:
+        if number == 120:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return step(checkpointer, number)
+
+    monkeypatch.setattr(Checkpointer, "step", signalled)
+    exec(compile(script, "page", "exec"), {"__name__": "page"})
+    (file,) = Path("checkpoints/step_120/model").iterdir()
+    file.write_bytes(file.read_bytes()[:-100])
+    monkeypatch.undo()
+    monkeypatch.chdir(tmp_path)
+    for _ in range(2):
+        exec(compile(script, "page", "exec"), {"__name__": "page"})
+    assert ["steps 1 to 120", "steps 101 to 400"] == capsys.readouterr().out.splitlines()
+    with Checkpointer("checkpoints") as checkpointer:
+        best, steps = checkpointer.best_step("loss"), checkpointer.all_steps()
+    assert {200, 300, 350, 400, best} <= {*steps}
