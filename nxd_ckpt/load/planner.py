@@ -421,7 +421,7 @@ class LoadPlanner:
         if parts.lower_precision_weights or not parts.master_weights:
             raise PartLost(
                 f"{where}: {tree[missing[0]].file} (model, {missing[0]}) is missing, with {len(missing) - 1} more: the "
-                "tag lost files since it was saved; load another one"
+                "tag lost files since it was saved"
             )
         specs, weight = self._context.specs, self._context.state.weight
         weights = {name: weight(name, tree[name], specs.get(name)) for name in missing}
