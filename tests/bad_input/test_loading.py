@@ -114,7 +114,7 @@ def test_a_scheduler_that_was_not_saved(kept: Path, tmp_path: Path) -> None:
 def test_another_kind_of_optimizer_needs_names(kept: Path) -> None:
     """A plain one takes ZeRO-1's state, and the reverse, by the names of the parameters; upstream an empty state."""
     match = r"{} optimizer, the live one is {}.*pass the live model too, or param_names="
-    alone = {"model": None, "scheduler": None}
+    alone: dict[str, Any] = {"model": None, "scheduler": None}
     zero1, plain = match.format("ZeRO-1", "plain"), match.format("plain", "ZeRO-1")
     refuse(kept, "zero1", errors.OptimizerMismatch, zero1, *jobs(), topology=Topology(dp=2), **alone)
     refuse(kept, "whole", errors.OptimizerMismatch, plain, *jobs(zero1=True), **alone)

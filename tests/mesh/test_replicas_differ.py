@@ -51,7 +51,8 @@ def warnings_of(rank: int, directory: Path, what: str) -> list[str]:
     if rank == 2 and what == "one number":
         model.table.weight.data[100, 7].add_(1)
     if rank == 2 and what == "hsdp, shard":
-        model.linear.bias.data.to_local().add_(1)
+        sharded: Any = model.linear.bias.data
+        sharded.to_local().add_(1)
     if rank == 2 and what == "parameter":
         model.linear.bias.data.add_(1)
     if rank == 2 and what == "rate":
