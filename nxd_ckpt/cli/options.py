@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from types import NoneType, UnionType
@@ -13,6 +14,7 @@ from typing import Any, Literal, NamedTuple, Union, get_args, get_origin, get_ty
 from nxd_ckpt.cli import text
 from nxd_ckpt.core.option_classes import fields_of
 from nxd_ckpt.core.partition import Partition
+from nxd_ckpt.core.suggestions import listed
 from nxd_ckpt.errors import CheckpointError, InvalidArgument
 from nxd_ckpt.options.execution import OpenOptions
 
@@ -183,10 +185,17 @@ def partitions_in(path: str | None) -> dict[str, Partition] | None:
     document = _json(path)
     if not isinstance(document, dict) or not all(isinstance(cut, dict) for cut in document.values()):
         raise InvalidArgument(f'{path}: expected {{"name": {{"partition_dim": 0, "num_partitions": 2}}, ...}}')
-    try:
-        return {name: Partition.from_json(cut) for name, cut in document.items()}
-    except CheckpointError as error:
-        raise InvalidArgument(f"{path}: {error}") from error
+    partitions = {}
+    known = [field.name for field in fields(Partition)]
+    for name, cut in document.items():
+        unknown = [field for field in cut if field not in known]
+        if unknown:
+            raise InvalidArgument(f"{path}: {name}: {listed(unknown, known)} is no field of a partition")
+        try:
+            partitions[name] = Partition.from_json(cut)
+        except CheckpointError as error:
+            raise InvalidArgument(f"{path}: {name}: {error.__cause__ or error}") from error
+    return partitions
 
 
 def names_in(path: str | None) -> Any:

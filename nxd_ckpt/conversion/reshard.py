@@ -19,7 +19,7 @@ from nxd_ckpt.keywords import ReshardKeywords
 from nxd_ckpt.options.tags import ReshardOptions
 from nxd_ckpt.output.locations import locate_input, locate_output
 from nxd_ckpt.output.source import open_source, refuse_mixed_ranks
-from nxd_ckpt.reshard.resharding import checked_partitions
+from nxd_ckpt.reshard.resharding import checked_partitions, refuse_unknown
 from nxd_ckpt.reshard.target import Target
 from nxd_ckpt.storage.urls import StrPath
 from nxd_ckpt.tag.opened import OpenTag
@@ -61,6 +61,8 @@ def reshard(input_dir: StrPath, output_dir: StrPath, **options: Unpack[ReshardKe
         if not opened.parts.model and opened.parts.optimizer is None:
             raise PartNotFound(f"{opened.where} holds neither model nor optimizer, so there is nothing to reshard")
         refuse_mixed_ranks(opened, process, processes)
+        if chosen.partitions and opened.parts.model:
+            refuse_unknown(chosen.partitions, opened.model_names(), opened.where)
         what = Target(
             _topology(opened.topology, chosen.sizes),
             optimizer=_kind(opened.parts.optimizer),

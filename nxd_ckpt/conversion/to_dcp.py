@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from typing_extensions import Unpack
@@ -19,9 +19,7 @@ from nxd_ckpt.conversion.job import Converted, DcpTarget, Job
 from nxd_ckpt.core.dcp_names import DcpChunk
 from nxd_ckpt.core.manifest import Parts
 from nxd_ckpt.core.option_classes import takes
-from nxd_ckpt.core.partition import Partition
-from nxd_ckpt.core.topology import Coordinates
-from nxd_ckpt.errors import InvalidArgument, PartNotFound, TopologyMismatch, as_checkpoint_errors
+from nxd_ckpt.errors import PartNotFound, TopologyMismatch, as_checkpoint_errors
 from nxd_ckpt.formats.torch_zip_writer import JoinedImage
 from nxd_ckpt.keywords import FromDcpKeywords, ToDcpKeywords
 from nxd_ckpt.options.execution import OutputOptions
@@ -31,6 +29,7 @@ from nxd_ckpt.output.locations import Location, locate_apart, locate_existing, l
 from nxd_ckpt.output.output import TORCH_DCP, Output
 from nxd_ckpt.output.source import open_source
 from nxd_ckpt.reshard.dcp_state import DcpState, DcpTensor
+from nxd_ckpt.reshard.resharding import refuse_unknown
 from nxd_ckpt.reshard.whole_tag import WholeTag
 from nxd_ckpt.save.planned_file import NamedTensor, PlannedFile
 from nxd_ckpt.storage.progress import Counter, report, watched
@@ -219,7 +218,7 @@ def from_dcp(dcp_directory: StrPath, tag: StrPath, **options: Unpack[FromDcpKeyw
                 f"{opened.where} holds nothing under {chosen.model_key!r} and {chosen.optim_key!r}; pass the keys of "
                 "model and optimizer in the state dict that was saved (model_key=, optim_key=)"
             )
-        _refuse_unknown(chosen.partitions or {}, opened)
+        refuse_unknown(chosen.partitions or {}, opened.model_names(), opened.where)
         what = DcpTarget(
             chosen.topology,
             optimizer=_optimizer_form(chosen, opened.parts),
@@ -237,12 +236,6 @@ def _optimizer_form(chosen: FromDcpOptions, parts: Parts) -> str | None:
     if parts.optimizer is None:
         return None
     return chosen.optimizer or ("zero1" if parts.master_weights else "plain")
-
-
-def _refuse_unknown(partitions: Mapping[str, Partition], opened: OpenTag) -> None:
-    unknown = sorted(partitions.keys() - opened.model_tree(Coordinates()).keys())
-    if unknown:
-        raise InvalidArgument(f"partitions= names {', '.join(unknown[:5])}, which {opened.where} does not have")
 
 
 def _parts(opened: OpenTag, what: DcpTarget) -> Parts:

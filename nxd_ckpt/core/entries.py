@@ -134,6 +134,7 @@ class Makers:
         if spec is None:
             partition = Partition.from_json(fields["partition"])
             shape, tie = tuple(integers(fields["shape"])), fields["tie"]
+            partition.check_shape("a parameter", shape)
             trainable = checked(bool, fields["trainable"])
             explicit = checked(bool, fields.get("explicit", False))
             tie = None if tie is None else checked(str, tie)

@@ -127,6 +127,15 @@ class Partition:
             return True
         return all(section.num_partitions == 1 for section in self.fused or (self,))
 
+    def check_shape(self, name: str, local_shape: Sequence[int]) -> None:
+        """Raise InvalidArgument if a tensor ``name`` of this shape lacks a dimension that is cut."""
+        dim = 0 if self.partition_dim is None and self.expert else self.partition_dim
+        if dim is not None and dim >= len(local_shape):
+            raise InvalidArgument(
+                f"{name}: its partition cuts dimension {dim}, counted from 0, but it has {len(local_shape)} dimensions "
+                f"(shape {tuple(local_shape)})"
+            )
+
     def to_json(self) -> dict[str, Any]:
         """Return the fields that differ from a replicated parameter's, so that manifests stay small."""
         full = {

@@ -94,7 +94,11 @@ class LoadContext:
     @cached_property
     def specs(self) -> Mapping[str, ParameterSpec]:
         """The live parameters and buffers; none of a dict that is to be filled."""
-        return {} if self.model is None else self.model.parameters(self.topology.tp)
+        specs = {} if self.model is None else self.model.parameters(self.topology.tp)
+        for name, partition in (self.options.partitions or {}).items():
+            if name in specs:
+                partition.check_shape(f"partitions= of {name}", specs[name].shape)
+        return specs
 
     @cached_property
     def state(self) -> ReshardedState:

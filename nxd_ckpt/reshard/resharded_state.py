@@ -39,7 +39,12 @@ def recorded_parameters(opened: OpenTag, partitions: Mapping[str, Partition]) ->
 
 
 def _repartitioned(name: str, spec: ParameterSpec, partition: Partition, ep: int) -> ParameterSpec:
-    """Return the parameter with the caller's cut. Raises TopologyMismatch if the save recorded another whole shape."""
+    """Return the parameter with the caller's cut.
+
+    Raises TopologyMismatch if the save recorded another whole shape, and InvalidArgument for a dimension that is not
+    there.
+    """
+    partition.check_shape(f"partitions= of {name}", spec.shape)
     recorded, expected = (cut.global_shape(spec.shape, ep) for cut in (spec.partition, partition))
     if spec.explicit and partition.known and recorded != expected:
         raise TopologyMismatch(

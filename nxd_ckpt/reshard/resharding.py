@@ -7,7 +7,7 @@ Otherwise both cuts must be known, and reads are planned through the whole tenso
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 
 from nxd_ckpt.core.box import Box
@@ -15,6 +15,7 @@ from nxd_ckpt.core.manifest import ParameterSpec
 from nxd_ckpt.core.partition import Partition, Piece, zero1_pieces
 from nxd_ckpt.core.reads import Cut, CutIndex, Read, holders, plan_reads
 from nxd_ckpt.core.section import Section
+from nxd_ckpt.core.suggestions import listed
 from nxd_ckpt.core.topology import Topology
 from nxd_ckpt.errors import InvalidArgument, ShapeMismatch, TopologyMismatch
 
@@ -77,15 +78,23 @@ def checked_partitions(partitions: Mapping[str, Partition] | None, tp: int) -> M
     return partitions or {}
 
 
+def refuse_unknown(partitions: Iterable[str], parameters: Collection[str], where: str = "the model") -> None:
+    """Raise InvalidArgument for names in a caller's partitions that are no parameters."""
+    unknown = [name for name in partitions if name not in parameters]
+    if unknown:
+        raise InvalidArgument(f"partitions= names {listed(unknown, parameters)}, which {where} does not have")
+
+
 def check_partitions(
     partitions: Mapping[str, Partition], parameters: Mapping[str, ParameterSpec], topology: Topology
 ) -> None:
     """Raise InvalidArgument for partitions that a rank with these ``parameters`` cannot have."""
-    unknown = [name for name in partitions if name not in parameters]
-    if unknown and topology.pp == 1:  # with pp > 1 it may be on another stage
-        raise InvalidArgument(f"partitions= names {unknown[:5]}, which the model does not have")
+    if topology.pp == 1:  # else it may be on another stage
+        refuse_unknown(partitions, parameters)
     for name, partition in partitions.items():
         parameter = parameters.get(name)
+        if parameter is not None:
+            partition.check_shape(f"partitions= of {name}", parameter.shape)
         if parameter is None or not partition.known:
             continue
         if partition.section_layouts(parameter.shape, topology.tp, topology.ep_rank) is None:

@@ -140,7 +140,7 @@ def weights(names: list[str]) -> list[str]:
         ([{"tag": "two"}] * 2, errors.CheckpointNotFound, "no tag 'two'; it holds 'one' (complete)"),
         ([{"tag": "../one"}] * 2, errors.InvalidTag, "tag '../one'"),
         ([{"rank_content": {}}, {}], errors.PartNotFound, "rank_00000.pt"),
-        ([{}, {"partitions": {"absent": Partition()}}], errors.InvalidArgument, "partitions= names ['absent']"),
+        ([{}, {"partitions": {"absent": Partition()}}], errors.InvalidArgument, "partitions= names 'absent'"),
         ([{}, {"ignore_keys": ["optim/*"]}], errors.RanksDisagree, "ignore_keys=['optim/*']"),
         ([{}, {"strict_model_weights": False}], errors.RanksDisagree, "strict_model_weights=False"),
         ([{}, {"ignore_keys": np.array(["optim/*", "rng"])}], errors.RanksDisagree, "ignore_keys=array"),

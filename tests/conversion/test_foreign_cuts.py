@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from nxd_ckpt import Partition, open_checkpoint
+from nxd_ckpt import Partition, Topology, load_checkpoint, open_checkpoint
 from nxd_ckpt.cli.main import main
 from nxd_ckpt.convert import reshard, to_dcp, unshard_checkpoint
 from nxd_ckpt.errors import InvalidArgument, OptimizerMismatch
@@ -43,6 +43,36 @@ def test_a_cut_into_one_partition_is_refused(
     assert 1 == main([name, str(model.saved.directory / TAG), str(tmp_path / "out"), "--partitions", str(file)])
     assert "--partitions says that embed.weight is cut" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("name", CONVERSIONS)
+@pytest.mark.parametrize(
+    ("cut", "expected"),
+    [
+        ({"embed.weight": {"partition_dim": 7, "num_partitions": 2}}, "embed.weight: its partition cuts dimension 7,"),
+        ({"embed.wieght": {"partition_dim": 0, "num_partitions": 2}}, "'embed.wieght' (did you mean 'embed.weight'?)"),
+        ({"embed.weight": {"partition_dim": -1}}, "embed.weight: partition: partition_dim, counted from"),
+        ({"embed.weight": {"partition_dims": 0}}, "embed.weight: 'partition_dims' (did you mean 'partition_dim'?)"),
+    ],
+)
+def test_a_cut_that_cannot_be_is_refused(
+    model: GoldenModel, name: str, cut: Any, expected: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By the parameter's name, before anything is written."""
+    (tmp_path / "cuts.json").write_text(json.dumps(cut))
+    words = [name, model.saved.directory / TAG, tmp_path / "out", "--partitions", tmp_path / "cuts.json"]
+    assert 1 == main([*map(str, words)])
+    assert expected in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_live_model_says_which_dimension_is_not_there(model: GoldenModel) -> None:
+    """A load with ``partitions=`` into a live model, and one into a dict."""
+    cut: dict[str, Any] = {"partitions": {"embed.weight": Partition(2, num_partitions=2)}}
+    live = torch.nn.ModuleDict({"embed": torch.nn.Embedding(*model.tensors(0)["embed.weight"]["model"].shape)})
+    for target, topology in ((live, Topology()), ({}, Topology(dp=2, tp=1, rank=0))):
+        with pytest.raises(InvalidArgument, match=r"partitions= of embed.weight: its partition cuts dimension 2"):
+            load_checkpoint(model.saved.directory, model=target, topology=topology, strict=False, **cut)
 
 
 def test_the_example_in_the_help_is_right(model: GoldenModel, tmp_path: Path) -> None:

@@ -39,7 +39,6 @@ def test_a_fused_weight_is_recorded_section_by_section() -> None:
 @pytest.mark.parametrize(
     "partition",
     [
-        Partition(2, num_partitions=2),
         Partition(0, 4, 2),
         Partition(0, num_partitions=4),
         Partition(0, 1, 2, (1, 0, 1, 0)),
@@ -52,6 +51,14 @@ def test_a_cut_that_does_not_fit_is_refused(partition: Partition) -> None:
         pieces(Topology(tp=2), weight=partition)
 
 
+@pytest.mark.parametrize("partition", [Partition(2, num_partitions=2), Partition(2, 1, 2, known=False)])
+def test_a_dimension_that_is_not_there_is_refused(partition: Partition) -> None:
+    """The error names the parameter and its shape."""
+    expected = r"partitions= of weight: its partition cuts dimension 2, counted from 0, but it has 2 dimensions"
+    with pytest.raises(InvalidArgument, match=expected):
+        pieces(Topology(tp=2), weight=partition)
+
+
 def test_names_of_other_stages_are_left_to_them() -> None:
     """All ranks pass the same ``partitions=``; a pipeline stage takes what it holds."""
     partitions = {"weight": Partition(0, num_partitions=2), "of_another_stage": Partition(0, num_partitions=2)}
@@ -61,5 +68,5 @@ def test_names_of_other_stages_are_left_to_them() -> None:
 
 def test_a_name_that_no_stage_has() -> None:
     """Without pipeline stages, a name that the model does not have is a mistake."""
-    with pytest.raises(InvalidArgument, match=r"partitions= names \['wieght'\], which the model does not have"):
+    with pytest.raises(InvalidArgument, match=r"partitions= names 'wieght' \(did you mean 'weight'\?\), which the"):
         pieces(Topology(tp=2), wieght=Partition(0, num_partitions=2))

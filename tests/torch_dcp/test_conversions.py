@@ -215,7 +215,7 @@ def test_nxds_tags_go_through_a_store_with_the_names_that_they_need(
         ({"model_key": "optim"}, InvalidArgument, "must differ"),
         ({"model_key": "net", "optim_key": "opt"}, PartNotFound, "nothing under 'net' and 'opt'"),
         ({"optimizer": "lion"}, InvalidArgument, "zero1, plain, found 'lion'"),
-        ({"partitions": {"absent": Partition(0)}}, InvalidArgument, "names absent"),
+        ({"partitions": {"absent": Partition(0)}}, InvalidArgument, "names 'absent'"),
     ],
 )
 def test_arguments_that_cannot_be_are_refused(
