@@ -28,7 +28,7 @@ def _run(args: argparse.Namespace) -> int:
 
     def examine() -> Examination:
         after, before = _open_tags(args)
-        return examine_checkpoint(after, before, progress=not args.quiet)
+        return examine_checkpoint(after, before=before, progress=not args.quiet)
 
     examination = of_latest(True, examine)
     document = {"ok": bool(examination), **asdict(examination)}
@@ -71,6 +71,8 @@ def _lines(document: dict[str, Any]) -> Iterator[str]:
     else:
         was = "" if document["step_before"] is None else f" (step {document['step_before']})"
         yield f"  {step or 'steps are not counted'}; examined after {document['before']}{was}"
+        if document["step"] is not None and document["step"] < (document["step_before"] or 0):
+            yield "  (if the tags were named in the wrong order: as for diff, the earlier one is the first)"
     yield f"  {units.count(document['parameters'], 'parameter')}, {size(document['nbytes'])} were read and verified"
 
 
@@ -96,8 +98,8 @@ DOCTOR = Command(
         "innocent reason, are only shown, unless --strict is given."
     ),
     operands=(
-        ("TAG", "a tag, or a directory for its latest one; or their URL"),
         ("BEFORE?", "an earlier tag (default: the one before TAG)"),
+        ("TAG", "a tag, or a directory for its latest one; or their URL"),
     ),
     add_flags=_add_flags,
     options=OpenOptions,

@@ -66,7 +66,7 @@ class Examination:
 
 @as_checkpoint_errors()
 def examine_checkpoint(
-    checkpoint: Checkpoint, before: Checkpoint | None = None, *, progress: bool = False
+    checkpoint: Checkpoint, *, before: Checkpoint | None = None, progress: bool = False
 ) -> Examination:
     """Examine a tag, and whether a run that continued from ``before`` can have saved it.
 

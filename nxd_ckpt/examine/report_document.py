@@ -355,7 +355,7 @@ def _step(name: str, statistics: Statistics, options: Mapping[str, Mapping[str, 
 
 
 def _doctor_findings(before: Checkpoint | None, newest: Checkpoint, progress: bool) -> list[dict[str, str]]:
-    examination = examine_checkpoint(newest, before, progress=progress)
+    examination = examine_checkpoint(newest, before=before, progress=progress)
     return [
         {"severity": finding.severity, "kind": finding.kind, "what": finding.what, "message": finding.message}
         for finding in examination.findings

@@ -49,8 +49,11 @@ def test_tags_are_named(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     )
     assert 0 == main(["doctor", str(run / "step_2"), "--alone", "--quiet"])
     assert "" == capsys.readouterr().out
-    assert 1 == main(["doctor", str(run / "step_1"), str(run / "step_2")])
-    assert "was at step 2 and is at step 1" in capsys.readouterr().out
+    assert 0 == main(["doctor", str(run / "step_1"), str(run / "step_2"), "--json"])
+    assert document == json.loads(capsys.readouterr().out), "as for diff, the earlier tag is the first"
+    assert 1 == main(["doctor", str(run / "step_2"), str(run / "step_1")])
+    out = capsys.readouterr().out
+    assert ("was at step 2 and is at step 1" in out, "the earlier one is the first" in out) == (True, True)
 
 
 def test_damage_is_a_problem(run: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -15,7 +15,7 @@ pytestmark = [pytest.mark.plain, pytest.mark.once]
 def findings(directory: Path, before: str | None, after: str) -> list[str]:
     """What is found, in words."""
     earlier = None if before is None else open_checkpoint(directory, before)
-    found = examine_checkpoint(open_checkpoint(directory, after), earlier)
+    found = examine_checkpoint(open_checkpoint(directory, after), before=earlier)
     assert () == found.problems
     assert bool(found) or found.findings
     return [f"{one.severity} {one.kind} {one.what}: {one.message}" for one in found.findings]

@@ -232,7 +232,7 @@ def test_a_notebook_shows_names_as_text(tmp_path: Path) -> None:
     for tag, value in (("a", 1.0), ("b", float("nan"))):
         save_checkpoint(tmp_path, tag, {"<script>\u202e": torch.full((2,), value), **state})
     a, b = (open_checkpoint(tmp_path, tag) for tag in "ab")
-    for shown in (a, diff_checkpoints(a, b), examine_checkpoint(b, a)):
+    for shown in (a, diff_checkpoints(a, b), examine_checkpoint(b, before=a)):
         html = shown._repr_html_()
         assert "model/&lt;script&gt;\\u202e" in html
         assert "<script" not in html

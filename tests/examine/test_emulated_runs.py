@@ -38,4 +38,4 @@ def test_emulated_runs_are_well(
     xla_ranks.run(_run, str(tmp_path), Setup(sizes, dtype=dtype, optimizer=optimizer))
     opened = [nxd_ckpt.open_checkpoint(tmp_path, str(step)) for step in accumulate(STEPS)]
     for before, after in pairwise(opened):
-        assert () == nxd_ckpt.examine_checkpoint(after, before).findings
+        assert () == nxd_ckpt.examine_checkpoint(after, before=before).findings

@@ -110,7 +110,7 @@ def caught(saved: Saved, mutants: tuple[Mutant, ...]) -> None:
         mutant(copy.deepcopy(before), changed)
     save_ranks(directory, tag, changed)
 
-    found = examine_checkpoint(open_checkpoint(directory, tag), open_checkpoint(directory, "before"))
+    found = examine_checkpoint(open_checkpoint(directory, tag), before=open_checkpoint(directory, "before"))
 
     assert not found
     for mutant in mutants:

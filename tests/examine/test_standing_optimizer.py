@@ -30,7 +30,7 @@ def save_twice(
 
 
 def severities(directory: Path) -> list[tuple[str, str]]:
-    examination = examine_checkpoint(open_checkpoint(directory, "b"), open_checkpoint(directory, "a"))
+    examination = examine_checkpoint(open_checkpoint(directory, "b"), before=open_checkpoint(directory, "a"))
     return [(one.severity, one.kind) for one in examination.findings]
 
 

@@ -114,7 +114,7 @@ def _run(directory: Path, make: Make, changes: list[tuple[int, int]] = CHANGES) 
 def _doctor_is_silent(directory: Path) -> None:
     """A run that changed dp, or whose streams take turns, is none whose data position is off."""
     tags = [open_checkpoint(directory, f"step_{number}") for number in range(len(CHANGES))]
-    assert [()] * 3 == [examine_checkpoint(after, before).findings for before, after in pairwise(tags)]
+    assert [()] * 3 == [examine_checkpoint(after, before=before).findings for before, after in pairwise(tags)]
 
 
 def test_no_sample_is_lost_or_repeated(tmp_path: Path) -> None:

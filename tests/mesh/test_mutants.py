@@ -197,13 +197,13 @@ def saved(gloo_ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Pat
 def test_the_run_is_well(saved: Path) -> None:
     """Without a mutant nothing is found."""
     before, after = (open_checkpoint(saved, tag) for tag in ("before", "after"))
-    assert () == examine_checkpoint(after, before).findings
+    assert () == examine_checkpoint(after, before=before).findings
 
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.__name__)
 def test_a_mutant_is_caught(saved: Path, mutant: Mutant) -> None:
     """As a problem of its kind that names what is wrong."""
     before, after = (open_checkpoint(saved, tag) for tag in ("before", mutant.__name__))
-    problems = [one for one in examine_checkpoint(after, before).findings if one.severity == "problem"]
+    problems = [one for one in examine_checkpoint(after, before=before).findings if one.severity == "problem"]
     kind, what = MUTANTS[mutant]
     assert [one for one in problems if one.kind == kind and what in one.what], problems

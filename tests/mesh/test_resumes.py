@@ -81,4 +81,4 @@ def test_runs_are_well(gloo_ranks: RankPool, tmp_path: Path, name: str, optimize
     gloo_ranks.run(_run, tmp_path, name, optimizer, seed)
     tags = [open_checkpoint(tmp_path, str(step)) for step in (2, 3, 6, 16, 17, 37)]
     for before, after in pairwise(tags):
-        assert () == examine_checkpoint(after, before).findings
+        assert () == examine_checkpoint(after, before=before).findings
