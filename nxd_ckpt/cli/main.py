@@ -27,7 +27,7 @@ from nxd_ckpt.errors import CheckpointError
 from nxd_ckpt.version import __version__
 
 GROUPS: Mapping[str, tuple[Command, ...]] = {
-    "look - say what is there, and change nothing": (LIST, INSPECT, WATCH, DIFF, REPORT),
+    "look - say what is there": (LIST, INSPECT, WATCH, DIFF, REPORT),
     "prove - look for damage, and for a resume that would go wrong": (VERIFY, DOCTOR, SELFTEST),
     "keep - decide which checkpoints stay": (PIN, UNPIN, PRUNE, RM),
     "move - bring a checkpoint to another place as it is": (writers.CP, writers.PACK),

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from nxd_ckpt.core.manifest import ParameterSpec
+from nxd_ckpt.core.manifest import Manifest, ParameterSpec
 from nxd_ckpt.core.mesh import Layout
 from nxd_ckpt.core.partition import Partition
 from nxd_ckpt.core.topology import Coordinates, Topology
 from nxd_ckpt.formats.tensors import Assembly, TensorStub, iter_tensors
+from nxd_ckpt.reshard.resharded_state import recorded_parameters
 from nxd_ckpt.tag.files import MissingTensor
 from nxd_ckpt.tag.opened import OpenTag
 
@@ -23,9 +24,19 @@ def parameters(opened: OpenTag, rank: int = 0) -> list[dict[str, Any]]:
         return []
     if opened.manifest is None:
         return list(_from_files(opened).values())
-    described = [_from_spec(name, spec, opened.topology) for name, spec in opened.manifest.parameters.items()]
+    knows = _knows_trained(opened.manifest)
+    described = [_from_spec(name, spec, opened.topology, knows) for name, spec in opened.manifest.parameters.items()]
     layouts = {} if opened.mesh is None else opened.mesh.layouts("model/")
     return [parameter | _on_mesh(layouts.get(parameter["name"]), parameter["shape"], rank) for parameter in described]
+
+
+def _knows_trained(manifest: Manifest) -> bool:
+    """Return whether the save told parameters that are trained from others.
+
+    A state dict does not: all of its tensors count as untrained. A conversion takes it over, or counts all as trained.
+    """
+    kinds = {spec.trainable for spec in manifest.parameters.values()}
+    return len(kinds) == 2 or (kinds == {True} and not manifest.is_converted)
 
 
 def _on_mesh(layout: Layout | None, shape: Sequence[int], rank: int) -> dict[str, Any]:
@@ -70,7 +81,7 @@ def _plain_cut(partition: Partition, tp: int) -> str:
     return cut
 
 
-def _from_spec(name: str, spec: ParameterSpec, topology: Topology) -> dict[str, Any]:
+def _from_spec(name: str, spec: ParameterSpec, topology: Topology, knows_trained: bool) -> dict[str, Any]:
     partition = spec.partition
     return {
         "name": name,
@@ -79,22 +90,23 @@ def _from_spec(name: str, spec: ParameterSpec, topology: Topology) -> dict[str, 
         "global_shape": list(partition.global_shape(spec.shape, topology.ep)) if partition.known else None,
         "partition": partition.to_json(),
         "cut": describe_partition(partition, topology),
-        "trainable": spec.trainable,
+        "trainable": spec.trainable if knows_trained else None,
     }
 
 
 def _from_files(opened: OpenTag) -> dict[str, dict[str, Any]]:
     """Describe parameters from NxD's files.
 
-    They hold local tensors without their partition; if tp and ep are 1, tensors are whole.
+    They hold local tensors without their partition. What ranks hold alike is whole, and everything if tp and ep are 1.
     """
-    topology = opened.topology
-    whole = topology.tp == topology.ep == 1
+    topology, recorded = opened.topology, recorded_parameters(opened, {})
+    alone = topology.tp == topology.ep == 1
     parameters: dict[str, dict[str, Any]] = {}
     for pp_rank in range(topology.pp):
         tree = opened.model_tree(Coordinates(pp_rank=pp_rank))
         for path, leaf in iter_tensors(tree, (TensorStub, Assembly, MissingTensor)):
             name, shape = ".".join(map(str, path)), None if leaf.shape is None else list(leaf.shape)
+            whole = alone or (name in recorded and recorded[name].partition.known)
             parameters.setdefault(
                 name,
                 {

@@ -29,6 +29,10 @@ def writer(package: str) -> str:
     return "NxD" if package == "neuronx_distributed" else package
 
 
+def metric(value: float | None) -> str:
+    return "not finite" if value is None else f"{value:g}"
+
+
 def parts(present: Mapping[str, Any] | None) -> str:
     """List the parts of a tag: ``model, zero1 optimizer, scheduler``."""
     if present is None:

@@ -6,7 +6,7 @@ import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime, timezone
 from functools import partial
 from math import inf, prod
@@ -75,6 +75,7 @@ class ListedTag:
         topology: the sizes it was saved on, by name, None for an unknown one; None for an incomplete tag.
         written_by: "nxd_ckpt" or "neuronx_distributed".
         problems: missing parts, and other problems.
+        metrics: numbers that were passed to the save; None for one that was not finite.
     """
 
     tag: str
@@ -86,6 +87,10 @@ class ListedTag:
     topology: Mapping[str, int | None] | None
     written_by: str
     problems: tuple[str, ...]
+    metrics: Metrics = field(default_factory=dict)
+
+
+_SAME = ("complete", "latest", "pinned", "nbytes", "topology", "written_by", "metrics")
 
 
 class TagList(tuple[ListedTag, ...]):
@@ -111,7 +116,7 @@ def list_checkpoints(path: str | os.PathLike[str], *, storage_options: Options =
             tag=tag["tag"],
             saved=_time_of(tag["order_time"]),
             problems=(*(f"it lacks {what}" for what in tag["lacks"]), *tag["problems"]),
-            **{key: tag[key] for key in ("complete", "latest", "pinned", "nbytes", "topology", "written_by")},
+            **{key: tag[key] for key in _SAME},
         )
         for tag in tags
     )

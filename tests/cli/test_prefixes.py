@@ -38,7 +38,7 @@ def test_a_model_of_a_thousand_layers_is_a_page(run: Run, tmp_path: Path) -> Non
     model = {f"layers.{layer}.{name}": torch.ones(2, 3) for layer in range(1000) for name in ("up", "down")}
     save_as_every_rank(tmp_path, "deep", [Topology()], lambda _: {"model": model})
 
-    assert "  layers.{0..999}.up    float32  [2, 3]  [2, 3]  whole  no" in run("inspect", tmp_path).out.splitlines()
+    assert "  layers.{0..999}.up    float32  [2, 3]  [2, 3]  whole  ?" in run("inspect", tmp_path).out.splitlines()
     lines = run("inspect", tmp_path, "--by-prefix").out.splitlines()
     assert "  model/layers.{0..999}.up    1000     float32  [2, 3]  23.4 KiB  whole" in lines
     assert 5 == len(lines)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from nxd_ckpt import Checkpointer
+from nxd_ckpt import Checkpointer, list_checkpoints
 from tests.cli.conftest import Run
 from tests.protocol.states import visible_tags
 
@@ -29,7 +29,9 @@ def test_pinned_tags_stay(four: Path, run: Run) -> None:
     listed = run("list", four, "--json").document["tags"]
     assert ["step_3"] == [tag["tag"] for tag in listed if tag["pinned"]]
     assert [{"loss": 3.0}, {"loss": 1.0}, {"loss": None}, {"loss": 2.0}] == [tag["metrics"] for tag in listed]
-    assert "complete, pinned" in run("list", four).out
+    shown = run("list", four).out
+    assert ("complete, pinned" in shown, "loss 3 " in shown, "loss not finite " in shown) == (True, True, True)
+    assert [3.0, 1.0, None, 2.0] == [tag.metrics["loss"] for tag in list_checkpoints(four)]
 
     assert 0 == run("prune", four, "--last", "1").code
     assert ["step_3", "step_4"] == visible_tags(four)

@@ -395,6 +395,8 @@ def _files(*names: str) -> Callable[[Path], None]:
         (_files(".metadata"), MalformedFile, "not the metadata of torch DCP"),
         (_files("config.json", "model.safetensors"), UnsupportedState, "nxd-ckpt import`, and migrate that"),
         (_files("config.json", "model.safetensors", "rng_state.pth"), UnsupportedState, "and migrate that"),
+        (_files("config.json", "pytorch_model.bin", "training_args.bin"), UnsupportedState, "and migrate that"),
+        (_files("config.json", "pytorch_model-00001-of-00002.bin"), UnsupportedState, "and migrate that"),
         (
             _files("rank_0/step_1/checkpoint.pt", "rank_1/step_1/metadata.metadata"),
             CheckpointNotFound,

@@ -16,6 +16,7 @@ from nxd_ckpt.storage.base import Storage
 from nxd_ckpt.tag import tiered
 from nxd_ckpt.tag.foreign import legacy, nemo, presharded, rank_items, torch_xla_files
 from nxd_ckpt.tag.foreign.torch_dcp import METADATA
+from nxd_ckpt.tag.foreign.weight_files import has_weights
 
 
 class Writer(Enum):
@@ -159,7 +160,7 @@ def _is_legacy(storage: Storage, folder: str, listing: _Names) -> bool:
 
 
 def _is_hugging_face(storage: Storage, folder: str, listing: _Names) -> bool:
-    weights = any(name.endswith(".safetensors") and not presharded.is_present([name]) for name in listing)
+    weights = has_weights(name for name in listing if not presharded.is_present([name]))
     others = _is_optimum(storage, folder, listing) or torch_xla_files.is_trainers(listing)
     return weights and "config.json" in listing and not others
 
