@@ -17,6 +17,7 @@ from nxd_ckpt.options.hugging_face import ExportOptions, ImportOptions
 from nxd_ckpt.options.migration import MigrateOptions
 from nxd_ckpt.options.tags import CopyOptions, PackOptions, ReshardOptions, Zero1Options
 from nxd_ckpt.options.torch_forms import FromDcpOptions, ToDcpOptions, UnshardOptions
+from nxd_ckpt.storage.urls import directory_and_name
 
 Lines = Callable[[dict[str, Any]], Iterator[str]]
 """Lines for people, from the command's JSON document."""
@@ -71,10 +72,13 @@ def _unmapped_lines(side: str, document: dict[str, Any]) -> Iterator[str]:
 
 def _cp_lines(document: dict[str, Any]) -> Iterator[str]:
     whole = f"{units.count(document['files'], 'file')}, {size(document['nbytes'])}"
+    verb = "would be" if document["dry_run"] else "is"
+    yield f"{document['source']} {verb} copied to {document['target']}: {whole}"
+    (_, name), (directory, new_name) = map(directory_and_name, (document["source"], document["target"]))
+    if new_name != name:
+        yield f"  the copy {verb} the tag {new_name!r} of {directory}"
     if document["dry_run"]:
-        yield f"{document['source']} would be copied to {document['target']}: {whole}"
         return
-    yield f"{document['source']} is copied to {document['target']}: {whole}"
     if document["linked"]:
         yield f"  {units.count(document['linked'], 'file')} linked"
     if document["kept"]:

@@ -21,7 +21,7 @@ from nxd_ckpt.errors import CheckpointError, as_checkpoint_errors
 from nxd_ckpt.keywords import CopyKeywords
 from nxd_ckpt.options.tags import CopyOptions
 from nxd_ckpt.output.cp_files import CopyMeans, CopyResult, FileCopy, HostCopies, TagFile, files_to_copy
-from nxd_ckpt.output.locations import locate_input, locate_output
+from nxd_ckpt.output.locations import locate_copy, locate_input
 from nxd_ckpt.output.source import open_source
 from nxd_ckpt.output.transfer import Pace
 from nxd_ckpt.storage.progress import report, watched
@@ -66,7 +66,7 @@ def copy_checkpoint(src: StrPath, dst: StrPath, **options: Unpack[CopyKeywords])
         dst: path or URL of the copy. Its name may differ.
 
     Raises:
-        InvalidArgument: ``dst`` may not be replaced, or is ``src``.
+        InvalidArgument: ``dst`` may not be replaced, is ``src``, or is a directory for tags: name the tag in it.
         CheckpointNotFound: no such tag, or an incomplete one.
         CorruptCheckpoint: a file changed since it was saved; nothing becomes visible.
         TagReplaced: ``src`` was removed, or saved again, while it was copied; nothing becomes visible.
@@ -78,7 +78,7 @@ def copy_checkpoint(src: StrPath, dst: StrPath, **options: Unpack[CopyKeywords])
     rate = None if limit is None else bytes_of(limit, "max_bytes_per_second")
     started = time.monotonic()
     source = locate_input(src, chosen.storage_options)
-    target = locate_output(dst, source, chosen.overwrite, chosen.written_with)
+    target = locate_copy(dst, source, chosen.overwrite, chosen.written_with)
     opened = open_source(source)
     with opened.guarded():
         files = files_to_copy(opened)

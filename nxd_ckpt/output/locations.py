@@ -26,7 +26,7 @@ from nxd_ckpt.storage.urls import (
 )
 from nxd_ckpt.tag import tiered
 from nxd_ckpt.tag.choosing import tag_meant
-from nxd_ckpt.tag.directory import list_tags, may_be_replaced, require_directory, tag_around
+from nxd_ckpt.tag.directory import holds_tags, list_tags, may_be_replaced, require_directory, tag_around
 from nxd_ckpt.tag.foreign import nemo
 
 logger = logging.getLogger("nxd_ckpt")
@@ -132,6 +132,8 @@ def locate_output(path: StrPath, source: Location, overwrite: bool, options: Sto
     entries = {entry.name for entry in storage.list(target.name)}
     if not entries:
         return target
+    if holds_tags(replace(target, directory=join(target.directory, target.name)).open()):
+        raise InvalidArgument(f"output {target.path} is a directory of tags: {_name_one(target, source)}")
     # On a store, an interrupted conversion leaves its files in the tag's place; they need not be kept.
     is_interrupted = not storage.renames and DONE not in entries
     if not overwrite and not is_interrupted:
@@ -144,6 +146,24 @@ def locate_output(path: StrPath, source: Location, overwrite: bool, options: Sto
             f"output {target.path} exists and holds more than a checkpoint, so it is not replaced; choose another path"
         )
     return target
+
+
+def locate_copy(path: StrPath, source: Location, overwrite: bool, options: StorageOptions | None = None) -> Location:
+    """Return the location of a copy of a tag; see `locate_output`.
+
+    Raises InvalidArgument also for a path that may mean the directory of the copy instead: an empty directory, or a
+    name with a slash at its end, which is not the tag's.
+    """
+    target = locate_output(path, source, overwrite, options)
+    storage = target.open()
+    means_directory = os.fspath(path).endswith("/") or (storage.renames and storage.is_dir(target.name))
+    if target.name != source.name and means_directory and not storage.list(target.name):
+        raise InvalidArgument(f"output {target.path} is a directory, or is named as one: {_name_one(target, source)}")
+    return target
+
+
+def _name_one(target: Location, source: Location) -> str:
+    return f"name the tag that is made in it, such as {join(target.path, source.name)}"
 
 
 def locate_apart(path: StrPath, source: Location, options: StorageOptions | None) -> Location:

@@ -42,6 +42,19 @@ def test_a_dry_run_says_what_it_would_do(run: Run, examples: Path, tmp_path: Pat
     assert not (tmp_path / "out").exists()
 
 
+def test_a_directory_of_copies_is_no_name_of_one(run: Run, examples: Path, tmp_path: Path) -> None:
+    """An empty one, one of tags, also to be replaced, and what a slash says is one; another name is said."""
+    (tmp_path / "empty").mkdir()
+    mirror = tmp_path / "mirror"
+    assert 0 == run("cp", examples / "zero1", mirror / "zero1").code
+    for words in ([mirror], [mirror, "--overwrite"], [tmp_path / "empty"], [f"{tmp_path}/new/"]):
+        refused = run("cp", examples / "zero1", *words)
+        assert (1, True) == (refused.code, f"such as {str(words[0]).rstrip('/')}/zero1" in refused.err)
+    assert [["zero1"], []] == [[path.name for path in place.glob("[!.]*")] for place in (mirror, tmp_path / "empty")]
+    assert f"\n  the copy is the tag 'other' of {tmp_path}\n" in run("cp", examples / "zero1", tmp_path / "other").out
+    assert f"such as {mirror}/zero1" in run("reshard", examples / "zero1", mirror, "--dp", "1").err
+
+
 def test_an_existing_copy_is_left_alone(run: Run, examples: Path, tmp_path: Path) -> None:
     """Unless told to replace it; links are made where asked."""
     target = tmp_path / "zero1"
