@@ -9,15 +9,19 @@ from typing import Any
 from nxd_ckpt.cli import text
 from nxd_ckpt.cli.command import Command
 from nxd_ckpt.cli.name_patterns import group_names
+from nxd_ckpt.cli.wording import TEMPLATES
 from nxd_ckpt.core import units
 from nxd_ckpt.core.mesh import Mesh
 from nxd_ckpt.core.units import size
 
 
 def _run(args: argparse.Namespace) -> int:
-    from nxd_ckpt.cli.inspection import inspection
+    from nxd_ckpt.cli.inspection import inspection, template
 
     options = args.storage_options
+    if args.template is not None:
+        print(template(args.dir, args.tag, args.template, options))
+        return 0
     document = inspection(
         args.dir, args.tag, rank=args.rank, pattern=args.tensors, depth=args.by_prefix, options=options
     )
@@ -59,15 +63,11 @@ def _facts(document: dict[str, Any]) -> Iterator[tuple[str, str]]:
     if seconds:
         yield "took", ", ".join(f"{name.removesuffix('_seconds')} {value:.2f} s" for name, value in seconds.items())
     if document["metrics"]:
-        yield "metrics", ", ".join(f"{name} {_number(value)}" for name, value in document["metrics"].items())
+        yield "metrics", ", ".join(f"{name} {text.metric(value)}" for name, value in document["metrics"].items())
     sizes = document["sizes"]
     total = {key: sum(held[key] for held in sizes.values()) for key in ("files", "nbytes")}
     for part, held in {**sizes, "total": total}.items():
         yield part.replace("_", " "), f"{size(held['nbytes'])} in {units.count(held['files'], 'file')}"
-
-
-def _number(metric: float | None) -> str:
-    return "not finite" if metric is None else f"{metric:g}"
 
 
 def _mesh(mesh: dict[str, Any]) -> str:
@@ -191,6 +191,12 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
         const=0,
         help="show instead the global tensors of model and optimizer, grouped by the first DEPTH parts of their names; "
         "without DEPTH, names that differ only in numbers are one group",
+    )
+    instead.add_argument(
+        "--template",
+        choices=[flag[2:] for flag in TEMPLATES],
+        help="print instead a JSON file for the option of that name, to be filled in: what the tag does not record and "
+        "conversions to other sizes need. Names of parameters are those of usual param groups, if they fit",
     )
     parser.add_argument("--rank", metavar="N", type=int, default=0, help="show this global rank's view (default: 0)")
 

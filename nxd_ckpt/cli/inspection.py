@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 from nxd_ckpt.cli.name_patterns import group_names
 from nxd_ckpt.cli.parameters import describe_partition, parameters
@@ -21,7 +22,9 @@ from nxd_ckpt.errors import CheckpointError, InvalidArgument, TagReplaced, Unsaf
 from nxd_ckpt.live.optimizer_state import OPTIMIZER_NAME
 from nxd_ckpt.output.locations import Location, locate_input
 from nxd_ckpt.output.source import open_any
+from nxd_ckpt.reshard.unrecorded import names_template, partitions_template
 from nxd_ckpt.reshard.whole_tag import GlobalTensor, WholeTag
+from nxd_ckpt.storage.base import Storage
 from nxd_ckpt.storage.urls import open_storage
 from nxd_ckpt.tag.choosing import choose_tag
 from nxd_ckpt.tag.directory import is_whole_without_marks, list_tags
@@ -33,6 +36,8 @@ from nxd_ckpt.tag.listing import locate, summary
 from nxd_ckpt.tag.opened import OpenTag
 from nxd_ckpt.tag.opening import open_complete_tag
 from nxd_ckpt.tag.verify import files_of
+
+_Answer = TypeVar("_Answer")
 
 _PART_OF = {
     names.MODEL_DIR: "model",
@@ -75,15 +80,46 @@ def inspection(
     if tag is None and is_untagged(entry.name for entry in storage.list()):
         return _untagged(locate_input(path, options), rank, pattern, depth)
 
-    def read() -> dict[str, Any]:
-        opened = open_complete_tag(storage, choose_tag(storage, tag))
-        with opened.guarded():
-            document = _document(opened, _info(opened), rank, pattern, depth)
-            if document["problems"]:
-                opened.require_unchanged()
+    def read(opened: OpenTag) -> dict[str, Any]:
+        document = _document(opened, _info(opened), rank, pattern, depth)
+        if document["problems"]:
+            opened.require_unchanged()
         return document
 
-    return of_latest(tag is None, read)
+    return _of_tag(storage, tag, read)
+
+
+def template(path: str, tag: str | None, kind: str, options: Mapping[str, Any] | None) -> str:
+    """Return the JSON of a template of "partitions" or "saved-param-names", with an entry in each line.
+
+    Raises InvalidArgument if the tag records all of it.
+    """
+    directory, tag = locate(path, tag, options)
+    storage = open_storage(directory, storage_options=options)
+
+    def read(opened: OpenTag) -> str:
+        facts = partitions_template(opened) if kind == "partitions" else names_template(opened)
+        if not facts:
+            raise InvalidArgument(f"{opened.where} records all that --{kind} could say, or has no such part")
+        if isinstance(facts, dict):
+            return _by_line(facts)
+        return json.dumps(facts, indent=1)
+
+    return _of_tag(storage, tag, read)
+
+
+def _by_line(entries: Mapping[str, Any]) -> str:
+    lines = ",\n".join(f"  {json.dumps(name)}: {json.dumps(entry)}" for name, entry in entries.items())
+    return f"{{\n{lines}\n}}"
+
+
+def _of_tag(storage: Storage, tag: str | None, read: Callable[[OpenTag], _Answer]) -> _Answer:
+    def opened() -> _Answer:
+        tag_read = open_complete_tag(storage, choose_tag(storage, tag))
+        with tag_read.guarded():
+            return read(tag_read)
+
+    return of_latest(tag is None, opened)
 
 
 def _untagged(place: Location, rank: int, pattern: str | None, depth: int | None) -> dict[str, Any]:

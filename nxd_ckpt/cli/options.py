@@ -29,6 +29,9 @@ _ALIASES = {"saved_param_names": "--param-names", "hardware": "--hw-backend"}
 
 _PARTITIONS = 'JSON, such as {"NAME": {"partition_dim": 0, "num_partitions": 2}}: '
 
+_BLANK = "?"
+"""Value in a template of ``inspect`` that is to be replaced."""
+
 _WITHOUT_FLAG = ("durable", "timeout", "trust_pickle")
 
 
@@ -187,7 +190,15 @@ def partitions_in(path: str | None) -> dict[str, Partition] | None:
         raise InvalidArgument(f'{path}: expected {{"name": {{"partition_dim": 0, "num_partitions": 2}}, ...}}')
     partitions = {}
     known = [field.name for field in fields(Partition)]
-    for name, cut in document.items():
+    for name, entry in document.items():
+        shape = entry.get("local_shape")
+        cut = {field: value for field, value in entry.items() if field != "local_shape"}
+        if _BLANK in cut.values():
+            raise InvalidArgument(
+                f"{path}: {name}: partition_dim is still {_BLANK!r}: fill in the dimension that is cut, counted from 0"
+                f"{'' if shape is None else f' (each rank has the shape {shape})'}, or write {{}} for a parameter that "
+                "every rank has whole"
+            )
         unknown = [field for field in cut if field not in known]
         if unknown:
             raise InvalidArgument(f"{path}: {name}: {listed(unknown, known)} is no field of a partition")

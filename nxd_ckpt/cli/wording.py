@@ -13,6 +13,9 @@ from nxd_ckpt.errors import StorageError
 _UNFINISHED = re.compile(r"(^|/)\.([^/]+)\.(?:incomplete|replaced)(?=/|$).*")
 """Temporary name of an output, or of a directory that it replaces."""
 
+TEMPLATES = ("--partitions", "--saved-param-names")
+"""Flags whose files ``inspect`` makes templates of."""
+
 
 def flags_of(parser: argparse.ArgumentParser) -> dict[str, str]:
     """Return the command's flag for each keyword that its function may mention."""
@@ -41,7 +44,10 @@ def message_of(error: BaseException, flags: Mapping[str, str]) -> str:
     system = error.__cause__ if isinstance(error, StorageError) else error
     if isinstance(system, OSError) and isinstance(system.filename, str) and system.strerror:
         return f"{_user_path(system.filename)}: {system.strerror}"
-    return in_flags(str(error), flags)
+    message = in_flags(str(error), flags)
+    needed = [flag for flag in TEMPLATES if re.search(f"[Pp]ass {flag}", message)]
+    hints = (f"nxd-ckpt inspect TAG --template {flag[2:]} > FILE makes one to fill in" for flag in needed)
+    return "; ".join([message, *hints])
 
 
 def _user_path(path: str) -> str:

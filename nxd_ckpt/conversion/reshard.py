@@ -21,6 +21,7 @@ from nxd_ckpt.output.locations import locate_input, locate_output
 from nxd_ckpt.output.source import open_source, refuse_mixed_ranks
 from nxd_ckpt.reshard.resharding import checked_partitions, refuse_unknown
 from nxd_ckpt.reshard.target import Target
+from nxd_ckpt.reshard.unrecorded import check_names, require_cuts
 from nxd_ckpt.storage.urls import StrPath
 from nxd_ckpt.tag.opened import OpenTag
 
@@ -63,6 +64,9 @@ def reshard(input_dir: StrPath, output_dir: StrPath, **options: Unpack[ReshardKe
         refuse_mixed_ranks(opened, process, processes)
         if chosen.partitions and opened.parts.model:
             refuse_unknown(chosen.partitions, opened.model_names(), opened.where)
+        check_names(opened, chosen.saved_param_names)
+        if chosen.tp not in (None, opened.topology.tp):
+            require_cuts(opened, chosen.partitions, chosen.saved_param_names)
         what = Target(
             _topology(opened.topology, chosen.sizes),
             optimizer=_kind(opened.parts.optimizer),

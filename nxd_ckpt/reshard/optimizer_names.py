@@ -105,6 +105,15 @@ def group_names(opened: OpenTag, stages: Sequence[Sequence[str]] | None = None) 
     )
 
 
+def saved_groups(opened: OpenTag, pp_rank: int) -> list[list[SavedSlot]]:
+    """Return the slots of each param group of a pipeline stage, by number."""
+    saved = saved_optimizer(opened.optimizer_tree(Coordinates(pp_rank)), None, "#", lambda name: None, opened.where)
+    groups: list[list[SavedSlot]] = [[] for _ in saved.groups]
+    for slot in saved.slots.values():
+        groups[slot.group].append(slot)
+    return groups
+
+
 class _Stage:
     """One pipeline stage: its parameters in the model's order, and the saved slots of its optimizer."""
 
@@ -116,10 +125,7 @@ class _Stage:
             if is_tensor(leaf) and not name.endswith(COMPUTED)
         }
         self._parameters = list(self._shapes) if stages is None else list(stages[pp_rank])
-        saved = saved_optimizer(opened.optimizer_tree(at), None, "#", lambda name: None, opened.where)
-        self.groups: list[list[SavedSlot]] = [[] for _ in saved.groups]
-        for slot in saved.slots.values():
-            self.groups[slot.group].append(slot)
+        self.groups = saved_groups(opened, pp_rank)
 
     def names(self, patterns: Iterable[str]) -> list[list[str]] | None:
         """Return the names by group, those with one of ``patterns`` in the second group; None if they do not fit."""

@@ -20,8 +20,7 @@ from nxd_ckpt.core.topology import Topology
 from nxd_ckpt.errors import InvalidArgument, ShapeMismatch, TopologyMismatch
 
 _PASS_PARTITIONS = (
-    "pass partitions= with how the live parameter is cut (its attributes may have been lost when .to(device) replaced "
-    "the parameter), or load on the sizes that it was saved on"
+    "pass partitions= with its cut, as NxD's attributes that say it may have been lost, or keep the sizes of the save"
 )
 
 
@@ -270,7 +269,7 @@ def _reads(
         if owners is None:
             raise TopologyMismatch(
                 f"{name}: saved with shape {shape}, which cannot be cut as {partition} over {cut.tp} tensor-parallel "
-                "ranks; pass partitions= with how the live parameter is cut"
+                "ranks; pass partitions= with its cut"
             )
         sources.update(dict.fromkeys(owners))
     return plan_reads(targets, list(sources), name)

@@ -66,6 +66,36 @@ def test_a_cut_that_cannot_be_is_refused(
     assert not (tmp_path / "out").exists()
 
 
+def test_a_template_is_filled_in(model: GoldenModel, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The error names what is missing, and the command that prints it; blanks and misspelt names are refused."""
+    tag, out = str(model.saved.directory / TAG), str(tmp_path / "out")
+    assert 1 == main(["reshard", tag, out, "--tp", "1"])
+    error = capsys.readouterr().err
+    for said in ("embed.weight, blocks.0.up.weight", "--template partitions > FILE", "--template saved-param-names >"):
+        assert said in error
+    files = {kind: tmp_path / f"{kind}.json" for kind in ("partitions", "saved-param-names")}
+    for kind, file in files.items():
+        assert 0 == main(["inspect", tag, "--template", kind])
+        file.write_text(capsys.readouterr().out)
+        assert 1 == main(["reshard", tag, out, "--tp", "1", f"--{kind}", str(file)])
+        error = capsys.readouterr().err
+        assert "embed.weight: partition_dim is still '?'" in error or "still to be filled in: ? [" in error
+    cuts, names = (json.loads(file.read_text()) for file in files.values())
+    assert [[len(group) for group in stage] for stage in model.saved_names] == [[*map(len, stage)] for stage in names]
+    for name, cut in cuts.items():
+        cut["partition_dim"] = int(name.endswith("down.weight"))
+    files["partitions"].write_text(json.dumps(cuts))
+    misspelt = [[[name.replace("embed", "emebd") for name in group] for group in stage] for stage in model.saved_names]
+    words = ["reshard", tag, out, "--tp", "1", *(f"--{kind}={file}" for kind, file in files.items())]
+    for listed, code in ((misspelt, 1), (model.saved_names, 0)):
+        files["saved-param-names"].write_text(json.dumps(listed))
+        assert code == main(words)
+        assert (code == 1) == ("'emebd.weight' (did you mean 'embed.weight'?)" in capsys.readouterr().err)
+    expected = model.tensors(0)["embed.weight"]["model"]
+    assert torch.equal(expected, open_checkpoint(tmp_path, "out").read("model/embed.weight"))
+    assert 1 == main(["inspect", out, "--template", "partitions"]), "a tag that records all of it needs none"
+
+
 def test_a_live_model_says_which_dimension_is_not_there(model: GoldenModel) -> None:
     """A load with ``partitions=`` into a live model, and one into a dict."""
     cut: dict[str, Any] = {"partitions": {"embed.weight": Partition(2, num_partitions=2)}}

@@ -1,0 +1,91 @@
+"""Facts that tags of neuronx-distributed do not record: which are needed, and templates of them to be filled in."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from nxd_ckpt.core.manifest import ParameterSpec
+from nxd_ckpt.core.partition import Partition
+from nxd_ckpt.core.suggestions import closest, first_of
+from nxd_ckpt.core.topology import Coordinates
+from nxd_ckpt.errors import InvalidArgument, OptimizerMismatch, TopologyMismatch
+from nxd_ckpt.options.execution import SavedNames
+from nxd_ckpt.reshard.optimizer_names import Names, group_names, is_number, saved_groups
+from nxd_ckpt.reshard.resharded_state import recorded_parameters
+from nxd_ckpt.reshard.saved_optimizer import SavedSlot
+from nxd_ckpt.tag.opened import OpenTag
+
+BLANK = "?"
+"""The beginning of a value in a template that is to be replaced."""
+
+
+def unknown_cuts(opened: OpenTag, partitions: Mapping[str, Partition] | None = None) -> dict[str, ParameterSpec]:
+    """Return the parameters whose cut neither the tag nor ``partitions`` tells."""
+    recorded = recorded_parameters(opened, partitions or {})
+    return {name: spec for name, spec in recorded.items() if not spec.partition.known}
+
+
+def require_cuts(
+    opened: OpenTag, partitions: Mapping[str, Partition] | None, saved_names: SavedNames | None
+) -> None:
+    """Raise TopologyMismatch if the cut of any parameter is not known.
+
+    If the optimizer's names are not known either, the error asks for them too.
+    """
+    unknown = unknown_cuts(opened, partitions)
+    if not unknown:
+        return
+    lacks_names = saved_names is None and opened.parts.optimizer is not None and not _has_names(opened)
+    raise TopologyMismatch(
+        f"{opened.where}: the cut of {first_of(unknown)} over {opened.topology.tp} tensor-parallel ranks is not known; "
+        f"pass partitions= with the cut of each, by name{_AND_NAMES if lacks_names else ''}"
+    )
+
+
+_AND_NAMES = "; it does not name the parameters of its optimizer either: pass saved_param_names= too"
+
+
+def _has_names(opened: OpenTag) -> bool:
+    names = opened.optimizer_names(Coordinates())
+    return names is not None and not any(map(is_number, names))
+
+
+def check_names(opened: OpenTag, saved_names: SavedNames | None) -> None:
+    """Raise InvalidArgument for names of the optimizer's parameters that are blank, or misspelt ones of the model's."""
+    listed = [name for stage in saved_names or () for group in stage for name in group]
+    blanks = [name for name in listed if name.startswith(BLANK)]
+    if blanks:
+        raise InvalidArgument(f"saved_param_names= has names that are still to be filled in: {first_of(blanks)}")
+    if not listed or not opened.parts.model:
+        return
+    model, given = opened.model_names(), {*listed}
+    misspelt = {name: close for name in given - model if (close := closest(name, model - given)) is not None}
+    if misspelt:
+        shown = first_of(misspelt, lambda name: f"{name!r} (did you mean {misspelt[name]!r}?)")
+        raise InvalidArgument(f"saved_param_names= names {shown}, which the model of {opened.where} does not have")
+
+
+def partitions_template(opened: OpenTag) -> dict[str, dict[str, Any]]:
+    """Return what ``partitions`` has to say of each parameter whose cut is not known, with its shape on a rank."""
+    tp = opened.topology.tp
+    return {
+        name: {"local_shape": list(spec.shape), "partition_dim": BLANK, "num_partitions": tp}
+        for name, spec in unknown_cuts(opened).items()
+    }
+
+
+def names_template(opened: OpenTag) -> Names | None:
+    """Return ``saved_param_names`` as scripts usually group them; None if the tag records the names.
+
+    If these do not fit the number of parameters and their shapes, it has a blank with the shape of each.
+    """
+    try:
+        return group_names(opened)
+    except OptimizerMismatch:
+        stages = (saved_groups(opened, stage) for stage in range(opened.topology.pp))
+        return [[[_blank(slot) for slot in group] for group in groups] for groups in stages]
+
+
+def _blank(slot: SavedSlot) -> str:
+    return f"{BLANK} {list(slot.likely_shape)}"
