@@ -19,9 +19,8 @@ from nxd_ckpt.keywords import ReshardKeywords
 from nxd_ckpt.options.tags import ReshardOptions
 from nxd_ckpt.output.locations import locate_input, locate_output
 from nxd_ckpt.output.source import open_source, refuse_mixed_ranks
-from nxd_ckpt.reshard.resharding import checked_partitions, refuse_unknown
 from nxd_ckpt.reshard.target import Target
-from nxd_ckpt.reshard.unrecorded import check_names, require_cuts
+from nxd_ckpt.reshard.unrecorded import checked_facts
 from nxd_ckpt.storage.urls import StrPath
 from nxd_ckpt.tag.opened import OpenTag
 
@@ -62,21 +61,18 @@ def reshard(input_dir: StrPath, output_dir: StrPath, **options: Unpack[ReshardKe
         if not opened.parts.model and opened.parts.optimizer is None:
             raise PartNotFound(f"{opened.where} holds neither model nor optimizer, so there is nothing to reshard")
         refuse_mixed_ranks(opened, process, processes)
-        if chosen.partitions and opened.parts.model:
-            refuse_unknown(chosen.partitions, opened.model_names(), opened.where)
-        check_names(opened, chosen.saved_param_names)
-        if chosen.tp not in (None, opened.topology.tp):
-            require_cuts(opened, chosen.partitions, chosen.saved_param_names)
+        recuts = chosen.tp not in (None, opened.topology.tp)
+        cuts = checked_facts(opened, chosen.partitions, chosen.saved_param_names, cuts_change=recuts)
         what = Target(
             _topology(opened.topology, chosen.sizes),
             optimizer=_kind(opened.parts.optimizer),
-            partitions=checked_partitions(chosen.partitions, opened.topology.tp),
+            partitions=cuts,
             stages=chosen.stages,
             saved_names=chosen.saved_param_names,
             use_xser=chosen.use_xser,
         )
         if process == 0:
-            _warn_if_nothing_is_cut(opened, what.topology.tp, chosen.partitions or {})
+            _warn_if_nothing_is_cut(opened, what.topology.tp, cuts)
         positions = positions_for(what.topology, opened, process)
         return Job(
             source,

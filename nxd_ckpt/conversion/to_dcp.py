@@ -30,7 +30,7 @@ from nxd_ckpt.output.output import TORCH_DCP, Output
 from nxd_ckpt.output.source import open_source
 from nxd_ckpt.reshard.dcp_state import DcpState, DcpTensor
 from nxd_ckpt.reshard.resharding import refuse_unknown
-from nxd_ckpt.reshard.unrecorded import check_names, require_cuts
+from nxd_ckpt.reshard.unrecorded import checked_facts
 from nxd_ckpt.reshard.whole_tag import WholeTag
 from nxd_ckpt.save.planned_file import NamedTensor, PlannedFile
 from nxd_ckpt.storage.progress import Counter, report, watched
@@ -160,9 +160,8 @@ def _state(opened: OpenTag, chosen: ToDcpOptions) -> DcpState:
     """Return the tag as DCP's state dict, and warn of parts for which DCP has no names."""
     if not opened.parts.model and opened.parts.optimizer is None:
         raise PartNotFound(f"{opened.where} holds neither model nor optimizer, so there is nothing to convert")
-    check_names(opened, chosen.saved_param_names)
-    require_cuts(opened, chosen.partitions, chosen.saved_param_names)
-    whole = WholeTag(opened, partitions=chosen.partitions, saved_param_names=chosen.saved_param_names)
+    cuts = checked_facts(opened, chosen.partitions, chosen.saved_param_names)
+    whole = WholeTag(opened, partitions=cuts, saved_param_names=chosen.saved_param_names)
     state = DcpState(opened, whole, chosen.names)
     if state.unknown:
         raise TopologyMismatch(

@@ -37,7 +37,7 @@ from nxd_ckpt.output.locations import Location, locate_apart, locate_input
 from nxd_ckpt.output.model_files import WeightFile
 from nxd_ckpt.output.output import Kind, Output
 from nxd_ckpt.output.source import open_source
-from nxd_ckpt.reshard.unrecorded import check_names, require_cuts
+from nxd_ckpt.reshard.unrecorded import checked_facts
 from nxd_ckpt.reshard.whole_tag import WholeTag
 from nxd_ckpt.save.planned_file import NamedTensor, PlannedFile
 from nxd_ckpt.storage.progress import Counter, report, watched
@@ -108,9 +108,8 @@ def unshard_checkpoint(tag_dir: StrPath, output_dir: StrPath, **options: Unpack[
     target = locate_apart(output_dir, source, chosen.written_with)
     opened = open_source(source)
     with opened.guarded():
-        check_names(opened, chosen.saved_param_names)
-        require_cuts(opened, chosen.partitions, chosen.saved_param_names)
-        tag = WholeTag(opened, partitions=chosen.partitions, saved_param_names=chosen.saved_param_names)
+        cuts = checked_facts(opened, chosen.partitions, chosen.saved_param_names)
+        tag = WholeTag(opened, partitions=cuts, saved_param_names=chosen.saved_param_names)
         parts = [_Part(opened, tag, part, strategy, chosen.use_safetensors) for part in _parts(opened, chosen.optim)]
     output = Output(target, overwrite=chosen.overwrite, durable=chosen.durable, kind=_UNSHARDED)
     nbytes = sum(part.nbytes for part in parts)

@@ -13,6 +13,7 @@ from nxd_ckpt.errors import InvalidArgument, OptimizerMismatch, TopologyMismatch
 from nxd_ckpt.options.execution import SavedNames
 from nxd_ckpt.reshard.optimizer_names import Names, group_names, is_number, saved_groups
 from nxd_ckpt.reshard.resharded_state import recorded_parameters
+from nxd_ckpt.reshard.resharding import checked_partitions, refuse_unknown
 from nxd_ckpt.reshard.saved_optimizer import SavedSlot
 from nxd_ckpt.tag.opened import OpenTag
 
@@ -26,16 +27,27 @@ def unknown_cuts(opened: OpenTag, partitions: Mapping[str, Partition] | None = N
     return {name: spec for name, spec in recorded.items() if not spec.partition.known}
 
 
-def require_cuts(
-    opened: OpenTag, partitions: Mapping[str, Partition] | None, saved_names: SavedNames | None
-) -> None:
-    """Raise TopologyMismatch if the cut of any parameter is not known.
+def checked_facts(
+    opened: OpenTag,
+    partitions: Mapping[str, Partition] | None,
+    saved_names: SavedNames | None,
+    *,
+    cuts_change: bool = True,
+) -> Mapping[str, Partition]:
+    """Return the caller's partitions, after checks of all that was said of a tag.
 
-    If the optimizer's names are not known either, the error asks for them too.
+    Raises:
+        InvalidArgument: partitions or names of what is not there, or that are blank.
+        TopologyMismatch: cuts change, and that of a parameter is not known. If the optimizer's names are not known
+            either, the error asks for them too.
     """
-    unknown = unknown_cuts(opened, partitions)
+    given = checked_partitions(partitions, opened.topology.tp)
+    if given and opened.parts.model:
+        refuse_unknown(given, opened.model_names(), opened.where)
+    _check_names(opened, saved_names)
+    unknown = unknown_cuts(opened, given) if cuts_change else {}
     if not unknown:
-        return
+        return given
     lacks_names = saved_names is None and opened.parts.optimizer is not None and not _has_names(opened)
     raise TopologyMismatch(
         f"{opened.where}: the cut of {first_of(unknown)} over {opened.topology.tp} tensor-parallel ranks is not known; "
@@ -51,7 +63,7 @@ def _has_names(opened: OpenTag) -> bool:
     return names is not None and not any(map(is_number, names))
 
 
-def check_names(opened: OpenTag, saved_names: SavedNames | None) -> None:
+def _check_names(opened: OpenTag, saved_names: SavedNames | None) -> None:
     """Raise InvalidArgument for names of the optimizer's parameters that are blank, or misspelt ones of the model's."""
     listed = [name for stage in saved_names or () for group in stage for name in group]
     blanks = [name for name in listed if name.startswith(BLANK)]
