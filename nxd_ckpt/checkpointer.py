@@ -263,8 +263,11 @@ class Checkpointer:
 
     @as_checkpoint_errors()
     def latest_step(self) -> int | None:
-        """Return the step of the newest complete tag that has one in its name; None without any. All ranks call it."""
-        return next(reversed(self.all_steps()), None)
+        """Return the step of the newest complete tag that has one in its name; None without any.
+
+        All ranks call it, and get the same. One rank alone asks `list_checkpoints`.
+        """
+        return self._ask("latest_step", lambda tags: tags[-1].step if tags else None)
 
     @as_checkpoint_errors()
     def all_steps(self) -> list[int]:
@@ -294,10 +297,8 @@ class Checkpointer:
         require_own(self._pid, self.storage.url)
         with self._lock.held(call):
             self._in_flight.settle()
-            lasting = self._session is not None
-            return self._places.ask(
-                self._meet(call), lambda: question(steps_of(self._places.storages)), lasting=lasting
-            )
+            agreement, lasting = self._meet(f"{call} (one rank alone: list_checkpoints)"), self._session is not None
+            return self._places.ask(agreement, lambda: question(steps_of(self._places.storages)), lasting=lasting)
 
     def _begun(self, pending: SaveProgress, begin: Callable[[], SaveAttempt]) -> SaveAttempt | None:
         """Return the result of ``begin``; None if a first save failed, on all ranks, and need not be raised."""
@@ -427,7 +428,7 @@ class Checkpointer:
             self._require_open("removes nothing more")
             self._in_flight.settle()
             self._places.settle()
-            session = self._session or self._claim(self._meet("removal"))
+            session = self._session or self._claim(self._meet("remove"))
             return self._remove(lambda names: remove_tags(session, names, pinned), tags)
 
     def _remove(self, remove: Callable[[Sequence[str]], Removed], tags: Sequence[Tag]) -> Removed:

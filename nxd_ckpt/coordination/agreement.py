@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hmac
 import json
+import logging
 import math
 import secrets
 from collections.abc import Callable
@@ -19,6 +20,8 @@ from nxd_ckpt.coordination.peers import Peers
 from nxd_ckpt.coordination.waiting import pause_after
 from nxd_ckpt.errors import CheckpointError, PeerTimeout, ReplicaLost, TagReplaced
 
+logger = logging.getLogger("nxd_ckpt")
+
 T = TypeVar("T")
 
 _own_secret = secrets.token_bytes(32)
@@ -26,6 +29,9 @@ _own_secret = secrets.token_bytes(32)
 
 _SLICE = 1.0
 """Seconds of a wait for another rank's word, after which to check whether the word can still come."""
+
+_LONG = 30.0
+"""Seconds that rank 0 waits for another rank's call before it says so."""
 
 
 class Agreement(Protocol):
@@ -89,9 +95,17 @@ class Words:
     life, so that ranks which wait for its word do not give up before it does.
     """
 
-    def __init__(self, store: Any, rank: int, timeout: float, gone: Callable[[int], bool] = lambda rank: False) -> None:
-        self.store, self._rank, self._timeout, self._gone = store, rank, timeout, gone
-        self._signed = -math.inf
+    def __init__(
+        self,
+        store: Any,
+        rank: int,
+        timeout: float,
+        gone: Callable[[int], bool] = lambda rank: False,
+        call: str | None = None,
+    ) -> None:
+        """Take part in the ``call`` of that name, for errors; a long wait of rank 0 for others to make it is logged."""
+        self.store, self._rank, self._timeout, self._gone, self._call = store, rank, timeout, gone, call
+        self._signed, self._is_logged = -math.inf, rank != 0 or call is None
 
     def leave(self, key: str, word: Any) -> None:
         """Leave a word under ``key``."""
@@ -115,9 +129,19 @@ class Words:
             if sign != (sign := self._sign_of(rank)):
                 since = effects.monotonic()
             elif effects.monotonic() - since >= self._timeout:
+                made = "make the same nxd_ckpt call" if self._call is None else f"call {self._call}, as all ranks must"
                 raise PeerTimeout(
                     f"rank {self._rank} waited {self._timeout:.0f} s for rank {rank}: it is gone, slow, or did not "
-                    "make the same nxd_ckpt call; look at its log"
+                    f"{made}; look at its log"
+                )
+            elif not self._is_logged and effects.monotonic() - began >= _LONG:
+                self._is_logged = True
+                logger.warning(
+                    "nxd_ckpt: rank 0 has called %s, and waits for rank %d: all ranks must make that call. It fails "
+                    "after %.0f s (timeout)",
+                    self._call,
+                    rank,
+                    self._timeout,
                 )
         return json.loads(self._ask(self.store.get, key))
 

@@ -81,7 +81,7 @@ class Rendezvous:
         """Meet the other ranks for ``call`` and return the agreement; see the function `meet`."""
         from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
-        words = Words(self._store, self._rank, timeout, self._is_gone)
+        words = Words(self._store, self._rank, timeout, self._is_gone, call)
         with self._lock.held(call):
             if self._rank == 0:
                 number, hub, all_know = _call_in(words, self._world_size, call, self._hub())
@@ -133,8 +133,8 @@ def _call_in(words: Words, world_size: int, call: str, hub: Address | None) -> _
         for rank, (other_call, _) in calls.items():
             if other_call != call:
                 raise RanksDisagree(
-                    f"rank 0 makes a {call}, rank {rank} a {other_call}; all ranks must make the same calls, in "
-                    "the same order"
+                    f"rank 0 calls {call}, rank {rank} {other_call}; all ranks must make the same calls, in the same "
+                    "order, and none of them inside 'if rank == 0:'"
                 )
         number = words.add("meetings", 1)
     except BaseException as error:

@@ -9,9 +9,10 @@ import pytest
 import torch.distributed as dist
 
 from nxd_ckpt import effects
+from nxd_ckpt.coordination import agreement
 from nxd_ckpt.coordination.agreement import StoreAgreement
 from nxd_ckpt.coordination.rendezvous import Rendezvous
-from nxd_ckpt.errors import PeerTimeout
+from nxd_ckpt.errors import CheckpointError, RanksDisagree
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]
 
@@ -26,13 +27,13 @@ class Ranks:
         self.venues = [Rendezvous(self._store, rank, world_size) for rank in range(world_size)]
         self.outcomes: dict[int, Any] = {}
 
-    def meeting(self, rank: int, timeout: float) -> threading.Thread:
+    def meeting(self, rank: int, timeout: float, call: str = "save") -> threading.Thread:
         """A started thread in which ``rank`` comes."""
 
         def run() -> None:
             try:
-                self.outcomes[rank] = self.venues[rank].meet(timeout, "save")
-            except PeerTimeout as error:
+                self.outcomes[rank] = self.venues[rank].meet(timeout, call)
+            except CheckpointError as error:
                 self.outcomes[rank] = error
 
         thread = threading.Thread(target=run)
@@ -55,6 +56,24 @@ def test_who_came_hears_at_once_of_who_did_not() -> None:
     assert {0, 2} == ranks.outcomes.keys()
     for outcome in ranks.outcomes.values():
         assert "rank 0 waited 0 s for rank 1" in str(outcome)
+
+
+def test_a_call_that_one_rank_makes_alone_is_named(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """While rank 0 waits, by its error, and where the others make another call."""
+    monkeypatch.setattr(agreement, "_LONG", 0.1)
+    monkeypatch.setattr(agreement, "_SLICE", 0.1)
+    ranks = Ranks(2)
+    ranks.meeting(0, 0.5, "latest_step").join()
+    (message,) = caplog.messages
+    assert "rank 0 has called latest_step, and waits for rank 1: all ranks must make that call. It fails " in message
+    assert "or did not call latest_step, as all ranks must; look at its log" in str(ranks.outcomes[0])
+    threads = [ranks.meeting(0, LONG, "latest_step"), ranks.meeting(1, LONG)]
+    for thread in threads:
+        thread.join()
+    assert [RanksDisagree] * 2 == [type(ranks.outcomes[rank]) for rank in range(2)]
+    assert "rank 0 calls latest_step, rank 1 save; all ranks must make the same calls" in str(ranks.outcomes[1])
 
 
 def test_an_interrupted_rank_meets_the_others_at_the_next_call(monkeypatch: pytest.MonkeyPatch) -> None:
