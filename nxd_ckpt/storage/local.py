@@ -7,10 +7,9 @@ import os
 import shutil
 import stat
 import uuid
-from collections.abc import Callable, Sequence
-from contextlib import closing
+from collections.abc import Callable
+from contextlib import closing, suppress
 from copy import copy
-from itertools import takewhile
 from pathlib import Path
 from typing import TypeVar
 
@@ -59,7 +58,7 @@ class LocalStorage:
         return self.root / checked_key(key, self.url) if key else self.root
 
     def _at(self, key: str) -> str:
-        """Return the path as text: a load looks at some fifty files, and a Path costs more than that."""
+        """Return the path as text: a save looks at more than a hundred, and a Path costs more than that."""
         return f"{self._prefix}{checked_key(key, self.url)}" if key else self.url
 
     def read(self, key: str, limit: int = DOCUMENT) -> bytes:
@@ -84,7 +83,7 @@ class LocalStorage:
     def kind(self, key: str) -> str | None:
         """Return the kind in words: a file, a FIFO, a device, ...; None if nothing is there or it cannot be looked at.
         """
-        return kind_of(self.path(key))
+        return kind_of(self._at(key))
 
     def list(self, key: str = "") -> list[DirEntry]:
         path = self._at(key)
@@ -102,9 +101,9 @@ class LocalStorage:
     def write(self, key: str, data: bytes) -> None:
         temporary = self._write_aside(key, data)
         try:
-            os.replace(temporary, self.path(key))
+            os.replace(temporary, self._at(key))
         except BaseException:
-            temporary.unlink(missing_ok=True)
+            _unlink(temporary)
             raise
 
     def write_reserved(self, reserve: str, key: str, data: bytes) -> None:
@@ -117,22 +116,22 @@ class LocalStorage:
         # link(2) fails if the name exists and is atomic on NFS too, where O_EXCL has a history of not being.
         temporary = self._write_aside(key, data)
         try:
-            os.link(temporary, self.path(key))
+            os.link(temporary, self._at(key))
         except FileExistsError:
             return False
         except OSError as error:
             if error.errno not in _NO_LINKS:
                 raise
-            return self._claim(temporary, self.path(key))
+            return self._claim(temporary, self._at(key))
         finally:
-            temporary.unlink(missing_ok=True)
+            _unlink(temporary)
         return True
 
     def exchange(self, key: str, expected: bytes, data: bytes) -> bool:
         # One of several that try moves the file aside. If its content is not the expected one after all, it comes back
         # at once: while it is away, somebody else may take its name. So a file that visibly differs is not moved.
         path = self._own(key)
-        aside = path.parent / f".{path.name[:200]}.{uuid.uuid4().hex[:12]}"
+        aside = _beside(path)
         try:
             if _read(path, DOCUMENT) != expected:
                 return False
@@ -144,7 +143,7 @@ class LocalStorage:
                 self._put_back(aside, path)
                 return False
         finally:
-            aside.unlink(missing_ok=True)
+            _unlink(aside)
         return self.link_new(key, data)
 
     def create(self, key: str, nbytes: int) -> Writer:
@@ -153,18 +152,22 @@ class LocalStorage:
 
     def make_dir(self, key: str) -> None:
         path = self._own(key)
-        _refuse_links([path] if key else [])
-        missing = [*takewhile(lambda folder: not folder.exists(), (path, *path.parents))]
-        if missing or not path.is_dir():
-            path.mkdir(parents=True, exist_ok=True)
+        if key:
+            _refuse_link(path)
+        missing, folder = list[str](), path
+        while not (mode := _mode(folder)) and folder != os.path.dirname(folder):
+            missing.append(folder)
+            folder = os.path.dirname(folder)
+        if missing or not stat.S_ISDIR(mode):
+            _make_dirs(path)
         if not key:
             self._sync_way()
             return
         for folder in missing:
-            self._sync(folder.parent)
+            self._sync(os.path.dirname(folder))
 
     def sync_dir(self, key: str) -> None:
-        self._sync(self.path(key))
+        self._sync(self._at(key))
 
     def rename(self, source: str, target: str) -> None:
         # rename(2) replaces an empty directory or a file silently; this contract does not.
@@ -180,13 +183,13 @@ class LocalStorage:
     def remove(self, key: str) -> None:
         path = self._own(key)
         try:
-            is_dir = stat.S_ISDIR(path.lstat().st_mode)
+            is_dir = stat.S_ISDIR(os.lstat(path).st_mode)
         except FileNotFoundError:
             return
         if is_dir:
             shutil.rmtree(path)
         else:
-            path.unlink(missing_ok=True)
+            _unlink(path)
 
     def discard_unfinished(self, key: str) -> None:
         """Do nothing: unfinished files lie among the others, and go with them."""
@@ -205,27 +208,28 @@ class LocalStorage:
     def duplicate(self, source: str, version: Version, target: str) -> bool:
         path = self._own(target)
         self._make_parents(path)
-        return duplicate(self.path(source), version, path, self.durable)
+        return duplicate(self._at(source), version, path, self.durable)
 
     def set_time(self, key: str, seconds: float) -> None:
         os.utime(self._own(key), (seconds, seconds), follow_symlinks=os.utime not in os.supports_follow_symlinks)
 
-    def _own(self, key: str) -> Path:
+    def _own(self, key: str) -> str:
         """Return the path of a key that is about to change: it lies below the root itself, not behind a link."""
-        path = self.path(key)
-        _refuse_links(path.parents[: key.count("/")])
+        path, end = self._at(key), len(self._prefix)
+        while (end := path.find("/", end) + 1) and _refuse_link(path[: end - 1]):
+            pass
         return path
 
-    def _make_parents(self, path: Path) -> None:
+    def _make_parents(self, path: str) -> None:
         """Make the directories above a file.
 
         Names below the root are made durable by their writer, the root by its maker.
         """
-        if not self.root.is_dir():
+        if not self.is_dir(""):
             self.make_dir("")
-        path.parent.mkdir(parents=True, exist_ok=True)
+        _make_dirs(os.path.dirname(path))
 
-    def _below(self, path: Path, act: Callable[[], ResultT]) -> ResultT:
+    def _below(self, path: str, act: Callable[[], ResultT]) -> ResultT:
         """Return the result of ``act``, which needs the directories above ``path``: nearly always they are there."""
         try:
             return act()
@@ -244,11 +248,11 @@ class LocalStorage:
                 if error.errno not in _NOT_OURS:
                     raise
 
-    def _sync(self, folder: Path) -> None:
+    def _sync(self, folder: str | Path) -> None:
         if self.durable:
             sync_path(folder)
 
-    def _put_back(self, aside: Path, path: Path) -> None:
+    def _put_back(self, aside: str, path: str) -> None:
         """Give a file its name again, unless another file has it by now."""
         try:
             os.link(aside, path)
@@ -259,7 +263,7 @@ class LocalStorage:
                 raise
             self._claim(aside, path)
 
-    def _claim(self, temporary: Path, path: Path) -> bool:
+    def _claim(self, temporary: str, path: str) -> bool:
         """Give a file its final name on a file system without links; False if the name is taken.
 
         The process that creates the name may replace it by the file that was written beside it.
@@ -271,14 +275,14 @@ class LocalStorage:
         try:
             os.replace(temporary, path)
         except BaseException:
-            path.unlink(missing_ok=True)
+            _unlink(path)
             raise
         return True
 
-    def _write_aside(self, key: str, data: bytes) -> Path:
+    def _write_aside(self, key: str, data: bytes) -> str:
         """Write ``data`` to a file of its own beside ``key``, check its length, sync it, and return its path."""
         path = self._own(key)
-        temporary = path.parent / f".{path.name[:200]}.{uuid.uuid4().hex[:12]}"
+        temporary = _beside(path)
         writer = self._below(path, lambda: LocalWriter(temporary, len(data), self.durable))
         with completed(writer):
             writer.write_at(0, data)
@@ -295,28 +299,55 @@ _NOT_OURS = {errno.EACCES, errno.EPERM, errno.EROFS, errno.EINVAL}
 """Errors of a directory that others made and we may not read, or of a file system without syncs."""
 
 
-def _read(path: Path | str, limit: int) -> bytes:
+def _read(path: str, limit: int) -> bytes:
     fd, nbytes = open_regular(path)
     try:
-        checked_length(nbytes, limit, str(path))
+        checked_length(nbytes, limit, path)
         with naming(path):
             return b"".join(iter(lambda: os.read(fd, nbytes + 1), b""))
     finally:
         os.close(fd)
 
 
-def _refuse_links(folders: Sequence[Path]) -> None:
-    for folder in folders:
-        if folder.is_symlink():
-            raise OSError(
-                errno.ELOOP,
-                "is a link: nothing is written, moved or removed through one, as it may lead out of the directory; "
-                "replace it by its target, or remove it",
-                str(folder),
-            )
+def _beside(path: str) -> str:
+    """Return the path of a new hidden file in the same directory."""
+    folder, name = os.path.split(path)
+    return os.path.join(folder, f".{name[:200]}.{uuid.uuid4().hex[:12]}")
 
 
-def _mode(path: Path | str, *, follow: bool = True) -> int:
+def _unlink(path: str) -> None:
+    with suppress(FileNotFoundError):
+        os.unlink(path)
+
+
+def _make_dirs(path: str) -> None:
+    """Make a directory, and those above it, if it does not exist."""
+    try:
+        os.mkdir(path)
+    except FileNotFoundError:
+        if path == os.path.dirname(path):
+            raise
+        _make_dirs(os.path.dirname(path))
+        _make_dirs(path)
+    except OSError:  # of several errors a system may tell another than that it exists
+        if not os.path.isdir(path):
+            raise
+
+
+def _refuse_link(folder: str) -> bool:
+    """Return whether the folder exists. Raises OSError for a link."""
+    mode = _mode(folder, follow=False)
+    if stat.S_ISLNK(mode):
+        raise OSError(
+            errno.ELOOP,
+            "is a link: nothing is written, moved or removed through one, as it may lead out of the directory; "
+            "replace it by its target, or remove it",
+            folder,
+        )
+    return bool(mode)
+
+
+def _mode(path: str, *, follow: bool = True) -> int:
     """Return the mode from stat(2); 0 if nothing is there. Raises OSError if that is unknown, as for a stale handle.
 
     Newer versions of Python no longer tell the two apart.

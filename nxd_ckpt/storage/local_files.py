@@ -51,12 +51,12 @@ def stat_of(path: Path | str, *kinds: int) -> os.stat_result:
         raise _of_path(error, path) from error
 
 
-def kind_of(path: Path) -> str | None:
+def kind_of(path: str) -> str | None:
     """Return the kind in words; None if nothing is there, or it cannot be looked at."""
     try:
-        status = path.stat()
+        status = os.stat(path)
     except OSError:
-        return "a link that leads nowhere" if path.is_symlink() else None
+        return "a link that leads nowhere" if os.path.islink(path) else None
     return _KINDS.get(stat.S_IFMT(status.st_mode), "something else")
 
 
@@ -83,7 +83,7 @@ def version_of(status: os.stat_result) -> Version:
     return Version(status.st_size, f"{status.st_dev} {status.st_ino} {status.st_mtime_ns}")
 
 
-def overwrite(path: Path, data: bytes, durable: bool) -> None:
+def overwrite(path: str, data: bytes, durable: bool) -> None:
     """Overwrite an existing file with these bytes, in its blocks."""
     fd = os.open(path, flags("O_WRONLY", "O_CLOEXEC", "O_NOFOLLOW"))
     try:
@@ -96,7 +96,7 @@ def overwrite(path: Path, data: bytes, durable: bool) -> None:
         os.close(fd)
 
 
-def duplicate(source: Path, version: Version, target: Path, durable: bool) -> bool:
+def duplicate(source: str, version: Version, target: str, durable: bool) -> bool:
     """Give the free path ``target`` the bytes of ``source``, if it still has ``version``; False otherwise.
 
     The new file shares the blocks on the disk if the file system can, else it is another name for the same file.
@@ -112,13 +112,13 @@ def duplicate(source: Path, version: Version, target: Path, durable: bool) -> bo
         os.link(source, target)
     finally:
         os.close(fd)
-    if version_of(target.lstat()) != version:  # the name leads to another file by now, or to a link
-        target.unlink()
+    if version_of(os.lstat(target)) != version:  # the name leads to another file by now, or to a link
+        os.unlink(target)
         return False
     return True
 
 
-def _clone(fd: int, target: Path, durable: bool) -> bool:
+def _clone(fd: int, target: str, durable: bool) -> bool:
     """Make a new file with the same blocks on the disk, which are copied if one of the two is written to."""
     new = os.open(target, NEW_FILE, 0o666)
     try:
@@ -126,12 +126,12 @@ def _clone(fd: int, target: Path, durable: bool) -> bool:
         if cloned and durable:
             sync_file(new)
     except BaseException:
-        target.unlink()
+        os.unlink(target)
         raise
     finally:
         os.close(new)
     if not cloned:
-        target.unlink()
+        os.unlink(target)
     return cloned
 
 
@@ -204,7 +204,7 @@ class LocalWriter:
     other dirty page of the host. Where a file system refuses (tmpfs, some network ones), all writes are buffered.
     """
 
-    def __init__(self, path: Path, nbytes: int, durable: bool) -> None:
+    def __init__(self, path: str, nbytes: int, durable: bool) -> None:
         self._path, self._nbytes, self._durable = path, nbytes, durable
         self._fd = os.open(path, NEW_FILE, 0o666)
         self._direct = -1
@@ -255,8 +255,8 @@ class LocalWriter:
         with contextlib.suppress(OSError):
             own = os.fstat(self._fd) if self._fd >= 0 else None
             self._close()
-            if own is None or os.path.samestat(own, self._path.lstat()):
-                self._path.unlink(missing_ok=True)
+            if own is None or os.path.samestat(own, os.lstat(self._path)):
+                os.unlink(self._path)
 
     def _close(self) -> None:
         for fd in (self._fd, self._direct):

@@ -88,7 +88,7 @@ def write_at(fd: int, view: memoryview, offset: int) -> int:
         return os.write(fd, view[:_PIECE])
 
 
-def exchange(first: Path, second: Path) -> bool:
+def exchange(first: Path | str, second: Path | str) -> bool:
     """Exchange the names of two files or directories atomically; False if system or file system cannot."""
     if _renameat2 is None:
         return False
@@ -121,10 +121,10 @@ def sync_file(fd: int) -> None:
         os.fsync(fd)
 
 
-def sync_path(path: Path) -> None:
+def sync_path(path: Path | str) -> None:
     """Sync a file that others may have written, or a directory's entries, if directories can be opened."""
     has_directories = hasattr(os, "O_DIRECTORY")
-    if not has_directories and path.is_dir():
+    if not has_directories and os.path.isdir(path):
         return
     fd = os.open(path, flags("O_RDONLY" if has_directories else "O_RDWR", "O_CLOEXEC"))
     try:

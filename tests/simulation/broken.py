@@ -528,7 +528,7 @@ BREAKS += [
     ),
     Break(
         "A directory that is made is not synced into the one above it.", "local",
-        {_LOCAL: ("        for folder in missing:\n            self._sync(folder.parent)\n", "")},
+        {_LOCAL: ("        for folder in missing:\n            self._sync(os.path.dirname(folder))\n", "")},
     ),
     Break(
         "What leads to the directory of the tags is not synced.", "local",
@@ -561,7 +561,7 @@ BREAKS += [
         {
             _LOCAL: (
                 "        temporary = self._write_aside(key, data)\n        try:\n            os.replace",
-                "        self._own(key).unlink(missing_ok=True)\n        writer = self.create(key, len(data))\n"
+                "        _unlink(self._own(key))\n        writer = self.create(key, len(data))\n"
                 "        with completed(writer):\n            writer.write_at(0, data)\n        return\n"
                 "        try:\n            os.replace",
             )

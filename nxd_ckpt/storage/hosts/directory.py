@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from pathlib import Path
 from typing import NamedTuple, Protocol
 
 from nxd_ckpt import effects
@@ -177,7 +176,7 @@ class OwnDirectory(LocalStorage):
         with suppress(FileNotFoundError):
             super().sync_dir(key)
 
-    def _own(self, key: str) -> Path:
+    def _own(self, key: str) -> str:
         if self._mark is not None and self._peeked(self._mark[0]) != self._mark[1]:
             raise OSError(
                 errno.ESTALE,
