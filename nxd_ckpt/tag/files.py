@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 import torch
 
+from nxd_ckpt import effects
 from nxd_ckpt.core import names
 from nxd_ckpt.core.limits import check_sizes, shown
 from nxd_ckpt.errors import CheckpointError, MalformedFile, PartNotFound
@@ -67,6 +68,27 @@ class UnfinishedTensor(MissingTensor):
 _KEPT_NBYTES = 16 * 2**20
 
 
+class _SpareMemory:
+    """Memory of one small file, used again when nobody looks at it: fresh memory costs more than a read into it."""
+
+    def __init__(self) -> None:
+        self._bytes, self._lock = bytearray(), effects.Lock()
+
+    def take(self, nbytes: int) -> memoryview:
+        with self._lock:
+            try:
+                self._bytes.append(0)  # BufferError as long as there is a view of it
+                self._bytes.pop()
+                if len(self._bytes) < nbytes:
+                    self._bytes = bytearray(nbytes)
+            except BufferError:
+                return memoryview(bytearray(nbytes))
+            return memoryview(self._bytes)[:nbytes]
+
+
+_spare = _SpareMemory()
+
+
 class _KeptReader:
     """A reader of a file that is in memory."""
 
@@ -109,11 +131,22 @@ class TagFiles:
         finally:
             self._hints = before
 
-    def keep(self, file: str, data: bytes) -> None:
+    def whole(self, file: str, nbytes: int) -> memoryview:
+        """Read the ``nbytes`` of a small file. Raises PartNotFound, MalformedFile."""
+        data = _spare.take(nbytes)
+        self.read_ranges(file, [(0, data)])
+        return data
+
+    def keep(self, file: str, data: memoryview) -> None:
         """Keep the bytes of a file, all of them verified: it is not read again. Beyond 16 MiB none are kept."""
         if self._kept_nbytes + len(data) <= _KEPT_NBYTES:
-            self._kept[file] = memoryview(data)
+            self._kept[file] = data
             self._kept_nbytes += len(data)
+
+    def drop_kept(self) -> None:
+        """Release the memory of kept files, which are read again if need be."""
+        self._kept.clear()
+        self._kept_nbytes = 0
 
     def kept(self, file: str) -> memoryview | None:
         """Return the bytes of a file that is kept."""

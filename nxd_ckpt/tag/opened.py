@@ -343,15 +343,17 @@ class OpenTag:
             raise PartNotFound(f"{self.where}: no file {file!r} was saved; its rank saved {saved_files}")
         self._verify_size(file, entry.nbytes)
         if entry.nbytes <= _SMALL:
-            data = self.storage.read(f"{self.tag}/{file}")
+            files = self._layout.files
+            keeps = self.keeps_small
+            data = files.whole(file, entry.nbytes) if keeps else memoryview(self.storage.read(files.key(file)))
             try:
                 check_bytes(data, entry, f"{self.where}/{file}")
             except DigestMismatch as error:
                 tensors = (entry for entry in self.index(writer).tensors if entry.file == file)
                 changed = changed_tensors(tensors, lambda start, nbytes: crc32.crc32(data[start : start + nbytes]))
                 raise DigestMismatch(f"{error}{': ' if changed else ''}{first_of(sorted(changed))}") from error
-            if self.keeps_small:
-                self._layout.files.keep(file, data)
+            if keeps:
+                files.keep(file, data)
         self._verified.add(file)
 
     def _verify_size(self, file: str, expected: int) -> None:

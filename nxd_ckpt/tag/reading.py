@@ -308,8 +308,9 @@ class LeafReader(Closing):
         self.wait()
 
     def close(self) -> None:
-        """Stop reading and close the files. Returns when no thread reads any more."""
+        """Stop reading, and close the files and release what is kept of them. Returns when no thread reads any more."""
         self._ranges.close()
+        self._files.drop_kept()
 
     def nbytes_to_verify(self, leaves: Iterable[tuple[Leaf, Takes | None]]) -> int:
         """Return the bytes that `verify` reads of all of these together."""

@@ -222,7 +222,7 @@ def _dotted(path: Path) -> str:
     return ".".join(map(str, path))
 
 
-def check_bytes(data: bytes, expected: FileEntry, where: str) -> None:
+def check_bytes(data: bytes | memoryview, expected: FileEntry, where: str) -> None:
     """Raise unless ``data`` has the size and CRC-32 that were written."""
     if len(data) != expected.nbytes:
         raise MalformedFile(f"{where} has {len(data)} bytes, expected {expected.nbytes}: truncated or replaced")
