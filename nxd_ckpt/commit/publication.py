@@ -273,7 +273,8 @@ class InPlace:
     def _await_writers(self, session: Session, attempts: list[str]) -> None:
         """Wait until no rank of this run writes to the tag for an earlier attempt, which failed elsewhere."""
         storage, ranks = session.storage, session.topology.world_size
-
+        if session.is_alone:
+            return
         voting.report_progress(storage, self.attempt, 0, effects.monotonic_ns())
         for attempt in (attempt for attempt in attempts if attempt.rpartition("-")[0] == session.run_id):
             if not voting.await_votes(storage, attempt, ranks, session.timeout, self.attempt, session.is_leaving):

@@ -103,11 +103,18 @@ class Session:
         """The name of the file that rank 0 leaves for the others to find."""
         return self.run_id if self.storage.renames else self.run_id + _IN_PLACE
 
+    @property
+    def is_alone(self) -> bool:
+        """True if there is no other rank: then votes and verdicts stay in memory, as nobody else reads them."""
+        return self.topology.world_size == 1
+
     def keep_spares(self) -> None:
         """Reserve disk space for a vote, and on rank 0 for a verdict, as far as there is any.
 
         Rank 0 also makes the directories in which the votes and the verdict of the next attempt will be.
         """
+        if self.is_alone:
+            return
         rank = self.topology.rank
         if rank == 0 and is_mounted(self.storage):
             with suppress(OSError):
@@ -136,7 +143,7 @@ class Session:
 
     def give_spares(self) -> None:
         """Release the reserved space."""
-        if self.topology.rank == 0 and self.run_id:
+        if self.topology.rank == 0 and self.run_id and not self.is_alone:
             with suppress(OSError):
                 self.storage.remove(votes_dir(self.attempt(self.counter + 1)))
         while self._spares:

@@ -84,8 +84,8 @@ def await_opening(
 
 
 def all_voted(storage: Storage, attempt: str, world_size: int) -> bool:
-    """Return whether all ranks have voted, so that none writes for the attempt any more."""
-    return _votes(_listed(storage, votes_dir(attempt))) == world_size
+    """Return whether all ranks have voted, so that none writes for the attempt any more. A single one has."""
+    return world_size == 1 or _votes(_listed(storage, votes_dir(attempt))) == world_size
 
 
 def await_votes(
@@ -191,21 +191,12 @@ def collect(
         backoff.pause()
 
 
-def announce(
-    storage: Storage, attempt: str, verdict: Verdict, first: Write = not_written, *, awaited: bool = True
-) -> None:
-    """Publish rank 0's verdict; with retries if other ranks wait for it (``awaited``).
-
-    ``first`` is tried first to write it.
-    """
+def announce(storage: Storage, attempt: str, verdict: Verdict, first: Write = not_written) -> None:
+    """Publish rank 0's verdict, with retries: other ranks wait for it. ``first`` is tried first to write it."""
     key, data = verdict_file(attempt), votes.dump(verdict)
-
-    def write() -> None:
-        notes.write(key, data)
-
     notes = without_syncs(storage)
     if not first(key, data):
-        _retried(write) if awaited else write()
+        _retried(lambda: notes.write(key, data))
     notes.sync_dir(verdict_dir(attempt))
 
 

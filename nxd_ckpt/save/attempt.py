@@ -181,13 +181,14 @@ class _Opening:
             del session.lost_votes[lost]
         if not rank0 and is_opened and self._attempt.error is None:
             self._await_opening(attempt)  # before anything is written: there may be no room before
-        session.storage.make_dir(verdict_dir(attempt))
+        if not session.is_alone:
+            session.storage.make_dir(verdict_dir(attempt))
         session.keep_spares()
         if self._attempt.error is not None:
             return None
         if rank0:
             publication.begin(session)
-            if is_opened:
+            if is_opened and not session.is_alone:
                 voting.open_vote(session.storage, attempt, self._tag)
         session.storage.make_dir(publication.folder)
         return parent_of(session.storage, session.last_saved) if self._attempt.request.options.dedup else None
@@ -198,6 +199,8 @@ class _Opening:
         An attempt under this save's own tag is this save: then this rank came too late for it.
         """
         session, rank = self._session, self._session.topology.rank
+        if session.is_alone:
+            return
         storage, ended = session.storage, voting.ended_with if rank else voting.left_with
         while (tag := ended(storage, number := session.attempt(session.counter))) not in (None, self._tag):
             logger.warning("rank %d did not make the save of %r, which others made", rank, tag)
@@ -261,7 +264,8 @@ class AttemptFiles:
             try:
                 if not self._holds_slot:
                     # Held until all waves are written.
-                    slot = writing_slot(session.run_id, attempt.request.options.writers_on_host, session.timeout)
+                    writers = None if session.is_alone else attempt.request.options.writers_on_host
+                    slot = writing_slot(session.run_id, writers, session.timeout)
                     self._moved = self._slot.enter_context(slot)
                     self._holds_slot = True
                 self.writer.write(wave, views)

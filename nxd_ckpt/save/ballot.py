@@ -128,6 +128,8 @@ class Ballot:
         attempt, session, storage = self._attempt, self._session, self._session.storage
         refusal = others if isinstance(others, SaveFailed) else None
         own, may_count = self._vote(index, attempt.error or refusal), False
+        if session.is_alone:
+            return _Counted(own, False, ())
         try:
             if attempt.error is not None:
                 self._files.make_room()
@@ -239,13 +241,14 @@ class Ballot:
         """Announce the verdict, whatever happens; it counts even if this fails."""
         session, has_failed = self._session, verdict.error is not None
         session.last_failed = has_failed
+        if session.is_alone:
+            return
         announce = partial(
             voting.announce,
             session.storage,
             self._number,
             replace(verdict, tag=self._tag),
             session.write_in_spare if has_failed else voting.not_written,
-            awaited=session.topology.world_size > 1,
         )
         try:
             try:

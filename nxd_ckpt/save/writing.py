@@ -111,10 +111,10 @@ class FileWriter:
         small: list[Future[None]] = []
         try:
             for span, view in zip(wave, views, strict=True):
-                if len(view) < _SMALL and span.is_whole(self._files[span.file].image):
+                if len(view) < _SMALL and len(wave) > 1 and span.is_whole(self._files[span.file].image):
                     small.append(self._threads.submit(self._write_span, span, view))
                 else:
-                    self._write_span(span, view, self._threads)
+                    self._write_span(span, view, self._threads if len(view) > _CHUNK else None)
             for written in small:
                 written.result()
             for handle in self._open.values():

@@ -316,9 +316,12 @@ def checked_length(nbytes: int, limit: int, where: str) -> int:
     return nbytes
 
 
+_OUTSIDE = frozenset({"", ".", ".."})
+
+
 def checked_key(key: str, where: str) -> str:
     """Return ``key`` if it lies below the root (or is "", the root). Raises MalformedFile, naming ``where``."""
-    if key and ("\0" in key or any(part in ("", ".", "..") for part in key.split("/"))):
+    if key and ("\0" in key or not _OUTSIDE.isdisjoint(key.split("/"))):
         raise MalformedFile(f"{where}: the name {key!r:.200} leaves the directory; it is refused")
     return key
 

@@ -73,7 +73,6 @@ SUSPENDED: list[tuple[str, Moment]] = [
     ("its data", before("create", ".pt")),
     ("the end of its data", before("close", ".pt")),
     ("its index", before("link_new", ".json")),
-    ("its vote", before("write", ".vote.json")),
     ("its manifest", before("link_new", "manifest.json")),
     ("its done", before("link_new", "t/done")),
 ]
