@@ -41,7 +41,7 @@ from nxd_ckpt.storage.base import Storage
 from nxd_ckpt.storage.system import require_locks
 from nxd_ckpt.storage.urls import StrPath
 from nxd_ckpt.tag.choosing import name_of
-from nxd_ckpt.tag.listing import StepTag, best_of, steps_of
+from nxd_ckpt.tag.listing import best_of, steps_of
 from nxd_ckpt.tiers.tiers import Tiers
 
 _Answer = TypeVar("_Answer")
@@ -267,7 +267,7 @@ class Checkpointer:
 
         All ranks call it, and get the same. One rank alone asks `list_checkpoints`.
         """
-        return self._ask("latest_step", lambda tags: tags[-1].step if tags else None)
+        return self._ask("latest_step", lambda places: next((tag.step for tag in reversed(steps_of(places))), None))
 
     @as_checkpoint_errors()
     def all_steps(self) -> list[int]:
@@ -275,7 +275,7 @@ class Checkpointer:
 
         The step is the number in a tag's name: 300 in "step_300", "iter_300" and "300".
         """
-        return self._ask("all_steps", lambda tags: [tag.step for tag in tags])
+        return self._ask("all_steps", lambda places: [tag.step for tag in steps_of(places)])
 
     @as_checkpoint_errors()
     def best_step(self, metric: str, mode: Literal["min", "max"] = "min") -> int | None:
@@ -288,17 +288,17 @@ class Checkpointer:
             mode: "max" for the highest.
 
         Raises:
-            InvalidArgument: saves have metrics, but none of that name.
+            InvalidArgument: saves have metrics, but none of that name, or only tags without a step have it.
         """
-        return self._ask("best_step", lambda tags: best_of(tags, metric, mode))
+        return self._ask("best_step", lambda places: best_of(places, metric, mode))
 
-    def _ask(self, call: str, question: Callable[[list[StepTag]], _Answer]) -> _Answer:
-        """Return rank 0's answer to a ``question`` about the tags with steps, on all ranks."""
+    def _ask(self, call: str, question: Callable[[Sequence[Storage]], _Answer]) -> _Answer:
+        """Return rank 0's answer to a ``question`` about the tags in all places, on all ranks."""
         require_own(self._pid, self.storage.url)
         with self._lock.held(call):
             self._in_flight.settle()
             agreement, lasting = self._meet(f"{call} (one rank alone: list_checkpoints)"), self._session is not None
-            return self._places.ask(agreement, lambda: question(steps_of(self._places.storages)), lasting=lasting)
+            return self._places.ask(agreement, lambda: question(self._places.storages), lasting=lasting)
 
     def _begun(self, pending: SaveProgress, begin: Callable[[], SaveAttempt]) -> SaveAttempt | None:
         """Return the result of ``begin``; None if a first save failed, on all ranks, and need not be raised."""

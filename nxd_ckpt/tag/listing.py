@@ -387,6 +387,11 @@ def steps_of(storages: Sequence[Storage]) -> list[StepTag]:
     Tags without a number in their names have no step. Storages that cannot be read are passed over, with a warning;
     raises the error of the first if that is all of them.
     """
+    return _steps(_complete_tags(storages))
+
+
+def _complete_tags(storages: Sequence[Storage]) -> dict[TagInfo, Storage]:
+    """Return the complete tags, each with the first storage that has it."""
     places: dict[TagInfo, Storage] = {}
     failed: list[Exception] = []
     for storage in storages:
@@ -399,6 +404,10 @@ def steps_of(storages: Sequence[Storage]) -> list[StepTag]:
             logger.warning("%s is passed over: %s: %s", storage.url, type(error).__name__, error)
     if len(failed) == len(storages):
         raise failed[0]
+    return places
+
+
+def _steps(places: Mapping[TagInfo, Storage]) -> list[StepTag]:
     steps: dict[int, StepTag] = {}
     for info in in_order(places):
         step = step_of(info.tag)
@@ -408,18 +417,29 @@ def steps_of(storages: Sequence[Storage]) -> list[StepTag]:
     return list(steps.values())
 
 
-def best_of(tags: Sequence[StepTag], metric: str, mode: Literal["min", "max"]) -> int | None:
+def best_of(storages: Sequence[Storage], metric: str, mode: Literal["min", "max"]) -> int | None:
     """Return the step whose save has the lowest ``metric``, or with "max" the highest; of equal ones the newest.
 
-    None if no save has a finite one. Raises InvalidArgument if saves have metrics, but none of that name.
+    None if no save has metrics, or none a finite one of that name. Raises InvalidArgument if saves have metrics, but
+    none of that name, or only tags without a step have it.
     """
+    places = _complete_tags(storages)
+    tags = _steps(places)
     rule, sign = Best(metric, mode=mode), 1 if mode == "min" else -1
     metrics = [metrics_of(tag.storage, tag.info) for tag in tags]
-    recorded = {name for each in metrics for name in each}
-    if recorded and metric not in recorded:
-        raise InvalidArgument(
-            f"no tag has the metric {listed([metric], recorded)}; tags have {first_of(sorted(recorded))}"
-        )
+    if not any(metric in each for each in metrics):
+        others = {info: metrics_of(places[info], info) for info in places if step_of(info.tag) is None}
+        named = [info.tag for info, own in others.items() if metric in own]
+        if named:
+            raise InvalidArgument(
+                f"the metric {metric!r} is that of tags without a step in their names, {first_of(named)}: load one by "
+                "its name"
+            )
+        recorded = {name for each in [*metrics, *others.values()] for name in each}
+        if recorded:
+            raise InvalidArgument(
+                f"no tag has the metric {listed([metric], recorded)}; tags have {first_of(sorted(recorded))}"
+            )
     values = [(rule.value(each), tag.step) for each, tag in zip(metrics, tags, strict=True)]
     ranked = [(sign * value, step) for value, step in reversed(values) if value is not None]
     return min(ranked, key=lambda pair: pair[0])[1] if ranked else None

@@ -95,6 +95,9 @@ def test_the_best_step_has_the_best_metric(tmp_path: Path) -> None:
         assert (4, 1) == (saver.best_step("loss"), saver.best_step("loss", "max"))
         with pytest.raises(InvalidArgument, match=r"no tag has the metric 'los' \(did you mean 'loss'\?\)"):
             saver.best_step("los")
+        saver.save("final", state(7), metrics={"accuracy": 0.9})
+        with pytest.raises(InvalidArgument, match="'accuracy' is that of tags without a step in their names, final: "):
+            saver.best_step("accuracy")
 
 
 def test_no_save_with_a_metric_has_no_best_step(tmp_path: Path) -> None:
