@@ -182,7 +182,9 @@ def lost_names(opened: OpenTag) -> str | None:
     It reads the manifest and lists the tag, whatever the number of ranks: rank 0 asks this at each save.
     """
     files = TagFiles(opened.storage, opened.tag)
-    lost = [file for file in _names_of(opened) if not files.has(file)]
+    folders = (names.INDEX_DIR, names.MODEL_DIR, names.OPTIMIZER_DIR)
+    listed = {f"{folder}/{name}" for folder in folders for name in files.names(folder)}
+    lost = [file for file in _names_of(opened) if file not in listed]
     return f"{opened.where} lost {first_of(lost)}" if lost else None
 
 
@@ -208,7 +210,7 @@ def _names_of(opened: OpenTag) -> Iterator[str]:
     """Yield the files that loads open by their names; other names are in these files."""
     topology, parts, manifest = opened.topology, opened.parts, opened.manifest
     every = [topology.coordinates_of(rank) for rank in range(topology.world_size)]
-    writers = list(dict.fromkeys(map(topology.writer_of, every)))
+    writers = [at for at in every if at.dp_rank < topology.ep]  # see Topology.writer_of
     if manifest is not None:
         yield from map(names.index_file, every)
     if manifest is not None and manifest.leaders is not None:
