@@ -156,10 +156,13 @@ def _parsed(
     """Parse the command line. For a wrong one, exit with the names that may have been meant."""
     if words[0] not in single and not words[0].startswith("-"):
         parser.error(f"there is no command {listed(words[:1], list(single))}; the commands are {', '.join(single)}")
-    args, unknown = parser.parse_known_args(words)
-    _refuse_twice(single[args.command], words)
+    if words[0] not in single:
+        parser.parse_args(words)  # --help and --version end here, and all else is wrong
+    used = single[words[0]]
+    args, unknown = used.parse_known_intermixed_args(words[1:])  # as `rm run1 --dry-run step_300`
+    args.command = words[0]
+    _refuse_twice(used, words)
     if unknown:
-        used = single[args.command]
         options = [option for action in used._actions for option in action.option_strings]
         used.error(f"unrecognized arguments: {listed(unknown, options)}")
     return args
