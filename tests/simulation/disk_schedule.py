@@ -39,6 +39,9 @@ UNDOES = 12
 UNDOING_RENAMES = range(6, 8)
 """Which of them are the renames."""
 
+FULL = 16
+"""For so many effects a disk is full."""
+
 _CHECKPOINTS = {"staging", "trash"}
 """What lies below these is no message."""
 
@@ -102,16 +105,21 @@ class DiskSchedule(Schedule):
 
     @staticmethod
     def with_power_lost_after_an_undone_save(seed: int) -> DiskSchedule:
-        """A rename or some syncs of rank 0 fail in the second save; power is lost soon after."""
-        random = Random(f"undone {seed}")
-        at_rename = random.random() < 0.4
-        effects = RENAMES if at_rename else EFFECTS
-        return DiskSchedule(
-            seed, (Save("a", 1), Save(random.choice("aab"), 2)), "error" if at_rename else "sync", 0,
-            random.randrange(effects.of(0, 1), effects.of(0, 2)), machines=("one", "two", "three"),
-            swaps=random.random() < 0.3, at_rename=at_rename, syncs=random.choice((1, 2, 4, 10)),
-            then=1 + random.randrange(40),
+        """A rename or some syncs of rank 0 fail in the second save, or the disk is full where that gets its name; power
+        is lost soon after."""
+        random, saves = Random(f"undone {seed}"), (Save("a", 1), Save("ab"[seed % 3 == 0], 2))
+        one = DiskSchedule(
+            seed, saves, "sync", 0, 2, machines=("one", "two", "three"), swaps=random.random() < 0.3,
+            syncs=random.choice((1, 2, 4, 10)), then=1 + random.randrange(40),
         )
+        kind = random.choice(("rename", "rename", "any sync", "its sync", "full"))
+        if kind == "rename":
+            return replace(one, fault="error", at=random.randrange(RENAMES.of(0, 1), RENAMES.of(0, 2)), at_rename=True)
+        if kind == "any sync":
+            return replace(one, at=random.randrange(EFFECTS.of(0, 1), EFFECTS.of(0, 2)))
+        if kind == "full":
+            return replace(one, fault="full", at_sync=True, then=FULL + random.randrange(12))
+        return replace(one, at_sync=True)
 
     @staticmethod
     def with_power_lost_after_a_takeover(seed: int) -> DiskSchedule:
@@ -262,16 +270,16 @@ class DiskRun(Run):
                 self._happen(self.schedule.then_fault, process, path)
         if not self.is_victim(process) or (call == "look" and not self.schedule.looks):
             return
-        if self.schedule.at_rename and call != "rename":
-            return
-        if self.schedule.at_sync and (call, path) != ("fsync", ""):
-            return
-        self._effects += 1
-        count, fault, at = self._effects, self.schedule.fault, self.schedule.at
-        if count == at:
+        fault, at = self.schedule.fault, self.schedule.at
+        counts = not (self.schedule.at_rename and call != "rename")
+        counts &= not (self.schedule.at_sync and (call, path) != ("fsync", ""))
+        count = self._effects = self._effects + counts
+        if counts and count == at:
             self._effects_since = 0
-        if fault == "full" and at <= count < at + 12 and call in ("create", "write", "mkdir"):
+        if fault == "full" and self._effects_since is not None and self._effects_since < FULL and self._writes(call):
             self._fail(errno.ENOSPC, path)
+        if not counts:
+            return
         if fault == "sync" and at <= count and call == "fsync" and self._failed_syncs < self.schedule.syncs:
             self._failed_syncs += 1
             self._fail(errno.EIO, path)
@@ -286,6 +294,10 @@ class DiskRun(Run):
         if fault == "damage":
             self._damage()
         self.disturb(process, fault)
+
+    def _writes(self, call: str) -> bool:
+        """Whether it is a call that fails on a full disk: syncs, too, where it began with one."""
+        return call in ("create", "write", "mkdir") or (self.schedule.at_sync and call == "fsync")
 
     def _fail(self, number: int, path: str) -> NoReturn:
         self.promises.failed_calls += 1
