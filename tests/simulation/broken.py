@@ -457,6 +457,11 @@ BREAKS += [
         {_JOURNAL: ("        moves()\n        _sync(storage)\n", "        moves()\n")},
     ),
     Break(
+        "A rank's files of a save that failed go, also where it was visible for a moment.", "an undone save",
+        {_BEGINNING: ("self.writer is not None and storage.renames and not storage.is_file(done):",
+                      "self.writer is not None and storage.renames:")},
+    ),
+    Break(
         "The trash is emptied while there is a journal.", "an undoing that fails",
         {_JOURNAL: ("        if is_open(storage):\n            return\n        names = [e", "        names = [e")},
     ),

@@ -38,7 +38,7 @@ def test_the_promises_hold_under_any_schedule(place: str, first: int) -> None:
     ("draw", "count"),
     [
         (DiskSchedule.with_two_faults, 250),
-        (DiskSchedule.with_power_lost_after_an_undone_save, 470),
+        (DiskSchedule.with_power_lost_after_an_undone_save, 120),
         (DiskSchedule.with_power_lost_after_a_takeover, 40),
         (DiskSchedule.with_power_lost_after_a_kill, 60),
         (DiskSchedule.with_a_launch_after_a_swap, 40),
