@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import tarfile
 from collections.abc import Iterator
@@ -42,6 +43,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("xla"):
             item.add_marker(absent)
+
+
+def pytest_collection_finish() -> None:
+    """Keep the collector of garbage away from modules and tests: walking through them took an eighth of all time."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")

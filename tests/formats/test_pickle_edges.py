@@ -296,11 +296,11 @@ def test_what_takes_long_counts_as_several_objects(pickled: bytes) -> None:
 def test_a_pickle_of_tensors_has_fewer_objects_than_it_may() -> None:
     """However many they are: each has thirteen, in a hundred bytes. The same of calls and of small pairs."""
     for tree in (
-        {str(index): torch.zeros(()) for index in range(20_000)},
-        {str(index): torch.nn.Parameter(torch.zeros(1, 1)) for index in range(15_000)},
-        [np.float32(index) for index in range(60_000)],
-        [(index, 0) for index in range(200_000)],
-        [{None: None} for _ in range(150_000)],
+        {str(index): torch.zeros(()) for index in range(11_000)},
+        {str(index): torch.nn.Parameter(torch.zeros(1, 1)) for index in range(8_000)},
+        [np.float32(index) for index in range(45_000)],
+        [(index, 0) for index in range(140_000)],
+        [{None: None} for _ in range(135_000)],
     ):
         assert len(tree) == len(loaded(saved(tree)))
 

@@ -66,14 +66,16 @@ def save(saver: Checkpointer, step: int, numbers: int, in_background: bool) -> s
     return "saved"
 
 
-@pytest.mark.parametrize("in_background", [False, True])
 @pytest.mark.parametrize(
-    ("by_pages", "left"),
+    ("by_pages", "left", "in_background"),
     [
-        (True, [-8, -1, 2, 7, 30]),
-        (False, [0, 2, 16]),
-        pytest.param(True, [*range(-8, 65)], marks=[pytest.mark.soak, pytest.mark.timeout(1800)]),
-        pytest.param(False, [*range(60)], marks=[pytest.mark.soak, pytest.mark.timeout(1800)]),
+        (True, [-8, -1, 2, 7, 30], True),
+        (False, [0, 2, 16], False),
+        *(
+            pytest.param(*sizes, in_background, marks=[pytest.mark.soak, pytest.mark.timeout(1800)])
+            for sizes in ((True, [*range(-8, 65)]), (False, [*range(60)]))
+            for in_background in (False, True)
+        ),
     ],
 )
 def test_the_next_save_works(small: tuple[Path, int], by_pages: bool, left: Sequence[int], in_background: bool) -> None:

@@ -58,6 +58,12 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_optimum(tmp_path_factory.mktemp("optimum"), untrained(), dp=2)
 
 
+@pytest.fixture(scope="module")
+def fsdp(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The files of torch-xla's FSDP ranks. Tests change a copy."""
+    return write_fsdp(tmp_path_factory.mktemp("fsdp") / "old", untrained(Job(Model())))
+
+
 def refused(source: Path, kind: type[CheckpointError], complaint: str, **options: Any) -> None:
     """In every form, and without a trace."""
     out = source.parent / "out"
@@ -548,10 +554,10 @@ def _one_of_other_groups(place: Path) -> None:
     ],
 )
 def test_ranks_of_fsdp(
-    tmp_path: Path, damage: Callable[[Path], Any], kind: type[CheckpointError], complaint: str
+    fsdp: Path, tmp_path: Path, damage: Callable[[Path], Any], kind: type[CheckpointError], complaint: str
 ) -> None:
     """Missing ranks, two saves or two layouts at once, metadata that contradicts the tensors."""
-    place = write_fsdp(tmp_path / "old", untrained(Job(Model())))
+    place = Path(shutil.copytree(fsdp, tmp_path / "old"))
     damage(place)
     refused(place, kind, complaint)
 

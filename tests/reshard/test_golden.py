@@ -42,7 +42,9 @@ BY_NAME = [
 ]
 
 
-@pytest.mark.parametrize(("name", "sizes"), BY_POSITION)
+@pytest.mark.parametrize(
+    ("name", "sizes"), [pytest.param(*case, marks=[pytest.mark.soak] * (n % 2)) for n, case in enumerate(BY_POSITION)]
+)
 def test_live_ranks_of_other_sizes_continue_from_it(golden: Path, name: str, sizes: str) -> None:
     """With the same stages and experts, a parameter's position in the param groups tells which entry is its."""
     model = GoldenModel(saved(golden, name))

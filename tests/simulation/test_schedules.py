@@ -21,8 +21,8 @@ from tests.support.reliability import REPOSITORY
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]
 
-BATCH = 150
-SLICE = {"disk": 1500, "store": 450, "hosts": 150}
+BATCH = 50
+SLICE = {"disk": 500, "store": 150, "hosts": 50}
 """Schedules of `make test`; `make soak` runs the rest."""
 
 

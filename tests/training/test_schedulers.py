@@ -54,9 +54,13 @@ KINDS = {
 @pytest.mark.once
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_resumed_run_steps_as_the_uninterrupted_one(kind: str, tmp_path: Path) -> None:
-    """With every scheduler: losses, learning rates and momenta of all param groups are equal to the last bit."""
+    """Losses, learning rates and momenta of all param groups are equal to the last bit.
+
+    With every scheduler, and with every third one if the optimizer is wrapped.
+    """
+    schedulers = list(SCHEDULERS)[:: 3 if kind.startswith("NxD") else 1]
     found = [
-        differences(KINDS[kind], scheduler, str(tmp_path), Topology(), torch.device("cpu")) for scheduler in SCHEDULERS
+        differences(KINDS[kind], scheduler, str(tmp_path), Topology(), torch.device("cpu")) for scheduler in schedulers
     ]
     nxd_ckpt.close_checkpointers()
     assert [] == [each for one in found for each in one]
