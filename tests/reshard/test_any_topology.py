@@ -45,24 +45,17 @@ EXPERT_PAIRS = [
     ("dp2ep2tp2", "dp3ep3pp2"),
     ("dp4ep2", "tp2"),
 ]
-# With ZeRO-1 or without, in files of either kind; the other two of the four are left to `make soak`.
-FILES = [
-    pytest.param(True, False, id="zero1-pt"),
-    pytest.param(False, True, id="plain-xser"),
-    pytest.param(True, True, id="zero1-xser", marks=pytest.mark.soak),
-    pytest.param(False, False, id="plain-pt", marks=pytest.mark.soak),
-]
+FILES = {"zero1-pt": (True, False), "plain-xser": (False, True), "zero1-xser": (True, True), "plain-pt": (False, False)}
+"""With ZeRO-1 or without, in files of either kind."""
 
 
 def moves(pairs: list[tuple[str, str]]) -> list[Any]:
-    """Every pair with every kind of files, of which `make test` takes the two kinds in turn."""
+    """Every pair with every kind of files. `make test` takes the first two in turn, `make soak` the others."""
     return [
-        pytest.param(*pair, *files.values, id="-".join((*pair, files.id)), marks=[*files.marks, *left])
+        pytest.param(*pair, *files, id="-".join((*pair, name)), marks=[] if turn == number % 2 else [pytest.mark.soak])
         for number, pair in enumerate(pairs)
-        for turn, files in enumerate(FILES)
-        for left in ([] if turn == number % 2 else [pytest.mark.soak],)
+        for turn, (name, files) in enumerate(FILES.items())
     ]
-
 
 
 def check(directory: Path, weights: list[Weight], saved: Layout, live: Layout, **options: Any) -> None:
