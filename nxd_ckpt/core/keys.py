@@ -41,6 +41,8 @@ def checked_text(text: Any) -> str:
 
 def _length(text: str) -> int:
     """Return the length in bytes of UTF-8."""
+    if text.isascii():
+        return len(text)
     try:
         return len(text.encode())
     except UnicodeEncodeError:

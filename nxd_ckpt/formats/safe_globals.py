@@ -74,7 +74,9 @@ def _deque(items: object = (), longest: object = None) -> deque[Any]:
 
 def _ordered(items: object = None) -> OrderedDict[Any, Any]:
     """Return an OrderedDict; it is written empty, by Python 2 with a list of its items."""
-    pairs = [] if items is None else _of(list, items, "OrderedDict")
+    if items is None:  # for each tensor there is one
+        return OrderedDict()
+    pairs = _of(list, items, "OrderedDict")
     keys = [key for key, _ in pairs]
     if any(isinstance(key, (tuple, frozenset)) for key in keys):  # the same keys could be hashed again and again
         raise MalformedFile("an OrderedDict of Python 2 may have only text or numbers as keys")

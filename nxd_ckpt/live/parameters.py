@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping
+from functools import lru_cache
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -48,9 +50,17 @@ def spec_of(tensor: torch.Tensor, tp: int) -> ParameterSpec:
     """
     dtype, shape = form_of(tensor)
     trainable = isinstance(tensor, torch.nn.Parameter) and tensor.requires_grad
+    if not getattr(tensor, "tensor_model_parallel", False):
+        return _whole(dtype, shape, trainable, bool(getattr(tensor, "expert_model_parallel", False)))
     partition = _partition_of(tensor, tp)
     explicit = partition.partition_dim is not None and getattr(tensor, "num_partitions", None) is not None
     return ParameterSpec(dtype, shape, partition, trainable, explicit=explicit)
+
+
+@lru_cache(maxsize=4096)
+def _whole(dtype: str, shape: tuple[int, ...], trainable: bool, expert: bool) -> ParameterSpec:
+    """Return the specification of a parameter that is not cut: most have few shapes, and share it."""
+    return ParameterSpec(dtype, shape, Partition(expert=expert), trainable)
 
 
 def traits_of(tensor: torch.Tensor) -> Hashable:
@@ -83,6 +93,9 @@ def overlapping(tensors: Mapping[str, torch.Tensor]) -> tuple[str, str] | None:
 
     Tensors that are the same memory seen the same way count as one.
     """
+    every = sorted(map(_span, tensors.values()))
+    if all(one[0] != other[0] or one[2] <= other[1] for one, other in pairwise(every)):
+        return None
     different = {memory_of(tensor): name for name, tensor in reversed(list(tensors.items()))}
     spans = sorted((*_span(tensors[name]), name) for name in different.values())
     open_: list[tuple[tuple[str, int], int, str]] = []
@@ -97,9 +110,9 @@ def overlapping(tensors: Mapping[str, torch.Tensor]) -> tuple[str, str] | None:
 
 def _span(tensor: torch.Tensor) -> tuple[tuple[str, int], int, int]:
     """Return the device, and the first byte in memory and the one after the last."""
+    begin, device = tensor.data_ptr(), tensor.device
     reach = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
-    begin = tensor.data_ptr()
-    return (tensor.device.type, tensor.device.index or 0), begin, begin + (reach + 1) * tensor.element_size()
+    return (device.type, device.index or 0), begin, begin + (reach + 1) * tensor.element_size()
 
 
 def _share_elements(tensor_a: torch.Tensor, tensor_b: torch.Tensor) -> bool:
@@ -217,8 +230,6 @@ def refuse_unsupported(name: str, tensor: torch.Tensor) -> None:
 
 def _partition_of(tensor: torch.Tensor, tp: int) -> Partition:
     expert = bool(getattr(tensor, "expert_model_parallel", False))
-    if not getattr(tensor, "tensor_model_parallel", False):
-        return Partition(expert=expert)
     dim = getattr(tensor, "partition_dim", None)
     if dim is None or not -tensor.dim() <= dim < tensor.dim():
         return Partition(expert=expert, known=False)
