@@ -347,7 +347,7 @@ BREAKS = [
         "A heartbeat writes the lease, too.", "store", _BEATS_OVER, _is_taken_over,
     ),
     Break(
-        "What a tag consists of is removed whoever holds the lease by then.", "store",
+        "What a tag consists of is removed whoever holds the lease by then.", "store, taken over",
         {_S3: ("            if not confirm():\n                return False\n", "")},
         _is_taken_over,
     ),
