@@ -119,15 +119,16 @@ class Promises:
         assert found == tags, f"retention left {found}, expected {tags}"
 
     def a_job_that_is_left_alone_saves(self, job: Job) -> None:
-        """All that it may, and no rank waits for a timeout."""
+        """All that it may, and no rank waits for a timeout, beside the saves before it that are still in flight."""
         for told in job.outcomes:
-            save, seconds = told.save, told.ended - told.began
-            earlier = (other.save for other in job.outcomes if other.word == "saved")
-            is_there = any(other.tag == save.tag and other.value < save.value for other in earlier)
+            save, before = told.save, [other for other in job.outcomes if other.save.value < told.save.value]
+            seconds = told.ended - max([told.began, *(other.ended for other in before if other.rank == told.rank)])
+            is_there = any(other.save.tag == save.tag and other.word == "saved" for other in before)
             replaces = save.overwrite or (save.overwrite is None and not self.in_place)
             if save.fails_on is None and (replaces or not is_there):
                 assert told.word == "saved", f"rank {told.rank}: {save}: {told.error}"
-            assert seconds < TIMEOUT, f"rank {told.rank} waited {seconds:.1f} s for {save}"
+            work = 5.0 if self.in_place else 0.0  # requests to a store take long, and a page of two keys needs many
+            assert seconds < TIMEOUT + work, f"rank {told.rank} waited {seconds:.1f} s for {save}"
 
     def jobs_keep_apart(self, jobs: Sequence[Job]) -> None:
         """Of those that come to one directory one saves, if nothing else happens, and no other disturbs it."""
