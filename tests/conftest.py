@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import tarfile
+from collections import Counter
 from collections.abc import Iterator
 from functools import cache
 from importlib.util import find_spec
@@ -35,8 +36,16 @@ BUCKET = "bucket"
 GOLDEN = REPOSITORY / "tests" / "golden"
 
 
+@pytest.hookimpl(tryfirst=True)  # before ``-m`` is heeded
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip what is marked ``xla`` where torch-xla is not installed."""
+    """Skip what is marked ``xla`` where torch-xla is not installed, and leave most cases of ``one_in`` to ``soak``."""
+    seen = Counter[str]()
+    for item in items:
+        if (sweep := item.get_closest_marker("one_in")) and not item.get_closest_marker("soak"):
+            test = item.nodeid.partition("[")[0]
+            if seen[test] % sweep.args[0]:
+                item.add_marker(pytest.mark.soak)
+            seen[test] += 1
     if find_spec("torch_xla") is not None:
         return
     absent = pytest.mark.skip(reason="torch-xla is not installed: pip install '.[xla]'")

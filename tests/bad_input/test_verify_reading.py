@@ -100,6 +100,7 @@ def load(directory: Path, **options: Any) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("verify", [pytest.param(True, marks=pytest.mark.soak), "reading"])
+@pytest.mark.one_in(2)
 def test_a_flipped_bit_anywhere_is_found(copy: tuple[Path, list[TensorEntry]], verify: Any, alone: None) -> None:
     """In the first or the last byte of any tensor, among others in one read or in a piece of its own: it is named."""
     directory, entries = copy

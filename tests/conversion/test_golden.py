@@ -58,6 +58,7 @@ def test_the_output_is_that_of_nxds_converter(golden: Path, tmp_path: Path, form
 
 
 @pytest.mark.parametrize("name", ZERO1)
+@pytest.mark.one_in(2)
 def test_unsharded_files_hold_the_shards_of_all_ranks(golden: Path, tmp_path: Path, name: str) -> None:
     """With master weights, padding, stages and experts: each replica group's shards, one after the other."""
     source = saved(golden, name)
@@ -82,6 +83,7 @@ def test_unsharded_files_hold_the_shards_of_all_ranks(golden: Path, tmp_path: Pa
 
 
 @pytest.mark.parametrize("name", ["b_dp2_zero1_xser", "e_dp2_tp2_bf16_master_pt", *ZERO1[-3:]])
+@pytest.mark.one_in(2)
 def test_there_and_back_again_is_what_nxd_saved(golden: Path, tmp_path: Path, name: str) -> None:
     """Over full files, or another number of ranks, to the first number: everything is as NxD saved it."""
     source = saved(golden, name)

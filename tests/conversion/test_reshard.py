@@ -35,6 +35,7 @@ def stages_of(layout: Layout, weights: list[Weight]) -> list[list[str]]:
     ("on", "to"),
     [("dp2tp2", "dp3"), ("dp3", "tp2"), ("tp4", "dp2tp2"), ("dp2pp2", "dp3tp2"), ("tp2", "dp2pp2"), ("dp2", "dp2")],
 )
+@pytest.mark.one_in(3)
 def test_every_rank_gets_its_part(tmp_path: Path, on: str, to: str, zero1: bool, use_xser: bool) -> None:
     """Fused and strided layers, padding, frozen weights, stages: live objects load the result as their own."""
     weights = weights_of(torch.bfloat16 if zero1 else torch.float32)

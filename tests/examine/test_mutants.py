@@ -35,6 +35,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Saved:
 
 
 @pytest.mark.parametrize("mutants", TOGETHER, ids=lambda mutants: mutants[0].__name__)
+@pytest.mark.one_in(2)
 def test_mutants_are_caught(saved: Saved, mutants: tuple[Mutant, ...]) -> None:
     """Each as a problem of its kind that names what is wrong, though others are wrong too."""
     caught(saved, mutants)

@@ -249,6 +249,7 @@ COPIES = {
 
 
 @pytest.mark.parametrize("pickled", COPIES.values(), ids=COPIES.keys())
+@pytest.mark.one_in(2)
 def test_what_is_used_again_and_again_counts_each_time(pickled: bytes) -> None:
     """As a state, as part of one, and as an argument."""
     with pytest.raises(UnsafePickle, match="copies its own values"):

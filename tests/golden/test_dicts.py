@@ -22,6 +22,7 @@ LEFT_OUT = "f_dp2_tp2_bf16_master_avoid_lp_xser"
 
 
 @pytest.mark.parametrize("name", [name for name in CONFIGURATIONS if name != LEFT_OUT])
+@pytest.mark.one_in(2)
 def test_one_process_loads_what_any_rank_held(golden: Path, name: str) -> None:
     """Model, optimizer, scheduler and user content equal what was live: bits, dtypes, types and order of keys."""
     golden_one = saved(golden, name)

@@ -57,6 +57,7 @@ def calls(told: list[dict[str, Any]], place: str) -> list[tuple[str, dict[str, A
 
 
 @pytest.mark.parametrize("place", OF_THE_DIRECTORY)
+@pytest.mark.one_in(2)
 def test_a_file_of_the_directory_is_in_nobodys_way(told: list[dict[str, Any]], place: str) -> None:
     """Tags are listed, loaded, verified and saved as if it were not there."""
     for kind, done in calls(told, place):

@@ -178,6 +178,7 @@ def save_while(
 
 
 @pytest.mark.parametrize("others", [(1, 2), (2, 1)])
+@pytest.mark.one_in(2)
 def test_two_jobs_that_share_a_host_keep_apart(tmp_path: Path, others: tuple[int, int]) -> None:
     """The lease of one is on a host that the other does not have. The second job is refused, and says which host."""
     first = Job(2, save_while, tmp_path, (0, 1), (1, 2), "first", "second", group=True)

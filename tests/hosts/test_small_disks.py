@@ -78,6 +78,7 @@ def save(saver: Checkpointer, step: int, numbers: int, in_background: bool) -> s
         ),
     ],
 )
+@pytest.mark.one_in(2)
 def test_the_next_save_works(small: tuple[Path, int], by_pages: bool, left: Sequence[int], in_background: bool) -> None:
     """Whatever it was for which there was no space any more, on the host of rank 0 and on another."""
     path, victim = small

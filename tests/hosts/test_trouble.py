@@ -103,6 +103,7 @@ def come(rank: int, path: Path, shift: int) -> str:
 
 
 @pytest.mark.parametrize("shift", [0, 1])
+@pytest.mark.one_in(2)
 def test_two_jobs_on_the_same_hosts(tmp_path: Path, shift: int) -> None:
     """The second is refused on all ranks, wherever its rank 0 is, and the first goes on."""
     first = Job(HOSTS, stay, tmp_path, group=True)

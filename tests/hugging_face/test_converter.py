@@ -127,6 +127,7 @@ def test_a_megatron_style_llama_is_converted(tmp_path: Path, qkv_linear: bool) -
 
 
 @pytest.mark.parametrize("kind", ["ours", "NxD's"])
+@pytest.mark.one_in(2)
 def test_plain_files_become_xser_files_and_back(tmp_path: Path, kind: str) -> None:
     """On the same sizes; what ranks load stays."""
     state = JOB.model.state()

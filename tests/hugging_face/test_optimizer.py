@@ -60,6 +60,7 @@ FEW = {
     ("name", "zero1", "use_xser"),
     [pytest.param(*case, marks=[] if case in FEW else [pytest.mark.soak]) for case in EVERY],
 )
+@pytest.mark.one_in(2)
 def test_every_job_exports_its_optimizer(tmp_path: Path, name: str, zero1: bool, use_xser: bool) -> None:
     """Any sizes, ZeRO-1 or not, both kinds of files: moments, master weights, steps and param groups."""
     job, dp = JOBS[name]

@@ -83,6 +83,7 @@ def test_a_live_model_of_transformers_is_saved_exported_and_loaded(tmp_path: Pat
 
 
 @pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.one_in(2)
 def test_a_family_is_imported_for_a_job_and_exported_again(tmp_path: Path, name: str) -> None:
     """Every tensor bit for bit what save_pretrained wrote, config.json too; logits to the last bit."""
     *_, how = FAMILIES[name]

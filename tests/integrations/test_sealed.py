@@ -68,6 +68,7 @@ def test_a_replacement_that_is_killed_anywhere_leaves_the_old_or_the_new(tmp_pat
 
 
 @pytest.mark.parametrize("replaces", [False, True])
+@pytest.mark.one_in(2)
 def test_a_callbacks_file_outlives_a_kill_anywhere(tmp_path: Path, replaces: bool) -> None:
     """It is at the visible place at every instant."""
 

@@ -135,6 +135,7 @@ def test_the_trainer_takes_our_manager(tmp_path: Path, pool: RankPool, release: 
         ),
     ],
 )
+@pytest.mark.one_in(2)
 def test_another_torchtitan_is_refused_by_the_names_that_it_lacks(
     files: dict[str, str], message: str, tmp_path: Path
 ) -> None:

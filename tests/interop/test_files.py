@@ -31,6 +31,7 @@ def contents_differ(theirs: Path, ours: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("name", WHOLE_TENSORS + REFERENCES)
+@pytest.mark.one_in(2)
 def test_the_files_are_those_of_nxd(golden: Path, tmp_path: Path, name: str) -> None:
     """Dict for dict: file names, markers, references, tids, info and every tensor's bits are the same."""
     golden_one = saved(golden, name)

@@ -30,6 +30,7 @@ PAIRS = [
 
 
 @pytest.mark.parametrize(("saved", "loaded"), PAIRS)
+@pytest.mark.one_in(2)
 def test_what_a_job_saved_another_loads(gloo_ranks: RankPool, tmp_path: Path, saved: str, loaded: str) -> None:
     """Bit for bit, on four ranks; names in the tag are the model's own."""
     expected = gloo_ranks.run(simple_fsdp.save, tmp_path, saved)[0]

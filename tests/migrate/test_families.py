@@ -40,6 +40,7 @@ def test_the_table_has_every_family() -> None:
 
 
 @pytest.mark.parametrize("model_type", NAMES)
+@pytest.mark.one_in(2)
 def test_a_family_goes_where_the_table_says(tmp_path: Path, model_type: str) -> None:
     """To torch DCP and a tag of one rank bit for bit; to TorchTitan, or refused before anything is written."""
     name = NAMES[model_type]

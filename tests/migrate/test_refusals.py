@@ -235,6 +235,7 @@ def _first_rank_with_a_number(place: Path) -> None:
         (_with_other_groups, OptimizerMismatch, "does not usually make groups of .* parameters of this model"),
     ],
 )
+@pytest.mark.one_in(2)
 def test_what_contradicts_itself(
     tmp_path: Path, written: Path, damage: Callable[[Path], None], kind: type[CheckpointError], complaint: str
 ) -> None:
@@ -553,6 +554,7 @@ def _one_of_other_groups(place: Path) -> None:
         (_one_of_other_groups, OptimizerMismatch, "does not record which parameters .* leave the optimizer out"),
     ],
 )
+@pytest.mark.one_in(2)
 def test_ranks_of_fsdp(
     fsdp: Path, tmp_path: Path, damage: Callable[[Path], Any], kind: type[CheckpointError], complaint: str
 ) -> None:

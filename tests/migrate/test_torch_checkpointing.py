@@ -209,6 +209,7 @@ def test_content_that_is_no_data_is_left_out(torch_checkpointing: Path, tmp_path
 
 
 @pytest.mark.parametrize("name", ["fsdp2_tp", "safetensors", "boxes"])
+@pytest.mark.one_in(3)
 def test_cut_off_and_flipped(torch_checkpointing: Path, tmp_path: Path, name: str) -> None:
     """Every file is cut off, and has a byte changed: refused as ours, or the same tensors as before."""
     place, numbers = copied(torch_checkpointing, tmp_path, name, 1), random.Random(7)

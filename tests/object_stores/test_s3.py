@@ -155,6 +155,7 @@ def test_secrets_stay_secret(bucket: Bucket, caplog: pytest.LogCaptureFixture) -
 
 
 @pytest.mark.parametrize("use_xser", [False, True])
+@pytest.mark.one_in(2)
 def test_a_download_is_as_large_as_what_is_needed(bucket: Bucket, tmp_path: Path, use_xser: bool) -> None:
     """By default, and with ``pre_download``, where a second load needs hardly any."""
     options = bucket.options
@@ -257,6 +258,7 @@ def test_options_are_for_what_is_a_url(bucket: Bucket, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("suffix", [".tar", ".tar.gz"])
+@pytest.mark.one_in(2)
 def test_an_archive_of_many_files_is_opened_by_few_requests(
     bucket: Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, suffix: str
 ) -> None:

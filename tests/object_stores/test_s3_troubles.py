@@ -169,6 +169,7 @@ def test_credentials_that_expire_in_the_middle_fail_the_save(s3_server: S3Server
 
 
 @pytest.mark.parametrize("prefix", ["", "/run 7/a+b%20c/é~&=#?'()"])
+@pytest.mark.one_in(2)
 def test_names_of_all_kinds_are_kept(s3_server: S3Server, bucket: str, prefix: str) -> None:
     """The root of a bucket, and characters that URLs and XML treat specially, in directories and tags."""
     url, options, tags = f"s3://{bucket}{prefix}", s3_server.options, ["a b", "1+1%3D2", "<é>&\"'?#"]

@@ -53,6 +53,7 @@ def holds_ones(path: Path, tag: str) -> bool:
     ],
     ids=["function", "object"],
 )
+@pytest.mark.one_in(2)
 def test_a_normal_exit_finishes_what_is_in_flight(tmp_path: Path, program: str) -> None:
     """The last line of a script may be an async save; the directory is given back, too."""
     ended = run(tmp_path, program)
@@ -64,6 +65,7 @@ def test_a_normal_exit_finishes_what_is_in_flight(tmp_path: Path, program: str) 
 @pytest.mark.parametrize(
     "call", ['save_checkpoint(path, "{}", state, async_save=True)', 'mine.save("{}", state, async_save=True)']
 )
+@pytest.mark.one_in(2)
 def test_a_failure_that_nobody_was_told_of_becomes_the_exit_code(tmp_path: Path, call: str) -> None:
     """A scheduler must not take the job for a success; the log names the cause."""
     ended = run(tmp_path, f"{FAILING}mine = Checkpointer(path)\n{call.format('one')}\n{call.format('two')}")

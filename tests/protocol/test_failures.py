@@ -79,6 +79,7 @@ def three_saves(
 
 @pytest.mark.parametrize("failing_rank", [0, 1])
 @pytest.mark.parametrize(("name", "pattern"), OWN_PART[:-1], ids=lambda value: value.replace("/", "|"))
+@pytest.mark.one_in(2)
 def test_failed_write_or_sync_of_one_rank_fails_the_save_on_all(
     tmp_path: Path, failing_rank: int, name: str, pattern: str
 ) -> None:

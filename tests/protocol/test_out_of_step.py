@@ -61,6 +61,7 @@ def later_saves(rank: int, path: Path, alone: int, times: int) -> list[str]:
 
 
 @pytest.mark.parametrize("alone", [0, 1])
+@pytest.mark.one_in(2)
 def test_after_a_later_save_of_one_rank_alone_all_can_save(tmp_path: Path, alone: int) -> None:
     """It fails, or its outcome is unknown; the next saves that all make work, and are whole."""
     outcomes = Job(2, later_saves, tmp_path, alone, 2, group=True).values()

@@ -140,6 +140,7 @@ def load(tag: str | None, **options: Any) -> int:
 
 
 @pytest.mark.parametrize("verify", [True, "reading", False])
+@pytest.mark.one_in(2)
 def test_a_load_of_the_latest_goes_on_with_the_new_one(directory: Directory, verify: Any) -> None:
     """Whenever the old one goes, by either way."""
 
@@ -213,6 +214,7 @@ def read_named(target: Path) -> dict[str, Callable[[], Any]]:
 
 
 @pytest.mark.parametrize("how", read_named(Path()))
+@pytest.mark.one_in(3)
 def test_every_reader_of_a_named_tag(directory: Directory, how: str, tmp_path: Path) -> None:
     """What it makes is of one save; or it says that the tag was replaced, and makes nothing."""
 

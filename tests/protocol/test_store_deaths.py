@@ -73,6 +73,7 @@ def moments(save: Save, request: pytest.FixtureRequest) -> range:
 
 
 @pytest.mark.parametrize("save", AFTER, ids=lambda save: save.__name__)
+@pytest.mark.one_in(2)
 def test_what_is_visible_after_a_death_anywhere_is_complete(save: Save, moments: range) -> None:
     """What is visible then is complete; the next job's first save leaves no key of the dead one's."""
     for number in moments:
@@ -93,6 +94,7 @@ def test_what_is_visible_after_a_death_anywhere_is_complete(save: Save, moments:
 
 @pytest.mark.parametrize("save", AFTER, ids=lambda save: save.__name__)
 @pytest.mark.parametrize("again", ["same", "another"])
+@pytest.mark.one_in(2)
 def test_after_a_failure_anywhere_a_save_knows_its_outcome(save: Save, again: str, moments: range) -> None:
     """The save says whether its tag is there, and the same job's next one, of that tag or another, leaves no stray."""
 
@@ -118,6 +120,7 @@ def test_after_a_failure_anywhere_a_save_knows_its_outcome(save: Save, again: st
 
 
 @pytest.mark.parametrize("save", AFTER, ids=lambda save: save.__name__)
+@pytest.mark.one_in(3)
 def test_death_while_the_next_job_cleans_up(save: Save, moments: range) -> None:
     """However far it came with it, the job after it ends it."""
     for number in moments[::5]:

@@ -109,6 +109,7 @@ def test_a_job_that_was_taken_over_and_wakes_up_publishes_nothing(moment: Moment
     [(False, 4), (True, 4), *(pytest.param(ended, 1, marks=pytest.mark.soak) for ended in (False, True))],
 )
 @pytest.mark.parametrize("renames", [False, True], ids=["store", "file system"])
+@pytest.mark.one_in(2)
 def test_of_two_jobs_the_later_ones_save_stays(renames: bool, ended: bool, step: int) -> None:
     """Of two that save the same tag, the later one's is what is there, though it has ended by then and given its lease
     back; the other says what it knows. On a file system, that one may take the lease again by then, and save later."""
@@ -368,6 +369,7 @@ def test_without_rank_0_others_know_whether_a_tag_is_there(moment: Moment, error
 @pytest.mark.parametrize(
     "number", [pytest.param(number, marks=pytest.mark.soak if number % 3 else ()) for number in range(0, 60, 4)]
 )
+@pytest.mark.one_in(2)
 def test_a_tag_is_old_gone_or_new_after_both_ranks_died(number: int) -> None:
     """At any time in a save over a tag, which is then as it was, gone, or new; the next job leaves no stray."""
     store = MemoryStorage()

@@ -15,6 +15,7 @@ pytestmark = [pytest.mark.plain, pytest.mark.once, needs_mounts("/dev/fuse")]
 
 
 @pytest.mark.parametrize("swaps", [True, False])
+@pytest.mark.one_in(2)
 def test_power_cuts_and_errors(tmp_path: Path, swaps: bool) -> None:
     """A few, on a file system that can exchange two names and has links, and on one that cannot."""
     campaign(tmp_path, time.time_ns(), swaps=swaps, cuts=2, errors=1)

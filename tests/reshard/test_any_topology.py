@@ -134,6 +134,7 @@ def test_a_checkpoint_moved_there_and_back_is_the_same(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("on", "to"), [("dp2tp2", "dp4"), ("pp2", "dp3")])
+@pytest.mark.one_in(2)
 def test_any_part_moves_by_itself(tmp_path: Path, on: str, to: str) -> None:
     """The model without the optimizer and the reverse; names come from ``param_names=`` where no model tells them."""
     weights = weights_of()
@@ -152,6 +153,7 @@ def test_any_part_moves_by_itself(tmp_path: Path, on: str, to: str) -> None:
 
 
 @pytest.mark.parametrize(("on", "to"), [("dp2tp2", "dp3"), ("dp2tp2", "dp3pp2"), ("pp2", "dp2")])
+@pytest.mark.one_in(2)
 def test_weights_that_were_left_out_are_cut_from_master_weights(tmp_path: Path, on: str, to: str) -> None:
     """Without a file of its own, a weight of another job is its part of the master weights, cast."""
     weights = [replace(w, left_out=w.kind == "parameter") for w in weights_of(torch.bfloat16)]

@@ -56,6 +56,7 @@ def test_live_ranks_of_other_sizes_continue_from_it(golden: Path, name: str, siz
 
 
 @pytest.mark.parametrize(("name", "sizes"), BY_NAME)
+@pytest.mark.one_in(2)
 def test_with_other_stages_or_experts_names_are_needed(golden: Path, name: str, sizes: str) -> None:
     """Positions on other stages say nothing: without ``saved_param_names=`` it is refused and nothing changes."""
     model = GoldenModel(saved(golden, name))

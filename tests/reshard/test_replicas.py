@@ -182,6 +182,7 @@ def nbytes_of(tree: Any) -> int:
     ],
     ids=["plain", "xser", "zero1", "other tp", "tp", "ep", "no replicas"],
 )
+@pytest.mark.one_in(2)
 def test_what_replicas_read_together(
     ranks: RankPool, saved: dict[str, Path], name: str, job: Layout, replicas: int
 ) -> None:

@@ -450,6 +450,7 @@ def test_whatever_changes(tmp_path: Path, step: Step) -> None:
 
 
 @pytest.mark.parametrize(("kind", "use_xser"), [(kind, number % 2 == 0) for number, kind in enumerate(CHAINS)])
+@pytest.mark.one_in(2)
 def test_a_reused_plan_follows_one_change_after_the_other(tmp_path: Path, kind: str, use_xser: bool) -> None:
     """Each differs from the one before it by as little as can be."""
     found = trained()

@@ -66,6 +66,7 @@ def test_every_file_is_written(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("no_new_threads")
 @pytest.mark.parametrize("operation", ["create", "write_at", "close"])
 @pytest.mark.parametrize("number", [0, 77, COUNT - 1])
+@pytest.mark.one_in(2)
 def test_an_error_names_its_file(tmp_path: Path, operation: str, number: int) -> None:
     """The save fails with it, nothing becomes visible, and the next one succeeds."""
     hook = failing(operation, f"*-1/{FOLDER}/tensor_{number}.pt", OSError(errno.EIO, "Input/output error"))

@@ -68,6 +68,7 @@ def test_a_state_that_equals_an_earlier_one_is_not_looked_at_again() -> None:
 
 
 @pytest.mark.parametrize("work", SAVES, ids=lambda work: work.name)
+@pytest.mark.one_in(2)
 def test_the_promises_hold_in_states_that_a_crash_leaves(work: Work) -> None:
     """At some of the moments at which power may be lost during a save."""
     count = enumerated(work, every=EVERY, most=MOST)

@@ -100,6 +100,7 @@ def directory(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("handler", [Server, Untimed, Ranges])
+@pytest.mark.one_in(3)
 def test_what_reads_a_directory_reads_what_a_server_shows_of_it(
     directory: Path, handler: type[Server], tmp_path: Path
 ) -> None:

@@ -71,6 +71,7 @@ def on(pattern: str, fault: Fault) -> Fault:
 
 @pytest.mark.parametrize("pattern", [CREATE, PUT_PART, COMPLETE])
 @pytest.mark.parametrize("fault", PASSING, ids=lambda fault: f"{fault.kind} {fault.status}")
+@pytest.mark.one_in(2)
 def test_an_upload_survives_failures(
     proxy: S3Proxy, s3_server: S3Server, storage: Storage, pattern: str, fault: Fault
 ) -> None:
