@@ -323,12 +323,20 @@ def _unlink(path: str) -> None:
 def _make_dirs(path: str) -> None:
     """Make a directory, and those above it, if it does not exist."""
     try:
+        _make_dir(path)
+    except FileNotFoundError:
+        above = os.path.dirname(path)
+        if path == above:
+            raise
+        _make_dirs(above)
+        _make_dir(path)  # /proc, for one, makes none though it is there
+
+
+def _make_dir(path: str) -> None:
+    try:
         os.mkdir(path)
     except FileNotFoundError:
-        if path == os.path.dirname(path):
-            raise
-        _make_dirs(os.path.dirname(path))
-        _make_dirs(path)
+        raise
     except OSError:  # of several errors a system may tell another than that it exists
         if not os.path.isdir(path):
             raise

@@ -58,6 +58,7 @@ def session(storage: Storage, topology: Topology = TP, lease: BaseException | No
         confirm=confirm,
         run_id="run",
         topology=topology,
+        is_alone=topology.world_size == 1,
         attempt=lambda number: f"run-{number}",
     )
 

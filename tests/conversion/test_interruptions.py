@@ -59,9 +59,8 @@ def test_a_tag_that_another_job_completed_meanwhile(
     """While the input was looked at: it is replaced only by a conversion that may overwrite."""
     source = save_example(tmp_path / "input", 2)
     target: Storage = MemoryStorage() if in_a_store else LocalStorage(tmp_path / "output")
-    monkeypatch.setattr(
-        locations, "open_storage", lambda path, durable, options: target if "output" in path else LocalStorage(path)
-    )
+    opened = {str(tmp_path / "output"): target}
+    monkeypatch.setattr(locations, "open_storage", lambda path, *options: opened.get(path) or LocalStorage(path))
 
     def convert(overwrite: bool) -> None:
         convert_zero1(source, tmp_path / "output" / "t", convert_to_full=True, overwrite=overwrite)

@@ -91,9 +91,9 @@ class Process:
         return None
 
     def end(self) -> None:
-        """Close it, dead or alive."""
+        """Give the directory back, dead or alive. Another save takes it again."""
         with suppress(CheckpointError):
-            self.saver.close()
+            self.saver.release()
 
     def die(self) -> None:
         self._connection.gone = True

@@ -38,7 +38,7 @@ def session(storage: Storage, *answers: BaseException | None) -> Any:
 
     return SimpleNamespace(
         storage=storage, require=require, confirm=confirm, run_id="run", topology=Topology(), timeout=0.1,
-        is_leaving=lambda: False, attempt=lambda number: f"run-{number}",
+        is_leaving=lambda: False, attempt=lambda number: f"run-{number}", is_alone=False,
     )  # fmt: skip
 
 
