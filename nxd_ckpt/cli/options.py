@@ -16,7 +16,7 @@ from nxd_ckpt.core.option_classes import fields_of
 from nxd_ckpt.core.partition import Partition
 from nxd_ckpt.core.suggestions import listed
 from nxd_ckpt.errors import CheckpointError, InvalidArgument
-from nxd_ckpt.options.execution import OpenOptions
+from nxd_ckpt.options.execution import BLANK, OpenOptions
 
 _FLAGS = {
     "use_safetensors": "--safetensors",
@@ -28,9 +28,6 @@ _ALIASES = {"saved_param_names": "--param-names", "hardware": "--hw-backend"}
 """Other names of flags, for scripts that use them; help does not show them."""
 
 _PARTITIONS = 'JSON, such as {"NAME": {"partition_dim": 0, "num_partitions": 2}}: '
-
-_BLANK = "?"
-"""Value in a template of ``inspect`` that is to be replaced."""
 
 _WITHOUT_FLAG = ("durable", "timeout", "trust_pickle")
 
@@ -189,19 +186,19 @@ def partitions_in(path: str | None) -> dict[str, Partition] | None:
     if not isinstance(document, dict) or not all(isinstance(cut, dict) for cut in document.values()):
         raise InvalidArgument(f'{path}: expected {{"name": {{"partition_dim": 0, "num_partitions": 2}}, ...}}')
     partitions = {}
-    known = [field.name for field in fields(Partition)]
+    field_names = [field.name for field in fields(Partition)]
     for name, entry in document.items():
         shape = entry.get("local_shape")
         cut = {field: value for field, value in entry.items() if field != "local_shape"}
-        if _BLANK in cut.values():
+        if BLANK in cut.values():
             raise InvalidArgument(
-                f"{path}: {name}: partition_dim is still {_BLANK!r}: fill in the dimension that is cut, counted from 0"
+                f"{path}: {name}: partition_dim is still {BLANK!r}: fill in the dimension that is cut, counted from 0"
                 f"{'' if shape is None else f' (each rank has the shape {shape})'}, or write {{}} for a parameter that "
                 "every rank has whole"
             )
-        unknown = [field for field in cut if field not in known]
+        unknown = [field for field in cut if field not in field_names]
         if unknown:
-            raise InvalidArgument(f"{path}: {name}: {listed(unknown, known)} is no field of a partition")
+            raise InvalidArgument(f"{path}: {name}: {listed(unknown, field_names)} is no field of a partition")
         try:
             partitions[name] = Partition.from_json(cut)
         except CheckpointError as error:

@@ -234,10 +234,10 @@ class InPlace:
         storage.sync_dir(self.tag)
         session.require()
         try:
-            found = mark if storage.link_new(done, mark) else storage.read(done)
+            content = mark if storage.link_new(done, mark) else storage.read(done)
         except OSError as error:
-            found = self._found_after(storage, error)  # the reply was lost, or somebody else's is there
-        if found != mark:
+            content = self._content_after(storage, error)  # the reply was lost, or somebody else's is there
+        if content != mark:
             raise self._another_job(session)
         try:
             storage.sync_dir(self.tag)
@@ -283,7 +283,7 @@ class InPlace:
                     f"after {session.timeout:.0f} s without progress; save under another tag"
                 )
 
-    def _found_after(self, storage: Storage, error: OSError) -> bytes:
+    def _content_after(self, storage: Storage, error: OSError) -> bytes:
         """Return ``done``, after an ``error`` that may mean that only the reply was lost. Raise it if there is none."""
         done = f"{self.tag}/{DONE}"
         try:

@@ -52,15 +52,15 @@ def judge_tags(
     # Only for a rule by metric: reading a manifest of many parameters takes its time.
     measured = ours if any(isinstance(rule, Best) for rule in rules) else []
     metrics = {info.tag: metrics_of(storage, info) for info in measured}
-    known, damaged = set(whole), dict[str, str]()
+    examined, damaged = set(whole), dict[str, str]()
     while True:
         retention = _decide(storage, [info for info in ours if info.tag not in damaged], rules, metrics)
-        asked = retention.counted - known if retention.surplus else set()
-        known |= asked
-        found = {tag: why for tag in asked if (why := damage_of(storage, tag)) is not None}
-        if not found:
+        candidates = retention.counted - examined if retention.surplus else set()
+        examined |= candidates
+        losses = {tag: why for tag in candidates if (why := damage_of(storage, tag)) is not None}
+        if not losses:
             break
-        damaged |= found
+        damaged |= losses
     reasons = {**retention.kept, **{tag: (f"damaged, and not counted: {why}",) for tag, why in damaged.items()}}
     kept = {info.tag: reasons[info.tag] for info in in_order(ours) if info.tag in reasons}
     return Judgement(replace(retention, kept=kept), unknown_metrics(rules, metrics), damaged)

@@ -17,6 +17,9 @@ Names = Sequence[Sequence[str]]
 SavedNames = Sequence[Sequence[Sequence[str]]]
 """Names of the parameters of each param group, in order, for each pipeline stage."""
 
+BLANK = "?"
+"""The beginning of a value in a template that is to be replaced."""
+
 
 @dataclass(frozen=True)
 class OutputOptions:

@@ -21,8 +21,17 @@ from nxd_ckpt.reshard.optimizer_names import OptimizerNames, is_number
 from nxd_ckpt.reshard.reshard_context import ReshardContext
 from nxd_ckpt.reshard.resharded_model import ReshardedModel
 from nxd_ckpt.reshard.resharded_optimizer import ReshardedOptimizer
+from nxd_ckpt.reshard.resharding import checked_partitions, refuse_unknown
 from nxd_ckpt.tag.files import MissingTensor
 from nxd_ckpt.tag.opened import OpenTag
+
+
+def partitions_of_tag(opened: OpenTag, partitions: Mapping[str, Partition] | None) -> Mapping[str, Partition]:
+    """Return a caller's partitions of a tag. Raises InvalidArgument for those of what it does not have."""
+    checked = checked_partitions(partitions, opened.topology.tp)
+    if checked and opened.parts.model:
+        refuse_unknown(checked, opened.model_names(), opened.where)
+    return checked
 
 
 def recorded_parameters(opened: OpenTag, partitions: Mapping[str, Partition]) -> dict[str, ParameterSpec]:

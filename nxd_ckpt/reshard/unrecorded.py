@@ -10,15 +10,11 @@ from nxd_ckpt.core.partition import Partition
 from nxd_ckpt.core.suggestions import closest, first_of
 from nxd_ckpt.core.topology import Coordinates
 from nxd_ckpt.errors import InvalidArgument, OptimizerMismatch, TopologyMismatch
-from nxd_ckpt.options.execution import SavedNames
+from nxd_ckpt.options.execution import BLANK, SavedNames
 from nxd_ckpt.reshard.optimizer_names import Names, group_names, is_number, saved_groups
-from nxd_ckpt.reshard.resharded_state import recorded_parameters
-from nxd_ckpt.reshard.resharding import checked_partitions, refuse_unknown
+from nxd_ckpt.reshard.resharded_state import partitions_of_tag, recorded_parameters
 from nxd_ckpt.reshard.saved_optimizer import SavedSlot
 from nxd_ckpt.tag.opened import OpenTag
-
-BLANK = "?"
-"""The beginning of a value in a template that is to be replaced."""
 
 
 def unknown_cuts(opened: OpenTag, partitions: Mapping[str, Partition] | None = None) -> dict[str, ParameterSpec]:
@@ -41,13 +37,11 @@ def checked_facts(
         TopologyMismatch: cuts change, and that of a parameter is not known. If the optimizer's names are not known
             either, the error asks for them too.
     """
-    given = checked_partitions(partitions, opened.topology.tp)
-    if given and opened.parts.model:
-        refuse_unknown(given, opened.model_names(), opened.where)
+    cuts = partitions_of_tag(opened, partitions)
     _check_names(opened, saved_names)
-    unknown = unknown_cuts(opened, given) if cuts_change else {}
+    unknown = unknown_cuts(opened, cuts) if cuts_change else {}
     if not unknown:
-        return given
+        return cuts
     lacks_names = saved_names is None and opened.parts.optimizer is not None and not _has_names(opened)
     raise TopologyMismatch(
         f"{opened.where}: the cut of {first_of(unknown)} over {opened.topology.tp} tensor-parallel ranks is not known; "

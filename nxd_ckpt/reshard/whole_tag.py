@@ -20,8 +20,7 @@ from nxd_ckpt.errors import KeyMismatch, OptimizerMismatch, TopologyMismatch
 from nxd_ckpt.formats.tensors import Assembly, Path, TensorStub, by_digest, itemsize, iter_leaves, iter_tensors
 from nxd_ckpt.live.optimizer_state import STEP
 from nxd_ckpt.live.parameters import form_of, is_tensor
-from nxd_ckpt.reshard.resharded_state import recorded_state
-from nxd_ckpt.reshard.resharding import checked_partitions, refuse_unknown
+from nxd_ckpt.reshard.resharded_state import partitions_of_tag, recorded_state
 from nxd_ckpt.tag.files import MissingTensor
 from nxd_ckpt.tag.opened import OpenTag
 from nxd_ckpt.tag.verification import refuse_missing
@@ -83,9 +82,7 @@ class WholeTag:
         partitions: Mapping[str, Partition] | None = None,
         saved_param_names: Sequence[Sequence[Sequence[str]]] | None = None,
     ) -> None:
-        partitions = checked_partitions(partitions, opened.topology.tp)
-        if partitions and opened.parts.model:
-            refuse_unknown(partitions, opened.model_names(), opened.where)
+        partitions = partitions_of_tag(opened, partitions)
         self.opened, self._partitions, self._saved_names = opened, partitions, saved_param_names
         self._state = recorded_state(opened, live or Topology(), partitions=partitions, saved_names=saved_param_names)
         self._context, self._model, self._optimizer = self._state.context, self._state.model, self._state.optimizer
