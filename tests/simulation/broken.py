@@ -338,7 +338,7 @@ BREAKS = [
         "The lease is not looked at again before `done` is written.", "store",
         {
             _PUBLICATION: (
-                "        session.require()\n        try:\n            found", "        try:\n            found"
+                "        session.require()\n        try:\n            content", "        try:\n            content"
             )
         },
         _stands_still,
@@ -513,7 +513,7 @@ BREAKS += [
     ),
     Break(
         "A reply to `done` that was lost is not looked up.", "lost replies",
-        {_PUBLICATION: ("            found = self._found_after(storage, error)  #", "            raise  #")},
+        {_PUBLICATION: ("            content = self._content_after(storage, error)  #", "            raise  #")},
     ),
     Break(
         "The lease is not looked at after `done`.", "store, taken over",
