@@ -50,6 +50,8 @@ _STATES = 1000
 
 SCHEDULES: dict[str, Callable[[int], Schedule]] = {
     **PLACES,
+    "alone": DiskSchedule.of_a_lone_process,
+    "store, alone": StoreSchedule.of_a_lone_process,
     "two faults": DiskSchedule.with_two_faults,
     "an undone save": DiskSchedule.with_power_lost_after_an_undone_save,
     "power after a takeover": DiskSchedule.with_power_lost_after_a_takeover,

@@ -27,6 +27,9 @@ FAULTS = ("nothing", "kill", "kill", "power", "power", "error", "full", "sync", 
 RENAMES = Calls((3, 1), (9, 2))
 """Those of them that are renames."""
 
+LONE_EFFECTS, LONE_RENAMES = Calls((42, 0), (40, 0)), Calls((3, 0), (6, 0))
+"""The same of lone processes, which write no votes."""
+
 AT_A_SWAP = range(18, 23)
 """Among these renames of rank 0 are those by which its second save replaces a tag, or removes one."""
 
@@ -93,6 +96,16 @@ class DiskSchedule(Schedule):
     def of_system_calls(seed: int) -> DiskSchedule:
         """The same, below ``LocalStorage``."""
         return replace(DiskSchedule.of(seed), local=True, links=Random(f"links {seed}").random() < 0.7)
+
+    @staticmethod
+    def of_a_lone_process(seed: int) -> DiskSchedule:
+        """The same by processes that are the only one of their job; of odd seeds power is lost soon after a fault."""
+        one, random = DiskSchedule.of(seed), Random(f"alone {seed}")
+        at = random.randrange((LONE_RENAMES if one.at_rename else LONE_EFFECTS).of(0, len(one.saves)))
+        then = 1 + int(random.expovariate(1 / 6)) + FULL // 2 * (one.fault == "full")
+        if seed % 2 == 0 or one.fault not in ("error", "sync", "full", "stall"):
+            return replace(one, is_alone=True, rank=0, at=at, has_group=False)
+        return replace(one, is_alone=True, rank=0, at=at, has_group=False, then=then)
 
     @staticmethod
     def with_two_faults(seed: int) -> DiskSchedule:
@@ -331,6 +344,6 @@ class DiskRun(Run):
 
 
 def _read(reader: Reader, save: Save) -> None:
-    for rank in range(WORLD_SIZE):
+    for rank in range(reader.ranks):
         with suppress(CheckpointError):
-            assert save.value == loaded(reader.storage, rank, save.tag)
+            assert save.value == loaded(reader.storage, rank, reader.ranks, save.tag)

@@ -152,8 +152,8 @@ class HostsRun(Run):
         values: list[int] = []
 
         def load(rank: int) -> None:
-            with checkpointer(self.place(processes[rank], rank), rank, job.run_id) as reader:
-                values.append(loaded_by(reader, rank))
+            with checkpointer(self.place(processes[rank], rank), rank, len(processes), job.run_id) as reader:
+                values.append(loaded_by(reader, rank, len(processes)))
                 self.world.pause(lasts)
 
         tasks = [self.world.spawn(process, partial(load, rank)) for rank, process in enumerate(processes)]

@@ -1,4 +1,4 @@
-"""A job of two ranks in a simulated world: what its ranks save, what came of it, and what they read."""
+"""A job of two ranks or one in a simulated world: what its ranks save, what came of it, and what they read."""
 
 from __future__ import annotations
 
@@ -114,6 +114,8 @@ class Job:
         self.outcomes.append(Outcome(0, save, word, began, self.world.now, problem))
 
     def agreement(self, rank: int, timeout: float, call: str) -> Agreement | None:
+        if len(self.processes) == 1:
+            return SingleProcessAgreement()
         if not self.has_group:
             return None
         return _Rendezvous(self, rank).meet(timeout, call)
@@ -123,7 +125,7 @@ class _Rendezvous(Rendezvous):
     """Ranks learn of the end of others at once, as by their connections."""
 
     def __init__(self, job: Job, rank: int) -> None:
-        super().__init__(job.store, rank, WORLD_SIZE)
+        super().__init__(job.store, rank, len(job.processes))
         self._job = job
 
     def _hub(self) -> Address | None:
@@ -137,27 +139,31 @@ class _Rendezvous(Rendezvous):
         return not self._job.processes[rank].alive
 
 
-def state(value: int, rank: int) -> dict[str, torch.Tensor]:
+def state(value: int, rank: int, ranks: int = WORLD_SIZE) -> dict[str, torch.Tensor]:
     """The model of a rank in save number ``value``; no two ranks or saves have an equal one."""
-    return {"weight": _part(3, float(10 * value + rank)), "bias": _part(2, float(-10 * value - rank))}
+    return {"weight": _part(3, 10.0 * value, rank, ranks), "bias": _part(2, -10.0 * value, -rank, ranks)}
 
 
-def frozen(rank: int) -> dict[str, torch.Tensor]:
+def frozen(rank: int, ranks: int = WORLD_SIZE) -> dict[str, torch.Tensor]:
     """What a rank's model has besides where saves deduplicate."""
-    return {"frozen": _part(5, 0.5 + rank)}
+    return {"frozen": _part(5, 0.5, rank, ranks)}
 
 
 @cache
-def _part(count: int, value: float) -> torch.Tensor:
-    """A rank's part of a parameter that is cut over the ranks, as NxD's layers mark it. Nobody writes to it."""
-    part = torch.full((count,), value)
+def _part(count: int, value: float, rank: int, ranks: int) -> torch.Tensor:
+    """A rank's part of a parameter that is cut over the ranks, as NxD's layers mark it. Nobody writes to it.
+
+    A lone process has the parts of both ranks.
+    """
+    numbers = [value + rank] if ranks > 1 else [value + number for number in range(WORLD_SIZE)]
+    part = torch.tensor(numbers).repeat_interleave(count)
     vars(part).update(tensor_model_parallel=True, partition_dim=0)
     return part
 
 
-def checkpointer(place: Storage | Tier, rank: int, run_id: str | None) -> Checkpointer:
+def checkpointer(place: Storage | Tier, rank: int, ranks: int, run_id: str | None) -> Checkpointer:
     where: dict[str, Any] = {"tiers": [place]} if isinstance(place, Tier) else {"path": "simulated", "storage": place}
-    topology = Topology(tp=WORLD_SIZE, rank=rank)
+    topology = Topology(tp=ranks, rank=rank)
     return Checkpointer(**where, topology=topology, run_id=run_id, timeout=TIMEOUT, memory_cap=2**20)
 
 
@@ -166,9 +172,9 @@ def saving(
 ) -> None:
     """What a rank of the job does once it ``comes``: it trains for so many seconds, then saves, then trains again; and
     what came of each save. Asynchronous ones are waited for before the next but one."""
-    world = job.world
+    world, ranks = job.world, len(job.processes)
     comes()
-    saver = checkpointer(place, rank, job.run_id)
+    saver = checkpointer(place, rank, ranks, job.run_id)
     under_way: list[tuple[float, Save, Any]] = []
 
     def told(began: float, save: Save, error: BaseException | None) -> None:
@@ -198,7 +204,7 @@ def saving(
             try:
                 pending = saver.save(
                     own.tag,
-                    state(own.value, rank) | (frozen(rank) if own.dedup else {}),
+                    state(own.value, rank, ranks) | (frozen(rank, ranks) if own.dedup else {}),
                     user_content={"value": own.value},
                     async_save=own.is_async,
                     num_workers=None if own.fails_on != rank else 0,
@@ -224,16 +230,16 @@ def saving(
             at_exit.forget(saver)
 
 
-def loaded(storage: Storage, rank: int, tag: str | None) -> int:
+def loaded(storage: Storage, rank: int, ranks: int, tag: str | None) -> int:
     """The number of the save that a rank reads, alone. Raises AssertionError for a mixture of several."""
-    return loaded_by(checkpointer(storage, rank, None), rank, tag)
+    return loaded_by(checkpointer(storage, rank, ranks, None), rank, ranks, tag)
 
 
-def loaded_by(reader: Checkpointer, rank: int, tag: str | None = None) -> int:
+def loaded_by(reader: Checkpointer, rank: int, ranks: int, tag: str | None = None) -> int:
     """The same, of a rank of a job."""
     model: dict[str, torch.Tensor] = {}
     value = int(reader.load(tag, model)["value"])
-    for name, expected in (state(value, rank) | (frozen(rank) if "frozen" in model else {})).items():
+    for name, expected in (state(value, rank, ranks) | (frozen(rank, ranks) if "frozen" in model else {})).items():
         assert torch.equal(expected, model[name]), f"{name} of rank {rank} is not of save {value}: {model[name]}"
     return value
 
@@ -245,6 +251,8 @@ class Reader:
     world: World
     storage: Storage
     process: Process
+    ranks: int = WORLD_SIZE
+    """Of the jobs whose tags it reads."""
     is_over: bool = False
     found: list[tuple[float, float, int | None]] = field(default_factory=list)
     changes_left: int = 0
@@ -255,7 +263,8 @@ class Reader:
         while not self.is_over:
             began = self.world.now
             try:
-                value: int | None = loaded(self.storage, self.world.random.randrange(WORLD_SIZE), None)
+                rank = self.world.random.randrange(self.ranks)
+                value: int | None = loaded(self.storage, rank, self.ranks, None)
             except (CheckpointNotFound, TagReplaced):
                 value = None
             self.found.append((began, self.world.now, value))

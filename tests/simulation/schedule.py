@@ -61,6 +61,8 @@ class Schedule(ABC):
     fault: str
     rank: int
     at: int
+    is_alone: bool = False
+    """Whether the first launch, the next and the rival are one process each, not two ranks."""
     has_group: bool = False
     machines: tuple[str, ...] = ("one", "two", "three", "four")
     """Of the two ranks of the first launch, of those of the next, and of those of the rival."""
@@ -152,6 +154,7 @@ class Run(Stage):
     def __init__(self, schedule: Schedule) -> None:
         super().__init__(World(schedule.seed, lasts=400.0), has_group=schedule.has_group)
         self.schedule = schedule
+        self.ranks = 1 if schedule.is_alone else WORLD_SIZE
         self.is_out = False
         """Whether nothing goes wrong any more."""
         self.stalled = Event(self.world)
@@ -162,7 +165,7 @@ class Run(Stage):
         with self.installed(), inhabited(self.world), among(self.jobs, self.world):
             schedule = self.schedule
             trains, machines = schedule.trains, schedule.machines
-            first = self.launch("first", machines[:2], list(schedule.saves), trains=trains)
+            first = self.launch("first", machines[: self.ranks], list(schedule.saves), trains=trains)
             if schedule.rival:
                 first += self.launch("rival", self.rival_machines, list(schedule.rival), self._rival_comes, trains)
             reader = self.reader()
@@ -185,7 +188,7 @@ class Run(Stage):
             self.is_out = True
             self.resume()
             tag = "a" if schedule.is_looked_at else "next"
-            self.finish("second", schedule.machines[2:3] * 2, tag=tag, dedup=schedule.dedups)
+            self.finish("second", schedule.machines[2:3] * self.ranks, tag=tag, dedup=schedule.dedups)
             reader.is_over = True
             run_to_end(self.world, reading)
             self.hold(reader)
@@ -196,7 +199,7 @@ class Run(Stage):
     @property
     def rival_machines(self) -> tuple[str, ...]:
         """Those of the rival's ranks."""
-        return self.schedule.machines[3:] * 2
+        return self.schedule.machines[3:] * self.ranks
 
     def hold(self, reader: Reader | None = None) -> None:
         super().hold(reader)
@@ -211,7 +214,7 @@ class Run(Stage):
         newest = max(tags, key=lambda tag: oracle.order_times(storage, [tag])[tag][0])
         reader = self.world.start_process("elsewhere")
         values: list[int] = []
-        load = partial(loaded, self.storage(reader), 0, None)
+        load = partial(loaded, self.storage(reader), 0, self.ranks, None)
         run_to_end(self.world, [self.world.spawn(reader, lambda: values.append(load()))])
         assert values == [tags[newest]], f"a resume took save {values}, the newest is {newest!r} of {tags}"
 

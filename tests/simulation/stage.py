@@ -15,7 +15,7 @@ from nxd_ckpt.integrations.output_lease import HeldLeases
 from nxd_ckpt.storage.base import Storage
 from nxd_ckpt.storage.local import LocalStorage
 from nxd_ckpt.tag.choosing import settled_tags
-from tests.simulation.job import Job, Reader, Save, run_to_end, saving
+from tests.simulation.job import WORLD_SIZE, Job, Reader, Save, run_to_end, saving
 from tests.simulation.promises import Promises
 from tests.simulation.world import Disk, DiskStorage, Process, SystemCalls, Task, World
 from tests.simulation.world.system_calls import Turn
@@ -42,6 +42,7 @@ class Stage(ABC):
 
     def __init__(self, world: World, *, has_group: bool = False) -> None:
         self.world, self.has_group = world, has_group
+        self.ranks = WORLD_SIZE
         self.jobs: list[Job] = []
         self.readers: list[Reader] = []
         self.promises = Promises(world)
@@ -86,7 +87,7 @@ class Stage(ABC):
     def reader(self) -> Reader:
         """One that reads from elsewhere."""
         process = self.world.start_process("elsewhere")
-        self.readers.append(Reader(self.world, self.storage(process), process))
+        self.readers.append(Reader(self.world, self.storage(process), process, self.ranks))
         return self.readers[-1]
 
     def notice(self) -> None:

@@ -21,6 +21,9 @@ from tests.simulation.world.store_client import ConnectionLost, store_storage
 EFFECTS = {400: Calls((5, 2), (26, 7)), 2**20: Calls((5, 2), (18, 3))}
 """The requests that change something, by the bytes of a part."""
 
+LONE_EFFECTS = {400: Calls((5, 0), (18, 0)), 2**20: Calls((5, 0), (11, 0))}
+"""The same of lone processes, which write no votes."""
+
 REQUESTS = Calls((30, 10), (82, 20))
 """All requests."""
 
@@ -74,6 +77,13 @@ class StoreSchedule(Schedule):
             fields[name] = tuple(replace(save, overwrite=overwrite) for save in fields[name])
         times = random.choice((1, RETRIES + 1, RETRIES + 1, 4 * RETRIES))
         return StoreSchedule(seed, **fields, times=times, part=part, page=page)
+
+    @staticmethod
+    def of_a_lone_process(seed: int) -> StoreSchedule:
+        """The same by processes that are the only one of their job."""
+        one, random = StoreSchedule.of(seed), Random(f"alone {seed}")
+        at = random.randrange(LONE_EFFECTS[one.part].of(0, len(one.saves)))
+        return replace(one, is_alone=True, rank=0, at=at, has_group=False)
 
     @staticmethod
     def with_lost_replies(seed: int) -> StoreSchedule:
@@ -147,7 +157,7 @@ class StoreRun(Run):
         if is_hit and self._happened_late:
             for job in self.jobs:
                 self.end(job)
-            self.finish("third", self.schedule.machines[2:3] * 2, value=10, dedup=self.schedule.dedups)
+            self.finish("third", self.schedule.machines[2:3] * self.ranks, value=10, dedup=self.schedule.dedups)
             self.hold()
         super().next_saves_work()
 
