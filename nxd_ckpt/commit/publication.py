@@ -17,6 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Collection
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import ClassVar, Protocol
 
 from nxd_ckpt import effects
@@ -124,7 +125,7 @@ class Staged:
         storage.sync_dir(self.folder)
         self.must_hold(storage, self._not_listed(storage, files))
         try:
-            journal.publish(storage, self.attempt, self.tag)
+            journal.publish(storage, self.attempt, self.tag, partial(is_visible, storage, self.tag, self.attempt))
         except (FileNotFoundError, FileExistsError):
             # Another job took this one for dead while it stood still, and may have finished the replacement for it.
             if not is_visible(storage, self.tag, self.attempt):

@@ -35,12 +35,15 @@ from nxd_ckpt.storage.base import Storage
 logger = logging.getLogger("nxd_ckpt")
 
 
-def publish(storage: Storage, attempt: str, tag: str) -> None:
+def publish(storage: Storage, attempt: str, tag: str, is_visible: Callable[[], bool]) -> None:
     """Rename the complete, synced staging directory of ``attempt`` to ``tag`` and make that durable.
 
     Raises OSError, and restores the state before: a tag that is not durable must not stay visible, and the tag that it
     was to replace must not stay away. If that fails, too, the message says that a power cut may bring either. But a tag
     that another rank counts as saved stays, see `decides`.
+
+    ``is_visible`` tells whether the tag is of this attempt. It is asked after an error, because a server that did not
+    answer may have renamed it.
     """
     recover(storage)  # an earlier swap of this job may not be finished yet
     replacement, replaces = _replacement(storage, attempt, tag), storage.is_dir(tag)
@@ -54,6 +57,8 @@ def publish(storage: Storage, attempt: str, tag: str) -> None:
         is_made = True
         _sync(storage)
     except OSError as error:
+        # One of these two is for the caller: another job may have finished the replacement.
+        is_made = is_made or (not isinstance(error, (FileNotFoundError, FileExistsError)) and is_visible())
         if not is_made or may_undo(storage, attempt):
             if not _restore(replacement, replacement.undo if is_made else replacement.put_back):
                 raise not_undone(error, tag) from error

@@ -48,8 +48,12 @@ class Replacement(NamedTuple):
             storage.rename(self.finished, self.target)
 
     def undo(self) -> None:
-        """Restore the state before a `make` that succeeded. Raises OSError."""
-        self.storage.rename(self.target, self.finished)
+        """Restore the state before a `make` that succeeded, or whose exchange of names did. Raises OSError."""
+        storage = self.storage
+        if isinstance(storage, Swapping) and self.is_there(self.finished):
+            storage.swap(self.finished, self.target)
+            return
+        storage.rename(self.target, self.finished)
         self.put_back()
 
     def put_back(self) -> None:

@@ -332,9 +332,13 @@ class SealedDirectory:
         storage.make_dir(self._folder)
         linked = self._link_added()
         self._require_lease()
+        finished = os.stat(self.staged)
         try:
             replacement.make()
-        except OSError:
+        except OSError as error:
+            with suppress(FileNotFoundError):
+                if os.path.samestat(finished, os.stat(self.path)):  # a server that did not answer has renamed it
+                    self._undo(replacement, error)
             replacement.put_back()
             raise
         try:

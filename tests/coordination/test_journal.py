@@ -85,12 +85,12 @@ def dies(call: Callable[[Storage], None], storage: Storage, number: int) -> bool
 
 
 def publish(storage: Storage) -> None:
-    journal.publish(storage, ATTEMPT, TAG)
+    journal.publish(storage, ATTEMPT, TAG, lambda: storage.is_dir(TAG) and content(storage) == {b"new"})
 
 
 def operations(path: Path, *, old: bool) -> list[Operation]:
     log: list[Operation] = []
-    journal.publish(HookedStorage(prepare(path, old=old), recording(log)), ATTEMPT, TAG)
+    publish(HookedStorage(prepare(path, old=old), recording(log)))
     return log
 
 
@@ -105,7 +105,7 @@ def moved_out(path: Path) -> int:
 def test_after_publishing_a_tag_holds_the_new_content_only(tmp_path: Path, old: bool) -> None:
     """The tag holds the new content; staging, journal and the old content are gone."""
     storage = prepare(tmp_path, old=old)
-    journal.publish(storage, ATTEMPT, TAG)
+    publish(storage)
     assert {b"new"} == content(storage)
     assert not storage.is_dir(staging_dir(ATTEMPT))
     assert not storage.is_file(JOURNAL)
@@ -157,7 +157,7 @@ def test_an_error_at_any_operation_is_undone_at_once(tmp_path: Path, old: bool) 
     for number, operation in enumerate(log):
         storage = prepare(tmp_path / str(number), old=old)
         try:
-            journal.publish(HookedStorage(storage, at_operation(number, fail)), ATTEMPT, TAG)
+            publish(HookedStorage(storage, at_operation(number, fail)))
         except OSError:
             assert storage.is_dir(staging_dir(ATTEMPT)), operation
             assert old == storage.is_dir(TAG), operation
@@ -200,7 +200,7 @@ def test_a_damaged_journal_moves_nothing(tmp_path: Path, damaged: bytes, caplog:
     assert outside.is_dir()
     assert not journal.is_open(storage)
     assert f"{storage.url}/{JOURNAL} is damaged, and was" in caplog.text
-    journal.publish(storage, ATTEMPT, TAG)
+    publish(storage)
     assert {b"new"} == content(storage)
 
 
@@ -289,7 +289,7 @@ def test_what_is_undone_is_undone_durably(tmp_path: Path) -> None:
         log.append(operation)
 
     with pytest.raises(OSError, match="Input/output error"):
-        journal.publish(HookedStorage(prepare(tmp_path, old=True), hook), ATTEMPT, TAG)
+        publish(HookedStorage(prepare(tmp_path, old=True), hook))
     assert ["rename", *(name for name, _ in SETTLED)] == [name for name, _ in changes(log)]
     assert SETTLED == changes(log)[1:]
 
@@ -309,7 +309,7 @@ def test_an_earlier_swap_is_finished_first(tmp_path: Path) -> None:
     storage = prepare(tmp_path, old=True)
     assert dies(publish, storage, moved_out(tmp_path / "rehearsal") + 1)
     storage.write(f"{staging_dir('run-2')}/done", b"newer")
-    journal.publish(storage, "run-2", "other")
+    journal.publish(storage, "run-2", "other", lambda: False)
     assert {b"new"} == content(storage)
     assert not journal.is_open(storage)
 
@@ -325,7 +325,7 @@ def test_an_undo_that_fails_is_left_to_the_next(tmp_path: Path, caplog: pytest.L
             raise OSError(errno.EROFS, f"{operation.name} failed")
 
     with pytest.raises(OSError, match=r"(rename|swap) failed; its undoing is not durable either: tag may be there"):
-        journal.publish(HookedStorage(storage, hook), ATTEMPT, TAG)
+        publish(HookedStorage(storage, hook))
     assert "a failed save of 'tag' could not be undone yet" in caplog.text
     assert journal.is_open(storage)
     journal.recover(storage)
@@ -378,7 +378,7 @@ def test_what_a_rank_counts_as_saved_is_not_undone(tmp_path: Path, old: bool, ca
             assert journal.decides(storage, ATTEMPT, b"saved")
             fail()
 
-    journal.publish(HookedStorage(storage, hook), ATTEMPT, TAG)
+    publish(HookedStorage(storage, hook))
     assert {b"new"} == content(storage)
     assert not journal.is_open(storage)
     assert "counts it as saved" in caplog.text
@@ -397,7 +397,7 @@ def test_what_is_undone_no_rank_counts_as_saved(tmp_path: Path) -> None:
                 fail()
 
     with pytest.raises(OSError, match="Input/output error"):
-        journal.publish(HookedStorage(storage, hook), ATTEMPT, TAG)
+        publish(HookedStorage(storage, hook))
     assert not journal.decides(storage, ATTEMPT, b"saved")
     assert {b"old"} == content(storage)
 

@@ -142,12 +142,17 @@ def test_what_was_visible_for_a_moment_is_removed_once_that_is_undone_for_good(
 
 
 @pytest.mark.usefixtures("no_exchange")
-def test_a_replacement_that_fails_leaves_the_old(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also after its name was taken away."""
+@pytest.mark.parametrize("happens", [False, True])
+def test_a_replacement_that_fails_leaves_the_old(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, happens: bool
+) -> None:
+    """Also after its name was taken away, and where the rename happened although a server did not answer."""
     rename = LocalStorage.rename
 
     def fails(storage: LocalStorage, old: str, new: str) -> None:
         if old.startswith(".incomplete/attempt-") and old.endswith("checkpoint_1") and new == NAME:
+            if happens:
+                rename(storage, old, new)
             raise OSError("no")
         rename(storage, old, new)
 

@@ -52,6 +52,7 @@ SCHEDULES: dict[str, Callable[[int], Schedule]] = {
     **PLACES,
     "alone": DiskSchedule.of_a_lone_process,
     "store, alone": StoreSchedule.of_a_lone_process,
+    "a lost reply": DiskSchedule.with_a_lost_reply,
     "two faults": DiskSchedule.with_two_faults,
     "an undone save": DiskSchedule.with_power_lost_after_an_undone_save,
     "power after a takeover": DiskSchedule.with_power_lost_after_a_takeover,
@@ -631,6 +632,14 @@ BREAKS += [
                 '            with suppress(OSError):\n                self.storage.remove(f"{PROBES}/{self.probe}")\n',
             )
         },
+    ),
+    Break(
+        "A tag is left visible whose rename happened, although the call failed.", "a lost reply",
+        {_JOURNAL: (" or (not isinstance(error, (FileNotFoundError, FileExistsError)) and is_visible())", "")},
+    ),
+    Break(
+        "Two names that were exchanged, although the call failed, are not exchanged again.", "a lost reply",
+        {_REPLACEMENT: ("if isinstance(storage, Swapping) and self.is_there(self.finished):", "if False:")},
     ),
 ]
 

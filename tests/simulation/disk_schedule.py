@@ -16,7 +16,7 @@ from nxd_ckpt.storage.local import LocalStorage
 from tests.simulation.job import WORLD_SIZE, Reader, Save, loaded, run_to_end
 from tests.simulation.schedule import Calls, Run, Schedule, differing, drawn
 from tests.simulation.stage import disk_storage
-from tests.simulation.world import EPOCH, Disk, DiskStorage, Killed, Process, SystemCalls
+from tests.simulation.world import EPOCH, Disk, DiskStorage, Killed, Process, SystemCalls, Unanswered
 from tests.simulation.world.disk import Folder
 
 EFFECTS = Calls((24, 4), (70, 17))
@@ -44,6 +44,9 @@ UNDOING_RENAMES = range(6, 8)
 
 FULL = 16
 """For so many effects a disk is full."""
+
+_REPLAYED = {"rename": errno.ENOENT, "unlink": errno.ENOENT, "link": errno.EEXIST, "mkdir": errno.EEXIST}
+"""The answer to a call that had happened before."""
 
 _CHECKPOINTS = {"staging", "trash"}
 """What lies below these is no message."""
@@ -74,6 +77,8 @@ class DiskSchedule(Schedule):
     """Whether processes see the disk by our own ``LocalStorage``, whose system calls are simulated."""
     links: bool = True
     """Whether such a disk has hard links."""
+    replayed: bool = False
+    """Whether a call that is "unanswered" is made again, by a client that gets an answer then."""
 
     @property
     def is_harmless(self) -> bool:
@@ -106,6 +111,15 @@ class DiskSchedule(Schedule):
         if seed % 2 == 0 or one.fault not in ("error", "sync", "full", "stall"):
             return replace(one, is_alone=True, rank=0, at=at, has_group=False)
         return replace(one, is_alone=True, rank=0, at=at, has_group=False, then=then)
+
+    @staticmethod
+    def with_a_lost_reply(seed: int) -> DiskSchedule:
+        """A call happens, and fails all the same, as on a network file system whose server did not answer."""
+        one, random = DiskSchedule.of(seed), Random(f"lost reply {seed}")
+        at_rename = random.random() < 0.6
+        at = random.randrange((RENAMES if at_rename else EFFECTS).of(one.rank, len(one.saves)))
+        local, replayed = random.random() < 0.5, random.random() < 0.5
+        return replace(one, fault="unanswered", at=at, at_rename=at_rename, local=local, replayed=replayed)
 
     @staticmethod
     def with_two_faults(seed: int) -> DiskSchedule:
@@ -280,7 +294,7 @@ class DiskRun(Run):
         if self._effects_since is not None and call != "look" and self._counts_since(process):
             self._effects_since += 1
             if self._effects_since == self.schedule.then and not self.is_out:
-                self._happen(self.schedule.then_fault, process, path)
+                self._happen(self.schedule.then_fault, process, call, path)
         if not self.is_victim(process) or (call == "look" and not self.schedule.looks):
             return
         fault, at = self.schedule.fault, self.schedule.at
@@ -297,13 +311,17 @@ class DiskRun(Run):
             self._failed_syncs += 1
             self._fail(errno.EIO, path)
         if count == at:
-            self._happen(fault, process, path)
+            self._happen(fault, process, call, path)
 
-    def _happen(self, fault: str, process: Process, path: str) -> None:
+    def _happen(self, fault: str, process: Process, call: str, path: str) -> None:
         if fault == "power":
             self._lose_power()
         if fault == "error":
             self._fail(errno.EIO, path)
+        if fault == "unanswered":
+            self.promises.failed_calls += 1
+            number = _REPLAYED.get(call, errno.ETIMEDOUT) if self.schedule.replayed else errno.ETIMEDOUT
+            raise Unanswered(number, os.strerror(number), path)
         if fault == "damage":
             self._damage()
         self.disturb(process, fault)

@@ -39,6 +39,7 @@ def test_the_promises_hold_under_any_schedule(place: str, first: int) -> None:
     [
         (DiskSchedule.of_a_lone_process, 100),
         (StoreSchedule.of_a_lone_process, 20),
+        (DiskSchedule.with_a_lost_reply, 50),
         (DiskSchedule.with_two_faults, 250),
         (DiskSchedule.with_power_lost_after_an_undone_save, 120),
         (DiskSchedule.with_power_lost_after_a_takeover, 40),

@@ -13,7 +13,7 @@
 """
 
 from tests.simulation.world.crash_states import Remains, Seen, crash_states
-from tests.simulation.world.disk import Change, Disk, File, Folder, contents
+from tests.simulation.world.disk import Change, Disk, File, Folder, Unanswered, contents
 from tests.simulation.world.disk_storage import DiskStorage
 from tests.simulation.world.system_calls import SystemCalls
 from tests.simulation.world.threads import EPOCH, AtOnce, inhabited
@@ -34,6 +34,7 @@ __all__ = [
     "Stuck",
     "SystemCalls",
     "Task",
+    "Unanswered",
     "World",
     "contents",
     "crash_states",

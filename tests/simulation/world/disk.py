@@ -79,6 +79,10 @@ class Change(NamedTuple):
         return frozenset([edit[:2] for edit in self.edits])
 
 
+class Unanswered(OSError):
+    """A call of which the reply is lost, as of a server: it happens, and whoever makes it gets this error."""
+
+
 class Disk:
     """Folders, files, and the changes of names that are pending, in their order."""
 

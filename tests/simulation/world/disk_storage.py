@@ -14,7 +14,7 @@ from nxd_ckpt.core.limits import DOCUMENT
 from nxd_ckpt.core.manifest import CRC_BLOCK
 from nxd_ckpt.errors import MalformedFile
 from nxd_ckpt.storage.base import DirEntry, Reader, Version, Writer, checked_key, checked_length
-from tests.simulation.world.disk import Disk, File, Folder
+from tests.simulation.world.disk import Disk, File, Folder, Unanswered
 
 Turn = Callable[[str, str], None]
 """Called with the name of a system call (``look`` for one that changes nothing) and a path, before it happens: what it
@@ -186,9 +186,15 @@ class DiskStorage:
     def _call(self, call: str, path: str, act: Callable[[], object]) -> None:
         if call == "fsync" and not self._syncs:
             return
-        self._turn(call, path)
+        lost = None
+        try:
+            self._turn(call, path)
+        except Unanswered as error:
+            lost = error
         with self._lock:
             act()
+        if lost is not None:
+            raise lost
 
     def _where(self, key: str) -> str:
         return f"{self.url}/{key}"

@@ -26,7 +26,7 @@ from types import TracebackType
 from typing import Any, NoReturn
 
 from nxd_ckpt.storage import system
-from tests.simulation.world.disk import Disk, File, Folder, Node
+from tests.simulation.world.disk import Disk, File, Folder, Node, Unanswered
 
 Turn = Callable[[str, str], None]
 """Called with the name of a system call (``look`` for one that changes nothing) and a path, before it happens: what it
@@ -93,7 +93,11 @@ class _Place:
 
     def call(self, name: str, change: Callable[[], None], path: str = "") -> None:
         """Do what a system call does, when it is its turn."""
-        self.mount.turn(name, path or self.path)
+        try:
+            self.mount.turn(name, path or self.path)
+        except Unanswered:
+            change()
+            raise
         change()
 
 
