@@ -43,7 +43,7 @@ from nxd_ckpt.save.background import Helpers
 from nxd_ckpt.save.pending import PendingSave
 from nxd_ckpt.storage.local import LocalStorage
 from nxd_ckpt.tag.seal import DIGESTS, file_digest, read_seal, seal_problems
-from nxd_ckpt.tag.verify import require_all_files
+from nxd_ckpt.tag.verify import require_all_files, sealed_loss
 
 logger = logging.getLogger("nxd_ckpt")
 
@@ -279,14 +279,20 @@ class SealedDirectory:
         """Remove the oldest directories beside it, down to ``limit`` (None or 0: remove none).
 
         Their whole names match ``pattern``, whose first group is the number that orders them. This directory and those
-        named in ``stay`` are kept. Each disappears at once. Raises DirectoryInUse if another job took over.
+        named in ``stay`` are kept. One that has lost files does not count: it stays, and so does an older one in its
+        place. Each disappears at once. Raises DirectoryInUse if another job took over.
         """
         folder, own = self._folder, os.path.basename(self._name)
         matches = (re.fullmatch(pattern, entry.name) for entry in self._storage.list(folder) if entry.is_dir)
         names = [match[0] for match in sorted(filter(None, matches), key=lambda match: int(match[1]))]
         kept = {own, *stay} & {*names}
         surplus = [name for name in names if name not in kept] if limit else []
-        surplus = surplus[: max(len(names) - max(limit or 0, len(kept)), 0)]
+        room = max((limit or 0) - len(kept), 0)
+        while surplus and room > 0:
+            why = sealed_loss(LocalStorage(os.path.join(self._storage.url, folder, surplus.pop())))
+            room -= why is None
+            if why is not None:
+                logger.warning("%s. It does not count, and an older checkpoint is kept in its place", why)
         for name in surplus:
             self._require_lease()
             self._storage.rename(os.path.join(folder, name), f"{_INCOMPLETE}/{self._attempt}/{name}")

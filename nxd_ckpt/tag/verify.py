@@ -188,6 +188,28 @@ def lost_names(opened: OpenTag) -> str | None:
     return f"{opened.where} lost {first_of(lost)}" if lost else None
 
 
+def sealed_loss(storage: Storage) -> str | None:
+    """Describe a file that a directory has lost, or that has another size than its seal says; None if there is none.
+
+    It reads the seal and the manifests of tags. A directory without a seal may be whole.
+    """
+    if not storage.is_file(DIGESTS):
+        return None
+    try:
+        for name, expected in read_seal(storage).items():
+            size = storage.size(name)
+            if not isinstance(expected, list) or expected[:1] != [size]:
+                return f"{storage.url}/{name} has {size} bytes, and {DIGESTS} says {expected}"
+            folder, _, file = name.rpartition("/")
+            if folder and file == names.MANIFEST and (lost := lost_names(storage, folder)) is not None:
+                return lost
+    except FileNotFoundError as error:
+        return f"{error.filename} was saved, and is gone"
+    except CorruptCheckpoint as error:
+        return str(error)
+    return None
+
+
 @_in_a_sentence
 def lost_files(opened: OpenTag) -> str | None:
     """Describe a file that a tag lacks, or that has another size than when it was written.

@@ -237,3 +237,26 @@ def test_what_fails_after_the_tags_are_saved_is_raised_on_all_ranks(
     assert [StorageError, StorageError] == [type(each) for each in found]
     assert "on rank 0: OSError: no" in str(found[1])
     assert not (tmp_path / NAME).exists()
+
+
+@pytest.mark.parametrize("lost", ["weights", "digests", "a tag's file", "a tag's manifest"])
+def test_a_directory_that_lost_files_does_not_count(
+    tmp_path: Path, lost: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It stays, and so does an older one in its place: else the only ones that load might go."""
+    for number in range(4):
+        directory = SealedDirectory(str(tmp_path), f"checkpoint-{number}")
+        directory.begin()
+        Path(directory.staged, "weights").write_bytes(b"weights")
+        with Checkpointer(directory.tags, durable=False) as saver, directory.publishing(is_rank_0=True) as saves:
+            saves.append(saver.save("state", {"weight": torch.ones(2)}))
+        last = tmp_path / "checkpoint-2"
+        if number == 3 and lost == "digests":
+            (last / "digests.json").write_bytes(b"{")
+        elif number == 3:
+            names = {"weights": "weights", "a tag's file": "state/model/dp_rank_00_tp_rank_00_pp_rank_00.pt"}
+            (last / names.get(lost, "state/manifest.json")).unlink()
+        directory.wait(None, partial(directory.retire, r"checkpoint-(\d+)", 2 if number == 3 else None))
+    assert [1, 2, 3] == sorted(int(path.name[-1]) for path in tmp_path.glob("checkpoint-*"))
+    assert str(last) in caplog.text
+    assert "It does not count, and an older checkpoint is kept in its place" in caplog.text
