@@ -58,11 +58,10 @@ def read_tree(
 ) -> Any:
     """Return the file's contents, with ``leaf(stub)`` (by default the TensorStub itself) for each tensor.
 
-    ``file`` is the key in stubs; ``begins`` are known offsets of tensors (see `read_records`); ``dtensors``
-    goes to `unpickle`. With
-    ``trust_pickle=True`` any class is unpickled; for objects with tensors inside, which no tree walk reaches, ``leaf``
-    must read them (`read_tensor`). Raises MalformedFile, DigestMismatch for a changed pickle, UnsafePickle,
-    UnsupportedState for big-endian files.
+    ``file`` is the key in stubs; ``begins`` are known offsets of tensors (see `read_records`); ``dtensors`` goes to
+    `unpickle`. With ``trust_pickle=True`` any class is unpickled; for objects with tensors inside, which no tree walk
+    reaches, ``leaf`` must read them (`read_tensor`). Raises MalformedFile, DigestMismatch for a changed pickle,
+    UnsafePickle, UnsupportedState for big-endian files.
     """
     with parsing(file, "a torch file"):
         if size <= _SMALL_FILE:

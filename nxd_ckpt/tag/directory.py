@@ -147,8 +147,7 @@ def may_be_replaced(storage: Storage, tag: str) -> bool:
     """Return whether a save may replace what has this name: nothing, a checkpoint, or the remains of one.
 
     Remains are marked as a checkpoint, and hold only a checkpoint's files, down to the ranks' own. In a store the mark
-    may
-    be missing: a job that lost its lease may have continued to write after its successor removed it.
+    may be missing: a job that lost its lease may have continued to write after its successor removed it.
     """
     entries = {entry.name: entry.is_dir for entry in storage.list(tag)}
     if not entries or is_checkpoint_of_ours_or_nxd(storage, tag):

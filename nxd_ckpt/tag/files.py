@@ -227,8 +227,7 @@ class TagFiles:
 
         A tensor without a file becomes a `MissingTensor`. ``shared`` is the ``ep_rank_00`` file with the state that
         expert-parallel ranks have in common: a tensor that is not an expert's and not beside ``file`` is looked up
-        there, by
-        the same path in the tree (tids count for each file by itself). Raises the errors of `tree`.
+        there, by the same path in the tree (tids count for each file by itself). Raises the errors of `tree`.
         """
         tree = self.tree(file)
         paths = {reference.tid: path for path, reference in iter_tensors(tree, TensorReference)}

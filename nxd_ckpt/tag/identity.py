@@ -54,8 +54,7 @@ class Identity:
         """Identity of this copy of the save: several hosts may each have one on their own disk.
 
         It is equal for all who look at the same copy. Copies keep the times of files, so a file system's inode is part
-        of it;
-        where there is none, such as for an archive, each reader has its own.
+        of it; where there is none, such as for an archive, each reader has its own.
         """
         used = self._storage.used if isinstance(self._storage, LayeredStorage) else [self._storage]
         return " ".join([str(self.fingerprint), *(_copy_in(storage, self._tag) for storage in used)])

@@ -52,9 +52,8 @@ def choose_nearest(storages: Sequence[Storage], tag: Tag | None, without: Collec
     """Return the newest complete tag that is not in ``without``, or the newest of that name, in the nearest place.
 
     Copies of one save have the same order time, so the newest save counts before the nearest place. A place without
-    such
-    a tag is skipped, with a warning if it cannot be read. A tag that lost files which no later place has is skipped
-    too.
+    such a tag is skipped, with a warning if it cannot be read. A tag that lost files which no later place has is
+    skipped too.
 
     Raises what the nearest place raised if no place has it: CheckpointNotFound, CorruptCheckpoint, OSError. PartLost if
     that has lost files. TagReplaced if it is removed meanwhile.

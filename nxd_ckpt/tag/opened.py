@@ -72,8 +72,7 @@ class OpenTag:
     """One complete tag: its layout, with the facts of its manifest if it has one.
 
     ``opens_all`` is for loads that are not verified beforehand: every file that trees refer to is opened, to show that
-    it
-    belongs to this save, even if its index describes it.
+    it belongs to this save, even if its index describes it.
 
     ``keeps_small`` is for loads that are verified beforehand: small files are read once, whole.
     """
@@ -108,8 +107,7 @@ class OpenTag:
         Raises TagReplaced, in place of other errors, if it is no longer the opened save.
 
         ``verified`` means that every read is compared with digests that were known before. Otherwise bytes may come
-        from
-        another save without any error, so the identity is checked at the end in any case.
+        from another save without any error, so the identity is checked at the end in any case.
         """
         with nullcontext() if self.identity is None else self.identity.guarded():
             yield

@@ -71,9 +71,8 @@ def is_written_over(storage: Storage, tag: str, manifest: Manifest) -> bool:
     """True if another program saved over a tag of ours.
 
     It wrote its own ``done``, and whole files of rank 0 that are not those of our index. A copy has another ``done``
-    time,
-    and damage leaves files that are not whole, or whose own digests are still those of our index: neither counts as a
-    save.
+    time, and damage leaves files that are not whole, or whose own digests are still those of our index: neither counts
+    as a save.
     """
     order_time = manifest.order_time
     if recorded_order_time(storage, tag) == order_time or same_time(order_time, storage.time(f"{tag}/{DONE}")):

@@ -218,8 +218,7 @@ class RangeReader(Closing):
     """Reader of ranges of ``files`` on the storage's preferred number of threads, the caller's included.
 
     `add` and `call` return before anything is read, and raise the error of an earlier call. ``done`` counts the bytes.
-    It
-    must be closed.
+    It must be closed.
     """
 
     def __init__(self, files: TagFiles) -> None:

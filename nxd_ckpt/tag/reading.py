@@ -211,8 +211,7 @@ class LeafReader(Closing):
     """Reader that verifies leaves. ``entries`` are the tensors in the tag's indexes, if it has any.
 
     Its methods return before anything is read, and raise the error of an earlier call: `finish` waits for all. It must
-    be
-    closed, or used as a context manager. ``done`` counts the bytes read.
+    be closed, or used as a context manager. ``done`` counts the bytes read.
     """
 
     def __init__(self, files: TagFiles, entries: Mapping[tuple[str, int], TensorEntry]) -> None:
@@ -247,10 +246,8 @@ class LeafReader(Closing):
         """Fill a contiguous CPU tensor of the leaf's dtype and shape.
 
         With ``compare`` the digests of everything that is read as a whole, tensor or block, are compared. Unless all of
-        it was
-        ``verified`` before, the remaining parts are verified too, by reading the blocks they lie in; with ``takes``,
-        only the
-        blocks that it selects. Otherwise only the leaf's own bytes are read.
+        it was ``verified`` before, the remaining parts are verified too, by reading the blocks they lie in; with
+        ``takes``, only the blocks that it selects. Otherwise only the leaf's own bytes are read.
 
         Raises:
             DigestMismatch: bytes changed; names the tensor ``name``.
@@ -268,8 +265,7 @@ class LeafReader(Closing):
         """Call ``look`` with all elements of ``leaf``, verified, in parts and in any order.
 
         The threads that read them call it, while the bytes are in the processor's cache. A leaf has the same parts
-        whenever it
-        is visited.
+        whenever it is visited.
 
         Raises:
             DigestMismatch: bytes changed; names the tensor ``name``.
@@ -494,8 +490,7 @@ def _segments(
 ) -> Iterator[tuple[int, int, memoryview | None]]:
     """Yield (offset, length, memory) of pieces that cover [begin, end) of a file.
 
-    From ``middle`` on it is ``memory``, if
-    any.
+    From ``middle`` on it is ``memory``, if any.
     """
     if memory is None:
         middle, memory = begin, memoryview(b"")

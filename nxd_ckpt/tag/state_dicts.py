@@ -87,8 +87,7 @@ def refuse_numbers(tree: Mapping[str, Any], names: Sequence[str] | None, where: 
     """Raise MalformedFile for a number or text in place of a moment or of master weights in the state dict ``tree``.
 
     A tensor of one number beside a parameter's own tensors is refused too. ``names`` are the parameters. Optimizers
-    would
-    compute with it and spread it over the parameter; and without a digest, nothing else shows that the file was
+    would compute with it and spread it over the parameter; and without a digest, nothing else shows that the file was
     changed.
     """
     for index, master in tree.get("sharded_master_weights", {}).items():

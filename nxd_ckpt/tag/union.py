@@ -46,8 +46,7 @@ def copies_of_save(storages: Sequence[Storage], place: int, tag: str) -> SaveCop
     """Find copies of the save that has the name ``tag`` at ``place``.
 
     A copy is at a later place, complete, and has a byte-equal manifest. If the nearest one's own manifest is damaged,
-    the
-    order time must be equal. None if it is no save of ours. A place that cannot be read does not count.
+    the order time must be equal. None if it is no save of ours. A place that cannot be read does not count.
     """
     order_time, own = choose(storages[place], tag).order_time, _manifest(storages[place], tag)
     places, first, manifest = [place], place, own
@@ -81,8 +80,7 @@ def survey(
     """Return, by key, the files of ``ranks`` that the first of ``places`` does not have as they were saved.
 
     All places hold the same save. Indexes are read and verified; ``wrong`` checks the other files. Files that begin
-    with
-    one of ``without`` are left out, and so are those that no remaining index lists.
+    with one of ``without`` are left out, and so are those that no remaining index lists.
     """
     substitutes: dict[str, Substitute] = {}
     check_index = changed if isinstance(check, ListingCheck) else check

@@ -43,8 +43,7 @@ class Recognised:
     """A checkpoint's writer and places.
 
     ``tag`` is the directory's NxD tag, a key of the storage; for layouts without tags the directory itself. ``beside``
-    is
-    the directory of the writer's other files.
+    is the directory of the writer's other files.
     """
 
     writer: Writer

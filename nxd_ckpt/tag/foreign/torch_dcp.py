@@ -74,8 +74,7 @@ def of_rank(folder: str, rank: int) -> str:
 class Chunk:
     """One stored piece of an entry: ``nbytes`` from byte ``start`` of ``file``.
 
-    ``offsets`` is the place of a tensor's chunk in the whole tensor, in elements; None for an object that is no
-    tensor.
+    ``offsets`` is the place of a tensor's chunk in the whole tensor, in elements; None for an object that is no tensor.
     """
 
     offsets: tuple[int, ...] | None
@@ -98,10 +97,8 @@ class DcpMetadata:
     """Metadata of a save.
 
     ``entries``: the chunks of every fully qualified name, in the order of their offsets. ``paths``: the keys that lead
-    to
-    it in the state dict, if the writer recorded them. ``forms``: the forms of whole tensors. ``described``: all names
-    that
-    the writer described.
+    to it in the state dict, if the writer recorded them. ``forms``: the forms of whole tensors. ``described``: all
+    names that the writer described.
     """
 
     entries: Mapping[str, tuple[Chunk, ...]]

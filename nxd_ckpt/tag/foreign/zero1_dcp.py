@@ -1,10 +1,9 @@
 """ZeRO-1 optimizers in the form of NxD's ``use_zero1_dcp``: a torch DCP directory, entries by parameter name.
 
-Names are ``base_state.<parameter>.<state>``, followed by ``|pp-NNNN`` and ``|tp-NNNN`` for tensors where
-those sizes exceed 1; the data-parallel shards are the chunks of one entry along dimension 0, in order of dp
-rank. Padding is not stored: the last chunk may have fewer rows, and ranks that would hold nothing else have
-none. Plain objects (``param_groups``, ``shape_info``, an integer ``step``) are stored once for all ranks that
-agree on their name.
+Names are ``base_state.<parameter>.<state>``, followed by ``|pp-NNNN`` and ``|tp-NNNN`` for tensors where those sizes
+exceed 1; the data-parallel shards are the chunks of one entry along dimension 0, in order of dp rank. Padding is not
+stored: the last chunk may have fewer rows, and ranks that would hold nothing else have none. Plain objects
+(``param_groups``, ``shape_info``, an integer ``step``) are stored once for all ranks that agree on their name.
 
 Upstream does not record some facts (source: neuronx_distributed 0.9 to 0.18, ``optimizer/zero_dcp_utils.py``): the
 index behind a name is nowhere in the files. It is the position among the names, which are in the order of
