@@ -46,9 +46,8 @@ if TYPE_CHECKING:
     from nxd_ckpt.checkpoint import Checkpoint, get_checkpoint_metadata, load_keys, open_checkpoint
     from nxd_ckpt.checkpointer import Checkpointer
     from nxd_ckpt.commit.tier import Tier
-    from nxd_ckpt.core.partition import Partition
+    from nxd_ckpt.core.partition import Partition, Section
     from nxd_ckpt.core.retention import Best, Every, Last, Within
-    from nxd_ckpt.core.section import Section
     from nxd_ckpt.core.topology import Topology
     from nxd_ckpt.examine.diff import diff_checkpoints
     from nxd_ckpt.examine.doctor import examine_checkpoint
@@ -112,7 +111,7 @@ _MODULE_OF = {
     "Partition": "core.partition",
     "PendingSave": "save.pending",
     "ResumeProbe": "examine.resume_probe",
-    "Section": "core.section",
+    "Section": "core.partition",
     "Tier": "commit.tier",
     "Topology": "core.topology",
     "Within": "core.retention",

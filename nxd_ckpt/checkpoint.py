@@ -32,8 +32,7 @@ from nxd_ckpt.storage.urls import StorageOptions, StrPath, is_url, local_path, o
 from nxd_ckpt.tag.choosing import choose_tag
 from nxd_ckpt.tag.files import MissingTensor
 from nxd_ckpt.tag.identity import of_latest
-from nxd_ckpt.tag.opened import OpenTag
-from nxd_ckpt.tag.opening import open_complete_tag
+from nxd_ckpt.tag.opened import OpenTag, open_complete_tag
 
 
 @dataclass(frozen=True)

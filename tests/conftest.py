@@ -16,7 +16,7 @@ from botocore import loaders
 from hypothesis import settings
 
 from nxd_ckpt.storage.local import LocalStorage
-from nxd_ckpt.testing.memory import MemoryStorage
+from nxd_ckpt.testing.storage import MemoryStorage
 from tests.support.rank_pool import RankPool
 from tests.support.s3_server import S3Server
 

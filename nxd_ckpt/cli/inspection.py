@@ -33,8 +33,7 @@ from nxd_ckpt.tag.foreign.recognise import recognise
 from nxd_ckpt.tag.foreign.untagged import is_untagged
 from nxd_ckpt.tag.identity import of_latest
 from nxd_ckpt.tag.listing import locate, summary
-from nxd_ckpt.tag.opened import OpenTag
-from nxd_ckpt.tag.opening import open_complete_tag
+from nxd_ckpt.tag.opened import OpenTag, open_complete_tag
 from nxd_ckpt.tag.verify import files_of
 
 _Answer = TypeVar("_Answer")

@@ -31,7 +31,7 @@ from nxd_ckpt.core.manifest import (
     load_index,
     load_parameters,
 )
-from nxd_ckpt.core.mesh_groups import MeshGroup
+from nxd_ckpt.core.mesh import MeshGroup
 from nxd_ckpt.core.phases import RankPhases
 from nxd_ckpt.core.retention import Metrics, Rule
 from nxd_ckpt.core.tags import next_order_time, seconds_until_after

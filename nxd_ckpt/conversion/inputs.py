@@ -24,8 +24,7 @@ from nxd_ckpt.tag.files import TagFiles
 from nxd_ckpt.tag.foreign.dcp_directory import DcpDirectory, entries_of
 from nxd_ckpt.tag.foreign.hugging_face_directory import HuggingFaceDirectory
 from nxd_ckpt.tag.foreign.weight_files import WeightFiles
-from nxd_ckpt.tag.opened import OpenTag
-from nxd_ckpt.tag.opening import open_complete_tag
+from nxd_ckpt.tag.opened import OpenTag, open_complete_tag
 from nxd_ckpt.tag.reading import LeafReader
 
 

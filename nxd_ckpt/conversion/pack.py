@@ -22,8 +22,8 @@ from nxd_ckpt.output.locations import locate_apart, locate_input
 from nxd_ckpt.output.output import Output
 from nxd_ckpt.output.source import open_source
 from nxd_ckpt.output.transfer import copy_into
-from nxd_ckpt.storage.archive import member_list
 from nxd_ckpt.storage.archive.compression import compressing, compression_of
+from nxd_ckpt.storage.archive.storage import END, MEMBER_LIST, dump_members
 from nxd_ckpt.storage.base import Storage, Writer, completed
 from nxd_ckpt.storage.local import LocalStorage
 from nxd_ckpt.storage.progress import Counter, report, watched
@@ -136,7 +136,7 @@ def pack_checkpoint(tag: StrPath, out: StrPath, **options: Unpack[PackKeywords])
         members = list(_members(opened))
     head = _list_of(opened.tag, members)
     members = [replace(member, at=member.at + len(head)) for member in members]
-    nbytes = members[-1].end + member_list.END
+    nbytes = members[-1].end + END
     if chosen.dry_run:
         return Packed(source.path, target.path, len(members), nbytes)
     written = Counter()
@@ -182,9 +182,9 @@ def _members(opened: OpenTag) -> Iterator[_Member]:
 
 def _list_of(tag: str, members: Sequence[_Member]) -> bytes:
     """Return the list of members as a member itself, of whole pages, so that the others' bytes begin on pages too."""
-    data = member_list.dump((f"{tag}/{each.file.name}", each.offset, each.file.nbytes, each.time) for each in members)
+    data = dump_members((f"{tag}/{each.file.name}", each.offset, each.file.nbytes, each.time) for each in members)
     data += b" " * (-len(data) % _PAGE)
-    return _header(member_list.NAME, len(data), members[0].time, 0) + data
+    return _header(MEMBER_LIST, len(data), members[0].time, 0) + data
 
 
 def _markers(opened: OpenTag) -> Iterator[TagFile]:

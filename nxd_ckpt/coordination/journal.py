@@ -25,8 +25,7 @@ from nxd_ckpt.coordination.paths import (
     trash_file,
 )
 from nxd_ckpt.coordination.replacement import Replacement, not_undone
-from nxd_ckpt.core.keys import checked_name
-from nxd_ckpt.core.limits import NOTE
+from nxd_ckpt.core.limits import NOTE, checked_name
 from nxd_ckpt.core.names import DONE, HIDDEN
 from nxd_ckpt.core.tags import validate_tag
 from nxd_ckpt.errors import DirectoryInUse, MalformedFile

@@ -27,8 +27,7 @@ from functools import partial
 from typing import Any, Protocol
 
 from nxd_ckpt import effects
-from nxd_ckpt.storage.hosts.interface import connect, group_addresses, listen
-from nxd_ckpt.storage.hosts.wire import NONCE, proof
+from nxd_ckpt.storage.hosts.wire import NONCE, connect, group_addresses, listen, proof
 
 logger = logging.getLogger("nxd_ckpt")
 

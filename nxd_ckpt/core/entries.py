@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from nxd_ckpt.core import document
 from nxd_ckpt.core.box import Box
-from nxd_ckpt.core.keys import checked_key, checked_text
+from nxd_ckpt.core.limits import checked_key, checked_text
 from nxd_ckpt.core.partition import Partition, Piece
 
 CRC_BLOCK = 4 * 2**20

@@ -24,9 +24,8 @@ from nxd_ckpt.core.entries import (
     parameters_text,
     tensor_text,
 )
-from nxd_ckpt.core.keys import checked_key, checked_name, checked_text
-from nxd_ckpt.core.limits import shown
-from nxd_ckpt.core.mesh_record import MeshRecord
+from nxd_ckpt.core.limits import checked_key, checked_name, checked_text, shown
+from nxd_ckpt.core.mesh import MeshRecord
 from nxd_ckpt.core.phases import RankPhases, phases_of, phases_text
 from nxd_ckpt.core.retention import Metrics
 from nxd_ckpt.core.tags import LATEST, validate_tag

@@ -6,19 +6,28 @@ dimension: replicated or sharded. Placements apply from left to right. Shards ar
 FSDP2 over tensor parallelism) chunks twice: into ``split`` pieces, then each piece into as many parts as the mesh
 dimension has ranks; rank i holds the i-th part of every piece, in order. So along each dimension of the tensor a rank
 holds runs of indices, and its local tensor consists of the boxes that these runs span.
+
+A mesh need not span the job: pipeline stages hold other tensors, and FSDP over two ranks of each of four
+tensor-parallel groups uses four meshes. So ranks whose states are alike (names, dtypes, shapes, placements) are a
+*group*. Meshes at the same place of these states are stacked into one, over whose first dimension everything is
+replicated. Each rank then derives from its group alone which ranks write what. The first rank of each group writes the
+group's tensors, whole ones with the ranks that wrote their parts, into its index (docs/format.md describes the JSON).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import product
 from math import prod
+from typing import Any, NamedTuple
 
+from nxd_ckpt.core import document
 from nxd_ckpt.core.box import Box
-from nxd_ckpt.core.partition import Piece
-from nxd_ckpt.core.section import blocks_in
+from nxd_ckpt.core.entries import checked, integers
+from nxd_ckpt.core.limits import RANKS, checked_text
+from nxd_ckpt.core.partition import Piece, blocks_in
 
 Coordinate = tuple[int, ...]
 """A rank's place in a mesh: an index for each dimension."""
@@ -236,3 +245,221 @@ def _parts_in(runs: _Runs, shard: Shard, parts: int, wanted: Box) -> Iterator[tu
         own = _shard(runs, shard.split, parts, index)
         if any(first < start + length and start < first + number for first, number in own):
             yield index, own
+
+
+class WholeTensor(NamedTuple):
+    """One whole tensor of a mesh job.
+
+    ``layout`` is the number of one of the record's layouts; of replicas, the ``replica``-th rank wrote the part. If it
+    is None, the parts are in the indexes of ``ranks``, cut in any way.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    layout: int | None
+    replica: int = 0
+    ranks: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class MeshRecord:
+    """The ``tensors`` of a group of ranks: first the model's, then the optimizer's, each in the order of its state."""
+
+    layouts: tuple[Layout, ...]
+    tensors: tuple[WholeTensor, ...]
+
+    def writers(self, tensor: WholeTensor, wanted: Box) -> Iterator[int]:
+        """Yield the global ranks that wrote parts of ``wanted``, a box of one of the tensors, and possibly others."""
+        if tensor.layout is None:
+            yield from tensor.ranks
+            return
+        layout = self.layouts[tensor.layout]
+        for coordinate in layout.holders(tensor.shape, wanted):
+            yield layout.rank_of(coordinate, tensor.replica)
+
+    def text(self) -> str:
+        """Return the record as JSON."""
+        meshes = list(dict.fromkeys(layout.mesh for layout in self.layouts))
+        layouts = [[meshes.index(each.mesh), list(map(_placement_fields, each.placements))] for each in self.layouts]
+        return document.members(
+            {
+                "meshes": document.plain([mesh_fields(mesh) for mesh in meshes]),
+                "layouts": document.plain(layouts),
+                "tensors": document.array(map(_tensor_text, self.tensors)),
+            }
+        )
+
+    @staticmethod
+    def from_json(fields: Any) -> MeshRecord:
+        """Parse the record's JSON. Raises KeyError, TypeError or ValueError if it is invalid."""
+        meshes = [mesh_of(mesh) for mesh in checked(list, fields["meshes"])]
+        layouts = tuple(_layout(layout, meshes) for layout in checked(list, fields["layouts"]))
+        return MeshRecord(layouts, tuple(_tensor(tensor, layouts) for tensor in checked(list, fields["tensors"])))
+
+
+def mesh_fields(mesh: Mesh) -> dict[str, Any]:
+    """Return the JSON of a mesh, as plain values."""
+    in_order = mesh.ranks == tuple(range(len(mesh.ranks)))
+    return {"names": list(mesh.names), "shape": list(mesh.shape), "ranks": None if in_order else list(mesh.ranks)}
+
+
+def mesh_of(fields: Any) -> Mesh:
+    """Parse a mesh's JSON. Raises KeyError, TypeError or ValueError if it is invalid."""
+    names, shape = tuple(map(checked_text, fields["names"])), tuple(integers(fields["shape"]))
+    size = prod(shape)
+    if len(names) != len(shape) or not 0 < size <= RANKS:
+        raise ValueError(f"a mesh of shape {shape} with {len(names)} names")
+    ranks = tuple(range(size)) if fields["ranks"] is None else tuple(integers(fields["ranks"], size))
+    if len(set(ranks)) != size:
+        raise ValueError(f"a mesh of {size} ranks lists some of them twice")
+    return Mesh(names, shape, ranks)
+
+
+def _placement_fields(placement: Placement) -> list[int] | None:
+    if placement is None:
+        return None
+    return [placement.dim] if placement.split == 1 else [placement.dim, placement.split]
+
+
+def _layout(fields: Any, meshes: list[Mesh]) -> Layout:
+    number, placements = checked(list, fields)
+    mesh = meshes[integers([number])[0]]
+    if len(placements) != len(mesh.shape):
+        raise ValueError(f"{len(placements)} placements on a mesh of {len(mesh.shape)} dimensions")
+    return Layout(mesh, tuple(None if each is None else Shard(*_numbers_of(each)) for each in placements))
+
+
+def _numbers_of(placement: Any) -> list[int]:
+    dim, *split = integers(checked(list, placement))
+    if len(split) > 1 or not all(0 < factor <= RANKS for factor in split):
+        raise ValueError(f"expected a dimension and at most a split factor, found {placement!r:.80}")
+    return [dim, *split]
+
+
+def _tensor_text(tensor: WholeTensor) -> str:
+    where = f"{tensor.layout},{tensor.replica}"
+    if tensor.layout is None:
+        where = f"null,{document.integers(tensor.ranks)}"
+    return f"[{document.quoted(tensor.name)},{document.quoted(tensor.dtype)},{document.integers(tensor.shape)},{where}]"
+
+
+def _tensor(fields: Any, layouts: tuple[Layout, ...]) -> WholeTensor:
+    name, dtype, sizes, layout, where = checked(list, fields)
+    name, dtype, shape = checked_text(name), checked(str, dtype), tuple(integers(sizes))
+    if layout is None:
+        return WholeTensor(name, dtype, shape, None, 0, tuple(integers(checked(list, where))))
+    integers([layout, where])
+    own = layouts[layout]
+    if where >= own.replicas:
+        raise ValueError(f"{name}: replica {where} of {own.replicas}")
+    if any(placement is not None and placement.dim >= len(shape) for placement in own.placements):
+        raise ValueError(f"{name}: of shape {shape}, sharded along a dimension that it does not have")
+    return WholeTensor(name, dtype, shape, layout, where)
+
+
+class MeshPlace(NamedTuple):
+    """One of a rank's meshes, as sent to other ranks: a digest of its ranks, and the rank's place in it (row-major).
+
+    Only the first rank of a mesh sends ``ranks``.
+    """
+
+    digest: str
+    names: Sequence[str]
+    shape: Sequence[int]
+    place: int
+    ranks: Sequence[int] | None = None
+
+
+class RankStructure(NamedTuple):
+    """A rank's state as sent to other ranks: a digest of all but its meshes' ranks, and the meshes."""
+
+    structure: str
+    meshes: Sequence[MeshPlace]
+
+
+@dataclass(frozen=True)
+class MeshGroup:
+    """Ranks, ascending, that hold the same tensors, and the stacked meshes of these tensors."""
+
+    ranks: tuple[int, ...]
+    meshes: tuple[Mesh, ...] = ()
+
+    @property
+    def plain(self) -> Layout:
+        """Layout of tensors that are on no mesh: each rank holds them whole."""
+        return Layout(Mesh(("",), (len(self.ranks),), self.ranks), (None,))
+
+    def layout(self, mesh: Mesh, placements: tuple[Placement, ...]) -> Layout | None:
+        """Return the layout on the stacked mesh of tensors on a rank's own ``mesh``.
+
+        None if the group does not have it.
+        """
+        for stacked in self.meshes:
+            first = stacked.coordinate_of(mesh.ranks[0])
+            if first is None or stacked.shape[1:] != mesh.shape:
+                continue
+            start = first[0] * len(mesh.ranks)
+            if stacked.ranks[start : start + len(mesh.ranks)] == mesh.ranks:
+                return Layout(stacked, (None, *placements))
+        return Layout(_stacked([mesh]), (None, *placements)) if set(mesh.ranks) == set(self.ranks) else None
+
+    def to_json(self) -> dict[str, Any]:
+        return {"ranks": list(self.ranks), "meshes": [mesh_fields(mesh) for mesh in self.meshes]}
+
+    @staticmethod
+    def from_json(fields: Mapping[str, Any]) -> MeshGroup:
+        return MeshGroup(tuple(fields["ranks"]), tuple(mesh_of(mesh) for mesh in fields["meshes"]))
+
+
+class OutsideOfGroup(Exception):
+    """A mesh of ``rank`` includes ranks outside of its group; ``other`` is one of them, if known."""
+
+    def __init__(self, rank: int, other: int | None) -> None:
+        super().__init__(rank, other)
+        self.rank, self.other = rank, other
+
+
+def groups_of(structures: Sequence[RankStructure]) -> list[MeshGroup]:
+    """Return the groups of a job, in the order of their first ranks, from the structures of all ranks.
+
+    Raises:
+        OutsideOfGroup: a mesh is not all in one group.
+    """
+    members: dict[tuple[Any, ...], list[int]] = {}
+    for rank, each in enumerate(structures):
+        shapes = tuple((tuple(mesh.names), tuple(mesh.shape)) for mesh in each.meshes)
+        members.setdefault((each.structure, shapes), []).append(rank)
+    return [
+        MeshGroup(tuple(ranks), tuple(_joined(structures, ranks, number) for number in range(len(shapes))))
+        for (_, shapes), ranks in members.items()
+    ]
+
+
+def _joined(structures: Sequence[RankStructure], ranks: Sequence[int], number: int) -> Mesh:
+    """Stack the meshes ``number`` of a group's ``ranks``."""
+    places_by_digest: dict[str, dict[int, int]] = {}
+    for rank in ranks:
+        mesh = structures[rank].meshes[number]
+        places_by_digest.setdefault(mesh.digest, {})[mesh.place] = rank
+    stack = []
+    for digest, places in places_by_digest.items():
+        rank = next(iter(places.values()))
+        names, shape = structures[rank].meshes[number].names, tuple(structures[rank].meshes[number].shape)
+        own = tuple(rank for _, rank in sorted(places.items()))
+        listed = structures[own[0]].meshes[number].ranks
+        if len(places) != prod(shape) or listed is None or tuple(listed) != own:
+            outsiders = (
+                other
+                for other, each in enumerate(structures)
+                if other not in ranks and any(mesh.digest == digest for mesh in each.meshes)
+            )
+            raise OutsideOfGroup(rank, next(outsiders, None))
+        stack.append(Mesh(tuple(names), shape, own))
+    return _stacked(stack)
+
+
+def _stacked(meshes: Sequence[Mesh]) -> Mesh:
+    first = meshes[0]
+    ranks = tuple(rank for mesh in meshes for rank in mesh.ranks)
+    return Mesh(("", *first.names), (len(meshes), *first.shape), ranks)

@@ -12,8 +12,7 @@ from math import prod
 from typing import Generic, TypeVar
 
 from nxd_ckpt.core.box import Box
-from nxd_ckpt.core.partition import Partition, Piece, zero1_pieces, zero1_rows
-from nxd_ckpt.core.section import blocks_in
+from nxd_ckpt.core.partition import Partition, Piece, blocks_in, zero1_pieces, zero1_rows
 from nxd_ckpt.errors import IncompatibleState
 
 HolderT = TypeVar("HolderT")

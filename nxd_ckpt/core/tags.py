@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from string import Formatter
 from typing import Any, TypeAlias
 
-from nxd_ckpt.core.keys import checked_name
+from nxd_ckpt.core.limits import checked_name
 from nxd_ckpt.core.suggestions import listed
 from nxd_ckpt.errors import InvalidArgument, InvalidTag
 

@@ -17,7 +17,7 @@ from nxd_ckpt.coordination.control_files import drop_entries_of_lost_tags
 from nxd_ckpt.coordination.paths import STATISTICS, statistics_file, summaries_dir, summaries_file
 from nxd_ckpt.core import document
 from nxd_ckpt.core.box import Box, is_tiling
-from nxd_ckpt.core.keys import checked_text
+from nxd_ckpt.core.limits import checked_text
 from nxd_ckpt.core.manifest import Manifest
 from nxd_ckpt.core.parsing import parsing
 from nxd_ckpt.errors import CheckpointError, MalformedFile

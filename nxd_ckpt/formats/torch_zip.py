@@ -23,8 +23,7 @@ from nxd_ckpt.formats.tensors import (
     byte_view,
 )
 from nxd_ckpt.formats.unpickle import Leaf, unpickle
-from nxd_ckpt.formats.zip_container import Record
-from nxd_ckpt.formats.zip_directory import Pread, malformed, read_records, remembering
+from nxd_ckpt.formats.zip_directory import Pread, Record, malformed, read_records, remembering
 
 PreadInto = Callable[[int, memoryview], None]
 """(offset, memory) -> None: fill ``memory`` with the file's bytes from ``offset``, or raise."""

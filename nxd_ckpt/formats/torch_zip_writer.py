@@ -13,12 +13,12 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from nxd_ckpt.formats import zip_container
+from nxd_ckpt.formats import zip_directory
 from nxd_ckpt.formats.crc32 import crc32
 from nxd_ckpt.formats.image import Image, StorageRecord
 from nxd_ckpt.formats.pickling import pickle_tree
 from nxd_ckpt.formats.strides import Stride, stride_of
-from nxd_ckpt.formats.zip_container import Record
+from nxd_ckpt.formats.zip_directory import Record
 
 LARGE = 64 * 2**10
 """Records of at least this many bytes begin at a multiple of 4,096 (direct IO), others of 64 (as torch's)."""
@@ -36,14 +36,14 @@ class ZipImage(Image):
     def header(self, index: int, crcs: Sequence[int]) -> tuple[int, bytes]:
         """Return (offset, bytes) of the header before storage ``index``, which contains its CRC-32."""
         record = self._records[index]
-        return record.header_offset, zip_container.local_header(record, crcs[index])
+        return record.header_offset, zip_directory.local_header(record, crcs[index])
 
     def tail(self, crcs: Sequence[int]) -> bytes:
         """Return everything from ``tensor_nbytes`` on; ``crcs`` are the CRC-32s of all storages, in order."""
         digests = [crc32(content) for content in self._contents]
-        headers = map(zip_container.local_header, self._records[len(self.storages) :], digests)
+        headers = map(zip_directory.local_header, self._records[len(self.storages) :], digests)
         written = [header + content for header, content in zip(headers, self._contents, strict=True)]
-        return b"".join([*written, zip_container.directory(self._records, [*crcs, *digests])])
+        return b"".join([*written, zip_directory.directory(self._records, [*crcs, *digests])])
 
     def pickled_anew(self, tree: Any, tensor_key: Callable[[Any], Hashable]) -> ZipImage:
         """Return the image of ``tree``, whose tensors have the same dtypes, shapes, ties and places in the file."""
@@ -135,7 +135,7 @@ def _image(
     contents = {"data.pkl": pickled, "byteorder": b"little", "version": b"3\n"}
     after = _placed(((name, len(content)) for name, content in contents.items()), records[-1].end if records else 0)
     all_records = [*records, *after]
-    total = all_records[-1].end + zip_container.directory_nbytes(all_records)
+    total = all_records[-1].end + zip_directory.directory_nbytes(all_records)
     return ZipImage(total, storages, tensors, list(contents.values()), all_records)
 
 
@@ -143,6 +143,6 @@ def _placed(sizes: Iterable[tuple[str, int]], cursor: int) -> list[Record]:
     """Return records of these names and sizes, in order from ``cursor`` on."""
     records: list[Record] = []
     for name, nbytes in sizes:
-        records.append(zip_container.place(_ARCHIVE + name, nbytes, cursor, 4096 if nbytes >= LARGE else 64))
+        records.append(zip_directory.place(_ARCHIVE + name, nbytes, cursor, 4096 if nbytes >= LARGE else 64))
         cursor = records[-1].end
     return records

@@ -16,9 +16,8 @@ from dataclasses import dataclass
 from nxd_ckpt.core.box import Box
 from nxd_ckpt.core.heads import HeadRun
 from nxd_ckpt.core.mapping import Match, Rule, RuleMember
-from nxd_ckpt.core.partition import Partition, Piece
+from nxd_ckpt.core.partition import Partition, Piece, Section
 from nxd_ckpt.core.pattern import Numbers
-from nxd_ckpt.core.section import Section
 from nxd_ckpt.core.sizes import Sizes
 from nxd_ckpt.errors import InvalidArgument, ShapeMismatch, TopologyMismatch
 

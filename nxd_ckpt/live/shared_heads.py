@@ -11,8 +11,7 @@ from collections.abc import Iterator
 
 import torch
 
-from nxd_ckpt.core.partition import Partition
-from nxd_ckpt.core.section import Section
+from nxd_ckpt.core.partition import Partition, Section
 
 _KEYS_AND_VALUES = ("weight_k", "weight_v", "bias_k", "bias_v")
 _SIZES = ("q_output_size_per_partition", "kv_output_size_per_partition")

@@ -36,9 +36,8 @@ from nxd_ckpt.storage.progress import report
 from nxd_ckpt.tag.foreign.hugging_face_directory import is_hugging_face
 from nxd_ckpt.tag.identity import of_latest
 from nxd_ckpt.tag.mappings import find_mapping
-from nxd_ckpt.tag.nearest import Copy, Source, choose_nearest
-from nxd_ckpt.tag.opened import OpenTag
-from nxd_ckpt.tag.opening import open_complete_tag
+from nxd_ckpt.tag.opened import OpenTag, open_complete_tag
+from nxd_ckpt.tag.union import Copy, Source, choose_nearest
 
 logger = logging.getLogger("nxd_ckpt")
 

@@ -11,15 +11,18 @@ from nxd_ckpt.errors import CheckpointNotFound, CorruptCheckpoint, PartLost, Pee
 from nxd_ckpt.load.options import LoadRequest
 from nxd_ckpt.load.overwriting import PARTLY
 from nxd_ckpt.storage.base import Replicated, Storage
-from nxd_ckpt.tag.nearest import Copy, Source, source_with_substitutes, warn_of_substitutes
 from nxd_ckpt.tag.union import (
+    Copy,
     SaveCopies,
+    Source,
     Substitute,
     changed_everywhere,
     copies_of_save,
     distrust_manifests,
     manifest_of,
+    source_with_substitutes,
     survey,
+    warn_of_substitutes,
 )
 
 Doubts = Sequence[tuple[str, int]]

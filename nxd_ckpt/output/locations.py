@@ -24,10 +24,10 @@ from nxd_ckpt.storage.urls import (
     local_path,
     open_storage,
 )
-from nxd_ckpt.tag import tiered
 from nxd_ckpt.tag.choosing import tag_meant
 from nxd_ckpt.tag.directory import holds_tags, list_tags, may_be_replaced, require_directory, tag_around
 from nxd_ckpt.tag.foreign import nemo
+from nxd_ckpt.tag.foreign.torch_dcp import holds_ranks, is_of_rank
 
 logger = logging.getLogger("nxd_ckpt")
 
@@ -88,7 +88,7 @@ def locate_any(path: StrPath, options: StorageOptions | None) -> Location:
             return _only_tag(place)
         return of_all if nemo.is_of_rank(of_all.name) else place
     require_directory(place.open(), place.name, "input")
-    if tiered.holds_ranks(rank) and tiered.is_of_rank(of_all.open(), of_all.name):
+    if holds_ranks(rank) and is_of_rank(of_all.open(), of_all.name):
         return of_all
     return place
 

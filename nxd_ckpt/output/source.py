@@ -19,8 +19,7 @@ from nxd_ckpt.tag.choosing import settle_swap
 from nxd_ckpt.tag.foreign import legacy
 from nxd_ckpt.tag.foreign.untagged import is_untagged, open_untagged
 from nxd_ckpt.tag.grid import describe, holes
-from nxd_ckpt.tag.opened import OpenTag
-from nxd_ckpt.tag.opening import open_complete_tag
+from nxd_ckpt.tag.opened import OpenTag, open_complete_tag
 
 _EQUAL_ON_A_STAGE = ("param_groups", "shape_info")
 

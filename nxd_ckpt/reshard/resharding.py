@@ -12,9 +12,8 @@ from dataclasses import replace
 
 from nxd_ckpt.core.box import Box
 from nxd_ckpt.core.manifest import ParameterSpec
-from nxd_ckpt.core.partition import Partition, Piece, zero1_pieces
+from nxd_ckpt.core.partition import Partition, Piece, Section, zero1_pieces
 from nxd_ckpt.core.reads import Cut, CutIndex, Read, holders, plan_reads
-from nxd_ckpt.core.section import Section
 from nxd_ckpt.core.suggestions import listed
 from nxd_ckpt.core.topology import Topology
 from nxd_ckpt.errors import InvalidArgument, ShapeMismatch, TopologyMismatch

@@ -1,4 +1,4 @@
-"""Comparison of the tensors and meshes of a mesh job's ranks at the first save, see core.mesh_groups.
+"""Comparison of the tensors and meshes of a mesh job's ranks at the first save, see core.mesh.
 
 Only digests are exchanged: names are sent if something is wrong, and by the leaders of several groups.
 """
@@ -10,8 +10,7 @@ from hashlib import sha256
 from typing import Any
 
 from nxd_ckpt.coordination.agreement import Agreement, decided_by_rank0
-from nxd_ckpt.core.mesh import Mesh, ravelled
-from nxd_ckpt.core.mesh_groups import MeshGroup, MeshPlace, OutsideOfGroup, RankStructure, groups_of
+from nxd_ckpt.core.mesh import Mesh, MeshGroup, MeshPlace, OutsideOfGroup, RankStructure, groups_of, ravelled
 from nxd_ckpt.errors import RanksDisagree
 from nxd_ckpt.formats.tensors import iter_tensors
 from nxd_ckpt.live.parameters import form_of

@@ -1,6 +1,6 @@
 """Files that a rank of a mesh job writes: its boxes of the tensors, and its share of those that replicas hold.
 
-Each rank's plan follows from its own state and its group (core.mesh_groups) alone.
+Each rank's plan follows from its own state and its group (core.mesh) alone.
 """
 
 from __future__ import annotations
@@ -13,9 +13,7 @@ from math import prod
 from typing import Any
 
 from nxd_ckpt.core import names
-from nxd_ckpt.core.mesh import Layout, Mesh
-from nxd_ckpt.core.mesh_groups import MeshGroup
-from nxd_ckpt.core.mesh_record import MeshRecord, WholeTensor
+from nxd_ckpt.core.mesh import Layout, Mesh, MeshGroup, MeshRecord, WholeTensor
 from nxd_ckpt.errors import UnsupportedState
 from nxd_ckpt.formats import xser
 from nxd_ckpt.formats.tensors import itemsize, iter_tensors

@@ -28,8 +28,7 @@ import torch
 
 from nxd_ckpt.core import names
 from nxd_ckpt.core.manifest import ParameterSpec, Parts
-from nxd_ckpt.core.mesh_groups import MeshGroup
-from nxd_ckpt.core.mesh_record import MeshRecord
+from nxd_ckpt.core.mesh import MeshGroup, MeshRecord
 from nxd_ckpt.core.topology import Topology
 from nxd_ckpt.core.votes import STATES
 from nxd_ckpt.errors import UnsupportedState

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from nxd_ckpt.core.mesh_groups import MeshGroup
+from nxd_ckpt.core.mesh import MeshGroup
 from nxd_ckpt.core.topology import Topology
 from nxd_ckpt.formats.image import Image
 from nxd_ckpt.formats.strides import stride_of

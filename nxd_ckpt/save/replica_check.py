@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 
 from nxd_ckpt.coordination.agreement import Agreement, decided_by_rank0, on_all
-from nxd_ckpt.core.mesh_groups import MeshGroup
+from nxd_ckpt.core.mesh import MeshGroup
 from nxd_ckpt.core.suggestions import first_of
 from nxd_ckpt.core.topology import Topology
 from nxd_ckpt.errors import RanksDisagree

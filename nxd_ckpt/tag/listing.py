@@ -44,8 +44,7 @@ from nxd_ckpt.tag.files import TagFiles
 from nxd_ckpt.tag.foreign import legacy
 from nxd_ckpt.tag.grid import describe, holes
 from nxd_ckpt.tag.identity import Identity, of_latest
-from nxd_ckpt.tag.opened import OpenTag
-from nxd_ckpt.tag.opening import open_complete_tag
+from nxd_ckpt.tag.opened import OpenTag, open_complete_tag
 from nxd_ckpt.tag.verify import files_of
 
 logger = logging.getLogger("nxd_ckpt")

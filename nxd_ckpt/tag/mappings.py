@@ -12,8 +12,7 @@ from typing import Any
 
 from nxd_ckpt.core.heads import inference_copies
 from nxd_ckpt.core.limits import MAPPING, MAPPING_DEPTH, MAPPING_YAML
-from nxd_ckpt.core.mapping import ModelMapping
-from nxd_ckpt.core.mapping_document import load_mapping
+from nxd_ckpt.core.mapping import ModelMapping, load_mapping
 from nxd_ckpt.core.sizes import Sizes
 from nxd_ckpt.core.suggestions import listed
 from nxd_ckpt.errors import InvalidArgument

@@ -1,6 +1,6 @@
 """Trees of a tag that a mesh job saved: whole tensors whose parts are looked up on demand.
 
-A tensor's parts follow from its layout and from the indexes of the ranks that wrote them (`core.mesh_record`): reading
+A tensor's parts follow from its layout and from the indexes of the ranks that wrote them (`core.mesh`): reading
 a box needs the indexes of those ranks only, and none of their files.
 """
 
@@ -13,8 +13,7 @@ from typing import Any
 from nxd_ckpt.core import names
 from nxd_ckpt.core.box import Box, is_tiling
 from nxd_ckpt.core.manifest import RankIndex, TensorEntry
-from nxd_ckpt.core.mesh import Layout, Mesh
-from nxd_ckpt.core.mesh_record import MeshRecord, WholeTensor
+from nxd_ckpt.core.mesh import Layout, Mesh, MeshRecord, WholeTensor
 from nxd_ckpt.errors import MalformedFile, PartNotFound
 from nxd_ckpt.formats import xser
 from nxd_ckpt.formats.strides import noted

@@ -20,8 +20,7 @@ from nxd_ckpt.core.names import DONE, MANIFEST
 from nxd_ckpt.core.tags import LATEST, same_time
 from nxd_ckpt.errors import CheckpointError, MalformedFile
 from nxd_ckpt.formats import crc32
-from nxd_ckpt.formats.zip_container import Record
-from nxd_ckpt.formats.zip_directory import read_records
+from nxd_ckpt.formats.zip_directory import Record, read_records
 from nxd_ckpt.storage.base import Storage
 
 _HEAD = 320

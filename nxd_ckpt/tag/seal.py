@@ -11,7 +11,7 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from nxd_ckpt.core import document
-from nxd_ckpt.core.keys import checked_key
+from nxd_ckpt.core.limits import checked_key
 from nxd_ckpt.core.manifest import CRC_BLOCK
 from nxd_ckpt.core.names import DONE, MANIFEST
 from nxd_ckpt.errors import CheckpointError, CorruptCheckpoint, DigestMismatch, MalformedFile, PartLost

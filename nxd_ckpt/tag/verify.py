@@ -42,8 +42,7 @@ from nxd_ckpt.tag.files import MissingTensor, TagFiles
 from nxd_ckpt.tag.foreign import legacy
 from nxd_ckpt.tag.foreign.torch_dcp import DcpFiles, read_metadata
 from nxd_ckpt.tag.identity import of_latest
-from nxd_ckpt.tag.opened import OpenTag
-from nxd_ckpt.tag.opening import open_complete_tag
+from nxd_ckpt.tag.opened import OpenTag, open_complete_tag
 from nxd_ckpt.tag.seal import DIGESTS, read_seal, seal_problems
 from nxd_ckpt.tag.state_dicts import refuse_numbers
 from nxd_ckpt.tag.verification import changed_tensors, crc32_of, verify_file

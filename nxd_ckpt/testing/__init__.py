@@ -15,9 +15,18 @@
 
 import sys
 
-from nxd_ckpt.testing.memory import MemoryStorage
 from nxd_ckpt.testing.resume import ResumeDiffers, check_resume
-from nxd_ckpt.testing.storage import Hook, HookedStorage, Operation, chained, delaying, failing, killing, recording
+from nxd_ckpt.testing.storage import (
+    Hook,
+    HookedStorage,
+    MemoryStorage,
+    Operation,
+    chained,
+    delaying,
+    failing,
+    killing,
+    recording,
+)
 
 __all__ = [
     "Hook",

@@ -1,4 +1,4 @@
-"""Storage doubles: a wrapper that calls a hook before every operation, and hooks that record, fail, delay or kill.
+"""Storage doubles: a store in memory, and a wrapper whose hooks see every operation: they record, fail, delay or kill.
 
 ::
 
@@ -12,13 +12,263 @@ from __future__ import annotations
 import errno
 import os
 import signal
+import threading
 import time
+import uuid
 from collections.abc import Callable, Sequence
+from contextlib import closing
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import NamedTuple, TypeVar
 
-from nxd_ckpt.storage.base import Duplicating, Reader, Storage, Swapping, Version, Writer
+from nxd_ckpt.core.limits import DOCUMENT
+from nxd_ckpt.core.manifest import CRC_BLOCK
+from nxd_ckpt.storage.base import DirEntry, Duplicating, Reader, Storage, Swapping, Version, Writer, checked_length
 from nxd_ckpt.storage.wrapper import StorageWrapper
+
+
+@dataclass
+class _Store:
+    """The content that all storages of one name share. ``writers`` are those that neither closed nor aborted."""
+
+    files: dict[str, tuple[bytes, float]] = field(default_factory=dict)
+    folders: set[str] = field(default_factory=set)
+    writers: list[_MemoryWriter] = field(default_factory=list)
+    lock: threading.RLock = field(default_factory=threading.RLock)
+
+
+_stores: dict[str, _Store] = {}
+
+
+class MemoryStorage:
+    """Keys in memory, shared by all storages of the same ``name`` in this process; without a name, a new store.
+
+    By default it is an object store, as awkward as the contract allows, so that code which works here works elsewhere:
+    a writer reads the given memory as late as it may, a key that was taken meanwhile is refused when the writer closes,
+    times are whole seconds. ``renames=True`` makes it a file system: empty directories, renames, and times that can be
+    set.
+    """
+
+    def __init__(self, name: str | None = None, renames: bool = False) -> None:
+        self.name = name if name is not None else uuid.uuid4().hex[:12]
+        self.url, self.renames, self.concurrency = f"memory://{self.name}", renames, 2
+        self.read_nbytes = 3 * CRC_BLOCK
+        self._store = _stores.setdefault(self.name, _Store())
+
+    @property
+    def keys(self) -> list[str]:
+        """Every key, sorted."""
+        with self._store.lock:
+            return sorted(self._store.files)
+
+    @property
+    def unfinished(self) -> list[str]:
+        """Keys of writers that neither closed nor aborted, sorted."""
+        with self._store.lock:
+            return sorted(writer.key for writer in self._store.writers)
+
+    def read(self, key: str, limit: int = DOCUMENT) -> bytes:
+        data = self._file(key)[0]
+        checked_length(len(data), limit, f"{self.url}/{key}")
+        return data
+
+    def read_into(self, key: str, offset: int, buffer: memoryview) -> None:
+        with closing(self.open(key)) as reader:
+            reader.read_ranges([(offset, buffer)])
+
+    def open(self, key: str) -> Reader:
+        return _MemoryReader(f"{self.url}/{key}", self._file(key)[0])
+
+    def size(self, key: str) -> int:
+        return len(self._file(key)[0])
+
+    def is_dir(self, key: str) -> bool:
+        with self._store.lock:
+            return key in self._store.folders or any(self._below(key))
+
+    def is_file(self, key: str) -> bool:
+        with self._store.lock:
+            return key in self._store.files
+
+    def list(self, key: str = "") -> list[DirEntry]:
+        prefix = f"{key}/" if key else ""
+        with self._store.lock:
+            files = [name[len(prefix) :].partition("/") for name in self._below(key)]
+            made = {name[len(prefix) :].partition("/")[0] for name in self._store.folders if name.startswith(prefix)}
+        entries = {DirEntry(name, bool(slash)) for name, slash, _ in files}
+        return sorted(entries | {DirEntry(name, True) for name in made})
+
+    def write(self, key: str, data: bytes) -> None:
+        with self._store.lock:
+            self._put(key, data)
+
+    def create(self, key: str, nbytes: int) -> Writer:
+        writer = _MemoryWriter(self, key, nbytes)
+        with self._store.lock:
+            self._store.writers.append(writer)
+        return writer
+
+    def link_new(self, key: str, data: bytes) -> bool:
+        with self._store.lock:
+            if key in self._store.files:
+                return False
+            self._put(key, data)
+            return True
+
+    def exchange(self, key: str, expected: bytes, data: bytes) -> bool:
+        with self._store.lock:
+            if key not in self._store.files or self.read(key) != expected:
+                return False
+            self._put(key, data)
+            return True
+
+    def make_dir(self, key: str) -> None:
+        if self.renames and key:
+            parts = key.split("/")
+            with self._store.lock:
+                self._store.folders |= {"/".join(parts[:depth]) for depth in range(1, len(parts) + 1)}
+
+    def sync_dir(self, key: str) -> None:
+        """Do nothing: everything is in memory."""
+
+    def rename(self, source: str, target: str) -> None:
+        if not self.renames:
+            raise OSError(f"cannot rename {self.url}/{source}: an object store has no renames")
+        with self._store.lock:
+            if self.is_file(target) or self.is_dir(target):
+                raise FileExistsError(f"cannot rename {self.url}/{source} to {target}: it exists")
+            if not (self.is_file(source) or self.is_dir(source)):
+                raise FileNotFoundError(f"{self.url}/{source} does not exist")
+            for key in [source, *self._below(source)]:
+                if key in self._store.files:
+                    self._store.files[target + key[len(source) :]] = self._store.files.pop(key)
+            for folder in {name for name in self._store.folders if name == source or name.startswith(f"{source}/")}:
+                self._store.folders.remove(folder)
+                self._store.folders.add(target + folder[len(source) :])
+
+    def remove(self, key: str) -> None:
+        self.remove_if(key, lambda: True)
+
+    def remove_if(self, key: str, confirm: Callable[[], bool]) -> bool:
+        with self._store.lock:
+            files = {name: self._store.files[name] for name in [key, *self._below(key)] if name in self._store.files}
+        if files and not confirm():
+            return False
+        with self._store.lock:
+            for name, file in files.items():
+                if self._store.files.get(name) is file:
+                    del self._store.files[name]
+            self._store.folders = {
+                name for name in self._store.folders if name != key and not name.startswith(f"{key}/")
+            }
+        return True
+
+    def discard_unfinished(self, key: str) -> None:
+        with self._store.lock:
+            self._store.writers = [each for each in self._store.writers if not each.key.startswith(f"{key}/")]
+
+    def time(self, key: str) -> float:
+        return self._file(key)[1]
+
+    def set_time(self, key: str, seconds: float) -> None:
+        if self.renames:
+            with self._store.lock:
+                self._store.files[key] = (self.read(key), seconds)
+
+    def version(self, key: str) -> Version:
+        data = self._file(key)[0]
+        return Version(len(data), str(id(data)))
+
+    def duplicate(self, source: str, version: Version, target: str) -> bool:
+        with self._store.lock:
+            if self.version(source) != version or target in self._store.files:
+                return False
+            self._put(target, self._file(source)[0])
+            return True
+
+    def complete(self, writer: _MemoryWriter, data: bytes) -> None:
+        """Put a writer's bytes under its key. Raises FileExistsError if the key was taken meanwhile."""
+        with self._store.lock:
+            if writer not in self._store.writers:
+                raise OSError(f"{self.url}/{writer.key}: its upload was discarded")
+            self._store.writers.remove(writer)
+            if writer.key in self._store.files:
+                raise FileExistsError(f"{self.url}/{writer.key} was written by somebody else meanwhile")
+            self._put(writer.key, data)
+
+    def forget(self, writer: _MemoryWriter) -> None:
+        """Drop a writer that gives up."""
+        with self._store.lock:
+            if writer in self._store.writers:
+                self._store.writers.remove(writer)
+
+    def _below(self, key: str) -> Sequence[str]:
+        return [name for name in self._store.files if not key or name.startswith(f"{key}/")]
+
+    def _file(self, key: str) -> tuple[bytes, float]:
+        with self._store.lock:
+            if key not in self._store.files:
+                raise FileNotFoundError(f"{self.url}/{key} does not exist")
+            return self._store.files[key]
+
+    def _put(self, key: str, data: bytes) -> None:
+        now = time.time()
+        self._store.files[key] = (bytes(data), now if self.renames else float(int(now)))
+        self.make_dir(key.rpartition("/")[0])
+
+
+class _MemoryReader:
+    def __init__(self, where: str, data: bytes) -> None:
+        self._where, self._data = where, data
+
+    def read_ranges(self, ranges: Sequence[tuple[int, memoryview]]) -> None:
+        for offset, buffer in ranges:
+            view = memoryview(buffer).cast("B")
+            data = self._data[offset : offset + len(view)]
+            view[: len(data)] = data
+            if len(data) < len(view):
+                raise EOFError(f"{self._where}: {len(view) - len(data)} bytes missing at byte {offset + len(data)}")
+
+    def close(self) -> None:
+        """Do nothing: nothing is kept open."""
+
+
+class _MemoryWriter:
+    """A writer that copies its data as late as it may: reusing the memory too early writes other bytes."""
+
+    def __init__(self, storage: MemoryStorage, key: str, nbytes: int) -> None:
+        self.key = key
+        self._storage, self._data, self._written = storage, bytearray(nbytes), 0
+        self._pending: list[tuple[int, memoryview]] = []
+
+    def write_at(self, offset: int, data: bytes | memoryview) -> None:
+        self._pending.append((offset, memoryview(data).cast("B")))
+
+    def settle(self) -> None:
+        for offset, view in self._pending:
+            if offset + len(view) > len(self._data):
+                raise OSError(f"{self._where}: byte {offset + len(view)} written, {len(self._data)} expected")
+            self._data[offset : offset + len(view)] = view
+            self._written += len(view)
+        self._pending.clear()
+
+    def close(self) -> None:
+        try:
+            self.settle()
+            if self._written != len(self._data):
+                raise OSError(f"{self._where}: wrote {self._written} bytes, expected {len(self._data)}")
+            self._storage.complete(self, bytes(self._data))
+        finally:
+            self.abort()
+
+    def abort(self) -> None:
+        self._pending.clear()
+        self._storage.forget(self)
+
+    @property
+    def _where(self) -> str:
+        return f"{self._storage.url}/{self.key}"
+
 
 T = TypeVar("T")
 

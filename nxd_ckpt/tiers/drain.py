@@ -31,9 +31,8 @@ from nxd_ckpt.save.background import Helpers, Worker
 from nxd_ckpt.storage.base import Storage
 from nxd_ckpt.storage.hosts.storage import HostsStorage
 from nxd_ckpt.tag.directory import list_tags
-from nxd_ckpt.tag.nearest import choose_nearest
-from nxd_ckpt.tag.opened import OpenTag
-from nxd_ckpt.tag.opening import open_complete_tag
+from nxd_ckpt.tag.opened import OpenTag, open_complete_tag
+from nxd_ckpt.tag.union import choose_nearest
 
 logger = logging.getLogger("nxd_ckpt")
 

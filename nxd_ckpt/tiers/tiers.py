@@ -20,7 +20,7 @@ from nxd_ckpt.storage.urls import StrPath
 from nxd_ckpt.tag.choosing import settled_tags
 from nxd_ckpt.tag.directory import list_tags
 from nxd_ckpt.tag.identity import of_latest
-from nxd_ckpt.tag.nearest import choose_nearest
+from nxd_ckpt.tag.union import choose_nearest
 from nxd_ckpt.tiers.hosts import Replicas, join
 
 if TYPE_CHECKING:

@@ -1,6 +1,6 @@
 """A save that torch DCP plans and collects: it decides what each rank writes, and gathers the results for rank 0.
 
-No rank votes, since DCP raises one rank's error on all ranks. The tag is that of a mesh job (core.mesh_record) whose
+No rank votes, since DCP raises one rank's error on all ranks. The tag is that of a mesh job (core.mesh) whose
 tensors list the ranks that wrote parts of them.
 """
 
@@ -21,8 +21,7 @@ from nxd_ckpt.coordination.paths import staging_dir
 from nxd_ckpt.core import names
 from nxd_ckpt.core.box import Box
 from nxd_ckpt.core.manifest import ParameterSpec, Parts, RankIndex, RankLine
-from nxd_ckpt.core.mesh_groups import MeshGroup
-from nxd_ckpt.core.mesh_record import MeshRecord, WholeTensor
+from nxd_ckpt.core.mesh import MeshGroup, MeshRecord, WholeTensor
 from nxd_ckpt.core.partition import Piece
 from nxd_ckpt.core.retention import Metrics, Rule
 from nxd_ckpt.core.votes import Vote

@@ -12,11 +12,11 @@ import torch
 from nxd_ckpt.core import names as files
 from nxd_ckpt.core.dcp_names import DcpNames, DcpPart, Path
 from nxd_ckpt.core.manifest import ParameterSpec, Parts
-from nxd_ckpt.core.mesh_record import WholeTensor
+from nxd_ckpt.core.mesh import WholeTensor
 from nxd_ckpt.core.partition import Partition
 from nxd_ckpt.formats import xser
 from nxd_ckpt.formats.tensors import Assembly, TensorReference, map_tensors
-from nxd_ckpt.tag.foreign.dcp_trees import DcpTrees
+from nxd_ckpt.tag.foreign.dcp_directory import DcpTrees
 from nxd_ckpt.torch_dcp.collected_save import Contents
 
 
@@ -30,7 +30,7 @@ class WrittenTensor(NamedTuple):
 
 @dataclass(frozen=True)
 class CollectedState:
-    """A state dict by DCP's names (see tag.foreign.dcp_trees.Entries).
+    """A state dict by DCP's names (see tag.foreign.dcp_directory.Entries).
 
     ``written`` are tensors in files; ``values`` are other values, also tensors that were sent to rank 0. ``paths`` are
     the keys that lead to each.

@@ -19,7 +19,7 @@ from nxd_ckpt.coordination.control_files import pin
 from nxd_ckpt.coordination.paths import STAGING, TRASH, VOTES, rank_file, staging_dir
 from nxd_ckpt.core import names
 from nxd_ckpt.core.manifest import Manifest, ParameterSpec, Parts, RankIndex, RankLine, dump_index, load_manifest
-from nxd_ckpt.core.mesh_groups import MeshGroup
+from nxd_ckpt.core.mesh import MeshGroup
 from nxd_ckpt.core.names import MANIFEST
 from nxd_ckpt.core.partition import Partition
 from nxd_ckpt.core.phases import RankPhases
@@ -30,8 +30,7 @@ from nxd_ckpt.core.votes import Vote
 from nxd_ckpt.errors import DirectoryInUse, RanksDisagree, SaveFailed
 from nxd_ckpt.storage.base import Storage
 from nxd_ckpt.storage.local import LocalStorage
-from nxd_ckpt.testing.memory import MemoryStorage
-from nxd_ckpt.testing.storage import HookedStorage, Operation, failing
+from nxd_ckpt.testing.storage import HookedStorage, MemoryStorage, Operation, failing
 from tests.core.documents import SHARD
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]

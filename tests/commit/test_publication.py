@@ -22,8 +22,7 @@ from nxd_ckpt.core.names import DONE, MANIFEST, MARKER
 from nxd_ckpt.errors import DirectoryInUse, OutcomeUnknown, SaveFailed
 from nxd_ckpt.storage.base import Storage
 from nxd_ckpt.storage.local import LocalStorage
-from nxd_ckpt.testing.memory import MemoryStorage
-from nxd_ckpt.testing.storage import Hook, HookedStorage, Operation, failing, recording
+from nxd_ckpt.testing.storage import Hook, HookedStorage, MemoryStorage, Operation, failing, recording
 from tests.support.attempts import ATTEMPT, TAG, TAKEN, TIME, manifest, session, whole, written
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]

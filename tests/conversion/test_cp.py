@@ -22,9 +22,9 @@ from nxd_ckpt.output.cp_files import CopyMeans, CopyResult, FileCopy, files_to_c
 from nxd_ckpt.output.transfer import Pace
 from nxd_ckpt.storage.local import LocalStorage
 from nxd_ckpt.tag.directory import list_tags
-from nxd_ckpt.tag.opening import open_complete_tag
+from nxd_ckpt.tag.opened import open_complete_tag
 from nxd_ckpt.tag.verify import verify_checkpoint
-from nxd_ckpt.testing.memory import MemoryStorage
+from nxd_ckpt.testing.storage import MemoryStorage
 from tests.conversion.tags import contents, remains, save_example
 from tests.golden.checkpoints import CONFIGURATIONS
 from tests.support.damage import flip

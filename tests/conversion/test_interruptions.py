@@ -21,7 +21,7 @@ from nxd_ckpt.output import locations
 from nxd_ckpt.storage.base import Storage
 from nxd_ckpt.storage.local import LocalStorage
 from nxd_ckpt.tag.directory import list_tags
-from nxd_ckpt.testing.memory import MemoryStorage
+from nxd_ckpt.testing.storage import MemoryStorage
 from tests.conversion.tags import contents, optimizers, plainly, remains, save_example, sharded, whole
 from tests.support.processes import run_program
 from tests.tag.equality import difference

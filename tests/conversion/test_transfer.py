@@ -12,7 +12,7 @@ from nxd_ckpt.core.manifest import FileEntry
 from nxd_ckpt.output import transfer
 from nxd_ckpt.output.transfer import copy, digest
 from nxd_ckpt.storage.local import LocalStorage
-from nxd_ckpt.testing.memory import MemoryStorage
+from nxd_ckpt.testing.storage import MemoryStorage
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]
 

@@ -8,7 +8,7 @@ import pytest
 import torch.distributed as dist
 
 from nxd_ckpt.coordination.agreement import Words
-from nxd_ckpt.coordination.key_exchange import KeyPair, job_secret, new_secret
+from nxd_ckpt.coordination.rendezvous import KeyPair, job_secret, new_secret
 from nxd_ckpt.errors import MalformedFile, PeerTimeout
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]

@@ -25,8 +25,7 @@ from nxd_ckpt.coordination.paths import HEARTBEAT, LEASE, PLACE, STAGING, stagin
 from nxd_ckpt.errors import DirectoryInUse, StorageError
 from nxd_ckpt.storage.base import Storage
 from nxd_ckpt.storage.local import LocalStorage
-from nxd_ckpt.testing.memory import MemoryStorage
-from nxd_ckpt.testing.storage import HookedStorage, Operation, failing
+from nxd_ckpt.testing.storage import HookedStorage, MemoryStorage, Operation, failing
 from tests.protocol.job import Job
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]

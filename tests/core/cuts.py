@@ -13,9 +13,8 @@ import numpy as np
 from hypothesis import strategies as st
 
 from nxd_ckpt.core.box import Box
-from nxd_ckpt.core.partition import Partition, Piece, zero1_pieces
+from nxd_ckpt.core.partition import Partition, Piece, Section, zero1_pieces
 from nxd_ckpt.core.reads import Cut, CutIndex
-from nxd_ckpt.core.section import Section
 
 PADDING = -1
 Array = np.ndarray[Any, np.dtype[np.int64]]

@@ -18,8 +18,7 @@ from nxd_ckpt.core.manifest import (
     RankLine,
     TensorEntry,
 )
-from nxd_ckpt.core.mesh import Layout, Mesh, Shard
-from nxd_ckpt.core.mesh_record import MeshRecord, WholeTensor
+from nxd_ckpt.core.mesh import Layout, Mesh, MeshRecord, Shard, WholeTensor
 from nxd_ckpt.core.partition import Partition, Piece
 from nxd_ckpt.core.topology import Coordinates, Topology
 

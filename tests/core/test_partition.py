@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given
 
 from nxd_ckpt.core.box import Box
-from nxd_ckpt.core.partition import Partition, Piece, zero1_pieces, zero1_rows
-from nxd_ckpt.core.section import Section, blocks_in
+from nxd_ckpt.core.partition import Partition, Piece, Section, blocks_in, zero1_pieces, zero1_rows
 from nxd_ckpt.errors import InvalidArgument, MalformedFile
 from tests.core.cuts import Array, Job, two_fused_jobs, two_jobs
 

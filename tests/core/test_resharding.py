@@ -8,9 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nxd_ckpt.core.box import Box
-from nxd_ckpt.core.partition import Partition, Piece
+from nxd_ckpt.core.partition import Partition, Piece, Section
 from nxd_ckpt.core.reads import Cut, CutIndex, Read, holders, plan_reads
-from nxd_ckpt.core.section import Section
 from nxd_ckpt.errors import IncompatibleState
 from tests.core.cuts import PADDING, Array, Job, part_of, two_fused_jobs, two_jobs
 

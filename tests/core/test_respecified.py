@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 
 from nxd_ckpt.core.manifest import ParameterSpec
-from nxd_ckpt.core.partition import Partition
+from nxd_ckpt.core.partition import Partition, Section
 from nxd_ckpt.core.reads import Cut
-from nxd_ckpt.core.section import Section
 from nxd_ckpt.errors import TopologyMismatch
 from nxd_ckpt.reshard.resharding import derived, rescaled, respecified
 

@@ -17,7 +17,7 @@ import torch
 from hypothesis import given
 
 from nxd_ckpt.errors import UnsafePickle, UnsupportedState
-from nxd_ckpt.formats import zip_container
+from nxd_ckpt.formats import zip_directory
 from nxd_ckpt.formats.crc32 import crc32
 from nxd_ckpt.formats.tensors import TensorStub, byte_view, iter_tensors
 from nxd_ckpt.formats.torch_zip import read_directory, read_tree
@@ -196,13 +196,13 @@ def test_more_records_than_16_bits_count_are_read_by_torch() -> None:
     records = list(image._records)
     contents = [bytes(byte_view(image.tensors[0])), *image._contents]
     for index in range(66_000):
-        records.append(zip_container.place(f"archive/{index}", 0, records[-1].end, 64))
+        records.append(zip_directory.place(f"archive/{index}", 0, records[-1].end, 64))
     contents += [b""] * 66_000
     crcs = [crc32(content) for content in contents]
-    parts = map(zip_container.local_header, records, crcs)
+    parts = map(zip_directory.local_header, records, crcs)
     data = b"".join(header + content for header, content in zip(parts, contents, strict=True))
-    directory = zip_container.directory(records, crcs)
-    assert zip_container.directory_nbytes(records) == len(directory)
+    directory = zip_directory.directory(records, crcs)
+    assert zip_directory.directory_nbytes(records) == len(directory)
     assert [1, 1] == torch.load(io.BytesIO(data + directory))["t"].tolist()
     size = len(data) + len(directory)
     assert 66_004 == len(read_directory(pread_of(data + directory), size, "file.pt"))

@@ -41,7 +41,7 @@ from nxd_ckpt.tag.foreign.torch_dcp import DcpFiles, read_metadata
 from nxd_ckpt.tag.foreign.weight_files import INDEX
 from nxd_ckpt.tag.mappings import find_mapping
 from nxd_ckpt.tag.seal import DIGESTS
-from nxd_ckpt.testing.memory import MemoryStorage
+from nxd_ckpt.testing.storage import MemoryStorage
 from tests.formats.helpers import pread_of, rendered, saved
 from tests.hostile import findings, servers, valid
 from tests.hostile.budget import PART, PICKLE_PART

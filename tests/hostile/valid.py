@@ -19,7 +19,7 @@ from nxd_ckpt.core.dcp_names import DcpChunk, DcpNames
 from nxd_ckpt.core.manifest import RankLine, dump_index, dump_manifest
 from nxd_ckpt.core.votes import Verdict, Vote, dump
 from nxd_ckpt.formats.tensors import TensorReference
-from nxd_ckpt.storage.archive import member_list
+from nxd_ckpt.storage.archive.storage import END, MEMBER_LIST, dump_members
 from tests.core.documents import INDEX, LEADERS_INDEX, MANIFEST, MESH_MANIFEST, METRICS
 from tests.formats.helpers import saved
 from tests.formats.pickles import named, text
@@ -108,7 +108,7 @@ def _archive(listed: bool) -> bytes:
     for name, content in files.items():
         lines.append((name, at + tarfile.BLOCKSIZE, len(content), 0.0))
         at += tarfile.BLOCKSIZE + len(content) + -len(content) % tarfile.BLOCKSIZE
-    head = {member_list.NAME: member_list.dump(lines)} if listed else {}
+    head = {MEMBER_LIST: dump_members(lines)} if listed else {}
     out = io.BytesIO()
     with tarfile.open(fileobj=out, mode="w", format=tarfile.PAX_FORMAT) as tar:
         for name, content in {**head, **files}.items():
@@ -116,7 +116,7 @@ def _archive(listed: bool) -> bytes:
             info.size = len(content)
             tar.addfile(info, io.BytesIO(content))
         end = tar.offset
-    return out.getvalue()[: end + member_list.END]
+    return out.getvalue()[: end + END]
 
 
 ARCHIVES = [_archive(listed=True), _archive(listed=False)]

@@ -16,9 +16,8 @@ from nxd_ckpt.errors import InvalidArgument, MalformedFile
 from nxd_ckpt.storage.base import Version
 from nxd_ckpt.storage.hosts import remote as remote_module
 from nxd_ckpt.storage.hosts import server as server_module
-from nxd_ckpt.storage.hosts.interface import address_of
 from nxd_ckpt.storage.hosts.remote import Address, RemoteDirectory
-from nxd_ckpt.storage.hosts.wire import Channel
+from nxd_ckpt.storage.hosts.wire import Channel, address_of
 from tests.hosts.views import SECRET, World
 from tests.protocol.job import until
 

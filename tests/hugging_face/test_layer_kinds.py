@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from nxd_ckpt import Topology, load_checkpoint, save_checkpoint
 from nxd_ckpt.cli.main import main
 from nxd_ckpt.convert import export_checkpoint, import_checkpoint
-from nxd_ckpt.core.mapping_document import load_mapping
+from nxd_ckpt.core.mapping import load_mapping
 from nxd_ckpt.core.sizes import Sizes
 from nxd_ckpt.errors import CheckpointError, InvalidArgument, KeyMismatch, ShapeMismatch, TopologyMismatch
 from nxd_ckpt.tag.mappings import find_mapping, shipped_mappings

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from nxd_ckpt.core.mapping_document import load_mapping
+from nxd_ckpt.core.mapping import load_mapping
 from nxd_ckpt.core.sizes import Sizes
 from nxd_ckpt.errors import InvalidArgument
 from nxd_ckpt.hugging_face.hf_slice import hf_slices

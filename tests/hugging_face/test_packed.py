@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from nxd_ckpt import Topology, load_checkpoint, save_checkpoint
 from nxd_ckpt.convert import export_checkpoint, import_checkpoint, migrate
-from nxd_ckpt.core.mapping_document import load_mapping
+from nxd_ckpt.core.mapping import load_mapping
 from nxd_ckpt.errors import IncompatibleState, InvalidArgument, KeyMismatch, ShapeMismatch, UnsupportedState
 from nxd_ckpt.hugging_face.adapter_mapping import adapter_mapping
 from nxd_ckpt.tag.mappings import find_mapping

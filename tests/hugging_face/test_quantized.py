@@ -14,8 +14,8 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from nxd_ckpt import load_checkpoint
 from nxd_ckpt.convert import export_checkpoint, import_checkpoint
 from nxd_ckpt.errors import MalformedFile
-from nxd_ckpt.formats.mxfp4 import dequantized
-from nxd_ckpt.tag.foreign import mxfp4_weight
+from nxd_ckpt.formats.low_precision import dequantized_mxfp4
+from nxd_ckpt.tag.foreign import quantized_weights
 from tests.hugging_face.reference import State
 from tests.hugging_face.saved import differences, live, weights
 
@@ -57,7 +57,7 @@ def write_quantized(path: Path) -> State:
 def test_weights_of_4_bits_are_imported_and_loaded_in_bfloat16(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Bit for bit what transformers makes of them, cut for the ranks of a job, in parts of a few groups; an export's
     config.json no longer says that weights are quantized."""
-    monkeypatch.setattr(mxfp4_weight, "_GROUPS", 7)
+    monkeypatch.setattr(quantized_weights, "_GROUPS", 7)
     expected = write_quantized(tmp_path / "hub")
     import_checkpoint(tmp_path / "hub", tmp_path / "run" / "step_0", dp=2, tp=2, ep=2, fuse_qkv=True)
     export_checkpoint(tmp_path / "run" / "step_0", tmp_path / "out", config=tmp_path / "hub")
@@ -74,7 +74,7 @@ def test_every_number_is_that_of_transformers() -> None:
     blocks = torch.arange(256, dtype=torch.uint8).reshape(1, 1, 16, 16).repeat(1, 256, 1, 1)
     scales = torch.arange(256, dtype=torch.uint8).reshape(1, 256, 1).repeat(1, 1, 16)
     expected = convert_moe_packed_tensors(blocks, scales)[0].T.reshape(-1, 32)
-    found = dequantized(blocks.reshape(-1, 16), scales.flatten())
+    found = dequantized_mxfp4(blocks.reshape(-1, 16), scales.flatten())
     assert torch.equal(expected.contiguous().view(torch.int16), found.view(torch.int16))
 
 

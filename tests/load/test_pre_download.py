@@ -14,8 +14,7 @@ from nxd_ckpt import Checkpointer, Topology
 from nxd_ckpt.errors import DigestMismatch, InvalidArgument
 from nxd_ckpt.storage.base import Storage
 from nxd_ckpt.storage.local import LocalStorage
-from nxd_ckpt.testing.memory import MemoryStorage
-from nxd_ckpt.testing.storage import HookedStorage, Operation, recording
+from nxd_ckpt.testing.storage import HookedStorage, MemoryStorage, Operation, recording
 from tests.bad_input.live import jobs, topologies
 from tests.interop.saving import save_as_every_rank
 

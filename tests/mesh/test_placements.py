@@ -16,8 +16,7 @@ from torch.distributed.tensor._utils import _compute_local_shape_and_global_offs
 from torch.distributed.tensor.placement_types import Replicate, _StridedShard
 
 from nxd_ckpt.core.box import Box, is_tiling
-from nxd_ckpt.core.mesh import Layout, Mesh, Placement, Shard
-from nxd_ckpt.core.mesh_record import MeshRecord, WholeTensor
+from nxd_ckpt.core.mesh import Layout, Mesh, MeshRecord, Placement, Shard, WholeTensor
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]
 

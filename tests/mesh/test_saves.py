@@ -17,8 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
 from nxd_ckpt import Checkpointer
-from nxd_ckpt.core.mesh import Layout, Mesh, Shard
-from nxd_ckpt.core.mesh_groups import MeshGroup
+from nxd_ckpt.core.mesh import Layout, Mesh, MeshGroup, Shard
 from nxd_ckpt.formats.tensors import Assembly
 from nxd_ckpt.live.dtensor import Placed
 from nxd_ckpt.live.state import State, StateTensor

@@ -14,8 +14,7 @@ import pytest
 
 from nxd_ckpt import Checkpointer, save_checkpoint
 from nxd_ckpt.convert import export_checkpoint
-from nxd_ckpt.core.option_classes import fields_of
-from nxd_ckpt.core.other_names import _OTHER_NAMES
+from nxd_ckpt.core.option_classes import _OTHER_NAMES, fields_of
 from nxd_ckpt.errors import InvalidArgument
 from nxd_ckpt.options.tags import CopyOptions
 from tests.docs.markdown import REPOSITORY

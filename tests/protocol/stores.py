@@ -21,9 +21,8 @@ from nxd_ckpt.core import names
 from nxd_ckpt.errors import CheckpointError
 from nxd_ckpt.storage.base import Storage
 from nxd_ckpt.tag.directory import list_tags
-from nxd_ckpt.tag.opening import open_complete_tag
-from nxd_ckpt.testing.memory import MemoryStorage
-from nxd_ckpt.testing.storage import HookedStorage, Operation
+from nxd_ckpt.tag.opened import open_complete_tag
+from nxd_ckpt.testing.storage import HookedStorage, MemoryStorage, Operation
 from tests.protocol.states import PATIENCE, weights
 
 Moment = Callable[[Operation], bool]

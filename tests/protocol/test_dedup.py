@@ -22,8 +22,7 @@ from nxd_ckpt.storage.base import Storage
 from nxd_ckpt.storage.local import LocalStorage
 from nxd_ckpt.tag.directory import list_tags
 from nxd_ckpt.tag.verify import verify_checkpoint
-from nxd_ckpt.testing.memory import MemoryStorage
-from nxd_ckpt.testing.storage import HookedStorage, Operation, chained, failing, killing
+from nxd_ckpt.testing.storage import HookedStorage, MemoryStorage, Operation, chained, failing, killing
 from tests.conftest import BUCKET
 from tests.protocol.job import Died, Job
 from tests.protocol.states import moments

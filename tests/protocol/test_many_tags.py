@@ -13,8 +13,7 @@ from nxd_ckpt.cli.main import main
 from nxd_ckpt.prune import pin_checkpoint
 from nxd_ckpt.tag.listing import list_checkpoints, tags_to_verify
 from nxd_ckpt.tag.verify import verify_checkpoint
-from nxd_ckpt.testing.memory import MemoryStorage
-from nxd_ckpt.testing.storage import HookedStorage, Operation, recording
+from nxd_ckpt.testing.storage import HookedStorage, MemoryStorage, Operation, recording
 from tests.protocol.stores import Process
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]

@@ -42,8 +42,7 @@ from nxd_ckpt.storage.local import LocalStorage
 from nxd_ckpt.tag.choosing import settled_tags
 from nxd_ckpt.tag.directory import list_tags
 from nxd_ckpt.tag.verify import verify_checkpoint
-from nxd_ckpt.testing.memory import MemoryStorage
-from nxd_ckpt.testing.storage import HookedStorage, Operation, failing
+from nxd_ckpt.testing.storage import HookedStorage, MemoryStorage, Operation, failing
 from nxd_ckpt.torch_dcp.storage_writer import StorageWriter
 from tests.protocol.states import moments, visible_tags, weights
 

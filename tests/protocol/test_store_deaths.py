@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from nxd_ckpt.errors import CheckpointError
-from nxd_ckpt.testing.memory import MemoryStorage
+from nxd_ckpt.testing.storage import MemoryStorage
 from tests.protocol.stores import Process, bury, nth, strays, values
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from nxd_ckpt.errors import DirectoryInUse, SaveFailed
-from nxd_ckpt.testing.memory import MemoryStorage
+from nxd_ckpt.testing.storage import MemoryStorage
 from tests.protocol.job import HANGS
 from tests.protocol.states import PATIENCE, lose_patience
 from tests.protocol.stores import Moment, Process, before, bury, nth, strays, values

@@ -17,9 +17,8 @@ from nxd_ckpt.core import names
 from nxd_ckpt.errors import InvalidArgument, SaveFailed, TagReplaced
 from nxd_ckpt.tag.choosing import choose_tag
 from nxd_ckpt.tag.directory import list_tags
-from nxd_ckpt.tag.opening import open_complete_tag
-from nxd_ckpt.testing.memory import MemoryStorage
-from nxd_ckpt.testing.storage import HookedStorage, Operation, failing, recording
+from nxd_ckpt.tag.opened import open_complete_tag
+from nxd_ckpt.testing.storage import HookedStorage, MemoryStorage, Operation, failing, recording
 from tests.protocol.stores import Process, complete_tags, strays, value_in, values
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]

@@ -10,8 +10,7 @@ import torch
 from nxd_ckpt import Checkpointer
 from nxd_ckpt.errors import StagingTooLarge
 from nxd_ckpt.tag.verify import verify_checkpoint
-from nxd_ckpt.testing.memory import MemoryStorage
-from nxd_ckpt.testing.storage import HookedStorage, Operation, recording
+from nxd_ckpt.testing.storage import HookedStorage, MemoryStorage, Operation, recording
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]
 

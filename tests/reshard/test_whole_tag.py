@@ -12,7 +12,7 @@ from nxd_ckpt import open_checkpoint
 from nxd_ckpt.errors import OptimizerMismatch, TopologyMismatch
 from nxd_ckpt.reshard.whole_tag import WholeTag
 from nxd_ckpt.storage.urls import open_storage
-from nxd_ckpt.tag.opening import open_complete_tag
+from nxd_ckpt.tag.opened import open_complete_tag
 from tests.cli.checkpoints import CUTS, save_examples, whole
 from tests.conversion.tags import unsharded
 from tests.golden.checkpoints import saved

@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from nxd_ckpt.core.box import Box
-from nxd_ckpt.core.partition import Partition, Piece
-from nxd_ckpt.core.section import Section
+from nxd_ckpt.core.partition import Partition, Piece, Section
 from nxd_ckpt.core.topology import Topology
 from nxd_ckpt.errors import InvalidArgument
 from nxd_ckpt.save.capture import capture

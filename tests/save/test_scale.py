@@ -30,9 +30,8 @@ from nxd_ckpt.load.options import LoadOptions
 from nxd_ckpt.load.planner import LoadPlanner
 from nxd_ckpt.storage.local import LocalStorage
 from nxd_ckpt.tag.choosing import choose_tag
-from nxd_ckpt.tag.opening import open_complete_tag
-from nxd_ckpt.testing.memory import MemoryStorage
-from nxd_ckpt.testing.storage import HookedStorage, Operation, recording
+from nxd_ckpt.tag.opened import open_complete_tag
+from nxd_ckpt.testing.storage import HookedStorage, MemoryStorage, Operation, recording
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]
 

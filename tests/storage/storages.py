@@ -10,8 +10,7 @@ from nxd_ckpt.storage.base import Storage
 from nxd_ckpt.storage.local import LocalStorage
 from nxd_ckpt.storage.retrying import RetryingStorage
 from nxd_ckpt.storage.urls import open_storage
-from nxd_ckpt.testing.memory import MemoryStorage
-from nxd_ckpt.testing.storage import HookedStorage, delaying
+from nxd_ckpt.testing.storage import HookedStorage, MemoryStorage, delaying
 from tests.conftest import BUCKET
 from tests.support.s3_server import S3Server
 

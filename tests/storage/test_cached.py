@@ -11,8 +11,7 @@ import pytest
 
 from nxd_ckpt.storage.cached import CachedStorage
 from nxd_ckpt.storage.local import LocalStorage
-from nxd_ckpt.testing.memory import MemoryStorage
-from nxd_ckpt.testing.storage import HookedStorage, Operation, delaying, recording
+from nxd_ckpt.testing.storage import HookedStorage, MemoryStorage, Operation, delaying, recording
 from tests.support.processes import run_program
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]

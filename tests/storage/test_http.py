@@ -19,7 +19,7 @@ from nxd_ckpt import has_checkpoint, load_checkpoint, open_checkpoint, save_chec
 from nxd_ckpt.cli.main import main
 from nxd_ckpt.convert import copy_checkpoint, pack_checkpoint, unshard_checkpoint
 from nxd_ckpt.errors import CheckpointError, CheckpointNotFound
-from nxd_ckpt.storage import http_storage
+from nxd_ckpt.storage import fsspec_storage
 from nxd_ckpt.storage.urls import open_storage
 from nxd_ckpt.tag.verify import verify_checkpoint
 
@@ -164,7 +164,7 @@ def test_a_busy_server_is_no_missing_file(directory: Path) -> None:
 
 def test_a_large_file_without_ranges_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It would be sent anew for each piece: said by name."""
-    monkeypatch.setattr("nxd_ckpt.storage.http_storage._WITHOUT_RANGES", 999)
+    monkeypatch.setattr("nxd_ckpt.storage.fsspec_storage._WITHOUT_RANGES", 999)
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "file").write_bytes(b"." * 1000)
     with serving(tmp_path) as url, pytest.raises(OSError, match="no range requests"):
@@ -211,7 +211,7 @@ def test_a_redirect_to_another_server_is_refused(directory: Path) -> None:
 
 def test_an_answer_that_drips_ends(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is not tried again: the next one would drip too."""
-    monkeypatch.setattr(http_storage, "_LONGEST", 0.5)
+    monkeypatch.setattr(fsspec_storage, "_LONGEST", 0.5)
     over = threading.Event()
     asked: list[str] = []
 

@@ -25,8 +25,7 @@ from nxd_ckpt.tag import reading
 from nxd_ckpt.tag.files import TagFiles
 from nxd_ckpt.tag.reading import LeafReader
 from nxd_ckpt.tag.verification import Entries
-from nxd_ckpt.testing.memory import MemoryStorage
-from nxd_ckpt.testing.storage import HookedStorage, Operation
+from nxd_ckpt.testing.storage import HookedStorage, MemoryStorage, Operation
 from tests.formats.assemblies import Files, cases, index
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]

@@ -16,8 +16,7 @@ from nxd_ckpt.api import close_checkpointers
 from nxd_ckpt.errors import CheckpointError, DirectoryInUse, InvalidArgument, StorageError
 from nxd_ckpt.storage.local import LocalStorage
 from nxd_ckpt.storage.retrying import RetryingStorage
-from nxd_ckpt.testing.memory import MemoryStorage
-from nxd_ckpt.testing.storage import HookedStorage, Operation, failing
+from nxd_ckpt.testing.storage import HookedStorage, MemoryStorage, Operation, failing
 from nxd_ckpt.tiers import drain
 from tests.conversion.tags import contents, remains
 from tests.tiers.saving import damaged, save, state, tags_in

@@ -17,8 +17,7 @@ from nxd_ckpt.errors import CorruptCheckpoint, DigestMismatch, PartLost
 from nxd_ckpt.storage.base import Storage
 from nxd_ckpt.storage.local import LocalStorage
 from nxd_ckpt.storage.urls import open_storage
-from nxd_ckpt.testing.memory import MemoryStorage
-from nxd_ckpt.testing.storage import HookedStorage, Operation
+from nxd_ckpt.testing.storage import HookedStorage, MemoryStorage, Operation
 from nxd_ckpt.tiers.drain import Drains
 from tests.protocol.job import Job, until
 from tests.storage.storages import s3

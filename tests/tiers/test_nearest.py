@@ -13,8 +13,7 @@ import pytest
 from nxd_ckpt import Checkpointer, Tier, Topology, effects, has_checkpoint, load_checkpoint
 from nxd_ckpt.errors import CheckpointNotFound, PeerTimeout, RanksDisagree, StorageError
 from nxd_ckpt.storage.local import LocalStorage
-from nxd_ckpt.testing.memory import MemoryStorage
-from nxd_ckpt.testing.storage import HookedStorage, Operation
+from nxd_ckpt.testing.storage import HookedStorage, MemoryStorage, Operation
 from tests.protocol.job import Job
 from tests.support.damage import flip
 from tests.tiers.saving import save, state, tags_in

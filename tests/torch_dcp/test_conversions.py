@@ -38,7 +38,7 @@ from nxd_ckpt.errors import (
 )
 from nxd_ckpt.reshard.whole_tag import WholeTag
 from nxd_ckpt.storage.urls import open_storage
-from nxd_ckpt.tag.opening import open_complete_tag
+from nxd_ckpt.tag.opened import open_complete_tag
 from nxd_ckpt.tag.verify import verify_checkpoint
 from nxd_ckpt.torch_dcp.storage_reader import StorageReader
 from tests.bad_input.live import Net, jobs

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.metadata import (
 from nxd_ckpt.tag.files import TagFiles
 from nxd_ckpt.tag.foreign import torch_dcp
 from nxd_ckpt.tag.foreign.torch_dcp import METADATA, DcpFiles, read_metadata
-from nxd_ckpt.testing.memory import MemoryStorage
+from nxd_ckpt.testing.storage import MemoryStorage
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]
 

@@ -37,8 +37,7 @@ from nxd_ckpt.core.manifest import (
     dump_index,
     load_index,
 )
-from nxd_ckpt.core.mesh import Layout, Mesh, Shard
-from nxd_ckpt.core.mesh_groups import MeshGroup, MeshPlace, RankStructure, groups_of
+from nxd_ckpt.core.mesh import Layout, Mesh, MeshGroup, MeshPlace, RankStructure, Shard, groups_of
 from nxd_ckpt.core.retention import Last
 from nxd_ckpt.core.votes import Verdict, Vote
 from nxd_ckpt.formats.tensors import Assembly
@@ -54,7 +53,7 @@ from nxd_ckpt.save.plan import SavePlan, plan_save
 from nxd_ckpt.save.planned_file import NamedTensor, PlannedFile
 from nxd_ckpt.storage.local import LocalStorage
 from nxd_ckpt.tag.choosing import choose_tag
-from nxd_ckpt.tag.opening import open_complete_tag
+from nxd_ckpt.tag.opened import open_complete_tag
 from tools.bench.host import peak, reset_peak
 
 TENSORS, RANKS = (25_000, 50_000, 100_000), (256, 1_024, 4_096)

@@ -1,22 +1,103 @@
-"""A tar archive as a storage: its members are the files. Only read, by ranges, in its place."""
+"""A tar archive as a storage: its members are the files. Only read, by ranges, in its place.
+
+The first member of a packed archive is a list of all, which spares readers a request per header, `MEMBER_LIST`:
+``{"format_version": 1, "members": [[name, offset, bytes, time], ...]}`` in order. An offset is that of the member's
+bytes, from the end of the list's own member on. Between the bytes of two members there is one header and nothing else,
+and after the last one the archive's end: any other list is ignored. Each member's header is compared with the list.
+"""
 
 from __future__ import annotations
 
 import errno
 import io
+import math
 import os
 import tarfile
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple, NoReturn, Protocol
+from typing import Any, NamedTuple, NoReturn, Protocol
 
+from nxd_ckpt.core import document
 from nxd_ckpt.core.limits import DOCUMENT, MEMBER_LENGTH, MESSAGE, check_count
 from nxd_ckpt.errors import MalformedFile
-from nxd_ckpt.storage.archive import member_list
-from nxd_ckpt.storage.archive.member_list import END, LONGEST_HEADER, Member, is_header_of
 from nxd_ckpt.storage.base import DirEntry, Reader, Storage, Writer, checked_length
+
+MEMBER_LIST = ".nxd_ckpt/members.json"
+LONGEST_HEADER = 2**20
+"""Maximum bytes of a header: names and times need a few hundred, padding to pages up to 4096."""
+END = 2 * tarfile.BLOCKSIZE
+"""Minimum bytes of zeros at the end of an archive."""
+_VERSION = 1
+
+
+class Member(NamedTuple):
+    """A file in the archive: the offset of its bytes, their number, and its time.
+
+    ``header`` is the number of bytes of its header before them, if that was not compared yet; else 0.
+    """
+
+    offset: int
+    nbytes: int
+    time: float
+    header: int = 0
+
+
+def dump_members(members: Iterable[tuple[str, int, int, float]]) -> bytes:
+    """Return the list of (name, offset, bytes, time) in the archive's form."""
+    lines = document.array(map(document.plain, map(list, members)))
+    return document.members({"format_version": str(_VERSION), "members": lines}).encode()
+
+
+def load_members(data: bytes, begin: int, size: int) -> dict[str, Member]:
+    """Return the members in a list, of an archive of ``size`` bytes whose list's own member ends at ``begin``.
+
+    Raises ValueError if it is not such a list, or not of this archive.
+    """
+    members: dict[str, Member] = {}
+    end = begin
+
+    def add(line: Any) -> None:
+        nonlocal end
+        name, member = _member(line, begin, end)
+        if name in members:
+            raise ValueError(f"{name!r} twice")
+        members[name] = member
+        end = member.offset + member.nbytes + -member.nbytes % tarfile.BLOCKSIZE
+
+    fields = document.read(data.decode(), {"members": add})
+    if fields.get("format_version") != _VERSION or "members" not in fields or not members:
+        raise ValueError(f"expected members, in format {_VERSION}")
+    if end + END != size:
+        raise ValueError(f"the archive has {size} bytes, expected {end + END}")
+    return members
+
+
+def _member(line: Any, begin: int, end: int) -> tuple[str, Member]:
+    """Return one line of the list; the member before it ends at ``end``."""
+    if type(line) is not list or [type(item) for item in line] != [str, int, int, float]:
+        raise ValueError(f"expected [name, offset, bytes, time], found {line!r:.100}")
+    name, offset, nbytes, time = line
+    header = begin + offset - end
+    if nbytes < 0 or header % tarfile.BLOCKSIZE or not 0 < header <= LONGEST_HEADER or not math.isfinite(time):
+        raise ValueError(f"{name!r} cannot lie at byte {offset}")
+    return name, Member(begin + offset, nbytes, time, header)
+
+
+def is_header_of(header: bytes, name: str, member: Member) -> bool:
+    """Return whether ``header``, the bytes before a member's own, is that of the file ``name``, with the list's length.
+    """
+    try:
+        with tarfile.open(fileobj=io.BytesIO(header), mode="r:") as archive:
+            info = archive.next()
+    except (tarfile.TarError, ValueError, LookupError, OverflowError, RecursionError):
+        return False
+    if info is None or not info.isreg() or info.issparse():
+        return False
+    actual = (info.name.removeprefix("./"), info.offset_data, info.size, float(info.mtime))
+    return actual == (name, len(header), member.nbytes, member.time)
+
 
 _AHEAD = 64 * 2**10
 """Bytes to read for a header: those of small members come along."""
@@ -44,16 +125,16 @@ def _listed(reader: Reader, file: _Headers, size: int, where: str) -> dict[str, 
     try:
         with tarfile.open(fileobj=file, mode="r:") as archive:
             info = archive.next()
-            if info is None or info.name != member_list.NAME or info.size > min(size, _LONGEST_LIST):
+            if info is None or info.name != MEMBER_LIST or info.size > min(size, _LONGEST_LIST):
                 return {}
             begin = info.offset_data + info.size + -info.size % tarfile.BLOCKSIZE
-            members = member_list.load(file.bytes_at(info.offset_data, info.size), begin, size)
+            members = load_members(file.bytes_at(info.offset_data, info.size), begin, size)
     except (tarfile.TarError, *_OF_TARFILE):
         return {}
     name, last = list(members.items())[-1]
     header, end = bytearray(last.header), bytearray(END)
     reader.read_ranges([(last.offset - last.header, memoryview(header)), (size - END, memoryview(end))])
-    if any(end) or not member_list.is_header_of(bytes(header), name, last):
+    if any(end) or not is_header_of(bytes(header), name, last):
         return {}
     for name in members:
         _check_name(name, name, where)
@@ -71,7 +152,7 @@ def _walked(file: _Headers, size: int, where: str) -> dict[str, Member]:
         with tarfile.open(fileobj=file, mode="r:") as archive:
             for info in archive:
                 name = last = _checked(info, where)
-                if info.isdir() or name == member_list.NAME:
+                if info.isdir() or name == MEMBER_LIST:
                     continue
                 if name in members:
                     raise MalformedFile(f"{where}: two members are called {name!r}, as in no packed checkpoint")

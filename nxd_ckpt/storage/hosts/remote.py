@@ -14,9 +14,8 @@ from nxd_ckpt.core.limits import DOCUMENT
 from nxd_ckpt.core.manifest import FileEntry
 from nxd_ckpt.effects import in_forked_children
 from nxd_ckpt.storage.base import DirEntry, Reader, Version, Writer
-from nxd_ckpt.storage.hosts.interface import connect
 from nxd_ckpt.storage.hosts.server import PIECE
-from nxd_ckpt.storage.hosts.wire import NAMED, Channel, Fields
+from nxd_ckpt.storage.hosts.wire import NAMED, Channel, Fields, connect
 
 _CONNECTING = 10.0
 """Maximum seconds of connecting to a host."""

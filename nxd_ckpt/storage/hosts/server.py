@@ -23,8 +23,7 @@ from nxd_ckpt.effects import in_forked_children, yield_disk_to_others, yield_pro
 from nxd_ckpt.errors import CheckpointError, MalformedFile
 from nxd_ckpt.storage.base import Version, Writer
 from nxd_ckpt.storage.hosts.directory import OwnDirectory
-from nxd_ckpt.storage.hosts.interface import listen
-from nxd_ckpt.storage.hosts.wire import NAMED, Channel, Fields, number
+from nxd_ckpt.storage.hosts.wire import NAMED, Channel, Fields, listen, number
 from nxd_ckpt.storage.local_files import open_regular, version_of
 
 logger = logging.getLogger("nxd_ckpt")

@@ -17,14 +17,19 @@ from nxd_ckpt.errors import KeyMismatch, MalformedFile
 from nxd_ckpt.formats.tensors import TensorStub
 from nxd_ckpt.storage.base import Storage
 from nxd_ckpt.tag.files import TagFiles
-from nxd_ckpt.tag.foreign.fp8_weight import Fp8Weight
-from nxd_ckpt.tag.foreign.mxfp4_weight import BLOCKS, SCALES, Mxfp4Weight
 from nxd_ckpt.tag.foreign.quantization import (
     Quantization,
     refuse_companions,
     refuse_quantized_dtype,
 )
-from nxd_ckpt.tag.foreign.quantized import DequantizedStorage, QuantizedWeight
+from nxd_ckpt.tag.foreign.quantized_weights import (
+    BLOCKS,
+    SCALES,
+    DequantizedStorage,
+    Fp8Weight,
+    Mxfp4Weight,
+    QuantizedWeight,
+)
 from nxd_ckpt.tag.foreign.weight_files import WeightFiles, find_weights, has_weights
 
 CONFIG = "config.json"

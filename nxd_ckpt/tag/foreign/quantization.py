@@ -1,7 +1,7 @@
 """Quantization of the weights in Hugging Face's files: by config.json, tensors beside them, and dtypes.
 
-Numbers of a quantized weight mean nothing without its scales. MXFP4 and FP8 are dequantized (`tag.foreign.quantized`);
-every other method is refused by name.
+Numbers of a quantized weight mean nothing without its scales. MXFP4 and FP8 are dequantized
+(`tag.foreign.quantized_weights`); every other method is refused by name.
 
 Sources: huggingface/transformers v4.57 and v5.24, ``src/transformers/quantizers``, and the formats of
 compressed-tensors, AutoGPTQ, AutoAWQ, bitsandbytes and torchao.
@@ -16,7 +16,7 @@ from typing import Any
 
 from nxd_ckpt.core.suggestions import first_of
 from nxd_ckpt.errors import MalformedFile, UnsupportedState
-from nxd_ckpt.tag.foreign.fp8_weight import Block
+from nxd_ckpt.tag.foreign.quantized_weights import Block
 
 QUANTIZATION = "quantization_config"
 _SECTIONS = {QUANTIZATION: "an unnamed method", "compression_config": "compressed-tensors"}

@@ -18,8 +18,7 @@ from typing import Any
 
 from nxd_ckpt.core.box import Box, is_tiling
 from nxd_ckpt.core.dcp_names import PARAMS, Path
-from nxd_ckpt.core.keys import checked_key
-from nxd_ckpt.core.limits import DCP_METADATA, RANKS, check_count, check_sizes, shown
+from nxd_ckpt.core.limits import DCP_METADATA, RANKS, check_count, check_sizes, checked_key, shown
 from nxd_ckpt.core.mesh import Mesh, Shard
 from nxd_ckpt.core.parsing import parsing
 from nxd_ckpt.core.partition import Piece
@@ -170,7 +169,7 @@ def is_present(names: Collection[str]) -> bool:
 
 
 class RankItems:
-    """Entries (`dcp_trees.Entries`) of the directory in ``files``.
+    """Entries (`dcp_directory.Entries`) of the directory in ``files``.
 
     Raises:
         CheckpointNotFound: its save was interrupted.

@@ -13,9 +13,8 @@ from enum import Enum
 from nxd_ckpt.core import names
 from nxd_ckpt.errors import CheckpointNotFound, MalformedFile
 from nxd_ckpt.storage.base import Storage
-from nxd_ckpt.tag import tiered
 from nxd_ckpt.tag.foreign import legacy, nemo, presharded, rank_items, torch_xla_files
-from nxd_ckpt.tag.foreign.torch_dcp import METADATA
+from nxd_ckpt.tag.foreign.torch_dcp import METADATA, tiered_saves
 from nxd_ckpt.tag.foreign.weight_files import has_weights
 
 
@@ -172,7 +171,7 @@ _TESTS: Mapping[Writer, Callable[[Storage, str, _Names], bool]] = {
     Writer.OPTIMUM_OLD: lambda _, folder, names: names.get(_OLD_SHARDS) is True or _is_in(folder, _OLD_SHARDS),
     Writer.NEMO: lambda storage, folder, listing: bool(nemo.saves(storage, folder)),
     Writer.NXD_LEGACY: _is_legacy,
-    Writer.TIERED: lambda storage, folder, listing: bool(tiered.saves(storage, folder)),
+    Writer.TIERED: lambda storage, folder, listing: bool(tiered_saves(storage, folder)),
     Writer.PRESHARDED: lambda storage, folder, listing: presharded.is_present(listing),
     Writer.TORCH_XLA: lambda storage, folder, listing: torch_xla_files.is_present(listing),
     Writer.TORCH_DCP: lambda storage, folder, listing: METADATA in listing,
@@ -183,7 +182,7 @@ _TESTS: Mapping[Writer, Callable[[Storage, str, _Names], bool]] = {
 
 _SEVERAL: Mapping[Writer, Callable[[Storage, str], list[str]]] = {
     Writer.OPTIMUM_ADAPTER: _adapters,
-    Writer.TIERED: tiered.saves,
+    Writer.TIERED: tiered_saves,
     Writer.NEMO: nemo.saves,
 }
 """Writers that put several checkpoints into a directory, with a function that returns the key of each."""

@@ -3,13 +3,14 @@
 ``.metadata`` is a pickle of a few dataclasses (``torch.distributed.checkpoint.metadata``). It is unpickled
 into inert records: a short list of classes is known, each of which becomes a `_Record` of its fields;
 nothing is called. Every entry, a tensor's chunk or a plain object, is a ``torch.save`` file of its own inside
-``__{rank}_{n}.distcp``. SageMaker's tiered storage has a directory per rank instead.
+``__{rank}_{n}.distcp``. SageMaker's tiered storage has a directory per rank instead, ``rank_R/step_N`` or
+``step_N/rank_R``; its saves are recognised by these names.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +23,7 @@ from nxd_ckpt.formats.inert import Call, Inert
 from nxd_ckpt.formats.machine import Machine
 from nxd_ckpt.formats.safe_globals import GLOBALS
 from nxd_ckpt.formats.tensors import dtype_name
+from nxd_ckpt.storage.base import Storage
 from nxd_ckpt.tag.files import TagFiles
 
 METADATA = ".metadata"
@@ -225,3 +227,56 @@ class _Machine(Machine):
         if module in _INERT_MODULES and (module, name) in GLOBALS:
             return GLOBALS[module, name]
         raise UnsafePickle(f"its pickle asks for {module:.100}.{name:.100}, which no metadata of torch DCP holds")
+
+
+_STEP = re.compile(r"step_\d+")
+
+
+def tiered_saves(storage: Storage, folder: str) -> list[str]:
+    """Return the first rank's directory (a key of the storage) of each save in the directory, or of its own save."""
+    if is_of_rank(storage, folder):
+        return [of_rank(folder, 0)]
+    inside = [f"{folder}/{name}" if folder else name for name in _below(storage, folder)]
+    rank_dirs = [key for key in inside if is_of_rank(storage, key)]
+    rank_dirs += [below for key in inside if key not in rank_dirs for below in _steps_of_ranks(storage, key)]
+    return sorted({of_rank(key, 0) for key in rank_dirs})
+
+
+def holds_ranks(directory: str) -> bool:
+    """Return whether a directory of that name belongs to one rank, with all its steps."""
+    return TIERED_RANK.fullmatch(directory) is not None
+
+
+def is_of_rank(storage: Storage, folder: str) -> bool:
+    """Return whether it has one rank's files of one step.
+
+    A script may use such names itself: some rank must have the metadata of all.
+    """
+    parts = folder.split("/")
+    named = any(TIERED_RANK.fullmatch(name) for name in parts[-2:]) or _STEP.fullmatch(parts[-1]) is not None
+    has_files = named and any(storage.is_file(f"{folder}/{name}") for name in (TIERED_DATA, TIERED_METADATA))
+    return has_files and any(storage.is_file(f"{key}/{TIERED_METADATA}") for key in _of_all_ranks(storage, folder))
+
+
+def _of_all_ranks(storage: Storage, folder: str) -> Iterator[str]:
+    """Yield the directories of all ranks for the step of ``folder``.
+
+    The first rank's, which should have the metadata, comes first.
+    """
+    yield of_rank(folder, 0)
+    parts = folder.split("/")
+    for at in range(max(len(parts) - 2, 0), len(parts)):
+        if TIERED_RANK.fullmatch(parts[at]):
+            matches = (TIERED_RANK.fullmatch(entry.name) for entry in storage.list("/".join(parts[:at])))
+            yield from ("/".join((*parts[:at], match[0], *parts[at + 1 :])) for match in matches if match)
+
+
+def _steps_of_ranks(storage: Storage, folder: str) -> list[str]:
+    return [f"{folder}/{name}" for name in _below(storage, folder) if is_of_rank(storage, f"{folder}/{name}")]
+
+
+def _below(storage: Storage, folder: str) -> list[str]:
+    """Return the steps there, and one rank."""
+    names = [entry.name for entry in storage.list(folder) if entry.is_dir]
+    ranks = sorted((int(match[1]), match[0]) for match in map(TIERED_RANK.fullmatch, names) if match is not None)
+    return [*(name for _, name in ranks[:1]), *(name for name in names if _STEP.fullmatch(name))]

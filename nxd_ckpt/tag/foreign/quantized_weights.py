@@ -1,20 +1,40 @@
-"""Tensors of Hugging Face's files that were quantized to 8 bits (FP8), read in plain numbers.
+"""Quantized tensors of Hugging Face's files, read as if they were there in plain numbers.
 
-``NAME`` holds the numbers, and ``NAME_scale_inv`` or ``NAME_scale`` one scale for each block: a rectangle of each
+Each has two parts, numbers and scales. Its plain numbers seem to be the content of a file of its own, which is computed
+where it is read, in parts of a few MiB.
+
+FP8: ``NAME`` holds the numbers, and ``NAME_scale_inv`` or ``NAME_scale`` one scale for each block: a rectangle of each
 matrix, a row, or the whole tensor. Numbers times scales are the plain tensor, of the same shape.
+
+MXFP4, as openai/gpt-oss has it (source: huggingface/transformers v4.57, ``src/transformers/integrations/mxfp4.py``):
+
+==================  ===================================================================
+``NAME_blocks``     uint8 (experts, out, groups, 16): the numbers, two in each byte
+``NAME_scales``     uint8 (experts, out, groups): one for the 32 numbers of a group
+``NAME``            what transformers makes of both: bfloat16 (experts, 32 groups, out)
+==================  ===================================================================
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from math import prod
+from typing import NamedTuple, Protocol
 
 import torch
 
 from nxd_ckpt.errors import MalformedFile, UnsupportedState
-from nxd_ckpt.formats.fp8 import NUMBERS, BlockGrid, dequantized
+from nxd_ckpt.formats.low_precision import (
+    GROUP,
+    GROUP_NBYTES,
+    NUMBERS,
+    BlockGrid,
+    dequantized_fp8,
+    dequantized_mxfp4,
+)
 from nxd_ckpt.formats.tensors import (
     StorageSpan,
     TensorStub,
@@ -24,8 +44,61 @@ from nxd_ckpt.formats.tensors import (
     itemsize,
     torch_dtype,
 )
-from nxd_ckpt.storage.base import Reader
-from nxd_ckpt.tag.foreign.quantized import PartsReader
+from nxd_ckpt.storage.base import Reader, Storage
+from nxd_ckpt.storage.wrapper import StorageWrapper
+
+
+class QuantizedWeight(Protocol):
+    """A tensor that files hold as ``numbers`` and ``scales``."""
+
+    @property
+    def numbers(self) -> TensorStub: ...
+
+    @property
+    def scales(self) -> TensorStub: ...
+
+    def stub(self, file: str) -> TensorStub:
+        """Return the stub of the plain tensor, as the only content of ``file``."""
+
+    def reader(self, numbers: Reader, scales: Reader) -> Reader:
+        """Return a reader of that file, which closes the readers of the parts' files."""
+
+
+class PartsReader:
+    """Base class of readers of plain numbers: it keeps and closes the readers of the two parts."""
+
+    def __init__(self, numbers: Reader, scales: Reader) -> None:
+        self.numbers, self.scales = numbers, scales
+
+    def read_ranges(self, ranges: Sequence[tuple[int, memoryview]]) -> None:
+        raise NotImplementedError
+
+    def close(self) -> None:
+        self.numbers.close()
+        self.scales.close()
+
+
+class DequantizedStorage(StorageWrapper):
+    """Storage that seems to hold a file of each added tensor, with its plain numbers."""
+
+    def __init__(self, inner: Storage) -> None:
+        super().__init__(inner)
+        self._weights: dict[str, tuple[QuantizedWeight, str, str]] = {}
+
+    def add(self, key: str, numbers: str, scales: str, weight: QuantizedWeight) -> None:
+        """Register ``key`` as the file of ``weight``, whose parts are in the files ``numbers`` and ``scales``."""
+        self._weights[key] = weight, numbers, scales
+
+    def open(self, key: str) -> Reader:
+        if key not in self._weights:
+            return self.inner.open(key)
+        weight, numbers, scales = self._weights[key]
+        return weight.reader(self.inner.open(numbers), self.inner.open(scales))
+
+    def read_into(self, key: str, offset: int, buffer: memoryview) -> None:
+        with closing(self.open(key)) as reader:
+            reader.read_ranges([(offset, buffer)])
+
 
 _SCALES = ("float32", "bfloat16", "float16", "float8_e8m0fnu")
 _SCALES_NBYTES = 16 * 2**20
@@ -155,7 +228,7 @@ class _Fp8Reader(PartsReader):
         self.numbers.read_ranges(parts)
         rounded = torch_dtype(weight.scales.dtype) if weight.rounds else torch.float32
         places, lengths = weight.grid.segments(starts, stops)
-        plain = byte_view(dequantized(numbers, self._scales[places], lengths, torch_dtype(weight.dtype), rounded))
+        plain = byte_view(dequantized_fp8(numbers, self._scales[places], lengths, torch_dtype(weight.dtype), rounded))
         at = 0
         for run in runs:
             begin = at * self._size + run.skipped
@@ -168,3 +241,64 @@ class _Fp8Reader(PartsReader):
         scales = allocated((stub.numel,), stub.dtype)
         self.scales.read_ranges([(stub.offset, byte_view(scales))])
         return scales.float()
+
+
+BLOCKS, SCALES = "_blocks", "_scales"
+_DTYPE = "bfloat16"
+_GROUPS = 2**15
+"""Groups that are dequantized at once: some MiB."""
+
+
+@dataclass(frozen=True)
+class Mxfp4Weight:
+    """The tensor ``name``. Raises MalformedFile if its two parts do not match."""
+
+    name: str
+    numbers: TensorStub
+    scales: TensorStub
+
+    def __post_init__(self) -> None:
+        *rows, nbytes = self.numbers.shape or (0,)
+        fits = len(rows) == 3 and nbytes == GROUP_NBYTES and self.scales.shape == tuple(rows)
+        if not fits or {self.numbers.dtype, self.scales.dtype} != {"uint8"}:
+            raise MalformedFile(
+                f"{self.name}{BLOCKS} is {self.numbers.dtype} {self.numbers.shape} and {self.name}{SCALES} "
+                f"{self.scales.dtype} {self.scales.shape}; expected MXFP4, uint8 (experts, out, groups, "
+                f"{GROUP_NBYTES}) and uint8 (experts, out, groups). Make bfloat16 weights of "
+                "other kinds with transformers, and save those"
+            )
+
+    def stub(self, file: str) -> TensorStub:
+        """Return the stub of the dequantized tensor in ``file``, where experts and outputs come before inputs."""
+        experts, out, groups, _ = self.numbers.shape
+        inner = groups * GROUP
+        nbytes = prod((experts, out, inner)) * itemsize(_DTYPE)
+        span = StorageSpan(self.name, 0, nbytes, None)
+        return TensorStub(file, 0, _DTYPE, (experts, inner, out), (out * inner, 1, inner), span)
+
+    def reader(self, numbers: Reader, scales: Reader) -> Reader:
+        return _Mxfp4Reader(self, numbers, scales)
+
+
+class _Mxfp4Reader(PartsReader):
+    def __init__(self, weight: Mxfp4Weight, numbers: Reader, scales: Reader) -> None:
+        super().__init__(numbers, scales)
+        self._weight = weight
+
+    def read_ranges(self, ranges: Sequence[tuple[int, memoryview]]) -> None:
+        size = GROUP * itemsize(_DTYPE)
+        for offset, memory in ranges:
+            end = offset + len(memory)
+            for first in range(offset // size, -(-end // size), _GROUPS):
+                last = min(first + _GROUPS, -(-end // size))
+                begin, stop = max(offset, first * size), min(end, last * size)
+                numbers = self._dequantized(first, last)
+                memory[begin - offset : stop - offset] = numbers[begin - first * size : stop - first * size]
+
+    def _dequantized(self, first: int, last: int) -> memoryview:
+        """Return the numbers of the groups from ``first`` to before ``last``."""
+        blocks = torch.empty((last - first, GROUP_NBYTES), dtype=torch.uint8)
+        scales = torch.empty(last - first, dtype=torch.uint8)
+        self.numbers.read_ranges([(self._weight.numbers.offset + first * GROUP_NBYTES, byte_view(blocks))])
+        self.scales.read_ranges([(self._weight.scales.offset + first, byte_view(scales))])
+        return byte_view(dequantized_mxfp4(blocks, scales))

@@ -1,8 +1,13 @@
-"""Conversion of weights of 8 bits (FP8), whose blocks have a scale each, to wider numbers.
+"""Conversion of weights of 8 bits (FP8), or of 4 (MXFP4), whose blocks have a scale each, to wider numbers.
 
-Sources: huggingface/transformers v5.24, ``src/transformers/integrations/finegrained_fp8.py`` (``Fp8Dequantize``);
-compressed-tensors v0.20, ``quantization/lifecycle/forward_helpers.py``; deepseek-ai/DeepSeek-V3,
-``inference/kernel.py`` (``weight_dequant``), by which blocks at the lower and right edge are cut off.
+Of MXFP4 32 numbers share a scale: a power of two with a bias of 127. A number has one bit of sign, two of exponent and
+one of mantissa. A byte holds two numbers, the first one in its low half.
+
+Sources: the OCP Microscaling Formats (MX) specification; huggingface/transformers v4.57,
+``src/transformers/integrations/mxfp4.py`` (``convert_moe_packed_tensors``), and v5.24,
+``src/transformers/integrations/finegrained_fp8.py`` (``Fp8Dequantize``); compressed-tensors v0.20,
+``quantization/lifecycle/forward_helpers.py``; deepseek-ai/DeepSeek-V3, ``inference/kernel.py`` (``weight_dequant``), by
+which blocks at the lower and right edge are cut off.
 """
 
 from __future__ import annotations
@@ -63,7 +68,7 @@ class BlockGrid:
         return row * self.counts[1] + (places - row * width) // self.columns
 
 
-def dequantized(
+def dequantized_fp8(
     numbers: torch.Tensor,
     scales: torch.Tensor,
     lengths: torch.Tensor,
@@ -91,3 +96,20 @@ def dequantized(
 def _values(dtype: torch.dtype) -> torch.Tensor:
     """Return the float32 value of each byte of an FP8 dtype."""
     return torch.arange(256, dtype=torch.uint8).view(dtype).float()
+
+
+GROUP = 32
+"""Numbers that share a scale."""
+GROUP_NBYTES = GROUP // 2
+
+_BIAS = 127
+_POSITIVE = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+_VALUES = torch.tensor([*_POSITIVE, *(-value for value in _POSITIVE)], dtype=torch.bfloat16)
+_PAIRS = torch.stack([_VALUES.repeat(16), _VALUES.repeat_interleave(16)], 1)
+"""The two numbers in each byte, by byte."""
+
+
+def dequantized_mxfp4(numbers: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """Return ``numbers``, uint8 (groups, 16), times their ``scales``, uint8 (groups,), as bfloat16 (groups, 32)."""
+    values = _PAIRS[numbers.int()].flatten(1)
+    return torch.ldexp(values, scales.int().unsqueeze(1) - _BIAS).bfloat16()
