@@ -23,8 +23,8 @@ nothing, a directory is there while a key lies below it, and a key can be seen b
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import NamedTuple, Protocol, runtime_checkable
+from contextlib import closing, contextmanager
+from typing import NamedTuple, NoReturn, Protocol, runtime_checkable
 
 from nxd_ckpt.core.limits import DOCUMENT
 from nxd_ckpt.errors import MalformedFile
@@ -134,6 +134,73 @@ class Storage(Protocol):
         """Return when it was last modified; 0 if the store does not report it."""
 
     def set_time(self, key: str, seconds: float) -> None: ...
+
+
+class BaseStorage:
+    """Methods in which storages are alike: those of an object store, unless a subclass overrides them."""
+
+    url: str
+    renames = False
+
+    def open(self, key: str) -> Reader:
+        raise NotImplementedError
+
+    def read_into(self, key: str, offset: int, buffer: memoryview) -> None:
+        with closing(self.open(key)) as reader:
+            reader.read_ranges([(offset, memoryview(buffer).cast("B"))])
+
+    def make_dir(self, key: str) -> None:
+        """Do nothing: a directory is there while a key lies below it."""
+
+    def sync_dir(self, key: str) -> None:
+        """Do nothing: acknowledged writes last."""
+
+    def rename(self, source: str, target: str) -> None:
+        raise OSError(f"{self.url}: cannot rename {source} to {target}: an object store has no rename")
+
+    def discard_unfinished(self, key: str) -> None:
+        """Do nothing: unfinished files lie among the others, and go with them, or are dropped by the store's rules."""
+
+    def set_time(self, key: str, seconds: float) -> None:
+        """Do nothing: times belong to the store."""
+
+
+class ReadOnlyStorage(BaseStorage):
+    """A storage of which every change raises the OSError (EROFS) of `refuse`."""
+
+    def refuse(self, key: str) -> NoReturn:
+        """Raise the error of a change of ``key``."""
+        raise NotImplementedError
+
+    def write(self, key: str, data: bytes) -> None:
+        self.refuse(key)
+
+    def create(self, key: str, nbytes: int) -> Writer:
+        self.refuse(key)
+
+    def link_new(self, key: str, data: bytes) -> bool:
+        self.refuse(key)
+
+    def exchange(self, key: str, expected: bytes, data: bytes) -> bool:
+        self.refuse(key)
+
+    def make_dir(self, key: str) -> None:
+        self.refuse(key)
+
+    def sync_dir(self, key: str) -> None:
+        self.refuse(key)
+
+    def rename(self, source: str, target: str) -> None:
+        self.refuse(source)
+
+    def remove(self, key: str) -> None:
+        self.refuse(key)
+
+    def discard_unfinished(self, key: str) -> None:
+        self.refuse(key)
+
+    def set_time(self, key: str, seconds: float) -> None:
+        self.refuse(key)
 
 
 @contextmanager

@@ -22,7 +22,6 @@ import re
 import tempfile
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import closing
 from email.utils import parsedate_to_datetime
 from typing import IO, Any, NoReturn
 from urllib.parse import unquote
@@ -31,7 +30,18 @@ from nxd_ckpt.core.limits import DOCUMENT
 from nxd_ckpt.core.manifest import CRC_BLOCK
 from nxd_ckpt.core.suggestions import closest
 from nxd_ckpt.errors import CheckpointError, CheckpointNotFound, InvalidArgument, MalformedFile
-from nxd_ckpt.storage.base import DirEntry, Range, Reader, Storage, Writer, checked_key, checked_length, runs
+from nxd_ckpt.storage.base import (
+    BaseStorage,
+    DirEntry,
+    Range,
+    Reader,
+    ReadOnlyStorage,
+    Storage,
+    Writer,
+    checked_key,
+    checked_length,
+    runs,
+)
 from nxd_ckpt.storage.retrying import RetryingStorage
 from nxd_ckpt.storage.throttle import Limits, Throttle
 
@@ -228,10 +238,9 @@ def _without_values(text: str, options: Mapping[str, Any]) -> str:
     return text
 
 
-class FsspecStorage:
+class FsspecStorage(BaseStorage):
     """The directory ``root`` of the file system ``fs`` as a storage."""
 
-    renames = False
     concurrency = 16
     read_nbytes = CRC_BLOCK
 
@@ -250,10 +259,6 @@ class FsspecStorage:
         checked_length(self.size(key), limit, f"{self.url}/{key}")
         with self.doing(key):
             return bytes(self.fs.cat_file(self.path(key)))
-
-    def read_into(self, key: str, offset: int, buffer: memoryview) -> None:
-        with closing(self.open(key)) as reader:
-            reader.read_ranges([(offset, memoryview(buffer).cast("B"))])
 
     def open(self, key: str) -> Reader:
         return FsspecReader(self, key)
@@ -324,32 +329,17 @@ class FsspecStorage:
             self._make_parent(key)
         return WholeWriter(self, key, nbytes) if nbytes <= _WHOLE else StreamWriter(self, key, nbytes)
 
-    def make_dir(self, key: str) -> None:
-        """Do nothing: a directory is there while a key lies below it."""
-
-    def sync_dir(self, key: str) -> None:
-        """Do nothing: acknowledged writes are durable."""
-
-    def rename(self, source: str, target: str) -> None:
-        raise OSError(f"{self.url}: cannot rename {source}: an object store has no rename")
-
     def remove(self, key: str) -> None:
         with self.doing(key):
             self.fs.invalidate_cache()
             with contextlib.suppress(FileNotFoundError):
                 self.fs.rm(self.path(key), recursive=True)
 
-    def discard_unfinished(self, key: str) -> None:
-        """Do nothing: fsspec does not list unfinished files. Stores drop them by their own rules."""
-
     def time(self, key: str) -> float:
         with self.doing(key):
             self.fs.invalidate_cache()
             modified: datetime.datetime = self.fs.modified(self.path(key))
             return (modified if modified.tzinfo else modified.replace(tzinfo=datetime.timezone.utc)).timestamp()
-
-    def set_time(self, key: str, seconds: float) -> None:
-        """Do nothing: times belong to the store."""
 
     def _put_new(self, key: str, data: bytes) -> bool:
         with _looking:
@@ -440,8 +430,8 @@ class Elsewhere(OSError):
     """A server answered that another one has the file."""
 
 
-class HttpStorage(FsspecStorage):
-    """A URL as a storage. Every write raises OSError: it is read-only.
+class HttpStorage(ReadOnlyStorage, FsspecStorage):
+    """A URL as a storage, which is read-only.
 
     The names in a directory are the links of its index page. Times and versions are those that the server reports for
     each file. If it reports no times, tags with a manifest can still be ordered.
@@ -498,21 +488,6 @@ class HttpStorage(FsspecStorage):
         modified = self._info(key).get("Last-Modified")
         return 0.0 if modified is None else parsedate_to_datetime(modified).timestamp()
 
-    def write(self, key: str, data: bytes) -> None:
-        self._refuse(key)
-
-    def link_new(self, key: str, data: bytes) -> bool:
-        self._refuse(key)
-
-    def exchange(self, key: str, expected: bytes, data: bytes) -> bool:
-        self._refuse(key)
-
-    def create(self, key: str, nbytes: int) -> Writer:
-        self._refuse(key)
-
-    def remove(self, key: str) -> None:
-        self._refuse(key)
-
     @contextlib.contextmanager
     def doing(self, key: str) -> Iterator[None]:
         """Run one operation; errors that would only repeat, after as long a time, are raised as permanent ones."""
@@ -529,7 +504,7 @@ class HttpStorage(FsspecStorage):
                     "pass storage_options={'client_kwargs': {'timeout': aiohttp.ClientTimeout(total=...)}}"
                 ) from error
 
-    def _refuse(self, key: str) -> NoReturn:
+    def refuse(self, key: str) -> NoReturn:
         raise OSError(errno.EROFS, "http is read-only here: write to a directory or a store", f"{self.url}/{key}")
 
     def _info(self, key: str) -> dict[str, Any]:

@@ -8,14 +8,14 @@ import shutil
 import stat
 import uuid
 from collections.abc import Callable
-from contextlib import closing, suppress
+from contextlib import suppress
 from copy import copy
 from pathlib import Path
 from typing import TypeVar
 
 from nxd_ckpt.core.limits import DOCUMENT
 from nxd_ckpt.errors import MalformedFile
-from nxd_ckpt.storage.base import DirEntry, Reader, Version, Writer, checked_key, checked_length, completed
+from nxd_ckpt.storage.base import BaseStorage, DirEntry, Reader, Version, Writer, checked_key, checked_length, completed
 from nxd_ckpt.storage.local_files import (
     NEW_FILE,
     LocalReader,
@@ -32,7 +32,7 @@ from nxd_ckpt.storage.system import exchange, naming, sync_path
 ResultT = TypeVar("ResultT")
 
 
-class LocalStorage:
+class LocalStorage(BaseStorage):
     """A directory as a storage. ``durable=False`` skips every fsync: for scratch space whose loss is acceptable."""
 
     renames = True
@@ -63,10 +63,6 @@ class LocalStorage:
 
     def read(self, key: str, limit: int = DOCUMENT) -> bytes:
         return _read(self._at(key), limit)
-
-    def read_into(self, key: str, offset: int, buffer: memoryview) -> None:
-        with closing(self.open(key)) as reader:
-            reader.read_ranges([(offset, memoryview(buffer).cast("B"))])
 
     def open(self, key: str) -> Reader:
         return LocalReader(self._at(key))
@@ -190,9 +186,6 @@ class LocalStorage:
             shutil.rmtree(path)
         else:
             _unlink(path)
-
-    def discard_unfinished(self, key: str) -> None:
-        """Do nothing: unfinished files lie among the others, and go with them."""
 
     def time(self, key: str) -> float:
         return stat_of(self._at(key), stat.S_IFREG, stat.S_IFDIR).st_mtime

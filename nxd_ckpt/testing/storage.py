@@ -16,14 +16,23 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Sequence
-from contextlib import closing
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import NamedTuple, TypeVar
 
 from nxd_ckpt.core.limits import DOCUMENT
 from nxd_ckpt.core.manifest import CRC_BLOCK
-from nxd_ckpt.storage.base import DirEntry, Duplicating, Reader, Storage, Swapping, Version, Writer, checked_length
+from nxd_ckpt.storage.base import (
+    BaseStorage,
+    DirEntry,
+    Duplicating,
+    Reader,
+    Storage,
+    Swapping,
+    Version,
+    Writer,
+    checked_length,
+)
 from nxd_ckpt.storage.wrapper import StorageWrapper
 
 
@@ -40,7 +49,7 @@ class _Store:
 _stores: dict[str, _Store] = {}
 
 
-class MemoryStorage:
+class MemoryStorage(BaseStorage):
     """Keys in memory, shared by all storages of the same ``name`` in this process; without a name, a new store.
 
     By default it is an object store, as awkward as the contract allows, so that code which works here works elsewhere:
@@ -71,10 +80,6 @@ class MemoryStorage:
         data = self._file(key)[0]
         checked_length(len(data), limit, f"{self.url}/{key}")
         return data
-
-    def read_into(self, key: str, offset: int, buffer: memoryview) -> None:
-        with closing(self.open(key)) as reader:
-            reader.read_ranges([(offset, buffer)])
 
     def open(self, key: str) -> Reader:
         return _MemoryReader(f"{self.url}/{key}", self._file(key)[0])
@@ -128,12 +133,9 @@ class MemoryStorage:
             with self._store.lock:
                 self._store.folders |= {"/".join(parts[:depth]) for depth in range(1, len(parts) + 1)}
 
-    def sync_dir(self, key: str) -> None:
-        """Do nothing: everything is in memory."""
-
     def rename(self, source: str, target: str) -> None:
         if not self.renames:
-            raise OSError(f"cannot rename {self.url}/{source}: an object store has no renames")
+            super().rename(source, target)
         with self._store.lock:
             if self.is_file(target) or self.is_dir(target):
                 raise FileExistsError(f"cannot rename {self.url}/{source} to {target}: it exists")

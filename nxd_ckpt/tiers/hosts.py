@@ -29,10 +29,9 @@ from nxd_ckpt.output.cp_files import TagFile, files_to_copy
 from nxd_ckpt.output.transfer import digest
 from nxd_ckpt.save.background import Worker
 from nxd_ckpt.storage.base import Storage
-from nxd_ckpt.storage.hosts.directory import Directory
 from nxd_ckpt.storage.hosts.remote import Address, RemoteDirectory
 from nxd_ckpt.storage.hosts.server import CopyOut, HostServer
-from nxd_ckpt.storage.hosts.storage import Hosts, HostsStorage
+from nxd_ckpt.storage.hosts.storage import Directory, Hosts, HostsStorage
 from nxd_ckpt.storage.hosts.wire import address_of, group_addresses
 from nxd_ckpt.tag.directory import list_tags
 from nxd_ckpt.tag.opened import OpenTag, open_complete_tag

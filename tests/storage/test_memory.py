@@ -27,7 +27,7 @@ def test_an_object_store_has_keys_and_nothing_else() -> None:
     assert [DirEntry("tag", True)] == store.list()
     assert (False, True) == (store.is_dir("empty"), store.is_dir("tag/model"))
     assert store.time("tag/model/x").is_integer()
-    with pytest.raises(OSError, match="has no renames"):
+    with pytest.raises(OSError, match="has no rename"):
         store.rename("tag", "other")
     store.remove("tag")
     assert not store.is_dir("tag")

@@ -15,14 +15,13 @@ import os
 import tarfile
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple, NoReturn, Protocol
 
 from nxd_ckpt.core import document
 from nxd_ckpt.core.limits import DOCUMENT, MEMBER_LENGTH, MESSAGE, check_count
 from nxd_ckpt.errors import MalformedFile
-from nxd_ckpt.storage.base import DirEntry, Reader, Storage, Writer, checked_length
+from nxd_ckpt.storage.base import DirEntry, Reader, ReadOnlyStorage, Storage, checked_length
 
 MEMBER_LIST = ".nxd_ckpt/members.json"
 LONGEST_HEADER = 2**20
@@ -262,54 +261,32 @@ SUFFIX = ".tar"
 class ArchiveFile(Protocol):
     """The file from which the bytes of an archive are read."""
 
-    @property
-    def url(self) -> str: ...
-
-    @property
-    def renames(self) -> bool: ...
-
-    @property
-    def concurrency(self) -> int: ...
-
-    @property
-    def read_nbytes(self) -> int: ...
+    url: str
+    renames: bool
+    concurrency: int
+    read_nbytes: int
 
     def size(self) -> int: ...
 
     def open(self) -> Reader: ...
 
 
-@dataclass(frozen=True)
 class StoredFile:
     """The file ``key`` of a storage, as an archive's file."""
 
-    inner: Storage
-    key: str
-
-    @property
-    def url(self) -> str:
-        return f"{self.inner.url.rstrip('/')}/{self.key}"
-
-    @property
-    def renames(self) -> bool:
-        return self.inner.renames
-
-    @property
-    def concurrency(self) -> int:
-        return self.inner.concurrency
-
-    @property
-    def read_nbytes(self) -> int:
-        return self.inner.read_nbytes
+    def __init__(self, inner: Storage, key: str) -> None:
+        self._inner, self._key = inner, key
+        self.url, self.renames = f"{inner.url.rstrip('/')}/{key}", inner.renames
+        self.concurrency, self.read_nbytes = inner.concurrency, inner.read_nbytes
 
     def size(self) -> int:
-        return self.inner.size(self.key)
+        return self._inner.size(self._key)
 
     def open(self) -> Reader:
-        return self.inner.open(self.key)
+        return self._inner.open(self._key)
 
 
-class ArchiveStorage:
+class ArchiveStorage(ReadOnlyStorage):
     """The members of an archive. One reader per working thread serves all members: in a store, opening costs a request.
 
     Raises MalformedFile at the first use of an archive that is damaged or hostile; names the member.
@@ -412,37 +389,7 @@ class ArchiveStorage:
     def time(self, key: str) -> float:
         return self._member(key).time
 
-    def write(self, key: str, data: bytes) -> None:
-        self._refuse()
-
-    def create(self, key: str, nbytes: int) -> Writer:
-        self._refuse()
-
-    def link_new(self, key: str, data: bytes) -> bool:
-        self._refuse()
-
-    def exchange(self, key: str, expected: bytes, data: bytes) -> bool:
-        self._refuse()
-
-    def make_dir(self, key: str) -> None:
-        self._refuse()
-
-    def sync_dir(self, key: str) -> None:
-        self._refuse()
-
-    def rename(self, source: str, target: str) -> None:
-        self._refuse()
-
-    def remove(self, key: str) -> None:
-        self._refuse()
-
-    def discard_unfinished(self, key: str) -> None:
-        self._refuse()
-
-    def set_time(self, key: str, seconds: float) -> None:
-        self._refuse()
-
-    def _refuse(self) -> NoReturn:
+    def refuse(self, key: str) -> NoReturn:
         raise OSError(errno.EROFS, "an archive is read-only: copy the tag out of it first (nxd-ckpt cp)", self.url)
 
 

@@ -5,12 +5,11 @@ from __future__ import annotations
 import errno
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from nxd_ckpt import effects
-from nxd_ckpt.core.limits import DOCUMENT, NOTE
+from nxd_ckpt.core.limits import NOTE
 from nxd_ckpt.errors import MalformedFile
-from nxd_ckpt.storage.base import DirEntry, Reader, Writer
 from nxd_ckpt.storage.local import LocalStorage
 from nxd_ckpt.storage.system import lock
 
@@ -54,56 +53,11 @@ _LOCKED_WITHIN = 5.0
 _PAUSE = 0.02
 
 
-class Directory(Protocol):
-    """One host's directory.
-
-    Raises the errors of `nxd_ckpt.storage.base`; ConnectionError if the host is away.
-    """
-
-    url: str
-
-    def read(self, key: str, limit: int = DOCUMENT) -> bytes: ...
-
-    def peek(self, keys: Sequence[str]) -> list[bytes | None]:
-        """Return small files, all at once: None for an absent one, and ``b""`` for anything that is no small file."""
-
-    def open(self, key: str) -> Reader: ...
-
-    def size(self, key: str) -> int: ...
-
-    def time(self, key: str) -> float: ...
-
-    def is_dir(self, key: str) -> bool: ...
-
-    def is_file(self, key: str) -> bool: ...
-
-    def list(self, key: str = "") -> list[DirEntry]: ...
-
-    def write(self, key: str, data: bytes) -> None:
-        """Write a small file; its bytes, its name and those of the directories above it are durable afterwards."""
-
-    def write_reserved(self, reserve: str, key: str, data: bytes) -> None:
-        """Write a small file as `write` does, with the space and name of the file ``reserve``."""
-
-    def link_new(self, key: str, data: bytes) -> bool:
-        """Write a small file as `write` does, only if the key is free; False if it exists."""
-
-    def exchange(self, key: str, expected: bytes, data: bytes) -> bool: ...
-
-    def create(self, key: str, nbytes: int) -> Writer: ...
-
-    def make_dir(self, key: str) -> None: ...
-
-    def sync_dir(self, key: str) -> None: ...
-
-    def rename(self, source: str, target: str) -> None:
-        """Move a file or directory, durably; the target must not exist."""
-
-    def remove(self, key: str) -> None: ...
-
-
 class OwnDirectory(LocalStorage):
-    """The directory of the host that this process runs on."""
+    """The directory of the host that this process runs on.
+
+    Small files, and renames, are durable afterwards with their names and those of the directories above them.
+    """
 
     _mark: tuple[str, bytes] | None = None
 
@@ -112,6 +66,7 @@ class OwnDirectory(LocalStorage):
         self._mark = None if mark is None else (key, mark)
 
     def peek(self, keys: Sequence[str]) -> list[bytes | None]:
+        """Return small files, all at once: None for an absent one, and ``b""`` for anything that is no small file."""
         return [self._peeked(key) for key in keys]
 
     def write(self, key: str, data: bytes) -> None:

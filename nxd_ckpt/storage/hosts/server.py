@@ -55,6 +55,9 @@ _ANSWERED = (OSError, CheckpointError, EOFError, ValueError, TypeError, KeyError
 RuntimeError: an exiting process starts no threads.
 """
 
+_BY_KEY = {"version", "size", "time", "is_dir", "is_file", "write", "link_new", "exchange", "make_dir", "sync_dir"}
+"""Requests that are methods of the directory, called with a key and the message's blobs."""
+
 _serving: WeakSet[HostServer] = WeakSet()
 
 
@@ -219,6 +222,8 @@ class _Conversation:
             os.close(fd)
 
     def _done(self, operation: Any, fields: Fields, blobs: list[bytes]) -> Answer:
+        if operation in _BY_KEY:
+            return {"value": getattr(self._directory, operation)(self._key(fields), *blobs)}, b""
         do: Callable[[Fields, list[bytes]], Answer] | None = getattr(self, f"_do_{operation}", None)
         if do is None:
             raise OSError(f"unknown request {operation!r:.40}")
@@ -251,41 +256,8 @@ class _Conversation:
         names = [f"{'d' if entry.is_dir else 'f'}{entry.name}" for entry in self._directory.list(self._key(fields))]
         return {}, "\0".join(names).encode(errors="surrogateescape")
 
-    def _do_version(self, fields: Fields, blobs: list[bytes]) -> Answer:
-        return {"value": list(self._directory.version(self._key(fields)))}, b""
-
-    def _do_size(self, fields: Fields, blobs: list[bytes]) -> Answer:
-        return {"value": self._directory.size(self._key(fields))}, b""
-
-    def _do_time(self, fields: Fields, blobs: list[bytes]) -> Answer:
-        return {"value": self._directory.time(self._key(fields))}, b""
-
-    def _do_is_dir(self, fields: Fields, blobs: list[bytes]) -> Answer:
-        return {"value": self._directory.is_dir(self._key(fields))}, b""
-
-    def _do_is_file(self, fields: Fields, blobs: list[bytes]) -> Answer:
-        return {"value": self._directory.is_file(self._key(fields))}, b""
-
-    def _do_write(self, fields: Fields, blobs: list[bytes]) -> Answer:
-        self._directory.write(self._key(fields), blobs[0])
-        return {}, b""
-
     def _do_write_reserved(self, fields: Fields, blobs: list[bytes]) -> Answer:
         self._directory.write_reserved(self._key(fields, "reserve"), self._key(fields), blobs[0])
-        return {}, b""
-
-    def _do_link_new(self, fields: Fields, blobs: list[bytes]) -> Answer:
-        return {"value": self._directory.link_new(self._key(fields), blobs[0])}, b""
-
-    def _do_exchange(self, fields: Fields, blobs: list[bytes]) -> Answer:
-        return {"value": self._directory.exchange(self._key(fields), blobs[0], blobs[1])}, b""
-
-    def _do_make_dir(self, fields: Fields, blobs: list[bytes]) -> Answer:
-        self._directory.make_dir(self._key(fields))
-        return {}, b""
-
-    def _do_sync_dir(self, fields: Fields, blobs: list[bytes]) -> Answer:
-        self._directory.sync_dir(self._key(fields))
         return {}, b""
 
     def _do_rename(self, fields: Fields, blobs: list[bytes]) -> Answer:

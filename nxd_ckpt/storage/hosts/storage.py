@@ -18,7 +18,7 @@ import errno
 from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import closing, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
@@ -26,11 +26,14 @@ from nxd_ckpt import effects
 from nxd_ckpt.core.limits import DOCUMENT
 from nxd_ckpt.core.manifest import CRC_BLOCK, FileEntry
 from nxd_ckpt.errors import CheckpointError, DirectoryInUse
-from nxd_ckpt.storage.base import DirEntry, Reader, Storage, Writer
-from nxd_ckpt.storage.hosts.directory import Directory, Names, OwnDirectory, top_of
+from nxd_ckpt.storage.base import BaseStorage, DirEntry, Reader, Storage, Writer
+from nxd_ckpt.storage.hosts.directory import Names, OwnDirectory, top_of
 from nxd_ckpt.storage.hosts.remote import RemoteDirectory
 from nxd_ckpt.storage.hosts.server import CopyOut, copy_nothing
 from nxd_ckpt.storage.system import HAS_LOCKS, lock, locked
+
+Directory = OwnDirectory | RemoteDirectory
+"""One host's directory. Raises the errors of `nxd_ckpt.storage.base`; ConnectionError if the host is away."""
 
 _BESIDE = 2**20
 """Bytes of a write from which sending runs in a thread: less is sent before a thread would have begun."""
@@ -170,13 +173,12 @@ class Hosts(NamedTuple):
     replicas: Sequence[int] = ()
 
 
-class HostsStorage:
+class HostsStorage(BaseStorage):
     """Keys on the disks of all hosts; ``own`` is the directory on this one. Safe for threads.
 
     It must be joined to the others with `join` before it is used.
     """
 
-    renames = False
     concurrency = 8
     read_nbytes = CRC_BLOCK
     may_lack_files = True
@@ -248,10 +250,6 @@ class HostsStorage:
 
     def read(self, key: str, limit: int = DOCUMENT) -> bytes:
         return self._from_first(key, lambda directory: directory.read(key, limit))
-
-    def read_into(self, key: str, offset: int, buffer: memoryview) -> None:
-        with closing(self.open(key)) as reader:
-            reader.read_ranges([(offset, memoryview(buffer).cast("B"))])
 
     def open(self, key: str) -> Reader:
         return self._from_first(key, lambda directory: directory.open(key))
@@ -355,9 +353,6 @@ class HostsStorage:
         if not self._names.is_at_home(key):
             self.own.sync_dir(key)
 
-    def rename(self, source: str, target: str) -> None:
-        raise OSError(f"{self.url}: cannot rename {source} to {target}: the hosts' disks together have no rename")
-
     def remove(self, key: str) -> None:
         """Remove the key on all hosts that can be reached. Raises the first error."""
         problem: Exception | None = None
@@ -370,12 +365,6 @@ class HostsStorage:
         self.distrusted.difference_update([copy for copy in self.distrusted if f"{copy[0]}/".startswith(f"{key}/")])
         if problem is not None:
             raise problem
-
-    def discard_unfinished(self, key: str) -> None:
-        """Do nothing: unfinished files lie among the others, and go with them."""
-
-    def set_time(self, key: str, seconds: float) -> None:
-        """Do nothing: a host that was away would have another time."""
 
     def holders(self, keys: Iterable[str]) -> dict[str, set[int]]:
         """Return the numbers of the reachable hosts that have each of these files of a tag."""

@@ -17,7 +17,18 @@ from typing import Any
 from nxd_ckpt import effects
 from nxd_ckpt.core.limits import DOCUMENT
 from nxd_ckpt.errors import InvalidArgument, MalformedFile
-from nxd_ckpt.storage.base import HOLE, ByteRun, DirEntry, Range, Reader, Version, Writer, checked_length, runs
+from nxd_ckpt.storage.base import (
+    HOLE,
+    BaseStorage,
+    ByteRun,
+    DirEntry,
+    Range,
+    Reader,
+    Version,
+    Writer,
+    checked_length,
+    runs,
+)
 from nxd_ckpt.storage.retrying import pause_after
 from nxd_ckpt.storage.s3.bucket import Bucket, ConditionFailed, S3Options
 from nxd_ckpt.storage.s3.upload import S3Writer, put_if
@@ -160,10 +171,9 @@ def open_s3(url: str, options: Mapping[str, Any]) -> S3Storage:
     return S3Storage(Bucket(bucket, prefix.strip("/"), S3Options.of(options, f"s3://{bucket}")))
 
 
-class S3Storage:
+class S3Storage(BaseStorage):
     """A bucket's prefix as a storage. Safe for threads; may be pickled, with its options, and used after a fork."""
 
-    renames = False
     concurrency = 16
     read_nbytes = 16 * 2**20
 
@@ -172,10 +182,6 @@ class S3Storage:
 
     def read(self, key: str, limit: int = DOCUMENT) -> bytes:
         return read_object(self._bucket, key, limit)[0]
-
-    def read_into(self, key: str, offset: int, buffer: memoryview) -> None:
-        with closing(self.open(key)) as reader:
-            reader.read_ranges([(offset, memoryview(buffer).cast("B"))])
 
     def open(self, key: str) -> Reader:
         return S3Reader(self._bucket, key)
@@ -226,15 +232,6 @@ class S3Storage:
         token = uuid.uuid4().hex
         return content == expected and put_if(self._bucket, key, [memoryview(data)], token, IfMatch=etag)
 
-    def make_dir(self, key: str) -> None:
-        """Do nothing: a directory is there while a key lies below it."""
-
-    def sync_dir(self, key: str) -> None:
-        """Do nothing: acknowledged writes last."""
-
-    def rename(self, source: str, target: str) -> None:
-        raise OSError(f"{self.url}: cannot rename {source} to {target}: an object store has no rename")
-
     def remove(self, key: str) -> None:
         self.remove_if(key, lambda: True)
 
@@ -258,9 +255,6 @@ class S3Storage:
 
     def duplicate(self, source: str, version: Version, target: str) -> bool:
         return S3Writer(self._bucket, target, version.nbytes).copy(source, version.mark)
-
-    def set_time(self, key: str, seconds: float) -> None:
-        """Do nothing: times belong to the store, which keeps whole seconds."""
 
     def _objects(self, key: str) -> Iterator[Sequence[Mapping[str, Any]]]:
         """Yield the object of that key, and those below it, as listed: some at a time."""

@@ -22,7 +22,7 @@ from contextlib import closing
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 
@@ -48,22 +48,6 @@ from nxd_ckpt.storage.base import Reader, Storage
 from nxd_ckpt.storage.wrapper import StorageWrapper
 
 
-class QuantizedWeight(Protocol):
-    """A tensor that files hold as ``numbers`` and ``scales``."""
-
-    @property
-    def numbers(self) -> TensorStub: ...
-
-    @property
-    def scales(self) -> TensorStub: ...
-
-    def stub(self, file: str) -> TensorStub:
-        """Return the stub of the plain tensor, as the only content of ``file``."""
-
-    def reader(self, numbers: Reader, scales: Reader) -> Reader:
-        """Return a reader of that file, which closes the readers of the parts' files."""
-
-
 class PartsReader:
     """Base class of readers of plain numbers: it keeps and closes the readers of the two parts."""
 
@@ -76,28 +60,6 @@ class PartsReader:
     def close(self) -> None:
         self.numbers.close()
         self.scales.close()
-
-
-class DequantizedStorage(StorageWrapper):
-    """Storage that seems to hold a file of each added tensor, with its plain numbers."""
-
-    def __init__(self, inner: Storage) -> None:
-        super().__init__(inner)
-        self._weights: dict[str, tuple[QuantizedWeight, str, str]] = {}
-
-    def add(self, key: str, numbers: str, scales: str, weight: QuantizedWeight) -> None:
-        """Register ``key`` as the file of ``weight``, whose parts are in the files ``numbers`` and ``scales``."""
-        self._weights[key] = weight, numbers, scales
-
-    def open(self, key: str) -> Reader:
-        if key not in self._weights:
-            return self.inner.open(key)
-        weight, numbers, scales = self._weights[key]
-        return weight.reader(self.inner.open(numbers), self.inner.open(scales))
-
-    def read_into(self, key: str, offset: int, buffer: memoryview) -> None:
-        with closing(self.open(key)) as reader:
-            reader.read_ranges([(offset, buffer)])
 
 
 _SCALES = ("float32", "bfloat16", "float16", "float8_e8m0fnu")
@@ -302,3 +264,28 @@ class _Mxfp4Reader(PartsReader):
         self.numbers.read_ranges([(self._weight.numbers.offset + first * GROUP_NBYTES, byte_view(blocks))])
         self.scales.read_ranges([(self._weight.scales.offset + first, byte_view(scales))])
         return byte_view(dequantized_mxfp4(blocks, scales))
+
+
+QuantizedWeight = Fp8Weight | Mxfp4Weight
+
+
+class DequantizedStorage(StorageWrapper):
+    """Storage that seems to hold a file of each added tensor, with its plain numbers."""
+
+    def __init__(self, inner: Storage) -> None:
+        super().__init__(inner)
+        self._weights: dict[str, tuple[QuantizedWeight, str, str]] = {}
+
+    def add(self, key: str, numbers: str, scales: str, weight: QuantizedWeight) -> None:
+        """Register ``key`` as the file of ``weight``, whose parts are in the files ``numbers`` and ``scales``."""
+        self._weights[key] = weight, numbers, scales
+
+    def open(self, key: str) -> Reader:
+        if key not in self._weights:
+            return self.inner.open(key)
+        weight, numbers, scales = self._weights[key]
+        return weight.reader(self.inner.open(numbers), self.inner.open(scales))
+
+    def read_into(self, key: str, offset: int, buffer: memoryview) -> None:
+        with closing(self.open(key)) as reader:
+            reader.read_ranges([(offset, buffer)])
