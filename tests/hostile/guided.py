@@ -91,19 +91,17 @@ def main() -> None:
     parser.add_argument("--seconds", type=int, default=60, help="for each reader")
     parser.add_argument("--write", action="store_true", help="write the counts into docs/reliability-counts.md")
     given = parser.parse_args()
-    rows, all_troubles, all_inputs = [], 0, 0
-    for name in given.readers or TARGETS:
+    readers, all_troubles, all_inputs = given.readers or TARGETS, 0, 0
+    for name in readers:
         found = explored(name, given.seconds)
-        rate = f"{found.inputs / max(found.seconds, 1):,.0f}"
-        rows.append([name, f"{found.inputs:,}", found.troubles, f"{found.branches:,}", f"{found.ways:,}", rate])
-        print(*rows[-1], sep=", ", flush=True)
+        rate = f"{found.inputs / max(found.seconds, 1):,.0f} a second"
+        counts = f"{found.inputs:,} inputs", f"{found.troubles} troubles", f"{found.branches:,} branches"
+        print(name, *counts, f"{found.ways:,} inputs took new ones", rate, sep=", ", flush=True)
         all_troubles += found.troubles
         all_inputs += found.inputs
-    total = ["all", f"{all_inputs:,}", all_troubles, "", "", ""]
-    header = ["reader", "inputs", "troubles", "branches taken", "inputs that took new ones", "inputs a second"]
-    text = table([*sorted(rows), total], header)
     if given.write:
-        put("guided", f"{table(date_and_commit())}\n\n{text}")
+        row = [*(value for _, value in date_and_commit()), len(readers), f"{all_inputs:,}", all_troubles]
+        put("guided", table([row], ["date", "commit", "readers", "inputs", "troubles"]))
     raise SystemExit(1 if all_troubles else 0)
 
 

@@ -7,7 +7,6 @@ import argparse
 import gc
 import logging
 import multiprocessing
-import platform
 import signal
 import time
 from collections import Counter
@@ -118,33 +117,27 @@ def _quietly_enumerated(work: Work, interleavings: int) -> CrashCount:
 def write(place: str, total: Count, first: int, origin: list[tuple[str, str]]) -> None:
     """Add a run to those that docs/reliability-counts.md has."""
     seeds = f"{first:,} to {first + total.schedules - 1:,}"
-    counts = [f"{total.schedules:,}", f"{len(total.failures):,}", f"{total.rate:.0f}"]
-    run = [*(value for _, value in origin), platform.python_version(), place, seeds, *counts]
-    header = ["date", "commit", "Python", "place", "seeds", "schedules", "broken promises", "a second and core"]
+    counts = [f"{total.schedules:,}", f"{len(total.failures):,}"]
+    run = [*(value for _, value in origin), place, seeds, *counts]
+    header = ["date", "commit", "place", "seeds", "schedules", "broken promises"]
     add_run("runs of schedules", header, run, sums=("schedules", "broken promises"))
-    write_faults(place, total.faults)
+    write_faults(total.faults)
 
 
-def write_faults(place: str, faults: Counter[str]) -> None:
+def write_faults(faults: Counter[str]) -> None:
     """Add them to the sums that docs/reliability-counts.md has."""
-    places = [*PLACES, *(f"{name} with dedup" for name in PLACES)]
-    found = {name: dict(zip(places, map(number, numbers), strict=True)) for name, *numbers in rows_of("faults")}
-    for name, count in faults.items():
-        of_place = found.setdefault(name, dict.fromkeys(places, 0))
-        of_place[place] += count
-    rows = [[name, *(f"{found[name][place]:,}" for place in places)] for name in sorted(found)]
-    put("faults", table(rows, ["fault", *places]))
+    found = Counter({name: number(count) for name, count in rows_of("faults")}) + faults
+    put("faults", table([[name, f"{found[name]:,}"] for name in sorted(found)], ["fault", "times"]))
 
 
 def write_crashes(counts: Sequence[CrashCount], interleavings: int, origin: list[tuple[str, str]]) -> None:
     """The same for :func:`look_at_all`."""
-    found = {count.name: [count.moments, count.states, count.looked_at, len(count.failures)] for count in counts}
-    found["all"] = list(map(sum, zip(*found.values(), strict=True)))
-    rows = [[name, *(f"{one:,}" for one in numbers)] for name, numbers in found.items()]
+    found = [(count.moments, count.states, count.looked_at, len(count.failures)) for count in counts]
+    sums = [len(counts), *map(sum, zip(*found, strict=True))]
     each = "one interleaving" if interleavings == 1 else f"{interleavings} interleavings"
     said = f"On {origin[0][1]}, commit {origin[1][1]}, {each} of each:"
-    header = ["power is lost while", "at moments", "states", "that differ", "broken promises"]
-    put("crash states", f"{said}\n\n{table(rows, header)}")
+    header = ["saves, conversions, drains", "moments", "states", "that differ", "broken promises"]
+    put("crash states", f"{said}\n\n{table([[f'{one:,}' for one in sums]], header)}")
 
 
 def main() -> None:

@@ -141,19 +141,19 @@ _MISMATCH = """    if found != expected.crc32:
 
 BREAKS = [
     Break(
-        "The directory is not synced after the rename that publishes a tag.", "disk",
+        "Directory not synced after a tag's rename", "disk",
         {_JOURNAL: ("is_made = True\n        _sync(storage)\n", "is_made = True\n")},
     ),
     Break(
-        "The directory of the indexes is not synced.", "disk",
+        "Directory of the indexes not synced", "disk",
         {_SAVED_FILES: ('        storage.sync_dir(os.path.dirname(f"{publication.folder}/{key}"))\n', "")},
     ),
     Break(
-        "The directories of the data are not synced.", "disk",
+        "Directories of the data not synced", "disk",
         {_SAVED_FILES: ("        for folder in sorted(folders, reverse=True):", "        for folder in ():")},
     ),
     Break(
-        "The files of the data are not synced.", "disk",
+        "Files of the data not synced", "disk",
         {
             _DISK: (
                 'self._storage._call("fsync", self._key, self._file.sync)',
@@ -162,24 +162,24 @@ BREAKS = [
         },
     ),
     Break(
-        "The attempt's own directory is not synced before it is renamed.", "disk",
+        "Attempt's directory not synced before its rename", "disk",
         {_PUBLICATION: ("        storage.sync_dir(self.folder)\n        self.must", "        self.must")},
     ),
     Break(
-        "A tag is published without a look whether all ranks' files are still there.", "disk",
+        "Published without a look at all ranks' files", "disk",
         {_PUBLICATION: ("        self.must_hold(storage, self._not_listed(storage, files))\n", "")},
         _is_taken_over,
     ),
     Break(
-        "A heartbeat writes the lease, too.", "disk", _BEATS_OVER, _is_taken_over,
+        "Heartbeat writes the lease", "disk", _BEATS_OVER, _is_taken_over,
     ),
     Break(
-        "An old tag is removed before its successor is there.", "disk",
+        "Old tag removed before its successor is there", "disk",
         {_JOURNAL: ("        replacement.make()\n", "        storage.remove(tag)\n        replacement.make()\n")},
         lambda schedule: _replaces(schedule) and schedule.fault in ("kill", "power", "error", "stall"),
     ),
     Break(
-        "An old tag is removed, not set aside, where names cannot be exchanged.", "disk",
+        "Old tag removed, not set aside, where nothing exchanges names", "disk",
         {
             _REPLACEMENT: (
                 "            storage.rename(self.target, self.aside)\n            storage.rename(self.finished",
@@ -189,17 +189,17 @@ BREAKS = [
         _renames_twice,
     ),
     Break(
-        "A replacement has no journal.", "disk",
+        "Replacement has no journal", "disk",
         {_JOURNAL: ('            storage.write(JOURNAL, json.dumps({"attempt": attempt, "tag": tag}).encode())\n', "")},
         lambda schedule: _renames_twice(schedule) and schedule.rank == 0,
     ),
     Break(
-        "An interrupted replacement is not finished.", "disk",
+        "Interrupted replacement not finished", "disk",
         {_JOURNAL: ("        _replacement(storage, *announced).settle()\n", "        pass\n")},
         lambda schedule: _renames_twice(schedule) and _ends(schedule),
     ),
     Break(
-        "A save whose sync failed is not undone.", "disk",
+        "Save with a failed sync not undone", "disk",
         {
             _JOURNAL: (
                 "            if not _restore(replacement, replacement.undo if is_made else replacement.put_back):\n",
@@ -209,16 +209,16 @@ BREAKS = [
         lambda schedule: schedule.rank == 0 and schedule.fault in ("error", "sync"),
     ),
     Break(
-        "A rank without a verdict does not sync the tag that it counts as saved.", "power after a kill",
+        "Rank without a verdict does not sync the tag", "power after a kill",
         {_BALLOT: ('            storage.sync_dir("" if storage.renames else self._tag)  #', "            pass  #")},
     ),
     Break(
-        "A save is undone whoever counts it as saved.", "an undoing that fails",
+        "Save undone that another rank counts as saved", "an undoing that fails",
         {_JOURNAL: ("        if not is_made or may_undo(storage, attempt):\n", "        if True:\n")},
     ),
-    Break("Rank 0 does not wait for the votes of the others.", "disk", _VOTES),
+    Break("Rank 0 does not wait for votes", "disk", _VOTES),
     Break(
-        "The verdict comes before the commit.", "disk",
+        "Verdict before commit", "disk",
         {
             _BALLOT: (
                 "            commit(session, session.topology, votes, request)\n",
@@ -228,7 +228,7 @@ BREAKS = [
         },
     ),
     Break(
-        "An undone save is removed before its name is gone for good.", "an undone save",
+        "Undone save removed before its name is gone for good", "an undone save",
         {
             _INTENTS: (
                 '            storage.sync_dir("")\n    storage.remove(key)\n',
@@ -237,7 +237,7 @@ BREAKS = [
         },
     ),
     Break(
-        "A rank does not wait for the verdict.", "disk",
+        "Rank does not wait for the verdict", "disk",
         {
             _BALLOT: (
                 "            verdict = voting.await_verdict("
@@ -247,7 +247,7 @@ BREAKS = [
         },
     ),
     Break(
-        "A rank does not give up on rank 0.", "disk",
+        "Rank does not give up on rank 0", "disk",
         {
             _VOTING: (
                 "if leaving() or last_words.are_over([0] if gone() else []) or patience.is_over(len(listed), signs):",
@@ -256,15 +256,15 @@ BREAKS = [
         },
     ),
     Break(
-        "Rank 0 does not give up on a rank.", "disk",
+        "Rank 0 does not give up on a rank", "disk",
         {_VOTING: ("patience.is_over(len(by_rank), partial(_progress, storage, attempt, names, ranks))", "False")},
     ),
     Break(
-        "The manifest is not written.", "disk",
+        "Manifest not written", "disk",
         {_COMMIT: ("    publication.put(storage, names.MANIFEST, dump_manifest(manifest))\n", "")},
     ),
     Break(
-        "Retention removes one tag more.", "disk",
+        "Retention removes one tag more", "disk",
         {
             _COMMIT: (
                 "        for tag in judgement.retention.surplus:",
@@ -272,10 +272,10 @@ BREAKS = [
             )
         },
     ),
-    Break("The lease of a live job is taken.", "disk", {_LEASE: _LEASE_IS_FREE}),
-    Break("The lease of a dead job is never taken.", "disk", {_LEASE: _LEASE_IS_HELD}),
+    Break("Live job's lease taken", "disk", {_LEASE: _LEASE_IS_FREE}),
+    Break("Dead job's lease never taken", "disk", {_LEASE: _LEASE_IS_HELD}),
     Break(
-        "Neither tensors nor files are compared with their digests when they are loaded.", "disk",
+        "Load compares no digests", "disk",
         {
             "nxd_ckpt/tag/range_reader.py": (
                 "                raise mismatch(where", "                mismatch(where"
@@ -285,20 +285,20 @@ BREAKS = [
         lambda schedule: getattr(schedule, "rots", False),
     ),
     Break(
-        "A reader does not look again whether the tag is the one that it opened.", "disk", _IS_NOT_ASKED_AGAIN,
+        "Reader does not look again which tag it opened", "disk", _IS_NOT_ASKED_AGAIN,
         lambda schedule: schedule.reads and _replaces(schedule),
     ),
-    Break("Rank 0 does not wait for the votes of the others.", "store", _VOTES),
+    Break("Rank 0 does not wait for votes", "store", _VOTES),
     Break(
-        "Ranks write before rank 0 has made room.", "store",
+        "Ranks write before rank 0 made room", "store",
         {_BEGINNING: ("            self._await_opening(attempt)  #", "            pass  #")},
     ),
     Break(
-        "A tag is not emptied before it is saved anew.", "store",
+        "Tag not emptied before it is saved again", "store",
         {_PUBLICATION: ("            self._empty(session)\n        for", "            pass\n        for")},
     ),
     Break(
-        "A tag is made visible before its manifest is written.", "store",
+        "Visible before its manifest is written", "store",
         {
             _COMMIT: (
                 "    publication.put(storage, names.MANIFEST, dump_manifest(manifest))\n"
@@ -309,11 +309,11 @@ BREAKS = [
         },
     ),
     Break(
-        "A save in place declares no intent.", "store",
+        "Save in place declares no intent", "store",
         {_PUBLICATION: ("        intents.declare(storage, staging_dir(self.attempt), self.tag)\n", "")},
     ),
     Break(
-        "What a dead job's uploads left is not removed.", "store",
+        "Dead job's uploads not removed", "store",
         {
             _S3: (
                 "        for name, upload_id in self._bucket.uploads(key, self._bucket.below(key)):",
@@ -323,12 +323,12 @@ BREAKS = [
         lambda schedule: getattr(schedule, "part", None) == 400,
     ),
     Break(
-        "A key is taken without the condition that it is free.", "store",
+        "Key taken without the condition that it is free", "store",
         {_S3: ('uuid.uuid4().hex, IfNoneMatch="*")', "uuid.uuid4().hex)")},
     ),
-    Break("The lease of a live job is taken.", "store", {_LEASE: _LEASE_IS_FREE}),
+    Break("Live job's lease taken", "store", {_LEASE: _LEASE_IS_FREE}),
     Break(
-        "`done` is not removed first.", "store",
+        "`done` not removed first", "store",
         {
             _PUBLICATION: (
                 '        remove_if(storage, f"{self.tag}/{DONE}", session.confirm)\n        remove_if',
@@ -338,7 +338,7 @@ BREAKS = [
         _replaces,
     ),
     Break(
-        "The lease is not looked at again before `done` is written.", "store",
+        "Lease not checked before `done`", "store",
         {
             _PUBLICATION: (
                 "        session.require()\n        try:\n            content", "        try:\n            content"
@@ -347,15 +347,15 @@ BREAKS = [
         _stands_still,
     ),
     Break(
-        "A heartbeat writes the lease, too.", "store", _BEATS_OVER, _is_taken_over,
+        "Heartbeat writes the lease", "store", _BEATS_OVER, _is_taken_over,
     ),
     Break(
-        "What a tag consists of is removed whoever holds the lease by then.", "store, taken over",
+        "Tag's content removed without a look at the lease", "store, taken over",
         {_S3: ("            if not confirm():\n                return False\n", "")},
         _is_taken_over,
     ),
     Break(
-        "A reader does not look again whether the tag is the one that it opened.", "store", _IS_NOT_ASKED_AGAIN,
+        "Reader does not look again which tag it opened", "store", _IS_NOT_ASKED_AGAIN,
         lambda schedule: schedule.reads,
     ),
 ]
@@ -363,23 +363,23 @@ BREAKS = [
 
 BREAKS += [
     Break(
-        "The order time ignores the tags that are there.", "disk",
+        "Order time ignores existing tags", "disk",
         {_COMMIT: ("now = list_tags(storage), effects.time()", "now = list_tags(storage)[:0], effects.time()")},
         lambda schedule: schedule.fault == "clock",
     ),
     Break(
-        "The order time is not set on `done`.", "disk",
+        "Order time not set on `done`", "disk",
         {_PUBLICATION: ('        storage.set_time(f"{self.folder}/{DONE}", order_time)\n', "")},
     ),
     Break(
-        "The votes are not judged.", "ranks differ", {_COMMIT: ("    judge(votes, topology, leader_of)\n", "")},
+        "Votes not judged", "ranks differ", {_COMMIT: ("    judge(votes, topology, leader_of)\n", "")},
     ),
     Break(
-        "The votes are not judged.", "store, ranks differ",
+        "Votes not judged", "store, ranks differ",
         {_COMMIT: ("    judge(votes, topology, leader_of)\n", "")},
     ),
     Break(
-        "Cleaning up removes what is staged for the attempt under way.", "disk",
+        "Clean-up removes the staging of this attempt", "disk",
         {
             _COMMIT: (
                 "        if (everyone_is_past and int(number) < counter) or "
@@ -389,7 +389,7 @@ BREAKS += [
         },
     ),
     Break(
-        "Retention comes before the publication.", "disk",
+        "Retention before publication", "disk",
         {
             _COMMIT: (
                 "    publication.publish(session, order_time, indexes)\n    if request.rules is not None:\n"
@@ -402,12 +402,12 @@ BREAKS += [
         _retains,
     ),
     Break(
-        "Retention removes nothing.", "disk",
+        "Retention removes nothing", "disk",
         {_COMMIT: ("        for tag in judgement.retention.surplus:", "        for tag in ():")},
         _retains,
     ),
     Break(
-        "Retention does not look whether a surplus tag is still the one that was judged.", "a takeover at a removal",
+        "Retention does not look again at a surplus tag", "a takeover at a removal",
         {
             "nxd_ckpt/commit/retention.py": (
                 "return info.tag in pinned(storage) or not is_same", "return info.tag in pinned(storage)"
@@ -415,7 +415,7 @@ BREAKS += [
         },
     ),
     Break(
-        "`overwrite=False` is ignored.", "disk",
+        "`overwrite=False` ignored", "disk",
         {
             _PUBLICATION: (
                 "    return kind(session.attempt(counter), tag, overwrite)\n",
@@ -425,7 +425,7 @@ BREAKS += [
         _must_not_replace,
     ),
     Break(
-        "The journal is dropped before the rename is synced.", "every state",
+        "Journal dropped before the rename is synced", "every state",
         {
             _JOURNAL: (
                 "is_made = True\n        _sync(storage)\n",
@@ -435,41 +435,41 @@ BREAKS += [
         },
     ),
     Break(
-        "The journal is not synced before the renames.", "every state",
+        "Journal not synced before the renames", "every state",
         {_JOURNAL: ("            storage.sync_dir(HIDDEN)\n        replacement", "        replacement")},
     ),
     Break(
-        "A job that begins does not recover what a dead one left.", "a launch after a swap",
+        "New job does not recover a dead one's replacement", "a launch after a swap",
         {"nxd_ckpt/commit/session.py": ("    journal.recover(storage)\n", "")},
     ),
     Break(
-        "A save does not recover what an earlier one of its job left.", "an undoing that fails",
+        "Save does not recover an earlier one of its job", "an undoing that fails",
         {_JOURNAL: ("    recover(storage)  # an earlier swap of this job may not be finished yet\n", "")},
     ),
     Break(
-        "Who reads does not recover what a dead job left.", "disk",
+        "Reader does not recover a dead job's replacement", "disk",
         {_CHOOSING: ("            journal.recover(storage)\n", "            pass\n")},
         lambda schedule: _renames_twice(schedule) and _ends(schedule),
     ),
     Break(
-        "A reader recovers although the job lives.", "a reader at a swap",
+        "Reader recovers although the job lives", "a reader at a swap",
         {_CHOOSING: (" and not lease.job_lives(storage, patience=_SWAP_TAKES):", ":")},
     ),
     Break(
-        "What undoes a save is not synced.", "an undone save",
+        "Undoing of a save not synced", "an undone save",
         {_JOURNAL: ("        moves()\n        _sync(storage)\n", "        moves()\n")},
     ),
     Break(
-        "A rank's files of a save that failed go, also where it was visible for a moment.", "an undone save",
+        "Failed save's files removed though it was visible", "an undone save",
         {_BEGINNING: ("self.writer is not None and storage.renames and not storage.is_file(done):",
                       "self.writer is not None and storage.renames:")},
     ),
     Break(
-        "The trash is emptied while there is a journal.", "an undoing that fails",
+        "Trash emptied while there is a journal", "an undoing that fails",
         {_JOURNAL: ("        if is_open(storage):\n            return\n        names = [e", "        names = [e")},
     ),
     Break(
-        "A dead job's lease is taken by `write`, not by `exchange`.", "lease",
+        "Dead job's lease taken by `write`, not `exchange`", "lease",
         {
             _LEASE: (
                 "        elif storage.exchange(LEASE, data, _encode(mine)):\n",
@@ -478,7 +478,7 @@ BREAKS += [
         },
     ),
     Break(
-        "An exchange puts its data there whatever it found.", "lease",
+        "Exchange does not compare", "lease",
         {
             _DISK: (
                 "            if self.read(key) != expected:\n                return False\n",
@@ -487,7 +487,7 @@ BREAKS += [
         },
     ),
     Break(
-        "Whoever's lease it is is released.", "lease",
+        "Another job's lease released", "lease",
         {
             _LEASE: (
                 "    if _repaired(storage, lease) == lease:\n        with suppress(OSError):\n"
@@ -498,11 +498,11 @@ BREAKS += [
         },
     ),
     Break(
-        "A holder gives no heartbeat.", "lease",
+        "Holder gives no heartbeat", "lease",
         {_LEASE: ("        while not self._stop.wait(self._interval):\n", "        while False:\n")},
     ),
     Break(
-        "A put writes over what is there.", "store",
+        "Put overwrites", "store",
         {
             _PUBLICATION: (
                 "        if not storage.link_new(key, data) and storage.read(key) != data:\n",
@@ -511,15 +511,15 @@ BREAKS += [
         },
     ),
     Break(
-        "`done` does not say of which attempt it is.", "store",
+        "`done` does not name its attempt", "store",
         {_PUBLICATION: ('f"{order_text(order_time)} {self.attempt}".encode()', "order_text(order_time).encode()")},
     ),
     Break(
-        "A reply to `done` that was lost is not looked up.", "lost replies",
+        "Lost reply to `done` not looked up", "lost replies",
         {_PUBLICATION: ("            content = self._content_after(storage, error)  #", "            raise  #")},
     ),
     Break(
-        "The lease is not looked at after `done`.", "store, taken over",
+        "Lease not checked after `done`", "store, taken over",
         {_PUBLICATION: ("        self._withdraw_if_swept(session, mark)\n", "")},
     ),
 ]
@@ -527,45 +527,45 @@ BREAKS += [
 
 BREAKS += [
     Break(
-        "The real `fdatasync` is removed.", "local",
+        "Real `fdatasync` removed", "local",
         {_SYSTEM: ("        os.fdatasync(fd)\n", "        pass\n")},
     ),
     Break(
-        "The real `fsync` of directories is removed.", "local",
+        "Real `fsync` of directories removed", "local",
         {_LOCAL: ("            sync_path(folder)\n", "            pass\n")},
     ),
     Break(
-        "A directory that is made is not synced into the one above it.", "local",
+        "New directory not synced into its parent", "local",
         {_LOCAL: ("        for folder in missing:\n            self._sync(os.path.dirname(folder))\n", "")},
     ),
     Break(
-        "What leads to the directory of the tags is not synced.", "local",
+        "Path to the directory of tags not synced", "local",
         {_LOCAL: ("            self._sync_way()\n", "            pass\n")},
     ),
     Break(
-        "`O_EXCL` is dropped.", "lease, local",
+        "`O_EXCL` dropped", "lease, local",
         {_FILES: ('"O_CREAT", "O_EXCL", "O_CLOEXEC"', '"O_CREAT", "O_CLOEXEC"')},
     ),
     Break(
-        "`O_CREAT` is dropped.", "local",
+        "`O_CREAT` dropped", "local",
         {_FILES: ('"O_CREAT", "O_EXCL", "O_CLOEXEC"', '"O_EXCL", "O_CLOEXEC"')},
     ),
     Break(
-        "A rename takes the place of the exchange of two names.", "local",
+        "Rename in place of an exchange", "local",
         {_SYSTEM: ("_WORKING_DIRECTORY, _EXCHANGE = -100, 2", "_WORKING_DIRECTORY, _EXCHANGE = -100, 0")},
         _replaces,
     ),
     Break(
-        "The exchange of two names is said to work where it does not.", "local",
+        "Exchange claimed where it does not work", "local",
         {_SYSTEM: ("    if error in _CANNOT_EXCHANGE:\n        return False\n", "    return True\n")},
         _renames_twice,
     ),
     Break(
-        "A file that must be new is renamed into place, not linked.", "lease, local",
+        "New file renamed into place, not linked", "lease, local",
         {_LOCAL: ("            os.link(temporary, self", "            os.replace(temporary, self")},
     ),
     Break(
-        "Small files are written in place, not beside it.", "local",
+        "Small files written in place", "local",
         {
             _LOCAL: (
                 "        temporary = self._write_aside(key, data)\n        try:\n            os.replace",
@@ -576,55 +576,55 @@ BREAKS += [
         },
     ),
     Break(
-        "A write that took less than it was given counts as done.", "local",
+        "Short write counts as done", "local",
         {_FILES: ("        view, offset = view[count:], offset + count\n", "        view = view[len(view) :]\n")},
     ),
     Break(
-        "A read that gave less than was asked for counts as done.", "local",
+        "Short read counts as done", "local",
         {_FILES: ("            left, offset = left - count, offset + count\n", "            left = 0\n")},
     ),
     Break(
-        "A file is moved aside before anybody looks whether it is the one.", "lease, local",
+        "File moved aside before it is compared", "lease, local",
         {_LOCAL: ("            if _read(path, DOCUMENT) != expected:\n                return False\n", "")},
     ),
     Break(
-        "The time of a file is not set.", "local",
+        "File's time not set", "local",
         {_LOCAL: ("        os.utime(self._own(key), (seconds", "        dict(given=self._own(key), times=(seconds")},
     ),
     Break(
-        "A small file that every host should have is on the host of rank 0 alone.", "hosts",
+        "Small file on the host of rank 0 only", "hosts",
         {_HOSTS: ("            self._mirror(key, data, others)\n", "            pass\n")},
     ),
     Break(
-        "A lease that another job takes on another host at the same time is not looked for again.", "hosts",
+        "Lease on another host not looked for again", "hosts",
         {_HOSTS: ("        if at_home and is_elsewhere():  #", "        if False:  #")},
     ),
     Break(
-        "A file is complete before its replicas are.", "hosts",
+        "File complete before its replicas", "hosts",
         {_HOSTS: ("            for writer in self._others:\n                writer.close()\n", "")},
     ),
     Break(
-        "All hosts that have a name count as having its newest save.", "hosts",
+        "All hosts count as having the newest save", "hosts",
         {_HOSTS: ("in marks.items() if marker == newest)", "in marks.items() if marker)")},
     ),
     Break(
-        "A host that takes another's place gets none of its files.", "moved hosts",
+        "Replacing host gets none of the files", "moved hosts",
         {_REPLENISHING: ("        for fetch in fetches:\n            self._fetch(opened, fetch)\n", "")},
     ),
     Break(
-        "A host that was away keeps its older files of a tag when it gets those of the newer save.", "moved hosts",
+        "Returning host keeps older files of a tag", "moved hosts",
         {_REPLENISHING: ("            source.hosts.directories[number].remove(tag)\n", "            pass\n")},
     ),
     Break(
-        "A small file's name is not synced on a host.", "hosts",
+        "Small file's name not synced on a host", "hosts",
         {_OWN: ("super().write(key, data)\n        self.sync_dir(_folder(key))\n", "super().write(key, data)\n")},
     ),
     Break(
-        "A removal ends at the first host that is away.", "hosts",
+        "Removal ends at the first absent host", "hosts",
         {_HOSTS: ("problem = problem or error\n        self._members.pop", "raise\n        self._members.pop")},
     ),
     Break(
-        "A lease is kept if another host is away when it is given back.", "hosts",
+        "Lease kept if another host is away", "hosts",
         {
             _SESSION: (
                 "            with suppress(OSError):  # another host may be away: that must not keep the lease\n"
@@ -634,11 +634,11 @@ BREAKS += [
         },
     ),
     Break(
-        "A tag is left visible whose rename happened, although the call failed.", "a lost reply",
+        "Failed rename that happened leaves the tag visible", "a lost reply",
         {_JOURNAL: (" or (not isinstance(error, (FileNotFoundError, FileExistsError)) and is_visible())", "")},
     ),
     Break(
-        "Two names that were exchanged, although the call failed, are not exchanged again.", "a lost reply",
+        "Failed exchange that happened is not reversed", "a lost reply",
         {_REPLACEMENT: ("if isinstance(storage, Swapping) and self.is_there(self.finished):", "if False:")},
     ),
 ]
@@ -704,17 +704,17 @@ def broken(number: int, limit: int, seconds: float) -> Found:
     return found
 
 
-_HEADER = ["what was broken", "place", "failed at schedule", "after schedules", "date", "commit"]
+_HEADER = ["broken", "place", "schedules", "date"]
 _WRITING = Lock()
 
 
-def _write(number: int, found: Found, date: str, commit: str) -> None:
+def _write(number: int, found: Found, date: str) -> None:
     """One row of the table; the rows of others stay, in the order of the list."""
     one, place = BREAKS[number], "broken on purpose"
     with _WRITING:
         rows = {(row[0], row[1]): row for row in rows_of(place)}
-        seed = "none" if found.seed is None else f"{found.seed:,}"
-        rows[one.what, one.place] = [one.what, one.place, seed, f"{found.schedules:,}", date, commit]
+        noticed = f"{found.schedules:,}" if found.seed is not None else f"not in {found.schedules:,}"
+        rows[one.what, one.place] = [one.what, one.place, noticed, date]
         listed = ((other.what, other.place) for other in BREAKS)
         put(place, table([rows[key] for key in listed if key in rows], _HEADER))
 
@@ -727,12 +727,12 @@ def main() -> None:
     parser.add_argument("--processes", type=int, default=2, help="how many at once (default: %(default)s)")
     parser.add_argument("--write", action="store_true", help="write what was found into docs/reliability-counts.md")
     given = parser.parse_args()
-    (_, date), (_, commit) = date_and_commit()  # the checkout may move on while it runs
+    (_, date), _ = date_and_commit()
 
     def find(number: int) -> Found:
         found = broken(number, given.limit, given.seconds)
         if given.write:
-            _write(number, found, date, commit)
+            _write(number, found, date)
         return found
 
     with ThreadPoolExecutor(given.processes) as threads:
