@@ -43,11 +43,11 @@ from nxd_ckpt.tag.opened import OpenTag
 logger = logging.getLogger("nxd_ckpt")
 
 
-_SMALL = 2**20
-"""Size in bytes below which a tensor shares a file with others."""
+_LARGE = 32 * 2**20
+"""Size in bytes below which a tensor shares a file with others, and of such a file.
 
-_TOGETHER = 32 * 2**20
-"""Approximate bytes of a shared file."""
+A tensor of an expert has about a MiB, and there are thousands: a file takes longer to open and to sync than that.
+"""
 
 
 class _Entry(NamedTuple):
@@ -67,8 +67,8 @@ def plan_files(state: DcpState) -> list[PlannedFile]:
     entries = [_Entry(position, value, DcpChunk(path)) for position, (path, value) in enumerate(state.values.values())]
     for position, (name, tensor) in enumerate(state.tensors.items(), len(entries)):
         entries.append(_Entry(position, state.leaf(name), _chunk(tensor), tensor.nbytes))
-    large = ([entry] for entry in entries if entry.nbytes >= _SMALL)
-    groups = [*_grouped(entry for entry in entries if entry.nbytes < _SMALL), *large]
+    large = ([entry] for entry in entries if entry.nbytes >= _LARGE)
+    groups = [*_grouped(entry for entry in entries if entry.nbytes < _LARGE), *large]
     return [_file(f"__0_{number}.distcp", group) for number, group in enumerate(groups)]
 
 
@@ -77,13 +77,13 @@ def _chunk(tensor: DcpTensor) -> DcpChunk:
 
 
 def _grouped(entries: Iterable[_Entry]) -> Iterator[list[_Entry]]:
-    """Yield groups of neighbours of about `_TOGETHER` bytes."""
+    """Yield groups of neighbours of about `_LARGE` bytes."""
     group: list[_Entry] = []
     nbytes = 0
     for entry in entries:
         group.append(entry)
         nbytes += entry.nbytes
-        if nbytes >= _TOGETHER:
+        if nbytes >= _LARGE:
             yield group
             group, nbytes = [], 0
     if group:

@@ -34,13 +34,15 @@ class Box:
 
     def intersect(self, other: Box) -> Box | None:
         """Return the common part, or None if there is none (an empty box overlaps nothing)."""
-        offset = tuple(max(a, b) for a, b in zip(self.offset, other.offset, strict=True))
-        ends = (
-            min(a + n, b + m)
-            for a, n, b, m in zip(self.offset, self.size, other.offset, other.size, strict=True)
-        )
-        size = tuple(end - start for start, end in zip(offset, ends, strict=True))
-        return None if any(extent <= 0 for extent in size) else Box(offset, size)
+        offset, size = [], []
+        for a, n, b, m in zip(self.offset, self.size, other.offset, other.size, strict=True):
+            start = max(a, b)
+            extent = min(a + n, b + m) - start
+            if extent <= 0:
+                return None
+            offset.append(start)
+            size.append(extent)
+        return Box(tuple(offset), tuple(size))
 
     def contains(self, other: Box) -> bool:
         """Return whether all of ``other`` is inside this box."""

@@ -16,6 +16,7 @@ import torch
 from nxd_ckpt.core.box import Box, boxes_of_run
 from nxd_ckpt.core.manifest import CRC_BLOCK
 from nxd_ckpt.core.reads import contiguous_runs
+from nxd_ckpt.formats.copying import copy_values
 from nxd_ckpt.formats.tensors import (
     Assembly,
     Fragment,
@@ -23,7 +24,6 @@ from nxd_ckpt.formats.tensors import (
     allocated,
     byte_view,
     contiguous_stride,
-    copy_values,
     itemsize,
     torch_dtype,
 )
@@ -227,6 +227,4 @@ def _narrowed(fragment: Fragment, source: Box) -> Fragment:
 
 def box_of(tensor: torch.Tensor, box: Box) -> torch.Tensor:
     """Return the part of the tensor at ``box``, as a view."""
-    for dim, (offset, size) in enumerate(zip(box.offset, box.size, strict=True)):
-        tensor = tensor.narrow(dim, offset, size)
-    return tensor
+    return tensor[tuple(slice(offset, offset + size) for offset, size in zip(box.offset, box.size, strict=True))]

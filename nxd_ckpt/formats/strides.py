@@ -15,13 +15,13 @@ import torch
 
 from nxd_ckpt.core.limits import DIMENSIONS, check_sizes, shown
 from nxd_ckpt.errors import MalformedFile
+from nxd_ckpt.formats.copying import copy_values
 from nxd_ckpt.formats.tensors import (
     Assembly,
     NotedStub,
     TensorStub,
     allocated,
     contiguous_stride,
-    copy_values,
     dtype_name,
 )
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import copy
 import ctypes
 import math
-import re
 from argparse import Namespace
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -344,19 +343,6 @@ def torch_dtype(name: str) -> torch.dtype:
     if dtype is None:
         raise InvalidArgument(f"torch {torch.__version__} has no dtype {name!r}; install a newer torch")
     return dtype
-
-
-_WITHOUT_KERNELS = frozenset(
-    dtype for name, dtype in _DTYPES.items() if re.fullmatch(r"u?int[1-7]|float4_\w+", name)
-)
-"""Dtypes whose elements torch, or some of its releases, cannot copy; each element is one byte."""
-
-
-def copy_values(target: torch.Tensor, source: torch.Tensor) -> None:
-    """Copy ``source`` to ``target`` for every dtype; if torch has no kernel, copy the bytes."""
-    if target.dtype == source.dtype and target.dtype in _WITHOUT_KERNELS:
-        target, source = target.view(torch.uint8), source.view(torch.uint8)
-    target.copy_(source)
 
 
 def cast_dtype(dtype: str, target: str | None) -> str:

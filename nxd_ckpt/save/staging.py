@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
+from nxd_ckpt.formats.copying import copy_values
 from nxd_ckpt.formats.image import Image, StorageRecord
-from nxd_ckpt.formats.tensors import copy_values
 from nxd_ckpt.live import torch_xla
 from nxd_ckpt.save.planned_file import PlannedFile
 from nxd_ckpt.save.waves import Span, Wave, end_of, views_of

@@ -100,6 +100,7 @@ class FileWriter:
     ) -> None:
         self._storage, self._folder, self._files, self._progress = storage, folder, list(files), progress
         self._threads, self._parent = threads, parent
+        self._planned_nbytes = sum(file.image.nbytes for file in files)
         self._open: dict[int, _OpenFile] = {}
         self._written: dict[int, _Written] = {}
         self._lock = effects.Lock()
@@ -124,7 +125,7 @@ class FileWriter:
             _end(small)
 
     def _naming(self, key: str) -> AbstractContextManager[None]:
-        return _naming(key, self._storage, sum(file.image.nbytes for file in self._files))
+        return _naming(key, self._storage, self._planned_nbytes)
 
     def _write_span(self, span: Span, view: memoryview, ahead: Executor | None = None) -> None:
         with self._naming(self._files[span.file].key):
