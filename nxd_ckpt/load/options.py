@@ -31,54 +31,46 @@ class LoadOptions:
         parameters is left out.""")
     num_workers: int | None = option(8, "accepted for existing scripts. Every rank reads its own files at once.")
     use_zero1_dcp: bool = option(False, "accepted for existing scripts. The format is detected.")
-    param_names: Sequence[Sequence[str]] | None = option(None, """the names of the optimizer's parameters, a list for
-        each param group; needed if no live model has them.""")
-    saved_param_names: Sequence[Sequence[Sequence[str]]] | None = option(None, """the optimizer's parameter names at the
-        save, for each pipeline stage; needed to load tags on other sizes that do not record them
-        (neuronx_distributed's).""")
-    partitions: Mapping[str, Partition] | None = option(None, """how live parameters are partitioned over
-        tensor-parallel ranks, by name; needed if their attributes were lost.""")
-    rank_content: dict[Any, Any] | None = option(None, """an empty dict, filled with this rank's saved ``rank_content``.
-        On other sizes it is filled with the data positions in it only, re-split.""")
-    verify: Verify | None = option(None, """when digests are compared. True: on all ranks before anything changes on
-        any, which reads everything twice. "reading": as the bytes arrive, in one pass; an error is raised on all ranks,
-        but may leave live state partly overwritten. False: never; structure, sizes and indexes are still checked. None:
-        "reading" on object stores, where True would download everything twice; True on file systems, and with
-        ``pre_download``.""")
-    share_reads: bool | None = option(None, """of the ranks that load the same tensor or shard (data-parallel replicas,
-        HSDP's) one reads it and broadcasts it to the others; None does so if that is measured to be faster. If ranks
-        pass different values, False goes before True, and True before None. It has no effect with ``pre_download``.""")
-    pre_download: bool = option(False, """first download the files that this rank needs, whole, to a local disk, and
-        load from there. The processes of a host share the downloads. For each directory or URL the files of the last
-        loaded tag stay there.""")
-    work_dir: StrPath | None = option(None, """the local directory for ``pre_download``; by default one of this user's
-        below the system's temporary one.""")
-    trust_pickle: bool = option(False, """allow objects of any class. Loading a file with it can run any code: only for
-        checkpoints that you trust like your own code.""")
-    progress: bool = option(True, """show a bar on rank 0's standard error, if that is a terminal, for work that takes
-        longer than two seconds.""")
-    mapping: MappingSpec = option(None, """for a Hugging Face directory, like the next two, which have no effect on
-        tags: the name of a shipped mapping, a JSON or YAML file, or the document itself; by default config.json chooses
-        it.""")
-    kv_size_multiplier: int = option(1, "number of copies of each key-value head in the live model.")
+    param_names: Sequence[Sequence[str]] | None = option(None, """names of the optimizer's parameters, a list for each
+        param group; needed without a live model.""")
+    saved_param_names: Sequence[Sequence[Sequence[str]]] | None = option(None, """the optimizer's parameter names at
+        the save, for each pipeline stage; needed for NxD's tags on other sizes.""")
+    partitions: Mapping[str, Partition] | None = option(None, """cuts of live parameters over tensor-parallel ranks,
+        by name; needed if their attributes were lost.""")
+    rank_content: dict[Any, Any] | None = option(None, """an empty dict, filled with this rank's saved
+        ``rank_content``. On other sizes: data positions only, re-split.""")
+    verify: Verify | None = option(None, """when digests are compared. True: before anything changes, which reads
+        twice. "reading": in one pass; after an error live state may be partly overwritten. False: never; structure
+        and sizes still are. None: True on file systems and with ``pre_download``, "reading" on object stores.""")
+    share_reads: bool | None = option(None, """one of the ranks that load the same tensor or shard reads it and sends
+        it to the others. None: if that is measured to be faster. If ranks differ, False wins over True, True over
+        None. No effect with ``pre_download``.""")
+    pre_download: bool = option(False, """first download whole files to a local disk, once for each host. The files of
+        the last loaded tag stay there.""")
+    work_dir: StrPath | None = option(None, """directory for ``pre_download``. Default: below the system's temporary
+        directory.""")
+    trust_pickle: bool = option(False, """allow objects of any class. This can run any code: use it only for
+        checkpoints that you trust.""")
+    progress: bool = option(True, "show a bar on rank 0's terminal for work of more than two seconds.")
+    mapping: MappingSpec = option(None, """for Hugging Face directories, as the next two: a shipped mapping's name, a
+        JSON or YAML file, or a document. Default: config.json decides.""")
+    kv_size_multiplier: int = option(1, "copies of each key-value head in the live model.")
     hardware: Hardware = option("trn1", 'the order of those copies, "trn1" or "trn2".')
-    key_mapping: Mapping[str, str] | None = option(None, """maps live names of parameters and buffers to whole names in
-        the checkpoint, all at once.""")
-    prefix: str = option("", """beginning of the names in the checkpoint that other live names do not have. Names
-        without it there are ignored.""")
-    ignore_keys: IgnoreKeys | None = option(None, """names that keep their live values, neither read nor verified: globs
-        over names, or a function from the list of all names to the ones to leave out. Names are ``model/<name>``,
-        ``optim/<name>/<state>``, ``optim/param_groups``, ``scheduler``, ``user_content``, ``rank_content`` (and their
-        keys, as ``rank_content/epoch``), and ``rng``, which is a random state from ``capture_random_state`` in
-        rank_content. ``*`` stands for anything, slashes too, and a name for everything below it. Names are the live
-        ones, after ``key_mapping``.""")
-    weights_only: bool = option(False, """load the model and nothing else, even if optimizer and scheduler are passed.
-        ZeRO-1 shards are cut from its weights.""")
+    key_mapping: Mapping[str, str] | None = option(None, """maps live names of parameters and buffers to whole names
+        in the checkpoint.""")
+    prefix: str = option("", """beginning of names in the checkpoint that live names lack. Names without it are
+        ignored.""")
+    ignore_keys: IgnoreKeys | None = option(None, """names that keep their live values, neither read nor verified:
+        globs, or a function from all names to those left out. Names are ``model/<name>``, ``optim/<name>/<state>``,
+        ``optim/param_groups``, ``scheduler``, ``user_content``, ``rank_content`` (and their keys, as
+        ``rank_content/epoch``), and ``rng``, a random state in rank_content. ``*`` matches slashes too; a name stands
+        for everything below it. Names are live ones, after ``key_mapping``.""")
+    weights_only: bool = option(False, "load the model only. ZeRO-1 shards are cut from its weights.")
     load_weights_only: bool = option(False, "another name for ``weights_only``, OLMo-core's.")
-    strict_model_weights: bool | None = option(None, """``strict`` for the names of the model alone; None uses
-        ``strict``, which also counts for filters.""")
-    fallback: bool = option(False, """if no tag is named and the latest is damaged, load the newest undamaged one, with
-        a warning that names it and the damage. It never applies to a named tag or to a model that does not match.""")
+    strict_model_weights: bool | None = option(None, """``strict`` for the model's names alone. None uses ``strict``,
+        which also counts for filters.""")
+    fallback: bool = option(False, """if the latest tag is damaged, load the newest undamaged one, with a warning.
+        Never for a named tag or a model that does not match.""")
 
     @property
     def loads_weights_only(self) -> bool:

@@ -23,33 +23,30 @@ OnFailure = Literal["raise", "warn"]
 class DirectoryOptions:
     """Participants of a directory, and access to it."""
 
-    topology: Topology | None = option(None, """this rank's place among all ranks; by default it is read from
-        neuronx_distributed's parallel state if that is initialised, else all ranks of the process group are one
-        data-parallel group, else this process is alone. With it, a single process can load any rank's state.""")
-    process_group: Any = option(None, """group of torch.distributed with the ranks that save and load together, if it is
-        not the whole job: for example independent models, each on some of the ranks. By default all ranks.""",
+    topology: Topology | None = option(None, """this rank's place among all ranks. Default: neuronx_distributed's
+        parallel state, else one data-parallel group of all ranks, else a single process. With it, one process can
+        load any rank's state.""")
+    process_group: Any = option(None, "the ranks that save and load together, if they are not the whole job.",
         repr=False)
-    timeout: float = option(DEFAULT_TIMEOUT, """seconds without any progress after which a rank counts as lost. A rank
-        whose process ended is noticed in about five seconds.""")
-    storage_options: StorageOptions | None = option(None, """storage options for URLs, named as in fsspec and s3fs. They
-        may hold secrets: they are neither logged nor saved.""", repr=False)
+    timeout: float = option(DEFAULT_TIMEOUT, """seconds without progress after which a rank counts as lost. An ended
+        process is noticed in about five.""")
+    storage_options: StorageOptions | None = option(None, """storage options for URLs, as in fsspec and s3fs. They are
+        neither logged nor saved.""", repr=False)
 
 
 @dataclass(frozen=True)
 class CheckpointerOptions(DirectoryOptions):
     """Options of a directory that is saved to. They take effect from the first save on."""
 
-    run_id: str | None = option(None, """joins ranks without a process group: a string that is the same on all ranks,
-        and new for every launch.""")
-    durable: bool = option(True, "fsync everything before a tag becomes visible. False is for scratch space only.")
-    memory_cap: int | None = option(None, """bytes of host memory that this rank may use for staging; by default its
-        share of the free memory.""")
-    progress: bool = option(True, """show a bar on rank 0's standard error, if that is a terminal, when the caller waits
-        for longer than two seconds.""")
-    on_save_failure: OnFailure = option("raise", """"raise" or "warn". With "warn" a save that fails, for whatever
-        reason, is logged on every rank, and training continues.""")
-    max_failed_saves: int = option(3, """with "warn", this many saves in a row may fail; the last of them is raised, by
-        the call itself, or if it was async, by the next save, ``wait`` or ``finalize_checkpoint``.""")
+    run_id: str | None = option(None, """joins ranks without a process group: one string on all ranks, new for every
+        launch.""")
+    durable: bool = option(True, "fsync everything before a tag becomes visible. Use False for scratch space only.")
+    memory_cap: int | None = option(None, "bytes of host memory for staging. Default: a share of the free memory.")
+    progress: bool = option(True, "show a bar on rank 0's terminal when the caller waits longer than two seconds.")
+    on_save_failure: OnFailure = option("raise", """"raise" or "warn". "warn" logs a failed save on every rank, and
+        training continues.""")
+    max_failed_saves: int = option(3, """with "warn", the number of failed saves in a row after which one is raised:
+        by the call itself, or, if async, by the next save, ``wait`` or ``finalize_checkpoint``.""")
 
     def validate(self) -> None:
         """Raise InvalidArgument for meaningless values."""
@@ -68,11 +65,11 @@ Notice = bool | Signals | int | Callable[[], bool]
 class PreemptionOptions:
     """Stopping training from outside without losing a step."""
 
-    preemption: Notice = option(False, """source of the news that this rank is about to be stopped: True for SIGTERM,
-        another signal, or a function without arguments that each `Checkpointer.step` calls. Until the Checkpointer is
-        closed, the signal has no other effect, unless no step comes: see ``preemption_grace``.""")
-    preemption_grace: float = option(30.0, """seconds between the signal and the end: within them all ranks must agree
-        on the step to save. If this process has never called `Checkpointer.step` by then, the signal ends it.""")
+    preemption: Notice = option(False, """sign that this rank will be stopped: True for SIGTERM, another signal, or a
+        function that each `Checkpointer.step` calls. The signal has no other effect; for the exception see
+        ``preemption_grace``.""")
+    preemption_grace: float = option(30.0, """seconds in which all ranks must agree on the step to save. If this
+        process has not called `Checkpointer.step` by then, the signal ends it.""")
 
     def validate(self) -> None:
         """Raise InvalidArgument for meaningless values."""
@@ -88,12 +85,10 @@ class ScheduleOptions:
     """The steps after which `Checkpointer.should_save` says to save."""
 
     every: int | None = option(None, """save after each step that is a multiple of it.""")
-    every_minutes: float | None = option(None, """save once so many minutes are over since the last save, or the first
-        step: after the same step on all ranks. Rank 0's clock counts. With `every` too, after whichever comes
-        first.""")
-    final_save: Callable[[int], object] | None = option(None, """a function of a step that saves it. Closing the
-        Checkpointer calls it, but not after an exception, for the last step that was passed to `should_save`, if that
-        is not saved.""")
+    every_minutes: float | None = option(None, """save when so many minutes are over since the last save or the first
+        step, by rank 0's clock. With `every`, whichever comes first.""")
+    final_save: Callable[[int], object] | None = option(None, """a function that saves a step. Closing calls it for
+        the last step passed to `should_save`, if that is not saved; not after an exception.""")
 
     def validate(self) -> None:
         """Raise InvalidArgument for meaningless values."""

@@ -25,16 +25,15 @@ BLANK = "?"
 class OutputOptions:
     """Creation of an output."""
 
-    overwrite: bool = option(False, "replace an existing output, once the conversion has succeeded.")
+    overwrite: bool = option(False, "replace an existing output once the conversion has succeeded.")
     dry_run: bool = option(False, "plan everything, and write nothing.")
-    storage_options: StorageOptions | None = option(None, """storage options for URLs, named as in fsspec and s3fs;
-        secrets stay in memory.""", repr=False)
+    storage_options: StorageOptions | None = option(None, """storage options for URLs, as in fsspec and s3fs; secrets
+        stay in memory.""", repr=False)
     output_options: StorageOptions | None = option(
         None, "storage options for the output, if it needs others.", repr=False
     )
     durable: bool = option(True, "fsync everything before the output becomes visible.")
-    progress: bool = option(False, """show a bar on standard error, if that is a terminal, for work that takes longer
-        than two seconds.""")
+    progress: bool = option(False, "show a bar on the terminal for work of more than two seconds.")
 
     @property
     def written_with(self) -> StorageOptions | None:
@@ -46,9 +45,8 @@ class OutputOptions:
 class SharedOptions(OutputOptions):
     """Options of work that the ranks of a job may share."""
 
-    all_ranks: bool = option(False, """share the work among all ranks of the job, or all processes that torchrun
-        started; each of them makes the same call. Without it this process converts alone, also if it is one rank of a
-        running job.""")
+    all_ranks: bool = option(False, """share the work among all ranks of the job or of torchrun, each of which makes
+        the same call. Without it this process works alone.""")
     timeout: float = option(DEFAULT_TIMEOUT, "seconds without progress after which another rank counts as lost.")
 
 
@@ -56,8 +54,8 @@ class SharedOptions(OutputOptions):
 class ExecutionOptions(SharedOptions):
     """Options of work that processes of a host may share, too."""
 
-    num_workers: int = option(1, """number of processes on this host. More than one import the caller's main module
-        again: call below ``if __name__ == "__main__":``.""")
+    num_workers: int = option(1, """processes on this host. More than one import the main module again: call below
+        ``if __name__ == "__main__":``.""")
 
     def validate(self) -> None:
         """Raise InvalidArgument for contradictions."""
@@ -72,8 +70,7 @@ class NewJobOptions(ExecutionOptions):
     tp: int = option(1, "tensor-parallel size.")
     pp: int = option(1, "pipeline-parallel size.")
     ep: int = option(1, "expert-parallel size, which divides ``dp``.")
-    stages: Names | None = option(None, """the names of each pipeline stage; by default layers are spread evenly, in
-        their order.""")
+    stages: Names | None = option(None, "names of each pipeline stage. Default: layers are spread evenly, in order.")
     use_xser: bool = option(False, "write xser files.")
 
     def validate(self) -> None:
@@ -103,11 +100,10 @@ def check_workers(num_workers: object) -> None:
 class OpenOptions:
     """Opening of a tag. ``storage_options`` may hold secrets: no repr shows them."""
 
-    partitions: Mapping[str, Partition] | None = option(None, """how parameters were partitioned over its ranks, by
-        name, if the tag does not record it (NxD's do not).""")
-    saved_param_names: SavedNames | None = option(None, """the optimizer's parameter names, for each pipeline stage, for
-        each param group, in order, if the tag does not record them (NxD's do not).""")
+    partitions: Mapping[str, Partition] | None = option(None, """cuts of parameters over ranks, by name, if the tag
+        does not record them (NxD's do not).""")
+    saved_param_names: SavedNames | None = option(None, """the optimizer's parameter names, by pipeline stage and
+        param group, in order, if the tag does not record them (NxD's do not).""")
     trust_pickle: bool = option(False, "allow objects of any class in it.")
-    storage_options: StorageOptions | None = option(
-        None, "storage options for URLs, named as in fsspec and s3fs.", repr=False
+    storage_options: StorageOptions | None = option(None, "storage options for URLs, as in fsspec and s3fs.", repr=False
     )

@@ -25,18 +25,17 @@ Dtype = Literal["float32", "bfloat16", "float16"]
 class MappingOptions:
     """Translation of names and shapes between Hugging Face and NxD."""
 
-    config: StrPath | None = option(None, "the model's config.json, or a Hugging Face directory with one.")
-    mapping: MappingSpec = option(None, """the name of a shipped mapping, a JSON or YAML file, or its document; by
-        default config.json chooses it. docs/hugging-face.md lists the shipped ones.""")
-    prefix: str = option("", """beginning of names in Hugging Face's files that the mapping's rules do not have, such as
-        "language_model." for the text model in a multimodal one.""")
-    key_mapping: Mapping[str, str] | None = option(None, """maps names of Hugging Face's tensors in the mapping's rules
-        to whole names in files.""")
-    kv_size_multiplier: int = option(1, "number of copies of each key-value head in the job.")
+    config: StrPath | None = option(None, "the model's config.json, or a directory with one.")
+    mapping: MappingSpec = option(None, """a shipped mapping's name, a JSON or YAML file, or a document. Default:
+        config.json decides.""")
+    prefix: str = option("", """beginning of names in Hugging Face's files that the mapping lacks, such as
+        "language_model.".""")
+    key_mapping: Mapping[str, str] | None = option(None, """maps Hugging Face's names in the mapping to whole names in
+        files.""")
+    kv_size_multiplier: int = option(1, "copies of each key-value head in the job.")
     hardware: Hardware = option("trn1", "the order of those copies.")
-    pad_attn_heads: bool = option(False, """the job pads its query heads with zeros to a multiple of its tensor-parallel
-        size (trn1).""")
-    dtype: Dtype | None = option(None, "cast floating-point numbers to this; by default they stay as they are.")
+    pad_attn_heads: bool = option(False, "the job pads query heads with zeros to a multiple of tp (trn1).")
+    dtype: Dtype | None = option(None, "cast floating-point numbers to this. Default: no cast.")
 
     @property
     def renaming(self) -> Renaming:
@@ -53,26 +52,23 @@ class MappingOptions:
 class ExportOptions(MappingOptions, SharedOptions):
     """Export of a tag's model."""
 
-    tokenizer: StrPath | None = option(None, """a directory whose files are copied, except weights and
-        config.json: the tokenizer's, chat templates, custom code.""")
-    size_per_shard: int | str = option("5GB", """maximum size of a weight file, such as 5GB, or bytes; a larger tensor
-        has a file of its own.""")
-    master_weights: bool = option(False, "export the optimizer's master weights, where it has them.")
-    optimizer: bool = option(False, """write the optimizer's state too. It becomes ``optimizer.safetensors`` (or shards
-        and their index), where the tensor ``NAME/exp_avg`` is that state of the model's ``NAME``, and optimizer.json
-        with param groups, steps and everything else that is no tensor. Nothing of it is cast.""")
-    saved_param_names: SavedNames | None = option(None, """the optimizer's parameter names, for each pipeline stage, for
-        each param group, in order. Needed for master weights or state if the tag does not record them (NxD's do
-        not).""")
-    presharded: bool = option(False, """write the model as NxD inference loads it in place of a Hugging Face directory:
-        a safetensors file of each tensor-parallel rank, for the "weights" of a compiled Llama, Mistral, Qwen 2 or Qwen
-        3.""")
-    tp: int = option(1, "number of tensor-parallel ranks for presharded files.")
-    model: str | None = option(None, """the name of one of several models, as it was saved: "generator" of
-        ``model={"generator": ...}``. Its part of the optimizers is exported with it.""")
-    config: StrPath | None = option(None, """the model's config.json, or a Hugging Face directory with one. It
-        determines the mapping and the numbers of heads and experts, and is copied, with generation_config.json beside
-        it.""")
+    tokenizer: StrPath | None = option(None, """a directory whose files are copied, except weights and config.json:
+        tokenizer, chat templates, custom code.""")
+    size_per_shard: int | str = option("5GB", """maximum size of a weight file, as 5GB or bytes; a larger tensor gets
+        its own file.""")
+    master_weights: bool = option(False, "export the optimizer's master weights, if it has them.")
+    optimizer: bool = option(False, """write the optimizer's state too, without a cast: ``optimizer.safetensors`` (or
+        shards), with tensors ``NAME/exp_avg`` and so on, and optimizer.json with param groups, steps and all other
+        values.""")
+    saved_param_names: SavedNames | None = option(None, """the optimizer's parameter names, by pipeline stage and
+        param group, in order. Needed for master weights or state if the tag does not record them (NxD's do not).""")
+    presharded: bool = option(False, """write the model for NxD inference: a safetensors file for each tensor-parallel
+        rank, as the "weights" of a compiled Llama, Mistral, Qwen 2 or Qwen 3.""")
+    tp: int = option(1, "tensor-parallel ranks of presharded files.")
+    model: str | None = option(None, """the name of one of several models: "generator" of ``model={"generator":
+        ...}``. Its part of the optimizers is exported too.""")
+    config: StrPath | None = option(None, """the model's config.json, or a directory with one. It decides the mapping
+        and the numbers of heads and experts, and is copied, with generation_config.json beside it.""")
     overwrite: bool = option(False, "replace an existing Hugging Face directory.")
     dry_run: bool = option(False, """show the mapping of every name, and write nothing. Names without a mapping are no
         error.""")
@@ -93,8 +89,7 @@ class ExportOptions(MappingOptions, SharedOptions):
 class ImportOptions(MappingOptions, NewJobOptions):
     """Import of a Hugging Face directory as a tag."""
 
-    virtual_pp: int = option(1, """chunks of the model that each rank of an interleaved pipeline holds
-        (virtual_pipeline_size).""")
+    virtual_pp: int = option(1, "model chunks of each rank in an interleaved pipeline (virtual_pipeline_size).")
     qkv_linear: bool = option(False, """the model has ``GQAQKVColumnParallelLinear`` (weight_q, weight_k, weight_v), not
         three layers.""")
     fuse_qkv: bool = option(False, """the model has it with ``fuse_qkv=True`` (weight_qkv), with or without
@@ -102,7 +97,7 @@ class ImportOptions(MappingOptions, NewJobOptions):
     coalesce_qkv: bool = option(False, "the model has one ``ColumnParallelLinear`` for q, k and v.")
     split_gate_up: bool = option(False, "the model has gate_proj and up_proj, not gate_up_proj.")
     model_key: str = option("model", "key of the state dict in a file that torch.save wrote, if it holds more.")
-    config: StrPath | None = option(None, """the model's config.json, or a directory with one; by default the one in the
+    config: StrPath | None = option(None, """the model's config.json, or a directory with one. Default: that of the
         Hugging Face directory.""")
     dry_run: bool = option(False, """show the mapping of every name, and write nothing. Unknown and missing names are no
         error.""")

@@ -20,23 +20,22 @@ Form = Literal["hf", "dcp", "torchtitan", "tag"]
 class MigrateOptions(OutputOptions):
     """Form of the result, and facts that the checkpoint does not record."""
 
-    to: Form = option("hf", """the form: a Hugging Face directory, a torch DCP directory, TorchTitan's ``step-N`` in the
-        given directory, or a tag of one rank.""")
-    torchtitan_release: Release = option("0.3", """for the form torchtitan, the release whose names the result has: 0.3,
-        or 0.2.2, as AWS ships it.""")
-    config: StrPath | None = option(None, """the model's config.json, or a Hugging Face directory with one; by default
-        the one beside the checkpoint.""")
-    mapping: MappingSpec = option(None, """the name of a shipped mapping, a JSON or YAML file, or its document; by
-        default files beside the checkpoint determine it, else config.json.""")
-    kv_size_multiplier: int | None = option(None, """number of copies of each key-value head in the job, if no file
-        beside the checkpoint records it.""")
+    to: Form = option("hf", """the form: a Hugging Face directory, torch DCP, TorchTitan's ``step-N``, or a tag of one
+        rank.""")
+    torchtitan_release: Release = option("0.3", """for the form torchtitan, the release whose names are written: 0.3,
+        or AWS's 0.2.2.""")
+    config: StrPath | None = option(None, """the model's config.json, or a directory with one. Default: the one beside
+        the checkpoint.""")
+    mapping: MappingSpec = option(None, """a shipped mapping's name, a JSON or YAML file, or a document. Default:
+        files beside the checkpoint decide, else config.json.""")
+    kv_size_multiplier: int | None = option(None, """copies of each key-value head in the job, if no file beside the
+        checkpoint records it.""")
     hardware: Hardware | None = option(None, "the order of those copies; by default the one in which they are equal.")
     model_only: bool = option(False, "leave out optimizer, scheduler and user content.")
-    dtype: Dtype | None = option(None, """cast the model's floating-point numbers to this; the optimizer's state stays
-        as it is.""")
-    size_per_shard: int | str = option("5GB", "for the form hf, maximum size of a weight file, e.g. 5GB, or bytes.")
-    saved_param_names: SavedNames | None = option(None, """the optimizer's parameter names, for each pipeline stage, for
-        each param group, in order, if neither the tag nor its writer's param groups record them.""")
+    dtype: Dtype | None = option(None, "cast the model's floating-point numbers to this; optimizer state is not cast.")
+    size_per_shard: int | str = option("5GB", "for the form hf, maximum size of a weight file, as 5GB or bytes.")
+    saved_param_names: SavedNames | None = option(None, """the optimizer's parameter names, by pipeline stage and
+        param group, in order, if neither the tag nor its writer's param groups record them.""")
 
     def validate(self) -> None:
         """Raise InvalidArgument for an unknown form or dtype."""

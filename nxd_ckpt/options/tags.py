@@ -17,11 +17,11 @@ from nxd_ckpt.storage.urls import StorageOptions
 class Zero1Options(ExecutionOptions):
     """Conversion of a ZeRO-1 optimizer, with the names of NxD's ``nxd_convert_zero_checkpoints``."""
 
-    convert_to_full: bool = option(False, """one file ``optim/full_tp_rank_XX_pp_rank_XX.pt`` for each tp, pp (and ep)
+    convert_to_full: bool = option(False, """one file ``optim/full_tp_rank_XX_pp_rank_XX.pt`` for each tp, pp and ep
         rank, not padded.""")
     convert_to_sharded: bool = option(False, """one file for each rank, from full files or from shards of another
         ``dp_size``.""")
-    dp_size: int | None = option(None, """data-parallel size of the result, a multiple of its expert-parallel size; for
+    dp_size: int | None = option(None, """the result's data-parallel size, a multiple of its ep; for
         ``convert_to_sharded``.""")
     optim_only: bool = option(False, "leave out everything but the optimizer.")
 
@@ -45,13 +45,12 @@ class ReshardOptions(ExecutionOptions):
     tp: int | None = option(None, "tensor-parallel size; by default the input's.")
     pp: int | None = option(None, "pipeline-parallel size; by default the input's.")
     ep: int | None = option(None, "expert-parallel size, which divides ``dp``; by default the input's.")
-    partitions: Mapping[str, Partition] | None = option(None, """how parameters were partitioned over the input's ranks,
-        by name, if it does not record it (NxD's tags do not).""")
-    stages: Names | None = option(None, """the names of each new pipeline stage; by default layers are spread evenly, in
-        their order.""")
-    saved_param_names: SavedNames | None = option(None, """the optimizer's parameter names, for each pipeline stage of
-        the input, for each param group, in order, if it does not record them (NxD's tags do not; needed if more than dp
-        changes).""")
+    partitions: Mapping[str, Partition] | None = option(None, """cuts of parameters over ranks, by name, if the tag
+        does not record them (NxD's do not).""")
+    stages: Names | None = option(None, """names of each new pipeline stage. Default: layers are spread evenly, in
+        order.""")
+    saved_param_names: SavedNames | None = option(None, """the optimizer's parameter names, by pipeline stage and
+        param group, in order. Needed if more than dp changes and the tag does not record them (NxD's do not).""")
     use_xser: bool | None = option(None, "write xser files; by default as the input.")
 
     def validate(self) -> None:
@@ -69,15 +68,15 @@ class ReshardOptions(ExecutionOptions):
 class CopyOptions(OutputOptions):
     """Copy of a tag."""
 
-    hard_links: bool = option(False, """link files instead of copying them, if possible: within one file system, and for
-        tags of nxd_ckpt only, whose files nobody modifies.""")
+    hard_links: bool = option(False, """link files instead of copying them, within one file system, for tags of
+        nxd_ckpt whose files nobody modifies.""")
     num_workers: int = option(4, "number of files that are copied at once.")
-    max_bytes_per_second: int | str | None = option(None, """maximum speed, as a number or such as "20MB", if others
-        need the disk or the network too; by default unlimited. Existing files that are verified count as well.""")
-    timeout: float = option(DEFAULT_TIMEOUT, """seconds after which a job that uses the target's directory, and is gone,
-        counts as dead.""")
-    overwrite: bool = option(False, """replace an existing checkpoint at the target. On file systems it stays until the
-        copy is complete; on stores it is removed first.""")
+    max_bytes_per_second: int | str | None = option(None, """maximum speed, as bytes or "20MB"; existing files that
+        are verified count too. Default: unlimited.""")
+    timeout: float = option(DEFAULT_TIMEOUT, """seconds without a sign of life after which another job in the
+        directory counts as dead.""")
+    overwrite: bool = option(False, """replace an existing checkpoint. On file systems it stays until the copy is
+        complete; on stores it is removed first.""")
 
     def validate(self) -> None:
         """Raise InvalidArgument for options that no copy can honour."""
@@ -89,8 +88,7 @@ class PackOptions(OutputOptions):
     """Packing of a tag."""
 
     overwrite: bool = option(False, "replace an existing file.")
-    dry_run: bool = option(False, """plan everything, and write nothing. The reported bytes are then those before
-        compression.""")
+    dry_run: bool = option(False, "plan everything, and write nothing. Reported bytes are those before compression.")
     durable: bool = option(True, "fsync the archive before it appears.")
 
 
@@ -101,8 +99,7 @@ class PruneOptions:
     dry_run: bool = option(False, "remove nothing, and show what would be removed.")
     verify: bool = option(False, """read every tag that stays by its place in a rule, and do not count one whose bytes
         changed. Without it, tags that lost files, or have one of another size, are not counted.""")
-    storage_options: StorageOptions | None = option(
-        None, "storage options for URLs, named as in fsspec and s3fs.", repr=False
+    storage_options: StorageOptions | None = option(None, "storage options for URLs, as in fsspec and s3fs.", repr=False
     )
-    timeout: float = option(DEFAULT_TIMEOUT, """seconds after which a job that uses the directory, and is gone, counts
-        as dead.""")
+    timeout: float = option(DEFAULT_TIMEOUT, """seconds without a sign of life after which another job in the
+        directory counts as dead.""")

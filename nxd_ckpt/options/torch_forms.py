@@ -38,11 +38,11 @@ class DcpOptions:
 class FromDcpOptions(DcpOptions, NewJobOptions):
     """Tag made from a torch DCP directory."""
 
-    optimizer: OptimizerForm | None = option(None, """the form of the optimizer: "zero1" is NxD's sharded one. None
-        follows the directory: "zero1" if it has master weights, else "plain", as torch's optimizers are.""")
-    partitions: Mapping[str, Partition] | None = option(None, """how to partition parameters, by name; all others are
-        whole on each rank. ``Partition(partition_dim=0)`` divides over all tensor-parallel ranks, ``expert=True`` over
-        expert-parallel ones.""")
+    optimizer: OptimizerForm | None = option(None, """the form of the optimizer: "zero1" (NxD's, sharded) or "plain".
+        None: "zero1" if the directory has master weights, else "plain".""")
+    partitions: Mapping[str, Partition] | None = option(None, """cuts of parameters, by name; others are whole.
+        ``Partition(partition_dim=0)`` divides over tensor-parallel ranks, ``expert=True`` over expert-parallel
+        ones.""")
 
     def validate(self) -> None:
         super().validate()
@@ -62,10 +62,10 @@ class ToDcpOptions(DcpOptions, OutputOptions):
 
     flatten_optimizer_state: bool = option(False, """param groups by parameter, as with torch's
         ``flatten_optimizer_state_dict=True``.""")
-    partitions: Mapping[str, Partition] | None = option(None, """how parameters were partitioned, by name, if the tag
-        does not record it (NxD's do not, with tp or ep).""")
-    saved_param_names: SavedNames | None = option(None, """the optimizer's parameter names, for each pipeline stage, for
-        each param group, in order, if the tag does not record them (NxD's do not).""")
+    partitions: Mapping[str, Partition] | None = option(None, """cuts of parameters over ranks, by name, if the tag
+        does not record them (NxD's do not, with tp or ep).""")
+    saved_param_names: SavedNames | None = option(None, """the optimizer's parameter names, by pipeline stage and
+        param group, in order, if the tag does not record them (NxD's do not).""")
     overwrite: bool = option(False, "replace an existing torch DCP directory.")
 
     @property
@@ -78,15 +78,14 @@ class UnshardOptions(OutputOptions):
     """Plain files made from a tag."""
 
     optim: bool | None = option(None, "write the optimizer; by default if the tag has one.")
-    use_safetensors: bool = option(False, """write safetensors files instead of ``.pt``, and JSON for values that are no
-        tensors.""")
-    unshard_strategy: StrategyName | Strategy = option("one_file", """number of files for each of model and optimizer.
-        Instead of a name it may be an `nxd_ckpt.convert.UnshardStrategy`, also OLMo-core's own.""")
-    size_per_shard: int | str = option("5GB", """with "chunks", maximum size of a file, such as 5GB, or bytes; a larger
-        tensor has a file of its own.""")
-    partitions: Mapping[str, Partition] | None = option(None, """how parameters were partitioned over the ranks, by
-        name, if the tag does not record it (NxD's do not).""")
-    saved_param_names: SavedNames | None = option(None, """the optimizer's parameter names, for each pipeline stage, for
-        each param group, in order, if the tag does not record them (NxD's do not). Without them entries are called
-        "#0", "#1", ... where that is enough.""")
+    use_safetensors: bool = option(False, "write safetensors files, and JSON for values that are no tensors.")
+    unshard_strategy: StrategyName | Strategy = option("one_file", """files for each of model and optimizer: a name,
+        an `nxd_ckpt.convert.UnshardStrategy`, or OLMo-core's own.""")
+    size_per_shard: int | str = option("5GB", """with "chunks", maximum size of a file, as 5GB or bytes; a larger
+        tensor gets its own file.""")
+    partitions: Mapping[str, Partition] | None = option(None, """cuts of parameters over ranks, by name, if the tag
+        does not record them (NxD's do not).""")
+    saved_param_names: SavedNames | None = option(None, """the optimizer's parameter names, by pipeline stage and
+        param group, in order, if the tag does not record them (NxD's do not). Without them entries are "#0", "#1",
+        ... where that is enough.""")
     overwrite: bool = option(False, "replace an existing unsharded checkpoint.")

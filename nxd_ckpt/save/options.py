@@ -30,29 +30,26 @@ class SaveOptions:
     avoid_saving_lower_precision_weights: bool = option(False, """leave out model weights that the optimizer's master
         weights stand for. As in NxD it has no effect, except for a warning, without ``use_xser``, without saved master
         weights, and with experts.""")
-    param_names: Sequence[Sequence[str]] | None = option(None, """the names of the optimizer's parameters, a list for
-        each param group; needed where no live model tells them.""")
-    partitions: Mapping[str, Partition] | None = option(None, """how parameters are cut over tensor-parallel ranks, by
-        name; needed where their attributes were lost.""")
-    trust_pickle: bool = option(False, "allow content that only a load with ``trust_pickle`` can read back.")
-    overwrite: bool | None = option(None, """whether an existing tag may be replaced. None: yes on file systems, no on
-        object stores. A file system keeps the old tag until the new one is complete; on an object store the old tag is
-        removed before the new one is written.""")
-    weights_only: bool = option(False, "save the model and nothing else, even if optimizer and scheduler are given.")
+    param_names: Sequence[Sequence[str]] | None = option(None, """names of the optimizer's parameters, a list for each
+        param group; needed without a live model.""")
+    partitions: Mapping[str, Partition] | None = option(None, """cuts of parameters over tensor-parallel ranks, by
+        name; needed if their attributes were lost.""")
+    trust_pickle: bool = option(False, "allow content that only a load with ``trust_pickle`` can read.")
+    overwrite: bool | None = option(None, """replace an existing tag. None: yes on file systems, where the old tag
+        stays until the new one is complete; no on object stores, where the old tag is removed first.""")
+    weights_only: bool = option(False, "save the model only.")
     ignore_keys: IgnoreKeys | None = option(None, """names that are not saved: globs such as ``optim/*``, or a
-        function of all names; as of a load.""")
-    retain: Sequence[Rule] | int | None = option(None, """which complete tags to keep: the newest so many, or rules such
-        as ``[Last(3), Every(1000), Best("loss", 3), Within(hours=2)]``. A tag goes if no rule keeps it, it is not
-        pinned, and it is not the newest. ``num_kept_ckpts=k``, NxD's, is the rule ``Last(k)``, also beside others.""")
-    metrics: Mapping[str, float] | None = option(None, """numbers by name, such as ``{"loss": 2.1}``, which the tag
-        keeps for the rule ``Best``. Rank 0's count.""")
-    stats: bool = option(False, """count NaN, zeros, the norm and so on of every tensor while it is written, and keep
-        that beside the tag: a report then reads no tensor. No save waits for that. So if a rank is not done when its
-        next save begins, or the next part of a state that is larger than ``memory_cap``, none of its counts are kept,
-        and a report reads the whole tag. Closing waits until all is counted, but not after an exception.""")
-    dedup: bool = option(False, """a file that is the same in the tag before is not written again: it is
-        hard-linked, on a file system that can it shares the blocks, and a bucket of S3 copies it by itself.
-        Fine-grained with ``use_xser``. Any of these tags may be removed or replaced without the others.""")
+        function of all names.""")
+    retain: Sequence[Rule] | int | None = option(None, """complete tags to keep: a number, or rules such as
+        ``[Last(3), Every(1000), Best("loss", 3), Within(hours=2)]``. The newest tag and pinned ones always stay.
+        ``num_kept_ckpts=k`` adds the rule ``Last(k)``.""")
+    metrics: Mapping[str, float] | None = option(None, """numbers by name, such as ``{"loss": 2.1}``, kept in the tag
+        for the rule ``Best``. Rank 0's count.""")
+    stats: bool = option(False, """count NaN, zeros, norms and so on of every tensor while it is written. A report then
+        reads no tensor. No save waits for it: if a rank is not done when its next save or next staged part begins, the
+        counts are dropped. Closing waits, except after an exception.""")
+    dedup: bool = option(False, """do not write again a file that the tag before has: hard-link it, share its blocks,
+        or let S3 copy it. Works best with ``use_xser``. Each of these tags may be removed or replaced alone.""")
 
     @property
     def rules(self) -> tuple[Rule, ...] | None:
