@@ -64,6 +64,27 @@ class Peers(Protocol):
         """Send a word: rank 0 to all others, the others to rank 0. A rank that is gone does not get it."""
 
 
+class _Listeners:
+    """Listeners of one end, by channel."""
+
+    def __init__(self) -> None:
+        self._listeners: dict[int, Heard] = {}
+
+    def listen(self, channel: int, heard: Heard | None) -> None:
+        if heard is None:
+            self._listeners.pop(channel, None)
+        else:
+            self._listeners[channel] = heard
+
+    def _hear(self, rank: int, channel: int, word: Any) -> None:
+        heard = self._listeners.get(channel)
+        try:
+            if heard is not None:
+                heard(rank, word)
+        except Exception:  # a defect of ours must not end the thread that notices the end of ranks
+            logger.exception("nxd_ckpt: unexpected error while handling a word of rank %d", rank)
+
+
 @dataclass
 class _UnprovedConnection:
     """A connection that has not proved yet to be a rank's."""
@@ -73,11 +94,12 @@ class _UnprovedConnection:
     received: bytearray
 
 
-class Rank0Connections:
+class Rank0Connections(_Listeners):
     """Rank 0's end of the connections, watched by a thread of its own."""
 
     def __init__(self, secret: bytes) -> None:
         """Listen. Raises OSError if this host does not allow it."""
+        super().__init__()
         self._secret = secret
         self._doors = listen(group_addresses())
         self._selector = selectors.DefaultSelector()
@@ -89,7 +111,6 @@ class Rank0Connections:
         self._telling = threading.RLock()  # signal handlers make steps too
         self._lines: dict[socket.socket, _Lines] = {}
         self._gone: set[int] = set()
-        self._listeners: dict[int, Heard] = {}
         threading.Thread(target=self._watch, name="nxd_ckpt-peers", daemon=True).start()
 
     def address(self) -> Address:
@@ -98,9 +119,6 @@ class Rank0Connections:
     def is_gone(self, rank: int) -> bool:
         """Return whether that rank was connected and has ended."""
         return rank in self._gone
-
-    def listen(self, channel: int, heard: Heard | None) -> None:
-        _set(self._listeners, channel, heard)
 
     def tell(self, channel: int, word: Any) -> None:
         with self._telling:
@@ -124,9 +142,6 @@ class Rank0Connections:
                 elif ready in self._doors.values():
                     self._meet(ready)
             self._forget_silent()
-
-    def _hear(self, rank: int, channel: int, word: Any) -> None:
-        _call(self._listeners.get(channel), rank, word)
 
     def _lose(self, connection: socket.socket) -> None:
         self._selector.unregister(connection)
@@ -196,25 +211,25 @@ class Rank0Connections:
             self._forget(silent).close()
 
 
-class ConnectionToRank0:
+class ConnectionToRank0(_Listeners):
     """Another rank's end of its connection to rank 0."""
 
     def __init__(self, rank: int, address: Address, secret: bytes) -> None:
         """Connect to rank 0. Raises OSError if it cannot be reached."""
+        super().__init__()
         self._connection = _connected(rank, address, secret)
         self._lines = _Lines(self._connection)
         self._ended = False
-        self._listeners: dict[int, Heard] = {}
         self._watched = False
 
     def is_gone(self, rank: int) -> bool:
         """Return whether rank 0 ended; this end knows nothing of other ranks."""
-        if rank == 0 and not self._ended and not self._watched and not self._lines.read(self._hear):
+        if rank == 0 and not self._ended and not self._watched and not self._lines.read(partial(self._hear, 0)):
             self._ended = True
         return rank == 0 and self._ended
 
     def listen(self, channel: int, heard: Heard | None) -> None:
-        _set(self._listeners, channel, heard)
+        super().listen(channel, heard)
         if not self._watched:
             self._watched = True
             selector = selectors.DefaultSelector()
@@ -232,11 +247,8 @@ class ConnectionToRank0:
         with selector:
             while not self._ended:
                 selector.select()
-                if not self._lines.read(self._hear):
+                if not self._lines.read(partial(self._hear, 0)):
                     self._ended = True
-
-    def _hear(self, channel: int, word: Any) -> None:
-        _call(self._listeners.get(channel), 0, word)
 
 
 def _connected(rank: int, address: Address, secret: bytes) -> socket.socket:
@@ -320,18 +332,3 @@ def _parsed(line: bytes) -> Any:
 def _send(connection: socket.socket, channel: int, word: Any) -> None:
     with suppress(OSError):  # it is gone, which the watching thread notices
         connection.sendall(json.dumps([channel, word]).encode() + b"\n")
-
-
-def _set(listeners: dict[int, Heard], channel: int, heard: Heard | None) -> None:
-    if heard is None:
-        listeners.pop(channel, None)
-    else:
-        listeners[channel] = heard
-
-
-def _call(heard: Heard | None, rank: int, word: Any) -> None:
-    try:
-        if heard is not None:
-            heard(rank, word)
-    except Exception:  # a defect of ours must not end the thread that notices the end of ranks
-        logger.exception("nxd_ckpt: unexpected error while handling a word of rank %d", rank)

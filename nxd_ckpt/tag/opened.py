@@ -372,9 +372,6 @@ def _unverified(file: str, expected: int) -> None:
     """Skip the check of a size, which costs a request in a store: a file of another size fails its digest anyway."""
 
 
-logger = logging.getLogger("nxd_ckpt")
-
-
 def open_complete_tag(storage: Storage, tag: str, *, trust_pickle: bool = False) -> OpenTag:
     """Open a tag that `nxd_ckpt.tag.choosing` chose.
 

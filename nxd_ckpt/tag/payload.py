@@ -92,11 +92,21 @@ def refuse_other_counts(ranks: Mapping[str, Payload], above: str) -> None:
                 )
 
 
+def payload_of(tree: Any, where: str) -> Payload:
+    """Return the payload that a file's ``tree`` is. Raises MalformedFile, naming ``where``, if it is no dict."""
+    if not isinstance(tree, dict):
+        raise MalformedFile(f"{where}: expected a dict, found {type(tree).__name__}")
+    return Payload(tree)
+
+
 class PayloadFile:
-    """Layout (`TagLayout`) of a single rank's checkpoint, whose ``payload`` is in ``file``."""
+    """Layout (`TagLayout`) of a single rank's checkpoint, whose ``payload`` is in ``file``.
+
+    In subclasses ranks have payloads of their own; what is neither model nor optimizer is the first rank's.
+    """
 
     def __init__(self, files: TagFiles, file: str, payload: Payload) -> None:
-        self.files, self.where, self._payload = files, files.where(file), payload
+        self.files, self.where, self._first = files, files.where(file), payload
 
     def topology(self) -> Topology:
         return Topology()
@@ -114,11 +124,11 @@ class PayloadFile:
 
     @reading
     def model_tree(self, at: Coordinates) -> dict[str, Any]:
-        return checked_model(self._required(self._payload.model, MODEL_KEYS), self.where)
+        return checked_model(self._required(self._payload_of(at).model, MODEL_KEYS), self.where)
 
     @reading
     def optimizer_tree(self, at: Coordinates, param_names: Sequence[str] | None = None) -> dict[str, Any]:
-        return checked_optimizer(self._required(self._payload.optimizer, OPTIMIZER_KEYS), self.where)
+        return checked_optimizer(self._required(self._payload_of(at).optimizer, OPTIMIZER_KEYS), self.where)
 
     def optimizer_names(self, at: Coordinates) -> list[str] | None:
         return None
@@ -131,6 +141,14 @@ class PayloadFile:
     def user_content(self) -> Any:
         """Return everything else in the file: step, epoch, arguments."""
         return self._read(self._rest)
+
+    @property
+    def _payload(self) -> Payload:
+        """The first rank's."""
+        return self._first
+
+    def _payload_of(self, at: Coordinates) -> Payload:
+        return self._payload
 
     @property
     def _rest(self) -> dict[str, Any]:

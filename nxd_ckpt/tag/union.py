@@ -196,9 +196,6 @@ def _find_substitute(
     substitutes[key] = Substitute(None, first or "")
 
 
-logger = logging.getLogger("nxd_ckpt")
-
-
 class Copy(NamedTuple):
     """A tag in one of several places, by the place's number: 0 is the nearest."""
 

@@ -103,7 +103,7 @@ MISSING: dict[str, list[tuple[str, str]]] = {
         ("tp0_*", "tp0_sharded_checkpoint.safetensors is missing"),
         ("tp1_*", "the files of all ranks are there"),
     ],
-    "fsdp": [("*rank-00000002*", r"those of ranks \[2\] are not there")],
+    "fsdp": [("*rank-00000002*", r"those of ranks 2 are not there")],
     "xm.save": [("last.pth", "it holds nothing")],
     "dcp": [
         (".metadata", r"not \.metadata, which torch DCP writes last"),

@@ -163,7 +163,7 @@ def test_a_directory_of_optimizers_by_dp_rank(tmp_path: Path) -> None:
     tag = open_directory(tmp_path)
     assert difference(zero1(1), whole(tag, tag.optimizer_tree(Coordinates(dp_rank=1)))) is None
     assert ("zero1", False) == (tag.parts().optimizer, tag.parts().model)
-    with pytest.raises(PartNotFound, match="no model"):
+    with pytest.raises(PartNotFound, match="nothing under model"):
         tag.model_tree(Coordinates())
 
 
@@ -180,7 +180,7 @@ def test_what_the_payload_lacks_is_named(tmp_path: Path) -> None:
     tag = open_directory(tmp_path)
     with pytest.raises(PartNotFound, match="found keys \\['model'\\]"):
         tag.optimizer_tree(Coordinates())
-    with pytest.raises(PartNotFound, match="no scheduler"):
+    with pytest.raises(PartNotFound, match="nothing under scheduler"):
         tag.scheduler()
     with pytest.raises(PartNotFound, match="nothing but model"):
         tag.user_content()

@@ -30,15 +30,13 @@ from nxd_ckpt.tag.foreign.quantized_weights import (
     Mxfp4Weight,
     QuantizedWeight,
 )
-from nxd_ckpt.tag.foreign.weight_files import WeightFiles, find_weights, has_weights
+from nxd_ckpt.tag.foreign.weight_files import find_weights, has_weights
 
 CONFIG = "config.json"
 OPTIMIZER = "optimizer.safetensors"
 OPTIMIZER_INDEX = f"{OPTIMIZER}.index.json"
 OPTIMIZER_DOCUMENT = "optimizer.json"
 """Exported beside a model, and no part of it: its readers look for other names."""
-
-_SHOWN = 5
 
 
 def is_hugging_face(storage: Storage, folder: str = "") -> bool:
@@ -63,7 +61,7 @@ class HuggingFaceDirectory:
         self._storage = DequantizedStorage(storage)
         self.files = TagFiles(self._storage, folder)
         self._shards: dict[str, Mapping[str, TensorStub]] = {}
-        self._weights = self._find()
+        self._weights = find_weights(self.files, self._read)
         self._places = self._weights.places
         self._quantization: Quantization | None = None
         self._scales: dict[str, str] = {}
@@ -157,15 +155,12 @@ class HuggingFaceDirectory:
         rounds = described.rounds_products_of(name)
         return Fp8Weight(name, self._stored(name), scales, described.blocks, described.dtype, rounds)
 
-    def _find(self) -> WeightFiles:
-        return find_weights(self.files, self._read)
-
     def _shard(self, file: str) -> Mapping[str, TensorStub]:
         if file not in self._shards:
             tensors = self._read(file)
             listed = {name for name, place in self._places.items() if place == file}
             if listed != set(tensors):
-                shown = ", ".join(sorted(listed ^ set(tensors))[:_SHOWN])
+                shown = first_of(sorted(listed ^ set(tensors)))
                 raise MalformedFile(
                     f"{self.files.where(file)} does not hold the tensors that {self._weights.source} says ({shown}); "
                     "the directory mixes files of two models, or of two versions of one"

@@ -17,18 +17,18 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
 from nxd_ckpt.core.manifest import Parts
 from nxd_ckpt.core.names import ParsedName
 from nxd_ckpt.core.topology import Coordinates, Topology
-from nxd_ckpt.errors import MalformedFile, PartNotFound
-from nxd_ckpt.formats.tensors import TensorStub, map_tensors
+from nxd_ckpt.errors import PartNotFound
 from nxd_ckpt.tag.files import TagFiles
 from nxd_ckpt.tag.grid import describe, spanned
-from nxd_ckpt.tag.payload import MODEL_KEYS, OPTIMIZER_KEYS, SCHEDULER_KEYS, Payload, refuse_other_counts
-from nxd_ckpt.tag.state_dicts import checked_model, checked_optimizer, reading
+from nxd_ckpt.tag.payload import Payload, PayloadFile, payload_of, refuse_other_counts
+from nxd_ckpt.tag.state_dicts import checked_optimizer, reading
 
 _PAYLOAD = re.compile(r"tp_rank_(\d{2,})(?:_pp_rank_(\d{2,})(?:_dp_rank_(\d{2,}))?)?")
 _ZERO1 = re.compile(r"optim\.dp_rank_(\d{2,})\.tp_rank_(\d{2,})")
@@ -62,15 +62,16 @@ def _payload_file(files: TagFiles, name: str) -> str:
     return f"{name}/{_INNER}" if files.names()[name] else name
 
 
-class LegacyTag:
+class LegacyTag(PayloadFile):
     """Layout (`nxd_ckpt.tag.nxd_tag.TagLayout`) of one such directory."""
 
     def __init__(self, files: TagFiles, topology: Topology | None = None) -> None:
-        self.files = files
+        self.files, self.where = files, files.storage.url
         listing = files.names()
         self._payloads = {ranks: name for name in listing if (ranks := parse(name)) is not None}
         self._zero1 = {ranks: name for name in listing if (ranks := parse_zero1(name)) is not None}
         self._topology = topology
+        self._per_dp_rank = any(ranks.dp for ranks in self._payloads)
 
     @reading
     def topology(self) -> Topology:
@@ -81,89 +82,48 @@ class LegacyTag:
 
     @reading
     def parts(self) -> Parts:
-        optimizer = self._optimizer_kind()
-        first = self._payload(Coordinates()) if self._payloads else Payload({})
-        return Parts(
-            model=first.model is not None,
-            optimizer=optimizer,
-            scheduler=first.scheduler is not None,
-            user_content=bool(first.rest),
-            use_xser=any(name.endswith(".tensors") for name in self.files.names()),
-            master_weights=optimizer is not None and "sharded_master_weights" in self.optimizer_tree(Coordinates()),
-        )
-
-    @reading
-    def model_tree(self, at: Coordinates) -> dict[str, Any]:
-        payload = self._payload(at)
-        if payload.model is None:
-            raise PartNotFound(f"{self.files.storage.url}: no model under {MODEL_KEYS}; found keys {payload.keys}")
-        return checked_model(payload.model, self.files.storage.url)
+        parts = replace(super().parts(), use_xser=any(name.endswith(".tensors") for name in self.files.names()))
+        if not self._zero1:
+            return parts
+        has_masters = "sharded_master_weights" in self.optimizer_tree(Coordinates())
+        return replace(parts, optimizer="zero1", master_weights=has_masters)
 
     @reading
     def optimizer_tree(self, at: Coordinates, param_names: Sequence[str] | None = None) -> dict[str, Any]:
-        if self._zero1:
-            file = self._pick(self._zero1, at, dp=at.dp_rank)
-            return _without_ranks(checked_optimizer(self.files.tree(file), self.files.where(file)))
-        payload = self._payload(at)
-        if payload.optimizer is None:
-            raise PartNotFound(
-                f"{self.files.storage.url}: no optimizer under {OPTIMIZER_KEYS}; found keys {payload.keys}"
-            )
-        return checked_optimizer(payload.optimizer, self.files.storage.url)
-
-    def optimizer_names(self, at: Coordinates) -> list[str] | None:
-        return None
-
-    @reading
-    def scheduler(self) -> Any:
-        scheduler = self._payload(Coordinates()).scheduler
-        if scheduler is None:
-            raise PartNotFound(f"{self.files.storage.url}: no scheduler under {SCHEDULER_KEYS}")
-        return map_tensors(scheduler, self.files.read, TensorStub)
+        if not self._zero1:
+            return super().optimizer_tree(at, param_names)
+        file = self._pick(self._zero1, at, dp=at.dp_rank)
+        return _without_ranks(checked_optimizer(self.files.tree(file), self.files.where(file)))
 
     @reading
     def user_content(self) -> Any:
         """Return everything else in the payload of the first rank: step, epoch, arguments."""
-        rest = self._payload(Coordinates()).rest
-        if not rest:
-            raise PartNotFound(f"{self.files.storage.url}: the payload holds nothing but model and optimizer")
-        return map_tensors(rest, self.files.read, TensorStub)
+        if not self._rest:
+            raise PartNotFound(f"{self.where}: the payload holds nothing but model and optimizer")
+        return super().user_content()
 
-    @cached_property
-    def _per_dp_rank(self) -> bool:
-        return any(ranks.dp for ranks in self._payloads)
-
-    def _optimizer_kind(self) -> str | None:
-        if self._zero1:
-            return "zero1"
-        try:
-            return "zero1" if "base_state" in self.optimizer_tree(Coordinates()) else "plain"
-        except PartNotFound:
-            return None
-
-    def _payload(self, at: Coordinates) -> Payload:
+    def _payload_of(self, at: Coordinates) -> Payload:
         name = self._pick(self._payloads, at, dp=at.dp_rank if self._per_dp_rank else 0)
-        first, payload = self._first, self._read(name)
-        refuse_other_counts({first[0]: first[1], name: payload}, self.files.storage.url)
+        first, payload = self._pick(self._payloads, Coordinates(), dp=0), self._read_payload(name)
+        refuse_other_counts({first: self._payload, name: payload}, self.where)
         return payload
 
     @cached_property
-    def _first(self) -> tuple[str, Payload]:
-        name = self._pick(self._payloads, Coordinates(), dp=0)
-        return name, self._read(name)
+    def _payload(self) -> Payload:
+        if not self._payloads:
+            return Payload({})
+        return self._read_payload(self._pick(self._payloads, Coordinates(), dp=0))
 
-    def _read(self, name: str) -> Payload:
-        payload = self.files.joined(_payload_file(self.files, name))
-        if not isinstance(payload, dict):
-            raise MalformedFile(f"{self.files.storage.url}/{name}: expected a dict, found {type(payload).__name__}")
-        return Payload(_without_ranks(payload))
+    def _read_payload(self, name: str) -> Payload:
+        payload = payload_of(self.files.joined(_payload_file(self.files, name)), f"{self.where}/{name}")
+        return Payload(_without_ranks(payload.content))
 
     def _pick(self, files: dict[ParsedName, str], at: Coordinates, dp: int) -> str:
         try:
             return files[ParsedName(dp, None, at.tp_rank, at.pp_rank)]
         except KeyError:
             raise PartNotFound(
-                f"{self.files.storage.url}: no file for dp {dp} tp {at.tp_rank} pp {at.pp_rank}; "
+                f"{self.where}: no file for dp {dp} tp {at.tp_rank} pp {at.pp_rank}; "
                 f"found {describe(files)}"
             ) from None
 

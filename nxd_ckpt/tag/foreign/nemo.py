@@ -20,13 +20,14 @@ from typing import Any
 
 from nxd_ckpt.core.manifest import Parts
 from nxd_ckpt.core.names import ParsedName
+from nxd_ckpt.core.suggestions import first_of
 from nxd_ckpt.core.topology import Coordinates, Topology
 from nxd_ckpt.errors import MalformedFile, PartNotFound
 from nxd_ckpt.formats.tensors import iter_tensors
 from nxd_ckpt.storage.base import Storage
 from nxd_ckpt.tag.files import MissingTensor, TagFiles
 from nxd_ckpt.tag.grid import describe, holes, spanned
-from nxd_ckpt.tag.payload import MODEL_KEYS, OPTIMIZER_KEYS, Payload, PayloadFile, refuse_other_counts
+from nxd_ckpt.tag.payload import MODEL_KEYS, OPTIMIZER_KEYS, Payload, PayloadFile, payload_of, refuse_other_counts
 from nxd_ckpt.tag.state_dicts import checked_model, checked_optimizer, reading
 
 _RANK = re.compile(r"mp_rank_(\d{2,})|tp_rank_(\d{2,})_pp_rank_(\d{3,})")
@@ -191,10 +192,7 @@ class NemoFiles(PayloadFile):
         return payload
 
     def _read_payload(self, file: str) -> Payload:
-        content = self.files.joined(file)
-        if not isinstance(content, dict):
-            raise MalformedFile(f"{self.files.where(file)}: expected a dict, found {type(content).__name__}")
-        return Payload(content)
+        return payload_of(self.files.joined(file), self.files.where(file))
 
 
 def _parse(folder: str) -> ParsedName | None:
@@ -205,7 +203,7 @@ def _parse(folder: str) -> ParsedName | None:
 def _refuse_several(folders: Collection[str], ranks: int, where: str) -> None:
     if ranks < len(folders):
         raise MalformedFile(
-            f"{where} has several directories of one rank, {', '.join(sorted(folders)[:8])}; move those of one save to "
+            f"{where} has several directories of one rank, {first_of(sorted(folders))}; move those of one save to "
             "a place of their own"
         )
 

@@ -6,22 +6,22 @@ transformers' trainer saves two of each, model and optimizer.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from nxd_ckpt.core.limits import RANKS, check_count
 from nxd_ckpt.core.parsing import parsing
+from nxd_ckpt.core.suggestions import first_of
 from nxd_ckpt.errors import CheckpointNotFound, MalformedFile, PartNotFound
 from nxd_ckpt.tag.files import TagFiles
 from nxd_ckpt.tag.foreign.fsdp import METADATA, FsdpFiles
-from nxd_ckpt.tag.payload import Payload, PayloadFile
+from nxd_ckpt.tag.payload import Payload, PayloadFile, payload_of
 
 RANDOM_STATES = re.compile(r"rng_state(?:_\d+)?\.pth")
 """Random states that transformers' trainer, and so optimum-neuron's, saves beside the model, for each rank."""
 
 _TRAINERS = re.compile(r"(rank\d+-of-\d+-)pytorch_model\.bin")
 _OPTIMIZER = "optimizer.pt"
-_SHOWN = 8
 _RANK, _WORLD_SIZE = "rank", "world_size"
 
 
@@ -50,18 +50,18 @@ def open_files(files: TagFiles, file: str | None = None) -> PayloadFile:
     single = [name for name in names if name not in sharded]
     if sharded and single:
         raise MalformedFile(
-            f"{where} has files of FSDP's ranks, {_listed(list(sharded))}, and {_listed(single)}, which is none; pass "
+            f"{where} has files of FSDP's ranks, {first_of(sharded)}, and {first_of(single)}, which is none; pass "
             "the one that is meant, or move it away"
         )
     if len(single) > 1:
-        raise CheckpointNotFound(f"{where} holds several checkpoints; pass one of the files {_listed(single)}")
+        raise CheckpointNotFound(f"{where} holds several checkpoints; pass one of the files {first_of(single)}")
     if single:
         return PayloadFile(files, single[0], payloads[single[0]])
     with parsing(where, "a checkpoint of torch-xla's FSDP"):
         ordered = _by_rank(sharded, where)
     without = [name for name, payload in sharded.items() if payload.optimizer is None]
     if 0 < len(without) < len(sharded):
-        raise PartNotFound(f"{where}: no optimizer is beside {_listed(without)}, and one beside others")
+        raise PartNotFound(f"{where}: no optimizer is beside {first_of(without)}, and one beside others")
     return FsdpFiles(files, ordered, [sharded[name] for name in ordered])
 
 
@@ -70,24 +70,18 @@ def _is_payload(name: str) -> bool:
 
 
 def _payload(files: TagFiles, name: str) -> Payload:
-    content = _dict(files, name)
+    content = payload_of(files.tree(name), files.where(name)).content
     of_trainer = _TRAINERS.fullmatch(name)
-    if of_trainer is None or not files.has(f"{of_trainer[1]}{_OPTIMIZER}"):
+    beside = f"{of_trainer[1]}{_OPTIMIZER}" if of_trainer is not None else ""
+    if of_trainer is None or not files.has(beside):
         return Payload(content)
-    optimizer = _dict(files, f"{of_trainer[1]}{_OPTIMIZER}")
+    optimizer = payload_of(files.tree(beside), files.where(beside)).content
     if optimizer.get(METADATA) != content.get(METADATA):
         raise MalformedFile(
-            f"{files.where(name)} and {of_trainer[1]}{_OPTIMIZER} have different shard_metadata; files of two saves "
+            f"{files.where(name)} and {beside} have different shard_metadata; files of two saves "
             "are mixed"
         )
     return Payload({**optimizer, **content})
-
-
-def _dict(files: TagFiles, name: str) -> dict[str, Any]:
-    tree = files.tree(name)
-    if not isinstance(tree, dict):
-        raise MalformedFile(f"{files.where(name)}: expected a dict, found {type(tree).__name__}")
-    return tree
 
 
 def _by_rank(sharded: Mapping[str, Payload], where: str) -> list[str]:
@@ -105,21 +99,17 @@ def _by_rank(sharded: Mapping[str, Payload], where: str) -> list[str]:
     twice = [name for name, metadata in about.items() if ranks.count(metadata[_RANK]) > 1]
     if twice:
         raise MalformedFile(
-            f"{where}: several files of one rank, {_listed(twice)}; they are of two saves: move those of one to a "
+            f"{where}: several files of one rank, {first_of(twice)}; they are of two saves: move those of one to a "
             "place of their own"
         )
     missing = sorted(set(range(world_size)) - set(ranks))
     if missing or len(ranks) != world_size:
         raise PartNotFound(
-            f"{where}: FSDP saved a file for each of {world_size} ranks; those of ranks {missing[:_SHOWN]} are not "
-            f"there, found {_listed(list(about))}"
+            f"{where}: FSDP saved a file for each of {world_size} ranks; those of ranks {first_of(map(str, missing))} "
+            f"are not there, found {first_of(about)}"
         )
     return sorted(about, key=lambda name: int(about[name][_RANK]))
 
 
 def _of_all_ranks(metadata: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in metadata.items() if key != _RANK}
-
-
-def _listed(names: Sequence[str]) -> str:
-    return ", ".join(names[:_SHOWN])

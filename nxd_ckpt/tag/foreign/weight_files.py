@@ -43,7 +43,6 @@ _KINDS = (
     _Kind(SINGLE, re.compile(r"model-(\d{1,6})-of-(\d{1,6})\.safetensors")),
     _Kind("pytorch_model.bin", re.compile(r"pytorch_model-(\d{1,6})-of-(\d{1,6})\.bin")),
 )
-_SHOWN = 5
 
 
 @dataclass(frozen=True)
@@ -91,8 +90,7 @@ def find_weights(files: TagFiles, read: Read) -> WeightFiles:
         return WeightFiles(dict.fromkeys(read(others[0]), others[0]), "the only file")
     where = files.where("").rstrip("/")
     if others:
-        shown = ", ".join(others[:_SHOWN])
-        raise PartNotFound(f"{files.where(INDEX)} is missing, which says what in {shown} is the model's")
+        raise PartNotFound(f"{files.where(INDEX)} is missing, which says what in {first_of(others)} is the model's")
     raise PartNotFound(f"{where} holds no weights: expected {SINGLE}, or {INDEX} and the files that it names")
 
 
