@@ -216,7 +216,7 @@ def _clean_up(session: Session, counter: int) -> None:
         run, _, number = entry.name.rpartition("-")
         if run != run_id or not number.isdigit():
             continue
-        if (everyone_is_past and int(number) < counter) or voting.all_voted(storage, entry.name, world_size):
+        if (everyone_is_past and int(number) <= counter) or voting.all_voted(storage, entry.name, world_size):
             _clear(session, staging_dir(entry.name))
     if everyone_is_past:
         # Not those of ``counter`` itself: the other ranks may still have to read its verdict.

@@ -38,6 +38,7 @@ from nxd_ckpt.core.votes import Verdict, Vote
 from nxd_ckpt.errors import MalformedFile, OutcomeUnknown, RanksDisagree, SaveFailed
 from nxd_ckpt.storage.base import Storage, without_syncs
 from nxd_ckpt.storage.retrying import retried
+from nxd_ckpt.tag.range_reader import in_parallel
 
 ResultT = TypeVar("ResultT")
 
@@ -172,10 +173,10 @@ def collect(
     while True:
         sign.renew()
         names = backoff.timed(lambda: _listed(storage, votes_dir(attempt)))
-        for name in sorted(names & missing.keys()):
-            rank = missing.pop(name)
-            key = rank_file(attempt, rank, "vote")
-            by_rank[rank] = votes.load_vote(storage.read(key), f"{storage.url}/{key}")
+        new = [missing.pop(name) for name in sorted(names & missing.keys())]
+        keys = [rank_file(attempt, rank, "vote") for rank in new]
+        for rank, key, data in zip(new, keys, in_parallel(storage, keys, storage.read), strict=True):
+            by_rank[rank] = votes.load_vote(data, f"{storage.url}/{key}")
             votes.raise_error_of(by_rank[rank])
             backoff.reset()
         if not missing:

@@ -50,7 +50,7 @@ def clear(storage: Storage, key: str, confirm: Callable[[], bool]) -> None:
     Nobody may be working there any more. ``confirm`` checks that this still holds, once the files of an intent's tag
     are known.
     """
-    tag = _tag(storage, key) if storage.is_file(key) else None
+    tag = _tag(storage, key) if not storage.renames or storage.is_file(key) else None
     if tag is not None and not storage.is_file(f"{tag}/{DONE}"):
         if not (remove_if(storage, tag, confirm) and confirm()):
             return

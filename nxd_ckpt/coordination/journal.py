@@ -130,7 +130,9 @@ def recover(storage: Storage) -> None:
 
 
 def is_open(storage: Storage) -> bool:
-    """Return whether an announced swap is unfinished; True also for a damaged journal."""
+    """Return whether an announced swap is unfinished; True also for a damaged journal. In a store there is none."""
+    if not storage.renames:
+        return False
     try:
         storage.size(JOURNAL)
     except FileNotFoundError:

@@ -111,7 +111,7 @@ class Ballot:
 
     def _other_votes(self) -> Sequence[Vote] | SaveFailed:
         try:
-            return self._collect(first=1)
+            return self._collect()
         except SaveFailed as error:
             return error
 
@@ -209,7 +209,7 @@ class Ballot:
                 raise counted.others
             if error is not None:
                 raise SaveFailed(f"rank 0 failed: {in_words(to_wire(error))}")
-            votes = self._collect() if counted.others is None else [counted.own, *counted.others]
+            votes = [counted.own, *(self._collect() if counted.others is None else counted.others)]
             if self._attempt.plan is None:
                 raise SaveFailed("rank 0 staged nothing")
             request = self._request(self._attempt.plan, voted)
@@ -279,9 +279,10 @@ class Ballot:
                 self._tag,
             )
 
-    def _collect(self, first: int = 0) -> list[Vote]:
+    def _collect(self) -> list[Vote]:
+        """The votes of the other ranks."""
         session, ranks = self._session, self._session.topology.world_size
-        return voting.collect(session.storage, self._number, ranks, session.timeout, first=first, gone=session.is_gone)
+        return voting.collect(session.storage, self._number, ranks, session.timeout, first=1, gone=session.is_gone)
 
 
 def tidy(attempt: SaveAttempt, *, failed: bool) -> None:

@@ -9,7 +9,8 @@ is the checkpoint, listed as the tag ``""`` (``NO_TAG``), older than any other.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 from nxd_ckpt.core.limits import NOTE
@@ -38,6 +39,7 @@ from nxd_ckpt.storage.system import aliases
 from nxd_ckpt.tag.foreign import legacy, rank_items
 from nxd_ckpt.tag.grid import holes, spanned
 from nxd_ckpt.tag.order import marker_time, order_time_of_ours, recorded_order_time
+from nxd_ckpt.tag.range_reader import in_parallel
 
 logger = logging.getLogger("nxd_ckpt")
 
@@ -106,9 +108,7 @@ def holds_tags(storage: Storage) -> bool:
 
 def find_tag(storage: Storage, tag: str) -> TagInfo | None:
     """Return the tag of that name as `list_tags` describes it, or None; inspects no other one."""
-    if not storage.is_dir(tag):
-        return None
-    return _inspect(storage, tag, _times_in_newest(storage) if storage.is_file(NEWEST) else {})
+    return _inspect(storage, tag, lambda: _times_in_newest(storage) if storage.is_file(NEWEST) else {})
 
 
 def _tags(storage: Storage) -> Iterator[TagInfo]:
@@ -117,10 +117,8 @@ def _tags(storage: Storage) -> Iterator[TagInfo]:
     if ranks:
         yield _legacy_tag(storage, ranks)
     newest = _times_in_newest(storage) if DirEntry(NEWEST, False) in top else {}
-    for entry in top:
-        info = _inspect(storage, entry.name, newest) if entry.is_dir and entry.name[0] != "." else None
-        if info is not None:
-            yield info
+    folders = [entry.name for entry in top if entry.is_dir and entry.name[0] != "."]
+    yield from filter(None, in_parallel(storage, folders, partial(_inspect, storage, newest=lambda: newest)))
 
 
 def is_checkpoint_of_ours_or_nxd(storage: Storage, tag: str) -> bool:
@@ -264,9 +262,11 @@ def _times_in_newest(storage: Storage) -> dict[str, float]:
     return {tag: written - (len(tags) - 1 - position) for position, tag in enumerate(tags)}
 
 
-def _inspect(storage: Storage, tag: str, newest: dict[str, float]) -> TagInfo | None:
+def _inspect(storage: Storage, tag: str, newest: Callable[[], dict[str, float]]) -> TagInfo | None:
+    """Return a tag's facts; None if there is no tag. ``newest`` returns the times in NxD 0.6's file of that name."""
     try:
-        files = {entry.name for entry in storage.list(tag) if not entry.is_dir}
+        entries = storage.list(tag)
+        files = {entry.name for entry in entries if not entry.is_dir}
     except PermissionError as error:
         if error.errno is None:  # a store's, about credentials: no tag may seem to be absent for that
             raise
@@ -274,8 +274,8 @@ def _inspect(storage: Storage, tag: str, newest: dict[str, float]) -> TagInfo | 
     is_ours = has_manifest = MANIFEST in files
     dated = next((name for name in (DONE, MARKER, MANIFEST) if name in files), None)
     try:
-        if DONE not in files and tag in newest:
-            return TagInfo(tag, newest[tag], complete=_has_all_ranks(storage, tag), ours=has_manifest)
+        if DONE not in files and tag in (times := newest()) and (entries or storage.is_dir(tag)):
+            return TagInfo(tag, times[tag], complete=_has_all_ranks(storage, tag), ours=has_manifest)
         if dated is None:
             return None
         recorded = recorded_order_time(storage, tag) if dated == DONE else None

@@ -340,29 +340,45 @@ class OpenTag:
         if entry is None:
             saved_files = first_of(sorted(self.index(writer).files))
             raise PartNotFound(f"{self.where}: no file {file!r} was saved; its rank saved {saved_files}")
-        self._verify_size(file, entry.nbytes)
-        if entry.nbytes <= _SMALL:
-            files = self._layout.files
-            keeps = self.keeps_small
-            data = files.whole(file, entry.nbytes) if keeps else memoryview(self.storage.read(files.key(file)))
+        if entry.nbytes > _SMALL:
+            self._verify_size(file, entry.nbytes)
+        else:
+            data = self._small(file, entry.nbytes)
             try:
                 check_bytes(data, entry, f"{self.where}/{file}")
             except DigestMismatch as error:
                 tensors = (entry for entry in self.index(writer).tensors if entry.file == file)
                 changed = changed_tensors(tensors, lambda start, nbytes: crc32.crc32(data[start : start + nbytes]))
                 raise DigestMismatch(f"{error}{': ' if changed else ''}{first_of(sorted(changed))}") from error
-            if keeps:
-                files.keep(file, data)
+            if self._keeps:
+                self._layout.files.keep(file, data)
         self._verified.add(file)
 
+    @property
+    def _keeps(self) -> bool:
+        """True if small files are read once: in a store each read costs requests."""
+        return self.keeps_small or not self.storage.renames
+
+    def _small(self, file: str, nbytes: int) -> memoryview:
+        if self.storage.renames:
+            self._verify_size(file, nbytes)
+            if self._keeps:
+                return self._layout.files.whole(file, nbytes)
+        with self._must_exist(file):
+            return memoryview(self.storage.read(f"{self.tag}/{file}"))
+
     def _verify_size(self, file: str, expected: int) -> None:
-        where = f"{self.where}/{file}"
-        try:
+        with self._must_exist(file):
             nbytes = self.storage.size(f"{self.tag}/{file}")
-        except FileNotFoundError as error:
-            raise PartLost(f"{where} is missing: the tag lost files since it was saved") from error
         if nbytes != expected:
-            raise MalformedFile(f"{where} has {nbytes} bytes, expected {expected}: truncated or replaced")
+            raise MalformedFile(f"{self.where}/{file} has {nbytes} bytes, expected {expected}: truncated or replaced")
+
+    @contextmanager
+    def _must_exist(self, file: str) -> Iterator[None]:
+        try:
+            yield
+        except FileNotFoundError as error:
+            raise PartLost(f"{self.where}/{file} is missing: the tag lost files since it was saved") from error
 
 
 _SMALL = 4 * 2**20

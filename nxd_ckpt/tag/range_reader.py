@@ -8,9 +8,9 @@ not started. If several fail, the error of the first task is raised, whichever t
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from nxd_ckpt import effects
 from nxd_ckpt.core.closing import Closing
@@ -18,10 +18,12 @@ from nxd_ckpt.core.manifest import CRC_BLOCK
 from nxd_ckpt.errors import MalformedFile
 from nxd_ckpt.formats import crc32
 from nxd_ckpt.storage.arena import private_memory
-from nxd_ckpt.storage.base import HOLE, Reader
+from nxd_ckpt.storage.base import HOLE, Reader, Storage
 from nxd_ckpt.storage.progress import Counter
 from nxd_ckpt.tag.files import TagFiles
 from nxd_ckpt.tag.verification import Digest, mismatch, naming
+
+_Value = TypeVar("_Value")
 
 PIECE = CRC_BLOCK
 """Bytes of scratch memory per thread, and of a task's read.
@@ -140,6 +142,25 @@ class ReadPool(Closing):
 
 _KEPT = 64
 """Maximum number of idle files that stay open: with xser there is one for each tensor."""
+
+
+def in_parallel(storage: Storage, keys: Sequence[str], inspect: Callable[[str], _Value]) -> Iterator[_Value]:
+    """Yield the result for each key. In a store, where each costs requests, as many at a time as it serves at once."""
+    if storage.renames or len(keys) < 2:
+        yield from map(inspect, keys)
+        return
+    with ReadPool(storage.concurrency) as pool:
+        for first in range(0, len(keys), storage.concurrency):
+            results: dict[str, _Value] = {}
+
+            def look(scratch: object, key: str, results: dict[str, _Value] = results) -> None:
+                results[key] = inspect(key)
+
+            batch = keys[first : first + storage.concurrency]
+            for key in batch:
+                pool.submit(partial(look, key=key))
+            pool.wait_for(pool.submitted)
+            yield from (results[key] for key in batch)
 
 
 class OpenFiles:

@@ -382,7 +382,7 @@ BREAKS += [
         "Clean-up removes the staging of this attempt", "disk",
         {
             _COMMIT: (
-                "        if (everyone_is_past and int(number) < counter) or "
+                "        if (everyone_is_past and int(number) <= counter) or "
                 "voting.all_voted(storage, entry.name, world_size):\n",
                 "        if True:\n",
             )

@@ -7,7 +7,9 @@ from collections.abc import Callable
 import pytest
 
 from nxd_ckpt.storage.base import DirEntry, Storage
+from nxd_ckpt.tag.directory import list_tags
 from nxd_ckpt.testing.contract import StorageContract
+from tests.simulation.job import checkpointer, loaded, state
 from tests.simulation.world.store import ObjectStore, Refused, Reply
 from tests.simulation.world.store_client import ConnectionLost, store_storage
 
@@ -126,3 +128,18 @@ def test_a_request_that_is_refused_is_not_made_again() -> None:
         store_storage(ObjectStore(), network).write("key", b"1")
     assert "put_object" == names[0]
     assert 1 == names.count("put_object")
+
+
+def test_a_load_makes_few_requests_and_a_listing_two_for_each_tag() -> None:
+    """Each request takes tens of milliseconds."""
+    network = Losing("", 0, happens=True)
+    storage = store_storage(ObjectStore(), network)
+    with checkpointer(storage, 0, 1, None) as saver:
+        for value in range(5):
+            saver.save(f"step_{value}", state(value, 0, 1), user_content={"value": value})
+    network.requests.clear()
+    assert loaded(storage, 0, 1, "step_3") == 3
+    assert len(network.requests) <= 13, network.requests
+    network.requests.clear()
+    assert len(list_tags(storage)) == 5
+    assert len(network.requests) == 1 + 2 * 5, network.requests
