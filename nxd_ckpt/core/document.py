@@ -19,9 +19,7 @@ quoted: Callable[[str], str] = json.encoder.encode_basestring_ascii
 """Return a string as JSON."""
 
 _value_at: Callable[[str, int], tuple[Any, int]] = json.JSONDecoder().scan_once  # type: ignore[attr-defined]
-_BLANKS = " \t\n\r"
-_blanks_at: Callable[[str, int], re.Match[str]] = re.compile(rf"[{_BLANKS}]*").match  # type: ignore[assignment]
-
+_mark_at: Callable[[str, int], re.Match[str] | None] = re.compile(r"[ \t\n\r]*([][{}:,])[ \t\n\r]*").match
 
 plain: Callable[[Any], str] = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode
 """Return any plain value as JSON. Raises ValueError for NaN and infinity, which JSON does not have."""
@@ -92,6 +90,8 @@ def read(text: str, makers: Mapping[str, Callable[[Any], Any]]) -> dict[str, Any
 
 
 class _Scanner:
+    """A position in a JSON text: that of its next mark or value, behind blanks."""
+
     def __init__(self, text: str) -> None:
         self._text, self._at = text, 0
 
@@ -100,20 +100,18 @@ class _Scanner:
         try:
             value, self._at = _value_at(self._text, self._at)
         except StopIteration:
-            if self._skips_blanks():
-                return self.value()
             raise self._expected("a value") from None
         return value
 
     def container(self, make: Callable[[Any], Any]) -> list[Any] | dict[str, Any]:
         """Parse the next array or object, with ``make(element)`` for each element."""
-        if self._next() == "{":
+        if self._text.startswith("{", self._at):
             return self.members(lambda _: make(self.value()))
         elements: list[Any] = []
         has_next = self._begins("[", "]")
         while has_next:
             elements.append(make(self.value()))
-            has_next = self._has_another("]")
+            has_next = self._mark(",]", "',' or ']'") == ","
         return elements
 
     def members(self, member: Callable[[str], Any]) -> dict[str, Any]:
@@ -122,44 +120,34 @@ class _Scanner:
         has_next = self._begins("{", "}")
         while has_next:
             name = self.value()
-            if type(name) is not str or self._next() != ":":
-                raise self._expected("a name and ':'")
+            if type(name) is not str:
+                raise self._expected("a name before it")
+            self._mark(":", "':'")
             if name in fields:
                 raise ValueError(f"{name!r:.80} is there twice")
-            self._at += 1
             fields[name] = member(name)
-            has_next = self._has_another("}")
+            has_next = self._mark(",}", "',' or '}'") == ","
         return fields
 
     def end(self) -> None:
-        if self._next():
+        if self._at < len(self._text):
             raise self._expected("the end")
 
     def _begins(self, opening: str, closing: str) -> bool:
         """Skip the opening mark; return whether an element follows."""
-        if self._next() != opening:
-            raise self._expected(repr(opening))
-        self._at += 1
-        empty = self._next() == closing
-        self._at += empty
-        return not empty
+        self._mark(opening, repr(opening))
+        if not self._text.startswith(closing, self._at):
+            return True
+        self._mark(closing, repr(closing))
+        return False
 
-    def _has_another(self, closing: str) -> bool:
-        """Skip the mark after an element; return whether another element follows."""
-        mark = self._next()
-        if mark not in (",", closing):
-            raise self._expected(f"',' or {closing!r}")
-        self._at += 1
-        return mark == ","
-
-    def _next(self) -> str:
-        """Return the next character that is not white space; empty at the end."""
-        mark = self._text[self._at : self._at + 1]
-        return self._next() if mark in _BLANKS and self._skips_blanks() else mark
-
-    def _skips_blanks(self) -> bool:
-        before, self._at = self._at, _blanks_at(self._text, self._at).end()
-        return self._at > before
+    def _mark(self, marks: str, what: str) -> str:
+        """Skip one of these marks, with the blanks around it, and return it."""
+        found = _mark_at(self._text, self._at)
+        if found is None or found[1] not in marks:
+            raise self._expected(what)
+        self._at = found.end()
+        return found[1]
 
     def _expected(self, what: str) -> ValueError:
         return json.JSONDecodeError(f"expected {what}", self._text, self._at)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import marshal
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
@@ -15,6 +16,9 @@ CRC_BLOCK = 4 * 2**20
 """Bytes that one block digest covers; a slice is verified by the blocks it touches, not the whole tensor."""
 
 KindT = TypeVar("KindT")
+
+_BY_VALUE = 2
+"""Marshal's version whose bytes depend on values alone: unlike equality, they distinguish 1, True and 1.0."""
 
 
 class TensorEntry(NamedTuple):
@@ -98,15 +102,15 @@ class Makers:
 
     def __init__(self) -> None:
         self._files: dict[str, str] = {}
-        self._forms: dict[str, tuple[tuple[int, ...], tuple[Piece, ...] | None]] = {}
-        self._specs: dict[str, ParameterSpec] = {}
+        self._forms: dict[bytes, tuple[tuple[int, ...], tuple[Piece, ...] | None]] = {}
+        self._specs: dict[bytes, ParameterSpec] = {}
 
     @staticmethod
     def file(entry: Any) -> FileEntry:
         return FileEntry(*integers(entry, 2))
 
     def tensor(self, fields: Any) -> TensorEntry:
-        key = repr((fields["shape"], fields["pieces"]))  # unlike equality, it distinguishes 1, True and 1.0
+        key = marshal.dumps((fields["shape"], fields["pieces"]), _BY_VALUE)
         form = self._forms.get(key)
         if form is None:
             form = self._forms[key] = _form(fields["name"], fields["shape"], fields["pieces"])
@@ -129,7 +133,7 @@ class Makers:
         return file
 
     def spec(self, fields: Any) -> ParameterSpec:
-        key = repr(fields)
+        key = marshal.dumps(fields, _BY_VALUE)
         spec = self._specs.get(key)
         if spec is None:
             partition = Partition.from_json(fields["partition"])

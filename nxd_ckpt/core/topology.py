@@ -12,7 +12,7 @@ groups has its own map in ``rank_map``.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from nxd_ckpt.errors import InvalidArgument
 
@@ -162,11 +162,13 @@ class Topology:
         """
         step = self.ep if expert else 1
         start = at.dp_rank % step
-        return [self.rank_of(replace(at, dp_rank=dp_rank)) for dp_rank in range(start, self.dp, step)]
+        return [
+            self.rank_of(Coordinates(at.pp_rank, dp_rank, at.tp_rank)) for dp_rank in range(start, self.dp, step)
+        ]
 
     def writer_of(self, at: Coordinates) -> Coordinates:
         """Return the first rank with the same model state as ``at``, experts included, which writes for all of them."""
-        return replace(at, dp_rank=at.dp_rank % self.ep)
+        return Coordinates(at.pp_rank, at.dp_rank % self.ep, at.tp_rank)
 
     def describe(self) -> str:
         """Return ``dp=2 tp=4 pp=1 ep=1``."""

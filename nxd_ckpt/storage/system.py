@@ -15,6 +15,7 @@ import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -59,6 +60,7 @@ def naming(path: Path | str) -> Iterator[None]:
         raise
 
 
+@cache
 def flags(*names: str) -> int:
     """Return those of the named flags of open(2) that this system has, and the flag for binary files."""
     bits = getattr(os, "O_BINARY", 0)

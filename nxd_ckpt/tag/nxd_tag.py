@@ -73,7 +73,11 @@ def open_tag(
     Raises:
         PartNotFound: the directory holds none of the files of any layout.
     """
-    files = TagFiles(storage, tag, trust_pickle=trust_pickle)
+    return layout_of(TagFiles(storage, tag, trust_pickle=trust_pickle), topology)
+
+
+def layout_of(files: TagFiles, topology: Topology | None) -> TagLayout:
+    """Do the same for the tag of these files."""
     listing = files.names()
     parts = {
         names.MODEL_DIR,
@@ -89,8 +93,9 @@ def open_tag(
         return legacy.LegacyTag(files, topology)
     of_dcp = "; it is a torch DCP checkpoint: nxd-ckpt from-dcp makes a tag of it" if ".metadata" in listing else ""
     raise PartNotFound(
-        f"{storage.url}/{tag}: no checkpoint of nxd_ckpt or neuronx_distributed; expected {names.MODEL_DIR}/, "
-        f"{names.OPTIMIZER_DIR}/ or tp_rank_* files, found {first_of(sorted(listing)) or 'nothing'}{of_dcp}"
+        f"{files.storage.url}/{files.tag}: no checkpoint of nxd_ckpt or neuronx_distributed; expected "
+        f"{names.MODEL_DIR}/, {names.OPTIMIZER_DIR}/ or tp_rank_* files, found "
+        f"{first_of(sorted(listing)) or 'nothing'}{of_dcp}"
     )
 
 

@@ -20,10 +20,10 @@ from nxd_ckpt.errors import CorruptCheckpoint, DigestMismatch, MalformedFile, Pa
 from nxd_ckpt.formats import crc32
 from nxd_ckpt.formats.tensors import Assembly, TensorStub, allocated, iter_tensors
 from nxd_ckpt.storage.base import Storage
-from nxd_ckpt.tag.files import MissingTensor
+from nxd_ckpt.tag.files import MissingTensor, TagFiles
 from nxd_ckpt.tag.identity import Identity
 from nxd_ckpt.tag.mesh_trees import MeshTrees
-from nxd_ckpt.tag.nxd_tag import TagLayout, open_tag
+from nxd_ckpt.tag.nxd_tag import TagLayout, layout_of
 from nxd_ckpt.tag.order import file_of_ours, is_written_over
 from nxd_ckpt.tag.reading import Leaf, LeafReader
 from nxd_ckpt.tag.verification import (
@@ -405,7 +405,8 @@ def open_complete_tag(storage: Storage, tag: str, *, trust_pickle: bool = False)
 
 def _open(storage: Storage, tag: str, identity: Identity, trust_pickle: bool) -> OpenTag:
     where = f"{storage.url}/{tag}"
-    listed = {entry.name for entry in storage.list(tag)}
+    files = TagFiles(storage, tag, trust_pickle=trust_pickle)
+    listed = files.names().keys()
     if tag and not storage.renames and _is_in_flux(listed):
         # File systems rename whole tags. In a store, one that is being emptied or written must not look foreign.
         raise TagReplaced(f"{where} was removed, or is being replaced, since it was looked up")
@@ -436,8 +437,7 @@ def _open(storage: Storage, tag: str, identity: Identity, trust_pickle: bool) ->
             file,
         )
     topology = None if manifest is None else manifest.topology
-    layout = open_tag(storage, tag, topology=topology, trust_pickle=trust_pickle)
-    return OpenTag(storage, tag, layout, manifest, identity)
+    return OpenTag(storage, tag, layout_of(files, topology), manifest, identity)
 
 
 def _manifest(storage: Storage, tag: str) -> Manifest:

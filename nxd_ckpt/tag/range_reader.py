@@ -37,13 +37,13 @@ Task = Callable[[memoryview], None]
 
 
 class ReadPool(Closing):
-    """Pool that runs tasks on ``threads`` threads, the caller's included.
+    """Pool that runs tasks on ``threads`` threads, the caller's included. The first ``alone`` bytes start no others.
 
-    The storage's ``concurrency``. Must be closed.
+    Must be closed.
     """
 
-    def __init__(self, threads: int) -> None:
-        self._others = threads - 1
+    def __init__(self, threads: int, alone: int = 0) -> None:
+        self._others, self._alone, self._nbytes = threads - 1, alone, 0
         self._threads: list[effects.Thread] = []
         self._changed = effects.Condition()
         self._queue: deque[tuple[int, Task]] = deque()
@@ -53,16 +53,17 @@ class ReadPool(Closing):
         self._own = effects.local()
         self.submitted = 0
 
-    def submit(self, task: Task) -> None:
-        """Run ``task`` soon. Raises the error of an earlier one."""
+    def submit(self, task: Task, nbytes: int = PIECE) -> None:
+        """Run ``task``, which reads ``nbytes``, soon. Raises the error of an earlier one."""
         if self._failed is not None:
             self.wait_for(self.submitted)
         with self._changed:
             self._queue.append((self.submitted, task))
             self.submitted += 1
+            self._nbytes += nbytes
             self._changed.notify()
         # A single task is for the caller, which waits for it next.
-        if len(self._queue) > 1 and len(self._threads) < self._others:
+        if len(self._queue) > 1 and self._nbytes > self._alone and len(self._threads) < self._others:
             thread = effects.Thread(target=self._work, name="nxd_ckpt-reader", daemon=True)
             self._threads.append(thread)  # first: an interrupt may come out of start()
             try:
@@ -205,6 +206,9 @@ class OpenFiles:
             surplus.close()
 
 
+_ALONE = 8 * 2**20
+"""Bytes that one thread reads from a file system as soon as two, which wait for each other, and in less work."""
+
 _TOGETHER = 500
 """Maximum number of ranges in a piece, for tiny tensors."""
 
@@ -243,7 +247,8 @@ class RangeReader(Closing):
     """
 
     def __init__(self, files: TagFiles) -> None:
-        self._files, self._open, self._pool = files, OpenFiles(files), ReadPool(files.storage.concurrency)
+        self._files, self._open = files, OpenFiles(files)
+        self._pool = ReadPool(files.storage.concurrency, _ALONE if files.storage.renames else 0)
         self.done = Counter()
         self._file, self._ranges = "", list[Range]()
         self._nbytes, self._scratch_nbytes = 0, 0
@@ -302,8 +307,8 @@ class RangeReader(Closing):
 
     def _flush(self) -> None:
         if self._ranges:
-            ranges, self._ranges, self._nbytes, self._scratch_nbytes = self._ranges, [], 0, 0
-            self._pool.submit(partial(self._read, self._file, ranges))
+            self._pool.submit(partial(self._read, self._file, self._ranges), self._nbytes)
+            self._ranges, self._nbytes, self._scratch_nbytes = [], 0, 0
 
     def _read(self, file: str, ranges: Sequence[Range], scratch: memoryview) -> None:
         """Read the ranges, as many at once as the storage prefers, and compare their digests.
