@@ -113,7 +113,8 @@ site: $(PLAIN_READY)
 	NO_MKDOCS_2_WARNING=1 $(VENV_PLAIN)/bin/python -m mkdocs build --strict
 
 # Without --no-compile pip would compile all of torch's modules, most of which no test imports.
-# One at a time, as both write the project's metadata here. The stamp comes last and is newer than what was installed from, so an interrupted installation is taken up again.
+# One at a time, as both write the project's metadata here; torch, which takes longest, comes before that. The stamp
+# comes last and is newer than what was installed from, so an interrupted installation is taken up again.
 $(XLA_READY): pyproject.toml setup.py
 	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
 	flock setup.py $(VENV)/bin/python -m pip install --quiet --no-compile --editable '.[xla,dev]'
@@ -126,6 +127,7 @@ $(BENCH_READY): $(XLA_READY)
 $(PLAIN_READY): pyproject.toml setup.py
 	test -x $(VENV_PLAIN)/bin/python || $(PYTHON_PLAIN) -m venv $(VENV_PLAIN)
 	@echo "Tests marked plain run on $$($(VENV_PLAIN)/bin/python --version)"
+	$(VENV_PLAIN)/bin/python -m pip install --quiet --no-compile $(TORCH_PLAIN)
 	flock setup.py $(VENV_PLAIN)/bin/python -m pip install --quiet --no-compile --editable '.[dev]' $(TORCH_PLAIN)
 	$(VENV_PLAIN)/bin/python -m pip install --quiet --no-compile --no-deps $(TITAN) || echo "TorchTitan is not tested: it needs Python 3.11"
 	$(VENV_PLAIN)/bin/python -m pip install --quiet --no-compile --no-deps --upgrade $(OLD_TITAN)

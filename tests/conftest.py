@@ -10,13 +10,16 @@ from collections.abc import Iterator
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from botocore import loaders
 from hypothesis import settings
 
+from nxd_ckpt.conversion import worker_pool
 from nxd_ckpt.storage.local import LocalStorage
 from nxd_ckpt.testing.storage import MemoryStorage
+from tests.support.processes import FORKED
 from tests.support.rank_pool import RankPool
 from tests.support.s3_server import S3Server
 
@@ -105,6 +108,12 @@ def s3_server() -> Iterator[S3Server]:
         patch.setattr(loaders, "create_loader", cache(loaders.create_loader))
         server.make_bucket(BUCKET)
         yield server
+
+
+@pytest.fixture
+def forked_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The workers of a conversion are forked by a server that has imported all; spawned ones take seconds."""
+    monkeypatch.setattr(worker_pool, "multiprocessing", SimpleNamespace(get_context=lambda _: FORKED))
 
 
 @pytest.fixture(scope="session")

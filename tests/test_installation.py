@@ -94,8 +94,6 @@ def test_no_binary_is_tracked() -> None:
 def test_numpy_is_installed_with_it(installed: Path) -> None:
     """Without it `import torch` warns."""
     assert "numpy" in (_metadata(installed).requires or [])
-    done = subprocess.run([sys.executable, "-c", "import torch"], capture_output=True, text=True, check=True)
-    assert "" == done.stderr
 
 
 def test_there_is_one_version(installed: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -68,8 +68,9 @@ def test_large_data_is_read(make: Callable[[], Any]) -> None:
     check_picklable_as_data(tree)
     found = loaded(saved(tree))
     if isinstance(tree, np.ndarray):
-        tree, found = tree.tolist(), found.tolist()
-    assert comparable(tree) == comparable(found)
+        np.testing.assert_array_equal(tree, found, strict=True)
+    else:
+        assert comparable(tree) == comparable(found)
 
 
 def _deep(depth: int) -> Any:

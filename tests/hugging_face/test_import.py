@@ -386,6 +386,7 @@ def test_a_file_without_a_state_dict_is_refused(tmp_path: Path) -> None:
         bring(tmp_path / "code.pt", tmp_path / "run" / "step_0", Job(Model()), config=config)
 
 
+@pytest.mark.usefixtures("forked_workers")
 def test_several_processes_and_stores(tmp_path: Path) -> None:
     """Each process writes a share of the ranks; directory and tag may be in a store."""
     job = Job(Model(), tp=2, pp=2)

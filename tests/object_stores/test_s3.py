@@ -213,6 +213,7 @@ def test_conversions_go_from_url_to_url(bucket: Bucket, tmp_path: Path) -> None:
     assert None is difference(plainly(expected), plainly(optimizers(tmp_path / "dp3")))
 
 
+@pytest.mark.usefixtures("forked_workers")
 def test_worker_processes_get_the_options(bucket: Bucket, tmp_path: Path) -> None:
     """In memory only."""
     source = save_example(tmp_path / "input", 2)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 import threading
 import uuid
 from collections.abc import Callable, Iterator
@@ -19,6 +17,7 @@ from nxd_ckpt.errors import CheckpointError, StorageError
 from nxd_ckpt.storage.urls import open_storage
 from nxd_ckpt.tag.directory import list_tags
 from tests.protocol.states import PATIENCE, lose_patience
+from tests.support.processes import run_program
 from tests.support.s3_proxy import Fault, S3Proxy
 from tests.support.s3_server import S3Server, options_for
 
@@ -224,7 +223,7 @@ def test_more_than_fits_the_staging_memory(s3_server: S3Server, bucket: str) -> 
 def test_a_process_that_ends_during_an_upload(s3_server: S3Server, bucket: str) -> None:
     """Finishes it first."""
     url, options = f"s3://{bucket}/run", s3_server.options
-    ended = subprocess.run([sys.executable, "-c", EXITING, url, json.dumps(options)], capture_output=True, text=True)
+    ended = run_program(EXITING, url, json.dumps(options))
     assert (0, "") == (ended.returncode, ended.stderr)
     model: dict[str, torch.Tensor] = {}
     load_checkpoint(url, "t", model, storage_options=options)

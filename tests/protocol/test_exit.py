@@ -5,13 +5,14 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from subprocess import CompletedProcess
 
 import pytest
 import torch
 
 from nxd_ckpt import open_checkpoint
-from tests.protocol.job import HANGS
 from tests.protocol.states import visible_tags
+from tests.support.processes import run_program
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]
 
@@ -31,14 +32,8 @@ state = {"weight": torch.ones(5)}
 FAILING = 'hook = failing("close", "*-2/model/*", OSError(28, "No space left on device"))\n'
 
 
-def run(path: Path, program: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-c", PROLOGUE + program, str(path)],
-        capture_output=True,
-        text=True,
-        timeout=HANGS,
-        check=False,
-    )
+def run(path: Path, program: str) -> CompletedProcess[str]:
+    return run_program(PROLOGUE + program, path)
 
 
 def holds_ones(path: Path, tag: str) -> bool:
@@ -55,8 +50,10 @@ def holds_ones(path: Path, tag: str) -> bool:
 )
 @pytest.mark.one_in(2)
 def test_a_normal_exit_finishes_what_is_in_flight(tmp_path: Path, program: str) -> None:
-    """The last line of a script may be an async save; the directory is given back, too."""
-    ended = run(tmp_path, program)
+    """The last line of a script may be an async save; the directory is given back, too. This one is a new interpreter,
+    to its very end."""
+    command = [sys.executable, "-c", PROLOGUE + program, str(tmp_path)]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
     assert (0, "") == (ended.returncode, ended.stderr)
     assert holds_ones(tmp_path, "t")
     assert not (tmp_path / ".nxd_ckpt" / "lease.json").exists()

@@ -22,7 +22,7 @@ from tests.support.reliability import REPOSITORY
 pytestmark = [pytest.mark.plain, pytest.mark.once]
 
 BATCH = 50
-SLICE = {"disk": 500, "store": 150, "hosts": 50}
+SLICE = {"disk": 350, "store": 100, "hosts": 50}
 """Schedules of `make test`; `make soak` runs the rest."""
 
 
@@ -116,7 +116,7 @@ TAKEN_OVER = {
 def test_the_promises_hold_where_another_job_takes_over(place: str) -> None:
     """Rank 0 stands still, and wakes when the other one has taken over: before some of its calls, now joined by a
     process group, now not."""
-    for at in range(1, CALLS[place] * 2, CALLS[place] // 19):
+    for at in range(1, CALLS[place] * 2, CALLS[place] // 11):
         run(taken_over(place, "retention", "ab", at, has_group=at % 2 == 0))
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from subprocess import CompletedProcess
 from types import TracebackType
 
+from nxd_ckpt.emulation.child import exit_code, leave
 from nxd_ckpt.emulation.launcher import free_ports
 
 FORKED = multiprocessing.get_context("forkserver")
@@ -32,8 +33,8 @@ FORKED.set_forkserver_preload(
 
 
 class Program:
-    """A running program, as ``python -c SOURCE ARGUMENTS...``, but for what an interpreter does when it ends: functions
-    of ``atexit`` are not called, as in any process of ``multiprocessing``.
+    """A running program, as ``python -c SOURCE ARGUMENTS...``. It ends as an interpreter does, up to and
+    with the functions of ``atexit``.
 
     Args:
         source: the program's text.
@@ -89,4 +90,5 @@ def _run(source: str, arguments: list[str], environment: dict[str, str], outputs
         os.dup2(os.open(output, os.O_WRONLY | os.O_CREAT), stream)
     os.environ.update(environment)
     sys.argv = ["-c", *arguments]
-    exec(compile(source, "<program>", "exec"), {"__name__": "__main__"})
+    program = compile(source, "<program>", "exec")
+    leave(exit_code(lambda: exec(program, {"__name__": "__main__"})))
