@@ -20,7 +20,7 @@ from concurrent.futures import (
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 from nxd_ckpt.commit.publication import Publication
@@ -49,6 +49,8 @@ class RankWriter:
         self._job = job
         self._storage = job.target.open(job.durable)
         self._input = open_input(job, self._storage)
+        # Surveyed and then written; as many as are written side by side.
+        self._plan = lru_cache(maxsize=TOGETHER)(self._planned)
 
     def survey(self, rank: int) -> int:
         """Return the bytes of the rank's new files. Writes nothing.
@@ -89,7 +91,7 @@ class RankWriter:
             votes.append(vote)
         return votes
 
-    def _plan(self, topology: Topology) -> SavePlan:
+    def _planned(self, topology: Topology) -> SavePlan:
         plan = plan_save(self._input.state(topology), topology)
         return replace(plan, parts=self._job.parts)
 

@@ -17,7 +17,7 @@ from nxd_ckpt.formats.tensors import cast_dtype
 from nxd_ckpt.hugging_face.hf_slice import partition_of, whole_shape
 from nxd_ckpt.hugging_face.mapped_directory import HuggingFaceTensors, MappedDirectory
 from nxd_ckpt.hugging_face.packed_tensors import UnpackedTensors
-from nxd_ckpt.hugging_face.selection import Selection, selected, selection
+from nxd_ckpt.hugging_face.selection import Selection, complete, selection
 from nxd_ckpt.live.save_state import SaveState
 from nxd_ckpt.live.state import ModelState, StateTensor
 from nxd_ckpt.reshard.target import interleaved, redistribute_layers
@@ -67,7 +67,7 @@ class ImportedModel:
         """Tensors of the directory that the tag will not have, by the reason."""
         return self._directory.left_out
 
-    @property
+    @cached_property
     def selection(self) -> Selection:
         """The NxD tensors that the directory becomes, and obstacles."""
         target = self._target
@@ -75,12 +75,11 @@ class ImportedModel:
 
     @cached_property
     def matches(self) -> dict[str, Match]:
-        """The NxD tensors by name, in the model's order. Raises the errors of `selected`."""
-        target, directory = self._target, self._directory
+        """The NxD tensors by name, in the model's order. Raises the errors of `selection` and `complete`."""
         try:
-            matches_ = selected(target.mapping, directory.names, target.sizes, target.variants)
+            matches_ = complete(self._target.mapping, self.selection)
         except KeyMismatch as error:
-            raise KeyMismatch(f"{directory.where}: {error}") from None
+            raise KeyMismatch(f"{self._directory.where}: {error}") from None
         return {match.name: match for match in matches_}
 
     @cached_property

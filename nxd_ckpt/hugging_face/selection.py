@@ -50,14 +50,8 @@ def selection(mapping: ModelMapping, names: Iterable[str], sizes: Sizes, variant
     return Selection(matches, unknown, tuple(mapping.in_files(missing)))
 
 
-def selected(mapping: ModelMapping, names: Iterable[str], sizes: Sizes, variants: Collection[str] = ()) -> list[Match]:
-    """Return the NxD tensors of that model; none may be unknown or missing.
-
-    Raises:
-        InvalidArgument: the mapping has no such variant.
-        KeyMismatch: no rule maps a name, or tensors are missing that the model must have.
-    """
-    selection_ = selection(mapping, names, sizes, variants)
+def complete(mapping: ModelMapping, selection_: Selection) -> tuple[Match, ...]:
+    """Return the selected NxD tensors. Raises KeyMismatch if names are unknown, or tensors are missing."""
     if selection_.unknown:
         close = ", ".join(closest(mapping, selection_.unknown[0])) or "none"
         raise KeyMismatch(
@@ -69,7 +63,7 @@ def selected(mapping: ModelMapping, names: Iterable[str], sizes: Sizes, variants
             f"tensors are missing: {first_of(selection_.missing)}, which every model of mapping {mapping.name!r} has "
             "with this config.json; the directory is incomplete, or this is another model's config.json"
         )
-    return list(selection_.matches)
+    return selection_.matches
 
 
 def _chosen_rules(mapping: ModelMapping, variants: Collection[str]) -> list[Rule]:
