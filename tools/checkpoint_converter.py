@@ -20,7 +20,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from nxd_ckpt.cli.wording import flags_of, message_of
+from nxd_ckpt.cli.main import flags_of, message_of
 from nxd_ckpt.convert import export_checkpoint, import_checkpoint, reshard
 from nxd_ckpt.core.heads import HARDWARE
 from nxd_ckpt.errors import CheckpointError, InvalidArgument

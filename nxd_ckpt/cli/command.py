@@ -1,14 +1,236 @@
-"""A command of ``nxd-ckpt`` as a declaration."""
+"""A command of ``nxd-ckpt`` as a declaration, and its flags: one for each field of its function's options."""
 
 from __future__ import annotations
 
 import argparse
+import json
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, fields
+from functools import partial
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
 
-from nxd_ckpt.cli import text
-from nxd_ckpt.cli.options import add_options, add_storage_option
+from nxd_ckpt.core.option_classes import fields_of
+from nxd_ckpt.core.partition import Partition
+from nxd_ckpt.core.suggestions import listed
+from nxd_ckpt.errors import CheckpointError, InvalidArgument
+from nxd_ckpt.options.execution import BLANK, OpenOptions
+
+_FLAGS = {
+    "use_safetensors": "--safetensors",
+    "unshard_strategy": "--strategy",
+}
+"""Flags that are not named after their keyword."""
+
+_ALIASES = {"saved_param_names": "--param-names", "hardware": "--hw-backend"}
+"""Other names of flags, for scripts that use them; help does not show them."""
+
+TEMPLATES = ("--partitions", "--saved-param-names")
+"""Flags whose files ``inspect`` makes templates of."""
+
+_PARTITIONS = 'JSON, such as {"NAME": {"partition_dim": 0, "num_partitions": 2}}: '
+
+_WITHOUT_FLAG = ("durable", "timeout", "trust_pickle")
+
+
+class _Form(NamedTuple):
+    """Command-line form of a type: arguments for argparse, a prefix for the help, and a conversion of the value."""
+
+    arguments: Mapping[str, Any]
+    prefix: str = ""
+    read: Callable[[Any], Any] = lambda value: value
+
+
+def add_options(
+    parser: argparse._ActionsContainer,
+    kind: type[Any],
+    *,
+    only: Collection[str] | None = None,
+    without: Collection[str] = (),
+    flags: Mapping[str, str] | None = None,
+) -> None:
+    """Add a flag for each field of ``kind`` (or of ``only``), explained by the first sentence of its help.
+
+    ``flags`` overrides the usual spelling.
+    """
+    hints, spelled = get_type_hints(kind), {**_FLAGS, **(flags or {})}
+    for entry in fields_of(kind):
+        name = entry.name
+        if name in (*_WITHOUT_FLAG, *without) or (only is not None and name not in only):
+            continue
+        if name in _NESTED:
+            _add_nested(parser, name)
+            continue
+        if name == "progress":
+            _add_quiet(parser)
+            continue
+        form = _form_of(hints[name])
+        meaning = entry.metadata["help"].partition(". ")[0].rstrip(".").replace("``", "")
+        default = "" if entry.default in (None, False) else f" (default: {entry.default})"
+        parser.add_argument(
+            spelled.get(name, f"--{name.replace('_', '-')}"),
+            dest=name,
+            default=entry.default,
+            help=f"{form.prefix}{meaning}{default}".replace("%", "%%"),
+            **form.arguments,
+        )
+        if name in _ALIASES and name not in spelled:
+            add_alias(parser, _ALIASES[name], name, **form.arguments)
+
+
+def add_alias(parser: argparse._ActionsContainer, flag: str, dest: str, **arguments: Any) -> None:
+    """Add another name of the flag whose value is ``dest``, which help does not show."""
+    parser.add_argument(flag, dest=dest, default=argparse.SUPPRESS, help=argparse.SUPPRESS, **arguments)
+
+
+def options_of(args: argparse.Namespace, kind: type[Any]) -> dict[str, Any]:
+    """Return the flags' values as keywords of the function. Raises InvalidArgument for a malformed JSON file."""
+    hints = {name: hint for name, hint in get_type_hints(kind).items() if name in args}
+    options = {name: _form_of(hint).read(getattr(args, name)) for name, hint in hints.items()}
+    return options | ({"progress": not args.quiet} if "quiet" in args else {})
+
+
+def _form_of(hint: Any) -> _Form:
+    kinds = (
+        [member for member in get_args(hint) if member is not NoneType]
+        if get_origin(hint) in (Union, UnionType)
+        else [hint]
+    )
+    origins = [get_origin(member) or member for member in kinds]
+    if origins == [bool]:
+        return _Form({"action": "store_true"})
+    if origins == [int]:
+        return _Form({"type": int, "metavar": "N"})
+    if origins == [str]:
+        return _Form({"metavar": "KEY"})
+    if origins[0] is Literal:
+        return _Form({"choices": get_args(kinds[0])})
+    if origins == [Sequence]:
+        names = partial(nested_lists, depth=str(hint).count("Sequence["))
+        return _Form({"metavar": "FILE"}, "JSON: ", names)
+    if get_args(kinds[0]) == (str, Partition):
+        return _Form({"metavar": "FILE"}, _PARTITIONS, partitions_in)
+    if get_args(kinds[0]) == (str, str):
+        return _Form({"metavar": "FILE"}, 'JSON, such as {"NAME": "NAME"}: ', names_in)
+    return _Form({"metavar": "SIZE" if int in origins else "NAME" if Mapping in origins else "PATH"})
+
+
+def opening(args: argparse.Namespace, options: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return the flags' values and the URL's options as keywords of `open_checkpoint`."""
+    keywords = options_of(args, OpenOptions) | {"storage_options": options}
+    keywords.pop("progress", None)
+    return keywords
+
+
+Option = tuple[list[str], Any]
+
+
+_NESTED = {
+    "storage_options": "storage option for URLs, named as in fsspec and s3fs; repeatable; use a.b for nested keys, for "
+    "example client_kwargs.region_name=us-west-2",
+    "output_options": "storage option for the output only, instead of every --storage-option",
+}
+"""Options that are one mapping, nested by the dots in its keys. Values may be secrets: no message shows one."""
+
+
+def _add_nested(parser: argparse._ActionsContainer, keyword: str) -> None:
+    flag, about = f"--{keyword.removesuffix('s').replace('_', '-')}", _NESTED[keyword]
+    parser.add_argument(flag, dest=keyword, metavar="KEY=VALUE", type=_option, action=_Nest, help=about)
+
+
+def _add_quiet(parser: argparse._ActionsContainer) -> None:
+    parser.add_argument("--quiet", action="store_true", help="show no progress, and say nothing if all is well")
+
+
+class _Nest(argparse.Action):
+    """Action that puts one more option into the mapping."""
+
+    def __call__(
+        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, flag: str | None = None
+    ) -> None:
+        keys, value = values
+        whole = getattr(namespace, self.dest) or {}
+        inner = whole
+        for key in keys[:-1]:
+            inner = inner.setdefault(key, {})
+            if not isinstance(inner, dict):
+                raise argparse.ArgumentError(self, f"{'.'.join(keys)}: {key} has a value of its own")
+        inner[keys[-1]] = value
+        setattr(namespace, self.dest, whole)
+
+
+def _option(text: str) -> Option:
+    key, separator, value = text.partition("=")
+    keys = key.split(".")
+    if not separator or not all(keys):
+        raise argparse.ArgumentTypeError("expected KEY=VALUE")
+    return keys, _value(value)
+
+
+def _value(text: str) -> Any:
+    """Parse true, false, null, a number or a quoted string as JSON; return anything else as it is."""
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        return text
+    return text if isinstance(value, (list, dict)) else value
+
+
+def partitions_in(path: str | None) -> dict[str, Partition] | None:
+    """Read parameters' partitions by name from a JSON file. Raises InvalidArgument if it is malformed."""
+    if path is None:
+        return None
+    document = _json(path)
+    if not isinstance(document, dict) or not all(isinstance(cut, dict) for cut in document.values()):
+        raise InvalidArgument(f'{path}: expected {{"name": {{"partition_dim": 0, "num_partitions": 2}}, ...}}')
+    partitions = {}
+    field_names = [field.name for field in fields(Partition)]
+    for name, entry in document.items():
+        shape = entry.get("local_shape")
+        cut = {field: value for field, value in entry.items() if field != "local_shape"}
+        if BLANK in cut.values():
+            raise InvalidArgument(
+                f"{path}: {name}: partition_dim is still {BLANK!r}: fill in the dimension that is cut, counted from 0"
+                f"{'' if shape is None else f' (each rank has the shape {shape})'}, or write {{}} for a parameter that "
+                "every rank has whole"
+            )
+        unknown = [field for field in cut if field not in field_names]
+        if unknown:
+            raise InvalidArgument(f"{path}: {name}: {listed(unknown, field_names)} is no field of a partition")
+        try:
+            partitions[name] = Partition.from_json(cut)
+        except CheckpointError as error:
+            raise InvalidArgument(f"{path}: {name}: {error.__cause__ or error}") from error
+    return partitions
+
+
+def names_in(path: str | None) -> Any:
+    """Read a mapping of names from a JSON file; the function that takes it checks the names."""
+    return None if path is None else _json(path)
+
+
+def nested_lists(path: str | None, depth: int) -> Any:
+    """Read lists of names, nested ``depth`` deep, from a JSON file."""
+
+    def fits(value: Any, depth: int) -> bool:
+        if depth == 0:
+            return isinstance(value, str)
+        return isinstance(value, list) and all(fits(item, depth - 1) for item in value)
+
+    if path is None:
+        return None
+    document = _json(path)
+    if not fits(document, depth):
+        raise InvalidArgument(f'{path}: expected names in lists nested {depth} deep, such as {"[" * depth}"name", ...')
+    return document
+
+
+def _json(path: str) -> Any:
+    try:
+        return json.loads(Path(path).read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
+        raise InvalidArgument(f"{path} cannot be read as JSON: {error}") from error
 
 
 @dataclass(frozen=True)
@@ -53,11 +275,11 @@ class Command:
         if self.add_flags is not None:
             self.add_flags(parser)
         if self.options is None:
-            add_storage_option(parser)
+            _add_nested(parser, "storage_options")
         else:
             add_options(parser, self.options, without=self.without, flags=self.spelling)
         if self.quiet:
-            text.add_quiet(parser)
+            _add_quiet(parser)
         parser.add_argument("--json", action="store_true", help="print one JSON document instead of text")
         parser.add_argument("--traceback", action="store_true", help="show where in the code an error came from")
         parser.set_defaults(run=self.run, code_of_error=self.code_of_error)

@@ -7,8 +7,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from nxd_ckpt.cli import text
-from nxd_ckpt.cli.command import Command
-from nxd_ckpt.cli.options import opening
+from nxd_ckpt.cli.command import Command, opening
 from nxd_ckpt.core import units
 from nxd_ckpt.core.units import size
 from nxd_ckpt.options.execution import OpenOptions

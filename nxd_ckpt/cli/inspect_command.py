@@ -7,9 +7,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from nxd_ckpt.cli import text
-from nxd_ckpt.cli.command import Command
-from nxd_ckpt.cli.name_patterns import group_names
-from nxd_ckpt.cli.wording import TEMPLATES
+from nxd_ckpt.cli.command import TEMPLATES, Command
+from nxd_ckpt.cli.text import group_names
 from nxd_ckpt.core import units
 from nxd_ckpt.core.mesh import Mesh
 from nxd_ckpt.core.units import size

@@ -6,29 +6,34 @@ import json
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from fnmatch import fnmatchcase
 from typing import Any, TypeVar
 
-from nxd_ckpt.cli.name_patterns import group_names
-from nxd_ckpt.cli.parameters import describe_partition, parameters
-from nxd_ckpt.cli.tensors import tensors
+from nxd_ckpt.cli.text import group_names
 from nxd_ckpt.cli.values import content_document, plain
 from nxd_ckpt.core import names
+from nxd_ckpt.core.manifest import Manifest, ParameterSpec, TensorEntry
+from nxd_ckpt.core.mesh import Layout
+from nxd_ckpt.core.partition import Partition
+from nxd_ckpt.core.suggestions import first_of, listed
 from nxd_ckpt.core.tags import TagInfo, latest
 from nxd_ckpt.core.topology import Coordinates, Topology
 from nxd_ckpt.errors import CheckpointError, InvalidArgument, TagReplaced, UnsafePickle
+from nxd_ckpt.formats.tensors import Assembly, Path, TensorStub, iter_tensors
 from nxd_ckpt.live.optimizer_state import OPTIMIZER_NAME
 from nxd_ckpt.output.locations import Location, locate_input
 from nxd_ckpt.output.source import open_any
+from nxd_ckpt.reshard.resharded_state import recorded_parameters
 from nxd_ckpt.reshard.unrecorded import names_template, partitions_template
 from nxd_ckpt.reshard.whole_tag import GlobalTensor, WholeTag
 from nxd_ckpt.storage.base import Storage
 from nxd_ckpt.storage.urls import open_storage
 from nxd_ckpt.tag.choosing import choose_tag
 from nxd_ckpt.tag.directory import is_whole_without_marks, list_tags
-from nxd_ckpt.tag.files import TagFiles
+from nxd_ckpt.tag.files import MissingTensor, TagFiles
 from nxd_ckpt.tag.foreign.recognise import recognise
 from nxd_ckpt.tag.foreign.untagged import is_untagged
 from nxd_ckpt.tag.identity import of_latest
@@ -306,3 +311,236 @@ def _of_group(prefix: str, members: list[GlobalTensor], topology: Topology) -> d
             )
         ),
     }
+
+
+def parameters(opened: OpenTag, rank: int = 0) -> list[dict[str, Any]]:
+    """Describe every parameter and buffer, of all pipeline stages; of a mesh job, what ``rank`` held of each.
+
+    Facts that a tag does not record are None.
+    """
+    if not opened.parts.model:
+        return []
+    if opened.manifest is None:
+        return list(_from_files(opened).values())
+    knows = _knows_trained(opened.manifest)
+    described = [_from_spec(name, spec, opened.topology, knows) for name, spec in opened.manifest.parameters.items()]
+    layouts = {} if opened.mesh is None else opened.mesh.layouts("model/")
+    return [parameter | _on_mesh(layouts.get(parameter["name"]), parameter["shape"], rank) for parameter in described]
+
+
+def _knows_trained(manifest: Manifest) -> bool:
+    """Return whether the save told parameters that are trained from others.
+
+    A state dict does not: all of its tensors count as untrained. A conversion takes it over, or counts all as trained.
+    """
+    kinds = {spec.trainable for spec in manifest.parameters.values()}
+    return len(kinds) == 2 or (kinds == {True} and not manifest.is_converted)
+
+
+def _on_mesh(layout: Layout | None, shape: Sequence[int], rank: int) -> dict[str, Any]:
+    """Return the shape that a rank of a mesh held, and how the tensor was placed; nothing if it was whole there."""
+    if layout is None:
+        return {}
+    coordinate = layout.mesh.coordinate_of(rank)
+    if coordinate is None:
+        return {"shape": None, "cut": f"not on rank {rank}"}
+    dimensions = zip(layout.mesh.names, layout.mesh.shape, layout.placements, strict=True)
+    cuts = [
+        f"dim {placement.dim} in {size} ({name or 'unnamed'})"
+        for name, size, placement in dimensions
+        if placement is not None
+    ]
+    return {"shape": list(layout.local_shape(tuple(shape), coordinate)), "cut": ", ".join(cuts) or "whole"}
+
+
+def describe_partition(partition: Partition, topology: Topology) -> str:
+    """Return the partition as text: ``whole``, ``dim 0 in 4``, ``dim 0 over 2 ep ranks, dim 1 in 4``."""
+    if not partition.known:
+        return "unknown"
+    cuts = []
+    if partition.expert:
+        cuts.append(f"dim 0 over {topology.ep} ep ranks")
+    if partition.fused:
+        sections = " + ".join(f"{section.size} in {section.num_partitions}" for section in partition.fused)
+        cuts.append(f"dim {partition.partition_dim} of {sections}")
+    elif not partition.replicated_over_tp:
+        cuts.append(_plain_cut(partition, topology.tp))
+    return ", ".join(cuts) or "whole"
+
+
+def _plain_cut(partition: Partition, tp: int) -> str:
+    cut = f"dim {partition.partition_dim} in {partition.num_partitions}"
+    if partition.partition_stride > 1:
+        cut += f", {partition.partition_stride} blocks each"
+    if partition.num_partitions < tp:
+        cut += f", each on {tp // partition.num_partitions} ranks"
+    if partition.rank_ordering is not None:
+        cut += f", by rank {' '.join(map(str, partition.rank_ordering))}"
+    return cut
+
+
+def _from_spec(name: str, spec: ParameterSpec, topology: Topology, knows_trained: bool) -> dict[str, Any]:
+    partition = spec.partition
+    return {
+        "name": name,
+        "dtype": spec.dtype,
+        "shape": list(spec.shape),
+        "global_shape": list(partition.global_shape(spec.shape, topology.ep)) if partition.known else None,
+        "partition": partition.to_json(),
+        "cut": describe_partition(partition, topology),
+        "trainable": spec.trainable if knows_trained else None,
+    }
+
+
+def _from_files(opened: OpenTag) -> dict[str, dict[str, Any]]:
+    """Describe parameters from NxD's files.
+
+    They hold local tensors without their partition. What ranks hold alike is whole, and everything if tp and ep are 1.
+    """
+    topology, recorded = opened.topology, recorded_parameters(opened, {})
+    alone = topology.tp == topology.ep == 1
+    parameters: dict[str, dict[str, Any]] = {}
+    for pp_rank in range(topology.pp):
+        tree = opened.model_tree(Coordinates(pp_rank=pp_rank))
+        for path, leaf in iter_tensors(tree, (TensorStub, Assembly, MissingTensor)):
+            name, shape = ".".join(map(str, path)), None if leaf.shape is None else list(leaf.shape)
+            whole = alone or (name in recorded and recorded[name].partition.known)
+            parameters.setdefault(
+                name,
+                {
+                    "name": name,
+                    "dtype": leaf.dtype,
+                    "shape": shape,
+                    "global_shape": shape if whole else None,
+                    "partition": Partition().to_json() if whole else None,
+                    "cut": "whole" if whole else "unknown",
+                    "trainable": None,
+                },
+            )
+    return parameters
+
+
+def tensors(opened: OpenTag, at: Coordinates, pattern: str, problems: list[str]) -> list[dict[str, Any]]:
+    """Return the tensors of model and optimizer that the rank at these coordinates holds and whose name matches.
+
+    If none does, ``problems`` says so.
+
+    ``pattern`` is a shell pattern for names such as ``model/embed.weight`` and ``optim/embed.weight/exp_avg``. They are
+    read
+    from the indexes, without reading a state. For NxD's tags they are read from the files, where optimizer entries have
+    numbers as names (``optim/#0/exp_avg``) and the boxes of the global tensor are unknown.
+    """
+    described = list(_tensors_from_files(opened, at) if opened.manifest is None else _from_indexes(opened, at))
+    matching = [tensor for tensor in described if fnmatchcase(tensor["name"], pattern)]
+    if not matching and pattern != "*":
+        names = [tensor["name"] for tensor in described]
+        problems.append(f"no tensor of this rank is called {listed([pattern], names)}; there are {first_of(names)}")
+    return matching
+
+
+def _from_indexes(opened: OpenTag, at: Coordinates) -> list[dict[str, Any]]:
+    """Return the rank's tensors from the indexes, including those of replicas, which share the writing."""
+    topology = opened.topology
+    if opened.manifest is not None and opened.manifest.leaders is not None:
+        return [_indexed(entry) for entry in opened.index(at).tensors]  # of a mesh job: what this rank wrote
+    entries_by_file: dict[str, dict[str, TensorEntry]] = {file: {} for file in _state_files(opened, at)}
+    writers = topology.replicas(at) if opened.parts.use_xser else map(topology.rank_of, (topology.writer_of(at), at))
+    for rank in dict.fromkeys(writers):
+        for entry in opened.index(topology.coordinates_of(rank)).tensors:
+            file = entry.file.partition(".tensors/")[0]
+            if file in entries_by_file:
+                entries_by_file[file][entry.name] = entry
+    entries: dict[str, TensorEntry] = {}
+    for file_entries in entries_by_file.values():
+        entries |= file_entries
+    if opened.parts.optimizer == "zero1_dcp":
+        entries |= {entry.name: entry for entry in _dcp_entries(opened, at)}
+    return [_indexed(entry) for entry in sorted(entries.values(), key=_order(opened))]
+
+
+def _dcp_entries(opened: OpenTag, at: Coordinates) -> Iterator[TensorEntry]:
+    """Yield the optimizer's tensors in a torch DCP directory: shards of the rank, others of its stage."""
+    leader = Coordinates(at.pp_rank)
+    for writer in dict.fromkeys((leader, at)):
+        for entry in opened.index(writer).tensors:
+            if entry.name.startswith("optim/") and (writer == at or not entry.shape):
+                yield entry
+
+
+def _state_files(opened: OpenTag, at: Coordinates) -> list[str]:
+    """Return the rank files with the rank's state; entries of a later file replace those of earlier ones."""
+    topology, kind = opened.topology, opened.parts.optimizer or "plain"
+    shared = replace(at, dp_rank=0)  # with xser, ep rank 0's folder has what is not an expert's, and its own experts
+    files = [names.model_file(topology, shared), names.model_file(topology, at)]
+    places = (shared, at) if kind == "plain" else (at,)
+    return [*files, *(names.optimizer_file(topology, place, kind) for place in places)]
+
+
+def _order(opened: OpenTag) -> Callable[[TensorEntry], tuple[str, int]]:
+    """Return a sort key: model before optimizer, parameters in the model's order."""
+    specs = () if opened.manifest is None else opened.manifest.parameters
+    position = {name: number for number, name in enumerate(specs)}
+
+    def key(entry: TensorEntry) -> tuple[str, int]:
+        part, _, name = entry.name.partition("/")
+        return part, position.get(name if part == "model" else name.rpartition("/")[0], len(position))
+
+    return key
+
+
+def _indexed(entry: TensorEntry) -> dict[str, Any]:
+    pieces = entry.pieces
+    return {
+        "name": entry.name,
+        "file": entry.file,
+        "offset": entry.offset,
+        "nbytes": entry.nbytes,
+        "dtype": entry.dtype,
+        "shape": list(entry.shape),
+        "pieces": None
+        if pieces is None
+        else [
+            {"local": list(piece.local.offset), "offset": list(piece.box.offset), "size": list(piece.box.size)}
+            for piece in pieces
+        ],
+    }
+
+
+def _tensors_from_files(opened: OpenTag, at: Coordinates) -> Iterator[dict[str, Any]]:
+    if opened.parts.model:
+        for path, leaf in iter_tensors(opened.model_tree(at), _LEAVES):
+            yield from _on_disk(f"model/{'.'.join(map(str, path))}", leaf)
+    if opened.parts.optimizer:
+        names = opened.optimizer_names(at)
+        for path, leaf in iter_tensors(opened.optimizer_tree(at), _LEAVES):
+            yield from _on_disk(f"optim/{_state_name(path, names)}", leaf)
+
+
+_LEAVES = (TensorStub, Assembly, MissingTensor)
+
+
+def _state_name(path: Path, parameter_names: list[str] | None) -> str:
+    """Name a state entry as indexes do.
+
+    ``(base_state, 0, exp_avg)`` becomes ``#0/exp_avg`` if the parameter has no name.
+    """
+    section, *rest = path
+    if section not in ("state", "base_state", "sharded_master_weights") or not rest:
+        return "/".join(map(str, path))
+    index, *state = rest
+    names_by_index = dict(enumerate(parameter_names or ()))
+    return "/".join([names_by_index.get(index, f"#{index}"), *map(str, state or ["master_weights"])])
+
+
+def _on_disk(name: str, leaf: TensorStub | Assembly | MissingTensor) -> Iterator[dict[str, Any]]:
+    for stub in (fragment.stub for fragment in leaf.fragments) if isinstance(leaf, Assembly) else (leaf,):
+        offset, nbytes = (stub.offset, stub.nbytes) if isinstance(stub, TensorStub) else (None, None)
+        yield {
+            "name": name,
+            "file": stub.file,
+            "offset": offset,
+            "nbytes": nbytes,
+            "dtype": stub.dtype,
+            "shape": None if stub.shape is None else list(stub.shape),
+            "pieces": None,
+        }

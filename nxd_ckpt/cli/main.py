@@ -5,25 +5,22 @@ from __future__ import annotations
 import argparse
 import logging
 import os
+import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 from nxd_ckpt.cli import text, writers
-from nxd_ckpt.cli.command import Command
+from nxd_ckpt.cli.command import TEMPLATES, Command
 from nxd_ckpt.cli.diff_command import DIFF
-from nxd_ckpt.cli.doctor_command import DOCTOR
+from nxd_ckpt.cli.directory_commands import LIST, REPORT, WATCH
 from nxd_ckpt.cli.inspect_command import INSPECT
-from nxd_ckpt.cli.list_command import LIST
-from nxd_ckpt.cli.report_command import REPORT
+from nxd_ckpt.cli.proof_commands import DOCTOR, SELFTEST, VERIFY
 from nxd_ckpt.cli.retention_commands import PIN, PRUNE, RM, UNPIN
-from nxd_ckpt.cli.selftest_command import SELFTEST
-from nxd_ckpt.cli.verify_command import VERIFY
-from nxd_ckpt.cli.watch_command import WATCH
-from nxd_ckpt.cli.wording import flags_of, in_flags, message_of
+from nxd_ckpt.core.names import HIDDEN
 from nxd_ckpt.core.suggestions import listed
-from nxd_ckpt.errors import CheckpointError
+from nxd_ckpt.errors import CheckpointError, StorageError
 from nxd_ckpt.version import __version__
 
 GROUPS: Mapping[str, tuple[Command, ...]] = {
@@ -207,3 +204,48 @@ def _warnings_on_stderr(flags: Mapping[str, str]) -> Iterator[None]:
         yield
     finally:
         logger.removeHandler(handler)
+
+
+_UNFINISHED = re.compile(r"(^|/)\.([^/]+)\.(?:incomplete|replaced)(?=/|$).*")
+"""Temporary name of an output, or of a directory that it replaces."""
+
+
+def flags_of(parser: argparse.ArgumentParser) -> dict[str, str]:
+    """Return the command's flag for each keyword that its function may mention."""
+    shown = (action for action in parser._actions if action.help != argparse.SUPPRESS)
+    return {action.dest: action.option_strings[-1] for action in shown if action.option_strings}
+
+
+def in_flags(message: str, flags: Mapping[str, str]) -> str:
+    """Replace keywords by flags: ``saved_param_names=`` by ``--param-names``, ``overwrite=True`` by ``--overwrite``.
+
+    A word without ``=`` is a keyword only with an underscore in it: "config" and "mapping" are words too, and ``dp=2``
+    states a size. Nothing in quotes or paths is changed.
+    """
+    names = "|".join(sorted(flags, key=len, reverse=True))
+    keyword = re.compile(rf"(?<![\w/.'\"-])({names})(=True\b|=(?![\w'\"]))?(?![\w/'\"])")
+
+    def flag(match: re.Match[str]) -> str:
+        is_keyword = match[2] is not None or "_" in match[1]
+        return flags[match[1]] if is_keyword else match[0]
+
+    return keyword.sub(flag, message)
+
+
+def message_of(error: BaseException, flags: Mapping[str, str]) -> str:
+    """Return the command's message for an error of a function or of the system."""
+    system = error.__cause__ if isinstance(error, StorageError) else error
+    if isinstance(system, OSError) and isinstance(system.filename, str) and system.strerror:
+        return f"{_user_path(system.filename)}: {system.strerror}"
+    message = in_flags(str(error), flags)
+    needed = [flag for flag in TEMPLATES if re.search(f"[Pp]ass {flag}", message)]
+    hints = (f"nxd-ckpt inspect TAG --template {flag[2:]} > FILE makes one to fill in" for flag in needed)
+    return "; ".join([message, *hints])
+
+
+def _user_path(path: str) -> str:
+    """Replace an internal file by its directory, and the temporary name of an output by its name."""
+    directory, separator, _ = path.partition(f"{os.sep}{HIDDEN}")
+    if separator:
+        return f"{directory} (or {HIDDEN} in it)"
+    return _UNFINISHED.sub(r"\1\2", path)

@@ -8,8 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from nxd_ckpt.cli import text
-from nxd_ckpt.cli.command import Command
-from nxd_ckpt.cli.options import options_of
+from nxd_ckpt.cli.command import Command, options_of
 from nxd_ckpt.core import units
 from nxd_ckpt.core.retention import Best, Every, Last, Rule, Within
 from nxd_ckpt.core.suggestions import listed

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import re
 import shutil
 import sys
 import textwrap
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, TextIO
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from typing import Any, TextIO, TypeVar
 
 _BELOW = " " * 4
 """Indentation of a line that continues the one above."""
@@ -102,10 +101,6 @@ def pairs(facts: Iterable[tuple[str, str]]) -> list[str]:
     return [part for line in shown for part in (_wrapped(line, limit, below) if len(line) > limit else [line])]
 
 
-def add_quiet(parser: argparse._ActionsContainer) -> None:
-    parser.add_argument("--quiet", action="store_true", help="show no progress, and say nothing if all is well")
-
-
 def show(document: Mapping[str, Any], lines: Iterable[str], *, as_json: bool, wide: bool = False) -> None:
     """Print a document as JSON, or as ``lines`` with the same content.
 
@@ -153,3 +148,35 @@ def printable(line: str) -> str:
     encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
     shown = "".join(char if char.isprintable() else ascii(char)[1:-1] for char in line)
     return shown.encode(encoding, "backslashreplace").decode(encoding)
+
+
+Form = TypeVar("Form", bound=Hashable)
+
+_GAP = "\0"
+_NUMBER = re.compile(r"(?<![^./#])\d+(?![^./])")
+
+
+def group_names(named: Iterable[tuple[str, Form]]) -> list[tuple[str, int, Form]]:
+    """Group names of one pattern and one form, such as ``layers.{0..31}.weight``, with their count, in order.
+
+    ``*`` stands for numbers with gaps, or that differ between places.
+    """
+    groups: dict[tuple[str, Form], list[str]] = {}
+    for name, form in named:
+        groups.setdefault((_NUMBER.sub(_GAP, name), form), []).append(name)
+    return [(_pattern_of(pattern, names), len(names), form) for (pattern, form), names in groups.items()]
+
+
+def _pattern_of(pattern: str, names: list[str]) -> str:
+    if len(names) == 1:
+        return names[0]
+    columns = zip(*([int(number) for number in _NUMBER.findall(name)] for name in names), strict=True)
+    ranges, product = [], 1
+    for numbers in map(sorted, map(set, columns)):
+        product *= len(numbers)
+        first, last = numbers[0], numbers[-1]
+        is_range = last - first + 1 == len(numbers)
+        ranges.append(str(first) if first == last else f"{{{first}..{last}}}" if is_range else "*")
+    if product != len(names):  # not every combination is there
+        return pattern.replace(_GAP, "*")
+    return "".join(part + number for part, number in zip(pattern.split(_GAP), [*ranges, ""], strict=True))

@@ -8,8 +8,7 @@ from dataclasses import asdict
 from typing import Any
 
 from nxd_ckpt.cli import text
-from nxd_ckpt.cli.command import Command
-from nxd_ckpt.cli.options import add_alias, add_options, options_of
+from nxd_ckpt.cli.command import Command, add_alias, add_options, options_of
 from nxd_ckpt.core import units
 from nxd_ckpt.core.suggestions import first_of
 from nxd_ckpt.core.units import size

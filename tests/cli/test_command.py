@@ -15,8 +15,7 @@ import torch
 
 import nxd_ckpt
 from nxd_ckpt import close_checkpointers, save_checkpoint
-from nxd_ckpt.cli.main import GROUPS, main, parsers
-from nxd_ckpt.cli.wording import flags_of, in_flags
+from nxd_ckpt.cli.main import GROUPS, flags_of, in_flags, main, parsers
 from nxd_ckpt.errors import CheckpointNotFound
 from tests.cli.conftest import Run
 from tests.support.terminal import Terminal

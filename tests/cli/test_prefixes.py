@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from nxd_ckpt import Topology
-from nxd_ckpt.cli.name_patterns import group_names
+from nxd_ckpt.cli.text import group_names
 from tests.cli.conftest import Run
 from tests.interop.saving import save_as_every_rank
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from nxd_ckpt import Topology, close_checkpointers, finalize_checkpoint, save_checkpoint
-from nxd_ckpt.cli import watch_command
+from nxd_ckpt.cli import directory_commands
 from nxd_ckpt.cli.main import main
 from tests.cli.conftest import Run
 
@@ -60,7 +60,7 @@ def test_a_save_is_seen_until_it_is_a_tag(
         close_checkpointers()
 
     steps = iter([finish, replace, lambda: shutil.rmtree(tmp_path / "before"), interrupt])
-    monkeypatch.setattr(watch_command, "sleep", lambda seconds: next(steps)())
+    monkeypatch.setattr(directory_commands, "sleep", lambda seconds: next(steps)())
     outcome = run("watch", tmp_path)
     first, resume, age, saving, complete, replaced, removed = outcome.out.splitlines()
     assert 130 == outcome.code
@@ -96,7 +96,7 @@ def test_the_first_save_is_waited_for(tmp_path: Path, run: Run, monkeypatch: pyt
         close_checkpointers()
 
     steps = iter([save, interrupt])
-    monkeypatch.setattr(watch_command, "sleep", lambda seconds: next(steps)())
+    monkeypatch.setattr(directory_commands, "sleep", lambda seconds: next(steps)())
     assert "does not exist" in run("watch", tmp_path / "run", "--once").err
     first, complete = run("watch", tmp_path / "run").out.splitlines()
     assert "waiting for the first save" in first

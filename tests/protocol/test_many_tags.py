@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from nxd_ckpt import examine_checkpoint, open_checkpoint
-from nxd_ckpt.cli import watch_command
+from nxd_ckpt.cli import directory_commands
 from nxd_ckpt.cli.main import main
 from nxd_ckpt.prune import pin_checkpoint
 from nxd_ckpt.tag.listing import list_checkpoints, tags_to_verify
@@ -38,7 +38,7 @@ def test_operations_grow_with_the_tags(monkeypatch: pytest.MonkeyPatch) -> None:
         if len(looks) == 3:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(watch_command, "sleep", look)
+    monkeypatch.setattr(directory_commands, "sleep", look)
     actions: dict[str, Callable[[], object]] = {
         "list": lambda: list_checkpoints(RUN),
         "report": lambda: main(["report", RUN, "--json"]),

@@ -1,0 +1,278 @@
+"""Commands that look for damage, and for a resume that would go wrong: ``verify``, ``doctor`` and ``selftest``."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from nxd_ckpt.cli import text
+from nxd_ckpt.cli.command import Command, opening
+from nxd_ckpt.core import units
+from nxd_ckpt.core.units import size
+from nxd_ckpt.errors import CorruptCheckpoint
+from nxd_ckpt.options.execution import OpenOptions
+
+if TYPE_CHECKING:
+    from nxd_ckpt.checkpoint import Checkpoint
+    from nxd_ckpt.examine.doctor import Examination
+
+
+def _run(args: argparse.Namespace) -> int:
+    from nxd_ckpt.tag.listing import locate, tags_to_verify
+
+    options = args.storage_options
+    if not args.all:
+        document = _verify(*locate(args.dir, args.tag, options), args)
+        problems = document["problems"]
+        lines = _lines(document)
+    elif args.tag is not None:
+        raise argparse.ArgumentTypeError("--all verifies every tag: leave out TAG")
+    else:
+        documents = [_verify(args.dir, tag, args) for tag in tags_to_verify(args.dir, options)]
+        problems = [problem for document_of_tag in documents for problem in document_of_tag["problems"]]
+        document = {"ok": not problems, "tags": documents}
+        lines = (line for document_of_tag in documents for line in _lines(document_of_tag))
+    if args.json or problems or not args.quiet:
+        text.show(document, lines, as_json=args.json)
+    return 1 if problems else 0
+
+
+def _verify(directory: str, tag: str | None, args: argparse.Namespace) -> dict[str, Any]:
+    from nxd_ckpt.storage.fsspec_storage import without_password
+    from nxd_ckpt.tag.verify import Verification, verify_checkpoint
+
+    try:
+        verification = verify_checkpoint(directory, tag, storage_options=args.storage_options, progress=not args.quiet)
+    except CorruptCheckpoint as error:
+        if not args.all:
+            raise
+        verification = Verification(tag or "", 0, 0, (str(error),))
+    return {
+        "directory": without_password(directory),
+        "tag": verification.tag,
+        "ok": not verification.problems,
+        "verified_by": "index" if verification.ours else "zip",
+        "files": verification.files,
+        "nbytes": verification.nbytes,
+        "verified_nbytes": verification.verified,
+        "undigested_nbytes": verification.undigested,
+        "problems": list(verification.problems),
+    }
+
+
+def _lines(document: dict[str, Any]) -> Iterator[str]:
+    yield from (f"problem: {problem}" for problem in document["problems"])
+    problems = units.count(len(document["problems"]), "problem")
+    where = "/".join(filter(None, (document["directory"], document["tag"])))
+    yield f"{where}: {'ok' if document['ok'] else problems}"
+    read = f"{units.count(document['files'], 'file')}, {size(document['nbytes'])}"
+    verified = document["verified_nbytes"]
+    if document["verified_by"] == "index":
+        yield f"  read {read}; {size(verified)} are what nxd_ckpt wrote, byte for byte"
+        return
+    undigested = document["undigested_nbytes"]
+    around = document["nbytes"] - verified - undigested
+    yield f"  read {read}; {size(verified)} equal the CRC-32 in their file"
+    yield (
+        f"  not verified: {size(undigested)} of contents without a digest, {size(around)} of headers and "
+        f"padding{'' if document['ok'] else ', and what is damaged'}"
+    )
+
+
+def _add_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--all", action="store_true", help="verify every complete tag in DIR, oldest first")
+
+
+VERIFY = Command(
+    "verify",
+    example="nxd-ckpt verify run1",
+    summary="verify that a checkpoint is what was written",
+    description=(
+        "Read every file of a complete tag and compare it with the recorded digests. For a tag of nxd_ckpt they cover "
+        "every byte. Files of neuronx-distributed carry a CRC-32 for each tensor and each pickle: these are compared, "
+        "files that others refer to must exist, and bytes without a digest are counted. Exit code 1 if there is a "
+        "problem."
+    ),
+    operands=(
+        ("DIR", "a checkpoint directory or URL, or a tag in it"),
+        ("TAG?", "which one (default: the latest complete one)"),
+    ),
+    add_flags=_add_flags,
+    quiet=True,
+    run=_run,
+)
+
+
+def _doctor(args: argparse.Namespace) -> int:
+    from nxd_ckpt.examine.doctor import examine_checkpoint
+    from nxd_ckpt.tag.identity import of_latest
+
+    if args.alone and args.before is not None:
+        raise argparse.ArgumentTypeError("--alone examines one tag: leave out BEFORE")
+
+    def examine() -> Examination:
+        after, before = _open_tags(args)
+        return examine_checkpoint(after, before=before, progress=not args.quiet)
+
+    examination = of_latest(True, examine)
+    document = {"ok": bool(examination), **asdict(examination)}
+    if args.json or examination.findings or not args.quiet:
+        text.show(document, _doctor_lines(document), as_json=args.json)
+    passed = not examination.findings if args.strict else bool(examination)
+    return 0 if passed else 1
+
+
+def _open_tags(args: argparse.Namespace) -> tuple[Checkpoint, Checkpoint | None]:
+    """Open the tag and the one before it, unless there is none or --alone is given."""
+    from nxd_ckpt.checkpoint import open_checkpoint
+    from nxd_ckpt.storage.urls import options_for
+    from nxd_ckpt.tag.listing import locate, tag_before
+
+    def opened(path: str) -> Checkpoint:
+        options = options_for(path, args.storage_options)
+        return open_checkpoint(*locate(path, None, options), **opening(args, options))
+
+    after = opened(args.tag)
+    if args.before is not None:
+        return after, opened(args.before)
+    earlier = None if args.alone else tag_before(after.opened)
+    if earlier is None:
+        return after, None
+    options = options_for(args.tag, args.storage_options)
+    return after, open_checkpoint(locate(args.tag, None, options)[0], earlier, **opening(args, options))
+
+
+def _doctor_lines(document: dict[str, Any]) -> Iterator[str]:
+    for finding in document["findings"]:
+        yield f"{finding['severity']}: {finding['what']}: {finding['message']}"
+    yield from (f"not examined: {problem}" for problem in document["problems"])
+    problems = sum(finding["severity"] == "problem" for finding in document["findings"])
+    doubts = len(document["findings"]) - problems
+    yield f"{document['tag']}: {_verdict(problems, doubts)}"
+    step = "" if document["step"] is None else f"step {document['step']}"
+    if document["before"] is None:
+        yield f"  {step or 'steps are not counted'}; examined by itself"
+    else:
+        was = "" if document["step_before"] is None else f" (step {document['step_before']})"
+        yield f"  {step or 'steps are not counted'}; examined after {document['before']}{was}"
+        if document["step"] is not None and document["step"] < (document["step_before"] or 0):
+            yield "  (if the tags were named in the wrong order: as for diff, the earlier one is the first)"
+    yield f"  {units.count(document['parameters'], 'parameter')}, {size(document['nbytes'])} were read and verified"
+
+
+def _verdict(problems: int, doubts: int) -> str:
+    counts = [units.count(number, noun) for number, noun in ((problems, "problem"), (doubts, "doubt")) if number]
+    return ", ".join(counts) or "ok"
+
+
+def _add_doctor_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--alone", action="store_true", help="examine the tag by itself, without the one before")
+    parser.add_argument("--strict", action="store_true", help="exit with code 1 for doubts too")
+
+
+DOCTOR = Command(
+    "doctor",
+    example="nxd-ckpt doctor run1",
+    summary="check that a checkpoint can be resumed from, and was resumed correctly",
+    description=(
+        "Examine a tag, and whether it continues the one before it: steps, moments and weights moved, and by amounts "
+        "that their optimizer can cause; master weights round to the weights; no shards are exchanged; scheduler, "
+        "learning rates and data position agree with the steps. For a directory, its latest tag is compared with the "
+        "one before. Everything is read and verified. Exit code 1 if there is a problem. Doubts, which may have an "
+        "innocent reason, are only shown, unless --strict is given."
+    ),
+    operands=(
+        ("BEFORE?", "an earlier tag (default: the one before TAG)"),
+        ("TAG", "a tag, or a directory for its latest one; or their URL"),
+    ),
+    add_flags=_add_doctor_flags,
+    options=OpenOptions,
+    quiet=True,
+    run=_doctor,
+)
+
+
+_REPORT = "nxd-ckpt-selftest.json"
+
+
+def _selftest(args: argparse.Namespace) -> int:
+    from nxd_ckpt.examine.selftest_ranks import run_selftest
+
+    if not 0 < args.size <= 2**40:
+        raise argparse.ArgumentTypeError(f"--size must be more than 0 (MiB), found {args.size:g}")
+    test = run_selftest(
+        args.dir or ".",
+        device=args.device,
+        ranks=args.ranks,
+        nbytes=int(args.size * 2**20),
+        storage_options=args.storage_options,
+        timeout=args.timeout,
+    )
+    if test is None:  # one rank of a torchrun: rank 0 shows the page
+        return 0
+    document = test.document()
+    text.show(document, _selftest_lines(document, _written(args.report, document)), as_json=args.json, wide=True)
+    return 0 if test else 1
+
+
+def _written(path: str, document: dict[str, Any]) -> str:
+    """Write the report and return what the page says of it."""
+    try:
+        Path(path).write_text(json.dumps(document, indent=2))
+    except OSError as error:
+        print(f"nxd-ckpt: warning: {path}: no report was written: {error.strerror}", file=sys.stderr)
+        return ""
+    return f"report, to attach to an issue: {path}"
+
+
+def _selftest_lines(document: dict[str, Any], report: str) -> Iterator[str]:
+    from nxd_ckpt.examine.selftest import page_lines
+
+    yield from page_lines(document)
+    if report:
+        yield report
+
+
+def _add_selftest_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--device", help="neuron, xla, cuda, cpu or another that torch knows (default: what is found)")
+    parser.add_argument("--ranks", type=int, default=2, metavar="N", help="ranks to start, 2 or more (default: 2)")
+    parser.add_argument(
+        "--size",
+        type=float,
+        default=256.0,
+        metavar="MIB",
+        help="MiB that each rank saves to measure speed; with few the speeds say little (default: 256)",
+    )
+    parser.add_argument(
+        "--timeout",
+        type=float,
+        default=300.0,
+        metavar="SECONDS",
+        help="time after which what has not finished has failed (default: 300)",
+    )
+    parser.add_argument("--report", default=_REPORT, metavar="FILE", help=f"the report (default: {_REPORT})")
+
+
+SELFTEST = Command(
+    "selftest",
+    example="nxd-ckpt selftest --device neuron /fsx/run1",
+    summary="check that nxd_ckpt works on this hardware and storage",
+    description=(
+        "Train a small model on the device, on two ranks or more; save, kill, resume, load on the CPU, and compare; "
+        "ask the storage for what it must promise; measure stall and speed beside a plain copy and plain files. It "
+        "starts its ranks itself, or is started by torchrun (torchrun ... -m nxd_ckpt.cli selftest). All files are in "
+        "a folder of DIR that is removed at the end. The report has versions, settings of Neuron and XLA, times and "
+        "tracebacks, and no credentials. Exit code 0 if all is well, 1 if a check failed, 2 if nothing can be tested."
+    ),
+    operands=(
+        ("DIR?", "the directory or URL to be tested, where checkpoints will be (default: the current directory)"),
+    ),
+    add_flags=_add_selftest_flags,
+    run=_selftest,
+    code_of_error=2,
+)
