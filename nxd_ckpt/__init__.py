@@ -53,10 +53,14 @@ if TYPE_CHECKING:
     from nxd_ckpt.examine.doctor import examine_checkpoint
     from nxd_ckpt.examine.resume_probe import ResumeProbe
     from nxd_ckpt.examine.statistics import checkpoint_statistics
-    from nxd_ckpt.live.data_position import capture_data_position, restore_data_position
-    from nxd_ckpt.live.data_streams import DataStreams
-    from nxd_ckpt.live.elastic_sampler import ElasticSampler
-    from nxd_ckpt.live.random_state import capture_random_state, restore_random_state
+    from nxd_ckpt.live.data_position import (
+        DataStreams,
+        ElasticSampler,
+        capture_data_position,
+        capture_random_state,
+        restore_data_position,
+        restore_random_state,
+    )
     from nxd_ckpt.reshard.whole_tag import GlobalTensor
     from nxd_ckpt.save.pending import PendingSave
     from nxd_ckpt.tag.listing import list_checkpoints
@@ -103,8 +107,8 @@ _MODULE_OF = {
     "Best": "core.retention",
     "Checkpoint": "checkpoint",
     "Checkpointer": "checkpointer",
-    "DataStreams": "live.data_streams",
-    "ElasticSampler": "live.elastic_sampler",
+    "DataStreams": "live.data_position",
+    "ElasticSampler": "live.data_position",
     "Every": "core.retention",
     "GlobalTensor": "reshard.whole_tag",
     "Last": "core.retention",
@@ -116,7 +120,7 @@ _MODULE_OF = {
     "Topology": "core.topology",
     "Within": "core.retention",
     "capture_data_position": "live.data_position",
-    "capture_random_state": "live.random_state",
+    "capture_random_state": "live.data_position",
     "checkpoint_statistics": "examine.statistics",
     "close_checkpointers": "api",
     "diff_checkpoints": "examine.diff",
@@ -130,7 +134,7 @@ _MODULE_OF = {
     "open_checkpoint": "checkpoint",
     "remove_checkpoint": "api",
     "restore_data_position": "live.data_position",
-    "restore_random_state": "live.random_state",
+    "restore_random_state": "live.data_position",
     "save_checkpoint": "api",
 }
 

@@ -46,7 +46,7 @@ from nxd_ckpt.errors import (
 from nxd_ckpt.integrations.output_lease import leased
 from nxd_ckpt.integrations.resume_checks import WORLD_SIZE, parameter_names, require_same
 from nxd_ckpt.keywords import SaveCheckpointKeywords
-from nxd_ckpt.live.random_state import capture_random_state, restore_random_state
+from nxd_ckpt.live.data_position import capture_random_state, restore_random_state
 from nxd_ckpt.options.checkpointer_options import DEFAULT_TIMEOUT
 from nxd_ckpt.output.locations import Location, location_of
 from nxd_ckpt.save.pending import PendingSave

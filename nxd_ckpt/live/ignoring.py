@@ -13,8 +13,8 @@ from typing import Any
 from nxd_ckpt.core.filtering import Ignored, paths, with_emptied_parents
 from nxd_ckpt.core.suggestions import listed
 from nxd_ckpt.errors import InvalidArgument, KeyMismatch
+from nxd_ckpt.live.data_position import is_random_state
 from nxd_ckpt.live.model import ModelAdapter
-from nxd_ckpt.live.random_state import is_random_state
 
 IgnoreKeys = str | Collection[str] | Callable[[list[str]], Iterable[str]]
 

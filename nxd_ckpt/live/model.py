@@ -30,11 +30,11 @@ from nxd_ckpt.live.parameters import (
     memory_of,
     overlapping,
     own_stride,
+    partitions_of,
     refuse_unsupported,
     spec_of,
     traits_of,
 )
-from nxd_ckpt.live.shared_heads import partitions_of
 from nxd_ckpt.live.state import Frozen, ModelState, StateTensor
 from nxd_ckpt.live.torch_xla import copy_in
 

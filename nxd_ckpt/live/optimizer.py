@@ -2,27 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from itertools import islice
-from typing import Any, Protocol
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import cached_property
+from itertools import chain, islice
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from nxd_ckpt.core.suggestions import listed
 from nxd_ckpt.core.topology import Topology
 from nxd_ckpt.errors import InvalidArgument, OptimizerMismatch, UnsupportedState
 from nxd_ckpt.formats.tensors import Path
 from nxd_ckpt.live.dtensor import Placed, is_dtensor
-from nxd_ckpt.live.expert_zero1 import ExpertZero1Optimizer
 from nxd_ckpt.live.model import ModelAdapter
 from nxd_ckpt.live.named import by_name
-from nxd_ckpt.live.named_optimizers import NamedOptimizers
 from nxd_ckpt.live.optimizer_dict import DictOptimizer
-from nxd_ckpt.live.optimizer_names import parameter_names
-from nxd_ckpt.live.optimizer_state import Keeps, LeafSource, flat_parameters, keeps_nothing
-from nxd_ckpt.live.plain import PlainOptimizer
-from nxd_ckpt.live.state import OptimizerForm, State
-from nxd_ckpt.live.torch_zero import TorchZeroOptimizer, is_torch_zero
-from nxd_ckpt.live.zero1 import Zero1Optimizer
+from nxd_ckpt.live.optimizer_state import OPTIMIZER_NAME, Keeps, LeafSource, flat_parameters, keeps_nothing
+from nxd_ckpt.live.optimizer_types import check_class, if_known, parameter_names
+from nxd_ckpt.live.plain import PlainOptimizer, TorchZeroOptimizer, is_torch_zero
+from nxd_ckpt.live.state import OptimizerForm, State, StateTensor
+from nxd_ckpt.live.zero1 import KEYS, ExpertZero1Optimizer, Zero1Optimizer
 
 
 class OptimizerAdapter(Protocol):
@@ -187,3 +187,199 @@ def _unwrapped(optimizer: Any, called: str = "optimizer=") -> Any:
             f"{called} must be a torch optimizer, an NxD optimizer or a state dict, found {kind}{advice}"
         )
     return inner
+
+
+_OF_WHOLE = "optim/state/"
+"""Beginning of the global names of state that belongs to no parameter."""
+
+_SECTIONS = ("state", *KEYS)
+
+
+class _Part(NamedTuple):
+    """One optimizer's part of a joint state dict: its own state dict, and the joint indices of its parameters."""
+
+    tree: dict[str, Any]
+    indices: list[Any]
+
+
+class NamedOptimizers:
+    """The OptimizerAdapter of several by name: one with the param groups of all, each with its optimizer's name.
+
+    Indices of parameters count through; state and keys of an optimizer as a whole have its name in front.
+    """
+
+    stepping = None
+
+    def __init__(self, adapters: Mapping[str, OptimizerAdapter], names: Sequence[str]) -> None:
+        """Take the optimizers by name, and the ``names`` of their parameters, in their order.
+
+        Raises UnsupportedState if some are ZeRO-1, and others not.
+        """
+        self._adapters = adapters
+        kinds = {adapter.kind: name for name, adapter in adapters.items()}
+        if len(kinds) > 1:
+            raise UnsupportedState(
+                f"optimizer[{kinds['plain']!r}] is not sharded, optimizer[{kinds['zero1']!r}] is: a tag holds "
+                "optimizers of one kind; save one of the two under a directory of its own"
+            )
+        self.kind = next(iter(kinds))
+        self.parameter_names = if_known(names)
+
+    def form(self) -> OptimizerForm:
+        forms = {name: form for name, adapter in self._adapters.items() if (form := adapter.form()) is not None}
+        return OptimizerForm(
+            self.kind,
+            tuple(chain.from_iterable(form.slots for form in forms.values())),
+            tuple(chain.from_iterable(form.groups for form in forms.values())),
+            options=tuple(
+                {**options, OPTIMIZER_NAME: name} for name, form in forms.items() for options in form.options
+            ),
+        )
+
+    def entries(self) -> Iterator[str]:
+        for name, adapter in self._adapters.items():
+            yield from (_global(name, entry) for entry in adapter.entries())
+
+    def capture(self) -> State:
+        states = {name: adapter.capture() for name, adapter in self._adapters.items()}
+        firsts: dict[str, tuple[int, int]] = {}
+        tree: dict[str, Any] = {"param_groups": []}
+        indices = 0
+        for name, state in states.items():
+            first = firsts[name] = indices, len(tree["param_groups"])
+            for group in state.tree["param_groups"]:
+                own = {**group, "params": [index + first[0] for index in group["params"]], OPTIMIZER_NAME: name}
+                tree["param_groups"].append(own)
+                indices += len(group["params"])
+            for key, value in state.tree.items():
+                if key in _SECTIONS:
+                    entries = tree.setdefault(key, {})
+                    entries |= {_joint(name, (key, at), first)[1]: entry for at, entry in value.items()}
+                elif key != "param_groups":
+                    tree |= {_joint(name, (key,), first)[0]: value}
+
+        def describe() -> dict[Path, StateTensor]:
+            described: dict[Path, StateTensor] = {}
+            for name, state in states.items():
+                for path, about in state.tensors.items():
+                    joint = _joint(name, path, firsts[name])
+                    is_by_path = about.name == _name_at(path)  # of no parameter
+                    described[joint] = replace(about, name=_name_at(joint)) if is_by_path else about
+            return described
+
+        cache_key = [(name, state.cache_key) for name, state in states.items()]
+        return State(tree, describe, cache_key, any(state.is_placed for state in states.values()))
+
+    def validate(self, saved: Mapping[str, Any]) -> None:
+        for name, part in self._parts(saved).items():
+            try:
+                if self._adapters[name].stepping is not None:
+                    check_class(self._adapters[name].stepping, part.tree["param_groups"], {})
+                self._adapters[name].validate(part.tree)
+            except OptimizerMismatch as error:
+                raise OptimizerMismatch(f"optimizer[{name!r}]: {str(error).removeprefix('optimizer: ')}") from error
+
+    def placed(self, saved: Mapping[str, Any]) -> dict[Path, Placed]:
+        return {
+            (path[0], part.indices[path[1]], *path[2:]): placed
+            for name, part in self._parts(saved).items()
+            for path, placed in self._adapters[name].placed(part.tree).items()
+        }
+
+    def load(self, saved: Mapping[str, Any], read: LeafSource, keeps: Keeps = keeps_nothing) -> None:
+        for name, part in self._parts(saved).items():
+            self._adapters[name].load(part.tree, read, _keeps_of(name, keeps))
+
+    def after_load(self) -> None:
+        for adapter in self._adapters.values():
+            adapter.after_load()
+
+    def followed(self, saved: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, part in self._parts(saved).items():
+            yield from self._adapters[name].followed(part.tree)
+
+    def follow(self, keeps: Keeps) -> None:
+        for name, adapter in self._adapters.items():
+            adapter.follow(_keeps_of(name, keeps))
+
+    @cached_property
+    def _names_of_groups(self) -> list[str]:
+        return [name for name, adapter in self._adapters.items() for _ in adapter.stepping.param_groups]
+
+    def _parts(self, saved: Mapping[str, Any]) -> dict[str, _Part]:
+        """Return each optimizer's part of a joint state dict.
+
+        Raises OptimizerMismatch if it is not of optimizers with these names.
+        """
+        groups: dict[str, list[dict[str, Any]]] = {name: [] for name in self._adapters}
+        others: list[str] = []
+        for number, group in enumerate(saved["param_groups"]):
+            name = _name_of(group, self._names_of_groups[number : number + 1])
+            if name is None:
+                raise OptimizerMismatch(
+                    f"optimizer: the checkpoint holds one optimizer, without a name, and not {_listed(groups)}; pass "
+                    "one optimizer"
+                )
+            if name in groups:
+                groups[name].append({key: value for key, value in group.items() if key != OPTIMIZER_NAME})
+            else:
+                others.append(name)
+        absent = [name for name, own in groups.items() if not own]
+        if others or absent:
+            texts = [f"there is no {listed(absent, others)} in the checkpoint" if absent else ""]
+            texts.append(f"{listed(dict.fromkeys(others), absent)} of the checkpoint is not passed" if others else "")
+            raise OptimizerMismatch(
+                f"optimizer: {'; '.join(filter(None, texts))}; pass the optimizers that were saved, by their names"
+            )
+        return {name: _part(name, own, saved) for name, own in groups.items()}
+
+
+def _part(name: str, groups: Sequence[Mapping[str, Any]], saved: Mapping[str, Any]) -> _Part:
+    indices = [index for group in groups for index in group["params"]]
+    place = {index: number for number, index in enumerate(indices)}
+    prefix = f"{name}."
+    tree: dict[str, Any] = {"param_groups": []}
+    for group in groups:
+        tree["param_groups"].append({**group, "params": [place[index] for index in group["params"]]})
+    for key, value in saved.items():
+        if key in _SECTIONS:
+            own = {place[index]: entries for index, entries in value.items() if index in place}
+            whole = {at: entries for at, entries in value.items() if isinstance(at, str) and at.startswith(prefix)}
+            tree[key] = own | {at.removeprefix(prefix): entries for at, entries in whole.items()}
+        elif key.startswith(prefix):
+            tree[key.removeprefix(prefix)] = value
+    return _Part(tree, indices)
+
+
+def _name_of(group: Mapping[str, Any], live: Sequence[str]) -> str | None:
+    """Return the name of a saved group's optimizer: that of the ``live`` group, if the options were left out."""
+    is_bare = group.keys() <= {"params"}
+    name = next(iter(live), None) if is_bare else group.get(OPTIMIZER_NAME)
+    return name if isinstance(name, str) else None
+
+
+def _listed(names: Mapping[str, Any]) -> str:
+    return ", ".join(map(repr, names))
+
+
+def _joint(name: str, path: Path, first: tuple[int, int]) -> Path:
+    """Return the joint path of one in an optimizer's state dict; ``first`` are its first parameter and group."""
+    section, *rest = path
+    if section == "param_groups":
+        return (section, rest[0] + first[1], *rest[1:])
+    if section in _SECTIONS:
+        return (section, f"{name}.{rest[0]}" if isinstance(rest[0], str) else rest[0] + first[0], *rest[1:])
+    return (f"{name}.{section}", *rest)
+
+
+def _name_at(path: Path) -> str:
+    return "/".join(map(str, ("optim", *path)))
+
+
+def _global(name: str, entry: str) -> str:
+    """Return the global name of an entry of one of them: with its name, if it is of the optimizer as a whole."""
+    return f"{_OF_WHOLE}{name}.{entry.removeprefix(_OF_WHOLE)}" if entry.startswith(_OF_WHOLE) else entry
+
+
+def _keeps_of(name: str, keeps: Keeps) -> Keeps:
+    return lambda entry: keeps(_global(name, entry))

@@ -16,9 +16,8 @@ from nxd_ckpt.errors import OptimizerMismatch, UnsupportedState
 from nxd_ckpt.formats.tensors import Path, iter_tensors
 from nxd_ckpt.live.dtensor import Placed, is_dtensor
 from nxd_ckpt.live.model import ModelAdapter
-from nxd_ckpt.live.optimizer_names import if_known, parameter_names
 from nxd_ckpt.live.optimizer_state import Keeps, LeafSource, Slot, describe_path, keeps_nothing, materialise
-from nxd_ckpt.live.optimizer_types import restore_types
+from nxd_ckpt.live.optimizer_types import if_known, parameter_names, restore_types
 from nxd_ckpt.live.parameters import form_of, own_stride
 from nxd_ckpt.live.state import State, StateTensor, state_of
 from nxd_ckpt.live.state_names import PARAM_GROUPS, put_back, state_entries

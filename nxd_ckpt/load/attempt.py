@@ -24,7 +24,7 @@ from nxd_ckpt.gc_paused import gc_paused
 from nxd_ckpt.live import torch_xla
 from nxd_ckpt.live.dtensor import names_without_wrappers, plain_names
 from nxd_ckpt.live.model import ModelAdapter
-from nxd_ckpt.live.models import open_model
+from nxd_ckpt.live.named_models import open_model
 from nxd_ckpt.live.save_state import SaveState
 from nxd_ckpt.live.state_names import parameter_sections
 from nxd_ckpt.load.collective_checks import Unmatched, refuse_unknown_names, refuse_unmatched

@@ -29,7 +29,7 @@ from nxd_ckpt.hugging_face.packed_tensors import UnpackedTensors
 from nxd_ckpt.hugging_face.padding_rules import is_rounded
 from nxd_ckpt.live import torch_xla
 from nxd_ckpt.live.dtensor import plain_names, refuse_sizes
-from nxd_ckpt.live.models import open_model
+from nxd_ckpt.live.named_models import open_model
 from nxd_ckpt.live.optimizer import open_optimizer
 from nxd_ckpt.load.collective_checks import Unmatched, refuse_unmatched
 from nxd_ckpt.load.filters import Filter

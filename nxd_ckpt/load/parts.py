@@ -11,9 +11,9 @@ from nxd_ckpt.core.limits import shown
 from nxd_ckpt.core.suggestions import listed
 from nxd_ckpt.core.topology import Coordinates, Topology
 from nxd_ckpt.errors import CorruptCheckpoint, IncompatibleState, PartLost, PartNotFound, UnsafePickle
+from nxd_ckpt.live.data_position import is_random_state
 from nxd_ckpt.live.ignoring import RANDOM_STATE
 from nxd_ckpt.live.named import OBJECTS, NamedObjects, named_states
-from nxd_ckpt.live.random_state import is_random_state
 from nxd_ckpt.load.filters import Filter
 from nxd_ckpt.load.options import LoadRequest
 from nxd_ckpt.tag.opened import OpenTag

@@ -7,11 +7,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from nxd_ckpt.errors import MalformedFile, OptimizerMismatch
-from nxd_ckpt.live.expert_zero1 import split
 from nxd_ckpt.live.optimizer_state import STEP, options_of
 from nxd_ckpt.live.parameters import form_of, is_tensor
 from nxd_ckpt.live.state import MASTER_WEIGHTS
-from nxd_ckpt.live.zero1 import EXPERT_KEYS, MASTERS
+from nxd_ckpt.live.zero1 import EXPERT_KEYS, MASTERS, split
 
 _USUAL_KEYS = {"state", "param_groups", "base_state", "shape_info", MASTERS, *EXPERT_KEYS}
 """Keys in the state dicts of torch's and NxD's optimizers."""

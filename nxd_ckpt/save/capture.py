@@ -17,13 +17,13 @@ from nxd_ckpt.core.topology import Topology
 from nxd_ckpt.errors import InvalidArgument, UnsupportedState
 from nxd_ckpt.formats.tensors import Path, iter_tensors
 from nxd_ckpt.formats.unpickle import check_picklable_as_data
+from nxd_ckpt.live.data_position import is_random_state
 from nxd_ckpt.live.dtensor import is_dtensor
 from nxd_ckpt.live.ignoring import RANDOM_STATE, Ignoring
 from nxd_ckpt.live.model import ModelAdapter
-from nxd_ckpt.live.models import open_model
 from nxd_ckpt.live.named import OBJECTS, LiveObjects, NamedObjects, with_state
+from nxd_ckpt.live.named_models import open_model
 from nxd_ckpt.live.optimizer import open_optimizer
-from nxd_ckpt.live.random_state import is_random_state
 from nxd_ckpt.live.save_state import SaveState
 from nxd_ckpt.live.state import ModelState, State, StateTensor
 from nxd_ckpt.live.state_names import PARAM_GROUPS, state_entries, without

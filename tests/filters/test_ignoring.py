@@ -10,7 +10,7 @@ import torch
 
 from nxd_ckpt.errors import InvalidArgument
 from nxd_ckpt.live.ignoring import Ignoring, digest
-from nxd_ckpt.live.models import open_model
+from nxd_ckpt.live.named_models import open_model
 from nxd_ckpt.live.state import MASTER_WEIGHTS
 from nxd_ckpt.load.filters import Filter
 from nxd_ckpt.load.options import LoadOptions

@@ -33,7 +33,7 @@ import torch_neuronx
 
 import nxd_ckpt
 from nxd_ckpt.live import torch_xla
-from nxd_ckpt.live.random_state import capture_random_state, restore_random_state
+from nxd_ckpt.live.data_position import capture_random_state, restore_random_state
 
 assert torch.device("neuron", 0).type == "neuron"
 model = torch.nn.Linear(4, 2)

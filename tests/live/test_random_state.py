@@ -8,7 +8,7 @@ import numpy
 import pytest
 import torch
 
-from nxd_ckpt.live.random_state import capture_random_state, restore_random_state
+from nxd_ckpt.live.data_position import capture_random_state, restore_random_state
 
 
 def _draw():

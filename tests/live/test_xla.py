@@ -8,7 +8,7 @@ import torch
 import nxd_ckpt
 from nxd_ckpt.formats.tensors import iter_tensors, map_tensors
 from nxd_ckpt.live import torch_xla as xla
-from nxd_ckpt.live.models import open_model
+from nxd_ckpt.live.named_models import open_model
 from nxd_ckpt.live.optimizer import open_optimizer
 from tests.live.doubles import plain, read
 

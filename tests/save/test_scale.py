@@ -23,7 +23,7 @@ from nxd_ckpt.core.manifest import Parts, RankIndex, RankLine, dump_index
 from nxd_ckpt.core.retention import Last
 from nxd_ckpt.core.votes import Verdict, Vote
 from nxd_ckpt.errors import KeyMismatch
-from nxd_ckpt.live.models import open_model
+from nxd_ckpt.live.named_models import open_model
 from nxd_ckpt.load.filters import Filter
 from nxd_ckpt.load.load_context import load_context
 from nxd_ckpt.load.options import LoadOptions

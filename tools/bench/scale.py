@@ -42,7 +42,7 @@ from nxd_ckpt.core.retention import Last
 from nxd_ckpt.core.votes import Verdict, Vote
 from nxd_ckpt.formats.tensors import Assembly
 from nxd_ckpt.live.dtensor import Placed
-from nxd_ckpt.live.models import open_model
+from nxd_ckpt.live.named_models import open_model
 from nxd_ckpt.live.save_state import SaveState
 from nxd_ckpt.live.state import ModelState, StateTensor
 from nxd_ckpt.load.filters import Filter
