@@ -17,7 +17,7 @@ from typing import Any
 from typing_extensions import Unpack
 
 from nxd_ckpt.checkpointer import Checkpointer
-from nxd_ckpt.commit.removal import Removed
+from nxd_ckpt.commit.retention import Removed
 from nxd_ckpt.commit.tier import Tier, checked_tiers
 from nxd_ckpt.coordination.environment import default_topology, topology_of
 from nxd_ckpt.coordination.rendezvous import meet

@@ -12,7 +12,7 @@ from typing_extensions import Unpack
 
 from nxd_ckpt import effects
 from nxd_ckpt.commit.commit import clean_up
-from nxd_ckpt.commit.removal import Removed, plan_removal, remove_tags
+from nxd_ckpt.commit.retention import Removed, plan_removal, remove_tags
 from nxd_ckpt.commit.session import Session, open_session
 from nxd_ckpt.commit.tier import Tier
 from nxd_ckpt.coordination.agreement import Agreement, SingleProcessAgreement

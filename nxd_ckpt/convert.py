@@ -9,11 +9,9 @@ from nxd_ckpt.conversion.export import Export, export_checkpoint
 from nxd_ckpt.conversion.importing import Import, import_checkpoint
 from nxd_ckpt.conversion.job import Converted
 from nxd_ckpt.conversion.pack import Packed, pack_checkpoint
-from nxd_ckpt.conversion.reshard import reshard
+from nxd_ckpt.conversion.reshard import convert_zero1, reshard
 from nxd_ckpt.conversion.to_dcp import from_dcp, to_dcp
-from nxd_ckpt.conversion.unshard import Unsharded, unshard_checkpoint
-from nxd_ckpt.conversion.unsharded import UnshardStrategy
-from nxd_ckpt.conversion.zero1 import convert_zero1
+from nxd_ckpt.conversion.unshard import Unsharded, UnshardStrategy, unshard_checkpoint
 from nxd_ckpt.migrate.migrate import Migration, migrate
 
 __all__ = [

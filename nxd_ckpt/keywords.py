@@ -15,9 +15,8 @@ from nxd_ckpt.live.ignoring import IgnoreKeys
 from nxd_ckpt.load.options import Verify
 from nxd_ckpt.options.checkpointer_options import Notice, OnFailure
 from nxd_ckpt.options.execution import Names, SavedNames
-from nxd_ckpt.options.hugging_face import Dtype, MappingSpec
-from nxd_ckpt.options.migration import Form
-from nxd_ckpt.options.torch_forms import OptimizerForm, Strategy, StrategyName
+from nxd_ckpt.options.hugging_face import Dtype, Form, MappingSpec
+from nxd_ckpt.options.tags import OptimizerForm, Strategy, StrategyName
 from nxd_ckpt.storage.urls import StorageOptions, StrPath
 
 # fmt: off

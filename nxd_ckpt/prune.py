@@ -11,7 +11,7 @@ from typing_extensions import Unpack
 from nxd_ckpt.api import remove_checkpoint
 from nxd_ckpt.commit import retention
 from nxd_ckpt.commit.publication import publication_of
-from nxd_ckpt.commit.removal import Removed
+from nxd_ckpt.commit.retention import Removed
 from nxd_ckpt.commit.session import open_session
 from nxd_ckpt.coordination import control_files, intents, journal
 from nxd_ckpt.coordination.agreement import SingleProcessAgreement

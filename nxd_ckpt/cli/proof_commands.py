@@ -201,7 +201,7 @@ _REPORT = "nxd-ckpt-selftest.json"
 
 
 def _selftest(args: argparse.Namespace) -> int:
-    from nxd_ckpt.examine.selftest_ranks import run_selftest
+    from nxd_ckpt.examine.selftest import run_selftest
 
     if not 0 < args.size <= 2**40:
         raise argparse.ArgumentTypeError(f"--size must be more than 0 (MiB), found {args.size:g}")

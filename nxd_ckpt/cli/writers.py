@@ -12,10 +12,16 @@ from nxd_ckpt.cli.command import Command, add_alias, add_options, options_of
 from nxd_ckpt.core import units
 from nxd_ckpt.core.suggestions import first_of
 from nxd_ckpt.core.units import size
-from nxd_ckpt.options.hugging_face import ExportOptions, ImportOptions
-from nxd_ckpt.options.migration import MigrateOptions
-from nxd_ckpt.options.tags import CopyOptions, PackOptions, ReshardOptions, Zero1Options
-from nxd_ckpt.options.torch_forms import FromDcpOptions, ToDcpOptions, UnshardOptions
+from nxd_ckpt.options.hugging_face import ExportOptions, ImportOptions, MigrateOptions
+from nxd_ckpt.options.tags import (
+    CopyOptions,
+    FromDcpOptions,
+    PackOptions,
+    ReshardOptions,
+    ToDcpOptions,
+    UnshardOptions,
+    Zero1Options,
+)
 from nxd_ckpt.storage.urls import directory_and_name
 
 Lines = Callable[[dict[str, Any]], Iterator[str]]

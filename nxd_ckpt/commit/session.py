@@ -5,14 +5,15 @@ from __future__ import annotations
 import errno
 import logging
 import math
+import os
 import re
 import uuid
-from collections.abc import Callable, Collection, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from nxd_ckpt import effects
-from nxd_ckpt.commit.host_semaphore import forget_slots
 from nxd_ckpt.coordination import intents, journal, lease
 from nxd_ckpt.coordination.agreement import Agreement, decided_by_rank0, on_all
 from nxd_ckpt.coordination.control_files import make_places
@@ -37,7 +38,64 @@ from nxd_ckpt.core.topology import Topology
 from nxd_ckpt.core.votes import Vote
 from nxd_ckpt.errors import DirectoryNotShared, InvalidArgument, MalformedFile, StorageError
 from nxd_ckpt.storage.base import DirEntry, PerHost, Reserving, Storage, is_mounted, without_syncs
+from nxd_ckpt.storage.system import HAS_LOCKS, flags, locked, try_lock, unlock
+from nxd_ckpt.storage.work_dir import default_work_dir
 from nxd_ckpt.tag.directory import tag_around
+
+_POLL = 0.02
+
+
+@contextmanager
+def writing_slot(run_id: str, num_workers: int | None, timeout: float) -> Iterator[Callable[[], None]]:
+    """Hold one of this host's ``num_workers`` slots of the run ``run_id`` to write; None means no limit.
+
+    Slots are file locks in the host's temporary directory. The kernel frees a lock when its holder dies; one that is
+    alive but stuck is waited for. Yields a function that the holder calls now and then while it makes progress.
+
+    Raises TimeoutError after ``timeout`` seconds in which no holder made progress and no slot changed hands.
+    """
+    if num_workers is None:
+        yield lambda: None
+        return
+    fd = _take(default_work_dir(), run_id, num_workers, timeout)
+    try:
+        yield lambda: os.utime(fd)
+    finally:
+        unlock(fd)
+        os.close(fd)
+
+
+def _take(folder: Path, run_id: str, num_workers: int, timeout: float) -> int:
+    last_times: list[int] = []
+    since = effects.monotonic()
+    while True:
+        times = []
+        for slot in range(num_workers):
+            path = folder / f"{run_id}.{slot}"
+            fd = os.open(path, flags("O_RDWR", "O_CREAT", "O_CLOEXEC"), 0o600)
+            if try_lock(fd, path):
+                os.utime(fd)
+                return fd
+            times.append(os.fstat(fd).st_mtime_ns)
+            os.close(fd)
+        now = effects.monotonic()
+        if times != last_times:
+            last_times, since = times, now
+        elif now - since >= timeout:
+            raise TimeoutError(
+                f"waited for one of {num_workers} writing slots of this host: their holders made no progress for "
+                f"{timeout:.0f} s (num_workers= sets the number of slots)"
+            )
+        effects.sleep(_POLL)
+
+
+def forget_slots(run_id: str) -> None:
+    """Remove the lock files of a finished run from this host, except those that another process holds."""
+    for path in default_work_dir().glob("*.*") if HAS_LOCKS else ():
+        if path.name.rpartition(".")[0] == run_id:
+            with suppress(BlockingIOError), locked(path, wait=False):
+                path.unlink()
+
 
 logger = logging.getLogger("nxd_ckpt")
 

@@ -3,34 +3,43 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
+import re
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
 
+import torch
 from typing_extensions import Unpack
 
-from nxd_ckpt.conversion.head_copies import are_converted
 from nxd_ckpt.conversion.worker_pool import joint_agreement
 from nxd_ckpt.coordination.agreement import Agreement, decided_by_rank0, on_all
 from nxd_ckpt.core import document
 from nxd_ckpt.core.mapping import ModelMapping
 from nxd_ckpt.core.option_classes import takes
 from nxd_ckpt.core.renaming import Renaming
-from nxd_ckpt.core.topology import Coordinates
+from nxd_ckpt.core.topology import Coordinates, Topology
 from nxd_ckpt.core.units import bytes_of
-from nxd_ckpt.errors import InvalidArgument, PartNotFound, UnsupportedState, as_checkpoint_errors
+from nxd_ckpt.errors import (
+    InvalidArgument,
+    KeyMismatch,
+    PartNotFound,
+    TopologyMismatch,
+    UnsupportedState,
+    as_checkpoint_errors,
+)
 from nxd_ckpt.formats.safetensors import TensorForm
-from nxd_ckpt.formats.tensors import cast_dtype
+from nxd_ckpt.formats.tensors import Assembly, cast_dtype, dtype_name
 from nxd_ckpt.hugging_face.adapter_mapping import PREFIX, AdapterMapping, adapter_mapping
 from nxd_ckpt.hugging_face.hugging_face_tag import HuggingFaceTag, HuggingFaceTerms
+from nxd_ckpt.hugging_face.imported_model import ImportedModel, ImportTarget
 from nxd_ckpt.hugging_face.mapped_optimizer import MappedOptimizer
 from nxd_ckpt.hugging_face.mapped_tag import MappedTag
 from nxd_ckpt.hugging_face.mapped_tensors import HfTensor
 from nxd_ckpt.hugging_face.packed_tensors import PackedTensor
-from nxd_ckpt.hugging_face.presharded_model import Presharded, forms_of, presharded
 from nxd_ckpt.keywords import ExportKeywords
 from nxd_ckpt.live.model_names import CONFIG, is_adapter
 from nxd_ckpt.load.attempt import OneModelTag, RenamedTag, unwrapped
@@ -54,10 +63,121 @@ from nxd_ckpt.save.planned_file import PlannedFile
 from nxd_ckpt.storage.progress import Counter, report, watched
 from nxd_ckpt.storage.urls import StrPath
 from nxd_ckpt.tag.foreign.hugging_face_directory import OPTIMIZER, OPTIMIZER_DOCUMENT, OPTIMIZER_INDEX
+from nxd_ckpt.tag.foreign.presharded import file_name
 from nxd_ckpt.tag.foreign.recognise import ADAPTER_SHARDS
 from nxd_ckpt.tag.foreign.weight_files import INDEX
-from nxd_ckpt.tag.mappings import find_mapping, text_config
+from nxd_ckpt.tag.mappings import INFERENCE, find_mapping, inference_sizes, shipped_mappings, text_config
 from nxd_ckpt.tag.opened import OpenTag
+from nxd_ckpt.tag.side_by_side import Matched, SideBySide
+
+Presharded = Mapping[str, Mapping[str, Assembly | torch.Tensor]]
+"""The tensors of each file, by the file's name."""
+
+_LAYER = re.compile(r"(layers\.\d+)\..*")
+_RANK = "rank_util.rank"
+
+
+def presharded(tag: HuggingFaceTag, config: Mapping[str, Any], tp: int) -> Presharded:
+    """Return the files of ``tp`` ranks; ``config`` is the model's config.json.
+
+    Raises the errors of `ImportedModel.state`.
+    """
+    mapping = shipped_mappings()[INFERENCE]
+    target = ImportTarget(Topology(tp=tp), mapping, inference_sizes(mapping, config, tp))
+    model, files = ImportedModel(_Tensors(tag), target), {}
+    for rank in range(tp):
+        state = model.state(Topology(tp=tp, tp_rank=rank)).model
+        tensors: dict[str, Any] = {} if state is None else dict(state.tree)
+        number = torch.tensor([rank], dtype=torch.int32)
+        files[file_name(rank)] = {**tensors, **dict.fromkeys(_rank_names(tensors), number)}
+    return files
+
+
+def forms_of(tensors: Mapping[str, Assembly | torch.Tensor]) -> tuple[TensorForm, ...]:
+    """Return name, dtype and shape of one file's tensors."""
+    return tuple(
+        TensorForm(name, leaf.dtype if isinstance(leaf, Assembly) else dtype_name(leaf.dtype), tuple(leaf.shape))
+        for name, leaf in tensors.items()
+    )
+
+
+def _rank_names(names: Iterable[str]) -> list[str]:
+    """Return the names under which the model reads the rank's number: its own, and those of its attention layers."""
+    layers = dict.fromkeys(match[1] for match in map(_LAYER.fullmatch, names) if match is not None)
+    return [*(f"{layer}.self_attn.{_RANK}" for layer in layers), _RANK]
+
+
+class _Tensors:
+    """The tag's tensors, with the interface of a Hugging Face directory."""
+
+    def __init__(self, tag: HuggingFaceTag) -> None:
+        self.where, self._tree = tag.where, tag.model_tree(Coordinates())
+
+    @property
+    def names(self) -> list[str]:
+        return sorted(self._tree)
+
+    def tensor(self, name: str, tied: Mapping[str, str] | None = None) -> Assembly:
+        saved = name if name in self._tree else (tied or {}).get(name, name)
+        if saved not in self._tree:
+            raise KeyMismatch(f"{self.where} has no tensor {name}; pass the config.json of its own model")
+        return Assembly.of(self._tree[saved])
+
+
+logger = logging.getLogger("nxd_ckpt")
+
+
+def are_converted(opened: OpenTag, mapped: MappedTag, otherwise: Callable[[], MappedTag]) -> bool:
+    """Return whether the copies in the tag have the order of NxD's converter for trn2, not that of its layers.
+
+    No file records the order, and a wrong one, or a wrong ``kv_size_multiplier``, would export one head as another.
+    ``mapped`` reads the tag in the layers' order, ``otherwise()`` in the converter's. If both fit, as with equal heads,
+    the layers' order counts. The converter's order is possible only for a tag without optimizer and without our
+    manifest; in any other tag, copies in that order mean that the job ran on trn1. Reads all copies, in bounded memory.
+
+    Raises:
+        TopologyMismatch: copies differ in both orders; the message names the tensor.
+        CorruptCheckpoint: bytes changed since they were written.
+    """
+    unequal, sizes = _unequal(opened, mapped), mapped.sizes
+    if unequal is None:
+        return False
+    may_be_converted = sizes.hardware == "trn2" and opened.manifest is None and opened.parts.optimizer is None
+    if may_be_converted and _unequal(opened, otherwise()) is None:
+        logger.warning(
+            "%s: key-value heads and their copies are in the order of NxD's converter for trn2, so query heads are "
+            "expected in order. If the tag is of a job on trn1, export it with hardware='trn1'",
+            opened.where,
+        )
+        return True
+    neither = "neither as NxD's layers keep them nor as its converter writes them"
+    orders = neither if may_be_converted else "not as NxD keeps them"
+    raise TopologyMismatch(
+        f"{opened.where}: copies of a key-value head in {unequal} differ, so they lie {orders} with "
+        f"kv_size_multiplier={sizes.kv_size_multiplier}, hardware={sizes.hardware!r} and this mapping; pass those of "
+        "the job that saved it"
+    )
+
+
+def _unequal(opened: OpenTag, mapped: MappedTag) -> str | None:
+    """Return a tensor of the tag with copies that differ, or None."""
+    for window in SideBySide(opened).windows(_pairs(mapped)):
+        for name, (first, copy) in window:
+            if not torch.equal(first.view(torch.uint8), copy.view(torch.uint8)):
+                return name
+    return None
+
+
+def _pairs(mapped: MappedTag) -> Iterator[Matched[str]]:
+    for tensor in mapped.tensors:
+        first, *others = map(mapped.assembly, _copies(tensor))
+        for other in others:
+            yield Matched(tensor.source.name, tensor.source.name, ((0, first), (0, other)))
+
+
+def _copies(tensor: HfTensor) -> Iterator[HfTensor]:
+    for pieces in tensor.hf_slice.copies:
+        yield replace(tensor, hf_slice=replace(tensor.hf_slice, pieces=pieces))
 
 
 @dataclass(frozen=True)

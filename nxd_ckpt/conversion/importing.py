@@ -17,8 +17,7 @@ from nxd_ckpt.coordination.agreement import on_all
 from nxd_ckpt.core.manifest import Parts
 from nxd_ckpt.core.option_classes import takes
 from nxd_ckpt.errors import as_checkpoint_errors
-from nxd_ckpt.hugging_face.imported_model import ImportedModel, ImportTarget
-from nxd_ckpt.hugging_face.selection import closest
+from nxd_ckpt.hugging_face.imported_model import ImportedModel, ImportTarget, closest
 from nxd_ckpt.keywords import ImportKeywords
 from nxd_ckpt.options.hugging_face import ImportOptions
 from nxd_ckpt.output.locations import Location, locate_existing, locate_output

@@ -23,7 +23,7 @@ from nxd_ckpt.errors import PartNotFound, TopologyMismatch, as_checkpoint_errors
 from nxd_ckpt.formats.torch_zip_writer import JoinedImage
 from nxd_ckpt.keywords import FromDcpKeywords, ToDcpKeywords
 from nxd_ckpt.options.execution import OutputOptions
-from nxd_ckpt.options.torch_forms import FromDcpOptions, ToDcpOptions
+from nxd_ckpt.options.tags import FromDcpOptions, ToDcpOptions
 from nxd_ckpt.output.image_writer import write_images
 from nxd_ckpt.output.locations import Location, locate_apart, locate_existing, locate_input, locate_output
 from nxd_ckpt.output.output import TORCH_DCP, Output
@@ -110,7 +110,7 @@ def to_dcp(tag: StrPath, dcp_directory: StrPath, **options: Unpack[ToDcpKeywords
     ``torch.distributed.checkpoint.load`` and OLMo-core's ``load_model_and_optim_state`` read it. The tag may be of
     nxd_ckpt or NxD, of any sizes. All contents except rank content are converted bit for bit, with whole tensors. The
     tag is only read, and its digests are verified; the directory appears when all of it is written. Extra memory: about
-    100 MiB, for models of any size. Keywords are the fields of `nxd_ckpt.options.torch_forms.ToDcpOptions`.
+    100 MiB, for models of any size. Keywords are the fields of `nxd_ckpt.options.tags.ToDcpOptions`.
 
     Args:
         tag: a tag's directory or URL.
@@ -192,7 +192,7 @@ def from_dcp(dcp_directory: StrPath, tag: StrPath, **options: Unpack[FromDcpKeyw
     The tag is as a job of the given sizes would have saved it, bit for bit: model, optimizer with its param groups and
     steps. The key "scheduler" becomes the scheduler, all other keys the user content. The directory is only read, as
     plain data: no class in it is imported. The tag appears at once, when all of it is durable. Extra memory: about
-    100 MiB for each worker. Keywords are the fields of `nxd_ckpt.options.torch_forms.FromDcpOptions`.
+    100 MiB for each worker. Keywords are the fields of `nxd_ckpt.options.tags.FromDcpOptions`.
 
     Args:
         dcp_directory: directory or URL that holds ``.metadata``.

@@ -2,17 +2,169 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any
 
 from nxd_ckpt.checkpoint import Checkpoint
 from nxd_ckpt.core.html_table import html_table
-from nxd_ckpt.errors import InvalidArgument, as_checkpoint_errors
-from nxd_ckpt.examine.tensors import TensorComparison, TensorDifference
+from nxd_ckpt.errors import IncompatibleState, InvalidArgument, PartLost, PartNotFound, as_checkpoint_errors
+from nxd_ckpt.formats.tensors import Assembly, itemsize
 from nxd_ckpt.reshard.plain_values import ABSENT, equal_values, plain_values
-from nxd_ckpt.storage.progress import watched
+from nxd_ckpt.reshard.tally import Tally
+from nxd_ckpt.reshard.whole_tag import GlobalTensor, WholeTag
+from nxd_ckpt.storage.progress import Counter, watched
+from nxd_ckpt.tag.side_by_side import Leaf, Matched, SideBySide
+
+
+@dataclass(frozen=True)
+class TensorDifference:
+    """One tensor that is not the same in both tags.
+
+    Attributes:
+        name: its name in `Checkpoint.metadata`.
+        a, b: the tensor of each tag; None where a tag has none.
+        differing: the number of elements that differ; None where they were not compared.
+        nans: how many of them are NaN on one side only.
+        max_difference: the largest ``|a - b|`` of the others, right to six digits.
+        relative_norm: ``||a - b|| / ||a||`` of the others, right to six digits.
+        problem: why the tensors could not be compared.
+    """
+
+    name: str
+    a: GlobalTensor | None
+    b: GlobalTensor | None
+    differing: int | None = None
+    nans: int | None = None
+    max_difference: float | None = None
+    relative_norm: float | None = None
+    problem: str | None = None
+
+    @property
+    def kind(self) -> str:
+        """The kind of difference: only in a, only in b, shape, values, dtype (nothing else differs), not compared."""
+        if self.a is None or self.b is None:
+            return "only in b" if self.a is None else "only in a"
+        if self.problem is not None:
+            return "not compared"
+        if self.differing is None:
+            return "shape"
+        return "values" if self.differing else "dtype"
+
+
+@dataclass
+class _Pair:
+    """A name that both tags have, with the result of its comparison so far."""
+
+    shapes_fit: bool = True
+    problem: str | None = None
+    tally: Tally = field(default_factory=Tally)
+
+
+class TensorComparison:
+    """Comparison of the tensors of ``a`` and ``b`` that ``is_selected`` names.
+
+    Tensors with equal digests are read only if ``full``; ``same_digests`` counts those not read. ``names`` are the
+    selected
+    names of either tag, ``nbytes`` the bytes to read of ``b``, and ``done`` counts those read so far.
+    """
+
+    def __init__(self, a: WholeTag, b: WholeTag, is_selected: Callable[[str], bool], *, full: bool = False) -> None:
+        self._a, self._b, self._full = a, b, full
+        self.names = [name for name in dict.fromkeys([*a.tensors, *b.tensors]) if is_selected(name)]
+        self.same_digests, self.done = 0, Counter()
+        self._by_name = {name: _Pair() for name in self.names if name in a.tensors and name in b.tensors}
+        self._pairs = [matched for name, pair in self._by_name.items() for matched in self._plan(name, pair)]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(b.numel * itemsize(b.dtype) for matched in self._pairs for _, b in matched.leaves[1:])
+
+    def differences(self, tolerance: float | None = None) -> Iterator[TensorDifference]:
+        """Yield the tensors that differ, by name.
+
+        With ``tolerance`` those with a larger difference, whatever their dtypes.
+
+        Raises:
+            CorruptCheckpoint: bytes of a tag are not those that were written.
+        """
+        for window in SideBySide(self._a.opened, self._b.opened).windows(self._pairs):
+            for tally, (a, b) in window:
+                tally.add(a, b)
+                self.done.add(b.nbytes)
+        for name in self.names:
+            difference = self._difference(name, tolerance)
+            if difference is not None:
+                yield difference
+
+    def _difference(self, name: str, tolerance: float | None) -> TensorDifference | None:
+        a, b = self._a.tensors.get(name), self._b.tensors.get(name)
+        pair = self._by_name.get(name)
+        if a is None or b is None or pair is None:
+            return TensorDifference(name, a, b)
+        if pair.problem is not None or not pair.shapes_fit:
+            return TensorDifference(name, a, b, problem=pair.problem)
+        tally = pair.tally
+        if tolerance is None:
+            same = not tally.differing and a.dtype == b.dtype
+        else:
+            same = not tally.nans and tally.max_difference <= tolerance
+        if same:
+            return None
+        return TensorDifference(name, a, b, tally.differing, tally.nans, tally.max_difference, tally.relative_norm)
+
+    def _plan(self, name: str, pair: _Pair) -> list[Matched[Tally]]:
+        """Return the reads that compare the tensors of that name."""
+        try:
+            leaves = self._leaves(name)
+        except PartLost:
+            raise
+        except (IncompatibleState, PartNotFound) as error:
+            pair.problem = str(error)
+            return []
+        pair.shapes_fit = all(a.shape == b.shape for a, b in leaves)
+        if not pair.shapes_fit:
+            return []
+        unlike = [(a, b) for a, b in leaves if self._full or not _same_digests(a, b)]
+        self.same_digests += not unlike
+        return [Matched(pair.tally, name, ((0, a), (1, b))) for a, b in unlike]
+
+    def _leaves(self, name: str) -> list[tuple[Leaf, Leaf]]:
+        """Return the tensor of both tags, or the parts of each rank (of equal sizes) if its partition is unknown."""
+        try:
+            return [(self._a.leaf(name), self._b.leaf(name))]
+        except PartLost:
+            raise
+        except (IncompatibleState, PartNotFound):
+            sizes_a, sizes_b = self._a.opened.topology, self._b.opened.topology
+            if (sizes_a.tp, sizes_a.ep) != (sizes_b.tp, sizes_b.ep):
+                raise
+            a, b = self._a.leaves_by_rank(name), self._b.leaves_by_rank(name)
+            if len(a) != len(b):  # other ZeRO-1 shards
+                raise
+        # Expert-parallel ranks hold what is not an expert's in one file: that is compared once.
+        return list(dict.fromkeys(zip(a, b, strict=True)))
+
+
+def _same_digests(a: Leaf, b: Leaf) -> bool:
+    """Return whether both consist of the same parts of tensors with the same recorded digests."""
+    parts = [_parts(Assembly.of(leaf)) for leaf in (a, b)]
+    return a.dtype == b.dtype and None not in parts and parts[0] == parts[1]
+
+
+def _parts(leaf: Assembly) -> list[tuple[object, ...]] | None:
+    """Return a description that is equal for equal tensors; None if files lack digests."""
+    parts: list[tuple[object, ...]] = []
+    for fragment in sorted(leaf.fragments, key=lambda fragment: fragment.target):
+        stub, record = fragment.stub, fragment.stub.storage
+        if record.crc32 is None:
+            return None
+        begin = stub.offset - record.offset
+        form = (stub.dtype, stub.shape, stub.stride, begin, record.nbytes, record.crc32)
+        parts.append((fragment.target, fragment.source, *form))
+    return parts
+
 
 __all__ = ["ABSENT", "Difference", "TensorDifference", "ValueDifference", "diff_checkpoints"]
 

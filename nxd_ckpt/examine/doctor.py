@@ -15,10 +15,10 @@ from nxd_ckpt.core.html_table import html_table
 from nxd_ckpt.core.suggestions import first_of
 from nxd_ckpt.core.topology import Coordinates
 from nxd_ckpt.errors import CorruptCheckpoint, OptimizerMismatch, PartLost, PartNotFound, as_checkpoint_errors
-from nxd_ckpt.examine import counters, shard_findings
+from nxd_ckpt.examine import counters
+from nxd_ckpt.examine import shards as shard_rules
 from nxd_ckpt.examine.counters import Progress, whole_number
-from nxd_ckpt.examine.shard_findings import OptimizerContext, merged
-from nxd_ckpt.examine.shards import AFTER, WEIGHT, Shard, crosswise, read_shards, shards_of
+from nxd_ckpt.examine.shards import AFTER, WEIGHT, OptimizerContext, Shard, crosswise, merged, read_shards, shards_of
 from nxd_ckpt.formats.tensors import Assembly, TensorStub, itemsize, torch_dtype
 from nxd_ckpt.live.optimizer_state import STEP
 from nxd_ckpt.load.scheduled_rates import lacks_scheduled_rates
@@ -150,18 +150,18 @@ class _Doctor:
 
     def _shard_findings(self, shards: list[Shard]) -> Iterator[Finding]:
         for shard in shards:
-            yield from shard_findings.check_values(shard)
-        yield from shard_findings.check_rounding(shards)
+            yield from shard_rules.check_values(shard)
+        yield from shard_rules.check_rounding(shards)
         if self._before is None:
             return
         for shard in shards:
-            yield from shard_findings.check_moves(shard, self._context)
+            yield from shard_rules.check_moves(shard, self._context)
         if self._was is not None and self._continued(self._was):
-            yield from shard_findings.check_any_moved(shards, self._context)
+            yield from shard_rules.check_any_moved(shards, self._context)
         yield from _stale_buffers(shards)
-        for role, suspects in shard_findings.suspects(shards).items():
+        for role, suspects in shard_rules.suspects(shards).items():
             for origin, target in crosswise(self._before.whole, self._after.whole, suspects[:_SUSPECTS], role):
-                yield shard_findings.exchanged(role, origin, target)
+                yield shard_rules.exchanged(role, origin, target)
 
     def _continued(self, was: Progress) -> bool:
         return (self._is.step or 0) > (was.step or 0) or bool(counters.moved_counters(was, self._is))

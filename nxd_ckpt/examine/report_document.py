@@ -8,19 +8,23 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
+from itertools import pairwise
 from typing import Any
 
 from nxd_ckpt import effects
 from nxd_ckpt.checkpoint import Checkpoint, checkpoint_of
 from nxd_ckpt.commit.voting import saves_in_flight
+from nxd_ckpt.coordination.paths import COPIES
 from nxd_ckpt.core import units
+from nxd_ckpt.core.manifest import Manifest
 from nxd_ckpt.core.mesh import Mesh
+from nxd_ckpt.core.phases import straggler
 from nxd_ckpt.core.suggestions import first_of
 from nxd_ckpt.core.tags import step_of
+from nxd_ckpt.core.units import size
 from nxd_ckpt.errors import CheckpointError, TagReplaced
+from nxd_ckpt.examine.diff import TensorDifference, diff_checkpoints
 from nxd_ckpt.examine.doctor import examine_checkpoint
-from nxd_ckpt.examine.report_saves import differences, stragglers, timeline, timings
-from nxd_ckpt.examine.report_tiers import late_tiers, tiers_of
 from nxd_ckpt.examine.run_state import (
     StateLine,
     age_line,
@@ -31,12 +35,11 @@ from nxd_ckpt.examine.run_state import (
     resume_line,
     unsound,
 )
-from nxd_ckpt.examine.statistics import checkpoint_statistics
-from nxd_ckpt.examine.statistics_cache import read_statistics
+from nxd_ckpt.examine.statistics import checkpoint_statistics, read_statistics
 from nxd_ckpt.formats.tensors import TensorStub, itemsize
 from nxd_ckpt.reshard.summary import TensorStatistics
-from nxd_ckpt.storage.urls import open_storage
-from nxd_ckpt.tag.directory import describe_incomplete, holds_tags, require_directory
+from nxd_ckpt.storage.urls import is_url, open_storage
+from nxd_ckpt.tag.directory import describe_incomplete, holds_tags, list_tags, require_directory
 from nxd_ckpt.tag.foreign.hugging_face_directory import HuggingFaceDirectory
 from nxd_ckpt.tag.listing import locate, opened_document, time_text
 
@@ -413,3 +416,156 @@ def _still(statistics: Mapping[str, Statistics]) -> list[str]:
     weights = {name for name in first if name.startswith("model/") and all(name in later for later in later_tags)}
     still = sorted(name for name in weights if all(first[name] == later[name] for later in later_tags))
     return [] if len(still) == len(weights) else still
+
+
+_LATE = 2
+"""A tier is late if nothing new arrived for this many times its longest gap between tags."""
+
+Saves = Mapping[str, tuple[float, int]]
+"""Order time and bytes of each complete tag of the directory, by name, oldest first."""
+
+
+def tiers_of(tiers: Sequence[str], saves: Saves, options: Mapping[str, Any] | None) -> list[dict[str, Any]]:
+    """Return a description of each tier.
+
+    Only listings are read: a copy of a save keeps its name and its order time. ``tags`` are tags of the directory that
+    the tier has; ``others`` counts tags that only the tier has. ``behind`` are tags of the directory newer than the
+    tier's
+    newest, with the seconds between that and the newest one, and their bytes. ``problem`` says why a tier could not be
+    listed.
+    """
+    return [_tier(tier, saves, options if is_url(tier) else None) for tier in tiers]
+
+
+def _tier(tier: str, saves: Saves, options: Mapping[str, Any] | None) -> dict[str, Any]:
+    tier_info: dict[str, Any] = {"tier": tier, "tags": [], "others": 0, "newest": None, "copying": [], "behind": []}
+    tier_info |= {"behind_seconds": None, "behind_nbytes": None, "longest_pause": None, "problem": None}
+    try:
+        storage = open_storage(tier, storage_options=options)
+        tier_info["tier"] = storage.url
+        require_directory(storage, what="tier")
+        order_times = {info.tag: info.order_time for info in list_tags(storage) if info.complete}
+        copying = [entry.name for entry in storage.list(COPIES) if entry.name not in order_times]
+    except (CheckpointError, OSError) as error:
+        return tier_info | {"problem": str(error)}
+    tags = [tag for tag, (at, _) in saves.items() if order_times.get(tag) == at]
+    times, reached = sorted(order_times.values()), max(order_times.values(), default=float("-inf"))
+    behind = [tag for tag, (at, _) in saves.items() if at > reached]
+    newest = max((at for at, _ in saves.values()), default=reached)
+    return tier_info | {
+        "tags": tags,
+        "others": len(order_times) - len(tags),
+        "newest": max(order_times, key=lambda tag: order_times[tag], default=None),
+        "copying": copying,
+        "behind": behind,
+        "behind_seconds": None if not order_times else max(0.0, newest - reached),
+        "behind_nbytes": sum(saves[tag][1] for tag in behind),
+        "longest_pause": max((after - before for before, after in pairwise(times)), default=None),
+    }
+
+
+def late_tiers(tiers: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, str]]:
+    """Yield place and text for tiers that could not be listed, or that stopped getting tags."""
+    for tier in tiers:
+        where, behind = f"tier {tier['tier']}", units.count(len(tier["behind"]), "newer tag")
+        waits = f"the directory has {behind}, {size(tier['behind_nbytes'] or 0)}"
+        if tier["problem"] is not None:
+            yield where, f"could not be asked: {tier['problem']}"
+        elif tier["newest"] is None and len(tier["behind"]) >= _LATE:
+            yield where, f"has no complete tag; {waits}"
+        elif tier["longest_pause"] is not None and tier["behind_seconds"] > _LATE * tier["longest_pause"]:
+            yield (
+                where,
+                f"gets no new tags: {tier['newest']} is its newest; {waits}, the last of them saved "
+                f"{tier['behind_seconds']:.0f} s later. Between two tags that it has there were at most "
+                f"{tier['longest_pause']:.0f} s",
+            )
+
+
+_ALWAYS = 3
+"""Number of consecutive saves a rank must be late in to be called always late."""
+_LAYERS, _MODULES = 200, 40
+"""Maximum number of rows and columns of the comparison."""
+_OTHER = "other"
+
+
+def timings(manifest: Manifest | None) -> dict[str, float]:
+    """Return a save's recorded timings, and what rank 0's commit took without its wait for the slowest rank.
+
+    Rank 0 begins to commit when it has written its own part, so ``commit_seconds`` has that wait in it. It is taken as
+    the time by which the slowest rank staged and wrote for longer than rank 0.
+    """
+    recorded = {} if manifest is None else dict(manifest.timings)
+    if manifest is not None and "commit_seconds" in recorded:
+        done = [phase.stage_seconds + phase.write_seconds for phase in manifest.phases]
+        wait = max(done) - done[0] if done else 0.0
+        recorded["commit_alone_seconds"] = round(max(0.0, recorded["commit_seconds"] - wait), 6)
+    return recorded
+
+
+def timeline(tag: Checkpoint) -> list[dict[str, Any]]:
+    """Return each rank's part in the save of a tag; empty where that was not recorded."""
+    phases = () if tag.manifest is None else tag.manifest.phases
+    late = straggler(phases)
+    return [
+        {
+            "rank": rank,
+            "host": phase.host,
+            "stage_seconds": phase.stage_seconds,
+            "write_seconds": phase.write_seconds,
+            "nbytes": phase.nbytes,
+            "straggler": rank == late,
+        }
+        for rank, phase in enumerate(phases)
+    ]
+
+
+def stragglers(tags: Sequence[Checkpoint]) -> Iterator[tuple[str, str]]:
+    """Yield place and text.
+
+    The rank that the latest save waited for, "always" if it was late in each of the last saves.
+    """
+    recorded = [tag for tag in tags if tag.manifest is not None and tag.manifest.phases]
+    late = [straggler(tag.manifest.phases) for tag in recorded if tag.manifest is not None]
+    if not late or late[-1] is None or recorded[-1] is not tags[-1] or recorded[-1].manifest is None:
+        return
+    rank, phases = late[-1], recorded[-1].manifest.phases
+    phase, seconds = phases[rank], sorted(each.write_seconds for each in phases)
+    median = seconds[(len(seconds) - 1) // 2]
+    always = len(late) >= _ALWAYS and set(late[-_ALWAYS:]) == {rank}
+    yield (
+        f"the last {_ALWAYS} saves" if always else recorded[-1].tag,
+        f"{'always ' if always else ''}waited for rank {rank} on {phase.host}: it wrote {size(phase.nbytes)} in "
+        f"{phase.write_seconds:.1f} s, half of the ranks in {median:.1f} s or less",
+    )
+
+
+def differences(before: Checkpoint, after: Checkpoint, progress: bool) -> dict[str, Any]:
+    """Return ``||a - b|| / ||a||`` of every weight, by layer and by its name within the layer.
+
+    None if there is no such weight, and a word if that is no number.
+    """
+    difference = diff_checkpoints(before, after, prefix="model/", progress=progress)
+    moved = {tensor.name: _moved(tensor) for tensor in difference.tensors}
+    cells: dict[str, dict[str, float | str]] = {}
+    for name in after.metadata:
+        if name.startswith("model/") and name in before.metadata:
+            layer, module = _save_place(name.removeprefix("model/"))
+            cells.setdefault(layer, {})[module] = moved.get(name, 0.0)
+    layers = list(cells)[:_LAYERS]
+    modules = list(dict.fromkeys(module for layer in layers for module in cells[layer]))[:_MODULES]
+    rows = [[cells[layer].get(module) for module in modules] for layer in layers]
+    return {"tags": [before.tag, after.tag], "layers": layers, "modules": modules, "cells": rows}
+
+
+def _moved(tensor: TensorDifference) -> float | str:
+    if tensor.relative_norm is None:
+        return f"another {tensor.kind}" if tensor.kind == "shape" else tensor.kind
+    is_finite = not tensor.nans and math.isfinite(tensor.relative_norm)
+    return tensor.relative_norm if is_finite else "not finite"
+
+
+def _save_place(name: str) -> tuple[str, str]:
+    """Split a name into layer and module: ``model.layers.3`` and ``mlp.up.weight``."""
+    layer = re.match(r"(.*?\.?\d+)\.(.*)", name)
+    return (layer[1], layer[2]) if layer else (_OTHER, name)

@@ -1,21 +1,44 @@
-"""Statistics of every tensor of a tag: norm, mean, largest value, zeros, NaN and infinities."""
+"""Statistics of every tensor of a tag: norm, mean, largest value, zeros, NaN and infinities.
+
+They are stored beside the tag in ``.nxd_ckpt/statistics``, since reading all of it again takes minutes: for one save
+only, whose `Identity` they hold. A read-only directory has none, and damaged ones are computed again.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+import json
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import astuple, dataclass
+from math import inf, isfinite, isinf, nan
 from types import MappingProxyType
+from typing import Any
 
 import torch
 
 from nxd_ckpt import effects
 from nxd_ckpt.checkpoint import Checkpoint
-from nxd_ckpt.errors import IncompatibleState, PartLost, PartNotFound, as_checkpoint_errors
-from nxd_ckpt.examine.statistics_cache import keeps_statistics, read_statistics, write_statistics
+from nxd_ckpt.coordination.control_files import drop_entries_of_lost_tags
+from nxd_ckpt.coordination.paths import STATISTICS, statistics_file, summaries_dir, summaries_file
+from nxd_ckpt.core import document
+from nxd_ckpt.core.box import Box, is_tiling
+from nxd_ckpt.core.limits import checked_text
+from nxd_ckpt.core.manifest import Manifest
+from nxd_ckpt.core.parsing import parsing
+from nxd_ckpt.errors import (
+    CheckpointError,
+    IncompatibleState,
+    MalformedFile,
+    PartLost,
+    PartNotFound,
+    as_checkpoint_errors,
+)
 from nxd_ckpt.formats.tensors import itemsize
 from nxd_ckpt.reshard.summary import PART, Summary, TensorStatistics
-from nxd_ckpt.reshard.whole_tag import WholeTag
+from nxd_ckpt.reshard.whole_tag import GlobalTensor, WholeTag
+from nxd_ckpt.save.counting import Boxes, load_summaries
 from nxd_ckpt.storage.progress import watched
+from nxd_ckpt.tag.opened import OpenTag
 from nxd_ckpt.tag.reading import Leaf
 
 __all__ = ["Statistics", "TensorStatistics", "checkpoint_statistics"]
@@ -138,3 +161,142 @@ def _leaves(whole: WholeTag, name: str) -> Iterator[Leaf]:
         raise
     except (IncompatibleState, PartNotFound):
         yield from dict.fromkeys(whole.leaves_by_rank(name))
+
+
+logger = logging.getLogger("nxd_ckpt")
+
+StatisticsByName = dict[str, TensorStatistics]
+
+_VERSION = 1
+_COUNTS = 4
+"""Number of leading fields of the statistics that are counts; the others are measures."""
+_MOST = 2**63 - 1
+"""Maximum number of elements of a tensor."""
+
+
+def keeps_statistics(opened: OpenTag) -> bool:
+    """Return whether they can be stored: the tag has a name, and something marks which save it is."""
+    return bool(opened.tag) and opened.identity is not None and opened.identity.lasts
+
+
+def read_statistics(opened: OpenTag) -> StatisticsByName | None:
+    """Return the statistics of this very save by tensor name, or None if there are none.
+
+    They were stored by an earlier count, or by the ranks themselves at the save.
+    """
+    if not keeps_statistics(opened):
+        return None
+    statistics = _read_or_none(opened, _read_file)
+    if statistics is None:
+        statistics = _read_or_none(opened, counted_at_save)
+        if statistics is not None:
+            write_statistics(opened, statistics)  # put together once
+    return statistics
+
+
+def _read_or_none(opened: OpenTag, read: Callable[[OpenTag], StatisticsByName | None]) -> StatisticsByName | None:
+    """Read with ``read``; None if that fails, because a checkpoint needs no statistics.
+
+    Anyone may have written there: its content is used as far as it is plausible.
+    """
+    try:
+        return read(opened)
+    except FileNotFoundError:
+        pass
+    except MalformedFile as error:
+        logger.warning("%s: stored statistics are not used, its tensors are read: %s", opened.where, error)
+    except (OSError, CheckpointError) as error:
+        logger.debug("statistics of %s are not used: %s", opened.where, error)
+    return None
+
+
+def _read_file(opened: OpenTag) -> StatisticsByName | None:
+    key = statistics_file(opened.tag)
+    where = f"{opened.storage.url}/{key}"
+    fields = document.small(opened.storage.read(key), where)
+    with parsing(where, "statistics of a tag"):
+        if [fields["format_version"], fields["kind"], fields["save"]] != [_VERSION, "statistics", opened.save]:
+            return None
+        return {checked_text(name): _statistics(numbers) for name, numbers in fields["tensors"].items()}
+
+
+def write_statistics(opened: OpenTag, statistics: Mapping[str, TensorStatistics]) -> None:
+    """Store them, and remove those of removed tags. A directory that is not writable keeps none."""
+    storage = opened.storage
+    try:
+        storage.write(statistics_file(opened.tag), statistics_text(opened.save, statistics).encode())
+        drop_entries_of_lost_tags(storage, STATISTICS, statistics_file)
+    except (OSError, CheckpointError) as error:  # read-only, an archive, http, a name that is too long
+        logger.debug("statistics of %s are not kept: %s", opened.where, error)
+
+
+def statistics_text(save: str | None, statistics: Mapping[str, TensorStatistics]) -> str:
+    """Return the JSON of the statistics of a save."""
+    tensors = {
+        name: [number if isfinite(number) else None for number in astuple(numbers)]
+        for name, numbers in statistics.items()
+    }
+    fields = {"format_version": _VERSION, "kind": "statistics", "save": save, "tensors": tensors}
+    return json.dumps(fields, separators=(",", ":"))
+
+
+def _statistics(numbers: Any) -> TensorStatistics:
+    """Parse one tensor's numbers. Raises ValueError or TypeError for implausible ones."""
+    counts, measures = numbers[:_COUNTS], [nan if number is None else float(number) for number in numbers[_COUNTS:]]
+    mean, norm, absmax = measures
+    counted = {*map(type, counts)} == {int} and min(counts) >= 0 and sum(counts[1:]) <= counts[0] <= _MOST
+    if not (counted and not isinf(mean) and 0 <= norm < inf and 0 <= absmax < inf):
+        raise ValueError(f"expected counts and measures, found {numbers!r:.80}")
+    return TensorStatistics(*counts, *measures)
+
+
+def counted_at_save(opened: OpenTag) -> dict[str, TensorStatistics] | None:
+    """Return the statistics by tensor name; None unless the ranks counted every element of this very save.
+
+    Raises MalformedFile for files that a save cannot have written.
+    """
+    boxes = {} if opened.manifest is None else _boxes(opened, opened.manifest)
+    if not boxes:
+        return None
+    statistics = {}
+    for name, tensor in WholeTag(opened).tensors.items():
+        summaries = boxes.get(name, {})
+        if tensor.shape is None or sum(box.numel for box in summaries) < Box.whole(tensor.shape).numel:
+            return None
+        _check(f"{opened.storage.url}/{summaries_dir(opened.tag)}", tensor, tensor.shape, summaries)
+        whole = Summary()
+        for summary in summaries.values():
+            whole.add_all(summary)
+        statistics[name] = whole.statistics
+    return statistics
+
+
+def _boxes(opened: OpenTag, manifest: Manifest) -> dict[str, Boxes]:
+    """Return the ranks' counts by tensor and box. The first rank wins where several hold a box."""
+    boxes_by_name: dict[str, Boxes] = {}
+    storage, folder = opened.storage, summaries_dir(opened.tag)
+    listed = {f"{folder}/{entry.name}" for entry in storage.list(folder)}
+    for key in (summaries_file(opened.tag, rank) for rank in range(len(manifest.ranks))):
+        if key not in listed:
+            continue
+        counted = load_summaries(storage.read(key), f"{storage.url}/{key}")
+        if counted is not None and counted.attempt == manifest.attempt:  # else of an earlier save of that name
+            for name, boxes in counted.tensors.items():
+                summaries = boxes_by_name.setdefault(name, {})
+                for box, summary in boxes.items():
+                    summaries.setdefault(box, summary)
+    return boxes_by_name
+
+
+def _check(where: str, tensor: GlobalTensor, shape: tuple[int, ...], summaries: Boxes) -> None:
+    """Raise MalformedFile unless the boxes are the whole tensor, each element once, and have as many numbers."""
+    same_dimensions = all(len(box.size) == len(shape) for box in summaries)
+    if not same_dimensions or not is_tiling(Box.whole(shape), list(summaries)):
+        raise MalformedFile(f"{where}: {tensor.name}: its boxes overlap, or leave the tensor of shape {list(shape)}")
+    each = 2 if tensor.dtype.startswith("complex") else 1
+    for box, summary in summaries.items():
+        if summary.numel != each * box.numel:
+            raise MalformedFile(
+                f"{where}: {tensor.name}, {tensor.dtype}: expected {each * box.numel} numbers in box {box}, "
+                f"found {summary.numel}"
+            )

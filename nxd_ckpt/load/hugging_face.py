@@ -26,7 +26,7 @@ from nxd_ckpt.errors import DtypeMismatch, InvalidArgument, KeyMismatch, PartNot
 from nxd_ckpt.formats.tensors import Assembly, torch_dtype
 from nxd_ckpt.hugging_face.mapped_directory import MappedDirectory
 from nxd_ckpt.hugging_face.packed_tensors import UnpackedTensors
-from nxd_ckpt.hugging_face.padding_rules import is_rounded
+from nxd_ckpt.hugging_face.padding import is_rounded
 from nxd_ckpt.live import torch_xla
 from nxd_ckpt.live.dtensor import plain_names, refuse_sizes
 from nxd_ckpt.live.named_models import open_model

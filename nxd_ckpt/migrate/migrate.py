@@ -11,8 +11,7 @@ from typing import Any
 from typing_extensions import Unpack
 
 from nxd_ckpt.conversion.conversion import convert
-from nxd_ckpt.conversion.export import Export, export_checkpoint
-from nxd_ckpt.conversion.head_copies import are_converted
+from nxd_ckpt.conversion.export import Export, are_converted, export_checkpoint
 from nxd_ckpt.conversion.job import HuggingFaceTarget, Job, metrics_of
 from nxd_ckpt.conversion.to_dcp import write_dcp
 from nxd_ckpt.core.dcp_names import DcpNames
@@ -29,9 +28,8 @@ from nxd_ckpt.keywords import ExportKeywords, MigrateKeywords
 from nxd_ckpt.load.attempt import RenamedTag
 from nxd_ckpt.migrate.source import Origin, find_origin
 from nxd_ckpt.options.execution import ExecutionOptions
-from nxd_ckpt.options.hugging_face import MappingSpec
-from nxd_ckpt.options.migration import MigrateOptions
-from nxd_ckpt.options.torch_forms import ToDcpOptions
+from nxd_ckpt.options.hugging_face import MappingSpec, MigrateOptions
+from nxd_ckpt.options.tags import ToDcpOptions
 from nxd_ckpt.output.locations import locate_any, locate_apart, locate_output, location_of, refuse_inside
 from nxd_ckpt.output.model_files import config_in, read_config
 from nxd_ckpt.output.output import TORCH_DCP, Output
@@ -78,7 +76,7 @@ def migrate(src: StrPath, dst: StrPath, **options: Unpack[MigrateKeywords]) -> M
     Hugging Face's names (for TorchTitan, TorchTitan's), and whole tensors on one rank. If NxD's optimizer kept master
     weights, they become the model. An adapter becomes PEFT's files. The input is only read, and its digests are
     verified; ``dst`` appears when all of it is written. Keywords are the fields of
-    `nxd_ckpt.options.migration.MigrateOptions`.
+    `nxd_ckpt.options.hugging_face.MigrateOptions`.
 
     Args:
         src: the checkpoint's directory or file, or the URL of one.

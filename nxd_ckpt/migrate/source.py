@@ -11,8 +11,13 @@ from nxd_ckpt.core.topology import Coordinates
 from nxd_ckpt.errors import PartNotFound, UnsafePickle, UnsupportedState
 from nxd_ckpt.live.parameters import is_tensor
 from nxd_ckpt.load.attempt import unwrapped
-from nxd_ckpt.migrate.optimum_files import json_object, refuse_other_model, stage_metadata
-from nxd_ckpt.migrate.optimum_metadata import SHARDED_METADATA, old_mapping
+from nxd_ckpt.migrate.optimum_metadata import (
+    SHARDED_METADATA,
+    json_object,
+    old_mapping,
+    refuse_other_model,
+    stage_metadata,
+)
 from nxd_ckpt.options.hugging_face import MappingSpec
 from nxd_ckpt.output.locations import Location, locate_any
 from nxd_ckpt.output.source import open_any, refuse_mixed_ranks

@@ -15,9 +15,8 @@ from dataclasses import dataclass
 from nxd_ckpt import effects
 from nxd_ckpt.commit import voting
 from nxd_ckpt.commit.commit import clear_failed
-from nxd_ckpt.commit.host_semaphore import writing_slot
 from nxd_ckpt.commit.publication import Publication, publication_of
-from nxd_ckpt.commit.session import Session
+from nxd_ckpt.commit.session import Session, writing_slot
 from nxd_ckpt.commit.tier import Draining
 from nxd_ckpt.coordination import lease
 from nxd_ckpt.coordination.paths import verdict_dir
@@ -34,11 +33,10 @@ from nxd_ckpt.errors import (
     in_words,
     to_wire,
 )
-from nxd_ckpt.save.dedup import parent_of
 from nxd_ckpt.save.options import SaveOptions
 from nxd_ckpt.save.plan import SavePlan
 from nxd_ckpt.save.waves import Wave
-from nxd_ckpt.save.writing import FileWriter
+from nxd_ckpt.save.writing import FileWriter, parent_of
 
 logger = logging.getLogger("nxd_ckpt")
 

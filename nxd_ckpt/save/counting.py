@@ -1,7 +1,7 @@
 """Counts of one save's tensors, taken from the staged bytes while these are written, and after that.
 
 Each rank stores its counts beside the tag, box by box; readers combine the boxes of all ranks
-(`nxd_ckpt.examine.statistics_cache`). A thread of its own does all of it, including the stored files. No save waits for
+(`nxd_ckpt.examine.statistics`). A thread of its own does all of it, including the stored files. No save waits for
 it: a save that needs the memory stops the counting.
 """
 

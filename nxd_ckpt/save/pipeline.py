@@ -18,11 +18,10 @@ from nxd_ckpt.save.attempt import SaveAttempt
 from nxd_ckpt.save.background import Helpers, Worker
 from nxd_ckpt.save.ballot import Ballot, tidy
 from nxd_ckpt.save.counting import Counting
-from nxd_ckpt.save.first_save import agree_on_groups, mesh_summary
 from nxd_ckpt.save.pending import SaveProgress
 from nxd_ckpt.save.plan import SavePlan
 from nxd_ckpt.save.planner import Planner
-from nxd_ckpt.save.replica_check import warn_of_differences
+from nxd_ckpt.save.replica_check import agree_on_groups, mesh_summary, warn_of_differences
 from nxd_ckpt.save.staging import Stager
 from nxd_ckpt.save.waves import Wave, plan_waves
 from nxd_ckpt.save.writing import WRITERS

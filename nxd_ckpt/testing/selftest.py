@@ -30,8 +30,7 @@ from torch import nn
 from nxd_ckpt.checkpoint import open_checkpoint
 from nxd_ckpt.core.units import size
 from nxd_ckpt.examine.diff import diff_checkpoints
-from nxd_ckpt.examine.selftest import CheckResult, checks_for, merged
-from nxd_ckpt.examine.selftest_ranks import UNUSABLE
+from nxd_ckpt.examine.selftest import UNUSABLE, CheckResult, checks_for, merged
 from nxd_ckpt.live.torch_xla import sync, to_cpu
 from nxd_ckpt.storage.base import Storage, Swapping, completed
 from nxd_ckpt.storage.urls import is_url, join, local_path, open_storage

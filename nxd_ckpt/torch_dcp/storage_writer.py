@@ -44,8 +44,7 @@ from nxd_ckpt.output.locations import location_of
 from nxd_ckpt.storage.base import Storage
 from nxd_ckpt.storage.system import require_locks
 from nxd_ckpt.storage.urls import StorageOptions, StrPath, join, open_storage
-from nxd_ckpt.torch_dcp.collected_save import Chunk, CollectedSave, Share
-from nxd_ckpt.torch_dcp.dcp_contents import CollectedState, WrittenTensor, contents_of
+from nxd_ckpt.torch_dcp.collected_save import Chunk, CollectedSave, CollectedState, Share, WrittenTensor, contents_of
 
 
 def read_value(data: bytes, name: str, trust_pickle: bool) -> Any:

@@ -14,7 +14,7 @@ import pytest
 from nxd_ckpt import effects
 from nxd_ckpt.commit.commit import Commit, clean_up, commit
 from nxd_ckpt.commit.publication import Staged
-from nxd_ckpt.commit.removal import remove_tags
+from nxd_ckpt.commit.retention import remove_tags
 from nxd_ckpt.coordination.control_files import pin
 from nxd_ckpt.coordination.paths import STAGING, TRASH, VOTES, rank_file, staging_dir
 from nxd_ckpt.core import names

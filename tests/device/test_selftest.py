@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from nxd_ckpt.cli.main import main
-from nxd_ckpt.examine import selftest_ranks
+from nxd_ckpt.examine import selftest as selftest_module
 from nxd_ckpt.examine.selftest import CheckResult, merged, page_lines, safe_environment
 from tests.cli.reference import steady
 from tests.device import neuron_device
@@ -53,7 +53,7 @@ class SelfTests:
         monkeypatch.delenv("RANK", raising=False)
 
     def __call__(self, *arguments: str, before: Before | None = None, directory: str = "run1") -> Outcome:
-        self.monkeypatch.setattr(selftest_ranks, "_spawned", partial(ForkedRank, before=before))
+        self.monkeypatch.setattr(selftest_module, "_spawned", partial(ForkedRank, before=before))
         try:
             code = main(["selftest", "--size", "0.25", *arguments, directory])
         except SystemExit as usage:
@@ -155,7 +155,7 @@ def broken() -> None:
 @pytest.mark.once
 def test_what_fails_is_named(selftest: SelfTests, monkeypatch: pytest.MonkeyPatch) -> None:
     """Other checks go on, also where a rank has died; the report has what it printed."""
-    monkeypatch.setattr(selftest_ranks, "_GRACE", 0.1)
+    monkeypatch.setattr(selftest_module, "_GRACE", 0.1)
     outcome = selftest("--device", "cpu", before=broken)
     assert 1 == outcome.code
     assert {"storage", "speed"} <= set(outcome.names("failed"))
@@ -208,7 +208,7 @@ def test_a_mount_that_takes_nothing_is_refused(selftest: SelfTests, option: str,
 @pytest.mark.plain
 @pytest.mark.once
 def test_xla_without_torch_xla_is_refused(selftest: SelfTests, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(selftest_ranks, "find_spec", lambda name: None)
+    monkeypatch.setattr(selftest_module, "find_spec", lambda name: None)
     outcome = selftest("--device", "xla")
     assert "torch_xla cannot be imported" in outcome.printed
     assert 2 == outcome.code

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from nxd_ckpt.examine.report_figures import (
+from nxd_ckpt.examine.report_page import (
     Mark,
     Series,
     chart,

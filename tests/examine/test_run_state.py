@@ -9,7 +9,7 @@ import pytest
 from nxd_ckpt.core.manifest import Manifest, Parts, RankLine
 from nxd_ckpt.core.phases import RankPhases
 from nxd_ckpt.core.topology import Topology
-from nxd_ckpt.examine.report_saves import timings
+from nxd_ckpt.examine.report_document import timings
 from nxd_ckpt.examine.run_state import Restart, age_line, failure_line, last_restart, resume_line, unsound
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]

@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from nxd_ckpt import Checkpointer, Topology
-from nxd_ckpt.commit import host_semaphore
-from nxd_ckpt.commit.host_semaphore import forget_slots, writing_slot
+from nxd_ckpt.commit import session
+from nxd_ckpt.commit.session import forget_slots, writing_slot
 from nxd_ckpt.storage.local import LocalStorage
 from nxd_ckpt.storage.system import try_lock
 from nxd_ckpt.testing.storage import HookedStorage, Operation
@@ -123,7 +123,7 @@ def test_a_slot_that_was_removed_while_it_was_opened_counts_for_nothing(
         opened.append(path)
         return try_lock(fd, path)
 
-    monkeypatch.setattr("nxd_ckpt.commit.host_semaphore.try_lock", removed_meanwhile)
+    monkeypatch.setattr("nxd_ckpt.commit.session.try_lock", removed_meanwhile)
     with writing_slot(run_id, 1, 5.0), pytest.raises(TimeoutError), writing_slot(run_id, 1, 0.2):
         pass
     forget_slots(run_id)
@@ -143,7 +143,7 @@ def test_a_stuck_holder_is_given_up(run_id: str) -> None:
 def test_a_holder_that_moves_is_waited_for(run_id: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """However long it takes."""
     clock, holder = Clock(), ExitStack()
-    monkeypatch.setattr(host_semaphore, "effects", clock)
+    monkeypatch.setattr(session, "effects", clock)
     moved = holder.enter_context(writing_slot(run_id, 1, 5.0))
 
     def move() -> None:
