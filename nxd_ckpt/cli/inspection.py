@@ -34,8 +34,7 @@ from nxd_ckpt.storage.urls import open_storage
 from nxd_ckpt.tag.choosing import choose_tag
 from nxd_ckpt.tag.directory import is_whole_without_marks, list_tags
 from nxd_ckpt.tag.files import MissingTensor, TagFiles
-from nxd_ckpt.tag.foreign.recognise import recognise
-from nxd_ckpt.tag.foreign.untagged import is_untagged
+from nxd_ckpt.tag.foreign.recognise import is_untagged, recognise
 from nxd_ckpt.tag.identity import of_latest
 from nxd_ckpt.tag.listing import locate, summary
 from nxd_ckpt.tag.opened import OpenTag, open_complete_tag

@@ -22,8 +22,8 @@ from nxd_ckpt.output.locations import locate_apart, locate_input
 from nxd_ckpt.output.output import Output
 from nxd_ckpt.output.source import open_source
 from nxd_ckpt.output.transfer import copy_into
-from nxd_ckpt.storage.archive.compression import compressing, compression_of
 from nxd_ckpt.storage.archive.storage import END, MEMBER_LIST, dump_members
+from nxd_ckpt.storage.archive.unpacking import compressing, compression_of
 from nxd_ckpt.storage.base import Storage, Writer, completed
 from nxd_ckpt.storage.local import LocalStorage
 from nxd_ckpt.storage.progress import Counter, report, watched

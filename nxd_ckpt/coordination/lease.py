@@ -22,8 +22,7 @@ from nxd_ckpt import effects
 from nxd_ckpt.coordination.control_files import set_aside
 from nxd_ckpt.coordination.paths import HEARTBEAT, LEASE, PLACE
 from nxd_ckpt.core import document
-from nxd_ckpt.core.entries import integers
-from nxd_ckpt.core.limits import NOTE, checked_text
+from nxd_ckpt.core.limits import NOTE, checked_text, integers
 from nxd_ckpt.errors import DirectoryInUse, MalformedFile, StorageError
 from nxd_ckpt.storage.base import Storage, here, is_mounted, remove_if, without_links
 

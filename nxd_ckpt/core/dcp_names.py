@@ -29,8 +29,7 @@ from operator import eq
 from typing import Any, NamedTuple
 
 from nxd_ckpt.core import document
-from nxd_ckpt.core.entries import checked, integers
-from nxd_ckpt.core.limits import checked_name
+from nxd_ckpt.core.limits import checked, checked_name, integers
 from nxd_ckpt.errors import InvalidArgument, KeyMismatch, MalformedFile
 
 PARAMS = "params"

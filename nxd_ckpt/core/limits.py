@@ -4,15 +4,18 @@ A hostile file can claim anything: a tensor of 2**40 elements in 4 bytes, a bill
 to build. Each budget is far above the needs of a real checkpoint (400B parameters, 10,000 ranks, 100,000 tensors in one
 file) and far below what would harm the host. docs/protocol.md lists them. Pure.
 
-Names are checked here too: every name of a file, a tag or an attempt in a document, before it is used.
+Members of documents are checked here too: every name of a file, a tag or an attempt, before it is used.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import prod
-from typing import Any
+from typing import Any, TypeVar
 
 from nxd_ckpt.errors import MalformedFile
+
+KindT = TypeVar("KindT")
 
 _NAME, _KEY = 255, 1024
 """Bytes that a name in a file system, and a key in an object store, may have."""
@@ -189,3 +192,20 @@ def check_count(count: int, limit: int, what: str) -> None:
     """Raise MalformedFile if ``count`` is above the limit; ``what`` names what is counted."""
     if count > limit:
         raise MalformedFile(f"{what}: at most {limit} are allowed, found {count}")
+
+
+def checked(kind: type[KindT], value: Any) -> KindT:
+    """Return ``value``; raise TypeError unless it is of that kind."""
+    if not isinstance(value, kind):
+        raise TypeError(f"expected a {kind.__name__}, found {value!r:.80}")
+    return value
+
+
+def integers(values: Any, count: int | None = None) -> Sequence[int]:
+    """Return ``values``; raise ValueError or TypeError unless they are ``count`` non-negative integers."""
+    for value in values:
+        if type(value) is not int or value < 0:
+            raise ValueError(f"expected non-negative integers, found {values!r}")
+    if count is not None and len(values) != count:
+        raise ValueError(f"expected {count} numbers, found {len(values)}")
+    return values  # type: ignore[no-any-return]

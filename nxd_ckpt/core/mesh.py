@@ -25,8 +25,7 @@ from typing import Any, NamedTuple
 
 from nxd_ckpt.core import document
 from nxd_ckpt.core.box import Box
-from nxd_ckpt.core.entries import checked, integers
-from nxd_ckpt.core.limits import RANKS, checked_text
+from nxd_ckpt.core.limits import RANKS, checked, checked_text, integers
 from nxd_ckpt.core.partition import Piece, blocks_in
 
 Coordinate = tuple[int, ...]

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from nxd_ckpt.core import document
-from nxd_ckpt.core.entries import checked, integers
-from nxd_ckpt.core.limits import checked_text
+from nxd_ckpt.core.limits import checked, checked_text, integers
 
 _LATE = 1.5
 """A straggler writes for this many times the median rank's time."""

@@ -13,8 +13,7 @@ from typing import Any
 
 from nxd_ckpt.core import document
 from nxd_ckpt.core.dcp_names import DcpChunk
-from nxd_ckpt.core.entries import checked, integers
-from nxd_ckpt.core.limits import checked_text
+from nxd_ckpt.core.limits import checked, checked_text, integers
 from nxd_ckpt.core.manifest import RankLine
 from nxd_ckpt.core.suggestions import first_of
 from nxd_ckpt.core.topology import Topology

@@ -10,7 +10,7 @@ from functools import cached_property
 from itertools import groupby
 from typing import Any
 
-from nxd_ckpt.core.entries import ParameterSpec
+from nxd_ckpt.core.manifest import ParameterSpec
 from nxd_ckpt.core.mapping import Match, ModelMapping, Rule
 from nxd_ckpt.core.renaming import Renaming
 from nxd_ckpt.core.sizes import Sizes

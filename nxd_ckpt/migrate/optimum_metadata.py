@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from nxd_ckpt.core import document
-from nxd_ckpt.core.entries import checked
+from nxd_ckpt.core.limits import checked
 from nxd_ckpt.core.topology import Coordinates
 from nxd_ckpt.errors import MalformedFile, PartNotFound, UnsupportedState
 from nxd_ckpt.hugging_face.adapter_mapping import PREFIX

@@ -17,7 +17,7 @@ from nxd_ckpt.live.parameters import is_tensor
 from nxd_ckpt.output.locations import Location
 from nxd_ckpt.tag.choosing import settle_swap
 from nxd_ckpt.tag.foreign import legacy
-from nxd_ckpt.tag.foreign.untagged import is_untagged, open_untagged
+from nxd_ckpt.tag.foreign.recognise import is_untagged, open_untagged
 from nxd_ckpt.tag.grid import describe, holes
 from nxd_ckpt.tag.opened import OpenTag, open_complete_tag
 

@@ -20,8 +20,7 @@ from nxd_ckpt.coordination.control_files import drop_entries_of_lost_tags
 from nxd_ckpt.coordination.paths import SUMMARIES, summaries_dir, summaries_file
 from nxd_ckpt.core import document
 from nxd_ckpt.core.box import Box
-from nxd_ckpt.core.entries import checked
-from nxd_ckpt.core.limits import check_sizes, checked_name, checked_text, shown
+from nxd_ckpt.core.limits import check_sizes, checked, checked_name, checked_text, shown
 from nxd_ckpt.core.parsing import parsing
 from nxd_ckpt.core.partition import Piece
 from nxd_ckpt.errors import CheckpointError, MalformedFile

@@ -14,9 +14,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from nxd_ckpt.errors import InvalidArgument
-from nxd_ckpt.storage.archive.compression import SUFFIXES, compression_of
 from nxd_ckpt.storage.archive.storage import SUFFIX, ArchiveStorage, StoredFile
-from nxd_ckpt.storage.archive.unpacking import UnpackedFile
+from nxd_ckpt.storage.archive.unpacking import SUFFIXES, UnpackedFile, compression_of
 from nxd_ckpt.storage.base import Storage
 from nxd_ckpt.storage.local import LocalStorage
 from nxd_ckpt.storage.system import aliases, is_below

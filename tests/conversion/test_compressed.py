@@ -22,7 +22,7 @@ import zstandard
 from nxd_ckpt import load_checkpoint, open_checkpoint, save_checkpoint
 from nxd_ckpt.convert import pack_checkpoint
 from nxd_ckpt.errors import CorruptCheckpoint, InvalidArgument
-from nxd_ckpt.storage.archive import compression, unpacking
+from nxd_ckpt.storage.archive import unpacking
 from nxd_ckpt.storage.urls import open_storage
 from tests.conversion.tags import model, save_example
 from tests.support.processes import run_program
@@ -99,10 +99,11 @@ def test_an_archive_goes_through_a_store(work_dir: Path) -> None:
 def test_it_is_unpacked_once(tmp_path: Path, work_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """For all that open it, at once or later; anew when it changed; and the one before goes when nobody has it open."""
     unpacked: list[str] = []
+    decompressed = unpacking.decompressed
 
     def counting(kind: str, pieces: Any, where: str) -> Any:
         unpacked.append(Path(where).name)
-        return compression.decompressed(kind, pieces, where)
+        return decompressed(kind, pieces, where)
 
     monkeypatch.setattr(unpacking, "decompressed", counting)
     one, two = tmp_path / "one.tgz", tmp_path / "two.tgz"
@@ -160,12 +161,12 @@ def test_no_changed_bit_goes_unnoticed(tmp_path: Path, work_dir: Path, suffix: s
     """But for those that mean nothing: what is read, if anything, is what was packed."""
     pack_checkpoint(save_example(tmp_path, 1), tmp_path / f"one{suffix}")
     data = (tmp_path / f"one{suffix}").read_bytes()
-    kind, plain, refused = compression.SUFFIXES[suffix], DECOMPRESS[suffix](data), 0
+    kind, plain, refused = unpacking.SUFFIXES[suffix], DECOMPRESS[suffix](data), 0
     positions = range(0, len(data), 23)
     for at in positions:
         changed = data[:at] + bytes([data[at] ^ 16]) + data[at + 1 :]
         try:
-            assert plain == b"".join(compression.decompressed(kind, [memoryview(changed)], "x"))
+            assert plain == b"".join(unpacking.decompressed(kind, [memoryview(changed)], "x"))
         except CorruptCheckpoint:
             refused += 1
     assert refused > 0.9 * len(positions)
@@ -196,7 +197,7 @@ def test_a_bomb_is_refused(
 
 def test_zstandard_is_an_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without it, packing and reading name it; nothing was begun."""
-    monkeypatch.setattr(compression, "find_spec", lambda _: None)
+    monkeypatch.setattr(unpacking, "find_spec", lambda _: None)
     (tmp_path / "some.tar.zst").write_bytes(b"")
     with pytest.raises(InvalidArgument, match=r"pip install zstandard"):
         open_checkpoint(tmp_path / "some.tar.zst")

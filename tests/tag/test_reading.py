@@ -13,8 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nxd_ckpt.core.box import Box, boxes_of_run
-from nxd_ckpt.core.entries import TensorEntry
-from nxd_ckpt.core.manifest import CRC_BLOCK
+from nxd_ckpt.core.manifest import CRC_BLOCK, TensorEntry
 from nxd_ckpt.errors import DigestMismatch
 from nxd_ckpt.formats import assembly, crc32
 from nxd_ckpt.formats.assembly import blocks_of

@@ -18,17 +18,15 @@ from nxd_ckpt.formats.tensors import TensorStub
 from nxd_ckpt.storage.base import Storage
 from nxd_ckpt.tag.files import TagFiles
 from nxd_ckpt.tag.foreign.quantization import (
-    Quantization,
-    refuse_companions,
-    refuse_quantized_dtype,
-)
-from nxd_ckpt.tag.foreign.quantized_weights import (
     BLOCKS,
     SCALES,
     DequantizedStorage,
     Fp8Weight,
     Mxfp4Weight,
+    Quantization,
     QuantizedWeight,
+    refuse_companions,
+    refuse_quantized_dtype,
 )
 from nxd_ckpt.tag.foreign.weight_files import find_weights, has_weights
 
