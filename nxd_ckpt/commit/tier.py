@@ -36,7 +36,7 @@ class Tier:
         replica_jump: distance in ranks from a rank to the rank whose host has the replica of its files; by default the
             next host's.
         interface: address or network interface on which a host serves its directory to the job's other hosts; by
-            default all.
+            default the addresses by which the process group reaches it.
     """
 
     path: StrPath
