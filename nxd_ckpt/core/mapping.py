@@ -195,19 +195,32 @@ class ModelMapping:
         return False
 
     def refuse_misplaced(self, names: Iterable[str], sizes: Sizes) -> None:
-        """Raise KeyMismatch for a Hugging Face tensor in a layer that by config.json is of another kind."""
-        kinds = self.layer_kinds
-        members = {member.name for rule in self.rules for member in rule.members} if kinds else ()
-        patterns = [pattern for pattern in members if any(kind.side(pattern.text) is not None for kind in kinds)]
-        for name in names if patterns else ():
+        """Raise KeyMismatch for a Hugging Face tensor that by config.json the model, or its layer, does not have."""
+        members = {member.name for rule in self.rules for member in rule.members}
+        patterns = [pattern for pattern in members if pattern.placeholders]
+        counts = {key: sizes.find(key) for pattern in patterns for key in pattern.placeholders}
+        for name in names:
             for pattern in patterns:
                 numbers = pattern.match(name)
-                kind = None if numbers is None else self._kind_without(pattern, numbers, sizes)
-                if kind is not None:
-                    raise KeyMismatch(
-                        f"{name}: by {kind.keys} in config.json, this layer has no such tensor; pass the model's own "
-                        "config.json"
-                    )
+                if numbers is not None:
+                    self._refuse_misplaced(name, pattern, numbers, counts, sizes)
+
+    def _refuse_misplaced(
+        self, name: str, pattern: Pattern, numbers: Numbers, counts: Mapping[str, int | None], sizes: Sizes
+    ) -> None:
+        for key, number in numbers.items():
+            count = counts[key]
+            if count is not None and number >= count:
+                raise KeyMismatch(
+                    f"{name}: by {sizes.key(key)} in config.json, its number should be below {count}; pass the "
+                    "model's own config.json"
+                )
+        kind = self._kind_without(pattern, numbers, sizes)
+        if kind is not None:
+            raise KeyMismatch(
+                f"{name}: by {kind.keys} in config.json, this layer has no such tensor; pass the model's own "
+                "config.json"
+            )
 
     def in_files(self, names: Iterable[str]) -> list[str]:
         """Return the names in files of the Hugging Face tensors that rules call ``names``, each once."""

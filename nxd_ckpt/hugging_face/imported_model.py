@@ -50,12 +50,12 @@ def selection(mapping: ModelMapping, names: Iterable[str], sizes: Sizes, variant
 
     Raises:
         InvalidArgument: the mapping has no such variant.
-        KeyMismatch: a tensor is in a layer that by config.json is of another kind.
+        KeyMismatch: by config.json, the model or its layer does not have one of the tensors.
     """
     rules = _chosen_rules(mapping, variants)
     present = set(names)
     unknown = _unknown(mapping, rules, present)
-    mapping.refuse_misplaced(present, sizes)
+    mapping.refuse_misplaced(sorted(present), sizes)
     present |= {name for name, other in mapping.ties_of(sizes).items() if other in present}
     matches = tuple(_matches(rules, present, sizes))
     needed = [name for match in matches for name in match.rule.names(match.numbers, sizes)]

@@ -39,6 +39,8 @@ def written(path: Path, name: str, **config: Any) -> Any:
         ("qwen3-moe-dense-layers", {"mlp_only_layers": 1}, InvalidArgument, r"mlp_only_layers must be a list"),
         ("qwen3-moe-dense-layers", {"decoder_sparse_step": 0}, InvalidArgument, r"must be an integer of at least 1"),
         ("qwen3-moe-dense-layers", {"num_experts": 8}, KeyMismatch, r"missing: model\.layers\.3\.mlp\.experts\.4\."),
+        ("qwen3-moe-dense-layers", {"num_experts": 3}, KeyMismatch, r"experts\.3\..* num_experts .*should be below 3;"),
+        ("qwen3-moe-dense-layers", {"num_hidden_layers": 3}, KeyMismatch, r"layers\.3\.input_.*should be below 3;"),
         ("deepseek-v3", {"first_k_dense_replace": 2}, KeyMismatch, r"layers\.1\.mlp.*by first_k_dense_replace"),
         ("deepseek-v3", {"first_k_dense_replace": -1}, InvalidArgument, r"must be an integer of at least 0, found -1"),
         ("deepseek-v3", {"q_lora_rank": None}, KeyMismatch, r"self_attn\.q_.*by q_lora_rank"),

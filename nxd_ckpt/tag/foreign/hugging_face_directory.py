@@ -28,7 +28,7 @@ from nxd_ckpt.tag.foreign.quantization import (
     refuse_companions,
     refuse_quantized_dtype,
 )
-from nxd_ckpt.tag.foreign.weight_files import find_weights, has_weights
+from nxd_ckpt.tag.foreign.weight_files import WeightFiles, find_weights, has_weights
 
 CONFIG = "config.json"
 OPTIMIZER = "optimizer.safetensors"
@@ -59,11 +59,14 @@ class HuggingFaceDirectory:
         self._storage = DequantizedStorage(storage)
         self.files = TagFiles(self._storage, folder)
         self._shards: dict[str, Mapping[str, TensorStub]] = {}
-        self._weights = find_weights(self.files, self._read)
+        self._weights = self._find()
         self._places = self._weights.places
         self._quantization: Quantization | None = None
         self._scales: dict[str, str] = {}
         self._dropped: set[str] = set()
+
+    def _find(self) -> WeightFiles:
+        return find_weights(self.files, self._read)
 
     @property
     def where(self) -> str:
