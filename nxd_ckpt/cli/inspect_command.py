@@ -100,7 +100,8 @@ def _parameters(parameters: list[dict[str, Any]] | None) -> Iterator[str]:
 
 
 def _prefixes(prefixes: list[dict[str, Any]]) -> Iterator[str]:
-    yield f"{units.count(sum(group['tensors'] for group in prefixes), 'tensor')}, {size(sum(map(_nbytes, prefixes)))}"
+    nbytes = sum(group["nbytes"] or 0 for group in prefixes)
+    yield f"{units.count(sum(group['tensors'] for group in prefixes), 'tensor')}, {size(nbytes)}"
     rows = (
         (
             group["prefix"],
@@ -114,10 +115,6 @@ def _prefixes(prefixes: list[dict[str, Any]]) -> Iterator[str]:
     )
     if prefixes:
         yield from text.table(("PREFIX", "TENSORS", "DTYPES", "GLOBAL", "SIZE", "CUT"), rows)
-
-
-def _nbytes(prefix: dict[str, Any]) -> int:
-    return prefix["nbytes"] or 0
 
 
 def _optimizer(optimizer: dict[str, Any] | None) -> Iterator[str]:

@@ -25,7 +25,6 @@ from nxd_ckpt.core.manifest import (
     Manifest,
     ParameterSpec,
     Parts,
-    RankIndex,
     RankLine,
     dump_manifest,
     load_index,
@@ -257,7 +256,7 @@ def _unknown_where_replicas_differ(
     for ranks in tp_groups_that_differ(votes, topology):
         content: dict[str, set[tuple[int, ...]]] = {}
         for rank in ranks:
-            for entry in _index(storage, folder, topology.coordinates_of(rank)).tensors:
+            for entry in load_index(*_read(storage, folder, topology.coordinates_of(rank))).tensors:
                 name = entry.name.removeprefix("model/")
                 spec = parameters.get(name) if entry.name.startswith("model/") else None
                 if spec is not None and spec.partition.replicated_over_tp:
@@ -273,10 +272,6 @@ def _unknown_where_replicas_differ(
             ", ".join(sorted(unknown)),
         )
     return unknown
-
-
-def _index(storage: Storage, folder: str, at: Coordinates) -> RankIndex:
-    return load_index(*_read(storage, folder, at))
 
 
 def _read(storage: Storage, folder: str, at: Coordinates) -> tuple[bytes, str]:

@@ -160,7 +160,8 @@ def checked_tiers(path: StrPath | None, tiers: object) -> tuple[Tier, ...]:
 def _refuse_overlaps(tiers: Sequence[Tier]) -> None:
     for later, tier in enumerate(tiers):
         for earlier in range(later):
-            if overlap(tier.path, tiers[earlier].path) or _same_storage(tier, tiers[earlier]):
+            is_same = tier.storage is not None and tier.storage is tiers[earlier].storage
+            if is_same or overlap(tier.path, tiers[earlier].path):
                 raise InvalidArgument(
                     f"tiers {tiers[earlier].name} and {tiers[later].name} are the same place, or one lies inside the "
                     "other: each tier needs a directory of its own, else what is lost in one is lost in both"
@@ -169,7 +170,3 @@ def _refuse_overlaps(tiers: Sequence[Tier]) -> None:
 
 def _is_positive(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 1
-
-
-def _same_storage(first: Tier, second: Tier) -> bool:
-    return first.storage is not None and first.storage is second.storage

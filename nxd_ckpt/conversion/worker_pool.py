@@ -24,8 +24,7 @@ from functools import lru_cache, partial
 from typing import Any
 
 from nxd_ckpt.commit.publication import Publication
-from nxd_ckpt.conversion.file_passthrough import PassedFiles
-from nxd_ckpt.conversion.inputs import open_input
+from nxd_ckpt.conversion.inputs import PassedFiles, open_input
 from nxd_ckpt.conversion.job import Job
 from nxd_ckpt.coordination.agreement import Agreement, SingleProcessAgreement
 from nxd_ckpt.coordination.rendezvous import meet

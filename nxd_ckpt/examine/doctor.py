@@ -113,7 +113,8 @@ class _Doctor:
     def result(self, progress: bool) -> Examination:
         whole = None if self._before is None else self._before.whole
         shards = [self._with_bounds(shard) for shard in shards_of(whole, self._after.whole, self._unexamined)]
-        done, total = Counter(), sum(_nbytes(shard) for shard in shards)
+        leaves = [leaf for shard in shards for leaf in shard.leaves.values()]
+        done, total = Counter(), sum(leaf.numel * itemsize(leaf.dtype) for leaf in leaves)
         with watched("doctor", total, lambda: done.nbytes, progress):
             read_shards(whole, self._after.whole, shards, done)
         findings = merged([*self._shard_findings(shards), *self._tag_findings(), *self._comparison_findings()])
@@ -197,10 +198,6 @@ def _single(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [_single(item) for item in value]
     return value.item() if hasattr(value, "numel") and value.numel() == 1 else value
-
-
-def _nbytes(shard: Shard) -> int:
-    return sum(leaf.numel * itemsize(leaf.dtype) for leaf in shard.leaves.values())
 
 
 def _where(tag: Checkpoint | None) -> str | None:

@@ -139,7 +139,7 @@ def _details(
     errors: list[str] = []
     options: dict[str, Mapping[str, Any]] = {}
     with _collect_damage(errors):
-        options = _options(newest)
+        options = {name: group for group in newest.param_groups for name in group["params"]}
     document["health"] = _health(statistics, still, options)
     for name, part in parts.items():
         with _collect_damage(errors):
@@ -309,11 +309,6 @@ def _module(name: str) -> str:
     return match[1] if match else name.rpartition(".")[0] or name
 
 
-def _options(tag: Checkpoint) -> dict[str, Mapping[str, Any]]:
-    """Return the options of each parameter's group."""
-    return {name: group for group in tag.param_groups for name in group["params"]}
-
-
 def _health(
     statistics: Mapping[str, Statistics], still: Collection[str], options: Mapping[str, Mapping[str, Any]]
 ) -> dict[str, Any]:
@@ -358,11 +353,7 @@ def _step(name: str, statistics: Statistics, options: Mapping[str, Mapping[str, 
 
 
 def _doctor_findings(before: Checkpoint | None, newest: Checkpoint, progress: bool) -> list[dict[str, str]]:
-    examination = examine_checkpoint(newest, before=before, progress=progress)
-    return [
-        {"severity": finding.severity, "kind": finding.kind, "what": finding.what, "message": finding.message}
-        for finding in examination.findings
-    ]
+    return list(map(asdict, examine_checkpoint(newest, before=before, progress=progress).findings))
 
 
 def _problem(where: str, what: str) -> dict[str, Any]:

@@ -302,7 +302,8 @@ class _Run:
 
     def logs(self, name: str = "") -> dict[str, str]:
         """Return the end of what the ranks of a job on this host have printed; by default of both jobs."""
-        return {path.stem: _tail(path) for path in sorted(self.local.glob(f"{name}*.log"))}
+        printed = {path.stem: path.read_bytes() for path in sorted(self.local.glob(f"{name}*.log"))}
+        return {stem: text[-_LOG_BYTES:].decode(errors="replace") for stem, text in printed.items()}
 
     def finished(self, place: str, ended: str) -> SelfTest:
         """Return all results. A check without one, and a job that did not end as it should, have failed."""
@@ -450,10 +451,6 @@ def _free_port() -> int:
         with socket.socket() as unused, suppress(OSError):
             unused.bind(("127.0.0.1", port))
             return port
-
-
-def _tail(path: Path) -> str:
-    return path.read_bytes()[-_LOG_BYTES:].decode(errors="replace")
 
 
 def _last_line(logs: Mapping[str, str]) -> str:

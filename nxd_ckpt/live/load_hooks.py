@@ -76,8 +76,9 @@ class ModuleHooks:
         """Call the hooks that torch calls after a load, those of inner modules first."""
         keys = torch.nn.modules.module._IncompatibleKeys(missing, unexpected)
         for module in _inner_first(self._modules[""]) if self._modules else ():
-            for hook in _post_hooks(module):
-                hook(module, keys)
+            for hook in module._load_state_dict_post_hooks.values():
+                if not _is_benign(_home(hook)):
+                    hook(module, keys)
 
 
 def _inner_first(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
@@ -114,10 +115,6 @@ def _has_pre_hooks(module: torch.nn.Module) -> bool:
 
 def _loads_its_own_way(module: torch.nn.Module) -> bool:
     return not _is_benign(_definer(type(module), "_load_from_state_dict"))
-
-
-def _post_hooks(module: torch.nn.Module) -> list[Any]:
-    return [hook for hook in module._load_state_dict_post_hooks.values() if not _is_benign(_home(hook))]
 
 
 def own_root(model: Any) -> Any:

@@ -317,8 +317,8 @@ class NamedOptimizers:
             name = _name_of(group, self._names_of_groups[number : number + 1])
             if name is None:
                 raise OptimizerMismatch(
-                    f"optimizer: the checkpoint holds one optimizer, without a name, and not {_listed(groups)}; pass "
-                    "one optimizer"
+                    "optimizer: the checkpoint holds one optimizer, without a name, and not "
+                    f"{', '.join(map(repr, groups))}; pass one optimizer"
                 )
             if name in groups:
                 groups[name].append({key: value for key, value in group.items() if key != OPTIMIZER_NAME})
@@ -356,10 +356,6 @@ def _name_of(group: Mapping[str, Any], live: Sequence[str]) -> str | None:
     is_bare = group.keys() <= {"params"}
     name = next(iter(live), None) if is_bare else group.get(OPTIMIZER_NAME)
     return name if isinstance(name, str) else None
-
-
-def _listed(names: Mapping[str, Any]) -> str:
-    return ", ".join(map(repr, names))
 
 
 def _joint(name: str, path: Path, first: tuple[int, int]) -> Path:

@@ -48,7 +48,8 @@ class DictOptimizer:
         self._state = state
         self._topology = topology
         self._model = None if model is None else model.capture(topology.tp)
-        self._first_expert = _parameters_before(groups, state.get("ep_param_group_offset", len(groups)))
+        ordinary = groups[: state.get("ep_param_group_offset", len(groups))]
+        self._first_expert = sum(len(group["params"]) for group in ordinary)
 
     def know_names(self, names: Sequence[str]) -> None:
         """Use these names of the parameters, by index, if the dict has none."""
@@ -128,7 +129,3 @@ class DictOptimizer:
             return None
         is_whole = self._topology.tp == self._topology.ep == 1
         return ParameterSpec(dtype, tuple(shape), Partition(expert=expert, known=is_whole))
-
-
-def _parameters_before(groups: Sequence[Mapping[str, Any]], group: int) -> int:
-    return sum(len(options["params"]) for options in groups[:group])

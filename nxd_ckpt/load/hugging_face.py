@@ -25,8 +25,8 @@ from nxd_ckpt.core.topology import Topology
 from nxd_ckpt.errors import DtypeMismatch, InvalidArgument, KeyMismatch, PartNotFound, ShapeMismatch
 from nxd_ckpt.formats.tensors import Assembly, torch_dtype
 from nxd_ckpt.hugging_face.mapped_directory import MappedDirectory
+from nxd_ckpt.hugging_face.mapped_tag import is_rounded
 from nxd_ckpt.hugging_face.packed_tensors import UnpackedTensors
-from nxd_ckpt.hugging_face.padding import is_rounded
 from nxd_ckpt.live import torch_xla
 from nxd_ckpt.live.dtensor import plain_names, refuse_sizes
 from nxd_ckpt.live.named_models import open_model

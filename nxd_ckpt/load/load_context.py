@@ -20,10 +20,10 @@ from nxd_ckpt.live.optimizer import OptimizerAdapter, open_optimizer
 from nxd_ckpt.live.optimizer_dict import DictOptimizer
 from nxd_ckpt.load.filters import Filter
 from nxd_ckpt.load.options import LoadOptions
-from nxd_ckpt.reshard.optimizer_names import OptimizerNames, is_number
 from nxd_ckpt.reshard.reshard_context import ReshardContext
 from nxd_ckpt.reshard.resharded_state import ReshardedState
 from nxd_ckpt.reshard.resharding import checked_partitions, rescaled
+from nxd_ckpt.reshard.saved_optimizer import OptimizerNames, is_number
 from nxd_ckpt.reshard.target import Target, TargetRank
 from nxd_ckpt.tag.opened import OpenTag
 

@@ -34,9 +34,9 @@ from nxd_ckpt.live.zero1 import MASTERS
 from nxd_ckpt.load.load_context import LoadContext
 from nxd_ckpt.load.tied import refuse_unequal_ties, unequal_ties
 from nxd_ckpt.load.trees import LoadTrees, local_tree, part_of
-from nxd_ckpt.reshard.optimizer_names import is_number
 from nxd_ckpt.reshard.resharded_optimizer import ReshardedOptimizer
 from nxd_ckpt.reshard.resharding import check_partitions
+from nxd_ckpt.reshard.saved_optimizer import is_number
 from nxd_ckpt.tag.files import MissingTensor
 from nxd_ckpt.tag.reading import Leaf
 from nxd_ckpt.tag.state_dicts import refuse_numbers

@@ -21,7 +21,7 @@ from nxd_ckpt.migrate.optimum_metadata import (
 from nxd_ckpt.options.hugging_face import MappingSpec
 from nxd_ckpt.output.locations import Location, locate_any
 from nxd_ckpt.output.source import open_any, refuse_mixed_ranks
-from nxd_ckpt.reshard.optimizer_names import COMPUTED, Names, group_names
+from nxd_ckpt.reshard.saved_optimizer import COMPUTED, Names, group_names
 from nxd_ckpt.storage.base import Storage
 from nxd_ckpt.storage.urls import StorageOptions, StrPath, directory_and_name, join
 from nxd_ckpt.tag.files import TagFiles

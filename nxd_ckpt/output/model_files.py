@@ -76,8 +76,11 @@ def read_config(path: str, options: StorageOptions | None) -> list[ModelFile]:
         MalformedFile: it is not a JSON object.
     """
     storage, name = _open(path, options)
-    is_file = storage.is_file(name)
-    files = [ModelFile(CONFIG, storage.read(name))] if is_file else list(_matching(storage, name, _MODEL))
+    if storage.is_file(name):
+        files = [ModelFile(CONFIG, storage.read(name))]
+    else:
+        present = [entry.name for entry in storage.list(name) if not entry.is_dir and entry.name in _MODEL]
+        files = [ModelFile(file, storage.read(_key(name, file))) for file in present]
     if not any(file.name == CONFIG for file in files):
         raise InvalidArgument(f"config {path}: expected config.json, or a directory that holds it")
     config_in(files, path)
@@ -162,12 +165,6 @@ def _retyped(file: ModelFile, dtype: str) -> ModelFile:
 def _open(path: str, options: StorageOptions | None) -> tuple[Storage, str]:
     directory, name = directory_and_name(path)
     return open_storage(directory, storage_options=options_for(directory, options)), name
-
-
-def _matching(storage: Storage, folder: str, names: Iterable[str]) -> Iterator[ModelFile]:
-    for entry in storage.list(folder):
-        if not entry.is_dir and entry.name in names:
-            yield ModelFile(entry.name, storage.read(_key(folder, entry.name)))
 
 
 def _key(folder: str, name: str) -> str:

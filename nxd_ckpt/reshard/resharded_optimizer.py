@@ -20,10 +20,9 @@ from nxd_ckpt.live.optimizer_state import STEP
 from nxd_ckpt.live.parameters import form_of, is_tensor
 from nxd_ckpt.live.state import MASTER_WEIGHTS, OptimizerForm, OptimizerSlot
 from nxd_ckpt.live.zero1 import EXPERT_KEYS, MASTERS
-from nxd_ckpt.reshard.optimizer_names import OptimizerNames
 from nxd_ckpt.reshard.reshard_context import ReshardContext, assembled
 from nxd_ckpt.reshard.resharded_model import ReshardedModel
-from nxd_ckpt.reshard.saved_optimizer import SavedOptimizer, SavedSlot, saved_optimizer
+from nxd_ckpt.reshard.saved_optimizer import OptimizerNames, SavedOptimizer, SavedSlot, saved_optimizer
 from nxd_ckpt.tag.state_dicts import refuse_numbers
 
 Covers = Callable[[str], bool]

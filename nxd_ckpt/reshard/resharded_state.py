@@ -17,11 +17,11 @@ from nxd_ckpt.formats import crc32
 from nxd_ckpt.formats.tensors import Assembly, digest_of
 from nxd_ckpt.live.parameters import form_of, is_tensor
 from nxd_ckpt.live.state import MASTER_WEIGHTS
-from nxd_ckpt.reshard.optimizer_names import OptimizerNames, is_number
 from nxd_ckpt.reshard.reshard_context import ReshardContext
 from nxd_ckpt.reshard.resharded_model import ReshardedModel
 from nxd_ckpt.reshard.resharded_optimizer import ReshardedOptimizer
 from nxd_ckpt.reshard.resharding import checked_partitions, refuse_unknown
+from nxd_ckpt.reshard.saved_optimizer import OptimizerNames, is_number
 from nxd_ckpt.tag.files import MissingTensor
 from nxd_ckpt.tag.opened import OpenTag
 

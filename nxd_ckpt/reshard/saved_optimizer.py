@@ -1,16 +1,20 @@
-"""A saved optimizer's state by parameter name, for every form of its tree."""
+"""A saved optimizer's state by parameter name, for every form of its tree; names where its files number them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from nxd_ckpt.core.param_groups import NOT_DECAYED, grouped
+from nxd_ckpt.core.topology import Coordinates
 from nxd_ckpt.errors import MalformedFile, OptimizerMismatch
 from nxd_ckpt.live.optimizer_state import STEP, options_of
 from nxd_ckpt.live.parameters import form_of, is_tensor
 from nxd_ckpt.live.state import MASTER_WEIGHTS
 from nxd_ckpt.live.zero1 import EXPERT_KEYS, MASTERS, split
+from nxd_ckpt.reshard.reshard_context import ReshardContext
+from nxd_ckpt.tag.opened import OpenTag
 
 _USUAL_KEYS = {"state", "param_groups", "base_state", "shape_info", MASTERS, *EXPERT_KEYS}
 """Keys in the state dicts of torch's and NxD's optimizers."""
@@ -133,3 +137,122 @@ def _slots(tree: Mapping[str, Any], *, expert: bool = False) -> list[SavedSlot]:
         for number, group in enumerate(tree["param_groups"])
         for index in group["params"]
     ]
+
+
+def is_number(name: str) -> bool:
+    """Return True for "#3" and the like: the number of a parameter whose name is not known."""
+    return name.startswith("#")
+
+
+@dataclass(frozen=True)
+class OptimizerNames:
+    """Sources of parameter names; the first one that applies wins.
+
+    Attributes:
+        saved: names as they were saved, by pipeline stage and param group, from the caller.
+        live: names of the live optimizer's parameters, by number. They name the entries of a tag without names, by
+            position, if pipeline stages and experts are the same.
+        by_position: live parameters have no names but "#0", "#1", ...; entries match by position.
+        numbered: there is no live optimizer; entries without names are "#0", "#1", ..., or with several stages "#0.0",
+            "#1.0".
+    """
+
+    saved: Sequence[Sequence[Sequence[str]]] | None = None
+    live: Sequence[str] | None = None
+    by_position: bool = False
+    numbered: bool = False
+
+    def of_rank(self, context: ReshardContext, at: Coordinates) -> list[str] | None:
+        """Return the names of the parameters that this saving rank saved, by number; None if numbers name them.
+
+        Raises OptimizerMismatch if no source has them, or ``saved`` lists another number of stages than the tag has.
+        """
+        opened, saved, live = context.opened, context.saved, context.live
+        if self.saved is not None:
+            if len(self.saved) != saved.pp:
+                raise OptimizerMismatch(
+                    f"saved_param_names= must list the param groups of each of the {saved.pp} pipeline stages that "
+                    f"{opened.where} was saved on, found {len(self.saved)} stages"
+                )
+            return [name for group in self.saved[at.pp_rank] for name in group]
+        same_stages = (saved.pp, saved.ep) == (live.pp, live.ep)
+        names = None if self.by_position and same_stages else opened.optimizer_names(at)
+        if names is not None and not any(map(is_number, names)):
+            return names
+        if self.numbered or (same_stages and self.live is None and not self.by_position):
+            return None
+        if saved.pp == live.pp and not same_stages and context.experts is not None and self.live:
+            # A ZeRO-1 optimizer of experts keeps them apart, behind the others.
+            return sorted(self.live, key=context.is_expert) if context.is_sharded else list(self.live)
+        # Of several stages each has an entry at every position.
+        if same_stages and len(context.stages) == 1:
+            return None if self.live is None else list(self.live)
+        raise OptimizerMismatch(
+            f"{opened.where}, saved on {saved.describe()}, does not name the parameters of its optimizer, and on "
+            f"{live.describe()} their order does not identify them. Pass saved_param_names=: for each pipeline stage "
+            "that it was saved on, for each param group (experts' last), the names in order"
+        )
+
+    def prefix(self, context: ReshardContext, at: Coordinates) -> str:
+        """Return the text before the number, where a number stands for a name."""
+        return f"#{at.pp_rank}." if self.numbered and context.saved.pp > 1 else "#"
+
+
+COMPUTED = "rotary_emb.inv_freq"
+"""The end of names of buffers that are no parameters."""
+
+Names = list[list[list[str]]]
+"""Parameter names by pipeline stage and param group."""
+
+
+def group_names(opened: OpenTag, stages: Sequence[Sequence[str]] | None = None) -> Names | None:
+    """Return the names of the optimizer's parameters; None if the tag has them, or has no optimizer.
+
+    ``stages`` are the model's parameters of each stage, in order, by default those of the tag.
+
+    Raises OptimizerMismatch if no usual groups fit the sizes and shapes of the saved ones.
+    """
+    if opened.parts.optimizer is None:
+        return None
+    recorded = opened.optimizer_names(Coordinates())
+    if recorded is not None and not any(map(is_number, recorded)):
+        return None
+    all_stages = [_Stage(opened, pp_rank, stages) for pp_rank in range(opened.topology.pp)]
+    for patterns in NOT_DECAYED:
+        names_by_stage = [stage.names(patterns) for stage in all_stages]
+        if all(names is not None for names in names_by_stage):
+            return [names for names in names_by_stage if names is not None]
+    counts = [[len(group) for group in stage.groups] for stage in all_stages]
+    raise OptimizerMismatch(
+        f"{opened.where} does not name the parameters of its optimizer, and its writer does not usually make groups of "
+        f"{counts} parameters of this model, so names cannot be derived; pass saved_param_names=: for each pipeline "
+        "stage, for each param group, the names in order"
+    )
+
+
+def saved_groups(opened: OpenTag, pp_rank: int) -> list[list[SavedSlot]]:
+    """Return the slots of each param group of a pipeline stage, by number."""
+    saved = saved_optimizer(opened.optimizer_tree(Coordinates(pp_rank)), None, "#", lambda name: None, opened.where)
+    groups: list[list[SavedSlot]] = [[] for _ in saved.groups]
+    for slot in saved.slots.values():
+        groups[slot.group].append(slot)
+    return groups
+
+
+class _Stage:
+    """One pipeline stage: its parameters in the model's order, and the saved slots of its optimizer."""
+
+    def __init__(self, opened: OpenTag, pp_rank: int, stages: Sequence[Sequence[str]] | None) -> None:
+        at = Coordinates(pp_rank)
+        self._shapes = {
+            name: form_of(leaf)[1]
+            for name, leaf in (opened.model_tree(at) if opened.parts.model else {}).items()
+            if is_tensor(leaf) and not name.endswith(COMPUTED)
+        }
+        self._parameters = list(self._shapes) if stages is None else list(stages[pp_rank])
+        self.groups = saved_groups(opened, pp_rank)
+
+    def names(self, patterns: Iterable[str]) -> list[list[str]] | None:
+        """Return the names by group, those with one of ``patterns`` in the second group; None if they do not fit."""
+        shapes = [[slot.likely_shape for slot in slots] for slots in self.groups]
+        return grouped({name: self._shapes.get(name) for name in self._parameters}, shapes, patterns)

@@ -22,10 +22,9 @@ from nxd_ckpt.live.parameters import form_of
 from nxd_ckpt.live.save_state import SaveState
 from nxd_ckpt.live.state import MASTER_WEIGHTS, ModelState, OptimizerForm, OptimizerSlot, State, StateTensor
 from nxd_ckpt.live.zero1 import MASTERS
-from nxd_ckpt.reshard.optimizer_names import is_number
 from nxd_ckpt.reshard.reshard_context import ReshardContext
 from nxd_ckpt.reshard.resharded_state import ReshardedState, recorded_state
-from nxd_ckpt.reshard.saved_optimizer import SavedSlot
+from nxd_ckpt.reshard.saved_optimizer import SavedSlot, is_number
 from nxd_ckpt.tag.opened import OpenTag
 
 _NUMBER = re.compile(r"\.(\d+)(?=\.|$)")

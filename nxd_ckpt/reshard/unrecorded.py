@@ -11,9 +11,8 @@ from nxd_ckpt.core.suggestions import closest, first_of
 from nxd_ckpt.core.topology import Coordinates
 from nxd_ckpt.errors import InvalidArgument, OptimizerMismatch, TopologyMismatch
 from nxd_ckpt.options.execution import BLANK, SavedNames
-from nxd_ckpt.reshard.optimizer_names import Names, group_names, is_number, saved_groups
 from nxd_ckpt.reshard.resharded_state import partitions_of_tag, recorded_parameters
-from nxd_ckpt.reshard.saved_optimizer import SavedSlot
+from nxd_ckpt.reshard.saved_optimizer import Names, group_names, is_number, saved_groups
 from nxd_ckpt.tag.opened import OpenTag
 
 
@@ -90,8 +89,4 @@ def names_template(opened: OpenTag) -> Names | None:
         return group_names(opened)
     except OptimizerMismatch:
         stages = (saved_groups(opened, stage) for stage in range(opened.topology.pp))
-        return [[[_blank(slot) for slot in group] for group in groups] for groups in stages]
-
-
-def _blank(slot: SavedSlot) -> str:
-    return f"{BLANK} {list(slot.likely_shape)}"
+        return [[[f"{BLANK} {list(slot.likely_shape)}" for slot in group] for group in groups] for groups in stages]

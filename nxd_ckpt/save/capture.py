@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -55,7 +56,7 @@ def leave_out(state: SaveState, ignoring: Ignoring, topology: Topology) -> SaveS
     optimizer = None if "optim" in covered else optimizer
     if optimizer is not None:
         tree = without(optimizer.tree, state.optimizer_names or (), ignoring.ignores, ignoring.covers)
-        optimizer = _within(optimizer, tree)
+        optimizer = replace(optimizer, tree=tree, describe=partial(_described, optimizer, tree))
     return replace(
         state,
         model=model,
@@ -94,10 +95,6 @@ def _model_without(model: ModelState, ignoring: Ignoring) -> ModelState:
         return {name: spec for name, spec in model.parameters.items() if name in tree}
 
     return replace(model, tree=tree, describe=lambda: _described(model, tree), specify=specify)
-
-
-def _within(state: State, tree: dict[str, Any]) -> State:
-    return replace(state, tree=tree, describe=lambda: _described(state, tree))
 
 
 def _described(state: State, tree: Mapping[str, Any]) -> dict[Path, StateTensor]:

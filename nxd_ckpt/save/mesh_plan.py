@@ -62,7 +62,7 @@ class MeshPlan:
     def tensors(self) -> dict[str, list[LocalTensor]]:
         """Every tensor of each part, in the order of its tree."""
         return {
-            part: [self._local_tensor(leaf, about) for leaf, about in _described(state)]
+            part: [self._local_tensor(leaf, state.tensors[path]) for path, leaf in iter_tensors(state.tree)]
             for part, state in self.parts.items()
         }
 
@@ -142,10 +142,6 @@ def mesh_among(members: tuple[int, ...] | None, name: str, mesh: Mesh) -> Mesh:
             f"{list(members[:8])}: pass the group of all ranks that hold the tensor"
         )
     return own
-
-
-def _described(state: State) -> Iterator[tuple[Any, StateTensor]]:
-    return ((leaf, state.tensors[path]) for path, leaf in iter_tensors(state.tree))
 
 
 def _assign_replicas(tensors: Sequence[LocalTensor]) -> list[int]:
