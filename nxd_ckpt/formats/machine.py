@@ -173,13 +173,14 @@ class Machine(_Machine):  # type: ignore[misc]
 
     def _work(self, values: Iterable[Any]) -> None:
         """Subtract the length of these values from the work that calls may do."""
+        work = 0
         for value in values:
             kind = type(value)
             if kind is int:
-                self._work_left -= value.bit_length() // 8
+                work += value.bit_length() // 8
             elif kind not in _SCALARS and isinstance(value, _SIZED):
-                self._work_left -= len(value)
-        self._spend(0)
+                work += len(value)
+        self._spend(work)
 
     def _spend(self, work: int) -> None:
         self._work_left -= work

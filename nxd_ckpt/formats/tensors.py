@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache, cached_property, lru_cache
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -27,22 +27,16 @@ Path = tuple[Any, ...]
 """Keys, indices and attribute names from the root of a tree to a leaf."""
 
 
-@dataclass(frozen=True)
-class StorageSpan:
+class StorageSpan(NamedTuple):
     """One record of a torch zip file: its name, offset and number of bytes in the file, and their digest.
 
     ``crc32`` is None if the file has 0, which torch uses for "not recorded" and which verifies nothing.
     """
 
-    __slots__ = ("crc32", "nbytes", "offset", "record")
-
     record: str
     offset: int
     nbytes: int
     crc32: int | None
-
-    def __reduce__(self) -> tuple[type[StorageSpan], tuple[Any, ...]]:
-        return StorageSpan, (self.record, self.offset, self.nbytes, self.crc32)
 
 
 @dataclass(frozen=True)

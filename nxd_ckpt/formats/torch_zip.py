@@ -38,8 +38,11 @@ def read_directory(pread: Pread, size: int, file: str, begins: Sequence[int] = (
     ``file`` names it in errors; ``begins`` goes to `read_records`. Raises MalformedFile.
     """
     records = read_records(pread, size, file, begins)
-    archives = {record.name.partition("/")[0] for record in records}
-    directory = {record.name.partition("/")[2]: record for record in records}
+    archives, directory = set[str](), dict[str, Record]()
+    for record in records:
+        archive, _, name = record.name.partition("/")
+        archives.add(archive)
+        directory[name] = record
     if len(archives) != 1 or "data.pkl" not in directory:
         raise malformed(file, f"expected one archive with a data.pkl, found {sorted(archives)[:5]}")
     return directory

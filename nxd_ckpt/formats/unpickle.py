@@ -270,7 +270,7 @@ class _Parts:
                 f"{self._file}: a tensor is stored with its bits {shown(bits)} to be applied; "
                 "save it again after .resolve_conj().resolve_neg()"
             )
-        if not _are_counts(shape) or not _are_counts(stride) or not _are_counts((offset,)):
+        if not _are_counts(shape) or not _are_counts(stride) or type(offset) is not int or offset < 0:
             raise MalformedFile(f"a tensor of offset {shown(offset)}, shape {shown(shape)} and stride {shown(stride)}")
         shape, stride, size = tuple(shape), tuple(stride), itemsize(dtype)
         nbytes, last = _extent(shape, stride, size)

@@ -237,11 +237,7 @@ def _parse_entries(raw: bytes, count: int, file: str) -> Iterator[_Entry]:
         if not raw.startswith(CENTRAL_MARK, at) or at + CENTRAL.size > len(raw):
             raise malformed(file, f"its directory breaks off after {len(names)} of {count} entries")
         fields = CENTRAL.unpack_from(raw, at)
-        flags, method, crc32, packed, nbytes, name_length, extra_length, comment = (
-            *fields[3:5],
-            *fields[7:13],
-        )
-        offset = fields[16]
+        _, _, _, flags, method, _, _, crc32, packed, nbytes, name_length, extra_length, comment, *_, offset = fields
         at += CENTRAL.size
         raw_name = raw[at : at + name_length]
         at += name_length + extra_length + comment

@@ -284,7 +284,7 @@ class TagFiles:
 
     def _parse(self, file: str, start: int, nbytes: int | None, leaf: Leaf, dtensors: bool = False) -> Any:
         def absolute(stub: TensorStub) -> Any:
-            span = replace(stub.storage, offset=start + stub.storage.offset)
+            span = stub.storage._replace(offset=start + stub.storage.offset)
             return leaf(replace(stub, offset=start + stub.offset, storage=span))
 
         kept = self._kept.get(file)

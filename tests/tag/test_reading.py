@@ -63,7 +63,7 @@ def reader_of(contents: dict[str, bytes], entries: Entries, log: list[Operation]
 def with_digest(stub: TensorStub, files: Files) -> TensorStub:
     """As it is read of a file that says what its bytes are."""
     raw = files.contents[stub.file][stub.storage.offset :]
-    return replace(stub, storage=replace(stub.storage, crc32=crc32.crc32(raw)))
+    return replace(stub, storage=stub.storage._replace(crc32=crc32.crc32(raw)))
 
 
 @st.composite
