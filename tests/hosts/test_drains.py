@@ -86,13 +86,11 @@ def test_each_host_copies_what_it_holds(tmp_path: Path) -> None:
     assert RANKS * [1] == Job(RANKS, read, tmp_path, group=True).values()
 
 
-def test_each_host_copies_what_it_holds_to_a_store(tmp_path: Path) -> None:
+def test_each_host_copies_what_it_holds_to_a_store(tmp_path: Path, s3_server: S3Server) -> None:
     """There a directory begins with its first file."""
     Job(RANKS, saved, tmp_path, group=True).values()
-    with S3Server() as server:
-        server.make_bucket("bucket")
-        found = Job(RANKS, drain, tmp_path, server.options, group=True).values()
-        assert () == verify_checkpoint("s3://bucket/far", "step_1", storage_options=server.options).problems
+    found = Job(RANKS, drain, tmp_path, s3_server.options, group=True).values()
+    assert () == verify_checkpoint("s3://bucket/far", "step_1", storage_options=s3_server.options).problems
     assert RANKS * [1] == [len(written) for written, _ in found]
 
 

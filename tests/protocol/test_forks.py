@@ -19,6 +19,7 @@ from nxd_ckpt.testing.storage import HookedStorage
 from tests.protocol.hooks import Gate
 from tests.protocol.job import HANGS, Job
 from tests.protocol.states import checkpointer, save, saved_value, visible_tags
+from tests.support.processes import FORKED
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]
 
@@ -157,10 +158,8 @@ def loads_data(rank: int, path: Path) -> list[int]:
 
 def test_a_data_loaders_workers_are_unharmed(tmp_path: Path) -> None:
     """They deliver, end, and leave saves and the lease alone."""
-    import multiprocessing
-
     # Workers are no daemons' children: this rank runs in a process of its own.
-    assert [list(range(8))] == [_in_process(loads_data, tmp_path, multiprocessing.get_context("spawn"))]
+    assert [list(range(8))] == [_in_process(loads_data, tmp_path, FORKED)]
     assert ["t", "u"] == visible_tags(tmp_path)
 
 

@@ -78,9 +78,9 @@ def test_damage_in_a_block_that_is_needed(damaged: Path) -> None:
 
 @pytest.mark.parametrize("verify", [True, False])
 def test_damage_in_a_block_that_is_not_needed(damaged: Path, verify: bool) -> None:
-    """The other ranks load: they neither need nor read it."""
+    """The other ranks load, of the damaged file and of the other one: they neither need nor read it."""
     live_layout = layout(0, tp=4)
-    for rank in (0, 2, 3):
+    for rank in (0, 2):
         at = live_layout.topology.at(rank)
         live = fresh(WEIGHTS, live_layout, at)
         load_rank(damaged, live, verify=verify)
