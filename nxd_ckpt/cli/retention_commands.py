@@ -33,7 +33,7 @@ def _run(args: argparse.Namespace) -> int:
         "dry_run": args.dry_run,
     }
     text.show(document, _lines(document), as_json=args.json)
-    return 0
+    return 1 if done.damaged else 0
 
 
 def _lines(document: dict[str, Any]) -> Iterator[str]:
