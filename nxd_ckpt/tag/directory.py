@@ -108,7 +108,12 @@ def holds_tags(storage: Storage) -> bool:
 
 def find_tag(storage: Storage, tag: str) -> TagInfo | None:
     """Return the tag of that name as `list_tags` describes it, or None; inspects no other one."""
-    return _inspect(storage, tag, lambda: _times_in_newest(storage) if storage.is_file(NEWEST) else {})
+    if storage.renames and not storage.is_dir(tag):
+        return None
+    try:
+        return _inspect(storage, tag, lambda: _times_in_newest(storage) if storage.is_file(NEWEST) else {})
+    except MalformedFile:  # a store lists first, and finds a file of that name
+        return None
 
 
 def _tags(storage: Storage) -> Iterator[TagInfo]:
