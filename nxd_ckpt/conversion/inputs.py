@@ -110,8 +110,8 @@ class FilePassthrough:
             for path, stub in stubs:
                 name = ".".join(map(str, path))
                 tensors.append(self._entry(name, stub, tuple(blocks[stub.storage.offset]), topology))
-        held = tree if at.tp_rank == 0 else {}
-        parameters = {name: self._recorded[name] for name in held if name in self._recorded}
+        names_written = tree if at.tp_rank == 0 else {}
+        parameters = {name: self._recorded[name] for name in names_written if name in self._recorded}
         return PassedFiles(files, tuple(tensors), parameters)
 
     def _model_files(self, topology: Topology) -> Iterator[str]:

@@ -18,7 +18,7 @@ from nxd_ckpt.errors import InvalidArgument, OptimizerMismatch, PartNotFound, as
 from nxd_ckpt.keywords import ReshardKeywords, Zero1Keywords
 from nxd_ckpt.live.zero1 import EXPERT_KEYS
 from nxd_ckpt.options.tags import ReshardOptions, Zero1Options
-from nxd_ckpt.output.locations import locate_input, locate_output
+from nxd_ckpt.output.locations import Location, locate_input, locate_output
 from nxd_ckpt.output.source import open_source, refuse_mixed_ranks
 from nxd_ckpt.reshard.target import Target
 from nxd_ckpt.reshard.unrecorded import checked_facts
@@ -55,10 +55,7 @@ def reshard(input_dir: StrPath, output_dir: StrPath, **options: Unpack[ReshardKe
     chosen = ReshardOptions(**options)
 
     def prepare(process: int, processes: int) -> Job:
-        chosen.validate()
-        source = locate_input(input_dir, chosen.storage_options)
-        target = locate_output(output_dir, source, chosen.overwrite, chosen.written_with)
-        opened = open_source(source)
+        source, target, opened = _located(input_dir, output_dir, chosen)
         if not opened.parts.model and opened.parts.optimizer is None:
             raise PartNotFound(f"{opened.where} holds neither model nor optimizer, so there is nothing to reshard")
         refuse_mixed_ranks(opened, process, processes)
@@ -88,6 +85,16 @@ def reshard(input_dir: StrPath, output_dir: StrPath, **options: Unpack[ReshardKe
         )
 
     return convert(prepare, chosen)
+
+
+def _located(
+    input_dir: StrPath, output_dir: StrPath, chosen: ReshardOptions | Zero1Options
+) -> tuple[Location, Location, OpenTag]:
+    """Return the places of input and output, and the open input, once the options are valid."""
+    chosen.validate()
+    source = locate_input(input_dir, chosen.storage_options)
+    target = locate_output(output_dir, source, chosen.overwrite, chosen.written_with)
+    return source, target, open_source(source)
 
 
 def _warn_if_nothing_is_cut(opened: OpenTag, tp: int, partitions: Mapping[str, Partition]) -> None:
@@ -154,10 +161,7 @@ def convert_zero1(input_dir: StrPath, output_dir: StrPath, **options: Unpack[Zer
     chosen = Zero1Options(**options)
 
     def prepare(process: int, processes: int) -> Job:
-        chosen.validate()
-        source = locate_input(input_dir, chosen.storage_options)
-        target = locate_output(output_dir, source, chosen.overwrite, chosen.written_with)
-        opened = open_source(source)
+        source, target, opened = _located(input_dir, output_dir, chosen)
         _check_input(opened, chosen.convert_to_full)
         refuse_mixed_ranks(opened, process, processes)
         what = Target(

@@ -143,11 +143,11 @@ class _Scanner:
 
     def _mark(self, marks: str, what: str) -> str:
         """Skip one of these marks, with the blanks around it, and return it."""
-        found = _mark_at(self._text, self._at)
-        if found is None or found[1] not in marks:
+        match = _mark_at(self._text, self._at)
+        if match is None or match[1] not in marks:
             raise self._expected(what)
-        self._at = found.end()
-        return found[1]
+        self._at = match.end()
+        return match[1]
 
     def _expected(self, what: str) -> ValueError:
         return json.JSONDecodeError(f"expected {what}", self._text, self._at)

@@ -279,7 +279,7 @@ def _inspect(storage: Storage, tag: str, newest: Callable[[], dict[str, float]])
     is_ours = has_manifest = MANIFEST in files
     dated = next((name for name in (DONE, MARKER, MANIFEST) if name in files), None)
     try:
-        if DONE not in files and tag in (times := newest()) and (entries or storage.is_dir(tag)):
+        if DONE not in files and tag in (times := newest()) and (entries or storage.renames):
             return TagInfo(tag, times[tag], complete=_has_all_ranks(storage, tag), ours=has_manifest)
         if dated is None:
             return None

@@ -50,8 +50,6 @@ _STATES = 1000
 
 SCHEDULES: dict[str, Callable[[int], Schedule]] = {
     **PLACES,
-    "alone": DiskSchedule.of_a_lone_process,
-    "store, alone": StoreSchedule.of_a_lone_process,
     "a lost reply": DiskSchedule.with_a_lost_reply,
     "two faults": DiskSchedule.with_two_faults,
     "an undone save": DiskSchedule.with_power_lost_after_an_undone_save,
