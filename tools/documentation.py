@@ -46,6 +46,8 @@ REFERENCE = {
     "nxd_ckpt.testing": "Tests of your own",
 }
 """Title of each module's page in the reference."""
+MODULES = {f"{module.replace('.', '/')}.py": f"reference/{module}.md" for module in REFERENCE}
+"""The page of each of these modules whose file is linked to."""
 
 _LINK = re.compile(
     r"^```.*?^```$|(?<=\]\()[^)\s#]+|(?<=src=\")[^\"]+|(?<=srcset=\")[^\"]+", re.MULTILINE | re.DOTALL
@@ -90,7 +92,7 @@ def _led(link: str, origin: str, here: str) -> str:
     if "://" in link or link.startswith("```"):
         return link
     target = posixpath.normpath(posixpath.join(posixpath.dirname(origin), link))
-    place = OUTSIDE.get(target, target.removeprefix("docs/"))
+    place = (OUTSIDE | MODULES).get(target, target.removeprefix("docs/"))
     return posixpath.relpath(place, posixpath.dirname(here) or ".")
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import Field, field, fields
 from functools import wraps
 from inspect import Parameter, cleandoc, get_annotations, signature
-from textwrap import fill
+from textwrap import TextWrapper
 from typing import Any, TypeVar, cast
 
 from nxd_ckpt.core.suggestions import closest, first_of
@@ -163,5 +163,6 @@ def _with_help(doc: str | None, options: Iterable[Field[Any]]) -> str | None:
     head, args, rest = cleandoc(doc).partition("\n\nArgs:\n")
     own, gap, rest = rest.partition("\n\n")
     entries = (f"{option.name}: {option.metadata['help']}" for option in options)
-    lines = [fill(entry, 116, initial_indent=" " * 4, subsequent_indent=" " * 8) for entry in entries]
+    wrapper = TextWrapper(116, initial_indent=" " * 4, subsequent_indent=" " * 8, break_on_hyphens=False)
+    lines = [wrapper.fill(entry) for entry in entries]
     return head + args + "\n".join([own, *lines]) + gap + rest

@@ -1,5 +1,5 @@
 """``python -m tests.chaos``: let others judge our plug-ins, and what they take the place of; count, also into
-docs/reliability-counts.md."""
+tests/counts.md."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _HEADER = ["framework", "saved by", "commit", "runs", *VERDICTS]
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.chaos", description=__doc__)
     parser.add_argument("frameworks", nargs="*", metavar="FRAMEWORK", help=f"some of {', '.join(PLUG_INS)}; else all")
-    parser.add_argument("--write", action="store_true", help="write the counts into docs/reliability-counts.md")
+    parser.add_argument("--write", action="store_true", help="write the counts into tests/counts.md")
     given = parser.parse_args()
     rows = {(row[0], row[1]): row for row in rows_of("ckpt-chaos")} if given.write else {}
     for target in given.frameworks or PLUG_INS:

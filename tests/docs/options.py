@@ -12,16 +12,11 @@ from importlib import import_module
 from typing import Any
 
 from nxd_ckpt.options.checkpointer_options import DirectoryOptions
-from nxd_ckpt.options.execution import ExecutionOptions, NewJobOptions
-from nxd_ckpt.options.hugging_face import MappingOptions
 from tests.docs.markdown import DOCS
 
 DOCUMENT = DOCS / "options.md"
 ALIASES = ("path", "checkpoint_dir_str", "save_overwrite")
 """Other names for a parameter, which the text mentions."""
-
-SHARED = (DirectoryOptions, ExecutionOptions, NewJobOptions, MappingOptions)
-"""Keywords of several functions. They have tables of their own; functions show only those whose meaning differs."""
 
 _TABLE = re.compile(r"^(<!-- (keywords|fields): ([\w.]+) -->\n)(?:\|.*\n)*", re.MULTILINE)
 _SECTION = re.compile(r"^(?:Args|Attributes):\n((?: {4}.*\n?)*)", re.MULTILINE)
@@ -41,13 +36,8 @@ def _table(what: str, name: str) -> str:
 
 
 def _fields(kind: type[Any]) -> list[tuple[str, str, str]]:
-    meanings = _described(kind) | _help(kind)
-    inherited = {} if kind is ExecutionOptions else _help(ExecutionOptions)
-    return [
-        _row(field.name, field.default, meanings[field.name])
-        for field in fields(kind)
-        if field.default != MISSING and meanings[field.name] != inherited.get(field.name)
-    ]
+    meanings, named = _described(kind) | _help(kind), [field for field in fields(kind) if field.default != MISSING]
+    return [_row(field.name, field.default, meanings[field.name]) for field in named]
 
 
 def _help(kind: type[Any]) -> dict[str, str]:
@@ -62,12 +52,12 @@ def _described(documented: Any) -> dict[str, str]:
 
 
 def _keywords(function: Any) -> list[tuple[str, str, str]]:
-    """Those that are given by name only, and not the same as in a table of shared ones."""
-    said, shared = _described(function), {pair for kind in SHARED for pair in _help(kind).items()}
+    """Those that are given by name only, and not in the table of what saves and loads share."""
+    said, shared = _described(function), _help(DirectoryOptions)
     return [
         _row(one.name, one.default, said[one.name])
         for one in inspect.signature(function).parameters.values()
-        if one.kind is one.KEYWORD_ONLY and one.name not in ALIASES and (one.name, said[one.name]) not in shared
+        if one.kind is one.KEYWORD_ONLY and one.name not in ALIASES and said[one.name] != shared.get(one.name)
     ]
 
 

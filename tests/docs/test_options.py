@@ -6,9 +6,8 @@ import inspect
 
 import pytest
 
-import nxd_ckpt
 from nxd_ckpt import convert
-from tests.docs.markdown import prose
+from tests.docs.markdown import prose, tables
 from tests.docs.options import ALIASES, DOCUMENT, rendered
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]
@@ -21,9 +20,9 @@ def test_tables_are_what_functions_take() -> None:
 
 
 def test_every_function_with_options_is_there() -> None:
-    """Saving, loading, opening and each tool; and other names for a parameter are mentioned."""
-    tools = [f"convert.{name}" for name in convert.__all__ if inspect.isfunction(getattr(convert, name))]
-    functions = [*tools, *(name for name in nxd_ckpt.__all__ if name in ("save_checkpoint", "load_checkpoint"))]
-    text = DOCUMENT.read_text()
+    """Tables of saving, loading and opening, a row of each tool; and other names for a parameter are mentioned."""
+    tools = {name for name in convert.__all__ if inspect.isfunction(getattr(convert, name))}
+    assert tools == {name for row in tables(DOCUMENT)["Tools"] for name in row[0].replace("`", "").split(", ")}
+    functions, text = ("save_checkpoint", "load_checkpoint", "open_checkpoint"), DOCUMENT.read_text()
     assert [] == [name for name in functions if f"<!-- keywords: nxd_ckpt.{name} -->" not in text]
     assert [] == [name for name in ALIASES if f"`{name}=`" not in prose(DOCUMENT)]

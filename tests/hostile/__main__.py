@@ -1,4 +1,4 @@
-"""``python -m tests.hostile``: read damaged files, count them, and add the counts to docs/reliability-counts.md.
+"""``python -m tests.hostile``: read damaged files, count them, and add the counts to tests/counts.md.
 
 SIGINT ends a run early. What is trouble is kept below ``tests/hostile/corpus``, where later runs and the tests begin
 from.
@@ -72,7 +72,7 @@ def main() -> None:
     parser.add_argument("--first", type=int, default=0, help="the first number of an input")
     parser.add_argument("--count", type=int, default=100_000, help="how many inputs")
     parser.add_argument("--processes", type=int, default=2, help="how many at once")
-    parser.add_argument("--write", action="store_true", help="write the counts into docs/reliability-counts.md")
+    parser.add_argument("--write", action="store_true", help="write the counts into tests/counts.md")
     given = parser.parse_args()
     origin = date_and_commit()  # the checkout may move on while it runs
     inputs, found = Counter[str](), Counter[str]()

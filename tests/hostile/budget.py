@@ -1,4 +1,4 @@
-"""What reading one file may cost, however small it is: docs/reliability-counts.md promises this much."""
+"""What reading one file may cost, however small it is: tests/counts.md promises this much."""
 
 from __future__ import annotations
 

@@ -89,7 +89,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.hostile.guided", description=__doc__)
     parser.add_argument("readers", nargs="*", metavar="READER", help=f"some of {', '.join(TARGETS)}; by default all")
     parser.add_argument("--seconds", type=int, default=60, help="for each reader")
-    parser.add_argument("--write", action="store_true", help="write the counts into docs/reliability-counts.md")
+    parser.add_argument("--write", action="store_true", help="write the counts into tests/counts.md")
     given = parser.parse_args()
     readers, all_troubles, all_inputs = given.readers or TARGETS, 0, 0
     for name in readers:

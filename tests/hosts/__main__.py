@@ -1,4 +1,4 @@
-"""``python -m tests.hosts``: kill a job's hosts, and add the counts to those in docs/reliability-counts.md.
+"""``python -m tests.hosts``: kill a job's hosts, and add the counts to those in tests/counts.md.
 
 An error names the seed of its campaign, whose directory stays. SIGINT or SIGTERM ends it after the launches that are
 under way, and what was counted until then is written.
@@ -66,7 +66,7 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=500, help="how many in all (default: %(default)s)")
     parser.add_argument("--processes", type=int, default=2, help="campaigns at once (default: %(default)s)")
     parser.add_argument("--directory", help="where to work (default: the system's temporary directory)")
-    parser.add_argument("--write", action="store_true", help="add the counts to docs/reliability-counts.md")
+    parser.add_argument("--write", action="store_true", help="add the counts to tests/counts.md")
     given = parser.parse_args()
     origin = date_and_commit()  # the checkout may move on while it runs
     seeds = range(given.first, given.first + given.processes)

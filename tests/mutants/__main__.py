@@ -79,7 +79,7 @@ _HEADER = ["module", "commit", "mutants", "killed", "survived, with a reason", "
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.mutants", description=__doc__)
     parser.add_argument("modules", nargs="*", metavar="MODULE", help=f"some of {', '.join(TESTS)}; by default all")
-    parser.add_argument("--write", action="store_true", help="write the counts into docs/reliability-counts.md")
+    parser.add_argument("--write", action="store_true", help="write the counts into tests/counts.md")
     given = parser.parse_args()
     strange = sorted({*given.modules} - TESTS.keys())
     if strange:

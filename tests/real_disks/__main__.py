@@ -19,7 +19,7 @@ def main() -> None:
     parser.add_argument("--cuts", type=int, default=100, help="of the power, on each kind of file system")
     parser.add_argument("--errors", type=int, default=20, help="of each kind, as many")
     parser.add_argument("--seed", type=int, default=time.time_ns(), help="what decides when, but for threads")
-    parser.add_argument("--write", action="store_true", help="write the counts into docs/reliability-counts.md")
+    parser.add_argument("--write", action="store_true", help="write the counts into tests/counts.md")
     given = parser.parse_args()
     logging.disable()
     origin, rows = date_and_commit(), []

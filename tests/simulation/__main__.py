@@ -1,5 +1,5 @@
 """``python -m tests.simulation``: run schedules, or look at all that crashes leave; count, also into
-docs/reliability-counts.md."""
+tests/counts.md."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def _quietly_enumerated(work: Work, interleavings: int) -> CrashCount:
 
 
 def write(place: str, total: Count, first: int, origin: list[tuple[str, str]]) -> None:
-    """Add a run to those that docs/reliability-counts.md has."""
+    """Add a run to those that tests/counts.md has."""
     seeds = f"{first:,} to {first + total.schedules - 1:,}"
     counts = [f"{total.schedules:,}", f"{len(total.failures):,}"]
     run = [*(value for _, value in origin), place, seeds, *counts]
@@ -125,7 +125,7 @@ def write(place: str, total: Count, first: int, origin: list[tuple[str, str]]) -
 
 
 def write_faults(faults: Counter[str]) -> None:
-    """Add them to the sums that docs/reliability-counts.md has."""
+    """Add them to the sums that tests/counts.md has."""
     found = Counter({name: number(count) for name, count in rows_of("faults")}) + faults
     put("faults", table([[name, f"{found[name]:,}"] for name in sorted(found)], ["fault", "times"]))
 
@@ -148,7 +148,7 @@ def main() -> None:
     parser.add_argument("--processes", type=int, default=2, help="how many at once")
     parser.add_argument("--dedup", action="store_true", help="with saves that have a file in common, and dedup=True")
     parser.add_argument("--crashes", type=int, metavar="N", help="every crash state in N interleavings, instead")
-    parser.add_argument("--write", action="store_true", help="write the counts into docs/reliability-counts.md")
+    parser.add_argument("--write", action="store_true", help="write the counts into tests/counts.md")
     given = parser.parse_args()
     origin = date_and_commit()  # the checkout may move on while it runs
     if given.crashes:

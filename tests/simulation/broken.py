@@ -723,7 +723,7 @@ def main() -> None:
     parser.add_argument("--limit", type=int, default=20_000, help="the seeds to try (default: %(default)s)")
     parser.add_argument("--seconds", type=float, default=math.inf, help="processor time for each (default: no limit)")
     parser.add_argument("--processes", type=int, default=2, help="how many at once (default: %(default)s)")
-    parser.add_argument("--write", action="store_true", help="write what was found into docs/reliability-counts.md")
+    parser.add_argument("--write", action="store_true", help="write what was found into tests/counts.md")
     given = parser.parse_args()
     (_, date), _ = date_and_commit()
 

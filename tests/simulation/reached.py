@@ -136,7 +136,7 @@ def _row(module: str) -> list[str]:
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.simulation.reached", description=__doc__)
     parser.add_argument("--count", type=int, default=300, help="how many schedules of each place")
-    parser.add_argument("--write", action="store_true", help="write what was found into docs/reliability-counts.md")
+    parser.add_argument("--write", action="store_true", help="write what was found into tests/counts.md")
     given = parser.parse_args()
     (_, date), (_, commit) = date_and_commit()
     schedules = _run(given.count)

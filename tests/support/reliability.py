@@ -1,4 +1,4 @@
-"""docs/reliability-counts.md: what a run of the tests writes into it, of itself."""
+"""tests/counts.md: what a run of the tests writes into it, of itself."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 
 REPOSITORY = Path(__file__).parents[2]
-_PAGE = REPOSITORY / "docs" / "reliability-counts.md"
+_PAGE = REPOSITORY / "tests" / "counts.md"
 
 
 def put(place: str, text: str) -> None:
