@@ -6,7 +6,7 @@ side in it, in order; a placeholder such as ``{layer}`` stands for a number::
     {"nxd": "model.layers.{layer}.mlp.gate_up_proj.weight", "dim": 0,
      "hf": ["model.layers.{layer}.mlp.gate_proj.weight", "model.layers.{layer}.mlp.up_proj.weight"]}
 
-Both directions use the same rule (`nxd_ckpt.hugging_face.hf_slice`). docs/hugging-face.md describes the format.
+Both directions use the same rule (`nxd_ckpt.hugging_face.hf_slice`). docs/mappings.md describes the format.
 """
 
 from __future__ import annotations

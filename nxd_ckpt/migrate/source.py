@@ -272,7 +272,7 @@ _DESCRIBERS: Mapping[Writer, Callable[[Origin, Storage, Recognised, bool], Origi
 }
 _TORCHTITAN = "tok_embeddings.weight"
 """A name by which a state dict of TorchTitan's is told from one whose names a target may keep."""
-_UNSUPPORTED = "this layout is recognised, but not supported; docs/rescue.md lists those that are"
+_UNSUPPORTED = "this layout is recognised, but not supported; docs/layouts.md lists those that are"
 _HINTS: Mapping[Writer, str] = {
     **dict.fromkeys(Writer, _UNSUPPORTED),
     Writer.TORCH_XLA: "expected it under model, model_state_dict or state_dict",

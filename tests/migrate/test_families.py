@@ -1,4 +1,4 @@
-"""Which form takes which family, tried: the table of docs/rescue.md, from tags of jobs of several ranks."""
+"""Which form takes which family, tried: the table of docs/layouts.md, from tags of jobs of several ranks."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-import nxd_ckpt
 from nxd_ckpt import load_checkpoint
 from nxd_ckpt.convert import import_checkpoint, migrate
 from nxd_ckpt.errors import UnsupportedState
 from nxd_ckpt.tag.mappings import shipped_mappings
+from tests.docs.markdown import DOCS, tables
 from tests.hugging_face.families import CASES, FAMILIES, OF_TORCHTITAN, random_model
 from tests.hugging_face.reference import State
 from tests.hugging_face.saved import differences, weights
@@ -21,9 +21,8 @@ from tests.migrate.dcp_directory import from_dcp
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]
 
-PAGE = Path(nxd_ckpt.__file__).parents[1] / "docs" / "rescue.md"
-ROW = re.compile(r"^\| [^|]+ \| `(\w+)` \| (yes|no) \| (yes|no) \| (yes|no) \|$", re.M)
-TABLE: dict[str, tuple[str, ...]] = {row[0]: row[1:] for row in ROW.findall(PAGE.read_text())}
+_ROWS = tables(DOCS / "layouts.md")["Families"]
+TABLE = {name: forms for names, *forms in _ROWS for name in re.findall(r"`(\w+)`", names)}
 NAMES = {
     "llama": "llama", "mistral": "mistral", "granite": "granite", "qwen2": "qwen2", "qwen3": "qwen3",
     "qwen3_moe": "qwen3-moe-dense-layers", "deepseek_v3": "deepseek_v3", "glm4_moe": "glm4-moe",
@@ -52,7 +51,7 @@ def test_a_family_goes_where_the_table_says(tmp_path: Path, model_type: str) -> 
     options: dict[str, Any] = {"config": tmp_path / "hf"}
     if "kv_size_multiplier" in how:
         options |= {"kv_size_multiplier": how["kv_size_multiplier"], "hardware": "trn1"}
-    forms, *releases = TABLE[model_type]
+    forms, of_torchtitan = TABLE[model_type]
     assert "yes" == forms
     migrate(source, tmp_path / "dcp", to="dcp", **options)
     found = from_dcp(tmp_path / "dcp")
@@ -61,9 +60,9 @@ def test_a_family_goes_where_the_table_says(tmp_path: Path, model_type: str) -> 
     fresh: State = {}
     load_checkpoint(tmp_path / "plain", model=fresh)
     assert [] == differences(files, fresh)
-    for release, expected in zip(("0.3", "0.2.2"), releases, strict=True):
+    for release in ("0.3", "0.2.2"):
         target, titan = tmp_path / release, {**options, "to": "torchtitan", "torchtitan_release": release}
-        if expected == "yes":
+        if of_torchtitan == "yes":
             migrate(source, target, **titan)
             assert any(torch.equal(files["model.norm.weight"], each) for each in from_dcp(target / "step-0").values())
             continue

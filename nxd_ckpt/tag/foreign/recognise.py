@@ -159,7 +159,7 @@ def recognise(storage: Storage, folder: str) -> Recognised:
             raise CheckpointNotFound(f"{where} holds {holds}: {', '.join(below[:8])}")
         has_data = any(name.endswith(".distcp") for name in listing)
         raise CheckpointNotFound(
-            f"{where} has none of the layouts that are known (docs/rescue.md lists them); it holds "
+            f"{where} has none of the layouts that are known (docs/layouts.md lists them); it holds "
             f"{', '.join(sorted(listing)[:8]) or 'nothing'}"
             + (f", but not {METADATA}, which torch DCP writes last: the save was interrupted" if has_data else "")
         )

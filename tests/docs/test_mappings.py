@@ -1,4 +1,4 @@
-"""docs/hugging-face.md describes the format of mappings, all of it."""
+"""docs/mappings.md describes the format of mappings, all of it."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ import pytest
 
 from nxd_ckpt.core.sizes import CONFIG_KEYS
 from nxd_ckpt.tag.mappings import find_mapping
-from tests.docs.markdown import REPOSITORY, code_blocks, tables, unquoted
+from tests.docs.markdown import DOCS, code_blocks, headings, tables, unquoted
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]
 
-PAGE = REPOSITORY / "docs" / "hugging-face.md"
-SHIPPED = sorted((REPOSITORY / "nxd_ckpt" / "mappings").glob("*.json"))
+PAGE = DOCS / "mappings.md"
+SHIPPED = sorted((DOCS.parent / "nxd_ckpt" / "mappings").glob("*.json"))
 
 
 def test_the_mappings_on_the_page_are_such() -> None:
     """They can be loaded as they stand, and have every member that a mapping can have."""
     documents = [json.loads(block) for block in code_blocks(PAGE, "json")]
     assert ["mine", "my_llama"] == [find_mapping(document, {}).name for document in documents]
-    assert {name for document in documents for name in document} - {"format_version"} == _members("Mappings")
+    assert {name for document in documents for name in document} - {"format_version"} == _members(headings(PAGE)[0])
 
 
 def test_every_field_of_a_rule_is_described() -> None:
