@@ -18,11 +18,11 @@ LONGEST = 0.25
 
 
 def pause_after(waited: float, longest: float = LONGEST) -> float:
-    """Return the pause in seconds: a 25th of the time waited so far, from 2 ms on.
+    """Return the pause in seconds: a 25th of the time waited so far; up to 2 ms all of it, from 0.1 ms on.
 
     So an event is seen soon after it comes, compared with the time it took.
     """
-    return min(max(waited / 25, 0.002), longest)
+    return min(max(waited / 25, min(waited, 0.002), 0.0001), longest)
 
 
 class Backoff:
