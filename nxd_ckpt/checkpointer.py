@@ -451,8 +451,7 @@ class Checkpointer:
         """Wait for every save in flight; raise the first failure that was not raised before.
 
         With the number of a lower ``tier``, also wait until that tier is up to date, and raise the failure of its last
-        copy.
-        Then all ranks call this.
+        copy. Then all ranks call this.
         """
         require_own(self._pid, self.storage.url)
         self._places.require(tier)

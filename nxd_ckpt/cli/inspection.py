@@ -425,9 +425,8 @@ def tensors(opened: OpenTag, at: Coordinates, pattern: str, problems: list[str])
     If none does, ``problems`` says so.
 
     ``pattern`` is a shell pattern for names such as ``model/embed.weight`` and ``optim/embed.weight/exp_avg``. They are
-    read
-    from the indexes, without reading a state. For NxD's tags they are read from the files, where optimizer entries have
-    numbers as names (``optim/#0/exp_avg``) and the boxes of the global tensor are unknown.
+    read from the indexes, without reading a state. For NxD's tags they are read from the files, where optimizer entries
+    have numbers as names (``optim/#0/exp_avg``) and the boxes of the global tensor are unknown.
     """
     described = list(_tensors_from_files(opened, at) if opened.manifest is None else _from_indexes(opened, at))
     matching = [tensor for tensor in described if fnmatchcase(tensor["name"], pattern)]

@@ -31,9 +31,8 @@ _library: torch.library.Library | None = None
 def install() -> World:
     """Join the processes that the launcher started with this one, and route collectives to them.
 
-    Call it before the training script is imported; a second call returns the first one's world.
-    ``PJRT_DEVICE`` is set to CPU. Collective over the processes from the first collective on; itself it only
-    reaches rank 0's store.
+    Call it before the training script is imported; a second call returns the first one's world. ``PJRT_DEVICE`` is set
+    to CPU. Collective over the processes from the first collective on; itself it only reaches rank 0's store.
 
     Raises:
         NotEmulated: SPMD is switched on.

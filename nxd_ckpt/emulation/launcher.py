@@ -28,9 +28,8 @@ def free_ports() -> tuple[int, int]:
 def rank_environment(rank: int, size: int, ports: tuple[int, int], local_size: int | None = None) -> dict[str, str]:
     """This process' environment, with what tells a child that it is ``rank`` of ``size``.
 
-    ``ports`` are those of the script's own rendezvous, ``MASTER_PORT``, and of the emulation's.
-    ``local_size`` ranks count as one host (all by default). What the user set for ``OMP_NUM_THREADS`` and
-    ``XLA_FLAGS`` stays.
+    ``ports`` are those of the script's own rendezvous, ``MASTER_PORT``, and of the emulation's. ``local_size`` ranks
+    count as one host (all by default). What the user set for ``OMP_NUM_THREADS`` and ``XLA_FLAGS`` stays.
     """
     local_size = local_size or size
     # Compiling is most of an emulated run; without LLVM's optimisations it takes a sixth of the time.

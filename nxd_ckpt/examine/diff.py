@@ -66,8 +66,7 @@ class TensorComparison:
     """Comparison of the tensors of ``a`` and ``b`` that ``is_selected`` names.
 
     Tensors with equal digests are read only if ``full``; ``same_digests`` counts those not read. ``names`` are the
-    selected
-    names of either tag, ``nbytes`` the bytes to read of ``b``, and ``done`` counts those read so far.
+    selected names of either tag, ``nbytes`` the bytes to read of ``b``, and ``done`` counts those read so far.
     """
 
     def __init__(self, a: WholeTag, b: WholeTag, is_selected: Callable[[str], bool], *, full: bool = False) -> None:
@@ -245,8 +244,7 @@ def diff_checkpoints(
 
     Tensors are matched by name, and compared in 64 MiB of memory; their digests are verified. NaN in the same place is
     equal. Tensors of different dtypes are compared as numbers; without a ``tolerance`` they always differ. If a
-    tensor's
-    partition is unknown and both tags were saved on the same tp and ep, the parts of each rank are compared.
+    tensor's partition is unknown and both tags were saved on the same tp and ep, the parts of each rank are compared.
 
     Args:
         a, b: opened by `open_checkpoint`, with ``partitions=`` and ``saved_param_names=`` if the tags do not record

@@ -71,8 +71,7 @@ def examine_checkpoint(
     """Examine a tag, and whether a run that continued from ``before`` can have saved it.
 
     Both are read in 64 MiB of memory and verified: once, except weights that changed unexpectedly, which are read
-    again.
-    They may have been saved on any sizes. docs/doctor.md lists the checks and the meaning of each finding.
+    again. They may have been saved on any sizes. docs/doctor.md lists the checks and the meaning of each finding.
 
     Args:
         checkpoint: opened by `open_checkpoint`.
@@ -279,8 +278,7 @@ def steps_of(opened: OpenTag) -> tuple[dict[str, dict[int, int]], dict[str, int]
     """Return steps by parameter and global rank, and the pipeline stage of each parameter where there are several.
 
     Parameters without a count have none. Experts differ between expert-parallel ranks, and have a name for each. A
-    count
-    whose digest equals another one's is not read again.
+    count whose digest equals another one's is not read again.
     """
     steps: dict[str, dict[int, int]] = {}
     stages: dict[str, int] = {}

@@ -421,9 +421,8 @@ def tiers_of(tiers: Sequence[str], saves: Saves, options: Mapping[str, Any] | No
 
     Only listings are read: a copy of a save keeps its name and its order time. ``tags`` are tags of the directory that
     the tier has; ``others`` counts tags that only the tier has. ``behind`` are tags of the directory newer than the
-    tier's
-    newest, with the seconds between that and the newest one, and their bytes. ``problem`` says why a tier could not be
-    listed.
+    tier's newest, with the seconds between that and the newest one, and their bytes. ``problem`` says why a tier could
+    not be listed.
     """
     return [_tier(tier, saves, options if is_url(tier) else None) for tier in tiers]
 

@@ -69,9 +69,8 @@ def chart(
 ) -> dict[str, Any]:
     """Return a line chart: lines, dots, axes with labels, and a text for each place on the x axis.
 
-    ``at`` are the places on the x axis, ascending, ``names`` their names; ``text`` formats a value, ``axis`` a
-    label of the y axis. ``binary`` puts the
-    labels of the y axis at multiples of powers of two, as sizes need it.
+    ``at`` are the places on the x axis, ascending, ``names`` their names; ``text`` formats a value, ``axis`` a label of
+    the y axis. ``binary`` puts the labels of the y axis at multiples of powers of two, as sizes need it.
     """
     values = [value for line in series for value in line.values if value is not None]
     low, high = (min(values, default=0.0), max(values, default=1.0))

@@ -82,10 +82,8 @@ class ResumeProbe:
         """Compare live objects, right after the load and before the first step, with ``checkpoint``.
 
         Every bit counts. Where a tag has the tensor as this rank holds it, its digest is compared; on other sizes its
-        bytes
-        are read again. A problem is reported for a model that the load did not reach (a copy, or weights created after
-        it),
-        an optimizer or scheduler that was not loaded, and learning rates that were changed.
+        bytes are read again. A problem is reported for a model that the load did not reach (a copy, or weights created
+        after it), an optimizer or scheduler that was not loaded, and learning rates that were changed.
 
         Args:
             checkpoint: the tag that was loaded, opened by `open_checkpoint`.
@@ -111,8 +109,7 @@ class ResumeProbe:
         """Record the loss of a step. The first one after `check` is compared with those before the save.
 
         Returns the finding, which is also logged: a problem if the loss is no number, a doubt if it lies outside the
-        range of
-        the last losses by more than twice that range. None if the loss is plausible.
+        range of the last losses by more than twice that range. None if the loss is plausible.
         """
         finding = self._judge(loss) if self._is_first else None
         if finding is not None:

@@ -72,8 +72,7 @@ def checkpoint_statistics(checkpoint: Checkpoint, *, cache: bool = True, progres
         checkpoint: opened by `open_checkpoint`.
         cache: use statistics that an earlier call stored in ``.nxd_ckpt/statistics`` beside the tag, and store new ones
             there if it is writable. Not for a checkpoint opened with ``partitions`` or ``saved_param_names``, nor for a
-            tag
-            without markers.
+            tag without markers.
         progress: show a bar on a terminal.
 
     Raises:
@@ -126,8 +125,7 @@ class _LeafCount:
     """Counts of a leaf so far.
 
     Parts are added in their order, whichever is counted first, so that the last digits never vary and equal those of
-    the
-    ranks that count the same parts at the save.
+    the ranks that count the same parts at the save.
     """
 
     def __init__(self) -> None:

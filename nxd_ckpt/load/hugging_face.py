@@ -260,8 +260,7 @@ class _HuggingFaceLoad:
         """Raise ShapeMismatch if live rows beyond those of the files would become zero and that may lose values.
 
         ``strict`` does not matter. Ranks that do not divide the rows must pad them. Further rows are padding only if
-        they are
-        zero.
+        they are zero.
         """
         dim, rows, tp = match.rule.dim, match.rule.members[0].rows, topology.tp
         if dim is None or rows is None:

@@ -75,8 +75,7 @@ def _is_of_its_own_cut(opened: OpenTag) -> bool:
 class LoadContext:
     """A tag, and the live objects of the rank at ``topology``.
 
-    They are loaded by ``options``, except names in
-    ``filter``.
+    They are loaded by ``options``, except names in ``filter``.
     """
 
     opened: OpenTag

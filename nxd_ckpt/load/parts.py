@@ -189,8 +189,7 @@ def _positions(opened: OpenTag) -> dict[Any, dict[int | None, Position]]:
     """Return the data positions that ranks saved, by their key and data-parallel rank.
 
     The first data-parallel rank of each stage and tensor-parallel rank shows the keys; of the others no more are read
-    than
-    needed.
+    than needed.
     """
     positions: dict[Any, dict[int | None, Position]] = {}
     sizes = opened.topology

@@ -31,12 +31,9 @@ class PlannedFile:
     """One file to write: its key relative to the tag, its image, and the global tensors in it.
 
     ``part`` is the field of SaveState that it belongs to. ``contents`` extracts from that part's tree the object to
-    pickle,
-    if that is more than one tensor: a tree with other values gives another pickle. ``pickling`` makes the pickle, if
-    that
-    is postponed: tensors can be staged without it. ``chunks`` are the metadata of each torch file in a torch DCP
-    directory,
-    except its place; each follows its position in the state dict.
+    pickle, if that is more than one tensor: a tree with other values gives another pickle. ``pickling`` makes the
+    pickle, if that is postponed: tensors can be staged without it. ``chunks`` are the metadata of each torch file in a
+    torch DCP directory, except its place; each follows its position in the state dict.
     """
 
     key: str

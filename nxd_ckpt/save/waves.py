@@ -22,9 +22,8 @@ _ALIGNMENT = 4096
 class Span:
     """Bytes ``start <= offset < stop`` of the file number ``file``, at ``at`` in memory.
 
-    They are ``storages`` of its image, by number, with the bytes before each. If it ``is_part``, they are a part of
-    the one storage, which is larger than the memory, and ``start`` is a multiple of the digest's block from its
-    beginning.
+    They are ``storages`` of its image, by number, with the bytes before each. If it ``is_part``, they are a part of the
+    one storage, which is larger than the memory, and ``start`` is a multiple of the digest's block from its beginning.
     """
 
     file: int
