@@ -26,12 +26,12 @@ from nxd_ckpt.commit.session import Session
 from nxd_ckpt.coordination import intents, journal
 from nxd_ckpt.coordination.paths import COPIES, staging_dir, trash_file
 from nxd_ckpt.coordination.replacement import not_undone
-from nxd_ckpt.core.manifest import load_manifest
-from nxd_ckpt.core.names import DONE, MANIFEST, MARKER
+from nxd_ckpt.core.names import DONE, MARKER
 from nxd_ckpt.core.tags import order_text
 from nxd_ckpt.errors import CheckpointError, DirectoryInUse, MalformedFile, OutcomeUnknown, SaveFailed
 from nxd_ckpt.storage.base import Storage, remove_if
 from nxd_ckpt.tag.directory import may_be_replaced
+from nxd_ckpt.tag.order import manifest_of
 
 _FEW = 8
 """Number of files of one directory up to which each is asked for by name, instead of listing the directory."""
@@ -350,9 +350,8 @@ def is_visible(storage: Storage, tag: str, attempt: str) -> bool:
 
 
 def _is_of(storage: Storage, tag: str, attempt: str) -> bool:
-    key = f"{tag}/{MANIFEST}"
     try:
-        return load_manifest(storage.read(key), f"{storage.url}/{key}").attempt == attempt
+        return manifest_of(storage, tag).attempt == attempt
     except (FileNotFoundError, MalformedFile):
         return False
 

@@ -11,6 +11,7 @@ from nxd_ckpt.errors import CheckpointNotFound, CorruptCheckpoint, PartLost, Pee
 from nxd_ckpt.load.options import LoadRequest
 from nxd_ckpt.load.overwriting import PARTLY
 from nxd_ckpt.storage.base import Replicated, Storage
+from nxd_ckpt.tag.order import manifest_of
 from nxd_ckpt.tag.union import (
     Copy,
     SaveCopies,
@@ -19,7 +20,6 @@ from nxd_ckpt.tag.union import (
     changed_everywhere,
     copies_of_save,
     distrust_manifests,
-    manifest_of,
     source_with_substitutes,
     survey,
     warn_of_substitutes,
@@ -78,8 +78,7 @@ class LoadRetries:
         """Return a source that reads each file from the nearest place with an intact copy; each rank checks a share.
 
         If a place has several copies of a file, bad ones are not read any more. None if the save is in no other place,
-        or no
-        place has the damaged files.
+        or no place has the damaged files.
         """
         (place, tag), agreement = source.copy, self._agreement
         nearest = self._storages[place]

@@ -66,6 +66,17 @@ class Reader(Protocol):
         """Release the file. Safe to call again."""
 
 
+def pread_of(reader: Reader, start: int = 0) -> Callable[[int, int], bytes]:
+    """Return a function of an offset, counted from ``start`` on, and a number: it reads so many bytes there."""
+
+    def pread(offset: int, nbytes: int) -> bytes:
+        data = bytearray(nbytes)
+        reader.read_ranges([(start + offset, memoryview(data))])
+        return bytes(data)
+
+    return pread
+
+
 class Storage(Protocol):
     """Bytes by key; see the module's contract. All sizes and offsets are bytes, all times seconds since the epoch."""
 

@@ -32,9 +32,8 @@ from nxd_ckpt.formats.tensors import (
     iter_tensors,
     map_tensors,
 )
-from nxd_ckpt.formats.torch_zip import PreadInto
 from nxd_ckpt.formats.unpickle import Leaf
-from nxd_ckpt.storage.base import Reader, Storage
+from nxd_ckpt.storage.base import Reader, Storage, pread_of
 
 
 class IndexHints(Protocol):
@@ -196,13 +195,7 @@ class TagFiles:
         """Return the tensors of a safetensors file by name, from its header. Raises PartNotFound, MalformedFile."""
         key = self.key(file)
         with self.named(file), closing(self.storage.open(key)) as reader:
-
-            def pread(offset: int, nbytes: int) -> bytes:
-                data = bytearray(nbytes)
-                reader.read_ranges([(offset, memoryview(data))])
-                return bytes(data)
-
-            return read_header(pread, self.storage.size(key), file).tensors
+            return read_header(pread_of(reader), self.storage.size(key), file).tensors
 
     def read(self, leaf: TensorStub | Assembly) -> torch.Tensor:
         """Read one tensor to the CPU.
@@ -289,16 +282,10 @@ class TagFiles:
 
         kept = self._kept.get(file)
         with self.named(file), closing(self.open(file)) as reader:
-
-            def pread(offset: int, count: int) -> bytes:
-                data = bytearray(count)
-                reader.read_ranges([(start + offset, memoryview(data))])
-                return bytes(data)
-
             if nbytes is None:
                 nbytes = self.storage.size(self.key(file)) if kept is None else len(kept)
             return torch_zip.read_tree(
-                pread,
+                pread_of(reader, start),
                 nbytes,
                 file,
                 trust_pickle=self.trust_pickle,
@@ -308,10 +295,7 @@ class TagFiles:
             )
 
     def _read(self, stub: TensorStub) -> torch.Tensor:
-        return torch_zip.read_tensor(self._pread_into(stub.file), stub)
-
-    def _pread_into(self, file: str) -> PreadInto:
-        return partial(self.storage.read_into, self.key(file))
+        return torch_zip.read_tensor(partial(self.storage.read_into, self.key(stub.file)), stub)
 
     def _info(self, file: str) -> dict[int, dict[str, Any]]:
         """Return dtype and shape by tid; empty for NxD 0.6 and the converter's output, which have no info file."""

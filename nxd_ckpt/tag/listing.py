@@ -16,7 +16,7 @@ from nxd_ckpt import effects
 from nxd_ckpt.coordination.control_files import pinned
 from nxd_ckpt.core import names
 from nxd_ckpt.core.html_table import html_table
-from nxd_ckpt.core.manifest import Manifest, load_manifest
+from nxd_ckpt.core.manifest import Manifest
 from nxd_ckpt.core.retention import Best, Metrics
 from nxd_ckpt.core.suggestions import first_of, listed
 from nxd_ckpt.core.tags import TagInfo, in_order, latest, step_of
@@ -45,6 +45,7 @@ from nxd_ckpt.tag.foreign import legacy
 from nxd_ckpt.tag.grid import describe, holes
 from nxd_ckpt.tag.identity import Identity, of_latest
 from nxd_ckpt.tag.opened import OpenTag, open_complete_tag
+from nxd_ckpt.tag.order import manifest_of
 from nxd_ckpt.tag.verify import files_of
 
 logger = logging.getLogger("nxd_ckpt")
@@ -446,5 +447,4 @@ def best_of(storages: Sequence[Storage], metric: str, mode: Literal["min", "max"
 
 def metrics_of(storage: Storage, info: TagInfo) -> Metrics:
     """Return the metrics of a tag's save; none if it is not ours."""
-    key = f"{info.tag}/{names.MANIFEST}"
-    return load_manifest(storage.read(key), f"{storage.url}/{key}").metrics if info.ours else {}
+    return manifest_of(storage, info.tag).metrics if info.ours else {}

@@ -13,7 +13,7 @@ import torch
 
 from nxd_ckpt.core import names
 from nxd_ckpt.core.dcp_names import DcpNames
-from nxd_ckpt.core.manifest import FileEntry, Manifest, Parts, RankIndex, load_index, load_manifest
+from nxd_ckpt.core.manifest import FileEntry, Manifest, Parts, RankIndex, load_index
 from nxd_ckpt.core.suggestions import first_of
 from nxd_ckpt.core.topology import Coordinates, Topology
 from nxd_ckpt.errors import CorruptCheckpoint, DigestMismatch, MalformedFile, PartLost, PartNotFound, TagReplaced
@@ -24,7 +24,7 @@ from nxd_ckpt.tag.files import MissingTensor, TagFiles
 from nxd_ckpt.tag.identity import Identity
 from nxd_ckpt.tag.mesh_trees import MeshTrees
 from nxd_ckpt.tag.nxd_tag import TagLayout, layout_of
-from nxd_ckpt.tag.order import file_of_ours, is_written_over
+from nxd_ckpt.tag.order import file_of_ours, is_written_over, manifest_of
 from nxd_ckpt.tag.reading import Leaf, LeafReader
 from nxd_ckpt.tag.verification import (
     Entries,
@@ -412,7 +412,10 @@ def _open(storage: Storage, tag: str, identity: Identity, trust_pickle: bool) ->
         raise TagReplaced(f"{where} was removed, or is being replaced, since it was looked up")
     manifest = None
     if names.MANIFEST in listed:
-        manifest = _manifest(storage, tag)
+        try:
+            manifest = manifest_of(storage, tag)
+        except FileNotFoundError as error:
+            raise TagReplaced(f"{where} was removed, or is being replaced, while it was read") from error
         if is_written_over(storage, tag, manifest):
             logger.warning(
                 "%s/%s: the files are not those of its manifest, and neither is its %r marker: another program saved "
@@ -438,14 +441,6 @@ def _open(storage: Storage, tag: str, identity: Identity, trust_pickle: bool) ->
         )
     topology = None if manifest is None else manifest.topology
     return OpenTag(storage, tag, layout_of(files, topology), manifest, identity)
-
-
-def _manifest(storage: Storage, tag: str) -> Manifest:
-    key = f"{tag}/{names.MANIFEST}" if tag else names.MANIFEST
-    try:
-        return load_manifest(storage.read(key), f"{storage.url}/{key}")
-    except FileNotFoundError as error:
-        raise TagReplaced(f"{storage.url}/{tag} was removed, or is being replaced, while it was read") from error
 
 
 def _part_lost(where: str, left: str) -> CorruptCheckpoint:

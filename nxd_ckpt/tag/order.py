@@ -21,7 +21,7 @@ from nxd_ckpt.core.tags import LATEST, same_time
 from nxd_ckpt.errors import CheckpointError, MalformedFile
 from nxd_ckpt.formats import crc32
 from nxd_ckpt.formats.zip_directory import Record, read_records
-from nxd_ckpt.storage.base import Storage
+from nxd_ckpt.storage.base import Storage, pread_of
 
 _HEAD = 320
 """Bytes at the beginning of a manifest that hold its order time, unless the tag's name is very long. All have more."""
@@ -60,10 +60,16 @@ def order_time_of_ours(storage: Storage, tag: str, marked: float) -> float | Non
         order_time = _order_time_in_head(storage, key)
         if order_time is not None and same_time(order_time, marked):
             return order_time
-        manifest = load_manifest(storage.read(key), key)
+        manifest = manifest_of(storage, tag)
         return None if is_written_over(storage, tag, manifest) else manifest.order_time
     except MalformedFile:
         return marked
+
+
+def manifest_of(storage: Storage, tag: str) -> Manifest:
+    """Read the manifest of a tag. Raises MalformedFile, OSError."""
+    key = f"{tag}/{MANIFEST}" if tag else MANIFEST
+    return load_manifest(storage.read(key), f"{storage.url}/{key}")
 
 
 def is_written_over(storage: Storage, tag: str, manifest: Manifest) -> bool:
@@ -224,13 +230,7 @@ def _is_of_ours(storage: Storage, key: str) -> bool:
 def _records(storage: Storage, key: str, size: int, begins: Sequence[int] = ()) -> list[Record]:
     """Return the records of a file that is a whole zip archive; ``begins`` as in `read_records`.
 
-    Raises MalformedFile for any other file.
+    Raises MalformedFile or EOFError for any other file.
     """
     with closing(storage.open(key)) as reader:
-
-        def pread(offset: int, count: int) -> bytes:
-            data = bytearray(max(0, min(count, size - offset)))
-            reader.read_ranges([(offset, memoryview(data))])
-            return bytes(data)
-
-        return read_records(pread, size, key, begins)
+        return read_records(pread_of(reader), size, key, begins)

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from nxd_ckpt import effects
 from nxd_ckpt.core import names
-from nxd_ckpt.core.manifest import FileEntry, Manifest, load_index, load_manifest
+from nxd_ckpt.core.manifest import FileEntry, Manifest, load_index
 from nxd_ckpt.core.suggestions import first_of
 from nxd_ckpt.core.tags import Tag
 from nxd_ckpt.errors import CheckpointError, CheckpointNotFound, PartLost, TagReplaced
@@ -17,6 +17,7 @@ from nxd_ckpt.storage.base import Replicated, Storage, may_lack_files
 from nxd_ckpt.storage.progress import Counter
 from nxd_ckpt.storage.wrapper import LayeredStorage
 from nxd_ckpt.tag.choosing import choose
+from nxd_ckpt.tag.order import manifest_of
 from nxd_ckpt.tag.range_reader import ReadPool
 from nxd_ckpt.tag.verification import verify_file
 
@@ -64,12 +65,6 @@ def copies_of_save(storages: Sequence[Storage], place: int, tag: str) -> SaveCop
         places.append(other)
         first, manifest = (other, its) if manifest is None else (first, manifest)
     return None if manifest is None else SaveCopies(tuple(places), first)
-
-
-def manifest_of(storage: Storage, tag: str) -> Manifest:
-    """Read the manifest of a tag. Raises MalformedFile, OSError."""
-    key = f"{tag}/{names.MANIFEST}"
-    return load_manifest(storage.read(key), f"{storage.url}/{key}")
 
 
 def survey(

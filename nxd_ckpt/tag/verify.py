@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass, replace
 from functools import partial, wraps
 from typing import Any, NamedTuple
@@ -33,7 +33,7 @@ from nxd_ckpt.errors import (
 from nxd_ckpt.formats import crc32
 from nxd_ckpt.formats.tensors import iter_tensors
 from nxd_ckpt.formats.torch_zip import read_directory
-from nxd_ckpt.storage.base import Storage
+from nxd_ckpt.storage.base import Storage, pread_of
 from nxd_ckpt.storage.progress import Counter, report, watched
 from nxd_ckpt.storage.urls import open_storage
 from nxd_ckpt.tag.choosing import choose_tag
@@ -359,14 +359,9 @@ class DigestsInside:
             PartNotFound, MalformedFile: it is damaged, or the file that describes its content is missing.
         """
         for start, size in self._archives(file, nbytes) or ():
-            key = self._files.key(file)
-
-            def pread(offset: int, nbytes: int, key: str = key, start: int = start) -> bytes:
-                data = bytearray(nbytes)
-                self._storage.read_into(key, start + offset, memoryview(data))
-                return bytes(data)
-
-            for name, record in read_directory(pread, size, self._files.where(file)).items():
+            with closing(self._storage.open(self._files.key(file))) as reader:
+                records = read_directory(pread_of(reader, start), size, self._files.where(file))
+            for name, record in records.items():
                 yield Digested(name, start + record.offset, record.nbytes, record.crc32)
 
     def has_none(self, file: str) -> bool:
