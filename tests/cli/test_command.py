@@ -18,6 +18,7 @@ from nxd_ckpt import close_checkpointers, save_checkpoint
 from nxd_ckpt.cli.main import GROUPS, flags_of, in_flags, main, parsers
 from nxd_ckpt.errors import CheckpointNotFound
 from tests.cli.conftest import Run
+from tests.support.processes import run_program
 from tests.support.terminal import Terminal
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]
@@ -26,40 +27,33 @@ REPOSITORY = Path(__file__).parents[2]
 LOOKING = ["list", "inspect", "verify"]
 
 
-def start(*arguments: str | Path, encoding: str = "utf-8") -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "nxd_ckpt.cli", *map(str, arguments)]
-    environment = {**os.environ, "PYTHONIOENCODING": encoding}
-    return subprocess.Popen(
-        command, cwd=REPOSITORY, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
-    )
+def run_after(preparation: str, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    """The command in a process that was forked, and first did something to its output."""
+    source = f"import os, sys\n{preparation}\nfrom nxd_ckpt.cli.main import main\nsys.exit(main(sys.argv[1:]))"
+    return run_program(source, *arguments)
 
 
 def test_it_runs_as_a_process(examples: Path) -> None:
     """``python -m nxd_ckpt.cli`` prints one document and exits with the command's code."""
-    process = start("list", examples, "--json")
-    out, err = process.communicate()
-    assert (0, "") == (process.returncode, err)
-    assert ["z_plain", "zero1", "cut"] == [tag["tag"] for tag in json.loads(out)["tags"]]
+    command = [sys.executable, "-m", "nxd_ckpt.cli", "list", str(examples), "--json"]
+    ended = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True)
+    assert (0, "") == (ended.returncode, ended.stderr)
+    assert ["z_plain", "zero1", "cut"] == [tag["tag"] for tag in json.loads(ended.stdout)["tags"]]
 
 
 def test_a_terminal_without_the_letters_gets_them_escaped(copied: Path) -> None:
     """Names that stdout cannot encode are no reason to fail."""
     (copied / "zero1").rename(copied / "größe")
-    process = start("list", copied, encoding="ascii")
-    out, err = process.communicate()
-    assert (0, "") == (process.returncode, err)
-    assert r"  gr\xf6\xdfe  " in out
+    ended = run_after("sys.stdout.reconfigure(encoding='ascii', errors='strict')", "list", copied)
+    assert (0, "") == (ended.returncode, ended.stderr)
+    assert r"  gr\xf6\xdfe  " in ended.stdout
 
 
 def test_a_reader_that_stops_is_no_error(examples: Path) -> None:
     """``nxd-ckpt inspect ... | head`` ends quietly, as if by the signal that other programs get."""
-    process = start("inspect", examples, "--tensors")
-    assert process.stdout is not None
-    process.stdout.close()
-    assert process.stderr is not None
-    err = process.stderr.read()
-    process.stderr.close()
-    assert ("", 141) == (err, process.wait())
+    without_reader = "read, write = os.pipe()\nos.close(read)\nos.dup2(write, 1)"
+    ended = run_after(without_reader, "inspect", examples, "--tensors")
+    assert ("", 141) == (ended.stderr, ended.returncode)
 
 
 def test_a_closed_output_is_no_error(examples: Path) -> None:

@@ -105,6 +105,7 @@ def test_there_and_back_again_is_what_nxd_saved(golden: Path, tmp_path: Path, na
 
 
 @pytest.mark.parametrize("name", [name for name in ZERO1 if "avoid_lp" not in name])
+@pytest.mark.one_in(2)
 def test_the_rest_of_the_tag_comes_along(golden: Path, tmp_path: Path, name: str) -> None:
     """Every rank loads the model that it had, the scheduler and the user content, verified by digests."""
     source = saved(golden, name)
@@ -131,6 +132,7 @@ def test_the_rest_of_the_tag_comes_along(golden: Path, tmp_path: Path, name: str
     [("a_dp2_zero1_pt", "tp3"), ("c_dp2_tp2_zero1_xser", "tp4"), ("e_dp2_tp2_bf16_master_pt", "dp3")],
 )
 @pytest.mark.parametrize("form", [{"convert_to_full": True}, {"convert_to_sharded": True, "dp_size": 5}])
+@pytest.mark.one_in(2)
 def test_the_result_loads_wherever_nxds_tag_does(
     golden: Path, tmp_path: Path, name: str, sizes: str, form: dict[str, Any]
 ) -> None:

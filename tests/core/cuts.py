@@ -40,7 +40,7 @@ class Job:
         """Before ZeRO-1."""
         return replace(self, cut=replace(self.cut, shards=1)).hold(whole, CutIndex()).shape
 
-    def hold(self, whole: Array, place: CutIndex) -> Array:
+    def hold(self, whole: Array, place: CutIndex, padding: int = PADDING) -> Array:
         """What the rank at ``place`` holds."""
         part = whole
         if self.partition.expert:
@@ -49,8 +49,8 @@ class Job:
         if self.cut.shards == 1 or part.ndim == 0:
             return part
         extra = -part.shape[0] % self.cut.shards
-        padding = np.full((extra, *part.shape[1:]), PADDING, dtype=part.dtype)
-        return np.split(np.concatenate([part, padding]), self.cut.shards)[place.shard]
+        more = np.full((extra, *part.shape[1:]), padding, dtype=part.dtype)
+        return np.split(np.concatenate([part, more]), self.cut.shards)[place.shard]
 
     def pieces(self, whole: Array, place: CutIndex) -> list[Piece]:
         """The same by the library."""

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -16,19 +14,13 @@ from nxd_ckpt.cli.main import main as nxd_ckpt_main
 from tests.docs.markdown import REPOSITORY
 from tests.hugging_face.reference import Job, Model, State
 from tests.hugging_face.saved import differences, local_state, save_job, weights, write_as_nxd, write_config
+from tests.support.processes import run_file
 from tools.checkpoint_converter import main
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]
 
 JOB = Job(Model(heads=8), tp=4, pp=2, qkv="linear", copies=2)
 HEADS = ("--kv_size_multiplier", "2", "--hw_backend", "trn1")
-
-
-def converter(source: Path, target: Path, *flags: str) -> subprocess.CompletedProcess[str]:
-    """Run the tool as users do."""
-    tool = str(REPOSITORY / "tools" / "checkpoint_converter.py")
-    places = ["--input_dir", str(source), "--output_dir", str(target)]
-    return subprocess.run([sys.executable, tool, *places, *flags], capture_output=True, text=True, check=False)
 
 
 def convert(source: Path, target: Path, *flags: str) -> int:
@@ -49,7 +41,9 @@ def test_a_full_state_becomes_a_tag_and_comes_back(tmp_path: Path) -> None:
     save_file(state, tmp_path / "hf" / "model.safetensors", metadata={"format": "pt"})
     sizes = ["--tp_size", "4", "--pp_size", "2", "--n_layers", "2"]
     booleans = ["--qkv_linear", "True", "--fuse_qkv", "False", "--load_xser", "False", "--save_xser", "True"]
-    done = converter(tmp_path / "hf", tag, "--convert_from_full_state", *sizes, *booleans, *HEADS)
+    places = ["--input_dir", tmp_path / "hf", "--output_dir", tag]
+    tool = REPOSITORY / "tools" / "checkpoint_converter.py"
+    done = run_file(tool, *places, "--convert_from_full_state", *sizes, *booleans, *HEADS)
     assert (0, "") == (done.returncode, done.stderr)
     assert (tag / "model" / "dp_rank_00_tp_rank_00_pp_rank_00.pt.tensors").is_dir()
     for at in map(Topology(tp=4, pp=2).at, range(8)):

@@ -54,6 +54,7 @@ def logits(model: Any) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("name", CASES)
+@pytest.mark.one_in(2)
 def test_transformers_computes_the_same_logits_with_an_export(tmp_path: Path, name: str) -> None:
     """A random model, sharded and saved as NxD does, and exported: nothing missing, logits to the last bit."""
     _, changes, how = CASES[name]
@@ -69,17 +70,19 @@ def test_transformers_computes_the_same_logits_with_an_export(tmp_path: Path, na
     assert torch.equal(logits(original), logits(loaded))
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [*CASES, *FAMILIES])
+@pytest.mark.one_in(2)
 def test_a_live_model_of_transformers_is_saved_exported_and_loaded(tmp_path: Path, name: str) -> None:
     """On one rank, under its own names: what it saves is exported, and the export loads into a fresh one."""
     original = random_model(name)
-    original.config.save_pretrained(tmp_path / "config")
+    original.save_pretrained(tmp_path / "config")
     save_checkpoint(tmp_path / "run", "step_1", original)
-    assert torch.equal(logits(original), logits(exported(tmp_path / "run" / "step_1", tmp_path / "out")))
+    exported(tmp_path / "run" / "step_1", tmp_path / "out")
+    assert [] == differences(weights(tmp_path / "config"), weights(tmp_path / "out"))
 
     fresh = transformers.AutoModelForCausalLM.from_config(original.config)
     load_checkpoint(tmp_path / "out", model=fresh)
-    assert torch.equal(logits(original), logits(fresh))
+    assert [] == differences(dict(original.state_dict()), dict(fresh.state_dict()))
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -98,20 +101,6 @@ def test_a_family_is_imported_for_a_job_and_exported_again(tmp_path: Path, name:
     first, last = (json.loads((tmp_path / name / "config.json").read_text()) for name in ("config", "out"))
     assert first == last
     assert torch.equal(logits(original), logits(loaded))
-
-
-@pytest.mark.parametrize("name", FAMILIES)
-def test_a_family_of_transformers_is_saved_exported_and_loaded(tmp_path: Path, name: str) -> None:
-    """On one rank, under its own names."""
-    original = random_model(name)
-    original.save_pretrained(tmp_path / "config")
-    save_checkpoint(tmp_path / "run", "step_1", original)
-    exported(tmp_path / "run" / "step_1", tmp_path / "out")
-    assert [] == differences(weights(tmp_path / "config"), weights(tmp_path / "out"))
-
-    fresh = transformers.AutoModelForCausalLM.from_config(original.config)
-    load_checkpoint(tmp_path / "out", model=fresh)
-    assert [] == differences(dict(original.state_dict()), dict(fresh.state_dict()))
 
 
 @pytest.mark.parametrize("mapping", ["gpt2", "gpt2_linear"])

@@ -6,7 +6,6 @@ The environment has torchtitan 0.3; 0.2.2 lies in a folder of its own in it, whi
 from __future__ import annotations
 
 import re
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,6 +23,7 @@ from nxd_ckpt.core.manifest import Manifest
 from nxd_ckpt.integrations.torchtitan import CheckpointManager
 from nxd_ckpt.tag.verify import verify_checkpoint
 from tests.integrations import titan
+from tests.support.processes import run_program
 from tests.support.rank_pool import RankPool
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]
@@ -146,8 +146,7 @@ def test_another_torchtitan_is_refused_by_the_names_that_it_lacks(
     for name, source in sources.items():
         (package / name).parent.mkdir(parents=True, exist_ok=True)
         (package / name).write_text(source)
-    code = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); import nxd_ckpt.integrations.torchtitan"
-    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    ended = run_program(f"import sys; sys.path.insert(0, {str(tmp_path)!r}); import nxd_ckpt.integrations.torchtitan")
     assert re.search(message, ended.stderr), ended.stderr
 
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,6 +21,7 @@ from tests.hugging_face.families import OF_TORCHTITAN, random_model
 from tests.hugging_face.reference import State
 from tests.hugging_face.saved import differences
 from tests.migrate.dcp_directory import from_dcp
+from tests.support.processes import run_program
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]
 
@@ -70,15 +69,10 @@ def loaded(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], Lo
             options: dict[str, Any] = {"to": "torchtitan", "torchtitan_release": release, "config": source}
             migrate(runs / "job" / "step_3", work / release / family, model_only=True, **options)
             migrate(runs / "run" / "step_3", work / release / family, **options)
-    starts = {"0.3": [], "0.2.2": [str(Path(sys.prefix, "torchtitan-0.2.2"))]}
-    jobs = [
-        subprocess.Popen(
-            [sys.executable, "-m", "tests.migrate.titan_models", str(work / release)],
-            env={**os.environ, "PYTHONPATH": os.pathsep.join([*first, *filter(None, sys.path)])},
-        )
-        for release, first in starts.items()
-    ]
-    assert [0, 0] == [job.wait(timeout=500) for job in jobs]
+    for release, first in {"0.3": [], "0.2.2": [str(Path(sys.prefix, "torchtitan-0.2.2"))]}.items():
+        program = "import runpy\nrunpy.run_module('tests.migrate.titan_models', run_name='__main__')"
+        ended = run_program(f"import sys\nsys.path[:0] = {first}\n{program}", work / release)
+        assert 0 == ended.returncode, ended.stderr
     found: dict[tuple[str, str], Loaded] = {}
     for release, family in CASES:
         place = work / release / family

@@ -50,9 +50,11 @@ FILES = {"zero1-pt": (True, False), "plain-xser": (False, True), "zero1-xser": (
 
 
 def moves(pairs: list[tuple[str, str]]) -> list[Any]:
-    """Every pair with every kind of files. `make test` takes the first two in turn, `make soak` the others."""
+    """Every pair with every kind of files. `make test` takes every second pair, with the kinds in turn."""
     return [
-        pytest.param(*pair, *files, id="-".join((*pair, name)), marks=[] if turn == number % 2 else [pytest.mark.soak])
+        pytest.param(
+            *pair, *files, id="-".join((*pair, name)), marks=[] if number % 8 == 2 * turn else [pytest.mark.soak]
+        )
         for number, pair in enumerate(pairs)
         for turn, (name, files) in enumerate(FILES.items())
     ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -42,9 +43,13 @@ BY_NAME = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("name", "sizes"), [pytest.param(*case, marks=[pytest.mark.soak] * (n % 2)) for n, case in enumerate(BY_POSITION)]
-)
+def first_of_each(cases: list[tuple[str, str]]) -> list[Any]:
+    """`make test` takes one for each checkpoint, `make soak` the others."""
+    first = {name: (name, sizes) for name, sizes in reversed(cases)}
+    return [pytest.param(*case, marks=[] if first[case[0]] == case else pytest.mark.soak) for case in cases]
+
+
+@pytest.mark.parametrize(("name", "sizes"), first_of_each(BY_POSITION))
 def test_live_ranks_of_other_sizes_continue_from_it(golden: Path, name: str, sizes: str) -> None:
     """With the same stages and experts, a parameter's position in the param groups tells which entry is its."""
     model = GoldenModel(saved(golden, name))
@@ -55,8 +60,7 @@ def test_live_ranks_of_other_sizes_continue_from_it(golden: Path, name: str, siz
         check(model, live)
 
 
-@pytest.mark.parametrize(("name", "sizes"), BY_NAME)
-@pytest.mark.one_in(2)
+@pytest.mark.parametrize(("name", "sizes"), first_of_each(BY_NAME))
 def test_with_other_stages_or_experts_names_are_needed(golden: Path, name: str, sizes: str) -> None:
     """Positions on other stages say nothing: without ``saved_param_names=`` it is refused and nothing changes."""
     model = GoldenModel(saved(golden, name))
@@ -83,6 +87,7 @@ def test_names_must_be_those_that_were_saved(golden: Path) -> None:
 
 
 @pytest.mark.parametrize("sizes", ["dp1", "dp4", "dp3tp2", "tp4"])
+@pytest.mark.one_in(2)
 def test_weights_that_were_left_out_come_from_master_weights(golden: Path, sizes: str) -> None:
     """On other sizes as well: a weight is its part of the master weights, cast; what no file holds stays."""
     model = GoldenModel(saved(golden, "f_dp2_tp2_bf16_master_avoid_lp_xser"))
@@ -124,6 +129,7 @@ def test_the_model_alone_needs_no_names(golden: Path) -> None:
 
 
 @pytest.mark.parametrize("sizes", ["dp1", "dp2", "tp2", "dp4ep4"])
+@pytest.mark.one_in(2)
 def test_marks_of_experts_are_read_from_xser_files(golden: Path, sizes: str) -> None:
     """Without expert parallelism no live parameter is marked: NxD's info files say which are, and so in which order the
     optimizer has them."""

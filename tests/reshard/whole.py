@@ -1,13 +1,14 @@
 """A whole model with its optimizer's state, and what each rank of a job holds of it.
 
-The reference is slow and obviously right: number the elements of the whole tensor, cut the numbers as upstream cuts
-tensors (:mod:`tests.core.cuts`), and look the values up. Nothing here knows of boxes, pieces or files.
+The reference is slow and obviously right: cut the whole tensor, or the numbers of its elements, as upstream cuts
+tensors (:mod:`tests.core.cuts`). Nothing here knows of boxes, pieces or files.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 from zlib import crc32
 
@@ -22,6 +23,8 @@ OPTIONS: tuple[dict[str, Any], ...] = (
     {"lr": 0.5, "weight_decay": 0.0, "betas": (0.5, 0.875)},
 )
 """What param groups may have. A parameter keeps its own, whichever group it is in."""
+
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass(frozen=True)
@@ -57,8 +60,12 @@ class Weight:
         return {} if self.step is None else {"exp_avg": self._drawn("first"), "exp_avg_sq": self._drawn("second")}
 
     def _drawn(self, what: str) -> torch.Tensor:
-        generator = torch.Generator().manual_seed(crc32(f"{self.alias or self.name}/{what}".encode()))
-        return torch.rand(self.shape, generator=generator) - 0.5
+        return _drawn(f"{self.alias or self.name}/{what}", self.shape).clone()
+
+
+@lru_cache(maxsize=64)
+def _drawn(name: str, shape: tuple[int, ...]) -> torch.Tensor:
+    return torch.rand(shape, generator=torch.Generator().manual_seed(crc32(name.encode()))) - 0.5
 
 
 @dataclass(frozen=True)
@@ -92,9 +99,9 @@ class Layout:
 
 def part(whole: torch.Tensor, partition: Partition, at: Topology, *, sharded: bool = False) -> torch.Tensor:
     """What the rank ``at`` holds of a whole tensor; its ZeRO-1 shard, padded with zeros, with ``sharded``."""
-    numbers = _numbers(tuple(whole.shape), partition, at, sharded)
-    values = whole.reshape(-1)[numbers.clamp(min=0)]
-    return torch.where(numbers == cuts.PADDING, torch.zeros_like(values), values)
+    bits = whole.view(_BITS[whole.element_size()]).numpy()  # NumPy has no bfloat16
+    held = _held(bits, partition, at, sharded, padding=0)
+    return torch.from_numpy(held.copy()).view(whole.dtype)
 
 
 def put_back(whole: torch.Tensor, value: torch.Tensor, partition: Partition, at: Topology, *, sharded: bool) -> None:
@@ -107,10 +114,14 @@ def put_back(whole: torch.Tensor, value: torch.Tensor, partition: Partition, at:
 
 def _numbers(shape: tuple[int, ...], partition: Partition, at: Topology, sharded: bool) -> torch.Tensor:
     """Which elements of the whole tensor the rank ``at`` holds."""
+    return torch.from_numpy(_held(cuts.numbered(shape), partition, at, sharded))
+
+
+def _held(whole: Any, partition: Partition, at: Topology, sharded: bool, padding: int = cuts.PADDING) -> Any:
     shards, shard = (at.expert_dp, at.expert_dp_rank) if partition.expert else (at.dp, at.dp_rank)
     cut = Cut(at.tp, at.ep, shards if sharded else 1)
     place = CutIndex(at.tp_rank, at.ep_rank, shard if sharded else 0)
-    return torch.from_numpy(cuts.Job(partition, cut).hold(cuts.numbered(shape), place))
+    return cuts.Job(partition, cut).hold(whole, place, padding)
 
 
 def expected(weights: Sequence[Weight], layout: Layout, at: Topology) -> dict[str, Any]:

@@ -72,6 +72,11 @@ def run_program(source: str, *arguments: object) -> CompletedProcess[str]:
         return program.wait()
 
 
+def run_file(path: Path, *arguments: object) -> CompletedProcess[str]:
+    """``python PATH ARGUMENTS...``, as a :class:`Program`."""
+    return run_program(f"import runpy\nrunpy.run_path({str(path)!r}, run_name='__main__')", *arguments)
+
+
 def run_ranks(source: str, *arguments: Sequence[object]) -> list[CompletedProcess[str]]:
     """A program on as many ranks as there are lists of arguments, each of which finds what torchrun would tell it."""
     common = {"WORLD_SIZE": str(len(arguments)), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_ports()[0])}

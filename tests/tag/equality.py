@@ -13,7 +13,7 @@ def difference(expected: Any, actual: Any, where: str = "tree") -> str | None:
         return f"{where}: expected {type(expected).__name__}, found {type(actual).__name__}"
     if isinstance(expected, torch.Tensor):
         same = expected.dtype == actual.dtype and expected.shape == actual.shape
-        return None if same and _bits(expected) == _bits(actual) else f"{where}: tensors differ"
+        return None if same and torch.equal(_bits(expected), _bits(actual)) else f"{where}: tensors differ"
     if isinstance(expected, dict):
         if list(expected) != list(actual):
             return f"{where}: expected keys {list(expected)}, found {list(actual)}"
@@ -28,5 +28,5 @@ def difference(expected: Any, actual: Any, where: str = "tree") -> str | None:
     return next((text for text in found if text is not None), None)
 
 
-def _bits(tensor: torch.Tensor) -> list[int]:
-    return tensor.detach().contiguous().reshape(-1).view(torch.uint8).tolist()
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
