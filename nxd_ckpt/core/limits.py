@@ -2,7 +2,7 @@
 
 A hostile file can claim anything: a tensor of 2**40 elements in 4 bytes, a billion ranks, a value that takes all memory
 to build. Each budget is far above the needs of a real checkpoint (400B parameters, 10,000 ranks, 100,000 tensors in one
-file) and far below what would harm the host. docs/protocol.md lists them. Pure.
+file) and far below what would harm the host. Pure.
 
 Members of documents are checked here too: every name of a file, a tag or an attempt, before it is used.
 """
