@@ -83,17 +83,11 @@ def shown(page: str) -> str:
     return re.sub("[KM]iB", "MiB", re.sub(r"(torch [^ ;+]+)\+\w+", r"\1", " ".join(steady(page).split())))
 
 
-def documented(device: str) -> str:
-    """The page that docs/hardware.md shows for a device."""
+def documented() -> str:
+    """The page that docs/hardware.md shows."""
     text = HARDWARE.read_text()
-    begin = text.index(f"$ nxd-ckpt selftest --device {device} ")
+    begin = text.index("$ nxd-ckpt selftest --device cpu ")
     return text[text.index("\n", begin) + 1 : text.index("```", begin)]
-
-
-def require_documented(outcome: Outcome, device: str, directory: Path) -> None:
-    page = outcome.printed.replace(str(directory), "/fsx/run1")
-    versions = outcome.result("versions")["detail"].split("; ")[0]
-    assert shown(documented(device)) == shown(page), versions
 
 
 @pytest.mark.plain
@@ -103,7 +97,8 @@ def test_all_is_well_on_the_cpu(selftest: SelfTests, monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("NEURON_TOKEN", "hidden-value")
     outcome = selftest("--device", "cpu")
     require_well(outcome, ["transfers", "compilations"])
-    require_documented(outcome, "cpu", selftest.directory)
+    page = outcome.printed.replace(str(selftest.directory), "/fsx/run1")
+    assert shown(documented()) == shown(page), outcome.result("versions")["detail"].split("; ")[0]
     assert outcome.result("versions")["facts"]["versions"]["torch"]
     assert {"bfloat16", "float32", "int64", "bool"} <= set(outcome.result("dtypes")["facts"]["dtypes"])
     assert "SaveFailed" in outcome.result("kill")["facts"]["told"]
@@ -122,7 +117,7 @@ def test_all_is_well_on_a_device(selftest: SelfTests, request: pytest.FixtureReq
     library = neuron_device.built(request.config.cache.mkdir("neuron_device"))
     outcome = selftest("--device", "neuron", before=partial(neuron_device.register, library))
     require_well(outcome, ["compilations"])
-    require_documented(outcome, "neuron", selftest.directory)
+    assert "made up, as no process group takes its tensors" in " ".join(outcome.printed.split())
     assert {"pinned_memory": False, "events": True} == outcome.result("transfers")["facts"]
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.docs.markdown import REPOSITORY, anchors, headings, links, tables
+from tests.docs.markdown import REPOSITORY, anchors, code_blocks, headings, links, tables
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]
 
@@ -73,12 +73,14 @@ def test_an_absent_test_is_seen() -> None:
 
 
 def test_the_architecture_page_knows_every_module() -> None:
-    """Whatever lies directly in the package has its place in the table of layers, or beside it."""
+    """Whatever lies directly in the package has its place in the layers, or beside them."""
     package = REPOSITORY / "nxd_ckpt"
-    modules = {path.stem for path in package.glob("*.py") if path.stem != "__init__"}
-    packages = {f"{path.parent.name}/" for path in package.glob("*/__init__.py")}
-    text = ARCHITECTURE.read_text()
-    assert [] == sorted(name for name in modules | packages if f"`{name}`" not in text)
+    folders = {path.parent.name for path in package.glob("*/__init__.py")}
+    modules = folders | {path.stem for path in package.glob("*.py") if path.stem != "__init__"}
+    (layers,) = code_blocks(ARCHITECTURE, "text")
+    named = {name for line in layers.splitlines() for name in line[12:].partition("   ")[0].replace("/", " ").split()}
+    beside = {name for name in modules if f"`{name}`" in ARCHITECTURE.read_text()}
+    assert [] == sorted(modules - named - beside)
 
 
 def test_every_place_where_a_change_belongs_exists() -> None:
