@@ -4,7 +4,9 @@ are short, tests share helpers."""
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
+from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
 from typing import NamedTuple
@@ -53,6 +55,9 @@ class Import(NamedTuple):
     at_import_time: bool
 
 
+_tree = cache(ast.parse)  # several tests look at the same modules
+
+
 def _layer(module: str) -> str:
     """``nxd_ckpt.core.box`` -> ``core``; the package itself -> ``""``."""
     return [*module.split("."), ""][1]
@@ -71,9 +76,16 @@ def _targets(node: ast.AST, module: str, is_package: bool) -> list[str]:
         base = parents[: len(parents) - node.level + is_package] if node.level else []
         origin = ".".join(base + ([node.module] if node.module else []))
         return [f"{origin}.{alias.name}" for alias in node.names]
-    if isinstance(node, ast.Call) and ast.unparse(node.func).endswith(("import_module", "__import__")):
-        return [str(name.value) for name in node.args[:1] if isinstance(name, ast.Constant)]
+    if isinstance(node, ast.Call):
+        called = getattr(node.func, "attr", getattr(node.func, "id", ""))
+        if called in ("import_module", "__import__"):
+            return [str(name.value) for name in node.args[:1] if isinstance(name, ast.Constant)]
     return []
+
+
+@cache
+def _imports_of(source: str, module: str, is_package: bool) -> list[Import]:
+    return [*_imports(_tree(source), module, is_package)]
 
 
 def _imports(node: ast.AST, module: str, is_package: bool, at_import_time: bool = True) -> Iterator[Import]:
@@ -102,7 +114,7 @@ def violations(module: str, source: str, is_package: bool = False) -> list[str]:
     if layer not in LEVEL_OF:
         return [f"{module}: {layer!r} is in no layer; give it a place in ORDER"]
     found = []
-    for target, line, at_import_time in _imports(ast.parse(source, module), module, is_package):
+    for target, line, at_import_time in _imports_of(source, module, is_package):
         where, top = f"{module}:{line} imports {target}", target.split(".")[0]
         if top == "nxd_ckpt" and not _may_import(module, target):
             found.append(f"{where}: imports point down, from {layer!r} to {_layer(target)!r} is not down")
@@ -140,7 +152,7 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
     modules = _modules()
     graph: dict[str, set[str]] = {}
     for module, path in modules.items():
-        imports = _imports(ast.parse(path.read_text(), str(path)), module, path.name == "__init__.py")
+        imports = _imports_of(path.read_text(), module, path.name == "__init__.py")
         targets = {found.target for found in imports if found.at_import_time}
         graph[module] = {name if name in modules else name.rpartition(".")[0] for name in targets} - {module}
     TopologicalSorter(graph).prepare()  # raises CycleError, which names the circle
@@ -199,7 +211,7 @@ def too_long(module: str, source: str) -> list[str]:
     """The functions of ``module``, and itself, that have more lines than they may, docstrings included."""
     measured = [(module, len(source.splitlines()), LINES_OF_A_MODULE)] + [
         (f"{module}:{node.lineno} {node.name}", node.end_lineno - node.lineno + 1, LINES_OF_A_FUNCTION)
-        for node in ast.walk(ast.parse(source, module))
+        for node in ast.walk(_tree(source))
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.end_lineno is not None
     ]
     return [f"{name}: {lines} lines, at most {most}" for name, lines, most in measured if lines > most]
@@ -225,7 +237,8 @@ def test_what_tests_share_is_in_no_test_module() -> None:
     found = [
         f"{path.relative_to(folder)}:{line} imports {target}"
         for path in sorted(folder.rglob("*.py"))
-        for target, line, _ in _imports(ast.parse(path.read_text(), str(path)), "tests", is_package=True)
+        if re.search(r"import (\([^)]*|.*)\btest_|\.test_", source := path.read_text())
+        for target, line, _ in _imports_of(source, "tests", is_package=True)
         if target.startswith("tests.") and ".test_" in target
     ]
     assert [] == found

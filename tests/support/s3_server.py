@@ -36,11 +36,11 @@ class S3Server:
     """Start it with ``with``. ``requests`` counts by method, ``received`` and ``sent`` the bytes of objects by key."""
 
     def __init__(self) -> None:
-        from moto.moto_server.werkzeug_app import DomainDispatcherApplication, create_backend_app
+        from moto.moto_server.werkzeug_app import create_backend_app
         from werkzeug.serving import WSGIRequestHandler, make_server
 
         quiet = type("Quiet", (WSGIRequestHandler,), {"log": lambda *_: None})
-        self._app = DomainDispatcherApplication(create_backend_app)
+        self._app = create_backend_app("s3")  # without moto's dispatcher, which looks for the service at each request
         self._server = make_server("127.0.0.1", 0, self._serve, threaded=True, request_handler=quiet)
         self._server.daemon_threads = True
         self._thread = threading.Thread(target=self._server.serve_forever, name="s3-server", daemon=True)
