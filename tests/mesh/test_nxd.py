@@ -19,6 +19,7 @@ pytestmark = [pytest.mark.plain, pytest.mark.once]
 
 
 @pytest.mark.parametrize(("on", "zero1"), [("dp2tp2", True), ("tp2pp2", False), ("dp2ep2tp2", True)])
+@pytest.mark.one_in(2)
 def test_a_mesh_goes_on_from_a_job_of_nxd(gloo_ranks: RankPool, tmp_path: Path, on: str, zero1: bool) -> None:
     """Fused and strided layers, ZeRO-1 shards, stages and experts become DTensors, cut along both dimensions."""
     weights = weights_of(experts="ep" in on)

@@ -29,7 +29,7 @@ pytestmark = [pytest.mark.plain, pytest.mark.once]
 
 AT_MOST = 1.05
 PASSES: dict[Verify, int] = {False: 1, "reading": 1, True: 2}
-WIDTH = 1023
+WIDTH = 511
 """Odd: shards are uneven. A bias of one element leaves a shard empty."""
 
 
@@ -38,7 +38,7 @@ def job(seed: int) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
     torch.manual_seed(seed)
     layers = torch.nn.Linear(WIDTH, WIDTH), torch.nn.Linear(WIDTH, WIDTH), torch.nn.Linear(WIDTH, 1)
     model = torch.nn.Sequential(*layers)
-    model.register_buffer("table", torch.rand(2**18))
+    model.register_buffer("table", torch.rand(2**16))
     fully_shard(model, mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")))
     optimizer = torch.optim.AdamW(model.parameters())
     model(torch.rand(2, WIDTH)).sum().backward()
@@ -61,7 +61,7 @@ class Meter(HookedStorage):
     def _count(self, operation: Operation) -> None:
         if operation.name.startswith("read") and operation.key.endswith((".pt", ".safetensors")):
             self.nbytes += operation.nbytes
-            if self._dies and operation.nbytes > 2**18:
+            if self._dies and operation.nbytes > 2**16:
                 os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -122,7 +122,7 @@ def test_damage_that_an_owner_finds_reaches_all(gloo_ranks: RankPool, tmp_path: 
     """Also those that hold other shards, and share the rest with it."""
     gloo_ranks.run(save, tmp_path)
     for part in ("model", "optim"):
-        for file in sorted((tmp_path / "step_1" / part).glob("shard_rank_*.pt")):
+        for file in sorted((tmp_path / "step_1" / part).glob("shard_rank_*.pt"))[::3]:
             flip(file, file.stat().st_size * 3 // 10)  # inside of a tensor
             found = gloo_ranks.run(failed, Failing(tmp_path), verify)
             flip(file, file.stat().st_size * 3 // 10)  # inside of a tensor

@@ -65,7 +65,7 @@ def wrapped(rank: int, directory: Path, offload: bool) -> tuple[list[str], list[
         options: dict[str, Any] = {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16)}
         options |= {"offload_policy": CPUOffloadPolicy(pin_memory=False)} if offload else {}
         fully_shard(model, mesh=mesh, **options)
-        return cast("nn.Module", torch.compile(model))
+        return cast("nn.Module", torch.compile(model, backend="eager"))
 
     model, other = build(0), build(1)
     with Checkpointer(directory) as checkpointer:
@@ -120,6 +120,7 @@ def save_without_optimizer(rank: int, directory: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["fsdp", "hsdp x tp"])
+@pytest.mark.one_in(2)
 def test_the_newest_tag_with_an_optimizer_stays(gloo_ranks: RankPool, tmp_path: Path, name: str) -> None:
     """While all newer ones lack one; in the files of a mesh job, too."""
     gloo_ranks.run(save_without_optimizer, tmp_path, name)

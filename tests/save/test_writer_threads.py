@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import errno
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,6 +16,7 @@ from nxd_ckpt.errors import SaveFailed
 from nxd_ckpt.storage.local import LocalStorage
 from nxd_ckpt.tag.verify import verify_checkpoint
 from nxd_ckpt.testing.storage import HookedStorage, Operation, failing
+from tests.support.processes import run_program
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]
 
@@ -161,8 +160,7 @@ print(pending.done())
 
 def test_the_interpreter_exits_with_many_files_in_flight(tmp_path: Path) -> None:
     """Of a second save, whose pickle is still to be made: all of it is finished."""
-    command = [sys.executable, "-c", PROGRAM, str(tmp_path)]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
+    ended = run_program(PROGRAM, tmp_path)
     assert (0, "False\n", "") == (ended.returncode, ended.stdout, ended.stderr)
     assert () == verify_checkpoint(tmp_path, "second").problems
     saved = open_checkpoint(tmp_path, "second")
