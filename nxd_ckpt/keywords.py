@@ -39,9 +39,9 @@ DirectoryKeywords = TypedDict("DirectoryKeywords", {
 ExportKeywords = TypedDict("ExportKeywords", {
     "tokenizer": StrPath | None, "size_per_shard": int | str, "master_weights": bool, "optimizer": bool,
     "saved_param_names": SavedNames | None, "presharded": bool, "tp": int, "model": str | None,
-    "config": StrPath | None, "mapping": MappingSpec, "prefix": str, "key_mapping": Mapping[str, str] | None,
-    "kv_size_multiplier": int, "hardware": Hardware, "pad_attn_heads": bool, "dtype": Dtype | None, "all_ranks": bool,
-    "timeout": float, "overwrite": bool, "dry_run": bool, "storage_options": StorageOptions | None,
+    "config": StrPath | None, "mapping": MappingSpec, "kv_size_multiplier": int, "hardware": Hardware,
+    "pad_attn_heads": bool, "dtype": Dtype | None, "prefix": str, "key_mapping": Mapping[str, str] | None,
+    "all_ranks": bool, "timeout": float, "overwrite": bool, "dry_run": bool, "storage_options": StorageOptions | None,
     "output_options": StorageOptions | None, "durable": bool, "progress": bool,
 }, total=False)
 FromDcpKeywords = TypedDict("FromDcpKeywords", {
@@ -52,12 +52,11 @@ FromDcpKeywords = TypedDict("FromDcpKeywords", {
 }, total=False)
 ImportKeywords = TypedDict("ImportKeywords", {
     "virtual_pp": int, "qkv_linear": bool, "fuse_qkv": bool, "coalesce_qkv": bool, "split_gate_up": bool,
-    "model_key": str, "config": StrPath | None, "mapping": MappingSpec, "prefix": str,
-    "key_mapping": Mapping[str, str] | None, "kv_size_multiplier": int, "hardware": Hardware, "pad_attn_heads": bool,
-    "dtype": Dtype | None, "dp": int, "tp": int, "pp": int, "ep": int, "stages": Names | None, "use_xser": bool,
-    "num_workers": int, "all_ranks": bool, "timeout": float, "overwrite": bool, "dry_run": bool,
-    "storage_options": StorageOptions | None, "output_options": StorageOptions | None, "durable": bool,
-    "progress": bool,
+    "model_key": str, "config": StrPath | None, "mapping": MappingSpec, "kv_size_multiplier": int, "hardware": Hardware,
+    "pad_attn_heads": bool, "dtype": Dtype | None, "prefix": str, "key_mapping": Mapping[str, str] | None, "dp": int,
+    "tp": int, "pp": int, "ep": int, "stages": Names | None, "use_xser": bool, "num_workers": int, "all_ranks": bool,
+    "timeout": float, "overwrite": bool, "dry_run": bool, "storage_options": StorageOptions | None,
+    "output_options": StorageOptions | None, "durable": bool, "progress": bool,
 }, total=False)
 LoadCheckpointKeywords = TypedDict("LoadCheckpointKeywords", {
     "param_names": Sequence[Sequence[str]] | None, "saved_param_names": Sequence[Sequence[Sequence[str]]] | None,
@@ -80,7 +79,8 @@ LoadKeywords = TypedDict("LoadKeywords", {
 MigrateKeywords = TypedDict("MigrateKeywords", {
     "to": Form, "torchtitan_release": Release, "config": StrPath | None, "mapping": MappingSpec,
     "kv_size_multiplier": int | None, "hardware": Hardware | None, "model_only": bool, "dtype": Dtype | None,
-    "size_per_shard": int | str, "saved_param_names": SavedNames | None, "overwrite": bool, "dry_run": bool,
+    "size_per_shard": int | str, "saved_param_names": SavedNames | None, "prefix": str,
+    "key_mapping": Mapping[str, str] | None, "overwrite": bool, "dry_run": bool,
     "storage_options": StorageOptions | None, "output_options": StorageOptions | None, "durable": bool,
     "progress": bool,
 }, total=False)

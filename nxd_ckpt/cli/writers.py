@@ -252,10 +252,10 @@ MIGRATE = Command(
     description=(
         "Recognise a checkpoint by its files, of neuronx-distributed, neuronx-distributed-training (NAME.ckpt), "
         "optimum-neuron (checkpoint-N), neuronx-nemo-megatron (mp_rank_00/NAME.ckpt), NxD inference, torch-xla "
-        "(*.pth), torch DCP, torch_checkpointing, SageMaker's tiered storage or nxd_ckpt, and write model and "
-        "optimizer in a form that plain torch continues with, under Hugging Face names (for TorchTitan its own). It "
-        "shows what was recognised and what is left out. The input is only read, its digests are verified, and the "
-        "output appears once all of it is written. --to torchtitan makes step-N in DST."
+        "(*.pth), torch DCP, torch_checkpointing, SageMaker's tiered storage, Hugging Face or nxd_ckpt, and write "
+        "model and optimizer in a form that plain torch continues with, under Hugging Face names (for TorchTitan its "
+        "own). It shows what was recognised and what is left out. The input is only read, its digests are verified, "
+        "and the output appears once all of it is written. --to torchtitan makes step-N in DST."
     ),
     operands=(("SRC", "the checkpoint's directory, file or URL"), ("DST", "the directory or URL that is made")),
     options=MigrateOptions,

@@ -72,6 +72,39 @@ class Import:
     left_out: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
 
+def import_target(source: Location, chosen: ImportOptions, process: int = 0) -> ImportTarget:
+    """Return the form of the tag; sizes and names come from config.json and the mapping.
+
+    The first process warns of files that are not read.
+    """
+    directory = open_model(source, chosen.model_key)
+    if directory.strays is not None and process == 0:
+        logger.warning("%s", directory.strays)
+    document = directory.config
+    quantization = quantization_of(document, directory.where)
+    if chosen.config is not None:
+        document = config_in(read_config(os.fspath(chosen.config), chosen.storage_options))
+        quantization = quantization_of(document, directory.where) or quantization
+    if quantization is not None and chosen.dtype is not None:
+        quantization = replace(quantization, dtype=chosen.dtype)
+    config = text_config(document)
+    mapping = find_mapping(chosen.mapping, config)
+    sizes = mapping.sizes(config, chosen.kv_size_multiplier, chosen.hardware)
+    return ImportTarget(
+        chosen.topology,
+        mapping,
+        replace(sizes, heads_of=chosen.tp if chosen.pad_attn_heads else 1),
+        chosen.variants,
+        chosen.dtype,
+        chosen.use_xser,
+        chosen.virtual_pp,
+        chosen.stages,
+        chosen.model_key,
+        chosen.renaming,
+        quantization,
+    )
+
+
 def import_plan(source: Location, target: Location, what: ImportTarget) -> Import:
     """Plan an import. Raises the errors of `ImportedModel.state`, except for unknown and missing names."""
     model = ImportedModel(open_imported(source, what), what)
@@ -119,7 +152,7 @@ def import_checkpoint(hf_directory: StrPath, tag: StrPath, **options: Unpack[Imp
         chosen.validate()
         source = locate_existing(hf_directory, chosen.storage_options)
         target = locate_output(tag, source, chosen.overwrite, chosen.written_with)
-        what = _target(source, chosen, process)
+        what = import_target(source, chosen, process)
         plans.append(import_plan(source, target, what))
         parts = Parts(model=True, use_xser=chosen.use_xser)
         return Job(source, target, what, parts, durable=chosen.durable, overwrite=chosen.overwrite)
@@ -130,33 +163,3 @@ def import_checkpoint(hf_directory: StrPath, tag: StrPath, **options: Unpack[Imp
     else:
         convert(prepare, chosen)
     return plans[-1]
-
-
-def _target(source: Location, chosen: ImportOptions, process: int) -> ImportTarget:
-    """Return the form of the tag; sizes and names come from config.json and the mapping."""
-    directory = open_model(source, chosen.model_key)
-    if directory.strays is not None and process == 0:
-        logger.warning("%s", directory.strays)
-    document = directory.config
-    quantization = quantization_of(document, directory.where)
-    if chosen.config is not None:
-        document = config_in(read_config(os.fspath(chosen.config), chosen.storage_options))
-        quantization = quantization_of(document, directory.where) or quantization
-    if quantization is not None and chosen.dtype is not None:
-        quantization = replace(quantization, dtype=chosen.dtype)
-    config = text_config(document)
-    mapping = find_mapping(chosen.mapping, config)
-    sizes = mapping.sizes(config, chosen.kv_size_multiplier, chosen.hardware)
-    return ImportTarget(
-        chosen.topology,
-        mapping,
-        replace(sizes, heads_of=chosen.tp if chosen.pad_attn_heads else 1),
-        chosen.variants,
-        chosen.dtype,
-        chosen.use_xser,
-        chosen.virtual_pp,
-        chosen.stages,
-        chosen.model_key,
-        chosen.renaming,
-        quantization,
-    )

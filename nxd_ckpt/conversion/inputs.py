@@ -21,7 +21,7 @@ from nxd_ckpt.errors import DigestMismatch, UnsupportedState
 from nxd_ckpt.formats import crc32
 from nxd_ckpt.formats.tensors import TensorStub, iter_tensors
 from nxd_ckpt.hugging_face.hugging_face_tag import HuggingFaceTag
-from nxd_ckpt.hugging_face.imported_model import ImportedModel, ImportTarget
+from nxd_ckpt.hugging_face.imported_model import ImportedFiles, ImportedModel, ImportTarget
 from nxd_ckpt.live.save_state import SaveState
 from nxd_ckpt.live.state import StateTensor
 from nxd_ckpt.load.attempt import unwrapped
@@ -234,6 +234,12 @@ def open_imported(place: Location, what: ImportTarget) -> HuggingFaceDirectory:
     return directory
 
 
+def open_as_tag(place: Location, what: ImportTarget) -> tuple[OpenTag, ImportedModel]:
+    """Open a Hugging Face directory as the tag that its import on one rank would be. Raises the errors of both."""
+    layout = ImportedFiles(open_imported(place, what), what)
+    return OpenTag(layout.files.storage, place.name, layout, None), layout.model
+
+
 def open_input(job: Job, storage: Storage) -> Input:
     """Open the input of ``job``, whose result is written to ``storage``."""
     if isinstance(job.what, ImportTarget):
@@ -241,7 +247,8 @@ def open_input(job: Job, storage: Storage) -> Input:
     if isinstance(job.what, DcpTarget):
         return _Anew(open_dcp(job.source, job.what.names), job.what)
     if isinstance(job.what, HuggingFaceTarget) and job.what.terms is not None:
-        opened = open_any(job.source)
+        what = job.what.imported
+        opened = open_any(job.source) if what is None else open_as_tag(job.source, what)[0]
         opened.require_save(job.save)
         with opened.guarded():
             opened = unwrapped(opened, job.what.terms.mapping)

@@ -31,9 +31,13 @@ class DcpTarget(Target):
 
 @dataclass(frozen=True)
 class HuggingFaceTarget(Target):
-    """A target made from a tag that is translated by Hugging Face ``terms``."""
+    """A target made from a tag that is translated by Hugging Face ``terms``.
+
+    With ``imported`` it is made from a Hugging Face directory, as from its import.
+    """
 
     terms: HuggingFaceTerms | None = None
+    imported: ImportTarget | None = None
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,14 @@ from nxd_ckpt.core.packing import Packed
 from nxd_ckpt.core.pattern import Numbers, Pattern
 from nxd_ckpt.core.sizes import CONFIG_KEYS, LayerKind, Sizes
 from nxd_ckpt.core.suggestions import first_of
-from nxd_ckpt.errors import InvalidArgument, KeyMismatch
+from nxd_ckpt.errors import InvalidArgument, KeyMismatch, ShapeMismatch
+
+Shape = tuple[str | None, ...]
+"""The lengths of a tensor's dimensions, as `Sizes.length` reads them; None for one that config.json does not decide."""
+
+
+def _agree(expected: int | None, found: int) -> bool:
+    return expected is None or expected == found
 
 
 def _checked_count(count: int, what: str) -> int:
@@ -112,6 +119,7 @@ class ModelMapping:
         layer_kinds: kinds of layers that have other tensors than the rest.
         prediction: beginnings of the names of Hugging Face tensors that only predict several tokens at once. With
             ``{layer}`` they are those of layers after the model's own. They are left out.
+        shapes: shapes of Hugging Face tensors in files, by the pattern of their names.
     """
 
     name: str
@@ -125,6 +133,7 @@ class ModelMapping:
     base_prefix: str = ""
     layer_kinds: tuple[LayerKind, ...] = ()
     prediction: tuple[str, ...] = ()
+    shapes: Mapping[str, Shape] = field(default_factory=dict)
 
     def sizes(self, config: Mapping[str, Any], kv_size_multiplier: int, hardware: str) -> Sizes:
         """Return the sizes of one model.
@@ -222,6 +231,26 @@ class ModelMapping:
                 "config.json"
             )
 
+    def refuse_shapes(
+        self, rule: Rule, tensors: Sequence[tuple[str, tuple[int, ...]]], sizes: Sizes, where: str, check: str = ""
+    ) -> None:
+        """Raise ShapeMismatch if a Hugging Face tensor of ``rule`` has another shape than config.json says.
+
+        ``tensors`` are their names and shapes, in the order of `Rule.names`; ``check`` ends the message.
+        """
+        for number, member in enumerate(rule.members):
+            terms = self.shapes.get(member.name.text, ())
+            lengths = [None if each is None else sizes.length(each) for each in terms]
+            for name, shape in tensors[number :: len(rule.members)] if terms else ():
+                if len(shape) == len(terms) and all(map(_agree, lengths, shape)):
+                    continue
+                expected = ", ".join("any" if length is None else str(length) for length in lengths)
+                keys = re.sub(r"[a-z]\w*", lambda size: sizes.key(size[0]), ", ".join(each or "-" for each in terms))
+                raise ShapeMismatch(
+                    f"{where}: {name} has shape {shape}, but by config.json ({keys}) it should be ({expected}); pass "
+                    f"the model's own config.json{check}"
+                )
+
     def in_files(self, names: Iterable[str]) -> list[str]:
         """Return the names in files of the Hugging Face tensors that rules call ``names``, each once."""
         return list(dict.fromkeys(self._in_file(name) for name in names))
@@ -271,6 +300,7 @@ class ModelMapping:
 
 
 FORMAT_VERSION = 1
+_TERMS = re.compile(r"[\w.]+(?: [*+] [\w.]+)*")
 
 VARIANTS = ("qkv_linear", "fuse_qkv", "coalesce_qkv", "split_gate_up")
 """Options of an import that rules may depend on."""
@@ -309,9 +339,27 @@ def load_mapping(document: Any, where: str, shipped: Mapping[str, ModelMapping] 
         if kinds is None
         else tuple(_kind(each, f"{where}: layer_kinds {number}") for number, each in enumerate(kinds)),
         prediction=_strings(reader.take("prediction", (str, list), []), f"{where}: prediction"),
+        shapes={**base.shapes, **_shapes(reader.take("shapes", list, []), f"{where}: shapes")},
     )
     reader.done()
+    named = {member.name.text for rule in mapping.rules for member in rule.members}
+    unused = [name for name in mapping.shapes if name not in named and name not in base.shapes]
+    if unused:
+        raise InvalidArgument(f"{where}: shapes names {first_of(unused)}, which no rule has")
     return mapping
+
+
+def _shapes(entries: Sequence[Any], where: str) -> dict[str, Shape]:
+    shapes: dict[str, Shape] = {}
+    for number, entry in enumerate(entries):
+        at = f"{where} {number}"
+        reader = _Fields(entry, at)
+        names, shape = _strings(reader.take("hf", (str, list)), f"{at}: hf"), reader.take("shape", list)
+        reader.done()
+        if not all(terms is None or (isinstance(terms, str) and _TERMS.fullmatch(terms)) for terms in shape):
+            raise InvalidArgument(f"{at}: shape must have a sum of products of sizes, or null, for each dimension")
+        shapes |= dict.fromkeys(names, tuple(shape))
+    return shapes
 
 
 def _base(reader: _Fields, where: str, shipped: Mapping[str, ModelMapping]) -> ModelMapping:

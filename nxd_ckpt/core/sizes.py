@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from math import prod
 from typing import Any
 
 from nxd_ckpt.core.heads import Heads
@@ -45,12 +46,12 @@ class Sizes:
     heads_of: int = 1
 
     def find(self, name: str) -> int | None:
-        """Return the size of this name, or None if config.json does not have it.
+        """Return the size of this name, or of this key; None if config.json does not have it.
 
         Raises:
             InvalidArgument: the value is no size.
         """
-        keys = self.keys.get(name) or CONFIG_KEYS.get(name, ())
+        keys = self.keys.get(name) or CONFIG_KEYS.get(name, (name,))
         values = ((key, self._config_value(key)) for key in keys)
         key, value = next((pair for pair in values if pair[1] is not None), (None, None))
         if value is None and name == "head_dim":
@@ -77,6 +78,17 @@ class Sizes:
                 f"config.json has no {self.key(name)}, which the mapping needs; pass the config.json of this model"
             )
         return value
+
+    def length(self, terms: str) -> int | None:
+        """Return a sum of products of sizes and numbers, such as ``2 * heads * head_dim``; None if a size is missing.
+
+        Raises InvalidArgument like `find`.
+        """
+        products = [[factor.strip() for factor in term.split("*")] for term in terms.split("+")]
+        values = [[int(each) if each.isdigit() else self.find(each) for each in factors] for factors in products]
+        if any(None in factors for factors in values):
+            return None
+        return sum(prod(value or 0 for value in factors) for factors in values)
 
     def attention(self) -> Heads:
         """Return the heads of its attention layers. Raises InvalidArgument for counts that do not divide."""

@@ -195,8 +195,8 @@ def _runs(member: RuleMember, length: int, sizes: Sizes) -> list[HeadRun]:
     rows = length if member.rows is None else sizes.get(member.rows)
     if rows > length:
         raise ShapeMismatch(
-            f"{member.name.text} should have {rows} rows ({member.rows}), but NxD's tensor has {length}; check that "
-            "this is the model's config.json, and that the files of all ranks are there"
+            f"{member.name.text} should have {rows} rows by config.json ({sizes.key(member.rows or '')}), but there "
+            f"are {length}; check that this is the model's config.json, and that the files of all ranks are there"
         )
     return [HeadRun(0, 0, rows)]
 

@@ -15,7 +15,7 @@ from nxd_ckpt.core.mapping import Match, ModelMapping, Rule
 from nxd_ckpt.core.renaming import Renaming
 from nxd_ckpt.core.sizes import Sizes
 from nxd_ckpt.core.suggestions import first_of
-from nxd_ckpt.core.topology import Topology
+from nxd_ckpt.core.topology import Coordinates, Topology
 from nxd_ckpt.errors import DtypeMismatch, InvalidArgument, KeyMismatch, TopologyMismatch
 from nxd_ckpt.formats.tensors import cast_dtype
 from nxd_ckpt.hugging_face.hf_slice import partition_of, whole_shape
@@ -24,7 +24,9 @@ from nxd_ckpt.hugging_face.packed_tensors import UnpackedTensors
 from nxd_ckpt.live.save_state import SaveState
 from nxd_ckpt.live.state import ModelState, StateTensor
 from nxd_ckpt.reshard.target import interleaved, redistribute_layers
+from nxd_ckpt.tag.foreign.hugging_face_directory import HuggingFaceDirectory
 from nxd_ckpt.tag.foreign.quantization import Quantization
+from nxd_ckpt.tag.nxd_tag import ModelOnly
 
 
 @dataclass(frozen=True)
@@ -152,6 +154,23 @@ class ImportTarget:
     quantization: Quantization | None = None
 
 
+class ImportedFiles(ModelOnly):
+    """Layout (`TagLayout`) of ``directory`` as the tag of a job on one rank, by ``target``, whose sizes do not count.
+
+    Raises the errors of `ImportedModel.state`.
+    """
+
+    def __init__(self, directory: HuggingFaceDirectory, target: ImportTarget) -> None:
+        self.files, self.model = directory.files, ImportedModel(directory, target)
+
+    def topology(self) -> Topology:
+        return Topology()
+
+    def model_tree(self, at: Coordinates) -> dict[str, Any]:
+        state = self.model.state(Topology()).model
+        return {} if state is None else dict(state.tree)
+
+
 class ImportedModel:
     """The model of ``directory`` on any rank of ``target``. Reads headers only, each once."""
 
@@ -223,9 +242,12 @@ class ImportedModel:
         """Return the tensor's specification on each rank."""
         rule, sizes = match.rule, self._target.sizes
         tied = self._target.mapping.ties_of(sizes)
-        stubs = [self._directory.tensor(name, tied) for name in rule.names(match.numbers, sizes)]
+        names = rule.names(match.numbers, sizes)
+        stubs = [self._directory.tensor(name, tied) for name in names]
         shape = list(whole_shape(match, [stub.shape for stub in stubs], sizes, multiple=topology.tp))
         partition = partition_of(match, tuple(shape), sizes, topology.tp)
+        forms = [(name, stub.shape) for name, stub in zip(names, stubs, strict=True)]
+        self._target.mapping.refuse_shapes(rule, forms, sizes, self._directory.where)
         if rule.dim is not None:
             shape[rule.dim] //= topology.tp
         if rule.stacked is not None:

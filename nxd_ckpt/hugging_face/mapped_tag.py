@@ -158,6 +158,7 @@ def _remedy(tensor: HfTensor, sizes: Sizes) -> str:
 
 
 _SHOWN = 8
+_ALL_RANKS = ", and check that the files of all ranks are there"
 
 
 class MappedTag:
@@ -327,7 +328,10 @@ class MappedTag:
         tensors: dict[str, HfTensor] = {}
         for match in self._mapping.split(self._model.stages)[0]:
             source = self._source(match)
-            for hf_slice in hf_slices(match, source.shape, self.sizes):
+            slices = hf_slices(match, source.shape, self.sizes)
+            forms = [(hf_slice.name, hf_slice.shape) for hf_slice in slices]
+            self._mapping.refuse_shapes(match.rule, forms, self.sizes, self._opened.where, _ALL_RANKS)
+            for hf_slice in slices:
                 if hf_slice.name in tensors:
                     first = tensors[hf_slice.name].source.name
                     raise IncompatibleState(

@@ -72,11 +72,11 @@ def migrate(src: StrPath, dst: StrPath, **options: Unpack[MigrateKeywords]) -> M
 
     ``src`` is recognised by its files: a tag of neuronx-distributed or nxd_ckpt, a checkpoint of
     neuronx-distributed-training (``NAME.ckpt``), optimum-neuron (``checkpoint-N``), neuronx-nemo-megatron
-    (``mp_rank_00/NAME.ckpt``), torch-xla (``*.pth``), torch DCP or SageMaker's tiered storage. Model and optimizer get
-    Hugging Face's names (for TorchTitan, TorchTitan's), and whole tensors on one rank. If NxD's optimizer kept master
-    weights, they become the model. An adapter becomes PEFT's files. The input is only read, and its digests are
-    verified; ``dst`` appears when all of it is written. Keywords are the fields of
-    `nxd_ckpt.options.hugging_face.MigrateOptions`.
+    (``mp_rank_00/NAME.ckpt``), torch-xla (``*.pth``), torch DCP, SageMaker's tiered storage, or a Hugging Face
+    directory, whose model is read as by an import. Model and optimizer get Hugging Face's names (for TorchTitan,
+    TorchTitan's), and whole tensors on one rank. If NxD's optimizer kept master weights, they become the model. An
+    adapter becomes PEFT's files. The input is only read, and its digests are verified; ``dst`` appears when all of it
+    is written. Keywords are the fields of `nxd_ckpt.options.hugging_face.MigrateOptions`.
 
     Args:
         src: the checkpoint's directory or file, or the URL of one.
@@ -95,9 +95,7 @@ def migrate(src: StrPath, dst: StrPath, **options: Unpack[MigrateKeywords]) -> M
     """
     chosen = MigrateOptions(**options)
     chosen.validate()
-    whole = not chosen.model_only
-    needs_names = whole and chosen.saved_param_names is None
-    origin = find_origin(src, chosen.storage_options, optimizer=whole, names=needs_names)
+    origin = find_origin(src, chosen)
     # Ranks' files may be below ``src``, and the rest of the checkpoint beside them.
     refuse_inside(locate_any(src, chosen.storage_options), location_of(dst, "output", chosen.written_with))
     if origin.writer is Writer.OPTIMUM_ADAPTER:
@@ -279,7 +277,7 @@ def _as_tag(
     origin: Origin, seen: HuggingFaceTag, terms: HuggingFaceTerms, dst: StrPath, step: int, chosen: MigrateOptions
 ) -> tuple[str, int]:
     target = locate_output(dst, origin.place, chosen.overwrite, chosen.written_with)
-    what = HuggingFaceTarget(Topology(), terms=terms)
+    what = HuggingFaceTarget(Topology(), terms=terms, imported=origin.imported)
     job = Job(
         origin.place,
         target,

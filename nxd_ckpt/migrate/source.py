@@ -7,8 +7,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from nxd_ckpt.conversion.importing import import_target
+from nxd_ckpt.conversion.inputs import open_as_tag
+from nxd_ckpt.core.suggestions import first_of
 from nxd_ckpt.core.topology import Coordinates
-from nxd_ckpt.errors import PartNotFound, UnsafePickle, UnsupportedState
+from nxd_ckpt.errors import InvalidArgument, PartNotFound, UnsafePickle, UnsupportedState
+from nxd_ckpt.hugging_face.imported_model import ImportTarget
 from nxd_ckpt.live.parameters import is_tensor
 from nxd_ckpt.load.attempt import unwrapped
 from nxd_ckpt.migrate.optimum_metadata import (
@@ -18,20 +22,23 @@ from nxd_ckpt.migrate.optimum_metadata import (
     refuse_other_model,
     stage_metadata,
 )
-from nxd_ckpt.options.hugging_face import MappingSpec
+from nxd_ckpt.options.hugging_face import ImportOptions, MappingSpec, MigrateOptions
 from nxd_ckpt.output.locations import Location, locate_any
 from nxd_ckpt.output.source import open_any, refuse_mixed_ranks
 from nxd_ckpt.reshard.saved_optimizer import COMPUTED, Names, group_names
 from nxd_ckpt.storage.base import Storage
-from nxd_ckpt.storage.urls import StorageOptions, StrPath, directory_and_name, join
+from nxd_ckpt.storage.urls import StrPath, directory_and_name, join
 from nxd_ckpt.tag.files import TagFiles
 from nxd_ckpt.tag.foreign import legacy
+from nxd_ckpt.tag.foreign.hugging_face_directory import OPTIMIZER_DOCUMENT
 from nxd_ckpt.tag.foreign.recognise import Recognised, Writer, recognise
 from nxd_ckpt.tag.foreign.torch_xla_files import RANDOM_STATES, is_trainers
 from nxd_ckpt.tag.mappings import INFERENCE, NEMO
 from nxd_ckpt.tag.opened import OpenTag
 
 _OF_THE_RUN = ("optimizer.pt", "scheduler.pt", "trainer_state.json", "training_args.bin")
+_OF_A_JOB = ("kv_size_multiplier", "hardware", "saved_param_names")
+"""Options with facts that a job's checkpoint does not record."""
 _STEP = re.compile(r"step=(\d+)")
 
 
@@ -52,6 +59,7 @@ class Origin:
         scheduler: the scheduler's state dict, or None.
         content: other saved values, or None.
         left_out: descriptions of parts that cannot be migrated.
+        imported: how the tag's tensors are made of a Hugging Face directory; None for all other inputs.
     """
 
     writer: Writer
@@ -66,23 +74,33 @@ class Origin:
     scheduler: Any = field(default=None, repr=False)
     content: Mapping[str, Any] | None = field(default=None, repr=False)
     left_out: tuple[str, ...] = ()
+    imported: ImportTarget | None = None
 
 
-def find_origin(path: StrPath, options: StorageOptions | None, *, optimizer: bool, names: bool) -> Origin:
+def find_origin(path: StrPath, chosen: MigrateOptions) -> Origin:
     """Open the checkpoint at ``path`` and read its description.
 
-    With ``optimizer``, the ranks' optimizer files are compared; with ``names``, names are derived for an optimizer
-    without them.
+    If its optimizer is migrated, the ranks' files of it are compared, and names are derived where it has none.
 
     Raises:
+        InvalidArgument: ``chosen`` has options for another kind of checkpoint, or its form is that of a Hugging Face
+            directory, which the checkpoint is.
         CheckpointNotFound, PartNotFound: no checkpoint, an incomplete one, or several.
         MalformedFile: two layouts at once, or files that contradict each other.
         UnsupportedState: a layout that is recognised but not supported; the message says what to do instead.
         OptimizerMismatch: names of the optimizer's parameters cannot be derived.
     """
+    optimizer, options = not chosen.model_only, chosen.storage_options
     place = locate_any(path, options)
     storage = place.open()
     layout = recognise(storage, place.name)
+    if layout.writer is Writer.HUGGING_FACE:
+        return _hugging_face(place, TagFiles(storage, place.name), chosen)
+    if chosen.renaming:
+        raise InvalidArgument(
+            f"{place.path} was written by {layout.writer.value}: leave out prefix= and key_mapping=, which are for a "
+            "Hugging Face directory"
+        )
     describe = _DESCRIBERS.get(layout.writer)
     if describe is None:
         raise UnsupportedState(f"{place.path} was written by {layout.writer.value}; {_HINTS[layout.writer]}")
@@ -95,7 +113,27 @@ def find_origin(path: StrPath, options: StorageOptions | None, *, optimizer: boo
     with opened.guarded():
         if optimizer:
             refuse_mixed_ranks(opened, 0, 1)
+        names = optimizer and chosen.saved_param_names is None
         return describe(Origin(layout.writer, place, unwrapped(opened)), storage, layout, names)
+
+
+def _hugging_face(place: Location, files: TagFiles, chosen: MigrateOptions) -> Origin:
+    """Describe a Hugging Face directory: a model, which is read as its import on one rank would be."""
+    if chosen.to == "hf":
+        raise InvalidArgument(
+            f"{place.path} is a Hugging Face directory already; choose another form (torchtitan, dcp or tag)"
+        )
+    wrong = [name for name in _OF_A_JOB if getattr(chosen, name) is not None]
+    if wrong:
+        raise InvalidArgument(
+            f"{place.path} is a Hugging Face directory, not a job's checkpoint: leave out {wrong[0]}="
+        )
+    shared = ("config", "mapping", "prefix", "key_mapping", "dtype", "storage_options")
+    what = import_target(place, ImportOptions(**{name: getattr(chosen, name) for name in shared}))
+    opened, model = open_as_tag(place, what)
+    outside = (f"tensors {reason}: {first_of(names)}" for reason, names in model.left_out.items())
+    beside = (file for file in (*_OF_THE_RUN, OPTIMIZER_DOCUMENT) if files.has(file))
+    return Origin(Writer.HUGGING_FACE, place, opened, place.path, left_out=(*outside, *beside), imported=what)
 
 
 def _tag(origin: Origin, storage: Storage, layout: Recognised, names: bool) -> Origin:
@@ -279,7 +317,6 @@ _HINTS: Mapping[Writer, str] = {
     Writer.TORCH_DCP: "make a tag of it with `nxd-ckpt from-dcp`, which takes other keys",
     Writer.TORCH_CHECKPOINTING: "make a tag of it with `nxd-ckpt from-dcp`, which takes other keys",
     Writer.TIERED: "load it with its StorageReader, save it with torch DCP, then `nxd-ckpt from-dcp` takes other keys",
-    Writer.HUGGING_FACE: "make a tag of it with `nxd-ckpt import`, and migrate that",
 }
 
 

@@ -23,25 +23,31 @@ Dtype = Literal["float32", "bfloat16", "float16"]
 
 
 @dataclass(frozen=True)
-class MappingOptions:
-    """Translation of names and shapes between Hugging Face and NxD."""
+class RenamingOptions:
+    """Names in Hugging Face's files."""
 
-    config: StrPath | None = option(None, "the model's config.json, or a directory with one.")
-    mapping: MappingSpec = option(None, """a shipped mapping's name, a JSON or YAML file, or a document. Default:
-        config.json decides.""")
     prefix: str = option("", """beginning of names in Hugging Face's files that the mapping lacks, such as
         "language_model.".""")
     key_mapping: Mapping[str, str] | None = option(None, """maps Hugging Face's names in the mapping to whole names in
         files.""")
-    kv_size_multiplier: int = option(1, "copies of each key-value head in the job.")
-    hardware: Hardware = option("trn1", "the order of those copies.")
-    pad_attn_heads: bool = option(False, "the job pads query heads with zeros to a multiple of tp (trn1).")
-    dtype: Dtype | None = option(None, "cast floating-point numbers to this. Default: no cast.")
 
     @property
     def renaming(self) -> Renaming:
         """Names in files, where they are not those of the mapping's rules."""
         return Renaming(self.key_mapping or {}, self.prefix)
+
+
+@dataclass(frozen=True)
+class MappingOptions(RenamingOptions):
+    """Translation of names and shapes between Hugging Face and NxD."""
+
+    config: StrPath | None = option(None, "the model's config.json, or a directory with one.")
+    mapping: MappingSpec = option(None, """a shipped mapping's name, a JSON or YAML file, or a document. Default:
+        config.json decides.""")
+    kv_size_multiplier: int = option(1, "copies of each key-value head in the job.")
+    hardware: Hardware = option("trn1", "the order of those copies.")
+    pad_attn_heads: bool = option(False, "the job pads query heads with zeros to a multiple of tp (trn1).")
+    dtype: Dtype | None = option(None, "cast floating-point numbers to this. Default: no cast.")
 
     def check_dtype(self) -> None:
         """Raise InvalidArgument for an unknown dtype."""
@@ -127,7 +133,7 @@ Form = Literal["hf", "dcp", "torchtitan", "tag"]
 
 
 @dataclass(frozen=True)
-class MigrateOptions(OutputOptions):
+class MigrateOptions(RenamingOptions, OutputOptions):
     """Form of the result, and facts that the checkpoint does not record."""
 
     to: Form = option("hf", """the form: a Hugging Face directory, torch DCP, TorchTitan's ``step-N``, or a tag of one

@@ -63,6 +63,27 @@ class TagLayout(Protocol):
         """Return the user content, tensors included."""
 
 
+class ModelOnly:
+    """Base class of layouts that hold a model and nothing else."""
+
+    files: TagFiles
+
+    def parts(self) -> Parts:
+        return Parts(model=True)
+
+    def optimizer_tree(self, at: Coordinates, param_names: Sequence[str] | None = None) -> dict[str, Any]:
+        raise PartNotFound(f"{self.files.where('')}: a model without an optimizer")
+
+    def optimizer_names(self, at: Coordinates) -> list[str] | None:
+        return None
+
+    def scheduler(self) -> Any:
+        raise PartNotFound(f"{self.files.where('')}: a model without a scheduler")
+
+    def user_content(self) -> Any:
+        raise PartNotFound(f"{self.files.where('')}: a model without user content")
+
+
 def open_tag(
     storage: Storage, tag: str = "", *, topology: Topology | None = None, trust_pickle: bool = False
 ) -> TagLayout:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 
 from nxd_ckpt import Topology, load_checkpoint, save_checkpoint
@@ -17,7 +19,7 @@ from nxd_ckpt.core.mapping import load_mapping
 from nxd_ckpt.core.sizes import Sizes
 from nxd_ckpt.errors import CheckpointError, InvalidArgument, KeyMismatch, ShapeMismatch, TopologyMismatch
 from nxd_ckpt.tag.mappings import find_mapping, shipped_mappings
-from tests.hugging_face.families import random_model
+from tests.hugging_face.families import CASES, FAMILIES, SIZES, random_model
 from tests.hugging_face.saved import differences
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]
@@ -51,6 +53,14 @@ def written(path: Path, name: str, **config: Any) -> Any:
         ("llama4", {"num_local_experts": 3}, ShapeMismatch, r"should hold 3 parts"),
         ("qwen3-next", {"layer_types": ["full_attention"] * 4}, KeyMismatch, r"linear_attn\..*and layer_types"),
         ("glm4-moe-plain", {"use_qk_norm": True}, KeyMismatch, r"missing: .*q_norm"),
+        ("glm4-moe-plain", {"hidden_size": 40}, ShapeMismatch, r"embed_tokens\.weight has shape .* be \(64, 40\)"),
+        ("glm4-moe-plain", {"vocab_size": 70}, ShapeMismatch, r"has shape \(64, 32\), .*\(vocab_size, hidden_size\)"),
+        ("glm4-moe-plain", {"intermediate_size": 40}, ShapeMismatch, r"layers\.0\.mlp\.gate_proj.* be \(40, 32\)"),
+        ("glm4-moe-plain", {"moe_intermediate_size": 25}, ShapeMismatch, r"experts\.0\.gate_proj.* be \(25, 32\)"),
+        ("deepseek-v3", {"n_shared_experts": 2}, ShapeMismatch, r"\(n_shared_experts \* moe_inter.* be \(48, 32\)"),
+        ("deepseek-v3", {"qk_rope_head_dim": 6}, ShapeMismatch, r"q_b_proj\.weight has shape \(96, 16\)"),
+        ("gpt-oss", {"intermediate_size": 40}, ShapeMismatch, r"experts\.0\.gate_proj\.weight .* be \(32, 40\)"),
+        ("gpt2", {"n_inner": 40}, ShapeMismatch, r"c_fc\.weight has shape \(32, 128\), .* be \(32, 40\)"),
     ],
 )
 def test_a_config_that_contradicts_the_files_is_refused(
@@ -63,11 +73,20 @@ def test_a_config_that_contradicts_the_files_is_refused(
     assert not (tmp_path / "run" / "step_0").exists()
 
 
-def test_an_export_is_refused_too(tmp_path: Path) -> None:
-    """A tag whose dense layers are others than config.json says."""
-    model = written(tmp_path / "config", "deepseek-v3", first_k_dense_replace=0)
+@pytest.mark.parametrize(
+    ("config", "kind", "complaint"),
+    [
+        ({"first_k_dense_replace": 0}, KeyMismatch, r"layers\.0\.mlp\."),
+        ({"moe_intermediate_size": 25}, ShapeMismatch, r"experts\.0\.gate_proj\.weight has .* be \(25, 32\)"),
+    ],
+)
+def test_an_export_is_refused_too(
+    tmp_path: Path, config: dict[str, Any], kind: type[CheckpointError], complaint: str
+) -> None:
+    """A tag whose dense layers, or sizes, are others than config.json says."""
+    model = written(tmp_path / "config", "deepseek-v3", **config)
     save_checkpoint(tmp_path / "run", "step_1", model)
-    with pytest.raises(KeyMismatch, match=r"layers\.0\.mlp\."):
+    with pytest.raises(kind, match=complaint):
         export_checkpoint(tmp_path / "run" / "step_1", tmp_path / "out", config=tmp_path / "config")
     assert not (tmp_path / "out").exists()
 
@@ -85,6 +104,22 @@ def test_heads_and_experts_are_not_cut(tmp_path: Path, sizes: dict[str, Any], co
     written(tmp_path / "hf", "deepseek-v3")
     with pytest.raises(TopologyMismatch, match=complaint):
         import_checkpoint(tmp_path / "hf", tmp_path / "run" / "step_0", **sizes)
+
+
+def test_mappings_know_the_sizes_in_config() -> None:
+    """All lengths in config.json of each family of transformers; a ``head_dim`` is known by the heads."""
+    length = re.compile(r"hidden_size|\w*intermediate_size\w*|d_model|n_embd|\w+_lora_rank|(linear|qk|v)_\w+_dim")
+    unused = {"deepseek_v3": "qk_head_dim", "gpt2": "intermediate_size", "dbrx": "intermediate_size"}
+    for name, (kind, changes, _) in {**CASES, **FAMILIES}.items():
+        config = getattr(transformers, kind)(**{**SIZES, **changes}).to_dict()
+        mapping = find_mapping(None, config)
+        sizes = mapping.sizes(config, 1, "trn1")
+        terms = {each for shape in mapping.shapes.values() for each in shape if each}
+        known = {sizes.key(size) for each in terms for size in re.findall(r"[a-z][\w.]*", each)}
+        named = set(filter(length.fullmatch, config)) - {unused.get(mapping.name)}
+        assert (name, set()) == (name, named - known)
+        missing = [each for each in terms if sizes.length(each) is None]
+        assert (name, []) == (name, [each for each in missing if each not in ("n_inner", "q_lora_rank")])
 
 
 def test_layers_of_multi_token_prediction_are_left_out(

@@ -18,6 +18,7 @@ from nxd_ckpt.errors import InvalidArgument, KeyMismatch
 from tests.hugging_face.families import GROUPED, SIZES
 from tests.hugging_face.reference import State
 from tests.hugging_face.saved import differences, weights
+from tests.migrate.dcp_directory import from_dcp
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]
 
@@ -125,6 +126,10 @@ def test_names_are_chosen(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     flags = ["--prefix", names["prefix"], "--key-mapping", str(tmp_path / "names.json")]
     assert 0 == main(["import", str(tmp_path / "hf"), str(tmp_path / "run" / "step_0"), *flags])
     assert "left out, outside of the text model: multi_modal_projector." in capsys.readouterr().out
+    assert 0 == main(["migrate", str(tmp_path / "hf"), str(tmp_path / "dcp"), "--to", "dcp", *flags])
+    assert "left out: tensors outside of the text model: multi_modal_projector." in capsys.readouterr().out
+    moved = {at.removeprefix("model."): tensor for at, tensor in from_dcp(tmp_path / "dcp").items()}
+    assert [] == differences(dict(text.state_dict()), moved)
 
     optimizer = torch.optim.AdamW(text.parameters())
     text(torch.arange(8)[None]).logits.sum().backward()

@@ -29,7 +29,7 @@ pytestmark = [pytest.mark.plain, pytest.mark.once]
 
 JOB = Job(Model(heads=8), tp=4, qkv="linear", copies=2)
 
-HEADS, HEADS_6 = ({"num_attention_heads": heads, "hidden_size": 2 * heads} for heads in (9, 6))
+HEADS, HEADS_6 = ({"num_attention_heads": heads, "head_dim": 2} for heads in (9, 6))
 
 
 def refused(

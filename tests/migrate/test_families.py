@@ -11,12 +11,12 @@ import torch
 
 from nxd_ckpt import load_checkpoint
 from nxd_ckpt.convert import import_checkpoint, migrate
-from nxd_ckpt.errors import UnsupportedState
+from nxd_ckpt.errors import CheckpointError, InvalidArgument, UnsupportedState
 from nxd_ckpt.tag.mappings import shipped_mappings
 from tests.docs.markdown import DOCS, tables
 from tests.hugging_face.families import CASES, FAMILIES, OF_TORCHTITAN, random_model
 from tests.hugging_face.reference import State
-from tests.hugging_face.saved import differences, weights
+from tests.hugging_face.saved import differences, weights, write_config
 from tests.migrate.dcp_directory import from_dcp
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]
@@ -38,10 +38,39 @@ def test_the_table_has_every_family() -> None:
     assert TABLE.keys() == NAMES.keys() == chosen
 
 
+@pytest.mark.parametrize(
+    ("options", "complaint"),
+    [
+        ({}, r"is a Hugging Face directory already; choose another form"),
+        ({"to": "dcp", "kv_size_multiplier": 1}, r"not a job's checkpoint: leave out kv_size_multiplier="),
+        ({"to": "dcp", "config": "wider"}, r"embed_tokens.* be \(64, 40\)"),
+        ({"to": "dcp", "mapping": "mixtral"}, r"mapping 'mixtral' has no rule for .*mlp\."),
+    ],
+)
+def test_a_hugging_face_directory_that_does_not_fit_is_refused(
+    tmp_path: Path, options: dict[str, Any], complaint: str
+) -> None:
+    """Nothing is written; and names in files are for such a directory alone."""
+    model = random_model("llama")
+    model.save_pretrained(tmp_path / "hf")
+    write_config(tmp_path / "wider", {**model.config.to_dict(), "hidden_size": 40})
+    if "config" in options:
+        options = {**options, "config": tmp_path / options["config"]}
+    with pytest.raises(CheckpointError, match=complaint):
+        migrate(tmp_path / "hf", tmp_path / "out" / "m", **options)
+    import_checkpoint(tmp_path / "hf", tmp_path / "run" / "s")
+    with pytest.raises(InvalidArgument, match=r"was written by nxd_ckpt: leave out prefix= and key_mapping="):
+        migrate(tmp_path / "run" / "s", tmp_path / "out" / "m", config=tmp_path / "hf", prefix="language_model.")
+    assert not (tmp_path / "out" / "m").exists()
+
+
 @pytest.mark.parametrize("model_type", NAMES)
 @pytest.mark.one_in(2)
 def test_a_family_goes_where_the_table_says(tmp_path: Path, model_type: str) -> None:
-    """To torch DCP and a tag of one rank bit for bit; to TorchTitan, or refused before anything is written."""
+    """To torch DCP and a tag of one rank bit for bit; to TorchTitan, or refused before anything is written.
+
+    From a tag of a job, and the same from the Hugging Face directory itself.
+    """
     name = NAMES[model_type]
     how: dict[str, Any] = {"tp": 2} if name in CASES else {**FAMILIES, **OF_TORCHTITAN}[name][2]
     random_model(name).save_pretrained(tmp_path / "hf")
@@ -56,6 +85,8 @@ def test_a_family_goes_where_the_table_says(tmp_path: Path, model_type: str) -> 
     migrate(source, tmp_path / "dcp", to="dcp", **options)
     found = from_dcp(tmp_path / "dcp")
     assert [] == differences(files, {name: found[f"model.{name}"] for name in files})
+    migrate(tmp_path / "hf", tmp_path / "direct", to="dcp")
+    assert [] == differences(found, from_dcp(tmp_path / "direct"))
     migrate(source, tmp_path / "plain" / "step_1", to="tag", **options)
     fresh: State = {}
     load_checkpoint(tmp_path / "plain", model=fresh)
@@ -64,7 +95,10 @@ def test_a_family_goes_where_the_table_says(tmp_path: Path, model_type: str) -> 
         target, titan = tmp_path / release, {**options, "to": "torchtitan", "torchtitan_release": release}
         if of_torchtitan == "yes":
             migrate(source, target, **titan)
-            assert any(torch.equal(files["model.norm.weight"], each) for each in from_dcp(target / "step-0").values())
+            moved = from_dcp(target / "step-0")
+            assert any(torch.equal(files["model.norm.weight"], each) for each in moved.values())
+            migrate(tmp_path / "hf", tmp_path / "direct" / release, **{**titan, "config": None})
+            assert [] == differences(moved, from_dcp(tmp_path / "direct" / release / "step-0"))
             continue
         with pytest.raises(UnsupportedState, match=f"names of model_type '{model_type}' are not known"):
             migrate(source, target, **titan)

@@ -117,7 +117,8 @@ class HuggingFaceDirectory:
         Raises the errors of `stub`, and UnsupportedState for a dtype that only quantized weights have.
         """
         stub = self.stub(name, tied)
-        refuse_quantized_dtype(name, stub.dtype, self.where)
+        suffix = None if self._quantization is None else self._quantization.suffix
+        refuse_quantized_dtype(name, stub.dtype, self.where, suffix)
         return stub
 
     def stub(self, name: str, tied: Mapping[str, str] | None = None) -> TensorStub:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 from nxd_ckpt.core.limits import RANKS, check_count
-from nxd_ckpt.core.manifest import Parts
 from nxd_ckpt.core.topology import Coordinates, Topology
 from nxd_ckpt.errors import PartNotFound
 from nxd_ckpt.tag.files import TagFiles
+from nxd_ckpt.tag.nxd_tag import ModelOnly
 from nxd_ckpt.tag.state_dicts import reading
 
 _NAME = re.compile(r"tp(\d+)_sharded_checkpoint\.safetensors")
@@ -26,7 +26,7 @@ def is_present(names: Iterable[str]) -> bool:
     return any(map(_NAME.fullmatch, names))
 
 
-class PreshardedFiles:
+class PreshardedFiles(ModelOnly):
     """Layout (`TagLayout`) of such a model.
 
     Raises PartNotFound if a rank's file is missing, MalformedFile for too many.
@@ -44,21 +44,6 @@ class PreshardedFiles:
     def topology(self) -> Topology:
         return Topology(tp=self._tp)
 
-    def parts(self) -> Parts:
-        return Parts(model=True)
-
     @reading
     def model_tree(self, at: Coordinates) -> dict[str, Any]:
         return dict(self.files.safetensors(file_name(at.tp_rank)))
-
-    def optimizer_tree(self, at: Coordinates, param_names: Sequence[str] | None = None) -> dict[str, Any]:
-        raise PartNotFound(f"{self.files.where('')}: a model for inference, without an optimizer")
-
-    def optimizer_names(self, at: Coordinates) -> list[str] | None:
-        return None
-
-    def scheduler(self) -> Any:
-        raise PartNotFound(f"{self.files.where('')}: a model for inference, without a scheduler")
-
-    def user_content(self) -> Any:
-        raise PartNotFound(f"{self.files.where('')}: a model for inference, without user content")

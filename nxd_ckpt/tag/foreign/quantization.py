@@ -381,11 +381,16 @@ def refuse_companions(names: Iterable[str], where: str) -> None:
         )
 
 
-def refuse_quantized_dtype(name: str, dtype: str, where: str) -> None:
-    """Raise UnsupportedState for a model's tensor of a ``dtype`` that only quantized weights have."""
+def refuse_quantized_dtype(name: str, dtype: str, where: str, suffix: str | None = None) -> None:
+    """Raise UnsupportedState for a model's tensor of a ``dtype`` that only quantized weights have.
+
+    ``suffix`` is that of the scales that are expected beside it; None if config.json says nothing about them.
+    """
     if dtype.startswith(("float8", "float4")) or dtype in _INTEGERS:
+        scale = f"config.json has no {QUANTIZATION}" if suffix is None else f"no file has {name}{suffix}"
         raise UnsupportedState(
-            f"{where}: {name} is {dtype}, which is a quantized weight without the scale that it needs; {_REMEDY}"
+            f"{where}: {name} is {dtype}, which is a quantized weight without the scale that it needs ({scale}); "
+            f"{_REMEDY}"
         )
 
 
