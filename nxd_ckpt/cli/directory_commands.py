@@ -89,8 +89,9 @@ LIST = Command(
     summary="list the checkpoints in a directory",
     description=(
         "List the tags in a checkpoint directory, oldest first, in the order in which they became visible, including "
-        "tags of neuronx-distributed 0.1 to 0.18. For incomplete tags, which no load accepts, it shows what they "
-        "lack. Metrics are those that were passed to the save. Columns that do not fit the terminal are left out."
+        "tags of neuronx-distributed 0.1 to 0.18, whose SAVED is the time of their file 'done'. For incomplete tags, "
+        "which no load accepts, it shows what they lack. Metrics are those that were passed to the save. Columns that "
+        "do not fit the terminal are left out."
     ),
     operands=(("DIR", "what is passed to save_checkpoint: a directory or URL"),),
     add_flags=_add_flags,

@@ -21,16 +21,21 @@ def _run(args: argparse.Namespace) -> int:
     if args.template is not None:
         print(template(args.dir, args.tag, args.template, options))
         return 0
-    document = inspection(
-        args.dir, args.tag, rank=args.rank, pattern=args.tensors, depth=args.by_prefix, options=options
-    )
-    text.show(document, _lines(document), as_json=args.json)
+    depth = 0 if args.largest is not None and args.by_prefix is None else args.by_prefix
+    if args.largest is not None and args.tensors is not None:
+        raise argparse.ArgumentTypeError("--largest is of global tensors: leave out --tensors")
+    document = inspection(args.dir, args.tag, rank=args.rank, pattern=args.tensors, depth=depth, options=options)
+    prefixes = document["prefixes"]
+    if prefixes is not None and args.largest is not None:
+        document["prefixes"] = sorted(prefixes, key=lambda group: -group["known_nbytes"])[: args.largest]
+    text.show(document, _lines(document, prefixes), as_json=args.json)
     return 1 if document["problems"] else 0
 
 
-def _lines(document: dict[str, Any]) -> Iterator[str]:
+def _lines(document: dict[str, Any], prefixes: list[dict[str, Any]] | None) -> Iterator[str]:
     yield "/".join(filter(None, (document["directory"], document["tag"]))) + (" (latest)" if document["latest"] else "")
-    if document["prefixes"] is not None:
+    if prefixes is not None:
+        yield _total(prefixes)
         yield from _prefixes(document["prefixes"])
     elif document["tensors"] is None:
         yield from text.pairs(_facts(document))
@@ -99,9 +104,14 @@ def _parameters(parameters: list[dict[str, Any]] | None) -> Iterator[str]:
     yield from text.table(("NAME", "DTYPE", "LOCAL", "GLOBAL", "CUT", "TRAINED"), rows)
 
 
+def _total(prefixes: list[dict[str, Any]]) -> str:
+    keys = ("tensors", "known_nbytes", "tensors_of_unknown_size")
+    tensors, nbytes, unknown = (sum(group[key] for group in prefixes) for key in keys)
+    without = f" without the {unknown} whose cut, and so size, is not known" if unknown else ""
+    return f"{units.count(tensors, 'tensor')}, {size(nbytes)}{without}"
+
+
 def _prefixes(prefixes: list[dict[str, Any]]) -> Iterator[str]:
-    nbytes = sum(group["nbytes"] or 0 for group in prefixes)
-    yield f"{units.count(sum(group['tensors'] for group in prefixes), 'tensor')}, {size(nbytes)}"
     rows = (
         (
             group["prefix"],
@@ -193,6 +203,9 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
         choices=[flag[2:] for flag in TEMPLATES],
         help="print instead a JSON file for the option of that name, to be filled in: what the tag does not record and "
         "conversions to other sizes need. Names of parameters are those of usual param groups, if they fit",
+    )
+    parser.add_argument(
+        "--largest", metavar="N", type=int, help="show only the N largest groups of --by-prefix, the largest first"
     )
     parser.add_argument("--rank", metavar="N", type=int, default=0, help="show this global rank's view (default: 0)")
 

@@ -304,6 +304,8 @@ def _of_group(prefix: str, members: list[GlobalTensor], topology: Topology) -> d
         "shapes": len(shapes),
         "shape": None if len(shapes) > 1 or first is None else list(first),
         "nbytes": sum(known_sizes) if len(known_sizes) == len(sizes) else None,
+        "known_nbytes": sum(known_sizes),
+        "tensors_of_unknown_size": len(sizes) - len(known_sizes),
         "cuts": list(
             dict.fromkeys(
                 describe_partition(member.partition, topology) for member in members if member.partition is not None

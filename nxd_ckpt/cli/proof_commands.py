@@ -73,7 +73,7 @@ def _lines(document: dict[str, Any]) -> Iterator[str]:
     read = f"{units.count(document['files'], 'file')}, {size(document['nbytes'])}"
     verified = document["verified_nbytes"]
     if document["verified_by"] == "index":
-        yield f"  read {read}; {size(verified)} are what nxd_ckpt wrote, byte for byte"
+        yield f"  read {read}, and the index; {size(verified)} are what nxd_ckpt wrote, byte for byte"
         return
     undigested = document["undigested_nbytes"]
     around = document["nbytes"] - verified - undigested

@@ -89,6 +89,7 @@ def _rule(make: Callable[[], Rule]) -> Rule:
 
 
 def _add_flags(parser: argparse.ArgumentParser) -> None:
+    parser.usage = "%(prog)s DIR RULE [RULE ...] [options]"
     rules = parser.add_argument_group("rules, of which at least one is needed")
     for flag, metavar, rule, about in (
         ("--last", "N", _last, "keep the newest N tags"),

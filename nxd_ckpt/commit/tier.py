@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from nxd_ckpt.coordination.paths import ON_HOSTS
+from nxd_ckpt.core.option_classes import checks_keywords
 from nxd_ckpt.core.retention import Rule, rules_of
 from nxd_ckpt.core.units import bytes_of
 from nxd_ckpt.errors import InvalidArgument
@@ -18,6 +19,7 @@ from nxd_ckpt.storage.hosts.storage import HostsStorage
 from nxd_ckpt.storage.urls import StorageOptions, StrPath, is_url, local_path, open_storage, options_for, overlap
 
 
+@checks_keywords
 @dataclass(frozen=True)
 class Tier:
     """A place for a job's checkpoints. Every rank can reach it, unless it is ``per_host``.

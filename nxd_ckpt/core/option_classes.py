@@ -54,12 +54,19 @@ _OURS = {other: ours for ours, others in _OTHER_NAMES.items() for other in other
 _EXAMPLES = {"retain": 'retain=[Last(3), Every(1000), Best("loss", 2)]'}
 
 
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+_Kind = TypeVar("_Kind")
+_Value = TypeVar("_Value")
+
+
 def meant(name: str, own: Collection[str], elsewhere: Mapping[str, Collection[str]]) -> str:
     """Return the name of an unknown keyword, with the keyword that was probably meant.
 
     ``own`` are the keywords that the function has; ``elsewhere`` those of related functions, by the functions' names.
     """
     ours = _OURS.get(name, name)
+    if ours == "num_kept_ckpts" and "keep" in own:
+        ours = "keep"
     if ours not in own and any(name in names for names in elsewhere.values()):
         ours = name
     places = [function for function, names in elsewhere.items() if ours in names]
@@ -73,9 +80,20 @@ def meant(name: str, own: Collection[str], elsewhere: Mapping[str, Collection[st
     return f"{name!r} (pass {_EXAMPLES.get(ours, ours + '=')} to {places[0]}())"
 
 
-_Function = TypeVar("_Function", bound=Callable[..., Any])
-_Kind = TypeVar("_Kind")
-_Value = TypeVar("_Value")
+def checks_keywords(kind: type[_Kind]) -> type[_Kind]:
+    """Decorate a dataclass: an unknown keyword of its constructor raises TypeError with a suggestion."""
+    made, own = kind.__init__, [field.name for field in fields(cast(Any, kind))]
+
+    @wraps(made)
+    def init(self: _Kind, *args: Any, **values: Any) -> None:
+        unknown = [name for name in values if name not in own]
+        if unknown:
+            shown = first_of(unknown, lambda name: meant(name, own, {}))
+            raise TypeError(f"{kind.__name__}() got an unexpected keyword argument {shown}")
+        made(self, *args, **values)
+
+    cast(Any, kind).__init__ = init
+    return kind
 
 
 def option(default: _Value, help: str, *, repr: bool = True) -> _Value:

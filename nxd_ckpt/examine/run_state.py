@@ -87,9 +87,9 @@ def failure_line(restart: Restart | None, saves: Sequence[Mapping[str, Any]], la
         return StateLine("good", "No restart seen", "all tags shown are of one run")
     passed = f"{units.duration(restart.seconds)} from {restart.before} to {restart.after}"
     if restart.lost is None:
-        return StateLine("warning", "Restarted", f"{passed}; how long is usual is not known")
+        return StateLine("warning", "Restarted", f"{passed}; its usual time is not known")
     usual = units.duration(restart.seconds - restart.lost)
-    title, text = f"{units.duration(restart.lost)} lost at the last restart", f"{passed}, {usual} is usual"
+    title, text = f"{units.duration(restart.lost)} lost at the last restart", f"{passed}, which usually takes {usual}"
     return StateLine("warning" if restart.lost > restart.seconds / 2 else "good", title, text)
 
 

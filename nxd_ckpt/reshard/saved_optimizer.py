@@ -230,6 +230,19 @@ def group_names(opened: OpenTag, stages: Sequence[Sequence[str]] | None = None) 
     )
 
 
+def names_by_shape(opened: OpenTag, pp_rank: int) -> list[list[tuple[SavedSlot, str | None]]]:
+    """Return the slots of each param group of a stage, each with its parameter if no other has its shape."""
+    stage = _Stage(opened, pp_rank, None)
+    is_plain = opened.parts.optimizer == "plain"
+
+    def name(slot: SavedSlot) -> str | None:
+        shape = slot.likely_shape if is_plain and slot.entries else slot.shape
+        alike = [name for name, own in stage.shapes.items() if own == shape]
+        return alike[0] if len(alike) == 1 else None
+
+    return [[(slot, name(slot)) for slot in group] for group in stage.groups]
+
+
 def saved_groups(opened: OpenTag, pp_rank: int) -> list[list[SavedSlot]]:
     """Return the slots of each param group of a pipeline stage, by number."""
     saved = saved_optimizer(opened.optimizer_tree(Coordinates(pp_rank)), None, "#", lambda name: None, opened.where)
@@ -244,15 +257,15 @@ class _Stage:
 
     def __init__(self, opened: OpenTag, pp_rank: int, stages: Sequence[Sequence[str]] | None) -> None:
         at = Coordinates(pp_rank)
-        self._shapes = {
+        self.shapes = {
             name: form_of(leaf)[1]
             for name, leaf in (opened.model_tree(at) if opened.parts.model else {}).items()
             if is_tensor(leaf) and not name.endswith(COMPUTED)
         }
-        self._parameters = list(self._shapes) if stages is None else list(stages[pp_rank])
+        self._parameters = list(self.shapes) if stages is None else list(stages[pp_rank])
         self.groups = saved_groups(opened, pp_rank)
 
     def names(self, patterns: Iterable[str]) -> list[list[str]] | None:
         """Return the names by group, those with one of ``patterns`` in the second group; None if they do not fit."""
         shapes = [[slot.likely_shape for slot in slots] for slots in self.groups]
-        return grouped({name: self._shapes.get(name) for name in self._parameters}, shapes, patterns)
+        return grouped({name: self.shapes.get(name) for name in self._parameters}, shapes, patterns)

@@ -12,7 +12,7 @@ from nxd_ckpt.core.topology import Coordinates
 from nxd_ckpt.errors import InvalidArgument, OptimizerMismatch, TopologyMismatch
 from nxd_ckpt.options.execution import BLANK, SavedNames
 from nxd_ckpt.reshard.resharded_state import partitions_of_tag, recorded_parameters
-from nxd_ckpt.reshard.saved_optimizer import Names, group_names, is_number, saved_groups
+from nxd_ckpt.reshard.saved_optimizer import Names, SavedSlot, group_names, is_number, names_by_shape
 from nxd_ckpt.tag.opened import OpenTag
 
 
@@ -83,10 +83,15 @@ def partitions_template(opened: OpenTag) -> dict[str, dict[str, Any]]:
 def names_template(opened: OpenTag) -> Names | None:
     """Return ``saved_param_names`` as scripts usually group them; None if the tag records the names.
 
-    If these do not fit the number of parameters and their shapes, it has a blank with the shape of each.
+    If these do not fit the number of parameters and their shapes, it has the names of parameters whose shape no other
+    has, and a blank with the shape of each other.
     """
     try:
         return group_names(opened)
     except OptimizerMismatch:
-        stages = (saved_groups(opened, stage) for stage in range(opened.topology.pp))
-        return [[[f"{BLANK} {list(slot.likely_shape)}" for slot in group] for group in groups] for groups in stages]
+        stages = (names_by_shape(opened, stage) for stage in range(opened.topology.pp))
+        return [[[name or _blank(slot) for slot, name in group] for group in groups] for groups in stages]
+
+
+def _blank(slot: SavedSlot) -> str:
+    return f"{BLANK} {list(slot.likely_shape)}"

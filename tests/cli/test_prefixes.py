@@ -36,14 +36,16 @@ def test_names_that_differ_in_numbers_are_one_line() -> None:
 def test_a_model_of_a_thousand_layers_is_a_page(run: Run, tmp_path: Path) -> None:
     """In the table of parameters and by prefix; the document counts everything."""
     model = {f"layers.{layer}.{name}": torch.ones(2, 3) for layer in range(1000) for name in ("up", "down")}
+    model["norm"] = torch.ones(3)
     save_as_every_rank(tmp_path, "deep", [Topology()], lambda _: {"model": model})
 
     assert "  layers.{0..999}.up    float32  [2, 3]  [2, 3]  whole  ?" in run("inspect", tmp_path).out.splitlines()
     lines = run("inspect", tmp_path, "--by-prefix").out.splitlines()
     assert "  model/layers.{0..999}.up    1000     float32  [2, 3]  23.4 KiB  whole" in lines
-    assert 5 == len(lines)
-    document = run("inspect", tmp_path, "--by-prefix", "1", "--json").document
-    assert [("model/", 2000, 48000, [2, 3])] == [
+    assert 6 == len(lines)
+    assert lines[:5] == run("inspect", tmp_path, "--largest", "2").out.splitlines()
+    document = run("inspect", tmp_path, "--by-prefix", "2", "--largest", "1", "--json").document
+    assert [("model/layers.", 2000, 48000, [2, 3])] == [
         (one["prefix"], one["tensors"], one["nbytes"], one["shape"]) for one in document["prefixes"]
     ]
 
@@ -53,6 +55,10 @@ def test_cuts_and_unknown_shapes_are_told(run: Run, examples: Path) -> None:
     [model] = run("inspect", examples, "cut", "--by-prefix", "1", "--json").document["prefixes"]
     assert (9, None, ["float32"]) == (model["tensors"], model["nbytes"], model["dtypes"])
     assert {"whole", "dim 0 in 4", "unknown"} <= set(model["cuts"])
+    total = run("inspect", examples, "cut", "--by-prefix", "1").out.splitlines()[1]
+    assert total.endswith(f" without the {model['tensors_of_unknown_size']} whose cut, and so size, is not known")
+    assert 0 < model["tensors_of_unknown_size"] < 9
+    assert model["known_nbytes"] > 0
 
 
 def test_depths_that_cannot_be_are_refused(run: Run, examples: Path) -> None:

@@ -82,6 +82,10 @@ def test_a_template_is_filled_in(model: GoldenModel, tmp_path: Path, capsys: pyt
         assert "embed.weight: partition_dim is still '?'" in error or "still to be filled in: ? [" in error
     cuts, names = (json.loads(file.read_text()) for file in files.values())
     assert [[len(group) for group in stage] for stage in model.saved_names] == [[*map(len, stage)] for stage in names]
+    filled, known = ([name for stage in of for group in stage for name in group] for of in (names, model.saved_names))
+    blanks = [name for name in filled if name.startswith("? [")]
+    assert 0 < len(blanks) < len(filled), "a shape that only one parameter has gives its name"
+    assert [] == [name for name, right in zip(filled, known, strict=True) if name not in (right, *blanks)]
     for name, cut in cuts.items():
         cut["partition_dim"] = int(name.endswith("down.weight"))
     files["partitions"].write_text(json.dumps(cuts))

@@ -67,7 +67,7 @@ def test_time_beyond_the_usual_is_lost_at_a_restart() -> None:
     assert Restart("step_200", "step_300", 42 * MINUTE, 32 * MINUTE) == last_restart(tags, runs)
     line = failure_line(last_restart(tags, runs), [], "step_400")
     assert ("warning", "32 min lost at the last restart") == line[:2]
-    assert "42 min from step_200 to step_300, 10 min is usual" == line.text
+    assert "42 min from step_200 to step_300, which usually takes 10 min" == line.text
     assert "good" == failure_line(None, [], "step_400").level
 
     back = _tags(100, 90, 80, 60, steps=[0, 100, 200, 150])

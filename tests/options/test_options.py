@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from nxd_ckpt import Checkpointer, save_checkpoint
+from nxd_ckpt import Checkpointer, Tier, save_checkpoint
 from nxd_ckpt.convert import export_checkpoint
 from nxd_ckpt.core.option_classes import _OTHER_NAMES, fields_of
 from nxd_ckpt.errors import InvalidArgument
@@ -88,6 +88,7 @@ def test_a_misspelt_keyword_is_refused(tmp_path: Path) -> None:
         (Checkpointer, "max_to_keep", r"\(pass num_kept_ckpts= to Checkpointer\.save\(\)\)"),
         (Checkpointer, "save_interval_steps", r"\(did you mean 'every'\?\)"),
         (Checkpointer, "checkpoint_dir_str", r"\(did you mean 'path'\?\)"),
+        (Tier, "max_to_keep", r"\(did you mean 'keep'\?\)"),
         (Checkpointer, "fallbck", r"\(pass fallback= to Checkpointer\.load\(\)\)"),
         (Checkpointer, "nothing_like_it", r"'nothing_like_it'$"),
         (Checkpointer("x").save, "save_top_k", r"\(did you mean retain=\[Last"),
