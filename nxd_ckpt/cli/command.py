@@ -246,7 +246,8 @@ class Command:
             for torch. Errors of nxd_ckpt and of the operating system are left to `nxd_ckpt.cli.main.main`.
         operands: name and help of each positional argument; one whose name ends in "?" may be left out, one in "*"
             also repeated.
-        add_flags: adds flags that only this command has.
+        switches: flags that only this command has, with their help.
+        add_flags: adds its other flags.
         options: the option class of its function: a flag for each field. Without one, there is --storage-option only.
         without: fields of ``options`` without a flag.
         spelling: flags of ``options`` with another name than usual.
@@ -260,6 +261,7 @@ class Command:
     description: str
     run: Callable[[argparse.Namespace], int]
     operands: Sequence[tuple[str, str]] = ()
+    switches: Mapping[str, str] = field(default_factory=dict)
     add_flags: Callable[[argparse.ArgumentParser], None] | None = None
     options: type[Any] | None = None
     without: Collection[str] = ()
@@ -272,6 +274,8 @@ class Command:
         for operand, about in self.operands:
             name = operand.rstrip("?*")
             parser.add_argument(name.lower(), metavar=name, nargs=operand.removeprefix(name) or None, help=about)
+        for flag, about in self.switches.items():
+            parser.add_argument(flag, action="store_true", help=about)
         if self.add_flags is not None:
             self.add_flags(parser)
         if self.options is None:

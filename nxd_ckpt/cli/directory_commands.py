@@ -79,10 +79,6 @@ def _name(tag: dict[str, Any]) -> str:
     return tag["tag"] or "(the directory itself)"
 
 
-def _add_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--wide", action="store_true", help="show all columns, whatever the width of the terminal")
-
-
 LIST = Command(
     "list",
     example="nxd-ckpt list run1",
@@ -94,7 +90,7 @@ LIST = Command(
         "do not fit the terminal are left out."
     ),
     operands=(("DIR", "what is passed to save_checkpoint: a directory or URL"),),
-    add_flags=_add_flags,
+    switches={"--wide": "show all columns, whatever the width of the terminal"},
     run=_run,
 )
 
@@ -172,7 +168,6 @@ def _changes(before: dict[str, Any], now: dict[str, Any]) -> Iterator[str]:
 
 
 def _add_watch_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--once", action="store_true", help="look once, and end")
     parser.add_argument("--interval", metavar="SECONDS", type=float, default=2.0, help="between two looks (default: 2)")
 
 
@@ -187,6 +182,7 @@ WATCH = Command(
         "except with --once. It changes nothing, and does not disturb the job."
     ),
     operands=(("DIR", "a checkpoint directory or URL"),),
+    switches={"--once": "look once, and end"},
     add_flags=_add_watch_flags,
     run=_watch,
 )

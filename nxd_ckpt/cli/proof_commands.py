@@ -84,10 +84,6 @@ def _lines(document: dict[str, Any]) -> Iterator[str]:
     )
 
 
-def _add_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--all", action="store_true", help="verify every complete tag in DIR, oldest first")
-
-
 VERIFY = Command(
     "verify",
     example="nxd-ckpt verify run1",
@@ -102,7 +98,7 @@ VERIFY = Command(
         ("DIR", "a checkpoint directory or URL, or a tag in it"),
         ("TAG?", "which one (default: the latest complete one)"),
     ),
-    add_flags=_add_flags,
+    switches={"--all": "verify every complete tag in DIR, oldest first"},
     quiet=True,
     run=_run,
 )
@@ -152,8 +148,9 @@ def _doctor_lines(document: dict[str, Any]) -> Iterator[str]:
         yield f"{finding['severity']}: {finding['what']}: {finding['message']}"
     yield from (f"not examined: {problem}" for problem in document["problems"])
     problems = sum(finding["severity"] == "problem" for finding in document["findings"])
-    doubts = len(document["findings"]) - problems
-    yield f"{document['tag']}: {_verdict(problems, doubts)}"
+    counts = {"problem": problems, "doubt": len(document["findings"]) - problems}
+    found = ", ".join(units.count(number, noun) for noun, number in counts.items() if number)
+    yield f"{document['tag']}: {found or 'ok'}"
     step = "" if document["step"] is None else f"step {document['step']}"
     if document["before"] is None:
         yield f"  {step or 'steps are not counted'}; examined by itself"
@@ -163,16 +160,6 @@ def _doctor_lines(document: dict[str, Any]) -> Iterator[str]:
         if document["step"] is not None and document["step"] < (document["step_before"] or 0):
             yield "  (if the tags were named in the wrong order: as for diff, the earlier one is the first)"
     yield f"  {units.count(document['parameters'], 'parameter')}, {size(document['nbytes'])} were read and verified"
-
-
-def _verdict(problems: int, doubts: int) -> str:
-    counts = [units.count(number, noun) for number, noun in ((problems, "problem"), (doubts, "doubt")) if number]
-    return ", ".join(counts) or "ok"
-
-
-def _add_doctor_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--alone", action="store_true", help="examine the tag by itself, without the one before")
-    parser.add_argument("--strict", action="store_true", help="exit with code 1 for doubts too")
 
 
 DOCTOR = Command(
@@ -190,7 +177,10 @@ DOCTOR = Command(
         ("BEFORE?", "an earlier tag (default: the one before TAG)"),
         ("TAG", "a tag, or a directory for its latest one; or their URL"),
     ),
-    add_flags=_add_doctor_flags,
+    switches={
+        "--alone": "examine the tag by itself, without the one before",
+        "--strict": "exit with code 1 for doubts too",
+    },
     options=OpenOptions,
     quiet=True,
     run=_doctor,

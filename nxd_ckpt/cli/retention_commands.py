@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from nxd_ckpt.cli import text
@@ -41,24 +41,12 @@ def _lines(document: dict[str, Any]) -> Iterator[str]:
     verb = "would be" if document["dry_run"] else "is" if removed == 1 else "are"
     yield f"{document['directory']}: {units.count(removed, 'tag')} {verb} removed"
     damaged = document["damaged"]
-    kept = [(tag["tag"], "stays", _because(tag, damaged)) for tag in document["kept"]]
-    yield from text.table(("TAG", "", "BECAUSE"), [*((tag, "goes", "") for tag in document["removed"]), *kept])
-
-
+    rows = [(tag, "goes", "") for tag in document["removed"]]
+    for tag in document["kept"]:
+        rows.append((tag["tag"], "stays", "damaged" if tag["tag"] in damaged else ", ".join(tag["because"])))
+    yield from text.table(("TAG", "", "BECAUSE"), rows)
     for tag, why in damaged.items():
         yield f"problem: {why}. {tag} stays, and no rule counts it; nxd-ckpt rm removes it"
-
-
-def _because(tag: dict[str, Any], damaged: Mapping[str, str]) -> str:
-    return "damaged" if tag["tag"] in damaged else ", ".join(tag["because"])
-
-
-def _last(text: str) -> Rule:
-    return _rule(lambda: Last(_count(text)))
-
-
-def _every(text: str) -> Rule:
-    return _rule(lambda: Every(_count(text)))
 
 
 def _best(text: str) -> Rule:
@@ -92,8 +80,13 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
     parser.usage = "%(prog)s DIR RULE [RULE ...] [options]"
     rules = parser.add_argument_group("rules, of which at least one is needed")
     for flag, metavar, rule, about in (
-        ("--last", "N", _last, "keep the newest N tags"),
-        ("--every", "STEPS", _every, "keep the tags whose step, a number in the name, is a multiple of STEPS"),
+        ("--last", "N", lambda text: _rule(lambda: Last(_count(text))), "keep the newest N tags"),
+        (
+            "--every",
+            "STEPS",
+            lambda text: _rule(lambda: Every(_count(text))),
+            "keep the tags whose step, a number in the name, is a multiple of STEPS",
+        ),
         (
             "--best",
             "METRIC[:N[:max]]",
@@ -198,11 +191,6 @@ def _rm_lines(document: dict[str, Any]) -> Iterator[str]:
     yield f"  no complete tag {is_now} left" if newest is None else f"  {newest} {is_now} the latest tag"
 
 
-def _add_rm_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--pinned", action="store_true", help="remove pinned tags too")
-    parser.add_argument("--dry-run", action="store_true", help="remove nothing, and show what would be removed")
-
-
 RM = Command(
     "rm",
     example="nxd-ckpt rm run1 step_100 step_200",
@@ -216,7 +204,10 @@ RM = Command(
         ("DIR", "a checkpoint directory or URL, or a tag in it"),
         ("TAG*", "which tags in it, by name or step; or the paths of more tags in the same directory"),
     ),
-    add_flags=_add_rm_flags,
+    switches={
+        "--pinned": "remove pinned tags too",
+        "--dry-run": "remove nothing, and show what would be removed",
+    },
     run=_rm,
 )
 

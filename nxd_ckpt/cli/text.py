@@ -111,7 +111,9 @@ def show(document: Mapping[str, Any], lines: Iterable[str], *, as_json: bool, wi
         return
     limit = None if wide else width()
     for line in map(printable, lines):
-        print(_painted("\n".join(_broken(line, limit)) if limit is not None and len(line) > limit else line))
+        if limit is not None and len(line) > limit:
+            line = "\n".join(_wrapped(line, limit, " " * (len(line) - len(line.lstrip())) + _BELOW))
+        print(_painted(line))
     sys.stdout.flush()
 
 
@@ -129,10 +131,6 @@ def _painted(line: str) -> str:
 
 def _shows_colours(stream: TextIO) -> bool:
     return not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb" and stream.isatty()
-
-
-def _broken(line: str, limit: int) -> list[str]:
-    return _wrapped(line, limit, " " * (len(line) - len(line.lstrip())) + _BELOW)
 
 
 def _wrapped(line: str, limit: int, below: str) -> list[str]:

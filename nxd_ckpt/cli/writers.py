@@ -33,30 +33,23 @@ def _write(
 ) -> Callable[[argparse.Namespace], int]:
     """Return the ``run`` of a command: call a function of `nxd_ckpt.convert`, and show its result.
 
-    ``source`` and ``target`` name the arguments that are its paths.
+    ``source`` and ``target`` name the arguments that are its paths. Names without a rule or tensors that are missing
+    make the exit code 1. With --quiet, success prints nothing.
     """
 
     def run(args: argparse.Namespace) -> int:
         from nxd_ckpt import convert
 
-        paths = getattr(args, source), getattr(args, target)
-        return _show(args, getattr(convert, function)(*paths, **options_of(args, options)), lines or _converted_lines)
+        done = getattr(convert, function)(getattr(args, source), getattr(args, target), **options_of(args, options))
+        document = asdict(done)
+        failed = bool(document.get("unknown") or document.get("missing"))
+        document |= {"nbytes": done.nbytes} if hasattr(done, "nbytes") else {}
+        document |= {"dry_run": args.dry_run}
+        if args.json or failed or not args.quiet:
+            text.show(document, (lines or _converted_lines)(document), as_json=args.json)
+        return int(failed)
 
     return run
-
-
-def _show(args: argparse.Namespace, done: Any, lines: Lines) -> int:
-    """Print the fields of ``done`` as JSON or as ``lines``, and return the exit code.
-
-    Names without a rule or tensors that are missing make it 1. With --quiet, success prints nothing.
-    """
-    document = asdict(done)
-    failed = bool(document.get("unknown") or document.get("missing"))
-    document |= {"nbytes": done.nbytes} if hasattr(done, "nbytes") else {}
-    document |= {"dry_run": args.dry_run}
-    if args.json or failed or not args.quiet:
-        text.show(document, lines(document), as_json=args.json)
-    return int(failed)
 
 
 def _converted_lines(document: dict[str, Any]) -> Iterator[str]:
