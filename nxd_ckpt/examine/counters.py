@@ -10,6 +10,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from math import isclose
 from typing import Any
 
 from nxd_ckpt.core.findings import Finding, doubt, problem
@@ -211,13 +212,9 @@ def _other_rates(tag: Progress) -> Iterator[tuple[str, float, float]]:
     while f"scheduler/_last_lr/{number}" in tag.values:
         name = f"optim/param_groups/{number}/lr"
         rate, scheduled = (_real(tag.values.get(key)) for key in (name, f"scheduler/_last_lr/{number}"))
-        if rate is not None and scheduled is not None and not _equal(rate, scheduled):
+        if rate is not None and scheduled is not None and not isclose(rate, scheduled, rel_tol=_SAME_RATE):
             yield name, rate, scheduled
         number += 1
-
-
-def _equal(a: float, b: float) -> bool:
-    return abs(a - b) <= _SAME_RATE * max(abs(a), abs(b))
 
 
 def _real(value: Any) -> float | None:

@@ -36,7 +36,6 @@ from nxd_ckpt.examine.run_state import (
     unsound,
 )
 from nxd_ckpt.examine.statistics import checkpoint_statistics, read_statistics
-from nxd_ckpt.formats.tensors import TensorStub, itemsize
 from nxd_ckpt.reshard.summary import TensorStatistics
 from nxd_ckpt.storage.urls import is_url, open_storage
 from nxd_ckpt.tag.directory import describe_incomplete, holds_tags, list_tags, require_directory
@@ -100,7 +99,8 @@ def report_document(
     else:
         document |= _details(list(opened.values()), statistics, set(still), damage, doctor, diff, progress)
     problems, notes = document["problems"], document["notes"]
-    problems += _listing_problems(tags)
+    problems += [_problem(tag["tag"], problem) for tag in tags for problem in tag["problems"]]
+    problems += [_problem(tag["tag"], f"incomplete: it lacks {what}") for tag in tags for what in tag["lacks"]]
     reported = {finding["what"] for finding in document["findings"]}
     problems += _value_problems(statistics, reported)
     saves = [] if only is not None else [asdict(save) for save in saves_in_flight(storage)]
@@ -132,7 +132,9 @@ def _details(
     parts: dict[str, Callable[[], Any]] = {
         "ranks": lambda: _ranks(newest),
         "modules": lambda: _modules({name: tensor.nbytes for name, tensor in newest.metadata.items()}),
-        "findings": lambda: _doctor_findings(before, newest, progress) if doctor else [],
+        "findings": lambda: (
+            list(map(asdict, examine_checkpoint(newest, before=before, progress=progress).findings)) if doctor else []
+        ),
         "differences": lambda: differences(before, newest, progress) if diff and before is not None else None,
     }
     document: dict[str, Any] = {"timeline": timeline(newest), "findings": []}
@@ -194,7 +196,7 @@ def _hugging_face(path: str, options: Mapping[str, Any] | None) -> dict[str, Any
     if holds_tags(storage) or locate(path, None, options)[1] is not None:
         return None
     directory = HuggingFaceDirectory(storage, "")
-    sizes = {f"model/{name}": _nbytes(directory.stub(name)) for name in directory.names}
+    sizes = {f"model/{name}": directory.stub(name).nbytes for name in directory.names}
     text = f"{units.count(len(sizes), 'tensor')}; their values were not read"
     head = [StateLine("good", "A Hugging Face directory", text)._asdict()]
     document: dict[str, Any] = {"directory": storage.url, "kind": "Hugging Face", "tags": [], "tiers": [], **_nothing()}
@@ -206,10 +208,6 @@ def _nothing() -> dict[str, Any]:
     parts: dict[str, Any] = {name: [] for name in ("ranks", "timeline", "modules", "findings", "problems", "notes")}
     parts |= {"note": None, "differences": None, "health": {"tags": [], "tensors": []}}
     return {**parts, "made": time_text(effects.time())}
-
-
-def _nbytes(stub: TensorStub) -> int:
-    return math.prod(stub.shape) * itemsize(stub.dtype)
 
 
 def _saves(opened: Mapping[str, Checkpoint], tags: list[dict[str, Any]]) -> dict[str, tuple[float, int]]:
@@ -352,17 +350,8 @@ def _step(name: str, statistics: Statistics, options: Mapping[str, Mapping[str, 
     return share if math.isfinite(share) else None
 
 
-def _doctor_findings(before: Checkpoint | None, newest: Checkpoint, progress: bool) -> list[dict[str, str]]:
-    return list(map(asdict, examine_checkpoint(newest, before=before, progress=progress).findings))
-
-
 def _problem(where: str, what: str) -> dict[str, Any]:
     return {"where": where, "what": what}
-
-
-def _listing_problems(tags: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    problems = [_problem(tag["tag"], problem) for tag in tags for problem in tag["problems"]]
-    return problems + [_problem(tag["tag"], f"incomplete: it lacks {what}") for tag in tags for what in tag["lacks"]]
 
 
 def _value_problems(statistics: Mapping[str, Statistics], told: Collection[str]) -> list[dict[str, Any]]:

@@ -337,10 +337,6 @@ def _seconds(value: float) -> str:
     return f"{value:.2f} s" if value < 10 else f"{value:.1f} s" if value < 120 else f"{value / 60:.1f} min"
 
 
-def _axis(seconds: float) -> str:
-    return f"{seconds:g} s"
-
-
 def _row(tag: Document, document: Document, number: int) -> dict[str, Any]:
     """Return a tag's row: the marks say its state in words, the worst first."""
     name = tag["tag"]
@@ -401,7 +397,9 @@ def _stages(tags: Sequence[Document]) -> dict[str, Any] | None:
         title = f"Training waits {_seconds(median(waits))} for a save" + (
             f", at most {_seconds(max(waits))} ({_short(longest['tag'], 40)})" if len(timed) > 1 else ""
         )
-    return {"title": title, "chart": _chart(timed, series, _seconds, axis=_axis) if len(timed) > 1 and usual else None}
+    if len(timed) < 2 or not usual:
+        return {"title": title, "chart": None}
+    return {"title": title, "chart": _chart(timed, series, _seconds, axis=lambda seconds: f"{seconds:g} s")}
 
 
 def _sizes(tags: Sequence[Document]) -> dict[str, Any] | None:

@@ -135,7 +135,7 @@ def shards_of(before: WholeTag | None, after: WholeTag, problems: dict[str, str]
             tag = names[side][1]
             assert tag is not None
             try:
-                leaves[role, side] = _leaves(tag, name)
+                leaves[role, side] = tag.leaf_or_parts(name)
             except PartLost:
                 raise
             except (IncompatibleState, PartNotFound) as error:
@@ -195,16 +195,6 @@ def _parameter_and_role(tag: WholeTag, name: str) -> tuple[str, str]:
         return parameter, role
     section, parameter, *inner = map(str, tag.path(name))
     return ("/".join((parameter, *inner)), WEIGHT) if section == "model" else (parameter, "/".join(inner))
-
-
-def _leaves(tag: WholeTag, name: str) -> list[Leaf]:
-    """Return the tensor, or the part of each rank if its partition is unknown."""
-    try:
-        return [tag.leaf(name)]
-    except PartLost:
-        raise
-    except (IncompatibleState, PartNotFound):
-        return tag.leaves_by_rank(name)
 
 
 def _shards(parameter: str, leaves_by_place: Mapping[Place, list[Leaf]]) -> Iterator[Shard]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import astuple, dataclass
 from math import inf, isfinite, isinf, nan
 from types import MappingProxyType
@@ -97,7 +97,7 @@ def _count(whole: WholeTag, progress: bool) -> Statistics:
     problems: dict[str, str] = {}
     for name in whole.tensors:
         try:
-            tensors[name] = list(_leaves(whole, name))
+            tensors[name] = list(dict.fromkeys(whole.leaf_or_parts(name)))  # ranks may hold the same part
         except PartLost:
             raise
         except (IncompatibleState, PartNotFound) as error:
@@ -149,16 +149,6 @@ def _together(leaves: list[_LeafCount]) -> Summary:
     for leaf in leaves:
         whole.add_all(leaf.summary)
     return whole
-
-
-def _leaves(whole: WholeTag, name: str) -> Iterator[Leaf]:
-    """Yield the tensor, or the distinct parts of the ranks if its partition is unknown."""
-    try:
-        yield whole.leaf(name)
-    except PartLost:
-        raise
-    except (IncompatibleState, PartNotFound):
-        yield from dict.fromkeys(whole.leaves_by_rank(name))
 
 
 logger = logging.getLogger("nxd_ckpt")

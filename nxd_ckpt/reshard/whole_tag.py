@@ -16,7 +16,14 @@ from nxd_ckpt.core.manifest import ParameterSpec
 from nxd_ckpt.core.partition import Partition
 from nxd_ckpt.core.suggestions import closest
 from nxd_ckpt.core.topology import Topology
-from nxd_ckpt.errors import KeyMismatch, OptimizerMismatch, TopologyMismatch
+from nxd_ckpt.errors import (
+    IncompatibleState,
+    KeyMismatch,
+    OptimizerMismatch,
+    PartLost,
+    PartNotFound,
+    TopologyMismatch,
+)
 from nxd_ckpt.formats.tensors import Assembly, Path, TensorStub, by_digest, itemsize, iter_leaves, iter_tensors
 from nxd_ckpt.live.optimizer_state import STEP
 from nxd_ckpt.live.parameters import form_of, is_tensor
@@ -161,6 +168,18 @@ class WholeTag:
         others = f"it has {len(names)}{', such as ' if names else ''}{', '.join(names[:3])}"
         hint = others if close is None else f"did you mean {close!r}?"
         raise KeyMismatch(f"{self.opened.where} has no tensor {name!r}; {hint}")
+
+    def leaf_or_parts(self, name: str) -> list[TensorStub | Assembly]:
+        """Return the tensor alone; if it cannot be assembled, what each rank holds of it (see `leaves_by_rank`).
+
+        Raises PartLost for a file that is gone, and the errors of `leaves_by_rank`.
+        """
+        try:
+            return [self.leaf(name)]
+        except PartLost:
+            raise
+        except (IncompatibleState, PartNotFound):
+            return self.leaves_by_rank(name)
 
     def leaves_by_rank(self, name: str) -> list[TensorStub | Assembly]:
         """Return what each expert- and tensor-parallel rank holds of the tensor; its cut need not be known.
