@@ -13,7 +13,7 @@ from typing_extensions import Unpack
 from nxd_ckpt.commit.publication import Publication, copy_publication
 from nxd_ckpt.commit.session import Session, open_session
 from nxd_ckpt.coordination.agreement import SingleProcessAgreement
-from nxd_ckpt.core.names import tensors_dirs
+from nxd_ckpt.core.names import folders_of, tensors_dirs
 from nxd_ckpt.core.option_classes import takes
 from nxd_ckpt.core.topology import Topology
 from nxd_ckpt.core.units import bytes_of
@@ -135,7 +135,7 @@ def copy_files(
     results = _copy_all(copier, files, means)
     for directory in tensors_dirs(file.name for file in files):
         session.storage.make_dir(f"{folder}/{directory}")
-    for directory in _directories(files):
+    for directory in folders_of(file.name for file in files):
         session.storage.sync_dir(f"{folder}/{directory}" if directory else folder)
     if opened.manifest is None:  # no digest distinguishes its files from those of a later save
         opened.require_unchanged()
@@ -161,17 +161,6 @@ def _copy_all(copier: FileCopy, files: Sequence[TagFile], means: CopyMeans) -> l
             task.cancel()
         wait(tasks)
         raise
-
-
-def _directories(files: Sequence[TagFile]) -> list[str]:
-    """Return every directory that a file is in or below, inner ones first."""
-    directories = {""}
-    for file in files:
-        parent = file.name.rpartition("/")[0]
-        while parent:
-            directories.add(parent)
-            parent = parent.rpartition("/")[0]
-    return sorted(directories, key=len, reverse=True)
 
 
 def _order_time(opened: OpenTag, files: Sequence[TagFile]) -> float:

@@ -170,14 +170,11 @@ def _unequal(opened: OpenTag, mapped: MappedTag) -> str | None:
 
 def _pairs(mapped: MappedTag) -> Iterator[Matched[str]]:
     for tensor in mapped.tensors:
-        first, *others = map(mapped.assembly, _copies(tensor))
+        cut = tensor.hf_slice
+        copies = (replace(tensor, hf_slice=replace(cut, pieces=pieces)) for pieces in cut.copies)
+        first, *others = map(mapped.assembly, copies)
         for other in others:
             yield Matched(tensor.source.name, tensor.source.name, ((0, first), (0, other)))
-
-
-def _copies(tensor: HfTensor) -> Iterator[HfTensor]:
-    for pieces in tensor.hf_slice.copies:
-        yield replace(tensor, hf_slice=replace(tensor.hf_slice, pieces=pieces))
 
 
 @dataclass(frozen=True)

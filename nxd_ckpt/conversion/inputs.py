@@ -6,7 +6,7 @@ neuronx_distributed does write into files of a tag that it saves again, so its f
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -27,7 +27,7 @@ from nxd_ckpt.live.state import StateTensor
 from nxd_ckpt.load.attempt import unwrapped
 from nxd_ckpt.output.locations import Location
 from nxd_ckpt.output.source import open_any
-from nxd_ckpt.output.transfer import copy, link_or_copy
+from nxd_ckpt.output.transfer import Progress, copy, link_or_copy
 from nxd_ckpt.reshard.resharded_state import recorded_parameters
 from nxd_ckpt.reshard.target import Target, target_state
 from nxd_ckpt.save.planned_file import pieces_of
@@ -39,8 +39,6 @@ from nxd_ckpt.tag.foreign.hugging_face_directory import HuggingFaceDirectory
 from nxd_ckpt.tag.foreign.weight_files import WeightFiles
 from nxd_ckpt.tag.opened import OpenTag, open_complete_tag
 from nxd_ckpt.tag.reading import LeafReader
-
-Progress = Callable[[int], None]
 
 
 @dataclass(frozen=True)
@@ -211,7 +209,7 @@ class Input(Protocol):
     def reader(self) -> LeafReader:
         """Return a reader of those leaves, which verifies them if there are digests."""
 
-    def pass_files(self, topology: Topology, folder: str, progress: Callable[[int], None]) -> PassedFiles:
+    def pass_files(self, topology: Topology, folder: str, progress: Progress) -> PassedFiles:
         """Link or copy the rank's unchanged files below ``folder``."""
 
     def guarded(self) -> AbstractContextManager[None]:
@@ -303,7 +301,7 @@ class _Anew(_Verified):
             user_content=self._opened.user_content() if parts.user_content else None,
         )
 
-    def pass_files(self, topology: Topology, folder: str, progress: Callable[[int], None]) -> PassedFiles:
+    def pass_files(self, topology: Topology, folder: str, progress: Progress) -> PassedFiles:
         return PassedFiles()
 
 
@@ -322,5 +320,5 @@ class _Directory:
     def reader(self) -> LeafReader:
         return LeafReader(self._files, {})
 
-    def pass_files(self, topology: Topology, folder: str, progress: Callable[[int], None]) -> PassedFiles:
+    def pass_files(self, topology: Topology, folder: str, progress: Progress) -> PassedFiles:
         return PassedFiles()

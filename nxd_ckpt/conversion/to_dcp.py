@@ -28,7 +28,7 @@ from nxd_ckpt.output.image_writer import write_images
 from nxd_ckpt.output.locations import Location, locate_apart, locate_existing, locate_input, locate_output
 from nxd_ckpt.output.output import TORCH_DCP, Output
 from nxd_ckpt.output.source import open_source
-from nxd_ckpt.reshard.dcp_state import DcpState, DcpTensor
+from nxd_ckpt.reshard.dcp_state import DcpState
 from nxd_ckpt.reshard.resharding import refuse_unknown
 from nxd_ckpt.reshard.unrecorded import checked_facts
 from nxd_ckpt.reshard.whole_tag import WholeTag
@@ -66,14 +66,11 @@ def plan_files(state: DcpState) -> list[PlannedFile]:
     """
     entries = [_Entry(position, value, DcpChunk(path)) for position, (path, value) in enumerate(state.values.values())]
     for position, (name, tensor) in enumerate(state.tensors.items(), len(entries)):
-        entries.append(_Entry(position, state.leaf(name), _chunk(tensor), tensor.nbytes))
+        chunk = DcpChunk(tensor.path, tensor.dtype, tensor.shape, (0,) * len(tensor.shape), tensor.shape)
+        entries.append(_Entry(position, state.leaf(name), chunk, tensor.nbytes))
     large = ([entry] for entry in entries if entry.nbytes >= _LARGE)
     groups = [*_grouped(entry for entry in entries if entry.nbytes < _LARGE), *large]
     return [_file(f"__0_{number}.distcp", group) for number, group in enumerate(groups)]
-
-
-def _chunk(tensor: DcpTensor) -> DcpChunk:
-    return DcpChunk(tensor.path, tensor.dtype, tensor.shape, (0,) * len(tensor.shape), tensor.shape)
 
 
 def _grouped(entries: Iterable[_Entry]) -> Iterator[list[_Entry]]:

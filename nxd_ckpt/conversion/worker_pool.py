@@ -34,11 +34,9 @@ from nxd_ckpt.core.topology import Topology
 from nxd_ckpt.core.votes import Vote
 from nxd_ckpt.errors import CheckpointError, InvalidArgument, PeerTimeout, to_wire
 from nxd_ckpt.output.image_writer import TOGETHER, write_images
+from nxd_ckpt.output.transfer import Progress
 from nxd_ckpt.save.plan import SavePlan, plan_save
 from nxd_ckpt.save.writing import FileWriter, write_index
-
-Progress = Callable[[int], None]
-"""A function that is called with the bytes that each step wrote; an error that it raises stops the writing."""
 
 
 class RankWriter:

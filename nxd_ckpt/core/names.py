@@ -123,6 +123,15 @@ def tensors_dirs(files: Iterable[str]) -> list[str]:
     return [tensors_dir(file.removesuffix(_INFO)) for file in files if file.endswith(_INFO)]
 
 
+def folders_of(files: Iterable[str]) -> list[str]:
+    """Return every folder that one of the ``files`` lies in or below, inner ones first; the last is "", the root."""
+    folders = {""}
+    for file in files:
+        while file := file.rpartition("/")[0]:
+            folders.add(file)
+    return sorted(folders, reverse=True)
+
+
 def tensor_file(key: str, tid: int) -> str:
     """Return the xser file of one tensor that the file ``key`` refers to."""
     return f"{tensors_dir(key)}/tensor_{tid}.pt"

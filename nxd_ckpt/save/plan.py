@@ -6,7 +6,7 @@ Assignment of files to ranks (source: neuronx_distributed 0.18; notes mark omiss
 of a mesh job        each rank its boxes of model and optimizer, see save.mesh_plan
 model, plain files   the first rank of each replica group, whole
 model, xser          the replica group shares: tensors balanced by bytes, its first rank writes reference and info
-optimizer, ZeRO-1    every rank its own file; with use_zero1_dcp its own files, see save.dcp_plan
+optimizer, ZeRO-1    every rank its own file; with use_zero1_dcp its own files, see `plan_dcp`
 optimizer, unsharded the first rank of each replica group, whole (what the converter writes)
 optimizer, plain     as the model (upstream never writes ep_rank > 0's in plain files: here it is written)
 scheduler, user      the master rank (global rank 0)

@@ -24,7 +24,7 @@ from nxd_ckpt import effects
 from nxd_ckpt.commit.publication import Publication
 from nxd_ckpt.core.dcp_names import DcpChunk
 from nxd_ckpt.core.manifest import FileEntry, RankIndex, TensorEntry, dump_index
-from nxd_ckpt.core.names import DONE, tensors_dirs
+from nxd_ckpt.core.names import DONE, folders_of, tensors_dirs
 from nxd_ckpt.core.tags import latest
 from nxd_ckpt.core.topology import Coordinates
 from nxd_ckpt.errors import CheckpointError
@@ -186,8 +186,7 @@ class FileWriter:
             with self._naming(folder):
                 self._storage.make_dir(f"{self._folder}/{folder}")
         # Parents too: the first to write below a directory created it, and its own name must last as well.
-        folders = {"", *(parent for planned in self._files for parent in _parents(planned.key))}
-        for folder in sorted(folders, reverse=True):
+        for folder in folders_of(planned.key for planned in self._files):
             with self._naming(folder or self._folder):
                 self._storage.sync_dir(f"{self._folder}/{folder}".rstrip("/"))
 
@@ -271,12 +270,6 @@ class FileWriter:
 
 
 _Stretches = Generator[Blocks, None, None]
-
-
-def _parents(key: str) -> Iterator[str]:
-    """Yield the folders that a file lies in, from the inside out."""
-    while key := key.rpartition("/")[0]:
-        yield key
 
 
 def _stretches(storages: Sequence[StorageRecord], numbers: range) -> Iterator[Sequence[StorageRecord]]:

@@ -275,7 +275,8 @@ class NxdTag:
         files = self._rank_files(part)
         if not files:
             return None
-        return self._state(f"{part}/{min(files, key=lambda file: _lowest_first(files[file]))}")
+        lowest = min(files, key=lambda file: [rank or 0 for rank in files[file]])
+        return self._state(f"{part}/{lowest}")
 
     def _ranks(self, part: str) -> list[names.ParsedName]:
         return list(self._rank_files(part).values())
@@ -301,7 +302,3 @@ _STATE_DIRS = (names.MODEL_DIR, names.OPTIMIZER_DIR)
 
 def _without_expert_rank(at: Coordinates) -> Coordinates:
     return Coordinates(pp_rank=at.pp_rank, dp_rank=0, tp_rank=at.tp_rank)
-
-
-def _lowest_first(ranks: names.ParsedName) -> tuple[int, ...]:
-    return tuple(rank or 0 for rank in ranks)

@@ -259,7 +259,7 @@ class LeafReader(Closing):
             clear_padding(leaf, out)
             for fragment in leaf.fragments:
                 if fragment.source.numel:
-                    self._read_part(fragment, out, name, compare, None if verified else takes or _takes_all)
+                    self._read_part(fragment, out, name, compare, None if verified else takes or (lambda *_: True))
 
     def visit(self, leaf: Leaf, name: str, look: Look) -> None:
         """Call ``look`` with all elements of ``leaf``, verified, in parts and in any order.
@@ -332,7 +332,11 @@ class LeafReader(Closing):
 
     def _read_stub(self, stub: TensorStub, out: torch.Tensor, name: str, compare: bool) -> None:
         if not stub.is_contiguous:
-            self._ranges.call(name, partial(torch_zip.read_into, self._pread_into(stub.file), stub, out, compare))
+
+            def pread_into(offset: int, memory: memoryview) -> None:
+                self._ranges.read_ranges(stub.file, [(offset, memory)])
+
+            self._ranges.call(name, partial(torch_zip.read_into, pread_into, stub, out, compare))
             return
         memory = byte_view(out)
         if len(memory) != stub.nbytes:
@@ -466,13 +470,6 @@ class LeafReader(Closing):
         for at in range(0, len(memory), PIECE):
             target = memory[at : at + PIECE]
             self._ranges.add(file, Range(offset + at, len(target), target, name))
-
-    def _pread_into(self, file: str) -> torch_zip.PreadInto:
-        return lambda offset, memory: self._ranges.read_ranges(file, [(offset, memory)])
-
-
-def _takes_all(fragment: Fragment, block: int) -> bool:
-    return True
 
 
 def _sources(leaf: Leaf, takes: Takes | None) -> Iterator[tuple[TensorStub, Iterator[int] | None]]:

@@ -148,7 +148,7 @@ BREAKS = [
     ),
     Break(
         "Directories of the data not synced", "disk",
-        {_SAVED_FILES: ("        for folder in sorted(folders, reverse=True):", "        for folder in ():")},
+        {_SAVED_FILES: ("in folders_of(planned.key for planned in self._files):", "in ():")},
     ),
     Break(
         "Files of the data not synced", "disk",

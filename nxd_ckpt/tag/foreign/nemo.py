@@ -59,7 +59,7 @@ def saves(storage: Storage, folder: str) -> list[str]:
     ranks = {parsed: entry.name for entry in storage.list(folder) if (parsed := _parse(entry.name)) and entry.is_dir}
     if not ranks:
         return []
-    first = f"{folder}/{ranks[min(ranks, key=_by_stage)]}".lstrip("/")
+    first = f"{folder}/{ranks[min(ranks, key=lambda rank: (rank.pp, rank.tp))]}".lstrip("/")
     return sorted(f"{first}/{entry.name}" for entry in storage.list(first) if entry.name.endswith(_SUFFIX))
 
 
@@ -206,10 +206,6 @@ def _refuse_several(folders: Collection[str], ranks: int, where: str) -> None:
             f"{where} has several directories of one rank, {first_of(sorted(folders))}; move those of one save to "
             "a place of their own"
         )
-
-
-def _by_stage(rank: ParsedName) -> tuple[int, int]:
-    return rank.pp, rank.tp
 
 
 def _of(at: Coordinates) -> ParsedName:

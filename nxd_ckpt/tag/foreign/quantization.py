@@ -460,13 +460,9 @@ def _compressed(section: Mapping[str, Any], dtype: str, where: str) -> Quantizat
     return Quantization("_scale", tuple(dict.fromkeys(blocks)), dtype, compressed=True)
 
 
-def _mxfp4(section: Mapping[str, Any], dtype: str, where: str) -> None:
-    return None
-
-
 _ROW = Block(1, None)
 _READABLE: Mapping[str, Callable[[Mapping[str, Any], str, str], Quantization | None]] = {
-    "mxfp4": _mxfp4,
+    "mxfp4": lambda section, dtype, where: None,
     "fp8": _fine_grained,
     "fbgemm_fp8": _rows,
     "compressed-tensors": _compressed,

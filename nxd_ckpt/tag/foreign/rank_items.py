@@ -247,7 +247,9 @@ class RankItems:
                 raise
             self._put((item,), error)
             return
-        counts = {ranks[rank].name: Payload({item: tree, **_dict(tree)}) for rank, tree in trees.items()}
+        counts = {}
+        for rank, tree in trees.items():
+            counts[ranks[rank].name] = Payload({item: tree, **(tree if isinstance(tree, dict) else {})})
         refuse_other_counts(counts, self.where)
         by_path: dict[Path, dict[int, Any]] = {}
         for rank, tree in trees.items():
@@ -274,15 +276,15 @@ class RankItems:
         if not isinstance(first, (TensorStub, LocalTensor)):
             return first
         name = ".".join(map(str, path[1:]))
-        parts = {rank: self._part(name, rank, leaf, about) for rank, leaf in leaves.items()}
+        parts = {
+            rank: about.local(name, rank, leaf) or leaf if isinstance(leaf, TensorStub) else leaf
+            for rank, leaf in leaves.items()
+        }
         if isinstance(first, TensorStub) and not any(isinstance(part, LocalTensor) for part in parts.values()):
             if path[0] in _OF_ALL_RANKS:
                 self._require_equal(".".join(map(str, path)), leaves)
             return first
         return self._assembled(".".join(map(str, path)), list(parts.values()))
-
-    def _part(self, name: str, rank: int, leaf: Any, about: ItemMetadata) -> Any:
-        return about.local(name, rank, leaf) or leaf if isinstance(leaf, TensorStub) else leaf
 
     def _require_equal(self, name: str, leaves: Mapping[int, Any]) -> None:
         """Raise MalformedFile unless all ranks hold the same tensor."""
@@ -329,10 +331,6 @@ def _differ(leaf: TensorStub, other: TensorStub) -> bool:
         return True
     digests = digest_of(leaf), digest_of(other)
     return None not in digests and digests[0] != digests[1] and leaf.nbytes == leaf.storage.nbytes
-
-
-def _dict(tree: Any) -> dict[str, Any]:
-    return tree if isinstance(tree, dict) else {}
 
 
 def _leaves(node: Any, path: Path) -> Iterator[tuple[Path, Any]]:

@@ -238,7 +238,8 @@ def tiered_saves(storage: Storage, folder: str) -> list[str]:
         return [of_rank(folder, 0)]
     inside = [f"{folder}/{name}" if folder else name for name in _below(storage, folder)]
     rank_dirs = [key for key in inside if is_of_rank(storage, key)]
-    rank_dirs += [below for key in inside if key not in rank_dirs for below in _steps_of_ranks(storage, key)]
+    for key in (key for key in inside if key not in rank_dirs):
+        rank_dirs += [below for name in _below(storage, key) if is_of_rank(storage, below := f"{key}/{name}")]
     return sorted({of_rank(key, 0) for key in rank_dirs})
 
 
@@ -269,10 +270,6 @@ def _of_all_ranks(storage: Storage, folder: str) -> Iterator[str]:
         if TIERED_RANK.fullmatch(parts[at]):
             matches = (TIERED_RANK.fullmatch(entry.name) for entry in storage.list("/".join(parts[:at])))
             yield from ("/".join((*parts[:at], match[0], *parts[at + 1 :])) for match in matches if match)
-
-
-def _steps_of_ranks(storage: Storage, folder: str) -> list[str]:
-    return [f"{folder}/{name}" for name in _below(storage, folder) if is_of_rank(storage, f"{folder}/{name}")]
 
 
 def _below(storage: Storage, folder: str) -> list[str]:
