@@ -40,11 +40,10 @@ class LoadOptions:
     rank_content: dict[Any, Any] | None = option(None, """an empty dict, filled with this rank's saved
         ``rank_content``. On other sizes: data positions only, re-split.""")
     verify: Verify | None = option(None, """when digests are compared. True: before anything changes, which reads
-        twice. "reading": in one pass; after an error live state may be partly overwritten. False: never; structure
-        and sizes still are. None: True on file systems and with ``pre_download``, "reading" on object stores.""")
+        twice. "reading": in one pass; after an error live state may be partly overwritten. False: never. None: True
+        on file systems and with ``pre_download``, "reading" on object stores.""")
     share_reads: bool | None = option(None, """one of the ranks that load the same tensor or shard reads it and sends
-        it to the others. None: if that is measured to be faster. If ranks differ, False wins over True, True over
-        None. No effect with ``pre_download``.""")
+        it to the others. None: if that is measured to be faster. No effect with ``pre_download``.""")
     pre_download: bool = option(False, """first download whole files to a local disk, once for each host. The files of
         the last loaded tag stay there.""")
     work_dir: StrPath | None = option(None, """directory for ``pre_download``. Default: below the system's temporary
@@ -61,10 +60,7 @@ class LoadOptions:
     prefix: str = option("", """beginning of names in the checkpoint that live names lack. Names without it are
         ignored.""")
     ignore_keys: IgnoreKeys | None = option(None, """names that keep their live values, neither read nor verified:
-        globs, or a function from all names to those left out. Names are ``model/<name>``, ``optim/<name>/<state>``,
-        ``optim/param_groups``, ``scheduler``, ``user_content``, ``rank_content`` (and their keys, as
-        ``rank_content/epoch``), and ``rng``, a random state in rank_content. ``*`` matches slashes too; a name stands
-        for everything below it. Names are live ones, after ``key_mapping``.""")
+        globs such as ``optim/*``, or a function from all names to those left out.""")
     weights_only: bool = option(False, "load the model only. ZeRO-1 shards are cut from its weights.")
     load_weights_only: bool = option(False, "another name for ``weights_only``, OLMo-core's.")
     strict_model_weights: bool | None = option(None, """``strict`` for the model's names alone. None uses ``strict``,

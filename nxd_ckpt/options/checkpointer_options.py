@@ -45,8 +45,7 @@ class CheckpointerOptions(DirectoryOptions):
     progress: bool = option(True, "show a bar on rank 0's terminal when the caller waits longer than two seconds.")
     on_save_failure: OnFailure = option("raise", """"raise" or "warn". "warn" logs a failed save on every rank, and
         training continues.""")
-    max_failed_saves: int = option(3, """with "warn", the number of failed saves in a row after which one is raised:
-        by the call itself, or, if async, by the next save, ``wait`` or ``finalize_checkpoint``.""")
+    max_failed_saves: int = option(3, """with "warn", the number of failed saves in a row after which one is raised.""")
 
     def validate(self) -> None:
         """Raise InvalidArgument for meaningless values."""
@@ -66,8 +65,7 @@ class PreemptionOptions:
     """Stopping training from outside without losing a step."""
 
     preemption: Notice = option(False, """sign that this rank will be stopped: True for SIGTERM, another signal, or a
-        function that each `Checkpointer.step` calls. The signal has no other effect; for the exception see
-        ``preemption_grace``.""")
+        function that each `Checkpointer.step` calls.""")
     preemption_grace: float = option(30.0, """seconds in which all ranks must agree on the step to save. If this
         process has not called `Checkpointer.step` by then, the signal ends it.""")
 

@@ -35,21 +35,20 @@ class SaveOptions:
     partitions: Mapping[str, Partition] | None = option(None, """cuts of parameters over tensor-parallel ranks, by
         name; needed if their attributes were lost.""")
     trust_pickle: bool = option(False, "allow content that only a load with ``trust_pickle`` can read.")
-    overwrite: bool | None = option(None, """replace an existing tag. None: yes on file systems, where the old tag
-        stays until the new one is complete; no on object stores, where the old tag is removed first.""")
+    overwrite: bool | None = option(None, """replace an existing tag. None: yes on file systems; no on object
+        stores, where the old tag is removed first.""")
     weights_only: bool = option(False, "save the model only.")
     ignore_keys: IgnoreKeys | None = option(None, """names that are not saved: globs such as ``optim/*``, or a
         function of all names.""")
     retain: Sequence[Rule] | int | None = option(None, """complete tags to keep: a number, or rules such as
-        ``[Last(3), Every(1000), Best("loss", 3), Within(hours=2)]``. The newest tag and pinned ones always stay.
-        ``num_kept_ckpts=k`` adds the rule ``Last(k)``.""")
+        ``[Last(3), Every(1000), Best("loss", 3), Within(hours=2)]``. ``num_kept_ckpts=k`` adds ``Last(k)``.""")
     metrics: Mapping[str, float] | None = option(None, """numbers by name, such as ``{"loss": 2.1}``, kept in the tag
         for the rule ``Best``. Rank 0's count.""")
     stats: bool = option(False, """count NaN, zeros, norms and so on of every tensor while it is written. A report then
-        reads no tensor. No save waits for it: if a rank is not done when its next save or next staged part begins, the
-        counts are dropped. Closing waits, except after an exception.""")
+        reads no tensor. No save waits for it: if a rank is not done when its next save begins, the counts are
+        dropped.""")
     dedup: bool = option(False, """do not write again a file that the tag before has: hard-link it, share its blocks,
-        or let S3 copy it. Works best with ``use_xser``. Each of these tags may be removed or replaced alone.""")
+        or let S3 copy it. Works best with ``use_xser``.""")
 
     @property
     def rules(self) -> tuple[Rule, ...] | None:

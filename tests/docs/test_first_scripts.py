@@ -43,17 +43,6 @@ def test_torchtitan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pyt
     assert "True 500\n" == capsys.readouterr().out
 
 
-def test_trainers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("transformers")
-    pytest.importorskip("pytorch_lightning")
-    monkeypatch.chdir(tmp_path)
-    transformers, lightning = code_blocks(DOCS / "integrations.md", "python")
-    for script in (transformers, transformers, lightning):
-        exec(compile(script, "page", "exec"), {"__name__": "page"})
-    printed = [line for line in capsys.readouterr().out.splitlines() if re.fullmatch(r"steps? \d.*", line)]
-    assert ["steps 1 to 4", "steps 5 to 8", "step 8", "step 16"] == printed
-
-
 def test_a_script_to_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """It stops at a signal, passes over the damaged tag of that step, and goes on to its end; rules keep the tags."""
     monkeypatch.chdir(tmp_path)
