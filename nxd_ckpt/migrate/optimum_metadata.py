@@ -2,8 +2,8 @@
 
 There is one file for each pipeline stage. Its ``parameters`` have the dimension along which tensor-parallel ranks cut
 each of them, if any; its ``model_weight_transformation_specs`` have the Hugging Face layers of each fused layer.
-docs/sources.md names the sources. Versions up to 0.2.0 pickled the cuts and the names of q, k and v; 0.2.0 does either,
-depending on the model. So models that optimum-neuron trained need no mapping file.
+tests/migrate/sources.md names the sources. Versions up to 0.2.0 pickled the cuts and the names of q, k and v; 0.2.0
+does either, depending on the model. So models that optimum-neuron trained need no mapping file.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Directories as the Neuron trainers write them, of an :class:`OldRun`: generated, file by file.
 
-Provenance: every name and key is from the projects' sources, which docs/sources.md lists with repository and path
+Provenance: every name and key is from the projects' sources, which sources.md here lists with repository and path
 (neuronx-distributed 0.18; neuronx-distributed-training, ``nlp_overrides.py``, ``exp_manager.py`` and
 ``model_utils.py``; optimum-neuron 0.4.5, ``modeling_utils.py``, ``transformations_utils.py`` and
 ``trainers/transformers.py``). How ranks hold the tensors is ``tests.hugging_face.reference``'s, with torch alone; that

@@ -1,4 +1,4 @@
-"""Adapters as optimum-neuron writes them, generated from the facts of its sources, which docs/sources.md lists."""
+"""Adapters as optimum-neuron writes them, generated from the facts of its sources, which sources.md here lists."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Checkpoints of neuronx-nemo-megatron, of an :class:`OldRun`: generated, file by file.
 
-Provenance: every name and key is from the project's sources, which docs/sources.md lists (aws-neuron/
+Provenance: every name and key is from the project's sources, which sources.md here lists (aws-neuron/
 neuronx-nemo-megatron, ``nlp_overrides.py``, ``serialization.py``, ``model_utils.py``, ``modelPT.py``, and its scripts
 that convert to and from Hugging Face). How ranks hold the tensors is written out here with torch alone.
 """

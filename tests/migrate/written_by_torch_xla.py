@@ -1,4 +1,4 @@
-"""Checkpoints of torch-xla's scripts: what FSDP calls a shard, and what its metadata say (docs/sources.md has the
+"""Checkpoints of torch-xla's scripts: what FSDP calls a shard, and what its metadata say (sources.md here has the
 sources). tests/migrate/test_fsdp.py compares these files with those of the real FSDP, where torch-xla is installed.
 """
 

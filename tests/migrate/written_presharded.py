@@ -13,7 +13,7 @@ from tests.hugging_face.reference import Model, State
 def held_by(model: Model, state: State, tp: int, rank: int) -> State:
     """What the rank's file holds, by hand: heads of k and v as often as ranks need them, one next to the other.
 
-    Sources are in docs/sources.md.
+    Sources are in sources.md here.
     """
     copies = 1
     if model.kv_heads != model.heads and model.kv_heads % tp:

@@ -3,7 +3,7 @@
 Its ``shard_metadata`` says where each parameter is. A sharded parameter is a flat run of elements, with padding at its
 end, divided equally over the ranks: one parameter of the model (``flatten_parameters=False``), or all of a wrapped
 module's, one after the other. With ``shard_param_on_dim_0`` it keeps its dimensions, and its rows are divided.
-docs/sources.md names the sources.
+tests/migrate/sources.md names the sources.
 """
 
 from __future__ import annotations

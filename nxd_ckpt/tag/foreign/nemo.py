@@ -7,7 +7,7 @@
 ==================================  ==============================================================================
 
 Layers are numbered from 0 on in every pipeline stage; with virtual stages in every ``model0``, ``model1`` of a file.
-Here they have the model's numbers. docs/sources.md has the sources. Only read.
+Here they have the model's numbers. tests/migrate/sources.md has the sources. Only read.
 """
 
 from __future__ import annotations

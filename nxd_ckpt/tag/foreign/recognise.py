@@ -1,6 +1,6 @@
 """Recognition of the writer of a checkpoint by the names in its directory, for every layout of the Neuron ecosystem.
 
-Those that are no NxD tags are opened here too. docs/sources.md has the sources.
+Those that are no NxD tags are opened here too. tests/migrate/sources.md has the sources.
 """
 
 from __future__ import annotations
