@@ -47,6 +47,7 @@ REFERENCE = {
 }
 """Title of each module's page in the reference."""
 MODULES = {f"{module.replace('.', '/')}.py": f"reference/{module}.md" for module in REFERENCE}
+MODULES["nxd_ckpt/__init__.py"] = "reference/nxd_ckpt.md"
 """The page of each of these modules whose file is linked to."""
 
 _LINK = re.compile(

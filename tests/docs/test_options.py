@@ -20,9 +20,9 @@ def test_tables_are_what_functions_take() -> None:
 
 
 def test_every_function_with_options_is_there() -> None:
-    """Tables of saving, loading and opening, a row of each tool; and other names for a parameter are mentioned."""
+    """Tables of saving and loading, a row of each tool; and other names for a parameter are mentioned."""
     tools = {name for name in convert.__all__ if inspect.isfunction(getattr(convert, name))}
     assert tools == {name for row in tables(DOCUMENT)["Tools"] for name in row[0].replace("`", "").split(", ")}
-    functions, text = ("save_checkpoint", "load_checkpoint", "open_checkpoint"), DOCUMENT.read_text()
+    functions, text = ("save_checkpoint", "load_checkpoint"), DOCUMENT.read_text()
     assert [] == [name for name in functions if f"<!-- keywords: nxd_ckpt.{name} -->" not in text]
     assert [] == [name for name in ALIASES if f"`{name}=`" not in prose(DOCUMENT)]
