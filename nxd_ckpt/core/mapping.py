@@ -22,7 +22,7 @@ from typing import Any
 from nxd_ckpt.core.heads import HARDWARE
 from nxd_ckpt.core.limits import MODEL_TENSORS
 from nxd_ckpt.core.packing import Packed
-from nxd_ckpt.core.pattern import Numbers, Pattern
+from nxd_ckpt.core.pattern import Numbers, Pattern, PatternIndex
 from nxd_ckpt.core.sizes import CONFIG_KEYS, LayerKind, Sizes
 from nxd_ckpt.core.suggestions import first_of
 from nxd_ckpt.errors import InvalidArgument, KeyMismatch, ShapeMismatch
@@ -205,14 +205,12 @@ class ModelMapping:
 
     def refuse_misplaced(self, names: Iterable[str], sizes: Sizes) -> None:
         """Raise KeyMismatch for a Hugging Face tensor that by config.json the model, or its layer, does not have."""
-        members = {member.name for rule in self.rules for member in rule.members}
-        patterns = [pattern for pattern in members if pattern.placeholders]
+        patterns = [member.name for rule in self.rules for member in rule.members if member.name.placeholders]
         counts = {key: sizes.find(key) for pattern in patterns for key in pattern.placeholders}
+        index = PatternIndex(patterns)
         for name in names:
-            for pattern in patterns:
-                numbers = pattern.match(name)
-                if numbers is not None:
-                    self._refuse_misplaced(name, pattern, numbers, counts, sizes)
+            for pattern, numbers in index.matches(name):
+                self._refuse_misplaced(name, pattern, numbers, counts, sizes)
 
     def _refuse_misplaced(
         self, name: str, pattern: Pattern, numbers: Numbers, counts: Mapping[str, int | None], sizes: Sizes

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -11,6 +11,7 @@ Numbers = Mapping[str, int]
 """Values of placeholders."""
 
 _PLACEHOLDER = re.compile(r"\{(\w+)\}")
+_NUMBER = re.compile(r"(?:\{\w+\}|\d)+")
 
 
 @dataclass(frozen=True)
@@ -47,3 +48,19 @@ class Pattern:
             group = f"(?P={part})" if f"(?P<{part}>" in regex else rf"(?P<{part}>0|[1-9]\d{{0,17}})"
             regex += group if number % 2 else re.escape(part)
         return re.compile(regex)
+
+
+class PatternIndex:
+    """Patterns by what a name that they match is without its numbers: there are thousands of names, and few matches."""
+
+    def __init__(self, patterns: Iterable[Pattern]) -> None:
+        self._patterns: dict[str, list[Pattern]] = {}
+        for pattern in dict.fromkeys(patterns):
+            self._patterns.setdefault(_NUMBER.sub("#", pattern.text), []).append(pattern)
+
+    def matches(self, name: str) -> Iterator[tuple[Pattern, Numbers]]:
+        """Yield the patterns that match ``name``, with the values of their placeholders."""
+        for pattern in self._patterns.get(_NUMBER.sub("#", name), ()):
+            numbers = pattern.match(name)
+            if numbers is not None:
+                yield pattern, numbers

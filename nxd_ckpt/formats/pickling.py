@@ -145,6 +145,20 @@ def _with_torch_xla_references(pickled: bytes) -> bytes:
     return renamed(pickled, _TORCH_XLA_REFERENCE)
 
 
+def dumped(value: Any, names: Mapping[type, str]) -> bytes:
+    """Pickle ``value`` with other names ("module name") for classes, which need not be installed.
+
+    The names come first, in a list that is dropped: behind it a class is a number, so that no text can look like one.
+    """
+    file = io.BytesIO()
+    pickler = pickle.Pickler(file, PROTOCOL)
+    pickler.dump(list(names))
+    head = file.getvalue()
+    pickler.dump(value)
+    without_protocol = file.getvalue()[len(head) + 2 :]
+    return renamed(head, names).removesuffix(pickle.STOP) + pickle.POP + without_protocol
+
+
 def renamed(pickled: bytes, names: Mapping[type, str]) -> bytes:
     """Return ``pickled``, of protocol 2, with other names ("module name") for classes; these need not be installed.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import groupby
@@ -12,6 +12,7 @@ from typing import Any
 
 from nxd_ckpt.core.manifest import ParameterSpec
 from nxd_ckpt.core.mapping import Match, ModelMapping, Rule
+from nxd_ckpt.core.pattern import Numbers, Pattern, PatternIndex
 from nxd_ckpt.core.renaming import Renaming
 from nxd_ckpt.core.sizes import Sizes
 from nxd_ckpt.core.suggestions import first_of
@@ -103,24 +104,27 @@ def closest(mapping: ModelMapping, name: str) -> list[str]:
 
 
 def _unknown(mapping: ModelMapping, rules: Iterable[Rule], names: Collection[str]) -> tuple[str, ...]:
-    patterns = [*(member.name for rule in rules for member in rule.members), *mapping.ignored]
-    return tuple(sorted(name for name in names if not any(pattern.match(name) is not None for pattern in patterns)))
+    index = PatternIndex([*(member.name for rule in rules for member in rule.members), *mapping.ignored])
+    return tuple(sorted(name for name in names if not any(index.matches(name))))
 
 
-def _matches(rules: Iterable[Rule], names: Collection[str], sizes: Sizes) -> Iterator[Match]:
+def _matches(rules: Collection[Rule], names: Collection[str], sizes: Sizes) -> Iterator[Match]:
     """Yield matches layer by layer, for adjacent rules with the same placeholders."""
+    index = PatternIndex(member.name for rule in rules for member in rule.members)
+    found: dict[Pattern, list[Numbers]] = {}
+    for name in names:
+        for pattern, values in index.matches(name):
+            found.setdefault(pattern, []).append(values)
     for _, group in groupby(rules, key=lambda rule: rule.nxd.placeholders):
-        numbered = [(numbers, place, rule) for place, rule in enumerate(group) for numbers in _numbers(rule, names)]
+        numbered = [(numbers, place, rule) for place, rule in enumerate(group) for numbers in _numbers(rule, found)]
         for numbers, _, rule in sorted(numbered, key=lambda entry: entry[:2]):
             yield Match(rule.nxd.fill(dict(numbers)), rule, dict(numbers))
 
 
-def _numbers(rule: Rule, names: Collection[str]) -> set[tuple[tuple[str, int], ...]]:
+def _numbers(rule: Rule, found: Mapping[Pattern, Sequence[Numbers]]) -> set[tuple[tuple[str, int], ...]]:
     """Return the numbers for which the model has at least one tensor of the rule."""
-    matches = (member.name.match(name) for member in rule.members for name in names)
-    return {
-        tuple((key, numbers[key]) for key in rule.nxd.placeholders) for numbers in matches if numbers is not None
-    }
+    matches = (numbers for member in rule.members for numbers in found.get(member.name, ()))
+    return {tuple((key, numbers[key]) for key in rule.nxd.placeholders) for numbers in matches}
 
 
 @dataclass(frozen=True)

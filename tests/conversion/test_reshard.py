@@ -10,8 +10,11 @@ import pytest
 import torch
 
 from nxd_ckpt import Partition, Topology, load_checkpoint, open_checkpoint
+from nxd_ckpt.conversion import worker_pool
 from nxd_ckpt.convert import reshard
 from nxd_ckpt.errors import InvalidArgument, OptimizerMismatch, TopologyMismatch
+from nxd_ckpt.live.save_state import SaveState
+from nxd_ckpt.save.plan import SavePlan, plan_save
 from nxd_ckpt.tag.verify import verify_checkpoint
 from tests.conversion.tags import as_nxd, contents, save_example
 from tests.golden.checkpoints import saved
@@ -54,6 +57,31 @@ def test_every_rank_gets_its_part(tmp_path: Path, on: str, to: str, zero1: bool,
         assert {"saved": 1} == load_rank(result.parent, rank, partitions=after.partitions)
         assert None is difference(expected(weights, after, at), rank.held())
     assert untouched == contents(tmp_path / "step_1")
+
+
+@pytest.mark.parametrize(("together", "plans"), [(8, 4), (2, 8)])
+def test_ranks_are_planned_once_and_written_side_by_side(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, together: int, plans: int
+) -> None:
+    """All of these, or two at a time, each planned again once others were planned in between; their files are equal."""
+    tag = save_example(tmp_path, 3)
+    monkeypatch.setattr(worker_pool, "TOGETHER", 1)
+    reshard(tag, tmp_path / "alone" / "step_3", dp=4)
+    ranks: list[int] = []
+
+    def plan(state: SaveState, topology: Topology) -> SavePlan:
+        ranks.append(topology.rank)
+        return plan_save(state, topology)
+
+    monkeypatch.setattr(worker_pool, "TOGETHER", together)
+    monkeypatch.setattr(worker_pool, "plan_save", plan)
+    reshard(tag, tmp_path / "result" / "step_3", dp=4)
+
+    assert [0, 1, 2, 3] * (plans // 4) == ranks
+    for part in ("model", "optim"):
+        alone, result = (contents(tmp_path / name / "step_3" / part) for name in ("alone", "result"))
+        assert alone == result
+    assert () == verify_checkpoint(tmp_path / "result", "step_3").problems
 
 
 @pytest.mark.parametrize(("on", "to"), [("dp2ep2", "dp4ep4"), ("dp4ep2", "dp2ep2tp2")])

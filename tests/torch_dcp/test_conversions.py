@@ -26,6 +26,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from nxd_ckpt import Partition, diff_checkpoints, open_checkpoint, save_checkpoint
 from nxd_ckpt.cli.main import main
+from nxd_ckpt.conversion import to_dcp as conversion
 from nxd_ckpt.convert import from_dcp, to_dcp
 from nxd_ckpt.errors import (
     CheckpointNotFound,
@@ -60,9 +61,27 @@ def examples(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-def test_torch_resumes_what_a_zero1_tag_became(examples: Path, tmp_path: Path) -> None:
-    """Its own FileSystemReader reads the directory; model, moments, steps and options are those of the tag."""
+@pytest.mark.parametrize("large", [None, 64])
+def test_torch_resumes_what_a_zero1_tag_became(
+    examples: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, large: int | None
+) -> None:
+    """Its own FileSystemReader reads the directory; model, moments, steps and options are those of the tag.
+
+    They are together in one file; beyond ``large`` bytes in several, and each large tensor alone.
+    """
+    if large is not None:
+        monkeypatch.setattr(conversion, "_LARGE", large)
     to_dcp(examples / "z_plain", tmp_path / "dcp")
+    entries = FileSystemReader(tmp_path / "dcp").read_metadata()
+    places: dict[str, list[int]] = {}
+    for index, place in entries.storage_data.items():
+        tensor = entries.state_dict_metadata[index.fqn]
+        nbytes = 0 if not isinstance(tensor, TensorStorageMetadata) else tensor.size.numel() * 4
+        places.setdefault(place.relative_path, []).append(nbytes)
+    limit = large or 2**25
+    assert all(len(held) == 1 for held in places.values() if max(held) >= limit)
+    assert (large is None) == (len(places) == 1)
+    assert max(map(len, places.values())) > 1
     [job] = jobs()
     model = Net()
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=9.0)

@@ -6,7 +6,6 @@ The import takes seconds, as long as a conversion of gigabytes. So classes with 
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,7 +13,7 @@ from typing import Any
 import torch
 
 from nxd_ckpt.core.dcp_names import DcpChunk
-from nxd_ckpt.formats.pickling import PROTOCOL, renamed
+from nxd_ckpt.formats.pickling import dumped
 from nxd_ckpt.formats.tensors import torch_dtype
 
 
@@ -121,4 +120,4 @@ def dump_metadata(chunks: Iterable[DcpChunk]) -> bytes:
         if index not in data:
             entries[name].chunks.append(_ChunkStorageMetadata(offset, torch.Size(chunk.size)))
             data[index] = place
-    return renamed(pickle.dumps(_Metadata(entries, paths, data, _StorageMeta()), PROTOCOL), _TORCHS)
+    return dumped(_Metadata(entries, paths, data, _StorageMeta()), _TORCHS)
