@@ -29,10 +29,12 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 # would take that for the user's choice, and compile with LLVM's optimisations.
 os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
 
+gc.disable()  # until all tests are collected: walking through modules again and again took a third of that time
+
 REPOSITORY = Path(__file__).parents[1]
 # How long an example takes says something of the machine, nothing of the code.
-settings.register_profile("no deadline", deadline=None)
-settings.load_profile("no deadline")
+settings.register_profile("short", deadline=None, max_examples=40)
+settings.load_profile("short")
 
 BUCKET = "bucket"
 
@@ -61,6 +63,7 @@ def pytest_collection_finish() -> None:
     """Keep the collector of garbage away from modules and tests: walking through them took an eighth of all time."""
     gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(scope="session")

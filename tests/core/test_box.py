@@ -112,9 +112,9 @@ def test_pieces_are_all_of_a_box_or_they_are_not(data: st.DataObject) -> None:
 
 
 def test_many_pieces_are_compared_in_no_time() -> None:
-    """100,000 chunks side by side along the last dimension: no comparison of each with each."""
-    whole = Box((0, 0), (4, 100_000))
-    pieces = [whole.narrowed(1, at, 1) for at in range(100_000)]
+    """20,000 chunks side by side along the last dimension: no comparison of each with each."""
+    whole = Box((0, 0), (4, 20_000))
+    pieces = [whole.narrowed(1, at, 1) for at in range(20_000)]
     assert is_tiling(whole, pieces)
     assert not is_tiling(whole, [*pieces[1:], pieces[1]])
 

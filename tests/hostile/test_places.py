@@ -6,8 +6,6 @@ One process tries all (``places``), with a limit on memory; each test looks at w
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 import zlib
 from collections.abc import Callable
 from dataclasses import replace
@@ -22,6 +20,7 @@ from nxd_ckpt.core.manifest import RankLine, dump_manifest, load_manifest
 from nxd_ckpt.errors import MalformedFile
 from nxd_ckpt.tag.verify import verify_checkpoint
 from tests.hostile.places import KINDS, model
+from tests.support.processes import run_program
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]
 
@@ -41,8 +40,9 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
         checkpointer.save("one", model(), user_content={"steps": 1})
         checkpointer.save("two", {"weight": torch.zeros(3)})
     places = [*OF_THE_DIRECTORY, *OF_A_TAG, *MARKERS, "one"]
-    command = [sys.executable, "-m", "tests.hostile.places", str(kept), *places]
-    done = subprocess.run(command, cwd=Path(__file__).parents[2], stdout=subprocess.PIPE, timeout=850, check=True)
+    source = "import runpy\nrunpy.run_module('tests.hostile.places', run_name='__main__')"
+    done = run_program(source, kept, *places)
+    assert 0 == done.returncode, done.stderr
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -18,7 +16,7 @@ from nxd_ckpt.convert import pack_checkpoint
 from nxd_ckpt.core.topology import Topology
 from tests.bad_input.live import jobs, topologies
 from tests.interop.saving import save_as_every_rank
-from tests.support.reliability import REPOSITORY
+from tests.support.processes import Program
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]
 
@@ -75,6 +73,7 @@ def test_nothing_but_our_errors_leaves_a_reader(golden: Path, tmp_path: Path, se
     """Seeded: a case that fails is run again by its number, with
     ``python -m tests.hostile.whole_checkpoints DIRECTORY NUMBER 1``."""
     play_with(golden, tmp_path)
-    command = [sys.executable, "-m", "tests.hostile.whole_checkpoints", str(tmp_path), str(seed), str(cases)]
-    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
+    source = "import runpy\nrunpy.run_module('tests.hostile.whole_checkpoints', run_name='__main__')"
+    with Program(source, tmp_path, seed, cases) as program:
+        done = program.wait(7200)
     assert (0, "") == (done.returncode, done.stdout[-5000:]), done.stderr[-2000:]

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from nxd_ckpt.storage.s3 import upload
-
-SMALLEST_PART = 5 * 2**20
+from tests.support.s3_server import SMALLEST_PART
 
 
 @pytest.fixture(autouse=True)

@@ -19,9 +19,8 @@ from nxd_ckpt.storage.s3 import upload
 from nxd_ckpt.storage.urls import open_storage
 from nxd_ckpt.tag.directory import list_tags
 from nxd_ckpt.tag.opened import open_complete_tag
-from tests.object_stores.conftest import SMALLEST_PART
 from tests.protocol.job import Job
-from tests.support.s3_server import S3Server
+from tests.support.s3_server import SMALLEST_PART, S3Server
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]
 

@@ -13,6 +13,7 @@ import tracemalloc
 import uuid
 from contextlib import closing
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from multiprocessing.context import BaseContext
 from pathlib import Path
 
 import pytest
@@ -26,6 +27,7 @@ from nxd_ckpt.storage.throttle import Throttle
 from nxd_ckpt.storage.urls import open_storage
 from tests.conftest import BUCKET
 from tests.storage.storages import s3
+from tests.support.processes import FORKED
 from tests.support.s3_server import S3Server, options_for
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]
@@ -59,7 +61,7 @@ def _peaks(storage: Storage) -> tuple[int, int]:
 
 def test_bytes_are_not_copied(storage: Storage) -> None:
     """A file of six parts goes out of the memory that was handed over, and comes into it, without a block between."""
-    with multiprocessing.get_context("spawn").Pool(1) as pool:  # the server has its own copies, in this process
+    with FORKED.Pool(1) as pool:  # the server has its own copies, in this process
         upload, download = pool.apply(_peaks, (storage,))
     assert upload < PART
     assert download < 2**20
@@ -171,11 +173,11 @@ def test_a_connection_is_used_again() -> None:
     assert 1 == len(connections)
 
 
-@pytest.mark.parametrize("method", ["fork", "spawn"])
-def test_a_storage_works_in_other_processes(storage: Storage, method: str) -> None:
+@pytest.mark.parametrize("context", [multiprocessing.get_context("fork"), FORKED], ids=["forked", "sent"])
+def test_a_storage_works_in_other_processes(storage: Storage, context: BaseContext) -> None:
     """A storage that was used already works in a process that was forked, or that it was sent to."""
     storage.write("key", b"data")
-    with multiprocessing.get_context(method).Pool(1) as pool:
+    with context.Pool(1) as pool:
         assert b"data" == pool.apply(_read, (storage,))
 
 

@@ -13,14 +13,15 @@ import torch
 
 from nxd_ckpt import Checkpointer, load_checkpoint
 from nxd_ckpt.storage.base import Storage
-from nxd_ckpt.storage.s3.upload import PART
+from nxd_ckpt.storage.s3 import upload as upload_module
 from nxd_ckpt.storage.urls import open_storage
 from tests.conftest import BUCKET
 from tests.support.s3_proxy import Fault, S3Proxy
-from tests.support.s3_server import S3Server, options_for
+from tests.support.s3_server import SMALLEST_PART, S3Server, options_for
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]
 
+PART = SMALLEST_PART
 DATA = os.urandom(2 * PART + 1000)
 SMALL = DATA[:1000]
 CREATE, PUT_PART, COMPLETE = r"POST .*\?uploads", "PUT .*partNumber=2", r"POST .*\?uploadId"
@@ -30,7 +31,8 @@ FOR_EVER = 10**6
 
 @pytest.fixture(autouse=True)
 def _no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The library waits for seconds before it tries again: not here."""
+    """The library waits for seconds before it tries again: not here. Little data goes up in several parts."""
+    monkeypatch.setattr(upload_module, "PART", PART)
     monkeypatch.setattr("botocore.endpoint.time", SimpleNamespace(sleep=lambda seconds: None, time=time.time))
 
 
@@ -121,17 +123,17 @@ def test_a_part_that_breaks_off_on_its_way(proxy: S3Proxy, storage: Storage, nby
 def test_a_download_that_ends_early(proxy: S3Proxy, s3_server: S3Server, storage: Storage) -> None:
     """Goes on from where it ended: nothing that arrived is asked for again."""
     upload(storage, DATA)
-    proxy.faults.append(Fault(GET, "short_reply", times=5, nbytes=3_000_000))
+    proxy.faults.append(Fault(GET, "short_reply", times=5, nbytes=1_500_000))
     sent = sum(s3_server.sent.values())
     assert DATA == storage.read("key")
-    # The server sends all of the rest each time, of which the proxy passes on 3,000,000 bytes.
-    assert sum(len(DATA) - number * 3_000_000 for number in range(6)) == sum(s3_server.sent.values()) - sent
+    # The server sends all of the rest each time, of which the proxy passes on 1,500,000 bytes.
+    assert sum(len(DATA) - number * 1_500_000 for number in range(6)) == sum(s3_server.sent.values()) - sent
 
 
 def test_a_download_that_breaks_off(proxy: S3Proxy, storage: Storage) -> None:
     """Is taken up again; a reset may take with it what the proxy had sent already."""
     upload(storage, DATA)
-    proxy.faults.append(Fault(GET, "reset_reply", times=3, nbytes=3_000_000))
+    proxy.faults.append(Fault(GET, "reset_reply", times=3, nbytes=1_500_000))
     assert DATA == storage.read("key")
     assert 3 == proxy.faults[0].hits
 

@@ -28,6 +28,7 @@ FORKED.set_forkserver_preload(
         "torch_xla.distributed.zero_redundancy_optimizer",
         "nxd_ckpt.testing.storage",
         "tests.protocol.states",
+        "tests.support.frozen",  # the last
     ]
 )
 

@@ -29,6 +29,9 @@ Environ = dict[str, Any]
 StartResponse = Callable[..., Any]
 
 
+SMALLEST_PART = 5 * 2**20
+"""Bytes of an upload's parts but the last: S3 takes no smaller ones."""
+
 _NOTHING_DELETED = b"<DeleteResult></DeleteResult>"
 
 
