@@ -381,6 +381,10 @@ def test_ranks_of_a_checkpoint_from_before_tags(
     refused(place, kind, complaint, config=config, saved_param_names=names_by_group(run))
 
 
+ALREADY = "is a Hugging Face directory already"
+"""Refused in that form; in the others the model is read, and here it is none."""
+
+
 def _files(*names: str) -> Callable[[Path], None]:
     def write(place: Path) -> None:
         for name in names:
@@ -400,10 +404,18 @@ def _files(*names: str) -> Callable[[Path], None]:
             "holds several checkpoints, expected one: a, b.ckpt",
         ),
         (_files(".metadata"), MalformedFile, "not the metadata of torch DCP"),
-        (_files("config.json", "model.safetensors"), UnsupportedState, "nxd-ckpt import`, and migrate that"),
-        (_files("config.json", "model.safetensors", "rng_state.pth"), UnsupportedState, "and migrate that"),
-        (_files("config.json", "pytorch_model.bin", "training_args.bin"), UnsupportedState, "and migrate that"),
-        (_files("config.json", "pytorch_model-00001-of-00002.bin"), UnsupportedState, "and migrate that"),
+        (_files("config.json", "model.safetensors"), CheckpointError, f"{ALREADY}|not a whole safetensors file"),
+        (
+            _files("config.json", "model.safetensors", "rng_state.pth"),
+            CheckpointError,
+            f"{ALREADY}|not a whole safetensors file",
+        ),
+        (
+            _files("config.json", "pytorch_model.bin", "training_args.bin"),
+            CheckpointError,
+            f"{ALREADY}|pytorch_model.bin: expected a torch zip file",
+        ),
+        (_files("config.json", "pytorch_model-00001-of-00002.bin"), CheckpointError, f"{ALREADY}|1 of 2 shards"),
         (
             _files("rank_0/step_1/checkpoint.pt", "rank_1/step_1/metadata.metadata"),
             CheckpointNotFound,
