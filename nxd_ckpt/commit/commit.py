@@ -96,7 +96,8 @@ def commit(session: Session, topology: Topology, votes: Sequence[Vote], request:
     parameters = _parameters(storage, folder, topology, leaders, request.parameters)
     parameters.update(_unknown_where_replicas_differ(storage, folder, topology, votes, parameters))
     lines = tuple(vote.index or RankLine(0, 0) for vote in votes)
-    order_time = _order_time(storage, 0.0 if request.draining is None else request.draining.newest)
+    session.listed = {info.tag: info for info in list_tags(storage, session.listed)}
+    order_time = _order_time(session, 0.0 if request.draining is None else request.draining.newest)
     manifest = Manifest(
         tag=publication.tag,
         attempt=publication.attempt,
@@ -120,13 +121,13 @@ def commit(session: Session, topology: Topology, votes: Sequence[Vote], request:
         retain(session, publication, request.rules, unread)
 
 
-def _order_time(storage: Storage, elsewhere: float) -> float:
+def _order_time(session: Session, elsewhere: float) -> float:
     """Return an order time after that of every tag, including ``elsewhere``, the newest on other tiers.
 
     Other programs' next tags are dated by the clock. So order times do not run ahead of it, and the commit waits for a
     clock that is a little behind. It also waits until the second is over that dates another program's tag.
     """
-    tags, now = list_tags(storage), effects.time()
+    tags, now = session.listed.values(), effects.time()
     newest = max([elsewhere, *(info.order_time for info in tags)])
     end = max([elsewhere, *(info.latest_time for info in tags)])
     ahead = newest - now
@@ -137,7 +138,7 @@ def _order_time(storage: Storage, elsewhere: float) -> float:
         logger.warning(
             "%s: the newest tag is dated %.0f s after this host's clock. This save is dated after it; a tag that "
             "another program saves before that time counts as older. Correct the clock",
-            storage.url,
+            session.storage.url,
             ahead,
         )
     elif (seconds := seconds_until_after(end, now)) > 0:

@@ -8,7 +8,7 @@ import math
 import os
 import re
 import uuid
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -34,6 +34,7 @@ from nxd_ckpt.coordination.paths import (
 )
 from nxd_ckpt.coordination.waiting import Backoff
 from nxd_ckpt.core.limits import NOTE
+from nxd_ckpt.core.tags import TagInfo
 from nxd_ckpt.core.topology import Topology
 from nxd_ckpt.core.votes import Vote
 from nxd_ckpt.errors import DirectoryNotShared, InvalidArgument, MalformedFile, StorageError
@@ -145,6 +146,8 @@ class Session:
     """The tag of the last save of this run that became visible."""
     resumed_from: str | None = None
     """The tag that this run has loaded since then: the next save follows it, whatever newer ones there are."""
+    listed: Mapping[str, TagInfo] = field(default_factory=dict)
+    """The directory's tags by name, as the last commit found them: the next one reads less of each."""
     warned_of_steps: bool = False
     """True if it was said that a save has an earlier step than the latest tag."""
     _spares: list[str] = field(default_factory=list)

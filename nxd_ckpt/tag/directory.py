@@ -9,9 +9,9 @@ is the checkpoint, listed as the tag ``""`` (``NO_TAG``), older than any other.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 from nxd_ckpt.core.limits import NOTE
 from nxd_ckpt.core.manifest import is_manifest, load_manifest
@@ -93,17 +93,18 @@ def _is_tag(storage: Storage) -> bool:
     )
 
 
-def list_tags(storage: Storage) -> list[TagInfo]:
+def list_tags(storage: Storage, earlier: Mapping[str, TagInfo] = MappingProxyType({})) -> list[TagInfo]:
     """Return the tags in a directory, complete or not, in order of name.
 
-    Hidden names and other directories are skipped. A damaged tag never hides the others.
+    Hidden names and other directories are skipped. A damaged tag never hides the others. Of tags that an ``earlier``
+    listing has, by name, only the time is read again if it is still the same.
     """
-    return list(_tags(storage))
+    return list(_tags(storage, earlier))
 
 
 def holds_tags(storage: Storage) -> bool:
     """Return whether there is any tag. Inspects no more of them than needed."""
-    return next(_tags(storage), None) is not None
+    return next(_tags(storage, {}), None) is not None
 
 
 def find_tag(storage: Storage, tag: str) -> TagInfo | None:
@@ -116,14 +117,28 @@ def find_tag(storage: Storage, tag: str) -> TagInfo | None:
         return None
 
 
-def _tags(storage: Storage) -> Iterator[TagInfo]:
+def _tags(storage: Storage, earlier: Mapping[str, TagInfo]) -> Iterator[TagInfo]:
     top = storage.list()
     ranks = [name for entry in top if (name := legacy.parse(entry.name)) is not None]
     if ranks:
         yield _legacy_tag(storage, ranks)
     newest = _times_in_newest(storage) if DirEntry(NEWEST, False) in top else {}
     folders = [entry.name for entry in top if entry.is_dir and entry.name[0] != "."]
-    yield from filter(None, in_parallel(storage, folders, partial(_inspect, storage, newest=lambda: newest)))
+
+    def inspect(tag: str) -> TagInfo | None:
+        info = earlier.get(tag)
+        return info if info and _is_same(storage, info) else _inspect(storage, tag, lambda: newest)
+
+    yield from filter(None, in_parallel(storage, folders, inspect))
+
+
+def _is_same(storage: Storage, info: TagInfo) -> bool:
+    """Return whether the marker of a complete tag of ours still has the time that was read before."""
+    try:
+        read = marker_time(storage, f"{info.tag}/{DONE}") if storage.renames else recorded_order_time(storage, info.tag)
+    except (FileNotFoundError, MalformedFile):
+        return False
+    return info.complete and info.ours and read == info.marked
 
 
 def is_checkpoint_of_ours_or_nxd(storage: Storage, tag: str) -> bool:

@@ -52,6 +52,7 @@ def session(storage: Storage, topology: Topology = TP, lease: BaseException | No
         return True
 
     return SimpleNamespace(
+        listed={},
         storage=storage,
         require=require,
         confirm=confirm,

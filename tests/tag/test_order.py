@@ -115,6 +115,17 @@ def test_quick_saves_and_nxds_take_turns(tmp_path: Path) -> None:
     assert "step_32" == newest.parent.name
 
 
+def test_a_save_is_dated_after_a_tag_that_was_saved_over_since_the_save_before(tmp_path: Path) -> None:
+    """The second save has listed it, and only looks at its time again."""
+    with Checkpointer(tmp_path) as saver:
+        for step in (1, 2):
+            saver.save(f"step_{step}", {"w": torch.ones(4)})
+        later = time.time() + 3600
+        save_as_nxd(tmp_path, "step_1", 7.0, at=later)
+        saver.save("step_3", {"w": torch.ones(4)})
+    assert later < {info.tag: info.order_time for info in list_tags(LocalStorage(tmp_path))}["step_3"]
+
+
 @pytest.mark.parametrize("names", [("a", "b"), ("step_9", "last")])
 def test_foreign_tags_of_one_time_are_not_removed_and_not_guessed_in_silence(
     tmp_path: Path, names: tuple[str, ...], caplog: pytest.LogCaptureFixture
