@@ -84,7 +84,7 @@ CONFIGS = [
 MAPPINGS = [
     (resources.files("nxd_ckpt") / "mappings" / f"{name}.json").read_bytes() for name in ("llama", "mixtral")
 ]
-_SHORT = {**json.loads(MAPPINGS[0]), "rules": json.loads(MAPPINGS[0])["rules"][:4]}
+_SHORT = {**json.loads(MAPPINGS[0]), "rules": json.loads(MAPPINGS[0])["rules"][:4], "shapes": []}
 YAML_MAPPINGS = [yaml.safe_dump(_SHORT).encode(), json.dumps(_SHORT).encode()]  # JSON is YAML
 
 
