@@ -64,7 +64,7 @@ test-pythons:
 	done
 
 soak: $(XLA_READY)
-	$(VENV)/bin/python -m pytest -m soak $(PYTEST_ARGS)
+	$(VENV)/bin/python -m pytest -m soak --hypothesis-profile=soak $(PYTEST_ARGS)
 
 # Changes the code, one place at a time, to see whether a test notices; no part of `make test`.
 mutants: $(PLAIN_READY)

@@ -34,6 +34,7 @@ gc.disable()  # until all tests are collected: walking through modules again and
 REPOSITORY = Path(__file__).parents[1]
 # How long an example takes says something of the machine, nothing of the code.
 settings.register_profile("short", deadline=None, max_examples=40)
+settings.register_profile("soak", deadline=None)
 settings.load_profile("short")
 
 BUCKET = "bucket"
