@@ -27,7 +27,9 @@ def _run(args: argparse.Namespace) -> int:
     document = inspection(args.dir, args.tag, rank=args.rank, pattern=args.tensors, depth=depth, options=options)
     prefixes = document["prefixes"]
     if prefixes is not None and args.largest is not None:
-        document["prefixes"] = sorted(prefixes, key=lambda group: -group["known_nbytes"])[: args.largest]
+        sized = [group for group in prefixes if group["nbytes"] is not None]
+        unsized = [group for group in prefixes if group["nbytes"] is None]  # each may be the largest
+        document["prefixes"] = unsized + sorted(sized, key=lambda group: -group["nbytes"])[: args.largest]
     text.show(document, _lines(document, prefixes), as_json=args.json)
     return 1 if document["problems"] else 0
 
@@ -205,7 +207,10 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
         "conversions to other sizes need. Names of parameters are those of usual param groups, if they fit",
     )
     parser.add_argument(
-        "--largest", metavar="N", type=int, help="show only the N largest groups of --by-prefix, the largest first"
+        "--largest",
+        metavar="N",
+        type=int,
+        help="show only the N largest groups of --by-prefix, the largest first; before them come those of unknown size",
     )
     parser.add_argument("--rank", metavar="N", type=int, default=0, help="show this global rank's view (default: 0)")
 

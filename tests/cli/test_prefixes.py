@@ -67,3 +67,16 @@ def test_depths_that_cannot_be_are_refused(run: Run, examples: Path) -> None:
     assert (1, True) == (below.code, "from 0 on, found -1" in below.out)
     with pytest.raises(SystemExit, match="2"):
         run("inspect", examples, "cut", "--by-prefix", "1", "--tensors")
+
+
+def test_groups_of_unknown_size_come_before_the_largest(run: Run, golden: Path) -> None:
+    """NxD records no cut: each of them may be the largest."""
+    tag = golden / "c_dp2_tp2_zero1_xser" / "ckpt"
+    every, largest = (
+        [group["nbytes"] for group in run("inspect", tag, *flags, "--json").document["prefixes"]]
+        for flags in (["--by-prefix"], ["--largest", "2"])
+    )
+    sizes = sorted((nbytes for nbytes in every if nbytes is not None), reverse=True)
+    assert len(sizes) > 2
+    assert None in every
+    assert [None] * every.count(None) + sizes[:2] == largest
