@@ -149,8 +149,8 @@ def _doctor_lines(document: dict[str, Any]) -> Iterator[str]:
     yield from (f"not examined: {problem}" for problem in document["problems"])
     problems = sum(finding["severity"] == "problem" for finding in document["findings"])
     counts = {"problem": problems, "doubt": len(document["findings"]) - problems}
-    found = ", ".join(units.count(number, noun) for noun, number in counts.items() if number)
-    yield f"{document['tag']}: {found or 'ok'}"
+    findings = ", ".join(units.count(number, noun) for noun, number in counts.items() if number)
+    yield f"{document['tag']}: {findings or 'ok'}"
     step = "" if document["step"] is None else f"step {document['step']}"
     if document["before"] is None:
         yield f"  {step or 'steps are not counted'}; examined by itself"

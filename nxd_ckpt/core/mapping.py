@@ -206,7 +206,8 @@ class ModelMapping:
     def refuse_misplaced(self, names: Iterable[str], sizes: Sizes) -> None:
         """Raise KeyMismatch for a Hugging Face tensor that by config.json the model, or its layer, does not have."""
         patterns = [member.name for rule in self.rules for member in rule.members if member.name.placeholders]
-        counts = {key: sizes.find(key) for pattern in patterns for key in pattern.placeholders}
+        keys = dict.fromkeys(key for pattern in patterns for key in pattern.placeholders)
+        counts = {key: sizes.find(key) for key in keys}
         index = PatternIndex(patterns)
         for name in names:
             for pattern, numbers in index.matches(name):

@@ -111,19 +111,19 @@ def _unknown(mapping: ModelMapping, rules: Iterable[Rule], names: Collection[str
 def _matches(rules: Collection[Rule], names: Collection[str], sizes: Sizes) -> Iterator[Match]:
     """Yield matches layer by layer, for adjacent rules with the same placeholders."""
     index = PatternIndex(member.name for rule in rules for member in rule.members)
-    found: dict[Pattern, list[Numbers]] = {}
+    matched: dict[Pattern, list[Numbers]] = {}
     for name in names:
         for pattern, values in index.matches(name):
-            found.setdefault(pattern, []).append(values)
+            matched.setdefault(pattern, []).append(values)
     for _, group in groupby(rules, key=lambda rule: rule.nxd.placeholders):
-        numbered = [(numbers, place, rule) for place, rule in enumerate(group) for numbers in _numbers(rule, found)]
+        numbered = [(numbers, place, rule) for place, rule in enumerate(group) for numbers in _numbers(rule, matched)]
         for numbers, _, rule in sorted(numbered, key=lambda entry: entry[:2]):
             yield Match(rule.nxd.fill(dict(numbers)), rule, dict(numbers))
 
 
-def _numbers(rule: Rule, found: Mapping[Pattern, Sequence[Numbers]]) -> set[tuple[tuple[str, int], ...]]:
+def _numbers(rule: Rule, matched: Mapping[Pattern, Sequence[Numbers]]) -> set[tuple[tuple[str, int], ...]]:
     """Return the numbers for which the model has at least one tensor of the rule."""
-    matches = (numbers for member in rule.members for numbers in found.get(member.name, ()))
+    matches = (numbers for member in rule.members for numbers in matched.get(member.name, ()))
     return {tuple((key, numbers[key]) for key in rule.nxd.placeholders) for numbers in matches}
 
 

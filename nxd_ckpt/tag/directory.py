@@ -134,11 +134,13 @@ def _tags(storage: Storage, earlier: Mapping[str, TagInfo]) -> Iterator[TagInfo]
 
 def _is_same(storage: Storage, info: TagInfo) -> bool:
     """Return whether the marker of a complete tag of ours still has the time that was read before."""
+    if not (info.complete and info.ours):
+        return False
     try:
         read = marker_time(storage, f"{info.tag}/{DONE}") if storage.renames else recorded_order_time(storage, info.tag)
     except (FileNotFoundError, MalformedFile):
         return False
-    return info.complete and info.ours and read == info.marked
+    return read == info.marked
 
 
 def is_checkpoint_of_ours_or_nxd(storage: Storage, tag: str) -> bool:
