@@ -15,7 +15,7 @@ _WITHOUT_KERNELS = frozenset(
 
 _LARGE = 2**16
 """Elements from which on a transposed matrix is copied in parts."""
-_ROWS, _COLUMNS = 256, 1024
+_ROWS, _COLUMNS = 128, 1024
 """Shape of a part: it fits a core's cache."""
 _LINE = 64
 """Bytes of a line of the cache."""

@@ -17,7 +17,6 @@ from nxd_ckpt.core.box import Box
 from nxd_ckpt.core.heads import HeadRun
 from nxd_ckpt.core.mapping import Match, Rule, RuleMember
 from nxd_ckpt.core.partition import Partition, Piece, Section
-from nxd_ckpt.core.pattern import Numbers
 from nxd_ckpt.core.sizes import Sizes
 from nxd_ckpt.errors import InvalidArgument, ShapeMismatch, TopologyMismatch
 
@@ -51,8 +50,12 @@ class HfSlice:
         return list(zip(*places.values(), strict=True))
 
 
-def hf_slices(match: Match, shape: tuple[int, ...], sizes: Sizes) -> list[HfSlice]:
+def hf_slices(
+    match: Match, shape: tuple[int, ...], sizes: Sizes, experts: slice = slice(None)
+) -> list[HfSlice]:
     """Return the Hugging Face tensors of an NxD tensor whose whole shape is ``shape``.
+
+    Of a stack, only those of ``experts`` along its first dimension.
 
     Raises:
         ShapeMismatch: a model with these sizes has another shape.
@@ -60,14 +63,24 @@ def hf_slices(match: Match, shape: tuple[int, ...], sizes: Sizes) -> list[HfSlic
     """
     rule = match.rule
     _check_dimensions(match, shape)
-    places = _places(rule, _lengths(match, shape, sizes), sizes)
-    slices = []
-    for index, numbers in _stack(match, shape, sizes):
-        for member, runs in zip(rule.members, places, strict=True):
-            laid_out = _laid_out(rule, shape, runs)
-            pieces = tuple(_pieces(rule, laid_out, index, runs))
-            slices.append(HfSlice(member.name.fill(numbers), _in_file(rule, laid_out), pieces))
-    return slices
+    members = []
+    for member, runs in zip(rule.members, _places(rule, _lengths(match, shape, sizes), sizes), strict=True):
+        laid_out = _laid_out(rule, shape, runs)
+        members.append((member.name, _in_file(rule, laid_out), tuple(_pieces(rule, laid_out, runs))))
+    if rule.stacked is None:
+        return [HfSlice(name.fill(match.numbers), in_file, pieces) for name, in_file, pieces in members]
+    expected = sizes.find(rule.stacked)
+    if expected not in (None, shape[0]):
+        raise ShapeMismatch(f"{match.name} has shape {shape}, but by config.json its first size is {expected}")
+    return [
+        HfSlice(
+            name.fill({**match.numbers, rule.stacked: index}),
+            in_file,
+            tuple(Piece(piece.local, piece.box.narrowed(0, index, 1)) for piece in pieces),
+        )
+        for index in range(shape[0])[experts]
+        for name, in_file, pieces in members
+    ]
 
 
 def whole_shape(match: Match, shapes: Sequence[tuple[int, ...]], sizes: Sizes, multiple: int = 1) -> tuple[int, ...]:
@@ -136,19 +149,6 @@ def _check_dimensions(match: Match, shape: tuple[int, ...]) -> None:
         raise ShapeMismatch(f"{match.name} has shape {shape}, but its rule needs at least {least} dimensions")
 
 
-def _stack(match: Match, shape: tuple[int, ...], sizes: Sizes) -> Iterator[tuple[int | None, Numbers]]:
-    """Yield (index in the first dimension, or None if not stacked; all numbers of the names)."""
-    stacked = match.rule.stacked
-    if stacked is None:
-        yield None, match.numbers
-        return
-    expected = sizes.find(stacked)
-    if expected not in (None, shape[0]):
-        raise ShapeMismatch(f"{match.name} has shape {shape}, but by config.json its first size is {expected}")
-    for index in range(shape[0]):
-        yield index, {**match.numbers, stacked: index}
-
-
 def _lengths(match: Match, shape: tuple[int, ...], sizes: Sizes) -> list[int]:
     """Return how many elements of NxD's dimension each member has."""
     rule = match.rule
@@ -210,16 +210,14 @@ def _laid_out(rule: Rule, shape: tuple[int, ...], runs: Sequence[HeadRun]) -> tu
     return (*stacked[: rule.dim], length, *stacked[rule.dim + 1 :])
 
 
-def _pieces(
-    rule: Rule, laid_out: tuple[int, ...], index: int | None, runs: Sequence[HeadRun]
-) -> Iterator[Piece]:
+def _pieces(rule: Rule, laid_out: tuple[int, ...], runs: Sequence[HeadRun]) -> Iterator[Piece]:
+    """Yield the pieces of the first tensor of a stack, or of the only one."""
     whole = Box.whole(laid_out)
+    if rule.dim is None:
+        yield from (Piece(whole, whole) for _ in runs)
+        return
     for run in runs:
-        local_box = global_box = whole
-        if rule.dim is not None:
-            local_box = whole.narrowed(rule.dim, run.hf, run.length)
-            global_box = whole.narrowed(rule.dim, run.nxd, run.length)
-        yield Piece(local_box, global_box if index is None else global_box.narrowed(0, index, 1))
+        yield Piece(whole.narrowed(rule.dim, run.hf, run.length), whole.narrowed(rule.dim, run.nxd, run.length))
 
 
 def _in_file(rule: Rule, laid_out: tuple[int, ...]) -> tuple[int, ...]:

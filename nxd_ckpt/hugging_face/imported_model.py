@@ -181,6 +181,7 @@ class ImportedModel:
     def __init__(self, directory: HuggingFaceTensors, target: ImportTarget) -> None:
         self._directory = UnpackedTensors(directory, target.mapping, target.sizes, target.renaming)
         self._target = target
+        self._specs: dict[tuple[str, int, int], ParameterSpec] = {}
 
     @property
     def left_out(self) -> dict[str, tuple[str, ...]]:
@@ -244,6 +245,12 @@ class ImportedModel:
 
     def spec(self, match: Match, topology: Topology) -> ParameterSpec:
         """Return the tensor's specification on each rank."""
+        key = match.name, topology.tp, topology.ep
+        if key not in self._specs:
+            self._specs[key] = self._spec(match, topology)
+        return self._specs[key]
+
+    def _spec(self, match: Match, topology: Topology) -> ParameterSpec:
         rule, sizes = match.rule, self._target.sizes
         tied = self._target.mapping.ties_of(sizes)
         names = rule.names(match.numbers, sizes)

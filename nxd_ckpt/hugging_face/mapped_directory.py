@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Protocol
 
 from nxd_ckpt.core.mapping import Match, ModelMapping
@@ -51,7 +51,7 @@ class MappedDirectory:
         if pieces is None:
             raise TopologyMismatch(f"{match.name} cannot have shape {shape} on each of {self._topology.tp} ranks")
         fragments: list[Fragment] = []
-        for hf_slice in hf_slices(match, whole, self._sizes):  # one by one: hundreds of experts may be stacked
+        for hf_slice in hf_slices(match, whole, self._sizes, _experts(match, pieces)):
             targets = [part for piece in pieces for part in _covered(piece, hf_slice.pieces)]
             if not targets:
                 continue
@@ -85,6 +85,15 @@ class MappedDirectory:
         if rule.stacked is not None and shape:
             shape[0] *= self._topology.ep
         return tuple(shape)
+
+
+def _experts(match: Match, pieces: Sequence[Piece]) -> slice:
+    """Return the part of a stack that the pieces cover. Hundreds of experts may be stacked, most on other ranks."""
+    if match.rule.stacked is None or not pieces:
+        return slice(None)
+    return slice(
+        min(piece.box.offset[0] for piece in pieces), max(piece.box.offset[0] + piece.box.size[0] for piece in pieces)
+    )
 
 
 def _covered(piece: Piece, members: Iterable[Piece]) -> list[Piece]:
