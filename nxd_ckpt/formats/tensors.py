@@ -10,8 +10,9 @@ import copy
 import ctypes
 import math
 from argparse import Namespace
+from bisect import bisect_left, bisect_right
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, cached_property, lru_cache
 from types import SimpleNamespace
@@ -208,13 +209,33 @@ class Assembly:
     def within(self, window: Box) -> Assembly:
         """Return the part of this tensor inside ``window``, of the window's size."""
         parts = []
-        for fragment in self.fragments:
+        for fragment in self._near(window):
             common = fragment.target.intersect(window)
             if common is not None:
                 source = common.shifted(fragment.target.offset)
                 offset = tuple(a + b for a, b in zip(source.offset, fragment.source.offset, strict=True))
                 parts.append(Fragment(fragment.stub, Box(offset, common.size), common.shifted(window.offset)))
         return Assembly(self.dtype, window.size, tuple(parts))
+
+    def _near(self, window: Box) -> Sequence[Fragment]:
+        """Return the fragments in the rows of ``window``, and maybe others."""
+        if len(self.fragments) < _MANY or not self.shape:
+            return self.fragments
+        starts, order, longest = self._by_row
+        first, stop = window.offset[0], window.offset[0] + window.size[0]
+        near = order[bisect_right(starts, first - longest) : bisect_left(starts, stop)]
+        return [self.fragments[number] for number in sorted(near)]
+
+    @cached_property
+    def _by_row(self) -> tuple[list[int], list[int], int]:
+        """The first row of each fragment, ascending; the numbers of these fragments; and the most rows of any."""
+        boxes = [fragment.target for fragment in self.fragments]
+        order = sorted(range(len(boxes)), key=lambda number: boxes[number].offset[0])
+        return [boxes[number].offset[0] for number in order], order, max(box.size[0] for box in boxes)
+
+
+_MANY = 16
+"""Fragments from which on those of a window are looked up by their rows: a stack of experts has hundreds."""
 
 
 class DeferredAssembly(Assembly):

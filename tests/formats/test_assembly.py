@@ -48,6 +48,24 @@ def test_tensors_are_transposed_on_the_way(
     assert needed <= files.nbytes <= needed * 17 / 16
 
 
+@given(st.lists(st.integers(1, 3), min_size=12, max_size=20), st.data())
+def test_a_window_of_many_parts_has_those_inside(heights: list[int], data: st.DataObject) -> None:
+    """Parts of different heights, in any order, with rows between them that are in none."""
+    rows = sum(heights) + len(heights)
+    numbers = torch.arange(1.0, rows * 4 + 1).reshape(rows, 4)
+    files, parts, first, expected = Files(), [], 0, torch.zeros_like(numbers)
+    stub = files.put("file", numbers)
+    for number, height in enumerate(heights):
+        box = Box((first, number % 3), (height, 4 - number % 3))
+        parts.append(Fragment(stub, box, box))
+        expected[index(box)] = numbers[index(box)]
+        first += height + number % 2
+    whole = Assembly("float32", (rows, 4), tuple(data.draw(st.permutations(parts))))
+    start = data.draw(st.integers(0, rows - 1))
+    window = Box((start, data.draw(st.integers(0, 2))), (data.draw(st.integers(1, rows - start)), 2))
+    assert torch.equal(expected[index(window)], read_assembly(whole.within(window), files.read))
+
+
 @given(st.lists(st.integers(1, 4), max_size=3), st.data())
 def test_boxes_of_a_run_are_that_run(shape: list[int], data: st.DataObject) -> None:
     """In their order, row by row, they are the run's elements; they are few."""
