@@ -36,7 +36,7 @@ from nxd_ckpt.tag.directory import require_directory
 from nxd_ckpt.tag.files import TagFiles
 from nxd_ckpt.tag.foreign.dcp_directory import DcpDirectory, entries_of
 from nxd_ckpt.tag.foreign.hugging_face_directory import HuggingFaceDirectory
-from nxd_ckpt.tag.foreign.weight_files import WeightFiles
+from nxd_ckpt.tag.foreign.weight_files import WeightFiles, refuse_part
 from nxd_ckpt.tag.opened import OpenTag, open_complete_tag
 from nxd_ckpt.tag.reading import LeafReader
 
@@ -220,6 +220,7 @@ def open_model(place: Location, model_key: str) -> HuggingFaceDirectory:
     """Open a Hugging Face directory, or a file with a whole model. Raises the errors of opening it."""
     storage = place.open()
     if storage.is_file(place.name):
+        refuse_part(place.name, place.path)
         return WholeModelFile(storage, place.name, model_key)
     require_directory(storage, place.name, "input")
     return HuggingFaceDirectory(storage, place.name, model_key)

@@ -30,7 +30,7 @@ from nxd_ckpt.storage.base import Storage
 from nxd_ckpt.storage.urls import StrPath, directory_and_name, join
 from nxd_ckpt.tag.files import TagFiles
 from nxd_ckpt.tag.foreign import legacy
-from nxd_ckpt.tag.foreign.hugging_face_directory import OPTIMIZER_DOCUMENT
+from nxd_ckpt.tag.foreign.hugging_face_directory import CONFIG, OPTIMIZER_DOCUMENT
 from nxd_ckpt.tag.foreign.recognise import Recognised, Writer, recognise
 from nxd_ckpt.tag.foreign.torch_xla_files import RANDOM_STATES, is_trainers
 from nxd_ckpt.tag.mappings import INFERENCE, NEMO
@@ -95,7 +95,7 @@ def find_origin(path: StrPath, chosen: MigrateOptions) -> Origin:
     storage = place.open()
     layout = recognise(storage, place.name)
     if layout.writer is Writer.HUGGING_FACE:
-        return _hugging_face(place, TagFiles(storage, place.name), chosen)
+        return _hugging_face(place, TagFiles(storage, layout.beside), chosen)
     if chosen.renaming:
         raise InvalidArgument(
             f"{place.path} was written by {layout.writer.value}: leave out prefix= and key_mapping=, which are for a "
@@ -118,22 +118,24 @@ def find_origin(path: StrPath, chosen: MigrateOptions) -> Origin:
 
 
 def _hugging_face(place: Location, files: TagFiles, chosen: MigrateOptions) -> Origin:
-    """Describe a Hugging Face directory: a model, which is read as its import on one rank would be."""
+    """Describe a model in Hugging Face's ``files``, or in one of them, read as its import on one rank would be."""
     if chosen.to == "hf":
         raise InvalidArgument(
-            f"{place.path} is a Hugging Face directory already; choose another form (torchtitan, dcp or tag)"
+            f"{place.path} has Hugging Face's form already; choose another form (torchtitan, dcp or tag)"
         )
     wrong = [name for name in _OF_A_JOB if getattr(chosen, name) is not None]
     if wrong:
         raise InvalidArgument(
-            f"{place.path} is a Hugging Face directory, not a job's checkpoint: leave out {wrong[0]}="
+            f"{place.path} is a Hugging Face model, not a job's checkpoint: leave out {wrong[0]}="
         )
     shared = ("config", "mapping", "prefix", "key_mapping", "dtype", "storage_options")
     what = import_target(place, ImportOptions(**{name: getattr(chosen, name) for name in shared}))
     opened, model = open_as_tag(place, what)
     outside = (f"tensors {reason}: {first_of(names)}" for reason, names in model.left_out.items())
     beside = (file for file in (*_OF_THE_RUN, OPTIMIZER_DOCUMENT) if files.has(file))
-    return Origin(Writer.HUGGING_FACE, place, opened, place.path, left_out=(*outside, *beside), imported=what)
+    folder = place.directory if opened.storage.is_file(place.name) else join(place.directory, place.name)
+    config = folder if files.has(CONFIG) else None
+    return Origin(Writer.HUGGING_FACE, place, opened, config, left_out=(*outside, *beside), imported=what)
 
 
 def _tag(origin: Origin, storage: Storage, layout: Recognised, names: bool) -> Origin:

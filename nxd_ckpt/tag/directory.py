@@ -37,6 +37,7 @@ from nxd_ckpt.storage.base import DirEntry, Storage
 from nxd_ckpt.storage.local import LocalStorage
 from nxd_ckpt.storage.system import aliases
 from nxd_ckpt.tag.foreign import legacy, rank_items
+from nxd_ckpt.tag.foreign.weight_files import ADAPTERS, has_weights
 from nxd_ckpt.tag.grid import holes, spanned
 from nxd_ckpt.tag.order import marker_time, order_time_of_ours, recorded_order_time
 from nxd_ckpt.tag.range_reader import in_parallel
@@ -261,6 +262,14 @@ def _describe_other_kind(storage: Storage) -> str | None:
         return (
             f"it is a Hugging Face directory: load_checkpoint({url!r}, model=model), without a tag, loads its weights, "
             "and nxd-ckpt import makes a tag of it"
+        )
+    if not files.isdisjoint(ADAPTERS):
+        return "it is a PEFT adapter, without its base model: peft loads it onto that"
+    if has_weights(files):
+        return (
+            "it holds a model's weights without config.json: put the model's beside them, and "
+            f"load_checkpoint({url!r}, model=model), without a tag, loads them; or nxd-ckpt import --config makes a "
+            "tag of them"
         )
     if any(name.endswith(".ckpt") for name in files):
         return "it holds checkpoint files of Lightning: resume from one with nxd_ckpt.integrations.lightning"

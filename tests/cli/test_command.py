@@ -147,7 +147,7 @@ def test_a_file_is_not_called_absent(run: Run, tmp_path: Path, command: str) -> 
 def test_messages_name_options(run: Run, examples: Path, tmp_path: Path) -> None:
     """As this command spells them: not the keyword of the function that complains."""
     outcome = run("export", examples / "zero1", tmp_path / "out")
-    assert "as --config (exports and imports); or pass --mapping" in outcome.err
+    assert "as --config (exports, imports, migrations); or pass --mapping" in outcome.err
     outcome = run("convert-zero1", "--input_dir", examples, "--output_dir", tmp_path, "--convert_to_sharded")
     assert "--convert_to_sharded needs --dp_size" in outcome.err
 

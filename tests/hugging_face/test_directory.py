@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -13,9 +14,19 @@ from hypothesis import given, settings
 from safetensors.torch import load_file, save_file
 
 from nxd_ckpt import Topology, load_checkpoint
-from nxd_ckpt.convert import import_checkpoint
+from nxd_ckpt.convert import import_checkpoint, migrate
 from nxd_ckpt.core.sizes import Sizes
-from nxd_ckpt.errors import CheckpointError, KeyMismatch, MalformedFile, PartNotFound, ShapeMismatch, UnsafePickle
+from nxd_ckpt.errors import (
+    CheckpointError,
+    CheckpointNotFound,
+    InvalidArgument,
+    KeyMismatch,
+    MalformedFile,
+    PartNotFound,
+    ShapeMismatch,
+    UnsafePickle,
+    UnsupportedState,
+)
 from nxd_ckpt.formats.assembly import read_assembly
 from nxd_ckpt.formats.tensors import dtype_name
 from nxd_ckpt.hugging_face.mapped_directory import MappedDirectory
@@ -60,6 +71,47 @@ def test_a_tag_is_no_hugging_face_directory(tmp_path: Path) -> None:
     assert not is_hugging_face(storage)
     (tmp_path / "pytorch_model.bin").write_bytes(b"")
     assert is_hugging_face(storage)
+
+
+@pytest.mark.parametrize("file", ["model.safetensors", "consolidated.safetensors", "pytorch_model.bin"])
+def test_a_model_without_config_json(tmp_path: Path, file: str) -> None:
+    """It is imported and migrated with that of another place, as a directory and as a file; a load asks for it."""
+    state = write_model(tmp_path / "whole", Model())
+    place = tmp_path / "bare"
+    place.mkdir()
+    if file.endswith(".bin"):
+        torch.save(state, place / file)
+    else:
+        save_file(state, place / file)
+    with pytest.raises(CheckpointNotFound, match=r"without config\.json: put .* nxd-ckpt import --config makes a tag"):
+        load_checkpoint(place, model=live(state))
+    for number, source in enumerate((place, place / file)):
+        with pytest.raises(InvalidArgument, match=r"model type is not known\. Pass the model's config\.json"):
+            import_checkpoint(source, tmp_path / "run" / "step_0")
+        for convert in (import_checkpoint, partial(migrate, to="tag")):
+            found: dict[str, torch.Tensor] = {}
+            convert(source, tmp_path / str(number) / "step_0", config=tmp_path / "whole", overwrite=True)
+            load_checkpoint(tmp_path / str(number), model=found)
+            assert sum(map(torch.numel, state.values())) == sum(map(torch.numel, found.values()))
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("file", "complaint"),
+    [
+        ("model-00002-of-00003.safetensors", "is one of 3 files of a model: pass their directory"),
+        ("adapter_model.safetensors", "is a PEFT adapter, without its base model: merge it"),
+        ("tp0_sharded_checkpoint.safetensors", "is one rank's part of a model: pass the directory"),
+        ("model.safetensors.index.json", "holds no tensors: pass the directory"),
+    ],
+)
+def test_a_file_that_is_no_whole_model_is_refused(tmp_path: Path, file: str, complaint: str) -> None:
+    """By its name, before it is read."""
+    (tmp_path / file).write_bytes(b"")
+    for convert in (import_checkpoint, partial(migrate, to="dcp")):
+        with pytest.raises(UnsupportedState, match=complaint):
+            convert(tmp_path / file, tmp_path / "run" / "step_0")
+    assert [tmp_path / file] == [*tmp_path.iterdir()]
 
 
 @given(job=jobs())

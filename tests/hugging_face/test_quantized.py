@@ -12,12 +12,13 @@ from safetensors.torch import load_file, save_file
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from nxd_ckpt import load_checkpoint
-from nxd_ckpt.convert import export_checkpoint, import_checkpoint
+from nxd_ckpt.convert import export_checkpoint, import_checkpoint, migrate
 from nxd_ckpt.errors import MalformedFile
 from nxd_ckpt.formats.low_precision import dequantized_mxfp4
 from nxd_ckpt.tag.foreign import quantization
 from tests.hugging_face.reference import State
 from tests.hugging_face.saved import differences, live, weights
+from tests.migrate.dcp_directory import from_dcp
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]
 
@@ -67,6 +68,22 @@ def test_weights_of_4_bits_are_imported_and_loaded_in_bfloat16(tmp_path: Path, m
     model = live({name: torch.zeros_like(tensor) for name, tensor in expected.items()})
     load_checkpoint(tmp_path / "hub", model=model)
     assert [] == differences(expected, dict(model.state_dict()))
+
+
+def test_weights_of_4_bits_are_migrated_in_bfloat16(tmp_path: Path) -> None:
+    """To every form, in one pass; TorchTitan's module has the last two dimensions of experts swapped."""
+    expected = write_quantized(tmp_path / "hub")
+    migrate(tmp_path / "hub", tmp_path / "dcp", to="dcp")
+    assert [] == differences({f"model.{name}": each for name, each in expected.items()}, from_dcp(tmp_path / "dcp"))
+    migrate(tmp_path / "hub", tmp_path / "run" / "step_0", to="tag")
+    fresh: State = {}
+    load_checkpoint(tmp_path / "run", model=fresh)
+    assert [] == differences(expected, fresh)
+    migrate(tmp_path / "hub", tmp_path / "titan", to="torchtitan")
+    moved, experts = from_dcp(tmp_path / "titan" / "step-0"), "layers.0.moe.routed_experts.inner_experts"
+    named = {"mlp1_weight_EGD": "gate_up_proj", "mlp2_weight_EDF": "down_proj"}
+    swapped = {name: expected[f"model.layers.0.mlp.experts.{name}"].mT for name in named.values()}
+    assert [] == differences(swapped, {name: moved[f"{experts}.{titan}"] for titan, name in named.items()})
 
 
 def test_every_number_is_that_of_transformers() -> None:

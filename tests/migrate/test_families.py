@@ -41,7 +41,7 @@ def test_the_table_has_every_family() -> None:
 @pytest.mark.parametrize(
     ("options", "complaint"),
     [
-        ({}, r"is a Hugging Face directory already; choose another form"),
+        ({}, r"has Hugging Face's form already; choose another form"),
         ({"to": "dcp", "kv_size_multiplier": 1}, r"not a job's checkpoint: leave out kv_size_multiplier="),
         ({"to": "dcp", "config": "wider"}, r"embed_tokens.* be \(64, 40\)"),
         ({"to": "dcp", "mapping": "mixtral"}, r"mapping 'mixtral' has no rule for .*mlp\."),

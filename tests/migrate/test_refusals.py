@@ -381,7 +381,7 @@ def test_ranks_of_a_checkpoint_from_before_tags(
     refused(place, kind, complaint, config=config, saved_param_names=names_by_group(run))
 
 
-ALREADY = "is a Hugging Face directory already"
+ALREADY = "has Hugging Face's form already"
 """Refused in that form; in the others the model is read, and here it is none."""
 
 
@@ -416,6 +416,8 @@ def _files(*names: str) -> Callable[[Path], None]:
             f"{ALREADY}|pytorch_model.bin: expected a torch zip file",
         ),
         (_files("config.json", "pytorch_model-00001-of-00002.bin"), CheckpointError, f"{ALREADY}|1 of 2 shards"),
+        (_files("pytorch_model-00001-of-00002.bin"), CheckpointError, f"{ALREADY}|1 of 2 shards"),
+        (_files("adapter_model.bin", "optimizer.pt"), CheckpointError, f"{ALREADY}|PEFT adapter, .*merge_and_unload"),
         (
             _files("rank_0/step_1/checkpoint.pt", "rank_1/step_1/metadata.metadata"),
             CheckpointNotFound,

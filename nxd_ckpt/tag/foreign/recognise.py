@@ -12,14 +12,14 @@ from enum import Enum
 from typing import NamedTuple
 
 from nxd_ckpt.core import names
-from nxd_ckpt.errors import CheckpointNotFound, MalformedFile, PartNotFound
+from nxd_ckpt.errors import CheckpointNotFound, MalformedFile, PartNotFound, UnsupportedState
 from nxd_ckpt.storage.base import Storage
 from nxd_ckpt.tag.files import TagFiles
 from nxd_ckpt.tag.foreign import legacy, nemo, presharded, rank_items, torch_xla_files
 from nxd_ckpt.tag.foreign.dcp_directory import DcpDirectory, DcpTensors
 from nxd_ckpt.tag.foreign.rank_items import RankItems
 from nxd_ckpt.tag.foreign.torch_dcp import METADATA, TIERED_DATA, TIERED_METADATA, DcpFiles, TieredFiles, tiered_saves
-from nxd_ckpt.tag.foreign.weight_files import has_weights
+from nxd_ckpt.tag.foreign.weight_files import has_weights, refuse_part
 from nxd_ckpt.tag.nxd_tag import TagLayout
 
 
@@ -35,10 +35,13 @@ def open_untagged(storage: Storage, key: str) -> TagLayout:
     Raises:
         PartNotFound: the directory holds none of the files of any layout.
         MalformedFile: it holds those of two layouts.
+        UnsupportedState: it is a file of Hugging Face's form.
         CheckpointNotFound, MalformedFile: errors of opening its layout.
     """
     if storage.is_file(key):
         folder, _, file = key.rpartition("/")
+        if key.endswith(".safetensors"):
+            raise UnsupportedState(f"{storage.url}/{key} has Hugging Face's form: nxd-ckpt import makes a tag of it")
         if nemo.is_of_rank(key):
             return nemo.open_files(TagFiles(storage, folder.rpartition("/")[0]), file)
         return torch_xla_files.open_files(TagFiles(storage, folder), file)
@@ -139,13 +142,18 @@ def recognise(storage: Storage, folder: str) -> Recognised:
     Raises:
         CheckpointNotFound: no layout that is known, or a directory of several checkpoints.
         MalformedFile: it has two layouts at once.
+        UnsupportedState: it is a file with a part of a model.
     """
-    if storage.is_file(folder):
-        writer = Writer.NEMO if nemo.is_of_rank(folder) else Writer.TORCH_XLA
-        return Recognised(writer, folder, folder.rpartition("/")[0])
-    listing = dict(storage.list(folder))
     where = f"{storage.url}/{folder}" if folder else storage.url
+    if storage.is_file(folder):
+        parent, _, name = folder.rpartition("/")
+        refuse_part(name, where)
+        of_torch = Writer.NEMO if nemo.is_of_rank(folder) else Writer.TORCH_XLA
+        return Recognised(Writer.HUGGING_FACE if name.endswith(".safetensors") else of_torch, folder, parent)
+    listing = dict(storage.list(folder))
     writers = [writer for writer, test in _TESTS.items() if test(storage, folder, listing)]
+    if not writers and has_weights(listing):  # without config.json
+        writers = [Writer.HUGGING_FACE]
     if writers and writers[0] in _SEVERAL and len(writers) == 1:
         save = _only(_SEVERAL[writers[0]](storage, folder), where)
         return Recognised(writers[0], save, folder)

@@ -1,7 +1,8 @@
 """Which files of a Hugging Face directory hold the model's weights, and which tensor is in which.
 
 In this order, and safetensors before files of torch.save: by an index; one file of the usual name; shards without an
-index, if the numbers in their names show that all are there; the only safetensors file, of any name.
+index, if the numbers in their names show that all are there; the only safetensors file, of any name except those of
+adapters and of our exports' optimizer states.
 """
 
 from __future__ import annotations
@@ -12,9 +13,10 @@ from dataclasses import dataclass
 
 from nxd_ckpt.core import document
 from nxd_ckpt.core.suggestions import first_of
-from nxd_ckpt.errors import MalformedFile, PartNotFound
+from nxd_ckpt.errors import MalformedFile, PartNotFound, UnsupportedState
 from nxd_ckpt.formats.tensors import TensorStub
 from nxd_ckpt.tag.files import TagFiles
+from nxd_ckpt.tag.foreign import presharded
 
 SINGLE = "model.safetensors"
 INDEX = f"{SINGLE}.index.json"
@@ -44,6 +46,11 @@ _KINDS = (
     _Kind("pytorch_model.bin", re.compile(r"pytorch_model-(\d{1,6})-of-(\d{1,6})\.bin")),
 )
 
+ADAPTERS = ("adapter_model.safetensors", "adapter_model.bin")
+"""PEFT's files of an adapter."""
+_OPTIMIZER = re.compile(r"optimizer(-\d{1,6}-of-\d{1,6})?\.safetensors")
+_MERGE = "merge it into its base with peft (merge_and_unload), save that model, and use it"
+
 
 @dataclass(frozen=True)
 class WeightFiles:
@@ -61,8 +68,27 @@ class WeightFiles:
 
 
 def has_weights(names: Iterable[str]) -> bool:
-    """Return whether one of the files is, by its name, of a model's weights."""
-    return any(name.endswith(".safetensors") or any(_is_of(name, kind) for kind in _KINDS) for name in names)
+    """Return whether one of the files is, by its name, of a model's weights, or of an adapter's."""
+    return any(
+        name.endswith(".safetensors") or name in ADAPTERS or any(_is_of(name, kind) for kind in _KINDS)
+        for name in names
+    )
+
+
+def refuse_part(name: str, where: str) -> None:
+    """Raise UnsupportedState if the file ``name``, at the place ``where``, is by its name no whole model.
+
+    Other files may be one.
+    """
+    shard = next(filter(None, (kind.shards.fullmatch(name) for kind in _KINDS)), None)
+    if name in ADAPTERS:
+        raise UnsupportedState(f"{where} is a PEFT adapter, without its base model: {_MERGE}")
+    if shard is not None:
+        raise UnsupportedState(f"{where} is one of {int(shard[2])} files of a model: pass their directory")
+    if presharded.is_present([name]):
+        raise UnsupportedState(f"{where} is one rank's part of a model: pass the directory of all ranks' files")
+    if name.endswith(".json"):
+        raise UnsupportedState(f"{where} holds no tensors: pass the directory of the model's files")
 
 
 def find_weights(files: TagFiles, read: Read) -> WeightFiles:
@@ -85,12 +111,18 @@ def find_weights(files: TagFiles, read: Read) -> WeightFiles:
         used = {*places.values()}
         strays = tuple(name for name in names if _is_of(name, kind) and name not in {*used, kind.index})
         return WeightFiles(places, kind.index if kind.index in names else "the names of its files", strays)
-    others = [name for name in names if name.endswith(".safetensors")]
+    others = [
+        name
+        for name in names
+        if name.endswith(".safetensors") and name not in ADAPTERS and not _OPTIMIZER.fullmatch(name)
+    ]
     if len(others) == 1:
         return WeightFiles(dict.fromkeys(read(others[0]), others[0]), "the only file")
     where = files.where("").rstrip("/")
     if others:
         raise PartNotFound(f"{files.where(INDEX)} is missing, which says what in {first_of(others)} is the model's")
+    if not {*names}.isdisjoint(ADAPTERS):
+        raise UnsupportedState(f"{where} is a PEFT adapter, without its base model: {_MERGE}")
     raise PartNotFound(f"{where} holds no weights: expected {SINGLE}, or {INDEX} and the files that it names")
 
 
