@@ -251,6 +251,7 @@ def test_the_path_may_be_relative(run: Run, examples: Path, monkeypatch: pytest.
 
 
 @pytest.mark.parametrize("name", CONFIGURATIONS)
+@pytest.mark.one_in(3)
 def test_golden_tags_are_shown_as_far_as_files_tell(run: Run, golden: Path, name: str) -> None:
     """Names, dtypes and local shapes of all stages; cuts and global shapes where ranks hold the same."""
     golden_one = saved(golden, name)
@@ -280,6 +281,7 @@ def test_golden_tags_are_shown_as_far_as_files_tell(run: Run, golden: Path, name
 
 
 @pytest.mark.parametrize("name", CONFIGURATIONS)
+@pytest.mark.one_in(3)
 def test_golden_tensors_lie_where_they_are_said_to(run: Run, golden: Path, name: str) -> None:
     """For every rank; what was never saved is in no file, and is said to be."""
     golden_one = saved(golden, name)

@@ -100,6 +100,7 @@ def test_other_tags_do_not_matter(run: Run, copied: Path) -> None:
 
 
 @pytest.mark.parametrize("name", CONFIGURATIONS)
+@pytest.mark.one_in(3)
 def test_tags_of_neuronx_distributed_are_verified_as_far_as_digests_reach(run: Run, golden: Path, name: str) -> None:
     """It is said how much that is, and what the rest consists of."""
     directory = saved(golden, name).directory

@@ -93,6 +93,7 @@ def test_copies_stand_in_the_order_of_their_saves(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("configuration", CONFIGURATIONS)
+@pytest.mark.one_in(3)
 def test_tags_of_neuronx_distributed_are_copied_alike(golden: Path, configuration: str, tmp_path: Path) -> None:
     """With the time of their markers."""
     directory = golden / configuration / "ckpt"

@@ -191,6 +191,7 @@ def test_what_cannot_be_compared_is_no_equality(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("configuration", CONFIGURATIONS)
+@pytest.mark.one_in(3)
 def test_tags_of_nxd_are_compared_as_they_are(golden: Path, configuration: str) -> None:
     """With themselves nothing differs, also where nobody told how they are cut, or whose state is whose."""
     source = saved(golden, configuration)

@@ -108,6 +108,7 @@ def test_a_changed_byte_is_found_by_whoever_reads_it(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("configuration", CONFIGURATIONS)
+@pytest.mark.one_in(3)
 def test_tags_of_nxd_tell_what_they_know(golden: Path, configuration: str) -> None:
     """Told how they are cut and whose the optimizer's entries are, their whole model comes together."""
     source = saved(golden, configuration)

@@ -22,40 +22,6 @@ from tests.options.keywords import DOCUMENT, FUNCTIONS, rendered
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]
 
-_RIGHT = """
-    pending: Future[None] = save_checkpoint("run", 4, {"w": 1}, async_save=True)
-    pending.add_done_callback(lambda pending: print(pending.exception()))
-    save_checkpoint("run", 3, {"w": 1}, num_kept_ckpts=2, overwrite=True, durable=False, topology=Topology(dp=2))
-    load_checkpoint("run", verify="reading", key_mapping={"a": "b"}, ignore_keys=["optim/*"], timeout=60.0)
-    with Checkpointer("run", memory_cap=2**30) as checkpointer:
-        checkpointer.save("t", {"w": 1}, use_xser=True, partitions={"w": Partition(partition_dim=0)})
-        checkpointer.load("t", strict=False, trust_pickle=True)
-    open_checkpoint("run", storage_options={"anon": True}).keys("model/*")
-    reshard("run/3", "run/4", tp=4, num_workers=2, partitions={"w": Partition(partition_dim=0)}, dry_run=True)
-    export_checkpoint("run/3", "hf", config="config.json", dtype="bfloat16", size_per_shard="1GB", progress=True)
-"""
-_WRONG = """
-    tag: int = save_checkpoint("run", 4, {"w": 1}).tag
-    save_checkpoint("run", 3, overwite=True)
-    save_checkpoint("run", 3, durable="no")
-    load_checkpoint("run", verfy=True)
-    load_checkpoint("run", verify="later")
-    Checkpointer("run", memory_cap="1GB")
-    Checkpointer("run").save("t", use_xsr=True)
-    Checkpointer("run").load("t", prefix=3)
-    open_checkpoint("run", trust=True)
-    reshard("run/3", "run/4", tp="4")
-    export_checkpoint("run/3", "hf", max_shard_size="1GB")
-"""
-_SCRIPT = f"""
-from concurrent.futures import Future
-
-from nxd_ckpt import Checkpointer, Partition, Topology, load_checkpoint, open_checkpoint, save_checkpoint
-from nxd_ckpt.convert import export_checkpoint, reshard
-
-def right() -> None:{_RIGHT}
-def wrong() -> None:{_WRONG}"""
-
 
 def test_type_checkers_are_told_what_functions_take() -> None:
     """The names and types of signatures. `python -m tests.options.keywords` brings them up to date."""
@@ -125,17 +91,3 @@ def test_flags_are_described_without_docstrings() -> None:
     command = [sys.executable, "-OO", "-m", "nxd_ckpt.cli", "pack", "--help"]
     outcome = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=True)
     assert re.search(r"^  --overwrite +replace an existing file$", outcome.stdout, re.MULTILINE)
-
-
-def test_type_checkers_know_the_keywords(tmp_path: Path) -> None:
-    """Of a user's script mypy --strict accepts what is right, and finds a misspelt keyword and a wrong type."""
-    script = tmp_path / "train.py"
-    script.write_text(_SCRIPT)
-    settings = tmp_path / "mypy.ini"
-    settings.write_text("[mypy]\nfollow_imports = silent\n[mypy-torch.*,numpy.*]\nfollow_imports = skip\n")
-    places = ["--config-file", str(settings), "--cache-dir", str(tmp_path)]
-    command = [sys.executable, "-m", "mypy", "--strict", *places, str(script)]
-    outcome = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
-    found = [int(line) for line in re.findall(r"^\S+train.py:(\d+): error: ", outcome.stdout, re.MULTILINE)]
-    wrong = [number for number, line in enumerate(_SCRIPT.splitlines(), 1) if line and f"\n{line}\n" in _WRONG]
-    assert wrong == found, outcome.stdout + outcome.stderr
