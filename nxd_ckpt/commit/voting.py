@@ -331,7 +331,7 @@ class _Patience:
 
 def _retried(act: Callable[[], ResultT]) -> ResultT:
     """Act, and try again if the storage fails for a moment: only this rank can do it."""
-    return retried(act, OSError, len(_PAUSES), _PAUSES.__getitem__, effects.sleep)
+    return retried(act, OSError, len(_PAUSES), _PAUSES.__getitem__)
 
 
 def _listed(storage: Storage, folder: str) -> set[str]:

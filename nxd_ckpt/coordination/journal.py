@@ -46,20 +46,17 @@ def publish(storage: Storage, attempt: str, tag: str, is_visible: Callable[[], b
     """
     recover(storage)  # an earlier swap of this job may not be finished yet
     replacement, replaces = _replacement(storage, attempt, tag), storage.is_dir(tag)
-    is_made = False
     try:
         if replaces:
             storage.make_dir(TRASH)
             storage.write(JOURNAL, json.dumps({"attempt": attempt, "tag": tag}).encode())
             storage.sync_dir(HIDDEN)
         replacement.make()
-        is_made = True
         _sync(storage)
     except OSError as error:
-        # One of these two is for the caller: another job may have finished the replacement.
-        is_made = is_made or (not isinstance(error, (FileNotFoundError, FileExistsError)) and is_visible())
-        if not is_made or may_undo(storage, attempt):
-            if not _restore(replacement, replacement.undo if is_made else replacement.put_back):
+        is_new = replacement.happened(error, is_visible)
+        if not is_new or may_undo(storage, attempt):
+            if not _restore(replacement, is_new):
                 raise not_undone(error, tag) from error
             raise
         logger.warning("%s: %s; another rank made %r durable, and counts it as saved", storage.url, error, tag)
@@ -92,14 +89,14 @@ def _replacement(storage: Storage, attempt: str, tag: str) -> Replacement:
     return Replacement(storage, staging_dir(attempt), tag, trash_file(attempt, tag))
 
 
-def _restore(replacement: Replacement, moves: Callable[[], None]) -> bool:
+def _restore(replacement: Replacement, is_new: bool) -> bool:
     """Undo a failed publication. If this fails, the journal stays, and the next job to open the directory tries again.
 
     Returns whether the state before is durable.
     """
     storage = replacement.storage
     try:
-        moves()
+        replacement.restore(is_new)
         _sync(storage)
         _forget(storage)
     except OSError as error:

@@ -15,45 +15,59 @@ neither                the new one is lost: put the old one back
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import suppress
-from typing import NamedTuple
 
 from nxd_ckpt.storage.base import Storage, Swapping
 
 
-class Replacement(NamedTuple):
+class Replacement:
     """The move of ``finished`` to the name ``target``, whose old content is then called ``aside``. All are keys.
 
     Nothing here makes names durable: that is for the caller, before it relies on them.
     """
 
-    storage: Storage
-    finished: str
-    target: str
-    aside: str
+    def __init__(self, storage: Storage, finished: str, target: str, aside: str) -> None:
+        self.storage, self.finished, self.target, self.aside = storage, finished, target, aside
+        self._is_made = self._replaces = False
 
     def make(self) -> None:
-        """Replace. Raises OSError; then call `put_back`."""
-        storage = self.storage
-        if not self.is_there(self.target):
+        """Replace. Raises OSError; then call `restore`."""
+        storage, self._replaces = self.storage, self.is_there(self.target)
+        if not self._replaces:
             storage.rename(self.finished, self.target)
         elif isinstance(storage, Swapping) and storage.swap(self.finished, self.target):
-            try:
-                storage.rename(self.finished, self.aside)
-            except OSError:
-                storage.swap(self.finished, self.target)
-                raise
+            self._is_made = True
+            storage.rename(self.finished, self.aside)
         else:
             storage.rename(self.target, self.aside)
             storage.rename(self.finished, self.target)
+        self._is_made = True
 
-    def undo(self) -> None:
-        """Restore the state before a `make` that succeeded, or whose exchange of names did. Raises OSError."""
+    def happened(self, error: OSError, is_new: Callable[[], bool] | None = None) -> bool:
+        """Return whether ``target`` is the new one although `make`, or a later step, raised ``error``.
+
+        A server may have renamed it without an answer. ``is_new`` looks at it; without that, names decide.
+        """
+        if isinstance(error, (FileNotFoundError, FileExistsError)):
+            return False  # it is for the caller: another process may have finished the replacement
+        return self._is_made or (is_new or self._has_new_name)()
+
+    def _has_new_name(self) -> bool:
+        return self.is_there(self.target) and not self.is_there(self.finished)
+
+    def restore(self, is_new: bool) -> None:
+        """Restore the state before `make`. ``is_new`` says that ``target`` is the new one. Raises OSError.
+
+        If the old one is gone, the new one stays: another process that took this one for dead has removed it.
+        """
         storage = self.storage
-        if isinstance(storage, Swapping) and self.is_there(self.finished):
-            storage.swap(self.finished, self.target)
-            return
-        storage.rename(self.target, self.finished)
+        if is_new:
+            if isinstance(storage, Swapping) and self.is_there(self.finished):
+                storage.swap(self.finished, self.target)
+                return
+            if not self._replaces or self.is_there(self.aside):
+                storage.rename(self.target, self.finished)
         self.put_back()
 
     def put_back(self) -> None:

@@ -59,7 +59,7 @@ _Kind = TypeVar("_Kind")
 _Value = TypeVar("_Value")
 
 
-def meant(name: str, own: Collection[str], elsewhere: Mapping[str, Collection[str]]) -> str:
+def _meant(name: str, own: Collection[str], elsewhere: Mapping[str, Collection[str]]) -> str:
     """Return the name of an unknown keyword, with the keyword that was probably meant.
 
     ``own`` are the keywords that the function has; ``elsewhere`` those of related functions, by the functions' names.
@@ -82,14 +82,12 @@ def meant(name: str, own: Collection[str], elsewhere: Mapping[str, Collection[st
 
 def checks_keywords(kind: type[_Kind]) -> type[_Kind]:
     """Decorate a dataclass: an unknown keyword of its constructor raises TypeError with a suggestion."""
-    made, own = kind.__init__, [field.name for field in fields(cast(Any, kind))]
+    made = kind.__init__
+    _takers[kind.__name__] = (), [field.name for field in fields(cast(Any, kind))]
 
     @wraps(made)
     def init(self: _Kind, *args: Any, **values: Any) -> None:
-        unknown = [name for name in values if name not in own]
-        if unknown:
-            shown = first_of(unknown, lambda name: meant(name, own, {}))
-            raise TypeError(f"{kind.__name__}() got an unexpected keyword argument {shown}")
+        _refuse_unknown(values, kind.__name__)
         made(self, *args, **values)
 
     cast(Any, kind).__init__ = init
@@ -127,7 +125,7 @@ def options_of(kind: type[_Kind], values: Mapping[str, Any]) -> _Kind:
 
 
 _takers: dict[str, tuple[tuple[type[Any], ...], Collection[str]]] = {}
-"""The option classes, and the parameters, of each function that `takes` decorates."""
+"""The option classes, and the parameters, of each function that `takes` decorates, and of classes' constructors."""
 
 _RELATED = ("Checkpointer", "Checkpointer.save", "Checkpointer.load", "save_checkpoint", "load_checkpoint")
 """Functions of which one is called with keywords that another one takes."""
@@ -139,7 +137,14 @@ def _explained(unknown: Iterable[str], function: str) -> str:
     is_method = function.startswith("Checkpointer")
     related = sorted(_RELATED if function in _RELATED else (), key=lambda one: one.startswith("Checkp") != is_method)
     elsewhere = {other: _takers[other][1] for other in related if other in _takers and other != function}
-    return first_of(unknown, lambda name: meant(name, own, elsewhere))
+    return first_of(unknown, lambda name: _meant(name, own, elsewhere))
+
+
+def _refuse_unknown(names: Iterable[str], function: str) -> None:
+    """Raise TypeError for names that are no parameters of the function."""
+    unknown = [name for name in names if name not in _takers[function][1]]
+    if unknown:
+        raise TypeError(f"{function}() got an unexpected keyword argument {_explained(unknown, function)}")
 
 
 def takes(*kinds: type[Any], checks: bool = True) -> Callable[[_Function], _Function]:
@@ -161,9 +166,8 @@ def takes(*kinds: type[Any], checks: bool = True) -> Callable[[_Function], _Func
 
         @wraps(function)
         def called(*args: Any, **options: Any) -> Any:
-            unknown = [name for name in options if name not in parameters]
-            if unknown and checks:
-                raise TypeError(f"{shown_name}() got an unexpected keyword argument {_explained(unknown, shown_name)}")
+            if checks:
+                _refuse_unknown(options, shown_name)
             return function(*args, **options)
 
         shown: Any = called

@@ -42,18 +42,6 @@ DirectRun = tuple[int, memoryview]
 """An offset in a file, and the memory that takes the bytes from there unchanged."""
 
 
-def read_assembly(leaf: Assembly, read: ReadRanges) -> torch.Tensor:
-    """Return the tensor, on the CPU."""
-    out = allocated(leaf.shape, leaf.dtype)
-    clear_padding(leaf, out)
-    for fragment in leaf.fragments:
-        if fragment.source.numel:
-            stored, target = as_stored(fragment, out)
-            for slab in slabs_of(stored):
-                read_part(slab, target, read)
-    return out
-
-
 def clear_padding(leaf: Assembly, out: torch.Tensor) -> None:
     """Fill ``out`` with zeros if there are elements that no fragment covers."""
     if sum(fragment.target.numel for fragment in leaf.fragments) < leaf.numel:

@@ -461,19 +461,15 @@ class SealedDirectory:
         storage.make_dir(self._folder)
         linked = self._link_added()
         self._require_lease()
-        finished = os.stat(self.staged)
         try:
             replacement.make()
-        except OSError as error:
-            with suppress(FileNotFoundError):
-                if os.path.samestat(finished, os.stat(self.path)):  # a server that did not answer has renamed it
-                    self._undo(replacement, error)
-            replacement.put_back()
-            raise
-        try:
             storage.sync_dir(self._folder)
         except OSError as error:
-            self._undo(replacement, error)
+            try:
+                replacement.restore(replacement.happened(error))
+                storage.sync_dir(self._folder)
+            except OSError:
+                raise not_undone(error, self.path) from error
             raise
         try:
             linked += self._keep_late(replacement.aside, linked)
@@ -488,14 +484,6 @@ class SealedDirectory:
             )
         with suppress(OSError):  # it goes with all that is left of this attempt
             storage.remove(replacement.aside)
-
-    def _undo(self, replacement: Replacement, error: OSError) -> None:
-        """Restore the state before. If that fails, too, raise an OSError that says so."""
-        try:
-            replacement.undo()
-            self._storage.sync_dir(self._folder)
-        except OSError:
-            raise not_undone(error, self.path) from error
 
     def _link_added(self) -> list[str]:
         """Link files that callbacks wrote to the visible place into the directory that will replace it; return them.

@@ -7,6 +7,7 @@ single file) comes last.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -16,6 +17,8 @@ from nxd_ckpt.errors import InvalidArgument
 from nxd_ckpt.output.locations import Location, settle
 from nxd_ckpt.storage.base import DirEntry
 from nxd_ckpt.storage.system import tell_room
+
+logger = logging.getLogger("nxd_ckpt")
 
 
 @dataclass(frozen=True)
@@ -90,16 +93,17 @@ class Output:
             storage.sync_dir(self.folder)
         if not storage.renames:
             return
-        restore = replacement.put_back
         try:
             replacement.make()
-            restore = replacement.undo
             storage.sync_dir("")
-        except OSError:
+        except OSError as error:
             with suppress(OSError):  # the next process that opens it tries again
-                restore()
+                replacement.restore(replacement.happened(error))
             raise
-        self._remove_remains()
+        try:
+            self._remove_remains()
+        except OSError as error:  # the next output of this name removes it
+            logger.warning("%s is complete, but the one that it replaces was not removed: %s", self.place.path, error)
 
     def discard(self) -> None:
         """Remove the files of a failed output."""

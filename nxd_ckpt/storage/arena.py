@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import mmap
 import os
-from collections.abc import Callable
 from pathlib import Path
 
 PAGE = mmap.PAGESIZE
@@ -58,10 +57,9 @@ def private_memory(nbytes: int) -> mmap.mmap:
     return mmap.mmap(-1, nbytes)  # Windows: no other process has it either
 
 
-def default_cap(local_world_size: int, available: Callable[[], int] | None = None) -> int:
+def default_cap(local_world_size: int) -> int:
     """Return the bytes that one of ``local_world_size`` ranks of this host may stage."""
-    room = (available or available_memory)()
-    return max(int(room * _SHARE) // max(local_world_size, 1), 64 * 2**20)
+    return max(int(available_memory() * _SHARE) // max(local_world_size, 1), 64 * 2**20)
 
 
 def available_memory(root: Path = Path("/")) -> int:

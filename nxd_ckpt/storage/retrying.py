@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
@@ -26,7 +25,6 @@ def retried(
     errors: type[Exception] | tuple[type[Exception], ...],
     retries: int,
     pause: Callable[[int], float],
-    sleep: Callable[[float], None],
 ) -> T:
     """Return the result of ``operation``, repeated at most ``retries`` times after one of ``errors``.
 
@@ -36,7 +34,7 @@ def retried(
         try:
             return operation()
         except errors:
-            sleep(pause(tries))
+            effects.sleep(pause(tries))
     return operation()
 
 
@@ -47,9 +45,9 @@ class RetryingStorage(StorageWrapper):
     errors are raised.
     """
 
-    def __init__(self, inner: Storage, retries: int = 5, sleep: Callable[[float], None] = time.sleep) -> None:
+    def __init__(self, inner: Storage, retries: int = 5) -> None:
         super().__init__(inner)
-        self._retries, self._sleep = retries, sleep
+        self._retries = retries
 
     def around(self, name: str, key: str, operation: Callable[[], T]) -> T:
         return operation() if name in _ONCE else self.repeated(operation)
@@ -59,7 +57,7 @@ class RetryingStorage(StorageWrapper):
 
     def repeated(self, operation: Callable[[], T]) -> T:
         """Return the result of ``operation``; raise the error of its last try."""
-        return retried(operation, TRANSIENT, self._retries, pause_after, self._sleep)
+        return retried(operation, TRANSIENT, self._retries, pause_after)
 
 
 def pause_after(tries: int) -> float:

@@ -3,25 +3,18 @@
 from __future__ import annotations
 
 import threading
-import time
-from collections.abc import Callable
 from functools import cache
 from typing import NamedTuple
 
-from nxd_ckpt.effects import in_forked_children
+from nxd_ckpt import effects
 from nxd_ckpt.errors import InvalidArgument
 
 
 class Throttle:
     """A limit of ``bytes_per_second`` on average; None is unlimited. Unused time is not saved up."""
 
-    def __init__(
-        self,
-        bytes_per_second: float | None,
-        clock: Callable[[], float] = time.monotonic,
-        sleep: Callable[[float], None] = time.sleep,
-    ) -> None:
-        self._rate, self._clock, self._sleep = bytes_per_second, clock, sleep
+    def __init__(self, bytes_per_second: float | None) -> None:
+        self._rate = bytes_per_second
         self._lock = threading.Lock()
         self._free_at = 0.0
 
@@ -34,14 +27,14 @@ class Throttle:
         """Return when ``nbytes`` more may pass."""
         begin, _ = self.schedule(nbytes)
         if begin > 0:
-            self._sleep(begin)
+            effects.sleep(begin)
 
     def schedule(self, nbytes: int) -> tuple[float, float]:
         """Return the seconds until ``nbytes`` more may begin to pass, and until they have passed."""
         if self._rate is None:
             return 0.0, 0.0
         with self._lock:
-            now = self._clock()
+            now = effects.monotonic()
             begin = max(self._free_at, now)
             self._free_at = begin + nbytes / self._rate
             return begin - now, self._free_at - now
@@ -77,4 +70,4 @@ def shared_throttle(bytes_per_second: float | None) -> Throttle:
     return Throttle(bytes_per_second)
 
 
-in_forked_children(shared_throttle.cache_clear)  # its lock may have been held
+effects.in_forked_children(shared_throttle.cache_clear)  # its lock may have been held

@@ -19,11 +19,9 @@ from nxd_ckpt.core import names
 from nxd_ckpt.core.limits import check_sizes, shown
 from nxd_ckpt.errors import CheckpointError, MalformedFile, PartNotFound
 from nxd_ckpt.formats import torch_zip
-from nxd_ckpt.formats.assembly import read_assembly
 from nxd_ckpt.formats.safetensors import read_header
 from nxd_ckpt.formats.strides import noted, stored_stride, strided, with_stride
 from nxd_ckpt.formats.tensors import (
-    Assembly,
     Path,
     TensorReference,
     TensorStub,
@@ -197,18 +195,14 @@ class TagFiles:
         with self.named(file), closing(self.storage.open(key)) as reader:
             return read_header(pread_of(reader), self.storage.size(key), file).tensors
 
-    def read(self, leaf: TensorStub | Assembly) -> torch.Tensor:
-        """Read one tensor to the CPU.
-
-        A whole one is compared with the CRC-32 in its file, if it has one; parts of an assembled one are not compared.
+    def read(self, stub: TensorStub) -> torch.Tensor:
+        """Read one tensor to the CPU, and compare it with the CRC-32 in its file, if it has one.
 
         Raises:
             DigestMismatch: the bytes are not those that were written.
         """
-        if isinstance(leaf, Assembly):
-            return read_assembly(leaf, self.read_ranges)
-        with self.named(leaf.file):
-            return self._read(leaf)
+        with self.named(stub.file):
+            return self._read(stub)
 
     def read_ranges(self, file: str, ranges: Sequence[tuple[int, memoryview]]) -> None:
         """Fill each memory with the file's bytes from its offset on."""

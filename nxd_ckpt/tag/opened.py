@@ -47,13 +47,13 @@ _LIMIT = 2**16
 
 
 class TreeCache:
-    """The trees that were used last, of ``limit`` tensors together, or a single larger one.
+    """The trees that were used last, of `_LIMIT` tensors together, or a single larger one.
 
     A view that uses many trees for each of its tensors holds them itself: they may be more than the cache keeps.
     """
 
-    def __init__(self, limit: int = _LIMIT) -> None:
-        self._limit, self._count = limit, 0
+    def __init__(self) -> None:
+        self._count = 0
         self._trees: dict[Hashable, tuple[dict[str, Any], int]] = {}  # in order of last use
 
     def get(self, key: Hashable, read: Callable[[], Tree]) -> Tree:
@@ -64,7 +64,7 @@ class TreeCache:
             cached = tree, sum(1 for _ in iter_tensors(tree, (TensorStub, Assembly, MissingTensor)))
             self._count += cached[1]
         self._trees[key] = cached
-        while self._count > self._limit and len(self._trees) > 1:
+        while self._count > _LIMIT and len(self._trees) > 1:
             self._count -= self._trees.pop(next(iter(self._trees)))[1]
         return cached[0]
 

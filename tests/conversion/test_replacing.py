@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
+import os
 import shutil
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from functools import partial
-from itertools import product
+from itertools import count, product
 from pathlib import Path
 from typing import Any
 
@@ -140,6 +143,73 @@ def test_what_fails_to_be_replaced_stays(tags: Path, monkeypatch: pytest.MonkeyP
         assert [*left, "whole"] == sorted(path.name for path in output.parent.iterdir())
         unshard_checkpoint(tags / "new", output)
         assert ["out", "whole"] == sorted(path.name for path in output.parent.iterdir())
+
+
+def unanswered(
+    numbers: Iterator[int], last: int, name: str, move: Callable[[str, str], object], one: str, other: str
+) -> object:
+    """Moves; of those of ``name`` the ``last`` raises although it happened."""
+    moved = move(one, other)
+    if name in one and next(numbers) == last:
+        raise OSError(errno.EIO, "no answer")
+    return moved
+
+
+@pytest.mark.parametrize("replaces", [True, False])
+@pytest.mark.parametrize("exchanges", [True, False])
+def test_what_was_moved_without_an_answer_is_moved_back(
+    tags: Path, monkeypatch: pytest.MonkeyPatch, exchanges: bool, replaces: bool
+) -> None:
+    """An output of a command that ends with an error is not visible."""
+    for number, (kind, step) in enumerate(product(OUTPUTS, range(1 + (replaces and not exchanges)))):
+        output = tags / str(number) / kind
+        if replaces:
+            OUTPUTS[kind](tags / "old", output, durable=False)
+        with monkeypatch.context() as patch:
+            if not exchanges:
+                patch.setattr(local, "exchange", lambda one, other: False)
+            patch.setattr(os, "rename", partial(unanswered, count(), step, kind, os.rename))
+            with pytest.raises(CheckpointError, match="no answer"):
+                OUTPUTS[kind](tags / "new", output, overwrite=True, durable=False)
+        assert [output] * replaces == list(output.parent.iterdir())
+        assert not replaces or 0 == made_of(output)
+
+
+@pytest.mark.parametrize("happens", [True, False])
+def test_an_exchange_without_an_answer_is_looked_at(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, happens: bool
+) -> None:
+    """What happened counts, whatever the system says."""
+    for name in ("one", "other"):
+        (tmp_path / name).write_text(name)
+    exchange = system._renameat2
+
+    def failed(*args: Any) -> int:
+        assert exchange is not None
+        assert not happens or exchange(*args) == 0
+        ctypes.set_errno(errno.EIO)
+        return -1
+
+    monkeypatch.setattr(system, "_renameat2", failed)
+    with nullcontext() if happens else pytest.raises(OSError, match="Input/output error"):
+        assert system.exchange(tmp_path / "one", tmp_path / "other")
+    assert ("other" if happens else "one") == (tmp_path / "one").read_text()
+
+
+def test_a_replaced_output_that_cannot_be_removed_is_no_error(
+    tags: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The new one is complete; the next output of the name removes the rest."""
+    output = tags / "outputs" / "whole"
+    unshard_checkpoint(tags / "old", output, durable=False)
+    with monkeypatch.context() as patch:
+        hook = failing("rename", ".whole.replaced -> *", OSError(errno.EIO, "broken"))
+        patch.setattr(locations, "open_storage", partial(hooked, hook))
+        unshard_checkpoint(tags / "new", output, overwrite=True, durable=False)
+    assert 1 == made_of(output)
+    assert "is complete, but the one that it replaces was not removed: [Errno 5] broken" in caplog.text
+    unshard_checkpoint(tags / "new", output, overwrite=True, durable=False)
+    assert [output] == list(output.parent.iterdir())
 
 
 @pytest.mark.parametrize("exchanges", [True, False])

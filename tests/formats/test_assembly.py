@@ -10,14 +10,14 @@ from hypothesis import strategies as st
 from nxd_ckpt.core.box import Box, boxes_of_run
 from nxd_ckpt.core.manifest import CRC_BLOCK
 from nxd_ckpt.formats import assembly
-from nxd_ckpt.formats.assembly import blocks_of, read_assembly
+from nxd_ckpt.formats.assembly import blocks_of
 from nxd_ckpt.formats.tensors import (
     Assembly,
     Fragment,
     StorageSpan,
     TensorStub,
 )
-from tests.formats.assemblies import BEFORE, Files, cases, index
+from tests.formats.assemblies import BEFORE, Files, cases, index, read_leaf
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]
 
@@ -28,7 +28,7 @@ def test_every_element_comes_from_its_part(case: tuple[Files, Assembly, torch.Te
     files, leaf, expected, needed = case
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(assembly, "SLAB", slab)
-        found = read_assembly(leaf, files.read)
+        found = read_leaf(leaf, files.read)
     assert torch.equal(expected, found)
     assert needed <= files.nbytes <= needed * 17 / 16
 
@@ -43,7 +43,7 @@ def test_tensors_are_transposed_on_the_way(
     parts = tuple(fragment.permuted(order) for fragment in leaf.fragments)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(assembly, "SLAB", slab)
-        found = read_assembly(Assembly(leaf.dtype, tuple(expected.permute(order).shape), parts), files.read)
+        found = read_leaf(Assembly(leaf.dtype, tuple(expected.permute(order).shape), parts), files.read)
     assert torch.equal(expected.permute(order), found)
     assert needed <= files.nbytes <= needed * 17 / 16
 
@@ -63,7 +63,7 @@ def test_a_window_of_many_parts_has_those_inside(heights: list[int], data: st.Da
     whole = Assembly("float32", (rows, 4), tuple(data.draw(st.permutations(parts))))
     start = data.draw(st.integers(0, rows - 1))
     window = Box((start, data.draw(st.integers(0, 2))), (data.draw(st.integers(1, rows - start)), 2))
-    assert torch.equal(expected[index(window)], read_assembly(whole.within(window), files.read))
+    assert torch.equal(expected[index(window)], read_leaf(whole.within(window), files.read))
 
 
 @given(st.lists(st.integers(1, 4), max_size=3), st.data())

@@ -27,7 +27,6 @@ from nxd_ckpt.errors import (
     UnsafePickle,
     UnsupportedState,
 )
-from nxd_ckpt.formats.assembly import read_assembly
 from nxd_ckpt.formats.tensors import dtype_name
 from nxd_ckpt.hugging_face.mapped_directory import MappedDirectory
 from nxd_ckpt.storage.local import LocalStorage
@@ -35,6 +34,7 @@ from nxd_ckpt.tag.foreign.hugging_face_directory import HuggingFaceDirectory, is
 from nxd_ckpt.tag.foreign.weight_files import INDEX
 from nxd_ckpt.tag.mappings import find_mapping
 from nxd_ckpt.testing.storage import HookedStorage, Operation
+from tests.formats.assemblies import read_leaf
 from tests.hugging_face.jobs import jobs
 from tests.hugging_face.reference import Job, Model
 from tests.hugging_face.saved import live, write_config, write_model
@@ -59,7 +59,7 @@ def test_every_tensor_is_found(tmp_path: Path, shards: int) -> None:
     directory = opened(tmp_path)
     assert sorted(state) == directory.names
     assert Model().config == directory.config
-    found = {name: directory.files.read(directory.tensor(name)) for name in directory.names}
+    found = {name: read_leaf(directory.tensor(name), directory.files.read_ranges) for name in directory.names}
     assert [] == [name for name in state if not torch.equal(state[name], found[name])]
 
 
@@ -132,7 +132,7 @@ def test_every_rank_reads_what_a_conversion_by_hand_gives_it(
             expected = held[match.name]
             leaf = source.assembly(match, dtype_name(expected.dtype), tuple(expected.shape))
             log.clear()
-            assert torch.equal(expected, read_assembly(leaf, directory.files.read_ranges)), match.name
+            assert torch.equal(expected, read_leaf(leaf, directory.files.read_ranges)), match.name
             assert sum(one.nbytes for one in log) <= expected.nbytes * 17 / 16
 
 
@@ -149,7 +149,7 @@ def test_tied_tensors_are_read_from_what_they_are_tied_to(tmp_path: Path) -> Non
     write_config(tmp_path, {**model.config, "tie_word_embeddings": True})
     directory = opened(tmp_path)
     leaf = mapped(directory, job, Topology()).assembly(match, "float32", (24, 8))
-    assert torch.equal(state["model.embed_tokens.weight"], read_assembly(leaf, directory.files.read_ranges))
+    assert torch.equal(state["model.embed_tokens.weight"], read_leaf(leaf, directory.files.read_ranges))
     del state["model.embed_tokens.weight"]
     save_file(state, tmp_path / "model.safetensors")
     with pytest.raises(KeyMismatch, match=r"nor model\.embed_tokens\.weight, to which it is tied"):
@@ -304,7 +304,7 @@ def test_weights_in_other_files_are_found(tmp_path: Path, form: str) -> None:
             (tmp_path / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": places}))
     assert is_hugging_face(LocalStorage(tmp_path))
     directory = opened(tmp_path)
-    found = {name: directory.files.read(directory.tensor(name)) for name in directory.names}
+    found = {name: read_leaf(directory.tensor(name), directory.files.read_ranges) for name in directory.names}
     assert sorted(state) == directory.names
     assert [] == [name for name in state if not torch.equal(state[name], found[name])]
     assert directory.strays is None

@@ -24,6 +24,7 @@ from nxd_ckpt.storage.urls import open_storage
 from nxd_ckpt.tag.foreign import quantization
 from nxd_ckpt.tag.foreign.hugging_face_directory import HuggingFaceDirectory
 from nxd_ckpt.tag.foreign.quantization import quantization_of
+from tests.formats.assemblies import read_leaf
 from tests.hugging_face.families import random_model
 from tests.hugging_face.reference import State
 from tests.hugging_face.saved import differences, live, weights, write_config
@@ -99,7 +100,7 @@ def test_numbers_are_those_of_the_quantizers_own_code(
     suffix = "_scale_inv" if config["quantization_config"]["quant_method"] == "fp8" else "_scale"
     directory = opened(tmp_path, config, {"x.weight": numbers(*shape), f"x.weight{suffix}": scale})
     assert ["x.weight"] == directory.names
-    assert expected == digest(directory.files.read(directory.tensor("x.weight")))
+    assert expected == digest(read_leaf(directory.tensor("x.weight"), directory.files.read_ranges))
 
 
 def spread(scale: torch.Tensor, shape: tuple[int, ...], block: tuple[int, int]) -> torch.Tensor:
@@ -125,7 +126,7 @@ def test_any_part_is_that_of_the_whole(tmp_path_factory: pytest.TempPathFactory,
         directory = opened(path, fine_grained(list(block)), state)
         box = Box(tuple(low for low, _ in bounds), tuple(high - low for low, high in bounds))
         part = Assembly.of(directory.tensor("x")).within(box)
-        assert torch.equal(whole[tuple(slice(*each) for each in bounds)], directory.files.read(part))
+        assert torch.equal(whole[tuple(slice(*each) for each in bounds)], read_leaf(part, directory.files.read_ranges))
 
 
 def quantized(state: State, config: dict[str, Any], chosen: Callable[[str], bool]) -> tuple[State, State]:

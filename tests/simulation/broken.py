@@ -140,7 +140,7 @@ _MISMATCH = """    if found != expected.crc32:
 BREAKS = [
     Break(
         "Directory not synced after a tag's rename", "disk",
-        {_JOURNAL: ("is_made = True\n        _sync(storage)\n", "is_made = True\n")},
+        {_JOURNAL: ("replacement.make()\n        _sync(storage)\n", "replacement.make()\n")},
     ),
     Break(
         "Directory of the indexes not synced", "disk",
@@ -200,7 +200,7 @@ BREAKS = [
         "Save with a failed sync not undone", "disk",
         {
             _JOURNAL: (
-                "            if not _restore(replacement, replacement.undo if is_made else replacement.put_back):\n",
+                "            if not _restore(replacement, is_new):\n",
                 "            if False:\n",
             )
         },
@@ -212,7 +212,7 @@ BREAKS = [
     ),
     Break(
         "Save undone that another rank counts as saved", "an undoing that fails",
-        {_JOURNAL: ("        if not is_made or may_undo(storage, attempt):\n", "        if True:\n")},
+        {_JOURNAL: ("        if not is_new or may_undo(storage, attempt):\n", "        if True:\n")},
     ),
     Break("Rank 0 does not wait for votes", "disk", _VOTES),
     Break(
@@ -426,8 +426,8 @@ BREAKS += [
         "Journal dropped before the rename is synced", "every state",
         {
             _JOURNAL: (
-                "is_made = True\n        _sync(storage)\n",
-                "is_made = True\n        if replaces:\n            _forget(storage)\n"
+                "        replacement.make()\n        _sync(storage)\n",
+                "        replacement.make()\n        if replaces:\n            _forget(storage)\n"
                 "        _sync(storage)\n",
             )
         },
@@ -455,7 +455,7 @@ BREAKS += [
     ),
     Break(
         "Undoing of a save not synced", "an undone save",
-        {_JOURNAL: ("        moves()\n        _sync(storage)\n", "        moves()\n")},
+        {_JOURNAL: ("restore(is_new)\n        _sync(storage)\n", "restore(is_new)\n")},
     ),
     Break(
         "Failed save's files removed though it was visible", "an undone save",
@@ -633,7 +633,7 @@ BREAKS += [
     ),
     Break(
         "Failed rename that happened leaves the tag visible", "a lost reply",
-        {_JOURNAL: (" or (not isinstance(error, (FileNotFoundError, FileExistsError)) and is_visible())", "")},
+        {_REPLACEMENT: (" or (is_new or self._has_new_name)()", "")},
     ),
     Break(
         "Failed exchange that happened is not reversed", "a lost reply",

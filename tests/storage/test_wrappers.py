@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from nxd_ckpt import effects
+from nxd_ckpt.storage import retrying
 from nxd_ckpt.storage.local import LocalStorage
 from nxd_ckpt.storage.retrying import RetryingStorage
 from nxd_ckpt.storage.throttle import Throttle, shared_throttle
@@ -27,22 +29,26 @@ def failing_first(times: int, error: OSError) -> tuple[list[str], Hook]:
 
 
 @pytest.mark.parametrize("error", [ConnectionResetError("reset"), TimeoutError("slow")])
-def test_what_may_go_away_is_tried_again(tmp_path: Path, error: OSError) -> None:
+def test_what_may_go_away_is_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: OSError
+) -> None:
     """Until it works, later each time."""
     (tmp_path / "key").write_bytes(b"data")
     seen, hook = failing_first(3, error)
     waits: list[float] = []
-    storage = RetryingStorage(HookedStorage(LocalStorage(tmp_path), hook), retries=3, sleep=waits.append)
+    monkeypatch.setattr(effects, "sleep", waits.append)
+    storage = RetryingStorage(HookedStorage(LocalStorage(tmp_path), hook), retries=3)
     assert b"data" == storage.read("key")
     assert ["read"] * 4 == seen
     assert 3 == len(waits)
     assert all(0 <= wait <= 20 for wait in waits)
 
 
-def test_it_gives_up_with_the_last_error(tmp_path: Path) -> None:
+def test_it_gives_up_with_the_last_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With the error of the last try."""
     seen, hook = failing_first(100, ConnectionResetError("reset"))
-    storage = RetryingStorage(HookedStorage(LocalStorage(tmp_path), hook), retries=2, sleep=lambda wait: None)
+    monkeypatch.setattr(retrying, "pause_after", lambda tries: 0.0)
+    storage = RetryingStorage(HookedStorage(LocalStorage(tmp_path), hook), retries=2)
     with pytest.raises(ConnectionResetError, match="reset"):
         storage.list()
     assert 3 == len(seen)
@@ -67,7 +73,7 @@ def test_conditional_writes_are_not_tried_again(tmp_path: Path) -> None:
     assert ["link_new"] == seen
 
 
-def test_a_throttle_lets_bytes_through_at_its_rate() -> None:
+def test_a_throttle_lets_bytes_through_at_its_rate(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lets bytes through at its rate, and a pause is not made up for."""
     now = 100.0
     waits: list[float] = []
@@ -77,7 +83,9 @@ def test_a_throttle_lets_bytes_through_at_its_rate() -> None:
         waits.append(seconds)
         now += seconds
 
-    throttle = Throttle(1000.0, clock=lambda: now, sleep=sleep)
+    monkeypatch.setattr(effects, "monotonic", lambda: now)
+    monkeypatch.setattr(effects, "sleep", sleep)
+    throttle = Throttle(1000.0)
     for nbytes in (500, 1000, 2000, 1):
         throttle.take(nbytes)
     assert [0.5, 1.0, 2.0] == waits

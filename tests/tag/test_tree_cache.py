@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from nxd_ckpt.formats.tensors import Assembly
+from nxd_ckpt.tag import opened
 from nxd_ckpt.tag.opened import TreeCache
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]
@@ -34,15 +35,17 @@ def test_a_tree_is_read_once() -> None:
     assert [True, False] == [read_again(cache, "a"), read_again(cache, "a")]
 
 
-def test_what_was_asked_for_longest_ago_goes_first() -> None:
+def test_what_was_asked_for_longest_ago_goes_first(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two trees of two tensors fit into a cache of five; asking for one of them keeps it."""
-    cache = TreeCache(limit=5)
+    monkeypatch.setattr(opened, "_LIMIT", 5)
+    cache = TreeCache()
     for key in "abac":
         read_again(cache, key)
     assert [False, False, True] == [read_again(cache, key) for key in "acb"]
 
 
-def test_a_tree_larger_than_the_limit_is_kept_alone() -> None:
+def test_a_tree_larger_than_the_limit_is_kept_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is what is being read; it goes with the next one."""
-    cache = TreeCache(limit=1)
+    monkeypatch.setattr(opened, "_LIMIT", 1)
+    cache = TreeCache()
     assert [True, False, True, True] == [read_again(cache, key) for key in "aaba"]

@@ -14,6 +14,7 @@ import pytest
 from nxd_ckpt import Checkpointer, Tier, checkpointer, load_checkpoint, save_checkpoint
 from nxd_ckpt.api import close_checkpointers
 from nxd_ckpt.errors import CheckpointError, DirectoryInUse, InvalidArgument, StorageError
+from nxd_ckpt.storage import retrying
 from nxd_ckpt.storage.local import LocalStorage
 from nxd_ckpt.storage.retrying import RetryingStorage
 from nxd_ckpt.testing.storage import HookedStorage, MemoryStorage, Operation, failing
@@ -115,7 +116,7 @@ def test_a_tier_that_is_away_at_first(tmp_path: Path, caplog: pytest.LogCaptureF
     assert ["step_2"] == tags_in(far.inner)
 
 
-def test_requests_that_fail_and_a_throttle_only_delay(tmp_path: Path) -> None:
+def test_requests_that_fail_and_a_throttle_only_delay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """30 % of the requests to a store fail, and its rate is capped: every save returns, and the last tag arrives."""
     random, lock = Random(17), threading.Lock()
     never_repeated = ("link_new", "exchange", "write_at", "settle", "close")
@@ -127,7 +128,8 @@ def test_requests_that_fail_and_a_throttle_only_delay(tmp_path: Path) -> None:
             raise ConnectionError("reset by peer")
 
     store = MemoryStorage()
-    flaky = RetryingStorage(HookedStorage(store, unreliable), retries=20, sleep=lambda seconds: None)
+    monkeypatch.setattr(retrying, "pause_after", lambda tries: 0.0)
+    flaky = RetryingStorage(HookedStorage(store, unreliable), retries=20)
     tier = Tier("flaky", keep=2, max_bytes_per_second="1MB", storage=flaky)
     with Checkpointer(tiers=[Tier(tmp_path, keep=2), tier]) as saver:
         save(saver, *range(1, 9))
