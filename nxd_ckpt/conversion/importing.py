@@ -16,7 +16,7 @@ from nxd_ckpt.conversion.worker_pool import joint_agreement
 from nxd_ckpt.coordination.agreement import on_all
 from nxd_ckpt.core.manifest import Parts
 from nxd_ckpt.core.option_classes import takes
-from nxd_ckpt.errors import as_checkpoint_errors
+from nxd_ckpt.errors import TopologyMismatch, as_checkpoint_errors
 from nxd_ckpt.hugging_face.imported_model import ImportedModel, ImportTarget, closest
 from nxd_ckpt.keywords import ImportKeywords
 from nxd_ckpt.options.hugging_face import ImportOptions
@@ -114,7 +114,12 @@ def import_plan(source: Location, target: Location, what: ImportTarget) -> Impor
     }
     whole = {match.name: match for match in selection.matches if not set(members[match.name]) & set(selection.missing)}
     is_blocked = bool(selection.unknown or selection.missing)
-    stages = model.staged(list(whole)) if is_blocked else model.stages
+    try:
+        stages = model.staged(list(whole)) if is_blocked else model.stages
+    except TopologyMismatch:
+        if not is_blocked:
+            raise
+        stages = [list(whole)]  # too few layers have rules: their names are the problem
     tensors = []
     for pp_rank, names in enumerate(stages):
         for name in names:

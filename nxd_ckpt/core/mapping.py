@@ -192,16 +192,29 @@ class ModelMapping:
         left_out = self.tied if self.are_tied(sizes) else ()
         return [name for name in names if name not in left_out]
 
-    def predicts(self, name: str, sizes: Sizes) -> bool:
-        """Return whether a Hugging Face tensor serves only the prediction of several tokens at once."""
-        for beginning in self.prediction:
-            before, placeholder, _ = beginning.partition("{layer}")
-            if not placeholder and name.startswith(before):
-                return True
-            number = re.match(rf"{re.escape(before)}(\d{{1,18}})\.", name) if placeholder else None
-            if number is not None and int(number[1]) >= sizes.get("layer"):
-                return True
-        return False
+    def predicting(self, names: Iterable[str], sizes: Sizes) -> list[str]:
+        """Return those of the Hugging Face tensors that serve only the prediction of several tokens at once.
+
+        A layer after the model's own does so if it has tensors that the model's do not have; otherwise config.json is
+        that of a model with fewer layers.
+        """
+        groups: dict[tuple[str, int], list[str]] = {}
+        for name in names:
+            for beginning in self.prediction:
+                before, placeholder, _ = beginning.partition("{layer}")
+                match = re.match(rf"{re.escape(before)}(\d{{1,18}})\." if placeholder else re.escape(before), name)
+                if match is not None and not (placeholder and int(match[1]) < sizes.get("layer")):
+                    groups.setdefault((beginning, int(match[1]) if placeholder else 0), []).append(name)
+                    break
+        return [
+            name
+            for (beginning, _), group in groups.items()
+            if "{layer}" not in beginning or not all(map(self._has_rule, group))
+            for name in group
+        ]
+
+    def _has_rule(self, name: str) -> bool:
+        return self.has_tensor(name) or self.packed_as(name) is not None
 
     def refuse_misplaced(self, names: Iterable[str], sizes: Sizes) -> None:
         """Raise KeyMismatch for a Hugging Face tensor that by config.json the model, or its layer, does not have."""

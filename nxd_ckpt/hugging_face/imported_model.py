@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import groupby
@@ -192,16 +193,23 @@ class ImportedModel:
     def selection(self) -> Selection:
         """The NxD tensors that the directory becomes, and obstacles."""
         target = self._target
-        return selection(target.mapping, self._directory.names, target.sizes, target.variants)
+        with self._named():
+            return selection(target.mapping, self._directory.names, target.sizes, target.variants)
 
     @cached_property
     def matches(self) -> dict[str, Match]:
         """The NxD tensors by name, in the model's order. Raises the errors of `selection` and `complete`."""
+        chosen = self.selection
+        with self._named():
+            return {match.name: match for match in complete(self._target.mapping, chosen)}
+
+    @contextmanager
+    def _named(self) -> Iterator[None]:
+        """Put the directory before the message of a KeyMismatch."""
         try:
-            matches_ = complete(self._target.mapping, self.selection)
+            yield
         except KeyMismatch as error:
             raise KeyMismatch(f"{self._directory.where}: {error}") from None
-        return {match.name: match for match in matches_}
 
     @cached_property
     def stages(self) -> Sequence[Sequence[str]]:

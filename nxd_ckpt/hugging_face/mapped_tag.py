@@ -39,6 +39,7 @@ from nxd_ckpt.reshard.resharded_model import ReshardedModel
 from nxd_ckpt.reshard.resharded_optimizer import ReshardedOptimizer
 from nxd_ckpt.reshard.resharded_state import ReshardedState, recorded_state
 from nxd_ckpt.reshard.saved_optimizer import SavedSlot, is_number
+from nxd_ckpt.tag.equality import are_equal
 from nxd_ckpt.tag.foreign.quantization import refuse_quantized_dtype
 from nxd_ckpt.tag.opened import OpenTag
 
@@ -213,7 +214,7 @@ class MappedTag:
             ShapeMismatch, TopologyMismatch, InvalidArgument: shapes and sizes do not fit; the message names them.
             IncompatibleState: two tensors of the tag are the same Hugging Face tensor, or tied ones differ.
         """
-        return [tensor for tensor in self._mapped.values() if not self._is_left_out(tensor)]
+        return [tensor for name, tensor in self._mapped.items() if name not in self._tied]
 
     @property
     def file_tensors(self) -> list[HfTensor | PackedTensor]:
@@ -238,7 +239,7 @@ class MappedTag:
     @property
     def left_out(self) -> set[str]:
         """Tensors of the tag that files leave out, because they are tied to others."""
-        return {tensor.source.name for tensor in self._mapped.values() if self._is_left_out(tensor)}
+        return {tensor.source.name for tensor in self._tied.values()}
 
     @property
     def missing(self) -> list[str]:
@@ -366,18 +367,29 @@ class MappedTag:
             shape[0] *= self._opened.topology.ep
         return tuple(shape)
 
-    def _is_left_out(self, tensor: HfTensor) -> bool:
-        """Return whether it is tied to another tensor, which files hold instead."""
-        kept = self._mapped.get(self.ties.get(tensor.name, ""))
-        if kept is None:
-            return False
-        digests = [digest_of(self._model.value(tied.source.name)) for tied in (tensor, kept)]
-        if digests[0] != digests[1]:
-            raise IncompatibleState(
-                f"{self._opened.where}: config.json ties {tensor.name} to {kept.name}, but the tag holds different "
-                "values; set tie_word_embeddings to false in this model's config.json"
+    @cached_property
+    def _tied(self) -> dict[str, HfTensor]:
+        """Tensors that are tied to others, which files hold instead, by name."""
+        tied = {name: self._mapped[name] for name, kept in self.ties.items() if {name, kept} <= self._mapped.keys()}
+        for tensor in tied.values():
+            self._refuse_untied(tensor, self._mapped[self.ties[tensor.name]])
+        return tied
+
+    def _refuse_untied(self, tensor: HfTensor, kept: HfTensor) -> None:
+        """Raise IncompatibleState unless every tensor-parallel rank saved the same values for both."""
+        for tp_rank in range(self._opened.topology.tp):
+            pair = (
+                self._model.saved_by(each.source.pp_rank, CutIndex(tp_rank)).get(each.source.name)
+                for each in (kept, tensor)
             )
-        return True
+            first, second = pair
+            if not isinstance(first, (TensorStub, Assembly)) or not isinstance(second, (TensorStub, Assembly)):
+                continue  # of a rank that lacks one: `require_all` refuses that
+            if not are_equal(first, second, tensor.source.name, self._opened.reader):
+                raise IncompatibleState(
+                    f"{self._opened.where}: config.json ties {tensor.name} to {kept.name}, but it holds different "
+                    "values for them; set tie_word_embeddings to false in this model's config.json"
+                )
 
     def _leaf(self, tensor: HfTensor, place: CutIndex) -> TensorStub | Assembly:
         """Return the part of the rank at ``place``, from its model file or its optimizer file."""

@@ -129,7 +129,7 @@ class UnpackedTensors:
 
     @cached_property
     def _prediction(self) -> tuple[str, ...]:
-        return tuple(name for name in self._directory.names if self._mapping.predicts(name, self._sizes))
+        return tuple(sorted(self._mapping.predicting(self._directory.names, self._sizes)))
 
     def tensor(self, name: str, tied: Mapping[str, str] | None = None) -> TensorStub | Assembly:
         packed = self._packed_by_part.get(name)

@@ -232,6 +232,7 @@ def _whole(path: Path, model: Model) -> None:
         (_whole, {"tp": 4}, TopologyMismatch, r"k_proj\.weight: the 2 heads of .* cannot be divided equally among 4"),
         (_whole, {"tp": 3}, TopologyMismatch, r"cannot be divided equally among 3 tensor-parallel ranks"),
         (_whole, {"pp": 3}, TopologyMismatch, r"3 pipeline stages for 2 repeated layers"),
+        (_whole, {"pp": 2, "mapping": "gpt_neox"}, KeyMismatch, r"'gpt_neox' has no rule for lm_head\.weight"),
         (_whole, {"pp": 2, "stages": [[]]}, TopologyMismatch, r"lists 1 pipeline stages, but pp is 2"),
         (_whole, {"stages": [["lm_head.weight"]]}, KeyMismatch, r"stages= must list every NxD tensor"),
         (_whole, {"fuse_qkv": True, "coalesce_qkv": True}, InvalidArgument, r"pass one or the other"),

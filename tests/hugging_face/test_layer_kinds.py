@@ -48,6 +48,7 @@ def written(path: Path, name: str, **config: Any) -> Any:
         ("deepseek-v3", {"q_lora_rank": None}, KeyMismatch, r"self_attn\.q_.*by q_lora_rank"),
         ("deepseek-v3", {"n_routed_experts": 5}, KeyMismatch, r"missing: model\.layers\.1\.mlp\.experts\.4\."),
         ("deepseek-v3", {"num_attention_heads": 7}, ShapeMismatch, r"48 elements cannot be 7 num_attention_heads"),
+        ("deepseek-v3", {"num_hidden_layers": 1}, KeyMismatch, r"hf: model\.layers\.1\..*should be below 1;"),
         ("glm4-moe", {"use_qk_norm": False}, KeyMismatch, r"_norm\.weight: by use_qk_norm"),
         ("llama4", {"moe_layers": [0]}, KeyMismatch, r"feed_forward\..*by interleave_moe_layer_step and moe_layers"),
         ("llama4", {"num_local_experts": 3}, ShapeMismatch, r"should hold 3 parts"),

@@ -44,6 +44,7 @@ def test_the_table_has_every_family() -> None:
         ({}, r"has Hugging Face's form already; choose another form"),
         ({"to": "dcp", "kv_size_multiplier": 1}, r"not a job's checkpoint: leave out kv_size_multiplier="),
         ({"to": "dcp", "config": "wider"}, r"embed_tokens.* be \(64, 40\)"),
+        ({"to": "dcp", "config": "tied"}, r"config\.json ties lm_head\.weight to .* different values for them"),
         ({"to": "dcp", "mapping": "mixtral"}, r"mapping 'mixtral' has no rule for .*mlp\."),
     ],
 )
@@ -54,6 +55,7 @@ def test_a_hugging_face_directory_that_does_not_fit_is_refused(
     model = random_model("llama")
     model.save_pretrained(tmp_path / "hf")
     write_config(tmp_path / "wider", {**model.config.to_dict(), "hidden_size": 40})
+    write_config(tmp_path / "tied", {**model.config.to_dict(), "tie_word_embeddings": True})
     if "config" in options:
         options = {**options, "config": tmp_path / options["config"]}
     with pytest.raises(CheckpointError, match=complaint):
