@@ -11,6 +11,7 @@ import textwrap
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import Any, TextIO, TypeVar
 
+_INDENT = "  "
 _BELOW = " " * 4
 """Indentation of a line that continues the one above."""
 _RED, _GREEN, _PLAIN = "\x1b[31m", "\x1b[32m", "\x1b[0m"
@@ -47,7 +48,7 @@ def width() -> int | None:
     return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
 
 
-def table(head: Sequence[str], rows: Iterable[Sequence[str]], indent: str = "  ", *, wide: bool = False) -> list[str]:
+def table(head: Sequence[str], rows: Iterable[Sequence[str]], *, wide: bool = False) -> list[str]:
     """Return lines of left-aligned columns, two spaces apart.
 
     Rows wider than the terminal continue in a line below, unless ``wide``.
@@ -56,34 +57,34 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]], indent: str = "  "
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     table_lines = []
     for line in lines:
-        for number, columns in enumerate([range(len(widths))] if wide else _folded(widths, len(indent))):
+        for number, columns in enumerate([range(len(widths))] if wide else _folded(widths)):
             cells = "  ".join(line[column].ljust(widths[column]) for column in columns).rstrip()
             if cells or number == 0:
-                table_lines.append(f"{indent}{_BELOW * (number > 0)}{cells}".rstrip())
+                table_lines.append(f"{_INDENT}{_BELOW * (number > 0)}{cells}".rstrip())
     return table_lines
 
 
-def _folded(widths: Sequence[int], indent: int) -> list[list[int]]:
+def _folded(widths: Sequence[int]) -> list[list[int]]:
     """Return the column numbers of each line that a row takes."""
-    limit, column_lines, at = width(), [list[int]()], indent
+    limit, column_lines, at = width(), [list[int]()], len(_INDENT)
     for column, size in enumerate(widths):
         if limit is not None and column_lines[-1] and at + size > limit:
             column_lines.append([])
-            at = indent + len(_BELOW)
+            at = len(_INDENT + _BELOW)
         column_lines[-1].append(column)
         at += size + 2
     return column_lines
 
 
-def fitting_table(head: Sequence[str], rows: Iterable[Sequence[str]], width: int | None, keep: int = 3) -> list[str]:
-    """Return a table without the last columns that exceed ``width``, but with at least the first ``keep``.
+def fitting_table(head: Sequence[str], rows: Iterable[Sequence[str]], width: int | None) -> list[str]:
+    """Return a table without the last columns that exceed ``width``, but with at least the first three.
 
     A last line names the columns left out. None fits everything.
     """
     lines = [*map(tuple, rows)]
     sizes = [max(map(len, column)) for column in zip(head, *lines, strict=True)]
     columns = len(head)
-    while width is not None and columns > keep and sum(sizes[:columns]) + 2 * columns > width:
+    while width is not None and columns > 3 and sum(sizes[:columns]) + 2 * columns > width:
         columns -= 1
     left_out = head[columns:]
     table_lines = table(head[:columns], [line[:columns] for line in lines], wide=width is None)

@@ -27,7 +27,7 @@ from nxd_ckpt.live.state import StateTensor
 from nxd_ckpt.load.attempt import unwrapped
 from nxd_ckpt.output.locations import Location
 from nxd_ckpt.output.source import open_any
-from nxd_ckpt.output.transfer import Progress, copy, link_or_copy
+from nxd_ckpt.output.transfer import Progress, StoredFile, copy, link_or_copy
 from nxd_ckpt.reshard.resharded_state import recorded_parameters
 from nxd_ckpt.reshard.target import Target, target_state
 from nxd_ckpt.save.planned_file import pieces_of
@@ -103,8 +103,7 @@ class FilePassthrough:
         for file in self._model_files(topology):
             stubs = [(path, stub) for path, stub in iter_tensors(tree, TensorStub) if stub.file == file]
             records = {stub.storage.offset: stub.storage.nbytes for _, stub in stubs}
-            target = f"{folder}/{file}"
-            files[file], blocks = copy(opened.storage, self._key(file), self._storage, target, records, progress)
+            files[file], blocks = copy(*self._source_and_target(file, folder), records, progress)
             for path, stub in stubs:
                 name = ".".join(map(str, path))
                 tensors.append(self._entry(name, stub, tuple(blocks[stub.storage.offset]), topology))
@@ -156,7 +155,11 @@ class FilePassthrough:
                 yield file, written[file]
 
     def _file(self, file: str, entry: FileEntry | None, folder: str, progress: Progress) -> FileEntry:
-        return link_or_copy(self._opened.storage, self._key(file), self._storage, f"{folder}/{file}", entry, progress)
+        return link_or_copy(*self._source_and_target(file, folder), entry, progress)
+
+    def _source_and_target(self, file: str, folder: str) -> tuple[StoredFile, StoredFile]:
+        source = StoredFile(self._opened.storage, self._key(file))
+        return source, StoredFile(self._storage, f"{folder}/{file}")
 
     def _key(self, file: str) -> str:
         return f"{self._opened.tag}/{file}"

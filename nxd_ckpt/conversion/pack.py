@@ -14,14 +14,14 @@ from typing_extensions import Unpack
 
 from nxd_ckpt.core import names
 from nxd_ckpt.core.option_classes import takes
-from nxd_ckpt.errors import InvalidArgument, PartNotFound, as_checkpoint_errors
+from nxd_ckpt.errors import InvalidArgument, as_checkpoint_errors
 from nxd_ckpt.keywords import PackKeywords
 from nxd_ckpt.options.tags import PackOptions
 from nxd_ckpt.output.cp_files import TagFile, files_to_copy, verify
 from nxd_ckpt.output.locations import locate_apart, locate_input
 from nxd_ckpt.output.output import Output
 from nxd_ckpt.output.source import open_source
-from nxd_ckpt.output.transfer import copy_into
+from nxd_ckpt.output.transfer import StoredFile, copy_into
 from nxd_ckpt.storage.archive.storage import END, MEMBER_LIST, dump_members
 from nxd_ckpt.storage.archive.unpacking import compressing, compression_of
 from nxd_ckpt.storage.base import Storage, Writer, completed
@@ -230,13 +230,9 @@ def _write(
 
 def _put(opened: OpenTag, member: _Member, writer: Writer, written: Counter) -> None:
     """Write the member's header, its bytes, verified, and the padding of the last block."""
-    file, key = member.file, f"{opened.tag}/{member.file.name}"
-    where = f"{opened.storage.url}/{key}"
+    file, source = member.file, StoredFile(opened.storage, f"{opened.tag}/{member.file.name}")
     writer.write_at(member.at, member.header)
-    try:
-        entry, blocks = copy_into(opened.storage, key, writer, member.offset, file.records, written.add)
-    except FileNotFoundError as error:
-        raise PartNotFound(f"{where} is missing: the tag lost files since it was saved") from error
-    verify(file, entry, blocks, where)
+    entry, blocks = copy_into(source, writer, member.offset, file.records, written.add)
+    verify(file, entry, blocks, source.where)
     end = member.offset + file.nbytes
     writer.write_at(end, bytes(member.end - end))

@@ -33,7 +33,7 @@ Intents and pins must outlive the host of rank 0: they tell a later job what to 
 """
 
 
-def spare_file(run_id: str, rank: int, number: int = 0) -> str:
+def spare_file(run_id: str, rank: int, number: int) -> str:
     """Return the key of a file that reserves space and a name for a vote or verdict on a full disk."""
     return f"{PROBES}/{run_id}-rank_{rank}.spare{number or ''}"
 

@@ -98,10 +98,10 @@ def _check(actual: int, expected: int | None, file: str, record: str) -> None:
         )
 
 
-def read_tensor(pread_into: PreadInto, stub: TensorStub, verify: bool = True) -> torch.Tensor:
+def read_tensor(pread_into: PreadInto, stub: TensorStub) -> torch.Tensor:
     """Read the tensor of ``stub`` into a new contiguous CPU tensor. Raises DigestMismatch like `read_into`."""
     tensor = allocated(stub.shape, stub.dtype)
-    read_into(pread_into, stub, tensor, verify)
+    read_into(pread_into, stub, tensor)
     return tensor
 
 

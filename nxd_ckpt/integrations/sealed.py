@@ -38,7 +38,7 @@ from nxd_ckpt.errors import (
     as_checkpoint_errors,
 )
 from nxd_ckpt.integrations.output_lease import HeldLeases, OutputLease
-from nxd_ckpt.output.transfer import link_or_copy, sync
+from nxd_ckpt.output.transfer import StoredFile, link_or_copy, sync
 from nxd_ckpt.save.background import Helpers
 from nxd_ckpt.save.pending import PendingSave
 from nxd_ckpt.storage.local import LocalStorage
@@ -510,7 +510,7 @@ class SealedDirectory:
             try:
                 os.link(storage.path(source), storage.path(target))
             except OSError:  # a file system without hard links
-                link_or_copy(storage, source, storage, target, None, lambda nbytes: None)
+                link_or_copy(StoredFile(storage, source), StoredFile(storage, target), None, lambda nbytes: None)
             sync(storage, target)
         storage.sync_dir(os.path.dirname(target))
 

@@ -38,11 +38,6 @@ class Placed:
         return self.layout.pieces(self.shape, self.coordinate)
 
     @property
-    def is_cut(self) -> bool:
-        """True if other ranks of the mesh have other parts of it."""
-        return self.layout.replicas < len(self.layout.mesh.ranks)
-
-    @property
     def local_shape(self) -> tuple[int, ...]:
         return self.layout.local_shape(self.shape, self.coordinate)
 

@@ -269,9 +269,9 @@ def fill_state(
             continue
         filled: _Entries = dict.fromkeys(saved[index]) | kept  # in their order, whenever they arrive
         state[slot.key] = filled
+        parameter = _ParameterState(filled, live, slot, read)
         for entry, value in saved[index].items():
-            fill = _fill_step if entry in ON_HOST else _fill_entry
-            fill(filled, entry, value, live.get(entry), slot, read)
+            parameter.fill(entry, value)
     for key, value in saved.items():
         if isinstance(key, str):
             state[key] = materialise(value, read, torch.device("cpu"))
@@ -336,43 +336,54 @@ def _option(option: str, value: Any, live: Any, read: LeafSource) -> Any:
     return tuple(value) if isinstance(value, list) and (option == "betas" or isinstance(live, tuple)) else value
 
 
-def _fill_entry(entries: _Entries, entry: Any, value: Any, live: Any, slot: Slot, read: LeafSource) -> None:
-    if is_tensor(value) and isinstance(live, torch.Tensor):
-        overwrite(live, value, read)
-        entries[entry] = live
-    elif is_tensor(value):
-        _make(entries, entry, value, slot.key.device, slot, read)
-    else:
-        entries[entry] = materialise(value, read, slot.key.device, slot.key)
+@dataclass(frozen=True)
+class _ParameterState:
+    """The new state of one parameter: its ``entries``, in place of the ``live`` ones where these fit."""
 
+    entries: _Entries
+    live: Mapping[Any, Any]
+    slot: Slot
+    read: LeafSource
 
-def _fill_step(entries: _Entries, entry: Any, value: Any, live: Any, slot: Slot, read: LeafSource) -> None:
-    if isinstance(live, torch.Tensor):
-        entries[entry] = live
-        if is_tensor(value) and form_of(value) == form_of(live):
-            overwrite(live, value, read)
+    def fill(self, entry: Any, value: Any) -> None:
+        """Fill an entry with the saved value."""
+        live = self.live.get(entry)
+        if entry in ON_HOST:
+            self._fill_step(entry, value, live)
+        elif is_tensor(value) and isinstance(live, torch.Tensor):
+            overwrite(live, value, self.read)
+            self.entries[entry] = live
+        elif is_tensor(value):
+            self._make(entry, value, self.slot.key.device)
         else:
-            copy_in(live, _like(read(value) if is_tensor(value) else value, live))
-    elif not is_tensor(value):
-        entries[entry] = value
-    elif isinstance(live, (int, float)):
-        entries[entry] = type(live)(read(value).item())
-    else:
-        # torch: the count is on the device only for optimizers whose step runs there as a whole.
-        on_device = slot.group.get("capturable") or slot.group.get("fused")
-        _make(entries, entry, value, slot.key.device if on_device else torch.device("cpu"), slot, read)
+            self.entries[entry] = materialise(value, self.read, self.slot.key.device, self.slot.key)
 
+    def _fill_step(self, entry: Any, value: Any, live: Any) -> None:
+        if isinstance(live, torch.Tensor):
+            self.entries[entry] = live
+            if is_tensor(value) and form_of(value) == form_of(live):
+                overwrite(live, value, self.read)
+            else:
+                copy_in(live, _like(self.read(value) if is_tensor(value) else value, live))
+        elif not is_tensor(value):
+            self.entries[entry] = value
+        elif isinstance(live, (int, float)):
+            self.entries[entry] = type(live)(self.read(value).item())
+        else:
+            # torch: the count is on the device only for optimizers whose step runs there as a whole.
+            on_device = self.slot.group.get("capturable") or self.slot.group.get("fused")
+            self._make(entry, value, self.slot.key.device if on_device else torch.device("cpu"))
 
-def _make(entries: _Entries, entry: Any, leaf: Any, device: torch.device, slot: Slot, read: LeafSource) -> None:
-    key = _layout_of(slot, entry)
-    if device.type == "cpu":
-        entries[entry] = slot.as_placed(entry, _new(leaf, read, key))
-    else:
+    def _make(self, entry: Any, leaf: Any, device: torch.device) -> None:
+        slot, key = self.slot, _layout_of(self.slot, entry)
+        if device.type == "cpu":
+            self.entries[entry] = slot.as_placed(entry, _new(leaf, self.read, key))
+        else:
 
-        def take(value: torch.Tensor) -> None:
-            entries[entry] = slot.as_placed(entry, place(_strided(value, leaf, key), device))
+            def take(value: torch.Tensor) -> None:
+                self.entries[entry] = slot.as_placed(entry, place(_strided(value, leaf, key), device))
 
-        read.then(leaf, take)
+            self.read.then(leaf, take)
 
 
 def _layout_of(slot: Slot, entry: Any) -> torch.Tensor | None:

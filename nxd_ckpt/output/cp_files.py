@@ -19,7 +19,7 @@ from nxd_ckpt.core import names
 from nxd_ckpt.core.manifest import FileEntry
 from nxd_ckpt.errors import DigestMismatch, MalformedFile, PartNotFound
 from nxd_ckpt.formats import crc32
-from nxd_ckpt.output.transfer import Pace, Progress, copy, digest, link, require_equal, sync
+from nxd_ckpt.output.transfer import Pace, Progress, StoredFile, copy, digest, link, require_equal, sync
 from nxd_ckpt.storage.base import Replicated, Storage, is_mounted, remove_if
 from nxd_ckpt.storage.hosts.storage import HostsStorage
 from nxd_ckpt.tag.files import TagFiles
@@ -217,56 +217,49 @@ class FileCopy:
             DirectoryInUse: from ``confirm``.
             OSError: a storage failed.
         """
-        source, source_key = self._opened.storage, f"{self._opened.tag}/{file.name}"
-        key = f"{self._folder}/{file.name}"
+        source = StoredFile(self._opened.storage, f"{self._opened.tag}/{file.name}")
+        target = StoredFile(self._target, f"{self._folder}/{file.name}")
         if not self._target.renames or is_mounted(self._target):
             self._confirm()  # the folder may be the tag itself, or below a place that was unmounted
         if file.name in self._present:
             with self._own_turn:
-                is_right = self._is_right(file, source, source_key, key)
+                is_right = self._is_right(file, source, target)
             if is_right:
-                sync(self._target, key)  # its writer may have died before it was durable
+                sync(*target)  # its writer may have died before it was durable
                 return CopyResult.KEPT
             self.remove(file.name)
-        hosts, target = self._hosts, self._target
-        if hosts is not None and hosts.copy(file, target, self._folder, self._progress, self._confirm):
+        hosts = self._hosts
+        if hosts is not None and hosts.copy(file, self._target, self._folder, self._progress, self._confirm):
             return CopyResult.COPIED
-        if self._hard_links and file.entry is not None and link(source, source_key, self._target, key):
-            actual = digest(self._target, key, self._progress, self._readers)
-            _require_entry(file, actual, f"{source.url}/{source_key}")
+        if self._hard_links and file.entry is not None and link(source, target):
+            _require_entry(file, digest(target, self._progress, self._readers), source.where)
             return CopyResult.LINKED
         with self._own_turn:
             try:
-                self._copy(file, source, source_key, key)
+                self._copy(file, source, target)
             except (DigestMismatch, MalformedFile):
-                if not self._has_good_copy(file, source, source_key):
+                if not self._has_good_copy(file, source):
                     raise
                 self.remove(file.name)
-                self._copy(file, source, source_key, key)
+                self._copy(file, source, target)
         return CopyResult.COPIED
 
-    def _is_right(self, file: TagFile, source: Storage, source_key: str, key: str) -> bool:
+    def _is_right(self, file: TagFile, source: StoredFile, target: StoredFile) -> bool:
         """Return whether an earlier attempt copied all of the file."""
-        if self._target.size(key) != file.nbytes:
+        if target.nbytes != file.nbytes:
             return False
-        actual = digest(self._target, key, self._progress, self._readers)
-        return actual == (file.entry or digest(source, source_key, self._progress, self._readers))
+        actual = digest(target, self._progress, self._readers)
+        return actual == (file.entry or digest(source, self._progress, self._readers))
 
-    def _has_good_copy(self, file: TagFile, source: Storage, source_key: str) -> bool:
+    def _has_good_copy(self, file: TagFile, source: StoredFile) -> bool:
         """Return whether the source has several copies of the file, and a good one, which is read from now on."""
-        if file.entry is None or not isinstance(source, Replicated):
+        if file.entry is None or not isinstance(source.storage, Replicated):
             return False
-        return changed_everywhere(source, source_key, file.entry, memoryview(bytearray(_MEMORY))) is None
+        return changed_everywhere(*source, file.entry, memoryview(bytearray(_MEMORY))) is None
 
-    def _copy(self, file: TagFile, source: Storage, source_key: str, key: str) -> None:
-        where = f"{source.url}/{source_key}"
-        try:
-            actual, blocks = copy(
-                source, source_key, self._target, key, file.records, self._progress, self._readers
-            )
-        except FileNotFoundError as error:
-            raise PartNotFound(f"{where} is missing: the tag lost files since it was saved") from error
-        verify(file, actual, blocks, where)
+    def _copy(self, file: TagFile, source: StoredFile, target: StoredFile) -> None:
+        actual, blocks = copy(source, target, file.records, self._progress, self._readers)
+        verify(file, actual, blocks, source.where)
 
 
 def verify(file: TagFile, actual: FileEntry, blocks: Mapping[int, Sequence[int]], where: str) -> None:

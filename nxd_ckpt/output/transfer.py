@@ -6,9 +6,9 @@ import os
 import threading
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor, wait
-from contextlib import closing, nullcontext
+from contextlib import closing, contextmanager, nullcontext
 from itertools import groupby
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from nxd_ckpt.core.manifest import CRC_BLOCK, FileEntry
 from nxd_ckpt.errors import CheckpointError, DigestMismatch, MalformedFile, PartNotFound
@@ -45,38 +45,61 @@ def prefetched(
 
 
 _PIECE = 8 * 2**20
+
+
+class StoredFile(NamedTuple):
+    """A file by its key in a storage."""
+
+    storage: Storage
+    key: str
+
+    @property
+    def where(self) -> str:
+        """Name of the file in errors."""
+        return f"{self.storage.url}/{self.key}"
+
+    @property
+    def nbytes(self) -> int:
+        """Size in bytes, which the storage is asked for."""
+        return self.storage.size(self.key)
+
+
+@contextmanager
+def _of_a_tag(file: StoredFile) -> Iterator[None]:
+    """Raise PartNotFound if the file is missing."""
+    try:
+        yield
+    except FileNotFoundError as error:
+        raise PartNotFound(f"{file.where} is missing: the tag lost files since it was saved") from error
+
+
 Progress = Callable[[int], None]
 """A function that is called with the bytes of each chunk that was copied."""
 
 
 def link_or_copy(
-    source: Storage, source_key: str, target: Storage, key: str, expected: FileEntry | None, progress: Progress
+    source: StoredFile, target: StoredFile, expected: FileEntry | None, progress: Progress
 ) -> FileEntry:
-    """Make ``key`` equal to ``source_key``, durable except for its name. With ``expected``, by a hard link if possible.
+    """Make ``target`` equal to ``source``, durable except for its name. With ``expected``, by a hard link if possible.
 
     Raises:
         PartNotFound, MalformedFile, DigestMismatch: the file is missing, or differs from ``expected``.
     """
-    where = f"{source.url}/{source_key}"
-    try:
-        nbytes = source.size(source_key)
-    except FileNotFoundError as error:
-        raise PartNotFound(f"{where} is missing: the tag lost files since it was saved") from error
+    with _of_a_tag(source):
+        nbytes = source.nbytes
     if expected is not None and expected.nbytes != nbytes:
-        require_equal(expected, FileEntry(nbytes, 0), where)
-    if expected is not None and link(source, source_key, target, key):
+        require_equal(expected, FileEntry(nbytes, 0), source.where)
+    if expected is not None and link(source, target):
         return expected
-    entry, _ = copy(source, source_key, target, key, {}, progress)
+    entry, _ = copy(source, target, {}, progress)
     if expected is not None:
-        require_equal(expected, entry, where)
+        require_equal(expected, entry, source.where)
     return entry
 
 
 def copy(
-    source: Storage,
-    source_key: str,
-    target: Storage,
-    key: str,
+    source: StoredFile,
+    target: StoredFile,
     records: Mapping[int, int],
     progress: Progress,
     readers: Executor | None = None,
@@ -84,16 +107,17 @@ def copy(
     """Copy a file; return its size and CRC-32, and the CRC-32s of the blocks of each record, by offset.
 
     ``records`` are the bytes of each record, by offset. While a piece is written, the next one is read, by ``readers``
-    if given; memory for two pieces of 8 MiB.
+    if given; memory for two pieces of 8 MiB. Raises PartNotFound.
     """
-    writer = target.create(key, source.size(source_key))
+    with _of_a_tag(source):
+        nbytes = source.nbytes
+    writer = target.storage.create(target.key, nbytes)
     with completed(writer):
-        return copy_into(source, source_key, writer, 0, records, progress, readers)
+        return copy_into(source, writer, 0, records, progress, readers)
 
 
 def copy_into(
-    source: Storage,
-    source_key: str,
+    source: StoredFile,
     writer: Writer,
     at: int,
     records: Mapping[int, int],
@@ -101,16 +125,14 @@ def copy_into(
     readers: Executor | None = None,
 ) -> tuple[FileEntry, dict[int, list[int]]]:
     """Copy a file into ``writer``, from byte ``at`` on. Arguments and result are otherwise those of `copy`."""
-    nbytes = source.size(source_key)
-    digests = _Digests(nbytes, records)
-    for moved in _copied(source, source_key, nbytes, writer, at, digests, readers):
-        progress(moved)
-    return FileEntry(nbytes, digests.whole), digests.blocks
+    with _of_a_tag(source):
+        digests = _Digests(source.nbytes, records)
+        for moved in _copied(source, writer, at, digests, readers):
+            progress(moved)
+    return digests.entry, digests.blocks
 
 
-def copy_by_pieces(
-    source: Storage, source_key: str, target: Storage, key: str, expected: FileEntry
-) -> Generator[int, None, None]:
+def copy_by_pieces(source: StoredFile, target: StoredFile, expected: FileEntry) -> Generator[int, None, None]:
     """Copy a file with the ``expected`` entry, one piece for each step of the iterator; yield the bytes of each piece.
 
     The copy is complete at the iterator's end. If the iterator is closed before, or fails, there is no copy.
@@ -118,13 +140,13 @@ def copy_by_pieces(
     Raises:
         MalformedFile, DigestMismatch: the file differs from ``expected``.
     """
-    where, nbytes = f"{source.url}/{source_key}", source.size(source_key)
+    nbytes = source.nbytes
     if nbytes != expected.nbytes:
-        require_equal(expected, FileEntry(nbytes, 0), where)
-    writer, digests = target.create(key, nbytes), _Digests(nbytes, {})
+        require_equal(expected, FileEntry(nbytes, 0), source.where)
+    writer, digests = target.storage.create(target.key, nbytes), _Digests(nbytes, {})
     with completed(writer):
-        yield from _copied(source, source_key, nbytes, writer, 0, digests, None)
-        require_equal(expected, FileEntry(nbytes, digests.whole), where)
+        yield from _copied(source, writer, 0, digests, None)
+        require_equal(expected, digests.entry, source.where)
 
 
 def require_equal(expected: FileEntry, actual: FileEntry, where: str) -> None:
@@ -138,42 +160,36 @@ def require_equal(expected: FileEntry, actual: FileEntry, where: str) -> None:
 
 
 def _copied(
-    source: Storage,
-    source_key: str,
-    nbytes: int,
-    writer: Writer,
-    at: int,
-    digests: _Digests,
-    readers: Executor | None,
+    source: StoredFile, writer: Writer, at: int, digests: _Digests, readers: Executor | None
 ) -> Iterator[int]:
     """Write the file piece by piece, and digest it; yield the bytes of each piece."""
-    for start, piece in _read(source, source_key, nbytes, readers):
+    for start, piece in _read(source, digests.nbytes, readers):
         digests.take(piece)
         writer.write_at(at + start, piece)
         writer.settle()  # the memory will be reused
         yield len(piece)
 
 
-def digest(storage: Storage, key: str, progress: Progress, readers: Executor | None = None) -> FileEntry:
+def digest(file: StoredFile, progress: Progress, readers: Executor | None = None) -> FileEntry:
     """Return the size and CRC-32 of a file, by reading it."""
-    nbytes, crc = storage.size(key), 0
-    for _, piece in _read(storage, key, nbytes, readers):
+    nbytes, crc = file.nbytes, 0
+    for _, piece in _read(file, nbytes, readers):
         crc = crc32.crc32(piece, crc)
         progress(len(piece))
     return FileEntry(nbytes, crc)
 
 
-def link(source: Storage, source_key: str, target: Storage, key: str) -> bool:
+def link(source: StoredFile, target: StoredFile) -> bool:
     """Make a hard link, and its bytes durable; return False if that is impossible, as between file systems."""
-    if not isinstance(source, LocalStorage) or not isinstance(target, LocalStorage):
+    if not isinstance(source.storage, LocalStorage) or not isinstance(target.storage, LocalStorage):
         return False
-    path = target.path(key)
+    path = target.storage.path(target.key)
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
-        os.link(source.path(source_key).resolve(), path)
+        os.link(source.storage.path(source.key).resolve(), path)
     except OSError:
         return False
-    sync(target, key)
+    sync(*target)
     return True
 
 
@@ -185,11 +201,9 @@ def sync(storage: Storage, key: str) -> None:
     sync_path(storage.path(key))
 
 
-def _read(
-    storage: Storage, key: str, nbytes: int, readers: Executor | None
-) -> Iterator[tuple[int, memoryview]]:
+def _read(file: StoredFile, nbytes: int, readers: Executor | None) -> Iterator[tuple[int, memoryview]]:
     """Yield the file's pieces with their offsets; a piece is valid until the next one is asked for."""
-    with closing(storage.open(key)) as reader:
+    with closing(file.storage.open(file.key)) as reader:
 
         def fill(start: int, arena: Arena) -> tuple[int, memoryview]:
             piece = arena.reserve(min(_PIECE, nbytes - start))
@@ -203,7 +217,7 @@ class _Digests:
     """CRC-32s of a file that is read in pieces: of the whole, and of the blocks of each of its ``records``."""
 
     def __init__(self, nbytes: int, records: Mapping[int, int]) -> None:
-        self.whole = 0
+        self.nbytes, self._crc = nbytes, 0
         self.blocks = {offset: list[int]() for offset in records}
         self._pieces = groupby(_segments(nbytes, records), lambda segment: segment[0] // _PIECE)
 
@@ -211,7 +225,7 @@ class _Digests:
         """Add the next piece."""
         for start, stop, record in next(self._pieces)[1]:
             crc = crc32.crc32(piece[start % _PIECE : start % _PIECE + stop - start])
-            self.whole = crc32.combine(self.whole, crc, stop - start)
+            self._crc = crc32.combine(self._crc, crc, stop - start)
             if record is None:
                 continue
             blocks = self.blocks[record]
@@ -219,6 +233,11 @@ class _Digests:
                 blocks[-1] = crc32.combine(blocks[-1], crc, stop - start)
             else:
                 blocks.append(crc)
+
+    @property
+    def entry(self) -> FileEntry:
+        """Size and CRC-32 of the file, once all pieces were taken."""
+        return FileEntry(self.nbytes, self._crc)
 
 
 def _segments(nbytes: int, records: Mapping[int, int]) -> Iterator[tuple[int, int, int | None]]:

@@ -37,9 +37,9 @@ _LOOKS = 3
 """Number of lookups after which a tag counts as absent."""
 
 
-def choose_tag(storage: Storage, tag: Tag | None, without: Collection[str] = ()) -> str:
+def choose_tag(storage: Storage, tag: Tag | None) -> str:
     """Return the name of the tag that `choose` selects."""
-    return choose(storage, tag, without).tag
+    return choose(storage, tag).tag
 
 
 def choose(storage: Storage, tag: Tag | None, without: Collection[str] = ()) -> TagInfo:

@@ -1,6 +1,6 @@
 """Reading one tag: from coordinates to trees whose tensors are still on disk.
 
-`open_tag` determines the layout of a tag. Our tags are plain NxD tags with an index beside the files, so that the same
+`layout_of` determines the layout of a tag. Our tags are plain NxD tags with an index beside the files, so that the same
 reader serves both. Facts that a foreign tag does not record (its sizes, its parts) are derived from file names, or
 else from the structure of one file.
 """
@@ -18,7 +18,6 @@ from nxd_ckpt.core.topology import Coordinates, Topology
 from nxd_ckpt.errors import MalformedFile, PartNotFound
 from nxd_ckpt.formats.tensors import iter_tensors
 from nxd_ckpt.live.optimizer_types import restore_types
-from nxd_ckpt.storage.base import Storage
 from nxd_ckpt.tag.files import MissingTensor, TagFiles
 from nxd_ckpt.tag.foreign import legacy
 from nxd_ckpt.tag.foreign.zero1_dcp import Zero1Dcp
@@ -84,21 +83,14 @@ class ModelOnly:
         raise PartNotFound(f"{self.files.where('')}: a model without user content")
 
 
-def open_tag(
-    storage: Storage, tag: str = "", *, topology: Topology | None = None, trust_pickle: bool = False
-) -> TagLayout:
-    """Return the layout of ``tag``, or of the storage's root itself for ``""``.
+def layout_of(files: TagFiles, topology: Topology | None) -> TagLayout:
+    """Return the layout of the tag of these files.
 
     ``topology`` replaces the sizes in file names: a manifest records dp without ZeRO-1, and the order of ranks.
 
     Raises:
         PartNotFound: the directory holds none of the files of any layout.
     """
-    return layout_of(TagFiles(storage, tag, trust_pickle=trust_pickle), topology)
-
-
-def layout_of(files: TagFiles, topology: Topology | None) -> TagLayout:
-    """Do the same for the tag of these files."""
     listing = files.names()
     parts = {
         names.MODEL_DIR,

@@ -77,18 +77,18 @@ def survey(
 ) -> dict[str, Substitute]:
     """Return, by key, the files of ``ranks`` that the first of ``places`` does not have as they were saved.
 
-    All places hold the same save. Indexes are read and verified; ``wrong`` checks the other files. Files that begin
+    All places hold the same save. Indexes are read and verified; ``check`` looks at the other files. Files that begin
     with one of ``without`` are left out, and so are those that no remaining index lists.
     """
-    substitutes: dict[str, Substitute] = {}
+    search = _Search(places, tag, manifest)
     check_index = changed if isinstance(check, ListingCheck) else check
     with ReadPool(max(place.concurrency for place in places)) as pool:
         for rank in ranks:
-            for key, entry in _files(places, tag, manifest, rank, substitutes, check_index):
+            for key, entry in search.files(rank, check_index):
                 if not key.startswith(tuple(f"{tag}/{part}" for part in without)):
-                    pool.submit(partial(_find_substitute, substitutes, places, key, entry, check))
+                    pool.submit(partial(search.find, check, key, entry))
         pool.wait_for(pool.submitted)
-    return substitutes
+    return search.substitutes
 
 
 def changed(storage: Storage, key: str, entry: FileEntry, memory: memoryview) -> str | None:
@@ -156,39 +156,35 @@ def _manifest(storage: Storage, tag: str) -> bytes | None:
         return None
 
 
-def _files(
-    places: Sequence[Storage], tag: str, manifest: Manifest, rank: int, substitutes: dict[str, Substitute], check: Check
-) -> Iterator[tuple[str, FileEntry]]:
-    """Yield the files that this rank saved, by its index; none if no place has that. Substitutes for it are added."""
-    line = manifest.ranks[rank]
-    key = f"{tag}/{names.index_file(manifest.topology.coordinates_of(rank))}"
-    _find_substitute(
-        substitutes, places, key, FileEntry(line.nbytes, line.crc32), check, memoryview(bytearray(line.nbytes))
-    )
-    place = substitutes[key].place if key in substitutes else 0
-    if place is not None:
-        files = load_index(places[place].read(key), f"{places[place].url}/{key}").files
-        yield from ((f"{tag}/{file}", entry) for file, entry in files.items())
+class _Search:
+    """Search for the nearest place with each file of a save; its result are the ``substitutes``."""
 
+    def __init__(self, places: Sequence[Storage], tag: str, manifest: Manifest) -> None:
+        self._places, self._tag, self._manifest = places, tag, manifest
+        self.substitutes: dict[str, Substitute] = {}
 
-def _find_substitute(
-    substitutes: dict[str, Substitute],
-    places: Sequence[Storage],
-    key: str,
-    entry: FileEntry,
-    check: Check,
-    memory: memoryview,
-) -> None:
-    """Add a substitute for the file unless the nearest place has it intact."""
-    first = None
-    for number, storage in enumerate(places):
-        why = check(storage, key, entry, memory)
-        if why is None:
-            if first is not None:
-                substitutes[key] = Substitute(number, first)
-            return
-        first = first or why
-    substitutes[key] = Substitute(None, first or "")
+    def files(self, rank: int, check: Check) -> Iterator[tuple[str, FileEntry]]:
+        """Yield the files that this rank saved, by its index; none if no place has that."""
+        line = self._manifest.ranks[rank]
+        key = f"{self._tag}/{names.index_file(self._manifest.topology.coordinates_of(rank))}"
+        self.find(check, key, FileEntry(line.nbytes, line.crc32), memoryview(bytearray(line.nbytes)))
+        place = self.substitutes[key].place if key in self.substitutes else 0
+        if place is not None:
+            storage = self._places[place]
+            files = load_index(storage.read(key), f"{storage.url}/{key}").files
+            yield from ((f"{self._tag}/{file}", entry) for file, entry in files.items())
+
+    def find(self, check: Check, key: str, entry: FileEntry, memory: memoryview) -> None:
+        """Add a substitute for the file unless the nearest place has it intact."""
+        first = None
+        for number, storage in enumerate(self._places):
+            why = check(storage, key, entry, memory)
+            if why is None:
+                if first is not None:
+                    self.substitutes[key] = Substitute(number, first)
+                return
+            first = first or why
+        self.substitutes[key] = Substitute(None, first or "")
 
 
 class Copy(NamedTuple):

@@ -26,7 +26,7 @@ from nxd_ckpt.core.tags import in_order
 from nxd_ckpt.core.units import size
 from nxd_ckpt.errors import CheckpointError, InvalidArgument, RanksDisagree
 from nxd_ckpt.output.cp_files import TagFile, files_to_copy
-from nxd_ckpt.output.transfer import digest
+from nxd_ckpt.output.transfer import StoredFile, digest
 from nxd_ckpt.save.background import Worker
 from nxd_ckpt.storage.base import Storage
 from nxd_ckpt.storage.hosts.remote import Address, RemoteDirectory
@@ -235,7 +235,7 @@ class Replenishing:
         """Return the file with digests to compare copies with. A file in no index was added, and is kept unchanged."""
         if file.entry is not None:
             return file
-        return replace(file, entry=digest(self._source, f"{tag}/{file.name}", lambda nbytes: None))
+        return replace(file, entry=digest(StoredFile(self._source, f"{tag}/{file.name}"), lambda nbytes: None))
 
     def _fetch(self, opened: OpenTag, fetch: Fetch) -> None:
         """Let a host fetch a file, first out of sight: the host's files of the tag may be in use."""

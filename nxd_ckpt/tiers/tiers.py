@@ -82,7 +82,7 @@ class Tiers:
         self, key: str, place: int, folder: str, name: str, expected: FileEntry
     ) -> Generator[int, None, None]:
         """Copy a file of this host to a tier, on rank 0's request, see `HostsStorage.copy_out`."""
-        from nxd_ckpt.output.transfer import copy_by_pieces
+        from nxd_ckpt.output.transfer import StoredFile, copy_by_pieces
 
         first = self.first
         if not isinstance(first, HostsStorage) or place not in range(len(self.storages)):
@@ -93,7 +93,7 @@ class Tiers:
                 f"{target.url}/{folder}, which rank 0 made, is not there: all ranks must see all tiers, and pass the "
                 "same ones"
             )
-        return copy_by_pieces(source, key, target, f"{folder}/{name}", expected)
+        return copy_by_pieces(StoredFile(source, key), StoredFile(target, f"{folder}/{name}"), expected)
 
     @contextmanager
     def joined(self, agreement: Agreement | None, *, lasting: bool) -> Iterator[None]:

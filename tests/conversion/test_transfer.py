@@ -10,7 +10,7 @@ import pytest
 
 from nxd_ckpt.core.manifest import FileEntry
 from nxd_ckpt.output import transfer
-from nxd_ckpt.output.transfer import copy, digest
+from nxd_ckpt.output.transfer import StoredFile, copy, digest
 from nxd_ckpt.storage.local import LocalStorage
 from nxd_ckpt.testing.storage import MemoryStorage
 
@@ -46,10 +46,10 @@ def test_digests_of_the_file_and_of_each_block_of_its_records(
     source, target, progress = LocalStorage(tmp_path), MemoryStorage(), list[int]()
     source.write("file", data)
 
-    entry, blocks = copy(source, "file", target, "copy", records, progress.append)
+    entry, blocks = copy(StoredFile(source, "file"), StoredFile(target, "copy"), records, progress.append)
 
     assert data == target.read("copy")
-    assert FileEntry(nbytes, zlib.crc32(data)) == entry == digest(target, "copy", progress.append)
+    assert FileEntry(nbytes, zlib.crc32(data)) == entry == digest(StoredFile(target, "copy"), progress.append)
     assert 2 * nbytes == sum(progress)
     assert blocks == {
         offset: [zlib.crc32(data[at : min(at + BLOCK, offset + size)]) for at in range(offset, offset + size, BLOCK)]
@@ -66,5 +66,5 @@ def test_a_copy_that_fails_leaves_nothing(tmp_path: Path) -> None:
     LocalStorage(tmp_path).write("file", b"x" * 500)
     target = MemoryStorage()
     with pytest.raises(OSError, match="no more"):
-        copy(LocalStorage(tmp_path), "file", target, "copy", {}, refuse)
+        copy(StoredFile(LocalStorage(tmp_path), "file"), StoredFile(target, "copy"), {}, refuse)
     assert ([], []) == (target.keys, target.unfinished)

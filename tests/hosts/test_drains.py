@@ -12,7 +12,7 @@ import pytest
 from nxd_ckpt import Checkpointer, Tier
 from nxd_ckpt.core.manifest import FileEntry
 from nxd_ckpt.errors import MalformedFile
-from nxd_ckpt.output.transfer import digest
+from nxd_ckpt.output.transfer import StoredFile, digest
 from nxd_ckpt.storage.hosts.storage import HostsStorage
 from nxd_ckpt.storage.local import LocalStorage
 from nxd_ckpt.storage.urls import open_storage
@@ -188,7 +188,7 @@ def ask(rank: int, path: Path) -> list[str]:
         hosts = launch.storage
         assert isinstance(hosts, HostsStorage)
         key = "step_1/model/dp_rank_00_tp_rank_01_pp_rank_00.pt"
-        right = FileEntry(hosts.size(key), digest(hosts, key, lambda _: None).crc32)
+        right = FileEntry(hosts.size(key), digest(StoredFile(hosts, key), lambda _: None).crc32)
         (path / "far" / "folder").mkdir()
         for where, file, entry in [
             ((-1, "folder", "x"), key, right),

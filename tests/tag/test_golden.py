@@ -15,9 +15,10 @@ from nxd_ckpt.formats.tensors import TensorStub, iter_tensors, map_tensors
 from nxd_ckpt.live.optimizer_types import restore_types
 from nxd_ckpt.storage.local import LocalStorage
 from nxd_ckpt.tag.files import MissingTensor
-from nxd_ckpt.tag.nxd_tag import NxdTag, TagLayout, open_tag
+from nxd_ckpt.tag.nxd_tag import NxdTag, TagLayout
 from nxd_ckpt.tag.verify import lost_files, lost_names
 from tests.tag.equality import difference
+from tests.tag.layouts import open_tag
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]
 

@@ -19,8 +19,8 @@ from nxd_ckpt.core.topology import Coordinates, Topology
 from nxd_ckpt.errors import CheckpointError, InvalidArgument, MalformedFile
 from nxd_ckpt.storage.local import LocalStorage
 from nxd_ckpt.tag.mappings import find_mapping
-from nxd_ckpt.tag.nxd_tag import open_tag
 from tests.formats.helpers import torch_file
+from tests.tag.layouts import open_tag
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]
 

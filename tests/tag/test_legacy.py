@@ -13,8 +13,9 @@ from nxd_ckpt.core.topology import Coordinates
 from nxd_ckpt.errors import PartNotFound
 from nxd_ckpt.formats.tensors import TensorStub, map_tensors
 from nxd_ckpt.storage.local import LocalStorage
-from nxd_ckpt.tag.nxd_tag import TagLayout, open_tag
+from nxd_ckpt.tag.nxd_tag import TagLayout
 from tests.tag.equality import difference
+from tests.tag.layouts import open_tag
 from tests.tag.xser_files import save_xser
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]

@@ -15,9 +15,10 @@ from nxd_ckpt.formats.torch_zip_writer import image_of
 from nxd_ckpt.live.optimizer_types import restore_types
 from nxd_ckpt.storage.local import LocalStorage
 from nxd_ckpt.tag.files import MissingTensor
-from nxd_ckpt.tag.nxd_tag import TagLayout, open_tag
+from nxd_ckpt.tag.nxd_tag import TagLayout
 from tests.formats.helpers import rendered
 from tests.tag.equality import difference
+from tests.tag.layouts import open_tag
 from tests.tag.xser_files import save_xser
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]

@@ -37,9 +37,9 @@ OPTIMIZER_DOCUMENT = "optimizer.json"
 """Exported beside a model, and no part of it: its readers look for other names."""
 
 
-def is_hugging_face(storage: Storage, folder: str = "") -> bool:
-    """Return whether the directory holds a model in Hugging Face's form, including forms that we refuse to read."""
-    names = {entry.name for entry in storage.list(folder) if not entry.is_dir}
+def is_hugging_face(storage: Storage) -> bool:
+    """Return whether the storage holds a model in Hugging Face's form, including forms that we refuse to read."""
+    names = {entry.name for entry in storage.list() if not entry.is_dir}
     return CONFIG in names and has_weights(names)
 
 

@@ -1,0 +1,15 @@
+"""The layout of a tag, in one call."""
+
+from __future__ import annotations
+
+from nxd_ckpt.core.topology import Topology
+from nxd_ckpt.storage.base import Storage
+from nxd_ckpt.tag.files import TagFiles
+from nxd_ckpt.tag.nxd_tag import TagLayout, layout_of
+
+
+def open_tag(
+    storage: Storage, tag: str = "", *, topology: Topology | None = None, trust_pickle: bool = False
+) -> TagLayout:
+    """The layout of ``tag``, or of the storage's root itself for ``""``."""
+    return layout_of(TagFiles(storage, tag, trust_pickle=trust_pickle), topology)
