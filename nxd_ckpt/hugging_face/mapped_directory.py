@@ -66,7 +66,8 @@ class MappedDirectory:
         stub = self._directory.tensor(name, self._mapping.ties_of(self._sizes))
         if stub.shape != shape:
             raise ShapeMismatch(
-                f"{self._directory.where}: {name} has shape {stub.shape}, expected {shape} by the live {match.name}"
+                f"{self._directory.where}: {name} has shape {stub.shape}, expected {shape} in {match.name}; pass the "
+                "model's own config.json, or fill a model that is built by it"
             )
         rule = match.rule
         if not rule.transposed and rule.stacked is None:

@@ -26,6 +26,7 @@ from nxd_ckpt.hugging_face.hugging_face_tag import HuggingFaceTag, HuggingFaceTe
 from nxd_ckpt.hugging_face.mapped_tag import MappedTag
 from nxd_ckpt.keywords import ExportKeywords, MigrateKeywords
 from nxd_ckpt.load.attempt import RenamedTag
+from nxd_ckpt.migrate.family import completed, refuse_other_model
 from nxd_ckpt.migrate.source import Origin, find_origin
 from nxd_ckpt.options.execution import ExecutionOptions
 from nxd_ckpt.options.hugging_face import MappingSpec, MigrateOptions
@@ -106,6 +107,8 @@ def migrate(src: StrPath, dst: StrPath, **options: Unpack[MigrateKeywords]) -> M
         terms = _terms(origin, chosen)
         seen = HuggingFaceTag(origin.opened, terms)
         seen.require_all()
+        if origin.imported is None:
+            refuse_other_model(origin.opened, terms)
         step = origin.step if origin.step is not None else seen.steps
         if chosen.to == "torchtitan" and step is None and seen.parts.optimizer is not None:
             raise UnsupportedState(
@@ -140,6 +143,7 @@ def _terms(origin: Origin, chosen: MigrateOptions) -> HuggingFaceTerms:
     config = _config(origin, chosen)
     document = {} if config is None else text_config(config_in(read_config(config, chosen.storage_options)))
     mapping = find_mapping(_mapping(origin, chosen), document)
+    mapping = completed(mapping, document)
     names = chosen.saved_param_names if chosen.saved_param_names is not None else origin.param_names
     if names is not None and isinstance(origin.opened, RenamedTag):
         names = origin.opened.live_names(names)

@@ -66,6 +66,35 @@ def test_a_hugging_face_directory_that_does_not_fit_is_refused(
     assert not (tmp_path / "out" / "m").exists()
 
 
+@pytest.mark.parametrize(
+    ("changes", "complaint"),
+    [
+        ({}, ""),
+        ({"num_hidden_layers": 3}, r"x\.pth: tensors are missing: model\.layers\.2\."),
+        ({"num_hidden_layers": 1}, r"model\.layers\.1\..* should be below 1; pass the model's own"),
+        ({"n_routed_experts": 2}, r"experts\.2\..* should be below 2; pass the model's own"),
+        ({"num_attention_heads": 8}, r"o_proj\.weight has shape .* by config\.json"),
+        ({"tie_word_embeddings": True}, r"config\.json ties lm_head\.weight to .* different values"),
+    ],
+)
+def test_names_of_a_script_are_those_of_config_json(tmp_path: Path, changes: dict[str, Any], complaint: str) -> None:
+    """A checkpoint without a mapping of its own becomes what the Hugging Face directory becomes, or is refused."""
+    model = random_model("deepseek_v3")
+    torch.save(model.state_dict(), tmp_path / "x.pth")
+    model.save_pretrained(tmp_path / "hf")
+    write_config(tmp_path / "config", {**model.config.to_dict(), **changes})
+    if changes:
+        for form in ("torchtitan", "hf"):
+            with pytest.raises(CheckpointError, match=complaint):
+                migrate(tmp_path / "x.pth", tmp_path / "out", to=form, config=tmp_path / "config")
+        assert not (tmp_path / "out").exists()
+        return
+    migrate(tmp_path / "x.pth", tmp_path / "own", to="torchtitan", config=tmp_path / "config")
+    migrate(tmp_path / "hf", tmp_path / "direct", to="torchtitan")
+    found = [from_dcp(tmp_path / place / "step-0") for place in ("own", "direct")]
+    assert [] == differences(*found)
+
+
 @pytest.mark.parametrize("model_type", NAMES)
 @pytest.mark.one_in(4)
 def test_a_family_goes_where_the_table_says(tmp_path: Path, model_type: str) -> None:
