@@ -5,10 +5,7 @@ from __future__ import annotations
 import argparse
 import html
 import inspect
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -17,10 +14,20 @@ import nxd_ckpt
 from nxd_ckpt import convert, dcp, prune, testing, verify
 from nxd_ckpt.cli.main import parsers
 from tests.docs.markdown import DOCS, REPOSITORY
+from tests.support.processes import run_program
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]
 
 _SPHINX = re.compile(r":(?:meth|class|func|mod|attr|exc|data|obj|ref):[`<]|::</p>")
+
+CONFIG = REPOSITORY / "mkdocs.yml"
+
+_BUILD = """
+import os, runpy
+
+os.environ["NO_MKDOCS_2_WARNING"] = "1"
+runpy.run_module("mkdocs", run_name="__main__")
+"""
 
 
 @pytest.fixture(scope="module")
@@ -28,9 +35,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The built site. A broken link or heading, and a page that no menu leads to, fail it."""
     pytest.importorskip("mkdocs", reason="Python 3.10")
     folder = tmp_path_factory.mktemp("site")
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(folder)]
-    environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
-    done = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, check=False)
+    done = run_program(_BUILD, "build", "--strict", "--quiet", "--site-dir", folder, "--config-file", CONFIG)
     assert (0, "") == (done.returncode, done.stderr)
     return folder
 

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-pytestmark = [pytest.mark.plain, pytest.mark.once]
+from tests.support.processes import run_program
 
-REPOSITORY = Path(__file__).parents[2]
+pytestmark = [pytest.mark.plain, pytest.mark.once]
 
 # What the native package does when it is imported, as far as others see it: the device is torch's own.
 NATIVE = """
@@ -61,12 +58,5 @@ def test_the_native_backend_is_not_taken_for_torch_xla(tmp_path: Path) -> None:
     (packages / "torch_neuronx-2.14.3.0.dist-info" / "METADATA").write_text(
         "Metadata-Version: 2.1\nName: torch-neuronx\nVersion: 2.14.3.0\n"
     )
-    outcome = subprocess.run(
-        [sys.executable, "-c", PROGRAM],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": f"{packages}{os.pathsep}{REPOSITORY}"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    outcome = run_program(f"import os, sys\nos.chdir({str(tmp_path)!r})\nsys.path.insert(0, 'packages')\n{PROGRAM}")
     assert (0, "True False False False\n[]\n2.14.3.0\n") == (outcome.returncode, outcome.stdout), outcome.stderr

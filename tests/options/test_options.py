@@ -47,6 +47,14 @@ def test_a_misspelt_keyword_is_refused(tmp_path: Path) -> None:
     assert not (tmp_path / "run").exists()
 
 
+def _save(*arguments: Any, **options: Any) -> None:
+    Checkpointer("x").save(*arguments, **options)
+
+
+def _load(*arguments: Any, **options: Any) -> None:
+    Checkpointer("x").load(*arguments, **options)
+
+
 @pytest.mark.parametrize(
     ("function", "keyword", "advice"),
     [
@@ -57,8 +65,8 @@ def test_a_misspelt_keyword_is_refused(tmp_path: Path) -> None:
         (Tier, "max_to_keep", r"\(did you mean 'keep'\?\)"),
         (Checkpointer, "fallbck", r"\(pass fallback= to Checkpointer\.load\(\)\)"),
         (Checkpointer, "nothing_like_it", r"'nothing_like_it'$"),
-        (Checkpointer("x").save, "save_top_k", r"\(did you mean retain=\[Last"),
-        (Checkpointer("x").load, "every", r"\(pass every= to Checkpointer\(\)\); the options are strict, "),
+        (_save, "save_top_k", r"\(did you mean retain=\[Last"),
+        (_load, "every", r"\(pass every= to Checkpointer\(\)\); the options are strict, "),
         (save_checkpoint, "preemption", r"\(pass preemption= to Checkpointer\(\)\)"),
         (save_checkpoint, "fallback", r"\(pass fallback= to load_checkpoint\(\)\)"),
         (export_checkpoint, "max_shard_size", r"\(did you mean 'size_per_shard'\?\)"),

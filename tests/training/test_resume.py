@@ -18,6 +18,7 @@ pytestmark = pytest.mark.xla
 
 XSER = (("use_xser", True),)
 ASYNC = (("async_save", True),)
+LEFT_OUT = (*XSER, ("avoid_saving_lower_precision_weights", True))
 
 
 def setup(name: str, soak: bool = False, **fields: Any) -> Any:
@@ -39,11 +40,11 @@ def setup(name: str, soak: bool = False, **fields: Any) -> Any:
         setup("tp4", dtype="bfloat16", options=XSER + ASYNC, dropout=0.25),
         setup("tp4", zero1=False, options=XSER, soak=True),
         setup("dp4_ep2", options=ASYNC, soak=True),
-        setup("dp4_ep2", dtype="bfloat16", options=XSER, zero_grad_first=True),
+        setup("dp4_ep2", dtype="bfloat16", options=XSER, zero_grad_first=True, soak=True),
         setup("dp2_tp2_ep2", zero1=False, options=XSER + ASYNC),
         setup("dp2_tp2_ep2", zero1=False, unused=True, soak=True),
-        setup("dp2_tp2", dtype="bfloat16", options=(*XSER, ("avoid_saving_lower_precision_weights", True))),
-        setup("dp4_ep2", dtype="bfloat16", options=(*XSER, ("avoid_saving_lower_precision_weights", True))),
+        setup("dp2_tp2", dtype="bfloat16", options=LEFT_OUT, soak=True),
+        setup("dp4_ep2", dtype="bfloat16", options=LEFT_OUT, zero_grad_first=True),
     ],
 )
 def test_a_resumed_run_is_the_same_run(xla_ranks: RankPool, tmp_path: Path, what: Setup) -> None:
