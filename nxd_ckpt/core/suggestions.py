@@ -45,6 +45,20 @@ def prefix_advice(missing: Collection[str], unexpected: Collection[str], all_mis
     return None
 
 
+def renaming_advice(missing: Collection[str], unexpected: Collection[str]) -> str | None:
+    """Return the ``key_mapping=`` that takes each ``missing`` live name from the most similar ``unexpected`` saved one.
+
+    None if some of the first names have no such counterpart of their own.
+    """
+    first = list(missing)[:_SHOWN]
+    pairs = {name: close for name in first if (close := closest(name, unexpected)) is not None}
+    if not first or len({*pairs.values()}) < len(first):
+        return None
+    more = ", ..." if len(missing) > len(first) else ""
+    shown = ", ".join(f"{live!r}: {saved!r}" for live, saved in pairs.items())
+    return f"if these were renamed, pass key_mapping={{{shown}{more}}}"
+
+
 def _first_components(names: Iterable[str]) -> Collection[str]:
     return dict.fromkeys(name.partition(".")[0] + "." for name in names)
 

@@ -146,10 +146,12 @@ def live_findings(opened: OpenTag, request: LoadRequest, compared: Counter) -> I
     """
     options = request.options
     options.validate()
-    attempt = LoadAttempt(opened, request)
+    attempt = LoadAttempt(opened, request, is_alone=True)
     if attempt.filtered:
         attempt.apply_filter()
+    attempt.judge_names(attempt.compare_names())
     load = attempt.prepare()
+    load.judge_parameters()
     save_options = SaveOptions(param_names=options.param_names, partitions=options.partitions)
     live = capture(request.topology, save_options, request.model, request.optimizer, request.scheduler)
     with load.reader as reader:

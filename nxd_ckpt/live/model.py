@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import logging
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Collection, Hashable, Iterable, Mapping
 from dataclasses import replace
 from functools import cached_property
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from nxd_ckpt.core.manifest import ParameterSpec
 from nxd_ckpt.core.partition import Partition
-from nxd_ckpt.core.suggestions import listed, prefix_advice
-from nxd_ckpt.errors import DtypeMismatch, InvalidArgument, KeyMismatch, ShapeMismatch, UnsupportedState
+from nxd_ckpt.errors import DtypeMismatch, InvalidArgument, ShapeMismatch, UnsupportedState
 from nxd_ckpt.formats.strides import Stride
 from nxd_ckpt.formats.tensors import Path, dtype_name, itemsize, iter_tensors
 from nxd_ckpt.live.dtensor import Placed, canonical, is_dtensor, like, local_of, placed_of, without_wrappers
@@ -38,10 +36,6 @@ from nxd_ckpt.live.parameters import (
 from nxd_ckpt.live.state import Frozen, ModelState, StateTensor
 from nxd_ckpt.live.torch_xla import copy_in
 
-logger = logging.getLogger(__name__)
-
-_LOOSE = "load with strict=False to take the names that both have"
-
 _WITHOUT_SHAPE = (UninitializedParameter, UninitializedBuffer)
 """Parameters and buffers of a lazy module before its first batch, or its load."""
 
@@ -56,8 +50,6 @@ class ModelAdapter:
 
     def __init__(self, live: dict[str, Any], may_be_meta: bool = False) -> None:
         self.live, self._may_be_meta = live, may_be_meta
-        self.incompatible: tuple[list[str], list[str]] = ([], [])
-        """Names that are missing from what is loaded, and that are unexpected in it."""
 
     def capture(self, tp: int) -> ModelState:
         """Return the model's state on this rank, for ``tp`` tensor-parallel ranks. Nothing is copied.
@@ -146,31 +138,25 @@ class ModelAdapter:
         """Return all names of the parameter called ``name`` (several for tied weights), in order."""
         return self._names_by_tie.get(self._ties.get(name, name), [name])
 
-    def validate(
-        self, saved: Mapping[str, Any], strict: bool, ignores: Callable[[str], bool] | None = None
-    ) -> list[str]:
+    def missing(self, saved: Collection[str]) -> list[str]:
+        """Return the live names that are absent from the names ``saved``, and no name tied to them is there."""
+        ties = self._ties
+        present = {ties.get(name, name) for name in saved}
+        return [
+            name for name in self.expected(saved) if ties.get(name, name) not in present and not self.takes_any(name)
+        ]
+
+    def takes(self, name: str) -> bool:
+        """Return whether a load can use the saved name."""
+        return name in self.live or self.takes_any(name)
+
+    def validate(self, saved: Mapping[str, Any]) -> list[str]:
         """Return the names of ``saved`` (mapped to tensors, or to stand-ins) that are to be assigned. Changes nothing.
 
-        A live name may be absent from ``saved`` if a name tied to it is there, or if ``ignores`` accepts it.
-
         Raises:
-            KeyMismatch: under ``strict``, for names that are missing or unexpected; without it they are logged.
             ShapeMismatch, DtypeMismatch: for a name that both have.
             UnsupportedState: for a tensor that cannot be written to.
         """
-        ties = self._ties
-        present = {ties.get(name, name) for name in saved}
-        missing = [
-            name for name in self.expected(saved) if ties.get(name, name) not in present and not self.takes_any(name)
-        ]
-        if ignores is not None:
-            missing = [name for name in missing if not ignores(name)]
-        unexpected = [name for name in saved if name not in self.live and not self.takes_any(name)]
-        self.incompatible = missing, unexpected
-        if missing or unexpected:
-            if strict:
-                _raise_key_mismatch(missing, unexpected, len(missing) == len(self.live))
-            logger.warning("loading with strict=False: left as they are: %s; not in the model: %s", missing, unexpected)
         names = [name for name in saved if name in self.live or self.takes_any(name)]
         for name in names:
             if self.takes_any(name):
@@ -197,10 +183,13 @@ class ModelAdapter:
         Raises KeyMismatch or ShapeMismatch if one of them refuses.
         """
 
-    def after_load(self) -> None:
-        """Call the hooks that torch calls after a load, when everything is loaded."""
+    def after_load(self, missing: Iterable[str] = (), unexpected: Iterable[str] = ()) -> None:
+        """Call the hooks that torch calls after a load, when everything is loaded.
 
-    def expected(self, saved: Mapping[str, Any]) -> Iterable[str]:
+        ``missing`` are live names that the checkpoint lacked, ``unexpected`` names in it that no rank's model has.
+        """
+
+    def expected(self, saved: Collection[str]) -> Iterable[str]:
         """Return the live names that ``saved`` must have to be the whole model."""
         return self.live
 
@@ -410,12 +399,12 @@ class ModuleModel(ModelAdapter):
             self._hooks.load(state, strict)
         elif live.keys() <= values.keys():  # the model's own method may have no parameter "strict"
             self._model.load_state_dict(state)
-        else:  # validate() has checked missing and unexpected names
+        else:  # missing and unexpected names were compared before
             self._model.load_state_dict(state, strict=False)
 
-    def after_load(self) -> None:
+    def after_load(self, missing: Iterable[str] = (), unexpected: Iterable[str] = ()) -> None:
         if not self._is_loaded_whole:  # else it has called them
-            self._hooks.after_load(*self.incompatible)
+            self._hooks.after_load(list(missing), list(unexpected))
 
     def assign(self, name: str, value: Any) -> None:
         if _is_extra_state(name):
@@ -467,10 +456,8 @@ class DictModel(ModelAdapter):
     def _memory(self) -> set[Hashable]:
         return {memory_of(tensor) for tensor in self._tensors.values()}
 
-    def validate(
-        self, saved: Mapping[str, Any], strict: bool, ignores: Callable[[str], bool] | None = None
-    ) -> list[str]:
-        names = super().validate(saved, strict, ignores) if self.live else list(saved)
+    def validate(self, saved: Mapping[str, Any]) -> list[str]:
+        names = super().validate(saved) if self.live else list(saved)
         _refuse_overlaps({name: self._tensors[name] for name in names if name in self._tensors})
         return names
 
@@ -584,13 +571,3 @@ def _check_form(name: str, saved: Any, live: Any) -> None:
             f"model/{name}: saved as {saved_dtype}, the live one is {dtype}; cast the model before loading "
             f"(model.to(torch.{saved_dtype})){masters}: values are never cast silently"
         )
-
-
-def _raise_key_mismatch(missing: list[str], unexpected: list[str], all_missing: bool) -> NoReturn:
-    lines = ["the names in the checkpoint and in the model differ"]
-    if missing:
-        lines.append(f"missing from the checkpoint: {listed(missing, unexpected)}")
-    if unexpected:
-        lines.append(f"unexpected in the checkpoint: {listed(unexpected, missing)}")
-    lines.append(prefix_advice(missing, unexpected, all_missing) or _LOOSE)
-    raise KeyMismatch("; ".join(lines))

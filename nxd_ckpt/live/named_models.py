@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import asdict
 from functools import cached_property
 from typing import Any, TypeVar
@@ -91,15 +91,6 @@ class NamedModels(ModelAdapter):
                 names.setdefault(parameter, f"{name}.{own}")
         return names
 
-    def validate(
-        self, saved: Mapping[str, Any], strict: bool, ignores: Callable[[str], bool] | None = None
-    ) -> list[str]:
-        names = super().validate(saved, strict, ignores)
-        missing, unexpected = (self._apart(dict.fromkeys(names)) for names in self.incompatible)
-        for name, adapter in self._adapters.items():
-            adapter.incompatible = list(missing[name]), list(unexpected[name])
-        return names
-
     def owns(self, name: str) -> bool:
         adapter, own = self._at(name)
         return adapter is not None and adapter.owns(own)
@@ -116,9 +107,10 @@ class NamedModels(ModelAdapter):
         for name, own in self._apart(values).items():
             self._adapters[name].load_own(own, strict)
 
-    def after_load(self) -> None:
-        for adapter in self._adapters.values():
-            adapter.after_load()
+    def after_load(self, missing: Iterable[str] = (), unexpected: Iterable[str] = ()) -> None:
+        missing_of, unexpected_of = (self._apart(dict.fromkeys(names)) for names in (missing, unexpected))
+        for name, adapter in self._adapters.items():
+            adapter.after_load(missing_of[name], unexpected_of[name])
 
     def assign(self, name: str, value: Any) -> None:
         adapter, own = self._at(name)
@@ -190,16 +182,20 @@ class LoraAdapter(ModuleModel):
     def base_names(self) -> dict[str, str]:
         return {name: without_base_layer(name) for name in self.live if BASE_LAYER in name}
 
-    def expected(self, saved: Mapping[str, Any]) -> Iterable[str]:
+    def expected(self, saved: Collection[str]) -> Iterable[str]:
         """Return all names, or, for a tag without the base, those of trained tensors."""
         return self.live if any(name in self.live and name not in self._trained for name in saved) else self._trained
 
-    def validate(
-        self, saved: Mapping[str, Any], strict: bool, ignores: Callable[[str], bool] | None = None
-    ) -> list[str]:
+    def missing(self, saved: Collection[str]) -> list[str]:
         self._refuse_merged("loading")
+        return super().missing(saved)
+
+    def takes(self, name: str) -> bool:
+        return name == CONFIG or super().takes(name)
+
+    def validate(self, saved: Mapping[str, Any]) -> list[str]:
         self._compare(saved.get(CONFIG))
-        return super().validate({name: leaf for name, leaf in saved.items() if name != CONFIG}, strict, ignores)
+        return super().validate({name: leaf for name, leaf in saved.items() if name != CONFIG})
 
     @cached_property
     def _trained(self) -> dict[str, Any]:

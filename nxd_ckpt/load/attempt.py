@@ -27,7 +27,7 @@ from nxd_ckpt.live.model import ModelAdapter
 from nxd_ckpt.live.named_models import open_model
 from nxd_ckpt.live.save_state import SaveState
 from nxd_ckpt.live.state_names import parameter_sections
-from nxd_ckpt.load.collective_checks import Unmatched, refuse_unknown_names, refuse_unmatched
+from nxd_ckpt.load.collective_checks import ComparedNames, Unmatched, judge_model, judge_optimizer
 from nxd_ckpt.load.filters import Filter
 from nxd_ckpt.load.load_context import load_context
 from nxd_ckpt.load.options import LoadRequest
@@ -192,9 +192,12 @@ class LoadAttempt:
     """A load of one tag into live objects, of which so far only names are known.
 
     ``request`` says how ``opened`` is verified; ``cache`` is the local copy that it is read from, if there is one.
+    ``is_alone``: the other ranks of the job make no such call.
     """
 
-    def __init__(self, opened: OpenTag, request: LoadRequest, cache: CachedStorage | None = None) -> None:
+    def __init__(
+        self, opened: OpenTag, request: LoadRequest, cache: CachedStorage | None = None, *, is_alone: bool = False
+    ) -> None:
         topology, options = request.topology, request.options
         self.filtered = Filter(options)
         live = None if request.model is None else open_model(request.model)
@@ -210,7 +213,9 @@ class LoadAttempt:
         if not self.filtered:
             self._demand()
         self._context = load_context(opened, topology, live, request.optimizer, options, self.filtered)
-        self._planner = LoadPlanner(self._context)
+        self._planner = LoadPlanner(self._context, is_alone or request.acts_for_one_stage)
+        self._missing: Sequence[str] = ()
+        self._unexpected: Sequence[str] = ()
 
     def apply_filter(self) -> Unmatched:
         """Apply the filter to the names; return its unmatched parts, which all ranks must judge together."""
@@ -236,15 +241,22 @@ class LoadAttempt:
         demand(self._opened, **{part: None if self.filtered.covers(part) else one for part, one in objects.items()})
         refuse_forgotten(self._opened, request, self.filtered)
 
+    def compare_names(self) -> ComparedNames:
+        """Return the model's names, here and in the tag, which all ranks must judge together."""
+        with self._opened.guarded():
+            self.filtered.refuse_collisions(self._context.held_names() or ())
+            return self._planner.compared_names()
+
+    def judge_names(self, names: ComparedNames) -> None:
+        """Raise KeyMismatch if names differ and ``strict``, or if none match; else warn. Collective."""
+        self._missing, self._unexpected = judge_model(self._request, names, self._opened.where)
+
     def prepare(self) -> PreparedLoad:
         """Return the load with the trees that fit the live objects. Raises errors if they do not."""
-        with self._opened.guarded():
-            return self.prepared()
-
-    def prepared(self) -> PreparedLoad:
-        """Do the same, within a caller's `OpenTag.guarded`."""
-        self.filtered.refuse_collisions(self._context.held_names() or ())
-        return PreparedLoad(self._opened, self._request, self._cache, self.filtered, self._planner.trees())
+        with self._opened.guarded(), gc_paused():
+            trees = self._planner.trees()
+            trees.missing, trees.unexpected = self._missing, self._unexpected
+            return PreparedLoad(self._opened, self._request, self._cache, self.filtered, trees)
 
     @property
     def save(self) -> str | None:
@@ -271,11 +283,6 @@ class PreparedLoad:
         self._opened, self._request, self._cache, self._filtered, self._trees = opened, request, cache, filtered, trees
         self._options = options = request.options
         self._scheduler = None if filtered.covers("scheduler") else request.scheduler
-        if trees.is_regrouped and keeps_rates(self._scheduler):
-            raise OptimizerMismatch(
-                f"optimizer: its param groups are not in the order of {opened.where}, by which the scheduler stores "
-                "learning rates; build them as when it was saved, or load with scheduler=None"
-            )
         self._scheduler_state = opened.scheduler() if self._scheduler is not None else None
         check_scheduler(self._scheduler, self._scheduler_state, opened.where)
         if trees.continues_optimizer and lacks_scheduled_rates(opened):
@@ -288,13 +295,9 @@ class PreparedLoad:
         self._shares = ReplicaShares(request.topology, ())
         self._reads: SharedReads | None = None
 
-    def refuse_unmatched(self) -> None:
-        """Raise KeyMismatch if no rank's model has a name of the tag. Collective.
-
-        In a mesh job raise it, or OptimizerMismatch, also if a name of the tag is in no rank's model or optimizer.
-        """
-        refuse_unmatched(self._request, bool(self._trees.names), self._trees.unmatched)
-        refuse_unknown_names(self._request.agreement, self._trees.unknown_names, self.where)
+    def judge_parameters(self) -> None:
+        """Raise OptimizerMismatch, or warn without ``strict``, if the tag has state that no rank loads. Collective."""
+        judge_optimizer(self._request, self._trees.parameters, self.where)
 
     def _take_scheduled_rates(self) -> None:
         if self._scheduler is not None:
@@ -323,8 +326,14 @@ class PreparedLoad:
     def verify(self) -> None:
         """Verify every byte that will be loaded, before anything changes; of shared leaves, this rank's share.
 
-        With ``pre_download``, the needed files are downloaded first.
+        With ``pre_download``, the needed files are downloaded first. Raises OptimizerMismatch for a scheduler whose
+        learning rates would go to other param groups.
         """
+        if self._trees.is_regrouped and keeps_rates(self._scheduler):
+            raise OptimizerMismatch(
+                f"optimizer: its param groups are not in the order of {self.where}, by which the scheduler stores "
+                "learning rates; build them as when it was saved, or load with scheduler=None"
+            )
         with self._opened.guarded(verified=self._is_verified):
             self._verify()
 
@@ -406,7 +415,7 @@ class PreparedLoad:
                 strict = self._options.strict_names
                 fill_model(model, self._trees.names, self._trees.model_tree, delivery, strict)
             delivery.finish()
-            model.after_load()
+            model.after_load(self._trees.missing, self._trees.unexpected)
         if optimizer is not None:
             with gc_paused():
                 if self._trees.optimizer_tree:

@@ -1,18 +1,21 @@
 """Checks of names that all ranks make together: each may lack some that others hold.
 
-All filter alike, every filter matches something on some rank, and no name is unknown to all.
+All filter alike, every filter matches something on some rank, and the names of the ranks are those of the tag.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from hashlib import sha256
-from typing import Any
+from itertools import chain
+from typing import Any, NamedTuple
 
 from nxd_ckpt.coordination.agreement import Agreement, decided_by_rank0
 from nxd_ckpt.core.filtering import unmatched
-from nxd_ckpt.core.suggestions import listed
+from nxd_ckpt.core.renaming import NOT_LIVE
+from nxd_ckpt.core.suggestions import first_of, listed, prefix_advice, renaming_advice
 from nxd_ckpt.errors import KeyMismatch, OptimizerMismatch, RanksDisagree
 from nxd_ckpt.live.ignoring import digest
 from nxd_ckpt.load.filters import Filter
@@ -22,6 +25,9 @@ logger = logging.getLogger("nxd_ckpt")
 
 _LONG = 200
 """Characters of an option up to which ranks exchange it unabridged."""
+
+_LOOSE = "load with strict=False to take the names that both have"
+_LEFT = ", and leave those that are missing as they are"
 
 _NOTHING = ("None", "''", "[]", "{}")
 
@@ -97,42 +103,126 @@ def refuse_unmatched(request: LoadRequest, matches: bool, problem: str | None) -
     def decide() -> None:
         matches_of_ranks, problems = zip(*(gathered or [[matches, problem]]), strict=True)
         if any(problems) and not any(matches_of_ranks) and not request.acts_for_one_stage:
-            raise KeyMismatch(
-                f"no name in the checkpoint is one of the model: {next(filter(None, problems))}. Is it this model's? "
-                "If its names differ in the checkpoint, pass key_mapping= or prefix="
-            )
+            raise _of_another_model(next(filter(None, problems)))
 
     decided_by_rank0(request.agreement, decide)
 
 
-def refuse_unknown_names(agreement: Agreement, unknown_names: Sequence[str], where: str) -> None:
-    """Raise on all ranks if a global name is unknown to each. Digests are exchanged first, lists if needed. Collective.
+def _of_another_model(problem: str) -> KeyMismatch:
+    return KeyMismatch(
+        f"no name in the checkpoint is one of the model: {problem}. Is it this model's? If its names differ in the "
+        "checkpoint, pass key_mapping= or prefix="
+    )
 
-    Raises:
-        KeyMismatch: a name of the model.
-        OptimizerMismatch: a parameter that the optimizer has state for.
+
+@dataclass(frozen=True)
+class ComparedNames:
+    """Names of the model, or of the optimizer's parameters, on one rank and in the tag.
+
+    Attributes:
+        held: names that this rank has or takes from the tag.
+        missing: those of them that the tag should have, and has not.
+        unknown: names in the tag that this rank lacks; another may hold them.
+        matches: True if any name is on both sides.
     """
-    digests = agreement.gather(sha256("\n".join(unknown_names).encode()).hexdigest() if unknown_names else None)
-    reporters = decided_by_rank0(agreement, lambda: _first_ranks(digests or []))
-    if not reporters:
-        return
-    lists = agreement.gather(unknown_names if agreement.rank in reporters else None)
 
-    def decide() -> None:
-        common = set.intersection(*(set(names) for names in lists or () if names is not None))
-        model = sorted(name for name in common if name.startswith("model/"))
-        if model:
-            raise KeyMismatch(
-                "the names in the checkpoint and in the model differ; unexpected in the checkpoint: "
-                f"{listed(model, ())}; load with strict=False to take the names that both have"
-            )
-        if common:
-            raise OptimizerMismatch(
-                f"optimizer: {where} has state for {listed(sorted(common), ())}, which no rank's optimizer holds; "
-                "build param_groups as when it was saved (with the same frozen parameters)"
-            )
+    held: Sequence[str] = ()
+    missing: Sequence[str] = ()
+    unknown: Sequence[str] = ()
+    matches: bool = False
 
-    decided_by_rank0(agreement, decide)
+
+class Differences(NamedTuple):
+    """Names of all ranks that are missing from the tag, and names in it that no rank holds."""
+
+    missing: list[str]
+    unexpected: list[str]
+    matches: bool
+
+
+def _differences(agreement: Agreement, names: ComparedNames) -> Differences:
+    """Return the differences between all ranks and the tag. Lists are exchanged only if there may be some. Collective.
+
+    Of ranks with the same names one speaks for all.
+    """
+    differs = bool(names.missing or names.unknown)
+    digest = sha256(repr((names.held, names.missing, names.unknown)).encode()).hexdigest()
+    gathered = agreement.gather([differs, digest, names.matches])
+
+    def choose() -> tuple[list[int], bool]:
+        differ, digests, matches = zip(*(gathered or [[differs, digest, names.matches]]), strict=True)
+        first_ranks = [digests.index(own) for own in dict.fromkeys(digests)]
+        return (first_ranks if any(differ) else []), any(matches)
+
+    speakers, matches = decided_by_rank0(agreement, choose)
+    if not speakers:
+        return Differences([], [], matches)
+    own = [names.held, names.missing, names.unknown]
+    lists = agreement.gather(own if agreement.rank in speakers else [[], [], []])
+
+    def combine() -> list[list[str]]:
+        held, missing, unknown = (list(chain.from_iterable(part)) for part in zip(*(lists or [own]), strict=True))
+        somewhere = {*held}
+        return [list(dict.fromkeys(missing)), [name for name in dict.fromkeys(unknown) if name not in somewhere]]
+
+    all_missing, unexpected = decided_by_rank0(agreement, combine)
+    return Differences(all_missing, unexpected, matches)
+
+
+def judge_model(request: LoadRequest, names: ComparedNames, where: str) -> tuple[Sequence[str], Sequence[str]]:
+    """Raise KeyMismatch under ``strict`` if the model's names are not those of the tag; without it warn. Collective.
+
+    Raises it also if no name is on both sides. Returns this rank's missing names, and the unexpected ones.
+    """
+    missing, unexpected, matches = _differences(request.agreement, names)
+    if not (missing or unexpected):
+        return (), ()
+    prefixed = prefix_advice(missing, unexpected, not matches)
+    advice = list(filter(None, [prefixed or renaming_advice(missing, unexpected)]))
+    if request.options.strict_names:
+        lines = ["the names in the checkpoint and in the model differ"]
+        lines += [f"missing from the checkpoint: {listed(missing, unexpected)}"] if missing else []
+        lines += [f"unexpected in the checkpoint: {listed(unexpected, missing)}"] if unexpected else []
+        raise KeyMismatch("; ".join([*lines, *advice, *([] if prefixed else [_LOOSE + _LEFT * bool(missing)])]))
+    if missing and not matches and not request.acts_for_one_stage:
+        raise _of_another_model(
+            f"{where} holds {listed(map(_as_saved, unexpected), missing)}; the model has {listed(missing, unexpected)}"
+        )
+    if request.reports_progress:
+        lines = [f"left as they are: {first_of(missing, repr)}"] if missing else []
+        lines += [f"not in the model: {first_of(unexpected, repr)}"] if unexpected else []
+        logger.warning("loading with strict=False: %s", "; ".join([*lines, *advice]))
+    return names.missing, unexpected
+
+
+def _as_saved(name: str) -> str:
+    return name.removeprefix(NOT_LIVE)
+
+
+def judge_optimizer(request: LoadRequest, names: ComparedNames, where: str) -> None:
+    """Raise OptimizerMismatch under ``strict`` if the tag has state that no rank's optimizer takes. Collective.
+
+    Without it warn, also of parameters that start fresh.
+    """
+    missing, unexpected, _ = _differences(request.agreement, names)
+    if unexpected and request.options.strict:
+        raise OptimizerMismatch(
+            f"optimizer: {where} has state for {first_of(unexpected)} ({len(unexpected)} parameters), which the live "
+            "optimizer does not hold; build param_groups as when it was saved (with the same frozen parameters)"
+        )
+    if missing and request.reports_progress:
+        logger.warning(
+            "loading with strict=False: %s has no optimizer state of %s: they start fresh, with the options of their "
+            "live param groups",
+            where,
+            first_of(missing),
+        )
+    if unexpected and request.reports_progress:
+        logger.warning(
+            "loading with strict=False: the optimizer state of %s is left out, as the live optimizer does not hold "
+            "them",
+            first_of(unexpected),
+        )
 
 
 def _refuse_different(choices: Iterable[Sequence[str] | None]) -> None:
@@ -151,14 +241,6 @@ def _in_all(items: Sequence[str], lists: Sequence[Sequence[str]]) -> list[str]:
     """Return the ``items`` that are in each of ``lists``."""
     common = set(items).intersection(*lists)
     return [item for item in dict.fromkeys(items) if item in common]
-
-
-def _first_ranks(digests: Sequence[str | None]) -> list[int]:
-    """Return one rank for each distinct list.
-
-    None if a rank has no unknown names, because then none is unknown to all.
-    """
-    return [] if None in digests else [digests.index(digest) for digest in dict.fromkeys(digests)]
 
 
 def filter_summary(options: LoadOptions) -> dict[str, str]:

@@ -26,7 +26,7 @@ from nxd_ckpt.errors import (
 )
 from nxd_ckpt.gc_paused import gc_paused
 from nxd_ckpt.load.attempt import LoadAttempt, PreparedLoad, open_cache
-from nxd_ckpt.load.collective_checks import filter_summary
+from nxd_ckpt.load.collective_checks import ComparedNames, filter_summary
 from nxd_ckpt.load.hugging_face import load_hugging_face
 from nxd_ckpt.load.options import LoadRequest
 from nxd_ckpt.load.overwriting import overwriting
@@ -133,7 +133,7 @@ def _prepared(storage: Storage, source: Source, request: LoadRequest, caches: Ex
     """Return the load of a tag that fits the live objects on all ranks. ``caches`` is closed once it is done."""
     agreement, options = request.agreement, request.options
 
-    def begin() -> tuple[LoadAttempt, PreparedLoad | None]:
+    def begin() -> tuple[LoadAttempt, ComparedNames | None]:
         options.validate()
         if options.mapping is not None:  # it has no effect on a tag, but a typo in it has one elsewhere
             find_mapping(options.mapping, {})
@@ -146,15 +146,17 @@ def _prepared(storage: Storage, source: Source, request: LoadRequest, caches: Ex
             _require_attempt(opened, source.attempt)
             with opened.guarded():
                 attempt = LoadAttempt(opened, settled, cache)
-                return attempt, None if attempt.filtered else attempt.prepared()
+                return attempt, None if attempt.filtered else attempt.compare_names()
 
-    attempt, prepared = on_all(agreement, begin)
+    attempt, compared = on_all(agreement, begin)
     _require_one_save(agreement, attempt)
-    if prepared is None:
+    if compared is None:
         unmatched = on_all(agreement, attempt.apply_filter)
         unmatched.complain(request)
-        prepared = on_all(agreement, attempt.prepare)
-    prepared.refuse_unmatched()
+        compared = on_all(agreement, attempt.compare_names)
+    attempt.judge_names(compared)
+    prepared = on_all(agreement, attempt.prepare)
+    prepared.judge_parameters()
     return prepared
 
 

@@ -11,7 +11,7 @@ master weights.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,7 +19,6 @@ from nxd_ckpt.core.box import Box
 from nxd_ckpt.core.manifest import ParameterSpec
 from nxd_ckpt.core.partition import Piece, zero1_pieces, zero1_shape
 from nxd_ckpt.core.renaming import NOT_LIVE
-from nxd_ckpt.core.suggestions import first_of, listed
 from nxd_ckpt.errors import OptimizerMismatch, PartLost, PartNotFound
 from nxd_ckpt.formats.tensors import Assembly
 from nxd_ckpt.live.model import ModelAdapter
@@ -31,6 +30,7 @@ from nxd_ckpt.live.parameters import form_of, is_tensor
 from nxd_ckpt.live.state import MASTER_WEIGHTS, OptimizerForm, OptimizerSlot
 from nxd_ckpt.live.state_names import PARAM_GROUPS, without
 from nxd_ckpt.live.zero1 import MASTERS
+from nxd_ckpt.load.collective_checks import ComparedNames
 from nxd_ckpt.load.load_context import LoadContext
 from nxd_ckpt.load.tied import refuse_unequal_ties, unequal_ties
 from nxd_ckpt.load.trees import LoadTrees, local_tree, part_of
@@ -100,15 +100,17 @@ def _shard_of(leaf: Leaf, slot: OptimizerSlot) -> Leaf:
 
 
 class LoadPlanner:
-    """Planner of one rank's load of the tag of ``context``."""
+    """Planner of one rank's load of the tag of ``context``.
 
-    def __init__(self, context: LoadContext) -> None:
+    ``is_alone``: no other rank says which names of the tag it holds.
+    """
+
+    def __init__(self, context: LoadContext, is_alone: bool = False) -> None:
+        self._is_alone, self._parameters = is_alone, ComparedNames()
         self._context, self._opened, self._topology = context, context.opened, context.topology
         self._options, self._filter = context.options, context.filter
         self._model, self._optimizer = context.model, context.optimizer
         self._is_regrouped = False
-        self._left_alone: frozenset[str] = frozenset()
-        self._unknown_names: set[str] = set()
         self._exact = ExactWeights({}, ())
         if self._filter and self._model is not None and self._opened.parts.model:
             saved, aliases = self._context.state.model.values, self._model.aliases
@@ -148,6 +150,32 @@ class LoadPlanner:
         except OptimizerMismatch:  # the parameters are unknown; if that matters, the load reports it
             return
 
+    def compared_names(self) -> ComparedNames:
+        """Return the names of the model, here and in the tag; none of a model that takes anything, or is left out."""
+        model, ignores = self._model, self._filter.ignores_model
+        if model is None or self._filter.covers("model") or not model.names():
+            return ComparedNames()
+        saved = [name for name in self._saved_tree_names() if not ignores(name)]
+        taken = [name for name in saved if model.takes(name)]
+        live = [name for name in model.names() if not ignores(name)]
+        return ComparedNames(
+            held=list(dict.fromkeys([*live, *taken])),
+            missing=[name for name in model.missing(saved) if not ignores(name)],
+            unknown=[] if self._sees_names_of_others else [name for name in saved if not model.takes(name)],
+            matches=bool(taken),
+        )
+
+    @property
+    def _sees_names_of_others(self) -> bool:
+        """True if names in the tag may belong to other ranks, and none of these can be asked."""
+        return self._is_alone and (self._context.is_mesh_job or not self._context.state.context.holds_all)
+
+    def _saved_tree_names(self) -> Collection[str]:
+        """Return the names in the tag that may be this rank's."""
+        if self._context.same_sizes("model") and not self._context.is_recut:
+            return self._context.state.context.model_tree(self._topology.coordinates)
+        return self._context.state.model.stages
+
     def trees(self) -> LoadTrees:
         """Return the trees to load. Reads trees, and no tensor.
 
@@ -159,8 +187,7 @@ class LoadPlanner:
         trees = LoadTrees(model, optimizer)
         if model is not None and not filtered.covers("model"):
             trees.model_tree = self._rounded(model, self._own_part(model, self._model_tree(model)))
-            trees.names = model.validate(trees.model_tree, self._options.strict_names, self._leaves_alone)
-            trees.unmatched = None if trees.names else self._unmatched(model, trees.model_tree)
+            trees.names = model.validate(trees.model_tree)
             trees.model_placed = model.placed(trees.names)
             trees.model_tree = local_tree(trees.model_tree, trees.model_placed)
             assigned = {name: trees.model_tree[name] for name in trees.names}
@@ -178,7 +205,7 @@ class LoadPlanner:
             trees.optimizer_tree = local_tree(trees.optimizer_tree, trees.optimizer_placed)
         trees.refuse_stale_shards()
         trees.is_regrouped = self._is_regrouped
-        trees.unknown_names = sorted(self._unknown_names)
+        trees.parameters = self._parameters
         trees.keeps = filtered.keeps(trees.names)
         return trees
 
@@ -196,18 +223,12 @@ class LoadPlanner:
         return self._exact.rounded(tree, self._context.specs)
 
     def _own_part(self, model: ModelAdapter, tree: dict[str, Any]) -> dict[str, Any]:
-        """Return the tree without names of other ranks of a mesh job.
+        """Return the tree with master weights in place of rounded weights, if the live ones have their dtype.
 
-        Master weights take the place of rounded weights, if the live ones have their dtype: on a mesh, and for a plain
-        optimizer that takes ZeRO-1's state.
+        This is for a mesh, and for a plain optimizer that takes ZeRO-1's state.
         """
-        context, optimizer = self._context, self._optimizer
-        if context.is_mesh_job and model.names():
-            live = set(model.names())
-            if self._options.strict_names:
-                self._unknown_names |= {f"model/{name}" for name in tree if name not in live}
-            tree = {name: leaf for name, leaf in tree.items() if name in live}
-        becomes_plain = optimizer is not None and optimizer.kind == "plain" and context.crosses(optimizer)
+        optimizer = self._optimizer
+        becomes_plain = optimizer is not None and optimizer.kind == "plain" and self._context.crosses(optimizer)
         if not self._opened.parts.master_weights or not (model.is_placed or becomes_plain):
             return tree
         return {
@@ -228,17 +249,6 @@ class LoadPlanner:
             return master
         is_wider = (form_of(leaf)[0], spec.dtype) in (("bfloat16", "float32"), ("float16", "float32"))
         return Assembly.of(leaf).cast(spec.dtype) if widens and is_wider else leaf
-
-    def _unmatched(self, model: ModelAdapter, tree: dict[str, Any]) -> str | None:
-        """Return the names of the tag and of the model, for the error if none match.
-
-        None if no name is to be loaded.
-        """
-        live = [name for name in model.expected(tree) if not self._filter.ignores_model(name)]
-        saved = [name.removeprefix(NOT_LIVE) for name in sorted(self._opened.model_names())]
-        if not live:
-            return None
-        return f"{self._opened.where} holds {listed(saved, live)}; the model has {listed(live, saved)}"
 
     def _refuse_bare_groups(self, tree: dict[str, Any], optimizer: OptimizerAdapter) -> None:
         """Raise OptimizerMismatch for param groups whose options were left out of the save, unless they are now too."""
@@ -297,12 +307,14 @@ class LoadPlanner:
         if self._context.same_sizes("model") and not self._context.is_recut:
             tree = self._context.state.context.model_tree(self._topology.coordinates)
             tree = {name: leaf for name, leaf in tree.items() if not ignores(name)}
+            tree = {name: leaf for name, leaf in tree.items() if model.takes(name)} if model.names() else tree
         elif not model.names():  # a dict to be filled
             tree = self._context.target.model.tree()
         else:
-            loaded = [name for name in model.names() if not ignores(name)]
+            source = self._context.state.model
+            loaded = [name for name in source.stages if model.takes(name) and not ignores(name)]
             specs = {name: self._context.specs[name] for name in loaded if name in self._context.specs}
-            tree = self._context.state.model.tree(specs, loaded, ignores)
+            tree = source.tree(specs, loaded)
         if not model.names():
             tree = {name: leaf for name, leaf in tree.items() if not name.startswith(NOT_LIVE)}
         return self._completed(tree)
@@ -323,7 +335,8 @@ class LoadPlanner:
         if context.crosses(optimizer):
             self._refuse_crossing(form, source)
         live = [slot.name for slot in form.slots]
-        fresh = set() if self._options.strict else self._fresh(source, live)
+        self._parameters = self._compared_parameters(source, live)
+        fresh = {f"optim/{name}" for name in self._parameters.missing}
 
         def covers(name: str) -> bool:
             return name in fresh or filtered.covers(name)
@@ -335,7 +348,6 @@ class LoadPlanner:
                 group.update(options)
         self._is_regrouped = source.group_order(form, covers) != list(range(len(source.groups)))
         self._refuse_joined(form, source.group_order(form, covers))
-        self._refuse_unused([*source.slots], live)
         return tree
 
     def _refuse_crossing(self, form: OptimizerForm, source: ReshardedOptimizer) -> None:
@@ -359,17 +371,16 @@ class LoadPlanner:
                     f"model.to(torch.{dtype}): it takes the master weights, if they were saved"
                 )
 
-    def _fresh(self, source: ReshardedOptimizer, live: Sequence[str]) -> set[str]:
-        """Return the parameters, by their names in the optimizer, without state in the tag: they start fresh."""
-        added = [name for name in live if not source.has(name) and not self._filter.covers(f"optim/{name}")]
-        if added:
-            logger.warning(
-                "loading with strict=False: %s has no optimizer state of %s: they start fresh, with the options of "
-                "their live param groups",
-                self._opened.where,
-                first_of(added),
-            )
-        return {f"optim/{name}" for name in added}
+    def _compared_parameters(self, source: ReshardedOptimizer, live: Sequence[str]) -> ComparedNames:
+        """Return the names of the optimizer's parameters, here and in the tag. Under strict none may be missing."""
+        context, covers = self._context.state.context, self._filter.covers
+        held = {alias for name in live for alias in context.names(name)}
+        unknown = [name for name in source.slots if name not in held and not covers(f"optim/{name}")]
+        unknown = [name for name in unknown if not name.startswith(NOT_LIVE)]
+        if self._sees_names_of_others:
+            unknown = [name for name in unknown if name in self._context.specs and not self._context.is_mesh_job]
+        missing = [name for name in live if not source.has(name) and not covers(f"optim/{name}")]
+        return ComparedNames(sorted(held), [] if self._options.strict else missing, unknown, bool(live))
 
     def _refuse_joined(self, form: OptimizerForm, order: Sequence[int]) -> None:
         """Raise OptimizerMismatch if live param groups with different options were one group at the save.
@@ -390,27 +401,6 @@ class LoadPlanner:
                     "which a load would undo; build the groups as when it was saved, or keep the live options with "
                     f"ignore_keys=[{PARAM_GROUPS!r}]"
                 )
-
-    def _refuse_unused(self, saved: Sequence[str], live: Sequence[str]) -> None:
-        """Raise OptimizerMismatch for a parameter of this model whose saved state would be left behind."""
-        context = self._context.state.context
-        used = {alias for name in live for alias in context.names(name)}
-        unused = [name for name in saved if name not in used and (context.holds_all or name in self._context.specs)]
-        unused = [name for name in unused if not (name.startswith(NOT_LIVE) or self._filter.covers(f"optim/{name}"))]
-        if self._context.is_mesh_job:
-            self._unknown_names |= {f"optim/{name}" for name in unused}
-        elif unused and not self._options.strict:
-            logger.warning(
-                "loading with strict=False: the optimizer state of %s is left out, as the live optimizer does not hold "
-                "them",
-                first_of(unused),
-            )
-        elif unused:
-            raise OptimizerMismatch(
-                f"optimizer: {self._opened.where} has state for {', '.join(unused[:5])} ({len(unused)} parameters), "
-                "which the live optimizer does not hold; build param_groups as when it was saved (with the same frozen "
-                "parameters)"
-            )
 
     def _completed(self, tree: dict[str, Any]) -> dict[str, Any]:
         """Return the tree with weights that were left out taken from the optimizer's master weights."""
@@ -438,7 +428,6 @@ class LoadPlanner:
                 where,
                 ", ".join(lost),
             )
-        self._left_alone = frozenset(lost)
         return {name: weights.get(name, leaf) for name, leaf in tree.items() if name not in lost}
 
     @property
@@ -446,6 +435,3 @@ class LoadPlanner:
         """True if the live names of all master weights are known: then no others were trained."""
         are_named = not any(map(is_number, self._context.state.optimizer.slots))
         return are_named and self._model is not None and bool(self._model.names())
-
-    def _leaves_alone(self, name: str) -> bool:
-        return name in self._left_alone or self._filter.ignores_model(name)

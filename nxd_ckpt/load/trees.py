@@ -18,6 +18,7 @@ from nxd_ckpt.live.optimizer_dict import DictOptimizer
 from nxd_ckpt.live.optimizer_state import Keeps, keeps_nothing
 from nxd_ckpt.live.state import MASTER_WEIGHTS
 from nxd_ckpt.live.zero1 import EXPERT_KEYS, MASTERS
+from nxd_ckpt.load.collective_checks import ComparedNames
 from nxd_ckpt.reshard.plain_values import ABSENT
 from nxd_ckpt.tag.reading import Leaf
 
@@ -30,8 +31,8 @@ class LoadTrees:
         names: names of the model to assign.
         is_regrouped: the live param groups are not the saved ones in their order.
         keeps: predicate for state of the optimizer that stays as it is.
-        unmatched: names on both sides, if the model has names to load and the tag none of them.
-        unknown_names: global names of the tag that this rank of a mesh job lacks; another rank may hold them.
+        missing, unexpected: names of this rank's model that the tag lacks; names in the tag that no rank's model has.
+        parameters: the optimizer's parameters on both sides.
         model_placed, optimizer_placed: places on a mesh by path; the trees have this rank's parts of these.
     """
 
@@ -42,8 +43,9 @@ class LoadTrees:
     names: list[str] = field(default_factory=list)
     is_regrouped: bool = False
     keeps: Keeps = keeps_nothing
-    unmatched: str | None = None
-    unknown_names: list[str] = field(default_factory=list)
+    missing: Sequence[str] = ()
+    unexpected: Sequence[str] = ()
+    parameters: ComparedNames = field(default_factory=ComparedNames)
     model_placed: Mapping[Path, Placed] = field(default_factory=dict)
     optimizer_placed: Mapping[Path, Placed] = field(default_factory=dict)
 

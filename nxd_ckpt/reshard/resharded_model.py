@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from functools import cached_property
 from typing import Any
 
@@ -60,31 +60,19 @@ class ReshardedModel:
             )
         return reference
 
-    def tree(
-        self,
-        live: Mapping[str, ParameterSpec],
-        extra: Iterable[str] = (),
-        ignores: Callable[[str], bool] = lambda name: False,
-    ) -> dict[str, Any]:
-        """Return the state dict of a rank whose tensors are ``live``; ``extra`` names its other entries.
+    def tree(self, live: Mapping[str, ParameterSpec], names: Iterable[str]) -> dict[str, Any]:
+        """Return the saved values of ``names`` for a rank whose tensors are ``live``; names without one are left out.
 
-        It has the saved names that are live. If this rank holds all stages (or the saved ones stayed the same), it has
-        the other saved names too, so that the caller can report them as unexpected. Names for which ``ignores`` is true
-        are left out. A tensor that is in no model file stays a MissingTensor.
+        A tensor that is in no model file stays a MissingTensor.
 
         Raises:
             ShapeMismatch, TopologyMismatch, IncompatibleState: a tensor cannot be recut; the message says why.
         """
         context = self._context
         specs = {name: context.live_spec(name, spec) for name, spec in live.items()}
-        required = {*specs, *extra}
-        return {
-            name: self.leaf(name, specs.get(name), required=name in required)
-            for name in self.stages
-            if not ignores(name) and (context.holds_all or name in required)
-        }
+        return {name: self.leaf(name, specs.get(name)) for name in names if name in self.stages}
 
-    def leaf(self, name: str, live: ParameterSpec | None, *, required: bool = True) -> Any:
+    def leaf(self, name: str, live: ParameterSpec | None) -> Any:
         """Return the value of this name on a rank whose tensor is ``live`` (None if it is no tensor there).
 
         Raises ShapeMismatch, TopologyMismatch or IncompatibleState if it cannot be recut.
@@ -93,8 +81,7 @@ class ReshardedModel:
         if isinstance(reference, MissingTensor):
             return reference
         if live is None or not is_tensor(reference):
-            if required:
-                self._refuse_other_values(name, reference)
+            self._refuse_other_values(name, reference)
             return reference
         dtype, shape = form_of(reference)
         saved, pp_rank = context.saved_spec(name, live, shape), self.stages[name][0]

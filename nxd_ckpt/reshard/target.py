@@ -186,7 +186,7 @@ class TargetModel:
     def tree(self) -> dict[str, Any]:
         """Return the state dict; weights that were not saved come from the optimizer's master weights."""
         names = self._names
-        tree = self._source.tree(self.specs, names, self._target.ignores)
+        tree = self._source.tree(self.specs, names)
         absent = [name for name in names if name not in tree]
         if absent:
             raise PartNotFound(f"{self._state.context.opened.where}: no stage holds {absent[:5]}, which stages= lists")

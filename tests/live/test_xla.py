@@ -58,7 +58,7 @@ def _load(net, optimizer, trees):
     model = open_model(net)
     adapter = open_optimizer(optimizer, model=model)
     adapter.validate(trees[1])
-    for name in model.validate(trees[0], strict=True):
+    for name in model.validate(trees[0]):
         model.assign(name, trees[0][name])
     adapter.load(trees[1], read)
 

@@ -197,7 +197,7 @@ def test_in_a_store_planning_asks_nothing_for_each_tensor() -> None:
 def test_planning_leaves_the_garbage_collector_as_it_was(shared: dict[int, Path]) -> None:
     """Running, also after a load that was refused; and off where the program had turned it off."""
     with pytest.raises(KeyMismatch):
-        planned(shared[4], Topology(dp=2), 5)
+        load_checkpoint(shared[4], "t", model_of(5), topology=Topology(dp=2))
     assert gc.isenabled()
     gc.disable()
     try:

@@ -1,0 +1,150 @@
+"""Names of the tag that are not the model's, and the reverse: the same message on the same sizes and on all others."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+import nxd_ckpt
+from nxd_ckpt import Checkpointer, Topology, load_checkpoint, save_checkpoint
+from nxd_ckpt.coordination.agreement import Agreement
+from nxd_ckpt.errors import CheckpointError, KeyMismatch
+from nxd_ckpt.load.loading import load
+from nxd_ckpt.load.options import LoadOptions, LoadRequest
+from nxd_ckpt.storage.local import LocalStorage
+from tests.filters.named import Named, stepped
+from tests.support.rank_pool import RankPool
+from tests.support.ranks import on_ranks
+
+pytestmark = [pytest.mark.plain, pytest.mark.once]
+
+DIFFER = (
+    "the names in the checkpoint and in the model differ; missing from the checkpoint: '3.weight' (did you mean "
+    "'2.weight'?); unexpected in the checkpoint: '2.weight' (did you mean '3.weight'?); if these were renamed, pass "
+    "key_mapping={'3.weight': '2.weight'}; load with strict=False to take the names that both have, and leave those "
+    "that are missing as they are"
+)
+LOOSE = (
+    "loading with strict=False: left as they are: '3.weight'; not in the model: '2.weight'; if these were renamed, "
+    "pass key_mapping={'3.weight': '2.weight'}"
+)
+SMALLER = "loading with strict=False: not in the model: '2.weight'"
+
+SIZES = {
+    "the same": (Topology(pp=2), [[0, 1], [3, 4]]),
+    "layers moved": (Topology(pp=2), [[0], [1, 3, 4]]),
+    "one stage": (Topology(), [[0, 1, 3, 4]]),
+    "three stages": (Topology(pp=3), [[0], [1], [3, 4]]),
+    "tensor-parallel": (Topology(pp=2, tp=2), [[0, 1], [3, 4]]),
+    "expert-parallel": (Topology(dp=2, ep=2), [[0, 1, 3, 4]]),
+}
+
+
+def layers(numbers: Sequence[int], value: float = 1.0) -> Named:
+    return Named({f"{number}.weight": value for number in numbers})
+
+
+@pytest.fixture(scope="module")
+def stages(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two pipeline stages, of the layers 0 and 1, and 2 and 4."""
+    directory = tmp_path_factory.mktemp("stages")
+    for rank, numbers in enumerate(([0, 1], [2, 4])):
+        model = layers(numbers)
+        at: dict[str, Any] = {"topology": Topology(pp=2, rank=rank), "run_id": "both", "async_save": True}
+        save_checkpoint(directory, "t", model, stepped(model), durable=False, **at)
+    nxd_ckpt.finalize_checkpoint()
+    nxd_ckpt.close_checkpointers()
+    return directory
+
+
+def outcomes(
+    directory: Path, sizes: Topology, stages: Sequence[Sequence[int]], frozen: str = "", **options: Any
+) -> set[str]:
+    """Errors of the ranks, which hold layers by pipeline stage; with a ``frozen`` one they load an optimizer too."""
+
+    def rank(agreement: Agreement) -> None:
+        at = sizes.at(agreement.rank)
+        model = layers(stages[at.pp_rank], 7.0)
+        optimizer = None
+        if frozen:
+            optimizer = torch.optim.AdamW([each for name, each in model.named.items() if name != frozen])
+        load([LocalStorage(directory)], "t", LoadRequest(at, agreement, model, optimizer, None, LoadOptions(**options)))
+        held = model.held()
+        assert {name: 7.0 if name == "3.weight" else 1.0 for name in held} == held
+
+    return {f"{error}" for error in on_ranks(sizes.world_size, rank, timeout=60)}
+
+
+@pytest.mark.parametrize("sizes", SIZES)
+def test_names_differ_alike_on_all_sizes(stages: Path, sizes: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Both sides are named, by one message; a layer of another stage is on no side. Without strict one rank warns."""
+    topology, numbers = SIZES[sizes]
+    assert {DIFFER} == outcomes(stages, topology, numbers)
+    with caplog.at_level(logging.WARNING):
+        assert {"None"} == outcomes(stages, topology, numbers, strict=False)
+        assert [LOOSE] == caplog.messages
+        caplog.clear()
+        smaller = [[number for number in own if number != 3] for own in numbers]
+        assert {"None"} == outcomes(stages, topology, smaller, strict=False)
+        assert [SMALLER] == caplog.messages
+    assert {"None"} == outcomes(stages, topology, numbers, ignore_keys="model/[23]*")
+
+
+@pytest.mark.parametrize("sizes", ["layers moved", "one stage", "three stages"])
+def test_state_that_no_optimizer_takes(stages: Path, sizes: str, caplog: pytest.LogCaptureFixture) -> None:
+    """A parameter that is frozen now had state: refused also where another stage could have had it."""
+    topology, numbers = SIZES[sizes]
+    numbers = [[2 if number == 3 else number for number in own] for own in numbers]
+    [error] = outcomes(stages, topology, numbers, frozen="2.weight")
+    assert "has state for 2.weight (1 parameters), which the live optimizer does not hold" in error
+    with caplog.at_level(logging.WARNING):
+        assert {"None"} == outcomes(stages, topology, numbers, frozen="2.weight", strict=False)
+    [warning] = caplog.messages
+    assert "the optimizer state of 2.weight is left out" in warning
+
+
+def _mesh_model(numbers: Sequence[int], *, sharded: bool) -> torch.nn.Module:
+    model = torch.nn.Module()
+    for number in numbers:
+        model.add_module(str(number), torch.nn.Linear(2, 8, bias=False))
+    if sharded:
+        fully_shard(model, mesh=init_device_mesh("cpu", (4,), mesh_dim_names=("fsdp",)))
+    return model
+
+
+def _on_mesh(rank: int, directory: Path, numbers: Sequence[int], saves: bool) -> str:
+    model = _mesh_model(numbers, sharded=True)
+    with Checkpointer(directory) as checkpointer:
+        if saves:
+            checkpointer.save("t", model, torch.optim.SGD(model.parameters(), momentum=0.9))
+            return ""
+        try:
+            checkpointer.load("t", model)
+        except CheckpointError as error:
+            return str(error)
+    return "nothing was refused"
+
+
+def test_a_mesh_and_a_single_process_say_the_same(
+    gloo_ranks: RankPool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Of one tag; a smaller model is told what it leaves behind, and its optimizer too."""
+    gloo_ranks.run(_on_mesh, tmp_path, [0, 1, 2], True)
+    assert [DIFFER] * 4 == gloo_ranks.run(_on_mesh, tmp_path, [0, 1, 3], False)
+    model = _mesh_model([0, 1, 3], sharded=False)
+    with pytest.raises(KeyMismatch) as caught:
+        load_checkpoint(tmp_path, "t", model)
+    assert DIFFER == str(caught.value)
+    load_checkpoint(tmp_path, "t", model, strict=False)
+    smaller = _mesh_model([0, 1], sharded=False)
+    load_checkpoint(tmp_path, "t", smaller, torch.optim.SGD(smaller.parameters(), momentum=0.9), strict=False)
+    *warnings, last = caplog.messages
+    assert [LOOSE, SMALLER] == warnings
+    assert "the optimizer state of 2.weight is left out" in last
