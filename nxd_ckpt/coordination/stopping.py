@@ -167,12 +167,13 @@ class Stopping:
 
     def _announce(self, number: int) -> None:
         self._is_announced = True
-        logger.warning(
-            "nxd_ckpt: %s: all ranks stop after step %d, and save it; %.0f s of grace are left",
-            self._cause(),
-            number,
-            self._left(),
-        )
+        if self._rank == 0:
+            logger.warning(
+                "nxd_ckpt: %s: all ranks stop after step %d, and save it; %.0f s of grace are left",
+                self._cause(),
+                number,
+                self._left(),
+            )
 
 
 def _ranks(ranks: list[int]) -> str:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import contextmanager
+
+from nxd_ckpt.errors import ShapeMismatch
 
 _SHOWN = 8
 
@@ -57,6 +60,38 @@ def renaming_advice(missing: Collection[str], unexpected: Collection[str]) -> st
     more = ", ..." if len(missing) > len(first) else ""
     shown = ", ".join(f"{live!r}: {saved!r}" for live, saved in pairs.items())
     return f"if these were renamed, pass key_mapping={{{shown}{more}}}"
+
+
+def size_advice(name: str) -> str:
+    """Return advice for the tensor of this global name, such as "model/up.weight", if it has another shape now."""
+    own = name.partition("/")[2].partition("/")[0]
+    return (
+        "build the layer with the sizes of the save (such as in_features and out_features of nn.Linear), or leave it "
+        f"out with ignore_keys=['*/{own}']"
+    )
+
+
+class ShapeProblems:
+    """Tensors whose shapes differ, for one error that names them all."""
+
+    def __init__(self) -> None:
+        self._errors: dict[str, ShapeMismatch] = {}
+
+    @contextmanager
+    def of(self, name: str) -> Iterator[None]:
+        """Context in which a ShapeMismatch is that of the tensor ``name``: it is kept, and not raised yet."""
+        try:
+            yield
+        except ShapeMismatch as error:
+            self._errors[name] = error
+
+    def complain(self) -> None:
+        """Raise the first ShapeMismatch, with the names of all."""
+        errors = list(self._errors.values())
+        if len(errors) > 1:
+            raise ShapeMismatch(f"{errors[0]}. {len(errors)} tensors have other shapes: {first_of(self._errors)}")
+        if errors:
+            raise errors[0]
 
 
 def _first_components(names: Iterable[str]) -> Collection[str]:

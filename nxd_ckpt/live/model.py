@@ -13,6 +13,7 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from nxd_ckpt.core.manifest import ParameterSpec
 from nxd_ckpt.core.partition import Partition
+from nxd_ckpt.core.suggestions import ShapeProblems, size_advice
 from nxd_ckpt.errors import DtypeMismatch, InvalidArgument, ShapeMismatch, UnsupportedState
 from nxd_ckpt.formats.strides import Stride
 from nxd_ckpt.formats.tensors import Path, dtype_name, itemsize, iter_tensors
@@ -158,12 +159,15 @@ class ModelAdapter:
             UnsupportedState: for a tensor that cannot be written to.
         """
         names = [name for name in saved if name in self.live or self.takes_any(name)]
+        problems = ShapeProblems()
         for name in names:
             if self.takes_any(name):
                 continue
             self.check_writable(name)
             if not _is_extra_state(name):
-                _check_form(name, saved[name], self.live[name])
+                with problems.of(name):
+                    _check_form(name, saved[name], self.live[name])
+        problems.complain()
         return names
 
     def owns(self, name: str) -> bool:
@@ -561,8 +565,7 @@ def _check_form(name: str, saved: Any, live: Any) -> None:
     (saved_dtype, saved_shape), (dtype, shape) = form_of(saved), form_of(live)
     if saved_shape != shape:
         raise ShapeMismatch(
-            f"model/{name}: saved with shape {saved_shape}, the live one has {shape}; "
-            "build the model as it was saved, on the same tp, pp and ep or with resharding"
+            f"model/{name}: saved with shape {saved_shape}, the live one has {shape}; {size_advice(f'model/{name}')}"
         )
     if saved_dtype != dtype:
         is_wider = itemsize(saved_dtype) > itemsize(dtype)

@@ -290,7 +290,10 @@ class PreparedLoad:
         content = None if filtered.covers("user_content") else opened.user_content()
         self.user_content = filtered.pruned("user_content", content)
         wants_own = options.rank_content is not None and not filtered.covers("rank_content")
-        self._rank_content = own_content(opened, request.topology, filtered) if wants_own else None
+        self._rank_content: dict[Any, Any] | None = None
+        if wants_own:
+            warns = request.reports_progress
+            self._rank_content = own_content(opened, request.topology, filtered, warns=warns)
         self.reader = opened.reader()
         self._shares = ReplicaShares(request.topology, ())
         self._reads: SharedReads | None = None

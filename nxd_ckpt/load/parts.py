@@ -129,21 +129,24 @@ def part_names(
             yield RANDOM_STATE  # another rank may have one
 
 
-def own_content(opened: OpenTag, topology: Topology, filtered: Filter) -> dict[Any, Any]:
+def own_content(opened: OpenTag, topology: Topology, filtered: Filter, *, warns: bool) -> dict[Any, Any]:
     """Return the content that this rank saved for itself; on other sizes the merged data positions of all ranks.
+
+    ``warns``: this rank says so for all.
 
     Raises IncompatibleState for content that is no dict, and for positions that cannot be re-split and are not left
     out.
     """
     if _same_ranks(opened, topology):
         return _own(opened, topology.rank)
-    logger.warning(
-        "%s was saved on %s: on %s, with other ranks, only data positions are loaded into rank_content=. "
-        "open_checkpoint(...).rank_content(rank) returns each rank's",
-        opened.where,
-        opened.topology.describe(),
-        topology.describe(),
-    )
+    if warns:
+        logger.warning(
+            "%s was saved on %s: on %s, with other ranks, only data positions are loaded into rank_content=. "
+            "open_checkpoint(...).rank_content(rank) returns each rank's",
+            opened.where,
+            opened.topology.describe(),
+            topology.describe(),
+        )
     positions = {key: of for key, of in _positions(opened).items() if not filtered.covers(f"rank_content/{key}")}
     return {key: merge_positions(of, f"{opened.where}: rank_content[{key!r}]") for key, of in positions.items()}
 

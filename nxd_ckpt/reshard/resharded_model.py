@@ -8,6 +8,7 @@ from typing import Any
 
 from nxd_ckpt.core.manifest import ParameterSpec
 from nxd_ckpt.core.reads import CutIndex
+from nxd_ckpt.core.suggestions import ShapeProblems
 from nxd_ckpt.core.topology import Coordinates
 from nxd_ckpt.errors import TopologyMismatch
 from nxd_ckpt.formats.tensors import Assembly, TensorStub, digest_of, iter_tensors
@@ -70,7 +71,13 @@ class ReshardedModel:
         """
         context = self._context
         specs = {name: context.live_spec(name, spec) for name, spec in live.items()}
-        return {name: self.leaf(name, specs.get(name)) for name in names if name in self.stages}
+        problems, tree = ShapeProblems(), {}
+        for name in names:
+            with problems.of(name):
+                if name in self.stages:
+                    tree[name] = self.leaf(name, specs.get(name))
+        problems.complain()
+        return tree
 
     def leaf(self, name: str, live: ParameterSpec | None) -> Any:
         """Return the value of this name on a rank whose tensor is ``live`` (None if it is no tensor there).

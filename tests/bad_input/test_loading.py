@@ -150,7 +150,11 @@ def test_dicts_of_another_kind_do_not_fit(kept: Path) -> None:
 @pytest.mark.parametrize("tag", ["whole", "model"])
 def test_another_shape_is_named(kept: Path, tag: str) -> None:
     """The parameter, the shape that was saved and the one that is live; also where only a later one differs."""
-    match = r"model/up.weight: saved with shape \(4, 3\), the live one has \(5, 3\)"
+    match = (
+        r"model/up.weight: saved with shape \(4, 3\), the live one has \(5, 3\); build the layer with the sizes of the "
+        r"save .such as in_features and out_features of nn.Linear., or leave it out with ignore_keys=\['\*/up.weight'\]. "
+        r"3 tensors have other shapes: up.weight, up.bias, down.weight"
+    )
     refuse(kept, tag, errors.ShapeMismatch, match, *jobs(net=lambda: Net(5)), optimizer=None, scheduler=None)
 
 
