@@ -18,7 +18,7 @@ from nxd_ckpt.formats.safetensors import Header, TensorForm, lay_out, read_heade
 from nxd_ckpt.formats.tensors import dtype_name, itemsize
 from tests.formats.helpers import rendered, tensors, tight_bytes
 
-pytestmark = pytest.mark.plain
+pytestmark = [pytest.mark.plain, pytest.mark.once]
 
 States = dict[str, torch.Tensor]
 UNKNOWN = (torch.complex128,)

@@ -112,6 +112,7 @@ def test_reads_of_a_verified_tensor_are_bounded() -> None:
     assert [BLOCK, BLOCK, BLOCK, 80] == sizes
 
 
+@pytest.mark.once
 @pytest.mark.parametrize(("tensors", "nbytes", "expected"), [(100, 40, 1), (2000, 4000, 60), (3, 10**6, 7)])
 def test_the_structure_takes_few_reads(tensors: int, nbytes: int, expected: int) -> None:
     """A small file is one read; headers of small records share reads; a large record costs one more."""
@@ -162,6 +163,7 @@ def test_files_of_old_torch_say_how_to_save_again() -> None:
         loaded(saved(torch.ones(1), _use_new_zipfile_serialization=False))
 
 
+@pytest.mark.once
 @given(st.data())
 def test_a_truncated_file_is_malformed(data: st.DataObject) -> None:
     """A file cut anywhere is refused, and named."""
@@ -170,6 +172,7 @@ def test_a_truncated_file_is_malformed(data: st.DataObject) -> None:
         loaded(whole[: data.draw(st.integers(0, len(whole) - 1))])
 
 
+@pytest.mark.once
 @given(st.data())
 def test_a_flipped_byte_is_noticed_or_harmless(data: st.DataObject) -> None:
     """Damage anywhere raises our errors or changes nothing that is read (padding, dates)."""
@@ -231,12 +234,14 @@ def test_malformed_files_are_named_with_what_is_wrong(data: bytes, what: str) ->
         loaded(data)
 
 
+@pytest.mark.once
 def test_the_64_bit_end_mark_of_other_writers_is_read() -> None:
     """A file of more than 65,535 records, written by Python's zipfile."""
     data = torch_file(b"\x80\x02N.", **{str(index): b"" for index in range(66_000)})
     assert 66_001 == len(read_directory(pread_of(data), len(data), "file.pt"))
 
 
+@pytest.mark.once
 @given(known=st.sets(st.integers(0, 39)))
 def test_what_is_known_of_where_data_begins_changes_nothing(known: set[int]) -> None:
     """The records are the same with the begins of any of them known beforehand; others are found by their headers."""
@@ -246,6 +251,7 @@ def test_what_is_known_of_where_data_begins_changes_nothing(known: set[int]) -> 
     assert records == read_directory(pread_of(data), len(data), "f", [*begins, len(data) + 1])
 
 
+@pytest.mark.once
 def test_headers_are_not_read_where_data_is_known_to_begin() -> None:
     """A file of many large tensors is opened in two reads: its end, and the headers of what follows the tensors."""
     image = image_of([torch.zeros(100_000) for _ in range(40)])

@@ -190,6 +190,7 @@ class SparseFile(io.RawIOBase):
         return data
 
 
+@pytest.mark.once
 def test_more_records_than_16_bits_count_are_read_by_torch() -> None:
     """torch.load understands the 64-bit end mark that a file of more than 65,535 records gets."""
     image = image_of({"t": torch.ones(2)})

@@ -200,6 +200,7 @@ def test_a_storage_must_be_there_and_as_long_as_said() -> None:
         unpickle(pickled, "file.pt", {"0": StorageSpan("data/0", 64, 3, None)})
 
 
+@pytest.mark.once
 @given(st.binary(max_size=60))
 def test_garbage_is_malformed(garbage: bytes) -> None:
     """No bytes in place of a pickle raise anything but our errors."""
@@ -207,6 +208,7 @@ def test_garbage_is_malformed(garbage: bytes) -> None:
         unpickle(garbage, "file.pt", {})
 
 
+@pytest.mark.once
 @given(st.data())
 def test_a_damaged_pickle_is_malformed(data: st.DataObject) -> None:
     """A flipped or cut pickle reads as some data, or raises our errors."""
