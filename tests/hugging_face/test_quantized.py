@@ -114,4 +114,8 @@ def test_another_kind_of_quantization_is_refused(
     save_file(files, tmp_path / "hub" / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(MalformedFile, match=r"\.down_proj_blocks is uint8 .* expected MXFP4, .* with transformers"):
         import_checkpoint(tmp_path / "hub", tmp_path / "run" / "step_0")
+    plain = {"model.layers.0.mlp.experts.down_proj": torch.zeros(EXPERTS, WIDE, HIDDEN)}
+    save_file({**files, **plain}, tmp_path / "hub" / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(MalformedFile, match=r"\.down_proj itself and quantized, as .*\.down_proj_blocks"):
+        import_checkpoint(tmp_path / "hub", tmp_path / "run" / "step_0")
     assert not (tmp_path / "run" / "step_0").exists()

@@ -98,12 +98,18 @@ class HuggingFaceDirectory:
         """Take quantized weights for plain ones from now on: MXFP4 by their names, FP8 as ``quantization`` says.
 
         Scales of activations are left out. Raises UnsupportedState for tensors that only other methods have, and for
-        scales without a weight.
+        scales without a weight; MalformedFile for a weight in both forms.
         """
         self._quantization = quantization
         stems = (name.removesuffix(BLOCKS) for name in self._places if name.endswith(BLOCKS))
         self._scales = {stem: f"{stem}{SCALES}" for stem in stems if f"{stem}{SCALES}" in self._places}
         self._dropped = {f"{name}{BLOCKS}" for name in self._scales}
+        twice = sorted(self._scales.keys() & self._places.keys())
+        if twice:
+            raise MalformedFile(
+                f"{self.where} holds {twice[0]} itself and quantized, as {twice[0]}{BLOCKS}; the directory mixes files "
+                "of two models, or of two versions of one"
+            )
         if quantization is not None:
             scales = {name: f"{name}{quantization.suffix}" for name in self._places}
             self._scales |= {name: scale for name, scale in scales.items() if scale in self._places}
