@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from nxd_ckpt import Checkpointer, has_checkpoint
+from nxd_ckpt import Checkpointer
 
 VOCAB, HIDDEN = 64, 32
 
@@ -57,9 +57,7 @@ def main() -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)  # after fully_shard: that replaces parameters
     tokens = torch.arange(16).reshape(2, 8) * 7 % VOCAB  # the same on all ranks: losses do not depend on the mesh
     with Checkpointer(arguments.directory) as checkpointer:
-        first = 0
-        if has_checkpoint(arguments.directory):
-            first = checkpointer.load(model=model, optimizer=optimizer)["step"]
+        first = checkpointer.load_latest(model, optimizer, fallback=True)
         for step in range(first, arguments.steps):
             loss = torch.nn.functional.cross_entropy(model(tokens).flatten(0, 1), tokens.roll(-1, 1).flatten())
             torch.autograd.backward(loss)
@@ -71,7 +69,6 @@ def main() -> None:
                 f"step_{step + 1}",
                 model,
                 optimizer,
-                user_content={"step": step + 1},
                 async_save=True,
                 num_kept_ckpts=2,
             )

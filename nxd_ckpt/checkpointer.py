@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -43,6 +44,8 @@ from nxd_ckpt.storage.urls import StrPath
 from nxd_ckpt.tag.choosing import name_of
 from nxd_ckpt.tag.listing import best_of, steps_of
 from nxd_ckpt.tiers.tiers import Tiers
+
+logger = logging.getLogger("nxd_ckpt")
 
 _Answer = TypeVar("_Answer")
 
@@ -231,10 +234,13 @@ class Checkpointer:
         Raises:
             CheckpointError: as `load`. There is a tag, but it cannot be loaded, or it tells no step.
         """
+        options_of(LoadOptions, options, "Checkpointer.load_latest")  # also where there is no tag yet
         require_own(self._pid, self.storage.url)
         with self._lock.held("load_latest"):
             self._in_flight.settle()
             if not self._places.have_checkpoint(self._meet("load_latest"), lasting=self._session is not None):
+                if self.topology.rank == 0:
+                    logger.warning("%s: there is no checkpoint: the run begins at step %d", self.storage.url, default)
                 return default
         loaded = self.load_given(None, (model, optimizer, scheduler, state), options, lasting=True)
         if user_content is not None and isinstance(loaded.user_content, Mapping):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from time import sleep, strftime
 from typing import TYPE_CHECKING, Any
@@ -18,6 +18,7 @@ from nxd_ckpt.examine.run_state import save_text
 if TYPE_CHECKING:
     from nxd_ckpt.examine.run_state import StateLine
     from nxd_ckpt.output.locations import Location
+    from nxd_ckpt.storage.base import Storage
     from nxd_ckpt.tag.listing import TagSummaries
 
 _METRICS = 3
@@ -53,6 +54,8 @@ def _lines(document: dict[str, Any], width: int | None) -> Iterator[str]:
         name = _name(tag)
         yield from (f"{name} is incomplete: it lacks {what}" for what in tag["lacks"])
         yield from (f"{name}: {problem}" for problem in tag["problems"])
+    if complete:
+        yield "bytes are not read here; nxd-ckpt verify --all reads them"
 
 
 def _metrics(metrics: Mapping[str, float | None], shown: int | None) -> str:
@@ -105,7 +108,7 @@ def _watch(args: argparse.Namespace) -> int:
     before: dict[str, Any] | None = None
     summaries: TagSummaries = {}
     while True:
-        now, state = _look(args.dir, args.storage_options, summaries, may_be_absent=not args.once)
+        now, state = _look(args.dir, args.storage_options, summaries, before is None, may_be_absent=not args.once)
         if args.json and now != before:
             print(json.dumps(now, allow_nan=False, indent=2 if args.once else None), flush=True)
         elif not args.json:
@@ -117,9 +120,9 @@ def _watch(args: argparse.Namespace) -> int:
 
 
 def _look(
-    directory: str, options: Any, summaries: TagSummaries, may_be_absent: bool
+    directory: str, options: Any, summaries: TagSummaries, is_first: bool, may_be_absent: bool
 ) -> tuple[dict[str, Any], list[StateLine]]:
-    """Return the document, and the lines that say from which tag the run can be resumed, and how old that is."""
+    """Return the document; at the first look, also from which tag the run can be resumed, and how old that is."""
     from dataclasses import asdict
 
     from nxd_ckpt.commit.voting import saves_in_flight
@@ -136,9 +139,24 @@ def _look(
     listed = watched_document(directory, options, summaries)
     complete = (tag for tag in listed["tags"] if tag["complete"])
     tags = {tag["tag"]: {name: tag[name] for name in ("order_time", "nbytes", "topology")} for tag in complete}
-    state = (resume_line(listed["tags"], {}, listed["note"]), age_line(listed["tags"], saves))
+    state: list[StateLine | None] = []
+    if is_first:
+        unfit = _lost(storage, listed["tags"])
+        state = [resume_line(listed["tags"], unfit, listed["note"]), age_line(listed["tags"], saves)]
     now = {"directory": listed["directory"], "latest": listed["latest"], "tags": tags, "saves": saves, "exists": True}
     return now, [line for line in state if line is not None]
+
+
+def _lost(storage: Storage, tags: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+    """Return the newest complete tags that lost files, each with what is said of it, down to one that lost none."""
+    from nxd_ckpt.tag.verify import lost_files
+
+    lost = dict[str, str]()
+    for tag in reversed([tag["tag"] for tag in tags if tag["complete"]]):
+        if lost_files(storage, tag) is None:
+            break
+        lost[tag] = "lost files"
+    return lost
 
 
 def _first_lines(now: dict[str, Any], state: list[StateLine]) -> Iterator[str]:
@@ -214,6 +232,7 @@ def _report(args: argparse.Namespace) -> int:
             diff=args.diff,
             progress=not args.quiet,
             tiers=args.tier,
+            cache=not args.no_cache,
         ),
     )
     lines = []
@@ -252,6 +271,7 @@ def _add_report_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--diff", action="store_true", help="compare the weights of the latest tag with the one before, layer by layer"
     )
+    parser.add_argument("--no-cache", action="store_true", help="use and store no statistics beside the tags")
     parser.add_argument("--doctor", action="store_true", help="examine the latest tag as nxd-ckpt doctor does")
     parser.add_argument(
         "--tier",
@@ -270,9 +290,9 @@ REPORT = Command(
         "Write one HTML file that shows a directory of checkpoints, or a tag: first whether the run is healthy and "
         "from which tag it can be resumed, then metrics, seconds and sizes of the saves, ranks, bytes by module, and "
         "the health of the tensors: norms over tags, means, NaN, zeros. It needs no network, and runs nothing from a "
-        "checkpoint. The statistics are stored beside the tags, so that the next report reads new tags only. For a "
-        "Hugging Face directory it shows the tensors' sizes. Without a complete tag, the page says so, and the exit "
-        "code is 1."
+        "checkpoint. The statistics are stored beside the tags, in .nxd_ckpt/statistics, so that the next report reads "
+        "new tags only; --no-cache stores nothing. For a Hugging Face directory it shows the tensors' sizes. Problems "
+        "are on the page; the exit code is 1 only without a complete tag, which the page says too."
     ),
     operands=(("DIR", "a checkpoint directory or URL, or a tag in it"),),
     add_flags=_add_report_flags,

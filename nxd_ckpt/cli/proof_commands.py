@@ -77,11 +77,11 @@ def _lines(document: dict[str, Any]) -> Iterator[str]:
         return
     undigested = document["undigested_nbytes"]
     around = document["nbytes"] - verified - undigested
-    yield f"  read {read}; {size(verified)} equal the CRC-32 in their file"
-    yield (
-        f"  not verified: {size(undigested)} of contents without a digest, {size(around)} of headers and "
-        f"padding{'' if document['ok'] else ', and what is damaged'}"
-    )
+    contents = f"all {size(verified)} of contents" if document["ok"] and not undigested else size(verified)
+    yield f"  read {read}; {contents} equal the CRC-32 in their file"
+    unverified = [f"{size(undigested)} of contents"] if undigested else []
+    rest = "headers and padding" if document["ok"] else "headers, padding and what is damaged"
+    yield f"  without a digest: {', '.join([*unverified, f'{size(around)} of {rest}'])}"
 
 
 VERIFY = Command(

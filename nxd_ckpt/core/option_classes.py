@@ -114,12 +114,12 @@ def split_options(kind: type[Any], values: Mapping[str, Any]) -> tuple[dict[str,
     )
 
 
-def options_of(kind: type[_Kind], values: Mapping[str, Any]) -> _Kind:
-    """Return a ``kind`` with these values. Raises InvalidArgument if it has no field of a name."""
+def options_of(kind: type[_Kind], values: Mapping[str, Any], function: str | None = None) -> _Kind:
+    """Return a ``kind`` with these values, passed to ``function``. Raises InvalidArgument for a name without field."""
     _, unknown = split_options(kind, values)
     if unknown:
         names = [field.name for field in fields_of(kind)]
-        function = next((function for function, (kinds, _) in _takers.items() if kind in kinds), "")
+        function = function or next((function for function, (kinds, _) in _takers.items() if kind in kinds), "")
         raise InvalidArgument(f"unknown option {_explained(unknown, function)}; the options are {', '.join(names)}")
     return kind(**values)
 
@@ -127,15 +127,26 @@ def options_of(kind: type[_Kind], values: Mapping[str, Any]) -> _Kind:
 _takers: dict[str, tuple[tuple[type[Any], ...], Collection[str]]] = {}
 """The option classes, and the parameters, of each function that `takes` decorates, and of classes' constructors."""
 
-_RELATED = ("Checkpointer", "Checkpointer.save", "Checkpointer.load", "save_checkpoint", "load_checkpoint")
+_RELATED = (
+    *("Checkpointer", "Checkpointer.save", "Checkpointer.load", "Checkpointer.load_latest"),
+    *("save_checkpoint", "load_checkpoint"),
+)
 """Functions of which one is called with keywords that another one takes."""
+
+
+def _kind(function: str) -> tuple[bool, bool]:
+    """Return whether it is a Checkpointer's method, and whether it loads."""
+    return function.startswith("Checkpointer"), "load" in function
 
 
 def _explained(unknown: Iterable[str], function: str) -> str:
     """List keywords that the function does not take, each with the one that was probably meant."""
     own = _takers[function][1] if function in _takers else ()
-    is_method = function.startswith("Checkpointer")
-    related = sorted(_RELATED if function in _RELATED else (), key=lambda one: one.startswith("Checkp") != is_method)
+    is_method, is_load = _kind(function)
+    related = sorted(
+        _RELATED if function in _RELATED else (),
+        key=lambda one: (_kind(one)[0] != is_method, _kind(one)[1] != is_load),
+    )
     elsewhere = {other: _takers[other][1] for other in related if other in _takers and other != function}
     return first_of(unknown, lambda name: _meant(name, own, elsewhere))
 

@@ -62,12 +62,13 @@ def report_document(
     diff: bool,
     progress: bool,
     tiers: Sequence[str] = (),
+    cache: bool = True,
 ) -> dict[str, Any]:
     """Describe the tags of a directory, the latest one in detail, and the health of their tensors.
 
-    The tensors of the ``count`` latest tags are read; older tags appear with their cached statistics. ``doctor``
-    examines the latest tag after the one before it, ``diff`` compares the two. ``tiers`` are searched for the tags.
-    ``note`` says it if there is nothing to report on.
+    The tensors of the ``count`` latest tags are read; older tags appear with their stored statistics. Without ``cache``
+    these are read again, and nothing is stored. ``doctor`` examines the latest tag after the one before it, ``diff``
+    compares the two. ``tiers`` are searched for the tags. ``note`` says it if there is nothing to report on.
     """
     hugging_face = _hugging_face(path, options)
     if hugging_face is not None:
@@ -89,7 +90,7 @@ def report_document(
             with _collect_damage(tag["problems"]):
                 tag["sizes"] = _sizes(opened[tag["tag"]], tag["tag"] == newest) or tag["sizes"]
         tag["timings"] = timings(opened[tag["tag"]].manifest) if tag["tag"] in opened else {}
-    statistics = _statistics(opened, count, damage, progress)
+    statistics = _statistics(opened, count, damage, progress, cache)
     for tag in tags:
         tag["not_finite"] = len(_not_finite(statistics[tag["tag"]])) if tag["tag"] in statistics else None
     document["tiers"] = tiers_of(tiers, _saves(opened, tags), options)
@@ -218,14 +219,14 @@ def _saves(opened: Mapping[str, Checkpoint], tags: list[dict[str, Any]]) -> dict
 
 
 def _statistics(
-    opened: Mapping[str, Checkpoint], count: int, damage: Mapping[str, list[str]], progress: bool
+    opened: Mapping[str, Checkpoint], count: int, damage: Mapping[str, list[str]], progress: bool, cache: bool
 ) -> dict[str, Statistics]:
     statistics: dict[str, Statistics] = {}
     latest = list(opened)[max(0, len(opened) - count) :]
     for tag, checkpoint in opened.items():
         if tag in latest:
             with _collect_damage(damage[tag]):
-                statistics[tag] = checkpoint_statistics(checkpoint, progress=progress).tensors
+                statistics[tag] = checkpoint_statistics(checkpoint, cache=cache, progress=progress).tensors
         elif (cached := read_statistics(checkpoint.opened)) is not None:
             statistics[tag] = cached
     return statistics

@@ -81,8 +81,8 @@ class CopyOptions(OutputOptions):
     hard_links: bool = option(False, """link files instead of copying them, within one file system, for tags of
         nxd_ckpt whose files nobody modifies.""")
     num_workers: int = option(4, "number of files that are copied at once.")
-    max_bytes_per_second: int | str | None = option(None, """maximum speed, as bytes or "20MB"; existing files that
-        are verified count too. Default: unlimited.""")
+    max_bytes_per_second: int | str | None = option(None, """bandwidth limit, as bytes or "20MB" (10^6 bytes each);
+        existing files that are verified count too. Default: unlimited.""")
     timeout: float = option(DEFAULT_TIMEOUT, """seconds without a sign of life after which another job in the
         directory counts as dead.""")
     overwrite: bool = option(False, """replace an existing checkpoint. On file systems it stays until the copy is

@@ -290,8 +290,8 @@ def _is_legacy(name: str) -> bool:
 def _verify_ours(opened: OpenTag, progress: bool) -> Verification:
     problems: list[str] = []
     entries = list(_entries(opened, problems))
-    nbytes, verified = sum(entry.nbytes for _, entry, _ in entries), 0
-    done = Counter()
+    missing, verified = list[FileEntry](), 0
+    nbytes, done = sum(entry.nbytes for _, entry, _ in entries), Counter()
     with watched("verify", nbytes, lambda: done.nbytes, progress):
         for file, entry, tensors in entries:
             key, memory = f"{opened.tag}/{file}", _memory(entry.nbytes)
@@ -303,9 +303,13 @@ def _verify_ours(opened: OpenTag, progress: bool) -> Verification:
                 read = partial(crc32_of, opened.storage, key, memory=memory, done=Counter())
                 changed = changed_tensors(of_file, read)
                 problems.append(f"{error}: its bytes changed{': ' if changed else ''}{first_of(sorted(changed))}")
+            except PartNotFound as error:
+                missing.append(entry)
+                problems.append(str(error))
             except CheckpointError as error:
                 problems.append(str(error))
-    return Verification(opened.tag, len(entries), nbytes, tuple(problems), verified)
+    nbytes -= sum(entry.nbytes for entry in missing)
+    return Verification(opened.tag, len(entries) - len(missing), nbytes, tuple(problems), verified)
 
 
 def _entries(opened: OpenTag, problems: list[str]) -> Iterator[tuple[str, FileEntry, Sequence[TensorEntry]]]:

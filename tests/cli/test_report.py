@@ -293,7 +293,9 @@ def test_the_page_is_written_beside_tags_alone(
 ) -> None:
     """Never inside one, which is said before anything is read; as a whole or not at all; its size is in bytes."""
     page = tmp_path / "page.html"
-    assert 0 == main(["report", str(run), "-o", str(page)])
+    before = sorted(run.rglob("*"))
+    assert 0 == main(["report", str(run), "-o", str(page), "--no-cache"])
+    assert before == sorted(run.rglob("*")), "statistics are stored unless they are not wanted"
     assert f"; {size(page.stat().st_size)}" in capsys.readouterr().out
     assert [page] == list(tmp_path.iterdir())
 

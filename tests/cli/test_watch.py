@@ -115,6 +115,16 @@ def test_a_dead_jobs_replacement_is_left_as_it_is(tmp_path: Path, run: Run) -> N
     assert not journal.exists()
 
 
+def test_a_tag_that_lost_files_is_none_to_resume_from(tmp_path: Path, run: Run) -> None:
+    """The first look compares names and sizes of the newest tags."""
+    for tag in ("whole", "lost"):
+        save_checkpoint(tmp_path, tag, {"w": torch.ones(4)})
+    close_checkpointers()
+    next((tmp_path / "lost" / "model").iterdir()).unlink()
+    said = run("watch", tmp_path, "--once").out
+    assert "Resume from whole: lost lost files: pass fallback=True, or load 'whole' by name" in said
+
+
 @pytest.mark.parametrize("seconds", ["inf", "nan", "-1", "1e12"])
 def test_an_interval_is_one_that_can_be_waited(
     tmp_path: Path, seconds: str, capsys: pytest.CaptureFixture[str]

@@ -55,6 +55,10 @@ def _load(*arguments: Any, **options: Any) -> None:
     Checkpointer("x").load(*arguments, **options)
 
 
+def _load_latest(*arguments: Any, **options: Any) -> None:
+    Checkpointer("x").load_latest(*arguments, **options)
+
+
 @pytest.mark.parametrize(
     ("function", "keyword", "advice"),
     [
@@ -67,6 +71,8 @@ def _load(*arguments: Any, **options: Any) -> None:
         (Checkpointer, "nothing_like_it", r"'nothing_like_it'$"),
         (_save, "save_top_k", r"\(did you mean retain=\[Last"),
         (_load, "every", r"\(pass every= to Checkpointer\(\)\); the options are strict, "),
+        (_load_latest, "strct", r"\(did you mean 'strict'\?\)"),
+        (_load_latest, "tag", r"\(pass tag= to Checkpointer\.load\(\)\)"),
         (save_checkpoint, "preemption", r"\(pass preemption= to Checkpointer\(\)\)"),
         (save_checkpoint, "fallback", r"\(pass fallback= to load_checkpoint\(\)\)"),
         (export_checkpoint, "max_shard_size", r"\(did you mean 'size_per_shard'\?\)"),
