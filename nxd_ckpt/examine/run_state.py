@@ -51,7 +51,7 @@ def resume_line(tags: Tags, unfit: Mapping[str, str], note: str | None = None) -
     name = best or "the directory itself"
     if best != complete[-1]["tag"]:
         why = unfit.get(complete[-1]["tag"], "is damaged")
-        text = f"{complete[-1]['tag']} {why}: pass fallback=True, or load {best!r} by name"
+        text = f"{complete[-1]['tag']} {why}: load {best!r} by name"
         return StateLine("warning", f"Resume from {name}", text)
     unsound_tags = f"; {units.count(others, 'other')} not sound" if others else ""
     text = "the only tag" if len(tags) == 1 else f"the latest tag{unsound_tags}"

@@ -122,7 +122,7 @@ def test_a_tag_that_lost_files_is_none_to_resume_from(tmp_path: Path, run: Run) 
     close_checkpointers()
     next((tmp_path / "lost" / "model").iterdir()).unlink()
     said = run("watch", tmp_path, "--once").out
-    assert "Resume from whole: lost lost files: pass fallback=True, or load 'whole' by name" in said
+    assert "Resume from whole: lost lost files: load 'whole' by name" in said
 
 
 @pytest.mark.parametrize("seconds", ["inf", "nan", "-1", "1e12"])

@@ -37,7 +37,7 @@ def test_the_latest_sound_tag_is_named() -> None:
     assert ("good", "Resume from step_200") == resume_line(tags, {})[:2]
     line = resume_line(tags, unsound({"step_200": ["model/w"], "step_100": []}))
     assert ("warning", "Resume from step_100") == line[:2]
-    assert "step_200 has values that are not finite (model/w): pass fallback=True, or load 'step_100' by name" == line.text
+    assert "step_200 has values that are not finite (model/w): load 'step_100' by name" == line.text
     tags[1]["problems"] = ["a file is lost"]
     assert "Resume from step_0" == resume_line(tags, {"step_200": "is bad"}).title
     assert ("bad", "Nothing to resume from", "1 complete tag, none is sound") == resume_line(tags[1:2], {})
