@@ -174,7 +174,7 @@ def load_checkpoint(
     chosen: dict[str, object] = {"progress": True, **own, "num_workers": num_workers, "strict": strict}
     chosen["use_zero1_dcp"] = use_zero1_dcp
     objects = (model, optimizer, scheduler, state)
-    loaded = checkpointer.load_given(tag, objects, chosen, lasting=writing is not None)
+    loaded = checkpointer.load_objects(tag, objects, chosen, lasting=writing is not None)
     if writing is None:
         _resumed_from[normalised(directory), topology] = loaded.tag
     return loaded.user_content

@@ -204,7 +204,7 @@ class Checkpointer:
             CheckpointError: see `nxd_ckpt.errors`; on every rank, and nothing was changed except what
                 ``verify="reading"`` or ``verify=False`` find too late.
         """
-        return self.load_given(tag, (model, optimizer, scheduler, state), options, lasting=True).user_content
+        return self.load_objects(tag, (model, optimizer, scheduler, state), options, lasting=True).user_content
 
     @as_checkpoint_errors()
     @takes(LoadOptions, checks=False)
@@ -242,12 +242,12 @@ class Checkpointer:
                 if self.topology.rank == 0:
                     logger.warning("%s: there is no checkpoint: the run begins at step %d", self.storage.url, default)
                 return default
-        loaded = self.load_given(None, (model, optimizer, scheduler, state), options, lasting=True)
+        loaded = self.load_objects(None, (model, optimizer, scheduler, state), options, lasting=True)
         if user_content is not None and isinstance(loaded.user_content, Mapping):
             user_content.update(loaded.user_content)
         return loaded.step
 
-    def load_given(self, tag: Tag | None, given: Any, options: Mapping[str, object], *, lasting: bool) -> Loaded:
+    def load_objects(self, tag: Tag | None, objects: Any, options: Mapping[str, object], *, lasting: bool) -> Loaded:
         """Load (model, optimizer, scheduler, state), as `load` does; if ``lasting``, start background replication."""
         require_own(self._pid, self.storage.url)
         with self._lock.held("load"):
@@ -256,7 +256,7 @@ class Checkpointer:
             agreement = self._meet("load")
             with self._places.joined(agreement, lasting=self._session is not None):
                 ranks = agreement or SingleProcessAgreement()
-                model, optimizer, scheduler, state = given
+                model, optimizer, scheduler, state = objects
                 timeout = self._options.timeout
                 request = LoadRequest(self.topology, ranks, model, optimizer, scheduler, chosen, timeout, state)
                 loaded = load(self._places.storages, tag, request)
@@ -421,8 +421,8 @@ class Checkpointer:
             agreement = self._meet("check_replicas")
             if agreement is None:
                 raise CheckpointError("check_replicas() needs torch.distributed to be initialised: it compares ranks")
-            options, given = SaveOptions(), (model, optimizer, None, None, None, state)
-            refuse_differences(agreement, self.topology, lambda: capture(self.topology, options, *given))
+            options, objects = SaveOptions(), (model, optimizer, None, None, None, state)
+            refuse_differences(agreement, self.topology, lambda: capture(self.topology, options, *objects))
 
     @as_checkpoint_errors()
     def remove(self, *tags: Tag, pinned: bool = False, dry_run: bool = False) -> Removed:

@@ -160,28 +160,28 @@ def load(
     reader = storage_reader or StorageReader(_required(checkpoint_id))
     if checkpoint_id is not None:
         reader.reset(checkpoint_id)
-    wanted = {key: _plain(state_dict[key]) for key in sorted(state_dict)}
-    targets = _targets(wanted, reader)
+    plain = {key: _plain(state_dict[key]) for key in sorted(state_dict)}
+    targets = _targets(plain, reader)
     torch_load(targets.state, storage_reader=reader, planner=planner, process_group=process_group, no_dist=no_dist)
-    targets.settle(wanted)
-    for key, value in wanted.items():
+    targets.settle(plain)
+    for key, value in plain.items():
         if isinstance(state_dict[key], Stateful):
             state_dict[key].load_state_dict(value)
         else:
             state_dict[key] = value
 
 
-def _targets(wanted: dict[str, Any], reader: StorageReader) -> Targets:
+def _targets(plain: dict[str, Any], reader: StorageReader) -> Targets:
     """The tensors that torch loads into. If a rank has none, its reader refuses, and torch raises that on all ranks."""
     reader.refusal = None
     try:
         if not (dist.is_available() and dist.is_initialized()):
-            _allocate(wanted)
-        reader.usual = names_of(_items(wanted), 0)
-        return Targets.of(wanted, reader)
+            _allocate(plain)
+        reader.usual = names_of(_items(plain), 0)
+        return Targets.of(plain, reader)
     except Exception as error:
         reader.refusal = error
-        return Targets(reader, wanted)
+        return Targets(reader, plain)
 
 
 def _state_of(state_dict: dict[str, Any], writer: TorchStorageWriter) -> dict[str, Any]:

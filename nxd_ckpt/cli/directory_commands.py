@@ -164,8 +164,8 @@ def _first_lines(now: dict[str, Any], state: list[StateLine]) -> Iterator[str]:
         yield f"{now['directory']}: there is no such directory yet; waiting for the first save"
         return
     yield f"{now['directory']}: {units.count(len(now['tags']), 'complete tag')}"
-    for level, title, said in state:
-        yield f"  {'' if level == 'good' else f'{level}: '}{title}: {said}"
+    for level, title, detail in state:
+        yield f"  {'' if level == 'good' else f'{level}: '}{title}: {detail}"
     for save in now["saves"]:
         yield save_text(save)
     if not now["saves"]:

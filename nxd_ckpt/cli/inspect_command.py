@@ -71,9 +71,9 @@ def _facts(document: dict[str, Any]) -> Iterator[tuple[str, str]]:
     if document["metrics"]:
         yield "metrics", ", ".join(f"{name} {text.metric(value)}" for name, value in document["metrics"].items())
     sizes = document["sizes"]
-    total = {key: sum(held[key] for held in sizes.values()) for key in ("files", "nbytes")}
-    for part, held in {**sizes, "total": total}.items():
-        yield part.replace("_", " "), f"{size(held['nbytes'])} in {units.count(held['files'], 'file')}"
+    total = {key: sum(counts[key] for counts in sizes.values()) for key in ("files", "nbytes")}
+    for part, counts in {**sizes, "total": total}.items():
+        yield part.replace("_", " "), f"{size(counts['nbytes'])} in {units.count(counts['files'], 'file')}"
 
 
 def _mesh(mesh: dict[str, Any]) -> str:

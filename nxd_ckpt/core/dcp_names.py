@@ -173,18 +173,15 @@ class DcpNames:
 
     def state_key(self, name: str) -> tuple[str, str] | None:
         """Return (parameter, key) if DCP's ``name`` is an optimizer's state; None for anything else."""
-        rest = self._of_optimizer(_STATE, name)
-        parameter, _, key = (rest or "").rpartition(".")
-        return (parameter, key) if parameter else None
+        return self._of_optimizer(_STATE, name)
 
     def option_key(self, name: str) -> tuple[str, str] | None:
         """Return (param group's number or parameter, option) if DCP's ``name`` is an option; None for anything else."""
-        rest = self._of_optimizer(_GROUPS, name)
-        owner, _, option = (rest or "").rpartition(".")
-        return (owner, option) if owner else None
+        return self._of_optimizer(_GROUPS, name)
 
-    def _of_optimizer(self, section: str, name: str) -> str | None:
-        return _after(".".join((*_head(self.optim), section)), name)
+    def _of_optimizer(self, section: str, name: str) -> tuple[str, str] | None:
+        owner, _, key = (_after(".".join((*_head(self.optim), section)), name) or "").rpartition(".")
+        return (owner, key) if owner else None
 
 
 def groups_of(

@@ -31,8 +31,8 @@ Shape = tuple[str | None, ...]
 """The lengths of a tensor's dimensions, as `Sizes.length` reads them; None for one that config.json does not decide."""
 
 
-def _agree(expected: int | None, found: int) -> bool:
-    return expected is None or expected == found
+def _agree(expected: int | None, actual: int) -> bool:
+    return expected is None or expected == actual
 
 
 def _checked_count(count: int, what: str) -> int:

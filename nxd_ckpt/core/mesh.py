@@ -127,12 +127,12 @@ class Layout:
         runs = _runs(shape, self.mesh.shape, self.placements, coordinate)
         return tuple(sum(number for _, number in own) for own in runs)
 
-    def holders(self, shape: tuple[int, ...], wanted: Box) -> tuple[Coordinate, ...]:
-        """Return the coordinates that hold parts of ``wanted``, a box of a tensor of ``shape``; only the first replica.
+    def holders(self, shape: tuple[int, ...], box: Box) -> tuple[Coordinate, ...]:
+        """Return the coordinates that hold parts of ``box`` of a tensor of ``shape``; only the first replica.
 
         The work is proportional to the answer, not to the number of ranks, except along strided shards.
         """
-        return _holders(shape, self.mesh.shape, self.placements, wanted)
+        return _holders(shape, self.mesh.shape, self.placements, box)
 
     @cached_property
     def _replicated(self) -> tuple[int, ...]:
@@ -217,10 +217,10 @@ def _chunk(runs: _Runs, parts: int, index: int) -> _Runs:
 
 @lru_cache(maxsize=4096)
 def _holders(
-    shape: tuple[int, ...], sizes: tuple[int, ...], placements: tuple[Placement, ...], wanted: Box
+    shape: tuple[int, ...], sizes: tuple[int, ...], placements: tuple[Placement, ...], box: Box
 ) -> tuple[Coordinate, ...]:
     whole: list[_Runs] = [((0, size),) if size else () for size in shape]
-    parts: list[tuple[Coordinate, list[_Runs]]] = [((), whole)] if wanted.numel and prod(shape) else []
+    parts: list[tuple[Coordinate, list[_Runs]]] = [((), whole)] if box.numel and prod(shape) else []
     for size, placement in zip(sizes, placements, strict=True):
         if placement is None:
             parts = [((*coordinate, 0), runs) for coordinate, runs in parts]
@@ -228,14 +228,14 @@ def _holders(
             parts = [
                 ((*coordinate, index), [*runs[: placement.dim], own, *runs[placement.dim + 1 :]])
                 for coordinate, runs in parts
-                for index, own in _parts_in(runs[placement.dim], placement, size, wanted)
+                for index, own in _parts_in(runs[placement.dim], placement, size, box)
             ]
     return tuple(coordinate for coordinate, _ in parts)
 
 
-def _parts_in(runs: _Runs, shard: Shard, parts: int, wanted: Box) -> Iterator[tuple[int, _Runs]]:
-    """Yield the parts of ``runs`` that overlap ``wanted``, each with its number."""
-    start, length = wanted.offset[shard.dim], wanted.size[shard.dim]
+def _parts_in(runs: _Runs, shard: Shard, parts: int, box: Box) -> Iterator[tuple[int, _Runs]]:
+    """Yield the parts of ``runs`` that overlap ``box``, each with its number."""
+    start, length = box.offset[shard.dim], box.size[shard.dim]
     candidates = range(parts)
     if shard.split == 1 and len(runs) == 1:
         first, number = runs[0]
@@ -268,13 +268,13 @@ class MeshRecord:
     layouts: tuple[Layout, ...]
     tensors: tuple[WholeTensor, ...]
 
-    def writers(self, tensor: WholeTensor, wanted: Box) -> Iterator[int]:
-        """Yield the global ranks that wrote parts of ``wanted``, a box of one of the tensors, and possibly others."""
+    def writers(self, tensor: WholeTensor, box: Box) -> Iterator[int]:
+        """Yield the global ranks that wrote parts of ``box`` of one of the tensors, and possibly others."""
         if tensor.layout is None:
             yield from tensor.ranks
             return
         layout = self.layouts[tensor.layout]
-        for coordinate in layout.holders(tensor.shape, wanted):
+        for coordinate in layout.holders(tensor.shape, box):
             yield layout.rank_of(coordinate, tensor.replica)
 
     def text(self) -> str:

@@ -125,13 +125,13 @@ class SectionLayout:
         block = self.section.block
         return Piece(self.local, Box(self.first.narrowed(self.dim, partition * block, block).offset, self.local.size))
 
-    def partitions_in(self, wanted: Box) -> range:
-        """Return the partitions whose pieces overlap ``wanted`` along the dimension that is cut."""
+    def partitions_in(self, box: Box) -> range:
+        """Return the partitions whose pieces overlap ``box`` along the dimension that is cut."""
         if self.dim is None:
             return range(1)
         return blocks_in(
-            wanted.offset[self.dim] - self.first.offset[self.dim],
-            wanted.size[self.dim],
+            box.offset[self.dim] - self.first.offset[self.dim],
+            box.size[self.dim],
             self.section.block,
             self.section.num_partitions,
         )

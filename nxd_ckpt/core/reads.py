@@ -46,9 +46,9 @@ class Read(Generic[HolderT]):
 
 
 def holders(
-    partition: Partition, local_shape: tuple[int, ...], wanted: Box, cut: Cut, near: CutIndex = CutIndex()
+    partition: Partition, local_shape: tuple[int, ...], box: Box, cut: Cut, near: CutIndex = CutIndex()
 ) -> list[tuple[CutIndex, Piece]] | None:
-    """Return the holders of ``wanted`` with their pieces, which cover it, each element once.
+    """Return the holders of ``box`` with their pieces, which cover it, each element once.
 
     Work is proportional to the answer (and to the number of sections of a strided or fused parameter), not to the
     number of ranks. If several tensor-parallel ranks hold a piece, it is read from the rank at ``near`` if that has it,
@@ -57,24 +57,24 @@ def holders(
     Args:
         partition: cut of the saved parameter.
         local_shape: its shape on each saving rank, before ZeRO-1.
-        wanted: a box of the global tensor.
+        box: a box of the global tensor.
         cut: sizes of the saving job.
         near: index of the reading rank.
 
     Returns:
-        Whole pieces of the holders, not clipped to ``wanted``; local offsets count from the first row of the holder's
+        Whole pieces of the holders, not clipped to ``box``; local offsets count from the first row of the holder's
         ZeRO-1 shard. None if the cut is irregular.
     """
     pieces: list[tuple[CutIndex, Piece]] = []
-    for ep_rank in _ep_ranks(partition, local_shape, wanted, cut.ep):
+    for ep_rank in _ep_ranks(partition, local_shape, box, cut.ep):
         layouts = partition.section_layouts(local_shape, cut.tp, ep_rank)
         if layouts is None:
             return None
         for layout in layouts:
-            for number in layout.partitions_in(wanted):
+            for number in layout.partitions_in(box):
                 piece = layout.piece(number)
                 tp_rank = _nearest(layout.section.tp_ranks_of(number, cut.tp), near.tp_rank)
-                for shard in _shards(piece, local_shape, wanted, cut.shards):
+                for shard in _shards(piece, local_shape, box, cut.shards):
                     place = CutIndex(tp_rank, ep_rank, shard)
                     pieces += [(place, part) for part in zero1_pieces([piece], local_shape, cut.shards, shard)]
     return pieces
@@ -133,17 +133,17 @@ def contiguous_runs(box: Box, shape: Sequence[int]) -> Iterator[tuple[int, int]]
         yield start, length
 
 
-def _ep_ranks(partition: Partition, local_shape: tuple[int, ...], wanted: Box, ep: int) -> Iterable[int]:
-    """Return the expert-parallel ranks whose rows overlap ``wanted``; 0 if experts are not cut."""
+def _ep_ranks(partition: Partition, local_shape: tuple[int, ...], box: Box, ep: int) -> Iterable[int]:
+    """Return the expert-parallel ranks whose rows overlap ``box``; 0 if experts are not cut."""
     if not partition.expert or not local_shape:
         return range(1)
     rows = partition.global_shape(local_shape, ep=1)[0]
-    return blocks_in(wanted.offset[0], wanted.size[0], rows, ep)
+    return blocks_in(box.offset[0], box.size[0], rows, ep)
 
 
-def _shards(piece: Piece, local_shape: tuple[int, ...], wanted: Box, shards: int) -> Iterable[int]:
-    """Return the ZeRO-1 shards that hold wanted parts of ``piece``."""
-    common = piece.box.intersect(wanted)
+def _shards(piece: Piece, local_shape: tuple[int, ...], box: Box, shards: int) -> Iterable[int]:
+    """Return the ZeRO-1 shards that hold parts of ``piece`` in the box."""
+    common = piece.box.intersect(box)
     if common is None:
         return ()
     if not local_shape:

@@ -355,17 +355,17 @@ def _problem(where: str, what: str) -> dict[str, Any]:
     return {"where": where, "what": what}
 
 
-def _value_problems(statistics: Mapping[str, Statistics], told: Collection[str]) -> list[dict[str, Any]]:
+def _value_problems(statistics: Mapping[str, Statistics], reported: Collection[str]) -> list[dict[str, Any]]:
     """Report weights that are all zero, and NaN and infinities: in the first tag that has some, and in the last one.
 
-    Those ``told`` already of the newest tag are left out.
+    Those ``reported`` already of the newest tag are left out.
     """
     problems, newest = [], [*statistics][-1] if statistics else None
     bad = {tag: names for tag, tensors in statistics.items() if (names := _not_finite(tensors))}
     between = f"; so are {len(bad) - 2} tags between" if len(bad) > 2 else ""
     first = next(iter(bad), None)
     for tag in dict.fromkeys([*bad][:1] + [*bad][-1:]):
-        names = [name for name in bad[tag] if tag != newest or name not in told]
+        names = [name for name in bad[tag] if tag != newest or name not in reported]
         counts = (f"{name} ({statistics[tag][name].nans} NaN, {statistics[tag][name].infs} infinite)" for name in names)
         if names:
             problems.append(_problem(tag, f"not finite: {first_of(counts)}{between if tag == first else ''}"))

@@ -389,7 +389,7 @@ def _stages(tags: Sequence[Document]) -> dict[str, Any] | None:
     if not timed:
         return None
     series = [Series(name, colour, [tag["timings"].get(key) for tag in timed]) for name, colour, key in _STAGES]
-    usual = [median(known) for one in series if (known := [value for value in one.values if value is not None])]
+    usual = [median(measured) for one in series if (measured := [value for value in one.values if value is not None])]
     waits = [value for value in series[0].values if value is not None]
     title = f"The slowest rank writes for {_seconds(median(one for one in series[1].values if one is not None))}"
     if waits:

@@ -108,14 +108,14 @@ def _count(whole: WholeTag, progress: bool) -> Statistics:
         whole.opened.reader() as reader,
         watched("statistics", total, lambda: reader.done.nbytes, progress),
     ):
-        asked = nbytes = 0
+        requested = nbytes = 0
         for name, leaves in tensors.items():
             for leaf, counted in zip(leaves, counts[name], strict=True):
                 reader.visit(leaf, name, counted.add)
                 nbytes += itemsize(leaf.dtype) * leaf.numel
                 if nbytes > _AHEAD:
-                    reader.wait(asked)
-                    asked, nbytes = reader.asked, 0
+                    reader.wait(requested)
+                    requested, nbytes = reader.requested, 0
         reader.finish()
     statistics = {name: _together(leaves).statistics for name, leaves in counts.items()}
     return Statistics(MappingProxyType(statistics), MappingProxyType(problems), cached=False)

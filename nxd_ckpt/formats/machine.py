@@ -253,8 +253,8 @@ def _opcodes() -> dict[bytes, tuple[_Load, int]]:
     """Return (function, number of objects that it counts as) by opcode. An empty opcode is the end of the pickle."""
     loads = {**_Machine.dispatch, **{getattr(pickle, name)[0]: load for name, load in _REPLACED.items()}}
     objects = {getattr(pickle, name): count for name, count in _OBJECTS.items()}
-    known = {bytes([code]): load for code, load in loads.items()}
-    return {b"": (_end, 0), **{code: (load, objects.get(code, 0)) for code, load in known.items()}}
+    by_opcode = {bytes([code]): load for code, load in loads.items()}
+    return {b"": (_end, 0), **{code: (load, objects.get(code, 0)) for code, load in by_opcode.items()}}
 
 
 _OPCODES = _opcodes()

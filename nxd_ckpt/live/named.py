@@ -29,17 +29,17 @@ class NamedObjects(dict[str, Any]):
     """Objects by name, each with ``state_dict()`` and ``load_state_dict()``; in place of a scheduler."""
 
 
-def by_name(given: Any, argument: str) -> Mapping[str, Any] | None:
-    """Return ``given`` if it is a dict of live objects by name; None if it is one object or a state dict.
+def by_name(objects: Any, argument: str) -> Mapping[str, Any] | None:
+    """Return ``objects`` if it is a dict of live objects by name; None if it is one object or a state dict.
 
     Raises InvalidArgument, naming the ``argument``, for a dict of both, a name that cannot be in a tensor's, and one
     object under two names.
     """
-    if not isinstance(given, dict) or not any(map(_is_live, given.values())):
+    if not isinstance(objects, dict) or not any(map(_is_live, objects.values())):
         return None
     names: dict[int, str] = {}
     is_kind = {"model": is_model, "optimizer": is_optimizer}.get(argument, _is_live)
-    for name, one in given.items():
+    for name, one in objects.items():
         if _is_live(one) and not is_kind(one):
             raise InvalidArgument(
                 f"{argument}[{name!r}] is a {type(one).__name__}, expected {_KINDS[argument]}: pass models, optimizers "
@@ -58,7 +58,7 @@ def by_name(given: Any, argument: str) -> Mapping[str, Any] | None:
         first = names.setdefault(id(one), name)
         if first != name:
             raise InvalidArgument(f"{argument}=: {first!r} and {name!r} are one object: pass it once")
-    return given
+    return objects
 
 
 def with_state(objects: LiveObjects, state: Mapping[str, Any] | None) -> LiveObjects:
@@ -90,10 +90,10 @@ def with_state(objects: LiveObjects, state: Mapping[str, Any] | None) -> LiveObj
         if "scheduler" in others:
             raise InvalidArgument("scheduler= and state['scheduler'] are both given: pass one of them")
         others["scheduler"] = objects.scheduler
-    for argument, given, found in (("model", objects.model, models), ("optimizer", objects.optimizer, optimizers)):
-        if given is not None and found:
+    for argument, single, named in (("model", objects.model, models), ("optimizer", objects.optimizer, optimizers)):
+        if single is not None and named:
             raise InvalidArgument(
-                f"{argument}= is given, and state= has {', '.join(map(repr, found))} too: pass all in state=, each by "
+                f"{argument}= is given, and state= has {', '.join(map(repr, named))} too: pass all in state=, each by "
                 "its name"
             )
     return LiveObjects(models or objects.model, optimizers or objects.optimizer, others or objects.scheduler)

@@ -36,11 +36,11 @@ class Reads(Protocol):
     """Reads that were begun: this rank's own (`LeafReader`), or shared with replicas."""
 
     @property
-    def asked(self) -> int:
+    def requested(self) -> int:
         """Argument for `wait` that covers everything requested so far."""
 
-    def wait(self, asked: int) -> None:
-        """Return when the first ``asked`` requests are in memory. Raises their errors."""
+    def wait(self, requested: int) -> None:
+        """Return when the first ``requested`` requests are in memory. Raises their errors."""
 
     def finish(self) -> None:
         """Return when all requests are in memory, and verified if requested. Raises their errors."""
@@ -75,7 +75,7 @@ class Delivery:
         while len(self._waiting) > 1 and self._waiting_bytes + out.nbytes > _ON_THE_WAY:
             self._hand_over()
         self._fill(leaf, out)
-        self._waiting.append((self._reader.asked, out, take))
+        self._waiting.append((self._reader.requested, out, take))
         self._waiting_bytes += out.nbytes
 
     def finish(self) -> None:
@@ -86,9 +86,9 @@ class Delivery:
         self._spans.clear()
 
     def _hand_over(self) -> None:
-        asked, out, take = self._waiting.popleft()
+        requested, out, take = self._waiting.popleft()
         self._waiting_bytes -= out.nbytes
-        self._reader.wait(asked)
+        self._reader.wait(requested)
         take(out)
 
     def _overlaps(self, span: tuple[int, int]) -> bool:

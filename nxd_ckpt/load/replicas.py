@@ -146,7 +146,7 @@ class SharedReads(Closing):
     """
 
     def __init__(self, agreement: Agreement, shares: ReplicaShares, timeout: float) -> None:
-        self._shares, self.asked, self._settled = shares, 0, 0
+        self._shares, self.requested, self._settled = shares, 0, 0
         self._turns, self._ahead = deque[_Turn](), 0
         self._most_ahead = _AHEAD * max((len(group.ranks) for group in shares.groups), default=1)
         self._error: Exception | None = None
@@ -171,23 +171,23 @@ class SharedReads(Closing):
         if self._shares.is_verified_here(leaf) and self._error is None:
             try:
                 self._begin(leaf, out)
-                mark = self._reader.asked
+                mark = self._reader.requested
             except Exception as error:
                 self._error = error
         self._turns.append(_Turn(out, group, self._shares.owner(leaf), mark))
-        self.asked += 1
+        self.requested += 1
         self._ahead += out.nbytes
         while self._ahead > self._most_ahead and len(self._turns) > 1:
             self._take_turn()
 
-    def wait(self, asked: int) -> None:
-        """Return when the first ``asked`` tensors are filled. Raises their errors."""
-        while self._settled < asked:
+    def wait(self, requested: int) -> None:
+        """Return when the first ``requested`` tensors are filled. Raises their errors."""
+        while self._settled < requested:
             self._take_turn()
 
     def finish(self) -> None:
         """Return when all tensors are filled, and verified if requested. Raises their errors."""
-        self.wait(self.asked)
+        self.wait(self.requested)
         self._complete(0)
         self._reader.finish()
 
@@ -228,19 +228,19 @@ class _Turn(NamedTuple):
 
 
 def open_shared_reads(
-    agreement: Agreement, shares: ReplicaShares, wanted: bool | None, read_rate: Callable[[], float], timeout: float
+    agreement: Agreement, shares: ReplicaShares, chosen: bool | None, read_rate: Callable[[], float], timeout: float
 ) -> SharedReads | None:
     """Return the reads that replicas share; None if each reads for itself. Collective.
 
-    ``wanted`` decides; None measures: ``read_rate`` is this rank's (bytes per second, inf if unknown), compared with a
+    ``chosen`` decides; None measures: ``read_rate`` is this rank's (bytes per second, inf if unknown), compared with a
     broadcast and the reading of a share. All ranks get the same result: if they pass different values, False goes
     before True, and True before None.
 
     Raises:
         CheckpointError: replicas that must share could not be joined; on all ranks.
     """
-    rate = read_rate() if wanted is None and shares.nbytes >= WORTH_IT else math.inf
-    requests = agreement.gather([wanted, rate, shares.nbytes, shares.saving])
+    rate = read_rate() if chosen is None and shares.nbytes >= WORTH_IT else math.inf
+    requests = agreement.gather([chosen, rate, shares.nbytes, shares.saving])
     decision = agreement.broadcast(None if requests is None else _decision(requests))
     if decision == "measure":
         rates = agreement.gather(_broadcast_rate(agreement, shares, timeout))
@@ -270,10 +270,10 @@ def measured_rate(reader: LeafReader, leaves: Iterable[Named], shares: ReplicaSh
 
 def _decision(requests: Sequence[Any]) -> str:
     """Return "share", "read" (each for itself) or "measure", from the requests of all ranks."""
-    wanted, rates, nbytes, savings = zip(*requests, strict=True)
-    if not any(savings) or False in wanted:
+    chosen, rates, nbytes, savings = zip(*requests, strict=True)
+    if not any(savings) or False in chosen:
         return "read"
-    if True in wanted:
+    if True in chosen:
         return "share"
     return "measure" if min(rates) < FAST and max(nbytes) >= WORTH_IT else "read"
 

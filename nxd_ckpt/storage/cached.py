@@ -66,16 +66,17 @@ class CachedStorage(RoutedStorage, Closing):
         Raises:
             OSError: reading them failed, or the disk is full.
         """
-        wanted = sorted(set(keys) - self._fetched)
+        missing = sorted(set(keys) - self._fetched)
         with (
             ThreadPoolExecutor(_DOWNLOADS, "nxd_ckpt-piece") as pieces,
             ThreadPoolExecutor(_DOWNLOADS, "nxd_ckpt-fetch") as files,
         ):
             download = _Download(self.inner, self.folder, pieces, progress)
             # First those that no other process is fetching; then the rest, most of which are there by then.
-            busy = deque(key for key, done in zip(wanted, files.map(download.attempt, wanted), strict=True) if not done)
+            attempts = zip(missing, files.map(download.attempt, missing), strict=True)
+            busy = deque(key for key, done in attempts if not done)
             deque(files.map(download.fetch, busy), 0)
-        self._fetched.update(wanted)
+        self._fetched.update(missing)
         return sum(download.sizes)
 
     def discard(self) -> None:

@@ -212,8 +212,8 @@ def without_password(url: str) -> str:
 
 def _missing_package(url: str, error: ImportError) -> str:
     """Return the error for a package that fsspec needs: "Please install gcsfs ..." or "No module named 'pyarrow'"."""
-    asked = re.search("install [\"']?([A-Za-z0-9_-]+)", str(error))
-    package = asked[1] if asked else error.name
+    match = re.search("install [\"']?([A-Za-z0-9_-]+)", str(error))
+    package = match[1] if match else error.name
     return f"{url}: {error}" if package is None else f"{url}: needs {package}: pip install {package}"
 
 

@@ -102,7 +102,7 @@ class MeshTrees:
             for number, group in enumerate(tree["param_groups"]):
                 options = options_of(group)
                 key = number, by_digest(options)
-                states = next((states for at, known, states in groups if (at, by_digest(known)) == key), None)
+                states = next((states for at, earlier, states in groups if (at, by_digest(earlier)) == key), None)
                 if states is None:
                     states = {}
                     groups.append((number, options, states))

@@ -278,15 +278,15 @@ class RangeReader(Closing):
         self._open.read_ranges(file, ranges)
 
     @property
-    def asked(self) -> int:
+    def requested(self) -> int:
         """Argument for `wait` that covers everything requested so far."""
         return self._pool.submitted + bool(self._ranges)
 
-    def wait(self, asked: int) -> None:
-        """Return when the first ``asked`` requests are read. Raises their errors."""
-        if asked > self._pool.submitted:
+    def wait(self, requested: int) -> None:
+        """Return when the first ``requested`` requests are read. Raises their errors."""
+        if requested > self._pool.submitted:
             self._flush()
-        self._pool.wait_for(asked)
+        self._pool.wait_for(requested)
 
     def close(self) -> None:
         """Stop reading and close the files. Returns when no thread reads any more."""

@@ -284,17 +284,17 @@ class LeafReader(Closing):
                 look(next(numbers), [torch.zeros(min(PIECE, padding - at), dtype=dtype)])
 
     @property
-    def asked(self) -> int:
+    def requested(self) -> int:
         """Argument for `wait` that covers everything requested so far."""
         self._read_blocks()
-        return self._ranges.asked
+        return self._ranges.requested
 
-    def wait(self, asked: int | None = None) -> None:
-        """Return when the first ``asked`` requests, or all, are in memory. Raises their errors.
+    def wait(self, requested: int | None = None) -> None:
+        """Return when the first ``requested`` requests, or all, are in memory. Raises their errors.
 
         Tensors with a single digest may still be unverified then: `finish` does the rest.
         """
-        self._ranges.wait(self.asked if asked is None else asked)
+        self._ranges.wait(self.requested if requested is None else requested)
 
     def finish(self) -> None:
         """Return when all requests are in memory, and verified if requested. Raises their errors."""

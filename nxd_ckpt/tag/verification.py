@@ -140,10 +140,10 @@ class Digest:
             raise mismatch(self._where, self._expected, whole)
 
 
-def mismatch(where: str, expected: int, found: int) -> DigestMismatch:
+def mismatch(where: str, expected: int, actual: int) -> DigestMismatch:
     """Return the error for bytes at ``where`` with another CRC-32."""
     return DigestMismatch(
-        f"{where}: expected CRC-32 {expected:08x}, found {found:08x}. The bytes changed since they were written: "
+        f"{where}: expected CRC-32 {expected:08x}, found {actual:08x}. The bytes changed since they were written: "
         "restore the file, or load another tag"
     )
 
@@ -226,9 +226,9 @@ def check_bytes(data: bytes | memoryview, expected: FileEntry, where: str) -> No
     """Raise unless ``data`` has the size and CRC-32 that were written."""
     if len(data) != expected.nbytes:
         raise MalformedFile(f"{where} has {len(data)} bytes, expected {expected.nbytes}: truncated or replaced")
-    found = crc32.crc32(data)
-    if found != expected.crc32:
-        raise DigestMismatch(f"{where}: expected CRC-32 {expected.crc32:08x}, found {found:08x}: its bytes changed")
+    actual = crc32.crc32(data)
+    if actual != expected.crc32:
+        raise DigestMismatch(f"{where}: expected CRC-32 {expected.crc32:08x}, found {actual:08x}: its bytes changed")
 
 
 def verify_file(storage: Storage, key: str, expected: FileEntry, memory: memoryview, done: Counter) -> None:

@@ -281,12 +281,12 @@ def _read(record: Any, name: str) -> Any:
 
 def _difference(name: str, live: str | None, saved: str | None, plain: type | None = None) -> str:
     """Why the saved tensor cannot be loaded into the live one, by their records."""
-    expected = "a plain tensor" if saved is None else _told(_read(saved, name))
-    shown = _class_name(plain or torch.Tensor) if live is None else _told(_read(live, name))
+    expected = "a plain tensor" if saved is None else _described(_read(saved, name))
+    shown = _class_name(plain or torch.Tensor) if live is None else _described(_read(live, name))
     return f"{name} was saved as {expected}, and the state dict has {shown}: make both the same, on the same mesh"
 
 
-def _told(about: Any) -> str:
+def _described(about: Any) -> str:
     mesh = f" on a mesh of {about['mesh']}, {', '.join(about['placements'])}" if "mesh" in about else ""
     return (
         f"{_class(about)} of shape {about.get('whole', about['shape'])}{mesh} (made by {json.dumps(about['context'])})"

@@ -27,16 +27,16 @@ class Reader:
         self.begun.append(out)
 
     @property
-    def asked(self) -> int:
+    def requested(self) -> int:
         return len(self.begun)
 
-    def wait(self, asked: int) -> None:
-        while self.done < asked:
+    def wait(self, requested: int) -> None:
+        while self.done < requested:
             self.begun[self.done].fill_(self.done)
             self.done += 1
 
     def finish(self) -> None:
-        self.wait(self.asked)
+        self.wait(self.requested)
 
 
 @pytest.mark.parametrize(("mib", "most"), [([1] * 300, 64), ([100] * 5, 200), ([1, 100, 1, 1, 100, 100, 3], 200)])
@@ -70,6 +70,6 @@ def test_memory_that_is_being_filled_is_not_filled_twice_at_once() -> None:
     delivery.into(leaf, memory[50:])
     assert 0 == reader.done
     delivery.into(leaf, memory[49:99])
-    assert (2, 3) == (reader.done, reader.asked)
+    assert (2, 3) == (reader.done, reader.requested)
     delivery.finish()
     assert [0.0] * 49 + [2.0] * 50 + [1.0] == memory.tolist()

@@ -133,8 +133,8 @@ _IS_NOT_ASKED_AGAIN = {
         "        if fingerprint is None or fingerprint != self.fingerprint:\n", "        if fingerprint is None:\n"
     ),
 }
-_MISMATCH = """    if found != expected.crc32:
-        raise DigestMismatch(f"{where}: expected CRC-32 {expected.crc32:08x}, found {found:08x}: its bytes changed")
+_MISMATCH = """    if actual != expected.crc32:
+        raise DigestMismatch(f"{where}: expected CRC-32 {expected.crc32:08x}, found {actual:08x}: its bytes changed")
 """
 
 BREAKS = [
