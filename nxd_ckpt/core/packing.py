@@ -61,7 +61,10 @@ class Packed:
             raise ShapeMismatch(f"{name} has shape {shape}, but its parts need at least {least} dimensions")
         count = len(self._stack(numbers, sizes))
         if self.stacked is not None and (shape[0] % count if self.flat else shape[0] != count):
-            raise ShapeMismatch(f"{name} has shape {shape}, but by config.json it should hold {count} parts")
+            raise ShapeMismatch(
+                f"{name} has shape {shape}, but by config.json it should hold {count} parts; pass "
+                "the model's own config.json"
+            )
         slices_ = [
             part
             for index in range(count)

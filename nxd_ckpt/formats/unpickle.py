@@ -98,7 +98,10 @@ def _load(machine: _Safe) -> Any:
 
 
 _NAME = 100
-_REMEDY = "If you trust the author of the file, pass trust_pickle=True"
+_REMEDY = (
+    "If you trust the author of the file, load it with trust_pickle=True; conversions take plain data only: save its "
+    "state_dict() alone"
+)
 
 
 class _SavedStorage(Inert):
