@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from nxd_ckpt.cli import text
-from nxd_ckpt.cli.command import Command, opening
+from nxd_ckpt.cli.command import TEMPLATES, Command, opening
 from nxd_ckpt.core import units
 from nxd_ckpt.core.units import size
 from nxd_ckpt.options.execution import OpenOptions
@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from nxd_ckpt.tag.listing import Options
 
 _SHOWN = 50
+
+_FLAGS = {flag[2:].replace("-", "_"): flag for flag in TEMPLATES}
 
 
 def _run(args: argparse.Namespace) -> int:
@@ -90,7 +92,7 @@ def _tensor(difference: TensorDifference) -> dict[str, Any]:
         "nans": difference.nans,
         "max_difference": plain(difference.max_difference),
         "relative_norm": plain(difference.relative_norm),
-        "problem": difference.problem,
+        "problem": None if difference.problem is None else text.in_flags(difference.problem, _FLAGS),
     }
 
 

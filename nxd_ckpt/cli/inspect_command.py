@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Iterator
 from typing import Any
 
 from nxd_ckpt.cli import text
-from nxd_ckpt.cli.command import TEMPLATES, Command
+from nxd_ckpt.cli.command import TEMPLATES, Command, add_options, partitions_in
 from nxd_ckpt.cli.text import group_names
 from nxd_ckpt.core import units
 from nxd_ckpt.core.mesh import Mesh
 from nxd_ckpt.core.units import size
+from nxd_ckpt.options.execution import OpenOptions
 
 
 def _run(args: argparse.Namespace) -> int:
@@ -21,14 +23,18 @@ def _run(args: argparse.Namespace) -> int:
     if args.template is not None:
         print(template(args.dir, args.tag, args.template, options))
         return 0
-    depth = 0 if args.largest is not None and args.by_prefix is None else args.by_prefix
+    depth = sys.maxsize if args.largest is not None and args.by_prefix is None else args.by_prefix  # each by itself
     if args.largest is not None and args.tensors is not None:
         raise argparse.ArgumentTypeError("--largest is of global tensors: leave out --tensors")
-    document = inspection(args.dir, args.tag, rank=args.rank, pattern=args.tensors, depth=depth, options=options)
+    cuts = partitions_in(args.partitions)
+    document = inspection(
+        args.dir, args.tag, rank=args.rank, pattern=args.tensors, depth=depth, options=options, partitions=cuts
+    )
     prefixes = document["prefixes"]
     if prefixes is not None and args.largest is not None:
         sized = [group for group in prefixes if group["nbytes"] is not None]
         unsized = [group for group in prefixes if group["nbytes"] is None]  # each may be the largest
+        unsized.sort(key=lambda group: -group["local_nbytes"])
         document["prefixes"] = unsized + sorted(sized, key=lambda group: -group["nbytes"])[: args.largest]
     text.show(document, _lines(document, prefixes), as_json=args.json)
     return 1 if document["problems"] else 0
@@ -119,14 +125,18 @@ def _prefixes(prefixes: list[dict[str, Any]]) -> Iterator[str]:
             group["prefix"],
             str(group["tensors"]),
             ", ".join(group["dtypes"]),
-            "various" if group["shapes"] > 1 else text.shape(group["shape"]),
-            "?" if group["nbytes"] is None else size(group["nbytes"]),
+            "various" if group["shapes"] > 1 else _shape(group),
+            f"{size(group['local_nbytes'])} on a rank" if group["nbytes"] is None else size(group["nbytes"]),
             ", ".join(group["cuts"]) if len(group["cuts"]) < 2 else "various",
         )
         for group in prefixes
     )
     if prefixes:
         yield from text.table(("PREFIX", "TENSORS", "DTYPES", "GLOBAL", "SIZE", "CUT"), rows)
+
+
+def _shape(group: dict[str, Any]) -> str:
+    return text.shape(group["shape"]) if group["local_shape"] is None else f"{group['local_shape']} on a rank"
 
 
 def _optimizer(optimizer: dict[str, Any] | None) -> Iterator[str]:
@@ -138,9 +148,12 @@ def _optimizer(optimizer: dict[str, Any] | None) -> Iterator[str]:
     masters = "with" if optimizer["master_weights"] else "without"
     yield from ("", f"optimizer of rank {optimizer['rank']}: {optimizer['kind']}, {counts}{named}")
     yield f"  state: {entries}; {masters} master weights"
+    all_options = [group["options"] for group in optimizer["param_groups"]]
+    names = dict.fromkeys(name for options in all_options for name in options)
+    differing = {name for name in names if any(own.get(name) != all_options[0].get(name) for own in all_options)}
     for number, group in enumerate(optimizer["param_groups"]):
-        set_ones = ((name, value) for name, value in group["options"].items() if value not in (None, False))
-        options = " ".join(f"{name}={value}" for name, value in set_ones)
+        items = group["options"].items()
+        options = " ".join(f"{key}={value}" for key, value in items if key in differing or value not in (None, False))
         owner = f" of {group['optimizer']}" if group["optimizer"] else ""
         yield f"  group {number}{owner}: {units.count(group['parameters'], 'parameter')}; {options}"
 
@@ -210,8 +223,10 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
         "--largest",
         metavar="N",
         type=int,
-        help="show only the N largest groups of --by-prefix, the largest first; before them come those of unknown size",
+        help="show only the N largest tensors, or groups of --by-prefix, the largest first; before them come those of "
+        "unknown size",
     )
+    add_options(parser, OpenOptions, only=("partitions",))
     parser.add_argument("--rank", metavar="N", type=int, default=0, help="show this global rank's view (default: 0)")
 
 

@@ -26,7 +26,7 @@ from nxd_ckpt.formats.tensors import Assembly, Path, TensorStub, iter_tensors
 from nxd_ckpt.live.optimizer_state import OPTIMIZER_NAME
 from nxd_ckpt.output.locations import Location, locate_input
 from nxd_ckpt.output.source import open_any
-from nxd_ckpt.reshard.resharded_state import recorded_parameters
+from nxd_ckpt.reshard.resharded_state import partitions_of_tag, recorded_parameters
 from nxd_ckpt.reshard.unrecorded import names_template, partitions_template
 from nxd_ckpt.reshard.whole_tag import GlobalTensor, WholeTag
 from nxd_ckpt.storage.base import Storage
@@ -65,11 +65,13 @@ def inspection(
     pattern: str | None = None,
     depth: int | None = None,
     options: Mapping[str, Any] | None = None,
+    partitions: Mapping[str, Partition] | None = None,
 ) -> dict[str, Any]:
     """Describe one complete tag, by default the latest of the directory ``path``, which may also be the tag itself.
 
     ``rank`` is the rank whose contents are shown; ``pattern`` lists its tensors, ``depth`` groups the global tensors by
-    prefix. Parts that cannot be read are None, and ``problems`` says why.
+    prefix. ``partitions`` are cuts that the tag does not record, by name. Parts that cannot be read are None, and
+    ``problems`` says why.
 
     Raises:
         CheckpointNotFound: no such tag, or it is incomplete.
@@ -81,10 +83,10 @@ def inspection(
     directory, tag = locate(path, tag, options)
     storage = open_storage(directory, storage_options=options)
     if tag is None and is_untagged(entry.name for entry in storage.list()):
-        return _untagged(locate_input(path, options), rank, pattern, depth)
+        return _untagged(locate_input(path, options), rank, pattern, depth, partitions)
 
     def read(opened: OpenTag) -> dict[str, Any]:
-        document = _document(opened, _info(opened), rank, pattern, depth)
+        document = _document(opened, _info(opened), rank, pattern, depth, partitions)
         if document["problems"]:
             opened.require_unchanged()
         return document
@@ -125,10 +127,12 @@ def _of_tag(storage: Storage, tag: str | None, read: Callable[[OpenTag], _Answer
     return of_latest(tag is None, opened)
 
 
-def _untagged(place: Location, rank: int, pattern: str | None, depth: int | None) -> dict[str, Any]:
+def _untagged(
+    place: Location, rank: int, pattern: str | None, depth: int | None, partitions: Mapping[str, Partition] | None
+) -> dict[str, Any]:
     opened = open_any(place)
     with opened.guarded():
-        document = _document(opened, replace(_UNMARKED, tag=place.name), rank, pattern, depth)
+        document = _document(opened, replace(_UNMARKED, tag=place.name), rank, pattern, depth, partitions)
     return {**document, "written_by": recognise(place.open(), place.name).writer.value}
 
 
@@ -142,8 +146,15 @@ def _info(opened: OpenTag) -> TagInfo:
     return info
 
 
-def _document(opened: OpenTag, info: TagInfo, rank: int, pattern: str | None, depth: int | None) -> dict[str, Any]:
-    at = opened.topology.coordinates_of(rank)
+def _document(
+    opened: OpenTag,
+    info: TagInfo,
+    rank: int,
+    pattern: str | None,
+    depth: int | None,
+    partitions: Mapping[str, Partition] | None,
+) -> dict[str, Any]:
+    at, cuts = opened.topology.coordinates_of(rank), partitions_of_tag(opened, partitions)
     problems: list[str] = []
     document: dict[str, Any] = {
         "directory": opened.storage.url,
@@ -163,7 +174,7 @@ def _document(opened: OpenTag, info: TagInfo, rank: int, pattern: str | None, de
     with _collect_problems(problems):
         document["meshes"] = _meshes(opened)
     with _collect_problems(problems):
-        document["parameters"] = parameters(opened, rank)
+        document["parameters"] = parameters(opened, rank, cuts)
     with _collect_problems(problems):
         document["optimizer"] = optimizer(opened, at)
     with _collect_problems(problems):
@@ -173,7 +184,7 @@ def _document(opened: OpenTag, info: TagInfo, rank: int, pattern: str | None, de
             document["tensors"] = tensors(opened, at, pattern, problems)
     if depth is not None:
         with _collect_problems(problems):
-            document["prefixes"] = prefixes(opened, depth)
+            document["prefixes"] = prefixes(opened, depth, cuts)
     return document
 
 
@@ -272,38 +283,42 @@ def _list(value: Any) -> list[Any]:
 _PART = re.compile(r"[^./]+[./]?")
 
 
-def prefixes(opened: OpenTag, depth: int) -> list[dict[str, Any]]:
+def prefixes(opened: OpenTag, depth: int, partitions: Mapping[str, Partition] | None = None) -> list[dict[str, Any]]:
     """Describe the tensors that share the first ``depth`` parts of their names; parts end with a dot or slash.
 
     With 0, names that differ only in numbers and have one form are one group, and the prefix is their whole name.
     """
     if depth < 0:
         raise InvalidArgument(f"--by-prefix must be a number of parts, from 0 on, found {depth}")
-    tensors = WholeTag(opened).tensors
+    tensors = WholeTag(opened, partitions=partitions).tensors
     groups: dict[str, list[GlobalTensor]] = {}
     if depth > 0:
         for name, tensor in tensors.items():
             groups.setdefault("".join(_PART.findall(name)[:depth]), []).append(tensor)
         return [_of_group(prefix, members, opened.topology) for prefix, members in groups.items()]
-    forms = ((name, (tensor.dtype, tensor.shape, tensor.partition)) for name, tensor in tensors.items())
-    return [
-        _of_group(name, [GlobalTensor(name, form[0], form[1], None, form[2])] * count, opened.topology)
-        for name, count, form in group_names(forms)
-    ]
+    forms = (
+        (name, (tensor.dtype, tensor.shape, tensor.local_shape if tensor.shape is None else None, tensor.partition))
+        for name, tensor in tensors.items()
+    )
+    grouped = ((name, [GlobalTensor(name, *form)] * count) for name, count, form in group_names(forms))
+    return [_of_group(name, members, opened.topology) for name, members in grouped]
 
 
 def _of_group(prefix: str, members: list[GlobalTensor], topology: Topology) -> dict[str, Any]:
     shapes = dict.fromkeys(member.shape for member in members)
     sizes = [member.nbytes for member in members]
     known_sizes = [nbytes for nbytes in sizes if nbytes is not None]
-    first = members[0].shape
+    first, local_shapes = members[0].shape, {member.local_shape for member in members if member.shape is None}
+    [local_shape] = local_shapes if len(local_shapes) == 1 and first is None else [None]
     return {
         "prefix": prefix,
         "tensors": len(members),
         "dtypes": list(dict.fromkeys(member.dtype for member in members)),
         "shapes": len(shapes),
         "shape": None if len(shapes) > 1 or first is None else list(first),
+        "local_shape": None if local_shape is None else list(local_shape),
         "nbytes": sum(known_sizes) if len(known_sizes) == len(sizes) else None,
+        "local_nbytes": sum(filter(None, (replace(member, shape=member.local_shape).nbytes for member in members))),
         "known_nbytes": sum(known_sizes),
         "tensors_of_unknown_size": len(sizes) - len(known_sizes),
         "cuts": list(
@@ -314,19 +329,23 @@ def _of_group(prefix: str, members: list[GlobalTensor], topology: Topology) -> d
     }
 
 
-def parameters(opened: OpenTag, rank: int = 0) -> list[dict[str, Any]]:
+def parameters(
+    opened: OpenTag, rank: int = 0, partitions: Mapping[str, Partition] | None = None
+) -> list[dict[str, Any]]:
     """Describe every parameter and buffer, of all pipeline stages; of a mesh job, what ``rank`` held of each.
 
-    Facts that a tag does not record are None.
+    Facts that neither a tag nor ``partitions`` tell are None.
     """
+    partitions = partitions or {}
     if not opened.parts.model:
         return []
     if opened.manifest is None:
-        return list(_from_files(opened).values())
-    knows = _knows_trained(opened.manifest)
-    described = [_from_spec(name, spec, opened.topology, knows) for name, spec in opened.manifest.parameters.items()]
+        return list(_from_files(opened, partitions).values())
+    knows, recorded = _knows_trained(opened.manifest), recorded_parameters(opened, partitions)
+    described = [_from_spec(name, spec, opened.topology, knows) for name, spec in recorded.items()]
     layouts = {} if opened.mesh is None else opened.mesh.layouts("model/")
-    return [parameter | _on_mesh(layouts.get(parameter["name"]), parameter["shape"], rank) for parameter in described]
+    size = opened.topology.world_size
+    return [one | _on_mesh(layouts.get(one["name"]), one["shape"], rank, size) for one in described]
 
 
 def _knows_trained(manifest: Manifest) -> bool:
@@ -338,19 +357,22 @@ def _knows_trained(manifest: Manifest) -> bool:
     return len(kinds) == 2 or (kinds == {True} and not manifest.is_converted)
 
 
-def _on_mesh(layout: Layout | None, shape: Sequence[int], rank: int) -> dict[str, Any]:
-    """Return the shape that a rank of a mesh held, and how the tensor was placed; nothing if it was whole there."""
+def _on_mesh(layout: Layout | None, shape: Sequence[int], rank: int, world_size: int) -> dict[str, Any]:
+    """Return the shape that a rank of a mesh held, and how the tensor was placed; nothing if it was whole there.
+
+    A dimension of a mesh without names is called "all ranks", or by its number.
+    """
     if layout is None:
         return {}
     coordinate = layout.mesh.coordinate_of(rank)
     if coordinate is None:
         return {"shape": None, "cut": f"not on rank {rank}"}
-    dimensions = zip(layout.mesh.names, layout.mesh.shape, layout.placements, strict=True)
-    cuts = [
-        f"dim {placement.dim} in {size} ({name or 'unnamed'})"
-        for name, size, placement in dimensions
-        if placement is not None
-    ]
+    dimensions = enumerate(zip(layout.mesh.names, layout.mesh.shape, layout.placements, strict=True))
+    cuts = []
+    for number, (name, size, placement) in dimensions:
+        if placement is not None:  # the first dimension counts meshes
+            ranks = name or ("all ranks" if size == world_size else f"mesh dimension {number - 1}")
+            cuts.append(f"dim {placement.dim} in {size} ({ranks})")
     return {"shape": list(layout.local_shape(tuple(shape), coordinate)), "cut": ", ".join(cuts) or "whole"}
 
 
@@ -393,28 +415,31 @@ def _from_spec(name: str, spec: ParameterSpec, topology: Topology, knows_trained
     }
 
 
-def _from_files(opened: OpenTag) -> dict[str, dict[str, Any]]:
+def _from_files(opened: OpenTag, partitions: Mapping[str, Partition]) -> dict[str, dict[str, Any]]:
     """Describe parameters from NxD's files.
 
-    They hold local tensors without their partition. What ranks hold alike is whole, and everything if tp and ep are 1.
+    They hold local tensors without their partition, which ``partitions`` may tell. What ranks hold alike is whole, and
+    everything if tp and ep are 1.
     """
-    topology, recorded = opened.topology, recorded_parameters(opened, {})
+    topology, recorded = opened.topology, recorded_parameters(opened, partitions)
     alone = topology.tp == topology.ep == 1
     parameters: dict[str, dict[str, Any]] = {}
     for pp_rank in range(topology.pp):
         tree = opened.model_tree(Coordinates(pp_rank=pp_rank))
         for path, leaf in iter_tensors(tree, (TensorStub, Assembly, MissingTensor)):
             name, shape = ".".join(map(str, path)), None if leaf.shape is None else list(leaf.shape)
-            whole = alone or (name in recorded and recorded[name].partition.known)
+            spec = recorded.get(name)
+            cut = spec.partition if spec is not None and spec.partition.known else Partition(known=alone)
+            known = cut.known and leaf.shape is not None
             parameters.setdefault(
                 name,
                 {
                     "name": name,
                     "dtype": leaf.dtype,
                     "shape": shape,
-                    "global_shape": shape if whole else None,
-                    "partition": Partition().to_json() if whole else None,
-                    "cut": "whole" if whole else "unknown",
+                    "global_shape": list(cut.global_shape(leaf.shape, topology.ep)) if known else None,
+                    "partition": cut.to_json() if cut.known else None,
+                    "cut": describe_partition(cut, topology),
                     "trainable": None,
                 },
             )

@@ -191,7 +191,7 @@ class _InFlags(logging.Formatter):
         self._flags = flags
 
     def formatMessage(self, record: logging.LogRecord) -> str:
-        return text.printable(in_flags(super().formatMessage(record), self._flags))
+        return text.printable(text.in_flags(super().formatMessage(record), self._flags))
 
 
 @contextmanager
@@ -216,28 +216,12 @@ def flags_of(parser: argparse.ArgumentParser) -> dict[str, str]:
     return {action.dest: action.option_strings[-1] for action in shown if action.option_strings}
 
 
-def in_flags(message: str, flags: Mapping[str, str]) -> str:
-    """Replace keywords by flags: ``saved_param_names=`` by ``--param-names``, ``overwrite=True`` by ``--overwrite``.
-
-    A word without ``=`` is a keyword only with an underscore in it: "config" and "mapping" are words too, and ``dp=2``
-    states a size. Nothing in quotes or paths is changed.
-    """
-    names = "|".join(sorted(flags, key=len, reverse=True))
-    keyword = re.compile(rf"(?<![\w/.'\"-])({names})(=True\b|=(?![\w'\"]))?(?![\w/'\"])")
-
-    def flag(match: re.Match[str]) -> str:
-        is_keyword = match[2] is not None or "_" in match[1]
-        return flags[match[1]] if is_keyword else match[0]
-
-    return keyword.sub(flag, message)
-
-
 def message_of(error: BaseException, flags: Mapping[str, str]) -> str:
     """Return the command's message for an error of a function or of the system."""
     system = error.__cause__ if isinstance(error, StorageError) else error
     if isinstance(system, OSError) and isinstance(system.filename, str) and system.strerror:
         return f"{_user_path(system.filename)}: {system.strerror}"
-    message = in_flags(str(error), flags)
+    message = text.in_flags(str(error), flags)
     needed = [flag for flag in TEMPLATES if re.search(f"[Pp]ass {flag}", message)]
     hints = (f"nxd-ckpt inspect TAG --template {flag[2:]} > FILE makes one to fill in" for flag in needed)
     return "; ".join([message, *hints])

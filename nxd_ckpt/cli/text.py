@@ -20,6 +20,22 @@ _GOOD = re.compile(r"(?<=  )latest(?=  |,|$)|\bno problems\b")
 """Words of bad and of good news, in columns and at the beginning of lines, not in names."""
 
 
+def in_flags(message: str, flags: Mapping[str, str]) -> str:
+    """Replace keywords by flags: ``saved_param_names=`` by ``--param-names``, ``overwrite=True`` by ``--overwrite``.
+
+    A word without ``=`` is a keyword only with an underscore in it: "config" and "mapping" are words too, and ``dp=2``
+    states a size. Nothing in quotes or paths is changed.
+    """
+    names = "|".join(sorted(flags, key=len, reverse=True))
+    keyword = re.compile(rf"(?<![\w/.'\"-])({names})(=True\b|=(?![\w'\"]))?(?![\w/'\"])")
+
+    def flag(match: re.Match[str]) -> str:
+        is_keyword = match[2] is not None or "_" in match[1]
+        return flags[match[1]] if is_keyword else match[0]
+
+    return keyword.sub(flag, message)
+
+
 def shape(sizes: Sequence[int] | None) -> str:
     """Format a shape: ``[4, 8]``; ``?`` if unknown."""
     return "?" if sizes is None else str(list(sizes))

@@ -120,7 +120,7 @@ class TensorComparison:
         except PartLost:
             raise
         except (IncompatibleState, PartNotFound) as error:
-            pair.problem = str(error)
+            pair.problem = _without_name(str(error), name)
             return []
         pair.shapes_fit = all(a.shape == b.shape for a, b in leaves)
         if not pair.shapes_fit:
@@ -144,6 +144,12 @@ class TensorComparison:
                 raise
         # Expert-parallel ranks hold what is not an expert's in one file: that is compared once.
         return list(dict.fromkeys(zip(a, b, strict=True)))
+
+
+def _without_name(message: str, name: str) -> str:
+    """Return the message without ``name``, or a part of it, in front."""
+    head, _, rest = message.partition(": ")
+    return rest if f"/{head}/" in f"/{name}/" else message
 
 
 def _same_digests(a: Leaf, b: Leaf) -> bool:

@@ -18,9 +18,7 @@ from nxd_ckpt.core.suggestions import listed, size_advice
 from nxd_ckpt.core.topology import Topology
 from nxd_ckpt.errors import InvalidArgument, ShapeMismatch, TopologyMismatch
 
-_PASS_PARTITIONS = (
-    "pass partitions= with its cut, as NxD's attributes that say it may have been lost, or keep the sizes of the save"
-)
+_PASS_PARTITIONS = "pass partitions= with its cut, which no file and no attribute tells, or keep the sizes of the save"
 
 
 def plan_parameter(

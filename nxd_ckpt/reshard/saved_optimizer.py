@@ -230,17 +230,16 @@ def group_names(opened: OpenTag, stages: Sequence[Sequence[str]] | None = None) 
     )
 
 
-def names_by_shape(opened: OpenTag, pp_rank: int) -> list[list[tuple[SavedSlot, str | None]]]:
-    """Return the slots of each param group of a stage, each with its parameter if no other has its shape."""
+def names_by_shape(opened: OpenTag, pp_rank: int) -> list[list[tuple[SavedSlot, tuple[str, ...]]]]:
+    """Return the slots of each param group of a stage, each with the parameters of its shape, in the model's order."""
     stage = _Stage(opened, pp_rank, None)
     is_plain = opened.parts.optimizer == "plain"
 
-    def name(slot: SavedSlot) -> str | None:
+    def candidates(slot: SavedSlot) -> tuple[str, ...]:
         shape = slot.likely_shape if is_plain and slot.entries else slot.shape
-        alike = [name for name, own in stage.shapes.items() if own == shape]
-        return alike[0] if len(alike) == 1 else None
+        return tuple(name for name, own in stage.shapes.items() if own == shape)
 
-    return [[(slot, name(slot)) for slot in group] for group in stage.groups]
+    return [[(slot, candidates(slot)) for slot in group] for group in stage.groups]
 
 
 def saved_groups(opened: OpenTag, pp_rank: int) -> list[list[SavedSlot]]:

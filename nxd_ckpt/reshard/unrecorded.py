@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from nxd_ckpt.core.manifest import ParameterSpec
@@ -84,14 +84,16 @@ def names_template(opened: OpenTag) -> Names | None:
     """Return ``saved_param_names`` as scripts usually group them; None if the tag records the names.
 
     If these do not fit the number of parameters and their shapes, it has the names of parameters whose shape no other
-    has, and a blank with the shape of each other.
+    has, and for each other a blank with its shape and the parameters of this shape, in the model's order.
     """
     try:
         return group_names(opened)
     except OptimizerMismatch:
         stages = (names_by_shape(opened, stage) for stage in range(opened.topology.pp))
-        return [[[name or _blank(slot) for slot, name in group] for group in groups] for groups in stages]
+        return [[[_name_or_blank(*entry) for entry in group] for group in groups] for groups in stages]
 
 
-def _blank(slot: SavedSlot) -> str:
-    return f"{BLANK} {list(slot.likely_shape)}"
+def _name_or_blank(slot: SavedSlot, candidates: Sequence[str]) -> str:
+    if len(candidates) == 1:
+        return candidates[0]
+    return f"{BLANK} {list(slot.likely_shape)}" + (f" one of: {', '.join(candidates)}" if candidates else "")

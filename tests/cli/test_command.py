@@ -15,7 +15,8 @@ import torch
 
 import nxd_ckpt
 from nxd_ckpt import close_checkpointers, save_checkpoint
-from nxd_ckpt.cli.main import GROUPS, flags_of, in_flags, main, parsers
+from nxd_ckpt.cli.main import GROUPS, flags_of, main, parsers
+from nxd_ckpt.cli.text import in_flags
 from nxd_ckpt.errors import CheckpointNotFound
 from tests.cli.conftest import Run
 from tests.support.processes import run_program

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 import torch
 
-from nxd_ckpt import Topology
+from nxd_ckpt import Topology, close_checkpointers, save_checkpoint
 from nxd_ckpt.cli.text import group_names
 from tests.cli.conftest import Run
 from tests.interop.saving import save_as_every_rank
@@ -43,7 +44,9 @@ def test_a_model_of_a_thousand_layers_is_a_page(run: Run, tmp_path: Path) -> Non
     lines = run("inspect", tmp_path, "--by-prefix").out.splitlines()
     assert "  model/layers.{0..999}.up    1000     float32  [2, 3]  23.4 KiB  whole" in lines
     assert 6 == len(lines)
-    assert lines[:5] == run("inspect", tmp_path, "--largest", "2").out.splitlines()
+    assert lines[:5] == run("inspect", tmp_path, "--by-prefix", "0", "--largest", "2").out.splitlines()
+    largest = run("inspect", tmp_path, "--largest", "2", "--json").document["prefixes"]
+    assert ["model/layers.0.up", "model/layers.0.down"] == [one["prefix"] for one in largest], "single tensors"
     document = run("inspect", tmp_path, "--by-prefix", "2", "--largest", "1", "--json").document
     assert [("model/layers.", 2000, 48000, [2, 3])] == [
         (one["prefix"], one["tensors"], one["nbytes"], one["shape"]) for one in document["prefixes"]
@@ -74,9 +77,36 @@ def test_groups_of_unknown_size_come_before_the_largest(run: Run, golden: Path) 
     tag = golden / "c_dp2_tp2_zero1_xser" / "ckpt"
     every, largest = (
         [group["nbytes"] for group in run("inspect", tag, *flags, "--json").document["prefixes"]]
-        for flags in (["--by-prefix"], ["--largest", "2"])
+        for flags in (["--by-prefix"], ["--by-prefix", "--largest", "2"])
     )
     sizes = sorted((nbytes for nbytes in every if nbytes is not None), reverse=True)
     assert len(sizes) > 2
     assert None in every
     assert [None] * every.count(None) + sizes[:2] == largest
+
+
+def test_partitions_tell_what_the_tag_does_not(run: Run, golden: Path, tmp_path: Path) -> None:
+    """Without them there is the shape, and the bytes, of one rank's part."""
+    tag = golden / "c_dp2_tp2_zero1_xser" / "ckpt"
+    unknown = [one for one in run("inspect", tag, "--json").document["parameters"] if one["global_shape"] is None]
+    name, [rows, *rest] = unknown[0]["name"], unknown[0]["shape"]
+    text = next(line for line in run("inspect", tag, "--largest", "1").out.splitlines() if f"model/{name} " in line)
+    assert f"[{', '.join(map(str, [rows, *rest]))}] on a rank" in text
+    assert "B on a rank" in text.replace("iB", "B")
+    cuts = tmp_path / "cuts.json"
+    cuts.write_text(json.dumps({name: {"partition_dim": 0, "num_partitions": 2}}))
+    document = run("inspect", tag, "--largest", "1", "--partitions", cuts, "--json").document
+    [parameter] = [one for one in document["parameters"] if one["name"] == name]
+    assert ([2 * rows, *rest], "dim 0 in 2") == (parameter["global_shape"], parameter["cut"])
+    assert f"model/{name}" not in [one["prefix"] for one in document["prefixes"] if one["nbytes"] is None]
+
+
+def test_options_in_which_groups_differ_are_shown(run: Run, tmp_path: Path) -> None:
+    """Also where they are 0, which is what tells the groups apart; what is 0 in all of them is not."""
+    layer = torch.nn.Linear(2, 2)
+    groups = [{"params": [layer.weight], "weight_decay": 0.1}, {"params": [layer.bias], "weight_decay": 0.0}]
+    save_checkpoint(tmp_path, "t", layer, torch.optim.SGD(groups, lr=0.5))
+    close_checkpointers()
+    first, second = (line for line in run("inspect", tmp_path).out.splitlines() if line.startswith("  group"))
+    assert "  group 0: 1 parameter; weight_decay=0.1 lr=0.5" == first
+    assert "  group 1: 1 parameter; weight_decay=0.0 lr=0.5" == second

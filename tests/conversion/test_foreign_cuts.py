@@ -86,6 +86,9 @@ def test_a_template_is_filled_in(model: GoldenModel, tmp_path: Path, capsys: pyt
     blanks = [name for name in filled if name.startswith("? [")]
     assert 0 < len(blanks) < len(filled), "a shape that only one parameter has gives its name"
     assert [] == [name for name, right in zip(filled, known, strict=True) if name not in (right, *blanks)]
+    offered = [(name.partition(" one of: ")[2].split(", "), right) for name, right in zip(filled, known, strict=True)]
+    assert all(right in names for names, right in offered if names != [""]), "in the model's order, to choose from"
+    assert len(blanks) == sum(names != [""] for names, _ in offered)
     for name, cut in cuts.items():
         cut["partition_dim"] = int(name.endswith("down.weight"))
     files["partitions"].write_text(json.dumps(cuts))
