@@ -33,6 +33,9 @@ BENCH_READY := $(VENV)/.nxd-ckpt-bench-installed
 TITAN := 'torchtitan==0.3.*' 'spmd_types==0.2.3' tyro docstring_parser typeguard
 OLD_TITAN := --target $(VENV_PLAIN)/torchtitan-0.2.2 'torchtitan==0.2.2'
 
+# Modules that may hold tests for the environment with torch-xla: importing the others takes as long as some tests.
+OF_XLA := { grep -rL '^pytestmark = .*mark\.once' tests --include='test_*.py'; grep -rl 'mark\.xla' tests --include='test_*.py'; } | sort -u
+
 # Ranks are processes and share few cores: one thread each.
 export OMP_NUM_THREADS := 1
 # Hundreds of processes import torch and this package: compiled once, by the first that needs it.
@@ -40,7 +43,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: test lint test-xla test-plain test-pythons soak mutants bench bench-reshard bench-diff bench-hf bench-migrate bench-plugins bench-s3 bench-scale bench-hosts bench-tiers bench-statistics demo site
 
-# Side by side, as none of the three keeps two processors busy; each shows what it said when it is done.
+# Side by side, as none of the three keeps two processors busy (four workers of test-plain often wait); each shows what it said when it is done.
 test:
 	$(MAKE) --jobs 2 --output-sync=target lint test-xla test-plain
 
@@ -50,10 +53,10 @@ lint: $(XLA_READY)
 	$(VENV)/bin/python -m tools.prose
 
 test-xla: $(XLA_READY)
-	$(VENV)/bin/python -m pytest -m "not soak and (xla or not once)" $(PYTEST_ARGS)
+	$(VENV)/bin/python -m pytest -m "not soak and (xla or not once)" $$($(OF_XLA)) $(PYTEST_ARGS)
 
 test-plain: $(PLAIN_READY)
-	$(VENV_PLAIN)/bin/python -m pytest -m "plain and not soak" --workers 3 $(PYTEST_ARGS)
+	$(VENV_PLAIN)/bin/python -m pytest -m "plain and not soak" --workers 4 $(PYTEST_ARGS)
 
 # The tests marked `plain` on other interpreters; no part of `make test`. Each gets an environment of 1 to 6 GB.
 test-pythons:

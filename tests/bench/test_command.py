@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -14,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support.processes import run_program
 from tools.bench.contestants.contract import Contestant
 from tools.bench.results import ASYNC, COLD, RETURNED, SAVE, SLOWDOWN, STALL, WARM
 from tools.bench.rounds import Rounds
@@ -27,10 +27,17 @@ ROOT = Path(__file__).parents[2]
 TINY = ("--scale", "0.002", "--rounds", "1")
 
 
-def bench(directory: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "tools.bench", "--directory", str(directory), *arguments]
-    variables = {**os.environ, "PYTHONPATH": str(ROOT), **environment}
-    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=variables)
+BENCH = f"""
+import os, runpy
+
+os.chdir({str(ROOT)!r})
+os.environ["PYTHONPATH"] = {str(ROOT)!r}
+runpy.run_module("tools.bench", run_name="__main__")
+"""
+
+
+def bench(directory: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return run_program(BENCH, "--directory", directory, *arguments)
 
 
 def rows(file: Path) -> dict[tuple[str, str], dict[str, Any]]:
