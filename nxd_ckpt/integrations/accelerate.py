@@ -42,6 +42,8 @@ from nxd_ckpt.load.options import LoadRequest
 from nxd_ckpt.options.checkpointer_options import DEFAULT_TIMEOUT
 from nxd_ckpt.save.pending import PendingSave
 from nxd_ckpt.storage.local import LocalStorage
+from nxd_ckpt.tag.identity import Identity
+from nxd_ckpt.tag.known_damage import note_damage
 from nxd_ckpt.tag.verify import verify_checkpoint
 
 STATE = "training_state"
@@ -163,8 +165,12 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         met = meet(self.process_index, self.num_processes, DEFAULT_TIMEOUT, "load_state")
         agreement = met or SingleProcessAgreement()
         own = [tag for tag, *_ in parts[1:]][self.process_index :: self.num_processes]
-        on_all(agreement, partial(_verify, place, own))
         storage, topology = LocalStorage(os.path.abspath(place)), default_topology()
+        try:
+            on_all(agreement, partial(_verify, place, own))
+        except CorruptCheckpoint as error:  # another rank may have found it, and rank 0 removes surplus checkpoints
+            note_damage(storage, Identity(storage, STATE), str(error))
+            raise
         for tag, model, optimizer in parts[1:]:
             require_fit(storage, tag, LoadRequest(topology, agreement, model, optimizer))
         for tag, model, optimizer in parts:

@@ -42,6 +42,8 @@ from nxd_ckpt.output.transfer import StoredFile, link_or_copy, sync
 from nxd_ckpt.save.background import Helpers
 from nxd_ckpt.save.pending import PendingSave
 from nxd_ckpt.storage.local import LocalStorage
+from nxd_ckpt.tag.identity import Identity
+from nxd_ckpt.tag.known_damage import note_damage
 from nxd_ckpt.tag.seal import DIGESTS, file_digest, read_seal, seal_problems
 from nxd_ckpt.tag.verify import require_all_files, sealed_loss
 
@@ -554,6 +556,8 @@ def verify_files(directory: str, tag: str, ignored: Sequence[str] = ()) -> None:
         PartLost, DigestMismatch, CorruptCheckpoint: a file is gone, has other bytes or was added, or a tag is of
             another save; the message names each.
     """
-    problems = list(seal_problems(LocalStorage(directory), tag, ignored))
+    storage = LocalStorage(directory)
+    problems = list(seal_problems(storage, tag, ignored))
+    note_damage(storage, Identity(storage, tag), str(problems[0]) if problems else None)
     if problems:
         raise type(problems[0])("; ".join(map(str, problems)))

@@ -3,14 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import NamedTuple
 
 from nxd_ckpt.coordination.agreement import Agreement, decided_by_rank0, on_all
 from nxd_ckpt.core import names
-from nxd_ckpt.errors import CheckpointNotFound, CorruptCheckpoint, PartLost, PeerTimeout, TagReplaced
+from nxd_ckpt.errors import (
+    CheckpointError,
+    CheckpointNotFound,
+    CorruptCheckpoint,
+    PartLost,
+    PeerTimeout,
+    TagReplaced,
+)
 from nxd_ckpt.load.options import LoadRequest
 from nxd_ckpt.load.overwriting import PARTLY
 from nxd_ckpt.storage.base import Replicated, Storage
+from nxd_ckpt.tag.identity import Identity
+from nxd_ckpt.tag.known_damage import note_damage
 from nxd_ckpt.tag.order import manifest_of
 from nxd_ckpt.tag.union import (
     Copy,
@@ -24,6 +34,8 @@ from nxd_ckpt.tag.union import (
     survey,
     warn_of_substitutes,
 )
+
+_DAMAGE = (CorruptCheckpoint, PartLost, EOFError)
 
 Doubts = Sequence[tuple[str, int]]
 """Copies that are ``distrusted``, see `nxd_ckpt.storage.base.Replicated`."""
@@ -54,6 +66,10 @@ class LoadRetries:
 
     def failed(self, source: Source, error: Exception) -> None:
         """Return if there is something left to try, else raise ``error``, which names the remedy. Collective."""
+        # Not if it may only be that of a downloaded copy, or of one of several copies.
+        is_single = not (self._options.pre_download or _is_replicated(self._storages[source.copy.place]))
+        if is_single and isinstance(error, _DAMAGE):
+            self._note_damage(source.copy, str(error))
         if self._may_fall_back and isinstance(error, (CorruptCheckpoint, PartLost)):
             error.args = (f"{error}. With fallback=True the newest undamaged checkpoint is loaded in its place",)
         if isinstance(error, TagReplaced):
@@ -71,8 +87,16 @@ class LoadRetries:
             self._repaired[copy] = repaired
         elif self._falls_back and failure.is_damage:
             self.damaged[copy] = failure.what
+            self._note_damage(copy, failure.what)
         else:
             raise error
+
+    def _note_damage(self, copy: Copy, why: str) -> None:
+        """Tell retention, which is rank 0's, of damage that any rank found."""
+        if self._agreement.rank == 0:
+            with suppress(OSError, CheckpointError):  # then it is not complete, or not there
+                storage = self._storages[copy.place]
+                note_damage(storage, Identity(storage, copy.tag), why)
 
     def _repair(self, source: Source) -> Source | None:
         """Return a source that reads each file from the nearest place with an intact copy; each rank checks a share.
@@ -146,7 +170,7 @@ def _common_failure(agreement: Agreement, error: Exception, downloads: bool) -> 
 
     Raises ``error`` if no rank found the tag to be the reason.
     """
-    is_damage = isinstance(error, (CorruptCheckpoint, PartLost, EOFError))
+    is_damage = isinstance(error, _DAMAGE)
     is_unreadable = isinstance(error, OSError) and not isinstance(error, CheckpointNotFound)
     report = str(error).removesuffix(f". {PARTLY}") if is_damage or is_unreadable else None
     gathered = agreement.gather([report, is_damage, downloads]) or []

@@ -30,7 +30,7 @@ class Identity:
     """
 
     def __init__(self, storage: Storage, tag: str) -> None:
-        self._storage, self._tag = storage, tag
+        self._storage, self.tag = storage, tag
         self.fingerprint = _fingerprint(storage, tag)
 
     @property
@@ -45,7 +45,7 @@ class Identity:
 
     def require(self) -> None:
         """Raise TagReplaced unless the same save is still there."""
-        fingerprint = _fingerprint(self._storage, self._tag)
+        fingerprint = _fingerprint(self._storage, self.tag)
         if fingerprint is None or fingerprint != self.fingerprint:
             raise self._replaced(fingerprint)
 
@@ -57,7 +57,7 @@ class Identity:
         of it; where there is none, such as for an archive, each reader has its own.
         """
         used = self._storage.used if isinstance(self._storage, LayeredStorage) else [self._storage]
-        return " ".join([str(self.fingerprint), *(_copy_in(storage, self._tag) for storage in used)])
+        return " ".join([str(self.fingerprint), *(_copy_in(storage, self.tag) for storage in used)])
 
     @contextmanager
     def guarded(self) -> Iterator[None]:
@@ -67,7 +67,7 @@ class Identity:
         except _SIGNS as error:
             if self._is_there():
                 raise
-            raise self._replaced(_fingerprint(self._storage, self._tag), error) from error
+            raise self._replaced(_fingerprint(self._storage, self.tag), error) from error
 
     def _is_there(self) -> bool:
         try:
@@ -81,7 +81,7 @@ class Identity:
     def _replaced(self, fingerprint: str | None, error: Exception | None = None) -> TagReplaced:
         what = "removed" if fingerprint is None else "replaced by another save"
         met = "" if error is None else f" (met: {type(error).__name__}: {error})"
-        where = f"{self._storage.url}/{self._tag}" if self._tag else self._storage.url
+        where = f"{self._storage.url}/{self.tag}" if self.tag else self._storage.url
         return TagReplaced(f"{where} was {what} while it was read; read it again, or another tag{met}")
 
 

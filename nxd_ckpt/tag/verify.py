@@ -42,6 +42,7 @@ from nxd_ckpt.tag.files import MissingTensor, TagFiles
 from nxd_ckpt.tag.foreign import legacy
 from nxd_ckpt.tag.foreign.torch_dcp import DcpFiles, read_metadata
 from nxd_ckpt.tag.identity import of_latest
+from nxd_ckpt.tag.known_damage import known_damage, note_damage
 from nxd_ckpt.tag.opened import OpenTag, open_complete_tag
 from nxd_ckpt.tag.seal import DIGESTS, read_seal, seal_problems
 from nxd_ckpt.tag.state_dicts import refuse_numbers
@@ -112,6 +113,7 @@ def _verified(opened: OpenTag, progress: bool) -> Verification:
         verification = replace(verification, problems=(*verification.problems, *_problems_of_seal(opened)))
         if verification.problems:
             opened.require_unchanged()
+    note_damage(opened.storage, opened.identity, next(iter(verification.problems), None))
     return verification
 
 
@@ -176,7 +178,7 @@ def _in_a_sentence(look: Callable[[OpenTag], str | None]) -> Callable[[Storage, 
 
 @_in_a_sentence
 def lost_names(opened: OpenTag) -> str | None:
-    """Describe files that every load needs, and that a tag lacks.
+    """Describe files that every load needs, and that a tag lacks; or damage that this process found in it before.
 
     It reads the manifest and lists the tag, whatever the number of ranks: rank 0 asks this at each save.
     """
@@ -184,7 +186,7 @@ def lost_names(opened: OpenTag) -> str | None:
     folders = (names.INDEX_DIR, names.MODEL_DIR, names.OPTIMIZER_DIR)
     listed = {f"{folder}/{name}" for folder in folders for name in files.names(folder)}
     lost = [file for file in _names_of(opened) if file not in listed]
-    return f"{opened.where} lost {first_of(lost)}" if lost else None
+    return f"{opened.where} lost {first_of(lost)}" if lost else known_damage(opened.storage, opened.identity)
 
 
 def sealed_loss(storage: Storage) -> str | None:
@@ -211,14 +213,15 @@ def sealed_loss(storage: Storage) -> str | None:
 
 @_in_a_sentence
 def lost_files(opened: OpenTag) -> str | None:
-    """Describe a file that a tag lacks, or that has another size than when it was written.
+    """Describe a file that a tag lacks, or that has another size than when it was written; or damage found before.
 
     It reads the index of each rank, or of NxD's tags the structure of each file, and no tensor.
     """
-    if opened.manifest is None:
-        return next(iter(_lost_files(opened, ())), None)
-    _require_sizes(opened, _files_and_sizes(opened)[1])
-    return None
+    if opened.manifest is not None:
+        _require_sizes(opened, _files_and_sizes(opened)[1])
+    elif lost := _lost_files(opened, ()):
+        return lost[0]
+    return known_damage(opened.storage, opened.identity)
 
 
 @_in_a_sentence

@@ -24,13 +24,14 @@ from nxd_ckpt.coordination.agreement import SingleProcessAgreement
 from nxd_ckpt.coordination.paths import COPIES
 from nxd_ckpt.core.topology import Topology
 from nxd_ckpt.core.units import size
-from nxd_ckpt.errors import CheckpointError, in_words, to_wire
+from nxd_ckpt.errors import CheckpointError, CorruptCheckpoint, in_words, to_wire
 from nxd_ckpt.output.cp_files import CopyMeans, HostCopies, TagFile, files_to_copy
 from nxd_ckpt.output.transfer import Pace
 from nxd_ckpt.save.background import Helpers, Worker
 from nxd_ckpt.storage.base import Storage
 from nxd_ckpt.storage.hosts.storage import HostsStorage
 from nxd_ckpt.tag.directory import list_tags
+from nxd_ckpt.tag.known_damage import note_damage
 from nxd_ckpt.tag.opened import OpenTag, open_complete_tag
 from nxd_ckpt.tag.union import choose_nearest
 
@@ -195,9 +196,14 @@ class Drain:
         publication = copy_publication(session, copy.tag, copy.overwrite, saved, session.counter)
         is_there = _has(session.storage, opened)
         if not is_there:
-            with opened.guarded(verified=True), _noted(session, copy.tag):
-                means = CopyMeans(self._copiers, self._pace, self._readers)
-                copy_files(opened, files, publication, session, means, self._hosts_of(copy.tag, files))
+            means, hosts = CopyMeans(self._copiers, self._pace, self._readers), self._hosts_of(copy.tag, files)
+            try:
+                with opened.guarded(verified=True), _noted(session, copy.tag):
+                    copy_files(opened, files, publication, session, means, hosts)
+            except CorruptCheckpoint as error:
+                if hosts is None:  # else it may be that of one copy of several
+                    note_damage(self._source, opened.identity, str(error))
+                raise
         self._retain(session, publication)
         if not is_there:
             self._report(copy, sum(file.nbytes for file in files), started)

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import errno
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
 from nxd_ckpt import Checkpointer, close_checkpointers, effects, load_checkpoint, remove_checkpoint, save_checkpoint
-from nxd_ckpt.errors import DirectoryInUse, SaveFailed
+from nxd_ckpt.errors import CorruptCheckpoint, DirectoryInUse, SaveFailed
 from nxd_ckpt.prune import pin_checkpoint
 from nxd_ckpt.storage.local import LocalStorage
 from nxd_ckpt.testing.storage import HookedStorage, Operation, failing
+from nxd_ckpt.verify import verify_checkpoint
 from tests.protocol.states import visible_tags
+from tests.support.damage import flip
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]
 
@@ -171,3 +174,37 @@ def test_one_tag_is_removed_also_where_this_job_saves(tmp_path: Path) -> None:
         saver.save("d", {"weight": torch.tensor([3])})
         with pytest.raises(DirectoryInUse):
             remove_checkpoint(tmp_path, "a")
+
+
+def _load_and_fall_back(path: Path, checkpointer: Checkpointer) -> None:
+    assert 1 == checkpointer.load_latest({}, fallback=True)
+
+
+def _load_the_one_before_by_hand(path: Path, checkpointer: Checkpointer) -> None:
+    with pytest.raises(CorruptCheckpoint):
+        load_checkpoint(path, None, {})
+    load_checkpoint(path, "step_1", {})
+
+
+def _verify(path: Path, checkpointer: Checkpointer) -> None:
+    assert verify_checkpoint(path).problems
+
+
+@pytest.mark.parametrize("find_out", [_load_and_fall_back, _load_the_one_before_by_hand, _verify])
+def test_a_tag_that_this_process_found_damaged_does_not_count(
+    tmp_path: Path, find_out: Callable[[Path, Checkpointer], None], caplog: pytest.LogCaptureFixture
+) -> None:
+    """It stays, as does the good one that the run went on from, until the tag is saved again."""
+    save_all(tmp_path, ["step_0", "step_1", "step_2"], None)
+    file = next((tmp_path / "step_2" / "model").iterdir())
+    flip(file, file.read_bytes().index(torch.tensor([2]).numpy().tobytes()))
+    model = {"weight": torch.tensor([3])}
+    with Checkpointer(tmp_path) as checkpointer:
+        find_out(tmp_path, checkpointer)
+        checkpointer.save(3, model, num_kept_ckpts=2)
+        assert ["step_1", "step_2", "step_3"] == visible_tags(tmp_path)
+        assert "step_2" in caplog.text and "keeps an older one in its place" in caplog.text
+
+        checkpointer.save(2, model, num_kept_ckpts=2)
+        checkpointer.save(4, model, num_kept_ckpts=2)
+        assert ["step_2", "step_4"] == visible_tags(tmp_path)
