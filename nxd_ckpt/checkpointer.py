@@ -26,12 +26,23 @@ from nxd_ckpt.coordination.waiting import FairLock
 from nxd_ckpt.core.option_classes import options_of, split_options, takes
 from nxd_ckpt.core.tags import Tag, step_of
 from nxd_ckpt.effects import require_own
-from nxd_ckpt.errors import CheckpointerClosed, CheckpointError, as_checkpoint_errors
+from nxd_ckpt.errors import (
+    CheckpointerClosed,
+    CheckpointError,
+    DirectoryInUse,
+    InvalidArgument,
+    as_checkpoint_errors,
+)
 from nxd_ckpt.keywords import CheckpointerKeywords, LoadKeywords, SaveKeywords
 from nxd_ckpt.live.save_state import SaveState
 from nxd_ckpt.load.loading import Loaded, load
 from nxd_ckpt.load.options import LoadOptions, LoadRequest
-from nxd_ckpt.options.checkpointer_options import CheckpointerOptions, PreemptionOptions, ScheduleOptions
+from nxd_ckpt.options.checkpointer_options import (
+    CheckpointerOptions,
+    PreemptionOptions,
+    RetentionOptions,
+    ScheduleOptions,
+)
 from nxd_ckpt.save.attempt import SaveAttempt, SaveRequest
 from nxd_ckpt.save.capture import capture
 from nxd_ckpt.save.options import SaveOptions, understood
@@ -48,6 +59,8 @@ from nxd_ckpt.tiers.tiers import Tiers
 logger = logging.getLogger("nxd_ckpt")
 
 _Answer = TypeVar("_Answer")
+
+logger = logging.getLogger("nxd_ckpt")
 
 _GRACE = 5.0
 """Seconds that an exit after an exception waits for the other ranks, beyond writing this rank's own bytes."""
@@ -70,7 +83,7 @@ class Checkpointer:
     """
 
     @as_checkpoint_errors()
-    @takes(CheckpointerOptions, PreemptionOptions, ScheduleOptions)
+    @takes(CheckpointerOptions, RetentionOptions, PreemptionOptions, ScheduleOptions)
     def __init__(
         self,
         path: StrPath | None = None,
@@ -88,16 +101,20 @@ class Checkpointer:
                 Complete tags are copied to the others in the background (``docs/tiers.md``).
         """
         preemption, others = split_options(PreemptionOptions, options)
-        schedule, shared = split_options(ScheduleOptions, others)
+        schedule, others = split_options(ScheduleOptions, others)
+        retention, shared = split_options(RetentionOptions, others)
         self._options = chosen = CheckpointerOptions(**shared)
         chosen.validate()
         self._places = Tiers(path, tiers, storage, chosen)
+        self._rules = RetentionOptions(**retention).rules
+        if self._rules is not None and self._places.rules is not None:
+            raise InvalidArgument("the first tier has keep= or retain=, and so has the Checkpointer: pass one of them")
         self.storage, self.tiers = self._places.first, self._places.tiers
         self.topology = topology_of(chosen.topology, chosen.process_group)
         self._counter = 0
         self._session: Session | None = None
         self.resumed_from: str | None = None
-        self._is_closed = False
+        self._is_closed = self._has_saved = False
         self._pipeline = Pipeline(self.topology, chosen.memory_cap)
         self._lock = FairLock()
         self._failures = Failures(chosen)
@@ -106,6 +123,10 @@ class Checkpointer:
         self._versions: dict[str, str] = {}
         self._schedule = Schedule(ScheduleOptions(**schedule), chosen.timeout)
         self._preemption = Preemption(PreemptionOptions(**preemption))
+        meant = {"preemption": preemption.get("preemption") or None, **schedule, **retention}
+        meant["on_save_failure"] = self._failures.warns or None
+        self._meant_for_saves = [name for name, value in meant.items() if value is not None]
+        """Options that show that it is going to save."""
 
     @as_checkpoint_errors()
     @takes(SaveOptions, checks=False)
@@ -238,6 +259,7 @@ class Checkpointer:
         require_own(self._pid, self.storage.url)
         with self._lock.held("load_latest"):
             self._in_flight.settle()
+            self._reserve("load_latest")
             if not self._places.have_checkpoint(self._meet("load_latest"), lasting=self._session is not None):
                 if self.topology.rank == 0:
                     logger.warning("%s: there is no checkpoint: the run begins at step %d", self.storage.url, default)
@@ -252,6 +274,7 @@ class Checkpointer:
         require_own(self._pid, self.storage.url)
         with self._lock.held("load"):
             self._in_flight.settle()
+            self._reserve("load")
             chosen = options_of(LoadOptions, {"progress": self._options.progress, **options})
             agreement = self._meet("load")
             with self._places.joined(agreement, lasting=self._session is not None):
@@ -330,7 +353,7 @@ class Checkpointer:
         """Stage the ``captured`` state and hand it over to the writer thread, which does the rest."""
         tag = pending.tag
         self._places.settle()
-        planned = self._open(captured, tag) if self._session is None else None
+        planned = None if self._has_saved else self._open(captured, tag)
         error: BaseException | None = None
         if planned is None:
             try:
@@ -339,7 +362,8 @@ class Checkpointer:
                 error = problem
         assert self._session is not None
         plan = None if planned is None else planned.plan
-        request = SaveRequest(tag, plan, options, self._places.rules, self._versions, self._places.drains)
+        rules = self._rules or self._places.rules
+        request = SaveRequest(tag, plan, options, rules, self._versions, self._places.drains)
         attempt = SaveAttempt(self._session, request, error, self._pipeline.writers)
         self._pipeline.submit(attempt.open)
         self._in_flight.add(pending)
@@ -448,8 +472,13 @@ class Checkpointer:
         return self._failures.in_a_row
 
     @property
+    def stopped(self) -> bool:
+        """True once `step` has said to stop: a script that ends has not finished its training."""
+        return self._preemption.has_stopped
+
+    @property
     def is_open(self) -> bool:
-        """True if it holds the directory: from the first save on, until it is closed."""
+        """True if it holds the directory: from the first save on, or before (`__enter__`), until it is closed."""
         return self._session is not None
 
     @as_checkpoint_errors()
@@ -481,7 +510,7 @@ class Checkpointer:
         require_own(self._pid, self.storage.url)
         try:
             if not self._is_closed:
-                if self._session is not None and self.topology.rank == 0:
+                if self._has_saved and self.topology.rank == 0:
                     self._schedule.warn_if_not_asked()
                     self._preemption.warn_if_not_asked()
                 self._schedule.finish()
@@ -489,7 +518,19 @@ class Checkpointer:
             self._shut(None, final=final)
         self._in_flight.raise_unreported()
 
+    @as_checkpoint_errors()
     def __enter__(self) -> Checkpointer:
+        """Return this Checkpointer. One that is going to save, by its options, takes the directory now.
+
+        Raises DirectoryInUse, on all ranks: another live job saves there.
+        """
+        require_own(self._pid, self.storage.url)
+        try:
+            with self._lock.held("open"):
+                self._reserve("open")
+        except BaseException:
+            self._shut(0.0)
+            raise
         return self
 
     @as_checkpoint_errors()
@@ -510,7 +551,7 @@ class Checkpointer:
             self._shut(grace)
 
     def _open(self, captured: Callable[[], SaveState], tag: str) -> StagingPlan | None:
-        """Claim the directory for the first save, with the plan that all ranks agreed on before anything was written.
+        """Claim the directory for the first save, if that is not done, with the plan that all ranks agreed on before.
 
         Without a process group nothing can be agreed on before the directory is shared: then the plan is None, and
         an error in making it becomes a vote, as in any later save.
@@ -518,11 +559,33 @@ class Checkpointer:
         try:
             agreement = self._meet("save")
             planned = None if agreement is None else self._pipeline.plan_together(agreement, captured, tag)
-            self._claim(agreement)
+            if self._session is None:
+                self._claim(agreement)
         except BaseException:
             self._pipeline.stop()  # threads and memory are given back: nobody may close this Checkpointer
             raise
+        self._has_saved = True
         return planned
+
+    def _reserve(self, call: str) -> None:
+        """Take the directory before the training, if this Checkpointer is going to save, so that it is refused now.
+
+        Without a process group the ranks cannot agree, and the first save takes it.
+        """
+        if self._session is not None or self._is_closed or not self._meant_for_saves:
+            return
+        try:
+            agreement = self._meet(call)
+            if agreement is not None:
+                self._claim(agreement)
+        except DirectoryInUse as error:
+            shown = ", ".join(f"{name}=" for name in self._meant_for_saves)
+            error.args = (f"{error}. A Checkpointer that only loads is not refused: make it without {shown}",)
+            raise
+        except OSError as error:
+            if not self._failures.warns:
+                raise
+            logger.warning("nxd_ckpt: %s cannot be saved to; the first save tries again: %s", self.storage.url, error)
 
     def _claim(self, agreement: Agreement | None) -> Session:
         """Take the directory for this job."""
@@ -581,5 +644,6 @@ class Checkpointer:
             self._counter = self._session.counter  # a given run_id may be used again, its attempts may not
             self._session.close()
             self._session = None
+            self._has_saved = False
             forget(self)
         self._places.leave(meet)

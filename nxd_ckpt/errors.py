@@ -28,7 +28,8 @@ Each message names the thing (tag, rank, file, tensor), what was expected, what 
     ├── StagingTooLarge (MemoryError)            one tensor does not fit under the staging cap
     ├── HostExhausted (MemoryError)              this host has no memory, or no threads, left
     ├── SaveFailed                               this save did not become visible, on any rank
-    │   └── RanksDisagree                        on the tag, or on what is saved or loaded
+    │   ├── RanksDisagree                        on the tag, or on what is saved or loaded
+    │   └── DirectoryTakenOver (DirectoryInUse)  another job has saved here since this one took the directory
     ├── OutcomeUnknown                           rank 0 gave no verdict in time: look at the directory
     ├── ReplicaLost                              a rank that shares the reading failed or is gone
     └── PeerTimeout                              a rank did not answer in an agreement
@@ -149,6 +150,10 @@ class HostExhausted(CheckpointError, MemoryError):
 
 class SaveFailed(CheckpointError):
     """A save did not become visible; the message names rank, file and cause."""
+
+
+class DirectoryTakenOver(SaveFailed, DirectoryInUse):
+    """A save failed because another job took the directory over, when this one gave no sign of life."""
 
 
 class RanksDisagree(SaveFailed):

@@ -25,8 +25,9 @@ from nxd_ckpt.storage.urls import StorageOptions, StrPath
 CheckpointerKeywords = TypedDict("CheckpointerKeywords", {
     "run_id": str | None, "durable": bool, "memory_cap": int | None, "progress": bool, "on_save_failure": OnFailure,
     "max_failed_saves": int, "topology": Topology | None, "process_group": Any, "timeout": float,
-    "storage_options": StorageOptions | None, "preemption": Notice, "preemption_grace": float, "every": int | None,
-    "every_minutes": float | None, "final_save": Callable[[int], object] | None,
+    "storage_options": StorageOptions | None, "num_kept_ckpts": int | None, "retain": Sequence[Rule] | int | None,
+    "preemption": Notice, "preemption_grace": float, "every": int | None, "every_minutes": float | None,
+    "final_save": Callable[[int], object] | None,
 }, total=False)
 CopyKeywords = TypedDict("CopyKeywords", {
     "hard_links": bool, "num_workers": int, "max_bytes_per_second": int | str | None, "timeout": float,

@@ -30,18 +30,24 @@ _APART = 5.0
 class Preemption:
     """The requests to stop that one Checkpointer sees.
 
-    Its signal is caught from the beginning; the other ranks are joined at the first step.
+    Its signals are caught from the beginning; the other ranks are joined at the first step. ``has_stopped``: a step
+    said to stop.
     """
 
     def __init__(self, options: PreemptionOptions) -> None:
-        """Catch the signal. Raises InvalidArgument for invalid options."""
+        """Catch the signals. Raises InvalidArgument for invalid options."""
         options.validate()
         self._asked, self._grace = options.preemption, options.preemption_grace
-        self._flag: SignalFlag | None = None
+        self.has_stopped = False
+        self._flags = [SignalFlag(number, self._grace) for number in options.signals]
         self._stopping: Stopping | None = None
-        if self._asked and not callable(self._asked):
-            self._flag = SignalFlag(signal.SIGTERM if self._asked is True else self._asked, self._grace)
-            self._flag.install()
+        try:
+            for flag in self._flags:
+                flag.install()
+        except InvalidArgument:
+            for flag in self._flags:
+                flag.remove()
+            raise
 
     def step(self, number: int, meet: Callable[[], Agreement | None]) -> bool:
         """Return whether all ranks stop after step ``number``; at the first call ``meet`` joins the ranks.
@@ -50,13 +56,14 @@ class Preemption:
         """
         if not self._asked:
             return False
-        if self._flag is not None:
-            self._flag.poll()
+        for flag in self._flags:
+            flag.poll()
         if self._stopping is None:
             self._stopping = self._joined(meet)
         stops = self._stopping.step(number)
-        if stops and self._flag is not None:
-            self._flag.answer()
+        for flag in self._flags if stops else ():
+            flag.answer()
+        self.has_stopped |= stops
         return stops
 
     def warn_if_not_asked(self) -> None:
@@ -69,17 +76,17 @@ class Preemption:
 
     @contextmanager
     def leaving(self) -> Iterator[None]:
-        """Make no further step; after the block the signal has its former effect."""
+        """Make no further step; after the block the signals have their former effect."""
         try:
-            if self._flag is not None:
-                self._flag.close()
+            for flag in self._flags:
+                flag.close()
             if self._stopping is not None:
                 self._stopping.leave()
                 self._stopping = None
             yield
         finally:
-            if self._flag is not None:
-                self._flag.remove()
+            for flag in self._flags:
+                flag.remove()
 
     def _joined(self, meet: Callable[[], Agreement | None]) -> Stopping:
         agreement = meet()
@@ -92,9 +99,9 @@ class Preemption:
 
     def _notice(self) -> str | None:
         """Return why this rank is to stop; None if it is not."""
-        if self._flag is not None:
-            return self._flag.name if self._flag.is_set else None
-        return "preemption() is true" if callable(self._asked) and self._asked() else None
+        if callable(self._asked):
+            return "preemption() is true" if self._asked() else None
+        return next((flag.name for flag in self._flags if flag.is_set), None)
 
 
 class SignalFlag:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from signal import Signals
+from signal import SIGTERM, Signals
 from typing import Any, Literal, get_args
 
 from nxd_ckpt.core.option_classes import option
+from nxd_ckpt.core.retention import Rule, rules_of
 from nxd_ckpt.core.topology import Topology
 from nxd_ckpt.errors import InvalidArgument
 from nxd_ckpt.storage.urls import StorageOptions
@@ -56,7 +57,21 @@ class CheckpointerOptions(DirectoryOptions):
             raise InvalidArgument(f"max_failed_saves must be an int of at least 1, found {limit!r}")
 
 
-Notice = bool | Signals | int | Callable[[], bool]
+@dataclass(frozen=True)
+class RetentionOptions:
+    """Complete tags to keep, for the saves that are passed neither of both options."""
+
+    num_kept_ckpts: int | None = option(None, """complete tags to keep, for saves without ``num_kept_ckpts`` and
+        ``retain`` of their own.""")
+    retain: Sequence[Rule] | int | None = option(None, "the same: a number, or rules such as ``[Last(3)]``.")
+
+    @property
+    def rules(self) -> tuple[Rule, ...] | None:
+        """Rules for the complete tags to keep; None keeps all. Raises InvalidArgument."""
+        return rules_of(self.num_kept_ckpts, self.retain)
+
+
+Notice = bool | Signals | int | Sequence[Signals | int] | Callable[[], bool]
 """Source of the news that a rank is about to be stopped."""
 
 
@@ -64,16 +79,26 @@ Notice = bool | Signals | int | Callable[[], bool]
 class PreemptionOptions:
     """Stopping training from outside without losing a step."""
 
-    preemption: Notice = option(False, """sign that this rank will be stopped: True for SIGTERM, another signal, or a
-        function that each `Checkpointer.step` calls.""")
+    preemption: Notice = option(False, """sign that this rank will be stopped: True for SIGTERM, another signal, several
+        such as ``(SIGINT, SIGTERM)``, or a function that each `Checkpointer.step` calls.""")
     preemption_grace: float = option(30.0, """seconds in which all ranks must agree on the step to save. If this
         process has not called `Checkpointer.step` by then, the signal ends it.""")
+
+    @property
+    def signals(self) -> tuple[int, ...]:
+        """The signals to catch, none for a function; none, too, if ``preemption`` is meaningless."""
+        notice = self.preemption
+        if isinstance(notice, bool):
+            return (SIGTERM,) if notice else ()
+        numbers = tuple(notice) if isinstance(notice, (list, tuple, set, frozenset)) else (notice,)
+        are_signals = all(isinstance(one, int) and not isinstance(one, bool) and one in [*Signals] for one in numbers)
+        return tuple(dict.fromkeys(numbers)) if are_signals else ()
 
     def validate(self) -> None:
         """Raise InvalidArgument for meaningless values."""
         notice = self.preemption
-        if not callable(notice) and not (isinstance(notice, int) and (notice in (False, True) or notice in [*Signals])):
-            raise InvalidArgument(f"preemption must be True, a signal or a function, found {notice!r}")
+        if not callable(notice) and not isinstance(notice, bool) and not self.signals:
+            raise InvalidArgument(f"preemption must be True, a signal, several signals or a function, found {notice!r}")
         if not self.preemption_grace > 0:
             raise InvalidArgument(f"preemption_grace must be more than 0 seconds, found {self.preemption_grace!r}")
 

@@ -25,6 +25,8 @@ from nxd_ckpt.core.retention import Rule
 from nxd_ckpt.core.votes import Verdict, Vote
 from nxd_ckpt.errors import (
     CheckpointError,
+    DirectoryInUse,
+    DirectoryTakenOver,
     OutcomeUnknown,
     RanksDisagree,
     SaveFailed,
@@ -63,6 +65,11 @@ class SaveRequest:
     def rules(self) -> Sequence[Rule] | None:
         """Rules for the complete tags to keep; None keeps all."""
         return self.options.rules or self.tier_rules
+
+
+def failure_of(error: BaseException) -> type[SaveFailed]:
+    """Return the class of the failure of a save that ``error`` causes."""
+    return DirectoryTakenOver if isinstance(error, DirectoryInUse) else SaveFailed
 
 
 class SaveAttempt:
@@ -111,7 +118,7 @@ class SaveAttempt:
         if isinstance(error, (SaveFailed, OutcomeUnknown)):
             return error
         rank = self.session.topology.rank
-        return SaveFailed(f"save of {self.tag!r} failed: rank {rank} failed: {in_words(to_wire(error))}")
+        return failure_of(error)(f"save of {self.tag!r} failed: rank {rank} failed: {in_words(to_wire(error))}")
 
     def refused(self, verdict: Verdict) -> CheckpointError:
         """Return the error in rank 0's verdict. The message names the rank that failed."""

@@ -29,7 +29,7 @@ from nxd_ckpt.errors import (
     in_words,
     to_wire,
 )
-from nxd_ckpt.save.attempt import AttemptFiles, SaveAttempt
+from nxd_ckpt.save.attempt import AttemptFiles, SaveAttempt, failure_of
 from nxd_ckpt.save.plan import SavePlan
 from nxd_ckpt.save.writing import FileWriter, write_index, write_small
 from nxd_ckpt.tag.directory import list_tags
@@ -208,7 +208,7 @@ class Ballot:
             if isinstance(counted.others, SaveFailed):
                 raise counted.others
             if error is not None:
-                raise SaveFailed(f"rank 0 failed: {in_words(to_wire(error))}")
+                raise failure_of(error)(f"rank 0 failed: {in_words(to_wire(error))}")
             votes = [counted.own, *(self._collect() if counted.others is None else counted.others)]
             if self._attempt.plan is None:
                 raise SaveFailed("rank 0 staged nothing")
@@ -220,7 +220,8 @@ class Ballot:
             is_seen = isinstance(failure, OutcomeUnknown) and is_visible(session.storage, self._tag, self._number)
             return Verdict() if is_seen else Verdict(to_wire(failure)), 0
         except Exception as failure:
-            return Verdict(to_wire(SaveFailed(f"rank 0 could not commit it: {in_words(to_wire(failure))}"))), 0
+            why = f"rank 0 could not commit it: {in_words(to_wire(failure))}"
+            return Verdict(to_wire(failure_of(failure)(why))), 0
 
     def _request(self, plan: SavePlan, voted: float) -> Commit:
         request = self._attempt.request

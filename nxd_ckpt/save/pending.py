@@ -11,6 +11,7 @@ from typing import Any
 
 from nxd_ckpt import effects
 from nxd_ckpt.effects import require_own
+from nxd_ckpt.errors import DirectoryInUse
 from nxd_ckpt.options.checkpointer_options import CheckpointerOptions
 
 logger = logging.getLogger("nxd_ckpt")
@@ -35,13 +36,14 @@ class Failures:
     def decided(self, error: BaseException | None, informed: bool) -> bool:
         """Record the outcome of a save. Return whether its failure is tolerated.
 
-        ``error`` is logged, unless its caller was ``informed``.
+        ``error`` is logged, unless its caller was ``informed``. No later save succeeds where another job saves, so that
+        is not tolerated.
         """
         if error is None:
             self.in_a_row = 0
             return False
         self.in_a_row += 1
-        tolerated = self._warns and self.in_a_row < self._limit
+        tolerated = self._warns and self.in_a_row < self._limit and not isinstance(error, DirectoryInUse)
         if tolerated:
             logger.warning(
                 "nxd_ckpt: a save failed, and training continues (%d in a row; the %d. is raised): %s: %s",

@@ -62,8 +62,8 @@ def _load_latest(*arguments: Any, **options: Any) -> None:
 @pytest.mark.parametrize(
     ("function", "keyword", "advice"),
     [
-        (Checkpointer, "retain", r"\(pass retain=\[Last\(3\), .*\] to Checkpointer\.save\(\)\)"),
-        (Checkpointer, "max_to_keep", r"\(pass num_kept_ckpts= to Checkpointer\.save\(\)\)"),
+        (Checkpointer, "dedup", r"\(pass dedup= to Checkpointer\.save\(\)\)"),
+        (Checkpointer, "max_to_keep", r"\(did you mean 'num_kept_ckpts'\?\)"),
         (Checkpointer, "save_interval_steps", r"\(did you mean 'every'\?\)"),
         (Checkpointer, "checkpoint_dir_str", r"\(did you mean 'path'\?\)"),
         (Tier, "max_to_keep", r"\(did you mean 'keep'\?\)"),

@@ -262,7 +262,19 @@ def test_ranks_without_a_group_cannot_agree(tmp_path: Path) -> None:
         saver.step(1)
 
 
-@pytest.mark.parametrize("notice", ["SIGTERM", 9, 1000, -1, 1.5], ids=repr)
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGUSR1])
+def test_each_of_several_signals_stops(tmp_path: Path, number: signal.Signals) -> None:
+    """Ctrl-C as well; after the end both have their former handlers, and the script knows that it was stopped."""
+    before = [signal.getsignal(one) for one in (signal.SIGINT, signal.SIGUSR1)]
+    with Checkpointer(tmp_path, preemption=(signal.SIGINT, signal.SIGUSR1)) as saver:
+        assert (False, False) == (saver.step(1), saver.stopped)
+        os.kill(os.getpid(), number)
+        assert (True, True) == (saver.step(2), saver.stopped)
+    assert before == [signal.getsignal(one) for one in (signal.SIGINT, signal.SIGUSR1)]
+    assert saver.stopped
+
+
+@pytest.mark.parametrize("notice", ["SIGTERM", 9, 1000, -1, 1.5, (), (15, 9), [15, True]], ids=repr)
 def test_what_tells_nothing_is_refused(tmp_path: Path, notice: Any) -> None:
     """A name, signals that no process can handle or that there are none of."""
     with pytest.raises(InvalidArgument, match="preemption"):

@@ -10,8 +10,17 @@ from pathlib import Path
 import pytest
 import torch
 
-from nxd_ckpt import Checkpointer, close_checkpointers, effects, load_checkpoint, remove_checkpoint, save_checkpoint
-from nxd_ckpt.errors import CorruptCheckpoint, DirectoryInUse, SaveFailed
+from nxd_ckpt import (
+    Checkpointer,
+    Last,
+    Tier,
+    close_checkpointers,
+    effects,
+    load_checkpoint,
+    remove_checkpoint,
+    save_checkpoint,
+)
+from nxd_ckpt.errors import CorruptCheckpoint, DirectoryInUse, InvalidArgument, SaveFailed
 from nxd_ckpt.prune import pin_checkpoint
 from nxd_ckpt.storage.local import LocalStorage
 from nxd_ckpt.testing.storage import HookedStorage, Operation, failing
@@ -49,6 +58,17 @@ def test_the_newest_are_kept(tmp_path: Path, kept: int) -> None:
     """At every moment there are as many as exist or are to be kept, whichever is less; names do not matter."""
     tags = ["z", "y", "x", "a"]
     assert [tags[max(0, n - kept) : n] for n in range(1, 5)] == save_all(tmp_path, tags, kept)
+
+
+def test_a_checkpointer_has_a_default(tmp_path: Path) -> None:
+    """It is for the saves without a rule of their own."""
+    with Checkpointer(tmp_path, num_kept_ckpts=1) as saver:
+        for step in range(3):
+            saver.save(step, {"weight": torch.ones(1)})
+        saver.save(3, {"weight": torch.ones(1)}, retain=2)
+    assert ["step_2", "step_3"] == visible_tags(tmp_path)
+    with pytest.raises(InvalidArgument, match="pass one of them"):
+        Checkpointer(tiers=[Tier(tmp_path, keep=1)], retain=[Last(1)])
 
 
 def test_an_overwritten_tag_is_the_newest(tmp_path: Path) -> None:
@@ -203,7 +223,7 @@ def test_a_tag_that_this_process_found_damaged_does_not_count(
         find_out(tmp_path, checkpointer)
         checkpointer.save(3, model, num_kept_ckpts=2)
         assert ["step_1", "step_2", "step_3"] == visible_tags(tmp_path)
-        assert "step_2" in caplog.text and "keeps an older one in its place" in caplog.text
+        assert "keeps an older one in its place" in caplog.text
 
         checkpointer.save(2, model, num_kept_ckpts=2)
         checkpointer.save(4, model, num_kept_ckpts=2)
