@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -23,26 +22,15 @@ from nxd_ckpt.coordination.preemption import Preemption
 from nxd_ckpt.coordination.rendezvous import meet
 from nxd_ckpt.coordination.schedule import Schedule
 from nxd_ckpt.coordination.waiting import FairLock
-from nxd_ckpt.core.option_classes import options_of, split_options, takes
+from nxd_ckpt.core.option_classes import options_of, takes
 from nxd_ckpt.core.tags import Tag, step_of
 from nxd_ckpt.effects import require_own
-from nxd_ckpt.errors import (
-    CheckpointerClosed,
-    CheckpointError,
-    DirectoryInUse,
-    InvalidArgument,
-    as_checkpoint_errors,
-)
+from nxd_ckpt.errors import CheckpointerClosed, CheckpointError, as_checkpoint_errors
 from nxd_ckpt.keywords import CheckpointerKeywords, LoadKeywords, SaveKeywords
 from nxd_ckpt.live.save_state import SaveState
 from nxd_ckpt.load.loading import Loaded, load
 from nxd_ckpt.load.options import LoadOptions, LoadRequest
-from nxd_ckpt.options.checkpointer_options import (
-    CheckpointerOptions,
-    PreemptionOptions,
-    RetentionOptions,
-    ScheduleOptions,
-)
+from nxd_ckpt.options.checkpointer_options import JobOptions
 from nxd_ckpt.save.attempt import SaveAttempt, SaveRequest
 from nxd_ckpt.save.capture import capture
 from nxd_ckpt.save.options import SaveOptions, understood
@@ -59,8 +47,6 @@ from nxd_ckpt.tiers.tiers import Tiers
 logger = logging.getLogger("nxd_ckpt")
 
 _Answer = TypeVar("_Answer")
-
-logger = logging.getLogger("nxd_ckpt")
 
 _GRACE = 5.0
 """Seconds that an exit after an exception waits for the other ranks, beyond writing this rank's own bytes."""
@@ -83,7 +69,7 @@ class Checkpointer:
     """
 
     @as_checkpoint_errors()
-    @takes(CheckpointerOptions, RetentionOptions, PreemptionOptions, ScheduleOptions)
+    @takes(*JobOptions.kinds())
     def __init__(
         self,
         path: StrPath | None = None,
@@ -100,15 +86,10 @@ class Checkpointer:
             tiers: the places that checkpoints go to, of which the first is ``path``, which may be left out.
                 Complete tags are copied to the others in the background (``docs/tiers.md``).
         """
-        preemption, others = split_options(PreemptionOptions, options)
-        schedule, others = split_options(ScheduleOptions, others)
-        retention, shared = split_options(RetentionOptions, others)
-        self._options = chosen = CheckpointerOptions(**shared)
+        job = JobOptions.of(options)
+        self._options = chosen = job.shared
         chosen.validate()
-        self._places = Tiers(path, tiers, storage, chosen)
-        self._rules = RetentionOptions(**retention).rules
-        if self._rules is not None and self._places.rules is not None:
-            raise InvalidArgument("the first tier has keep= or retain=, and so has the Checkpointer: pass one of them")
+        self._places = Tiers(path, tiers, storage, chosen, job.retention.rules)
         self.storage, self.tiers = self._places.first, self._places.tiers
         self.topology = topology_of(chosen.topology, chosen.process_group)
         self._counter = 0
@@ -121,12 +102,9 @@ class Checkpointer:
         self._pid = os.getpid()
         self._in_flight = UnfinishedSaves()
         self._versions: dict[str, str] = {}
-        self._schedule = Schedule(ScheduleOptions(**schedule), chosen.timeout)
-        self._preemption = Preemption(PreemptionOptions(**preemption))
-        meant = {"preemption": preemption.get("preemption") or None, **schedule, **retention}
-        meant["on_save_failure"] = self._failures.warns or None
-        self._meant_for_saves = [name for name, value in meant.items() if value is not None]
-        """Options that show that it is going to save."""
+        self._schedule = Schedule(job.schedule, chosen.timeout)
+        self._preemption = Preemption(job.preemption)
+        self._meant_for_saves = job.meant_for_saves
 
     @as_checkpoint_errors()
     @takes(SaveOptions, checks=False)
@@ -362,8 +340,7 @@ class Checkpointer:
                 error = problem
         assert self._session is not None
         plan = None if planned is None else planned.plan
-        rules = self._rules or self._places.rules
-        request = SaveRequest(tag, plan, options, rules, self._versions, self._places.drains)
+        request = SaveRequest(tag, plan, options, self._places.rules, self._versions, self._places.drains)
         attempt = SaveAttempt(self._session, request, error, self._pipeline.writers)
         self._pipeline.submit(attempt.open)
         self._in_flight.add(pending)
@@ -520,17 +497,17 @@ class Checkpointer:
 
     @as_checkpoint_errors()
     def __enter__(self) -> Checkpointer:
-        """Return this Checkpointer. One that is going to save, by its options, takes the directory now.
+        """Return this Checkpointer, which takes the directory now if its options show that it will save.
 
         Raises DirectoryInUse, on all ranks: another live job saves there.
         """
-        require_own(self._pid, self.storage.url)
-        try:
-            with self._lock.held("open"):
-                self._reserve("open")
-        except BaseException:
-            self._shut(0.0)
-            raise
+        if os.getpid() == self._pid:
+            try:
+                with self._lock.held("open"):
+                    self._reserve("open")
+            except BaseException:
+                self._shut(0.0)
+                raise
         return self
 
     @as_checkpoint_errors()
@@ -568,24 +545,12 @@ class Checkpointer:
         return planned
 
     def _reserve(self, call: str) -> None:
-        """Take the directory before the training, if this Checkpointer is going to save, so that it is refused now.
-
-        Without a process group the ranks cannot agree, and the first save takes it.
-        """
-        if self._session is not None or self._is_closed or not self._meant_for_saves:
-            return
-        try:
-            agreement = self._meet(call)
-            if agreement is not None:
-                self._claim(agreement)
-        except DirectoryInUse as error:
-            shown = ", ".join(f"{name}=" for name in self._meant_for_saves)
-            error.args = (f"{error}. A Checkpointer that only loads is not refused: make it without {shown}",)
-            raise
-        except OSError as error:
-            if not self._failures.warns:
-                raise
-            logger.warning("nxd_ckpt: %s cannot be saved to; the first save tries again: %s", self.storage.url, error)
+        """Take the directory before the training, if it will be saved to: without a group only the first save can."""
+        if self._session is None and self._meant_for_saves and not self._is_closed:
+            with self._failures.before_training(self.storage.url, self._meant_for_saves):
+                agreement = self._meet(call)
+                if agreement is not None:
+                    self._claim(agreement)
 
     def _claim(self, agreement: Agreement | None) -> Session:
         """Take the directory for this job."""

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from signal import SIGTERM, Signals
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
-from nxd_ckpt.core.option_classes import option
+from nxd_ckpt.core.option_classes import option, split_options
 from nxd_ckpt.core.retention import Rule, rules_of
 from nxd_ckpt.core.topology import Topology
 from nxd_ckpt.errors import InvalidArgument
@@ -120,3 +120,29 @@ class ScheduleOptions:
             raise InvalidArgument(f"every must be a number of steps, at least 1, found {every!r}")
         if minutes is not None and not (isinstance(minutes, (int, float)) and 0 < minutes < math.inf):
             raise InvalidArgument(f"every_minutes must be a number of minutes above 0, found {minutes!r}")
+
+
+class JobOptions(NamedTuple):
+    """All options of a Checkpointer."""
+
+    shared: CheckpointerOptions
+    retention: RetentionOptions
+    preemption: PreemptionOptions
+    schedule: ScheduleOptions
+
+    @staticmethod
+    def kinds() -> tuple[type[Any], ...]:
+        return CheckpointerOptions, RetentionOptions, PreemptionOptions, ScheduleOptions
+
+    @classmethod
+    def of(cls, values: Mapping[str, Any]) -> JobOptions:
+        """Return the options with these values, which are their fields."""
+        return cls(*(kind(**split_options(kind, values)[0]) for kind in cls.kinds()))
+
+    @property
+    def meant_for_saves(self) -> list[str]:
+        """Names of given options that show that the Checkpointer is going to save."""
+        warns = self.shared.on_save_failure == "warn"
+        chosen = {"preemption": self.preemption.preemption or None, "on_save_failure": warns or None}
+        chosen |= {**vars(self.schedule), **vars(self.retention)}
+        return [name for name, value in chosen.items() if value is not None]

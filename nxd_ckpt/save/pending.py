@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent import futures
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -55,6 +56,24 @@ class Failures:
         elif not informed:
             logger.error("nxd_ckpt: %s: %s", type(error).__name__, error)
         return tolerated
+
+
+    @contextmanager
+    def before_training(self, url: str, options: Sequence[str]) -> Iterator[None]:
+        """Context in which the directory ``url`` is taken, because of ``options``, long before the first save.
+
+        With "warn", an error of the storage is logged, and not raised.
+        """
+        try:
+            yield
+        except DirectoryInUse as error:
+            shown = ", ".join(f"{name}=" for name in options)
+            error.args = (f"{error}. A Checkpointer that only loads is not refused: make it without {shown}",)
+            raise
+        except OSError as error:
+            if not self._warns:
+                raise
+            logger.warning("nxd_ckpt: %s cannot be saved to; the first save tries again: %s", url, error)
 
 
 class SaveProgress:

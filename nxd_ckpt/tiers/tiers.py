@@ -37,10 +37,22 @@ class Tiers:
     """The tiers of a job's saves. On rank 0, from the first save on, ``drains`` fill all tiers but the first."""
 
     def __init__(
-        self, path: StrPath | None, tiers: Sequence[Tier] | None, first: Storage | None, options: CheckpointerOptions
+        self,
+        path: StrPath | None,
+        tiers: Sequence[Tier] | None,
+        first: Storage | None,
+        options: CheckpointerOptions,
+        rules: tuple[Rule, ...] | None = None,
     ) -> None:
-        """Open the tiers; ``first`` is the first one's storage, if not its path's. Raises InvalidArgument."""
+        """Open the tiers; ``first`` is the first one's storage, if not its path's, and ``rules`` its retention.
+
+        Raises InvalidArgument.
+        """
         self.tiers = checked_tiers(path, tiers)
+        if rules is not None and self.tiers[0].rules is not None:
+            raise InvalidArgument("the first tier has keep= or retain=, and so has the Checkpointer: pass one of them")
+        self.rules = rules or self.tiers[0].rules
+        """Rules of retention on the first tier, unless a save has its own."""
         opened = (tier.open(options.durable, options.storage_options) for tier in self.tiers[first is not None :])
         self.storages = [*([] if first is None else [first]), *opened]
         self.drains: Drains | None = None
@@ -55,11 +67,6 @@ class Tiers:
     def first(self) -> Storage:
         """Storage to which every save is written."""
         return self.storages[0]
-
-    @property
-    def rules(self) -> tuple[Rule, ...] | None:
-        """Rules of retention on the first tier, unless a save has its own."""
-        return self.tiers[0].rules
 
     def join(self, agreement: Agreement | None) -> None:
         """Find the other hosts, if the first tier is each host's own; all ranks call this, before they use it.

@@ -96,7 +96,7 @@ def test_a_job_that_was_taken_over_and_wakes_up_publishes_nothing(moment: Moment
     assert None is successor.save(tag, 3)
     awake.set()
     thread.join(HANGS)
-    assert SaveFailed is type(outcome[0])
+    assert isinstance(outcome[0], SaveFailed)
     assert {"first": 1, tag: 3} == values(store)
     assert None is successor.save("t", 4, overwrite=True)
     sleeper.end()
