@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -63,9 +64,8 @@ class Checkpointer:
                     checkpointer.save(step, model, optimizer, async_save=True)
 
     Every rank makes the same calls in the same order. Threads may share a Checkpointer: their saves and loads take
-    turns, in the order of the calls. A forked child makes one of its own. One job at a time writes to a directory: it
-    holds a lease.
-    One that is still open when the process ends is closed then; a failure that was never raised makes its exit code 1.
+    turns, in the order of the calls. A forked child makes one of its own. One job at a time writes to a directory, and
+    holds its lease. What is still open at exit is closed then; a failure that was never raised makes the exit code 1.
     """
 
     @as_checkpoint_errors()
@@ -88,7 +88,6 @@ class Checkpointer:
         """
         job = JobOptions.of(options)
         self._options = chosen = job.shared
-        chosen.validate()
         self._places = Tiers(path, tiers, storage, chosen, job.retention.rules)
         self.storage, self.tiers = self._places.first, self._places.tiers
         self.topology = topology_of(chosen.topology, chosen.process_group)
@@ -102,8 +101,7 @@ class Checkpointer:
         self._pid = os.getpid()
         self._in_flight = UnfinishedSaves()
         self._versions: dict[str, str] = {}
-        self._schedule = Schedule(job.schedule, chosen.timeout)
-        self._preemption = Preemption(job.preemption)
+        self._schedule, self._preemption = Schedule(job.schedule, chosen.timeout), Preemption(job.preemption)
         self._meant_for_saves = job.meant_for_saves
 
     @as_checkpoint_errors()
@@ -439,9 +437,7 @@ class Checkpointer:
             return self._remove(lambda names: remove_tags(session, names, pinned), tags)
 
     def _remove(self, remove: Callable[[Sequence[str]], Removed], tags: Sequence[Tag]) -> Removed:
-        if self.topology.rank != 0:
-            return Removed()
-        return remove([name_of(self.storage, tag) for tag in tags])
+        return Removed() if self.topology.rank else remove([name_of(self.storage, tag) for tag in tags])
 
     @property
     def failed_in_a_row(self) -> int:
@@ -497,10 +493,7 @@ class Checkpointer:
 
     @as_checkpoint_errors()
     def __enter__(self) -> Checkpointer:
-        """Return this Checkpointer, which takes the directory now if its options show that it will save.
-
-        Raises DirectoryInUse, on all ranks: another live job saves there.
-        """
+        """Return this Checkpointer. One that will save, by its options, takes the directory: see `DirectoryInUse`."""
         if os.getpid() == self._pid:
             try:
                 with self._lock.held("open"):
@@ -530,14 +523,12 @@ class Checkpointer:
     def _open(self, captured: Callable[[], SaveState], tag: str) -> StagingPlan | None:
         """Claim the directory for the first save, if that is not done, with the plan that all ranks agreed on before.
 
-        Without a process group nothing can be agreed on before the directory is shared: then the plan is None, and
-        an error in making it becomes a vote, as in any later save.
+        Without a process group nothing can be agreed on before: then the plan is None, and an error becomes a vote.
         """
         try:
             agreement = self._meet("save")
             planned = None if agreement is None else self._pipeline.plan_together(agreement, captured, tag)
-            if self._session is None:
-                self._claim(agreement)
+            _ = self._session or self._claim(agreement)
         except BaseException:
             self._pipeline.stop()  # threads and memory are given back: nobody may close this Checkpointer
             raise
@@ -570,10 +561,7 @@ class Checkpointer:
         return session
 
     def _meet(self, call: str) -> Agreement | None:
-        """Return the agreement of the job's ranks for this ``call``.
-
-        None for a process that acts as one rank of many.
-        """
+        """Return the agreement of the job's ranks for this ``call``; None for a process that acts as one of many."""
         at, described = self.topology, self._places.described(call)
         return meet(at.rank, at.world_size, self._options.timeout, described, at.members)
 
@@ -595,10 +583,7 @@ class Checkpointer:
                     self._tear_down(grace)
 
     def _tear_down(self, grace: float | None) -> None:
-        """Release everything, with nothing in flight, once the other tiers are up to date.
-
-        With a ``grace``, without them.
-        """
+        """Release everything, with nothing in flight; without a ``grace`` once the other tiers are up to date."""
         self._pipeline.stop(at_once=grace is not None)
         meet = None if self._session is None else lambda: self._meet("close") if grace is None else None
         self._places.finish(meet)
@@ -608,7 +593,6 @@ class Checkpointer:
                 clean_up(self._session, self._session.counter + 1)
             self._counter = self._session.counter  # a given run_id may be used again, its attempts may not
             self._session.close()
-            self._session = None
-            self._has_saved = False
+            self._session, self._has_saved = None, False
             forget(self)
         self._places.leave(meet)

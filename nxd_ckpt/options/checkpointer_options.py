@@ -136,8 +136,11 @@ class JobOptions(NamedTuple):
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> JobOptions:
-        """Return the options with these values, which are their fields."""
-        return cls(*(kind(**split_options(kind, values)[0]) for kind in cls.kinds()))
+        """Return the options with these values, which are their fields. Raises InvalidArgument."""
+        job = cls(*(kind(**split_options(kind, values)[0]) for kind in cls.kinds()))
+        for options in (job.shared, job.preemption, job.schedule):
+            options.validate()
+        return job
 
     @property
     def meant_for_saves(self) -> list[str]:
