@@ -73,7 +73,7 @@ def dequantized_fp8(
     scales: torch.Tensor,
     lengths: torch.Tensor,
     dtype: torch.dtype,
-    rounded: torch.dtype = torch.float32,
+    rounded: torch.dtype,
 ) -> torch.Tensor:
     """Return ``numbers`` (FP8) times the scale of the segment that each is in, as ``dtype``.
 

@@ -252,7 +252,7 @@ def fill_state(
     slots: Mapping[Any, Slot],
     saved: Mapping[Any, Any],
     read: LeafSource,
-    keeps: Keeps = keeps_nothing,
+    keeps: Keeps,
 ) -> None:
     """Replace the optimizer's ``state`` with the saved one, one tensor at a time; other entries go, unless kept.
 

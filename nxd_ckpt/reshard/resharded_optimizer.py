@@ -79,7 +79,7 @@ class ReshardedOptimizer:
         """Keys that the optimizer's class adds to torch's state dict, equal on all ranks."""
         return next((saved.own for saved in self._references.values()), {})
 
-    def group_order(self, form: OptimizerForm, covers: Covers = _covers_nothing) -> list[int]:
+    def group_order(self, form: OptimizerForm, covers: Covers) -> list[int]:
         """Return the saved group's number for each live param group, without experts' own.
 
         Its own number if none fits.
