@@ -43,7 +43,8 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: test lint test-xla test-plain test-pythons soak mutants bench bench-reshard bench-diff bench-hf bench-migrate bench-plugins bench-s3 bench-scale bench-hosts bench-tiers bench-statistics demo site
 
-# Side by side, as none of the three keeps two processors busy (four workers of test-plain often wait); each shows what it said when it is done.
+# Side by side, as none of the three keeps two processors busy: tests of test-plain often wait, so four of them run at
+# once. Each shows what it said when it is done.
 test:
 	$(MAKE) --jobs 2 --output-sync=target lint test-xla test-plain
 

@@ -22,7 +22,7 @@ from tests.support.reliability import REPOSITORY
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]
 
-SLICE = {"disk": 100, "store": 40, "hosts": 10}
+SLICE = {"disk": 100, "store": 40, "hosts": 16}
 """Schedules of `make test`; `make soak` runs the rest."""
 
 
