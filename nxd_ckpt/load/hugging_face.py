@@ -48,6 +48,8 @@ from nxd_ckpt.tag.reading import Leaf, LeafReader
 
 logger = logging.getLogger("nxd_ckpt")
 
+_LOOSE = "strict=False loads the rest"
+
 
 def load_hugging_face(storage: Storage, request: LoadRequest) -> None:
     """Load the model that ``storage`` holds into the model. Collective.
@@ -69,6 +71,9 @@ def load_hugging_face(storage: Storage, request: LoadRequest) -> None:
         logger.warning("%s", attempt.strays)
     if attempt.filtered:
         attempt.unmatched.complain(request)
+    of_ranks = agreement.gather(attempt.loose)
+    for text in dict.fromkeys(text for texts in of_ranks or () for text in texts):
+        logger.warning("loading with strict=False: %s", text)
     used = _tensors_used_by_all(agreement, attempt.used)
     refuse_unmatched(request, attempt.nbytes > 0, attempt.unfilled)
     if not request.acts_for_one_stage:
@@ -92,11 +97,15 @@ def _tensors_used_by_all(agreement: Agreement, used: Sequence[str]) -> list[str]
 
 
 class _HuggingFaceLoad:
-    """A load whose directory and live model fit. ``used`` are the Hugging Face tensors that its rules name."""
+    """A load whose directory and live model fit. ``used`` are the Hugging Face tensors that its rules name.
+
+    ``loose`` are problems of this rank that are only warnings without ``strict``.
+    """
 
     def __init__(self, storage: Storage, request: LoadRequest) -> None:
         topology, options, optimizer = request.topology, request.options, request.optimizer
         self._directory, self._strict = HuggingFaceDirectory(storage), options.strict_names
+        self.loose: list[str] = []
         config = text_config(self._directory.config)
         quantization = quantization_of(self._directory.config, self._directory.where)
         renaming = Renaming(options.key_mapping or {}, options.prefix)
@@ -160,7 +169,10 @@ class _HuggingFaceLoad:
         unused = sorted({*in_files(self._tensors.names)}.difference(in_files(used)))
         unused = [name for name in unused if not any(pattern.match(name) for pattern in self._mapping.ignored)]
         if unused:
-            self._complain(f"{self.where} holds {first_of(unused)}, which no rank's model has")
+            problem = f"{self.where} holds {first_of(unused)}, which no rank's model has"
+            if self._strict:
+                raise KeyMismatch(f"{problem}; {_LOOSE}")
+            logger.warning("loading with strict=False: %s", problem)
 
     def join(self, request: LoadRequest, reader: LeafReader) -> SharedReads | None:
         """Join the replicas, data-parallel or on a mesh, if they are to share the reading. Collective."""
@@ -201,7 +213,7 @@ class _HuggingFaceLoad:
         else:
             matches, unknown = self._mapping.split(live)
             if unknown:
-                logger.warning("loading with strict=False: left as they are, without a rule: %s", first_of(unknown))
+                self.loose.append(f"left as they are, without a rule: {first_of(unknown)}")
         return [replace(match, name=live[match.name]) for match in matches]
 
     def _rule_names(self, names: Iterable[str]) -> dict[str, str]:
@@ -298,8 +310,8 @@ class _HuggingFaceLoad:
 
     def _complain(self, problem: str) -> None:
         if self._strict:
-            raise KeyMismatch(f"{problem}; strict=False loads the rest")
-        logger.warning("loading with strict=False: %s", problem)
+            raise KeyMismatch(f"{problem}; {_LOOSE}")
+        self.loose.append(problem)
 
 
 def _refuse_arguments(where: str, request: LoadRequest) -> None:
