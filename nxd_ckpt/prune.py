@@ -36,17 +36,19 @@ class Pruned:
     """Result of `prune_checkpoints`, or with ``dry_run`` the result that it would have; tags are oldest first.
 
     ``kept`` has the rules that keep each tag, and ``damaged`` a sentence for each of them that no rule counts.
+    ``verified``: bytes were read; otherwise only names and sizes of files were compared.
     """
 
     directory: str
     kept: Mapping[str, tuple[str, ...]]
     removed: tuple[str, ...]
     damaged: Mapping[str, str] = field(default_factory=dict)
+    verified: bool = False
 
 
 @as_checkpoint_errors()
 @takes(PruneOptions)
-def prune_checkpoints(path: StrPath, retain: Sequence[Rule], **options: Unpack[PruneKeywords]) -> Pruned:
+def prune_checkpoints(path: StrPath, retain: Sequence[Rule] = (), **options: Unpack[PruneKeywords]) -> Pruned:
     """Remove the complete tags that no rule keeps, except those that are pinned, and the newest.
 
     It takes the directory's lease, like a job that saves. Other directories and incomplete tags are left alone. A tag
@@ -55,22 +57,26 @@ def prune_checkpoints(path: StrPath, retain: Sequence[Rule], **options: Unpack[P
 
     Args:
         path: the checkpoint directory or URL.
-        retain: rules such as ``[Last(3), Every(1000), Best("loss", 3), Within(hours=2)]``.
+        retain: rules such as ``[Last(3), Every(1000), Best("loss", 3), Within(hours=2)]``; none with ``pinned_only``.
 
     Raises:
         CheckpointNotFound: no such directory.
         DirectoryInUse: a live job saves there.
-        InvalidArgument: there are no rules, or one by a metric that no tag has; nothing was removed.
+        InvalidArgument: there are no rules, or one by a metric that no tag has; with ``pinned_only`` there are rules,
+            or no undamaged tag is pinned. Nothing was removed.
     """
-    chosen, rules = PruneOptions(**options), rules_of(None, retain)
-    if rules is None:
+    chosen = PruneOptions(**options)
+    if chosen.pinned_only and retain:
+        raise InvalidArgument("pinned_only=True leaves pinned tags only: pass it, or rules, not both")
+    rules = None if chosen.pinned_only else rules_of(None, retain)
+    if rules is None and not chosen.pinned_only:
         raise InvalidArgument("prune_checkpoints() needs rules, such as [Last(3)]: without them all tags stay")
     storage = open_storage(path, storage_options=chosen.storage_options)
     require_directory(storage)
     damage_of = changed_bytes if chosen.verify else lost_files
     if chosen.dry_run:
         judged = _judge(storage, settled_tags(storage), rules, damage_of)
-        return Pruned(storage.url, judged.retention.kept, judged.retention.surplus, judged.damaged)
+        return Pruned(storage.url, judged.retention.kept, judged.retention.surplus, judged.damaged, chosen.verify)
     with closing(open_session(storage, Topology(), SingleProcessAgreement(), None, chosen.timeout)) as session:
         tags = {info.tag: info for info in settled_tags(storage)}
         judged = _judge(storage, tags.values(), rules, damage_of)
@@ -83,7 +89,7 @@ def prune_checkpoints(path: StrPath, retain: Sequence[Rule], **options: Unpack[P
         if len(removed) < len(surplus):
             kept = _judge(storage, settled_tags(storage), rules, damage_of).retention.kept
         journal.discard_trash(storage, session.run_id, session.confirm)
-    return Pruned(storage.url, kept, tuple(removed), judged.damaged)
+    return Pruned(storage.url, kept, tuple(removed), judged.damaged, chosen.verify)
 
 
 @as_checkpoint_errors()
@@ -118,9 +124,17 @@ def unpin_checkpoint(path: StrPath, tag: Tag, *, storage_options: StorageOptions
 
 
 def _judge(
-    storage: Storage, tags: Iterable[TagInfo], rules: Sequence[Rule], damage_of: retention.DamageOf
+    storage: Storage, tags: Iterable[TagInfo], rules: Sequence[Rule] | None, damage_of: retention.DamageOf
 ) -> retention.Judgement:
-    """Apply the rules. Raises InvalidArgument for one by a metric that no tag has."""
+    """Apply the rules, or with None keep the pinned tags only.
+
+    Raises InvalidArgument for a rule by a metric that no tag has, and if no pinned tag is whole.
+    """
+    if rules is None:
+        judged = retention.judge_pinned(storage, tags, damage_of)
+        if len(judged.damaged) == len(judged.retention.kept):
+            raise InvalidArgument(f"{storage.url}: no undamaged tag is pinned, so none would be left to load: pin one")
+        return judged
     judged = retention.judge_tags(storage, tags, rules, damage_of)
     if judged.unknown_metrics:
         raise InvalidArgument(f"{storage.url}: {'; '.join(judged.unknown_metrics)}. Nothing was removed")

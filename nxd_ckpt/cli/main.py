@@ -160,7 +160,9 @@ def _parsed(
     args.command = words[0]
     _refuse_twice(used, words)
     if unknown:
-        options = [option for action in used._actions for option in action.option_strings]
+        options = [option for action in used._actions for option in action.option_strings if action.dest != "help"]
+        if words[0] == PRUNE.name and unknown[0].partition("=")[0] in ("--keep", "--num-kept-ckpts"):
+            used.error(f"unrecognized arguments: {unknown[0]!r} (did you mean '--last'?)")
         used.error(f"unrecognized arguments: {listed(unknown, options)}")
     return args
 

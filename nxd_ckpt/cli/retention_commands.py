@@ -22,14 +22,15 @@ _UNITS = {"d": "days", "h": "hours", "min": "minutes"}
 def _run(args: argparse.Namespace) -> int:
     from nxd_ckpt.prune import prune_checkpoints
 
-    if not args.retain:
-        raise argparse.ArgumentTypeError("give at least one rule: --last, --every, --best or --within")
-    done = prune_checkpoints(args.dir, args.retain, **options_of(args, PruneOptions))
+    if bool(args.retain) == args.pinned_only:
+        raise argparse.ArgumentTypeError("give rules, --last, --every, --best or --within, or else --pinned-only")
+    done = prune_checkpoints(args.dir, args.retain or (), **options_of(args, PruneOptions))
     document = {
         "directory": done.directory,
         "kept": [{"tag": tag, "because": list(why)} for tag, why in done.kept.items()],
         "removed": list(done.removed),
         "damaged": dict(done.damaged),
+        "bytes_read": done.verified,
         "dry_run": args.dry_run,
     }
     text.show(document, _lines(document), as_json=args.json)
@@ -47,6 +48,8 @@ def _lines(document: dict[str, Any]) -> Iterator[str]:
     yield from text.table(("TAG", "", "BECAUSE"), rows)
     for tag, why in damaged.items():
         yield f"problem: {why}. {tag} stays, and no rule counts it; nxd-ckpt rm removes it"
+    if not document["bytes_read"]:
+        yield "bytes were not read, so a tag that stays may be damaged: --verify reads them"
 
 
 def _best(text: str) -> Rule:
@@ -105,8 +108,8 @@ PRUNE = Command(
     description=(
         "Remove the complete tags in a directory that none of the given rules keeps. Pinned tags, the newest tag, and "
         "anything that is not a complete checkpoint always stay. A damaged tag does not count: a rule keeps an older "
-        "one in its place. While a job that saves there is running, the command is refused, so it does not disturb the "
-        "job."
+        "one in its place. Bytes are read with --verify only. While a job that saves there is running, the command is "
+        "refused, so it does not disturb the job."
     ),
     operands=(("DIR", "a checkpoint directory or URL"),),
     add_flags=_add_flags,

@@ -75,6 +75,15 @@ def judge_tags(
     return Judgement(replace(retention, kept=kept), unknown_metrics(rules, metrics), damaged)
 
 
+def judge_pinned(storage: Storage, tags: Iterable[TagInfo], damage_of: DamageOf) -> Judgement:
+    """Decide that of ``tags`` only the pinned ones stay, and not even the newest, unless it is pinned."""
+    ours = [info.tag for info in in_order(tags) if info.complete and is_checkpoint_of_ours_or_nxd(storage, info.tag)]
+    pins = pinned(storage)
+    kept, surplus = {tag: ("pinned",) for tag in ours if tag in pins}, tuple(tag for tag in ours if tag not in pins)
+    damaged = {tag: why for tag in kept if (why := damage_of(storage, tag)) is not None}
+    return Judgement(Retention(kept, surplus), (), damaged)
+
+
 def _decide(
     storage: Storage, ours: Sequence[TagInfo], rules: Sequence[Rule], metrics: Mapping[str, Metrics]
 ) -> Retention:

@@ -109,6 +109,8 @@ class PruneOptions:
     dry_run: bool = option(False, "remove nothing, and show what would be removed.")
     verify: bool = option(False, """read every tag that stays by its place in a rule, and do not count one whose bytes
         changed. Without it, tags that lost files, or have one of another size, are not counted.""")
+    pinned_only: bool = option(False, """in place of rules: keep the pinned tags only. The newest goes too, unless it is
+        pinned. Refused if no undamaged tag is pinned.""")
     storage_options: StorageOptions | None = option(None, "storage options for URLs, as in fsspec and s3fs.", repr=False
     )
     timeout: float = option(DEFAULT_TIMEOUT, """seconds without a sign of life after which another job in the

@@ -10,6 +10,7 @@ import torch
 from nxd_ckpt import Checkpointer, list_checkpoints
 from tests.cli.conftest import Run
 from tests.protocol.states import visible_tags
+from tests.support.damage import flip
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]
 
@@ -39,6 +40,39 @@ def test_pinned_tags_stay(four: Path, run: Run) -> None:
     assert "step_3 was not pinned\n" == run("unpin", four, "step_3").out
     assert "1 tag is removed" in run("prune", four, "--last", "1").out
     assert ["step_4"] == visible_tags(four)
+
+
+def test_pinned_tags_alone_stay(four: Path, run: Run) -> None:
+    """Without the newest, if it is not pinned; never is the directory emptied so. Beside rules it means nothing."""
+    refused = run("prune", four, "--pinned-only")
+    assert (1, True) == (refused.code, "no undamaged tag is pinned" in refused.err)
+    run("pin", four, "step_2")
+    for words in (["--pinned-only", "--last", "1"], []):
+        with pytest.raises(SystemExit, match="2"):
+            run("prune", four, *words)
+    assert 4 == len(visible_tags(four))
+    assert {"tag": "step_2", "because": ["pinned"]} == run("prune", four, "--pinned-only", "--json").document["kept"][0]
+    assert ["step_2"] == visible_tags(four)
+
+
+def test_it_says_whether_bytes_were_read(four: Path, run: Run) -> None:
+    """A changed byte is no problem without ``--verify``, and the older tag goes; so a line says that."""
+    file = next((four / "step_4" / "model").iterdir())
+    flip(file, file.stat().st_size // 2)
+    rules = ["--last", "1", "--dry-run"]
+    assert "step_4 stays last 1 bytes were not read" in " ".join(run("prune", four, *rules).out.split())
+    assert not run("prune", four, *rules, "--json").document["bytes_read"]
+    verified = run("prune", four, *rules, "--verify")
+    assert (1, False) == (verified.code, "bytes were not read" in verified.out)
+    assert run("prune", four, *rules, "--verify", "--json").document["bytes_read"]
+
+
+def test_another_name_of_a_rule_is_understood(four: Path, run: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    """And help is no suggestion."""
+    for word, advice in (("--keep", "did you mean '--last'?"), ("--helpp", "'--helpp'\n")):
+        with pytest.raises(SystemExit, match="2"):
+            run("prune", four, word, "1")
+        assert advice in capsys.readouterr().err.replace(", '1'", "")
 
 
 def test_each_rule_has_a_flag(four: Path, run: Run) -> None:
