@@ -57,7 +57,7 @@ test-xla: $(XLA_READY)
 	$(VENV)/bin/python -m pytest -m "not soak and (xla or not once)" $$($(OF_XLA)) $(PYTEST_ARGS)
 
 test-plain: $(PLAIN_READY)
-	$(VENV_PLAIN)/bin/python -m pytest -m "plain and not soak" --workers 4 $(PYTEST_ARGS)
+	$(VENV_PLAIN)/bin/python -m pytest -m "plain and not soak" -n 4 --dist loadfile $(PYTEST_ARGS)
 
 # The tests marked `plain` on other interpreters; no part of `make test`. Each gets an environment of 1 to 6 GB.
 test-pythons:
@@ -116,7 +116,8 @@ demo: $(XLA_READY)
 site: $(PLAIN_READY)
 	NO_MKDOCS_2_WARNING=1 $(VENV_PLAIN)/bin/python -m mkdocs build --strict
 
-# Without --no-compile pip would compile all of torch's modules, most of which no test imports.
+# Without --no-compile pip would compile all of torch's modules, most of which no test imports. Those that are imported
+# are compiled by one process that only collects tests; four would do it at the same time, each for itself.
 # One at a time, as both write the project's metadata here; torch, which takes longest, comes before that. The stamp
 # comes last and is newer than what was installed from, so an interrupted installation is taken up again.
 $(XLA_READY): pyproject.toml setup.py
@@ -135,4 +136,5 @@ $(PLAIN_READY): pyproject.toml setup.py
 	flock setup.py $(VENV_PLAIN)/bin/python -m pip install --quiet --no-compile --editable '.[dev]' $(TORCH_PLAIN)
 	$(VENV_PLAIN)/bin/python -m pip install --quiet --no-compile --no-deps $(TITAN) || echo "TorchTitan is not tested: it needs Python 3.11"
 	$(VENV_PLAIN)/bin/python -m pip install --quiet --no-compile --no-deps --upgrade $(OLD_TITAN)
+	-$(VENV_PLAIN)/bin/python -m pytest --collect-only --quiet --quiet > /dev/null
 	touch $@

@@ -22,7 +22,6 @@ from nxd_ckpt.testing.storage import MemoryStorage
 from tests.support.processes import FORKED
 from tests.support.rank_pool import RankPool
 from tests.support.s3_server import S3Server
-from tests.support.workers import pytest_addoption, pytest_runtestloop  # noqa: F401
 
 # Nothing is downloaded; without this, Hugging Face's libraries wait for a network that need not be there.
 os.environ["HF_HUB_OFFLINE"] = "1"

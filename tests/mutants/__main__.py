@@ -51,7 +51,7 @@ def tried(module: str) -> list[dict[str, Any]]:
     with tempfile.TemporaryDirectory() as scratch:
         outcomes = Path(scratch, "outcomes.json")
         plugin = ["-p", "tests.mutants.session", "--mutate", f"nxd_ckpt/{module}.py", "--outcomes", str(outcomes)]
-        options = ["-p", "no:cacheprovider", "-o", "timeout=30", "--basetemp", f"{scratch}/tests"]
+        options = ["-p", "no:cacheprovider", "-p", "no:xdist", "-o", "timeout=30", "--basetemp", f"{scratch}/tests"]
         command = [sys.executable, "-m", "pytest", "-q", *plugin, *options, *TESTS[module]]
         subprocess.run(command, cwd=REPOSITORY, check=True)
         found: list[dict[str, Any]] = json.loads(outcomes.read_text())
