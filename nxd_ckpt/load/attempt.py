@@ -244,8 +244,12 @@ class LoadAttempt:
     def compare_names(self) -> ComparedNames:
         """Return the model's names, here and in the tag, which all ranks must judge together."""
         with self._opened.guarded():
-            self.filtered.refuse_collisions(self._context.held_names() or ())
-            return self._planner.compared_names()
+            return self.compared_names()
+
+    def compared_names(self) -> ComparedNames:
+        """Do the same, within a caller's `OpenTag.guarded`, which costs a request."""
+        self.filtered.refuse_collisions(self._context.held_names() or ())
+        return self._planner.compared_names()
 
     def judge_names(self, names: ComparedNames) -> None:
         """Raise KeyMismatch if names differ and ``strict``, or if none match; else warn. Collective."""

@@ -146,7 +146,7 @@ def _prepared(storage: Storage, source: Source, request: LoadRequest, caches: Ex
             _require_attempt(opened, source.attempt)
             with opened.guarded():
                 attempt = LoadAttempt(opened, settled, cache)
-                return attempt, None if attempt.filtered else attempt.compare_names()
+                return attempt, None if attempt.filtered else attempt.compared_names()
 
     attempt, compared = on_all(agreement, begin)
     _require_one_save(agreement, attempt)
