@@ -174,16 +174,19 @@ def clear_failed(session: Session, attempt: str) -> None:
     for another reason is not waited for: raises its OSError.
     """
     storage, (run_id, _, counter) = session.storage, attempt.rpartition("-")
+    timeout = session.timeout
     for entry in storage.list(STAGING) if is_mounted(storage) else ():
         run, _, number = entry.name.rpartition("-")
         if run == run_id and number.isdigit() and int(number) < int(counter):
             _show_work(storage, attempt)
-            ranks, timeout = session.topology.world_size, session.timeout
+            ranks = session.topology.world_size
             if voting.await_votes(
                 storage, entry.name, ranks, timeout, attempt, session.is_leaving, session.is_gone
             ):
                 session.require()
                 _clear(session, staging_dir(entry.name))
+            else:
+                timeout = 0.0  # a rank that is silent in one attempt is in all: they are looked at, not waited for
 
 
 def _show_work(storage: Storage, attempt: str) -> None:

@@ -169,10 +169,13 @@ class Promises:
                 assert told.save.value not in tags.values(), f"{told.save} is visible: {tags}"
 
     def no_wait_is_longer(self, outcomes: Sequence[Outcome]) -> None:
-        """Than the timeout, for a save and those before it that it waits for, and what a rank's own work takes."""
+        """Than two timeouts for a save and for the one before it, and what a rank's own work takes.
+
+        One is for ranks that have not left earlier attempts, the other for their votes.
+        """
         for outcome in outcomes:
             seconds = outcome.ended - outcome.began
-            allowed = (6 if self.in_place else 3) * TIMEOUT + self.stalled + 5.0
+            allowed = (6 if self.in_place else 4) * TIMEOUT + self.stalled + 5.0
             assert seconds <= allowed, f"rank {outcome.rank} waited {seconds:.1f} s for {outcome.save}"
 
     def readers_see_whole_tags(

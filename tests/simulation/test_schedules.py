@@ -236,6 +236,11 @@ FOUND = [
         96, (Save("a", 1), Save("a", 2)), "sync", rank=0, at=2, at_sync=True, then=1, then_fault="stall", swaps=False,
         machines=("one", "two", "three"), reads=True,
     ),
+    # After a rank was killed, each save waited a timeout for every save before it.
+    DiskSchedule(
+        7800191, (Save("a", 1, True, 1), Save("b", 2, True, 1), Save("a", 3, True, 1)), "kill", rank=1, at=3,
+        has_group=True, machines=("one", "one", "one"), is_looked_at=True, at_rename=True, local=True, links=True,
+    ),
 ]
 
 
