@@ -528,7 +528,8 @@ class Checkpointer:
         try:
             agreement = self._meet("save")
             planned = None if agreement is None else self._pipeline.plan_together(agreement, captured, tag)
-            _ = self._session or self._claim(agreement)
+            if self._session is None:
+                self._claim(agreement)
         except BaseException:
             self._pipeline.stop()  # threads and memory are given back: nobody may close this Checkpointer
             raise

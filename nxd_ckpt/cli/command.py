@@ -251,6 +251,7 @@ class Command:
         options: the option class of its function: a flag for each field. Without one, there is --storage-option only.
         without: fields of ``options`` without a flag.
         spelling: flags of ``options`` with another name than usual.
+        other_names: flags of other programs, or of Python, each with the flag that takes its place.
         quiet: add --quiet.
         code_of_error: the exit code for an error.
     """
@@ -266,6 +267,7 @@ class Command:
     options: type[Any] | None = None
     without: Collection[str] = ()
     spelling: Mapping[str, str] = field(default_factory=dict)
+    other_names: Mapping[str, str] = field(default_factory=dict)
     quiet: bool = False
     code_of_error: int = 1
 

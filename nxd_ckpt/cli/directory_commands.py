@@ -271,7 +271,9 @@ def _add_report_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--diff", action="store_true", help="compare the weights of the latest tag with the one before, layer by layer"
     )
-    parser.add_argument("--no-cache", action="store_true", help="use and store no statistics beside the tags")
+    parser.add_argument(
+        "--no-cache", action="store_true", help="read the N latest tags in any case, and store nothing beside them"
+    )
     parser.add_argument("--doctor", action="store_true", help="examine the latest tag as nxd-ckpt doctor does")
     parser.add_argument(
         "--tier",

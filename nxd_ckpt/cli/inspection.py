@@ -430,14 +430,14 @@ def _from_files(opened: OpenTag, partitions: Mapping[str, Partition]) -> dict[st
             name, shape = ".".join(map(str, path)), None if leaf.shape is None else list(leaf.shape)
             spec = recorded.get(name)
             cut = spec.partition if spec is not None and spec.partition.known else Partition(known=alone)
-            known = cut.known and leaf.shape is not None
+            has_shape = cut.known and leaf.shape is not None
             parameters.setdefault(
                 name,
                 {
                     "name": name,
                     "dtype": leaf.dtype,
                     "shape": shape,
-                    "global_shape": list(cut.global_shape(leaf.shape, topology.ep)) if known else None,
+                    "global_shape": list(cut.global_shape(leaf.shape, topology.ep)) if has_shape else None,
                     "partition": cut.to_json() if cut.known else None,
                     "cut": describe_partition(cut, topology),
                     "trainable": None,

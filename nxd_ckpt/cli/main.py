@@ -161,8 +161,9 @@ def _parsed(
     _refuse_twice(used, words)
     if unknown:
         options = [option for action in used._actions for option in action.option_strings if action.dest != "help"]
-        if words[0] == PRUNE.name and unknown[0].partition("=")[0] in ("--keep", "--num-kept-ckpts"):
-            used.error(f"unrecognized arguments: {unknown[0]!r} (did you mean '--last'?)")
+        [other_names] = (command.other_names for command in COMMANDS if command.name == words[0])
+        if flag := other_names.get(unknown[0].partition("=")[0]):
+            used.error(f"unrecognized arguments: {unknown[0]!r} (did you mean {flag!r}?)")
         used.error(f"unrecognized arguments: {listed(unknown, options)}")
     return args
 

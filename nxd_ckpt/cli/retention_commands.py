@@ -114,6 +114,7 @@ PRUNE = Command(
     operands=(("DIR", "a checkpoint directory or URL"),),
     add_flags=_add_flags,
     options=PruneOptions,
+    other_names={"--keep": "--last", "--num-kept-ckpts": "--last"},
     run=_run,
 )
 

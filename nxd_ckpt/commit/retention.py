@@ -57,7 +57,7 @@ def judge_tags(
 
     Raises OSError or CheckpointError if this cannot be decided.
     """
-    ours = [info for info in tags if info.complete and is_checkpoint_of_ours_or_nxd(storage, info.tag)]
+    ours = _ours(storage, tags)
     # Only for a rule by metric: reading a manifest of many parameters takes its time.
     measured = ours if any(isinstance(rule, Best) for rule in rules) else []
     metrics = {info.tag: metrics_of(storage, info) for info in measured}
@@ -77,11 +77,15 @@ def judge_tags(
 
 def judge_pinned(storage: Storage, tags: Iterable[TagInfo], damage_of: DamageOf) -> Judgement:
     """Decide that of ``tags`` only the pinned ones stay, and not even the newest, unless it is pinned."""
-    ours = [info.tag for info in in_order(tags) if info.complete and is_checkpoint_of_ours_or_nxd(storage, info.tag)]
+    ours = [info.tag for info in in_order(_ours(storage, tags))]
     pins = pinned(storage)
     kept, surplus = {tag: ("pinned",) for tag in ours if tag in pins}, tuple(tag for tag in ours if tag not in pins)
     damaged = {tag: why for tag in kept if (why := damage_of(storage, tag)) is not None}
     return Judgement(Retention(kept, surplus), (), damaged)
+
+
+def _ours(storage: Storage, tags: Iterable[TagInfo]) -> list[TagInfo]:
+    return [info for info in tags if info.complete and is_checkpoint_of_ours_or_nxd(storage, info.tag)]
 
 
 def _decide(

@@ -25,7 +25,6 @@ from nxd_ckpt.core.topology import Coordinates, Topology
 from nxd_ckpt.core.units import bytes_of
 from nxd_ckpt.errors import (
     InvalidArgument,
-    KeyMismatch,
     PartNotFound,
     TopologyMismatch,
     UnsupportedState,
@@ -34,7 +33,7 @@ from nxd_ckpt.errors import (
 from nxd_ckpt.formats.safetensors import TensorForm
 from nxd_ckpt.formats.tensors import Assembly, cast_dtype, dtype_name
 from nxd_ckpt.hugging_face.adapter_mapping import PREFIX, AdapterMapping, adapter_mapping
-from nxd_ckpt.hugging_face.hugging_face_tag import HuggingFaceTag, HuggingFaceTerms
+from nxd_ckpt.hugging_face.hugging_face_tag import HuggingFaceTag, HuggingFaceTerms, TagTensors
 from nxd_ckpt.hugging_face.imported_model import ImportedModel, ImportTarget
 from nxd_ckpt.hugging_face.mapped_optimizer import MappedOptimizer
 from nxd_ckpt.hugging_face.mapped_tag import MappedTag
@@ -84,7 +83,7 @@ def presharded(tag: HuggingFaceTag, config: Mapping[str, Any], tp: int) -> Presh
     """
     mapping = shipped_mappings()[INFERENCE]
     target = ImportTarget(Topology(tp=tp), mapping, inference_sizes(mapping, config, tp))
-    model, files = ImportedModel(_Tensors(tag), target), {}
+    model, files = ImportedModel(TagTensors(tag), target), {}
     for rank in range(tp):
         state = model.state(Topology(tp=tp, tp_rank=rank)).model
         tensors: dict[str, Any] = {} if state is None else dict(state.tree)
@@ -105,23 +104,6 @@ def _rank_names(names: Iterable[str]) -> list[str]:
     """Return the names under which the model reads the rank's number: its own, and those of its attention layers."""
     layers = dict.fromkeys(match[1] for match in map(_LAYER.fullmatch, names) if match is not None)
     return [*(f"{layer}.self_attn.{_RANK}" for layer in layers), _RANK]
-
-
-class _Tensors:
-    """The tag's tensors, with the interface of a Hugging Face directory."""
-
-    def __init__(self, tag: HuggingFaceTag) -> None:
-        self.where, self._tree = tag.where, tag.model_tree(Coordinates())
-
-    @property
-    def names(self) -> list[str]:
-        return sorted(self._tree)
-
-    def tensor(self, name: str, tied: Mapping[str, str] | None = None) -> Assembly:
-        saved = name if name in self._tree else (tied or {}).get(name, name)
-        if saved not in self._tree:
-            raise KeyMismatch(f"{self.where} has no tensor {name}; pass the config.json of its own model")
-        return Assembly.of(self._tree[saved])
 
 
 logger = logging.getLogger("nxd_ckpt")

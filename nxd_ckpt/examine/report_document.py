@@ -66,9 +66,9 @@ def report_document(
 ) -> dict[str, Any]:
     """Describe the tags of a directory, the latest one in detail, and the health of their tensors.
 
-    The tensors of the ``count`` latest tags are read; older tags appear with their stored statistics. Without ``cache``
-    these are read again, and nothing is stored. ``doctor`` examines the latest tag after the one before it, ``diff``
-    compares the two. ``tiers`` are searched for the tags. ``note`` says it if there is nothing to report on.
+    The tensors of the ``count`` latest tags are read, without ``cache`` even if their statistics are stored; older tags
+    appear with stored ones. ``doctor`` examines the latest tag after the one before it, ``diff`` compares the two.
+    ``tiers`` are searched for the tags. ``note`` says it if there is nothing to report on.
     """
     hugging_face = _hugging_face(path, options)
     if hugging_face is not None:

@@ -50,9 +50,7 @@ class HfSlice:
         return list(zip(*places.values(), strict=True))
 
 
-def hf_slices(
-    match: Match, shape: tuple[int, ...], sizes: Sizes, experts: slice = slice(None)
-) -> list[HfSlice]:
+def hf_slices(match: Match, shape: tuple[int, ...], sizes: Sizes, experts: slice = slice(None)) -> list[HfSlice]:
     """Return the Hugging Face tensors of an NxD tensor whose whole shape is ``shape``.
 
     Of a stack, only those of ``experts`` along its first dimension.

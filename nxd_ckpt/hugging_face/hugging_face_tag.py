@@ -17,8 +17,8 @@ from nxd_ckpt.core.mapping import ModelMapping
 from nxd_ckpt.core.sizes import Sizes
 from nxd_ckpt.core.topology import Coordinates, Topology
 from nxd_ckpt.core.torchtitan_names import TorchTitanNames
-from nxd_ckpt.errors import PartNotFound
-from nxd_ckpt.formats.tensors import Assembly, DeferredAssembly, Fragment, ReshapedAssembly, cast_dtype
+from nxd_ckpt.errors import KeyMismatch, PartNotFound
+from nxd_ckpt.formats.tensors import Assembly, DeferredAssembly, Fragment, ReshapedAssembly, TensorStub, cast_dtype
 from nxd_ckpt.hugging_face.mapped_optimizer import MappedOptimizer
 from nxd_ckpt.hugging_face.mapped_tag import MappedTag
 from nxd_ckpt.hugging_face.mapped_tensors import HfTensor
@@ -227,3 +227,20 @@ class HuggingFaceTag(OpenTag):
                 layout = fused(titan, names, [leaf.holding(()) for leaf in leaves], sizes)
                 entries[key] = ReshapedAssembly(layout.shape, DeferredAssembly(leaf.dtype, layout.base.shape, find))
         return entries
+
+
+class TagTensors:
+    """The tag's tensors, with the interface of a Hugging Face directory."""
+
+    def __init__(self, tag: HuggingFaceTag) -> None:
+        self.where, self._tree = tag.where, tag.model_tree(Coordinates())
+
+    @property
+    def names(self) -> list[str]:
+        return sorted(self._tree)
+
+    def tensor(self, name: str, tied: Mapping[str, str] | None = None) -> TensorStub | Assembly:
+        saved = name if name in self._tree else (tied or {}).get(name, name)
+        if saved not in self._tree:
+            raise KeyMismatch(f"{self.where} has no tensor {name}; pass the config.json of its own model")
+        return Assembly.of(self._tree[saved])

@@ -120,13 +120,13 @@ class ComparedNames:
     """Names of the model, or of the optimizer's parameters, on one rank and in the tag.
 
     Attributes:
-        held: names that this rank has or takes from the tag.
+        present: names that this rank has or takes from the tag.
         missing: those of them that the tag should have, and has not.
         unknown: names in the tag that this rank lacks; another may hold them.
         matches: True if any name is on both sides.
     """
 
-    held: Sequence[str] = ()
+    present: Sequence[str] = ()
     missing: Sequence[str] = ()
     unknown: Sequence[str] = ()
     matches: bool = False
@@ -146,7 +146,7 @@ def _differences(agreement: Agreement, names: ComparedNames) -> Differences:
     Of ranks with the same names one speaks for all.
     """
     differs = bool(names.missing or names.unknown)
-    digest = sha256(repr((names.held, names.missing, names.unknown)).encode()).hexdigest()
+    digest = sha256(repr((names.present, names.missing, names.unknown)).encode()).hexdigest()
     gathered = agreement.gather([differs, digest, names.matches])
 
     def choose() -> tuple[list[int], bool]:
@@ -157,13 +157,12 @@ def _differences(agreement: Agreement, names: ComparedNames) -> Differences:
     speakers, matches = decided_by_rank0(agreement, choose)
     if not speakers:
         return Differences([], [], matches)
-    own = [names.held, names.missing, names.unknown]
+    own = [names.present, names.missing, names.unknown]
     lists = agreement.gather(own if agreement.rank in speakers else [[], [], []])
 
     def combine() -> list[list[str]]:
-        held, missing, unknown = (list(chain.from_iterable(part)) for part in zip(*(lists or [own]), strict=True))
-        somewhere = {*held}
-        return [list(dict.fromkeys(missing)), [name for name in dict.fromkeys(unknown) if name not in somewhere]]
+        present, missing, unknown = (dict.fromkeys(chain(*part)) for part in zip(*(lists or [own]), strict=True))
+        return [list(missing), [name for name in unknown if name not in present]]
 
     all_missing, unexpected = decided_by_rank0(agreement, combine)
     return Differences(all_missing, unexpected, matches)

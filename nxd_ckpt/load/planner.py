@@ -159,7 +159,7 @@ class LoadPlanner:
         taken = [name for name in saved if model.takes(name)]
         live = [name for name in model.names() if not ignores(name)]
         return ComparedNames(
-            held=list(dict.fromkeys([*live, *taken])),
+            present=list(dict.fromkeys([*live, *taken])),
             missing=[name for name in model.missing(saved) if not ignores(name)],
             unknown=[] if self._sees_names_of_others else [name for name in saved if not model.takes(name)],
             matches=bool(taken),
@@ -374,13 +374,13 @@ class LoadPlanner:
     def _compared_parameters(self, source: ReshardedOptimizer, live: Sequence[str]) -> ComparedNames:
         """Return the names of the optimizer's parameters, here and in the tag. Under strict none may be missing."""
         context, covers = self._context.state.context, self._filter.covers
-        held = {alias for name in live for alias in context.names(name)}
-        unknown = [name for name in source.slots if name not in held and not covers(f"optim/{name}")]
+        own = {alias for name in live for alias in context.names(name)}
+        unknown = [name for name in source.slots if name not in own and not covers(f"optim/{name}")]
         unknown = [name for name in unknown if not name.startswith(NOT_LIVE)]
         if self._sees_names_of_others:
             unknown = [name for name in unknown if name in self._context.specs and not self._context.is_mesh_job]
         missing = [name for name in live if not source.has(name) and not covers(f"optim/{name}")]
-        return ComparedNames(sorted(held), [] if self._options.strict else missing, unknown, bool(live))
+        return ComparedNames(sorted(own), [] if self._options.strict else missing, unknown, bool(live))
 
     def _refuse_joined(self, form: OptimizerForm, order: Sequence[int]) -> None:
         """Raise OptimizerMismatch if live param groups with different options were one group at the save.

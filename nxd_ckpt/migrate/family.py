@@ -7,9 +7,9 @@ from dataclasses import replace
 from typing import Any
 
 from nxd_ckpt.core.mapping import ModelMapping
-from nxd_ckpt.core.topology import Coordinates, Topology
+from nxd_ckpt.core.topology import Topology
 from nxd_ckpt.formats.tensors import StorageSpan, TensorStub, contiguous_stride
-from nxd_ckpt.hugging_face.hugging_face_tag import HuggingFaceTag, HuggingFaceTerms
+from nxd_ckpt.hugging_face.hugging_face_tag import HuggingFaceTag, HuggingFaceTerms, TagTensors
 from nxd_ckpt.hugging_face.imported_model import ImportedModel, ImportTarget
 from nxd_ckpt.tag.mappings import shipped_mappings
 from nxd_ckpt.tag.opened import OpenTag
@@ -52,17 +52,9 @@ def _family(mapping: ModelMapping, config: Mapping[str, Any]) -> ModelMapping | 
     return next((each for each in shipped.values() if config.get("model_type") in each.model_types), None)
 
 
-class _Forms:
-    """The tag's tensors with the interface of a Hugging Face directory; only names, shapes and dtypes are true."""
-
-    def __init__(self, tag: HuggingFaceTag) -> None:
-        self.where, self._tree = tag.where, tag.model_tree(Coordinates())
-
-    @property
-    def names(self) -> list[str]:
-        return sorted(self._tree)
+class _Forms(TagTensors):
+    """The tag's tensors, of which only names, shapes and dtypes are true: their parts are not looked for."""
 
     def tensor(self, name: str, tied: Mapping[str, str] | None = None) -> TensorStub:
-        leaf = self._tree[name if name in self._tree else (tied or {})[name]]
-        shape = tuple(leaf.shape)
-        return TensorStub("", 0, leaf.dtype, shape, contiguous_stride(shape), StorageSpan(name, 0, 0, None))
+        leaf = super().tensor(name, tied)
+        return TensorStub("", 0, leaf.dtype, leaf.shape, contiguous_stride(leaf.shape), StorageSpan(name, 0, 0, None))

@@ -57,7 +57,6 @@ class Failures:
             logger.error("nxd_ckpt: %s: %s", type(error).__name__, error)
         return tolerated
 
-
     @contextmanager
     def before_training(self, url: str, options: Sequence[str]) -> Iterator[None]:
         """Context in which the directory ``url`` is taken, because of ``options``, long before the first save.

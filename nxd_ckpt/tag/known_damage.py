@@ -9,7 +9,7 @@ from __future__ import annotations
 from nxd_ckpt.storage.base import Storage
 from nxd_ckpt.tag.identity import Identity
 
-_found: dict[tuple[str, str], tuple[str, str]] = {}
+_damage: dict[tuple[str, str], tuple[str, str]] = {}
 """The fingerprint of a damaged save, and a sentence about the damage, by URL and tag."""
 
 
@@ -19,14 +19,14 @@ def note_damage(storage: Storage, identity: Identity | None, why: str | None) ->
         return
     place = storage.url, identity.tag
     if why is None:
-        _found.pop(place, None)
+        _damage.pop(place, None)
     elif identity.fingerprint is not None:
-        _found[place] = identity.fingerprint, why
+        _damage[place] = identity.fingerprint, why
 
 
 def known_damage(storage: Storage, identity: Identity | None) -> str | None:
     """Return the recorded damage of this very save; None if there is none."""
     if identity is None:
         return None
-    fingerprint, why = _found.get((storage.url, identity.tag), (None, ""))
+    fingerprint, why = _damage.get((storage.url, identity.tag), (None, ""))
     return why if fingerprint is not None and fingerprint == identity.fingerprint else None
