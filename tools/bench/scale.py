@@ -1,9 +1,9 @@
 """What many tensors and many ranks cost: ``python -m tools.bench.scale``.
 
-One rank saves and loads 25,000, 50,000 and 100,000 tensors of 32 bytes; rank 0 collects, judges and commits what 256,
-1,024 and 4,096 ranks voted, whose votes are written to disk by this process; and the same on a mesh of that many ranks,
-fsdp x tp, which hold 2,000 tensors; with the memory that such a rank plans in. Microseconds for each tensor, and for
-each rank, stay the same if the cost is linear.
+One rank saves and loads 25,000, 50,000 and 100,000 tensors of 32 bytes; rank 0 collects, judges and commits what 1,024,
+4,096 and 16,384 ranks voted, whose votes are written to disk by this process; and the same on a mesh of that many
+ranks, fsdp x tp, which hold 2,000 tensors; with the memory that such a rank plans in. Microseconds for each tensor, and
+for each rank, stay the same if the cost is linear.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ from nxd_ckpt.tag.choosing import choose_tag
 from nxd_ckpt.tag.opened import open_complete_tag
 from tools.bench.host import peak, reset_peak
 
-TENSORS, RANKS = (25_000, 50_000, 100_000), (256, 1_024, 4_096)
+TENSORS, RANKS = (25_000, 50_000, 100_000), (1_024, 4_096, 16_384)
 ATTEMPT = "bench-1"
 MESH, TP, MESH_TENSORS = ("fsdp", "tp"), 8, 2_000
 
@@ -140,7 +140,8 @@ def _decide(
     """All ranks vote, rank 0 with this index; it commits, and a rank learns of it and opens the tag."""
     storage = LocalStorage(directory, durable=False)
     storage.make_dir(verdict_dir(ATTEMPT))
-    storage.write(f"{staging_dir(ATTEMPT)}/{names.index_file(topology.coordinates)}", index)
+    for rank in range(topology.world_size):
+        storage.write(f"{staging_dir(ATTEMPT)}/{names.index_file(topology.coordinates_of(rank))}", index)
     line = RankLine(len(index), zlib.crc32(index))
     votes = [Vote(rank, plan=plan, replica="same", index=line) for rank in range(topology.world_size)]
 
