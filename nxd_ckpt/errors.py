@@ -126,7 +126,7 @@ class CheckpointerClosed(CheckpointError):
 
 
 class DirectoryInUse(CheckpointError):
-    """Another live job holds the lease on the checkpoint directory."""
+    """Another live job holds the lease on the checkpoint directory, or on the output of a conversion."""
 
 
 class DirectoryNotShared(CheckpointError):

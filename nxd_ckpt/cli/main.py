@@ -209,7 +209,7 @@ def _warnings_on_stderr(flags: Mapping[str, str]) -> Iterator[None]:
         logger.removeHandler(handler)
 
 
-_UNFINISHED = re.compile(r"(^|/)\.([^/]+)\.(?:incomplete|replaced)(?=/|$).*")
+_UNFINISHED = re.compile(r"(^|/)\.([^/]+)\.(?:incomplete|replaced|lease)(?=/|$).*")
 """Temporary name of an output, or of a directory that it replaces."""
 
 
@@ -232,7 +232,6 @@ def message_of(error: BaseException, flags: Mapping[str, str]) -> str:
 
 def _user_path(path: str) -> str:
     """Replace an internal file by its directory, and the temporary name of an output by its name."""
-    directory, separator, _ = path.partition(f"{os.sep}{HIDDEN}")
-    if separator:
-        return f"{directory} (or {HIDDEN} in it)"
-    return _UNFINISHED.sub(r"\1\2", path)
+    output = _UNFINISHED.sub(r"\1\2", path)
+    directory, separator, _ = output.partition(f"{os.sep}{HIDDEN}")
+    return f"{directory} (or {HIDDEN} in it)" if separator else output

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager, suppress
+from contextlib import closing, contextmanager, nullcontext, suppress
 from functools import partial
 
 from nxd_ckpt.commit import voting
@@ -33,6 +33,7 @@ from nxd_ckpt.errors import (
     to_wire,
 )
 from nxd_ckpt.options.execution import ExecutionOptions
+from nxd_ckpt.output.new_directories import leaving_none
 from nxd_ckpt.storage.progress import report, watched
 from nxd_ckpt.storage.system import tell_room
 
@@ -86,18 +87,19 @@ def _claimed(job: Job, agreement: Agreement, timeout: float, workers: WorkerPool
     """Hold the result's directory; at the end, remove what the attempt left there."""
     storage = job.target.open(job.durable)
     processes = Topology(dp=agreement.world_size, rank=agreement.rank)
-    session = open_session(storage, processes, agreement, None, timeout)
-    try:
-        yield session
-    finally:
-        workers.close()
-        with suppress(PeerTimeout):
-            agreement.gather(None)  # from here on no process writes
-        if agreement.rank == 0:
-            _clean_up(session)
-        with suppress(PeerTimeout):
-            agreement.broadcast(None)
-        session.close()
+    with leaving_none(job.target) if agreement.rank == 0 else nullcontext():
+        session = open_session(storage, processes, agreement, None, timeout)
+        try:
+            yield session
+        finally:
+            workers.close()
+            with suppress(PeerTimeout):
+                agreement.gather(None)  # from here on no process writes
+            if agreement.rank == 0:
+                _clean_up(session)
+            with suppress(PeerTimeout):
+                agreement.broadcast(None)
+            session.close()
 
 
 def _clean_up(session: Session) -> None:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
-from contextlib import closing
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 
 from typing_extensions import Unpack
@@ -21,7 +21,8 @@ from nxd_ckpt.errors import CheckpointError, as_checkpoint_errors
 from nxd_ckpt.keywords import CopyKeywords
 from nxd_ckpt.options.tags import CopyOptions
 from nxd_ckpt.output.cp_files import CopyMeans, CopyResult, FileCopy, HostCopies, TagFile, files_to_copy
-from nxd_ckpt.output.locations import locate_copy, locate_input
+from nxd_ckpt.output.locations import Location, locate_copy, locate_input
+from nxd_ckpt.output.new_directories import leaving_none
 from nxd_ckpt.output.source import open_source
 from nxd_ckpt.output.transfer import Pace
 from nxd_ckpt.storage.progress import report, watched
@@ -85,8 +86,7 @@ def copy_checkpoint(src: StrPath, dst: StrPath, **options: Unpack[CopyKeywords])
     planned = Copy(source.path, target.path, len(files), sum(file.nbytes for file in files))
     if chosen.dry_run:
         return planned
-    storage = target.open(chosen.durable)
-    with closing(open_session(storage, Topology(), SingleProcessAgreement(), None, chosen.timeout)) as session:
+    with _session(target, chosen) as session:
         pace, saved = Pace(rate), None if opened.manifest is None else opened.manifest.attempt
         publication = copy_publication(session, target.name, chosen.overwrite, saved)
         with (
@@ -109,6 +109,15 @@ def copy_checkpoint(src: StrPath, dst: StrPath, **options: Unpack[CopyKeywords])
     )
     report("copied", f"{source.path} to {target.path}", done.copied_nbytes, started)
     return done
+
+
+@contextmanager
+def _session(target: Location, chosen: CopyOptions) -> Iterator[Session]:
+    """Hold the directory of the copy."""
+    with leaving_none(target):
+        storage = target.open(chosen.durable)
+        with closing(open_session(storage, Topology(), SingleProcessAgreement(), None, chosen.timeout)) as session:
+            yield session
 
 
 def copy_files(

@@ -34,6 +34,7 @@ from nxd_ckpt.api import (
 from nxd_ckpt.checkpoint import open_checkpoint
 from nxd_ckpt.coordination.agreement import decided_by_rank0
 from nxd_ckpt.coordination.environment import default_topology
+from nxd_ckpt.coordination.output_lease import leased
 from nxd_ckpt.coordination.rendezvous import meet
 from nxd_ckpt.core.topology import Topology
 from nxd_ckpt.errors import (
@@ -43,7 +44,6 @@ from nxd_ckpt.errors import (
     OptimizerMismatch,
     UnsupportedState,
 )
-from nxd_ckpt.integrations.output_lease import leased
 from nxd_ckpt.integrations.resume_checks import WORLD_SIZE, parameter_names, require_same
 from nxd_ckpt.keywords import SaveCheckpointKeywords
 from nxd_ckpt.live.data_position import capture_random_state, restore_random_state

@@ -26,6 +26,7 @@ from typing import NamedTuple
 
 from nxd_ckpt.coordination.agreement import Agreement, SingleProcessAgreement, decided_by_rank0
 from nxd_ckpt.coordination.at_exit import close_at_exit, forget
+from nxd_ckpt.coordination.output_lease import HeldLeases, OutputLease
 from nxd_ckpt.coordination.replacement import Replacement, not_undone
 from nxd_ckpt.core.manifest import CRC_BLOCK
 from nxd_ckpt.core.names import DONE, HIDDEN, MANIFEST
@@ -37,7 +38,6 @@ from nxd_ckpt.errors import (
     SaveFailed,
     as_checkpoint_errors,
 )
-from nxd_ckpt.integrations.output_lease import HeldLeases, OutputLease
 from nxd_ckpt.output.transfer import StoredFile, link_or_copy, sync
 from nxd_ckpt.save.background import Helpers
 from nxd_ckpt.save.pending import PendingSave

@@ -7,6 +7,7 @@ import os
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
+from nxd_ckpt.coordination import lease
 from nxd_ckpt.coordination.replacement import Replacement
 from nxd_ckpt.core.names import DONE
 from nxd_ckpt.core.tags import validate_tag
@@ -56,11 +57,18 @@ class Location:
         """Return the replacement of an output that is no tag: its names until it is renamed, if the storage can."""
         return Replacement(storage, f".{self.name}.incomplete", self.name, f".{self.name}.replaced")
 
+    def lease_directory(self) -> Storage:
+        """Open the directory with the lease of an output that is no tag, which is there while it is written."""
+        return open_storage(join(self.directory, f".{self.name}.lease"), False, self.options)
+
 
 def settle(place: Location, storage: Storage) -> None:
     """Finish a replacement of ``place`` that was interrupted between its two renames. Raises OSError."""
     replacement = place.replacement(storage)
     if storage.renames and replacement.is_there(replacement.aside) and not replacement.is_there(place.name):
+        holder = lease.read(place.lease_directory())
+        if holder is not None and holder.holder_runs_here():
+            return  # it is between the two
         logger.warning("%s: its replacement was interrupted, and is finished now", place.path)
         replacement.settle()
 

@@ -2,7 +2,7 @@
 
 On a file system it is written under another name, and renamed at the end (see coordination.replacement). An object
 store has no renames, so there files are written in place; the file that readers look for first (the index, or the
-single file) comes last.
+single file) comes last. A lease keeps other processes from writing it meanwhile.
 """
 
 from __future__ import annotations
@@ -13,9 +13,11 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
-from nxd_ckpt.errors import InvalidArgument
+from nxd_ckpt.coordination.output_lease import OutputLease, refuse_other_job
+from nxd_ckpt.errors import DirectoryInUse, InvalidArgument
 from nxd_ckpt.output.locations import Location, settle
-from nxd_ckpt.storage.base import DirEntry
+from nxd_ckpt.output.new_directories import directories_to_make, remove_unused
+from nxd_ckpt.storage.base import DirEntry, without_links
 from nxd_ckpt.storage.system import tell_room
 
 logger = logging.getLogger("nxd_ckpt")
@@ -60,8 +62,10 @@ class Output:
 
     def __init__(self, place: Location, *, overwrite: bool, durable: bool, kind: Kind | None = HUGGING_FACE) -> None:
         self.place, self.storage, self._kind = place, place.open(durable), kind
+        self._overwrite, self._made = overwrite, list[str]()
+        self._lease: OutputLease | None = None
         settle(place, self.storage)
-        self._check(overwrite)
+        self._check()
 
     @property
     def folder(self) -> str:
@@ -70,7 +74,10 @@ class Output:
 
     @contextmanager
     def writing(self, nbytes: int = 0) -> Iterator[None]:
-        """Write ``nbytes`` in this context: visible at its end; after an error, nothing of it is left."""
+        """Write ``nbytes`` in this context: visible at its end; after an error, nothing of it is left.
+
+        Raises DirectoryInUse, before anything is touched, if another process writes it.
+        """
         try:
             self.begin()
             yield
@@ -81,13 +88,57 @@ class Output:
             raise
 
     def begin(self) -> None:
-        """Make room: remove the rest of an interrupted output, and on a store the output to be replaced."""
-        self._remove_remains()
-        if self._kind is not None:
-            self.storage.make_dir(self.folder)
+        """Make room: remove the rest of an interrupted output, and on a store the output to be replaced.
+
+        Raises DirectoryInUse, before anything is touched, if another process writes it.
+        """
+        self._made = directories_to_make(self.place)
+        try:
+            if self._made:
+                self.storage.make_dir("")  # durable, which the lease is not
+            self._lease = self._leased()
+            self._check()  # another process may have been first
+            self._remove_remains()
+            if self._kind is not None:
+                self.storage.make_dir(self.folder)
+        except BaseException:
+            self.discard()
+            raise
 
     def publish(self) -> None:
-        """Make it visible, after all files are written."""
+        """Make it visible, after all files are written. Raises DirectoryInUse if another process took over."""
+        self._require()
+        self._make_visible()
+        self._release()
+
+    def discard(self) -> None:
+        """Remove the files of a failed output, and the directories that were made for it."""
+        if self._lease is not None:
+            with suppress(OSError, DirectoryInUse):
+                self._require()  # else they are another process's
+                self._remove_unfinished()
+        self._release()
+        remove_unused(self._made)
+
+    def _leased(self) -> OutputLease:
+        shown, directory = f"output {self.place.path}", self.place.lease_directory()
+        if refuse_other_job(directory, shown):
+            raise DirectoryInUse(f"{shown} is being written by another thread of this process; wait for it")
+        return OutputLease(directory, shown=shown)
+
+    def _require(self) -> None:
+        if self._lease is not None:
+            self._lease.require()
+
+    def _release(self) -> None:
+        if self._lease is not None:
+            self._lease.release()
+            self._lease = None
+        lease_directory = without_links(self.place.lease_directory())
+        if lease_directory is not None:
+            remove_unused([lease_directory.url])
+
+    def _make_visible(self) -> None:
         storage, replacement = self.storage, self.place.replacement(self.storage)
         if self._kind is not None:
             storage.sync_dir(self.folder)
@@ -105,11 +156,6 @@ class Output:
         except OSError as error:  # the next output of this name removes it
             logger.warning("%s is complete, but the one that it replaces was not removed: %s", self.place.path, error)
 
-    def discard(self) -> None:
-        """Remove the files of a failed output."""
-        with suppress(OSError):
-            self._remove_unfinished()
-
     def _remove_unfinished(self) -> None:
         storage = self.storage
         if storage.renames and self.place.replacement(storage).is_there(self.folder):
@@ -125,8 +171,8 @@ class Output:
             storage.rename(replacement.aside, replacement.finished)
             storage.remove(replacement.finished)
 
-    def _check(self, overwrite: bool) -> None:
-        path, name = self.place.path, self.place.name
+    def _check(self) -> None:
+        path, name, overwrite = self.place.path, self.place.name, self._overwrite
         if self._kind is None:
             if self.storage.is_dir(name):
                 raise InvalidArgument(f"output {path} is a directory; choose another path")

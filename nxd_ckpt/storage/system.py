@@ -140,6 +140,22 @@ def sync_path(path: Path | str) -> None:
         os.close(fd)
 
 
+def missing_directories(path: str) -> list[str]:
+    """Return ``path`` and the directories above it that do not exist, the innermost first."""
+    missing = list[str]()
+    while not os.path.lexists(path):
+        missing.append(path)
+        path = os.path.dirname(path)
+    return missing
+
+
+def remove_empty(folder: str) -> None:
+    """Remove the directory and those in it, as far as no files are in them."""
+    for path, _, _ in os.walk(folder, topdown=False):
+        with suppress(OSError):
+            os.rmdir(path)
+
+
 def require_locks(what: str) -> None:
     """Raise UnsupportedSystem if files cannot be locked, which ``what`` needs."""
     if not HAS_LOCKS:

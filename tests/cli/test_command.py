@@ -119,6 +119,7 @@ def test_errors_of_the_operating_system_are_one_line_too(
         ("/data/.whole.incomplete", "/data/whole"),
         ("/data/.whole.incomplete/model.pt", "/data/whole"),
         ("/data/.step.tar.replaced", "/data/step.tar"),
+        ("/data/.whole.lease/.nxd_ckpt/lease.json", "/data/whole"),
         ("/data/.hidden/manifest.json", "/data/.hidden/manifest.json"),
     ],
 )

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 
 from nxd_ckpt import load_checkpoint, save_checkpoint
 from nxd_ckpt.convert import from_dcp, pack_checkpoint, to_dcp, unshard_checkpoint
-from nxd_ckpt.errors import CheckpointError, InvalidArgument
+from nxd_ckpt.errors import CheckpointError, DirectoryInUse, InvalidArgument
 from nxd_ckpt.output import locations
 from nxd_ckpt.storage import local, system
 from nxd_ckpt.storage.base import Storage
@@ -50,6 +50,33 @@ for number, kill in enumerate(kills):
         make(f"{directory}/new", f"{directory}/{number}/{what}", overwrite=True)
         os._exit(0)
     print(os.WTERMSIG(os.wait()[1]))
+"""
+
+SECOND = """
+import os, sys
+
+from nxd_ckpt.convert import unshard_checkpoint
+from nxd_ckpt.errors import DirectoryInUse
+from nxd_ckpt.output import locations
+from nxd_ckpt.storage.local import LocalStorage
+from nxd_ckpt.testing.storage import HookedStorage
+
+first, second, output = sys.argv[1:]
+opened = locations.open_storage
+
+def begun(operation):
+    if operation.name == "make_dir" and operation.key == ".whole.incomplete":
+        locations.open_storage = opened
+        if os.fork() == 0:
+            try:
+                unshard_checkpoint(second, output, overwrite=True)
+            except DirectoryInUse as error:
+                print(error, flush=True)
+            os._exit(0)
+        os.wait()
+
+locations.open_storage = lambda path, *given: HookedStorage(LocalStorage(path, False), begun)
+unshard_checkpoint(first, output)
 """
 
 OUTPUTS: dict[str, Callable[..., object]] = {"whole": unshard_checkpoint, "dcp": to_dcp, "packed.tar": pack_checkpoint}
@@ -118,6 +145,32 @@ def test_elsewhere_the_next_to_open_it_finishes(tags: Path) -> None:
         assert [output] == list(output.parent.iterdir())
 
 
+def test_a_second_process_is_refused_before_it_changes_anything(tags: Path) -> None:
+    """Both would write below one temporary name, and the second would remove the first one's files."""
+    done = run_program(SECOND, tags / "old", tags / "new", output := tags / "outputs" / "whole")
+    assert f"output {output} is being written by run " in done.stdout
+    assert 0 == made_of(output)
+    assert [output] == list(output.parent.iterdir())
+
+
+def test_a_second_thread_is_refused(tags: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of each kind of output, also where it replaces one."""
+    for kind, replaces in product(OUTPUTS, (False, True)):
+        output = tags / f"outputs of {kind}" / kind
+
+        def second(operation: Operation, kind: str = kind, output: Path = output) -> None:
+            if operation.name == "create":
+                patch.undo()
+                with pytest.raises(DirectoryInUse, match="by another thread of this process"):
+                    OUTPUTS[kind](tags / "old", output, durable=False, overwrite=True)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(locations, "open_storage", partial(hooked, second))
+            OUTPUTS[kind](tags / ("new" if replaces else "old"), output, durable=False, overwrite=replaces)
+        assert replaces == made_of(output)
+        assert [output] == list(output.parent.iterdir())
+
+
 def hooked(hook: Hook, *given: Any) -> Storage:
     return HookedStorage(open_storage(*given), hook)
 
@@ -171,7 +224,8 @@ def test_what_was_moved_without_an_answer_is_moved_back(
             patch.setattr(os, "rename", partial(unanswered, count(), step, kind, os.rename))
             with pytest.raises(CheckpointError, match="no answer"):
                 OUTPUTS[kind](tags / "new", output, overwrite=True, durable=False)
-        assert [output] * replaces == list(output.parent.iterdir())
+        assert [output] * replaces == list(output.parent.glob("*"))
+        assert replaces == output.parent.exists()
         assert not replaces or 0 == made_of(output)
 
 

@@ -212,7 +212,7 @@ def test_what_an_interrupted_one_left_is_removed(tmp_path: Path, monkeypatch: py
     """A killed one leaves nothing visible; the next one starts anew."""
     tag = save_example(tmp_path, 2)
     with monkeypatch.context() as patch:
-        patch.setattr("nxd_ckpt.output.output.Output.discard", lambda self: None)  # as if it had been killed
+        patch.setattr("nxd_ckpt.output.output.Output._remove_unfinished", lambda self: None)  # as if it had been killed
         patch.setattr(image_writer, "FileWriter", _no_memory)
         with pytest.raises(MemoryError):
             unshard_checkpoint(tag, tmp_path / "out")

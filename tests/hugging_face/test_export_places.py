@@ -127,7 +127,7 @@ def test_what_an_interrupted_export_left_is_removed(tmp_path: Path, monkeypatch:
     config = write_config(tmp_path / "config", JOB.model.config)
     tag = save_job(tmp_path / "run", JOB, JOB.model.state())
     with monkeypatch.context() as patch:
-        patch.setattr(output.Output, "discard", lambda self: None)  # as if it had been killed
+        patch.setattr(output.Output, "_remove_unfinished", lambda self: None)  # as if it had been killed
         patch.setattr(image_writer, "_fill", _no_memory)
         with pytest.raises(MemoryError):
             export_checkpoint(tag, tmp_path / "out", config=config, kv_size_multiplier=2)

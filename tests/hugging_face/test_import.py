@@ -249,11 +249,11 @@ def test_what_cannot_be_imported_is_refused(
     kind: type[CheckpointError],
     complaint: str,
 ) -> None:
-    """Naming tensors and sizes; no tag is there then."""
+    """Naming tensors and sizes; nothing is there then, nor the directory that was to hold the tag."""
     damage(tmp_path / "hf", Model())
     with pytest.raises(kind, match=complaint):
-        bring(tmp_path / "hf", tmp_path / "run" / "step_0", Job(Model()), **options)
-    assert not (tmp_path / "run" / "step_0").exists()
+        bring(tmp_path / "hf", tmp_path / "runs" / "run" / "step_0", Job(Model()), **options)
+    assert not (tmp_path / "runs").exists()
 
 
 def test_experts_must_divide(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from functools import partial
 import pytest
 
 from nxd_ckpt import Tier
-from nxd_ckpt.integrations.output_lease import HeldLeases
+from nxd_ckpt.coordination.output_lease import HeldLeases
 from nxd_ckpt.storage.base import Storage
 from nxd_ckpt.storage.local import LocalStorage
 from nxd_ckpt.tag.choosing import settled_tags

@@ -1,4 +1,4 @@
-"""The lease under which a plug-in moves or removes its trainer's files in a directory.
+"""The lease of what is no tag: a trainer's files that a plug-in moves or removes, and a conversion's output.
 
 A Checkpointer takes the lease of the directory of its tags with the first save, and only for tags. A plug-in also
 writes, renames and removes other files, and before that.
@@ -101,8 +101,8 @@ def refuse_other_job(storage: Storage, shown: str) -> bool:
         return True
     if lease.job_lives(storage, _PATIENCE):
         raise DirectoryInUse(
-            f"{shown}: {holder.describe()} saves here; stop one of the two jobs, or give each an output directory "
-            "of its own"
+            f"{shown} is being written by {holder.describe()}; wait for it, stop one of the two, or give each an "
+            "output directory of its own"
         )
     return False
 
