@@ -127,8 +127,8 @@ def copy_into(
     """Copy a file into ``writer``, from byte ``at`` on. Arguments and result are otherwise those of `copy`."""
     with _of_a_tag(source):
         digests = _Digests(source.nbytes, records)
-        for moved in _copied(source, writer, at, digests, readers):
-            progress(moved)
+    for moved in _copied(_read_of_a_tag(source, digests.nbytes, readers), writer, at, digests):
+        progress(moved)
     return digests.entry, digests.blocks
 
 
@@ -145,7 +145,7 @@ def copy_by_pieces(source: StoredFile, target: StoredFile, expected: FileEntry) 
         require_equal(expected, FileEntry(nbytes, 0), source.where)
     writer, digests = target.storage.create(target.key, nbytes), _Digests(nbytes, {})
     with completed(writer):
-        yield from _copied(source, writer, 0, digests, None)
+        yield from _copied(_read(source, nbytes, None), writer, 0, digests)
         require_equal(expected, digests.entry, source.where)
 
 
@@ -159,11 +159,13 @@ def require_equal(expected: FileEntry, actual: FileEntry, where: str) -> None:
         )
 
 
-def _copied(
-    source: StoredFile, writer: Writer, at: int, digests: _Digests, readers: Executor | None
-) -> Iterator[int]:
-    """Write the file piece by piece, and digest it; yield the bytes of each piece."""
-    for start, piece in _read(source, digests.nbytes, readers):
+_Pieces = Iterator[tuple[int, memoryview]]
+"""Pieces of a file with their offsets; a piece is valid until the next one is asked for."""
+
+
+def _copied(pieces: _Pieces, writer: Writer, at: int, digests: _Digests) -> Iterator[int]:
+    """Write the pieces of a file, and digest it; yield the bytes of each piece."""
+    for start, piece in pieces:
         digests.take(piece)
         writer.write_at(at + start, piece)
         writer.settle()  # the memory will be reused
@@ -201,8 +203,13 @@ def sync(storage: Storage, key: str) -> None:
     sync_path(storage.path(key))
 
 
-def _read(file: StoredFile, nbytes: int, readers: Executor | None) -> Iterator[tuple[int, memoryview]]:
-    """Yield the file's pieces with their offsets; a piece is valid until the next one is asked for."""
+def _read_of_a_tag(file: StoredFile, nbytes: int, readers: Executor | None) -> _Pieces:
+    """Yield the file's pieces. Raises PartNotFound if it is missing; an error of who takes them is not that."""
+    with _of_a_tag(file):
+        yield from _read(file, nbytes, readers)
+
+
+def _read(file: StoredFile, nbytes: int, readers: Executor | None) -> _Pieces:
     with closing(file.storage.open(file.key)) as reader:
 
         def fill(start: int, arena: Arena) -> tuple[int, memoryview]:

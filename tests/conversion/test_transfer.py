@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 
 from nxd_ckpt.core.manifest import FileEntry
+from nxd_ckpt.errors import PartNotFound
 from nxd_ckpt.output import transfer
 from nxd_ckpt.output.transfer import StoredFile, copy, digest
 from nxd_ckpt.storage.local import LocalStorage
-from nxd_ckpt.testing.storage import MemoryStorage
+from nxd_ckpt.testing.storage import HookedStorage, MemoryStorage, failing
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]
 
@@ -55,6 +56,18 @@ def test_digests_of_the_file_and_of_each_block_of_its_records(
         offset: [zlib.crc32(data[at : min(at + BLOCK, offset + size)]) for at in range(offset, offset + size, BLOCK)]
         for offset, size in records.items()
     }
+
+
+def test_the_side_that_is_missing_is_named(tmp_path: Path) -> None:
+    """A folder of the copy that somebody removes is not a file that the tag lost, and the reverse."""
+    source, target = LocalStorage(tmp_path / "tag"), LocalStorage(tmp_path / "copy")
+    source.write("file", b"x" * 500)
+    gone = HookedStorage(target, failing("write_at", "file", FileNotFoundError(2, "gone", "copy/file")))
+    with pytest.raises(FileNotFoundError, match="gone: 'copy/file'"):
+        copy(StoredFile(source, "file"), StoredFile(gone, "file"), {}, lambda nbytes: None)
+    lost = HookedStorage(source, failing("read_ranges", "file", FileNotFoundError(2, "gone", "tag/file")))
+    with pytest.raises(PartNotFound, match="tag/file is missing: the tag lost files"):
+        copy(StoredFile(lost, "file"), StoredFile(target, "file"), {}, lambda nbytes: None)
 
 
 def test_a_copy_that_fails_leaves_nothing(tmp_path: Path) -> None:
