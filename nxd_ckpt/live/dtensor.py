@@ -6,7 +6,7 @@ Nothing here imports torch.distributed.tensor: a tensor can only be a DTensor in
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -60,10 +60,15 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
 
 def like(local: torch.Tensor, model: torch.Tensor) -> torch.Tensor:
     """Return ``local`` as this rank's part of a DTensor with the placement and shape of ``model``."""
-    library: Any = sys.modules["torch.distributed.tensor"]
     about: Any = model
+    return as_part(local, about.device_mesh, about.placements, model)
+
+
+def as_part(local: torch.Tensor, mesh: Any, placements: Sequence[Any], whole: torch.Tensor) -> torch.Tensor:
+    """Return ``local`` as this rank's part of a DTensor with the shape and strides of ``whole``."""
+    library: Any = sys.modules["torch.distributed.tensor"]
     placed: torch.Tensor = library.DTensor.from_local(
-        local, about.device_mesh, about.placements, run_check=False, shape=model.shape, stride=model.stride()
+        local, mesh, placements, run_check=False, shape=whole.shape, stride=whole.stride()
     )
     return placed
 
@@ -81,17 +86,13 @@ def model_of(parameter: torch.Tensor, shape: tuple[int, ...], cut: Collection[in
         dims = [dim for dim in cut if placement.is_shard() and shape[dim] == parameter.shape[placement.dim]]
         plain = type(placement) is library.Shard and dims
         placements.append(library.Shard(dims[0]) if plain else library.Replicate())
-    meta = torch.empty(shape, device="meta")
-    local = meta
+    local = meta = torch.empty(shape, device="meta")
     coordinate = about.device_mesh.get_coordinate()
     for size, at, placement in zip(about.device_mesh.shape, coordinate or (), placements, strict=False):
         if placement.is_shard():
             parts = local.chunk(size, placement.dim)
             local = parts[at] if at < len(parts) else local.narrow(placement.dim, 0, 0)
-    model: torch.Tensor = library.DTensor.from_local(
-        local, about.device_mesh, placements, run_check=False, shape=meta.shape, stride=meta.stride()
-    )
-    return model
+    return as_part(local, about.device_mesh, placements, meta)
 
 
 def placed_of(name: str, tensor: torch.Tensor) -> Placed:

@@ -54,16 +54,14 @@ class ModuleHooks:
 
         Raises KeyMismatch or ShapeMismatch if a module refuses them.
         """
-        missing, unexpected, errors = list[str](), list[str](), list[str]()
+        problems = missing, unexpected, errors = list[str](), list[str](), list[str]()
         subtrees = self._subtrees
         tops = [tree for tree in subtrees if not any(tree != top and tree.startswith(top) for top in subtrees)]
         for prefix in tops:
-            own = {name: value for name, value in state.items() if name.startswith(prefix)}
-            _load(self._modules[prefix], own, prefix, missing, unexpected, errors)
+            _load(self._modules[prefix], state, prefix, problems, with_submodules=True)
         for prefix in sorted(self._loading_own):
             if not any(prefix.startswith(top) for top in tops):
-                own = {name: value for name, value in state.items() if name.startswith(prefix)}
-                _load_own(self._modules[prefix], own, prefix, missing, unexpected, errors)
+                _load(self._modules[prefix], state, prefix, problems, with_submodules=False)
         if errors:
             raise ShapeMismatch(f"the model refuses what was saved: {'; '.join(errors)[:2000]}")
         if strict and (missing or unexpected):
@@ -89,24 +87,19 @@ def _inner_first(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
 
 
 def _load(
-    module: torch.nn.Module, state: dict[str, Any], prefix: str, missing: list[str], unexpected: list[str],
-    errors: list[str],
-) -> None:  # fmt: skip
-    """Load a module and its submodules: a hook may change ``state`` for the submodules."""
-    _load_own(module, state, prefix, missing, unexpected, errors)
-    for name, child in module._modules.items():
+    module: torch.nn.Module,
+    state: Mapping[str, Any],
+    prefix: str,
+    problems: tuple[list[str], ...],
+    *,
+    with_submodules: bool,
+) -> None:
+    """Load a module from the entries of ``state`` below ``prefix``; its hooks may change them for the submodules."""
+    own = {name: value for name, value in state.items() if name.startswith(prefix)}
+    module._load_from_state_dict(own, prefix, {"version": module._version}, True, *problems)
+    for name, child in module._modules.items() if with_submodules else ():
         if child is not None:
-            inner = f"{prefix}{name}."
-            own = {key: value for key, value in state.items() if key.startswith(inner)}
-            _load(child, own, inner, missing, unexpected, errors)
-
-
-def _load_own(
-    module: torch.nn.Module, state: dict[str, Any], prefix: str, missing: list[str], unexpected: list[str],
-    errors: list[str],
-) -> None:  # fmt: skip
-    metadata = {"version": module._version}
-    module._load_from_state_dict(state, prefix, metadata, True, missing, unexpected, errors)
+            _load(child, own, f"{prefix}{name}.", problems, with_submodules=True)
 
 
 def _has_pre_hooks(module: torch.nn.Module) -> bool:
@@ -140,23 +133,17 @@ def loads_as_a_whole(module: torch.nn.Module) -> bool:
 _WRAPPED_AS = {"OptimizedModule": "_orig_mod", "DataParallel": "module", "DistributedDataParallel": "module"}
 
 
-class OptimizerHooks:
-    """Load hooks of an optimizer, and the methods of its class that torch's ``load_state_dict`` involves."""
+def loads_itself(optimizer: Any) -> bool:
+    """Return whether an optimizer's class loads in its own way, or hooks look at the state dict before a load."""
+    own = [_definer(type(optimizer), name) for name in ("load_state_dict", "__setstate__")]
+    pre = getattr(optimizer, "_optimizer_load_state_dict_pre_hooks", {})
+    return bool(pre) or not all(home.startswith("torch.optim.") for home in own)
 
-    def __init__(self, optimizer: Any) -> None:
-        self._optimizer = optimizer
 
-    @property
-    def loads_itself(self) -> bool:
-        """True if its class loads in its own way, or hooks look at the state dict before a load."""
-        own = [_definer(type(self._optimizer), name) for name in ("load_state_dict", "__setstate__")]
-        pre = getattr(self._optimizer, "_optimizer_load_state_dict_pre_hooks", {})
-        return bool(pre) or not all(home.startswith("torch.optim.") for home in own)
-
-    def after_load(self) -> None:
-        """Call the hooks that torch calls after a load."""
-        for hook in getattr(self._optimizer, "_optimizer_load_state_dict_post_hooks", {}).values():
-            hook(self._optimizer)
+def call_post_hooks(optimizer: Any) -> None:
+    """Call the hooks that torch calls after a load of an optimizer."""
+    for hook in getattr(optimizer, "_optimizer_load_state_dict_post_hooks", {}).values():
+        hook(optimizer)
 
 
 def keys_of_its_own(state: Mapping[str, Any], besides: Collection[str] = ()) -> list[str]:

@@ -114,9 +114,7 @@ def open_optimizer(
         return ExpertZero1Optimizer(optimizer, names, topology)
     if is_torch_zero(optimizer):
         return TorchZeroOptimizer(optimizer, model, param_names, topology)
-    names = parameter_names(optimizer.param_groups, model, param_names)
-    if model is not None and model.is_placed:
-        _refuse_others_parameters(names)
+    names = _names_in(optimizer.param_groups, model, param_names)
     return _adapter(optimizer, names, zero1_optimizer, topology)
 
 
@@ -144,9 +142,7 @@ def _open_several(
                 "directory of its own for it"
             )
     groups = [group for optimizer in ordered.values() for group in optimizer.param_groups]
-    names = parameter_names(groups, model, param_names)
-    if model is not None and model.is_placed:
-        _refuse_others_parameters(names)
+    names = _names_in(groups, model, param_names)
     adapters: dict[str, OptimizerAdapter] = {}
     owners: dict[int, str] = {}
     rest = iter(names)
@@ -164,14 +160,18 @@ def _open_several(
     return NamedOptimizers(adapters, names)
 
 
-def _refuse_others_parameters(names: Sequence[str]) -> None:
-    """Raise OptimizerMismatch for an optimizer whose parameters are not those of the model of DTensors."""
+def _names_in(
+    groups: Sequence[dict[str, Any]], model: ModelAdapter | None, param_names: Sequence[Sequence[str]] | None
+) -> list[str]:
+    """Return the parameters' names. Raises OptimizerMismatch if some are not those of a model of DTensors."""
+    names = parameter_names(groups, model, param_names)
     unnamed = [name for name in names if name.startswith("#")]
-    if unnamed:
+    if unnamed and model is not None and model.is_placed:
         raise OptimizerMismatch(
             f"optimizer: its parameter {unnamed[0]} is not one of the model's ({len(unnamed)} are not): fully_shard "
             "and parallelize_module replace parameters, so make the optimizer after them"
         )
+    return names
 
 
 def _unwrapped(optimizer: Any, called: str = "optimizer=") -> Any:

@@ -26,7 +26,7 @@ from nxd_ckpt.live.parameters import (
     stride_like,
     traits_of,
 )
-from nxd_ckpt.live.state import MASTER_WEIGHTS, OptimizerForm, OptimizerSlot, StateTensor
+from nxd_ckpt.live.state import MASTER_WEIGHTS, OptimizerForm, OptimizerSlot, State, StateTensor, state_of
 from nxd_ckpt.live.torch_xla import copy_in, place
 
 
@@ -428,8 +428,17 @@ def _stride(leaf: Any, key: torch.Tensor | None) -> tuple[int, ...]:
     return fitted(stride.steps, shape)
 
 
-def stride_to_note(path: Path, tensor: torch.Tensor, slot: Slot | None) -> Stride | None:
-    """Return the strides of the tensor at ``path`` of an optimizer's state dict, if they are to be noted."""
+def state_by_slots(tree: dict[str, Any], slot_at: Callable[[Path], Slot | None], cache_key: Any) -> State:
+    """Return the state of an optimizer's state dict; ``slot_at`` returns the parameter of a path, if it has one."""
+    return state_of(
+        tree,
+        lambda path, tensor: describe_path(path, tensor, slot_at(path)),
+        cache_key,
+        lambda path, tensor: _stride_to_note(path, tensor, slot_at(path)),
+    )
+
+
+def _stride_to_note(path: Path, tensor: torch.Tensor, slot: Slot | None) -> Stride | None:
     if slot is None:
         return own_stride(tensor, None)
     entry = path[2:]

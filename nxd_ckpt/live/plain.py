@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -17,10 +17,9 @@ import torch
 from nxd_ckpt.core.suggestions import first_of
 from nxd_ckpt.core.topology import Topology
 from nxd_ckpt.errors import OptimizerMismatch, UnsupportedState
-from nxd_ckpt.formats.strides import Stride
 from nxd_ckpt.formats.tensors import Path, iter_tensors, map_tensors
-from nxd_ckpt.live.dtensor import Placed, is_dtensor, placed_of
-from nxd_ckpt.live.load_hooks import OptimizerHooks, keys_of_its_own
+from nxd_ckpt.live.dtensor import Placed, as_part, is_dtensor, placed_of
+from nxd_ckpt.live.load_hooks import call_post_hooks, keys_of_its_own, loads_itself
 from nxd_ckpt.live.model import ModelAdapter
 from nxd_ckpt.live.optimizer_state import (
     ON_HOST,
@@ -31,7 +30,6 @@ from nxd_ckpt.live.optimizer_state import (
     Slot,
     check_groups,
     check_state,
-    describe_path,
     entries_of,
     fill_state,
     flat_parameters,
@@ -42,12 +40,12 @@ from nxd_ckpt.live.optimizer_state import (
     materialise,
     options_of,
     restore_groups,
-    stride_to_note,
+    state_by_slots,
     traits_of_all,
 )
 from nxd_ckpt.live.optimizer_types import if_known, parameter_names
 from nxd_ckpt.live.parameters import form_of, spec_of
-from nxd_ckpt.live.state import OptimizerForm, State, StateTensor, state_of
+from nxd_ckpt.live.state import OptimizerForm, State
 
 
 def is_of_rank(parameter: torch.Tensor, entry: Any, value: Any) -> bool:
@@ -77,11 +75,6 @@ def name_of_rows(entry: Any) -> str | None:
     return name if mark else None
 
 
-def as_rows(value: Any, parameter: torch.Tensor) -> Any:
-    """Return the value with `as_row` applied to each of its tensors."""
-    return map_tensors(value, lambda tensor: as_row(tensor, parameter), torch.Tensor)
-
-
 def own_of_rows(rows: Any) -> Any:
     """Return this rank's value, from tensors of which each was loaded as this rank's row."""
     return map_tensors(rows, lambda row: row[0], torch.Tensor)
@@ -91,12 +84,9 @@ def as_row(value: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
     """Return the rows of all ranks of the parameter's mesh, as a DTensor of which this rank has ``value``."""
     library: Any = sys.modules["torch.distributed.tensor"]
     about: Any = parameter
-    mesh, local = about.device_mesh, value.detach().unsqueeze(0)
-    shape = torch.Size((mesh.size(), *value.shape))
-    stride = torch.empty(shape, device="meta").stride()
-    cuts = [library.Shard(0)] * mesh.ndim
-    rows: torch.Tensor = library.DTensor.from_local(local, mesh, cuts, run_check=False, shape=shape, stride=stride)
-    return rows
+    mesh = about.device_mesh
+    rows = torch.empty((mesh.size(), *value.shape), device="meta")
+    return as_part(value.detach().unsqueeze(0), mesh, [library.Shard(0)] * mesh.ndim, rows)
 
 
 def placed_rows(name: str, parameter: torch.Tensor, saved: Any) -> dict[Path, Placed]:
@@ -187,22 +177,16 @@ class PlainOptimizer:
         def slot_at(path: Path) -> Slot | None:
             return self._slots[path[1]] if path[0] == "state" and isinstance(path[1], int) else None
 
-        def describe(path: Path, tensor: torch.Tensor) -> StateTensor:
-            return describe_path(path, tensor, slot_at(path))
-
-        def stride(path: Path, tensor: torch.Tensor) -> Stride | None:
-            return stride_to_note(path, tensor, slot_at(path))
-
         cache_key = self.kind, self._tp, self._names, traits_of_all(self._optimizer)
         state = self._optimizer.state_dict()
         own = keys_of_its_own(state)
-        if own and not self._hooks.loads_itself:
+        if own and not self._loads_itself:
             raise UnsupportedState(
                 f"optimizer: the state_dict() of {type(self._optimizer).__name__} has {first_of(own)} beside state and "
                 "param_groups, and nothing that a load calls would take it back: write a load_state_dict() for it, or "
                 "register_load_state_dict_pre_hook()"
             )
-        return state_of(self._with_rows(state), describe, cache_key, stride)
+        return state_by_slots(self._with_rows(state), slot_at, cache_key)
 
     def _with_rows(self, state: dict[str, Any]) -> dict[str, Any]:
         """Return the state dict with rank-specific values as this rank's row of all ranks' values."""
@@ -213,8 +197,10 @@ class PlainOptimizer:
             own = [entry for entry, value in rows.get(index, {}).items() if is_of_rank(slot.key, entry, value)]
             if own:
                 entries = dict(rows[index])
-                named = {row_name(slot.key, entry): as_rows(entries.pop(entry), slot.key) for entry in own}
-                rows[index] = entries | named
+                as_rows = partial(as_row, parameter=slot.key)
+                for entry in own:
+                    entries[row_name(slot.key, entry)] = map_tensors(entries.pop(entry), as_rows, torch.Tensor)
+                rows[index] = entries
         return {**state, "state": rows}
 
     def validate(self, saved: Mapping[str, Any]) -> None:
@@ -225,7 +211,7 @@ class PlainOptimizer:
                 "build the optimizer as when it was saved, or load with optimizer=None"
             )
         own = keys_of_its_own(saved)
-        if own and not self._hooks.loads_itself:
+        if own and not self._loads_itself:
             raise OptimizerMismatch(
                 f"optimizer: the checkpoint holds {first_of(own)} beside state and param_groups, which the live "
                 f"{type(self._optimizer).__name__} does not take: it has neither its own load_state_dict() nor a hook "
@@ -249,7 +235,7 @@ class PlainOptimizer:
         return by_path
 
     def load(self, saved: Mapping[str, Any], read: LeafSource, keeps: Keeps = keeps_nothing) -> None:
-        if self._hooks.loads_itself:
+        if self._loads_itself:
             self._load_by_itself(saved, read, keeps)
             return
         restore_groups([self._optimizer.param_groups], saved["param_groups"], read)
@@ -292,12 +278,12 @@ class PlainOptimizer:
             entries = self._optimizer.state.get(slot.key, {})
             for entry in list(filter(is_rows, entries)):
                 entries[name_of_rows(entry)] = own_of_rows(entries.pop(entry))
-        if not self._hooks.loads_itself:  # else it has called them
-            self._hooks.after_load()
+        if not self._loads_itself:  # else it has called them
+            call_post_hooks(self._optimizer)
 
     @property
-    def _hooks(self) -> OptimizerHooks:
-        return OptimizerHooks(self._optimizer)
+    def _loads_itself(self) -> bool:
+        return loads_itself(self._optimizer)
 
     @property
     def _counts_in_numbers(self) -> bool:

@@ -115,7 +115,7 @@ def state_of(
     tree: dict[str, Any],
     describe: Callable[[Path, torch.Tensor], StateTensor],
     cache_key: Any,
-    stride: Callable[[Path, torch.Tensor], Stride | None] = lambda path, tensor: None,
+    stride: Callable[[Path, torch.Tensor], Stride | None],
 ) -> State:
     """Return the state whose tensors ``describe(path, tensor)`` describes, depending on ``cache_key``.
 
@@ -136,11 +136,7 @@ class Frozen:
     (An optimizer's Python ``step`` changes them.) DTensors are replaced by this rank's parts.
     """
 
-    def __init__(
-        self,
-        tree: dict[str, Any],
-        stride: Callable[[Path, torch.Tensor], Stride | None] = lambda path, tensor: None,
-    ) -> None:
+    def __init__(self, tree: dict[str, Any], stride: Callable[[Path, torch.Tensor], Stride | None]) -> None:
         self._locals: dict[int, torch.Tensor] = {}
         self._dtensors: dict[int, torch.Tensor] = {}
         leaves = iter_tensors(tree, torch.Tensor)

@@ -20,10 +20,9 @@ from nxd_ckpt.core.partition import zero1_rows
 from nxd_ckpt.core.suggestions import first_of
 from nxd_ckpt.core.topology import Topology
 from nxd_ckpt.errors import InvalidArgument, OptimizerMismatch, ShapeMismatch, UnsupportedState
-from nxd_ckpt.formats.strides import Stride
 from nxd_ckpt.formats.tensors import Path, dtype_name
 from nxd_ckpt.live.dtensor import Placed
-from nxd_ckpt.live.load_hooks import OptimizerHooks, keys_of_its_own
+from nxd_ckpt.live.load_hooks import call_post_hooks, keys_of_its_own
 from nxd_ckpt.live.optimizer_state import (
     Keeps,
     LeafSource,
@@ -31,7 +30,6 @@ from nxd_ckpt.live.optimizer_state import (
     check_form,
     check_groups,
     check_state,
-    describe_path,
     entries_of,
     fill_state,
     flat_parameters,
@@ -41,12 +39,12 @@ from nxd_ckpt.live.optimizer_state import (
     options_of,
     overwrite,
     restore_groups,
-    stride_to_note,
+    state_by_slots,
     traits_of_all,
 )
 from nxd_ckpt.live.optimizer_types import if_known
 from nxd_ckpt.live.parameters import spec_of
-from nxd_ckpt.live.state import MASTER_WEIGHTS, OptimizerForm, State, StateTensor, state_of
+from nxd_ckpt.live.state import MASTER_WEIGHTS, OptimizerForm, State
 from nxd_ckpt.live.torch_xla import copy_in, to_cpu
 
 logger = logging.getLogger(__name__)
@@ -100,16 +98,10 @@ class Zero1Optimizer:
         def slot_at(path: Path) -> Slot | None:
             return self.slots[path[1]] if path[0] in ("base_state", MASTERS) and isinstance(path[1], int) else None
 
-        def describe(path: Path, tensor: torch.Tensor) -> StateTensor:
-            return describe_path(path, tensor, slot_at(path))
-
-        def stride(path: Path, tensor: torch.Tensor) -> Stride | None:
-            return stride_to_note(path, tensor, slot_at(path))
-
         refuse_own_ways([self._optimizer, self._optimizer.base_optimizer])
         tree = self._optimizer.state_dict()
         refuse_own_keys(tree, self._optimizer)
-        return state_of(tree, describe, self.cache_key(), stride)
+        return state_by_slots(tree, slot_at, self.cache_key())
 
     def validate(self, saved: Mapping[str, Any]) -> None:
         check_kind(saved, self._optimizer, expert=False)
@@ -150,7 +142,7 @@ class Zero1Optimizer:
 
     def after_load(self) -> None:
         for optimizer in (self._optimizer, self._optimizer.base_optimizer):
-            OptimizerHooks(optimizer).after_load()
+            call_post_hooks(optimizer)
 
     def followed(self, saved: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
         masters = saved.get(MASTERS, {})
@@ -303,13 +295,7 @@ class ExpertZero1Optimizer:
         def slot_at(path: Path) -> Slot | None:
             return self._slot(path[1], offsets[path[0]]) if path[0] in offsets and isinstance(path[1], int) else None
 
-        def describe(path: Path, tensor: torch.Tensor) -> StateTensor:
-            return describe_path(path, tensor, slot_at(path))
-
-        def stride(path: Path, tensor: torch.Tensor) -> Stride | None:
-            return stride_to_note(path, tensor, slot_at(path))
-
-        return state_of(tree, describe, (offsets, self._ordinary.cache_key(), self._experts.cache_key()), stride)
+        return state_by_slots(tree, slot_at, (offsets, self._ordinary.cache_key(), self._experts.cache_key()))
 
     def validate(self, saved: Mapping[str, Any]) -> None:
         check_kind(saved, self._optimizer, expert=True)
@@ -336,7 +322,7 @@ class ExpertZero1Optimizer:
     def after_load(self) -> None:
         self._ordinary.after_load()
         self._experts.after_load()
-        OptimizerHooks(self._optimizer).after_load()
+        call_post_hooks(self._optimizer)
 
     def followed(self, saved: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
         ordinary, experts = split(saved)

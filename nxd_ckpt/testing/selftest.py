@@ -28,10 +28,12 @@ import torch.distributed as dist
 from torch import nn
 
 from nxd_ckpt.checkpoint import open_checkpoint
+from nxd_ckpt.checkpointer import Checkpointer
+from nxd_ckpt.core.topology import Topology
 from nxd_ckpt.core.units import size
 from nxd_ckpt.examine.diff import diff_checkpoints
 from nxd_ckpt.examine.selftest import UNUSABLE, CheckResult, checks_for, merged
-from nxd_ckpt.live.torch_xla import sync, to_cpu
+from nxd_ckpt.live.torch_xla import compile_count, sync, to_cpu
 from nxd_ckpt.storage.base import Storage, Swapping, completed
 from nxd_ckpt.storage.urls import is_url, join, local_path, open_storage
 from nxd_ckpt.tag.listing import list_checkpoints
@@ -73,8 +75,10 @@ class Rank:
     def storage(self, *names: str) -> Storage:
         return open_storage(self.place(*names), storage_options=self.options)
 
-    def checkpointer(self, name: str, **options: Any) -> Any:
-        return jobs.checkpointer(self.place(name), self.device, storage_options=self.options, **options)
+    def checkpointer(self, name: str, **options: Any) -> Checkpointer:
+        if self.device.is_xla:
+            options["topology"] = Topology(dp=dist.get_world_size(), rank=self.number)
+        return Checkpointer(self.place(name), storage_options=self.options, **options)
 
     def make(self, layout: str) -> Any:
         return jobs.make(layout, self.device)
@@ -180,7 +184,7 @@ def _bits(value: torch.Tensor) -> torch.Tensor:
 
 
 def _resumes(layout: str, rank: Rank) -> tuple[str, dict[str, Any]]:
-    options = {"use_xser": layout == "xser"} if rank.device.is_xla else {}
+    options: dict[str, Any] = {"use_xser": layout == "xser"} if rank.device.is_xla else {}
 
     def save(_: str, tag: str, *objects: Any) -> None:
         with rank.checkpointer(layout) as checkpointer:
@@ -266,13 +270,13 @@ def _compilations(rank: Rank) -> tuple[str, dict[str, Any]]:
     model, optimizer = rank.make("xser")
     for _ in range(3):
         rank.step(model, optimizer)
-    before = jobs.compile_count()
+    before = compile_count()
     with rank.checkpointer("compilations") as checkpointer:
         checkpointer.save("one", model, optimizer, async_save=True, use_xser=True).wait()
         checkpointer.load("one", model, optimizer)
-    between = jobs.compile_count()
+    between = compile_count()
     rank.step(model, optimizer)
-    facts = {"in save and load": between - before, "in the step after": jobs.compile_count() - between}
+    facts = {"in save and load": between - before, "in the step after": compile_count() - between}
     if any(facts.values()):
         raise Failed(f"graphs compiled: {facts}")
     return f"0 graphs in a save, a load and the step after; {before} before", facts

@@ -19,10 +19,6 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from nxd_ckpt.checkpointer import Checkpointer
-from nxd_ckpt.core.topology import Topology
-from nxd_ckpt.live import torch_xla as xla
-
 _PATIENCE = timedelta(seconds=120)
 
 
@@ -246,14 +242,3 @@ def step(model: nn.Module, optimizer: Any, device: Device) -> float:
 
         torch_xla.sync()
     return loss.item()
-
-
-def checkpointer(place: str, device: Device, **options: Any) -> Checkpointer:
-    """Return what saves to and loads from a place of the self-test."""
-    if device.is_xla:
-        options["topology"] = Topology(dp=dist.get_world_size(), rank=dist.get_rank())
-    return Checkpointer(place, **options)
-
-
-def compile_count() -> int:
-    return xla.compile_count()

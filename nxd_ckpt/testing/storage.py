@@ -373,32 +373,29 @@ def failing(name: str, pattern: str, error: BaseException, after: int = 0) -> Ho
     """
     seen = 0
 
-    def hook(operation: Operation) -> None:
+    def fail() -> None:
         nonlocal seen
-        if operation.name == name and fnmatchcase(operation.key, pattern):
-            seen += 1
-            if seen > after:
-                raise error
+        seen += 1
+        if seen > after:
+            raise error
 
-    return hook
+    return _at(name, pattern, fail)
 
 
 def delaying(name: str, pattern: str, seconds: float) -> Hook:
     """Return a hook that sleeps before operations ``name`` whose key matches the glob ``pattern``."""
-
-    def hook(operation: Operation) -> None:
-        if operation.name == name and fnmatchcase(operation.key, pattern):
-            time.sleep(seconds)
-
-    return hook
+    return _at(name, pattern, lambda: time.sleep(seconds))
 
 
 def killing(name: str, pattern: str) -> Hook:
     """Return a hook that SIGKILLs this process before an operation ``name`` whose key matches the glob ``pattern``."""
+    return _at(name, pattern, lambda: os.kill(os.getpid(), signal.SIGKILL))
 
+
+def _at(name: str, pattern: str, act: Callable[[], None]) -> Hook:
     def hook(operation: Operation) -> None:
         if operation.name == name and fnmatchcase(operation.key, pattern):
-            os.kill(os.getpid(), signal.SIGKILL)
+            act()
 
     return hook
 
