@@ -19,7 +19,7 @@ from itertools import product
 from math import prod
 from typing import Any
 
-from nxd_ckpt.core.heads import HARDWARE
+from nxd_ckpt.core.heads import HARDWARE, Hardware
 from nxd_ckpt.core.limits import MODEL_TENSORS
 from nxd_ckpt.core.packing import Packed
 from nxd_ckpt.core.pattern import Numbers, Pattern, PatternIndex
@@ -135,7 +135,7 @@ class ModelMapping:
     prediction: tuple[str, ...] = ()
     shapes: Mapping[str, Shape] = field(default_factory=dict)
 
-    def sizes(self, config: Mapping[str, Any], kv_size_multiplier: int, hardware: str) -> Sizes:
+    def sizes(self, config: Mapping[str, Any], kv_size_multiplier: int, hardware: Hardware) -> Sizes:
         """Return the sizes of one model.
 
         Raises InvalidArgument for unknown hardware, or copies of heads if no rule has heads.

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import Any
 
-from nxd_ckpt.core.heads import Heads
+from nxd_ckpt.core.heads import Hardware, Heads
 from nxd_ckpt.errors import InvalidArgument
 
 CONFIG_KEYS: Mapping[str, tuple[str, ...]] = {
@@ -32,7 +32,7 @@ class Sizes:
     Attributes:
         config: Hugging Face's config.json.
         kv_size_multiplier: how often NxD keeps each key-value head.
-        hardware: "trn1" or "trn2", which decides the order of those copies.
+        hardware: decides the order of those copies.
         keys: keys in config.json that differ from `CONFIG_KEYS`.
         converted: True if NxD's converter wrote the heads, whose order for trn2 differs.
         heads_of: query heads are padded to a multiple of this.
@@ -40,7 +40,7 @@ class Sizes:
 
     config: Mapping[str, Any]
     kv_size_multiplier: int = 1
-    hardware: str = "trn1"
+    hardware: Hardware = "trn1"
     keys: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     converted: bool = False
     heads_of: int = 1

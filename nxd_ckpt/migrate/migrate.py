@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from functools import partial
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields, replace
+from functools import cached_property, partial
 from typing import Any
 
 from typing_extensions import Unpack
 
 from nxd_ckpt.conversion.conversion import convert
 from nxd_ckpt.conversion.export import Export, are_converted, export_checkpoint
-from nxd_ckpt.conversion.job import HuggingFaceTarget, Job, metrics_of
+from nxd_ckpt.conversion.job import Converted, HuggingFaceTarget, Job, metrics_of
 from nxd_ckpt.conversion.to_dcp import write_dcp
 from nxd_ckpt.core.dcp_names import DcpNames
-from nxd_ckpt.core.heads import HARDWARE, Hardware
+from nxd_ckpt.core.heads import HARDWARE
 from nxd_ckpt.core.mapping import ModelMapping
 from nxd_ckpt.core.option_classes import takes
 from nxd_ckpt.core.sizes import Sizes
@@ -28,8 +28,8 @@ from nxd_ckpt.keywords import ExportKeywords, MigrateKeywords
 from nxd_ckpt.load.attempt import RenamedTag
 from nxd_ckpt.migrate.family import completed, refuse_other_model
 from nxd_ckpt.migrate.source import Origin, find_origin
-from nxd_ckpt.options.execution import ExecutionOptions
-from nxd_ckpt.options.hugging_face import MappingSpec, MigrateOptions
+from nxd_ckpt.options.execution import ExecutionOptions, OutputOptions
+from nxd_ckpt.options.hugging_face import MigrateOptions
 from nxd_ckpt.options.tags import ToDcpOptions
 from nxd_ckpt.output.locations import locate_any, locate_apart, locate_output, location_of, refuse_inside
 from nxd_ckpt.output.model_files import config_in, read_config
@@ -99,205 +99,187 @@ def migrate(src: StrPath, dst: StrPath, **options: Unpack[MigrateKeywords]) -> M
     origin = find_origin(src, chosen)
     # Ranks' files may be below ``src``, and the rest of the checkpoint beside them.
     refuse_inside(locate_any(src, chosen.storage_options), location_of(dst, "output", chosen.written_with))
+    job = _Job(origin, dst, chosen)
     if origin.writer is Writer.OPTIMUM_ADAPTER:
-        done = _as_adapter(origin, dst, chosen)
-        fields = (done.target, origin.writer.value, chosen.to, done.mapping, None, done.nbytes, origin.left_out)
+        export = job.export_adapter()
+        fields = (export.target, origin.writer.value, chosen.to, export.mapping, None, export.nbytes, origin.left_out)
         return Migration(os.fspath(src), *fields)
     with origin.opened.guarded():
-        terms = _terms(origin, chosen)
-        seen = HuggingFaceTag(origin.opened, terms)
-        seen.require_all()
-        if origin.imported is None:
-            refuse_other_model(origin.opened, terms)
-        step = origin.step if origin.step is not None else seen.steps
-        if chosen.to == "torchtitan" and step is None and seen.parts.optimizer is not None:
-            raise UnsupportedState(
-                f"{origin.place.path} has an optimizer without a count of steps, but TorchTitan continues at a step; "
-                "pass model_only= to begin at step 0, or migrate it to another form"
-            )
-    place, nbytes = _WRITERS[chosen.to](origin, seen, terms, dst, step or 0, chosen)
+        job.check()
+    done = _WRITERS[chosen.to](job)
     return Migration(
         os.fspath(src),
-        place,
+        done.target,
         origin.writer.value,
         chosen.to,
-        terms.mapping.name,
-        step,
-        nbytes,
-        _left_out(origin, seen, chosen),
+        job.terms.mapping.name,
+        job.step,
+        done.nbytes,
+        job.left_out,
     )
 
 
-def _left_out(origin: Origin, seen: HuggingFaceTag, chosen: MigrateOptions) -> tuple[str, ...]:
-    without_rest = chosen.model_only or chosen.to in ("hf", "torchtitan")
-    missing = {
-        "optimizer": chosen.model_only and origin.opened.parts.optimizer is not None,
-        "optimizer state that belongs to no parameter": seen.general,
-        "scheduler": without_rest and bool(origin.scheduler),
-        "user content": without_rest and bool(origin.content),
-    }
-    return (*origin.left_out, *(what for what, is_missing in missing.items() if is_missing))
+class _Job:
+    """One migration of ``origin`` to ``dst``."""
 
+    def __init__(self, origin: Origin, dst: StrPath, chosen: MigrateOptions) -> None:
+        self._origin, self._dst, self._chosen = origin, dst, chosen
+        self._config = origin.config if chosen.config is None else os.fspath(chosen.config)
+        self._mapping = origin.mapping if chosen.mapping is None else chosen.mapping
 
-def _terms(origin: Origin, chosen: MigrateOptions) -> HuggingFaceTerms:
-    config = _config(origin, chosen)
-    document = {} if config is None else text_config(config_in(read_config(config, chosen.storage_options)))
-    mapping = find_mapping(_mapping(origin, chosen), document)
-    mapping = completed(mapping, document)
-    names = chosen.saved_param_names if chosen.saved_param_names is not None else origin.param_names
-    if names is not None and isinstance(origin.opened, RenamedTag):
-        names = origin.opened.live_names(names)
-    whole = not chosen.model_only
-    sizes = _sizes(origin, chosen, mapping, document)
-    titan = TorchTitanNames(document, chosen.torchtitan_release) if chosen.to == "torchtitan" else None
-    return HuggingFaceTerms(
-        mapping if titan is None else replace(mapping, packed=mapping.packed + titan.packed),
-        sizes,
-        names,
-        torchtitan=titan,
-        both_names=chosen.to in ("dcp", "torchtitan"),  # torch DCP asks for all names of a live module
-        dtype=chosen.dtype,
-        optimizer=whole,
-        scheduler=origin.scheduler if whole else None,
-        content=origin.content if whole else None,
-    )
+    def check(self) -> None:
+        """Raise unless all of it can be migrated."""
+        self._tag.require_all()
+        if self._origin.imported is None:
+            refuse_other_model(self._origin.opened, self.terms)
+        if self._chosen.to == "torchtitan" and self.step is None and self._tag.parts.optimizer is not None:
+            raise UnsupportedState(
+                f"{self._origin.place.path} has an optimizer without a count of steps, but TorchTitan continues at a "
+                "step; pass model_only= to begin at step 0, or migrate it to another form"
+            )
 
+    @cached_property
+    def step(self) -> int | None:
+        return self._tag.steps if self._origin.step is None else self._origin.step
 
-def _mapping(origin: Origin, chosen: MigrateOptions) -> MappingSpec:
-    return chosen.mapping if chosen.mapping is not None else origin.mapping
+    @property
+    def left_out(self) -> tuple[str, ...]:
+        origin, model_only = self._origin, self._chosen.model_only
+        without_rest = model_only or self._chosen.to in ("hf", "torchtitan")
+        missing = {
+            "optimizer": model_only and origin.opened.parts.optimizer is not None,
+            "optimizer state that belongs to no parameter": self._tag.general,
+            "scheduler": without_rest and bool(origin.scheduler),
+            "user content": without_rest and bool(origin.content),
+        }
+        return (*origin.left_out, *(what for what, is_missing in missing.items() if is_missing))
 
-
-def _config(origin: Origin, chosen: MigrateOptions) -> str | None:
-    return os.fspath(chosen.config) if chosen.config is not None else origin.config
-
-
-def _sizes(origin: Origin, chosen: MigrateOptions, mapping: ModelMapping, config: Mapping[str, Any]) -> Sizes:
-    """Return the sizes of the model, with the order of key-value heads in which their copies are equal."""
-    recorded, requested = origin.kv_size_multiplier, chosen.kv_size_multiplier
-    if None not in (recorded, requested) and recorded != requested:
-        raise InvalidArgument(f"kv_size_multiplier={requested}, but {origin.place.path} has {recorded}; leave it out")
-    if mapping.name == INFERENCE:
-        return inference_sizes(mapping, config, origin.opened.topology.tp)
-    copies = requested or recorded or 1
-    if copies == 1:
-        return mapping.sizes(config, copies, chosen.hardware or "trn1")
-
-    def mapped(sizes: Sizes) -> MappedTag:
-        return MappedTag(origin.opened, mapping, sizes)
-
-    fitting: list[Sizes] = []
-    for hardware in HARDWARE if chosen.hardware is None else (chosen.hardware,):
-        sizes = mapping.sizes(config, copies, hardware)
-        converted = replace(sizes, converted=True)
-        try:
-            is_converted = are_converted(origin.opened, mapped(sizes), partial(mapped, converted))
-        except TopologyMismatch as error:
-            reason = error
-        else:
-            fitting.append(converted if is_converted else sizes)
-    if not fitting:
-        raise reason
-    if len(fitting) == 1:
-        return fitting[0]
-    raise InvalidArgument(
-        f"{origin.place.path} does not show the order of copies of key-value heads; pass hardware=, the kind of "
-        f"accelerator that the job ran on: {' or '.join(HARDWARE)}"
-    )
-
-
-def _as_hugging_face(
-    origin: Origin, seen: HuggingFaceTag, terms: HuggingFaceTerms, dst: StrPath, step: int, chosen: MigrateOptions
-) -> tuple[str, int]:
-    of_tag: ExportKeywords = {
-        "kv_size_multiplier": terms.sizes.kv_size_multiplier,
-        "hardware": _named(terms.sizes.hardware),
-        "optimizer": seen.parts.optimizer is not None,
-        "saved_param_names": terms.param_names,
-    }
-    done = _exported(origin, dst, chosen, of_tag)
-    return done.target, done.nbytes
-
-
-def _as_adapter(origin: Origin, dst: StrPath, chosen: MigrateOptions) -> Export:
-    if chosen.to != "hf":
-        raise UnsupportedState(
-            f"{origin.place.path} is an adapter without its base model, but training needs both; migrate it to the "
-            "form hf, which peft loads onto the base"
+    @cached_property
+    def terms(self) -> HuggingFaceTerms:
+        origin, chosen = self._origin, self._chosen
+        files = [] if self._config is None else read_config(self._config, chosen.storage_options)
+        config = text_config(config_in(files))
+        mapping = completed(find_mapping(self._mapping, config), config)
+        names = origin.param_names if chosen.saved_param_names is None else chosen.saved_param_names
+        if names is not None and isinstance(origin.opened, RenamedTag):
+            names = origin.opened.live_names(names)
+        whole = not chosen.model_only
+        sizes = self._sizes(mapping, config)
+        titan = TorchTitanNames(config, chosen.torchtitan_release) if chosen.to == "torchtitan" else None
+        return HuggingFaceTerms(
+            mapping if titan is None else replace(mapping, packed=mapping.packed + titan.packed),
+            sizes,
+            names,
+            torchtitan=titan,
+            both_names=chosen.to in ("dcp", "torchtitan"),  # torch DCP asks for all names of a live module
+            dtype=chosen.dtype,
+            optimizer=whole,
+            scheduler=origin.scheduler if whole else None,
+            content=origin.content if whole else None,
         )
-    return _exported(origin, dst, chosen, {"kv_size_multiplier": origin.kv_size_multiplier or 1})
+
+    @cached_property
+    def _tag(self) -> HuggingFaceTag:
+        return HuggingFaceTag(self._origin.opened, self.terms)
+
+    def _sizes(self, mapping: ModelMapping, config: Mapping[str, Any]) -> Sizes:
+        """Return the sizes of the model, with the order of key-value heads in which their copies are equal."""
+        opened, where = self._origin.opened, self._origin.place.path
+        recorded, requested = self._origin.kv_size_multiplier, self._chosen.kv_size_multiplier
+        if None not in (recorded, requested) and recorded != requested:
+            raise InvalidArgument(f"kv_size_multiplier={requested}, but {where} has {recorded}; leave it out")
+        if mapping.name == INFERENCE:
+            return inference_sizes(mapping, config, opened.topology.tp)
+        copies, hardware = requested or recorded or 1, self._chosen.hardware
+        if copies == 1:
+            return mapping.sizes(config, copies, hardware or "trn1")
+        fitting: list[Sizes] = []
+        for kind in HARDWARE if hardware is None else (hardware,):
+            sizes = mapping.sizes(config, copies, kind)
+            converted = replace(sizes, converted=True)
+            by_converter = partial(MappedTag, opened, mapping, converted)
+            try:
+                is_converted = are_converted(opened, MappedTag(opened, mapping, sizes), by_converter)
+            except TopologyMismatch as error:
+                reason = error
+            else:
+                fitting.append(converted if is_converted else sizes)
+        if not fitting:
+            raise reason
+        if len(fitting) == 1:
+            return fitting[0]
+        raise InvalidArgument(
+            f"{where} does not show the order of copies of key-value heads; pass hardware=, the kind of accelerator "
+            f"that the job ran on: {' or '.join(HARDWARE)}"
+        )
+
+    def export(self) -> Export:
+        sizes, optimizer = self.terms.sizes, self._tag.parts.optimizer is not None
+        return self._exported(
+            kv_size_multiplier=sizes.kv_size_multiplier,
+            hardware=sizes.hardware,
+            optimizer=optimizer,
+            saved_param_names=self.terms.param_names,
+        )
+
+    def export_adapter(self) -> Export:
+        if self._chosen.to != "hf":
+            raise UnsupportedState(
+                f"{self._origin.place.path} is an adapter without its base model, but training needs both; migrate it "
+                "to the form hf, which peft loads onto the base"
+            )
+        return self._exported(kv_size_multiplier=self._origin.kv_size_multiplier or 1)
+
+    def _exported(self, **facts: Unpack[ExportKeywords]) -> Export:
+        place = self._origin.place
+        facts |= {"config": self._config, "mapping": self._mapping}
+        options: dict[str, Any] = {name: getattr(self._chosen, name) for name in _EXPORTED}
+        return export_checkpoint(join(place.directory, place.name), self._dst, **facts, **options)
+
+    def to_dcp(self) -> Converted:
+        return self._written(self._tag, ToDcpOptions().names, self._dst)
+
+    def to_torchtitan(self) -> Converted:
+        # From step 0 TorchTitan loads only the model, from any other step everything.
+        is_model_only, step = self._tag.parts.optimizer is None, self.step or 0
+        assert self.terms.torchtitan is not None
+        scheduler = self.terms.torchtitan.scheduler(step, self._tag.param_groups)
+        train_state = {"step": step, "ntokens_seen": self._origin.tokens}
+        content = None if is_model_only else {"train_state": train_state, "lr_scheduler": scheduler}
+        tag = HuggingFaceTag(self._origin.opened, replace(self.terms, scheduler=None, content=content))
+        return self._written(tag, _TORCHTITAN, join(os.fspath(self._dst), f"step-{0 if is_model_only else step}"))
+
+    def _written(self, tag: HuggingFaceTag, names: DcpNames, dst: StrPath) -> Converted:
+        chosen, place = self._chosen, self._origin.place
+        state, target = DcpState(tag, WholeTag(tag), names), locate_apart(dst, place, chosen.written_with)
+        output = Output(target, overwrite=chosen.overwrite, durable=chosen.durable, kind=TORCH_DCP)
+        return write_dcp(tag, state, output, place, chosen)
+
+    def to_tag(self) -> Converted:
+        origin, chosen = self._origin, self._chosen
+        job = Job(
+            origin.place,
+            locate_output(self._dst, origin.place, chosen.overwrite, chosen.written_with),
+            HuggingFaceTarget(Topology(), terms=self.terms, imported=origin.imported),
+            self._tag.parts,
+            durable=chosen.durable,
+            overwrite=chosen.overwrite,
+            save=origin.opened.save,
+            metrics=metrics_of(origin.opened),
+        )
+        execution = ExecutionOptions(dry_run=chosen.dry_run, progress=chosen.progress)
+        return convert(lambda process, processes: job, execution)
 
 
-def _exported(origin: Origin, dst: StrPath, chosen: MigrateOptions, terms: ExportKeywords) -> Export:
-    options: ExportKeywords = {
-        **terms,
-        "config": _config(origin, chosen),
-        "mapping": _mapping(origin, chosen),
-        "dtype": chosen.dtype,
-        "size_per_shard": chosen.size_per_shard,
-        "overwrite": chosen.overwrite,
-        "dry_run": chosen.dry_run,
-        "storage_options": chosen.storage_options,
-        "output_options": chosen.output_options,
-        "durable": chosen.durable,
-        "progress": chosen.progress,
-    }
-    return export_checkpoint(join(origin.place.directory, origin.place.name), dst, **options)
-
-
-def _named(hardware: str) -> Hardware:
-    return next(kind for kind in HARDWARE if kind == hardware)
-
-
-def _as_dcp(
-    origin: Origin, seen: HuggingFaceTag, terms: HuggingFaceTerms, dst: StrPath, step: int, chosen: MigrateOptions
-) -> tuple[str, int]:
-    return _written(origin, seen, DcpState(seen, WholeTag(seen), ToDcpOptions().names), dst, chosen)
-
-
-def _as_torchtitan(
-    origin: Origin, seen: HuggingFaceTag, terms: HuggingFaceTerms, dst: StrPath, step: int, chosen: MigrateOptions
-) -> tuple[str, int]:
-    # From step 0 TorchTitan loads only the model, from any other step everything.
-    is_model_only = seen.parts.optimizer is None
-    assert terms.torchtitan is not None
-    scheduler = terms.torchtitan.scheduler(step, seen.param_groups)
-    train_state = {"step": step, "ntokens_seen": origin.tokens}
-    content = None if is_model_only else {"train_state": train_state, "lr_scheduler": scheduler}
-    tag = HuggingFaceTag(origin.opened, replace(terms, scheduler=None, content=content))
-    state = DcpState(tag, WholeTag(tag), _TORCHTITAN)
-    return _written(origin, tag, state, join(os.fspath(dst), f"step-{0 if is_model_only else step}"), chosen)
-
-
-def _written(
-    origin: Origin, seen: HuggingFaceTag, state: DcpState, dst: StrPath, chosen: MigrateOptions
-) -> tuple[str, int]:
-    target = locate_apart(dst, origin.place, chosen.written_with)
-    output = Output(target, overwrite=chosen.overwrite, durable=chosen.durable, kind=TORCH_DCP)
-    done = write_dcp(seen, state, output, origin.place, chosen)
-    return done.target, done.nbytes
-
-
-def _as_tag(
-    origin: Origin, seen: HuggingFaceTag, terms: HuggingFaceTerms, dst: StrPath, step: int, chosen: MigrateOptions
-) -> tuple[str, int]:
-    target = locate_output(dst, origin.place, chosen.overwrite, chosen.written_with)
-    what = HuggingFaceTarget(Topology(), terms=terms, imported=origin.imported)
-    job = Job(
-        origin.place,
-        target,
-        what,
-        seen.parts,
-        durable=chosen.durable,
-        overwrite=chosen.overwrite,
-        save=origin.opened.save,
-        metrics=metrics_of(origin.opened),
-    )
-    execution = ExecutionOptions(dry_run=chosen.dry_run, progress=chosen.progress)
-    done = convert(lambda process, processes: job, execution)
-    return done.target, done.nbytes
-
+_EXPORTED = ("dtype", "size_per_shard", *(each.name for each in fields(OutputOptions)))
+"""Options of a migration that are an export's too."""
 
 _TORCHTITAN = DcpNames(model="", optim="optimizer", flat_optimizer=True, content="")
 """Names of the state dict that TorchTitan's trainer saves."""
 
-_WRITERS = {"hf": _as_hugging_face, "dcp": _as_dcp, "torchtitan": _as_torchtitan, "tag": _as_tag}
+_WRITERS: Mapping[str, Callable[[_Job], Converted | Export]] = {
+    "hf": _Job.export,
+    "dcp": _Job.to_dcp,
+    "torchtitan": _Job.to_torchtitan,
+    "tag": _Job.to_tag,
+}
