@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from nxd_ckpt.conversion.importing import import_target
 from nxd_ckpt.conversion.inputs import open_as_tag
@@ -26,12 +26,11 @@ from nxd_ckpt.options.hugging_face import ImportOptions, MappingSpec, MigrateOpt
 from nxd_ckpt.output.locations import Location, locate_any
 from nxd_ckpt.output.source import open_any, refuse_mixed_ranks
 from nxd_ckpt.reshard.saved_optimizer import COMPUTED, Names, group_names
-from nxd_ckpt.storage.base import Storage
 from nxd_ckpt.storage.urls import StrPath, directory_and_name, join
 from nxd_ckpt.tag.files import TagFiles
 from nxd_ckpt.tag.foreign import legacy
 from nxd_ckpt.tag.foreign.hugging_face_directory import CONFIG, OPTIMIZER_DOCUMENT
-from nxd_ckpt.tag.foreign.recognise import Recognised, Writer, recognise
+from nxd_ckpt.tag.foreign.recognise import Writer, recognise
 from nxd_ckpt.tag.foreign.torch_xla_files import RANDOM_STATES, is_trainers
 from nxd_ckpt.tag.mappings import INFERENCE, NEMO
 from nxd_ckpt.tag.opened import OpenTag
@@ -94,8 +93,9 @@ def find_origin(path: StrPath, chosen: MigrateOptions) -> Origin:
     place = locate_any(path, options)
     storage = place.open()
     layout = recognise(storage, place.name)
+    beside = TagFiles(storage, layout.beside)
     if layout.writer is Writer.HUGGING_FACE:
-        return _hugging_face(place, TagFiles(storage, layout.beside), chosen)
+        return _hugging_face(place, beside, chosen)
     if chosen.renaming:
         raise InvalidArgument(
             f"{place.path} was written by {layout.writer.value}: leave out prefix= and key_mapping=, which are for a "
@@ -113,8 +113,25 @@ def find_origin(path: StrPath, chosen: MigrateOptions) -> Origin:
     with opened.guarded():
         if optimizer:
             refuse_mixed_ranks(opened, 0, 1)
-        names = optimizer and chosen.saved_param_names is None
-        return describe(Origin(layout.writer, place, unwrapped(opened)), storage, layout, names)
+        needs_names = optimizer and chosen.saved_param_names is None
+        origin = Origin(layout.writer, place, unwrapped(opened))
+        return describe(_Source(origin, TagFiles(storage, layout.tag), beside, needs_names))
+
+
+class _Source(NamedTuple):
+    """A tag with its ``files`` and those ``beside`` it; ``needs_names``: for the optimizer's parameters."""
+
+    origin: Origin
+    files: TagFiles
+    beside: TagFiles
+    needs_names: bool
+
+    @property
+    def opened(self) -> OpenTag:
+        return self.origin.opened
+
+    def param_names(self, stages: Sequence[Sequence[str]] | None = None) -> Names | None:
+        return group_names(self.opened, stages) if self.needs_names else None
 
 
 def _hugging_face(place: Location, files: TagFiles, chosen: MigrateOptions) -> Origin:
@@ -138,34 +155,34 @@ def _hugging_face(place: Location, files: TagFiles, chosen: MigrateOptions) -> O
     return Origin(Writer.HUGGING_FACE, place, opened, config, left_out=(*outside, *beside), imported=what)
 
 
-def _tag(origin: Origin, storage: Storage, layout: Recognised, names: bool) -> Origin:
+def _tag(source: _Source) -> Origin:
     """Describe a tag of NxD or nxd_ckpt, which holds everything."""
-    opened, parts = origin.opened, origin.opened.parts
+    opened, parts = source.opened, source.opened.parts
     content, left_out = _content(opened)
     return replace(
-        origin,
+        source.origin,
         scheduler=opened.scheduler() if parts.scheduler else None,
         content=content,
         left_out=(*left_out, *(["rank content"] if parts.rank_content else [])),
     )
 
 
-def _lightning(origin: Origin, storage: Storage, layout: Recognised, names: bool) -> Origin:
+def _lightning(source: _Source) -> Origin:
     """Describe a tag of NxDT: the user content is Lightning's dict, without model and optimizer."""
-    content, left_out = _content(origin.opened)
+    content, left_out = _content(source.opened)
     rest = dict(content or {})
     schedulers = rest.get("lr_schedulers")
     is_single = isinstance(schedulers, list) and len(schedulers) == 1
     scheduler = rest.pop("lr_schedulers")[0] if is_single else None
     config = _inside(rest, "hyper_parameters", "cfg") or _inside(rest, "hyper_parameters")
-    match = _STEP.search(origin.place.name)
+    match = _STEP.search(source.origin.place.name)
     step = rest.get("global_step", int(match[1]) if match else None)
     copies = _inside(config, "distributed_strategy").get("kv_replicator")
     return replace(
-        origin,
+        source.origin,
         mapping="megatron_llama" if config.get("model_source") == "megatron" else None,
         kv_size_multiplier=copies if isinstance(copies, int) else None,
-        param_names=group_names(origin.opened) if names else None,
+        param_names=source.param_names(),
         step=step if isinstance(step, int) else None,
         scheduler=scheduler,
         content=rest or None,
@@ -173,37 +190,36 @@ def _lightning(origin: Origin, storage: Storage, layout: Recognised, names: bool
     )
 
 
-def _nemo(origin: Origin, storage: Storage, layout: Recognised, names: bool) -> Origin:
+def _nemo(source: _Source) -> Origin:
     """Describe a checkpoint of neuronx-nemo-megatron: Lightning's dict, with a separate scheduler."""
-    described = _tag(origin, storage, layout, names)
+    described = _tag(source)
     content = described.content or {}
     step = content.get("global_step")
     has_zero1 = _inside(content, "hyper_parameters", "cfg").get("wrap_with_zero") is True
-    is_missing = has_zero1 and origin.opened.parts.optimizer is None
+    is_missing = has_zero1 and source.opened.parts.optimizer is None
     missing = ["the ZeRO-1 optimizer, whose files are missing"] if is_missing else []
     return replace(
         described,
         mapping=NEMO,
         left_out=(*described.left_out, *missing),
         kv_size_multiplier=1,
-        param_names=group_names(origin.opened) if names else None,
+        param_names=source.param_names(),
         step=step if isinstance(step, int) else None,
     )
 
 
-def _optimum(origin: Origin, storage: Storage, layout: Recognised, names: bool) -> Origin:
+def _optimum(source: _Source) -> Origin:
     """Describe a checkpoint of optimum-neuron.
 
     Metadata of each stage is in the tag; config.json, trainer_state.json and scheduler.pt are beside it.
     """
-    opened, beside = origin.opened, TagFiles(storage, layout.beside)
-    metadata = stage_metadata(TagFiles(storage, layout.tag), opened)
-    refuse_other_model(metadata, beside, opened)
+    metadata = stage_metadata(source.files, source.opened)
+    refuse_other_model(metadata, source.beside, source.opened)
     return replace(
-        _with_trainer(origin, beside, origin.place.directory),
+        _with_trainer(source.origin, source.beside, source.origin.place.directory),
         mapping=metadata.document,
         kv_size_multiplier=metadata.kv_size_multiplier or 1,
-        param_names=group_names(opened, metadata.stages) if names else None,
+        param_names=source.param_names(metadata.stages),
     )
 
 
@@ -231,49 +247,46 @@ def _with_trainer(origin: Origin, beside: TagFiles, folder: str) -> Origin:
     )
 
 
-def _adapter(origin: Origin, storage: Storage, layout: Recognised, names: bool) -> Origin:
+def _adapter(source: _Source) -> Origin:
     """Describe an adapter of optimum-neuron: a tag without an optimizer; other files belong to the whole run."""
-    name = directory_and_name(origin.place.directory)[1].partition("_")[2]
-    metadata = stage_metadata(TagFiles(storage, layout.tag), origin.opened, adapter=name)
-    beside = TagFiles(storage, layout.beside)
+    name = directory_and_name(source.origin.place.directory)[1].partition("_")[2]
+    metadata = stage_metadata(source.files, source.opened, adapter=name)
     return replace(
-        origin,
+        source.origin,
         mapping=metadata.document,
         kv_size_multiplier=metadata.kv_size_multiplier or 1,
-        left_out=tuple(file for file in _OF_THE_RUN if beside.has(file)),
+        left_out=tuple(filter(source.beside.has, _OF_THE_RUN)),
     )
 
 
-def _old_optimum(origin: Origin, storage: Storage, layout: Recognised, names: bool) -> Origin:
+def _old_optimum(source: _Source) -> Origin:
     """Describe a checkpoint of optimum-neuron before 0.0.22.
 
     NxD's files of ranks have the dimension along which each parameter is cut; config.json and the trainer's files are
     beside them.
     """
-    described = _tag(origin, storage, layout, names)
-    files, cuts, computed = TagFiles(storage, layout.tag), dict[str, Any](), list[str]()
+    described = _tag(source)
+    files, cuts, computed = source.files, dict[str, Any](), list[str]()
     for rank in legacy.first_of_stages(files):
         content = files.tree(rank)
         cuts |= _inside(content, SHARDED_METADATA)
         computed += [name for name in _inside(content, "model") if name.endswith(COMPUTED)]
     return replace(
-        _with_trainer(described, TagFiles(storage, layout.beside), origin.place.directory),
-        mapping=old_mapping(cuts, computed, origin.opened.where),
+        _with_trainer(described, source.beside, source.origin.place.directory),
+        mapping=old_mapping(cuts, computed, source.opened.where),
         kv_size_multiplier=1,
-        param_names=group_names(origin.opened) if names else None,
+        param_names=source.param_names(),
     )
 
 
-def _script(origin: Origin, storage: Storage, layout: Recognised, names: bool) -> Origin:
+def _script(source: _Source) -> Origin:
     """Describe a script's own dict, saved by torch-xla or torch DCP, with the names of its own model."""
-    opened = origin.opened
-    described = _tag(origin, storage, layout, names)
-    beside = TagFiles(storage, layout.beside)
-    if layout.writer is Writer.TORCH_XLA and layout.tag == layout.beside and is_trainers(beside.names()):
-        described = _with_trainer(described, beside, join(origin.place.directory, origin.place.name))
+    described, opened, writer, place = _tag(source), source.opened, source.origin.writer, source.origin.place
+    if writer is Writer.TORCH_XLA and source.files.tag == source.beside.tag and is_trainers(source.beside.names()):
+        described = _with_trainer(described, source.beside, join(place.directory, place.name))
     model = opened.model_tree(Coordinates()) if opened.parts.model else {}
-    if not model or (_TORCHTITAN in model and layout.writer is Writer.TORCH_DCP):
-        raise PartNotFound(f"{opened.where} has no model under the usual keys; {_HINTS[layout.writer]}")
+    if not model or (_TORCHTITAN in model and writer is Writer.TORCH_DCP):
+        raise PartNotFound(f"{opened.where} has no model under the usual keys; {_HINTS[writer]}")
     rules = [{"nxd": name, "hf": [name]} for name, leaf in model.items() if is_tensor(leaf)]
     first: dict[Any, str] = {}  # a tied parameter has several names, but one entry in the optimizer
     for name, leaf in model.items():
@@ -285,17 +298,17 @@ def _script(origin: Origin, storage: Storage, layout: Recognised, names: bool) -
         step=described.step if described.step is not None else next(steps, None),
         mapping={"format_version": 1, "name": "the model's own names", "rules": rules},
         kv_size_multiplier=1,
-        param_names=group_names(opened, [list(first.values())]) if names else None,
+        param_names=source.param_names([list(first.values())]),
     )
 
 
-def _presharded(origin: Origin, storage: Storage, layout: Recognised, names: bool) -> Origin:
+def _presharded(source: _Source) -> Origin:
     """Describe a checkpoint of NxD inference: only a model, with its own names."""
-    has_own_names = "embed_tokens.weight" in origin.opened.model_tree(Coordinates())
-    return replace(origin, mapping=INFERENCE if has_own_names else None)
+    has_own_names = "embed_tokens.weight" in source.opened.model_tree(Coordinates())
+    return replace(source.origin, mapping=INFERENCE if has_own_names else None)
 
 
-_DESCRIBERS: Mapping[Writer, Callable[[Origin, Storage, Recognised, bool], Origin]] = {
+_DESCRIBERS: Mapping[Writer, Callable[[_Source], Origin]] = {
     Writer.NXD_CKPT: _tag,
     Writer.NXD: _tag,
     Writer.NXD_LEGACY: _tag,
