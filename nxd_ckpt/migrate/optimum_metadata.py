@@ -36,97 +36,203 @@ SHARDED_METADATA = "sharded_metadata"
 """Key of the parameters' cuts in each rank's dict, in versions before 0.0.22."""
 
 
+_HEADS = {
+    "heads": "num_attention_heads",
+    "kv_heads": "num_key_value_heads",
+    "kv_size_multiplier": "kv_size_multiplier",
+}
+"""Sizes of the attention layers, and their names in the metadata."""
+
+
 @dataclass
 class OptimumMetadata:
     """Metadata of all stages.
 
     Attributes:
-        document: the mapping, as in a mapping file.
+        adapter: name of the adapter that was saved instead of the model, or None. With an adapter, ``document`` is the
+            mapping of the base, with the base's names, and ``stages`` are the adapter's.
         stages: names of the parameters of each stage, in the model's order.
         tp: number of tensor-parallel ranks; None if nothing was cut or fused.
         heads: query heads of the attention layers; None if they were not changed.
         kv_heads: key-value heads of the attention layers; None if they were not changed.
         kv_size_multiplier: copies of each key-value head; None if they were not changed.
-        adapter: name of the adapter that was saved instead of the model, or None. With an adapter, ``document`` is the
-            mapping of the base, with the base's names, and ``stages`` are the adapter's.
     """
 
-    document: dict[str, Any]
-    stages: list[list[str]]
+    adapter: str | None = None
+    stages: list[list[str]] = field(default_factory=list)
     tp: int | None = None
     heads: int | None = None
     kv_heads: int | None = None
     kv_size_multiplier: int | None = None
-    adapter: str | None = None
     _rules: dict[str, dict[str, Any]] = field(default_factory=dict, repr=False)
+    _file: str = field(default="", repr=False)
+    """The file that is being read, for errors."""
+
+    @property
+    def document(self) -> dict[str, Any]:
+        """The mapping, as in a mapping file."""
+        return _document(self._rules)
+
+    def add(self, file: str, content: Mapping[str, Any], *, pickled: bool) -> None:
+        """Add the next stage's ``file``. The pickled form has the cut of each parameter, and the names of q, k and v.
+
+        Names in a pickled file do not contain adapters' names.
+
+        Raises:
+            MalformedFile: it is not such metadata, or contradicts the stages before.
+            UnsupportedState: no rule can describe the model.
+        """
+        self._file = file
+        try:
+            for rule in self._pickled_rules(content) if pickled else self._rules_of(content):
+                self._add(rule)
+        except (KeyError, TypeError, ValueError) as error:
+            versions = "0.0.22 to 0.2.0" if pickled else "0.2.0 to 0.4"
+            raise MalformedFile(
+                f"{file}: not the metadata of optimum-neuron {versions} ({type(error).__name__}: {error})"
+            ) from error
+
+    def _pickled_rules(self, content: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+        cuts, heads = checked(dict, content[SHARDED_METADATA]), checked(dict, content["gqa_qkv_metadata"])
+        if self.adapter is None:
+            self.stages.append(list(cuts))
+        else:
+            self.stages.append([name.replace(f".{_WHOLE}", "") for name in cuts if _is_of_adapter(name)])
+            cuts = {_in_base(name): cut for name, cut in cuts.items() if not is_adapter(name)}
+        for size, key in _HEADS.items():
+            if heads[key] is not None:
+                self._agree(size, heads[key])
+        made_of: dict[str, list[str]] = {}
+        for name, holder in checked(dict, heads["original_names_to_gqa_qkv_names"]).items():
+            made_of.setdefault(holder, []).append(name)
+        outputs = checked(set, heads["output_projections_names"])
+        for name, cut in cuts.items():
+            names = made_of.get(name, [])
+            if len(names) > 1:
+                yield {"nxd": name, "hf": names, "heads": ["query", "kv", "kv"], "dim": 0}
+            elif names:
+                yield {"nxd": name, "hf": names, "heads": ["query" if name.endswith("_q") else "kv"], "dim": 0}
+            elif name in outputs and cut["kind"] == "sharded":
+                yield {"nxd": name, "hf": [name], "heads": ["query"], "dim": checked(int, cut["partition_dim"])}
+            else:
+                yield _old_rule(name, cut)
+
+    def _rules_of(self, content: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+        parameters: Mapping[str, Mapping[str, Any]] = checked(dict, content["parameters"])
+        self.stages.append(self._saved(parameters))
+        parameters = {_in_base(name): cut for name, cut in parameters.items() if not is_adapter(name)}
+        made: set[str] = set()
+        for module in content["model_weight_transformation_specs"]:
+            for kind, spec in module["specs"]:
+                for rule in self._made_by(kind, module["module_fully_qualified_name"], checked(dict, spec)):
+                    if rule["nxd"] in parameters:
+                        made.add(rule["nxd"])
+                        yield rule
+        for name, cut in parameters.items():
+            if name not in made:
+                yield self._plain(name, cut)
+            if cut["tensor_model_parallel"]:
+                self._agree("tp", cut["num_partitions"])
+
+    def _saved(self, parameters: Mapping[str, Any]) -> list[str]:
+        """Return the names in the tag of a model's parameters, or of the adapter's."""
+        if self.adapter is None:
+            return list(parameters)
+        name_alone = rf"{re.escape(self.adapter)}(?=\.|$)"
+        own = re.compile(rf"(?<=lora_[AB])\.{name_alone}|\.{_WHOLE}\.{name_alone}")
+        return [own.sub("", name) for name in parameters if own.search(name)]
+
+    def _plain(self, name: str, cut: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the rule of a parameter that is also one of Hugging Face's."""
+        if not checked(bool, cut["tensor_model_parallel"]):
+            return {"nxd": name, "hf": [name]}
+        if cut["partition_stride"] != 1:
+            raise UnsupportedState(
+                f"{self._file}: {name} was cut with partition_stride {cut['partition_stride']}, but no transformation "
+                "names the tensors that it was made of"
+            )
+        rows = {"rows": "vocab"} if name.endswith(_VOCABULARY) else {}
+        return {"nxd": name, "hf": [name], "dim": checked(int, cut["partition_dim"]), **rows}
+
+    def _made_by(self, kind: str, module: str, spec: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """Return the rules of a module's layers that were made by a transformation."""
+        peft_type = spec.get("peft_type")  # since 0.2.1
+        if peft_type is not None and (self.adapter is None or peft_type != "lora"):
+            raise UnsupportedState(
+                f"{self._file}: {module} has {peft_type} adapters, which are not carried; merge them into the model "
+                "with optimum-neuron first"
+            )
+        if kind == "FusedLinearsSpec":
+            return self._fused(module, spec)
+        if kind == "GQAQKVColumnParallelLinearSpec":
+            return self._heads(module, spec)
+        raise UnsupportedState(f"{self._file}: {module} was made by {kind}, which this version does not support")
+
+    def _fused(self, module: str, spec: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """Return the rules of layers side by side in one."""
+        self._agree("tp", spec["tp_size"])
+        layer, names, dims = f"{module}.{spec['fused_linear_name']}", spec["linear_names"], spec["original_dims"]
+        if spec["fuse_axis"] not in (0, "column") or len(set(dims)) != 1 or len(dims) != len(names):
+            raise UnsupportedState(
+                f"{self._file}: {layer} was made of {', '.join(names)} with {dims} rows along axis "
+                f"{spec['fuse_axis']}; only layers of equal size along axis 0 are carried"
+            )
+        return [
+            {"nxd": f"{layer}.{part}", "hf": [f"{module}.{name}.{part}" for name in names], "dim": 0}
+            for part in _tensors(spec)
+        ]
+
+    def _heads(self, module: str, spec: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """Return the rules of q, copies of k and v, and the output layer in q's order."""
+        for size, key in {"tp": "tp_size", **_HEADS}.items():
+            self._agree(size, spec[key])
+        at = f"{module}.{spec['gqa_qkv_projection_name']}"
+        layers = [spec[f"{name}_projection_name"] for name in ("query", "key", "value")]
+        kinds = ["query", "kv", "kv"]
+        rules: list[dict[str, Any]] = []
+        for part in _tensors(spec):
+            hf = [f"{module}.{layer}.{part}" for layer in layers]
+            if spec["fuse_qkv"]:
+                rules.append({"nxd": f"{at}.{part}_qkv", "hf": hf, "heads": kinds, "dim": 0})
+            else:
+                rules += [
+                    {"nxd": f"{at}.{part}_{letter}", "hf": [name], "heads": [heads], "dim": 0}
+                    for letter, name, heads in zip("qkv", hf, kinds, strict=True)
+                ]
+        output = f"{module}.{spec['output_projection_name']}.weight"
+        return [*rules, {"nxd": output, "hf": [output], "heads": ["query"], "dim": 1}]
+
+    def _add(self, rule: dict[str, Any]) -> None:
+        """Add the rule for all layers, which must be alike."""
+        names = [_any_layer(name.removeprefix(PREFIX)) for name in rule["hf"]]
+        general = {**rule, "nxd": _any_layer(rule["nxd"]), "hf": names}
+        first = self._rules.setdefault(general["nxd"], general)
+        if first != general:
+            raise MalformedFile(
+                f"{self._file}: {rule['nxd']} has another description than the same parameter of other layers: "
+                f"{general} and {first}"
+            )
+
+    def _agree(self, name: str, value: object) -> None:
+        earlier, value = getattr(self, name), checked(int, value)
+        if earlier not in (None, value):
+            raise MalformedFile(
+                f"{self._file}: has {name}={value}, elsewhere {name}={earlier}; files of two saves are mixed"
+            )
+        setattr(self, name, value)
 
 
-def read_metadata(files: Mapping[str, Mapping[str, Any]], adapter: str | None = None) -> OptimumMetadata:
+def read_metadata(
+    files: Mapping[str, Mapping[str, Any]], adapter: str | None = None, *, pickled: bool = False
+) -> OptimumMetadata:
     """Read the files, by name in order of their stages; of a model, or of its ``adapter``.
 
-    Raises:
-        MalformedFile: they are not such metadata, or contradict each other.
-        UnsupportedState: no rule can describe the model.
+    Raises the errors of `OptimumMetadata.add`.
     """
-    metadata = OptimumMetadata({}, [], adapter=adapter)
-    for where, content in files.items():
-        try:
-            _add_stage(metadata, content, where)
-        except (KeyError, TypeError, ValueError) as error:
-            raise MalformedFile(
-                f"{where}: not the metadata of optimum-neuron 0.2.0 to 0.4 ({type(error).__name__}: {error})"
-            ) from error
-    metadata.document = _document(metadata._rules)
+    metadata = OptimumMetadata(adapter)
+    for file, content in files.items():
+        metadata.add(file, content, pickled=pickled)
     return metadata
-
-
-def read_pickled_metadata(files: Mapping[str, Any], adapter: str | None = None) -> OptimumMetadata:
-    """Read ``mp_metadata_pp_rank_P.pt`` files: the cut of each parameter, and the names of q, k and v.
-
-    Names in them do not contain adapters' names. Raises MalformedFile if they are not such metadata, or contradict each
-    other.
-    """
-    metadata = OptimumMetadata({}, [], adapter=adapter)
-    for where, content in files.items():
-        try:
-            cuts, heads = checked(dict, content["sharded_metadata"]), checked(dict, content["gqa_qkv_metadata"])
-            if adapter is None:
-                metadata.stages.append(list(cuts))
-            else:
-                metadata.stages.append([name.replace(f".{_WHOLE}", "") for name in cuts if _is_of_adapter(name)])
-                cuts = {_in_base(name): cut for name, cut in cuts.items() if not is_adapter(name)}
-            for key, size in (
-                ("heads", "num_attention_heads"),
-                ("kv_heads", "num_key_value_heads"),
-                ("kv_size_multiplier", "kv_size_multiplier"),
-            ):
-                if heads[size] is not None:
-                    _agree(metadata, key, checked(int, heads[size]), where)
-            for rule in _pickled_rules(cuts, heads):
-                _add(metadata, rule, where)
-        except (KeyError, TypeError, ValueError) as error:
-            raise MalformedFile(
-                f"{where}: not the metadata of optimum-neuron 0.0.22 to 0.2.0 ({type(error).__name__}: {error})"
-            ) from error
-    metadata.document = _document(metadata._rules)
-    return metadata
-
-
-def _pickled_rules(cuts: Mapping[str, Any], heads: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    made_of: dict[str, list[str]] = {}
-    for name, holder in checked(dict, heads["original_names_to_gqa_qkv_names"]).items():
-        made_of.setdefault(holder, []).append(name)
-    outputs = checked(set, heads["output_projections_names"])
-    for name, cut in cuts.items():
-        names = made_of.get(name, [])
-        if len(names) > 1:
-            yield {"nxd": name, "hf": names, "heads": ["query", "kv", "kv"], "dim": 0}
-        elif names:
-            yield {"nxd": name, "hf": names, "heads": ["query" if name.endswith("_q") else "kv"], "dim": 0}
-        elif name in outputs and cut["kind"] == "sharded":
-            yield {"nxd": name, "hf": [name], "heads": ["query"], "dim": checked(int, cut["partition_dim"])}
-        else:
-            yield _old_rule(name, cut)
 
 
 def old_mapping(cuts: Mapping[str, Any], computed: Sequence[str], where: str) -> dict[str, Any]:
@@ -163,40 +269,6 @@ def _old_rule(name: str, cut: Mapping[str, Any]) -> dict[str, Any]:
     return {"nxd": name, "hf": [name], "dim": checked(int, cut["partition_dim"]), **heads, **rows}
 
 
-def _add_stage(metadata: OptimumMetadata, content: Mapping[str, Any], where: str) -> None:
-    parameters: Mapping[str, Mapping[str, Any]] = checked(dict, content["parameters"])
-    metadata.stages.append(_saved(metadata, parameters))
-    parameters = {_in_base(name): cut for name, cut in parameters.items() if not is_adapter(name)}
-    made: set[str] = set()
-    for module in content["model_weight_transformation_specs"]:
-        for kind, spec in module["specs"]:
-            peft_type = checked(dict, spec).get("peft_type")  # since 0.2.1
-            if peft_type is not None and (metadata.adapter is None or peft_type != "lora"):
-                raise UnsupportedState(
-                    f"{where}: {module['module_fully_qualified_name']} has {peft_type} adapters, which are "
-                    "not carried; merge them into the model with optimum-neuron first"
-                )
-            rules = _MAKERS.get(kind, _unknown)(metadata, module["module_fully_qualified_name"], kind, spec, where)
-            for rule in rules:
-                if rule["nxd"] in parameters:
-                    made.add(rule["nxd"])
-                    _add(metadata, rule, where)
-    for name, cut in parameters.items():
-        if name not in made:
-            _add(metadata, _plain(name, cut, where), where)
-        if cut["tensor_model_parallel"]:
-            _agree(metadata, "tp", checked(int, cut["num_partitions"]), where)
-
-
-def _saved(metadata: OptimumMetadata, parameters: Mapping[str, Any]) -> list[str]:
-    """Return the names in the tag of a model's parameters, or of the adapter's."""
-    if metadata.adapter is None:
-        return list(parameters)
-    name_alone = rf"{re.escape(metadata.adapter)}(?=\.|$)"
-    own = re.compile(rf"(?<=lora_[AB])\.{name_alone}|\.{_WHOLE}\.{name_alone}")
-    return [own.sub("", name) for name in parameters if own.search(name)]
-
-
 def _is_of_adapter(name: str) -> bool:
     return is_adapter(name) or _WHOLE in name.split(".")
 
@@ -206,102 +278,12 @@ def _in_base(name: str) -> str:
     return _ADAPTED.sub("", without_base_layer(name))
 
 
-def _plain(name: str, cut: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Return the rule of a parameter that is also one of Hugging Face's."""
-    if not checked(bool, cut["tensor_model_parallel"]):
-        return {"nxd": name, "hf": [name]}
-    if cut["partition_stride"] != 1:
-        raise UnsupportedState(
-            f"{where}: {name} was cut with partition_stride {cut['partition_stride']}, but no transformation names the "
-            "tensors that it was made of"
-        )
-    rows = {"rows": "vocab"} if name.endswith(_VOCABULARY) else {}
-    return {"nxd": name, "hf": [name], "dim": checked(int, cut["partition_dim"]), **rows}
-
-
-def _fused(
-    metadata: OptimumMetadata, module: str, kind: str, spec: Mapping[str, Any], where: str
-) -> list[dict[str, Any]]:
-    """Return the rules of a FusedLinearsSpec: layers side by side in one."""
-    _agree(metadata, "tp", checked(int, spec["tp_size"]), where)
-    names, dims = spec["linear_names"], spec["original_dims"]
-    if spec["fuse_axis"] not in (0, "column") or len(set(dims)) != 1 or len(dims) != len(names):
-        raise UnsupportedState(
-            f"{where}: {module}.{spec['fused_linear_name']} was made of {', '.join(names)} with {dims} rows along axis "
-            f"{spec['fuse_axis']}; only layers of equal size along axis 0 are carried"
-        )
-    return [
-        {
-            "nxd": f"{module}.{spec['fused_linear_name']}.{part}",
-            "hf": [f"{module}.{name}.{part}" for name in names],
-            "dim": 0,
-        }
-        for part in _tensors(spec)
-    ]
-
-
-def _heads(
-    metadata: OptimumMetadata, module: str, kind: str, spec: Mapping[str, Any], where: str
-) -> list[dict[str, Any]]:
-    """Return the rules of a GQAQKVColumnParallelLinearSpec: q, copies of k and v, and the output layer in q's order."""
-    for mine, theirs in (
-        ("tp", "tp_size"),
-        ("heads", "num_attention_heads"),
-        ("kv_heads", "num_key_value_heads"),
-        ("kv_size_multiplier", "kv_size_multiplier"),
-    ):
-        _agree(metadata, mine, checked(int, spec[theirs]), where)
-    at = f"{module}.{spec['gqa_qkv_projection_name']}"
-    layers = [spec[f"{name}_projection_name"] for name in ("query", "key", "value")]
-    kinds = ["query", "kv", "kv"]
-    rules: list[dict[str, Any]] = []
-    for part in _tensors(spec):
-        hf = [f"{module}.{layer}.{part}" for layer in layers]
-        if spec["fuse_qkv"]:
-            rules.append({"nxd": f"{at}.{part}_qkv", "hf": hf, "heads": kinds, "dim": 0})
-        else:
-            rules += [
-                {"nxd": f"{at}.{part}_{letter}", "hf": [name], "heads": [heads], "dim": 0}
-                for letter, name, heads in zip("qkv", hf, kinds, strict=True)
-            ]
-    output = f"{module}.{spec['output_projection_name']}.weight"
-    return [*rules, {"nxd": output, "hf": [output], "heads": ["query"], "dim": 1}]
-
-
-def _unknown(
-    metadata: OptimumMetadata, module: str, kind: str, spec: Mapping[str, Any], where: str
-) -> list[dict[str, Any]]:
-    raise UnsupportedState(f"{where}: {module} was made by {kind}, which this version does not support")
-
-
-_MAKERS = {"FusedLinearsSpec": _fused, "GQAQKVColumnParallelLinearSpec": _heads}
-
-
 def _tensors(spec: Mapping[str, Any]) -> Sequence[str]:
     return ("weight", "bias") if checked(bool, spec["bias"]) else ("weight",)
 
 
-def _add(metadata: OptimumMetadata, rule: dict[str, Any], where: str) -> None:
-    """Add the rule for all layers, which must be alike."""
-    names = [_any_layer(name.removeprefix(PREFIX)) for name in rule["hf"]]
-    general = {**rule, "nxd": _any_layer(rule["nxd"]), "hf": names}
-    first = metadata._rules.setdefault(general["nxd"], general)
-    if first != general:
-        raise MalformedFile(
-            f"{where}: {rule['nxd']} has another description than the same parameter of other layers: {general} and "
-            f"{first}"
-        )
-
-
 def _any_layer(name: str) -> str:
     return _NUMBER.sub("{layer}", name, count=1)
-
-
-def _agree(metadata: OptimumMetadata, name: str, value: int, where: str) -> None:
-    earlier = getattr(metadata, name)
-    if earlier not in (None, value):
-        raise MalformedFile(f"{where}: has {name}={value}, elsewhere {name}={earlier}; files of two saves are mixed")
-    setattr(metadata, name, value)
 
 
 _SHOWN = 4
@@ -362,7 +344,7 @@ def _read(files: TagFiles, names: list[str], opened: OpenTag, adapter: str | Non
             f"{files.where(pickled[0])}: stages have metadata of two versions of optimum-neuron; files of two saves "
             "are mixed"
         )
-    metadata = read_pickled_metadata({files.where(name): files.object(name) for name in names}, adapter)
+    metadata = read_metadata({files.where(name): files.object(name) for name in names}, adapter, pickled=True)
     if opened.parts.model:
         metadata.stages = _of_each_stage(metadata, opened)
     return metadata
