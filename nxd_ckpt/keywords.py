@@ -94,7 +94,8 @@ PackKeywords = TypedDict("PackKeywords", {
     "output_options": StorageOptions | None, "durable": bool, "progress": bool,
 }, total=False)
 PruneKeywords = TypedDict("PruneKeywords", {
-    "dry_run": bool, "verify": bool, "pinned_only": bool, "storage_options": StorageOptions | None, "timeout": float,
+    "dry_run": bool, "verify": bool | None, "pinned_only": bool, "storage_options": StorageOptions | None,
+    "timeout": float, "progress": bool,
 }, total=False)
 ReshardKeywords = TypedDict("ReshardKeywords", {
     "dp": int | None, "tp": int | None, "pp": int | None, "ep": int | None,

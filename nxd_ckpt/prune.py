@@ -36,14 +36,15 @@ class Pruned:
     """Result of `prune_checkpoints`, or with ``dry_run`` the result that it would have; tags are oldest first.
 
     ``kept`` has the rules that keep each tag, and ``damaged`` a sentence for each of them that no rule counts.
-    ``verified``: bytes were read; otherwise only names and sizes of files were compared.
+    ``verified`` are the tags that stay of which every byte was read, and is right. Of the other ones only names and
+    sizes of files were compared.
     """
 
     directory: str
     kept: Mapping[str, tuple[str, ...]]
     removed: tuple[str, ...]
     damaged: Mapping[str, str] = field(default_factory=dict)
-    verified: bool = False
+    verified: tuple[str, ...] = ()
 
 
 @as_checkpoint_errors()
@@ -51,9 +52,10 @@ class Pruned:
 def prune_checkpoints(path: StrPath, retain: Sequence[Rule] = (), **options: Unpack[PruneKeywords]) -> Pruned:
     """Remove the complete tags that no rule keeps, except those that are pinned, and the newest.
 
-    It takes the directory's lease, like a job that saves. Other directories and incomplete tags are left alone. A tag
-    that lost files, or that has one of another size, stays, but no rule counts it; with ``verify`` also one whose bytes
-    changed.
+    It takes the directory's lease, like a job that saves. Other directories and incomplete tags are left alone. Before
+    anything is removed, the newest tag is read, and its digests are compared. A tag that is damaged stays, but no rule
+    counts it: then the next newest is read, and kept. Other tags that lost files, or have one of another size, are not
+    counted either, and with ``verify`` those whose bytes changed.
 
     Args:
         path: the checkpoint directory or URL.
@@ -73,13 +75,14 @@ def prune_checkpoints(path: StrPath, retain: Sequence[Rule] = (), **options: Unp
         raise InvalidArgument("prune_checkpoints() needs rules, such as [Last(3)]: without them all tags stay")
     storage = open_storage(path, storage_options=chosen.storage_options)
     require_directory(storage)
-    damage_of = changed_bytes if chosen.verify else lost_files
+    judge = _Judge(storage, rules, chosen)
     if chosen.dry_run:
-        judged = _judge(storage, settled_tags(storage), rules, damage_of)
-        return Pruned(storage.url, judged.retention.kept, judged.retention.surplus, judged.damaged, chosen.verify)
+        judged = judge(settled_tags(storage))
+        surplus, kept = judged.retention.surplus, judged.retention.kept
+        return Pruned(storage.url, kept, surplus, judged.damaged, judge.verified)
     with closing(open_session(storage, Topology(), SingleProcessAgreement(), None, chosen.timeout)) as session:
         tags = {info.tag: info for info in settled_tags(storage)}
-        judged = _judge(storage, tags.values(), rules, damage_of)
+        judged = judge(tags.values())
         surplus, kept = judged.retention.surplus, judged.retention.kept
         removed = []
         for tag in surplus:
@@ -87,9 +90,9 @@ def prune_checkpoints(path: StrPath, retain: Sequence[Rule] = (), **options: Unp
             if retention.retire_unpinned(session, publication_of(session, 1, tag, None), tags[tag]):
                 removed.append(tag)
         if len(removed) < len(surplus):
-            kept = _judge(storage, settled_tags(storage), rules, damage_of).retention.kept
+            kept = judge(settled_tags(storage)).retention.kept
         journal.discard_trash(storage, session.run_id, session.confirm)
-    return Pruned(storage.url, kept, tuple(removed), judged.damaged, chosen.verify)
+    return Pruned(storage.url, kept, tuple(removed), judged.damaged, judge.verified)
 
 
 @as_checkpoint_errors()
@@ -123,19 +126,38 @@ def unpin_checkpoint(path: StrPath, tag: Tag, *, storage_options: StorageOptions
     return control_files.unpin(storage, validate_tag(tag))
 
 
-def _judge(
-    storage: Storage, tags: Iterable[TagInfo], rules: Sequence[Rule] | None, damage_of: retention.DamageOf
-) -> retention.Judgement:
-    """Apply the rules, or with None keep the pinned tags only.
+class _Judge:
+    """The rules, or with None that pinned tags only stay, and the damage of tags, each of which is read once."""
 
-    Raises InvalidArgument for a rule by a metric that no tag has, and if no pinned tag is whole.
-    """
-    if rules is None:
-        judged = retention.judge_pinned(storage, tags, damage_of)
-        if len(judged.damaged) == len(judged.retention.kept):
-            raise InvalidArgument(f"{storage.url}: no undamaged tag is pinned, so none would be left to load: pin one")
+    def __init__(self, storage: Storage, rules: Sequence[Rule] | None, chosen: PruneOptions) -> None:
+        self._storage, self._rules, self._progress = storage, rules, chosen.progress
+        self._read = dict[str, str | None]()
+        self._damage_of = self._changed if chosen.verify else lost_files
+        self._damage_of_newest = self._changed if chosen.verify is None else None
+
+    @property
+    def verified(self) -> tuple[str, ...]:
+        return tuple(tag for tag, why in sorted(self._read.items()) if why is None)
+
+    def __call__(self, tags: Iterable[TagInfo]) -> retention.Judgement:
+        """Apply the rules.
+
+        Raises InvalidArgument for a rule by a metric that no tag has, and if no pinned tag is whole.
+        """
+        storage, rules, looks = self._storage, self._rules, (self._damage_of, self._damage_of_newest)
+        if rules is None:
+            judged = retention.judge_pinned(storage, tags, *looks)
+            if len(judged.damaged) == len(judged.retention.kept):
+                raise InvalidArgument(
+                    f"{storage.url}: no undamaged tag is pinned, so none would be left to load: pin one"
+                )
+            return judged
+        judged = retention.judge_tags(storage, tags, rules, looks[0], damage_of_newest=looks[1])
+        if judged.unknown_metrics:
+            raise InvalidArgument(f"{storage.url}: {'; '.join(judged.unknown_metrics)}. Nothing was removed")
         return judged
-    judged = retention.judge_tags(storage, tags, rules, damage_of)
-    if judged.unknown_metrics:
-        raise InvalidArgument(f"{storage.url}: {'; '.join(judged.unknown_metrics)}. Nothing was removed")
-    return judged
+
+    def _changed(self, storage: Storage, tag: str) -> str | None:
+        if tag not in self._read:
+            self._read[tag] = changed_bytes(storage, tag, self._progress)
+        return self._read[tag]

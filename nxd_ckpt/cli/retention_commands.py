@@ -11,7 +11,7 @@ from nxd_ckpt.cli import text
 from nxd_ckpt.cli.command import Command, options_of
 from nxd_ckpt.core import units
 from nxd_ckpt.core.retention import Best, Every, Last, Rule, Within
-from nxd_ckpt.core.suggestions import listed
+from nxd_ckpt.core.suggestions import first_of, listed
 from nxd_ckpt.core.tags import latest
 from nxd_ckpt.errors import CheckpointNotFound, InvalidArgument
 from nxd_ckpt.options.tags import PruneOptions
@@ -30,14 +30,15 @@ def _run(args: argparse.Namespace) -> int:
         "kept": [{"tag": tag, "because": list(why)} for tag, why in done.kept.items()],
         "removed": list(done.removed),
         "damaged": dict(done.damaged),
-        "bytes_read": done.verified,
+        "verified": list(done.verified),
         "dry_run": args.dry_run,
     }
-    text.show(document, _lines(document), as_json=args.json)
+    if args.json or done.damaged or not args.quiet:
+        text.show(document, _lines(document, args.verify), as_json=args.json)
     return 1 if done.damaged else 0
 
 
-def _lines(document: dict[str, Any]) -> Iterator[str]:
+def _lines(document: dict[str, Any], verify: bool | None) -> Iterator[str]:
     removed = len(document["removed"])
     verb = "would be" if document["dry_run"] else "is" if removed == 1 else "are"
     yield f"{document['directory']}: {units.count(removed, 'tag')} {verb} removed"
@@ -48,8 +49,12 @@ def _lines(document: dict[str, Any]) -> Iterator[str]:
     yield from text.table(("TAG", "", "BECAUSE"), rows)
     for tag, why in damaged.items():
         yield f"problem: {why}. {tag} stays, and no rule counts it; nxd-ckpt rm removes it"
-    if not document["bytes_read"]:
-        yield "bytes were not read, so a tag that stays may be damaged: --verify reads them"
+    read = document["verified"]
+    if read:
+        yield f"every byte is right in {first_of(read)}"
+    unread = [tag["tag"] for tag in document["kept"] if tag["tag"] not in (*read, *damaged)]
+    if unread and not verify:
+        yield f"not read, and may be damaged: {first_of(unread)}; --verify reads what a rule counts"
 
 
 def _best(text: str) -> Rule:
@@ -99,6 +104,9 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
         ("--within", "TIME", _within, "keep the tags saved at most TIME before the newest: 30min, 2h, 3d"),
     ):
         rules.add_argument(flag, dest="retain", metavar=metavar, type=rule, action="append", help=about)
+    parser.add_argument(
+        "--no-verify", dest="verify", action="store_false", default=None, help="do not even read the newest tag first"
+    )
 
 
 PRUNE = Command(
@@ -108,8 +116,9 @@ PRUNE = Command(
     description=(
         "Remove the complete tags in a directory that none of the given rules keeps. Pinned tags, the newest tag, and "
         "anything that is not a complete checkpoint always stay. A damaged tag does not count: a rule keeps an older "
-        "one in its place. Bytes are read with --verify only. While a job that saves there is running, the command is "
-        "refused, so it does not disturb the job."
+        "one in its place. Before anything is removed, every byte of the newest tag is read; --verify reads the others "
+        "too, --no-verify none. While a job that saves there is running, the command is refused, so it does not "
+        "disturb the job."
     ),
     operands=(("DIR", "a checkpoint directory or URL"),),
     add_flags=_add_flags,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple, TypeAlias
 
@@ -47,13 +47,15 @@ def judge_tags(
     rules: Sequence[Rule],
     damage_of: DamageOf = lost_names,
     whole: Collection[str] = (),
+    damage_of_newest: DamageOf | None = None,
 ) -> Judgement:
     """Decide which of ``tags``, all tags of the directory, stay.
 
     Tags of other programs than this and NxD are in neither list. The newest tag with a model stays while all newer ones
     lack one, and so does the newest with an optimizer. No rule about age removes a tag of unknown age. A tag that a
     rule keeps, but that ``damage_of`` says has lost files, stays too, and the rule keeps another one in its place.
-    Tags that are known to be ``whole`` are not asked about.
+    Tags that are known to be ``whole`` are not asked about. Before any tag may go, ``damage_of_newest`` is asked about
+    those to resume from: the newest tag, the newest with a model, and the newest with an optimizer.
 
     Raises OSError or CheckpointError if this cannot be decided.
     """
@@ -61,12 +63,16 @@ def judge_tags(
     # Only for a rule by metric: reading a manifest of many parameters takes its time.
     measured = ours if any(isinstance(rule, Best) for rule in rules) else []
     metrics = {info.tag: metrics_of(storage, info) for info in measured}
-    examined, damaged = set(whole), dict[str, str]()
+    examined, read, damaged = set(whole), set(whole), dict[str, str]()
     while True:
-        retention = _decide(storage, [info for info in ours if info.tag not in damaged], rules, metrics)
-        candidates = retention.counted - examined if retention.surplus else set()
-        examined |= candidates
-        losses = {tag: why for tag in candidates if (why := damage_of(storage, tag)) is not None}
+        retention, newest = _decide(storage, [info for info in ours if info.tag not in damaged], rules, metrics)
+        if not retention.surplus:
+            break
+        losses = _damage(storage, retention.counted - examined, damage_of)
+        examined |= retention.counted
+        if not losses and damage_of_newest is not None:
+            losses = _damage(storage, newest - read, damage_of_newest)
+            read |= newest
         if not losses:
             break
         damaged |= losses
@@ -75,12 +81,27 @@ def judge_tags(
     return Judgement(replace(retention, kept=kept), unknown_metrics(rules, metrics), damaged)
 
 
-def judge_pinned(storage: Storage, tags: Iterable[TagInfo], damage_of: DamageOf) -> Judgement:
-    """Decide that of ``tags`` only the pinned ones stay, and not even the newest, unless it is pinned."""
+def _damage(storage: Storage, tags: Iterable[str], damage_of: DamageOf) -> dict[str, str]:
+    return {tag: why for tag in sorted(tags) if (why := damage_of(storage, tag)) is not None}
+
+
+def judge_pinned(
+    storage: Storage, tags: Iterable[TagInfo], damage_of: DamageOf, damage_of_newest: DamageOf | None = None
+) -> Judgement:
+    """Decide that of ``tags`` only the pinned ones stay, and not even the newest, unless it is pinned.
+
+    ``damage_of_newest`` is asked about the newest of them that is not damaged, if any tag goes.
+    """
     ours = [info.tag for info in in_order(_ours(storage, tags))]
     pins = pinned(storage)
     kept, surplus = {tag: ("pinned",) for tag in ours if tag in pins}, tuple(tag for tag in ours if tag not in pins)
-    damaged = {tag: why for tag in kept if (why := damage_of(storage, tag)) is not None}
+    damaged = _damage(storage, kept, damage_of)
+    if surplus and damage_of_newest is not None:
+        for tag in reversed(kept):
+            found = {} if tag in damaged else _damage(storage, [tag], damage_of_newest)
+            damaged |= found
+            if tag not in damaged:
+                break
     return Judgement(Retention(kept, surplus), (), damaged)
 
 
@@ -90,10 +111,11 @@ def _ours(storage: Storage, tags: Iterable[TagInfo]) -> list[TagInfo]:
 
 def _decide(
     storage: Storage, ours: Sequence[TagInfo], rules: Sequence[Rule], metrics: Mapping[str, Metrics]
-) -> Retention:
+) -> tuple[Retention, Set[str]]:
+    """Return the retention, and the tags that a job would resume from; the latter only if there is a surplus."""
     retention = decide(ours, rules, metrics, pinned(storage))
     if not retention.surplus:
-        return retention
+        return retention, set()
     newest_with = dict[str, str]()
     for part, folder in (("a model", names.MODEL_DIR), ("an optimizer", names.OPTIMIZER_DIR)):
         having = (info.tag for info in reversed(in_order(ours)) if _has_files(storage, f"{info.tag}/{folder}"))
@@ -102,11 +124,9 @@ def _decide(
     if any(isinstance(rule, BY_AGE) for rule in rules):
         reasons.update({info.tag: "saved at an unknown time" for info in undated(ours)})
     stay = {tag: (reasons[tag],) for tag in retention.surplus if tag in reasons}
-    return Retention(
-        {**retention.kept, **stay},
-        tuple(tag for tag in retention.surplus if tag not in stay),
-        retention.counted | (newest_with.keys() - {""}),
-    )
+    newest = (newest_with.keys() - {""}) | {in_order(ours)[-1].tag}
+    surplus = tuple(tag for tag in retention.surplus if tag not in stay)
+    return Retention({**retention.kept, **stay}, surplus, retention.counted | newest), newest
 
 
 def retire_unpinned(session: Session, publication: Publication, info: TagInfo) -> bool:

@@ -224,10 +224,9 @@ def lost_files(opened: OpenTag) -> str | None:
     return known_damage(opened.storage, opened.identity)
 
 
-@_in_a_sentence
-def changed_bytes(opened: OpenTag) -> str | None:
-    """Describe the first damage that reading every byte of a tag shows."""
-    return next(iter(_verified(opened, progress=False).problems), None)
+def changed_bytes(storage: Storage, tag: str, progress: bool) -> str | None:
+    """Describe the first damage that reading every byte of a tag shows. ``progress`` shows a bar on a terminal."""
+    return _in_a_sentence(lambda opened: next(iter(_verified(opened, progress).problems), None))(storage, tag)
 
 
 def _names_of(opened: OpenTag) -> Iterator[str]:

@@ -55,16 +55,26 @@ def test_pinned_tags_alone_stay(four: Path, run: Run) -> None:
     assert ["step_2"] == visible_tags(four)
 
 
-def test_it_says_whether_bytes_were_read(four: Path, run: Run) -> None:
-    """A changed byte is no problem without ``--verify``, and the older tag goes; so a line says that."""
+def test_the_newest_tag_is_read_first(four: Path, run: Run) -> None:
+    """And the next one if its bytes changed: it stays then. Not with ``--no-verify``; a line says what was read."""
+    for number, rules in enumerate((["--last", "2", "--dry-run"], ["--last", "1", "--dry-run"])):
+        said = run("prune", four, *rules).out
+        assert "every byte is right in step_4\n" in said
+        assert bool(number) == ("not read" not in said)
+    every = run("prune", four, "--last", "2", "--verify", "--dry-run", "--json").document
+    assert ["step_3", "step_4"] == every["verified"]
     file = next((four / "step_4" / "model").iterdir())
     flip(file, file.stat().st_size // 2)
-    rules = ["--last", "1", "--dry-run"]
-    assert "step_4 stays last 1 bytes were not read" in " ".join(run("prune", four, *rules).out.split())
-    assert not run("prune", four, *rules, "--json").document["bytes_read"]
-    verified = run("prune", four, *rules, "--verify")
-    assert (1, False) == (verified.code, "bytes were not read" in verified.out)
-    assert run("prune", four, *rules, "--verify", "--json").document["bytes_read"]
+    unread = run("prune", four, *rules, "--no-verify")
+    assert (0, True) == (unread.code, "step_4 stays last 1 not read, and may be" in " ".join(unread.out.split()))
+    run("pin", four, "step_1")
+    done = run("prune", four, "--last", "1", "--json")
+    assert (1, ["step_2"]) == (done.code, done.document["removed"])
+    assert (["step_3"], ["step_4"]) == (done.document["verified"], [*done.document["damaged"]])
+    assert ["step_1", "step_3", "step_4"] == visible_tags(four)
+    run("pin", four, "step_4")
+    alone = run("prune", four, "--pinned-only", "--json").document
+    assert (["step_1"], ["step_3"]) == (alone["verified"], alone["removed"])
 
 
 def test_another_name_of_a_rule_is_understood(four: Path, run: Run, capsys: pytest.CaptureFixture[str]) -> None:
