@@ -120,9 +120,7 @@ def moved_counters(before: Progress, after: Progress) -> dict[str, tuple[int, in
     A counter of micro-batches counts several times per optimizer step; its rate is taken from ``before``.
     """
     moved: dict[str, tuple[int, int]] = {}
-    sides = [("", before.values, after.values)]
-    sides += [(f"rank {rank}: ", before.of_ranks[rank], after.of_ranks[rank]) for rank in _common_ranks(before, after)]
-    for where, values_before, values_after in sides:
+    for where, values_before, values_after in _values(before, after):
         for name, value in values_before.items():
             was, now = whole_number(value), whole_number(values_after.get(name))
             if was is None or now is None or not _counts_steps(name):
@@ -133,8 +131,15 @@ def moved_counters(before: Progress, after: Progress) -> dict[str, tuple[int, in
     return moved
 
 
-def _common_ranks(before: Progress, after: Progress) -> list[int]:
+def common_ranks(before: Progress, after: Progress) -> list[int]:
     return sorted(before.of_ranks.keys() & after.of_ranks.keys())
+
+
+def _values(before: Progress, after: Progress) -> Iterator[tuple[str, Mapping[str, Any], Mapping[str, Any]]]:
+    """Yield the values before and after: those of the whole tag, then those of each rank, which is named in front."""
+    yield "", before.values, after.values
+    for rank in common_ranks(before, after):
+        yield f"rank {rank}: ", before.of_ranks[rank], after.of_ranks[rank]
 
 
 def _no_step(before: Progress, after: Progress) -> Finding:
@@ -163,7 +168,7 @@ def _scale_fell(before: Progress, after: Progress) -> bool:
 
 def check_rates(before: Progress | None, after: Progress) -> Iterator[Finding]:
     """Report learning rates of the optimizer that are not the ones the scheduler set last."""
-    if before is not None and any(True for _ in _other_rates(before)):
+    if before is not None and any(_other_rates(before)):
         return  # this run sets its rates by other means
     for name, rate, scheduled in _other_rates(after):
         yield problem("scheduler", name, f"the learning rate is {rate:g}, the scheduler set {scheduled:g} last")
@@ -171,8 +176,7 @@ def check_rates(before: Progress | None, after: Progress) -> Iterator[Finding]:
 
 def check_scheduler(before: Progress, after: Progress) -> Iterator[Finding]:
     """Report a scheduler that followed the optimizer's steps and no longer does."""
-    counts = [whole_number(tag.values.get("scheduler/last_epoch")) for tag in (before, after)]
-    was, now = counts
+    was, now = (whole_number(tag.values.get("scheduler/last_epoch")) for tag in (before, after))
     if was is None or now is None or not before.steps or not after.steps:
         return
     if before.step is None or after.step is None or after.step <= before.step:
@@ -198,11 +202,9 @@ def check_positions(before: Progress, after: Progress) -> Iterator[Finding]:
     """Report positions in the data that left their steady rate, or moved unevenly between ranks."""
     if before.step is None or after.step is None or after.step <= before.step:
         return
-    steps = before.step, after.step
     if before.step > 1:  # at the first step too much is equal by chance
-        yield from _positions(before.values, after.values, steps, "")
-        for rank in _common_ranks(before, after):
-            yield from _positions(before.of_ranks[rank], after.of_ranks[rank], steps, f"rank {rank}: ")
+        for where, values_before, values_after in _values(before, after):
+            yield from _positions(where, values_before, values_after, (before.step, after.step))
     yield from _uneven(before, after, after.step - before.step)
 
 
@@ -225,7 +227,7 @@ def _real(value: Any) -> float | None:
 
 
 def _positions(
-    before: Mapping[str, Any], after: Mapping[str, Any], steps: tuple[int, int], where: str
+    where: str, before: Mapping[str, Any], after: Mapping[str, Any], steps: tuple[int, int]
 ) -> Iterator[Finding]:
     for name in before:
         was, now = whole_number(before[name]), whole_number(after.get(name))
@@ -274,7 +276,7 @@ def _words(name: str) -> set[str]:
 def _uneven(before: Progress, after: Progress, steps: int) -> Iterator[Finding]:
     """Report positions that moved by whole steps on most ranks and by a fraction of a step on others."""
     moved: dict[str, dict[int, int]] = {}
-    for rank in _common_ranks(before, after):
+    for rank in common_ranks(before, after):
         for name, value in before.of_ranks[rank].items():
             was, now = whole_number(value), whole_number(after.of_ranks[rank].get(name))
             if was is not None and now is not None and is_position(name):

@@ -17,6 +17,8 @@ from nxd_ckpt.reshard.whole_tag import GlobalTensor, WholeTag
 from nxd_ckpt.storage.progress import Counter, watched
 from nxd_ckpt.tag.side_by_side import Leaf, Matched, SideBySide
 
+__all__ = ["ABSENT", "Difference", "TensorDifference", "ValueDifference", "diff_checkpoints"]
+
 
 @dataclass(frozen=True)
 class TensorDifference:
@@ -171,9 +173,6 @@ def _parts(leaf: Assembly) -> list[tuple[object, ...]] | None:
     return parts
 
 
-__all__ = ["ABSENT", "Difference", "TensorDifference", "ValueDifference", "diff_checkpoints"]
-
-
 @dataclass(frozen=True)
 class ValueDifference:
     """A differing value that is not a tensor.
@@ -213,20 +212,10 @@ class Difference:
     def _repr_html_(self) -> str:
         """Return a table for a notebook."""
         rows: list[tuple[Any, ...]] = []
-        rows += [
-            (
-                difference.name,
-                difference.kind,
-                difference.differing,
-                _rounded(difference.max_difference),
-                _rounded(difference.relative_norm),
-            )
-            for difference in self.tensors
-        ]
-        rows += [
-            (difference.name, "value", f"{difference.a!r:.80}", f"{difference.b!r:.80}", None)
-            for difference in self.values
-        ]
+        for tensor in self.tensors:
+            measures = map(_rounded, (tensor.max_difference, tensor.relative_norm))
+            rows.append((tensor.name, tensor.kind, tensor.differing, *measures))
+        rows += [(value.name, "value", f"{value.a!r:.80}", f"{value.b!r:.80}", None) for value in self.values]
         head = ("name", "what differs", "elements, or a", "max |a - b|, or b", "||a - b|| / ||a||")
         differ = f"{len(self.tensors)} tensors and {len(self.values)} values differ"
         return html_table(f"{differ}, {self.same_tensors} tensors are the same", head, rows)

@@ -81,18 +81,16 @@ def examine_checkpoint(
     Raises:
         TagReplaced: a tag was removed, or saved again, since it was opened.
     """
-    tags = [tag for tag in (before, checkpoint) if tag is not None]
+    tags = [tag.opened for tag in (before, checkpoint) if tag is not None]
+    for tag in tags:
+        tag.require_unchanged()
     try:
-        for tag in tags:
-            tag.opened.require_unchanged()
         examination = _Doctor(before, checkpoint).result(progress)
     except (CorruptCheckpoint, PartLost) as error:
-        for tag in tags:
-            tag.opened.require_unchanged()
         damage = problem("files", checkpoint.opened.where, str(error))
-        return Examination(checkpoint.opened.where, _where(before), None, None, (damage,), 0, 0, ())
+        examination = Examination(checkpoint.opened.where, _where(before), None, None, (damage,), 0, 0, ())
     for tag in tags:
-        tag.opened.require_unchanged()
+        tag.require_unchanged()
     return examination
 
 
@@ -137,7 +135,7 @@ class _Doctor:
         """Return the shard with the bounds that its optimizer keeps."""
         was, now = (options.get(shard.parameter, {}) for options in (self._context.before, self._context.after))
         grown = self._context.grown.get(shard.parameter)
-        for role, side in shard.places:
+        for role, side in shard.leaves:
             if side == AFTER and shard.has(role) and grown is not None and grown >= 0:
                 factor = optimizer_bounds.decay(role, now)
                 dtype = torch_dtype(shard.leaves[role, AFTER].dtype)
@@ -263,7 +261,7 @@ def _untied(before: Checkpoint, after: Checkpoint) -> Iterator[Finding]:
 def _standing_random(before: Progress, after: Progress) -> Iterator[Finding]:
     """Report random state that moved on some ranks only."""
     moved: dict[int, bool] = {}
-    for rank in sorted(before.of_ranks.keys() & after.of_ranks.keys()):
+    for rank in counters.common_ranks(before, after):
         for name, value in before.of_ranks[rank].items():
             now = after.of_ranks[rank].get(name)
             if name.endswith("/torch") and isinstance(value, torch.Tensor) and now is not None:

@@ -15,7 +15,6 @@ import torch
 from nxd_ckpt.core.box import Box
 from nxd_ckpt.core.findings import Finding, doubt, problem
 from nxd_ckpt.core.optimizer_bounds import FIRST, SECOND, least_update
-from nxd_ckpt.errors import IncompatibleState, PartLost, PartNotFound
 from nxd_ckpt.formats.tensors import Assembly, torch_dtype
 from nxd_ckpt.reshard.summary import CHUNK, Summary, TensorStatistics
 from nxd_ckpt.reshard.tally import same_bytes
@@ -60,8 +59,25 @@ class Shard:
     far: dict[int, int] = field(default_factory=dict)
 
     @property
-    def places(self) -> list[Place]:
-        return list(self.leaves)
+    def numel(self) -> int:
+        return self.box.numel
+
+    @property
+    def place(self) -> str:
+        """Its place in its tensor, in words."""
+        return f"offset {list(self.box.offset)}"
+
+    @property
+    def at(self) -> str:
+        """The same for the end of a phrase, with the file; empty for whole tensors."""
+        return f" (at {self.place}, {self.file})" if any(self.box.offset) or self.file else ""
+
+    def name(self, role: str) -> str:
+        """Return the global name of its tensor of that role."""
+        return f"model/{self.parameter}" if role == WEIGHT else f"optim/{self.parameter}/{role}"
+
+    def statistics(self, role: str, side: int) -> TensorStatistics:
+        return self.summaries[role, side].statistics
 
     def has(self, role: str) -> bool:
         """Return whether both tags have it."""
@@ -69,11 +85,11 @@ class Shard:
 
     def similarity(self, role: str) -> float:
         """Return the cosine between before and after; 1 where either is zero."""
-        norms = [self.summaries[role, side].statistics.norm for side in (BEFORE, AFTER)]
+        norms = [self.statistics(role, side).norm for side in (BEFORE, AFTER)]
         return self.dots.get(role, 0.0) / (norms[0] * norms[1]) if all(norms) else 1.0
 
     def add(self, tensors: tuple[torch.Tensor, ...]) -> None:
-        """Count the next elements of all ``places``."""
+        """Count the next elements of all ``leaves``."""
         for chunks in zip(*(torch.split(tensor, CHUNK) for tensor in tensors), strict=True):
             self._add(dict(zip(self.leaves, chunks, strict=True)))
 
@@ -122,24 +138,18 @@ def shards_of(before: WholeTag | None, after: WholeTag, problems: dict[str, str]
     Raises:
         PartLost: a file of a tag is gone.
     """
-    names = [(BEFORE, before), (AFTER, after)]
-    roles: dict[str, dict[Place, str]] = {}
-    for side, tag in names:
-        for name in () if tag is None else tag.tensors:
-            assert tag is not None
+    tags = {AFTER: after} if before is None else {BEFORE: before, AFTER: after}
+    names: dict[str, dict[Place, str]] = {}
+    for side, tag in tags.items():
+        for name in tag.tensors:
             parameter, role = _parameter_and_role(tag, name)
-            roles.setdefault(parameter, {})[role, side] = name
-    for parameter, names_by_place in roles.items():
+            names.setdefault(parameter, {})[role, side] = name
+    for parameter, names_by_place in names.items():
         leaves = {}
         for (role, side), name in names_by_place.items():
-            tag = names[side][1]
-            assert tag is not None
-            try:
-                leaves[role, side] = tag.leaf_or_parts(name)
-            except PartLost:
-                raise
-            except (IncompatibleState, PartNotFound) as error:
-                problems[name] = str(error)
+            parts = tags[side].parts_or_problem(name, problems)
+            if parts is not None:
+                leaves[role, side] = parts
         yield from _shards(parameter, leaves)
 
 
@@ -179,7 +189,7 @@ def crosswise(before: WholeTag, after: WholeTag, shards: list[Shard], role: str)
         for number, (x, y) in window:
             dots[number] += float(torch.dot(x.float(), y.float()))
     for (origin, target), dot in zip(pairs, dots, strict=True):
-        norms = origin.summaries[role, BEFORE].statistics.norm * target.summaries[role, AFTER].statistics.norm
+        norms = origin.statistics(role, BEFORE).norm * target.statistics(role, AFTER).norm
         if norms and dot / norms > _SAME_CONTENT:
             yield origin, target
 
@@ -275,15 +285,15 @@ def check_values(shard: Shard) -> Iterator[Finding]:
         if side == AFTER and statistics.nans + statistics.infs:
             yield problem(
                 "values",
-                _name(shard, role),
-                f"{statistics.nans} NaN and {statistics.infs} infinite of {statistics.numel} elements{_where(shard)}",
+                shard.name(role),
+                f"{statistics.nans} NaN and {statistics.infs} infinite of {statistics.numel} elements{shard.at}",
             )
     if shard.beyond:
         yield problem(
             "moments",
-            _name(shard, "exp_avg"),
+            shard.name("exp_avg"),
             f"{shard.beyond} elements are larger than any gradients with these second moments can make them"
-            f"{_where(shard)}: the two moments are not of the same parameter, or shard",
+            f"{shard.at}: the two moments are not of the same parameter, or shard",
         )
 
 
@@ -294,15 +304,15 @@ def check_moves(shard: Shard, context: OptimizerContext) -> Iterator[Finding]:
     moments = [role for role in (*FIRST, *SECOND) if shard.has(role) and _could_move(shard, role)]
     moved = shard.moved.get(weight)
     if grown == 0 and moved:
-        yield problem("steps", shard.parameter, f"the weight changed, but its optimizer made no step{_where(shard)}")
+        yield problem("steps", shard.parameter, f"the weight changed, but its optimizer made no step{shard.at}")
     if grown or (grown is None and moved and not context.counts):
         for role in moments:
             if not shard.moved[role]:
                 yield problem(
                     "moments",
-                    _name(shard, role),
+                    shard.name(role),
                     f"no element changed since the tag before, though the parameter made {_steps(grown)}"
-                    f"{_where(shard)}: it is of the tag before",
+                    f"{shard.at}: it is of the tag before",
                 )
     if moved is False:
         yield from _standing_still(shard, context, weight, grown, any(shard.moved[role] for role in moments))
@@ -310,8 +320,8 @@ def check_moves(shard: Shard, context: OptimizerContext) -> Iterator[Finding]:
         if count:
             yield problem(
                 "moments",
-                _name(shard, role),
-                f"{count} elements fell by more than {_steps(grown)} can do{_where(shard)}: it is of another "
+                shard.name(role),
+                f"{count} elements fell by more than {_steps(grown)} can do{shard.at}: it is of another "
                 "parameter or shard, or the optimizer started fresh",
             )
 
@@ -331,11 +341,11 @@ def check_rounding(shards: Sequence[Shard]) -> Iterator[Finding]:
     rounded = [shard for shard in shards if AFTER in shard.off]
     off = [shard for shard in rounded if shard.off[AFTER]]
     was_exact = any(BEFORE in shard.off for shard in rounded) and not any(shard.off.get(BEFORE) for shard in rounded)
-    share = sum(map(_numel, off)) / max(1, sum(map(_numel, rounded)))
+    share = sum(shard.numel for shard in off) / max(1, sum(shard.numel for shard in rounded))
     for shard in off:
         message = (
-            f"{shard.off[AFTER]} of {_numel(shard)} elements are not the master weights rounded to "
-            f"{shard.leaves[WEIGHT, AFTER].dtype}{_where(shard)}"
+            f"{shard.off[AFTER]} of {shard.numel} elements are not the master weights rounded to "
+            f"{shard.leaves[WEIGHT, AFTER].dtype}{shard.at}"
         )
         if shard.far[AFTER] or was_exact or share < 0.5:
             yield problem("rounding", f"model/{shard.parameter}", message)
@@ -349,7 +359,7 @@ def suspects(shards: Iterable[Shard]) -> dict[str, list[Shard]]:
         role: [
             shard
             for shard in shards
-            if shard.has(role) and _numel(shard) >= _FEW and role in shard.dots and shard.similarity(role) < _UNLIKE
+            if shard.has(role) and shard.numel >= _FEW and role in shard.dots and shard.similarity(role) < _UNLIKE
         ]
         for role in (WEIGHT, MASTER)
     }
@@ -359,8 +369,8 @@ def exchanged(role: str, origin: Shard, target: Shard) -> Finding:
     """Return the finding that ``origin``, in the tag before, is ``target`` now."""
     return problem(
         "shards",
-        _name(target, role),
-        f"what is at {_place(target)} now was at {_place(origin)} of {_name(origin, role)} in the tag before",
+        target.name(role),
+        f"what is at {target.place} now was at {origin.place} of {origin.name(role)} in the tag before",
     )
 
 
@@ -380,28 +390,25 @@ def _standing_still(
     shard: Shard, context: OptimizerContext, weight: str, grown: int | None, others_moved: bool
 ) -> Iterator[Finding]:
     """Report a weight that did not move though its optimizer's state shows that it should have."""
-    name = _name(shard, weight)
-    if shard.parameter not in context.after:
-        return
-    if not any(shard.has(role) for role in FIRST):
+    first = next((role for role in FIRST if shard.has(role)), None)
+    second = next((role for role in SECOND if shard.has(role)), None)
+    if first is None or shard.parameter not in context.after:
         return
     if not (grown or (grown is None and others_moved)):
         return
-    first = next(role for role in FIRST if shard.has(role))
-    second = next((role for role in SECOND if shard.has(role)), None)
-    smallest = min(_of(shard, first, side).absmax for side in (BEFORE, AFTER))
-    largest = None if second is None else max(_of(shard, second, side).absmax for side in (BEFORE, AFTER))
+    smallest = min(shard.statistics(first, side).absmax for side in (BEFORE, AFTER))
+    largest = None if second is None else max(shard.statistics(second, side).absmax for side in (BEFORE, AFTER))
     updates = [
         least_update(options, smallest, largest)
         for options in (context.before.get(shard.parameter, {}), context.after[shard.parameter])
     ]
     precision = torch.finfo(torch_dtype(shard.leaves[weight, AFTER].dtype)).eps
-    visible = _VISIBLE * precision * _of(shard, weight, AFTER).absmax
+    visible = _VISIBLE * precision * shard.statistics(weight, AFTER).absmax
     if all(update is not None and update > visible for update in updates):
         yield problem(
             "weights",
-            name,
-            f"no element changed since the tag before, though the optimizer made {_steps(grown)}{_where(shard)}: it is "
+            shard.name(weight),
+            f"no element changed since the tag before, though the optimizer made {_steps(grown)}{shard.at}: it is "
             "of the tag before",
         )
 
@@ -410,29 +417,8 @@ def _could_move(shard: Shard, role: str) -> bool:
     """Return whether its elements must move: not by chance all still, nor limited by precision."""
     dtype = torch_dtype(shard.leaves[role, AFTER].dtype)
     coarse = role in SECOND and (not dtype.is_floating_point or torch.finfo(dtype).eps > _FINE)
-    return _numel(shard) >= _FEW and not coarse and _of(shard, role, BEFORE).absmax > _NOTHING
-
-
-def _of(shard: Shard, role: str, side: int) -> TensorStatistics:
-    return shard.summaries[role, side].statistics
-
-
-def _numel(shard: Shard) -> int:
-    return shard.box.numel
-
-
-def _name(shard: Shard, role: str) -> str:
-    return f"model/{shard.parameter}" if role == WEIGHT else f"optim/{shard.parameter}/{role}"
+    return shard.numel >= _FEW and not coarse and shard.statistics(role, BEFORE).absmax > _NOTHING
 
 
 def _steps(grown: int | None) -> str:
     return "steps" if grown is None else "1 step" if grown == 1 else f"{grown} steps"
-
-
-def _place(shard: Shard) -> str:
-    return f"offset {list(shard.box.offset)}"
-
-
-def _where(shard: Shard) -> str:
-    """Return the shard's place in its tensor; empty for whole tensors."""
-    return f" (at {_place(shard)}, {shard.file})" if any(shard.box.offset) or shard.file else ""

@@ -25,14 +25,7 @@ from nxd_ckpt.core.box import Box, is_tiling
 from nxd_ckpt.core.limits import checked_text
 from nxd_ckpt.core.manifest import Manifest
 from nxd_ckpt.core.parsing import parsing
-from nxd_ckpt.errors import (
-    CheckpointError,
-    IncompatibleState,
-    MalformedFile,
-    PartLost,
-    PartNotFound,
-    as_checkpoint_errors,
-)
+from nxd_ckpt.errors import CheckpointError, MalformedFile, as_checkpoint_errors
 from nxd_ckpt.formats.tensors import itemsize
 from nxd_ckpt.reshard.summary import PART, Summary, TensorStatistics
 from nxd_ckpt.reshard.whole_tag import GlobalTensor, WholeTag
@@ -96,12 +89,9 @@ def _count(whole: WholeTag, progress: bool) -> Statistics:
     tensors: dict[str, list[Leaf]] = {}
     problems: dict[str, str] = {}
     for name in whole.tensors:
-        try:
-            tensors[name] = list(dict.fromkeys(whole.leaf_or_parts(name)))  # ranks may hold the same part
-        except PartLost:
-            raise
-        except (IncompatibleState, PartNotFound) as error:
-            problems[name] = str(error)
+        parts = whole.parts_or_problem(name, problems)
+        if parts is not None:
+            tensors[name] = list(dict.fromkeys(parts))  # ranks may hold the same part
     counts = {name: [_LeafCount() for _ in leaves] for name, leaves in tensors.items()}
     total = sum(itemsize(leaf.dtype) * leaf.numel for leaves in tensors.values() for leaf in leaves)
     with (
@@ -117,7 +107,9 @@ def _count(whole: WholeTag, progress: bool) -> Statistics:
                     reader.wait(requested)
                     requested, nbytes = reader.requested, 0
         reader.finish()
-    statistics = {name: _together(leaves).statistics for name, leaves in counts.items()}
+    statistics = {
+        name: Summary.of_all(leaf.summary for leaf in leaves).statistics for name, leaves in counts.items()
+    }
     return Statistics(MappingProxyType(statistics), MappingProxyType(problems), cached=False)
 
 
@@ -142,13 +134,6 @@ class _LeafCount:
                 for summary in self._waiting.pop(self._next):
                     self.summary.add_all(summary)
                 self._next += 1
-
-
-def _together(leaves: list[_LeafCount]) -> Summary:
-    whole = Summary()
-    for leaf in leaves:
-        whole.add_all(leaf.summary)
-    return whole
 
 
 logger = logging.getLogger("nxd_ckpt")
@@ -252,10 +237,7 @@ def counted_at_save(opened: OpenTag) -> dict[str, TensorStatistics] | None:
         if tensor.shape is None or sum(box.numel for box in summaries) < Box.whole(tensor.shape).numel:
             return None
         _check(f"{opened.storage.url}/{summaries_dir(opened.tag)}", tensor, tensor.shape, summaries)
-        whole = Summary()
-        for summary in summaries.values():
-            whole.add_all(summary)
-        statistics[name] = whole.statistics
+        statistics[name] = Summary.of_all(summaries.values()).statistics
     return statistics
 
 

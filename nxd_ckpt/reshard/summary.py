@@ -7,6 +7,7 @@ zeros are found in the bits, as integers, which is quicker, above all for 16 bit
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable
 from dataclasses import dataclass
 from math import hypot, inf, isfinite, nan, sqrt
 from typing import Any, NamedTuple
@@ -184,6 +185,14 @@ class Summary:
         summary = Summary()
         summary.add(values)
         return summary
+
+    @staticmethod
+    def of_all(summaries: Iterable[Summary]) -> Summary:
+        """Return the summary of all their elements."""
+        whole = Summary()
+        for summary in summaries:
+            whole.add_all(summary)
+        return whole
 
     @property
     def numel(self) -> int:

@@ -181,6 +181,16 @@ class WholeTag:
         except (IncompatibleState, PartNotFound):
             return self.leaves_by_rank(name)
 
+    def parts_or_problem(self, name: str, problems: dict[str, str]) -> list[TensorStub | Assembly] | None:
+        """Return `leaf_or_parts`; None if that cannot be read, and ``problems`` says why, by name. Raises PartLost."""
+        try:
+            return self.leaf_or_parts(name)
+        except PartLost:
+            raise
+        except (IncompatibleState, PartNotFound) as error:
+            problems[name] = str(error)
+            return None
+
     def leaves_by_rank(self, name: str) -> list[TensorStub | Assembly]:
         """Return what each expert- and tensor-parallel rank holds of the tensor; its cut need not be known.
 
