@@ -7,7 +7,6 @@ import math
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from typing import Any, TypeVar
@@ -15,13 +14,14 @@ from typing import Any, TypeVar
 from nxd_ckpt.cli.text import group_names
 from nxd_ckpt.cli.values import content_document, plain
 from nxd_ckpt.core import names
+from nxd_ckpt.core.findings import collect_problems
 from nxd_ckpt.core.manifest import Manifest, ParameterSpec, TensorEntry
 from nxd_ckpt.core.mesh import Layout
 from nxd_ckpt.core.partition import Partition
 from nxd_ckpt.core.suggestions import first_of, listed
 from nxd_ckpt.core.tags import TagInfo, latest
 from nxd_ckpt.core.topology import Coordinates, Topology
-from nxd_ckpt.errors import CheckpointError, InvalidArgument, TagReplaced, UnsafePickle
+from nxd_ckpt.errors import InvalidArgument, TagReplaced, UnsafePickle
 from nxd_ckpt.formats.tensors import Assembly, Path, TensorStub, iter_tensors
 from nxd_ckpt.live.optimizer_state import OPTIMIZER_NAME
 from nxd_ckpt.output.locations import Location, locate_input
@@ -171,31 +171,21 @@ def _document(
         "prefixes": None,
         "problems": problems,
     }
-    with _collect_problems(problems):
+    with collect_problems(problems):
         document["meshes"] = _meshes(opened)
-    with _collect_problems(problems):
+    with collect_problems(problems):
         document["parameters"] = parameters(opened, rank, cuts)
-    with _collect_problems(problems):
+    with collect_problems(problems):
         document["optimizer"] = optimizer(opened, at)
-    with _collect_problems(problems):
+    with collect_problems(problems):
         document["user_content"] = _user_content(opened)
     if pattern is not None:
-        with _collect_problems(problems):
+        with collect_problems(problems):
             document["tensors"] = tensors(opened, at, pattern, problems)
     if depth is not None:
-        with _collect_problems(problems):
+        with collect_problems(problems):
             document["prefixes"] = prefixes(opened, depth, cuts)
     return document
-
-
-@contextmanager
-def _collect_problems(problems: list[str]) -> Iterator[None]:
-    """Turn errors of one part into ``problems``, so that the other parts are shown."""
-    try:
-        yield
-    except CheckpointError as error:
-        if str(error) not in problems:
-            problems.append(str(error))
 
 
 def _manifest_fields(opened: OpenTag) -> dict[str, Any]:

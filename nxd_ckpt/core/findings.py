@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal
+
+from nxd_ckpt.errors import CheckpointError, TagReplaced
 
 
 @dataclass(frozen=True)
@@ -30,3 +34,15 @@ def problem(kind: str, what: str, message: str) -> Finding:
 
 def doubt(kind: str, what: str, message: str) -> Finding:
     return Finding(kind, "doubt", what, message)
+
+
+@contextmanager
+def collect_problems(problems: list[str]) -> Iterator[None]:
+    """Turn the error of one part of a tag into one of ``problems``, each once; TagReplaced is raised."""
+    try:
+        yield
+    except TagReplaced:
+        raise
+    except CheckpointError as error:
+        if str(error) not in problems:
+            problems.append(str(error))

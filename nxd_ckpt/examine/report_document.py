@@ -6,9 +6,9 @@ import math
 import re
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import asdict
 from itertools import pairwise
+from statistics import median_low
 from typing import Any
 
 from nxd_ckpt import effects
@@ -16,13 +16,14 @@ from nxd_ckpt.checkpoint import Checkpoint, checkpoint_of
 from nxd_ckpt.commit.voting import saves_in_flight
 from nxd_ckpt.coordination.paths import COPIES
 from nxd_ckpt.core import units
+from nxd_ckpt.core.findings import collect_problems
 from nxd_ckpt.core.manifest import Manifest
 from nxd_ckpt.core.mesh import Mesh
-from nxd_ckpt.core.phases import straggler
+from nxd_ckpt.core.phases import RankPhases, straggler
 from nxd_ckpt.core.suggestions import first_of
 from nxd_ckpt.core.tags import step_of
 from nxd_ckpt.core.units import size
-from nxd_ckpt.errors import CheckpointError, TagReplaced
+from nxd_ckpt.errors import CheckpointError
 from nxd_ckpt.examine.diff import TensorDifference, diff_checkpoints
 from nxd_ckpt.examine.doctor import examine_checkpoint
 from nxd_ckpt.examine.run_state import (
@@ -35,8 +36,7 @@ from nxd_ckpt.examine.run_state import (
     resume_line,
     unsound,
 )
-from nxd_ckpt.examine.statistics import checkpoint_statistics, read_statistics
-from nxd_ckpt.reshard.summary import TensorStatistics
+from nxd_ckpt.examine.statistics import StatisticsByName, checkpoint_statistics, read_statistics
 from nxd_ckpt.storage.urls import is_url, open_storage
 from nxd_ckpt.tag.directory import describe_incomplete, holds_tags, list_tags, require_directory
 from nxd_ckpt.tag.foreign.hugging_face_directory import HuggingFaceDirectory
@@ -49,9 +49,6 @@ _SAVES = 3
 
 _ADAM = (("model", ""), ("optim", "/exp_avg"), ("optim", "/exp_avg_sq"))
 """Prefix and suffix of the names of a weight and its Adam moments."""
-
-Statistics = Mapping[str, TensorStatistics]
-
 
 def report_document(
     path: str,
@@ -87,13 +84,14 @@ def report_document(
     for tag in tags:
         tag["step"], tag["sizes"] = step_of(tag["tag"]), units.short_topology(tag["topology"])
         if tag["tag"] in opened:
-            with _collect_damage(tag["problems"]):
+            with collect_problems(tag["problems"]):
                 tag["sizes"] = _sizes(opened[tag["tag"]], tag["tag"] == newest) or tag["sizes"]
         tag["timings"] = timings(opened[tag["tag"]].manifest) if tag["tag"] in opened else {}
     statistics = _statistics(opened, count, damage, progress, cache)
     for tag in tags:
         tag["not_finite"] = len(_not_finite(statistics[tag["tag"]])) if tag["tag"] in statistics else None
-    document["tiers"] = tiers_of(tiers, _saves(opened, tags), options)
+    saves = _saves(opened, tags)
+    document["tiers"] = [_tier(tier, saves, options if is_url(tier) else None) for tier in tiers]
     still = _still(statistics)
     if not opened:
         document["note"] = f"no complete checkpoint to report on; {describe_incomplete(storage)}"
@@ -104,20 +102,20 @@ def report_document(
     problems += [_problem(tag["tag"], f"incomplete: it lacks {what}") for tag in tags for what in tag["lacks"]]
     reported = {finding["what"] for finding in document["findings"]}
     problems += _value_problems(statistics, reported)
-    saves = [] if only is not None else [asdict(save) for save in saves_in_flight(storage)]
-    problems += [_problem(name_of(save), failed_text(save)) for save in saves if save["is_dead"]]
-    problems += [_problem(*late) for late in stragglers(list(opened.values()))]
-    problems += [_problem(*late) for late in late_tiers(document["tiers"])]
+    in_flight = [] if only is not None else [asdict(save) for save in saves_in_flight(storage)]
+    problems += [_problem(name_of(save), failed_text(save)) for save in in_flight if save["is_dead"]]
+    problems += _stragglers(list(opened.values()))
+    problems += _late_tiers(document["tiers"])
     if still:
         frozen = units.count(len(still), "weight")
         notes.append(_problem("frozen", f"{frozen} never changed: {_by_module(still, statistics)}"))
-    document["head"] = [line._asdict() for line in _head(document, opened, statistics, saves)]
+    document["head"] = [line._asdict() for line in _head(document, opened, statistics, in_flight)]
     return document
 
 
 def _details(
     opened: list[Checkpoint],
-    statistics: Mapping[str, Statistics],
+    statistics: Mapping[str, StatisticsByName],
     still: Collection[str],
     damage: Mapping[str, list[str]],
     doctor: bool,
@@ -136,16 +134,16 @@ def _details(
         "findings": lambda: (
             list(map(asdict, examine_checkpoint(newest, before=before, progress=progress).findings)) if doctor else []
         ),
-        "differences": lambda: differences(before, newest, progress) if diff and before is not None else None,
+        "differences": lambda: _differences(before, newest, progress) if diff and before is not None else None,
     }
-    document: dict[str, Any] = {"timeline": timeline(newest), "findings": []}
+    document: dict[str, Any] = {"timeline": _timeline(newest), "findings": []}
     errors: list[str] = []
     options: dict[str, Mapping[str, Any]] = {}
-    with _collect_damage(errors):
+    with collect_problems(errors):
         options = {name: group for group in newest.param_groups for name in group["params"]}
     document["health"] = _health(statistics, still, options)
     for name, part in parts.items():
-        with _collect_damage(errors):
+        with collect_problems(errors):
             document[name] = part()
     errors += [finding["message"] for finding in document["findings"] if finding["kind"] == "files"]
     document["findings"] = [finding for finding in document["findings"] if finding["kind"] != "files"]
@@ -159,16 +157,18 @@ def _details(
 def _head(
     document: Mapping[str, Any],
     opened: Mapping[str, Checkpoint],
-    statistics: Mapping[str, Statistics],
+    statistics: Mapping[str, StatisticsByName],
     saves: Sequence[Mapping[str, Any]],
 ) -> Iterator[StateLine]:
     """Yield the lines that say whether the run is healthy, and what can be resumed."""
     tags = document["tags"]
-    yield from (_health_line(document, len(statistics)),) if tags else ()
+    if tags:
+        yield _health_line(document, len(statistics))
     unfit = unsound({tag: _not_finite(tensors) for tag, tensors in statistics.items()})
     yield resume_line(tags, unfit, document["note"])
     age = age_line(tags, saves)
-    yield from () if age is None else (age,)
+    if age is not None:
+        yield age
     if opened:
         manifests = {tag: checkpoint.manifest for tag, checkpoint in opened.items()}
         live = {tag: one for tag, one in manifests.items() if one is not None and not one.is_converted}
@@ -220,28 +220,16 @@ def _saves(opened: Mapping[str, Checkpoint], tags: list[dict[str, Any]]) -> dict
 
 def _statistics(
     opened: Mapping[str, Checkpoint], count: int, damage: Mapping[str, list[str]], progress: bool, cache: bool
-) -> dict[str, Statistics]:
-    statistics: dict[str, Statistics] = {}
+) -> dict[str, StatisticsByName]:
+    statistics: dict[str, StatisticsByName] = {}
     latest = list(opened)[max(0, len(opened) - count) :]
     for tag, checkpoint in opened.items():
         if tag in latest:
-            with _collect_damage(damage[tag]):
+            with collect_problems(damage[tag]):
                 statistics[tag] = checkpoint_statistics(checkpoint, cache=cache, progress=progress).tensors
         elif (cached := read_statistics(checkpoint.opened)) is not None:
             statistics[tag] = cached
     return statistics
-
-
-@contextmanager
-def _collect_damage(problems: list[str]) -> Iterator[None]:
-    """Turn errors of a tag into ``problems``, each once; TagReplaced is raised."""
-    try:
-        yield
-    except TagReplaced:
-        raise
-    except CheckpointError as error:
-        if str(error) not in problems:
-            problems.append(str(error))
 
 
 def _ranks(tag: Checkpoint) -> list[dict[str, Any]]:
@@ -302,14 +290,19 @@ def _modules(sizes: Mapping[str, int | None]) -> list[dict[str, Any]]:
     return [{"module": module, **parts} for module, parts in largest]
 
 
+def module_and_leaf(name: str) -> tuple[str, str]:
+    """Split a name after the number of its layer (``model.layers.3`` and ``mlp.up.weight``), else at its last dot."""
+    match = re.match(r"(.*?\.\d+)\.(.*)", name)
+    module, _, leaf = name.rpartition(".")
+    return (match[1], match[2]) if match else (module, leaf)
+
+
 def _module(name: str) -> str:
-    """Return the name up to its first number (``model.layers.3``), else all but its last part."""
-    match = re.match(r"(.*?\.\d+)\.", name)
-    return match[1] if match else name.rpartition(".")[0] or name
+    return module_and_leaf(name)[0] or name
 
 
 def _health(
-    statistics: Mapping[str, Statistics], still: Collection[str], options: Mapping[str, Mapping[str, Any]]
+    statistics: Mapping[str, StatisticsByName], still: Collection[str], options: Mapping[str, Mapping[str, Any]]
 ) -> dict[str, Any]:
     """Return a row for each counted tensor of the latest tag, with its norms in the other tags."""
     tags = list(statistics)
@@ -340,7 +333,7 @@ def _health(
     return {"tags": tags, "tensors": rows}
 
 
-def _step(name: str, statistics: Statistics, options: Mapping[str, Mapping[str, Any]]) -> float | None:
+def _step(name: str, statistics: StatisticsByName, options: Mapping[str, Mapping[str, Any]]) -> float | None:
     """Return Adam's relative step of a weight, estimated from the root mean squares of weight and moments."""
     weight, first, second = (statistics.get(f"{part}/{name}{key}") for part, key in _ADAM)
     rate, eps = (options.get(name, {}).get(key) for key in ("lr", "eps"))
@@ -355,7 +348,7 @@ def _problem(where: str, what: str) -> dict[str, Any]:
     return {"where": where, "what": what}
 
 
-def _value_problems(statistics: Mapping[str, Statistics], reported: Collection[str]) -> list[dict[str, Any]]:
+def _value_problems(statistics: Mapping[str, StatisticsByName], reported: Collection[str]) -> list[dict[str, Any]]:
     """Report weights that are all zero, and NaN and infinities: in the first tag that has some, and in the last one.
 
     Those ``reported`` already of the newest tag are left out.
@@ -376,11 +369,11 @@ def _value_problems(statistics: Mapping[str, Statistics], reported: Collection[s
     return problems
 
 
-def _not_finite(tensors: Statistics) -> list[str]:
+def _not_finite(tensors: StatisticsByName) -> list[str]:
     return [name for name, counts in tensors.items() if counts.nans + counts.infs]
 
 
-def _by_module(still: Collection[str], statistics: Mapping[str, Statistics]) -> str:
+def _by_module(still: Collection[str], statistics: Mapping[str, StatisticsByName]) -> str:
     """Return the first of the names; a module of which all weights are ``still`` is one name."""
     weights = Counter(_module(name) for name in [*statistics.values()][-1] if name.startswith("model/"))
     of_module = Counter(map(_module, still))
@@ -389,7 +382,7 @@ def _by_module(still: Collection[str], statistics: Mapping[str, Statistics]) -> 
     return first_of(names)
 
 
-def _still(statistics: Mapping[str, Statistics]) -> list[str]:
+def _still(statistics: Mapping[str, StatisticsByName]) -> list[str]:
     """Return the names of weights with equal statistics in all tags; none if no weight changed."""
     if len(statistics) < _SAVES:
         return []
@@ -406,18 +399,14 @@ Saves = Mapping[str, tuple[float, int]]
 """Order time and bytes of each complete tag of the directory, by name, oldest first."""
 
 
-def tiers_of(tiers: Sequence[str], saves: Saves, options: Mapping[str, Any] | None) -> list[dict[str, Any]]:
-    """Return a description of each tier.
+def _tier(tier: str, saves: Saves, options: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Describe a tier.
 
     Only listings are read: a copy of a save keeps its name and its order time. ``tags`` are tags of the directory that
     the tier has; ``others`` counts tags that only the tier has. ``behind`` are tags of the directory newer than the
     tier's newest, with the seconds between that and the newest one, and their bytes. ``problem`` says why a tier could
     not be listed.
     """
-    return [_tier(tier, saves, options if is_url(tier) else None) for tier in tiers]
-
-
-def _tier(tier: str, saves: Saves, options: Mapping[str, Any] | None) -> dict[str, Any]:
     tier_info: dict[str, Any] = {"tier": tier, "tags": [], "others": 0, "newest": None, "copying": [], "behind": []}
     tier_info |= {"behind_seconds": None, "behind_nbytes": None, "longest_pause": None, "problem": None}
     try:
@@ -444,17 +433,17 @@ def _tier(tier: str, saves: Saves, options: Mapping[str, Any] | None) -> dict[st
     }
 
 
-def late_tiers(tiers: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, str]]:
-    """Yield place and text for tiers that could not be listed, or that stopped getting tags."""
+def _late_tiers(tiers: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
+    """Report tiers that could not be listed, or that stopped getting tags."""
     for tier in tiers:
         where, behind = f"tier {tier['tier']}", units.count(len(tier["behind"]), "newer tag")
         waits = f"the directory has {behind}, {size(tier['behind_nbytes'] or 0)}"
         if tier["problem"] is not None:
-            yield where, f"could not be asked: {tier['problem']}"
+            yield _problem(where, f"could not be asked: {tier['problem']}")
         elif tier["newest"] is None and len(tier["behind"]) >= _LATE:
-            yield where, f"has no complete tag; {waits}"
+            yield _problem(where, f"has no complete tag; {waits}")
         elif tier["longest_pause"] is not None and tier["behind_seconds"] > _LATE * tier["longest_pause"]:
-            yield (
+            yield _problem(
                 where,
                 f"gets no new tags: {tier['newest']} is its newest; {waits}, the last of them saved "
                 f"{tier['behind_seconds']:.0f} s later. Between two tags that it has there were at most "
@@ -483,44 +472,33 @@ def timings(manifest: Manifest | None) -> dict[str, float]:
     return recorded
 
 
-def timeline(tag: Checkpoint) -> list[dict[str, Any]]:
+def _timeline(tag: Checkpoint) -> list[dict[str, Any]]:
     """Return each rank's part in the save of a tag; empty where that was not recorded."""
-    phases = () if tag.manifest is None else tag.manifest.phases
+    phases = _phases(tag)
     late = straggler(phases)
-    return [
-        {
-            "rank": rank,
-            "host": phase.host,
-            "stage_seconds": phase.stage_seconds,
-            "write_seconds": phase.write_seconds,
-            "nbytes": phase.nbytes,
-            "straggler": rank == late,
-        }
-        for rank, phase in enumerate(phases)
-    ]
+    return [{"rank": rank, **asdict(phase), "straggler": rank == late} for rank, phase in enumerate(phases)]
 
 
-def stragglers(tags: Sequence[Checkpoint]) -> Iterator[tuple[str, str]]:
-    """Yield place and text.
-
-    The rank that the latest save waited for, "always" if it was late in each of the last saves.
-    """
-    recorded = [tag for tag in tags if tag.manifest is not None and tag.manifest.phases]
-    late = [straggler(tag.manifest.phases) for tag in recorded if tag.manifest is not None]
-    if not late or late[-1] is None or recorded[-1] is not tags[-1] or recorded[-1].manifest is None:
+def _stragglers(tags: Sequence[Checkpoint]) -> Iterator[dict[str, Any]]:
+    """Report the rank that the latest save waited for, "always" if it was late in each of the last saves."""
+    late = [straggler(phases) for tag in tags if (phases := _phases(tag))]
+    phases = _phases(tags[-1]) if tags else ()
+    if not phases or late[-1] is None:
         return
-    rank, phases = late[-1], recorded[-1].manifest.phases
-    phase, seconds = phases[rank], sorted(each.write_seconds for each in phases)
-    median = seconds[(len(seconds) - 1) // 2]
-    always = len(late) >= _ALWAYS and set(late[-_ALWAYS:]) == {rank}
-    yield (
-        f"the last {_ALWAYS} saves" if always else recorded[-1].tag,
+    rank, median = late[-1], median_low(phase.write_seconds for phase in phases)
+    phase, always = phases[rank], len(late) >= _ALWAYS and set(late[-_ALWAYS:]) == {rank}
+    yield _problem(
+        f"the last {_ALWAYS} saves" if always else tags[-1].tag,
         f"{'always ' if always else ''}waited for rank {rank} on {phase.host}: it wrote {size(phase.nbytes)} in "
         f"{phase.write_seconds:.1f} s, half of the ranks in {median:.1f} s or less",
     )
 
 
-def differences(before: Checkpoint, after: Checkpoint, progress: bool) -> dict[str, Any]:
+def _phases(tag: Checkpoint) -> Sequence[RankPhases]:
+    return () if tag.manifest is None else tag.manifest.phases
+
+
+def _differences(before: Checkpoint, after: Checkpoint, progress: bool) -> dict[str, Any]:
     """Return ``||a - b|| / ||a||`` of every weight, by layer and by its name within the layer.
 
     None if there is no such weight, and a word if that is no number.
@@ -530,7 +508,7 @@ def differences(before: Checkpoint, after: Checkpoint, progress: bool) -> dict[s
     cells: dict[str, dict[str, float | str]] = {}
     for name in after.metadata:
         if name.startswith("model/") and name in before.metadata:
-            layer, module = _save_place(name.removeprefix("model/"))
+            layer, module = _layer_and_module(name.removeprefix("model/"))
             cells.setdefault(layer, {})[module] = moved.get(name, 0.0)
     layers = list(cells)[:_LAYERS]
     modules = list(dict.fromkeys(module for layer in layers for module in cells[layer]))[:_MODULES]
@@ -545,7 +523,7 @@ def _moved(tensor: TensorDifference) -> float | str:
     return tensor.relative_norm if is_finite else "not finite"
 
 
-def _save_place(name: str) -> tuple[str, str]:
-    """Split a name into layer and module: ``model.layers.3`` and ``mlp.up.weight``."""
+def _layer_and_module(name: str) -> tuple[str, str]:
+    """Split a name at its first number: ``model.layers.3`` and ``mlp.up.weight``, also ``h10`` and ``up.weight``."""
     layer = re.match(r"(.*?\.?\d+)\.(.*)", name)
     return (layer[1], layer[2]) if layer else (_OTHER, name)

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import math
-import re
 from base64 import b64encode
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from hashlib import sha256
 from importlib.resources import files
 from itertools import groupby, pairwise
-from statistics import median
+from statistics import median, median_low
 from typing import Any, NamedTuple
 
 from jinja2 import Environment
 
 from nxd_ckpt.core import units
 from nxd_ckpt.core.units import size
+from nxd_ckpt.examine.report_document import module_and_leaf
 from nxd_ckpt.version import __version__
 
 PARTS = (("weights", "one"), ("master weights", "two"), ("moments", "three"))
@@ -160,11 +160,10 @@ def rank_heat(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
 
     None if no rank is slower than most; of many slow hosts the slowest are returned, in their order.
     """
-    seconds = sorted(row["write_seconds"] for row in rows)
-    median = seconds[(len(seconds) - 1) // 2] or 1e-9
+    usual = median_low(row["write_seconds"] for row in rows) or 1e-9
     hosts: dict[str, list[tuple[int, float, str]]] = {}
     for row in rows:
-        step = sum(row["write_seconds"] >= limit * median for limit in _SLOWER)
+        step = sum(row["write_seconds"] >= limit * usual for limit in _SLOWER)
         text = f"rank {row['rank']}: {row['write_seconds']:.2f} s, {size(row['nbytes'])}"
         hosts.setdefault(row["host"], []).append((step, row["write_seconds"], text))
     slow = [host for host, cells in hosts.items() if any(step for step, _, _ in cells)]
@@ -389,7 +388,6 @@ def _stages(tags: Sequence[Document]) -> dict[str, Any] | None:
     if not timed:
         return None
     series = [Series(name, colour, [tag["timings"].get(key) for tag in timed]) for name, colour, key in _STAGES]
-    usual = [median(measured) for one in series if (measured := [value for value in one.values if value is not None])]
     waits = [value for value in series[0].values if value is not None]
     title = f"The slowest rank writes for {_seconds(median(one for one in series[1].values if one is not None))}"
     if waits:
@@ -397,7 +395,7 @@ def _stages(tags: Sequence[Document]) -> dict[str, Any] | None:
         title = f"Training waits {_seconds(median(waits))} for a save" + (
             f", at most {_seconds(max(waits))} ({_short(longest['tag'], 40)})" if len(timed) > 1 else ""
         )
-    if len(timed) < 2 or not usual:
+    if len(timed) < 2:
         return {"title": title, "chart": None}
     return {"title": title, "chart": _chart(timed, series, _seconds, axis=lambda seconds: f"{seconds:g} s")}
 
@@ -447,8 +445,7 @@ def _tree(tensors: Iterable[Document]) -> list[dict[str, Any]]:
     for row in tensors:
         kind, _, rest = row["name"].partition("/")
         name, _, part = (rest, "", "") if kind == "model" else rest.rpartition("/")
-        match = re.match(r"(.*?\.\d+)\.(.*)", name) or re.match(r"(.*)\.(.*)", name)
-        module, leaf = (match[1], match[2]) if match else ("", name)
+        module, leaf = module_and_leaf(name)
         line = "" if row["frozen"] else sparkline(row["norms"])
         shown = {**row, "module": module, "leaf": leaf, "part": part, "line": line}
         modules.setdefault(module, []).append(shown)

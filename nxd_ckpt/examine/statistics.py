@@ -138,7 +138,7 @@ class _LeafCount:
 
 logger = logging.getLogger("nxd_ckpt")
 
-StatisticsByName = dict[str, TensorStatistics]
+StatisticsByName = Mapping[str, TensorStatistics]
 
 _VERSION = 1
 _COUNTS = 4
@@ -193,7 +193,7 @@ def _read_file(opened: OpenTag) -> StatisticsByName | None:
         return {checked_text(name): _statistics(numbers) for name, numbers in fields["tensors"].items()}
 
 
-def write_statistics(opened: OpenTag, statistics: Mapping[str, TensorStatistics]) -> None:
+def write_statistics(opened: OpenTag, statistics: StatisticsByName) -> None:
     """Store them, and remove those of removed tags. A directory that is not writable keeps none."""
     storage = opened.storage
     try:
@@ -203,7 +203,7 @@ def write_statistics(opened: OpenTag, statistics: Mapping[str, TensorStatistics]
         logger.debug("statistics of %s are not kept: %s", opened.where, error)
 
 
-def statistics_text(save: str | None, statistics: Mapping[str, TensorStatistics]) -> str:
+def statistics_text(save: str | None, statistics: StatisticsByName) -> str:
     """Return the JSON of the statistics of a save."""
     tensors = {
         name: [number if isfinite(number) else None for number in astuple(numbers)]
@@ -223,7 +223,7 @@ def _statistics(numbers: Any) -> TensorStatistics:
     return TensorStatistics(*counts, *measures)
 
 
-def counted_at_save(opened: OpenTag) -> dict[str, TensorStatistics] | None:
+def counted_at_save(opened: OpenTag) -> StatisticsByName | None:
     """Return the statistics by tensor name; None unless the ranks counted every element of this very save.
 
     Raises MalformedFile for files that a save cannot have written.
