@@ -50,6 +50,7 @@ _SAVES = 3
 _ADAM = (("model", ""), ("optim", "/exp_avg"), ("optim", "/exp_avg_sq"))
 """Prefix and suffix of the names of a weight and its Adam moments."""
 
+
 def report_document(
     path: str,
     options: Mapping[str, Any] | None,
@@ -80,13 +81,7 @@ def report_document(
         if tag["tag"] in open_tags and not tag["problems"]
     }
     damage = {tag["tag"]: tag["problems"] for tag in tags}
-    newest = [*opened][-1] if opened else None
-    for tag in tags:
-        tag["step"], tag["sizes"] = step_of(tag["tag"]), units.short_topology(tag["topology"])
-        if tag["tag"] in opened:
-            with collect_problems(tag["problems"]):
-                tag["sizes"] = _sizes(opened[tag["tag"]], tag["tag"] == newest) or tag["sizes"]
-        tag["timings"] = timings(opened[tag["tag"]].manifest) if tag["tag"] in opened else {}
+    _add_facts(tags, opened)
     statistics = _statistics(opened, count, damage, progress, cache)
     for tag in tags:
         tag["not_finite"] = len(_not_finite(statistics[tag["tag"]])) if tag["tag"] in statistics else None
@@ -97,20 +92,41 @@ def report_document(
         document["note"] = f"no complete checkpoint to report on; {describe_incomplete(storage)}"
     else:
         document |= _details(list(opened.values()), statistics, set(still), damage, doctor, diff, progress)
-    problems, notes = document["problems"], document["notes"]
-    problems += [_problem(tag["tag"], problem) for tag in tags for problem in tag["problems"]]
-    problems += [_problem(tag["tag"], f"incomplete: it lacks {what}") for tag in tags for what in tag["lacks"]]
-    reported = {finding["what"] for finding in document["findings"]}
-    problems += _value_problems(statistics, reported)
     in_flight = [] if only is not None else [asdict(save) for save in saves_in_flight(storage)]
-    problems += [_problem(name_of(save), failed_text(save)) for save in in_flight if save["is_dead"]]
-    problems += _stragglers(list(opened.values()))
-    problems += _late_tiers(document["tiers"])
+    document["problems"] = list(_problems(document, list(opened.values()), statistics, in_flight))
     if still:
         frozen = units.count(len(still), "weight")
-        notes.append(_problem("frozen", f"{frozen} never changed: {_by_module(still, statistics)}"))
+        document["notes"] = [_problem("frozen", f"{frozen} never changed: {_by_module(still, statistics)}")]
     document["head"] = [line._asdict() for line in _head(document, opened, statistics, in_flight)]
     return document
+
+
+def _add_facts(tags: list[dict[str, Any]], opened: Mapping[str, Checkpoint]) -> None:
+    """Add the step, the sizes and the timings to each tag of a listing."""
+    newest = [*opened][-1] if opened else None
+    for tag in tags:
+        tag["step"], tag["sizes"], tag["timings"] = step_of(tag["tag"]), units.short_topology(tag["topology"]), {}
+        checkpoint = opened.get(tag["tag"])
+        if checkpoint is not None:
+            tag["timings"] = timings(checkpoint.manifest)
+            with collect_problems(tag["problems"]):
+                tag["sizes"] = _sizes(checkpoint, tag["tag"] == newest) or tag["sizes"]
+
+
+def _problems(
+    document: Mapping[str, Any],
+    opened: Sequence[Checkpoint],
+    statistics: Mapping[str, StatisticsByName],
+    saves: Sequence[Mapping[str, Any]],
+) -> Iterator[dict[str, Any]]:
+    """Yield the problems of all tags, of values, of ``saves`` that died, of slow ranks and of tiers."""
+    tags = document["tags"]
+    yield from (_problem(tag["tag"], problem) for tag in tags for problem in tag["problems"])
+    yield from (_problem(tag["tag"], f"incomplete: it lacks {what}") for tag in tags for what in tag["lacks"])
+    yield from _value_problems(statistics, {finding["what"] for finding in document["findings"]})
+    yield from (_problem(name_of(save), failed_text(save)) for save in saves if save["is_dead"])
+    yield from _stragglers(opened)
+    yield from _late_tiers(document["tiers"])
 
 
 def _details(
