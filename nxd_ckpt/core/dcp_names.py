@@ -25,6 +25,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from enum import Enum, auto
+from functools import cached_property
 from operator import eq
 from typing import Any, NamedTuple
 
@@ -47,14 +48,14 @@ Path = tuple[Any, ...]
 
 @dataclass(frozen=True)
 class DcpEntry:
-    """The flat name of an entry of a state dict, and the keys that lead to it."""
+    """An entry of a state dict, by the keys that lead to it."""
 
-    name: str
     path: Path
 
-    @staticmethod
-    def at(path: Path) -> DcpEntry:
-        return DcpEntry(".".join(map(str, path)), path)
+    @cached_property
+    def name(self) -> str:
+        """Its flat name."""
+        return ".".join(map(str, self.path))
 
 
 class DcpPart(Enum):
@@ -110,21 +111,21 @@ class DcpNames:
         """Return DCP's entry for a path in a tag, such as ``("optim", "embed.weight", "exp_avg")``."""
         part, *keys = path
         if part == "model":
-            return DcpEntry.at((*_head(self.model), *keys))
+            return DcpEntry((*_head(self.model), *keys))
         state = (".".join(map(str, (_STATE, *keys))),) if self.flat_optimizer else (_STATE, *keys)
-        return DcpEntry.at((*_head(self.optim), *state))
+        return DcpEntry((*_head(self.optim), *state))
 
     def group_entries(self, groups: Sequence[Mapping[str, Any]]) -> list[tuple[DcpEntry, Any]]:
         """Return DCP's entries for param groups, whose "params" are names."""
         head = _head(self.optim)
         if not self.flat_optimizer:
             return [
-                (DcpEntry.at((*head, _GROUPS, number, option)), value)
+                (DcpEntry((*head, _GROUPS, number, option)), value)
                 for number, group in enumerate(groups)
                 for option, value in group.items()
             ]
         return [
-            (DcpEntry.at((*head, f"{_GROUPS}.{parameter}.{option}")), value)
+            (DcpEntry((*head, f"{_GROUPS}.{parameter}.{option}")), value)
             for group in groups
             for parameter in group[PARAMS]
             for option, value in group.items()

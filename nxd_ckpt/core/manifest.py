@@ -9,7 +9,8 @@ from __future__ import annotations
 import marshal
 import math
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
@@ -455,17 +456,12 @@ def _is_of_mesh(fields: Mapping[str, Any]) -> bool:
     return bool(fields["format_version"] == MESH_VERSION)
 
 
-class _naming:
-    """A context that turns every error of parsing a malformed document into a MalformedFile that names the file."""
-
-    def __init__(self, where: str) -> None:
-        self.where = where
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        if isinstance(error, MalformedFile):  # raised by a parser of a part, which does not know the file
-            raise MalformedFile(f"{self.where}: {error}") from error
-        if isinstance(error, (LookupError, TypeError, ValueError, AttributeError, OverflowError, RecursionError)):
-            raise MalformedFile(f"{self.where}: malformed ({type(error).__name__}: {error})") from error
+@contextmanager
+def _naming(where: str) -> Iterator[None]:
+    """Turn every error of parsing a malformed document into a MalformedFile that names the file."""
+    try:
+        yield
+    except MalformedFile as error:  # raised by a parser of a part, which does not know the file
+        raise MalformedFile(f"{where}: {error}") from error
+    except (LookupError, TypeError, ValueError, AttributeError, OverflowError, RecursionError) as error:
+        raise MalformedFile(f"{where}: malformed ({type(error).__name__}: {error})") from error

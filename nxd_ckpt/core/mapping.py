@@ -20,10 +20,9 @@ from math import prod
 from typing import Any
 
 from nxd_ckpt.core.heads import HARDWARE, Hardware
-from nxd_ckpt.core.limits import MODEL_TENSORS
 from nxd_ckpt.core.packing import Packed
 from nxd_ckpt.core.pattern import Numbers, Pattern, PatternIndex
-from nxd_ckpt.core.sizes import CONFIG_KEYS, LayerKind, Sizes
+from nxd_ckpt.core.sizes import CONFIG_KEYS, LayerKind, Sizes, checked_count
 from nxd_ckpt.core.suggestions import first_of
 from nxd_ckpt.errors import InvalidArgument, KeyMismatch, ShapeMismatch
 
@@ -33,13 +32,6 @@ Shape = tuple[str | None, ...]
 
 def _agree(expected: int | None, actual: int) -> bool:
     return expected is None or expected == actual
-
-
-def _checked_count(count: int, what: str) -> int:
-    """Return ``count``; raise InvalidArgument if no model can have so many tensors."""
-    if count > MODEL_TENSORS:
-        raise InvalidArgument(f"config.json describes {count} tensors with {what}; at most {MODEL_TENSORS} are allowed")
-    return count
 
 
 @dataclass(frozen=True)
@@ -88,9 +80,7 @@ class Rule:
 
     def names(self, numbers: Numbers, sizes: Sizes) -> list[str]:
         """Return the Hugging Face tensors in the NxD tensor with these numbers."""
-        count = 0 if self.stacked is None else _checked_count(sizes.get(self.stacked), self.stacked)
-        stack = [{}] if self.stacked is None else [{self.stacked: index} for index in range(count)]
-        return [member.name.fill({**numbers, **index}) for index in stack for member in self.members]
+        return [member.name.fill(each) for each in sizes.stack(self.stacked, numbers) for member in self.members]
 
 
 @dataclass(frozen=True)
@@ -184,7 +174,7 @@ class ModelMapping:
         for pattern in dict.fromkeys(member.name for rule in required for member in rule.members):
             counts = [sizes.find(key) for key in pattern.placeholders]
             if None not in counts:
-                _checked_count(len(names) + prod(count or 0 for count in counts), pattern.text)
+                checked_count(len(names) + prod(count or 0 for count in counts), pattern.text)
                 for each in product(*(range(count or 0) for count in counts)):
                     numbers = dict(zip(pattern.placeholders, each, strict=True))
                     if self._kind_without(pattern, numbers, sizes) is None:
@@ -350,7 +340,7 @@ def load_mapping(document: Any, where: str, shipped: Mapping[str, ModelMapping] 
         layer_kinds=base.layer_kinds
         if kinds is None
         else tuple(_kind(each, f"{where}: layer_kinds {number}") for number, each in enumerate(kinds)),
-        prediction=_strings(reader.take("prediction", (str, list), []), f"{where}: prediction"),
+        prediction=reader.strings("prediction"),
         shapes={**base.shapes, **_shapes(reader.take("shapes", list, []), f"{where}: shapes")},
     )
     reader.done()
@@ -366,7 +356,7 @@ def _shapes(entries: Sequence[Any], where: str) -> dict[str, Shape]:
     for number, entry in enumerate(entries):
         at = f"{where} {number}"
         reader = _Fields(entry, at)
-        names, shape = _strings(reader.take("hf", (str, list)), f"{at}: hf"), reader.take("shape", list)
+        names, shape = reader.strings("hf", _REQUIRED), reader.take("shape", list)
         reader.done()
         if not all(terms is None or (isinstance(terms, str) and _TERMS.fullmatch(terms)) for terms in shape):
             raise InvalidArgument(f"{at}: shape must have a sum of products of sizes, or null, for each dimension")
@@ -377,7 +367,7 @@ def _shapes(entries: Sequence[Any], where: str) -> dict[str, Shape]:
 def _base(reader: _Fields, where: str, shipped: Mapping[str, ModelMapping]) -> ModelMapping:
     """Return the mapping that the document extends, without the rules that it leaves out."""
     name = reader.take("extends", str, None)
-    left_out = _strings(reader.take("without", (str, list), []), f"{where}: without")
+    left_out = reader.strings("without")
     if name is not None and name not in shipped:
         raise InvalidArgument(f"{where}: extends {name!r}, expected one of {', '.join(shipped)}")
     base = ModelMapping("", ()) if name is None else shipped[name]
@@ -401,15 +391,11 @@ def _extended(base: Sequence[Rule], own: Sequence[Rule]) -> tuple[Rule, ...]:
 
 def _kind(document: Any, where: str) -> LayerKind:
     reader = _Fields(document, where)
+    conditions = ("start", "every", "excluded", "listed", "layer_type", "option")
     kind = LayerKind(
-        tensors=_strings(reader.take("tensors", (str, list), []), f"{where}: tensors"),
-        others=_strings(reader.take("others", (str, list), []), f"{where}: others"),
-        start=reader.take("start", str, None),
-        every=reader.take("every", str, None),
-        excluded=reader.take("excluded", str, None),
-        listed=reader.take("listed", str, None),
-        layer_type=reader.take("layer_type", str, None),
-        option=reader.take("option", str, None),
+        tensors=reader.strings("tensors"),
+        others=reader.strings("others"),
+        **{name: reader.take(name, str, None) for name in conditions},
     )
     reader.done()
     if not kind.keys or not kind.tensors + kind.others:
@@ -423,9 +409,9 @@ def _kind(document: Any, where: str) -> LayerKind:
 def _rule(document: Any, where: str) -> Rule:
     reader = _Fields(document, where)
     nxd = Pattern(reader.take("nxd", str))
-    where = f"{where} ({nxd.text})"
-    names = _strings(reader.take("hf", (str, list)), f"{where}: hf")
-    heads = _strings(reader.take("heads", (str, list), []), f"{where}: heads") or (None,) * len(names)
+    where = reader.where = f"{where} ({nxd.text})"
+    names = reader.strings("hf", _REQUIRED)
+    heads = reader.strings("heads") or (None,) * len(names)
     rows = reader.take("rows", str, None)
     if len(heads) != len(names):
         raise InvalidArgument(f"{where}: heads must have one entry for each of {len(names)} tensors, found {heads}")
@@ -465,24 +451,18 @@ def _check_rule(rule: Rule, where: str) -> None:
         raise InvalidArgument(f"{where}: several tensors, heads and rows need dim, the dimension along which they lie")
     if len(rule.members) > 1 and any(member.rows for member in rule.members):
         raise InvalidArgument(f"{where}: rows is only for a rule with a single tensor")
-    expected = {*rule.nxd.placeholders, *([] if rule.stacked is None else [rule.stacked])}
-    for member in rule.members:
-        if set(member.name.placeholders) != expected:
-            raise InvalidArgument(f"{where}: {member.name.text} must have the placeholders {sorted(expected)}")
-    for key in expected - set(CONFIG_KEYS):
-        raise InvalidArgument(f"{where}: placeholder {{{key}}} must be one of the sizes {[*CONFIG_KEYS]}")
+    _check_placeholders(rule.nxd, rule.stacked, [member.name for member in rule.members], where)
 
 
 def _packed(document: Any, where: str) -> Packed:
     reader = _Fields(document, where)
     hf = Pattern(reader.take("hf", str))
-    where = f"{where} ({hf.text})"
-    parts = tuple(map(Pattern, _strings(reader.take("parts", (str, list)), f"{where}: parts")))
-    heads = _strings(reader.take("heads", (str, list), []), f"{where}: heads")
+    where = reader.where = f"{where} ({hf.text})"
+    parts = tuple(map(Pattern, reader.strings("parts", _REQUIRED)))
     packed = Packed(
         hf,
         parts,
-        heads or (None,) * len(parts),
+        reader.strings("heads") or (None,) * len(parts),
         dim=reader.take("dim", int, None),
         alternating=reader.take("alternating", bool, False),
         stacked=reader.take("stacked", str, None),
@@ -505,8 +485,13 @@ def _check_packed(packed: Packed, where: str) -> None:
         raise InvalidArgument(f"{where}: alternating parts need dim, and cannot have heads: their sizes are equal")
     if packed.flat and (packed.stacked is None or packed.dim is not None):
         raise InvalidArgument(f"{where}: flat needs stacked, a single part and no dim")
-    expected = {*packed.hf.placeholders, *([] if packed.stacked is None else [packed.stacked])}
-    for pattern in packed.parts:
+    _check_placeholders(packed.hf, packed.stacked, packed.parts, where)
+
+
+def _check_placeholders(whole: Pattern, stacked: str | None, parts: Iterable[Pattern], where: str) -> None:
+    """Raise InvalidArgument unless each part has the placeholders of the whole and the ``stacked`` one, all sizes."""
+    expected = {*whole.placeholders, *([] if stacked is None else [stacked])}
+    for pattern in parts:
         if set(pattern.placeholders) != expected:
             raise InvalidArgument(f"{where}: {pattern.text} must have the placeholders {sorted(expected)}")
     for key in expected - set(CONFIG_KEYS):
@@ -515,7 +500,7 @@ def _check_packed(packed: Packed, where: str) -> None:
 
 def _strings(values: Any, where: str) -> tuple[str, ...]:
     values = [values] if isinstance(values, str) else values
-    if not isinstance(values, list) or not all(isinstance(value, str) for value in values):
+    if not isinstance(values, (list, tuple)) or not all(isinstance(value, str) for value in values):
         raise InvalidArgument(f"{where}: expected strings, found {values!r}")
     return tuple(values)
 
@@ -534,18 +519,22 @@ class _Fields:
     def __init__(self, document: Any, where: str) -> None:
         if not isinstance(document, dict):
             raise InvalidArgument(f"{where}: expected a JSON object, found {type(document).__name__}")
-        self._left, self._where = dict(document), where
+        self._left, self.where = dict(document), where
 
     def take(self, name: str, kind: type | tuple[type, ...], default: Any = _REQUIRED) -> Any:
         if name not in self._left:
             if default is _REQUIRED:
-                raise InvalidArgument(f"{self._where}: {name!r} is missing")
+                raise InvalidArgument(f"{self.where}: {name!r} is missing")
             return default
         value = self._left.pop(name)
         if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
-            raise InvalidArgument(f"{self._where}: {name!r} is {value!r}, which has the wrong type")
+            raise InvalidArgument(f"{self.where}: {name!r} is {value!r}, which has the wrong type")
         return value
+
+    def strings(self, name: str, default: Any = ()) -> tuple[str, ...]:
+        """Take several strings, or one."""
+        return _strings(self.take(name, (str, list), default), f"{self.where}: {name}")
 
     def done(self) -> None:
         if self._left:
-            raise InvalidArgument(f"{self._where}: unknown {sorted(self._left)}")
+            raise InvalidArgument(f"{self.where}: unknown {sorted(self._left)}")

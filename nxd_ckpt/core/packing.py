@@ -11,10 +11,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from nxd_ckpt.core.limits import MODEL_TENSORS
 from nxd_ckpt.core.pattern import Numbers, Pattern
 from nxd_ckpt.core.sizes import Sizes
-from nxd_ckpt.errors import InvalidArgument, ShapeMismatch
+from nxd_ckpt.errors import ShapeMismatch
 
 
 @dataclass(frozen=True)
@@ -41,7 +40,7 @@ class Packed:
 
     def names(self, numbers: Numbers, sizes: Sizes) -> list[str]:
         """Return the names of the parts of the tensor with these numbers, in order."""
-        return [part.fill(each) for each in self._stack(numbers, sizes) for part in self.parts]
+        return [part.fill(each) for each in sizes.stack(self.stacked, numbers) for part in self.parts]
 
     def holder(self, part: str) -> str | None:
         """Return the tensor that holds the part of this name; None if there is none."""
@@ -59,7 +58,7 @@ class Packed:
         least = max(0 if self.dim is None else self.dim + 1, int(self.stacked is not None))
         if len(shape) < least:
             raise ShapeMismatch(f"{name} has shape {shape}, but its parts need at least {least} dimensions")
-        count = len(self._stack(numbers, sizes))
+        count = len(sizes.stack(self.stacked, numbers))
         if self.stacked is not None and (shape[0] % count if self.flat else shape[0] != count):
             raise ShapeMismatch(
                 f"{name} has shape {shape}, but by config.json it should hold {count} parts; pass "
@@ -84,14 +83,6 @@ class Packed:
             own = self.dim - (self.stacked is not None and not self.flat)
             first[self.dim] = sum(shape[own] for shape in parts[: len(self.parts)])
         return tuple(first)
-
-    def _stack(self, numbers: Numbers, sizes: Sizes) -> list[Numbers]:
-        if self.stacked is None:
-            return [numbers]
-        count = sizes.get(self.stacked)
-        if count > MODEL_TENSORS:
-            raise InvalidArgument(f"config.json: {count} {self.stacked}s; at most {MODEL_TENSORS} are allowed")
-        return [{**numbers, self.stacked: index} for index in range(count)]
 
     def _indexed(self, shape: tuple[int, ...], index: int | None, count: int) -> PartSlice:
         whole = PartSlice((0,) * len(shape), shape)

@@ -8,6 +8,8 @@ from math import prod
 from typing import Any
 
 from nxd_ckpt.core.heads import Hardware, Heads
+from nxd_ckpt.core.limits import MODEL_TENSORS
+from nxd_ckpt.core.pattern import Numbers
 from nxd_ckpt.errors import InvalidArgument
 
 CONFIG_KEYS: Mapping[str, tuple[str, ...]] = {
@@ -23,6 +25,13 @@ CONFIG_KEYS: Mapping[str, tuple[str, ...]] = {
 
 A mapping may have other keys; ``ffn.experts`` is ``experts`` inside of ``ffn``.
 """
+
+
+def checked_count(count: int, what: str) -> int:
+    """Return ``count``; raise InvalidArgument if no model can have so many tensors."""
+    if count > MODEL_TENSORS:
+        raise InvalidArgument(f"config.json describes {count} tensors with {what}; at most {MODEL_TENSORS} are allowed")
+    return count
 
 
 @dataclass(frozen=True)
@@ -78,6 +87,12 @@ class Sizes:
                 f"config.json has no {self.key(name)}, which the mapping needs; pass the config.json of this model"
             )
         return value
+
+    def stack(self, placeholder: str | None, numbers: Numbers) -> list[Numbers]:
+        """Return ``numbers`` with each value of the placeholder, or alone without one. Raises InvalidArgument."""
+        if placeholder is None:
+            return [numbers]
+        return [{**numbers, placeholder: index} for index in range(checked_count(self.get(placeholder), placeholder))]
 
     def length(self, terms: str) -> int | None:
         """Return a sum of products of sizes and numbers, such as ``2 * heads * head_dim``; None if a size is missing.

@@ -136,7 +136,7 @@ def _flat(path: Path, value: Any, above: tuple[int, ...] = ()) -> Iterator[tuple
     elif isinstance(value, list) and _is_split(value):
         items = list(enumerate(value))
     if not items or any(id(child) in above for _, child in items):  # a container that holds itself is pickled
-        entry = DcpEntry.at(path)
+        entry = DcpEntry(path)
         yield entry, _as_entry(entry, value)
         return
     for key, child in items:
