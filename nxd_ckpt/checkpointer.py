@@ -149,7 +149,7 @@ class Checkpointer:
         started, (name, chosen, refused) = effects.monotonic(), understood(tag, tag_values, options)
 
         def captured() -> SaveState:
-            require_locks("saving")
+            require_locks()
             if refused is not None:
                 raise refused
             chosen.validate()

@@ -15,7 +15,8 @@ from nxd_ckpt.reshard.plain_values import ABSENT, equal_values, plain_values
 from nxd_ckpt.reshard.tally import Tally
 from nxd_ckpt.reshard.whole_tag import GlobalTensor, WholeTag
 from nxd_ckpt.storage.progress import Counter, watched
-from nxd_ckpt.tag.side_by_side import Leaf, Matched, SideBySide
+from nxd_ckpt.tag.reading import Leaf
+from nxd_ckpt.tag.side_by_side import Matched, SideBySide
 
 __all__ = ["ABSENT", "Difference", "TensorDifference", "ValueDifference", "diff_checkpoints"]
 

@@ -20,7 +20,8 @@ from nxd_ckpt.reshard.summary import CHUNK, Summary, TensorStatistics
 from nxd_ckpt.reshard.tally import same_bytes
 from nxd_ckpt.reshard.whole_tag import WholeTag
 from nxd_ckpt.storage.progress import Counter
-from nxd_ckpt.tag.side_by_side import Leaf, Matched, SideBySide
+from nxd_ckpt.tag.reading import Leaf
+from nxd_ckpt.tag.side_by_side import Matched, SideBySide
 
 WEIGHT, MASTER = "weight", "master_weights"
 BEFORE, AFTER = 0, 1

@@ -113,16 +113,16 @@ class _Download:
     def attempt(self, key: str) -> bool:
         """Fetch the file unless another process is doing so. True if it is there."""
         try:
-            self._fetch(key, wait=False)
+            self.fetch(key, wait=False)
         except BlockingIOError:
             return False
         return True
 
-    def fetch(self, key: str) -> None:
-        """Fetch the file, or wait for the process that does; if that one dies, this process takes over."""
-        self._fetch(key, wait=True)
+    def fetch(self, key: str, *, wait: bool = True) -> None:
+        """Fetch the file, or wait for the process that does; if that one dies, this process takes over.
 
-    def _fetch(self, key: str, *, wait: bool) -> None:
+        Raises BlockingIOError if it would have to ``wait`` and must not.
+        """
         path = self._files / key
         if path.exists():
             return

@@ -156,11 +156,11 @@ def remove_empty(folder: str) -> None:
             os.rmdir(path)
 
 
-def require_locks(what: str) -> None:
-    """Raise UnsupportedSystem if files cannot be locked, which ``what`` needs."""
+def require_locks() -> None:
+    """Raise UnsupportedSystem if files cannot be locked, which a save needs."""
     if not HAS_LOCKS:
         raise UnsupportedSystem(
-            f"{what} needs file locks that end with their process (fcntl.flock), which this system does not have: do "
+            "saving needs file locks that end with their process (fcntl.flock), which this system does not have: do "
             "it on Linux or macOS. Reading, converting and the nxd-ckpt command work here"
         )
 

@@ -101,9 +101,7 @@ def _latest(storage: Storage, without: Collection[str]) -> TagInfo:
 
 def _find_named(storage: Storage, tag: str) -> TagInfo:
     """Return the named tag. Inspects no other tags: they may be many, and each costs several requests to a store."""
-    info = next(
-        iter(_settled(storage, lambda: [candidate for candidate in [find_tag(storage, tag)] if candidate])), None
-    )
+    info = next(iter(_settled(storage, lambda: list(filter(None, [find_tag(storage, tag)])))), None)
     if info is None and is_whole_without_marks(storage, tag):
         logger.warning(
             "%s/%s has no %r marker, nor any other sign of a save. It is read as the output of a converter: the files "

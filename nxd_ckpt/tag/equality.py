@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 
 import torch
 
 from nxd_ckpt.core.box import Box
+from nxd_ckpt.formats.assembly import cut_box
 from nxd_ckpt.formats.tensors import Assembly, TensorStub, allocated, byte_view, digest_of, itemsize
 from nxd_ckpt.tag.reading import Leaf, LeafReader
 
@@ -33,7 +34,7 @@ def are_equal(a: Leaf, b: Leaf, name: str, reader: Callable[[], AbstractContextM
     with reader() as open_reader:
         return all(
             torch.equal(*(_bytes(open_reader, whole.within(box), name) for whole in wholes))
-            for box in _boxes(tuple(a.shape), itemsize(a.dtype))
+            for box in cut_box(Box.whole(a.shape), _NBYTES // itemsize(a.dtype))
         )
 
 
@@ -49,15 +50,3 @@ def _bytes(reader: LeafReader, part: Assembly, name: str) -> torch.Tensor:
     reader.read_into(part, out, f"model/{name}", compare=False)
     reader.finish()
     return torch.frombuffer(byte_view(out), dtype=torch.uint8) if out.numel() else torch.empty(0, dtype=torch.uint8)
-
-
-def _boxes(shape: tuple[int, ...], size: int) -> Iterator[Box]:
-    """Yield boxes of at most ``_NBYTES``, cut along one dimension, which together are all of ``shape``."""
-    whole = Box.whole(shape)
-    if not shape or not whole.numel:
-        yield whole
-        return
-    dim = max(range(len(shape)), key=shape.__getitem__)
-    step = max(1, _NBYTES // (size * whole.numel // shape[dim]))
-    for start in range(0, shape[dim], step):
-        yield whole.narrowed(dim, start, min(step, shape[dim] - start))

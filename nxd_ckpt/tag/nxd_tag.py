@@ -196,11 +196,6 @@ class NxdTag:
         has_tensors = self.files.trust_pickle or any(True for _ in iter_tensors(tree))  # trusted objects hide them
         return self.files.object(file) if has_tensors else tree
 
-    @reading
-    def rank_content(self, rank: int) -> Any:
-        """Return the content that the global rank saved for itself, tensors included."""
-        return self.files.object(names.rank_content_file(rank))
-
     @cached_property
     def _topology(self) -> Topology:
         if self._fixed_topology is not None:

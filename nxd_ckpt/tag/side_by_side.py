@@ -16,10 +16,10 @@ import torch
 
 from nxd_ckpt.core.box import Box
 from nxd_ckpt.formats.assembly import cut_box
-from nxd_ckpt.formats.tensors import Assembly, TensorStub, itemsize, torch_dtype
+from nxd_ckpt.formats.tensors import Assembly, itemsize, torch_dtype
 from nxd_ckpt.storage.arena import Arena
 from nxd_ckpt.tag.opened import OpenTag
-from nxd_ckpt.tag.reading import LeafReader
+from nxd_ckpt.tag.reading import Leaf, LeafReader
 
 _MEMORY = 32 * 2**20
 """Bytes of a window, shared by its tensors; there are two windows. Two tensors have whole blocks each, verified on
@@ -27,7 +27,6 @@ arrival.
 """
 _ALIGNED = 64
 
-Leaf = TensorStub | Assembly
 Key = TypeVar("Key")
 
 Window = list[tuple[Key, tuple[torch.Tensor, ...]]]

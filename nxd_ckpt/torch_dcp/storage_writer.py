@@ -234,7 +234,7 @@ class StorageWriter(TorchStorageWriter):
             UnsafePickle, UnsupportedState: a tag cannot hold a value.
             PeerTimeout: another rank was lost.
         """
-        require_locks("saving")
+        require_locks()
         metrics = recorded_metrics(self.metrics)
         topology, agreement = self._meet()
         storage = self._storage or open_storage(self._required_directory(), self._durable, self._options)

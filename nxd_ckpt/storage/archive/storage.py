@@ -113,10 +113,10 @@ def find_members(reader: Reader, size: int, where: str) -> dict[str, Member]:
         MalformedFile: truncated, damaged, or with members that no checkpoint has; names the member.
     """
     file = _Headers(reader, size)
-    return _listed(reader, file, size, where) or _walked(file, size, where)
+    return _listed(file, where) or _walked(file, where)
 
 
-def _listed(reader: Reader, file: _Headers, size: int, where: str) -> dict[str, Member]:
+def _listed(file: _Headers, where: str) -> dict[str, Member]:
     """Return the members from the archive's list; none if there is no list that fits.
 
     The archive's end is checked: a list that was packed again with other files does not belong to this archive.
@@ -124,15 +124,15 @@ def _listed(reader: Reader, file: _Headers, size: int, where: str) -> dict[str, 
     try:
         with tarfile.open(fileobj=file, mode="r:") as archive:
             info = archive.next()
-            if info is None or info.name != MEMBER_LIST or info.size > min(size, _LONGEST_LIST):
+            if info is None or info.name != MEMBER_LIST or info.size > min(file.size, _LONGEST_LIST):
                 return {}
             begin = info.offset_data + info.size + -info.size % tarfile.BLOCKSIZE
-            members = load_members(file.bytes_at(info.offset_data, info.size), begin, size)
+            members = load_members(file.bytes_at(info.offset_data, info.size), begin, file.size)
     except (tarfile.TarError, *_OF_TARFILE):
         return {}
     name, last = list(members.items())[-1]
     header, end = bytearray(last.header), bytearray(END)
-    reader.read_ranges([(last.offset - last.header, memoryview(header)), (size - END, memoryview(end))])
+    file.reader.read_ranges([(last.offset - last.header, memoryview(header)), (file.size - END, memoryview(end))])
     if any(end) or not is_header_of(bytes(header), name, last):
         return {}
     for name in members:
@@ -142,7 +142,7 @@ def _listed(reader: Reader, file: _Headers, size: int, where: str) -> dict[str, 
     return members
 
 
-def _walked(file: _Headers, size: int, where: str) -> dict[str, Member]:
+def _walked(file: _Headers, where: str) -> dict[str, Member]:
     """Return the members from the archive's headers."""
     members: dict[str, Member] = {}
     last = ""
@@ -155,17 +155,17 @@ def _walked(file: _Headers, size: int, where: str) -> dict[str, Member]:
                     continue
                 if name in members:
                     raise MalformedFile(f"{where}: two members are called {name!r}, as in no packed checkpoint")
-                if info.offset_data + info.size > size:
-                    raise _truncated(where, f"{name} has {info.size} bytes from {info.offset_data} on", size)
+                if info.offset_data + info.size > file.size:
+                    raise _truncated(where, f"{name} has {info.size} bytes from {info.offset_data} on", file.size)
                 members[name] = Member(info.offset_data, info.size, float(info.mtime))
             end = archive.offset
     except tarfile.TarError as error:
-        raise _truncated(where, f"after {last or 'its beginning'}: {error}", size) from error
+        raise _truncated(where, f"after {last or 'its beginning'}: {error}", file.size) from error
     except _OF_TARFILE as error:
         raise MalformedFile(f"{where}: not a tar archive after {last or 'its beginning'}: {error}") from error
     file.seek(end)
     if file.read(tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE):  # tarfile treats unreadable headers as the end
-        raise _truncated(where, f"{last} is followed by neither a member nor the archive's end", size)
+        raise _truncated(where, f"{last} is followed by neither a member nor the archive's end", file.size)
     _refuse_files_as_folders(members, where)
     return members
 
@@ -208,7 +208,7 @@ class _Headers(io.RawIOBase):
     """The archive as tarfile reads it: headers, a window at a time."""
 
     def __init__(self, reader: Reader, size: int) -> None:
-        self._reader, self._size, self._at = reader, size, 0
+        self.reader, self.size, self._at = reader, size, 0
         self._begin, self._window = 0, b""
 
     def readable(self) -> bool:
@@ -221,7 +221,7 @@ class _Headers(io.RawIOBase):
         return self._at
 
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._size}[whence]
+        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self.size}[whence]
         if base + offset < 0:  # a header can ask for that
             raise ValueError(f"a header at byte {base + offset}")
         self._at = base + offset
@@ -234,21 +234,21 @@ class _Headers(io.RawIOBase):
 
     def bytes_at(self, offset: int, count: int) -> bytes:
         """Return any bytes of the archive, from the window if they are in it. Raises ValueError past its end."""
-        if offset + count > self._size:
-            raise ValueError(f"{count} bytes at byte {offset}, the archive has {self._size}")
+        if offset + count > self.size:
+            raise ValueError(f"{count} bytes at byte {offset}, the archive has {self.size}")
         start = offset - self._begin
         if 0 <= start and start + count <= len(self._window):
             return self._window[start : start + count]
         memory = bytearray(count)
-        self._reader.read_ranges([(offset, memoryview(memory))])
+        self.reader.read_ranges([(offset, memoryview(memory))])
         return bytes(memory)
 
     def _pieces(self, count: int) -> Iterator[bytes]:
-        stop = min(self._at + count, self._size)
+        stop = min(self._at + count, self.size)
         while self._at < stop:
             if not self._begin <= self._at < self._begin + len(self._window):
-                memory = bytearray(min(_AHEAD, self._size - self._at))
-                self._reader.read_ranges([(self._at, memoryview(memory))])
+                memory = bytearray(min(_AHEAD, self.size - self._at))
+                self.reader.read_ranges([(self._at, memoryview(memory))])
                 self._begin, self._window = self._at, bytes(memory)
             piece = self._window[self._at - self._begin : stop - self._begin]
             self._at += len(piece)

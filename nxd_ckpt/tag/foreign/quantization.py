@@ -28,7 +28,7 @@ from contextlib import closing
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 
@@ -54,19 +54,18 @@ from nxd_ckpt.formats.tensors import (
 from nxd_ckpt.storage.base import Reader, Storage
 from nxd_ckpt.storage.wrapper import StorageWrapper
 
+_WeightT = TypeVar("_WeightT")
 
-class PartsReader:
-    """Base class of readers of plain numbers: it keeps and closes the readers of the two parts."""
 
-    def __init__(self, numbers: Reader, scales: Reader) -> None:
-        self.numbers, self.scales = numbers, scales
+class _PartsReader(Generic[_WeightT]):
+    """Base class of readers of a weight's plain numbers: it keeps and closes the readers of the two parts."""
 
-    def read_ranges(self, ranges: Sequence[tuple[int, memoryview]]) -> None:
-        raise NotImplementedError
+    def __init__(self, weight: _WeightT, numbers: Reader, scales: Reader) -> None:
+        self._weight, self._numbers, self._scales = weight, numbers, scales
 
     def close(self) -> None:
-        self.numbers.close()
-        self.scales.close()
+        self._numbers.close()
+        self._scales.close()
 
 
 _SCALES = ("float32", "bfloat16", "float16", "float8_e8m0fnu")
@@ -156,12 +155,7 @@ class _Run(NamedTuple):
     memory: memoryview
 
 
-class _Fp8Reader(PartsReader):
-    def __init__(self, weight: Fp8Weight, numbers: Reader, scales: Reader) -> None:
-        super().__init__(numbers, scales)
-        self._weight = weight
-        self._size = itemsize(weight.dtype)
-
+class _Fp8Reader(_PartsReader[Fp8Weight]):
     def read_ranges(self, ranges: Sequence[tuple[int, memoryview]]) -> None:
         group: list[_Run] = []
         count = 0
@@ -177,7 +171,7 @@ class _Fp8Reader(PartsReader):
 
     def _runs(self, ranges: Sequence[tuple[int, memoryview]]) -> Iterator[_Run]:
         """Yield the ranges as runs of at most `_ELEMENTS`."""
-        size = self._size
+        size = itemsize(self._weight.dtype)
         for offset, memory in ranges:
             end = offset + len(memory)
             for start in range(offset // size, -(-end // size), _ELEMENTS):
@@ -186,7 +180,7 @@ class _Fp8Reader(PartsReader):
                 yield _Run(start, stop, begin - start * size, memory[begin - offset : min(end, stop * size) - offset])
 
     def _read(self, runs: Sequence[_Run]) -> None:
-        weight = self._weight
+        weight, size = self._weight, itemsize(self._weight.dtype)
         starts, stops = (torch.tensor([run[at] for run in runs]) for at in (0, 1))
         numbers = allocated((int((stops - starts).sum()),), weight.numbers.dtype)
         memory, at, parts = byte_view(numbers), 0, []
@@ -194,21 +188,21 @@ class _Fp8Reader(PartsReader):
             length = run.stop - run.start
             parts.append((weight.numbers.offset + run.start, memory[at : at + length]))
             at += length
-        self.numbers.read_ranges(parts)
+        self._numbers.read_ranges(parts)
         rounded = torch_dtype(weight.scales.dtype) if weight.rounds else torch.float32
         places, lengths = weight.grid.segments(starts, stops)
-        plain = byte_view(dequantized_fp8(numbers, self._scales[places], lengths, torch_dtype(weight.dtype), rounded))
+        plain = byte_view(dequantized_fp8(numbers, self._factors[places], lengths, torch_dtype(weight.dtype), rounded))
         at = 0
         for run in runs:
-            begin = at * self._size + run.skipped
+            begin = at * size + run.skipped
             run.memory[:] = plain[begin : begin + len(run.memory)]
             at += run.stop - run.start
 
     @cached_property
-    def _scales(self) -> torch.Tensor:
+    def _factors(self) -> torch.Tensor:
         stub = self._weight.scales
         scales = allocated((stub.numel,), stub.dtype)
-        self.scales.read_ranges([(stub.offset, byte_view(scales))])
+        self._scales.read_ranges([(stub.offset, byte_view(scales))])
         return scales.float()
 
 
@@ -249,11 +243,7 @@ class Mxfp4Weight:
         return _Mxfp4Reader(self, numbers, scales)
 
 
-class _Mxfp4Reader(PartsReader):
-    def __init__(self, weight: Mxfp4Weight, numbers: Reader, scales: Reader) -> None:
-        super().__init__(numbers, scales)
-        self._weight = weight
-
+class _Mxfp4Reader(_PartsReader[Mxfp4Weight]):
     def read_ranges(self, ranges: Sequence[tuple[int, memoryview]]) -> None:
         size = GROUP * itemsize(_DTYPE)
         for offset, memory in ranges:
@@ -268,8 +258,8 @@ class _Mxfp4Reader(PartsReader):
         """Return the numbers of the groups from ``first`` to before ``last``."""
         blocks = torch.empty((last - first, GROUP_NBYTES), dtype=torch.uint8)
         scales = torch.empty(last - first, dtype=torch.uint8)
-        self.numbers.read_ranges([(self._weight.numbers.offset + first * GROUP_NBYTES, byte_view(blocks))])
-        self.scales.read_ranges([(self._weight.scales.offset + first, byte_view(scales))])
+        self._numbers.read_ranges([(self._weight.numbers.offset + first * GROUP_NBYTES, byte_view(blocks))])
+        self._scales.read_ranges([(self._weight.scales.offset + first, byte_view(scales))])
         return byte_view(dequantized_mxfp4(blocks, scales))
 
 
