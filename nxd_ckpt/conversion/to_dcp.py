@@ -21,6 +21,7 @@ from nxd_ckpt.core.manifest import Parts
 from nxd_ckpt.core.option_classes import takes
 from nxd_ckpt.errors import PartNotFound, TopologyMismatch, as_checkpoint_errors
 from nxd_ckpt.formats.torch_zip_writer import JoinedImage
+from nxd_ckpt.gc_paused import gc_paused
 from nxd_ckpt.keywords import FromDcpKeywords, ToDcpKeywords
 from nxd_ckpt.options.execution import OutputOptions
 from nxd_ckpt.options.tags import FromDcpOptions, ToDcpOptions
@@ -133,7 +134,7 @@ def to_dcp(tag: StrPath, dcp_directory: StrPath, **options: Unpack[ToDcpKeywords
 def write_dcp(opened: OpenTag, state: DcpState, output: Output, source: Location, chosen: OutputOptions) -> Converted:
     """Write ``state``, which ``opened`` reads, as ``output``. Errors of reading its tensors pass."""
     started = time.monotonic()
-    with opened.guarded():
+    with opened.guarded(), gc_paused():
         files = plan_files(state)
     nbytes = sum(tensor.nbytes for tensor in state.tensors.values())
     done = Converted(source.path, output.place.path, None, nbytes)

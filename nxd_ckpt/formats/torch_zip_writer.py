@@ -9,7 +9,7 @@ order of records differs: the pickle follows the tensors, so that their offsets 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -18,6 +18,7 @@ from nxd_ckpt.formats.crc32 import crc32
 from nxd_ckpt.formats.image import Image, StorageRecord
 from nxd_ckpt.formats.pickling import pickle_tree
 from nxd_ckpt.formats.strides import Stride, stride_of
+from nxd_ckpt.formats.tensors import Assembly, TensorStub
 from nxd_ckpt.formats.zip_directory import Record
 
 LARGE = 64 * 2**10
@@ -64,7 +65,7 @@ class JoinedImage(Image):
     @staticmethod
     def of(values: Iterable[Any]) -> JoinedImage:
         """Return the image of a file for each of ``values``. Raises the errors of `image_of`."""
-        archives, end = [image_of(value) for value in values], 0
+        archives, end = list(_images_of(values)), 0
         storages, starts, first = list[StorageRecord](), list[int](), list[int]()
         for archive in archives:
             start = -(-end // 64) * 64 if archive.storages else end  # so that tensors are aligned in memory
@@ -127,6 +128,19 @@ def image_of(
     records = _placed(((f"data/{index}", nbytes) for index, (_, nbytes) in enumerate(tensors)), 0)
     storages = [StorageRecord(record.offset, record.nbytes) for record in records]
     return _image(pickled, records, storages, [tensor for tensor, _ in tensors])
+
+
+def _images_of(values: Iterable[Any]) -> Iterator[ZipImage]:
+    """Yield the image of each value. Those of two leaves of the same form differ only in the tensor that they hold."""
+    forms: dict[Hashable, ZipImage] = {}
+    for value in values:
+        if isinstance(value, (TensorStub, Assembly)):
+            form = value.dtype, value.shape, stride_of(value)
+            if form not in forms:
+                forms[form] = image_of(value)
+            yield forms[form].holding([value])
+        else:
+            yield image_of(value)
 
 
 def _image(

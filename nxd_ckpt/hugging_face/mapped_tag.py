@@ -450,13 +450,16 @@ class MappedTag:
 
         This detects a wrong kv_size_multiplier, hardware or mapping, by digests, if the files have any.
         """
+        tp = self._opened.topology.tp
+        if tp == 1:
+            return
         members = [
             (hf_slice.name, piece)
             for hf_slice in hf_slices(source.match, source.shape, self.sizes)
             for piece in hf_slice.pieces
         ]
         first: dict[Any, tuple[int, Any]] = {}
-        for tp_rank in range(self._opened.topology.tp):
+        for tp_rank in range(tp):
             digest = digest_of(self._model.saved_by(source.pp_rank, CutIndex(tp_rank)).get(source.name))
             if digest is None:
                 return

@@ -22,6 +22,7 @@ from nxd_ckpt.core.sizes import Sizes
 from nxd_ckpt.core.topology import Topology
 from nxd_ckpt.core.torchtitan_names import TorchTitanNames
 from nxd_ckpt.errors import InvalidArgument, TopologyMismatch, UnsupportedState, as_checkpoint_errors
+from nxd_ckpt.gc_paused import gc_paused
 from nxd_ckpt.hugging_face.hugging_face_tag import HuggingFaceTag, HuggingFaceTerms
 from nxd_ckpt.hugging_face.mapped_tag import MappedTag
 from nxd_ckpt.keywords import ExportKeywords, MigrateKeywords
@@ -104,7 +105,7 @@ def migrate(src: StrPath, dst: StrPath, **options: Unpack[MigrateKeywords]) -> M
         export = job.export_adapter()
         fields = (export.target, origin.writer.value, chosen.to, export.mapping, None, export.nbytes, origin.left_out)
         return Migration(os.fspath(src), *fields)
-    with origin.opened.guarded():
+    with origin.opened.guarded(), gc_paused():
         job.check()
     done = _WRITERS[chosen.to](job)
     return Migration(

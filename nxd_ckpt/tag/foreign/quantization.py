@@ -363,7 +363,8 @@ def refuse_companions(names: Iterable[str], where: str) -> None:
 
     ``names`` are without those that are read as parts of a weight.
     """
-    companions = sorted(name for name in names if _COMPANIONS.search(name))
+    others = (name for name in names if not name.endswith(".weight"))  # which nearly all are
+    companions = sorted(name for name in others if _COMPANIONS.search(name))
     if companions:
         raise UnsupportedState(
             f"{where} holds {first_of(companions)}, which only quantized weights have: no weight of that name is "
