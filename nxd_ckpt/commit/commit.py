@@ -22,10 +22,10 @@ from nxd_ckpt.coordination import intents, journal
 from nxd_ckpt.coordination.paths import STAGING, VOTES, staging_dir, votes_dir
 from nxd_ckpt.core import names
 from nxd_ckpt.core.manifest import (
+    FileEntry,
     Manifest,
     ParameterSpec,
     Parts,
-    RankLine,
     dump_manifest,
     load_index,
     load_parameters,
@@ -95,7 +95,7 @@ def commit(session: Session, topology: Topology, votes: Sequence[Vote], request:
     folder, leaders = publication.folder, request.leaders(topology)
     parameters = _parameters(storage, folder, topology, leaders, request.parameters)
     parameters.update(_unknown_where_replicas_differ(storage, folder, topology, votes, parameters))
-    lines = tuple(vote.index or RankLine(0, 0) for vote in votes)
+    lines = tuple(vote.index or FileEntry(0, 0) for vote in votes)
     session.listed = {info.tag: info for info in list_tags(storage, session.listed)}
     order_time = _order_time(session, 0.0 if request.draining is None else request.draining.newest)
     manifest = Manifest(

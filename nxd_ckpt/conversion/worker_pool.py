@@ -29,7 +29,7 @@ from nxd_ckpt.conversion.job import Job
 from nxd_ckpt.coordination.agreement import Agreement, SingleProcessAgreement
 from nxd_ckpt.coordination.rendezvous import meet
 from nxd_ckpt.core import names
-from nxd_ckpt.core.manifest import RankLine
+from nxd_ckpt.core.manifest import FileEntry
 from nxd_ckpt.core.topology import Topology
 from nxd_ckpt.core.votes import Vote
 from nxd_ckpt.errors import CheckpointError, InvalidArgument, PeerTimeout, to_wire
@@ -94,7 +94,7 @@ class RankWriter:
 
     def _write_index(
         self, writer: FileWriter, plan: SavePlan, passed: PassedFiles, topology: Topology, publication: Publication
-    ) -> RankLine:
+    ) -> FileEntry:
         written = writer.index(plan, topology.coordinates)
         index = replace(
             written,
@@ -102,7 +102,7 @@ class RankWriter:
             tensors=written.tensors + passed.tensors,
             parameters={**written.parameters, **passed.parameters},
         )
-        return RankLine(*write_index(self._storage, publication, names.index_file(topology.coordinates), index))
+        return write_index(self._storage, publication, names.index_file(topology.coordinates), index)
 
 
 _TICK = 0.2

@@ -50,7 +50,7 @@ class TensorEntry(NamedTuple):
 
 
 class FileEntry(NamedTuple):
-    """One file that one rank wrote: its size in bytes, and the CRC-32 over all of them."""
+    """One file that one rank wrote, or its index: its size in bytes, and the CRC-32 over all of them."""
 
     nbytes: int
     crc32: int
@@ -204,14 +204,6 @@ class RankIndex:
     mesh: MeshRecord | None = None
 
 
-@dataclass(frozen=True)
-class RankLine:
-    """One rank's entry in the manifest: size in bytes and CRC-32 of its index file."""
-
-    nbytes: int
-    crc32: int
-
-
 OPTIMIZERS = ("plain", "zero1", "zero1_full", "zero1_dcp")
 
 
@@ -235,7 +227,7 @@ class Parts:
 
 @dataclass(frozen=True)
 class Manifest:
-    """One complete tag. ``order_time`` is in seconds since the epoch; ``ranks`` are by global rank, in order.
+    """One complete tag. ``order_time`` is in seconds since the epoch; ``ranks`` are the index files, by global rank.
 
     ``leaders`` are the first ranks of a mesh job's groups, whose indexes describe the tensors; None for other jobs.
     ``metrics`` are the training's, None for values that were not finite. ``phases`` are by global rank; empty if they
@@ -247,7 +239,7 @@ class Manifest:
     order_time: float
     topology: Topology
     parts: Parts
-    ranks: tuple[RankLine, ...]
+    ranks: tuple[FileEntry, ...]
     parameters: Mapping[str, ParameterSpec] = field(default_factory=dict)
     timings: Mapping[str, float] = field(default_factory=dict)
     versions: Mapping[str, str] = field(default_factory=dict)
@@ -324,7 +316,7 @@ def dump_manifest(manifest: Manifest) -> bytes:
             "topology": document.plain({**topology.sizes, "rank_map": places}),
             **leaders,
             "parts": document.plain(asdict(manifest.parts)),
-            "ranks": document.array(document.integers((line.nbytes, line.crc32)) for line in manifest.ranks),
+            "ranks": document.array(map(document.integers, manifest.ranks)),
             "parameters": parameters_text(manifest.parameters),
             "timings": document.plain(dict(manifest.timings)),
             "versions": document.plain(dict(manifest.versions)),
@@ -346,7 +338,7 @@ def load_manifest(data: bytes, where: str) -> Manifest:
             raise MalformedFile(f"expected CRC-32 {fields.get('crc32')}, found {crc32}: its bytes changed")
         topology = _topology(fields["topology"])
         version = fields["format_version"]
-        ranks = tuple(RankLine(*integers(line, 2)) for line in fields["ranks"])
+        ranks = tuple(map(Makers.file, fields["ranks"]))
         if len(ranks) != topology.world_size:
             raise ValueError(f"{len(ranks)} ranks, expected the {topology.world_size} of {topology.describe()}")
         return Manifest(

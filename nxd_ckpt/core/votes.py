@@ -14,7 +14,7 @@ from typing import Any
 from nxd_ckpt.core import document
 from nxd_ckpt.core.dcp_names import DcpChunk
 from nxd_ckpt.core.limits import checked, checked_text, integers
-from nxd_ckpt.core.manifest import RankLine
+from nxd_ckpt.core.manifest import FileEntry
 from nxd_ckpt.core.suggestions import first_of
 from nxd_ckpt.core.topology import Topology
 from nxd_ckpt.errors import MalformedFile, RanksDisagree, SaveFailed, in_words
@@ -49,7 +49,7 @@ class Vote:
     error: tuple[str, str] | None = None
     plan: Mapping[str, Any] | None = None
     replica: str | None = None
-    index: RankLine | None = None
+    index: FileEntry | None = None
     replicated: int | None = None
     nbytes: int = 0
     seconds: float = 0.0
@@ -88,7 +88,7 @@ def load_vote(data: bytes, where: str) -> Vote:
             error=_error_of(fields["error"]),
             plan=None if plan is None else checked(dict, plan),
             replica=None if replica is None else checked_text(replica),
-            index=None if index is None else RankLine(*integers([index["nbytes"], index["crc32"]])),
+            index=None if index is None else FileEntry(*integers(index, 2)),
             replicated=None if replicated is None else integers([replicated])[0],
             nbytes=fields["nbytes"],
             seconds=float(fields["seconds"]),

@@ -155,7 +155,7 @@ def _entries(opened: OpenTag) -> Iterator[tuple[str, FileEntry]]:
     for rank, line in enumerate(opened.manifest.ranks):
         at = opened.topology.coordinates_of(rank)
         yield from opened.index(at).files.items()
-        yield names.index_file(at), FileEntry(line.nbytes, line.crc32)
+        yield names.index_file(at), line
     manifest = opened.storage.read(f"{opened.tag}/{names.MANIFEST}")
     yield names.MANIFEST, FileEntry(len(manifest), crc32.crc32(manifest))
 

@@ -17,7 +17,7 @@ from nxd_ckpt.commit.publication import is_visible
 from nxd_ckpt.coordination import journal, lease
 from nxd_ckpt.coordination.paths import votes_dir
 from nxd_ckpt.core import names
-from nxd_ckpt.core.manifest import FileEntry, RankLine
+from nxd_ckpt.core.manifest import FileEntry
 from nxd_ckpt.core.tags import goes_back, latest
 from nxd_ckpt.core.votes import Verdict, Vote
 from nxd_ckpt.errors import (
@@ -86,7 +86,7 @@ class Ballot:
         self._session.last_saved, self._session.resumed_from = self._tag, None
         return nbytes
 
-    def _index(self) -> tuple[RankLine | None, Sequence[Vote] | SaveFailed | None]:
+    def _index(self) -> tuple[FileEntry | None, Sequence[Vote] | SaveFailed | None]:
         """Write the index of this rank's files; None if it failed. Return also what came of the other ranks' votes."""
         attempt, session, plan, writer = self._attempt, self._session, self._attempt.plan, self._files.writer
         others: Sequence[Vote] | SaveFailed | None = None
@@ -103,8 +103,7 @@ class Ballot:
                     at = session.topology.coordinates
                     index = writer.index(plan, at)
                     index = replace(index, files={**index.files, **metadata})
-                    entry = write_index(session.storage, self._publication, names.index_file(at), index)
-                    return RankLine(*entry), others
+                    return write_index(session.storage, self._publication, names.index_file(at), index), others
         except BaseException as error:
             attempt.fail(error)
         return None, others
@@ -124,7 +123,7 @@ class Ballot:
         entry = write_small(self._session.storage, self._publication, names.DCP_METADATA, metadata)
         return {names.DCP_METADATA: entry}
 
-    def _cast(self, index: RankLine | None, others: Sequence[Vote] | SaveFailed | None) -> _Counted:
+    def _cast(self, index: FileEntry | None, others: Sequence[Vote] | SaveFailed | None) -> _Counted:
         attempt, session, storage = self._attempt, self._session, self._session.storage
         refusal = others if isinstance(others, SaveFailed) else None
         own, may_count = self._vote(index, attempt.error or refusal), False
@@ -150,7 +149,7 @@ class Ballot:
                 may_count = was_good
         return _Counted(own, may_count, others)
 
-    def _vote(self, index: RankLine | None, error: BaseException | None) -> Vote:
+    def _vote(self, index: FileEntry | None, error: BaseException | None) -> Vote:
         plan, writer, timings = self._attempt.plan, self._files.writer, self._attempt.timings
         if error is not None or plan is None or writer is None:
             return self._files.failed_vote(error or CheckpointError("nothing was staged"))

@@ -13,7 +13,7 @@ import torch
 
 from nxd_ckpt.core import names
 from nxd_ckpt.core.dcp_names import DcpNames
-from nxd_ckpt.core.manifest import FileEntry, Manifest, Parts, RankIndex, load_index
+from nxd_ckpt.core.manifest import Manifest, Parts, RankIndex, load_index
 from nxd_ckpt.core.suggestions import first_of
 from nxd_ckpt.core.topology import Coordinates, Topology
 from nxd_ckpt.errors import CorruptCheckpoint, DigestMismatch, MalformedFile, PartLost, PartNotFound, TagReplaced
@@ -291,7 +291,7 @@ class OpenTag:
             data = self.storage.read(key)
         except FileNotFoundError as error:
             raise CorruptCheckpoint(f"{where} is missing: the tag lost files since it was saved") from error
-        check_bytes(data, FileEntry(line.nbytes, line.crc32), where)
+        check_bytes(data, line, where)
         return load_index(data, where)
 
     def read(self, leaf: Leaf) -> torch.Tensor:

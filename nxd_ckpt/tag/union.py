@@ -167,7 +167,7 @@ class _Search:
         """Yield the files that this rank saved, by its index; none if no place has that."""
         line = self._manifest.ranks[rank]
         key = f"{self._tag}/{names.index_file(self._manifest.topology.coordinates_of(rank))}"
-        self.find(check, key, FileEntry(line.nbytes, line.crc32), memoryview(bytearray(line.nbytes)))
+        self.find(check, key, line, memoryview(bytearray(line.nbytes)))
         place = self.substitutes[key].place if key in self.substitutes else 0
         if place is not None:
             storage = self._places[place]

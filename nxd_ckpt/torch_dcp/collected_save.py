@@ -25,7 +25,7 @@ from nxd_ckpt.core import names
 from nxd_ckpt.core import names as files
 from nxd_ckpt.core.box import Box
 from nxd_ckpt.core.dcp_names import DcpNames, DcpPart, Path
-from nxd_ckpt.core.manifest import ParameterSpec, Parts, RankIndex, RankLine
+from nxd_ckpt.core.manifest import FileEntry, ParameterSpec, Parts, RankIndex
 from nxd_ckpt.core.mesh import MeshGroup, MeshRecord, WholeTensor
 from nxd_ckpt.core.partition import Partition, Piece
 from nxd_ckpt.core.retention import Metrics, Rule
@@ -67,7 +67,7 @@ class Share:
     """A rank's report to rank 0 of its part: its index, the bytes written, and the seconds that took."""
 
     rank: int
-    line: RankLine | None  # None of rank 0, whose index comes last
+    line: FileEntry | None  # None of rank 0, whose index comes last
     nbytes: int
     seconds: float
 
@@ -203,9 +203,9 @@ class CollectedSave:
             stager.release()
         return writer.index(SavePlan((), (), Parts(), ""), self._session.topology.coordinates)
 
-    def _write_index(self) -> RankLine:
+    def _write_index(self) -> FileEntry:
         at = self._session.topology.coordinates
-        return RankLine(*write_index(self._session.storage, self._publication, names.index_file(at), self._index))
+        return write_index(self._session.storage, self._publication, names.index_file(at), self._index)
 
 
 class _Deferred(Sequence[Any]):

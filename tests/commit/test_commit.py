@@ -18,7 +18,7 @@ from nxd_ckpt.commit.retention import remove_tags
 from nxd_ckpt.coordination.control_files import pin
 from nxd_ckpt.coordination.paths import STAGING, TRASH, VOTES, rank_file, staging_dir
 from nxd_ckpt.core import names
-from nxd_ckpt.core.manifest import Manifest, ParameterSpec, Parts, RankIndex, RankLine, dump_index, load_manifest
+from nxd_ckpt.core.manifest import FileEntry, Manifest, ParameterSpec, Parts, RankIndex, dump_index, load_manifest
 from nxd_ckpt.core.mesh import MeshGroup
 from nxd_ckpt.core.names import MANIFEST
 from nxd_ckpt.core.partition import Partition
@@ -74,7 +74,7 @@ def prepared(storage: Storage, topology: Topology, crcs: dict[int, int] | None =
 
 
 def votes(topology: Topology, **about: Any) -> list[Vote]:
-    index = RankLine(10, 3)
+    index = FileEntry(10, 3)
     return [Vote(rank, plan={"tag": TAG}, replica="r", index=index, **about) for rank in range(topology.world_size)]
 
 
@@ -87,11 +87,11 @@ def test_a_manifest_says_what_the_votes_said(disk: LocalStorage) -> None:
     """A line for each rank, and what all of them took and wrote."""
     prepared(disk, TP, w=WHOLE)
     ballots = votes(TP, nbytes=100)
-    ballots[1] = replace(ballots[1], index=RankLine(20, 4), seconds=0.12345678, nbytes=50)
+    ballots[1] = replace(ballots[1], index=FileEntry(20, 4), seconds=0.12345678, nbytes=50)
     about: dict[str, Any] = {"timings": {"stage_seconds": 1.0}, "versions": {"torch": "2"}, "metrics": {"loss": 2.0}}
     found = committed(disk, TP, ballots, **about)
     assert (TAG, ATTEMPT, TP) == (found.tag, found.attempt, found.topology)
-    assert (RankLine(10, 3), RankLine(20, 4)) == found.ranks
+    assert (FileEntry(10, 3), FileEntry(20, 4)) == found.ranks
     assert {"stage_seconds": 1.0, "write_seconds": 0.123457, "bytes": 150} == found.timings
     assert ({"torch": "2"}, {"loss": 2.0}, Parts(model=True)) == (found.versions, found.metrics, found.parts)
     assert found.leaders is None
@@ -131,7 +131,7 @@ def test_a_rank_without_an_index_has_an_empty_line(disk: LocalStorage) -> None:
     prepared(disk, TP)
     ballots = votes(TP)
     ballots[1] = replace(ballots[1], index=None)
-    assert (RankLine(10, 3), RankLine(0, 0)) == committed(disk, TP, ballots).ranks
+    assert (FileEntry(10, 3), FileEntry(0, 0)) == committed(disk, TP, ballots).ranks
 
 
 def test_a_tag_is_later_than_all_before(disk: LocalStorage, monkeypatch: pytest.MonkeyPatch) -> None:

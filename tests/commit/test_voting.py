@@ -11,7 +11,7 @@ import pytest
 from nxd_ckpt.commit import voting
 from nxd_ckpt.coordination import waiting
 from nxd_ckpt.coordination.paths import alive_file, rank_file, verdict_file, votes_dir
-from nxd_ckpt.core.manifest import RankLine
+from nxd_ckpt.core.manifest import FileEntry
 from nxd_ckpt.core.votes import Verdict, Vote
 from nxd_ckpt.errors import MalformedFile, OutcomeUnknown, SaveFailed
 from nxd_ckpt.storage.local import LocalStorage
@@ -41,7 +41,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 def vote(rank: int) -> Vote:
-    return Vote(rank, plan={"tag": "t"}, replica="ab", index=RankLine(10, 20), replicated=3, nbytes=4, seconds=0.5)
+    return Vote(rank, plan={"tag": "t"}, replica="ab", index=FileEntry(10, 20), replicated=3, nbytes=4, seconds=0.5)
 
 
 def test_votes_are_collected_by_rank(storage: LocalStorage) -> None:

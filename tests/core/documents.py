@@ -15,7 +15,6 @@ from nxd_ckpt.core.manifest import (
     ParameterSpec,
     Parts,
     RankIndex,
-    RankLine,
     TensorEntry,
 )
 from nxd_ckpt.core.mesh import Layout, Mesh, MeshRecord, Shard, WholeTensor
@@ -51,7 +50,7 @@ MANIFEST = Manifest(
     order_time=1_700_000_000.25,
     topology=Topology(dp=2, tp=2, ep=2, rank_map=RANK_MAP),
     parts=Parts(model=True, optimizer="zero1", use_xser=True),
-    ranks=tuple(RankLine(100 + rank, rank) for rank in range(4)),
+    ranks=tuple(FileEntry(100 + rank, rank) for rank in range(4)),
     parameters=SPECS,
     timings={"staged": 0.5},
     versions={"torch": "2.9.0"},

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from nxd_ckpt.core.manifest import RankLine
+from nxd_ckpt.core.manifest import FileEntry
 from nxd_ckpt.core.topology import Topology
 from nxd_ckpt.core.votes import Verdict, Vote, dump, judge, load_verdict, load_vote, tp_groups_that_differ
 from nxd_ckpt.errors import MalformedFile, RanksDisagree, SaveFailed
@@ -89,7 +89,7 @@ def test_ranks_that_wrote_none_of_them_are_not_compared() -> None:
 @pytest.mark.parametrize(
     "vote",
     [
-        Vote(3, plan=PLAN, replica="ab", index=RankLine(120, 9), replicated=2**32 - 1, nbytes=5, seconds=0.5),
+        Vote(3, plan=PLAN, replica="ab", index=FileEntry(120, 9), replicated=2**32 - 1, nbytes=5, seconds=0.5),
         Vote(0, error=("OSError", "disk full")),
     ],
 )

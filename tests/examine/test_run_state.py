@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from nxd_ckpt.core.manifest import Manifest, Parts, RankLine
+from nxd_ckpt.core.manifest import FileEntry, Manifest, Parts
 from nxd_ckpt.core.phases import RankPhases
 from nxd_ckpt.core.topology import Topology
 from nxd_ckpt.examine.report_document import timings
@@ -92,7 +92,7 @@ def test_a_commit_does_not_count_the_wait_for_the_slowest_rank() -> None:
     """Rank 0 wrote for 0.2 s, the slowest for 2.4 s: of the 2.4 s until it committed, 2.2 are a wait."""
     recorded = {"stage_seconds": 0.4, "write_seconds": 2.4, "commit_seconds": 2.4}
     phases = (RankPhases(0.4, 0.2, 1, "a"), RankPhases(0.4, 2.4, 1, "b"))
-    lines = (RankLine(1, 0), RankLine(1, 0))
+    lines = (FileEntry(1, 0), FileEntry(1, 0))
     manifest = Manifest("t", "run-1", 1.0, Topology(dp=2), Parts(), lines, timings=recorded, phases=phases)
     assert {**recorded, "commit_alone_seconds": 0.2} == timings(manifest)
     alone = Manifest("t", "run-1", 1.0, Topology(), Parts(), lines[:1], timings=recorded)

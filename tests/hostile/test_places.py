@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from nxd_ckpt import Checkpointer
-from nxd_ckpt.core.manifest import RankLine, dump_manifest, load_manifest
+from nxd_ckpt.core.manifest import FileEntry, dump_manifest, load_manifest
 from nxd_ckpt.errors import MalformedFile
 from nxd_ckpt.tag.verify import verify_checkpoint
 from tests.hostile.places import KINDS, model
@@ -125,5 +125,5 @@ def reseal(tag: Path, change: Callable[[dict[str, Any]], None]) -> None:
     change(document)
     data = json.dumps(document).encode()
     index.write_bytes(data)
-    line = RankLine(len(data), zlib.crc32(data))
+    line = FileEntry(len(data), zlib.crc32(data))
     manifest.write_bytes(dump_manifest(replace(load_manifest(manifest.read_bytes(), ""), ranks=(line,))))

@@ -16,7 +16,7 @@ import torch
 import yaml
 
 from nxd_ckpt.core.dcp_names import DcpChunk, DcpNames
-from nxd_ckpt.core.manifest import RankLine, dump_index, dump_manifest
+from nxd_ckpt.core.manifest import FileEntry, dump_index, dump_manifest
 from nxd_ckpt.core.votes import Verdict, Vote, dump
 from nxd_ckpt.formats.tensors import TensorReference
 from nxd_ckpt.storage.archive.storage import END, MEMBER_LIST, dump_members
@@ -30,7 +30,7 @@ MANIFESTS = [*map(dump_manifest, (MANIFEST, MESH_MANIFEST, replace(MANIFEST, met
 _CHUNK = DcpChunk(("model", 0), "float32", (4, 2), (0, 0), (2, 2), "__0_0.distcp", 0, 16)
 _PLAN = {"tag": "step_3", "topology": "dp=4", "model": True}
 VOTES = [
-    dump(Vote(3, plan=_PLAN, replica="ab", index=RankLine(120, 9), replicated=7, nbytes=5, seconds=0.5)),
+    dump(Vote(3, plan=_PLAN, replica="ab", index=FileEntry(120, 9), replicated=7, nbytes=5, seconds=0.5)),
     dump(Vote(0, plan=_PLAN, chunks=(_CHUNK,))),
     dump(Vote(0, error=("OSError", "disk full"))),
 ]

@@ -19,7 +19,7 @@ from nxd_ckpt.commit.publication import Staged
 from nxd_ckpt.commit.session import Session
 from nxd_ckpt.coordination.paths import rank_file, staging_dir, verdict_dir
 from nxd_ckpt.core import names
-from nxd_ckpt.core.manifest import Parts, RankIndex, RankLine, dump_index
+from nxd_ckpt.core.manifest import FileEntry, Parts, RankIndex, dump_index
 from nxd_ckpt.core.retention import Last
 from nxd_ckpt.core.votes import Verdict, Vote
 from nxd_ckpt.errors import KeyMismatch
@@ -44,7 +44,7 @@ def voted(path: Path, ranks: int) -> LocalStorage:
     storage = LocalStorage(path, durable=False)
     storage.make_dir(verdict_dir(ATTEMPT))
     for rank in range(ranks):
-        vote = Vote(rank, plan={"tag": "t"}, replica="same", index=RankLine(1, 1))
+        vote = Vote(rank, plan={"tag": "t"}, replica="same", index=FileEntry(1, 1))
         voting.cast(storage, ATTEMPT, vote)
         at = Topology(dp=ranks).coordinates_of(rank)
         storage.write(f"{staging_dir(ATTEMPT)}/{names.index_file(at)}", dump_index(RankIndex(at, {}, ())))

@@ -29,10 +29,10 @@ from nxd_ckpt.coordination.paths import staging_dir, verdict_dir
 from nxd_ckpt.core import names
 from nxd_ckpt.core.manifest import (
     CRC_BLOCK,
+    FileEntry,
     ParameterSpec,
     Parts,
     RankIndex,
-    RankLine,
     TensorEntry,
     dump_index,
     load_index,
@@ -142,7 +142,7 @@ def _decide(
     storage.make_dir(verdict_dir(ATTEMPT))
     for rank in range(topology.world_size):
         storage.write(f"{staging_dir(ATTEMPT)}/{names.index_file(topology.coordinates_of(rank))}", index)
-    line = RankLine(len(index), zlib.crc32(index))
+    line = FileEntry(len(index), zlib.crc32(index))
     votes = [Vote(rank, plan=plan, replica="same", index=line) for rank in range(topology.world_size)]
 
     def cast_all() -> None:
