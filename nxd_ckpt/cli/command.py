@@ -9,13 +9,16 @@ from dataclasses import dataclass, field, fields
 from functools import partial
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
 
 from nxd_ckpt.core.option_classes import fields_of
 from nxd_ckpt.core.partition import Partition
 from nxd_ckpt.core.suggestions import listed
 from nxd_ckpt.errors import CheckpointError, InvalidArgument
 from nxd_ckpt.options.execution import BLANK, OpenOptions
+
+if TYPE_CHECKING:
+    from nxd_ckpt.tag.listing import Options
 
 _FLAGS = {
     "use_safetensors": "--safetensors",
@@ -116,7 +119,16 @@ def _form_of(hint: Any) -> _Form:
     return _Form({"metavar": "SIZE" if int in origins else "NAME" if Mapping in origins else "PATH"})
 
 
-def opening(args: argparse.Namespace, options: Mapping[str, Any] | None) -> dict[str, Any]:
+def located(path: str, args: argparse.Namespace) -> tuple[str, str | None, Options]:
+    """Return the directory or URL of a tag, the tag if ``path`` names one, and the storage options for it."""
+    from nxd_ckpt.storage.urls import options_for
+    from nxd_ckpt.tag.listing import locate
+
+    options = options_for(path, args.storage_options)
+    return *locate(path, None, options), options
+
+
+def opening(args: argparse.Namespace, options: Options) -> dict[str, Any]:
     """Return the flags' values and the URL's options as keywords of `open_checkpoint`."""
     keywords = options_of(args, OpenOptions) | {"storage_options": options}
     keywords.pop("progress", None)
@@ -288,4 +300,4 @@ class Command:
             _add_quiet(parser)
         parser.add_argument("--json", action="store_true", help="print one JSON document instead of text")
         parser.add_argument("--traceback", action="store_true", help="show where in the code an error came from")
-        parser.set_defaults(run=self.run, code_of_error=self.code_of_error)
+        parser.set_defaults(command=self)

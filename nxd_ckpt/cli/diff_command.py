@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from nxd_ckpt.cli import text
-from nxd_ckpt.cli.command import TEMPLATES, Command, opening
+from nxd_ckpt.cli.command import TEMPLATES, Command, located, opening
 from nxd_ckpt.core import units
 from nxd_ckpt.core.units import size
 from nxd_ckpt.options.execution import OpenOptions
@@ -27,7 +27,7 @@ def _run(args: argparse.Namespace) -> int:
     from nxd_ckpt.examine.diff import diff_checkpoints
     from nxd_ckpt.tag.identity import of_latest
 
-    locations = [_locate(path, args) for path in (args.a, args.b)]
+    locations = [located(path, args) for path in (args.a, args.b)]
 
     def compare() -> tuple[Checkpoint, Checkpoint, Difference]:
         a, b = (_open(*location, args) for location in locations)
@@ -56,15 +56,6 @@ def _run(args: argparse.Namespace) -> int:
     if args.json or difference or not args.quiet:
         text.show(document, _lines(document, None if args.all else _SHOWN), as_json=args.json)
     return 1 if difference else 0
-
-
-def _locate(path: str, args: argparse.Namespace) -> tuple[str, str | None, Options]:
-    """Return the directory or URL, the tag if one is named, and the storage options."""
-    from nxd_ckpt.storage.urls import options_for
-    from nxd_ckpt.tag.listing import locate
-
-    options = options_for(path, args.storage_options)
-    return *locate(path, None, options), options
 
 
 def _open(directory: str, tag: str | None, options: Options, args: argparse.Namespace) -> Checkpoint:

@@ -17,7 +17,7 @@ from nxd_ckpt.options.execution import OpenOptions
 
 
 def _run(args: argparse.Namespace) -> int:
-    from nxd_ckpt.cli.inspection import inspection, template
+    from nxd_ckpt.cli.inspection import View, inspection, template
 
     options = args.storage_options
     if args.template is not None:
@@ -26,10 +26,8 @@ def _run(args: argparse.Namespace) -> int:
     depth = sys.maxsize if args.largest is not None and args.by_prefix is None else args.by_prefix  # each by itself
     if args.largest is not None and args.tensors is not None:
         raise argparse.ArgumentTypeError("--largest is of global tensors: leave out --tensors")
-    cuts = partitions_in(args.partitions)
-    document = inspection(
-        args.dir, args.tag, rank=args.rank, pattern=args.tensors, depth=depth, options=options, partitions=cuts
-    )
+    view = View(args.rank, args.tensors, depth, partitions_in(args.partitions))
+    document = inspection(args.dir, args.tag, view, options)
     prefixes = document["prefixes"]
     if prefixes is not None and args.largest is not None:
         sized = [group for group in prefixes if group["nbytes"] is not None]
@@ -97,17 +95,11 @@ def _parameters(parameters: list[dict[str, Any]] | None) -> Iterator[str]:
     if not parameters:
         return
     yield from ("", f"model: {units.count(len(parameters), 'tensor')}")
-    forms = (
-        (
-            parameter["dtype"] or "?",
-            text.shape(parameter["shape"]),
-            text.shape(parameter["global_shape"]),
-            parameter["cut"],
-            {True: "yes", False: "no", None: "?"}[parameter["trainable"]],
-        )
-        for parameter in parameters
-    )
-    named = zip((parameter["name"] for parameter in parameters), forms, strict=True)
+    named = []
+    for parameter in parameters:
+        shapes = (text.shape(parameter[key]) for key in ("shape", "global_shape"))
+        trained = {True: "yes", False: "no", None: "?"}[parameter["trainable"]]
+        named.append((parameter["name"], (parameter["dtype"] or "?", *shapes, parameter["cut"], trained)))
     rows = ((name, *form) for name, _, form in group_names(named))
     yield from text.table(("NAME", "DTYPE", "LOCAL", "GLOBAL", "CUT", "TRAINED"), rows)
 

@@ -6,10 +6,10 @@ import json
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from fnmatch import fnmatchcase
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from nxd_ckpt.cli.text import group_names
 from nxd_ckpt.cli.values import content_document, plain
@@ -57,21 +57,25 @@ _UNMARKED = TagInfo("", math.inf, complete=True, ours=False)
 """A checkpoint of which no marker tells when it was written."""
 
 
+class View(NamedTuple):
+    """The choice of contents.
+
+    ``rank`` is the rank whose contents are shown; ``pattern`` lists its tensors, ``depth`` groups the global tensors by
+    prefix. ``partitions`` are cuts that the tag does not record, by name.
+    """
+
+    rank: int = 0
+    pattern: str | None = None
+    depth: int | None = None
+    partitions: Mapping[str, Partition] | None = None
+
+
 def inspection(
-    path: str,
-    tag: str | None,
-    *,
-    rank: int = 0,
-    pattern: str | None = None,
-    depth: int | None = None,
-    options: Mapping[str, Any] | None = None,
-    partitions: Mapping[str, Partition] | None = None,
+    path: str, tag: str | None, view: View, options: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
     """Describe one complete tag, by default the latest of the directory ``path``, which may also be the tag itself.
 
-    ``rank`` is the rank whose contents are shown; ``pattern`` lists its tensors, ``depth`` groups the global tensors by
-    prefix. ``partitions`` are cuts that the tag does not record, by name. Parts that cannot be read are None, and
-    ``problems`` says why.
+    Parts that cannot be read are None, and ``problems`` says why.
 
     Raises:
         CheckpointNotFound: no such tag, or it is incomplete.
@@ -83,10 +87,10 @@ def inspection(
     directory, tag = locate(path, tag, options)
     storage = open_storage(directory, storage_options=options)
     if tag is None and is_untagged(entry.name for entry in storage.list()):
-        return _untagged(locate_input(path, options), rank, pattern, depth, partitions)
+        return _untagged(locate_input(path, options), view)
 
     def read(opened: OpenTag) -> dict[str, Any]:
-        document = _document(opened, _info(opened), rank, pattern, depth, partitions)
+        document = _document(opened, _info(opened), view)
         if document["problems"]:
             opened.require_unchanged()
         return document
@@ -127,12 +131,10 @@ def _of_tag(storage: Storage, tag: str | None, read: Callable[[OpenTag], _Answer
     return of_latest(tag is None, opened)
 
 
-def _untagged(
-    place: Location, rank: int, pattern: str | None, depth: int | None, partitions: Mapping[str, Partition] | None
-) -> dict[str, Any]:
+def _untagged(place: Location, view: View) -> dict[str, Any]:
     opened = open_any(place)
     with opened.guarded():
-        document = _document(opened, replace(_UNMARKED, tag=place.name), rank, pattern, depth, partitions)
+        document = _document(opened, replace(_UNMARKED, tag=place.name), view)
     return {**document, "written_by": recognise(place.open(), place.name).writer.value}
 
 
@@ -146,15 +148,8 @@ def _info(opened: OpenTag) -> TagInfo:
     return info
 
 
-def _document(
-    opened: OpenTag,
-    info: TagInfo,
-    rank: int,
-    pattern: str | None,
-    depth: int | None,
-    partitions: Mapping[str, Partition] | None,
-) -> dict[str, Any]:
-    at, cuts = opened.topology.coordinates_of(rank), partitions_of_tag(opened, partitions)
+def _document(opened: OpenTag, info: TagInfo, view: View) -> dict[str, Any]:
+    at, cuts = opened.topology.coordinates_of(view.rank), partitions_of_tag(opened, view.partitions)
     problems: list[str] = []
     document: dict[str, Any] = {
         "directory": opened.storage.url,
@@ -166,7 +161,7 @@ def _document(
         "parameters": None,
         "optimizer": None,
         "user_content": None,
-        "rank": rank,
+        "rank": view.rank,
         "tensors": None,
         "prefixes": None,
         "problems": problems,
@@ -174,29 +169,31 @@ def _document(
     with collect_problems(problems):
         document["meshes"] = _meshes(opened)
     with collect_problems(problems):
-        document["parameters"] = parameters(opened, rank, cuts)
+        document["parameters"] = _parameters(opened, view.rank, cuts)
     with collect_problems(problems):
-        document["optimizer"] = optimizer(opened, at)
+        document["optimizer"] = _optimizer(opened, at)
     with collect_problems(problems):
         document["user_content"] = _user_content(opened)
-    if pattern is not None:
+    if view.pattern is not None:
         with collect_problems(problems):
-            document["tensors"] = tensors(opened, at, pattern, problems)
-    if depth is not None:
+            document["tensors"] = _tensors(opened, at, view.pattern, problems)
+    if view.depth is not None:
         with collect_problems(problems):
-            document["prefixes"] = prefixes(opened, depth, cuts)
+            document["prefixes"] = _prefixes(opened, view.depth, cuts)
     return document
 
 
 def _manifest_fields(opened: OpenTag) -> dict[str, Any]:
     """Return the facts that only a manifest records; tags without one have the same keys."""
     manifest = opened.manifest
+    if manifest is None:
+        return {"attempt": None, "world_size": None, "standard_rank_order": None, "versions": {}, "timings": {}}
     return {
-        "attempt": None if manifest is None else manifest.attempt,
-        "world_size": None if manifest is None else opened.topology.world_size,
-        "standard_rank_order": None if manifest is None else opened.topology.rank_map is None,
-        "versions": {} if manifest is None else dict(manifest.versions),
-        "timings": {} if manifest is None else dict(manifest.timings),
+        "attempt": manifest.attempt,
+        "world_size": opened.topology.world_size,
+        "standard_rank_order": opened.topology.rank_map is None,
+        "versions": dict(manifest.versions),
+        "timings": dict(manifest.timings),
     }
 
 
@@ -231,7 +228,7 @@ def _user_content(opened: OpenTag) -> dict[str, Any] | None:
         return {"type": None, "entries": [], "refused": str(error)}
 
 
-def optimizer(opened: OpenTag, at: Coordinates) -> dict[str, Any] | None:
+def _optimizer(opened: OpenTag, at: Coordinates) -> dict[str, Any] | None:
     """Return kind, groups, and state entries of a tag's optimizer as one rank sees it; None if none was saved."""
     kind = opened.parts.optimizer
     if kind is None:
@@ -273,7 +270,7 @@ def _list(value: Any) -> list[Any]:
 _PART = re.compile(r"[^./]+[./]?")
 
 
-def prefixes(opened: OpenTag, depth: int, partitions: Mapping[str, Partition] | None = None) -> list[dict[str, Any]]:
+def _prefixes(opened: OpenTag, depth: int, partitions: Mapping[str, Partition]) -> list[dict[str, Any]]:
     """Describe the tensors that share the first ``depth`` parts of their names; parts end with a dot or slash.
 
     With 0, names that differ only in numbers and have one form are one group, and the prefix is their whole name.
@@ -311,31 +308,28 @@ def _of_group(prefix: str, members: list[GlobalTensor], topology: Topology) -> d
         "local_nbytes": sum(filter(None, (replace(member, shape=member.local_shape).nbytes for member in members))),
         "known_nbytes": sum(known_sizes),
         "tensors_of_unknown_size": len(sizes) - len(known_sizes),
-        "cuts": list(
-            dict.fromkeys(
-                describe_partition(member.partition, topology) for member in members if member.partition is not None
-            )
-        ),
+        "cuts": list(dict.fromkeys(_describe(cut, topology) for member in members if (cut := member.partition))),
     }
 
 
-def parameters(
-    opened: OpenTag, rank: int = 0, partitions: Mapping[str, Partition] | None = None
-) -> list[dict[str, Any]]:
+def _parameters(opened: OpenTag, rank: int, partitions: Mapping[str, Partition]) -> list[dict[str, Any]]:
     """Describe every parameter and buffer, of all pipeline stages; of a mesh job, what ``rank`` held of each.
 
     Facts that neither a tag nor ``partitions`` tell are None.
     """
-    partitions = partitions or {}
     if not opened.parts.model:
         return []
+    recorded = recorded_parameters(opened, partitions)
     if opened.manifest is None:
-        return list(_from_files(opened, partitions).values())
-    knows, recorded = _knows_trained(opened.manifest), recorded_parameters(opened, partitions)
-    described = [_from_spec(name, spec, opened.topology, knows) for name, spec in recorded.items()]
+        return list(_from_files(opened, recorded).values())
+    knows, topology = _knows_trained(opened.manifest), opened.topology
     layouts = {} if opened.mesh is None else opened.mesh.layouts("model/")
-    size = opened.topology.world_size
-    return [one | _on_mesh(layouts.get(one["name"]), one["shape"], rank, size) for one in described]
+    return [
+        _parameter(name, spec.dtype, spec.shape, spec.partition, topology)
+        | {"trainable": spec.trainable if knows else None}
+        | _on_mesh(layouts.get(name), spec.shape, rank, topology.world_size)
+        for name, spec in recorded.items()
+    ]
 
 
 def _knows_trained(manifest: Manifest) -> bool:
@@ -347,7 +341,7 @@ def _knows_trained(manifest: Manifest) -> bool:
     return len(kinds) == 2 or (kinds == {True} and not manifest.is_converted)
 
 
-def _on_mesh(layout: Layout | None, shape: Sequence[int], rank: int, world_size: int) -> dict[str, Any]:
+def _on_mesh(layout: Layout | None, shape: tuple[int, ...], rank: int, world_size: int) -> dict[str, Any]:
     """Return the shape that a rank of a mesh held, and how the tensor was placed; nothing if it was whole there.
 
     A dimension of a mesh without names is called "all ranks", or by its number.
@@ -363,10 +357,10 @@ def _on_mesh(layout: Layout | None, shape: Sequence[int], rank: int, world_size:
         if placement is not None:  # the first dimension counts meshes
             ranks = name or ("all ranks" if size == world_size else f"mesh dimension {number - 1}")
             cuts.append(f"dim {placement.dim} in {size} ({ranks})")
-    return {"shape": list(layout.local_shape(tuple(shape), coordinate)), "cut": ", ".join(cuts) or "whole"}
+    return {"shape": list(layout.local_shape(shape, coordinate)), "cut": ", ".join(cuts) or "whole"}
 
 
-def describe_partition(partition: Partition, topology: Topology) -> str:
+def _describe(partition: Partition, topology: Topology) -> str:
     """Return the partition as text: ``whole``, ``dim 0 in 4``, ``dim 0 over 2 ep ranks, dim 1 in 4``."""
     if not partition.known:
         return "unknown"
@@ -392,51 +386,42 @@ def _plain_cut(partition: Partition, tp: int) -> str:
     return cut
 
 
-def _from_spec(name: str, spec: ParameterSpec, topology: Topology, knows_trained: bool) -> dict[str, Any]:
-    partition = spec.partition
+def _parameter(
+    name: str, dtype: str | None, shape: tuple[int, ...] | None, partition: Partition, topology: Topology
+) -> dict[str, Any]:
+    whole = partition.global_shape(shape, topology.ep) if partition.known and shape is not None else None
     return {
         "name": name,
-        "dtype": spec.dtype,
-        "shape": list(spec.shape),
-        "global_shape": list(partition.global_shape(spec.shape, topology.ep)) if partition.known else None,
+        "dtype": dtype,
+        "shape": None if shape is None else list(shape),
+        "global_shape": None if whole is None else list(whole),
         "partition": partition.to_json(),
-        "cut": describe_partition(partition, topology),
-        "trainable": spec.trainable if knows_trained else None,
+        "cut": _describe(partition, topology),
+        "trainable": None,
     }
 
 
-def _from_files(opened: OpenTag, partitions: Mapping[str, Partition]) -> dict[str, dict[str, Any]]:
+def _from_files(opened: OpenTag, recorded: Mapping[str, ParameterSpec]) -> dict[str, dict[str, Any]]:
     """Describe parameters from NxD's files.
 
-    They hold local tensors without their partition, which ``partitions`` may tell. What ranks hold alike is whole, and
+    They hold local tensors without their partition, which ``recorded`` may tell. What ranks hold alike is whole, and
     everything if tp and ep are 1.
     """
-    topology, recorded = opened.topology, recorded_parameters(opened, partitions)
+    topology = opened.topology
     alone = topology.tp == topology.ep == 1
     parameters: dict[str, dict[str, Any]] = {}
     for pp_rank in range(topology.pp):
         tree = opened.model_tree(Coordinates(pp_rank=pp_rank))
-        for path, leaf in iter_tensors(tree, (TensorStub, Assembly, MissingTensor)):
-            name, shape = ".".join(map(str, path)), None if leaf.shape is None else list(leaf.shape)
+        for path, leaf in iter_tensors(tree, _LEAVES):
+            name = ".".join(map(str, path))
             spec = recorded.get(name)
             cut = spec.partition if spec is not None and spec.partition.known else Partition(known=alone)
-            has_shape = cut.known and leaf.shape is not None
-            parameters.setdefault(
-                name,
-                {
-                    "name": name,
-                    "dtype": leaf.dtype,
-                    "shape": shape,
-                    "global_shape": list(cut.global_shape(leaf.shape, topology.ep)) if has_shape else None,
-                    "partition": cut.to_json() if cut.known else None,
-                    "cut": describe_partition(cut, topology),
-                    "trainable": None,
-                },
-            )
+            parameter = _parameter(name, leaf.dtype, leaf.shape, cut, topology)
+            parameters.setdefault(name, parameter if cut.known else parameter | {"partition": None})
     return parameters
 
 
-def tensors(opened: OpenTag, at: Coordinates, pattern: str, problems: list[str]) -> list[dict[str, Any]]:
+def _tensors(opened: OpenTag, at: Coordinates, pattern: str, problems: list[str]) -> list[dict[str, Any]]:
     """Return the tensors of model and optimizer that the rank at these coordinates holds and whose name matches.
 
     If none does, ``problems`` says so.

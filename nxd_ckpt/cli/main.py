@@ -127,10 +127,11 @@ def _main(argv: Sequence[str] | None) -> int:
         parser.print_help()
         return 0
     args = _parsed(parser, single, words)
-    flags = flags_of(single[args.command])
+    command: Command = args.command
+    flags = flags_of(single[command.name])
     try:
         with _warnings_on_stderr(flags):
-            code: int = args.run(args)
+            code = command.run(args)
             sys.stdout.flush()
             return code
     except argparse.ArgumentTypeError as error:
@@ -143,8 +144,7 @@ def _main(argv: Sequence[str] | None) -> int:
         if args.traceback:
             raise
         print(f"nxd-ckpt: {text.red('error:', sys.stderr)} {text.printable(message_of(error, flags))}", file=sys.stderr)
-        code = args.code_of_error
-        return code
+        return command.code_of_error
 
 
 def _parsed(
@@ -157,12 +157,10 @@ def _parsed(
         parser.parse_args(words)  # --help and --version end here, and all else is wrong
     used = single[words[0]]
     args, unknown = used.parse_known_intermixed_args(words[1:])  # as `rm run1 --dry-run step_300`
-    args.command = words[0]
     _refuse_twice(used, words)
     if unknown:
         options = [option for action in used._actions for option in action.option_strings if action.dest != "help"]
-        [other_names] = (command.other_names for command in COMMANDS if command.name == words[0])
-        if flag := other_names.get(unknown[0].partition("=")[0]):
+        if flag := args.command.other_names.get(unknown[0].partition("=")[0]):
             used.error(f"unrecognized arguments: {unknown[0]!r} (did you mean {flag!r}?)")
         used.error(f"unrecognized arguments: {listed(unknown, options)}")
     return args

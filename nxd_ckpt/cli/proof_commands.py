@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nxd_ckpt.cli import text
-from nxd_ckpt.cli.command import Command, opening
+from nxd_ckpt.cli.command import Command, located, opening
 from nxd_ckpt.core import units
 from nxd_ckpt.core.units import size
 from nxd_ckpt.errors import CorruptCheckpoint
@@ -126,21 +126,17 @@ def _doctor(args: argparse.Namespace) -> int:
 def _open_tags(args: argparse.Namespace) -> tuple[Checkpoint, Checkpoint | None]:
     """Open the tag and the one before it, unless there is none or --alone is given."""
     from nxd_ckpt.checkpoint import open_checkpoint
-    from nxd_ckpt.storage.urls import options_for
-    from nxd_ckpt.tag.listing import locate, tag_before
+    from nxd_ckpt.tag.listing import tag_before
 
-    def opened(path: str) -> Checkpoint:
-        options = options_for(path, args.storage_options)
-        return open_checkpoint(*locate(path, None, options), **opening(args, options))
-
-    after = opened(args.tag)
+    directory, tag, options = located(args.tag, args)
+    after = open_checkpoint(directory, tag, **opening(args, options))
     if args.before is not None:
-        return after, opened(args.before)
-    earlier = None if args.alone else tag_before(after.opened)
-    if earlier is None:
-        return after, None
-    options = options_for(args.tag, args.storage_options)
-    return after, open_checkpoint(locate(args.tag, None, options)[0], earlier, **opening(args, options))
+        directory, earlier, options = located(args.before, args)
+    else:
+        earlier = None if args.alone else tag_before(after.opened)
+        if earlier is None:
+            return after, None
+    return after, open_checkpoint(directory, earlier, **opening(args, options))
 
 
 def _doctor_lines(document: dict[str, Any]) -> Iterator[str]:
@@ -191,7 +187,7 @@ _REPORT = "nxd-ckpt-selftest.json"
 
 
 def _selftest(args: argparse.Namespace) -> int:
-    from nxd_ckpt.examine.selftest import run_selftest
+    from nxd_ckpt.examine.selftest import page_lines, run_selftest
 
     if not 0 < args.size <= 2**40:
         raise argparse.ArgumentTypeError(f"--size must be more than 0 (MiB), found {args.size:g}")
@@ -206,26 +202,19 @@ def _selftest(args: argparse.Namespace) -> int:
     if test is None:  # one rank of a torchrun: rank 0 shows the page
         return 0
     document = test.document()
-    text.show(document, _selftest_lines(document, _written(args.report, document)), as_json=args.json, wide=True)
+    lines = [*page_lines(document), *_written(args.report, document)]
+    text.show(document, lines, as_json=args.json, wide=True)
     return 0 if test else 1
 
 
-def _written(path: str, document: dict[str, Any]) -> str:
+def _written(path: str, document: dict[str, Any]) -> list[str]:
     """Write the report and return what the page says of it."""
     try:
         Path(path).write_text(json.dumps(document, indent=2))
     except OSError as error:
         print(f"nxd-ckpt: warning: {path}: no report was written: {error.strerror}", file=sys.stderr)
-        return ""
-    return f"report, to attach to an issue: {path}"
-
-
-def _selftest_lines(document: dict[str, Any], report: str) -> Iterator[str]:
-    from nxd_ckpt.examine.selftest import page_lines
-
-    yield from page_lines(document)
-    if report:
-        yield report
+        return []
+    return [f"report, to attach to an issue: {path}"]
 
 
 def _add_selftest_flags(parser: argparse.ArgumentParser) -> None:

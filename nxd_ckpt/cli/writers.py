@@ -28,9 +28,7 @@ Lines = Callable[[dict[str, Any]], Iterator[str]]
 """Lines for people, from the command's JSON document."""
 
 
-def _write(
-    function: str, options: type[Any], source: str, target: str, lines: Lines | None = None
-) -> Callable[[argparse.Namespace], int]:
+def _write(function: str, source: str, target: str, lines: Lines) -> Callable[[argparse.Namespace], int]:
     """Return the ``run`` of a command: call a function of `nxd_ckpt.convert`, and show its result.
 
     ``source`` and ``target`` name the arguments that are its paths. Names without a rule or tensors that are missing
@@ -40,22 +38,36 @@ def _write(
     def run(args: argparse.Namespace) -> int:
         from nxd_ckpt import convert
 
-        done = getattr(convert, function)(getattr(args, source), getattr(args, target), **options_of(args, options))
+        paths = (getattr(args, name) for name in (source, target))
+        done = getattr(convert, function)(*paths, **options_of(args, args.command.options))
         document = asdict(done)
         failed = bool(document.get("unknown") or document.get("missing"))
         document |= {"nbytes": done.nbytes} if hasattr(done, "nbytes") else {}
         document |= {"dry_run": args.dry_run}
         if args.json or failed or not args.quiet:
-            text.show(document, (lines or _converted_lines)(document), as_json=args.json)
+            text.show(document, lines(document), as_json=args.json)
         return int(failed)
 
     return run
 
 
+def _verb(document: dict[str, Any]) -> str:
+    return "would be" if document["dry_run"] else "is"
+
+
+def _first_line(document: dict[str, Any], done: str, facts: str) -> str:
+    """Say what is ``done`` with the input, to what output, by what mapping, and how large it is."""
+    mapping = f" by mapping {document['mapping']}" if "mapping" in document else ""
+    return f"{document['source']} {_verb(document)} {done} {document['target']}{mapping}: {facts}"
+
+
+def _files(document: dict[str, Any]) -> str:
+    return f"{units.count(document['files'], 'file')}, {size(document['nbytes'])}"
+
+
 def _converted_lines(document: dict[str, Any]) -> Iterator[str]:
     sizes = "" if document["topology"] is None else f"{units.topology(document['topology'])}, "
-    verb = "would be" if document["dry_run"] else "is"
-    yield f"{document['source']} {verb} converted to {document['target']}: {sizes}{size(document['nbytes'])}"
+    yield _first_line(document, "converted to", f"{sizes}{size(document['nbytes'])}")
 
 
 def _unmapped_lines(side: str, document: dict[str, Any]) -> Iterator[str]:
@@ -69,12 +81,10 @@ def _unmapped_lines(side: str, document: dict[str, Any]) -> Iterator[str]:
 
 
 def _cp_lines(document: dict[str, Any]) -> Iterator[str]:
-    whole = f"{units.count(document['files'], 'file')}, {size(document['nbytes'])}"
-    verb = "would be" if document["dry_run"] else "is"
-    yield f"{document['source']} {verb} copied to {document['target']}: {whole}"
+    yield _first_line(document, "copied to", _files(document))
     (_, name), (directory, new_name) = map(directory_and_name, (document["source"], document["target"]))
     if new_name != name:
-        yield f"  the copy {verb} the tag {new_name!r} of {directory}"
+        yield f"  the copy {_verb(document)} the tag {new_name!r} of {directory}"
     if document["dry_run"]:
         return
     if document["linked"]:
@@ -99,7 +109,7 @@ CP = Command(
         ("DST", "the tag that is made: a directory or URL that ends in its name"),
     ),
     options=CopyOptions,
-    run=_write("copy_checkpoint", CopyOptions, "src", "dst", _cp_lines),
+    run=_write("copy_checkpoint", "src", "dst", _cp_lines),
 )
 
 RESHARD = Command(
@@ -117,7 +127,7 @@ RESHARD = Command(
     operands=(("INPUT", "a tag's directory or URL"), ("OUTPUT", "the tag that is made: a directory or URL")),
     options=ReshardOptions,
     without=("use_xser",),
-    run=_write("reshard", ReshardOptions, "input", "output"),
+    run=_write("reshard", "input", "output", _converted_lines),
 )
 
 _MODES = ("convert_to_full", "convert_to_sharded")
@@ -146,15 +156,14 @@ CONVERT_ZERO1 = Command(
     options=Zero1Options,
     without=_MODES,
     spelling=_NXD_SPELLING,
-    run=_write("convert_zero1", Zero1Options, "input_dir", "output_dir"),
+    run=_write("convert_zero1", "input_dir", "output_dir", _converted_lines),
 )
 
 
 def _export_lines(document: dict[str, Any]) -> Iterator[str]:
     files, tensors = document["files"], document["tensors"]
-    done = "would be exported" if document["dry_run"] else "is exported"
     counts = f"{units.count(len(tensors), 'tensor')}, {units.count(len(files), 'file')}, {size(document['nbytes'])}"
-    yield f"{document['source']} {done} to {document['target']} by mapping {document['mapping']}: {counts}"
+    yield _first_line(document, "exported to", counts)
     if document["copied"]:
         yield f"{'would be copied' if document['dry_run'] else 'copied'} too: {', '.join(document['copied'])}"
     if not document["dry_run"]:
@@ -184,14 +193,12 @@ EXPORT = Command(
     ),
     operands=(("TAG", "a tag's directory or URL"), ("OUT", "the directory or URL that is made")),
     options=ExportOptions,
-    run=_write("export_checkpoint", ExportOptions, "tag", "out", _export_lines),
+    run=_write("export_checkpoint", "tag", "out", _export_lines),
 )
 
 
 def _import_lines(document: dict[str, Any]) -> Iterator[str]:
-    done = "would be imported" if document["dry_run"] else "is imported"
-    count = units.count(len(document["tensors"]), "tensor")
-    yield f"{document['source']} {done} to {document['target']} by mapping {document['mapping']}: {count}"
+    yield _first_line(document, "imported to", units.count(len(document["tensors"]), "tensor"))
     for reason, names in document["left_out"].items():
         yield f"left out, {reason}: {first_of(names)}"
     if not document["dry_run"]:
@@ -225,15 +232,14 @@ IMPORT = Command(
     ),
     options=ImportOptions,
     without=("model_key",),
-    run=_write("import_checkpoint", ImportOptions, "hf", "tag", _import_lines),
+    run=_write("import_checkpoint", "hf", "tag", _import_lines),
 )
 
 
 def _migrate_lines(document: dict[str, Any]) -> Iterator[str]:
-    verb = "would be" if document["dry_run"] else "is"
     step = "" if document["step"] is None else f", step {document['step']}"
     yield f"{document['source']}: {document['writer']}{step}, read by mapping {document['mapping']}"
-    yield f"it {verb} migrated to {document['target']} ({document['form']}): {size(document['nbytes'])}"
+    yield f"it {_verb(document)} migrated to {document['target']} ({document['form']}): {size(document['nbytes'])}"
     if document["left_out"]:
         yield f"left out: {'; '.join(document['left_out'])}"
 
@@ -252,7 +258,7 @@ MIGRATE = Command(
     ),
     operands=(("SRC", "the checkpoint's directory, file or URL"), ("DST", "the directory or URL that is made")),
     options=MigrateOptions,
-    run=_write("migrate", MigrateOptions, "src", "dst", _migrate_lines),
+    run=_write("migrate", "src", "dst", _migrate_lines),
 )
 
 TO_DCP = Command(
@@ -269,7 +275,7 @@ TO_DCP = Command(
     ),
     operands=(("TAG", "a tag's directory or URL"), ("DCP", "the directory or URL that is made")),
     options=ToDcpOptions,
-    run=_write("to_dcp", ToDcpOptions, "tag", "dcp"),
+    run=_write("to_dcp", "tag", "dcp", _converted_lines),
 )
 
 FROM_DCP = Command(
@@ -288,14 +294,14 @@ FROM_DCP = Command(
         ("TAG", "the tag that is made: a directory or URL"),
     ),
     options=FromDcpOptions,
-    run=_write("from_dcp", FromDcpOptions, "dcp", "tag"),
+    run=_write("from_dcp", "dcp", "tag", _converted_lines),
 )
 
 
 def _unshard(args: argparse.Namespace) -> int:
     from nxd_ckpt.convert import unshard_checkpoint
 
-    done = unshard_checkpoint(args.tag, args.out, **options_of(args, UnshardOptions))
+    done = unshard_checkpoint(args.tag, args.out, **options_of(args, args.command.options))
     model, optimizer = (None if place is None else str(place) for place in done)
     document = {
         "model": model,
@@ -342,9 +348,7 @@ UNSHARD = Command(
 
 
 def _pack_lines(document: dict[str, Any]) -> Iterator[str]:
-    verb = "would be" if document["dry_run"] else "is"
-    whole = f"{units.count(document['files'], 'file')}, {size(document['nbytes'])}"
-    yield f"{document['source']} {verb} packed as {document['target']}: {whole}"
+    yield _first_line(document, "packed as", _files(document))
 
 
 PACK = Command(
@@ -361,5 +365,5 @@ PACK = Command(
         ("OUT", "the archive that is made: a path or URL that ends in .tar, .tar.zst, .tar.gz or .tgz"),
     ),
     options=PackOptions,
-    run=_write("pack_checkpoint", PackOptions, "tag", "out", _pack_lines),
+    run=_write("pack_checkpoint", "tag", "out", _pack_lines),
 )

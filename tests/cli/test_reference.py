@@ -43,7 +43,7 @@ def test_help_begins_with_an_example(command: Command) -> None:
     first, *_ = single[command.name].format_help().splitlines()
     said, _, example = first.partition(": nxd-ckpt ")
     assert "example" == said
-    assert command.name == whole.parse_args(shlex.split(example)).command
+    assert command is whole.parse_args(shlex.split(example)).command
 
 
 def test_a_changed_output_is_seen() -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from nxd_ckpt import open_checkpoint
-from nxd_ckpt.cli.inspection import inspection
+from nxd_ckpt.cli.inspection import View, inspection
 from tests.mesh import jobs
 from tests.support.rank_pool import RankPool
 from tests.tag.equality import difference
@@ -46,4 +46,4 @@ def test_stages_are_put_together(gloo_ranks: RankPool, tmp_path: Path) -> None:
     model = {name.removeprefix("model/"): value for name, value in stages.items() if name.startswith("model/")}
     held = open_checkpoint(tmp_path).model_state()
     assert None is difference(dict(sorted(model.items())), dict(sorted(held.items())))
-    assert [{"names": ["fsdp"], "shape": [2], "count": 2}] == inspection(str(tmp_path), None)["meshes"]
+    assert [{"names": ["fsdp"], "shape": [2], "count": 2}] == inspection(str(tmp_path), None, View())["meshes"]

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import nxd_ckpt
-from nxd_ckpt.cli.inspection import inspection
+from nxd_ckpt.cli.inspection import View, inspection
 from nxd_ckpt.tag.verify import verify_checkpoint
 from tests.golden.checkpoints import CONFIGURATIONS, saved
 from tests.support.damage import flip
@@ -144,7 +144,7 @@ def test_the_tensor_that_changed_is_named(tmp_path: Path) -> None:
 
 def test_a_flipped_bit_of_a_foreign_tensor_is_found(foreign: Path) -> None:
     """In its first byte or its last; the problem names the file and the record."""
-    tensors = inspection(str(foreign), None, rank=1, pattern="*")["tensors"]
+    tensors = inspection(str(foreign), None, View(rank=1, pattern="*"))["tensors"]
     for tensor in tensors[:: len(tensors) // 8]:
         path = foreign / tensor["file"]
         good = path.read_bytes()
