@@ -22,7 +22,6 @@ from nxd_ckpt.coordination import intents
 from nxd_ckpt.coordination.environment import versions
 from nxd_ckpt.coordination.paths import staging_dir
 from nxd_ckpt.core import names
-from nxd_ckpt.core import names as files
 from nxd_ckpt.core.box import Box
 from nxd_ckpt.core.dcp_names import DcpNames, DcpPart, Path
 from nxd_ckpt.core.manifest import FileEntry, ParameterSpec, Parts, RankIndex
@@ -279,27 +278,27 @@ class CollectedState:
         return {name: Assembly(tensor.dtype, tensor.shape, ()) for name, tensor in self.written.items()}
 
 
-def contents_of(collected: CollectedState, names: DcpNames) -> Contents:
+def contents_of(collected: CollectedState, dcp_names: DcpNames) -> Contents:
     """Return the contents that are left to be written.
 
     Raises KeyMismatch for an optimizer whose parameters are not all in a param group.
     """
-    trees = DcpTrees(collected, names)
-    structures = _Structures(collected, names)
+    trees = DcpTrees(collected, dcp_names)
+    structures = _Structures(collected, dcp_names)
     parameters = trees.parameters if trees.has_optimizer else None
     if trees.model:
-        structures.add(files.MODEL_DIR, trees.model_tree())
+        structures.add(names.MODEL_DIR, trees.model_tree())
     if parameters is not None:
         states = ((index, trees.state(parameter)) for index, parameter in enumerate(parameters))
         tree = {"state": {index: state for index, state in states if state}, "param_groups": trees.numbered_groups()}
-        structures.add(files.OPTIMIZER_DIR, tree)
+        structures.add(names.OPTIMIZER_DIR, tree)
     objects = dict(structures.files)
-    objects |= {files.SCHEDULER: trees.scheduler()} if trees.has_scheduler else {}
-    objects |= {files.USER_CONTENT: trees.content()} if trees.has_content else {}
-    written_names = replace(names, flat_optimizer=trees.has_flat_options, content="")
+    objects |= {names.SCHEDULER: trees.scheduler()} if trees.has_scheduler else {}
+    objects |= {names.USER_CONTENT: trees.content()} if trees.has_content else {}
+    written_names = replace(dcp_names, flat_optimizer=trees.has_flat_options, content="")
     return Contents(
         objects=objects,
-        documents={files.DCP_NAMES: written_names.to_json()},
+        documents={names.DCP_NAMES: written_names.to_json()},
         tensors=structures.tensors,
         parts=Parts(
             model=bool(trees.model),
@@ -315,24 +314,24 @@ def contents_of(collected: CollectedState, names: DcpNames) -> Contents:
 class _Structures:
     """State dicts with references for tensors in files, and these tensors, in the order of the references."""
 
-    def __init__(self, collected: CollectedState, names: DcpNames) -> None:
-        self._collected, self._names = collected, names
+    def __init__(self, collected: CollectedState, dcp_names: DcpNames) -> None:
+        self._collected, self._dcp_names = collected, dcp_names
         self._names_by_leaf = {id(leaf): name for name, leaf in collected.leaves.items()}
         self.files: dict[str, Any] = {}
         self.tensors: list[WholeTensor] = []
 
     def add(self, directory: str, tree: Any) -> None:
         first = len(self.tensors)
-        part = DcpPart.MODEL if directory == files.MODEL_DIR else DcpPart.STATE
+        part = DcpPart.MODEL if directory == names.MODEL_DIR else DcpPart.STATE
 
         def refer(leaf: Assembly) -> TensorReference:
             name = self._names_by_leaf[id(leaf)]
             tensor = self._collected.written[name]
-            tag_name = self._names.tag_name(name, part)
+            tag_name = self._dcp_names.tag_name(name, part)
             self.tensors.append(WholeTensor(tag_name, tensor.dtype, tensor.shape, None, ranks=tensor.ranks))
             return TensorReference(len(self.tensors) - 1 - first)
 
-        self.files[files.structure_file(directory, 0)] = map_tensors(xser.normalise(tree), refer, Assembly)
+        self.files[names.structure_file(directory, 0)] = map_tensors(xser.normalise(tree), refer, Assembly)
 
 
 def _parameters(trees: DcpTrees, collected: CollectedState, trained: list[str] | None) -> dict[str, ParameterSpec]:

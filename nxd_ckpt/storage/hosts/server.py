@@ -224,10 +224,10 @@ class _Conversation:
     def _done(self, operation: Any, fields: Fields, blobs: list[bytes]) -> Answer:
         if operation in _BY_KEY:
             return {"value": getattr(self._directory, operation)(self._key(fields), *blobs)}, b""
-        do: Callable[[Fields, list[bytes]], Answer] | None = getattr(self, f"_do_{operation}", None)
+        do: Callable[[Fields, list[bytes]], Answer | None] | None = getattr(self, f"_do_{operation}", None)
         if do is None:
             raise OSError(f"unknown request {operation!r:.40}")
-        return do(fields, blobs)
+        return do(fields, blobs) or ({}, b"")
 
     def _key(self, fields: Fields, name: str = "key") -> str:
         """Return a key of the message. Raises MalformedFile for one that leads out of the directory, also by a link."""
@@ -256,20 +256,17 @@ class _Conversation:
         names = [f"{'d' if entry.is_dir else 'f'}{entry.name}" for entry in self._directory.list(self._key(fields))]
         return {}, "\0".join(names).encode(errors="surrogateescape")
 
-    def _do_write_reserved(self, fields: Fields, blobs: list[bytes]) -> Answer:
+    def _do_write_reserved(self, fields: Fields, blobs: list[bytes]) -> None:
         self._directory.write_reserved(self._key(fields, "reserve"), self._key(fields), blobs[0])
-        return {}, b""
 
-    def _do_rename(self, fields: Fields, blobs: list[bytes]) -> Answer:
+    def _do_rename(self, fields: Fields, blobs: list[bytes]) -> None:
         self._directory.rename(self._key(fields), self._key(fields, "target"))
-        return {}, b""
 
-    def _do_remove(self, fields: Fields, blobs: list[bytes]) -> Answer:
+    def _do_remove(self, fields: Fields, blobs: list[bytes]) -> None:
         key = self._key(fields)
         if not key:
             raise OSError("the directory itself cannot be removed")
         self._directory.remove(key)
-        return {}, b""
 
     def _do_copy_out(self, fields: Fields, blobs: list[bytes]) -> Answer:
         """Copy the first piece. The caller has this connection, and so this thread, for the copy alone."""
@@ -284,34 +281,30 @@ class _Conversation:
         """Copy the next piece and return its bytes; None after the last."""
         return {"value": next(self._copied, None)}, b""
 
-    def _do_create(self, fields: Fields, blobs: list[bytes]) -> Answer:
+    def _do_create(self, fields: Fields, blobs: list[bytes]) -> None:
         self._do_abort(fields, blobs)
         self._directory.make_dir(self._key(fields).rpartition("/")[0])
         self._writer = self._directory.create(self._key(fields), number(fields["nbytes"]))
-        return {}, b""
 
-    def _do_settle(self, fields: Fields, blobs: list[bytes]) -> Answer:
+    def _do_settle(self, fields: Fields, blobs: list[bytes]) -> None:
         """Confirm that everything sent has arrived unchanged, or raise."""
         failed, self._failed = self._failed, None
         if failed is not None:
             self._do_abort(fields, blobs)
             raise failed
-        return {}, b""
 
-    def _do_close(self, fields: Fields, blobs: list[bytes]) -> Answer:
+    def _do_close(self, fields: Fields, blobs: list[bytes]) -> None:
         self._do_settle(fields, blobs)
         if self._writer is None:
             raise OSError("no file is being written")
         self._writer.close()
         self._writer = None
         self._directory.sync_dir(self._key(fields).rpartition("/")[0])
-        return {}, b""
 
-    def _do_abort(self, fields: Fields, blobs: list[bytes]) -> Answer:
+    def _do_abort(self, fields: Fields, blobs: list[bytes]) -> None:
         writer, self._writer, self._failed = self._writer, None, None
         if writer is not None:
             writer.abort()
-        return {}, b""
 
     def _write_at(self, fields: Fields, lengths: list[int]) -> None:
         """Write a piece, without a reply: ``settle`` and ``close`` report errors."""

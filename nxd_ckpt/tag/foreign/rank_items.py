@@ -27,7 +27,7 @@ from nxd_ckpt.formats.dtensors import LocalTensor, layout_of, local_tensor
 from nxd_ckpt.formats.machine import Machine
 from nxd_ckpt.formats.tensors import Assembly, Fragment, TensorStub, digest_of
 from nxd_ckpt.tag.files import TagFiles
-from nxd_ckpt.tag.foreign.torch_dcp import WholeForm
+from nxd_ckpt.tag.foreign.torch_dcp import WholeForm, parsing_metadata
 from nxd_ckpt.tag.payload import Payload, refuse_other_counts
 from nxd_ckpt.tag.state_dicts import checked_optimizer, is_optimizer
 
@@ -70,20 +70,14 @@ def read_metadata(files: TagFiles) -> tuple[Mapping[str, ItemMetadata], int]:
     """
     if not files.has(METADATA):
         return {}, 0
-    where = files.where(METADATA)
     data = files.storage.read(files.key(METADATA), DCP_METADATA)
-    try:
-        with parsing(where, "the metadata of torch_checkpointing"):
-            root = _Machine(data).load()
-            if root["version"] != _VERSION:
-                raise UnsupportedState(f"version {shown(root['version'])}, expected {_VERSION}")
-            check_count(root["world_size"], RANKS, "its world_size")
-            items = {checked_key(item): _item(item, about) for item, about in root["metadata"].items()}
-            return items, int(root["world_size"])
-    except EOFError as error:
-        raise MalformedFile(f"{where}: not the metadata of torch_checkpointing: it ends too early") from error
-    except (UnsafePickle, UnsupportedState, MalformedFile) as error:
-        raise type(error)(str(error) if str(error).startswith(where) else f"{where}: {error}") from error
+    with parsing_metadata(files.where(METADATA), "the metadata of torch_checkpointing"):
+        root = _Machine(data).load()
+        if root["version"] != _VERSION:
+            raise UnsupportedState(f"version {shown(root['version'])}, expected {_VERSION}")
+        check_count(root["world_size"], RANKS, "its world_size")
+        items = {checked_key(item): _item(item, about) for item, about in root["metadata"].items()}
+        return items, int(root["world_size"])
 
 
 def _item(item: str, about: Mapping[str, Any]) -> ItemMetadata:

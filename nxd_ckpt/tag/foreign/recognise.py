@@ -9,6 +9,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from enum import Enum
+from functools import cached_property
 from typing import NamedTuple
 
 from nxd_ckpt.core import names
@@ -130,11 +131,6 @@ ADAPTER_SHARDS = "adapter_shards"
 _SHARDS, _OLD_SHARDS = "shards", "tensor_parallel_shards"
 _INSIDE = {Writer.OPTIMUM: _SHARDS, Writer.OPTIMUM_OLD: _OLD_SHARDS}
 """Subdirectory with the tensors, by writer."""
-_PARTS = frozenset((names.MODEL_DIR, names.OPTIMIZER_DIR))
-
-_Names = Mapping[str, bool]
-"""Name -> whether it is a directory."""
-
 
 def recognise(storage: Storage, folder: str) -> Recognised:
     """Return the writer of the checkpoint ``folder``, or of the one file of that name.
@@ -150,18 +146,18 @@ def recognise(storage: Storage, folder: str) -> Recognised:
         refuse_part(name, where)
         of_torch = Writer.NEMO if nemo.is_of_rank(folder) else Writer.TORCH_XLA
         return Recognised(Writer.HUGGING_FACE if name.endswith(".safetensors") else of_torch, folder, parent)
-    listing = dict(storage.list(folder))
-    writers = [writer for writer, test in _TESTS.items() if test(storage, folder, listing)]
+    candidate = _Folder(storage, folder)
+    listing, writers = candidate.listing, candidate.writers()
     if not writers and has_weights(listing):  # without config.json
         writers = [Writer.HUGGING_FACE]
-    if writers and writers[0] in _SEVERAL and len(writers) == 1:
-        save = _only(_SEVERAL[writers[0]](storage, folder), where)
-        return Recognised(writers[0], save, folder)
+    if len(writers) == 1 and writers[0] in _SEVERAL:
+        return Recognised(writers[0], _only(_SEVERAL[writers[0]](candidate), where), folder)
     if len(writers) > 1:
         both = " and ".join(writer.value for writer in writers)
         raise MalformedFile(f"{where} has the files of two layouts: {both}; move those of one to a place of their own")
     if not writers:
-        below = sorted(name for name, is_dir in listing.items() if is_dir and _is_one(storage, f"{folder}/{name}"))
+        inner = (name for name, is_dir in listing.items() if is_dir)
+        below = sorted(name for name in inner if _Folder(storage, f"{folder}/{name}").writers())
         if below:
             holds = "several checkpoints, expected one" if len(below) > 1 else "one checkpoint, and is none; pass that"
             raise CheckpointNotFound(f"{where} holds {holds}: {', '.join(below[:8])}")
@@ -171,7 +167,7 @@ def recognise(storage: Storage, folder: str) -> Recognised:
             f"{', '.join(sorted(listing)[:8]) or 'nothing'}"
             + (f", but not {METADATA}, which torch DCP writes last: the save was interrupted" if has_data else "")
         )
-    return _located(writers[0], folder)
+    return candidate.located(writers[0])
 
 
 def _only(saves: Sequence[str], where: str) -> str:
@@ -180,102 +176,103 @@ def _only(saves: Sequence[str], where: str) -> str:
     return saves[0]
 
 
-def _located(writer: Writer, folder: str) -> Recognised:
-    parent, _, name = folder.rpartition("/")
-    if writer in _INSIDE:
-        is_tag = name == _INSIDE[writer]
-        return Recognised(writer, folder if is_tag else _in(folder, _INSIDE[writer]), parent if is_tag else folder)
-    if writer is Writer.NXD and name.endswith(".ckpt"):
-        return Recognised(Writer.NXDT, folder, folder)
-    return Recognised(writer, folder, folder)
+@dataclass(frozen=True)
+class _Folder:
+    """The directory ``key`` of a storage, which may be a checkpoint, or hold several."""
+
+    storage: Storage
+    key: str
+
+    @cached_property
+    def listing(self) -> dict[str, bool]:
+        """Its names, each with whether it is a directory."""
+        return dict(self.storage.list(self.key))
+
+    def writers(self) -> list[Writer]:
+        """Return the writers whose layout it has."""
+        return [writer for writer, test in _TESTS.items() if test(self)]
+
+    def located(self, writer: Writer) -> Recognised:
+        """Return it as a checkpoint of that writer."""
+        parent, _, name = self.key.rpartition("/")
+        if writer in _INSIDE:
+            is_tag = name == _INSIDE[writer]
+            tag = self.key if is_tag else self.below(_INSIDE[writer])
+            return Recognised(writer, tag, parent if is_tag else self.key)
+        if writer is Writer.NXD and name.endswith(".ckpt"):
+            writer = Writer.NXDT
+        return Recognised(writer, self.key, self.key)
+
+    def below(self, *inner: str) -> str:
+        """Return the key of a directory in it."""
+        return "/".join(name for name in (self.key, *inner) if name)
+
+    def is_called(self, name: str) -> bool:
+        return self.key.rpartition("/")[2] == name
+
+    @property
+    def has_parts(self) -> bool:
+        """True if it has a model's or an optimizer's directory, as NxD's tags have."""
+        return any(self.listing.get(part) is True for part in (names.MODEL_DIR, names.OPTIMIZER_DIR))
+
+    @property
+    def has_metadata(self) -> bool:
+        """True if it has optimum-neuron's description of a pipeline stage."""
+        return any(map(STAGE_METADATA.fullmatch, self.listing))
+
+    @property
+    def is_optimum(self) -> bool:
+        if self.has_parts and self.has_metadata:
+            return not self.is_called(ADAPTER_SHARDS)
+        if self.listing.get(_SHARDS) is not True:
+            return False
+        shards = _Folder(self.storage, self.below(_SHARDS))
+        return shards.has_metadata or ("config.json" in self.listing and shards.has_parts)
+
+    @property
+    def adapters(self) -> list[str]:
+        """The tag of each of optimum-neuron's adapters in it, or its own."""
+        if self.is_called(ADAPTER_SHARDS):
+            return [self.key]
+        inside = [name for name, is_dir in self.listing.items() if is_dir and name.startswith("adapter_")]
+        if ADAPTER_SHARDS in inside:
+            return [self.below(ADAPTER_SHARDS)]
+        return sorted(filter(self.storage.is_dir, (self.below(name, ADAPTER_SHARDS) for name in inside)))
+
+    @property
+    def is_legacy(self) -> bool:
+        ranks = [name for name in self.listing if legacy.parse(name) or legacy.parse_zero1(name)]
+        if nemo.saves(self.storage, self.key):
+            ranks = [name for name in ranks if not nemo.is_rank(name)]
+        return bool(ranks) and not self.is_called(_OLD_SHARDS)
+
+    @property
+    def is_hugging_face(self) -> bool:
+        weights = has_weights(name for name in self.listing if not presharded.is_present([name]))
+        others = self.is_optimum or torch_xla_files.is_trainers(self.listing)
+        return weights and "config.json" in self.listing and not others
 
 
-def _is_one(storage: Storage, folder: str) -> bool:
-    listing = dict(storage.list(folder))
-    return any(test(storage, folder, listing) for test in _TESTS.values())
-
-
-def _is_tag(storage: Storage, folder: str, listing: _Names) -> bool:
-    return bool(_directories(listing) & _PARTS)
-
-
-def _is_ours(storage: Storage, folder: str, listing: _Names) -> bool:
-    return _is_tag(storage, folder, listing) and names.MANIFEST in listing
-
-
-def _is_nxd(storage: Storage, folder: str, listing: _Names) -> bool:
-    return _is_tag(storage, folder, listing) and names.MANIFEST not in listing and not _has_metadata(listing)
-
-
-def _is_optimum(storage: Storage, folder: str, listing: _Names) -> bool:
-    if _is_tag(storage, folder, listing) and _has_metadata(listing):
-        return not _is_in(folder, ADAPTER_SHARDS)
-    if listing.get(_SHARDS) is not True:
-        return False
-    shards = dict(storage.list(_in(folder, _SHARDS)))
-    return _has_metadata(shards) or ("config.json" in listing and _is_tag(storage, folder, shards))
-
-
-def _adapters(storage: Storage, folder: str) -> list[str]:
-    """Return the tag of each adapter in the directory, or the directory's own."""
-    if _is_in(folder, ADAPTER_SHARDS):
-        return [folder]
-    inside = [entry.name for entry in storage.list(folder) if entry.is_dir and entry.name.startswith("adapter_")]
-    if ADAPTER_SHARDS in inside:
-        return [_in(folder, ADAPTER_SHARDS)]
-    keys = (_in(folder, name, ADAPTER_SHARDS) for name in inside)
-    return sorted(key for key in keys if storage.is_dir(key))
-
-
-def _is_legacy(storage: Storage, folder: str, listing: _Names) -> bool:
-    ranks = [name for name in listing if legacy.parse(name) or legacy.parse_zero1(name)]
-    if nemo.saves(storage, folder):
-        ranks = [name for name in ranks if not nemo.is_rank(name)]
-    return bool(ranks) and not _is_in(folder, _OLD_SHARDS)
-
-
-def _is_hugging_face(storage: Storage, folder: str, listing: _Names) -> bool:
-    weights = has_weights(name for name in listing if not presharded.is_present([name]))
-    others = _is_optimum(storage, folder, listing) or torch_xla_files.is_trainers(listing)
-    return weights and "config.json" in listing and not others
-
-
-_TESTS: Mapping[Writer, Callable[[Storage, str, _Names], bool]] = {
-    Writer.NXD_CKPT: _is_ours,
-    Writer.NXD: _is_nxd,
-    Writer.OPTIMUM: _is_optimum,
-    Writer.OPTIMUM_ADAPTER: lambda storage, folder, listing: bool(_adapters(storage, folder)),
-    Writer.OPTIMUM_OLD: lambda _, folder, names: names.get(_OLD_SHARDS) is True or _is_in(folder, _OLD_SHARDS),
-    Writer.NEMO: lambda storage, folder, listing: bool(nemo.saves(storage, folder)),
-    Writer.NXD_LEGACY: _is_legacy,
-    Writer.TIERED: lambda storage, folder, listing: bool(tiered_saves(storage, folder)),
-    Writer.PRESHARDED: lambda storage, folder, listing: presharded.is_present(listing),
-    Writer.TORCH_XLA: lambda storage, folder, listing: torch_xla_files.is_present(listing),
-    Writer.TORCH_DCP: lambda storage, folder, listing: METADATA in listing,
-    Writer.TORCH_CHECKPOINTING: lambda storage, folder, listing: rank_items.is_present(listing),
-    Writer.HUGGING_FACE: _is_hugging_face,
+_TESTS: Mapping[Writer, Callable[[_Folder], bool]] = {
+    Writer.NXD_CKPT: lambda one: one.has_parts and names.MANIFEST in one.listing,
+    Writer.NXD: lambda one: one.has_parts and names.MANIFEST not in one.listing and not one.has_metadata,
+    Writer.OPTIMUM: lambda one: one.is_optimum,
+    Writer.OPTIMUM_ADAPTER: lambda one: bool(one.adapters),
+    Writer.OPTIMUM_OLD: lambda one: one.listing.get(_OLD_SHARDS) is True or one.is_called(_OLD_SHARDS),
+    Writer.NEMO: lambda one: bool(nemo.saves(one.storage, one.key)),
+    Writer.NXD_LEGACY: lambda one: one.is_legacy,
+    Writer.TIERED: lambda one: bool(tiered_saves(one.storage, one.key)),
+    Writer.PRESHARDED: lambda one: presharded.is_present(one.listing),
+    Writer.TORCH_XLA: lambda one: torch_xla_files.is_present(one.listing),
+    Writer.TORCH_DCP: lambda one: METADATA in one.listing,
+    Writer.TORCH_CHECKPOINTING: lambda one: rank_items.is_present(one.listing),
+    Writer.HUGGING_FACE: lambda one: one.is_hugging_face,
 }
 
 
-_SEVERAL: Mapping[Writer, Callable[[Storage, str], list[str]]] = {
-    Writer.OPTIMUM_ADAPTER: _adapters,
-    Writer.TIERED: tiered_saves,
-    Writer.NEMO: nemo.saves,
+_SEVERAL: Mapping[Writer, Callable[[_Folder], list[str]]] = {
+    Writer.OPTIMUM_ADAPTER: lambda one: one.adapters,
+    Writer.TIERED: lambda one: tiered_saves(one.storage, one.key),
+    Writer.NEMO: lambda one: nemo.saves(one.storage, one.key),
 }
 """Writers that put several checkpoints into a directory, with a function that returns the key of each."""
-
-
-def _has_metadata(listing: Iterable[str]) -> bool:
-    return any(map(STAGE_METADATA.fullmatch, listing))
-
-
-def _directories(listing: _Names) -> set[str]:
-    return {name for name, is_dir in listing.items() if is_dir}
-
-
-def _is_in(folder: str, name: str) -> bool:
-    return folder.rpartition("/")[2] == name
-
-
-def _in(*names: str) -> str:
-    return "/".join(name for name in names if name)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +19,7 @@ import torch
 
 from nxd_ckpt.core.limits import DCP_METADATA, TREE_DEPTH, check_form, check_sizes, shown
 from nxd_ckpt.core.parsing import parsing
-from nxd_ckpt.errors import MalformedFile, UnsafePickle
+from nxd_ckpt.errors import MalformedFile, UnsafePickle, UnsupportedState
 from nxd_ckpt.formats.inert import Call, Inert
 from nxd_ckpt.formats.machine import Machine
 from nxd_ckpt.formats.safe_globals import GLOBALS
@@ -116,20 +117,23 @@ def read_metadata(files: TagFiles, places: DcpFiles | TieredFiles) -> DcpMetadat
         UnsafePickle: the pickle names a class that no DCP metadata holds.
         MalformedFile: other content, or metadata that points outside the directory or to a missing file.
     """
-    key = files.key(places.metadata)
-    where = f"{files.storage.url}/{key}"
-    data = files.storage.read(key, DCP_METADATA)
+    data = files.storage.read(files.key(places.metadata), DCP_METADATA)
+    with parsing_metadata(files.where(places.metadata), "the metadata of torch DCP"):
+        return _metadata(_Machine(data).load(), places, files)
+
+
+@contextmanager
+def parsing_metadata(where: str, what: str) -> Iterator[None]:
+    """Wrap the parsing of the pickle ``where``, which should be ``what``: every error of it names the file."""
     try:
-        with parsing(where, "the metadata of torch DCP"):
-            return _metadata(_Machine(data).load(), places, files)
+        with parsing(where, what):
+            yield
     except UnsafePickle as error:
         raise UnsafePickle(f"{where}: {error}; it is refused even with trust_pickle=True") from error
     except EOFError as error:
-        raise MalformedFile(f"{where}: not the metadata of torch DCP: it ends too early") from error
-    except MalformedFile as error:
-        if str(error).startswith(where):
-            raise
-        raise MalformedFile(f"{where}: {error}") from error
+        raise MalformedFile(f"{where}: not {what}: it ends too early") from error
+    except (MalformedFile, UnsupportedState) as error:
+        raise type(error)(str(error) if str(error).startswith(where) else f"{where}: {error}") from error
 
 
 def _metadata(root: Any, places: DcpFiles | TieredFiles, files: TagFiles) -> DcpMetadata:
