@@ -162,6 +162,11 @@ class TagFiles:
         """Return the name of a file of this tag for errors."""
         return f"{self.storage.url}/{self.key(file)}"
 
+    @property
+    def directory(self) -> str:
+        """Name of the tag's directory for errors."""
+        return f"{self.storage.url}/{self.tag}" if self.tag else self.storage.url
+
     def names(self, directory: str = "") -> Mapping[str, bool]:
         """Return everything directly below ``directory``: name -> whether it is a directory."""
         if directory not in self._listings:
@@ -313,7 +318,7 @@ class TagFiles:
     @contextmanager
     def named(self, file: str) -> Iterator[None]:
         """Add storage and tag to errors of the formats and of reading ``file``."""
-        where = f"{self.storage.url}/{self.tag}" if self.tag else self.storage.url
+        where = self.directory
         try:
             yield
         except (FileNotFoundError, IsADirectoryError) as error:

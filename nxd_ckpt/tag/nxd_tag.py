@@ -71,16 +71,16 @@ class ModelOnly:
         return Parts(model=True)
 
     def optimizer_tree(self, at: Coordinates, param_names: Sequence[str] | None = None) -> dict[str, Any]:
-        raise PartNotFound(f"{self.files.where('')}: a model without an optimizer")
+        raise PartNotFound(f"{self.files.directory}: a model without an optimizer")
 
     def optimizer_names(self, at: Coordinates) -> list[str] | None:
         return None
 
     def scheduler(self) -> Any:
-        raise PartNotFound(f"{self.files.where('')}: a model without a scheduler")
+        raise PartNotFound(f"{self.files.directory}: a model without a scheduler")
 
     def user_content(self) -> Any:
-        raise PartNotFound(f"{self.files.where('')}: a model without user content")
+        raise PartNotFound(f"{self.files.directory}: a model without user content")
 
 
 def layout_of(files: TagFiles, topology: Topology | None) -> TagLayout:

@@ -35,7 +35,7 @@ def reading(method: MethodT) -> MethodT:
 
     @wraps(method)
     def read(self: Any, *args: Any, **keywords: Any) -> Any:
-        with parsing(self.files.where("").rstrip("/"), "a checkpoint with the structure that its names tell"):
+        with parsing(self.files.directory, "a checkpoint with the structure that its names tell"):
             return method(self, *args, **keywords)
 
     return cast("MethodT", read)

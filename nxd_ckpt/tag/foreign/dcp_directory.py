@@ -179,7 +179,7 @@ class DcpTensors:
 
     def __init__(self, files: TagFiles, places: DcpFiles | TieredFiles) -> None:
         self._files = files
-        self.where = files.where("").rstrip("/")
+        self.where = files.directory
         self._where = files.where(places.metadata)
         if not files.has(places.metadata):
             raise CheckpointNotFound(

@@ -152,7 +152,7 @@ class FsdpFiles(PayloadFile):
     def __init__(self, files: TagFiles, names: Sequence[str], payloads: Sequence[Payload]) -> None:
         super().__init__(files, names[0], payloads[0])
         self._names, self._payloads = names, payloads
-        refuse_other_counts(dict(zip(names, payloads, strict=True)), files.where("").rstrip("/"))
+        refuse_other_counts(dict(zip(names, payloads, strict=True)), files.directory)
 
     @reading
     def parts(self) -> Parts:

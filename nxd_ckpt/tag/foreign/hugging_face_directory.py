@@ -71,7 +71,7 @@ class HuggingFaceDirectory:
     @property
     def where(self) -> str:
         """Name of the directory in errors."""
-        return self.files.where("").rstrip("/")
+        return self.files.directory
 
     @cached_property
     def config(self) -> dict[str, Any]:

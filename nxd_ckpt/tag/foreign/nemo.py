@@ -70,11 +70,11 @@ def open_files(files: TagFiles, name: str) -> NemoFiles:
     """
     folders = [folder for folder, is_dir in files.names().items() if is_dir and _parse(folder)]
     ranks = {parsed: folder for folder in folders if (parsed := _parse(folder))}
-    _refuse_several(folders, len(ranks), files.where(""))
+    _refuse_several(folders, len(ranks), files.directory)
     missing = [*holes(ranks), *(rank for rank, folder in ranks.items() if not files.has(f"{folder}/{name}"))]
     if missing:
         raise PartNotFound(
-            f"{files.where('')}: no {name} of tp {missing[0].tp} pp {missing[0].pp}; found {describe(ranks)}"
+            f"{files.directory}: no {name} of tp {missing[0].tp} pp {missing[0].pp}; found {describe(ranks)}"
         )
     return NemoFiles(files, name, ranks)
 
@@ -188,7 +188,7 @@ class NemoFiles(PayloadFile):
     def _payload_of(self, at: Coordinates) -> Payload:
         payload = self._read_payload(self._file(at))
         first = self._file(Coordinates())
-        refuse_other_counts({first: self._payload, self._file(at): payload}, self.files.where("").rstrip("/"))
+        refuse_other_counts({first: self._payload, self._file(at): payload}, self.files.directory)
         return payload
 
     def _read_payload(self, file: str) -> Payload:

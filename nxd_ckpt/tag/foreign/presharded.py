@@ -35,7 +35,7 @@ class PreshardedFiles(ModelOnly):
     def __init__(self, files: TagFiles) -> None:
         self.files = files
         ranks = {int(match[1]) for match in map(_NAME.fullmatch, files.names()) if match is not None}
-        check_count(max(ranks) + 1, RANKS, f"{files.where('')}: the ranks that names of files say")
+        check_count(max(ranks) + 1, RANKS, f"{files.directory}: the ranks that names of files say")
         missing = sorted(set(range(max(ranks) + 1)) - ranks)
         if missing:
             raise PartNotFound(f"{files.where(file_name(missing[0]))} is missing: there is a file of rank {max(ranks)}")

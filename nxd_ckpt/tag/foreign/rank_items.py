@@ -173,7 +173,7 @@ class RankItems:
     """
 
     def __init__(self, files: TagFiles) -> None:
-        self.files, self.where = files, files.where("").rstrip("/")
+        self.files, self.where = files, files.directory
         if files.tag.rpartition("/")[2].startswith(_UNFINISHED):
             raise CheckpointNotFound(
                 f"{self.where} is what torch_checkpointing renames when a save is complete; that save was interrupted"

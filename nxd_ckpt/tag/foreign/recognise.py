@@ -52,14 +52,14 @@ def open_untagged(storage: Storage, key: str) -> TagLayout:
     if len(layouts) > 1:
         both = " and ".join(layout.name for layout in layouts)
         raise MalformedFile(
-            f"{files.where('').rstrip('/')} has the files of two layouts: {both}; move those of one to a place of "
+            f"{files.directory} has the files of two layouts: {both}; move those of one to a place of "
             "their own"
         )
     if layouts:
         return layouts[0].open(files)
     if TIERED_DATA in listing:
         return _open_tiered(files)
-    raise PartNotFound(f"{files.where('')}: no layout that is known; found {sorted(listing)[:8]}")
+    raise PartNotFound(f"{files.directory}: no layout that is known; found {sorted(listing)[:8]}")
 
 
 def _open_tiered(files: TagFiles) -> TagLayout:

@@ -46,7 +46,7 @@ def open_files(files: TagFiles, file: str | None = None) -> PayloadFile:
     names = sorted(filter(_is_payload, files.names())) if file is None else [file]
     payloads = {name: _payload(files, name) for name in names}
     sharded = {name: payload for name, payload in payloads.items() if METADATA in payload.content}
-    where = files.where("").rstrip("/")
+    where = files.directory
     single = [name for name in names if name not in sharded]
     if sharded and single:
         raise MalformedFile(

@@ -118,7 +118,7 @@ def find_weights(files: TagFiles, read: Read) -> WeightFiles:
     ]
     if len(others) == 1:
         return WeightFiles(dict.fromkeys(read(others[0]), others[0]), "the only file")
-    where = files.where("").rstrip("/")
+    where = files.directory
     if others:
         raise PartNotFound(f"{files.where(INDEX)} is missing, which says what in {first_of(others)} is the model's")
     if not {*names}.isdisjoint(ADAPTERS):
@@ -148,7 +148,7 @@ def _by_index(files: TagFiles, kind: _Kind) -> dict[str, str]:
 
 def _by_names(files: TagFiles, kind: _Kind, shards: list[str], read: Read) -> dict[str, str]:
     """Return the file of each tensor in shards that no index describes."""
-    where = files.where("").rstrip("/")
+    where = files.directory
     parsed = [match for match in map(kind.shards.fullmatch, shards) if match is not None]
     totals = sorted({int(match[2]) for match in parsed})
     if len(totals) > 1:
