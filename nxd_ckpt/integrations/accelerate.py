@@ -13,7 +13,6 @@ renamed when it is complete.
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -24,7 +23,7 @@ from accelerate import DistributedType
 
 from nxd_ckpt.api import close_checkpointers, load_checkpoint, save_checkpoint
 from nxd_ckpt.checkpoint import open_checkpoint
-from nxd_ckpt.coordination.agreement import SingleProcessAgreement, on_all
+from nxd_ckpt.coordination.agreement import Agreement, SingleProcessAgreement, on_all
 from nxd_ckpt.coordination.environment import default_topology
 from nxd_ckpt.coordination.rendezvous import meet
 from nxd_ckpt.errors import (
@@ -36,7 +35,7 @@ from nxd_ckpt.errors import (
     UnsupportedState,
 )
 from nxd_ckpt.integrations.resume_checks import WORLD_SIZE, require_same, require_same_setting
-from nxd_ckpt.integrations.sealed import SealedDirectory, is_ours, verify_files
+from nxd_ckpt.integrations.sealed import SealedDirectory, is_ours, numbered, verify_files
 from nxd_ckpt.load.loading import require_fit
 from nxd_ckpt.load.options import LoadRequest
 from nxd_ckpt.options.checkpointer_options import DEFAULT_TIMEOUT
@@ -93,8 +92,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         self._settle()
         self._require_supported()
         directory = self._directory(output_dir)
-        met = meet(self.process_index, self.num_processes, DEFAULT_TIMEOUT, "checkpoint")
-        agreement = met or SingleProcessAgreement()
+        agreement = self._meet("checkpoint")
         directory.begin_together(agreement)
         with self._bare() as bare:
             for hook in bare.save_hooks:  # the weights that they remove are saved anyway
@@ -162,8 +160,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
             raise IncompatibleState(
                 f"{place} was saved with more models than the {len(parts)} that were prepared: prepare all of them"
             )
-        met = meet(self.process_index, self.num_processes, DEFAULT_TIMEOUT, "load_state")
-        agreement = met or SingleProcessAgreement()
+        agreement = self._meet("load_state")
         own = [tag for tag, *_ in parts[1:]][self.process_index :: self.num_processes]
         storage, topology = LocalStorage(os.path.abspath(place)), default_topology()
         try:
@@ -191,12 +188,8 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
     @contextmanager
     def _bare(self) -> Iterator[_Bare]:
         """Let accelerate save and load only its other files within the block, in the directory it is given."""
-        bare = _Bare(
-            self._models,
-            self._optimizers,
-            [*self._save_model_state_pre_hook.values()],
-            [*self._load_model_state_pre_hook.values()],
-        )
+        hooks = self._save_model_state_pre_hook, self._load_model_state_pre_hook
+        bare = _Bare(self._models, *([*own.values()] for own in hooks))
         names = ("_models", "_optimizers", "_save_model_state_pre_hook", "_load_model_state_pre_hook")
         attributes = {name: getattr(self, name) for name in names}
         project, automatic = self.project_configuration, self.project_configuration.automatic_checkpoint_naming
@@ -237,10 +230,10 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
             raise InvalidArgument("load_state() needs input_dir, or automatic_checkpoint_naming in the project")
         folder = os.path.join(self.project_dir, "checkpoints")
         names = os.listdir(folder) if os.path.isdir(folder) else []
-        matches = [match for name in names if (match := re.fullmatch(_NUMBERED, name))]
-        if not matches:
+        checkpoints = numbered(names, _NUMBERED)
+        if not checkpoints:
             raise CheckpointNotFound(f"{folder}: there is no checkpoint yet")
-        return os.path.join(folder, max(matches, key=lambda match: int(match[1]))[0])
+        return os.path.join(folder, checkpoints[-1])
 
     def _settle(self) -> None:
         """Wait until the unfinished checkpoint is visible, and surplus ones are removed. Raises its failure."""
@@ -249,9 +242,12 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
             return
         project = self.project_configuration
         limit = project.total_limit if project.automatic_checkpoint_naming else None
-        agreement = meet(self.process_index, self.num_processes, DEFAULT_TIMEOUT, "checkpoint")
-        saving.wait(agreement, partial(saving.retire, _NUMBERED, limit))
+        saving.wait(self._meet("checkpoint"), partial(saving.retire, _NUMBERED, limit))
         self.wait_for_everyone()
+
+    def _meet(self, call: str) -> Agreement:
+        met = meet(self.process_index, self.num_processes, DEFAULT_TIMEOUT, call)
+        return met or SingleProcessAgreement()
 
     def _require_supported(self) -> None:
         shards = self.distributed_type == DistributedType.FSDP
@@ -290,6 +286,5 @@ class _Bare(NamedTuple):
     """Attributes that an accelerator lacks for a while."""
 
     models: list[Any]
-    optimizers: list[Any]
     save_hooks: list[Any]
     load_hooks: list[Any]

@@ -98,12 +98,12 @@ class WrittenFiles:
         """Require only that the recorded files exist: several ranks may write the same file."""
         self._seen = dict.fromkeys(self._seen)
 
-    def digest_of(self, name: str) -> dict[str, list[int]]:
-        """Return size and CRC-32 of one file, by its name; an empty list for an absent one."""
+    def digest_of(self, name: str) -> list[int]:
+        """Return size and CRC-32 of one file; an empty list for an absent one."""
         try:
-            return {name: file_digest(self._storage, name, memoryview(bytearray(CRC_BLOCK)))}
+            return file_digest(self._storage, name, memoryview(bytearray(CRC_BLOCK)))
         except FileNotFoundError:
-            return {name: []}
+            return []
 
     def require(self, digests: Mapping[str, list[int]]) -> None:
         """Require files that other ranks wrote, by size and CRC-32."""
@@ -135,7 +135,7 @@ class WrittenFiles:
         for name, seen in self._compared().items():
             before, digest = self._sealed[name]
             # Some network file systems change times late: then the bytes tell.
-            if before != seen and self.digest_of(name).get(name) != digest:
+            if before != seen and self.digest_of(name) != digest:
                 raise self._refusal(name, "changed")
 
     def added(self, root: str) -> list[str]:
@@ -306,7 +306,7 @@ class SealedDirectory:
             own: the name of the file that this rank writes alone.
             shared: several ranks also write the same files.
         """
-        words = agreement.gather(self._written.digest_of(own) if own and agreement.rank else {})
+        words = agreement.gather({own: self._written.digest_of(own)} if own and agreement.rank else {})
         if agreement.rank == 0 and agreement.world_size > 1:
             for word in (words or [])[1:]:
                 self._written.require(word)
@@ -408,8 +408,7 @@ class SealedDirectory:
         place. Each disappears at once. Raises DirectoryInUse if another job took over.
         """
         folder, own = self._folder, os.path.basename(self._name)
-        matches = (re.fullmatch(pattern, entry.name) for entry in self._storage.list(folder) if entry.is_dir)
-        names = [match[0] for match in sorted(filter(None, matches), key=lambda match: int(match[1]))]
+        names = numbered((entry.name for entry in self._storage.list(folder) if entry.is_dir), pattern)
         kept = {own, *stay} & {*names}
         surplus = [name for name in names if name not in kept] if limit else []
         room = max((limit or 0) - len(kept), 0)
@@ -533,6 +532,12 @@ class SealedDirectory:
         """Return the replacement by ``staged``, a key below the folder of incomplete directories, under its name."""
         finished, target = f"{_INCOMPLETE}/{staged}", os.path.join(self._folder, os.path.basename(staged))
         return Replacement(self._storage, finished, target, f"{finished}{_ASIDE}")
+
+
+def numbered(names: Iterable[str], pattern: str) -> list[str]:
+    """Return the names that match ``pattern`` as a whole, in the order of the number that is its first group."""
+    matches = filter(None, (re.fullmatch(pattern, name) for name in names))
+    return [match[0] for match in sorted(matches, key=lambda match: int(match[1]))]
 
 
 def is_sealed(directory: str, tag: str) -> bool:

@@ -10,14 +10,12 @@ resumes it, ``save_total_limit`` and the best model count. The optimizer and the
 when it is complete.
 
 transformers 5 makes checkpoints of its own at SIGTERM (``enable_jit_checkpoint``): a directory ``checkpoint-N`` with a
-sentinel in it, which it removes after the save. It never looks for one afterwards: `last_complete` and
-`refuse_interrupted` do.
+sentinel in it, which it removes after the save. It never looks for one afterwards: `Trainer.train` does.
 """
 
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
@@ -29,62 +27,61 @@ from transformers.trainer import TRAINER_STATE_NAME
 
 from nxd_ckpt.api import close_checkpointers, load_checkpoint, save_checkpoint
 from nxd_ckpt.checkpoint import open_checkpoint
-from nxd_ckpt.coordination.agreement import SingleProcessAgreement
+from nxd_ckpt.coordination.agreement import Agreement, SingleProcessAgreement
 from nxd_ckpt.coordination.rendezvous import meet
 from nxd_ckpt.coordination.worker_shield import kept
 from nxd_ckpt.errors import CheckpointNotFound, IncompatibleState, OptimizerMismatch, UnsupportedState
 from nxd_ckpt.integrations.resume_checks import WORLD_SIZE, parameter_names, require_same, require_same_setting
-from nxd_ckpt.integrations.sealed import SealedDirectory, is_ours, is_sealed, verify_files
+from nxd_ckpt.integrations.sealed import SealedDirectory, is_ours, is_sealed, numbered, verify_files
 from nxd_ckpt.options.checkpointer_options import DEFAULT_TIMEOUT
 from nxd_ckpt.save.pending import PendingSave
 
+STATE = "training_state"
+"""Tag in a checkpoint's directory."""
+
 SENTINEL = "checkpoint-is-incomplete.txt"
 
-_NUMBERED = re.compile(r"checkpoint-(\d+)")
+_NUMBERED = r"checkpoint-(\d+)"
 
 
-def make_way(directory: str, tag: str) -> None:
+def _make_way(directory: str) -> None:
     """Remove transformers' directory for a checkpoint that is now written out of sight; never a checkpoint."""
     if not os.path.isfile(sentinel := os.path.join(directory, SENTINEL)):
         return
     if os.listdir(directory) == [SENTINEL]:
         os.remove(sentinel)
         os.rmdir(directory)
-    elif is_sealed(directory, tag):
+    elif is_sealed(directory, STATE):
         os.remove(sentinel)
 
 
-def last_complete(run: str, tag: str) -> str | None:
+def _last_complete(run: str) -> str | None:
     """Return the directory of the highest number in ``run`` that is not interrupted; None if there is no directory.
 
     Raises:
         CheckpointNotFound: all of them are interrupted.
     """
-    names = [name for name in os.listdir(run) if _NUMBERED.fullmatch(name)] if os.path.isdir(run) else []
-    paths = [os.path.join(run, name) for name in names if os.path.isdir(os.path.join(run, name))]
-    paths.sort(key=lambda path: int(path.rpartition("-")[2]))
-    complete = [path for path in paths if not _is_interrupted(path, tag)]
+    names = numbered(os.listdir(run) if os.path.isdir(run) else (), _NUMBERED)
+    paths = [path for name in names if os.path.isdir(path := os.path.join(run, name))]
+    complete = [path for path in paths if not _is_interrupted(path)]
     if paths and not complete:
-        refuse_interrupted(paths[-1], tag)
+        _refuse_interrupted(paths[-1])
     return complete[-1] if complete else None
 
 
-def refuse_interrupted(directory: str, tag: str) -> None:
+def _refuse_interrupted(directory: str) -> None:
     """Raise CheckpointNotFound for a directory whose save was interrupted."""
-    if _is_interrupted(directory, tag):
+    if _is_interrupted(directory):
         raise CheckpointNotFound(
             f"{directory} holds {SENTINEL}: transformers began to save it at SIGTERM, and was ended before it was "
             "complete. Remove the directory, and resume from the checkpoint before it"
         )
 
 
-def _is_interrupted(directory: str, tag: str) -> bool:
+def _is_interrupted(directory: str) -> bool:
     """Return whether the save was interrupted. A checkpoint of ours is complete, whatever other files are in it."""
-    return os.path.isfile(os.path.join(directory, SENTINEL)) and not is_sealed(directory, tag)
+    return os.path.isfile(os.path.join(directory, SENTINEL)) and not is_sealed(directory, STATE)
 
-
-STATE = "training_state"
-"""Tag in a checkpoint's directory."""
 
 _RANDOM_STATE = "rng_state_{}.pth"
 """File that each of several ranks writes, by its rank; all others are rank 0's."""
@@ -123,9 +120,9 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
                 or of another world size, precision or optimizer; the model is then unchanged.
         """
         if resume_from_checkpoint is True:
-            resume_from_checkpoint = last_complete(self.args.output_dir, STATE) or True
+            resume_from_checkpoint = _last_complete(self.args.output_dir) or True
         elif resume_from_checkpoint:
-            refuse_interrupted(resume_from_checkpoint, STATE)
+            _refuse_interrupted(resume_from_checkpoint)
         with kept(SIGTERM) if getattr(self.args, "enable_jit_checkpoint", False) else nullcontext():
             output = super().train(resume_from_checkpoint, *args, **kwargs)
         self._settle()
@@ -141,11 +138,10 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         name, durable = f"checkpoint-{self.state.global_step}", self.checkpoint_options.get("durable", True)
         directory = SealedDirectory(self._get_output_dir(trial=trial), name, durable)
         directory.refuse_a_file()  # transformers would write into a directory of that name
-        met = meet(self.args.process_index, self.args.world_size, DEFAULT_TIMEOUT, "checkpoint")
-        agreement = met or SingleProcessAgreement()
+        agreement = self._meet()
         directory.begin_together(agreement)
         if self.args.process_index == 0:
-            make_way(directory.path, STATE)
+            _make_way(directory.path)
         self._staging = directory
         try:
             super()._save_checkpoint(model, trial)
@@ -201,9 +197,12 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
             return
         best = self.state.best_model_checkpoint
         stay = [os.path.basename(best)] if best else []
-        retire = partial(saving.retire, r"checkpoint-(\d+)", self.args.save_total_limit, stay)
-        saving.wait(meet(self.args.process_index, self.args.world_size, DEFAULT_TIMEOUT, "checkpoint"), retire)
+        saving.wait(self._meet(), partial(saving.retire, _NUMBERED, self.args.save_total_limit, stay))
         self.accelerator.wait_for_everyone()
+
+    def _meet(self) -> Agreement:
+        met = meet(self.args.process_index, self.args.world_size, DEFAULT_TIMEOUT, "checkpoint")
+        return met or SingleProcessAgreement()
 
     def _get_output_dir(self, trial: Any) -> str:
         if self._staging is None:
