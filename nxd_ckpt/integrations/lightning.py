@@ -280,8 +280,8 @@ class ExactResume(_callbacks.Callback):  # type: ignore[misc,name-defined]
             strategy.load_checkpoint = _asking(inner, strategy.restore_checkpoint_after_setup, ask)
 
     def _before_load(self, trainer: Any, pl_module: Any, checkpoint: Mapping[str, Any]) -> None:
-        _require_same_run(trainer, checkpoint)
-        if trainer.state.fn == "fit" and _EXTRA in checkpoint and not trainer.strategy.restore_checkpoint_after_setup:
+        saved = _saved_run(trainer, checkpoint)
+        if saved is not None and not trainer.strategy.restore_checkpoint_after_setup:
             self._before = {name: _copied(value) for name, value in pl_module.state_dict().items()}
 
     def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
@@ -294,11 +294,10 @@ class ExactResume(_callbacks.Callback):  # type: ignore[misc,name-defined]
 
     def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
         """Raise IncompatibleState if ``fit`` continues with another world size or precision."""
-        _require_same_run(trainer, checkpoint)
-        if trainer.state.fn != "fit" or _EXTRA not in checkpoint:
+        saved = _saved_run(trainer, checkpoint)
+        if saved is None:
             return
-        self._saved = checkpoint[_EXTRA]["runs_with"]
-        self._random = checkpoint[_EXTRA]["random"][trainer.global_rank]
+        self._saved, self._random = saved["runs_with"], saved["random"][trainer.global_rank]
         if trainer.strategy.restore_checkpoint_after_setup:  # then fit has started already
             self.on_fit_start(trainer, pl_module)
 
@@ -395,14 +394,18 @@ def _random_states(trainer: Any) -> list[dict[str, Any]]:
     return [{**word, "torch": torch.tensor(word["torch"], dtype=torch.uint8)} for word in words] or [own]
 
 
-def _require_same_run(trainer: Any, checkpoint: Mapping[str, Any]) -> None:
-    """Raise IncompatibleState or OptimizerMismatch if ``fit`` would not continue as the run that saved."""
-    if trainer.state.fn != "fit" or _EXTRA not in checkpoint:
-        return
-    saved = checkpoint[_EXTRA]["runs_with"]
-    require_same("the checkpoint", saved, _setting(trainer), IncompatibleState)
+def _saved_run(trainer: Any, checkpoint: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """Return the data of `ExactResume.on_save_checkpoint`; None if it was not used, or this is no ``fit``.
+
+    Raises IncompatibleState or OptimizerMismatch if ``fit`` would not continue as the run that saved.
+    """
+    saved: Mapping[str, Any] | None = checkpoint.get(_EXTRA)
+    if trainer.state.fn != "fit" or saved is None:
+        return None
+    require_same("the checkpoint", saved["runs_with"], _setting(trainer), IncompatibleState)
     if trainer.strategy.restore_checkpoint_after_setup:  # else the optimizers are not made yet
-        require_same("the checkpoint", saved, _optimizers(trainer), OptimizerMismatch)
+        require_same("the checkpoint", saved["runs_with"], _optimizers(trainer), OptimizerMismatch)
+    return saved
 
 
 def _put_back(module: Any, state: dict[str, Any]) -> None:

@@ -25,7 +25,7 @@ from nxd_ckpt.coordination.paths import COPIES
 from nxd_ckpt.core.topology import Topology
 from nxd_ckpt.core.units import size
 from nxd_ckpt.errors import CheckpointError, CorruptCheckpoint, in_words, to_wire
-from nxd_ckpt.output.cp_files import CopyMeans, HostCopies, TagFile, files_to_copy
+from nxd_ckpt.output.cp_files import CopyMeans, HostCopies, files_to_copy
 from nxd_ckpt.output.transfer import Pace
 from nxd_ckpt.save.background import Helpers, Worker
 from nxd_ckpt.storage.base import Storage
@@ -196,7 +196,10 @@ class Drain:
         publication = copy_publication(session, copy.tag, copy.overwrite, saved, session.counter)
         is_there = _has(session.storage, opened)
         if not is_there:
-            means, hosts = CopyMeans(self._copiers, self._pace, self._readers), self._hosts_of(copy.tag, files)
+            means, source = CopyMeans(self._copiers, self._pace, self._readers), self._source
+            hosts = None
+            if isinstance(source, HostsStorage):  # each host copies its own files
+                hosts = HostCopies(source, copy.tag, files, self._number, _COPIERS)
             try:
                 with opened.guarded(verified=True), _noted(session, copy.tag):
                     copy_files(opened, files, publication, session, means, hosts)
@@ -207,13 +210,6 @@ class Drain:
         self._retain(session, publication)
         if not is_there:
             self._report(copy, sum(file.nbytes for file in files), started)
-
-    def _hosts_of(self, tag: str, files: Sequence[TagFile]) -> HostCopies | None:
-        """Return the hosts that copy their own files of the tag; None unless each has a disk of its own."""
-        source = self._source
-        if not isinstance(source, HostsStorage):
-            return None
-        return HostCopies(source, tag, files, self._number, _COPIERS)
 
     def _retain(self, session: Session, publication: Publication) -> None:
         rules = self.tier.rules

@@ -19,6 +19,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from nxd_ckpt import effects
+from nxd_ckpt.commit.tier import Tier
 from nxd_ckpt.coordination.agreement import Agreement, decided_by_rank0, on_all
 from nxd_ckpt.coordination.paths import FETCHED, PROBES
 from nxd_ckpt.core import names
@@ -39,24 +40,7 @@ from nxd_ckpt.tag.opened import OpenTag, open_complete_tag
 logger = logging.getLogger("nxd_ckpt")
 
 
-class Replicas(NamedTuple):
-    """The number of hosts that have each file, and the distance in ranks to the next of them.
-
-    ``jump`` None means the next host.
-    """
-
-    number: int = 1
-    jump: int | None = None
-
-
-def join(
-    storage: HostsStorage,
-    agreement: Agreement,
-    replicas: Replicas,
-    interface: str | None,
-    timeout: float,
-    copy_out: CopyOut,
-) -> None:
+def join(storage: HostsStorage, tier: Tier, agreement: Agreement, timeout: float, copy_out: CopyOut) -> None:
     """Make ``storage`` that of all hosts; every rank calls this. ``copy_out`` copies files of this host for others.
 
     Raises, on every rank:
@@ -65,8 +49,8 @@ def join(
         OSError: a host's directory cannot be written to, or its server cannot listen.
     """
     lowest = _lowest_that_shares(storage.own, agreement)
-    words = agreement.gather([lowest, *replicas])
-    decided: list[Any] = decided_by_rank0(agreement, lambda: [secrets.token_hex(8), *_hosts_of(words or [], replicas)])
+    words = agreement.gather([lowest, tier.replicas, tier.replica_jump])
+    decided: list[Any] = decided_by_rank0(agreement, lambda: [secrets.token_hex(8), *_hosts_of(words or [], tier)])
     purpose, host_of, targets = decided
     secret = agreement.secret_for(f"hosts {purpose}")
     number, host, serves = max(host_of) + 1, host_of[agreement.rank], lowest == agreement.rank and max(host_of) > 0
@@ -76,7 +60,7 @@ def join(
 
     def serve() -> None:
         if serves:
-            addresses = group_addresses() if interface is None else [address_of(interface)]
+            addresses = group_addresses() if tier.interface is None else [address_of(tier.interface)]
             servers.append(HostServer(storage.own, host, secret, addresses, timeout, copy_out))
 
     def leave() -> None:
@@ -118,31 +102,31 @@ def _ranks_in(own: Storage, mark: str) -> list[int]:
     return [int(name.removeprefix(mark)) for name in names]
 
 
-def _hosts_of(words: Sequence[Sequence[int | None]], replicas: Replicas) -> list[list[Any]]:
+def _hosts_of(words: Sequence[Sequence[int | None]], tier: Tier) -> list[list[Any]]:
     """Return the host of each rank, and for each rank the hosts with its files' replicas. Rank 0 is on host 0."""
-    for rank, (_, *others) in enumerate(words):
-        if others != list(replicas):
+    for rank, (_, replicas, jump) in enumerate(words):
+        if (replicas, jump) != (tier.replicas, tier.replica_jump):
             raise RanksDisagree(
-                f"rank 0 has replicas={replicas.number}, replica_jump={replicas.jump}, rank {rank} "
-                f"replicas={others[0]}, replica_jump={others[1]}; all ranks must pass the same tiers"
+                f"rank 0 has replicas={tier.replicas}, replica_jump={tier.replica_jump}, rank {rank} "
+                f"replicas={replicas}, replica_jump={jump}; all ranks must pass the same tiers"
             )
     hosts = sorted({int(lowest or 0) for lowest, *_ in words})
     host_of = [hosts.index(int(lowest or 0)) for lowest, *_ in words]
-    return [host_of, [_targets(rank, host_of, replicas) for rank in range(len(words))]]
+    return [host_of, [_targets(rank, host_of, tier) for rank in range(len(words))]]
 
 
-def _targets(rank: int, host_of: Sequence[int], replicas: Replicas) -> list[int]:
-    hosts, own = max(host_of) + 1, host_of[rank]
-    steps = range(1, replicas.number)
-    if replicas.jump is None:
+def _targets(rank: int, host_of: Sequence[int], tier: Tier) -> list[int]:
+    hosts, own, jump = max(host_of) + 1, host_of[rank], tier.replica_jump
+    steps = range(1, tier.replicas)
+    if jump is None:
         targets = [(own + step) % hosts for step in steps]
     else:
-        targets = [host_of[(rank + step * replicas.jump) % len(host_of)] for step in steps]
-    if len({own, *targets}) < replicas.number:
-        jump = "" if replicas.jump is None else f", replica_jump={replicas.jump}"
+        targets = [host_of[(rank + step * jump) % len(host_of)] for step in steps]
+    if len({own, *targets}) < tier.replicas:
+        with_jump = "" if jump is None else f", replica_jump={jump}"
         raise InvalidArgument(
-            f"replicas={replicas.number}{jump}: each file must be on as many hosts, but those of rank {rank} would be "
-            f"on {len({own, *targets})}, of {hosts} hosts in all; pass fewer, or the number of ranks per host as "
+            f"replicas={tier.replicas}{with_jump}: each file must be on as many hosts, but those of rank {rank} would "
+            f"be on {len({own, *targets})}, of {hosts} hosts in all; pass fewer, or the number of ranks per host as "
             "replica_jump"
         )
     return targets

@@ -14,6 +14,7 @@ from nxd_ckpt.core.tags import latest
 from nxd_ckpt.core.topology import Topology
 from nxd_ckpt.errors import CheckpointError, InvalidArgument
 from nxd_ckpt.options.checkpointer_options import CheckpointerOptions
+from nxd_ckpt.output.transfer import StoredFile, copy_by_pieces
 from nxd_ckpt.storage.base import Storage, may_lack_files
 from nxd_ckpt.storage.hosts.storage import HostsStorage
 from nxd_ckpt.storage.urls import StrPath
@@ -21,11 +22,10 @@ from nxd_ckpt.tag.choosing import settled_tags
 from nxd_ckpt.tag.directory import list_tags
 from nxd_ckpt.tag.identity import of_latest
 from nxd_ckpt.tag.union import choose_nearest
-from nxd_ckpt.tiers.hosts import Replicas, join
+from nxd_ckpt.tiers.hosts import Replenishing, join
 
 if TYPE_CHECKING:
     from nxd_ckpt.tiers.drain import Drains
-    from nxd_ckpt.tiers.hosts import Replenishing
 
 T = TypeVar("T")
 
@@ -68,33 +68,35 @@ class Tiers:
         """Storage to which every save is written."""
         return self.storages[0]
 
+    @property
+    def _hosts(self) -> HostsStorage | None:
+        """The first tier's storage, if that is each host's own."""
+        return self.first if isinstance(self.first, HostsStorage) else None
+
     def join(self, agreement: Agreement | None) -> None:
         """Find the other hosts, if the first tier is each host's own; all ranks call this, before they use it.
 
         Raises, on every rank, the errors of `nxd_ckpt.tiers.hosts.join`; CheckpointError if no process group joins the
         ranks.
         """
-        first, tier = self.first, self.tiers[0]
-        if not isinstance(first, HostsStorage) or first.is_joined:
+        hosts, tier = self._hosts, self.tiers[0]
+        if hosts is None or hosts.is_joined:
             return
         if agreement is None:
             raise CheckpointError(
                 f"tier {tier.name} is each host's own (per_host=True), which needs torch.distributed to be initialised "
                 "with all ranks: the ranks find each other through the process group"
             )
-        replicas = Replicas(tier.replicas, tier.replica_jump)
-        join(first, agreement, replicas, tier.interface, self._timeout, self._copy_out)
+        join(hosts, tier, agreement, self._timeout, self._copy_out)
 
     def _copy_out(
         self, key: str, place: int, folder: str, name: str, expected: FileEntry
     ) -> Generator[int, None, None]:
         """Copy a file of this host to a tier, on rank 0's request, see `HostsStorage.copy_out`."""
-        from nxd_ckpt.output.transfer import StoredFile, copy_by_pieces
-
-        first = self.first
-        if not isinstance(first, HostsStorage) or place not in range(len(self.storages)):
+        hosts = self._hosts
+        if hosts is None or place not in range(len(self.storages)):
             raise OSError(f"there is no tier {place}")
-        source, target = (first.own, self.storages[place]) if place else (first, first.own)
+        source, target = (hosts.own, self.storages[place]) if place else (hosts, hosts.own)
         if not target.is_dir(folder):
             raise OSError(
                 f"{target.url}/{folder}, which rank 0 made, is not there: all ranks must see all tiers, and pass the "
@@ -150,12 +152,12 @@ class Tiers:
     @property
     def per_host(self) -> bool:
         """True if the first tier is each host's own."""
-        return isinstance(self.first, HostsStorage)
+        return self._hosts is not None
 
     def _leave(self) -> None:
         self._replenishes = False
-        if isinstance(self.first, HostsStorage):
-            self.first.leave()
+        if self._hosts is not None:
+            self._hosts.leave()
 
     def described(self, call: str) -> str:
         """Return the ``call`` that all ranks make, with the tiers that they must have in common."""
@@ -194,20 +196,18 @@ class Tiers:
 
         It runs in the background of rank 0; all ranks call this, and serve their directories.
         """
-        first = self.first
-        if not isinstance(first, HostsStorage) or agreement is None or self.tiers[0].replicas == 1:
+        hosts = self._hosts
+        if hosts is None or agreement is None or self.tiers[0].replicas == 1:
             return
 
         def look() -> bool:
             try:
-                newest = latest(info for info in list_tags(first) if info.ours)
-                if newest is None or not (first.lacking(newest.tag) or first.is_short(newest.tag)):
+                newest = latest(info for info in list_tags(hosts) if info.ours)
+                if newest is None or not (hosts.lacking(newest.tag) or hosts.is_short(newest.tag)):
                     return False
             except (CheckpointError, OSError):  # a caller that needs it gets the error
                 return False
-            from nxd_ckpt.tiers.hosts import Replenishing  # it imports all tools
-
-            self._replenishing = self._replenishing or Replenishing(first)
+            self._replenishing = self._replenishing or Replenishing(hosts)
             self._replenishing.start()
             return True
 
