@@ -13,11 +13,11 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from nxd_ckpt import effects
-from nxd_ckpt.commit import voting
 from nxd_ckpt.commit.publication import Publication
 from nxd_ckpt.commit.retention import judge_tags, retire_unpinned
 from nxd_ckpt.commit.session import Session
 from nxd_ckpt.commit.tier import Draining
+from nxd_ckpt.commit.voting import AttemptVotes
 from nxd_ckpt.coordination import intents, journal
 from nxd_ckpt.coordination.paths import STAGING, VOTES, staging_dir, votes_dir
 from nxd_ckpt.core import names
@@ -165,33 +165,31 @@ def _phases(votes: Sequence[Vote]) -> tuple[RankPhases, ...]:
     return tuple(RankPhases(vote.stage_seconds, vote.seconds, vote.nbytes, vote.host) for vote in votes)
 
 
-def clear_failed(session: Session, attempt: str) -> None:
-    """Remove, on rank 0 before ``attempt``, what earlier attempts of this run left, once no rank writes for them.
+def clear_failed(session: Session) -> None:
+    """Remove, on rank 0 before an attempt, what earlier attempts of this run left, once no rank writes for them.
 
     This is for full disks, where the files of ranks that learn late of a failure take the space of this attempt. It
     takes no longer than the other ranks take to come to this attempt. The files of ranks that ended, or made no
     progress for ``timeout`` seconds, stay: then this attempt fails too, or has enough room. A disk that takes nothing
     for another reason is not waited for: raises its OSError.
     """
-    storage, (run_id, _, counter) = session.storage, attempt.rpartition("-")
-    timeout = session.timeout
+    storage, timeout = session.storage, session.timeout
+    own_votes = AttemptVotes(storage, session.attempt(session.counter))
     for entry in storage.list(STAGING) if is_mounted(storage) else ():
-        run, _, number = entry.name.rpartition("-")
-        if run == run_id and number.isdigit() and int(number) < int(counter):
-            _show_work(storage, attempt)
-            ranks = session.topology.world_size
-            if voting.await_votes(
-                storage, entry.name, ranks, timeout, attempt, session.is_leaving, session.is_gone
-            ):
+        number = session.counter_of(entry.name)
+        if number is not None and number < session.counter:
+            _show_work(own_votes)
+            votes, ranks = AttemptVotes(storage, entry.name), session.topology.world_size
+            if votes.await_votes(ranks, timeout, own_votes, session.is_leaving, session.is_gone):
                 session.require()
                 _clear(session, staging_dir(entry.name))
             else:
                 timeout = 0.0  # a rank that is silent in one attempt is in all: they are looked at, not waited for
 
 
-def _show_work(storage: Storage, attempt: str) -> None:
+def _show_work(votes: AttemptVotes) -> None:
     try:
-        voting.report_progress(storage, attempt, 0, effects.monotonic_ns())
+        votes.report_progress(0, effects.monotonic_ns())
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
@@ -211,21 +209,21 @@ def clean_up(session: Session, counter: int) -> None:
 
 def _clean_up(session: Session, counter: int) -> None:
     """Raise DirectoryInUse if another job took over a storage where it may be writing the same tags."""
-    storage, run_id, world_size = session.storage, session.run_id, session.topology.world_size
+    storage, world_size = session.storage, session.topology.world_size
     if not storage.renames:
         session.require()
-    everyone_is_past = voting.all_voted(storage, session.attempt(counter), world_size)
+    everyone_is_past = AttemptVotes(storage, session.attempt(counter)).all_voted(world_size)
     for entry in storage.list(STAGING):
-        run, _, number = entry.name.rpartition("-")
-        if run != run_id or not number.isdigit():
+        number, votes = session.counter_of(entry.name), AttemptVotes(storage, entry.name)
+        if number is None:
             continue
-        if (everyone_is_past and int(number) <= counter) or voting.all_voted(storage, entry.name, world_size):
+        if (everyone_is_past and number <= counter) or votes.all_voted(world_size):
             _clear(session, staging_dir(entry.name))
     if everyone_is_past:
         # Not those of ``counter`` itself: the other ranks may still have to read its verdict.
         for entry in storage.list(VOTES):
-            run, _, number = entry.name.rpartition("-")
-            if run == run_id and number.isdigit() and int(number) < counter:
+            number = session.counter_of(entry.name)
+            if number is not None and number < counter:
                 _clear(session, votes_dir(entry.name))
     journal.discard_trash(storage, session.run_id, session.confirm)
 

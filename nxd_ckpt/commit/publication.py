@@ -21,8 +21,8 @@ from functools import partial
 from typing import ClassVar, Protocol
 
 from nxd_ckpt import effects
-from nxd_ckpt.commit import voting
 from nxd_ckpt.commit.session import Session
+from nxd_ckpt.commit.voting import AttemptVotes
 from nxd_ckpt.coordination import intents, journal
 from nxd_ckpt.coordination.paths import COPIES, staging_dir, trash_file
 from nxd_ckpt.coordination.replacement import not_undone
@@ -276,9 +276,11 @@ class InPlace:
         storage, ranks = session.storage, session.topology.world_size
         if session.is_alone:
             return
-        voting.report_progress(storage, self.attempt, 0, effects.monotonic_ns())
-        for attempt in (attempt for attempt in attempts if attempt.rpartition("-")[0] == session.run_id):
-            if not voting.await_votes(storage, attempt, ranks, session.timeout, self.attempt, session.is_leaving):
+        own_votes = AttemptVotes(storage, self.attempt)
+        own_votes.report_progress(0, effects.monotonic_ns())
+        for attempt in (attempt for attempt in attempts if session.counter_of(attempt) is not None):
+            votes = AttemptVotes(storage, attempt)
+            if not votes.await_votes(ranks, session.timeout, own_votes, session.is_leaving):
                 raise SaveFailed(
                     f"{storage.url}/{self.tag}: an earlier save of this tag failed, and not all ranks have left it "
                     f"after {session.timeout:.0f} s without progress; save under another tag"

@@ -159,6 +159,11 @@ class Session:
     def attempt(self, counter: int) -> str:
         return f"{self.run_id}-{counter}"
 
+    def counter_of(self, attempt: str) -> int | None:
+        """Return the number of an attempt of this run; None for another's."""
+        run_id, _, number = attempt.rpartition("-")
+        return int(number) if run_id == self.run_id and number.isdigit() else None
+
     @property
     def probe(self) -> str:
         """The name of the file that rank 0 leaves for the others to find."""

@@ -49,233 +49,231 @@ _LAST_WORDS = 3.0
 """Seconds after a process ended in which a shared file system may still show its last writes."""
 
 
-def open_vote(storage: Storage, attempt: str, tag: str) -> None:
-    """Tell the other ranks, on rank 0, that they may write the attempt's files into ``tag`` itself."""
-    storage = without_syncs(storage)
-    storage.write(begin_file(attempt), tag.encode())
-    storage.sync_dir(verdict_dir(attempt))
-
-
-def await_opening(
-    storage: Storage, attempt: str, tag: str, timeout: float, leaving: Callable[[], bool]
-) -> Verdict | None:
-    """Return None once rank 0 opened the vote; or its verdict, if that came first because it refused or a rank failed.
-
-    Raises:
-        RanksDisagree: rank 0 opened it for another tag.
-        SaveFailed: no new vote, and no progress of rank 0 with this save, for ``timeout`` seconds; or this rank is
-            ``leaving`` the job. Without its vote no tag becomes visible.
-    """
-    key = verdict_file(attempt)
-    file = _first_of([key, begin_file(attempt)], storage, attempt, timeout, leaving)
-    if file is None:
-        raise SaveFailed(
-            f"rank 0 did not begin it: for {timeout:.0f} s it made no progress, or this rank is about to end; see the "
-            "log of rank 0"
-        )
-    if file == key:
-        return votes.load_verdict(storage.read(key, NOTE), f"{storage.url}/{key}")
-    opened_for = storage.read(file, NOTE).decode(errors="replace")
-    if opened_for != tag:
-        raise RanksDisagree(
-            f"rank 0 saves {opened_for!r}, this rank {tag!r}; all ranks must call save_checkpoint with the same "
-            "arguments, in the same order"
-        )
-    return None
-
-
-def all_voted(storage: Storage, attempt: str, world_size: int) -> bool:
-    """Return whether all ranks have voted, so that none writes for the attempt any more. A single one has."""
-    return world_size == 1 or _votes(_listed(storage, votes_dir(attempt))) == world_size
-
-
-def await_votes(
-    storage: Storage,
-    attempt: str,
-    world_size: int,
-    timeout: float,
-    waiting_in: str,
-    leaving: Callable[[], bool],
-    gone: Callable[[int], bool] = lambda rank: False,
-) -> bool:
-    """Wait, on rank 0, until all other ranks have voted on an attempt, for or against it. Rank 0 itself has left it.
-
-    Meanwhile rank 0 shows them that it is working on the attempt ``waiting_in``. Returns False ``timeout`` seconds
-    after the last progress of any rank, if a rank without a vote is ``gone``, or if this rank is ``leaving`` the job.
-    """
-    patience, backoff, sign = _Patience(timeout), Backoff(storage), _Sign(storage, waiting_in, timeout)
-    while True:
-        sign.renew()
-        names = backoff.timed(lambda: _listed(storage, votes_dir(attempt)))
-        ranks = range(1, world_size)
-        missing = [rank for rank in ranks if _name(rank_file(attempt, rank, "vote")) not in names]
-        if not missing:
-            return True
-        if leaving() or any(map(gone, missing)):
-            return False
-        if patience.is_over(_votes(names), partial(_progress, storage, attempt, names, ranks)):
-            return False
-        backoff.pause()
-
-
 Write = Callable[[str, bytes], bool]
 """Another way to write a small file; it returns False if it did not."""
 
 
-def not_written(key: str, data: bytes) -> bool:
-    return False
+class AttemptVotes:
+    """The votes and the verdict of one attempt on disk."""
 
+    def __init__(self, storage: Storage, attempt: str) -> None:
+        self._storage, self.attempt = storage, attempt
 
-def cast(storage: Storage, attempt: str, vote: Vote, first: Write = not_written) -> None:
-    """Write this rank's vote: its last step for an attempt before it waits.
+    def open(self, tag: str) -> None:
+        """Tell the other ranks, on rank 0, that they may write the attempt's files into ``tag`` itself."""
+        notes = without_syncs(self._storage)
+        notes.write(begin_file(self.attempt), tag.encode())
+        notes.sync_dir(verdict_dir(self.attempt))
 
-    ``first`` is tried first to write it.
-    """
-    key, data = rank_file(attempt, vote.rank, "vote"), votes.dump(vote)
-    storage = without_syncs(storage)
-    if not first(key, data):
-        storage.write(key, data)
-    storage.sync_dir(votes_dir(attempt))
+    def await_opening(self, tag: str, timeout: float, leaving: Callable[[], bool]) -> Verdict | None:
+        """Return None once rank 0 opened the vote; or its verdict, if it refused or a rank failed before that.
 
-
-def has_cast(storage: Storage, attempt: str, rank: int) -> bool:
-    """Return whether this rank's vote is there, even if an error followed the write."""
-    return storage.is_file(rank_file(attempt, rank, "vote"))
-
-
-def report_progress(storage: Storage, attempt: str, rank: int, amount: int) -> None:
-    """Show the other ranks that this rank makes progress; ``amount`` is any number that changes."""
-    key = rank_file(attempt, rank, "progress") if rank > 0 else alive_file(attempt)
-    storage.write(key, str(amount).encode())
-
-
-def collect(
-    storage: Storage,
-    attempt: str,
-    world_size: int,
-    timeout: float,
-    *,
-    first: int = 0,
-    gone: Callable[[int], bool] = lambda rank: False,
-) -> list[Vote]:
-    """Return the votes of all ranks from ``first`` on, by rank. Rank 0 only.
-
-    Meanwhile it shows the other ranks that rank 0 is at work: they wait as long as it does.
-
-    Raises:
-        SaveFailed: at once when a vote is an error; a few seconds after a rank without a vote is ``gone``; else
-            ``timeout`` seconds after the last progress of any rank, naming the ranks that did not vote.
-    """
-    by_rank: dict[int, Vote] = {}
-    missing = {_name(rank_file(attempt, rank, "vote")): rank for rank in range(first, world_size)}
-    backoff = Backoff(storage)
-    patience, sign, last_words = _Patience(timeout), _Sign(storage, attempt, timeout), _LastWords()
-    while True:
-        sign.renew()
-        names = backoff.timed(lambda: _listed(storage, votes_dir(attempt)))
-        new = [missing.pop(name) for name in sorted(names & missing.keys())]
-        keys = [rank_file(attempt, rank, "vote") for rank in new]
-        for rank, key, data in zip(new, keys, in_parallel(storage, keys, storage.read), strict=True):
-            by_rank[rank] = votes.load_vote(data, f"{storage.url}/{key}")
-            votes.raise_error_of(by_rank[rank])
-            backoff.reset()
-        if not missing:
-            return [by_rank[rank] for rank in sorted(by_rank)]
-        ranks = list(missing.values())
-        if last_words.are_over(dead := [rank for rank in ranks if gone(rank)]):
-            raise SaveFailed(f"no vote from {_ranks(dead)} of {world_size}: the process ended; see its log")
-        if patience.is_over(len(by_rank), partial(_progress, storage, attempt, names, ranks)):
+        Raises:
+            RanksDisagree: rank 0 opened it for another tag.
+            SaveFailed: no new vote, and no progress of rank 0 with this save, for ``timeout`` seconds; or this rank is
+                ``leaving`` the job. Without its vote no tag becomes visible.
+        """
+        verdict = verdict_file(self.attempt)
+        file = self._first_of([verdict, begin_file(self.attempt)], timeout, leaving)
+        if file is None:
             raise SaveFailed(
-                f"no vote from {_ranks(ranks)} of {world_size} within {timeout:.0f} s of the last progress: "
-                "dead, stuck, or not in this save; see the logs of those ranks"
+                f"rank 0 did not begin it: for {timeout:.0f} s it made no progress, or this rank is about to end; see "
+                "the log of rank 0"
             )
-        backoff.pause()
-
-
-def announce(storage: Storage, attempt: str, verdict: Verdict, first: Write = not_written) -> None:
-    """Publish rank 0's verdict, with retries: other ranks wait for it. ``first`` is tried first to write it."""
-    key, data = verdict_file(attempt), votes.dump(verdict)
-    notes = without_syncs(storage)
-    if not first(key, data):
-        _retried(lambda: notes.write(key, data))
-    notes.sync_dir(verdict_dir(attempt))
-
-
-def await_verdict(
-    storage: Storage, attempt: str, tag: str, timeout: float, gone: Callable[[], bool] = lambda: False
-) -> Verdict:
-    """Return rank 0's verdict. The cost does not depend on the number of ranks.
-
-    Raises:
-        OutcomeUnknown: rank 0 is ``gone``, or showed no sign of working on this save for ``timeout`` seconds. A live
-            process is no such sign: it may be doing something else.
-    """
-    key = verdict_file(attempt)
-    if _first_of([key], storage, attempt, timeout, gone=gone) is None:
-        why = "its process ended" if gone() else f"no sign of it for {timeout:.0f} s; it may never have made this save"
-        raise OutcomeUnknown(
-            f"save of {tag!r}: rank 0 gave no verdict: {why}. The tag may or may not have become visible: look for "
-            f"{storage.url}/{tag}/done"
-        )
-    return votes.load_verdict(_retried(lambda: storage.read(key, NOTE)), f"{storage.url}/{key}")
-
-
-def ended_with(storage: Storage, attempt: str) -> str | None:
-    """Return the tag that rank 0 has saved, or failed to save, with this attempt; None while it is undecided."""
-    key = verdict_file(attempt)
-    if _name(key) not in _listed(storage, verdict_dir(attempt)):
+        if file == verdict:
+            return self._verdict()
+        opened_for = self._storage.read(file, NOTE).decode(errors="replace")
+        if opened_for != tag:
+            raise RanksDisagree(
+                f"rank 0 saves {opened_for!r}, this rank {tag!r}; all ranks must call save_checkpoint with the same "
+                "arguments, in the same order"
+            )
         return None
-    return votes.load_verdict(storage.read(key, NOTE), f"{storage.url}/{key}").tag
 
+    def all_voted(self, world_size: int) -> bool:
+        """Return whether all ranks have voted, so that none writes for the attempt any more. A single one has."""
+        return world_size == 1 or _votes(self._notes()) == world_size
 
-def leave(storage: Storage, attempt: str, rank: int, tag: str) -> None:
-    """Tell rank 0, if it ever comes, that this rank no longer waits for its verdict on the save of ``tag``."""
-    storage.write(left_file(attempt, rank), tag.encode())
+    def await_votes(
+        self,
+        world_size: int,
+        timeout: float,
+        working_on: AttemptVotes,
+        leaving: Callable[[], bool],
+        gone: Callable[[int], bool] = lambda rank: False,
+    ) -> bool:
+        """Wait, on rank 0, until all other ranks have voted, for or against it. Rank 0 itself has left the attempt.
 
+        Meanwhile rank 0 shows them that it is ``working_on`` another attempt. Returns False ``timeout`` seconds after
+        the last progress of any rank, if a rank without a vote is ``gone``, or if this rank is ``leaving`` the job.
+        """
+        patience, backoff, sign = _Patience(timeout), Backoff(self._storage), _Sign(working_on, timeout)
+        while True:
+            sign.renew()
+            names = backoff.timed(self._notes)
+            ranks = range(1, world_size)
+            missing = [rank for rank in ranks if _name(self._vote_file(rank)) not in names]
+            if not missing:
+                return True
+            if leaving() or any(map(gone, missing)):
+                return False
+            if patience.is_over(_votes(names), partial(self._progress, names, ranks)):
+                return False
+            backoff.pause()
 
-def left_with(storage: Storage, attempt: str) -> str | None:
-    """Return the tag that another rank was saving in this attempt when it stopped waiting; None if none did."""
-    left = sorted(name for name in _listed(storage, votes_dir(attempt)) if name.endswith(".left"))
-    return storage.read(f"{votes_dir(attempt)}/{left[0]}", NOTE).decode(errors="replace") if left else None
+    def cast(self, vote: Vote, first: Write | None = None) -> None:
+        """Write this rank's vote: its last step for an attempt before it waits.
 
+        ``first`` is tried first to write it.
+        """
+        key, data = self._vote_file(vote.rank), votes.dump(vote)
+        notes = without_syncs(self._storage)
+        if first is None or not first(key, data):
+            notes.write(key, data)
+        notes.sync_dir(votes_dir(self.attempt))
 
-def _first_of(
-    keys: Sequence[str],
-    storage: Storage,
-    attempt: str,
-    timeout: float,
-    leaving: Callable[[], bool] = lambda: False,
-    gone: Callable[[], bool] = lambda: False,
-) -> str | None:
-    """Return the first of ``keys``, all in the verdict's directory, that exists; None once rank 0 has timed out.
+    def has_cast(self, rank: int) -> bool:
+        """Return whether this rank's vote is there, even if an error followed the write."""
+        return self._storage.is_file(self._vote_file(rank))
 
-    While a storage cannot be read, it counts as unchanged.
-    """
-    patience, backoff, last_words = _Patience(timeout), Backoff(storage), _LastWords()
-    listed: set[str] = set()
+    def report_progress(self, rank: int, amount: int) -> None:
+        """Show the other ranks that this rank makes progress; ``amount`` is any number that changes."""
+        key = rank_file(self.attempt, rank, "progress") if rank > 0 else alive_file(self.attempt)
+        self._storage.write(key, str(amount).encode())
 
-    def signs() -> dict[str, bytes]:
-        alive = alive_file(attempt)
-        with suppress(OSError):
-            return {alive: _progress_of(storage, alive)} if _name(alive) in listed else {}
-        return {}
+    def collect(
+        self,
+        world_size: int,
+        timeout: float,
+        *,
+        first: int = 0,
+        gone: Callable[[int], bool] = lambda rank: False,
+    ) -> list[Vote]:
+        """Return the votes of all ranks from ``first`` on, by rank. Rank 0 only.
 
-    while True:
-        with suppress(OSError):
-            listed = backoff.timed(lambda: _listed(storage, verdict_dir(attempt)))
-        for key in keys:
-            if _name(key) in listed:
-                return key
-        if leaving() or last_words.are_over([0] if gone() else []) or patience.is_over(len(listed), signs):
+        Meanwhile it shows the other ranks that rank 0 is at work: they wait as long as it does.
+
+        Raises:
+            SaveFailed: at once when a vote is an error; a few seconds after a rank without a vote is ``gone``; else
+                ``timeout`` seconds after the last progress of any rank, naming the ranks that did not vote.
+        """
+        by_rank: dict[int, Vote] = {}
+        missing = {_name(self._vote_file(rank)): rank for rank in range(first, world_size)}
+        backoff = Backoff(self._storage)
+        patience, sign, last_words = _Patience(timeout), _Sign(self, timeout), _LastWords()
+        while True:
+            sign.renew()
+            names = backoff.timed(self._notes)
+            new = [missing.pop(name) for name in sorted(names & missing.keys())]
+            keys = [self._vote_file(rank) for rank in new]
+            for rank, key, data in zip(new, keys, in_parallel(self._storage, keys, self._storage.read), strict=True):
+                by_rank[rank] = votes.load_vote(data, f"{self._storage.url}/{key}")
+                votes.raise_error_of(by_rank[rank])
+                backoff.reset()
+            if not missing:
+                return [by_rank[rank] for rank in sorted(by_rank)]
+            ranks = list(missing.values())
+            if last_words.are_over(dead := [rank for rank in ranks if gone(rank)]):
+                raise SaveFailed(f"no vote from {_ranks(dead)} of {world_size}: the process ended; see its log")
+            if patience.is_over(len(by_rank), partial(self._progress, names, ranks)):
+                raise SaveFailed(
+                    f"no vote from {_ranks(ranks)} of {world_size} within {timeout:.0f} s of the last progress: "
+                    "dead, stuck, or not in this save; see the logs of those ranks"
+                )
+            backoff.pause()
+
+    def announce(self, verdict: Verdict, first: Write | None = None) -> None:
+        """Publish rank 0's verdict, with retries: other ranks wait for it. ``first`` is tried first to write it."""
+        key, data = verdict_file(self.attempt), votes.dump(verdict)
+        notes = without_syncs(self._storage)
+        if first is None or not first(key, data):
+            _retried(lambda: notes.write(key, data))
+        notes.sync_dir(verdict_dir(self.attempt))
+
+    def await_verdict(self, tag: str, timeout: float, gone: Callable[[], bool] = lambda: False) -> Verdict:
+        """Return rank 0's verdict. The cost does not depend on the number of ranks.
+
+        Raises:
+            OutcomeUnknown: rank 0 is ``gone``, or showed no sign of working on this save for ``timeout`` seconds. A
+                live process is no such sign: it may be doing something else.
+        """
+        if self._first_of([verdict_file(self.attempt)], timeout, gone=gone) is None:
+            silent = f"no sign of it for {timeout:.0f} s; it may never have made this save"
+            why = "its process ended" if gone() else silent
+            raise OutcomeUnknown(
+                f"save of {tag!r}: rank 0 gave no verdict: {why}. The tag may or may not have become visible: look for "
+                f"{self._storage.url}/{tag}/done"
+            )
+        return _retried(self._verdict)
+
+    def ended_with(self) -> str | None:
+        """Return the tag that rank 0 has saved, or failed to save, with this attempt; None while it is undecided."""
+        is_decided = _name(verdict_file(self.attempt)) in _listed(self._storage, verdict_dir(self.attempt))
+        return self._verdict().tag if is_decided else None
+
+    def leave(self, rank: int, tag: str) -> None:
+        """Tell rank 0, if it ever comes, that this rank no longer waits for its verdict on the save of ``tag``."""
+        self._storage.write(left_file(self.attempt, rank), tag.encode())
+
+    def left_with(self) -> str | None:
+        """Return the tag that another rank was saving in this attempt when it stopped waiting; None if none did."""
+        left = sorted(name for name in self._notes() if name.endswith(".left"))
+        if not left:
             return None
-        backoff.pause()
+        return self._storage.read(f"{votes_dir(self.attempt)}/{left[0]}", NOTE).decode(errors="replace")
+
+    def _first_of(
+        self,
+        keys: Sequence[str],
+        timeout: float,
+        leaving: Callable[[], bool] = lambda: False,
+        gone: Callable[[], bool] = lambda: False,
+    ) -> str | None:
+        """Return the first of ``keys``, all in the verdict's directory, that exists; None once rank 0 has timed out.
+
+        While a storage cannot be read, it counts as unchanged.
+        """
+        patience, backoff, last_words = _Patience(timeout), Backoff(self._storage), _LastWords()
+        listed: set[str] = set()
+
+        def signs() -> dict[str, bytes]:
+            alive = alive_file(self.attempt)
+            with suppress(OSError):
+                return {alive: _progress_of(self._storage, alive)} if _name(alive) in listed else {}
+            return {}
+
+        while True:
+            with suppress(OSError):
+                listed = backoff.timed(lambda: _listed(self._storage, verdict_dir(self.attempt)))
+            for key in keys:
+                if _name(key) in listed:
+                    return key
+            if leaving() or last_words.are_over([0] if gone() else []) or patience.is_over(len(listed), signs):
+                return None
+            backoff.pause()
+
+    def _progress(self, names: Collection[str], ranks: Sequence[int]) -> dict[str, bytes]:
+        """Return the last progress of ``ranks``, as far as the listing ``names`` of the votes directory has it."""
+        keys = [rank_file(self.attempt, rank, "progress") for rank in ranks]
+        return {_name(key): _progress_of(self._storage, key) for key in keys if _name(key) in names}
+
+    def _notes(self) -> set[str]:
+        """Return the names of the ranks' files."""
+        return _listed(self._storage, votes_dir(self.attempt))
+
+    def _vote_file(self, rank: int) -> str:
+        return rank_file(self.attempt, rank, "vote")
+
+    def _verdict(self) -> Verdict:
+        key = verdict_file(self.attempt)
+        return votes.load_verdict(self._storage.read(key, NOTE), f"{self._storage.url}/{key}")
 
 
 class _Sign:
     """Rank 0's sign that it works on an attempt, renewed every tenth of the timeout or 5 s, whichever is less."""
 
-    def __init__(self, storage: Storage, attempt: str, timeout: float) -> None:
-        self._storage, self._attempt, self._interval = storage, attempt, min(timeout / 10, 5.0)
+    def __init__(self, votes: AttemptVotes, timeout: float) -> None:
+        self._votes, self._interval = votes, min(timeout / 10, 5.0)
         self._renewed = effects.monotonic()
 
     def renew(self) -> None:
@@ -283,7 +281,7 @@ class _Sign:
         if now - self._renewed >= self._interval:
             self._renewed = now
             with suppress(OSError):  # the next may succeed
-                report_progress(self._storage, self._attempt, 0, effects.monotonic_ns())
+                self._votes.report_progress(0, effects.monotonic_ns())
 
 
 class _LastWords:
@@ -344,12 +342,6 @@ def _votes(names: Collection[str]) -> int:
 
 def _name(key: str) -> str:
     return key.rpartition("/")[2]
-
-
-def _progress(storage: Storage, attempt: str, names: Collection[str], ranks: Sequence[int]) -> dict[str, bytes]:
-    """Return the last progress of ``ranks``, as far as the listing ``names`` of the votes directory has it."""
-    keys = [rank_file(attempt, rank, "progress") for rank in ranks]
-    return {_name(key): _progress_of(storage, key) for key in keys if _name(key) in names}
 
 
 def _progress_of(storage: Storage, key: str) -> bytes:

@@ -12,10 +12,10 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager, nullcontext, suppress
 from functools import partial
 
-from nxd_ckpt.commit import voting
 from nxd_ckpt.commit.commit import Commit, commit
 from nxd_ckpt.commit.publication import publication_of
 from nxd_ckpt.commit.session import Session, open_session
+from nxd_ckpt.commit.voting import AttemptVotes
 from nxd_ckpt.conversion.job import Converted, Job
 from nxd_ckpt.conversion.worker_pool import WorkerPool, joint_agreement
 from nxd_ckpt.coordination import intents, journal
@@ -121,6 +121,7 @@ class _Attempt:
     def __init__(self, job: Job, session: Session, workers: WorkerPool, ranks: range) -> None:
         self._job, self._session, self._workers = job, session, workers
         self._storage, self._attempt = session.storage, session.attempt(1)
+        self._votes = AttemptVotes(self._storage, self._attempt)
         # Checked again after the check before reading, because another job may have saved there since.
         self._publication = publication_of(session, 1, job.target.name, job.overwrite)
         self._unwritten = list(ranks)
@@ -157,7 +158,7 @@ class _Attempt:
 
     def _cast(self, vote: Vote) -> None:
         try:
-            voting.cast(self._storage, self._attempt, vote)
+            self._votes.cast(vote)
             self._failure_reported = vote.error is not None
         except OSError:
             if vote.error is None:
@@ -172,7 +173,7 @@ class _Attempt:
         self._checked = now
         if self._unwritten:
             rank = self._unwritten[0] if self._session.topology.rank > 0 else 0  # process 0's sign, not the target's
-            voting.report_progress(self._storage, self._attempt, rank, self._workers.written)
+            self._votes.report_progress(rank, self._workers.written)
         if self._storage.is_file(verdict_file(self._attempt)):  # before all ranks voted: it can only be a failure
             raise CheckpointError("stopped: another process of this conversion failed")
 
@@ -184,7 +185,7 @@ class _Attempt:
             except BaseException as error:
                 own = error
         try:
-            voting.announce(self._storage, self._attempt, Verdict(None if own is None else to_wire(own)))
+            self._votes.announce(Verdict(None if own is None else to_wire(own)))
         except OSError as error:
             logger.error("%s: cannot announce the outcome to the other processes: %s", self._storage.url, error)
         return own
@@ -195,7 +196,7 @@ class _Attempt:
         def gone(rank: int) -> bool:
             return session.is_gone(rank % session.topology.world_size)  # the process that writes it
 
-        votes = voting.collect(self._storage, self._attempt, job.topology.world_size, session.timeout, gone=gone)
+        votes = self._votes.collect(job.topology.world_size, session.timeout, gone=gone)
         request = Commit(self._publication, job.parts, versions=versions(), metrics=job.metrics)
         try:
             commit(session, job.topology, votes, request)
@@ -205,8 +206,7 @@ class _Attempt:
     def _learn(self, own: BaseException | None) -> Verdict:
         if own is None:
             session = self._session
-            gone = partial(session.is_gone, 0)
-            return voting.await_verdict(self._storage, self._attempt, self._job.target.name, session.timeout, gone)
+            return self._votes.await_verdict(self._job.target.name, session.timeout, partial(session.is_gone, 0))
         if self._unwritten and not self._failure_reported:
             self._cast(Vote(self._unwritten[0], error=to_wire(own)))
         return Verdict()

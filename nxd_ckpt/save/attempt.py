@@ -13,11 +13,11 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
 from nxd_ckpt import effects
-from nxd_ckpt.commit import voting
 from nxd_ckpt.commit.commit import clear_failed
 from nxd_ckpt.commit.publication import Publication, publication_of
 from nxd_ckpt.commit.session import Session, writing_slot
 from nxd_ckpt.commit.tier import Draining
+from nxd_ckpt.commit.voting import AttemptVotes
 from nxd_ckpt.coordination import lease
 from nxd_ckpt.coordination.paths import verdict_dir
 from nxd_ckpt.core import names
@@ -180,9 +180,9 @@ class _Opening:
         # Each rank had the same verdict on the attempt before, so that they agree on whether rank 0 opens this one.
         is_opened, session.last_failed = publication.in_place or session.last_failed, False
         if rank0 and is_opened:
-            clear_failed(session, attempt)
+            clear_failed(session)
         for lost, vote in list(session.lost_votes.items()):
-            voting.cast(session.storage, lost, vote)
+            AttemptVotes(session.storage, lost).cast(vote)
             del session.lost_votes[lost]
         if not rank0 and is_opened and self._attempt.error is None:
             self._await_opening(attempt)  # before anything is written: there may be no room before
@@ -194,7 +194,7 @@ class _Opening:
         if rank0:
             publication.begin(session)
             if is_opened and not session.is_alone:
-                voting.open_vote(session.storage, attempt, self._tag)
+                AttemptVotes(session.storage, attempt).open(self._tag)
         session.storage.make_dir(publication.folder)
         return parent_of(session.storage, session.last_saved) if self._attempt.request.options.dedup else None
 
@@ -206,22 +206,26 @@ class _Opening:
         session, rank = self._session, self._session.topology.rank
         if session.is_alone:
             return
-        storage, ended = session.storage, voting.ended_with if rank else voting.left_with
-        while (tag := ended(storage, number := session.attempt(session.counter))) not in (None, self._tag):
+        while True:
+            votes = AttemptVotes(session.storage, session.attempt(session.counter))
+            tag = votes.ended_with() if rank else votes.left_with()
+            if tag in (None, self._tag):
+                return
             logger.warning("rank %d did not make the save of %r, which others made", rank, tag)
             if rank == 0:
                 error = SaveFailed(f"rank 0 did not make this save, but that of {self._tag!r}")
-                voting.announce(storage, number, Verdict(to_wire(error), tag=tag))
+                votes.announce(Verdict(to_wire(error), tag=tag))
                 session.last_failed = True
             else:
                 missed = SaveFailed(f"this rank did not make the save of {tag!r}")
-                voting.cast(storage, number, Vote(rank, error=to_wire(missed)))
+                votes.cast(Vote(rank, error=to_wire(missed)))
             session.counter += 1
 
     def _await_opening(self, attempt: str) -> None:
         session = self._session
         try:
-            verdict = voting.await_opening(session.storage, attempt, self._tag, self._patience, session.is_leaving)
+            votes = AttemptVotes(session.storage, attempt)
+            verdict = votes.await_opening(self._tag, self._patience, session.is_leaving)
         except RanksDisagree:
             raise
         except SaveFailed:
@@ -312,4 +316,5 @@ class AttemptFiles:
         now, session = effects.monotonic(), self.attempt.session
         if now - self._reported > session.timeout / 10:
             self._reported = now
-            voting.report_progress(session.storage, self.publication.attempt, session.topology.rank, self.nbytes)
+            votes = AttemptVotes(session.storage, self.publication.attempt)
+            votes.report_progress(session.topology.rank, self.nbytes)

@@ -11,9 +11,9 @@ from itertools import chain
 from typing import NamedTuple
 
 from nxd_ckpt import effects
-from nxd_ckpt.commit import voting
 from nxd_ckpt.commit.commit import Commit, clean_up, commit
 from nxd_ckpt.commit.publication import is_visible
+from nxd_ckpt.commit.voting import AttemptVotes
 from nxd_ckpt.coordination import journal, lease
 from nxd_ckpt.coordination.paths import votes_dir
 from nxd_ckpt.core import names
@@ -60,6 +60,7 @@ class Ballot:
         self._attempt, self._session, self._tag = files.attempt, files.attempt.session, files.attempt.tag
         self._number = files.publication.attempt
         self._rank = self._session.topology.rank
+        self._votes = AttemptVotes(self._session.storage, self._number)
 
     def decide(self, voted: Callable[[], None]) -> int:
         """Vote, then call ``voted``, and wait until the attempt is decided; return the bytes of all ranks, on rank 0.
@@ -124,7 +125,7 @@ class Ballot:
         return {names.DCP_METADATA: entry}
 
     def _cast(self, index: FileEntry | None, others: Sequence[Vote] | SaveFailed | None) -> _Counted:
-        attempt, session, storage = self._attempt, self._session, self._session.storage
+        attempt, session = self._attempt, self._session
         refusal = others if isinstance(others, SaveFailed) else None
         own, may_count = self._vote(index, attempt.error or refusal), False
         if session.is_alone:
@@ -132,18 +133,17 @@ class Ballot:
         try:
             if attempt.error is not None:
                 self._files.make_room()
-            in_spare = session.write_in_spare if attempt.error is not None else voting.not_written
-            voting.cast(storage, self._number, own, in_spare)
+            self._votes.cast(own, None if attempt.error is None else session.write_in_spare)
         except OSError as error:
             # Rank 0 may miss this vote or see it: its verdict counts.
             was_good = attempt.error is None
             attempt.fail(error)
             lost = self._files.failed_vote(attempt.error or error)
             try:
-                if voting.has_cast(storage, self._number, self._rank):
+                if self._votes.has_cast(self._rank):
                     raise
                 self._files.make_room()
-                voting.cast(storage, self._number, lost, session.write_in_spare)
+                self._votes.cast(lost, session.write_in_spare)
             except OSError:
                 session.lost_votes[self._number] = lost
                 may_count = was_good
@@ -172,15 +172,14 @@ class Ballot:
         """Await rank 0's verdict on the other ranks. Without one, a tag that is there for good counts as one."""
         session, where = self._session, f"{self._session.storage.url}/{votes_dir(self._number)}"
         try:
-            gone = partial(session.is_gone, 0)
-            verdict = voting.await_verdict(session.storage, self._number, self._tag, self._files.patience, gone)
+            verdict = self._votes.await_verdict(self._tag, self._files.patience, partial(session.is_gone, 0))
             session.last_failed = verdict.error is not None
             return verdict
         except (OutcomeUnknown, OSError, MalformedFile) as error:
             if self._is_there_for_good():
                 return Verdict()
             with suppress(OSError):
-                voting.leave(session.storage, self._number, self._rank, self._tag)
+                self._votes.leave(self._rank, self._tag)
             if self._attempt.error is not None and not counted.may_count:
                 return Verdict(to_wire(self._attempt.error), self._rank)  # without its vote, no tag
             if isinstance(error, OutcomeUnknown):
@@ -243,13 +242,8 @@ class Ballot:
         session.last_failed = has_failed
         if session.is_alone:
             return
-        announce = partial(
-            voting.announce,
-            session.storage,
-            self._number,
-            replace(verdict, tag=self._tag),
-            session.write_in_spare if has_failed else voting.not_written,
-        )
+        in_spare = session.write_in_spare if has_failed else None
+        announce = partial(self._votes.announce, replace(verdict, tag=self._tag), in_spare)
         try:
             try:
                 announce()
@@ -281,8 +275,8 @@ class Ballot:
 
     def _collect(self) -> list[Vote]:
         """The votes of the other ranks."""
-        session, ranks = self._session, self._session.topology.world_size
-        return voting.collect(session.storage, self._number, ranks, session.timeout, first=1, gone=session.is_gone)
+        session = self._session
+        return self._votes.collect(session.topology.world_size, session.timeout, first=1, gone=session.is_gone)
 
 
 def tidy(attempt: SaveAttempt, *, failed: bool) -> None:

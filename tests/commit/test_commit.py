@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import errno
-import itertools
 import logging
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +13,7 @@ from nxd_ckpt import effects
 from nxd_ckpt.commit.commit import Commit, clean_up, commit
 from nxd_ckpt.commit.publication import Staged
 from nxd_ckpt.commit.retention import remove_tags
+from nxd_ckpt.commit.session import Session
 from nxd_ckpt.coordination.control_files import pin
 from nxd_ckpt.coordination.paths import STAGING, TRASH, VOTES, rank_file, staging_dir
 from nxd_ckpt.core import names
@@ -32,6 +31,7 @@ from nxd_ckpt.storage.base import Storage
 from nxd_ckpt.storage.local import LocalStorage
 from nxd_ckpt.testing.storage import HookedStorage, MemoryStorage, Operation, failing
 from tests.core.documents import SHARD
+from tests.support import attempts
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]
 
@@ -42,25 +42,8 @@ WHOLE = ParameterSpec("float32", (4,), Partition())
 CUT = ParameterSpec("float32", (8,), Partition(0, num_partitions=2))
 
 
-def session(storage: Storage, topology: Topology = TP, lease: BaseException | None = None) -> Any:
-    def require(*, strictly: bool = False) -> None:
-        if lease is not None:
-            raise lease
-
-    def confirm() -> bool:
-        require()
-        return True
-
-    return SimpleNamespace(
-        listed={},
-        storage=storage,
-        require=require,
-        confirm=confirm,
-        run_id="run",
-        topology=topology,
-        is_alone=topology.world_size == 1,
-        attempt=lambda number: f"run-{number}",
-    )
+def session(storage: Storage, topology: Topology = TP, lease: BaseException | None = None) -> Session:
+    return attempts.session(storage, lease, topology=topology)
 
 
 def prepared(storage: Storage, topology: Topology, crcs: dict[int, int] | None = None, **specs: ParameterSpec) -> None:
@@ -291,13 +274,7 @@ def test_a_job_that_is_taken_over_completes_and_removes_nothing(disk: LocalStora
     old_tags(disk, "a")
     if number > 0:
         prepared(disk, TP)
-    job, asked = session(disk), itertools.count()
-
-    def require(*, strictly: bool = False) -> None:
-        if next(asked) == number:
-            raise DirectoryInUse("taken over")
-
-    job.require = require
+    job = attempts.session(disk, *[None] * number, attempts.TAKEN, topology=TP)
     request = Commit(PUBLICATION, Parts(model=True), rules=[Last(1)])
     if number < 2:
         with pytest.raises(DirectoryInUse):

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from nxd_ckpt.commit import voting
 from nxd_ckpt.commit.publication import (
     InPlace,
     Staged,
@@ -16,11 +15,11 @@ from nxd_ckpt.commit.publication import (
     is_visible,
     publication_of,
 )
+from nxd_ckpt.commit.voting import AttemptVotes
 from nxd_ckpt.coordination import intents, journal
 from nxd_ckpt.coordination.paths import COPIES, STAGING, TRASH, staging_dir
 from nxd_ckpt.core.names import DONE, MANIFEST, MARKER
 from nxd_ckpt.errors import DirectoryInUse, OutcomeUnknown, SaveFailed
-from nxd_ckpt.storage.base import Storage
 from nxd_ckpt.storage.local import LocalStorage
 from nxd_ckpt.testing.storage import Hook, HookedStorage, MemoryStorage, Operation, failing, recording
 from tests.support.attempts import ATTEMPT, TAG, TAKEN, TIME, manifest, session, whole, written
@@ -220,12 +219,12 @@ def test_remains_of_an_earlier_save_are_removed_once_nobody_writes(
     waited: list[str] = []
     told: list[tuple[str, int]] = []
 
-    def await_votes(storage: Storage, attempt: str, *about: Any) -> bool:
-        waited.append(attempt)
+    def await_votes(votes: AttemptVotes, *about: Any) -> bool:
+        waited.append(votes.attempt)
         return True
 
-    monkeypatch.setattr(voting, "report_progress", lambda _, attempt, nbytes, __: told.append((attempt, nbytes)))
-    monkeypatch.setattr(voting, "await_votes", await_votes)
+    monkeypatch.setattr(AttemptVotes, "report_progress", lambda votes, rank, _: told.append((votes.attempt, rank)))
+    monkeypatch.setattr(AttemptVotes, "await_votes", await_votes)
     for attempt in ("run-1", "other-7"):
         intents.declare(store, staging_dir(attempt), TAG)
     store.write(f"{TAG}/strange", b"remains")
@@ -237,8 +236,8 @@ def test_remains_of_an_earlier_save_are_removed_once_nobody_writes(
 
 def test_a_rank_that_still_writes_is_not_swept(store: MemoryStorage, monkeypatch: pytest.MonkeyPatch) -> None:
     """The save is refused instead."""
-    monkeypatch.setattr(voting, "report_progress", lambda *_: None)
-    monkeypatch.setattr(voting, "await_votes", lambda *_: False)
+    monkeypatch.setattr(AttemptVotes, "report_progress", lambda *_: None)
+    monkeypatch.setattr(AttemptVotes, "await_votes", lambda *_: False)
     intents.declare(store, staging_dir("run-1"), TAG)
     with pytest.raises(SaveFailed, match="not all ranks have left it after 0 s"):
         InPlace(ATTEMPT, TAG).begin(session(store))

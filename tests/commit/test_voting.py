@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from nxd_ckpt.commit import voting
+from nxd_ckpt.commit.voting import AttemptVotes
 from nxd_ckpt.coordination import waiting
 from nxd_ckpt.coordination.paths import alive_file, rank_file, verdict_file, votes_dir
 from nxd_ckpt.core.manifest import FileEntry
@@ -47,48 +48,48 @@ def vote(rank: int) -> Vote:
 def test_votes_are_collected_by_rank(storage: LocalStorage) -> None:
     """As they were cast, in whatever order they came."""
     for rank in (2, 0, 1):
-        voting.cast(storage, ATTEMPT, vote(rank))
-    assert [vote(0), vote(1), vote(2)] == voting.collect(storage, ATTEMPT, 3, LONG)
+        AttemptVotes(storage, ATTEMPT).cast(vote(rank))
+    assert [vote(0), vote(1), vote(2)] == AttemptVotes(storage, ATTEMPT).collect(3, LONG)
 
 
 def test_late_votes_are_waited_for(storage: LocalStorage, clock: Clock) -> None:
     """Up to the timeout."""
-    voting.cast(storage, ATTEMPT, vote(0))
-    clock.at(0.9 * LONG, partial(voting.cast, storage, ATTEMPT, vote(1)))
-    assert 2 == len(voting.collect(storage, ATTEMPT, 2, LONG))
+    AttemptVotes(storage, ATTEMPT).cast(vote(0))
+    clock.at(0.9 * LONG, partial(AttemptVotes(storage, ATTEMPT).cast, vote(1)))
+    assert 2 == len(AttemptVotes(storage, ATTEMPT).collect(2, LONG))
 
 
 def test_a_vote_that_reports_an_error_ends_the_wait(storage: LocalStorage) -> None:
     """At once, though another rank has not voted; the message names rank and cause."""
-    voting.cast(storage, ATTEMPT, Vote(1, error=("DigestMismatch", "model/x.pt differs")))
+    AttemptVotes(storage, ATTEMPT).cast(Vote(1, error=("DigestMismatch", "model/x.pt differs")))
     with pytest.raises(SaveFailed, match=r"rank 1 failed: DigestMismatch: model/x\.pt differs"):
-        voting.collect(storage, ATTEMPT, 3, LONG)
+        AttemptVotes(storage, ATTEMPT).collect(3, LONG)
 
 
 def test_missing_votes_are_named(storage: LocalStorage, clock: Clock) -> None:
     """The first eight of them."""
-    voting.cast(storage, ATTEMPT, vote(0))
+    AttemptVotes(storage, ATTEMPT).cast(vote(0))
     with pytest.raises(SaveFailed, match=r"no vote from ranks 1, 2, 3, 4, 5, 6, 7, 8 and 3 more of 12 within 0 s"):
-        voting.collect(storage, ATTEMPT, 12, 0.1)
+        AttemptVotes(storage, ATTEMPT).collect(12, 0.1)
 
 
 def test_progress_extends_the_wait(storage: LocalStorage, clock: Clock) -> None:
     """A rank that reports progress for several timeouts, with pauses of most of one, is waited for."""
-    voting.cast(storage, ATTEMPT, vote(0))
+    AttemptVotes(storage, ATTEMPT).cast(vote(0))
     for done in range(1, 5):
-        clock.at(0.9 * done, partial(voting.report_progress, storage, ATTEMPT, 1, done))
-    clock.at(4.5, partial(voting.cast, storage, ATTEMPT, vote(1)))
-    assert [vote(0), vote(1)] == voting.collect(storage, ATTEMPT, 2, 1.0)
+        clock.at(0.9 * done, partial(AttemptVotes(storage, ATTEMPT).report_progress, 1, done))
+    clock.at(4.5, partial(AttemptVotes(storage, ATTEMPT).cast, vote(1)))
+    assert [vote(0), vote(1)] == AttemptVotes(storage, ATTEMPT).collect(2, 1.0)
 
 
 def test_rank_0_gives_signs_as_long_as_it_waits(storage: LocalStorage, clock: Clock) -> None:
     """Several in each timeout, whoever it is that still moves; then it says who is missing."""
     log: list[Operation] = []
-    voting.cast(storage, ATTEMPT, vote(0))
+    AttemptVotes(storage, ATTEMPT).cast(vote(0))
     for done in range(1, 5):
-        clock.at(0.9 * done, partial(voting.report_progress, storage, ATTEMPT, 1, done))
+        clock.at(0.9 * done, partial(AttemptVotes(storage, ATTEMPT).report_progress, 1, done))
     with pytest.raises(SaveFailed, match="no vote from rank 1"):
-        voting.collect(HookedStorage(storage, recording(log)), ATTEMPT, 2, 1.0)
+        AttemptVotes(HookedStorage(storage, recording(log)), ATTEMPT).collect(2, 1.0)
     assert 4.6 <= clock.now <= 5.0
     signs = [operation for operation in log if operation[:2] == ("write", alive_file(ATTEMPT))]
     assert clock.now / 0.2 <= len(signs) <= clock.now / 0.1
@@ -98,10 +99,10 @@ def test_rank_0s_signs_extend_the_wait_for_the_verdict(storage: LocalStorage, cl
     """Who waits for it reads rank 0's word only."""
     verdict = Verdict(("SaveFailed", "no vote from rank 1"), 0)
     for done in range(1, 5):
-        clock.at(0.9 * done, partial(voting.report_progress, storage, ATTEMPT, 0, done))
-    clock.at(4.5, partial(voting.announce, storage, ATTEMPT, verdict))
+        clock.at(0.9 * done, partial(AttemptVotes(storage, ATTEMPT).report_progress, 0, done))
+    clock.at(4.5, partial(AttemptVotes(storage, ATTEMPT).announce, verdict))
     log: list[Operation] = []
-    assert verdict == voting.await_verdict(HookedStorage(storage, recording(log)), ATTEMPT, "t", 1.0)
+    assert verdict == AttemptVotes(HookedStorage(storage, recording(log)), ATTEMPT).await_verdict("t", 1.0)
     read = {operation.key for operation in log if operation.name == "read"}
     assert {alive_file(ATTEMPT), verdict_file(ATTEMPT)} == read
 
@@ -109,52 +110,52 @@ def test_rank_0s_signs_extend_the_wait_for_the_verdict(storage: LocalStorage, cl
 @pytest.mark.parametrize("verdict", [Verdict(), Verdict(("RanksDisagree", "tags differ"), 0)])
 def test_the_verdict_comes_back(storage: LocalStorage, verdict: Verdict) -> None:
     """As it was announced."""
-    voting.announce(storage, ATTEMPT, verdict)
-    assert verdict == voting.await_verdict(storage, ATTEMPT, "t", LONG)
+    AttemptVotes(storage, ATTEMPT).announce(verdict)
+    assert verdict == AttemptVotes(storage, ATTEMPT).await_verdict("t", LONG)
 
 
 def test_without_a_verdict_the_outcome_is_unknown(storage: LocalStorage, clock: Clock) -> None:
     """The message says where to look."""
-    voting.cast(storage, ATTEMPT, vote(0))
+    AttemptVotes(storage, ATTEMPT).cast(vote(0))
     with pytest.raises(OutcomeUnknown, match=r"save of 't'.*look for .*/t/done"):
-        voting.await_verdict(storage, ATTEMPT, "t", 0.1)
+        AttemptVotes(storage, ATTEMPT).await_verdict("t", 0.1)
 
 
 def test_nothing_is_asked_for_by_name_before_it_is_listed(storage: LocalStorage, clock: Clock) -> None:
     """NFS clients cache that a name does not exist: only a listing is believed."""
     log: list[Operation] = []
     hooked = HookedStorage(storage, recording(log))
-    voting.cast(storage, ATTEMPT, vote(0))
+    AttemptVotes(storage, ATTEMPT).cast(vote(0))
     with pytest.raises(SaveFailed):
-        voting.collect(hooked, ATTEMPT, 2, 0.1)
+        AttemptVotes(hooked, ATTEMPT).collect(2, 0.1)
     with pytest.raises(OutcomeUnknown):
-        voting.await_verdict(hooked, ATTEMPT, "t", 0.1)
+        AttemptVotes(hooked, ATTEMPT).await_verdict("t", 0.1)
     read = {done.key for done in log if done.name not in ("list", "write")}
     assert {rank_file(ATTEMPT, 0, "vote")} == read - {alive_file(ATTEMPT)}  # that was listed
 
 
 def test_a_rank_whose_process_ended_is_not_waited_for(storage: LocalStorage, clock: Clock) -> None:
     """Rank 0 says in seconds who it is, and the others that rank 0 is gone, whatever the timeout."""
-    voting.cast(storage, ATTEMPT, vote(0))
+    AttemptVotes(storage, ATTEMPT).cast(vote(0))
     with pytest.raises(SaveFailed, match=r"no vote from rank 2 of 3: the process ended"):
-        voting.collect(storage, ATTEMPT, 3, 3600.0, gone=lambda rank: rank == 2)
+        AttemptVotes(storage, ATTEMPT).collect(3, 3600.0, gone=lambda rank: rank == 2)
     with pytest.raises(OutcomeUnknown, match=r"rank 0 gave no verdict: its process ended"):
-        voting.await_verdict(storage, ATTEMPT, "t", 3600.0, lambda: True)
+        AttemptVotes(storage, ATTEMPT).await_verdict("t", 3600.0, lambda: True)
     assert clock.now < 10
 
 
 def test_the_vote_of_a_rank_that_ended_counts(storage: LocalStorage, clock: Clock) -> None:
     """Its bytes are durable, and a shared file system may show its vote later than the system its end."""
-    voting.cast(storage, ATTEMPT, vote(0))
+    AttemptVotes(storage, ATTEMPT).cast(vote(0))
     asked = threading.Event()
 
     def gone(rank: int) -> bool:
         if not asked.is_set():
-            voting.cast(storage, ATTEMPT, vote(1))
+            AttemptVotes(storage, ATTEMPT).cast(vote(1))
         asked.set()
         return rank == 1
 
-    assert [vote(0), vote(1)] == voting.collect(storage, ATTEMPT, 2, LONG, gone=gone)
+    assert [vote(0), vote(1)] == AttemptVotes(storage, ATTEMPT).collect(2, LONG, gone=gone)
 
 
 def test_a_verdict_is_tried_again_after_an_error_that_passes(storage: LocalStorage, clock: Clock) -> None:
@@ -167,8 +168,8 @@ def test_a_verdict_is_tried_again_after_an_error_that_passes(storage: LocalStora
             raise OSError(5, "Input/output error")
 
     hooked = HookedStorage(storage, once)
-    voting.announce(hooked, ATTEMPT, Verdict())
-    assert Verdict() == voting.await_verdict(hooked, ATTEMPT, "t", LONG)
+    AttemptVotes(hooked, ATTEMPT).announce(Verdict())
+    assert Verdict() == AttemptVotes(hooked, ATTEMPT).await_verdict("t", LONG)
     assert {"write", "read"} == failed
 
 
@@ -177,7 +178,7 @@ def test_a_damaged_vote_is_named(storage: LocalStorage, damaged: bytes) -> None:
     """As the file that it is."""
     storage.write(rank_file(ATTEMPT, 0, "vote"), damaged)
     with pytest.raises(MalformedFile, match=r"rank_00000\.vote\.json"):
-        voting.collect(storage, ATTEMPT, 1, LONG)
+        AttemptVotes(storage, ATTEMPT).collect(1, LONG)
 
 
 def test_a_slow_directory_does_not_put_a_rank_to_sleep(tmp_path: Path, clock: Clock) -> None:
@@ -186,6 +187,6 @@ def test_a_slow_directory_does_not_put_a_rank_to_sleep(tmp_path: Path, clock: Cl
     storage = HookedStorage(LocalStorage(tmp_path), clock.looked)
     storage.make_dir(votes_dir("run-1"))
     with pytest.raises(SaveFailed, match="no vote from rank 0"):
-        voting.collect(storage, "run-1", 1, timeout=600.0)
+        AttemptVotes(storage, "run-1").collect(1, timeout=600.0)
     assert max(clock.slept) <= 2.0
     assert clock.now < 600 + 2 * 100 + 2

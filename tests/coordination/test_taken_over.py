@@ -153,11 +153,13 @@ def test_a_copy_that_cannot_be_put_back_tells_why_it_was_not_published(disk: Loc
 
 
 @pytest.mark.parametrize("number", range(2))
-def test_a_copy_counts_a_lease_that_is_gone_as_lost(disk: LocalStorage, number: int) -> None:
+def test_a_copy_counts_a_lease_that_is_gone_as_lost(
+    disk: LocalStorage, number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Before and after it is moved to where it is published from."""
     one, asked, job = Staged(ATTEMPT, TAG, resumes=True), itertools.count(), session(disk)
     written(disk, one)
-    job.require = lambda strictly=False: strictly and next(asked) == number and _raise(TAKEN)
+    monkeypatch.setattr(job, "require", lambda strictly=False: strictly and next(asked) == number and _raise(TAKEN))
     with pytest.raises(DirectoryInUse):
         one.publish(job, TIME, [])
 

@@ -13,10 +13,10 @@ import torch
 
 from nxd_ckpt import Checkpointer, Topology, load_checkpoint, save_checkpoint
 from nxd_ckpt.api import finalize_checkpoint
-from nxd_ckpt.commit import voting
 from nxd_ckpt.commit.commit import Commit, commit
 from nxd_ckpt.commit.publication import Staged
 from nxd_ckpt.commit.session import Session
+from nxd_ckpt.commit.voting import AttemptVotes
 from nxd_ckpt.coordination.paths import rank_file, staging_dir, verdict_dir
 from nxd_ckpt.core import names
 from nxd_ckpt.core.manifest import FileEntry, Parts, RankIndex, dump_index
@@ -45,7 +45,7 @@ def voted(path: Path, ranks: int) -> LocalStorage:
     storage.make_dir(verdict_dir(ATTEMPT))
     for rank in range(ranks):
         vote = Vote(rank, plan={"tag": "t"}, replica="same", index=FileEntry(1, 1))
-        voting.cast(storage, ATTEMPT, vote)
+        AttemptVotes(storage, ATTEMPT).cast(vote)
         at = Topology(dp=ranks).coordinates_of(rank)
         storage.write(f"{staging_dir(ATTEMPT)}/{names.index_file(at)}", dump_index(RankIndex(at, {}, ())))
     return storage
@@ -63,9 +63,9 @@ def test_the_verdict_costs_a_rank_the_same_whatever_their_number(tmp_path: Path)
     costs = []
     for ranks in (2, 64):
         storage = voted(tmp_path / str(ranks), ranks)
-        voting.announce(storage, ATTEMPT, Verdict())
+        AttemptVotes(storage, ATTEMPT).announce(Verdict())
         assert 1 == len(storage.list(verdict_dir(ATTEMPT)))
-        costs.append(operations(storage, lambda storage: voting.await_verdict(storage, ATTEMPT, "t", 30.0)))
+        costs.append(operations(storage, lambda storage: AttemptVotes(storage, ATTEMPT).await_verdict("t", 30.0)))
     assert costs[0] == costs[1]
     assert 2 == costs[0].total()
 
@@ -73,7 +73,7 @@ def test_the_verdict_costs_a_rank_the_same_whatever_their_number(tmp_path: Path)
 def test_every_vote_is_read_once(tmp_path: Path) -> None:
     """However many there are, and nothing else is read; votes that are all there take one listing."""
     storage = voted(tmp_path, 64)
-    found = operations(storage, lambda storage: voting.collect(storage, ATTEMPT, 64, 30.0))
+    found = operations(storage, lambda storage: AttemptVotes(storage, ATTEMPT).collect(64, 30.0))
     expected = {("read", rank_file(ATTEMPT, rank, "vote")): 1 for rank in range(64)}
     assert expected == {key: count for key, count in found.items() if key[0] != "list"}
     assert 65 == found.total()
@@ -84,7 +84,7 @@ def test_a_commit_costs_the_same_whatever_the_number_of_ranks(tmp_path: Path) ->
     costs = []
     for ranks in (2, 64):
         storage, topology = voted(tmp_path / str(ranks), ranks), Topology(dp=ranks)
-        votes = voting.collect(storage, ATTEMPT, ranks, 30.0)
+        votes = AttemptVotes(storage, ATTEMPT).collect(ranks, 30.0)
         request = Commit(Staged(ATTEMPT, "t"), Parts(), rules=[Last(1)])
 
         def decide(

@@ -125,7 +125,8 @@ _BEATS_OVER = {
         "                    _beat(self._storage, self._lease, beat)",
     )
 }
-_VOTES = {_VOTING: ("        if not missing:\n            return [", "        if by_rank:\n            return [")}
+_RETURN = "                return ["
+_VOTES = {_VOTING: ("            if not missing:\n" + _RETURN, "            if by_rank:\n" + _RETURN)}
 _LEASE_IS_FREE = ("    if runs is not None:\n        return runs\n", "    return False\n")
 _LEASE_IS_HELD = (_LEASE_IS_FREE[0], "    return True\n")
 _IS_NOT_ASKED_AGAIN = {
@@ -220,7 +221,7 @@ BREAKS = [
         {
             _BALLOT: (
                 "            commit(session, session.topology, votes, request)\n",
-                "            voting.announce(session.storage, self._number, replace(Verdict(), tag=self._tag))\n"
+                "            self._votes.announce(replace(Verdict(), tag=self._tag))\n"
                 "            commit(session, session.topology, votes, request)\n",
             )
         },
@@ -238,8 +239,8 @@ BREAKS = [
         "Rank does not wait for the verdict", "disk",
         {
             _BALLOT: (
-                "            verdict = voting.await_verdict("
-                "session.storage, self._number, self._tag, self._files.patience, gone)\n",
+                "            verdict = self._votes.await_verdict("
+                "self._tag, self._files.patience, partial(session.is_gone, 0))\n",
                 "            verdict = Verdict()\n",
             )
         },
@@ -255,7 +256,7 @@ BREAKS = [
     ),
     Break(
         "Rank 0 does not give up on a rank", "disk",
-        {_VOTING: ("patience.is_over(len(by_rank), partial(_progress, storage, attempt, names, ranks))", "False")},
+        {_VOTING: ("patience.is_over(len(by_rank), partial(self._progress, names, ranks))", "False")},
     ),
     Break(
         "Manifest not written", "disk",
@@ -380,8 +381,7 @@ BREAKS += [
         "Clean-up removes the staging of this attempt", "disk",
         {
             _COMMIT: (
-                "        if (everyone_is_past and int(number) <= counter) or "
-                "voting.all_voted(storage, entry.name, world_size):\n",
+                "        if (everyone_is_past and number <= counter) or votes.all_voted(world_size):\n",
                 "        if True:\n",
             )
         },

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from types import SimpleNamespace
-from typing import Any
 
 from nxd_ckpt.commit.publication import Publication
+from nxd_ckpt.commit.session import Session
 from nxd_ckpt.core.manifest import dump_manifest
 from nxd_ckpt.core.names import DONE, MANIFEST, MARKER
 from nxd_ckpt.core.topology import Topology
@@ -17,29 +16,28 @@ from tests.core.documents import MANIFEST as DOCUMENT
 TAKEN = DirectoryInUse("it was taken over")
 ATTEMPT, TAG = "run-2", "one"
 TIME = 1_700_000_000.0
+_PAIR = Topology(dp=2)
 
 
 def manifest(attempt: str = ATTEMPT) -> bytes:
     return dump_manifest(replace(DOCUMENT, tag=TAG, attempt=attempt))
 
 
-def session(storage: Storage, *answers: BaseException | None) -> Any:
-    """One whose lease is asked for: ``answers`` in turn, the last again and again; none is a lease that holds."""
-    left = list(answers) or [None]
+class LeasedSession(Session):
+    """One whose lease is asked for: ``answers`` in turn, the last again and again; None is a lease that holds."""
 
-    def require(*, strictly: bool = False) -> None:
-        answer = left.pop(0) if len(left) > 1 else left[0]
+    answers: list[BaseException | None]
+
+    def require(self, *, strictly: bool = False) -> None:
+        answer = self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
         if answer is not None:
             raise answer
 
-    def confirm() -> bool:
-        require()
-        return True
 
-    return SimpleNamespace(
-        storage=storage, require=require, confirm=confirm, run_id="run", topology=Topology(), timeout=0.1,
-        is_leaving=lambda: False, attempt=lambda number: f"run-{number}", is_alone=False,
-    )  # fmt: skip
+def session(storage: Storage, *answers: BaseException | None, topology: Topology = _PAIR) -> LeasedSession:
+    double = LeasedSession(storage, topology, "run", 0.1)
+    double.answers = list(answers) or [None]
+    return double
 
 
 def whole(storage: Storage, tag: str = TAG, attempt: str = "run-1") -> None:

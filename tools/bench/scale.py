@@ -21,10 +21,10 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 from nxd_ckpt import Checkpointer, Partition, Topology
-from nxd_ckpt.commit import voting
 from nxd_ckpt.commit.commit import Commit, commit
 from nxd_ckpt.commit.publication import Staged
 from nxd_ckpt.commit.session import Session
+from nxd_ckpt.commit.voting import AttemptVotes
 from nxd_ckpt.coordination.paths import staging_dir, verdict_dir
 from nxd_ckpt.core import names
 from nxd_ckpt.core.manifest import (
@@ -147,14 +147,14 @@ def _decide(
 
     def cast_all() -> None:
         for vote in votes:
-            voting.cast(storage, ATTEMPT, vote)
+            AttemptVotes(storage, ATTEMPT).cast(vote)
 
     clock("all votes", cast_all)
-    collected = clock("collect", lambda: voting.collect(storage, ATTEMPT, topology.world_size, 60.0))
+    collected = clock("collect", lambda: AttemptVotes(storage, ATTEMPT).collect(topology.world_size, 60.0))
     session = Session(storage, topology, "run", 60.0)
     clock("judge, commit", lambda: commit(session, topology, collected, replace(request, rules=[Last(2)])))
-    voting.announce(storage, ATTEMPT, Verdict())
-    clock("one verdict", lambda: voting.await_verdict(storage, ATTEMPT, "step", 60.0))
+    AttemptVotes(storage, ATTEMPT).announce(Verdict())
+    clock("one verdict", lambda: AttemptVotes(storage, ATTEMPT).await_verdict("step", 60.0))
     clock("open", lambda: open_complete_tag(storage, choose_tag(storage, "step")))
 
 
