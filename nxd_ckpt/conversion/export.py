@@ -65,7 +65,7 @@ from nxd_ckpt.tag.foreign.hugging_face_directory import OPTIMIZER, OPTIMIZER_DOC
 from nxd_ckpt.tag.foreign.presharded import file_name
 from nxd_ckpt.tag.foreign.recognise import ADAPTER_SHARDS
 from nxd_ckpt.tag.foreign.weight_files import INDEX
-from nxd_ckpt.tag.mappings import INFERENCE, find_mapping, inference_sizes, shipped_mappings, text_config
+from nxd_ckpt.tag.mappings import INFERENCE, find_mapping, inference_sizes, text_config
 from nxd_ckpt.tag.opened import OpenTag
 from nxd_ckpt.tag.side_by_side import Matched, SideBySide
 
@@ -81,7 +81,7 @@ def presharded(tag: HuggingFaceTag, config: Mapping[str, Any], tp: int) -> Presh
 
     Raises the errors of `ImportedModel.state`.
     """
-    mapping = shipped_mappings()[INFERENCE]
+    mapping = find_mapping(INFERENCE, config)
     target = ImportTarget(Topology(tp=tp), mapping, inference_sizes(mapping, config, tp))
     model, files = ImportedModel(TagTensors(tag), target), {}
     for rank in range(tp):

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
 from math import prod
@@ -22,7 +22,7 @@ from typing import Any
 from nxd_ckpt.core.heads import HARDWARE, Hardware
 from nxd_ckpt.core.packing import Packed
 from nxd_ckpt.core.pattern import Numbers, Pattern, PatternIndex
-from nxd_ckpt.core.sizes import CONFIG_KEYS, LayerKind, Sizes, checked_count
+from nxd_ckpt.core.sizes import CONFIG_KEYS, LayerKind, ModelOption, Sizes, checked_count
 from nxd_ckpt.core.suggestions import first_of
 from nxd_ckpt.errors import InvalidArgument, KeyMismatch, ShapeMismatch
 
@@ -110,6 +110,7 @@ class ModelMapping:
         prediction: beginnings of the names of Hugging Face tensors that only predict several tokens at once. With
             ``{layer}`` they are those of layers after the model's own. They are left out.
         shapes: shapes of Hugging Face tensors in files, by the pattern of their names.
+        options: keys of config.json that decide whether the model has some tensors.
     """
 
     name: str
@@ -124,6 +125,7 @@ class ModelMapping:
     layer_kinds: tuple[LayerKind, ...] = ()
     prediction: tuple[str, ...] = ()
     shapes: Mapping[str, Shape] = field(default_factory=dict)
+    options: Mapping[str, ModelOption] = field(default_factory=dict)
 
     def sizes(self, config: Mapping[str, Any], kv_size_multiplier: int, hardware: Hardware) -> Sizes:
         """Return the sizes of one model.
@@ -169,9 +171,15 @@ class ModelMapping:
 
     def required(self, sizes: Sizes) -> list[str]:
         """Return the Hugging Face tensors that every such model has, as far as config.json has the number of layers."""
-        names: dict[str, None] = {}
         required = [rule for rule in self.rules if not rule.optional]  # some name the same tensors
-        for pattern in dict.fromkeys(member.name for rule in required for member in rule.members):
+        names = self._filled((member.name for rule in required for member in rule.members), sizes)
+        left_out = self.tied if self.are_tied(sizes) else ()
+        return [name for name in names if name not in left_out]
+
+    def _filled(self, patterns: Iterable[Pattern], sizes: Sizes) -> list[str]:
+        """Return the names of these patterns in all layers that have them, each once."""
+        names: dict[str, None] = {}
+        for pattern in dict.fromkeys(patterns):
             counts = [sizes.find(key) for key in pattern.placeholders]
             if None not in counts:
                 checked_count(len(names) + prod(count or 0 for count in counts), pattern.text)
@@ -179,8 +187,30 @@ class ModelMapping:
                     numbers = dict(zip(pattern.placeholders, each, strict=True))
                     if self._kind_without(pattern, numbers, sizes) is None:
                         names[pattern.fill(numbers)] = None
-        left_out = self.tied if self.are_tied(sizes) else ()
-        return [name for name in names if name not in left_out]
+        return list(names)
+
+    def refuse_options(self, names: Collection[str], sizes: Sizes, where: str) -> None:
+        """Raise KeyMismatch if the Hugging Face tensors ``names`` contradict an option of config.json.
+
+        transformers fills what files lack with random numbers, and leaves out what the model lacks. Without config.json
+        nothing is known.
+        """
+        for option in self.options.values() if sizes.config else ():
+            index, means = PatternIndex(option.tensors), f"by config.json ({option.text(sizes.config)})"
+            if option.is_set(sizes.config):
+                lacking = [name for name in self._filled(option.tensors, sizes) if name not in names]
+                if lacking:
+                    raise KeyMismatch(
+                        f"{where} lacks {first_of(lacking)}, which {means} this model has; pass the model's own "
+                        f"config.json: one in which {option.key} is false, if it has none of them"
+                    )
+                continue
+            found = [name for name in names if any(index.matches(name))]
+            if found:
+                raise KeyMismatch(
+                    f"{where} holds {first_of(found)}, which {means} this model does not have; pass the model's own "
+                    f"config.json: one in which {option.key} is true"
+                )
 
     def predicting(self, names: Iterable[str], sizes: Sizes) -> list[str]:
         """Return those of the Hugging Face tensors that serve only the prediction of several tokens at once.
@@ -342,6 +372,7 @@ def load_mapping(document: Any, where: str, shipped: Mapping[str, ModelMapping] 
         else tuple(_kind(each, f"{where}: layer_kinds {number}") for number, each in enumerate(kinds)),
         prediction=reader.strings("prediction"),
         shapes={**base.shapes, **_shapes(reader.take("shapes", list, []), f"{where}: shapes")},
+        options={**base.options, **_options(reader.take("options", list, []), f"{where}: options")},
     )
     reader.done()
     named = {member.name.text for rule in mapping.rules for member in rule.members}
@@ -362,6 +393,17 @@ def _shapes(entries: Sequence[Any], where: str) -> dict[str, Shape]:
             raise InvalidArgument(f"{at}: shape must have a sum of products of sizes, or null, for each dimension")
         shapes |= dict.fromkeys(names, tuple(shape))
     return shapes
+
+
+def _options(entries: Sequence[Any], where: str) -> dict[str, ModelOption]:
+    options: dict[str, ModelOption] = {}
+    for number, entry in enumerate(entries):
+        at = f"{where} {number}"
+        reader = _Fields(entry, at)
+        key, names = reader.take("key", str), _strings(reader.take("hf", (str, list)), f"{at}: hf")
+        options[key] = ModelOption(key, tuple(map(Pattern, names)), reader.take("default", bool, False))
+        reader.done()
+    return options
 
 
 def _base(reader: _Fields, where: str, shipped: Mapping[str, ModelMapping]) -> ModelMapping:

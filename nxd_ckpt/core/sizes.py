@@ -9,7 +9,7 @@ from typing import Any
 
 from nxd_ckpt.core.heads import Hardware, Heads
 from nxd_ckpt.core.limits import MODEL_TENSORS
-from nxd_ckpt.core.pattern import Numbers
+from nxd_ckpt.core.pattern import Numbers, Pattern
 from nxd_ckpt.errors import InvalidArgument
 
 CONFIG_KEYS: Mapping[str, tuple[str, ...]] = {
@@ -168,6 +168,25 @@ class LayerKind:
         """The keys in config.json that decide, for error messages."""
         keys = [self.start, self.every, self.excluded, self.listed, self.option]
         return " and ".join(key for key in [*keys, self.layer_type and "layer_types"] if key)
+
+
+@dataclass(frozen=True)
+class ModelOption:
+    """Hugging Face tensors, such as biases, that a model has if config.json sets ``key``, and only then.
+
+    ``default`` is the value where config.json has none.
+    """
+
+    key: str
+    tensors: tuple[Pattern, ...]
+    default: bool = False
+
+    def is_set(self, config: Mapping[str, Any]) -> bool:
+        return bool(config.get(self.key, self.default))
+
+    def text(self, config: Mapping[str, Any]) -> str:
+        """Return the key and its value, for error messages."""
+        return f"{self.key} {config[self.key]!r}" if self.key in config else f"no {self.key}, so {self.default}"
 
 
 def _number(key: str, sizes: Sizes, default: int, least: int = 0) -> int:

@@ -54,12 +54,14 @@ def selection(mapping: ModelMapping, names: Iterable[str], sizes: Sizes, variant
 
     Raises:
         InvalidArgument: the mapping has no such variant.
-        KeyMismatch: by config.json, the model or its layer does not have one of the tensors.
+        KeyMismatch: by config.json, the model or its layer does not have one of the tensors, or has others.
     """
     rules = _chosen_rules(mapping, variants)
     present = set(names)
     unknown = _unknown(mapping, rules, present)
     mapping.refuse_misplaced(sorted(present), sizes)
+    if not unknown:
+        mapping.refuse_options(present, sizes, "the input")
     present |= {name for name, other in mapping.ties_of(sizes).items() if other in present}
     matches = tuple(_matches(rules, present, sizes))
     needed = [name for match in matches for name in match.rule.names(match.numbers, sizes)]

@@ -252,7 +252,7 @@ class MappedTag:
         """Check by names and digests that this is the tag of such a model; of tensors, only padding is read.
 
         Raises:
-            KeyMismatch: names are not mapped, or tensors are missing.
+            KeyMismatch: names are not mapped, or tensors are missing, or config.json says that there are none.
             MalformedFile: a rank lacks a tensor that others have.
             ShapeMismatch: rows or heads that are not padding would be left out.
             TopologyMismatch: ranks that should hold equal values hold different ones.
@@ -267,7 +267,9 @@ class MappedTag:
                 f"{self._opened.where} lacks {', '.join(self.missing[:_SHOWN])} ({len(self.missing)} tensors), which "
                 f"every model of mapping {self._mapping.name!r} has with this config.json; pass the model's own"
             )
-        self._mapping.refuse_misplaced((tensor.name for tensor in self.tensors), self.sizes)
+        names = dict.fromkeys(tensor.name for tensor in self.tensors)
+        self._mapping.refuse_misplaced(names, self.sizes)
+        self._mapping.refuse_options(names, self.sizes, self._opened.where)
         for source in {tensor.source.name: tensor.source for tensor in self.tensors}.values():
             self._refuse_holes(source)
             self._refuse_unequal_copies(source)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import cache
 from importlib import resources
 from pathlib import Path
@@ -53,7 +54,9 @@ def find_mapping(spec: MappingSpec, config: Mapping[str, Any]) -> ModelMapping:
         raise InvalidArgument(f"mapping: expected a name, a path or a JSON object, found {type(spec).__name__}")
     name = os.fspath(spec)
     if name in shipped:
-        return shipped[name]
+        # The names are this mapping's; how keys of config.json are read is decided by its model_type.
+        family = _of_model_type(config.get("model_type"), shipped)
+        return shipped[name] if family is None else replace(shipped[name], options=family.options)
     path = Path(local_path(name))
     if not path.is_file():
         raise InvalidArgument(
@@ -145,10 +148,14 @@ def shipped_mappings() -> dict[str, ModelMapping]:
     return dict(sorted(mappings.items()))
 
 
+def _of_model_type(model_type: Any, shipped: Mapping[str, ModelMapping]) -> ModelMapping | None:
+    return next((mapping for mapping in shipped.values() if model_type in mapping.model_types), None)
+
+
 def _for_model_type(model_type: Any, shipped: Mapping[str, ModelMapping]) -> ModelMapping:
-    for mapping in shipped.values():
-        if model_type in mapping.model_types:
-            return mapping
+    mapping = _of_model_type(model_type, shipped)
+    if mapping is not None:
+        return mapping
     if model_type is None:
         raise InvalidArgument(
             "the model type is not known. Pass the model's config.json, or a Hugging Face directory with one, as "

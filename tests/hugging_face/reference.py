@@ -51,6 +51,10 @@ class Model:
             config["num_key_value_heads"] = self.kv_heads
         if self.family == "mixtral":
             config["num_local_experts"] = self.experts
+        if self.bias:
+            config["attention_bias"] = True
+        if self.mlp_bias:
+            config["mlp_bias"] = True
         return config
 
     def state(self) -> State:

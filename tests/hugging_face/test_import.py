@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import uuid
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -210,6 +211,16 @@ def _claim_other_heads(path: Path, model: Model) -> None:
     write_config(path, {**model.config, "num_key_value_heads": 4})
 
 
+def _claim_biases(path: Path, model: Model) -> None:
+    write_model(path, model)
+    write_config(path, {**model.config, "attention_bias": True})
+
+
+def _hide_biases(path: Path, model: Model) -> None:
+    write_model(path, replace(model, mlp_bias=True))
+    write_config(path, model.config)
+
+
 def _overflow(path: Path, model: Model) -> None:
     write_model(path, model, {**model.state(), "model.norm.weight": torch.full((8,), 1e30)})
 
@@ -226,6 +237,8 @@ def _whole(path: Path, model: Model) -> None:
         (_add_a_tensor, {}, KeyMismatch, r"no rule for model\.layers\.0\.self_attn\.q_norm.*closest.*_proj"),
         (_mix_dtypes, {}, DtypeMismatch, r"gate_up_proj\.weight is made of tensors of bfloat16 and float32"),
         (_claim_other_heads, {}, ShapeMismatch, r"k_proj\.weight has shape \(4, 8\), expected \(8, 8\)"),
+        (_claim_biases, {}, KeyMismatch, r"/hf: .* lacks .*layers\.0\..*q_proj\.bias.*\(attention_bias True\)"),
+        (_hide_biases, {}, KeyMismatch, r"/hf: .* holds .*layers\.0\.mlp\.\w+_proj\.bias.*\(no mlp_bias, so False\)"),
         (_overflow, {"dtype": "float16"}, DtypeMismatch, r"model/model\.norm\.weight.*become infinite"),
         (_whole, {"dtype": "float8"}, InvalidArgument, r"dtype must be one of"),
         (_lose_the_embedding, {}, KeyMismatch, r"tensors are missing: model\.embed_tokens\.weight"),

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+from contextlib import nullcontext
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +74,26 @@ def test_a_config_that_contradicts_the_files_is_refused(
     with pytest.raises(kind, match=complaint):
         import_checkpoint(tmp_path / "hf", tmp_path / "run" / "step_0")
     assert not (tmp_path / "run" / "step_0").exists()
+
+
+@pytest.mark.parametrize("name", sorted({kind: name for name, (kind, *_) in {**CASES, **FAMILIES}.items()}.values()))
+def test_keys_for_biases_mean_what_they_mean_for_transformers(name: str) -> None:
+    """Or nothing: if they change no tensor of its model, they are not looked at."""
+    kind, changes, _ = {**CASES, **FAMILIES}[name]
+    names, configs = {}, {}
+    for value in (True, False):
+        biases = {"attention_bias": value, "mlp_bias": value}
+        config = getattr(transformers, kind)(**{**SIZES, **changes, **biases})
+        configs[value] = {**config.to_dict(), **biases}
+        with torch.device("meta"):
+            names[value] = set(transformers.AutoModelForCausalLM.from_config(config).state_dict())
+        default = getattr(transformers, kind)().to_dict().get("attention_bias")
+        mapping = find_mapping(None, configs[value])
+        assert default in (None, option.default if (option := mapping.options.get("attention_bias")) else default)
+    for had, said in product((True, False), repeat=2):
+        with nullcontext() if names[had] == names[said] else pytest.raises(KeyMismatch, match=f"_bias {said}"):
+            mapping.refuse_options(names[had], Sizes(configs[said], keys=mapping.keys), "it")
+        mapping.refuse_options(names[had], Sizes({}), "without config.json, it")
 
 
 @pytest.mark.parametrize(

@@ -28,8 +28,8 @@ def with_rule(**changes: Any) -> dict[str, Any]:
 
 
 def test_config_json_chooses_among_the_shipped_ones() -> None:
-    """By its model_type; Mistral is mapped as Llama."""
-    expected = {kind: kind for kind in ("llama", "qwen2", "qwen3", "mixtral", "gpt_neox")} | {"mistral": "llama"}
+    """By its model_type; Granite is mapped as Llama."""
+    expected = {kind: kind for kind in ("llama", "qwen2", "qwen3", "mixtral", "gpt_neox")} | {"granite": "llama"}
     assert expected == {kind: find_mapping(None, {"model_type": kind}).name for kind in expected}
 
 

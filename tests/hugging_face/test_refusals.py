@@ -59,6 +59,7 @@ def refused(
         (KeyMismatch, "lacks model.layers.2", {"changes": {"num_hidden_layers": 3}}),
         (ShapeMismatch, "should have 100 rows|24 elements", {"changes": {"vocab_size": 100}}),
         (IncompatibleState, "ties lm_head.weight to model.embed_tokens", {"changes": {"tie_word_embeddings": True}}),
+        (KeyMismatch, r"lacks .*\.bias.*\(mlp_bias True\)", {"changes": {"mlp_bias": True}}),
         (InvalidArgument, "no mapping for model_type 'opt'", {"changes": {"model_type": "opt"}}),
         (KeyMismatch, "no rule for", {"mapping": "gpt_neox", "kv_size_multiplier": 1}),
         (InvalidArgument, "gpt_neox' has no rule with heads", {"mapping": "gpt_neox", "kv_size_multiplier": 2}),
