@@ -1,12 +1,12 @@
-"""Choice of the adapter for a live optimizer, and the adapters' protocol."""
+"""Choice of the adapter for a live optimizer, and the adapter of several."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from itertools import chain, islice
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 
@@ -18,70 +18,18 @@ from nxd_ckpt.live.dtensor import Placed, is_dtensor
 from nxd_ckpt.live.model import ModelAdapter
 from nxd_ckpt.live.named import by_name
 from nxd_ckpt.live.optimizer_dict import DictOptimizer
-from nxd_ckpt.live.optimizer_state import OPTIMIZER_NAME, Keeps, LeafSource, flat_parameters, keeps_nothing
+from nxd_ckpt.live.optimizer_state import (
+    OPTIMIZER_NAME,
+    Keeps,
+    LeafSource,
+    OptimizerAdapter,
+    flat_parameters,
+    keeps_nothing,
+)
 from nxd_ckpt.live.optimizer_types import check_class, if_known, parameter_names
 from nxd_ckpt.live.plain import PlainOptimizer, TorchZeroOptimizer, is_torch_zero
 from nxd_ckpt.live.state import OptimizerForm, State, StateTensor
 from nxd_ckpt.live.zero1 import KEYS, ExpertZero1Optimizer, Zero1Optimizer
-
-
-class OptimizerAdapter(Protocol):
-    """A live optimizer as a state tree and back. ``kind`` is "plain" or "zero1" (each rank has its own state).
-
-    ``parameter_names`` lists the names of all parameters in the order of their indices, None if they are unknown.
-    ``stepping`` is the live optimizer whose class keeps the state; None if there are several, or none.
-    """
-
-    kind: str
-    parameter_names: list[str] | None
-    stepping: Any
-
-    def form(self) -> OptimizerForm | None:
-        """Return the form of its state dict on this rank; None for a dict, which takes any saved one.
-
-        Raises OptimizerMismatch if only the optimizer itself knows how its state is cut.
-        """
-
-    def entries(self) -> Iterable[str]:
-        """Return the global names of its state so far."""
-
-    def capture(self) -> State:
-        """Return the optimizer's state dict in NxD's form, with its live tensors. No device work."""
-
-    def validate(self, saved: Mapping[str, Any]) -> None:
-        """Check that ``saved`` (a state dict whose leaves are tensors or have ``dtype`` and ``shape``) fits.
-
-        Changes nothing. Raises OptimizerMismatch for another kind or other param groups, ShapeMismatch or
-        DtypeMismatch for a tensor that does not fit.
-        """
-
-    def placed(self, saved: Mapping[str, Any]) -> Mapping[Path, Placed]:
-        """Return the mesh positions of those of ``saved``'s tensors, by path, that are loaded into DTensors.
-
-        `load` takes this rank's part of each instead. Raises UnsupportedState for a DTensor that is not cut into boxes.
-        """
-
-    def load(self, saved: Mapping[str, Any], read: LeafSource, keeps: Keeps = keeps_nothing) -> None:
-        """Continue from ``saved``, which `validate` accepted, reading one leaf at a time; after the model's load.
-
-        State whose name ``keeps`` accepts is not in ``saved``, and stays.
-
-        No collective, nothing compiled. Gradients are dropped: the next backward pass makes new ones. (With
-        ``zero_grad(set_to_none=False)``, torch-xla's and NxD's default, an uninterrupted run would keep zero gradients,
-        and so would go on decaying a parameter that had a gradient before and gets none in the next step.)
-        """
-
-    def after_load(self) -> None:
-        """Call the hooks that torch calls after a load, when everything is loaded."""
-
-    def followed(self, saved: Mapping[str, Any]) -> Iterable[tuple[str, torch.Tensor]]:
-        """Return the live parameters, by name, that `load` copies into shards because ``saved`` has no such values."""
-
-    def follow(self, keeps: Keeps) -> None:
-        """Copy the model's weights again into ZeRO-1's shards, after a load of the model alone.
-
-        Otherwise the next step would restore the old weights.
-        """
 
 
 def open_optimizer(
@@ -202,13 +150,11 @@ class _Part(NamedTuple):
     indices: list[Any]
 
 
-class NamedOptimizers:
+class NamedOptimizers(OptimizerAdapter):
     """The OptimizerAdapter of several by name: one with the param groups of all, each with its optimizer's name.
 
     Indices of parameters count through; state and keys of an optimizer as a whole have its name in front.
     """
-
-    stepping = None
 
     def __init__(self, adapters: Mapping[str, OptimizerAdapter], names: Sequence[str]) -> None:
         """Take the optimizers by name, and the ``names`` of their parameters, in their order.

@@ -14,9 +14,17 @@ from nxd_ckpt.core.partition import Partition, zero1_rows
 from nxd_ckpt.core.topology import Topology
 from nxd_ckpt.errors import OptimizerMismatch, UnsupportedState
 from nxd_ckpt.formats.tensors import Path, iter_tensors
-from nxd_ckpt.live.dtensor import Placed, is_dtensor
+from nxd_ckpt.live.dtensor import is_dtensor
 from nxd_ckpt.live.model import ModelAdapter
-from nxd_ckpt.live.optimizer_state import Keeps, LeafSource, Slot, describe_path, keeps_nothing, materialise
+from nxd_ckpt.live.optimizer_state import (
+    Keeps,
+    LeafSource,
+    OptimizerAdapter,
+    Slot,
+    describe_path,
+    keeps_nothing,
+    materialise,
+)
 from nxd_ckpt.live.optimizer_types import if_known, parameter_names, restore_types
 from nxd_ckpt.live.parameters import form_of, own_stride
 from nxd_ckpt.live.state import State, StateTensor, state_of
@@ -24,14 +32,12 @@ from nxd_ckpt.live.state_names import PARAM_GROUPS, put_back, state_entries
 from nxd_ckpt.live.zero1 import EXPERT_KEYS, MASTERS
 
 
-class DictOptimizer:
+class DictOptimizer(OptimizerAdapter):
     """The OptimizerAdapter of a state dict.
 
     The keys of a dict show its kind; for an empty or unusual one ``zero1`` does. Without a model, a parameter's shape
     is known (from ``shape_info``, or its state), but not its cut over tp.
     """
-
-    stepping = None
 
     def __init__(
         self,
@@ -79,9 +85,6 @@ class DictOptimizer:
                 f"{', '.join(map(str, self._state))}; pass an empty dict to be filled, or the same kind of optimizer"
             )
 
-    def placed(self, saved: Mapping[str, Any]) -> dict[Path, Placed]:
-        return {}
-
     def load(self, saved: Mapping[str, Any], read: LeafSource, keeps: Keeps = keeps_nothing) -> None:
         loaded = restore_types(materialise(saved, read, torch.device("cpu")))
         for path, name in state_entries(self._state, self._names):
@@ -91,15 +94,6 @@ class DictOptimizer:
             loaded["param_groups"] = self._state["param_groups"]
         self._state.clear()
         self._state.update(loaded)
-
-    def after_load(self) -> None:
-        """Do nothing: a dict has no hooks."""
-
-    def followed(self, saved: Mapping[str, Any]) -> tuple[()]:
-        return ()
-
-    def follow(self, keeps: Keeps) -> None:
-        """Do nothing: a dict is loaded as it was saved."""
 
     def _describe(self, path: Path, tensor: torch.Tensor) -> StateTensor:
         owned = path[0] in ("state", "base_state", MASTERS) and isinstance(path[1], int)

@@ -1,4 +1,4 @@
-"""Per-parameter optimizer state: describing, checking and filling it. Shared by plain and ZeRO-1 optimizers."""
+"""Protocol of adapters of optimizers; per-parameter state, which they share: describing, checking and filling it."""
 
 from __future__ import annotations
 
@@ -52,6 +52,70 @@ Keeps = Callable[[str], bool]
 
 def keeps_nothing(name: str) -> bool:
     return False
+
+
+class OptimizerAdapter(Protocol):
+    """A live optimizer as a state tree and back. ``kind`` is "plain" or "zero1" (each rank has its own state).
+
+    ``parameter_names`` lists the names of all parameters in the order of their indices, None if they are unknown.
+    ``stepping`` is the live optimizer whose class keeps the state; None if there are several, or none. By default
+    nothing lies on meshes or follows the model, and there are no hooks.
+    """
+
+    kind: str
+    parameter_names: list[str] | None
+    stepping: Any = None
+
+    def form(self) -> OptimizerForm | None:
+        """Return the form of its state dict on this rank; None for a dict, which takes any saved one.
+
+        Raises OptimizerMismatch if only the optimizer itself knows how its state is cut.
+        """
+
+    def entries(self) -> Iterable[str]:
+        """Return the global names of its state so far."""
+
+    def capture(self) -> State:
+        """Return the optimizer's state dict in NxD's form, with its live tensors. No device work."""
+
+    def validate(self, saved: Mapping[str, Any]) -> None:
+        """Check that ``saved`` (a state dict whose leaves are tensors or have ``dtype`` and ``shape``) fits.
+
+        Changes nothing. Raises OptimizerMismatch for another kind or other param groups, ShapeMismatch or
+        DtypeMismatch for a tensor that does not fit.
+        """
+
+    def placed(self, saved: Mapping[str, Any]) -> Mapping[Path, Placed]:
+        """Return the mesh positions of those of ``saved``'s tensors, by path, that are loaded into DTensors.
+
+        `load` takes this rank's part of each instead. Raises UnsupportedState for a DTensor that is not cut into boxes.
+        """
+        return {}
+
+    def load(self, saved: Mapping[str, Any], read: LeafSource, keeps: Keeps = keeps_nothing) -> None:
+        """Continue from ``saved``, which `validate` accepted, reading one leaf at a time; after the model's load.
+
+        State whose name ``keeps`` accepts is not in ``saved``, and stays.
+
+        No collective, nothing compiled. Gradients are dropped: the next backward pass makes new ones. (With
+        ``zero_grad(set_to_none=False)``, torch-xla's and NxD's default, an uninterrupted run would keep zero gradients,
+        and so would go on decaying a parameter that had a gradient before and gets none in the next step.)
+        """
+
+    def after_load(self) -> None:
+        """Call the hooks that torch calls after a load, when everything is loaded."""
+        return
+
+    def followed(self, saved: Mapping[str, Any]) -> Iterable[tuple[str, torch.Tensor]]:
+        """Return the live parameters, by name, that `load` copies into shards because ``saved`` has no such values."""
+        return ()
+
+    def follow(self, keeps: Keeps) -> None:
+        """Copy the model's weights again into ZeRO-1's shards, after a load of the model alone.
+
+        Otherwise the next step would restore the old weights.
+        """
+        return
 
 
 Group = dict[str, Any]

@@ -27,6 +27,7 @@ from nxd_ckpt.live.optimizer_state import (
     ROWS,
     Keeps,
     LeafSource,
+    OptimizerAdapter,
     Slot,
     check_groups,
     check_state,
@@ -136,7 +137,7 @@ class _Now:
         take(self._read(leaf))
 
 
-class PlainOptimizer:
+class PlainOptimizer(OptimizerAdapter):
     """The OptimizerAdapter of a torch optimizer that is not ZeRO-1.
 
     ``sharded`` optimizers have state of this rank alone, cut in an unknown way.
@@ -300,12 +301,6 @@ class PlainOptimizer:
         if steps_by.__module__.startswith("torch.optim"):
             groups = self._optimizer.param_groups
             self._optimizer.__setstate__({"state": self._optimizer.state, "param_groups": groups})
-
-    def followed(self, saved: Mapping[str, Any]) -> tuple[()]:
-        return ()
-
-    def follow(self, keeps: Keeps) -> None:
-        """Do nothing: it has no copies of weights."""
 
     def _by_index(self, saved: Mapping[str, Any]) -> dict[Any, Slot]:
         # By position, as torch does: the indices themselves are any numbers.

@@ -21,11 +21,11 @@ from nxd_ckpt.core.suggestions import first_of
 from nxd_ckpt.core.topology import Topology
 from nxd_ckpt.errors import InvalidArgument, OptimizerMismatch, ShapeMismatch, UnsupportedState
 from nxd_ckpt.formats.tensors import Path, dtype_name
-from nxd_ckpt.live.dtensor import Placed
 from nxd_ckpt.live.load_hooks import call_post_hooks, keys_of_its_own
 from nxd_ckpt.live.optimizer_state import (
     Keeps,
     LeafSource,
+    OptimizerAdapter,
     Slot,
     check_form,
     check_groups,
@@ -54,7 +54,7 @@ EXPERT_KEYS = ("ep_param_id_offset", "ep_param_group_offset", "ep_base_state_off
 KEYS = ("base_state", "shape_info", MASTERS, *EXPERT_KEYS)
 
 
-class Zero1Optimizer:
+class Zero1Optimizer(OptimizerAdapter):
     """The OptimizerAdapter of ZeRO-1.
 
     ``expert`` ones are sharded over the replicas of each expert, not over all of dp.
@@ -125,9 +125,6 @@ class Zero1Optimizer:
             if index not in slots:
                 raise OptimizerMismatch(f"optimizer: master weights for unknown parameter {index!r}")
             check_form(slots[index], MASTER_WEIGHTS, weights, slots[index].key)
-
-    def placed(self, saved: Mapping[str, Any]) -> dict[Path, Placed]:
-        return {}
 
     def load(self, saved: Mapping[str, Any], read: LeafSource, keeps: Keeps = keeps_nothing) -> None:
         optimizer, base = self._optimizer, self._optimizer.base_optimizer
@@ -247,7 +244,7 @@ def _place_in_group(optimizer: Any, topology: Topology, expert: bool) -> tuple[i
     return expected
 
 
-class ExpertZero1Optimizer:
+class ExpertZero1Optimizer(OptimizerAdapter):
     """The OptimizerAdapter of NxD's expert-parallel ZeRO-1, NeuronEPZero1Optimizer: two ZeRO-1 optimizers in one.
 
     The first shards ordinary parameters over dp, the second expert parameters over the replicas of each expert. In the
@@ -260,7 +257,6 @@ class ExpertZero1Optimizer:
     are restored.
     """
 
-    stepping = None
     kind = "zero1"
 
     def __init__(self, optimizer: Any, names: list[str], topology: Topology) -> None:
@@ -306,9 +302,6 @@ class ExpertZero1Optimizer:
         ordinary, experts = split(saved)
         self._ordinary.validate_part(ordinary)
         self._experts.validate_part(experts)
-
-    def placed(self, saved: Mapping[str, Any]) -> dict[Path, Placed]:
-        return {}
 
     def load(self, saved: Mapping[str, Any], read: LeafSource, keeps: Keeps = keeps_nothing) -> None:
         ordinary, experts = split(saved)

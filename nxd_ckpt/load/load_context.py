@@ -16,8 +16,9 @@ from nxd_ckpt.errors import OptimizerMismatch
 from nxd_ckpt.live.dtensor import refuse_sizes
 from nxd_ckpt.live.model import ModelAdapter
 from nxd_ckpt.live.model_names import is_adapter
-from nxd_ckpt.live.optimizer import OptimizerAdapter, open_optimizer
+from nxd_ckpt.live.optimizer import open_optimizer
 from nxd_ckpt.live.optimizer_dict import DictOptimizer
+from nxd_ckpt.live.optimizer_state import OptimizerAdapter
 from nxd_ckpt.load.filters import Filter
 from nxd_ckpt.load.options import LoadOptions
 from nxd_ckpt.reshard.reshard_context import ReshardContext

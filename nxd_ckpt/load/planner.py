@@ -22,9 +22,8 @@ from nxd_ckpt.core.renaming import NOT_LIVE
 from nxd_ckpt.errors import OptimizerMismatch, PartLost, PartNotFound
 from nxd_ckpt.formats.tensors import Assembly
 from nxd_ckpt.live.model import ModelAdapter
-from nxd_ckpt.live.optimizer import OptimizerAdapter
 from nxd_ckpt.live.optimizer_dict import DictOptimizer
-from nxd_ckpt.live.optimizer_state import OPTIMIZER_NAME
+from nxd_ckpt.live.optimizer_state import OPTIMIZER_NAME, OptimizerAdapter
 from nxd_ckpt.live.optimizer_types import check_class
 from nxd_ckpt.live.parameters import form_of, is_tensor
 from nxd_ckpt.live.state import MASTER_WEIGHTS, OptimizerForm, OptimizerSlot

@@ -13,9 +13,8 @@ from nxd_ckpt.formats.strides import dense, stride_of, with_stride
 from nxd_ckpt.formats.tensors import Assembly, Fragment, Path, TensorStub, iter_leaves, iter_tensors, map_tensors
 from nxd_ckpt.live.dtensor import Placed
 from nxd_ckpt.live.model import ModelAdapter
-from nxd_ckpt.live.optimizer import OptimizerAdapter
 from nxd_ckpt.live.optimizer_dict import DictOptimizer
-from nxd_ckpt.live.optimizer_state import Keeps, keeps_nothing
+from nxd_ckpt.live.optimizer_state import Keeps, OptimizerAdapter, keeps_nothing
 from nxd_ckpt.live.state import MASTER_WEIGHTS
 from nxd_ckpt.live.zero1 import EXPERT_KEYS, MASTERS
 from nxd_ckpt.load.collective_checks import ComparedNames

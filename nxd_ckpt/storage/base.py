@@ -66,6 +66,23 @@ class Reader(Protocol):
         """Release the file. Safe to call again."""
 
 
+class MemoryReader:
+    """A reader of the file ``where``, all of which is in memory."""
+
+    def __init__(self, data: bytes | memoryview, where: str) -> None:
+        self._data, self._where = memoryview(data), where
+
+    def read_ranges(self, ranges: Sequence[tuple[int, memoryview]]) -> None:
+        for offset, memory in ranges:
+            part = self._data[offset : offset + len(memory)]
+            if len(part) < len(memory):
+                raise EOFError(f"{self._where}: {len(memory) - len(part)} bytes missing at byte {offset + len(part)}")
+            memory[:] = part
+
+    def close(self) -> None:
+        """Do nothing: the file stays in memory."""
+
+
 def pread_of(reader: Reader, start: int = 0) -> Callable[[int, int], bytes]:
     """Return a function of an offset, counted from ``start`` on, and a number: it reads so many bytes there."""
 

@@ -31,7 +31,7 @@ from nxd_ckpt.formats.tensors import (
     map_tensors,
 )
 from nxd_ckpt.formats.unpickle import Leaf
-from nxd_ckpt.storage.base import Reader, Storage, pread_of
+from nxd_ckpt.storage.base import MemoryReader, Reader, Storage, pread_of
 
 
 class IndexHints(Protocol):
@@ -86,23 +86,6 @@ class _SpareMemory:
 _spare = _SpareMemory()
 
 
-class _KeptReader:
-    """A reader of a file that is in memory."""
-
-    def __init__(self, data: memoryview, where: str) -> None:
-        self._data, self._where = data, where
-
-    def read_ranges(self, ranges: Sequence[tuple[int, memoryview]]) -> None:
-        for offset, memory in ranges:
-            part = self._data[offset : offset + len(memory)]
-            if len(part) < len(memory):
-                raise EOFError(f"{self._where}: {len(memory) - len(part)} bytes missing at byte {offset + len(part)}")
-            memory[:] = part
-
-    def close(self) -> None:
-        """Do nothing: the file stays in memory."""
-
-
 class TagFiles:
     """Files below ``tag`` ("" for the storage's root itself). Keys are relative to the tag.
 
@@ -152,7 +135,7 @@ class TagFiles:
     def open(self, file: str) -> Reader:
         """Open a file for many reads, in memory if it is kept."""
         kept = self._kept.get(file)
-        return self.storage.open(self.key(file)) if kept is None else _KeptReader(kept, self.where(file))
+        return self.storage.open(self.key(file)) if kept is None else MemoryReader(kept, self.where(file))
 
     def key(self, file: str) -> str:
         """Return the storage's key of a file of this tag."""

@@ -396,7 +396,7 @@ class DigestsInside:
 
 
 def _verify_foreign(opened: OpenTag, progress: bool) -> Verification:
-    records = _Records(TagFiles(opened.storage, opened.tag), opened.where)
+    records = _Records(TagFiles(opened.storage, opened.tag))
     files = list(files_of(records.tag_files))
     problems = records.problems
     with watched("verify", None, lambda: records.done.nbytes, progress):
@@ -411,9 +411,8 @@ def _verify_foreign(opened: OpenTag, progress: bool) -> Verification:
 class _Records:
     """Reader of a tag without an index, record by record, with counts."""
 
-    def __init__(self, tag_files: TagFiles, where: str) -> None:
-        self.tag_files = tag_files
-        self._storage, self._where = tag_files.storage, where
+    def __init__(self, tag_files: TagFiles) -> None:
+        self.tag_files, self._storage = tag_files, tag_files.storage
         self._inside = DigestsInside(tag_files)
         self.nbytes, self.verified, self.undigested = 0, 0, 0
         self.done = Counter()
@@ -432,9 +431,9 @@ class _Records:
         except CheckpointError as error:
             self.problems.append(str(error))
         except FileNotFoundError:
-            self.problems.append(f"{self._where}/{file} is missing")
+            self.problems.append(f"{self.tag_files.where(file)} is missing")
         except EOFError as error:
-            self.problems.append(f"{self._where}/{file} is shorter than its contents need: {error}")
+            self.problems.append(f"{self.tag_files.where(file)} is shorter than its contents need: {error}")
 
     def _verify(self, file: str, record: Digested) -> None:
         key, memory = self.tag_files.key(file), _memory(record.nbytes)
@@ -445,7 +444,7 @@ class _Records:
             self.verified += record.nbytes
         else:
             digests = f"expected CRC-32 {record.crc32:08x}, found {crc:08x}"
-            self.problems.append(f"{self._where}/{file}, record {record.name!r}: {digests}")
+            self.problems.append(f"{self.tag_files.where(file)}, record {record.name!r}: {digests}")
 
 
 def _lost_files(opened: OpenTag, reported: tuple[str, ...]) -> list[str]:

@@ -26,6 +26,7 @@ from nxd_ckpt.storage.base import (
     BaseStorage,
     DirEntry,
     Duplicating,
+    MemoryReader,
     Reader,
     Storage,
     Swapping,
@@ -82,7 +83,7 @@ class MemoryStorage(BaseStorage):
         return data
 
     def open(self, key: str) -> Reader:
-        return _MemoryReader(f"{self.url}/{key}", self._file(key)[0])
+        return MemoryReader(self._file(key)[0], f"{self.url}/{key}")
 
     def size(self, key: str) -> int:
         return len(self._file(key)[0])
@@ -217,22 +218,6 @@ class MemoryStorage(BaseStorage):
         now = time.time()
         self._store.files[key] = (bytes(data), now if self.renames else float(int(now)))
         self.make_dir(key.rpartition("/")[0])
-
-
-class _MemoryReader:
-    def __init__(self, where: str, data: bytes) -> None:
-        self._where, self._data = where, data
-
-    def read_ranges(self, ranges: Sequence[tuple[int, memoryview]]) -> None:
-        for offset, buffer in ranges:
-            view = memoryview(buffer).cast("B")
-            data = self._data[offset : offset + len(view)]
-            view[: len(data)] = data
-            if len(data) < len(view):
-                raise EOFError(f"{self._where}: {len(view) - len(data)} bytes missing at byte {offset + len(data)}")
-
-    def close(self) -> None:
-        """Do nothing: nothing is kept open."""
 
 
 class _MemoryWriter:
