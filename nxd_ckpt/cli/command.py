@@ -90,16 +90,14 @@ def add_alias(parser: argparse._ActionsContainer, flag: str, dest: str, **argume
 def options_of(args: argparse.Namespace, kind: type[Any]) -> dict[str, Any]:
     """Return the flags' values as keywords of the function. Raises InvalidArgument for a malformed JSON file."""
     hints = {name: hint for name, hint in get_type_hints(kind).items() if name in args}
-    options = {name: _form_of(hint).read(getattr(args, name)) for name, hint in hints.items()}
+    values = {name: getattr(args, name) for name in hints}
+    options = {name: None if value is None else _form_of(hints[name]).read(value) for name, value in values.items()}
     return options | ({"progress": not args.quiet} if "quiet" in args else {})
 
 
 def _form_of(hint: Any) -> _Form:
-    kinds = (
-        [member for member in get_args(hint) if member is not NoneType]
-        if get_origin(hint) in (Union, UnionType)
-        else [hint]
-    )
+    members = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+    kinds = [member for member in members if member is not NoneType]
     origins = [get_origin(member) or member for member in kinds]
     if origins == [bool]:
         return _Form({"action": "store_true"})
@@ -110,12 +108,12 @@ def _form_of(hint: Any) -> _Form:
     if origins[0] is Literal:
         return _Form({"choices": get_args(kinds[0])})
     if origins == [Sequence]:
-        names = partial(nested_lists, depth=str(hint).count("Sequence["))
+        names = partial(_nested_lists, depth=str(hint).count("Sequence["))
         return _Form({"metavar": "FILE"}, "JSON: ", names)
     if get_args(kinds[0]) == (str, Partition):
-        return _Form({"metavar": "FILE"}, _PARTITIONS, partitions_in)
+        return _Form({"metavar": "FILE"}, _PARTITIONS, _partitions_in)
     if get_args(kinds[0]) == (str, str):
-        return _Form({"metavar": "FILE"}, 'JSON, such as {"NAME": "NAME"}: ', names_in)
+        return _Form({"metavar": "FILE"}, 'JSON, such as {"NAME": "NAME"}: ', _json)
     return _Form({"metavar": "SIZE" if int in origins else "NAME" if Mapping in origins else "PATH"})
 
 
@@ -189,10 +187,8 @@ def _value(text: str) -> Any:
     return text if isinstance(value, (list, dict)) else value
 
 
-def partitions_in(path: str | None) -> dict[str, Partition] | None:
+def _partitions_in(path: str) -> dict[str, Partition]:
     """Read parameters' partitions by name from a JSON file. Raises InvalidArgument if it is malformed."""
-    if path is None:
-        return None
     document = _json(path)
     if not isinstance(document, dict) or not all(isinstance(cut, dict) for cut in document.values()):
         raise InvalidArgument(f'{path}: expected {{"name": {{"partition_dim": 0, "num_partitions": 2}}, ...}}')
@@ -217,12 +213,7 @@ def partitions_in(path: str | None) -> dict[str, Partition] | None:
     return partitions
 
 
-def names_in(path: str | None) -> Any:
-    """Read a mapping of names from a JSON file; the function that takes it checks the names."""
-    return None if path is None else _json(path)
-
-
-def nested_lists(path: str | None, depth: int) -> Any:
+def _nested_lists(path: str, depth: int) -> Any:
     """Read lists of names, nested ``depth`` deep, from a JSON file."""
 
     def fits(value: Any, depth: int) -> bool:
@@ -230,8 +221,6 @@ def nested_lists(path: str | None, depth: int) -> Any:
             return isinstance(value, str)
         return isinstance(value, list) and all(fits(item, depth - 1) for item in value)
 
-    if path is None:
-        return None
     document = _json(path)
     if not fits(document, depth):
         raise InvalidArgument(f'{path}: expected names in lists nested {depth} deep, such as {"[" * depth}"name", ...')
@@ -239,6 +228,7 @@ def nested_lists(path: str | None, depth: int) -> Any:
 
 
 def _json(path: str) -> Any:
+    """Read a JSON file; the function that takes its value checks it."""
     try:
         return json.loads(Path(path).read_bytes())
     except (OSError, ValueError, RecursionError) as error:

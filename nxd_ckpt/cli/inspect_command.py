@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from nxd_ckpt.cli import text
-from nxd_ckpt.cli.command import TEMPLATES, Command, add_options, partitions_in
+from nxd_ckpt.cli.command import TEMPLATES, Command, add_options, options_of
 from nxd_ckpt.cli.text import group_names
 from nxd_ckpt.core import units
 from nxd_ckpt.core.mesh import Mesh
@@ -26,7 +26,7 @@ def _run(args: argparse.Namespace) -> int:
     depth = sys.maxsize if args.largest is not None and args.by_prefix is None else args.by_prefix  # each by itself
     if args.largest is not None and args.tensors is not None:
         raise argparse.ArgumentTypeError("--largest is of global tensors: leave out --tensors")
-    view = View(args.rank, args.tensors, depth, partitions_in(args.partitions))
+    view = View(args.rank, args.tensors, depth, options_of(args, OpenOptions)["partitions"])
     document = inspection(args.dir, args.tag, view, options)
     prefixes = document["prefixes"]
     if prefixes is not None and args.largest is not None:

@@ -520,10 +520,7 @@ _LEAVES = (TensorStub, Assembly, MissingTensor)
 
 
 def _state_name(path: Path, parameter_names: list[str] | None) -> str:
-    """Name a state entry as indexes do.
-
-    ``(base_state, 0, exp_avg)`` becomes ``#0/exp_avg`` if the parameter has no name.
-    """
+    """Name a state entry as indexes do: ``(base_state, 0, exp_avg)`` of a parameter without name ``#0/exp_avg``."""
     section, *rest = path
     if section not in ("state", "base_state", "sharded_master_weights") or not rest:
         return "/".join(map(str, path))

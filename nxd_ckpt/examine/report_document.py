@@ -276,10 +276,7 @@ def _sizes(tag: Checkpoint, look: bool) -> str | None:
 
 
 def _place(tag: Checkpoint, rank: int) -> dict[str, int]:
-    """Return a rank's coordinates in its largest mesh; without a mesh in dp, tp and, with experts, ep.
-
-    The pipeline stage is not part of it.
-    """
+    """Return a rank's coordinates in its largest mesh; without a mesh in dp, tp and, with experts, ep, but not pp."""
     at, sizes = tag.topology.coordinates_of(rank), tag.topology
     meshes = () if tag.opened.mesh is None else tag.opened.mesh.meshes()
     coordinates = [(mesh.names, place) for mesh in meshes if (place := mesh.coordinate_of(rank)) is not None]
@@ -291,10 +288,7 @@ def _place(tag: Checkpoint, rank: int) -> dict[str, int]:
 
 
 def _modules(sizes: Mapping[str, int | None]) -> list[dict[str, Any]]:
-    """Return bytes of whole tensors by module (the first parts of a name) and by kind.
-
-    Weights, master weights, moments.
-    """
+    """Return bytes of whole tensors by module and by kind: weights, master weights, moments."""
     bytes_by_module: dict[str, dict[str, int]] = {}
     for name, nbytes in sizes.items():
         kind, _, rest = name.partition("/")

@@ -310,15 +310,14 @@ class _Run:
         notes = list(self.notes("checks"))
         device = next((note["device"] for note in notes if "device" in note), str(self.plan["device"]))
         results_by_name = {note["name"]: CheckResult(**note) for note in notes if "outcome" in note}
-        logs = self.logs()
         why = _last_line(self.logs("checks")) or ended
         results = tuple(
             results_by_name.get(check.name, CheckResult(check.name, "failed", f"it did not come to an end: {why}"))
             for check in checks_for(device)
         )
         seconds = time.monotonic() - self.started
-        test = SelfTest(place, device, self.size, results, seconds, safe_environment(os.environ), logs)
-        return SelfTest(**(vars(test) | {"logs": {}})) if test else test
+        test = SelfTest(place, device, self.size, results, seconds, safe_environment(os.environ))
+        return test if test else replace(test, logs=self.logs())
 
 
 def _spawned(plan: Path, environment: Mapping[str, str], log: Path) -> subprocess.Popen[bytes]:
