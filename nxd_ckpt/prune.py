@@ -26,6 +26,7 @@ from nxd_ckpt.storage.base import Storage
 from nxd_ckpt.storage.urls import StorageOptions, StrPath, open_storage
 from nxd_ckpt.tag.choosing import choose_tag, settled_tags
 from nxd_ckpt.tag.directory import require_directory
+from nxd_ckpt.tag.surveyed import surveyed
 from nxd_ckpt.tag.verify import changed_bytes, lost_files
 
 __all__ = ["Pruned", "Removed", "pin_checkpoint", "prune_checkpoints", "remove_checkpoint", "unpin_checkpoint"]
@@ -144,7 +145,8 @@ class _Judge:
 
         Raises InvalidArgument for a rule by a metric that no tag has, and if no pinned tag is whole.
         """
-        storage, rules, looks = self._storage, self._rules, (self._damage_of, self._damage_of_newest)
+        storage, rules = surveyed(self._storage), self._rules
+        looks = self._damage_of, self._damage_of_newest
         if rules is None:
             judged = retention.judge_pinned(storage, tags, *looks)
             if len(judged.damaged) == len(judged.retention.kept):
@@ -157,7 +159,8 @@ class _Judge:
             raise InvalidArgument(f"{storage.url}: {'; '.join(judged.unknown_metrics)}. Nothing was removed")
         return judged
 
-    def _changed(self, storage: Storage, tag: str) -> str | None:
+    def _changed(self, now: Storage, tag: str) -> str | None:
+        """Read the tag in the storage itself: a survey does not show that it was replaced meanwhile."""
         if tag not in self._read:
-            self._read[tag] = changed_bytes(storage, tag, self._progress)
+            self._read[tag] = changed_bytes(self._storage, tag, self._progress)
         return self._read[tag]

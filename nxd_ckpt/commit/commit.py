@@ -39,6 +39,7 @@ from nxd_ckpt.core.votes import Vote, judge, tp_groups_that_differ
 from nxd_ckpt.errors import CheckpointError
 from nxd_ckpt.storage.base import Storage, is_mounted
 from nxd_ckpt.tag.directory import list_tags
+from nxd_ckpt.tag.surveyed import surveyed
 
 logger = logging.getLogger("nxd_ckpt")
 
@@ -288,8 +289,9 @@ def retain(
     """Make surplus tags invisible, except ``unread`` ones. Never fails the save: the new tag is already safe."""
     storage = session.storage
     try:
-        tags = {info.tag: info for info in list_tags(storage)}
-        judgement = judge_tags(storage, tags.values(), rules, whole=[publication.tag])
+        now = surveyed(storage)
+        session.listed = tags = {info.tag: info for info in list_tags(now, session.listed)}
+        judgement = judge_tags(now, tags.values(), rules, whole=[publication.tag])
         for sentence in judgement.unknown_metrics:
             logger.warning("%s: this retention rule removes nothing. %s", storage.url, sentence)
         for sentence in judgement.damaged.values():

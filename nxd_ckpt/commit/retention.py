@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import compress
 from typing import NamedTuple, TypeAlias
 
 from nxd_ckpt.commit.publication import Publication, publication_of
@@ -24,6 +26,7 @@ from nxd_ckpt.tag.directory import (
     may_be_replaced,
 )
 from nxd_ckpt.tag.listing import metrics_of
+from nxd_ckpt.tag.range_reader import in_parallel
 from nxd_ckpt.tag.verify import lost_names
 
 DamageOf: TypeAlias = Callable[[Storage, str], str | None]
@@ -82,7 +85,10 @@ def judge_tags(
 
 
 def _damage(storage: Storage, tags: Iterable[str], damage_of: DamageOf) -> dict[str, str]:
-    return {tag: why for tag in sorted(tags) if (why := damage_of(storage, tag)) is not None}
+    names, look = sorted(tags), partial(damage_of, storage)
+    # Others read files of any size, so one tag at a time.
+    sentences = in_parallel(storage, names, look) if damage_of is lost_names else map(look, names)
+    return {tag: why for tag, why in zip(names, sentences, strict=True) if why is not None}
 
 
 def judge_pinned(
@@ -106,7 +112,9 @@ def judge_pinned(
 
 
 def _ours(storage: Storage, tags: Iterable[TagInfo]) -> list[TagInfo]:
-    return [info for info in tags if info.complete and is_checkpoint_of_ours_or_nxd(storage, info.tag)]
+    complete = [info for info in tags if info.complete]
+    are_ours = in_parallel(storage, complete, lambda info: is_checkpoint_of_ours_or_nxd(storage, info.tag))
+    return list(compress(complete, are_ours))
 
 
 def _decide(

@@ -287,6 +287,29 @@ class Duplicating(Protocol):
         """
 
 
+class ListedFile(NamedTuple):
+    """A file as a listing shows it: bytes, a mark that no other content of the key has, and the time of the change."""
+
+    nbytes: int
+    mark: str
+    time: float
+
+
+@runtime_checkable
+class Surveying(Protocol):
+    """A storage that can list many directories in one request."""
+
+    def survey(self, folders: Sequence[str], delimiter: str) -> dict[str, dict[str, ListedFile | None]]:
+        """Return the names directly in each of these directories of the root, with None for a directory.
+
+        Of names further below, the store may show only the part up to ``delimiter``, once. Directories of which this
+        would take many requests are left out, and so are all if the store cannot do it.
+        """
+
+    def read_listed(self, key: str, mark: str, limit: int = DOCUMENT) -> bytes:
+        """Return all of a file that a survey showed; raise FileNotFoundError if the key has another one by now."""
+
+
 @runtime_checkable
 class Confirming(Protocol):
     """A storage that can remove exactly the files that existed before a last check."""

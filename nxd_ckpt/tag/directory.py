@@ -41,6 +41,7 @@ from nxd_ckpt.tag.foreign.weight_files import ADAPTERS, has_weights
 from nxd_ckpt.tag.grid import holes, spanned
 from nxd_ckpt.tag.order import marker_time, order_time_of_ours, recorded_order_time
 from nxd_ckpt.tag.range_reader import in_parallel
+from nxd_ckpt.tag.surveyed import surveyed
 
 logger = logging.getLogger("nxd_ckpt")
 
@@ -100,7 +101,7 @@ def list_tags(storage: Storage, earlier: Mapping[str, TagInfo] = MappingProxyTyp
     Hidden names and other directories are skipped. A damaged tag never hides the others. Of tags that an ``earlier``
     listing has, by name, only the time is read again if it is still the same.
     """
-    return list(_tags(storage, earlier))
+    return list(_tags(surveyed(storage), earlier))
 
 
 def holds_tags(storage: Storage) -> bool:

@@ -46,6 +46,8 @@ from nxd_ckpt.tag.grid import describe, holes
 from nxd_ckpt.tag.identity import Identity, of_latest
 from nxd_ckpt.tag.opened import OpenTag, open_complete_tag
 from nxd_ckpt.tag.order import manifest_of
+from nxd_ckpt.tag.range_reader import in_parallel
+from nxd_ckpt.tag.surveyed import surveyed
 from nxd_ckpt.tag.verify import files_of
 
 logger = logging.getLogger("nxd_ckpt")
@@ -178,7 +180,12 @@ def directory_document(path: str, options: Options = None) -> dict[str, Any]:
         CheckpointNotFound: no such directory, or ``path`` is itself a tag.
     """
     storage = _open(path, options)
-    return of_latest(True, lambda: _listing(storage, path, options, partial(_describe_tag, storage)))
+
+    def look() -> dict[str, Any]:
+        now = surveyed(storage)
+        return _listing(now, path, options, partial(_described, storage, now))
+
+    return of_latest(True, look)
 
 
 def watched_document(path: str, options: Options, summaries: TagSummaries) -> dict[str, Any]:
@@ -191,13 +198,18 @@ def watched_document(path: str, options: Options, summaries: TagSummaries) -> di
     """
     storage = _open(path, options)
 
-    def summarize(info: TagInfo, newest: TagInfo | None) -> dict[str, Any]:
-        summary = summaries.get(info) or _describe_tag(storage, info, newest)
-        if summary["complete"] and not summary["problems"]:
-            summaries[info] = summary
-        return summary | {"latest": info == newest}
+    def look() -> dict[str, Any]:
+        now = surveyed(storage)
 
-    return of_latest(True, lambda: _listing(storage, path, options, summarize, only_look=True))
+        def summarize(info: TagInfo, newest: TagInfo | None) -> dict[str, Any]:
+            summary = summaries.get(info) or _described(storage, now, info, newest)
+            if summary["complete"] and not summary["problems"]:
+                summaries[info] = summary
+            return summary | {"latest": info == newest}
+
+        return _listing(now, path, options, summarize, only_look=True)
+
+    return of_latest(True, look)
 
 
 def opened_document(path: str, only: str | None, options: Options) -> tuple[dict[str, Any], dict[str, OpenTag]]:
@@ -212,7 +224,7 @@ def opened_document(path: str, only: str | None, options: Options) -> tuple[dict
         return _describe_tag(storage, info, newest, opened)
 
     document = _listing(storage, path, options, summarize, only)
-    return document, opened
+    return document, {tag["tag"]: opened[tag["tag"]] for tag in document["tags"] if tag["tag"] in opened}
 
 
 def _listing(
@@ -234,10 +246,12 @@ def _listing(
         pins = pinned(storage)
     except (OSError, CheckpointError):  # tags are shown without their pins then
         pins = set()
+    listed = [info for info in tags if only in (None, info.tag)]
+    summaries = in_parallel(storage, listed, lambda info: summarize(info, newest))
     return {
         "directory": storage.url,
         "latest": None if newest is None else newest.tag,
-        "tags": [{**summarize(info, newest), "pinned": info.tag in pins} for info in tags if only in (None, info.tag)],
+        "tags": [{**tag, "pinned": tag["tag"] in pins} for tag in summaries],
         "note": None if tags else f"no checkpoints; {describe_incomplete(storage)}",
     }
 
@@ -258,6 +272,12 @@ def _open(path: str, options: Options) -> Storage:
     storage = open_storage(path, storage_options=options)
     require_directory(storage)
     return storage
+
+
+def _described(storage: Storage, now: Storage, info: TagInfo, newest: TagInfo | None) -> dict[str, Any]:
+    """Describe a tag as a survey, ``now``, shows it; with problems, as it is, in case that it was replaced since."""
+    document = _describe_tag(now, info, newest)
+    return _describe_tag(storage, info, newest) if document["problems"] and now is not storage else document
 
 
 def _describe_tag(

@@ -8,7 +8,7 @@ not started. If several fail, the error of the first task is raised, whichever t
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from functools import partial
 from typing import NamedTuple, TypeVar
 
@@ -23,6 +23,7 @@ from nxd_ckpt.storage.progress import Counter
 from nxd_ckpt.tag.files import TagFiles
 from nxd_ckpt.tag.verification import Digest, mismatch, naming
 
+_Key = TypeVar("_Key", bound=Hashable)
 _Value = TypeVar("_Value")
 
 PIECE = CRC_BLOCK
@@ -145,16 +146,16 @@ _KEPT = 64
 """Maximum number of idle files that stay open: with xser there is one for each tensor."""
 
 
-def in_parallel(storage: Storage, keys: Sequence[str], inspect: Callable[[str], _Value]) -> Iterator[_Value]:
+def in_parallel(storage: Storage, keys: Sequence[_Key], inspect: Callable[[_Key], _Value]) -> Iterator[_Value]:
     """Yield the result for each key. In a store, where each costs requests, as many at a time as it serves at once."""
     if storage.renames or len(keys) < 2:
         yield from map(inspect, keys)
         return
     with ReadPool(storage.concurrency) as pool:
         for first in range(0, len(keys), storage.concurrency):
-            results: dict[str, _Value] = {}
+            results: dict[_Key, _Value] = {}
 
-            def look(scratch: object, key: str, results: dict[str, _Value] = results) -> None:
+            def look(scratch: object, key: _Key, results: dict[_Key, _Value] = results) -> None:
                 results[key] = inspect(key)
 
             batch = keys[first : first + storage.concurrency]

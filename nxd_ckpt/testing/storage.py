@@ -18,6 +18,7 @@ import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from hashlib import sha1
 from typing import NamedTuple, TypeVar
 
 from nxd_ckpt.core.limits import DOCUMENT
@@ -26,6 +27,7 @@ from nxd_ckpt.storage.base import (
     BaseStorage,
     DirEntry,
     Duplicating,
+    ListedFile,
     MemoryReader,
     Reader,
     Storage,
@@ -103,6 +105,24 @@ class MemoryStorage(BaseStorage):
             made = {name[len(prefix) :].partition("/")[0] for name in self._store.folders if name.startswith(prefix)}
         entries = {DirEntry(name, bool(slash)) for name, slash, _ in files}
         return sorted(entries | {DirEntry(name, True) for name in made})
+
+    def survey(self, folders: Sequence[str], delimiter: str) -> dict[str, dict[str, ListedFile | None]]:
+        with self._store.lock:
+            names = {folder: {entry.name: entry.is_dir for entry in self.list(folder)} for folder in folders}
+            return {
+                folder: {name: None if is_dir else self._listed(f"{folder}/{name}") for name, is_dir in there.items()}
+                for folder, there in names.items()
+            }
+
+    def read_listed(self, key: str, mark: str, limit: int = DOCUMENT) -> bytes:
+        with self._store.lock:
+            if self._listed(key).mark != mark:
+                raise FileNotFoundError(f"{self.url}/{key} was replaced since it was listed")
+            return self.read(key, limit)
+
+    def _listed(self, key: str) -> ListedFile:
+        data, written = self._file(key)
+        return ListedFile(len(data), sha1(data).hexdigest(), written)
 
     def write(self, key: str, data: bytes) -> None:
         with self._store.lock:

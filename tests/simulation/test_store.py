@@ -6,8 +6,10 @@ from collections.abc import Callable
 
 import pytest
 
+from nxd_ckpt import Checkpointer
 from nxd_ckpt.storage.base import DirEntry, Storage
 from nxd_ckpt.tag.directory import list_tags
+from nxd_ckpt.tag.surveyed import contents
 from nxd_ckpt.testing.contract import StorageContract
 from tests.simulation.job import checkpointer, loaded, state
 from tests.simulation.world.store import ObjectStore, Refused, Reply
@@ -130,7 +132,7 @@ def test_a_request_that_is_refused_is_not_made_again() -> None:
     assert 1 == names.count("put_object")
 
 
-def test_a_load_makes_few_requests_and_a_listing_two_for_each_tag() -> None:
+def test_a_load_makes_few_requests_and_a_listing_one_for_each_tag_that_is_new() -> None:
     """Each request takes tens of milliseconds."""
     network = Losing("", 0, happens=True)
     storage = store_storage(ObjectStore(), network)
@@ -141,5 +143,47 @@ def test_a_load_makes_few_requests_and_a_listing_two_for_each_tag() -> None:
     assert loaded(storage, 0, 1, "step_3") == 3
     assert len(network.requests) <= 13, network.requests
     network.requests.clear()
-    assert len(list_tags(storage)) == 5
-    assert len(network.requests) == 1 + 2 * 5, network.requests
+    contents.clear()
+    for new in (5, 0):
+        network.requests.clear()
+        assert len(list_tags(storage)) == 5
+        assert sorted(network.requests) == ["get_object"] * new + ["list_objects_v2"] * 2
+
+
+def test_retention_asks_nothing_again_of_a_tag_that_did_not_change() -> None:
+    """Of each that counts only the names of its files: index and model, one by one."""
+    network = Losing("", 0, happens=True)
+    counts = []
+    for kept in (2, 5):
+        storage = store_storage(ObjectStore(), network)
+        with Checkpointer("simulated", storage=storage, num_kept_ckpts=kept) as saver:
+            for value in range(kept + 3):
+                network.requests.clear()
+                saver.save(f"step_{value}", state(value, 0, 1))
+                made = len(network.requests)
+        counts.append(made)
+    assert counts[0] <= 72
+    assert counts[1] - counts[0] <= 3 * 2 + 2, counts
+
+
+@pytest.mark.parametrize("error", [Refused(501, "NotImplemented"), Refused(400, "InvalidArgument"), None])
+def test_a_store_that_cannot_list_several_directories_together_shows_the_same(error: Refused | None) -> None:
+    """It refuses the request, or takes several for it; then each directory is asked for."""
+    store = ObjectStore(page=1000 if error else 2)
+    saving = store_storage(store)
+    with checkpointer(saving, 0, 1, None) as saver:
+        for value in range(2):
+            saver.save(f"step_{value}", state(value, 0, 1))
+    surveys = 0
+
+    def network(name: str, key: str, happen: Callable[[], Reply]) -> Reply:
+        nonlocal surveys
+        reply = happen()
+        is_survey = any(item["Prefix"].endswith("dp_rank_") for item in reply.get("CommonPrefixes", ()))
+        surveys += is_survey
+        if error and is_survey:
+            raise error
+        return reply
+
+    assert list_tags(saving) == list_tags(store_storage(store, network))
+    assert 1 <= surveys <= 3

@@ -7,6 +7,7 @@ import logging
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from datetime import datetime, timezone
 from typing import Any
 
 from nxd_ckpt.errors import InvalidArgument
@@ -115,6 +116,17 @@ def _region(reply: dict[str, Any]) -> str:
     return f"region {region}; pass storage_options={{'client_kwargs': {{'region_name': {region!r}}}}}"
 
 
+def _time_of(text: Any) -> datetime:
+    """Return the time in a reply. For those of a listing botocore takes 60 us each, three quarters of the listing."""
+    from botocore.utils import parse_timestamp
+
+    if isinstance(text, str) and text.endswith("Z"):
+        with contextlib.suppress(ValueError):
+            return datetime.fromisoformat(text[:-1]).replace(tzinfo=timezone.utc)
+    parsed: datetime = parse_timestamp(text)
+    return parsed
+
+
 TOKEN = "nxd-ckpt-writer"
 """Metadata of every object: its writer. It distinguishes a lost reply from a key that somebody else took."""
 
@@ -161,6 +173,7 @@ class S3Options:
         import boto3
         from botocore import UNSIGNED
         from botocore.config import Config
+        from botocore.session import get_session
 
         config = {
             "retries": {"mode": "standard", "total_max_attempts": self.retries + 1},
@@ -175,7 +188,9 @@ class S3Options:
             **self.config_kwargs,
             "s3": {"payload_signing_enabled": False, **self.config_kwargs.get("s3", {})},
         }
-        session = boto3.Session(self.key, self.secret, self.token, profile_name=self.profile)
+        core = get_session()
+        core.get_component("response_parser_factory").set_parser_defaults(timestamp_parser=_time_of)
+        session = boto3.Session(self.key, self.secret, self.token, botocore_session=core, profile_name=self.profile)
         arguments = {"endpoint_url": self.endpoint_url, **self.client_kwargs}
         try:
             return session.client("s3", config=Config(**config), **arguments)

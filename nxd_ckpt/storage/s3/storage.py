@@ -7,11 +7,13 @@ because its reply was lost is not taken for somebody else's. The library is boto
 
 from __future__ import annotations
 
+import logging
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, suppress
 from http.client import HTTPException, HTTPResponse
 from importlib.util import find_spec
+from itertools import islice
 from typing import Any
 
 from nxd_ckpt import effects
@@ -22,6 +24,7 @@ from nxd_ckpt.storage.base import (
     BaseStorage,
     ByteRun,
     DirEntry,
+    ListedFile,
     Range,
     Reader,
     Version,
@@ -33,6 +36,8 @@ from nxd_ckpt.storage.retrying import pause_after
 from nxd_ckpt.storage.s3.bucket import Bucket, ConditionFailed, S3Options
 from nxd_ckpt.storage.s3.upload import S3Writer, put_if
 
+logger = logging.getLogger("nxd_ckpt")
+
 _TRIES = 10
 
 _NOWHERE = memoryview(bytearray(HOLE))
@@ -43,13 +48,14 @@ class Replaced(OSError):
     """The object was replaced since it was opened."""
 
 
-def read_object(bucket: Bucket, key: str, limit: int = DOCUMENT) -> tuple[bytes, str]:
+def read_object(bucket: Bucket, key: str, limit: int = DOCUMENT, **condition: str) -> tuple[bytes, str]:
     """Return all of an object, and its ETag; the newer one if it was replaced meanwhile. Raises as Storage.read does.
 
-    It takes one request, whose reply has the length before any of it is read.
+    It takes one request, whose reply has the length before any of it is read. Raises ConditionFailed unless
+    ``condition`` holds.
     """
     for tries in range(_TRIES):
-        reply = bucket.call("get_object", key, Key=bucket.full(key))
+        reply = bucket.call("get_object", key, Key=bucket.full(key), **condition)
         try:
             with closing(reply["Body"]) as body:
                 reader = S3Reader(bucket, key, reply)
@@ -152,6 +158,10 @@ def _memories(run: ByteRun, begin: int, block: int) -> Iterator[memoryview]:
             buffer = buffer[block:]
 
 
+_PAGE, _ENTRIES, _PAGES = 1000, 8, 3
+"""Maximum of entries that one request lists; entries of most tags; pages after which a survey gives up."""
+_LAST = "\U0010ffff"
+"""A text that is sorted after every key."""
 _BATCH = 1000
 """Maximum number of keys that one request deletes."""
 _GONE = {"NoSuchKey", "PreconditionFailed"}
@@ -215,6 +225,45 @@ class S3Storage(BaseStorage):
             raise MalformedFile(f"{self.url}/{key} is a file, expected a directory")
         return sorted(entries)
 
+    def survey(self, folders: Sequence[str], delimiter: str) -> dict[str, dict[str, ListedFile | None]]:
+        root = self._bucket.below("")
+        content = {below: dict[str, ListedFile | None]() for below in sorted(f"{root}{folder}/" for folder in folders)}
+        first, final, last = min(content), max(content), ""
+        size = min(_PAGE, _ENTRIES * len(content))
+        pages = self._bucket.pages("", StartAfter=first, Delimiter=delimiter, MaxKeys=size)
+        try:
+            for page in islice(pages, _PAGES):
+                files = {item["Key"]: _listed(item) for item in page.get("Contents", ())}
+                cut = {item["Prefix"]: None for item in page.get("CommonPrefixes", ())}
+                if list(files) != sorted(files):  # some stores have no order
+                    return {}
+                for key, file in (files | cut).items():
+                    folder, _, below = key[len(root) :].partition("/")
+                    name, is_dir, _ = below.partition("/")
+                    if file is None and not is_dir:  # cut within the name
+                        content.pop(f"{root}{folder}/", None)
+                    elif name and (there := content.get(f"{root}{folder}/")) is not None:
+                        there[name] = None if is_dir else file
+                last = max([*files, *cut], default=last) if page.get("IsTruncated") else _LAST
+                if last > final and not last.startswith(final):
+                    break
+        except ConnectionError:
+            raise
+        except OSError as error:  # such as for a delimiter that the store does not know, or a policy does not allow
+            logger.debug("%s: directories are listed one by one: %s", self.url, error)
+            return {}
+        return {
+            below[len(root) : -1]: names
+            for below, names in content.items()
+            if last > below and not last.startswith(below)
+        }
+
+    def read_listed(self, key: str, mark: str, limit: int = DOCUMENT) -> bytes:
+        try:
+            return read_object(self._bucket, key, limit, IfMatch=mark)[0]
+        except (ConditionFailed, Replaced) as error:
+            raise FileNotFoundError(f"{self.url}/{key} was replaced since it was listed") from error
+
     def write(self, key: str, data: bytes) -> None:
         put_if(self._bucket, key, [memoryview(data)], uuid.uuid4().hex)
 
@@ -277,3 +326,7 @@ class S3Storage(BaseStorage):
                     continue
                 kind = PermissionError if error.get("Code") == "AccessDenied" else OSError
                 raise kind(f"{self.url}/{key}: cannot delete {error['Key']}: {error['Code']}: {error.get('Message')}")
+
+
+def _listed(item: Mapping[str, Any]) -> ListedFile:
+    return ListedFile(int(item["Size"]), str(item["ETag"]), float(item["LastModified"].timestamp()))

@@ -16,6 +16,7 @@ from threading import RLock
 from typing import Any, NamedTuple
 
 from nxd_ckpt.storage.s3.upload import crc32
+from nxd_ckpt.tag.surveyed import contents
 
 Reply = dict[str, Any]
 
@@ -62,6 +63,7 @@ class ObjectStore:
         self._clock, self._page, self._deleting = clock, page, deleting
         self._lock = RLock()
         self._begun = 0
+        contents.clear()  # else what happens would depend on earlier services of this process
 
     def request(self, operation: str, parameters: Mapping[str, Any]) -> Reply:
         """What the service replies. Raises Refused."""
@@ -86,18 +88,21 @@ class ObjectStore:
 
     def head_object(self, *, Key: str, **given: Any) -> Reply:
         found = self._object(Key, "404")
-        return {
-            "ETag": found.etag,
-            "ContentLength": len(found.data),
-            "Metadata": dict(found.metadata),
-            "LastModified": datetime.fromtimestamp(found.time, timezone.utc),
-        }
+        return {**_facts(found, "ContentLength"), "Metadata": dict(found.metadata)}
 
     def list_objects_v2(
-        self, *, Prefix: str, Delimiter: str = "", MaxKeys: int = 1000, ContinuationToken: str = "", **given: Any
+        self,
+        *,
+        Prefix: str,
+        Delimiter: str = "",
+        MaxKeys: int = 1000,
+        StartAfter: str = "",
+        ContinuationToken: str = "",
+        **given: Any,
     ) -> Reply:
         limit, names = min(MaxKeys, self._page), list[str]()
-        for name in _names(sorted([key for key in self.objects if key.startswith(Prefix)]), Prefix, Delimiter):
+        keys = sorted([key for key in self.objects if key.startswith(Prefix) and key > StartAfter])
+        for name in _names(keys, Prefix, Delimiter):
             if name > ContinuationToken:
                 names.append(name)
             if len(names) > limit:
@@ -106,7 +111,7 @@ class ObjectStore:
         more = {"IsTruncated": True, "NextContinuationToken": shown[-1]} if len(names) > limit else {}
         folders = [{"Prefix": name} for name in shown if name.endswith(Delimiter)] if Delimiter else []
         files = [name for name in shown if not name.endswith(Delimiter)] if Delimiter else shown
-        found = [{"Key": name, "ETag": self.objects[name].etag} for name in files]
+        found = [{"Key": name, **_facts(self.objects[name], "Size")} for name in files]
         return {"Contents": found, "CommonPrefixes": folders, **more}
 
     def delete_objects(self, *, Delete: Mapping[str, Any], **given: Any) -> Reply:
@@ -191,6 +196,11 @@ class ObjectStore:
         if upload_id not in self.uploads:
             raise Refused(404, "NoSuchUpload")
         return self.uploads[upload_id]
+
+
+def _facts(stored: StoredObject, size: str) -> Reply:
+    written = datetime.fromtimestamp(stored.time, timezone.utc)
+    return {"ETag": stored.etag, size: len(stored.data), "LastModified": written}
 
 
 def _etag(data: bytes) -> str:
