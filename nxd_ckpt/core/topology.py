@@ -162,9 +162,7 @@ class Topology:
         """
         step = self.ep if expert else 1
         start = at.dp_rank % step
-        return [
-            self.rank_of(Coordinates(at.pp_rank, dp_rank, at.tp_rank)) for dp_rank in range(start, self.dp, step)
-        ]
+        return [self.rank_of(Coordinates(at.pp_rank, dp_rank, at.tp_rank)) for dp_rank in range(start, self.dp, step)]
 
     def writer_of(self, at: Coordinates) -> Coordinates:
         """Return the first rank with the same model state as ``at``, experts included, which writes for all of them."""
@@ -175,9 +173,7 @@ class Topology:
         return " ".join(f"{name}={size}" for name, size in self.sizes.items())
 
 
-def _own_map(
-    rank_map: Sequence[Coordinates] | None, dp: int, tp: int, pp: int
-) -> tuple[Coordinates, ...] | None:
+def _own_map(rank_map: Sequence[Coordinates] | None, dp: int, tp: int, pp: int) -> tuple[Coordinates, ...] | None:
     """Return the map, or None if it is the standard one, so that equal topologies compare equal."""
     if rank_map is None:
         return None

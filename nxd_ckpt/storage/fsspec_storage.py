@@ -43,7 +43,7 @@ from nxd_ckpt.storage.base import (
     runs,
 )
 from nxd_ckpt.storage.retrying import RetryingStorage
-from nxd_ckpt.storage.throttle import Limits, Throttle
+from nxd_ckpt.storage.throttle import Throttle, check_limits, shared_throttle
 
 
 class FsspecReader:
@@ -186,7 +186,8 @@ def open_fsspec(url: str, options: Mapping[str, Any]) -> Storage:
     """
     public = without_password(url)
     options = dict(options)
-    limits = Limits.of(options.pop("retries", 5), options.pop("max_bytes_per_second", None), public)
+    retries, rate = options.pop("retries", 5), options.pop("max_bytes_per_second", None)
+    check_limits(retries, rate, public)
     try:
         from fsspec.core import url_to_fs
     except ImportError:
@@ -198,11 +199,9 @@ def open_fsspec(url: str, options: Mapping[str, Any]) -> Storage:
     except ImportError as error:
         raise InvalidArgument(_missing_package(public, error)) from None
     except (TypeError, ValueError) as error:  # an unknown scheme, or options that the file system does not know
-        raise InvalidArgument(
-            _unknown_scheme(public) or f"{public}: {_without_values(str(error), options)}"
-        ) from None
+        raise InvalidArgument(_unknown_scheme(public) or f"{public}: {_without_values(str(error), options)}") from None
     kind = HttpStorage if type(fs).__name__ == "HTTPFileSystem" else FsspecStorage
-    return RetryingStorage(kind(fs, root, public, limits.throttle), limits.retries)
+    return RetryingStorage(kind(fs, root, public, shared_throttle(rate)), retries)
 
 
 def without_password(url: str) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from functools import cache
-from typing import NamedTuple
 
 from nxd_ckpt import effects
 from nxd_ckpt.errors import InvalidArgument
@@ -40,28 +39,12 @@ class Throttle:
             return begin - now, self._free_at - now
 
 
-class Limits(NamedTuple):
-    """Options of every store that are ours: the number of retries, and a rate limit.
-
-    ``max_bytes_per_second`` limits uploads and downloads together.
-    """
-
-    retries: int
-    max_bytes_per_second: float | None
-
-    @staticmethod
-    def of(retries: int, max_bytes_per_second: float | None, url: str) -> Limits:
-        """Return the checked limits. Raises InvalidArgument."""
-        if retries < 0:
-            raise InvalidArgument(f"{url}: retries is {retries}; expected 0 or more")
-        if max_bytes_per_second is not None and max_bytes_per_second <= 0:
-            raise InvalidArgument(f"{url}: max_bytes_per_second is {max_bytes_per_second}; expected more than 0")
-        return Limits(retries, max_bytes_per_second)
-
-    @property
-    def throttle(self) -> Throttle:
-        """The process's throttle for this limit."""
-        return shared_throttle(self.max_bytes_per_second)
+def check_limits(retries: int, max_bytes_per_second: float | None, url: str) -> None:
+    """Raise InvalidArgument for impossible options of a store: retries, and the limit of all transfers."""
+    if retries < 0:
+        raise InvalidArgument(f"{url}: retries is {retries}; expected 0 or more")
+    if max_bytes_per_second is not None and max_bytes_per_second <= 0:
+        raise InvalidArgument(f"{url}: max_bytes_per_second is {max_bytes_per_second}; expected more than 0")
 
 
 @cache

@@ -29,9 +29,7 @@ StorageOptions = Mapping[str, Any]
 """Options for opening a URL."""
 
 
-def open_storage(
-    path: StrPath, durable: bool = True, storage_options: StorageOptions | None = None
-) -> Storage:
+def open_storage(path: StrPath, durable: bool = True, storage_options: StorageOptions | None = None) -> Storage:
     """Open the storage of a path or URL.
 
     ``storage_options`` go to the store's library, under the names that fsspec and s3fs use; a local directory has none.

@@ -119,9 +119,7 @@ class LayeredStorage(RoutedStorage):
         self.read_nbytes = max(place.read_nbytes for place in self.used)
 
     def around(self, name: str, key: str, operation: Callable[[], T]) -> T:
-        raise OSError(
-            errno.EROFS, f"{name}: a storage of several places is read-only", f"{self.url}/{key}"
-        )
+        raise OSError(errno.EROFS, f"{name}: a storage of several places is read-only", f"{self.url}/{key}")
 
     def _at(self, key: str) -> Storage:
         return self._places[self._elsewhere.get(key, 0)]

@@ -92,14 +92,7 @@ def layout_of(files: TagFiles, topology: Topology | None) -> TagLayout:
         PartNotFound: the directory holds none of the files of any layout.
     """
     listing = files.names()
-    parts = {
-        names.MODEL_DIR,
-        names.OPTIMIZER_DIR,
-        names.SCHEDULER,
-        names.USER_CONTENT,
-        names.MARKER,
-        names.DONE,
-    }
+    parts = {*_STATE_DIRS, names.SCHEDULER, names.USER_CONTENT, names.MARKER, names.DONE}
     if parts & listing.keys():
         return NxdTag(files, topology)
     if any(legacy.parse(name) or legacy.parse_zero1(name) for name in listing):

@@ -231,9 +231,7 @@ class HostsStorage(BaseStorage):
         directories = () if self._hosts is None else self._hosts.directories
         return self._received + sum(each.received for each in directories if isinstance(each, RemoteDirectory))
 
-    def join(
-        self, hosts: Hosts, leave: Callable[[], None] = lambda: None, copy_own: CopyOut | None = None
-    ) -> None:
+    def join(self, hosts: Hosts, leave: Callable[[], None] = lambda: None, copy_own: CopyOut | None = None) -> None:
         """Join these hosts; ``leave`` releases their connections, ``copy_own`` is `copy_out` for this host."""
         self._hosts, self._leave = hosts, leave
         self._copy_own = copy_own or copy_nothing

@@ -11,7 +11,7 @@ from datetime import datetime, timezone
 from typing import Any
 
 from nxd_ckpt.errors import InvalidArgument
-from nxd_ckpt.storage.throttle import Limits, Throttle, shared_throttle
+from nxd_ckpt.storage.throttle import Throttle, check_limits, shared_throttle
 from nxd_ckpt.version import __version__
 
 logger = logging.getLogger("nxd_ckpt")
@@ -165,7 +165,7 @@ class S3Options:
         if unknown:
             raise InvalidArgument(f"{url}: unknown storage_options {unknown}; known are {', '.join(fields)}")
         checked = S3Options(**options)
-        Limits.of(checked.retries, checked.max_bytes_per_second, url)
+        check_limits(checked.retries, checked.max_bytes_per_second, url)
         return checked
 
     def client(self) -> Any:
@@ -233,9 +233,7 @@ class Bucket:
         except of_a_request() as error:
             raise as_os_error(error, f"{self.url}/{key}", self.name) from error
         except RecursionError as error:  # the library's, if every request is redirected to nowhere
-            raise OSError(
-                f"{self.url}/{key}: the store redirects endlessly; check endpoint_url and region"
-            ) from error
+            raise OSError(f"{self.url}/{key}: the store redirects endlessly; check endpoint_url and region") from error
         self._seen = True
         return reply
 

@@ -123,8 +123,7 @@ class LegacyTag(PayloadFile):
             return files[ParsedName(dp, None, at.tp_rank, at.pp_rank)]
         except KeyError:
             raise PartNotFound(
-                f"{self.where}: no file for dp {dp} tp {at.tp_rank} pp {at.pp_rank}; "
-                f"found {describe(files)}"
+                f"{self.where}: no file for dp {dp} tp {at.tp_rank} pp {at.pp_rank}; found {describe(files)}"
             ) from None
 
 

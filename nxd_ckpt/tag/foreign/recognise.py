@@ -52,8 +52,7 @@ def open_untagged(storage: Storage, key: str) -> TagLayout:
     if len(layouts) > 1:
         both = " and ".join(layout.name for layout in layouts)
         raise MalformedFile(
-            f"{files.directory} has the files of two layouts: {both}; move those of one to a place of "
-            "their own"
+            f"{files.directory} has the files of two layouts: {both}; move those of one to a place of their own"
         )
     if layouts:
         return layouts[0].open(files)

@@ -78,8 +78,7 @@ def _payload(files: TagFiles, name: str) -> Payload:
     optimizer = payload_of(files.tree(beside), files.where(beside)).content
     if optimizer.get(METADATA) != content.get(METADATA):
         raise MalformedFile(
-            f"{files.where(name)} and {beside} have different shard_metadata; files of two saves "
-            "are mixed"
+            f"{files.where(name)} and {beside} have different shard_metadata; files of two saves are mixed"
         )
     return Payload({**optimizer, **content})
 
