@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import errno
 import logging
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 from nxd_ckpt import effects
 from nxd_ckpt.commit.publication import Publication
@@ -94,8 +95,13 @@ def commit(session: Session, topology: Topology, votes: Sequence[Vote], request:
     judge(votes, topology, leader_of)
     storage, publication = session.storage, request.publication
     folder, leaders = publication.folder, request.leaders(topology)
-    parameters = _parameters(storage, folder, topology, leaders, request.parameters)
-    parameters.update(_unknown_where_replicas_differ(storage, folder, topology, votes, parameters))
+    index_of = partial(_read_index, storage, folder, topology)
+    parameters: dict[str, ParameterSpec] = {}
+    for rank in leaders:
+        # Rank 0 need not read its own index, which it has just written.
+        own = request.parameters if rank == 0 else None
+        parameters.update(load_parameters(*index_of(rank)) if own is None else own)
+    parameters.update(_unknown_where_replicas_differ(index_of, topology, votes, parameters))
     lines = tuple(vote.index or FileEntry(0, 0) for vote in votes)
     session.listed = {info.tag: info for info in list_tags(storage, session.listed)}
     order_time = _order_time(session, 0.0 if request.draining is None else request.draining.newest)
@@ -236,20 +242,8 @@ def _clear(session: Session, key: str) -> None:
         logger.warning("could not remove %s/%s: %s", session.storage.url, key, error)
 
 
-def _parameters(
-    storage: Storage, folder: str, topology: Topology, leaders: Sequence[int], own: Mapping[str, ParameterSpec] | None
-) -> dict[str, ParameterSpec]:
-    """Return every parameter of the tag. Rank 0 need not read its own index, which it has just written."""
-    parameters: dict[str, ParameterSpec] = {}
-    for rank in leaders:
-        at = topology.coordinates_of(rank)
-        parameters.update(own if rank == 0 and own is not None else load_parameters(*_read(storage, folder, at)))
-    return parameters
-
-
 def _unknown_where_replicas_differ(
-    storage: Storage,
-    folder: str,
+    index_of: Callable[[int], tuple[bytes, str]],
     topology: Topology,
     votes: Sequence[Vote],
     parameters: Mapping[str, ParameterSpec],
@@ -259,7 +253,7 @@ def _unknown_where_replicas_differ(
     for ranks in tp_groups_that_differ(votes, topology):
         content: dict[str, set[tuple[int, ...]]] = {}
         for rank in ranks:
-            for entry in load_index(*_read(storage, folder, topology.coordinates_of(rank))).tensors:
+            for entry in load_index(*index_of(rank)).tensors:
                 name = entry.name.removeprefix("model/")
                 spec = parameters.get(name) if entry.name.startswith("model/") else None
                 if spec is not None and spec.partition.replicated_over_tp:
@@ -277,9 +271,9 @@ def _unknown_where_replicas_differ(
     return unknown
 
 
-def _read(storage: Storage, folder: str, at: Coordinates) -> tuple[bytes, str]:
+def _read_index(storage: Storage, folder: str, topology: Topology, rank: int) -> tuple[bytes, str]:
     """The bytes of a rank's index file, and its name for errors."""
-    key = f"{folder}/{names.index_file(at)}"
+    key = f"{folder}/{names.index_file(topology.coordinates_of(rank))}"
     return storage.read(key), f"{storage.url}/{key}"
 
 

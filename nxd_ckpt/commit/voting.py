@@ -33,7 +33,7 @@ from nxd_ckpt.coordination.paths import (
 from nxd_ckpt.coordination.waiting import Backoff
 from nxd_ckpt.core import votes
 from nxd_ckpt.core.limits import NOTE
-from nxd_ckpt.core.suggestions import first_of
+from nxd_ckpt.core.suggestions import ranks_of
 from nxd_ckpt.core.votes import Verdict, Vote
 from nxd_ckpt.errors import MalformedFile, OutcomeUnknown, RanksDisagree, SaveFailed
 from nxd_ckpt.storage.base import Storage, without_syncs
@@ -174,10 +174,10 @@ class AttemptVotes:
                 return [by_rank[rank] for rank in sorted(by_rank)]
             ranks = list(missing.values())
             if last_words.are_over(dead := [rank for rank in ranks if gone(rank)]):
-                raise SaveFailed(f"no vote from {_ranks(dead)} of {world_size}: the process ended; see its log")
+                raise SaveFailed(f"no vote from {ranks_of(dead)} of {world_size}: the process ended; see its log")
             if patience.is_over(len(by_rank), partial(self._progress, names, ranks)):
                 raise SaveFailed(
-                    f"no vote from {_ranks(ranks)} of {world_size} within {timeout:.0f} s of the last progress: "
+                    f"no vote from {ranks_of(ranks)} of {world_size} within {timeout:.0f} s of the last progress: "
                     "dead, stuck, or not in this save; see the logs of those ranks"
                 )
             backoff.pause()
@@ -350,10 +350,6 @@ def _progress_of(storage: Storage, key: str) -> bytes:
         return storage.read(key, NOTE)
     except MalformedFile:
         return b""
-
-
-def _ranks(ranks: list[int]) -> str:
-    return f"rank{'s' if len(ranks) > 1 else ''} {first_of(map(str, ranks))}"
 
 
 @dataclass(frozen=True)

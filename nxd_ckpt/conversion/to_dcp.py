@@ -128,12 +128,12 @@ def to_dcp(tag: StrPath, dcp_directory: StrPath, **options: Unpack[ToDcpKeywords
     with opened.guarded():
         state = _state(opened, chosen)
         output = Output(target, overwrite=chosen.overwrite, durable=chosen.durable, kind=TORCH_DCP)
-    return write_dcp(opened, state, output, source, chosen)
+    return write_dcp(state, output, source, chosen)
 
 
-def write_dcp(opened: OpenTag, state: DcpState, output: Output, source: Location, chosen: OutputOptions) -> Converted:
-    """Write ``state``, which ``opened`` reads, as ``output``. Errors of reading its tensors pass."""
-    started = time.monotonic()
+def write_dcp(state: DcpState, output: Output, source: Location, chosen: OutputOptions) -> Converted:
+    """Write ``state`` as ``output``. Errors of reading its tensors pass."""
+    started, opened = time.monotonic(), state.opened
     with opened.guarded(), gc_paused():
         files = plan_files(state)
     nbytes = sum(tensor.nbytes for tensor in state.tensors.values())
@@ -160,7 +160,7 @@ def _state(opened: OpenTag, chosen: ToDcpOptions) -> DcpState:
         raise PartNotFound(f"{opened.where} holds neither model nor optimizer, so there is nothing to convert")
     cuts = checked_facts(opened, chosen.partitions, chosen.saved_param_names)
     whole = WholeTag(opened, partitions=cuts, saved_param_names=chosen.saved_param_names)
-    state = DcpState(opened, whole, chosen.names)
+    state = DcpState(whole, chosen.names)
     if state.unknown:
         raise TopologyMismatch(
             f"{opened.where}: the cut of {', '.join(state.unknown[:5])} over ranks is not known; pass partitions= with "

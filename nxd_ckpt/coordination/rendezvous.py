@@ -13,7 +13,6 @@ not help a stranger. Somebody who can also write to it can take a rank's place, 
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import secrets
 from contextlib import suppress
@@ -26,6 +25,8 @@ from nxd_ckpt.coordination.peers import Address, ConnectionToRank0, Rank0Connect
 from nxd_ckpt.coordination.waiting import FairLock
 from nxd_ckpt.effects import in_forked_children
 from nxd_ckpt.errors import CheckpointError, MalformedFile, PeerTimeout, RanksDisagree
+
+logger = logging.getLogger("nxd_ckpt")
 
 SECRET = 32
 """Bytes of the job's secret."""
@@ -62,7 +63,7 @@ class KeyPair:
             value = 0
         if not 1 < value < _PRIME - 1:
             raise MalformedFile(f"expected a public key of another rank, found {public!r:.40}")
-        return hashlib.sha256(pow(value, self._private, _PRIME).to_bytes(256, "big")).digest()
+        return sha256(pow(value, self._private, _PRIME).to_bytes(256, "big")).digest()
 
 
 def new_secret() -> bytes:
@@ -90,9 +91,6 @@ def job_secret(words: Words, rank: int, world_size: int, secret: bytes) -> bytes
 def _xor(secret: bytes, key: bytes) -> bytes:
     """Encrypt or decrypt with a key that is used once."""
     return bytes(byte ^ key_byte for byte, key_byte in zip(secret, key, strict=True))
-
-
-logger = logging.getLogger("nxd_ckpt")
 
 
 def meet(
@@ -160,7 +158,8 @@ class Rendezvous:
                 number, hub, all_know = _ask(words, self._rank, call, self._secret is not None)
             store = PrefixStore(f"meeting/{number}", self._store)
             if not all_know:
-                self._secret = self._exchange(Words(store, self._rank, timeout, self._is_gone))
+                words = Words(store, self._rank, timeout, self._is_gone)
+                self._secret = job_secret(words, self._rank, self._world_size, self._secret or b"")
             self._connect(hub)
         return StoreAgreement(store, self._rank, self._world_size, timeout, self._peers, self._secret)
 
@@ -171,9 +170,6 @@ class Rendezvous:
 
     def _is_gone(self, rank: int) -> bool:
         return self._peers is not None and self._peers.is_gone(rank)
-
-    def _exchange(self, words: Words) -> bytes:
-        return job_secret(words, self._rank, self._world_size, self._secret or b"")
 
     def _hub(self) -> Address | None:
         try:

@@ -14,7 +14,7 @@ from typing import Any
 from nxd_ckpt import effects
 from nxd_ckpt.coordination.agreement import Agreement, decided_by_rank0, on_all
 from nxd_ckpt.core.stopping import RankProgress, Tally
-from nxd_ckpt.core.suggestions import first_of
+from nxd_ckpt.core.suggestions import ranks_of
 from nxd_ckpt.errors import CheckpointError, PeerTimeout
 
 logger = logging.getLogger("nxd_ckpt")
@@ -151,10 +151,11 @@ class Stopping:
         if self._rank > 0 and self._peers is not None and self._peers.is_gone(0):
             raise PeerTimeout(f"{self._cause()}, but rank 0, which chooses the step, ended; look at its log")
         if self._lost:
-            raise PeerTimeout(f"{self._cause()}, but no step is common to all: {_ranks(self._lost)} ended; see its log")
+            lost = ranks_of(self._lost)
+            raise PeerTimeout(f"{self._cause()}, but no step is common to all: {lost} ended; see its log")
         if self._left() == 0:
             option = "timeout" if self._goes_on else "preemption_grace"
-            missing = "rank 0 did not say where" if self._rank else f"no answer from {_ranks(self._tally.missing())}"
+            missing = "rank 0 did not say where" if self._rank else f"no answer from {ranks_of(self._tally.missing())}"
             raise PeerTimeout(f"{self._cause()}, but {missing} within {self._grace:g} s ({option})")
 
     def _left(self) -> float:
@@ -174,7 +175,3 @@ class Stopping:
                 number,
                 self._left(),
             )
-
-
-def _ranks(ranks: list[int]) -> str:
-    return f"rank{'s' if len(ranks) > 1 else ''} {first_of(map(str, ranks))}"

@@ -23,6 +23,11 @@ def first_of(names: Iterable[str], text: Callable[[str], str] = str) -> str:
     return ", ".join(map(text, names[:_SHOWN])) + more
 
 
+def ranks_of(ranks: Collection[int]) -> str:
+    """Return "rank 3", or "ranks 1, 2"."""
+    return f"rank{'s' if len(ranks) > 1 else ''} {first_of(map(str, ranks))}"
+
+
 def closest(name: str, others: Collection[str]) -> str | None:
     """Return the one of ``others`` that is most similar to the name, if one is."""
     return next(iter(difflib.get_close_matches(name, others, n=1)), None)

@@ -252,9 +252,9 @@ class _Job:
 
     def _written(self, tag: HuggingFaceTag, names: DcpNames, dst: StrPath) -> Converted:
         chosen, place = self._chosen, self._origin.place
-        state, target = DcpState(tag, WholeTag(tag), names), locate_apart(dst, place, chosen.written_with)
+        state, target = DcpState(WholeTag(tag), names), locate_apart(dst, place, chosen.written_with)
         output = Output(target, overwrite=chosen.overwrite, durable=chosen.durable, kind=TORCH_DCP)
-        return write_dcp(tag, state, output, place, chosen)
+        return write_dcp(state, output, place, chosen)
 
     def to_tag(self) -> Converted:
         origin, chosen = self._origin, self._chosen

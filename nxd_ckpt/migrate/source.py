@@ -22,10 +22,11 @@ from nxd_ckpt.migrate.optimum_metadata import (
     refuse_other_model,
     stage_metadata,
 )
+from nxd_ckpt.options.execution import SavedNames
 from nxd_ckpt.options.hugging_face import ImportOptions, MappingSpec, MigrateOptions
 from nxd_ckpt.output.locations import Location, locate_any
 from nxd_ckpt.output.source import open_any, refuse_mixed_ranks
-from nxd_ckpt.reshard.saved_optimizer import COMPUTED, Names, group_names
+from nxd_ckpt.reshard.saved_optimizer import COMPUTED, group_names
 from nxd_ckpt.storage.urls import StrPath, directory_and_name, join
 from nxd_ckpt.tag.files import TagFiles
 from nxd_ckpt.tag.foreign import legacy
@@ -67,7 +68,7 @@ class Origin:
     config: str | None = None
     mapping: MappingSpec = None
     kv_size_multiplier: int | None = None
-    param_names: Names | None = None
+    param_names: SavedNames | None = None
     step: int | None = None
     tokens: int = 0
     scheduler: Any = field(default=None, repr=False)
@@ -130,7 +131,7 @@ class _Source(NamedTuple):
     def opened(self) -> OpenTag:
         return self.origin.opened
 
-    def param_names(self, stages: Sequence[Sequence[str]] | None = None) -> Names | None:
+    def param_names(self, stages: Sequence[Sequence[str]] | None = None) -> SavedNames | None:
         return group_names(self.opened, stages) if self.needs_names else None
 
 

@@ -20,7 +20,6 @@ from nxd_ckpt.errors import KeyMismatch
 from nxd_ckpt.formats.tensors import Assembly, dtype_name, itemsize, map_tensors
 from nxd_ckpt.live.optimizer_state import STEP
 from nxd_ckpt.reshard.whole_tag import WholeTag
-from nxd_ckpt.tag.opened import OpenTag
 
 
 @dataclass(frozen=True)
@@ -41,10 +40,10 @@ class DcpTensor:
 
 
 class DcpState:
-    """The flat state dict of a tag. Reads trees, no tensor of model or optimizer."""
+    """The flat state dict of ``tag``. Reads trees, no tensor of model or optimizer."""
 
-    def __init__(self, opened: OpenTag, tag: WholeTag, names: DcpNames) -> None:
-        self._opened, self._tag, self._names = opened, tag, names
+    def __init__(self, tag: WholeTag, names: DcpNames) -> None:
+        self.opened, self._tag, self._names = tag.opened, tag, names
 
     @cached_property
     def tensors(self) -> dict[str, DcpTensor]:
@@ -68,7 +67,7 @@ class DcpState:
         """
         tensor = self.tensors.get(name)
         if tensor is None:
-            raise KeyMismatch(f"{self._opened.where} has no tensor that torch DCP would call {name!r}")
+            raise KeyMismatch(f"{self.opened.where} has no tensor that torch DCP would call {name!r}")
         return Assembly.of(self._tag.leaf(tensor.source)) if isinstance(tensor.source, str) else tensor.source
 
     @cached_property
@@ -78,7 +77,7 @@ class DcpState:
         for entry, value in chain(self._global_tensors(), self._values()):
             if entry.name in entries:
                 raise KeyMismatch(
-                    f"{self._opened.where}: torch DCP joins keys by dots, so {entries[entry.name][0]} and {entry.path} "
+                    f"{self.opened.where}: torch DCP joins keys by dots, so {entries[entry.name][0]} and {entry.path} "
                     f"would both be called {entry.name!r}; choose other keys for model and optimizer, or other names"
                 )
             entries[entry.name] = entry.path, value
@@ -97,12 +96,12 @@ class DcpState:
                 continue
             path = self._tag.path(name)
             yield from _flat(self._names.entry(path).path, _as_torch(path, value))
-        groups: Any = map_tensors(self._tag.param_groups, self._opened.read)
+        groups: Any = map_tensors(self._tag.param_groups, self.opened.read)
         yield from ((entry, _as_entry(entry, value)) for entry, value in self._names.group_entries(groups))
-        if self._opened.parts.scheduler:
-            yield from _flat((SCHEDULER,), self._opened.scheduler())
-        if self._opened.parts.user_content:
-            yield from self._content(self._opened.user_content())
+        if self.opened.parts.scheduler:
+            yield from _flat((SCHEDULER,), self.opened.scheduler())
+        if self.opened.parts.user_content:
+            yield from self._content(self.opened.user_content())
 
     def _content(self, content: Any) -> Iterator[tuple[DcpEntry, Any]]:
         if self._names.content or not isinstance(content, dict):

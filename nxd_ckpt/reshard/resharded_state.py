@@ -5,7 +5,7 @@ A weight that is in no file comes from its master weights.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -17,6 +17,7 @@ from nxd_ckpt.formats import crc32
 from nxd_ckpt.formats.tensors import Assembly, digest_of
 from nxd_ckpt.live.parameters import form_of, is_tensor
 from nxd_ckpt.live.state import MASTER_WEIGHTS
+from nxd_ckpt.options.execution import SavedNames
 from nxd_ckpt.reshard.reshard_context import ReshardContext
 from nxd_ckpt.reshard.resharded_model import ReshardedModel
 from nxd_ckpt.reshard.resharded_optimizer import ReshardedOptimizer
@@ -141,7 +142,7 @@ def recorded_state(
     live: Topology,
     *,
     partitions: Mapping[str, Partition] | None = None,
-    saved_names: Sequence[Sequence[Sequence[str]]] | None = None,
+    saved_names: SavedNames | None = None,
 ) -> ReshardedState:
     """Return the state that rank ``live.rank`` of a job of these sizes would hold; for tools, without a live model.
 

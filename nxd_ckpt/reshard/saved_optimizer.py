@@ -13,6 +13,7 @@ from nxd_ckpt.live.optimizer_state import STEP, options_of
 from nxd_ckpt.live.parameters import form_of, is_tensor
 from nxd_ckpt.live.state import MASTER_WEIGHTS
 from nxd_ckpt.live.zero1 import EXPERT_KEYS, MASTERS, split
+from nxd_ckpt.options.execution import SavedNames
 from nxd_ckpt.reshard.reshard_context import ReshardContext
 from nxd_ckpt.tag.opened import OpenTag
 
@@ -144,6 +145,12 @@ def is_number(name: str) -> bool:
     return name.startswith("#")
 
 
+def recorded_names(opened: OpenTag, at: Coordinates | None = None) -> list[str] | None:
+    """Return the names that the tag records for a rank's optimizer, by default rank 0's; None if it has numbers."""
+    names = opened.optimizer_names(at or Coordinates())
+    return None if names is None or any(map(is_number, names)) else names
+
+
 @dataclass(frozen=True)
 class OptimizerNames:
     """Sources of parameter names; the first one that applies wins.
@@ -157,7 +164,7 @@ class OptimizerNames:
             "#1.0".
     """
 
-    saved: Sequence[Sequence[Sequence[str]]] | None = None
+    saved: SavedNames | None = None
     live: Sequence[str] | None = None
     by_position: bool = False
     numbered: bool = False
@@ -176,8 +183,8 @@ class OptimizerNames:
                 )
             return [name for group in self.saved[at.pp_rank] for name in group]
         same_stages = (saved.pp, saved.ep) == (live.pp, live.ep)
-        names = None if self.by_position and same_stages else opened.optimizer_names(at)
-        if names is not None and not any(map(is_number, names)):
+        names = None if self.by_position and same_stages else recorded_names(opened, at)
+        if names is not None:
             return names
         if self.numbered or (same_stages and self.live is None and not self.by_position):
             return None
@@ -201,11 +208,8 @@ class OptimizerNames:
 COMPUTED = "rotary_emb.inv_freq"
 """The end of names of buffers that are no parameters."""
 
-Names = list[list[list[str]]]
-"""Parameter names by pipeline stage and param group."""
 
-
-def group_names(opened: OpenTag, stages: Sequence[Sequence[str]] | None = None) -> Names | None:
+def group_names(opened: OpenTag, stages: Sequence[Sequence[str]] | None = None) -> SavedNames | None:
     """Return the names of the optimizer's parameters; None if the tag has them, or has no optimizer.
 
     ``stages`` are the model's parameters of each stage, in order, by default those of the tag.
@@ -214,8 +218,7 @@ def group_names(opened: OpenTag, stages: Sequence[Sequence[str]] | None = None) 
     """
     if opened.parts.optimizer is None:
         return None
-    recorded = opened.optimizer_names(Coordinates())
-    if recorded is not None and not any(map(is_number, recorded)):
+    if recorded_names(opened) is not None:
         return None
     all_stages = [_Stage(opened, pp_rank, stages) for pp_rank in range(opened.topology.pp)]
     for patterns in NOT_DECAYED:

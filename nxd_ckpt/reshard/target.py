@@ -14,7 +14,7 @@ from typing import Any
 
 from nxd_ckpt.core.manifest import ParameterSpec
 from nxd_ckpt.core.partition import Partition
-from nxd_ckpt.core.topology import Coordinates, Topology
+from nxd_ckpt.core.topology import Topology
 from nxd_ckpt.errors import OptimizerMismatch, PartNotFound, TopologyMismatch
 from nxd_ckpt.formats.tensors import Assembly, Path, TensorStub, iter_tensors
 from nxd_ckpt.live.optimizer_state import STEP
@@ -22,9 +22,10 @@ from nxd_ckpt.live.parameters import form_of
 from nxd_ckpt.live.save_state import SaveState
 from nxd_ckpt.live.state import MASTER_WEIGHTS, ModelState, OptimizerForm, OptimizerSlot, State, StateTensor
 from nxd_ckpt.live.zero1 import MASTERS
+from nxd_ckpt.options.execution import SavedNames
 from nxd_ckpt.reshard.reshard_context import ReshardContext
 from nxd_ckpt.reshard.resharded_state import ReshardedState, recorded_state
-from nxd_ckpt.reshard.saved_optimizer import SavedSlot, is_number
+from nxd_ckpt.reshard.saved_optimizer import SavedSlot, is_number, recorded_names
 from nxd_ckpt.tag.opened import OpenTag
 
 _NUMBER = re.compile(r"\.(\d+)(?=\.|$)")
@@ -119,7 +120,7 @@ class Target:
     model: bool = True
     partitions: Mapping[str, Partition] | None = None
     stages: Sequence[Sequence[str]] | None = None
-    saved_names: Sequence[Sequence[Sequence[str]]] | None = None
+    saved_names: SavedNames | None = None
     ignores: Callable[[str], bool] = field(default=_nothing, repr=False)
 
 
@@ -296,8 +297,7 @@ class TargetOptimizer:
 def _check_names(context: ReshardContext, target: Target) -> None:
     """Raise OptimizerMismatch without parameter names, unless positions suffice: all sizes but dp are equal."""
     opened, saved, live = context.opened, context.saved, context.live
-    names = opened.optimizer_names(Coordinates())
-    has_names = target.saved_names is not None or (names is not None and not any(map(is_number, names)))
+    has_names = target.saved_names is not None or recorded_names(opened) is not None
     if not has_names and (saved.tp, saved.pp, saved.ep) != (live.tp, live.pp, live.ep):
         raise OptimizerMismatch(
             f"{opened.where} does not name the parameters of its optimizer, but to go from {saved.describe()} to "

@@ -8,11 +8,10 @@ from typing import Any
 from nxd_ckpt.core.manifest import ParameterSpec
 from nxd_ckpt.core.partition import Partition
 from nxd_ckpt.core.suggestions import closest, first_of
-from nxd_ckpt.core.topology import Coordinates
 from nxd_ckpt.errors import InvalidArgument, OptimizerMismatch, TopologyMismatch
 from nxd_ckpt.options.execution import BLANK, SavedNames
 from nxd_ckpt.reshard.resharded_state import partitions_of_tag, recorded_parameters
-from nxd_ckpt.reshard.saved_optimizer import Names, SavedSlot, group_names, is_number, names_by_shape
+from nxd_ckpt.reshard.saved_optimizer import SavedSlot, group_names, names_by_shape, recorded_names
 from nxd_ckpt.tag.opened import OpenTag
 
 
@@ -41,7 +40,7 @@ def checked_facts(
     unknown = unknown_cuts(opened, cuts) if cuts_change else {}
     if not unknown:
         return cuts
-    lacks_names = saved_names is None and opened.parts.optimizer is not None and not _has_names(opened)
+    lacks_names = saved_names is None and opened.parts.optimizer is not None and recorded_names(opened) is None
     raise TopologyMismatch(
         f"{opened.where}: the cut of {first_of(unknown)} over {opened.topology.tp} tensor-parallel ranks is not known; "
         f"pass partitions= with the cut of each, by name{_AND_NAMES if lacks_names else ''}"
@@ -49,11 +48,6 @@ def checked_facts(
 
 
 _AND_NAMES = "; it does not name the parameters of its optimizer either: pass saved_param_names= too"
-
-
-def _has_names(opened: OpenTag) -> bool:
-    names = opened.optimizer_names(Coordinates())
-    return names is not None and not any(map(is_number, names))
 
 
 def _check_names(opened: OpenTag, saved_names: SavedNames | None) -> None:
@@ -80,7 +74,7 @@ def partitions_template(opened: OpenTag) -> dict[str, dict[str, Any]]:
     }
 
 
-def names_template(opened: OpenTag) -> Names | None:
+def names_template(opened: OpenTag) -> SavedNames | None:
     """Return ``saved_param_names`` as scripts usually group them; None if the tag records the names.
 
     If these do not fit the number of parameters and their shapes, it has the names of parameters whose shape no other

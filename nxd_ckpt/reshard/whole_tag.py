@@ -27,6 +27,7 @@ from nxd_ckpt.errors import (
 from nxd_ckpt.formats.tensors import Assembly, Path, TensorStub, by_digest, itemsize, iter_leaves, iter_tensors
 from nxd_ckpt.live.optimizer_state import STEP
 from nxd_ckpt.live.parameters import form_of, is_tensor
+from nxd_ckpt.options.execution import SavedNames
 from nxd_ckpt.reshard.resharded_state import partitions_of_tag, recorded_state
 from nxd_ckpt.tag.files import MissingTensor
 from nxd_ckpt.tag.opened import OpenTag
@@ -87,7 +88,7 @@ class WholeTag:
         *,
         live: Topology | None = None,
         partitions: Mapping[str, Partition] | None = None,
-        saved_param_names: Sequence[Sequence[Sequence[str]]] | None = None,
+        saved_param_names: SavedNames | None = None,
     ) -> None:
         partitions = partitions_of_tag(opened, partitions)
         self.opened, self._partitions, self._saved_names = opened, partitions, saved_param_names

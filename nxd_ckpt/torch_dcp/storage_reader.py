@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import io
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import cache
 from math import prod
@@ -32,6 +32,7 @@ from nxd_ckpt.core.names import DONE, MANIFEST, MARKER, MODEL_DIR, OPTIMIZER_DIR
 from nxd_ckpt.core.partition import Partition
 from nxd_ckpt.errors import CheckpointError, InvalidArgument, as_checkpoint_errors
 from nxd_ckpt.formats.tensors import Assembly, allocated, dtype_name, torch_dtype
+from nxd_ckpt.options.execution import SavedNames
 from nxd_ckpt.output.locations import Location, locate_input, location_of
 from nxd_ckpt.output.source import open_source
 from nxd_ckpt.reshard.dcp_state import DcpState
@@ -80,7 +81,7 @@ class StorageReader(TorchStorageReader):
         model_key: str | None = None,
         optim_key: str | None = None,
         partitions: Mapping[str, Partition] | None = None,
-        saved_param_names: Sequence[Sequence[Sequence[str]]] | None = None,
+        saved_param_names: SavedNames | None = None,
         verify: bool = True,
         storage_options: StorageOptions | None = None,
     ) -> None:
@@ -196,7 +197,7 @@ class StorageReader(TorchStorageReader):
             opened, names = directory or (open_source(place), None)
             with opened.guarded():
                 tag = WholeTag(opened, partitions=self._partitions, saved_param_names=self._saved_names)
-                self._opened = opened, _States(opened, tag, self._names(opened.dcp_names or names or self.usual))
+                self._opened = opened, _States(tag, self._names(opened.dcp_names or names or self.usual))
         return self._opened
 
     def _names(self, names: DcpNames) -> DcpNames:
@@ -225,9 +226,9 @@ def _open_directory(place: Location) -> tuple[OpenTag, DcpNames] | None:
 class _States:
     """A tag in two forms: options by param group, and by parameter. One is ``listed``, the ``other`` is not."""
 
-    def __init__(self, opened: OpenTag, tag: WholeTag, names: DcpNames) -> None:
-        self.listed = DcpState(opened, tag, names)
-        self.other = DcpState(opened, tag, replace(names, flat_optimizer=not names.flat_optimizer))
+    def __init__(self, tag: WholeTag, names: DcpNames) -> None:
+        self.listed = DcpState(tag, names)
+        self.other = DcpState(tag, replace(names, flat_optimizer=not names.flat_optimizer))
 
     def holding(self, name: str) -> DcpState:
         """Return the form that has DCP's ``name``."""
