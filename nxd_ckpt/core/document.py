@@ -72,7 +72,8 @@ def small(data: bytes, where: str) -> dict[str, Any]:
 def read(text: str, makers: Mapping[str, Callable[[Any], Any]]) -> dict[str, Any]:
     """Parse the JSON object ``text``; members in ``makers`` get ``makers[name](element)`` for each of their elements.
 
-    These members must be arrays or objects, and stay lists and dicts.
+    These members must be arrays or objects, and stay lists and dicts. In an object, elements that are objects of equal
+    text, near each other, share what was made of the first.
 
     Raises:
         ValueError: not valid JSON, or not such an object. Errors of makers pass.
@@ -87,6 +88,10 @@ def read(text: str, makers: Mapping[str, Callable[[Any], Any]]) -> dict[str, Any
         document = scanner.members(member)
         scanner.end()
     return document
+
+
+_RECENT = 8
+"""Objects in one container whose text is compared with the next one: parameters of a model have few forms."""
 
 
 class _Scanner:
@@ -106,13 +111,28 @@ class _Scanner:
     def container(self, make: Callable[[Any], Any]) -> list[Any] | dict[str, Any]:
         """Parse the next array or object, with ``make(element)`` for each element."""
         if self._text.startswith("{", self._at):
-            return self.members(lambda _: make(self.value()))
+            recent: dict[str, Any] = {}
+            return self.members(lambda _: self._made(make, recent))
         elements: list[Any] = []
         has_next = self._begins("[", "]")
         while has_next:
             elements.append(make(self.value()))
             has_next = self._mark(",]", "',' or ']'") == ","
         return elements
+
+    def _made(self, make: Callable[[Any], Any], recent: dict[str, Any]) -> Any:
+        """Parse the next value as ``make(value)``, or return that of an equal text among the ``recent`` objects."""
+        for text, made in recent.items():
+            if self._text.startswith(text, self._at):
+                self._at += len(text)
+                return made
+        begin = self._at
+        made = make(self.value())
+        if self._text.startswith("{", begin):  # it ends with its own mark: a longer text is no other value
+            if len(recent) == _RECENT:
+                del recent[next(iter(recent))]
+            recent[self._text[begin : self._at]] = made
+        return made
 
     def members(self, member: Callable[[str], Any]) -> dict[str, Any]:
         """Parse the next object; ``member(name)`` parses the value of each member."""

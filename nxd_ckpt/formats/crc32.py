@@ -94,6 +94,8 @@ def block_crcs(buffer: memoryview) -> list[int]:
 
 def combine_blocks(crcs: Sequence[int], nbytes: int) -> int:
     """Return the CRC of all ``nbytes`` bytes from the CRCs of `block_crcs`."""
+    if len(crcs) == 1:
+        return crcs[0]
     whole = 0
     for index, crc in enumerate(crcs):
         whole = combine(whole, crc, min(BLOCK, nbytes - index * BLOCK))

@@ -23,6 +23,7 @@ import pickle
 import struct
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator
+from functools import cache
 from typing import Any
 
 from nxd_ckpt.core import limits
@@ -178,7 +179,7 @@ class Machine(_Machine):  # type: ignore[misc]
             kind = type(value)
             if kind is int:
                 work += value.bit_length() // 8
-            elif kind not in _SCALARS and isinstance(value, _SIZED):
+            elif _has_length(kind):
                 work += len(value)
         self._spend(work)
 
@@ -189,7 +190,7 @@ class Machine(_Machine):  # type: ignore[misc]
 
 
 _SIZED = (str, bytes, bytearray, list, tuple, dict, set, frozenset)
-_SCALARS = (type(None), bool, float)  # the most frequent types without a length, checked first
+_has_length: Callable[[type], bool] = cache(lambda kind: issubclass(kind, _SIZED))
 
 
 def _without_stand_in(get: _Load) -> _Load:

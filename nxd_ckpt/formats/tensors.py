@@ -75,8 +75,9 @@ class TensorStub:
     def is_contiguous(self) -> bool:
         """True if the bytes in the file are contiguous and row-major."""
         tight = contiguous_stride(self.shape)
-        sizes = zip(self.shape, self.stride, tight, strict=True)
-        return self.stride == tight or self.numel == 0 or all(a == b for size, a, b in sizes if size > 1)
+        if self.stride == tight or self.numel == 0:
+            return True
+        return all(a == b for size, a, b in zip(self.shape, self.stride, tight, strict=True) if size > 1)
 
     @property
     def storage_order(self) -> tuple[int, ...] | None:
@@ -405,7 +406,7 @@ def byte_view(tensor: torch.Tensor) -> memoryview:
         raise InvalidArgument(
             f"a contiguous CPU tensor is needed, got one on {tensor.device} strided {tensor.stride()}"
         )
-    memory = (ctypes.c_ubyte * (tensor.numel() * tensor.element_size())).from_address(tensor.data_ptr())
+    memory = (ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr())
     memory.owner = tensor  # type: ignore[attr-defined]
     return memoryview(memory).cast("B")
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import struct
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from nxd_ckpt.core import limits
 from nxd_ckpt.core.limits import check_count, shown
@@ -29,14 +29,11 @@ NEW_YEAR_1980 = 0x21
 ZIP64, PADDING = 0x0001, 0x4246  # ids of extra fields; torch pads under this one, too
 
 
-@dataclass(frozen=True)
-class Record:
+class Record(NamedTuple):
     """One stored file of the archive: the offsets of its header and of its ``nbytes`` of data.
 
     ``crc32`` is None if unknown: not computed yet, or 0 in a file, which torch uses for "not recorded".
     """
-
-    __slots__ = ("crc32", "header_offset", "name", "nbytes", "offset")
 
     name: str
     header_offset: int

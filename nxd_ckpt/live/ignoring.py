@@ -87,6 +87,10 @@ class Ignoring:
         """Return whether the model's tensor with this name is left out."""
         return self.ignores(f"model/{name}")
 
+    def of_model(self, names: Collection[str]) -> Collection[str]:
+        """Return those of the model's ``names`` that are not left out."""
+        return [name for name in names if not self.ignores_model(name)] if self.is_selective else names
+
     def covers(self, path: str) -> bool:
         """Return whether everything that could be below ``path`` is left out."""
         return bool(self._ignored) and any(map(self._ignored.covers, self._names(path)))

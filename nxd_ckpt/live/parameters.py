@@ -49,7 +49,7 @@ def spec_of(tensor: torch.Tensor, tp: int) -> ParameterSpec:
     parameter with a missing or impossible dimension is recorded as cut in an unknown way.
     """
     dtype, shape = form_of(tensor)
-    trainable = isinstance(tensor, torch.nn.Parameter) and tensor.requires_grad
+    trainable = tensor.requires_grad and isinstance(tensor, torch.nn.Parameter)
     if not getattr(tensor, "tensor_model_parallel", False):
         return _whole(dtype, shape, trainable, bool(getattr(tensor, "expert_model_parallel", False)))
     partition = _partition_of(tensor, tp)
@@ -75,6 +75,11 @@ def traits_of(tensor: torch.Tensor) -> Hashable:
 def has_address(tensor: torch.Tensor) -> bool:
     """Return whether its memory address is known: not for XLA's lazy tensors, nor for tensors without memory."""
     return tensor.numel() > 0 and not tensor.is_meta and not torch_xla.is_xla(tensor)
+
+
+def plain_address(tensor: torch.Tensor) -> int:
+    """Return the address of a plain tensor on the CPU; 0 without memory, and for any other tensor."""
+    return tensor.data_ptr() if type(tensor) in _PLAIN and tensor.is_cpu else 0
 
 
 def memory_of(tensor: torch.Tensor) -> Hashable:
@@ -111,6 +116,8 @@ def overlapping(tensors: Mapping[str, torch.Tensor]) -> tuple[str, str] | None:
 def _span(tensor: torch.Tensor) -> tuple[tuple[str, int], int, int]:
     """Return the device, and the first byte in memory and the one after the last."""
     begin, device = tensor.data_ptr(), tensor.device
+    if tensor.is_contiguous():
+        return (device.type, device.index or 0), begin, begin + tensor.nbytes
     reach = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
     return (device.type, device.index or 0), begin, begin + (reach + 1) * tensor.element_size()
 
@@ -134,8 +141,10 @@ def memory_for(live: Any) -> torch.Tensor | None:
     """Return the live tensor if saved bytes can be read straight into it: contiguous, on the CPU; else None."""
     if not isinstance(live, torch.Tensor) or live.device.type != "cpu":
         return None
-    live = dtensor.local_of(live)
-    return live.detach() if live.is_contiguous() and not live.is_neg() and not live.is_conj() else None
+    local = dtensor.local_of(live)
+    if not local.is_contiguous() or local.is_neg() or local.is_conj():
+        return None
+    return local.detach() if local.requires_grad else local
 
 
 def stride_like(model: torch.Tensor | None, shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -351,8 +351,7 @@ class PreparedLoad:
             download(self._cache, self._opened, needed, **shown)
         if not self._options.verifies_first:
             return
-        leaves = self._trees.leaves()
-        mine = [(*item, self._shares.takes(item[1])) for item in leaves if self._shares.is_verified_here(item[1])]
+        mine = list(self._shares.verified_here(self._trees.leaves()))
         total = partial(self.reader.nbytes_to_verify, [(leaf, takes) for _, leaf, takes in mine])
         try:
             with self._watched("verify", total), gc_paused():

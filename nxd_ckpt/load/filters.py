@@ -62,8 +62,8 @@ class Filter(Ignoring):
 
     def refuse_collisions(self, names: Names) -> None:
         """Raise InvalidArgument if two of the live ``names`` would be loaded from one saved tensor."""
-        loaded = (name for name in names if not self.ignores_model(name))
-        self.renaming.refuse_collisions(loaded, self._aliases)
+        if self.renaming:
+            self.renaming.refuse_collisions(self.of_model(list(names)), self._aliases)
 
     def ignores(self, name: str) -> bool:
         return super().ignores(name) or (self.is_selective and self._ignores_weight_of(name))

@@ -151,15 +151,15 @@ class LoadPlanner:
 
     def compared_names(self) -> ComparedNames:
         """Return the names of the model, here and in the tag; none of a model that takes anything, or is left out."""
-        model, ignores = self._model, self._filter.ignores_model
+        model, chosen = self._model, self._filter.of_model
         if model is None or self._filter.covers("model") or not model.names():
             return ComparedNames()
-        saved = [name for name in self._saved_tree_names() if not ignores(name)]
+        saved = chosen(self._saved_tree_names())
         taken = [name for name in saved if model.takes(name)]
-        live = [name for name in model.names() if not ignores(name)]
+        live = chosen(model.names())
         return ComparedNames(
             present=list(dict.fromkeys([*live, *taken])),
-            missing=[name for name in model.missing(saved) if not ignores(name)],
+            missing=[*chosen(model.missing(saved))],
             unknown=[] if self._sees_names_of_others else [name for name in saved if not model.takes(name)],
             matches=bool(taken),
         )
@@ -300,18 +300,18 @@ class LoadPlanner:
         return (is_dict and self._opened.optimizer_names(self._topology.coordinates)) or ()
 
     def _model_tree(self, model: ModelAdapter) -> dict[str, Any]:
-        ignores = self._filter.ignores_model
+        chosen = self._filter.of_model
         if self._context.specs:  # else a dict to be filled
             check_partitions(self._options.partitions or {}, self._context.specs, self._topology)
         if self._context.same_sizes("model") and not self._context.is_recut:
             tree = self._context.state.context.model_tree(self._topology.coordinates)
-            tree = {name: leaf for name, leaf in tree.items() if not ignores(name)}
-            tree = {name: leaf for name, leaf in tree.items() if model.takes(name)} if model.names() else tree
+            takes_all = not model.names()  # a dict to be filled
+            tree = {name: tree[name] for name in chosen(tree.keys()) if takes_all or model.takes(name)}
         elif not model.names():  # a dict to be filled
             tree = self._context.target.model.tree()
         else:
             source = self._context.state.model
-            loaded = [name for name in source.stages if model.takes(name) and not ignores(name)]
+            loaded = [name for name in chosen(source.stages) if model.takes(name)]
             specs = {name: self._context.specs[name] for name in loaded if name in self._context.specs}
             tree = source.tree(specs, loaded)
         if not model.names():

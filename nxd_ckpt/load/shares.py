@@ -12,7 +12,7 @@ No rank needs to know what the others load.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from typing import Any
@@ -78,6 +78,12 @@ class ReplicaShares:
     def is_verified_here(self, leaf: Leaf) -> bool:
         group = self.group(leaf)
         return group is None or group.owners[id(leaf)] == group.place
+
+    def verified_here(self, leaves: Iterable[Named]) -> Iterator[tuple[str, Leaf, Takes | None]]:
+        """Yield those of ``leaves`` that this rank verifies, with the selection of their blocks; see `takes`."""
+        if not self.groups and not self._placed:
+            return ((name, leaf, None) for name, leaf in leaves)
+        return ((name, leaf, self.takes(leaf)) for name, leaf in leaves if self.is_verified_here(leaf))
 
     def takes(self, leaf: Leaf) -> Takes | None:
         """Return the selection of the leaf's blocks that this rank verifies; None for all of them."""

@@ -37,6 +37,21 @@ def test_elements_are_made_in_place(value: dict[str, Any], indent: int | str | N
     assert expected == made
 
 
+def test_equal_objects_are_made_once() -> None:
+    """However many forms there are, and also if one begins like another."""
+    forms: list[Any] = [{"a": number} for number in range(12)] + [{}, {"a": {}}, {"a": 1, "b": 2}, [1]]
+    values = {f"{turn} {number}": form for turn in range(3) for number, form in enumerate([*forms, {}])}
+    made: list[Any] = []
+
+    def make(value: Any) -> list[Any]:
+        made.append(value)
+        return [value]
+
+    fields = document.read(json.dumps({"object": values}), {"object": make})
+    assert {name: [value] for name, value in values.items()} == fields["object"]
+    assert len(made) < len(values)
+
+
 @given(value=DOCUMENTS, data=st.data())
 def test_what_is_cut_off_is_not_read(value: dict[str, Any], data: st.DataObject) -> None:
     """Wherever it ends, before the last brace."""
