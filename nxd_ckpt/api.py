@@ -171,10 +171,9 @@ def load_checkpoint(
     if writing is not None and tiers is not None and tuple(tiers) != writing.tiers:
         raise InvalidArgument(f"{directory} is saved to with tiers={list(writing.tiers)}: pass the same ones to load")
     checkpointer = writing or Checkpointer(directory, tiers=tiers, **shared)
-    chosen: dict[str, object] = {"progress": True, **own, "num_workers": num_workers, "strict": strict}
-    chosen["use_zero1_dcp"] = use_zero1_dcp
+    own = {"progress": True, **own, "num_workers": num_workers, "strict": strict, "use_zero1_dcp": use_zero1_dcp}
     objects = (model, optimizer, scheduler, state)
-    loaded = checkpointer.load_objects(tag, objects, chosen, lasting=writing is not None)
+    loaded = checkpointer.load_objects(tag, objects, LoadOptions(**own), lasting=writing is not None)
     if writing is None:
         _resumed_from[normalised(directory), topology] = loaded.tag
     return loaded.user_content

@@ -201,7 +201,8 @@ class Checkpointer:
             CheckpointError: see `nxd_ckpt.errors`; on every rank, and nothing was changed except what
                 ``verify="reading"`` or ``verify=False`` find too late.
         """
-        return self.load_objects(tag, (model, optimizer, scheduler, state), options, lasting=True).user_content
+        chosen = options_of(LoadOptions, {"progress": self._options.progress, **options}, "Checkpointer.load")
+        return self.load_objects(tag, (model, optimizer, scheduler, state), chosen, lasting=True).user_content
 
     @as_checkpoint_errors()
     @takes(LoadOptions, checks=False)
@@ -231,7 +232,8 @@ class Checkpointer:
         Raises:
             CheckpointError: as `load`. There is a tag, but it cannot be loaded, or it tells no step.
         """
-        options_of(LoadOptions, options, "Checkpointer.load_latest")  # also where there is no tag yet
+        options = {"progress": self._options.progress, **options}  # checked also where there is no tag yet
+        chosen = options_of(LoadOptions, options, "Checkpointer.load_latest")
         require_own(self._pid, self.storage.url)
         with self._lock.held("load_latest"):
             self._in_flight.settle()
@@ -240,18 +242,17 @@ class Checkpointer:
                 if self.topology.rank == 0:
                     logger.warning("%s: there is no checkpoint: the run begins at step %d", self.storage.url, default)
                 return default
-        loaded = self.load_objects(None, (model, optimizer, scheduler, state), options, lasting=True)
+        loaded = self.load_objects(None, (model, optimizer, scheduler, state), chosen, lasting=True)
         if user_content is not None and isinstance(loaded.user_content, Mapping):
             user_content.update(loaded.user_content)
         return loaded.step
 
-    def load_objects(self, tag: Tag | None, objects: Any, options: Mapping[str, object], *, lasting: bool) -> Loaded:
+    def load_objects(self, tag: Tag | None, objects: Any, chosen: LoadOptions, *, lasting: bool) -> Loaded:
         """Load (model, optimizer, scheduler, state), as `load` does; if ``lasting``, start background replication."""
         require_own(self._pid, self.storage.url)
         with self._lock.held("load"):
             self._in_flight.settle()
             self._reserve("load")
-            chosen = options_of(LoadOptions, {"progress": self._options.progress, **options})
             agreement = self._meet("load")
             with self._places.joined(agreement, lasting=self._session is not None):
                 ranks = agreement or SingleProcessAgreement()

@@ -205,7 +205,7 @@ class ModelMapping:
                         f"config.json: one in which {option.key} is false, if it has none of them"
                     )
                 continue
-            found = [name for name in names if any(index.matches(name))]
+            found = sorted(name for name in names if any(index.matches(name)))
             if found:
                 raise KeyMismatch(
                     f"{where} holds {first_of(found)}, which {means} this model does not have; pass the model's own "
