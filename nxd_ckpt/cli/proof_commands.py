@@ -156,6 +156,8 @@ def _doctor_lines(document: dict[str, Any]) -> Iterator[str]:
         if document["step"] is not None and document["step"] < (document["step_before"] or 0):
             yield "  (if the tags were named in the wrong order: as for diff, the earlier one is the first)"
     yield f"  {units.count(document['parameters'], 'parameter')}, {size(document['nbytes'])} were read and verified"
+    if not document["as_recorded"]:
+        yield "  (names and cuts that you passed are not checked: exchanged names of equal shapes go unnoticed)"
 
 
 DOCTOR = Command(

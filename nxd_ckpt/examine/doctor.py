@@ -43,6 +43,7 @@ class Examination:
         findings: problems, then doubts.
         parameters, nbytes: how many parameters were examined, and the bytes that were read.
         problems: values that were not examined, and why.
+        as_recorded: False if a tag was opened with ``partitions`` or ``saved_param_names``, which are not checked.
     """
 
     tag: str
@@ -53,6 +54,7 @@ class Examination:
     parameters: int
     nbytes: int
     problems: tuple[str, ...]
+    as_recorded: bool = True
 
     def __bool__(self) -> bool:
         return not any(finding.severity == "problem" for finding in self.findings)
@@ -81,17 +83,17 @@ def examine_checkpoint(
     Raises:
         TagReplaced: a tag was removed, or saved again, since it was opened.
     """
-    tags = [tag.opened for tag in (before, checkpoint) if tag is not None]
-    for tag in tags:
-        tag.require_unchanged()
+    checkpoints = [tag for tag in (before, checkpoint) if tag is not None]
+    for tag in checkpoints:
+        tag.opened.require_unchanged()
     try:
         examination = _Doctor(before, checkpoint).result(progress)
     except (CorruptCheckpoint, PartLost) as error:
         damage = problem("files", checkpoint.opened.where, str(error))
         examination = Examination(checkpoint.opened.where, _where(before), None, None, (damage,), 0, 0, ())
-    for tag in tags:
-        tag.require_unchanged()
-    return examination
+    for tag in checkpoints:
+        tag.opened.require_unchanged()
+    return replace(examination, as_recorded=all(tag.as_recorded for tag in checkpoints))
 
 
 class _Doctor:

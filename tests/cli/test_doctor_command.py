@@ -40,6 +40,15 @@ def test_a_directory_is_examined_with_the_tag_before(run: Path, capsys: pytest.C
     assert f"step 3; examined after {run}/step_2 (step 2)" in out
 
 
+def test_names_that_were_passed_are_not_checked(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A line says so, of an optimizer whose names the tag does not have; and only then."""
+    names = tmp_path / "names.json"
+    names.write_text(json.dumps([[["weight", "bias"]]]))
+    for more in ([], ["--saved-param-names", str(names)]):
+        assert 0 == main(["doctor", str(run / "step_1"), *more])
+        assert bool(more) == ("names and cuts that you passed are not checked" in capsys.readouterr().out)
+
+
 def test_tags_are_named(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """One, and the one before it or another; all is well with these."""
     assert 0 == main(["doctor", str(run / "step_2"), "--json"])
