@@ -133,9 +133,6 @@ def opening(args: argparse.Namespace, options: Options) -> dict[str, Any]:
     return keywords
 
 
-Option = tuple[list[str], Any]
-
-
 _NESTED = {
     "storage_options": "storage option for URLs, named as in fsspec and s3fs; repeatable; use a.b for nested keys, for "
     "example client_kwargs.region_name=us-west-2",
@@ -170,7 +167,7 @@ class _Nest(argparse.Action):
         setattr(namespace, self.dest, whole)
 
 
-def _option(text: str) -> Option:
+def _option(text: str) -> tuple[list[str], Any]:
     key, separator, value = text.partition("=")
     keys = key.split(".")
     if not separator or not all(keys):

@@ -111,10 +111,10 @@ def pairs(facts: Iterable[tuple[str, str]]) -> list[str]:
     """Return lines of names and facts, the facts aligned."""
     lines = list(facts)
     longest, limit = max(len(name) for name, _ in lines), width()
-    if limit is None:
-        return [f"  {name.ljust(longest)}  {fact}" for name, fact in lines]
     below = " " * (longest + 4)
-    shown = (f"  {name.ljust(longest)}  {fact}" for name, fact in lines)
+    shown = [f"  {name.ljust(longest)}  {fact}" for name, fact in lines]
+    if limit is None:
+        return shown
     return [part for line in shown for part in (_wrapped(line, limit, below) if len(line) > limit else [line])]
 
 

@@ -231,7 +231,7 @@ def _positions(
 ) -> Iterator[Finding]:
     for name in before:
         was, now = whole_number(before[name]), whole_number(after.get(name))
-        if not is_position(name) or was is None or now is None or was <= 0 or was % steps[0]:
+        if not _is_position(name) or was is None or now is None or was <= 0 or was % steps[0]:
             continue
         if now == was and name.startswith(("scheduler/", "optim/")):  # a setting; their counts are checked elsewhere
             continue
@@ -250,7 +250,7 @@ def _positions(
             yield doubt("position", name, f"{message}; a last batch that is smaller explains this")
 
 
-def is_position(name: str) -> bool:
+def _is_position(name: str) -> bool:
     """True if the name is that of a position in the data or a count of steps.
 
     Streams that take turns move irregularly, so they do not count.
@@ -264,7 +264,7 @@ def is_position(name: str) -> bool:
 def _counts_steps(name: str) -> bool:
     if name.startswith(("scheduler/", "optim/")):
         return name == "scheduler/last_epoch"
-    return bool(_words(name) & _STEPS) and is_position(name)
+    return bool(_words(name) & _STEPS) and _is_position(name)
 
 
 def _words(name: str) -> set[str]:
@@ -279,7 +279,7 @@ def _uneven(before: Progress, after: Progress, steps: int) -> Iterator[Finding]:
     for rank in common_ranks(before, after):
         for name, value in before.of_ranks[rank].items():
             was, now = whole_number(value), whole_number(after.of_ranks[rank].get(name))
-            if was is not None and now is not None and is_position(name):
+            if was is not None and now is not None and _is_position(name):
                 moved.setdefault(name, {})[rank] = now - was
     for name, by_rank in moved.items():
         steady = Counter(by for by in by_rank.values() if by > 0 and by % steps == 0)

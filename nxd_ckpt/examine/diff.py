@@ -10,7 +10,7 @@ from typing import Any
 from nxd_ckpt.checkpoint import Checkpoint
 from nxd_ckpt.core.html_table import html_table
 from nxd_ckpt.errors import IncompatibleState, InvalidArgument, PartLost, PartNotFound, as_checkpoint_errors
-from nxd_ckpt.formats.tensors import Assembly, itemsize
+from nxd_ckpt.formats.tensors import Assembly
 from nxd_ckpt.reshard.plain_values import ABSENT, equal_values, plain_values
 from nxd_ckpt.reshard.tally import Tally
 from nxd_ckpt.reshard.whole_tag import GlobalTensor, WholeTag
@@ -81,7 +81,7 @@ class TensorComparison:
 
     @property
     def nbytes(self) -> int:
-        return sum(b.numel * itemsize(b.dtype) for matched in self._pairs for _, b in matched.leaves[1:])
+        return sum(b.nbytes for matched in self._pairs for _, b in matched.leaves[1:])
 
     def differences(self, tolerance: float | None = None) -> Iterator[TensorDifference]:
         """Yield the tensors that differ, by name.

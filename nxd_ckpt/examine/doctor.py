@@ -19,7 +19,7 @@ from nxd_ckpt.examine import counters
 from nxd_ckpt.examine import shards as shard_rules
 from nxd_ckpt.examine.counters import Progress, whole_number
 from nxd_ckpt.examine.shards import AFTER, WEIGHT, OptimizerContext, Shard, crosswise, merged, read_shards, shards_of
-from nxd_ckpt.formats.tensors import Assembly, TensorStub, itemsize, torch_dtype
+from nxd_ckpt.formats.tensors import Assembly, TensorStub, torch_dtype
 from nxd_ckpt.live.optimizer_state import STEP
 from nxd_ckpt.load.scheduled_rates import lacks_scheduled_rates
 from nxd_ckpt.reshard.plain_values import equal_values, plain_values, rank_values
@@ -112,8 +112,7 @@ class _Doctor:
     def result(self, progress: bool) -> Examination:
         whole = None if self._before is None else self._before.whole
         shards = [self._with_bounds(shard) for shard in shards_of(whole, self._after.whole, self._unexamined)]
-        leaves = [leaf for shard in shards for leaf in shard.leaves.values()]
-        done, total = Counter(), sum(leaf.numel * itemsize(leaf.dtype) for leaf in leaves)
+        done, total = Counter(), sum(leaf.nbytes for shard in shards for leaf in shard.leaves.values())
         with watched("doctor", total, lambda: done.nbytes, progress):
             read_shards(whole, self._after.whole, shards, done)
         findings = merged([*self._shard_findings(shards), *self._tag_findings(), *self._comparison_findings()])

@@ -20,7 +20,7 @@ from nxd_ckpt.core.topology import Topology
 from nxd_ckpt.errors import as_checkpoint_errors
 from nxd_ckpt.examine.doctor import Examination
 from nxd_ckpt.formats.crc32 import crc32
-from nxd_ckpt.formats.tensors import Assembly, TensorStub, allocated, byte_view, digest_of, dtype_name, itemsize
+from nxd_ckpt.formats.tensors import Assembly, TensorStub, allocated, byte_view, digest_of, dtype_name
 from nxd_ckpt.keywords import LoadKeywords
 from nxd_ckpt.load.attempt import LoadAttempt
 from nxd_ckpt.load.options import LoadOptions, LoadRequest
@@ -98,7 +98,7 @@ class ResumeProbe:
         where = topology or default_topology()
         settled = chosen.settled(reads_are_cheap=False)
         request = LoadRequest(where, SingleProcessAgreement(), model, optimizer, scheduler, settled)
-        findings = list(live_findings(checkpoint.opened, request, compared))
+        findings = list(_live_findings(checkpoint.opened, request, compared))
         for finding in findings:
             logger.warning("%s: %s: %s", checkpoint.opened.where, finding.what, finding.message)
         if losses is not None:
@@ -136,7 +136,7 @@ class ResumeProbe:
         )
 
 
-def live_findings(opened: OpenTag, request: LoadRequest, compared: Counter) -> Iterator[Finding]:
+def _live_findings(opened: OpenTag, request: LoadRequest, compared: Counter) -> Iterator[Finding]:
     """Yield the differences between the live objects and the tag. ``compared`` counts the bytes.
 
     A tensor that the tag holds as a whole is compared by digest, without reading it. Parts of others, for example on
@@ -160,7 +160,7 @@ def live_findings(opened: OpenTag, request: LoadRequest, compared: Counter) -> I
                 if not isinstance(now, (torch.Tensor, int, float)):
                     yield problem(kind, name, "the tag holds it, and the live objects do not: it was not loaded")
                     continue
-                compared.add(saved.numel * itemsize(saved.dtype))
+                compared.add(saved.nbytes)
                 if not _same(saved, torch.as_tensor(now), name, reader):
                     yield problem(kind, name, "the live tensor is not the one that was saved")
             elif isinstance(saved, (int, float)) and isinstance(now, torch.Tensor) and now.numel() == 1:

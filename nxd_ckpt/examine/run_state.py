@@ -67,7 +67,7 @@ def age_line(tags: Tags, saves: Sequence[Mapping[str, Any]] = ()) -> StateLine |
     running = [name_of(save) for save in saves if not save["is_dead"]]
     if running:
         return StateLine("good", title, f"{running[-1]} is being saved")
-    usual = usual_interval(dated)
+    usual = _usual_interval(dated)
     if usual is None:
         return StateLine("good", title, units.time_of_day(dated[-1]["order_time"]) + " UTC")
     rhythm = f"usually every {units.duration(usual)}"
@@ -114,7 +114,7 @@ def last_restart(tags: Tags, runs: Mapping[str, str]) -> Restart | None:
     return None
 
 
-def usual_interval(dated: Tags) -> float | None:
+def _usual_interval(dated: Tags) -> float | None:
     """Return the median of the seconds between the newest tags; None for fewer than three."""
     ages = [tag["age_seconds"] for tag in dated[-_RECENT:]]
     return median(before - after for before, after in pairwise(ages)) if len(ages) > 2 else None

@@ -26,7 +26,6 @@ from nxd_ckpt.core.limits import checked_text
 from nxd_ckpt.core.manifest import Manifest
 from nxd_ckpt.core.parsing import parsing
 from nxd_ckpt.errors import CheckpointError, MalformedFile, as_checkpoint_errors
-from nxd_ckpt.formats.tensors import itemsize
 from nxd_ckpt.reshard.summary import PART, Summary, TensorStatistics
 from nxd_ckpt.reshard.whole_tag import GlobalTensor, WholeTag
 from nxd_ckpt.save.counting import Boxes, load_summaries
@@ -36,8 +35,17 @@ from nxd_ckpt.tag.reading import Leaf
 
 __all__ = ["Statistics", "TensorStatistics", "checkpoint_statistics"]
 
+logger = logging.getLogger("nxd_ckpt")
+
+StatisticsByName = Mapping[str, TensorStatistics]
+
 _AHEAD = 64 * 2**20
 """Bytes that are requested before earlier ones are waited for: requested bytes occupy memory."""
+_VERSION = 1
+_COUNTS = 4
+"""Number of leading fields of the statistics that are counts; the others are measures."""
+_MOST = 2**63 - 1
+"""Maximum number of elements of a tensor."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +81,7 @@ def checkpoint_statistics(checkpoint: Checkpoint, *, cache: bool = True, progres
         TagReplaced: it was removed, or saved again, since it was opened.
     """
     opened = checkpoint.opened
-    cache = cache and checkpoint.as_recorded and keeps_statistics(opened)
+    cache = cache and checkpoint.as_recorded and _keeps_statistics(opened)
     with opened.guarded():
         cached = read_statistics(opened) if cache else None
         if cached is not None:
@@ -81,7 +89,7 @@ def checkpoint_statistics(checkpoint: Checkpoint, *, cache: bool = True, progres
         statistics = _count(checkpoint.whole, progress)
         opened.require_unchanged()
     if cache and not statistics.problems:
-        write_statistics(opened, statistics.tensors)
+        _write_statistics(opened, statistics.tensors)
     return statistics
 
 
@@ -93,7 +101,7 @@ def _count(whole: WholeTag, progress: bool) -> Statistics:
         if parts is not None:
             tensors[name] = list(dict.fromkeys(parts))  # ranks may hold the same part
     counts = {name: [_LeafCount() for _ in leaves] for name, leaves in tensors.items()}
-    total = sum(itemsize(leaf.dtype) * leaf.numel for leaves in tensors.values() for leaf in leaves)
+    total = sum(leaf.nbytes for leaves in tensors.values() for leaf in leaves)
     with (
         whole.opened.reader() as reader,
         watched("statistics", total, lambda: reader.done.nbytes, progress),
@@ -102,7 +110,7 @@ def _count(whole: WholeTag, progress: bool) -> Statistics:
         for name, leaves in tensors.items():
             for leaf, counted in zip(leaves, counts[name], strict=True):
                 reader.visit(leaf, name, counted.add)
-                nbytes += itemsize(leaf.dtype) * leaf.numel
+                nbytes += leaf.nbytes
                 if nbytes > _AHEAD:
                     reader.wait(requested)
                     requested, nbytes = reader.requested, 0
@@ -136,18 +144,7 @@ class _LeafCount:
                 self._next += 1
 
 
-logger = logging.getLogger("nxd_ckpt")
-
-StatisticsByName = Mapping[str, TensorStatistics]
-
-_VERSION = 1
-_COUNTS = 4
-"""Number of leading fields of the statistics that are counts; the others are measures."""
-_MOST = 2**63 - 1
-"""Maximum number of elements of a tensor."""
-
-
-def keeps_statistics(opened: OpenTag) -> bool:
+def _keeps_statistics(opened: OpenTag) -> bool:
     """Return whether they can be stored: the tag has a name, and something marks which save it is."""
     return bool(opened.tag) and opened.identity is not None and opened.identity.lasts
 
@@ -157,13 +154,13 @@ def read_statistics(opened: OpenTag) -> StatisticsByName | None:
 
     They were stored by an earlier count, or by the ranks themselves at the save.
     """
-    if not keeps_statistics(opened):
+    if not _keeps_statistics(opened):
         return None
     statistics = _read_or_none(opened, _read_file)
     if statistics is None:
-        statistics = _read_or_none(opened, counted_at_save)
+        statistics = _read_or_none(opened, _counted_at_save)
         if statistics is not None:
-            write_statistics(opened, statistics)  # put together once
+            _write_statistics(opened, statistics)  # put together once
     return statistics
 
 
@@ -193,7 +190,7 @@ def _read_file(opened: OpenTag) -> StatisticsByName | None:
         return {checked_text(name): _statistics(numbers) for name, numbers in fields["tensors"].items()}
 
 
-def write_statistics(opened: OpenTag, statistics: StatisticsByName) -> None:
+def _write_statistics(opened: OpenTag, statistics: StatisticsByName) -> None:
     """Store them, and remove those of removed tags. A directory that is not writable keeps none."""
     storage = opened.storage
     try:
@@ -223,7 +220,7 @@ def _statistics(numbers: Any) -> TensorStatistics:
     return TensorStatistics(*counts, *measures)
 
 
-def counted_at_save(opened: OpenTag) -> StatisticsByName | None:
+def _counted_at_save(opened: OpenTag) -> StatisticsByName | None:
     """Return the statistics by tensor name; None unless the ranks counted every element of this very save.
 
     Raises MalformedFile for files that a save cannot have written.

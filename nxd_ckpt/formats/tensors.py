@@ -185,6 +185,10 @@ class Assembly:
         return math.prod(self.shape)
 
     @property
+    def nbytes(self) -> int:
+        return self.numel * itemsize(self.dtype)
+
+    @property
     def base(self) -> Assembly:
         """An assembly of the same row-major bytes, whose fragments are boxes of its shape."""
         return self

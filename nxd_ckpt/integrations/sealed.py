@@ -47,12 +47,23 @@ from nxd_ckpt.tag.known_damage import note_damage
 from nxd_ckpt.tag.seal import DIGESTS, file_digest, read_seal, seal_problems
 from nxd_ckpt.tag.verify import require_all_files, sealed_loss
 
-_CAUSE = (
-    "another program changes the files there. The checkpoint was not made visible; find that program"
-)
+logger = logging.getLogger("nxd_ckpt")
+
+_INCOMPLETE = ".incomplete"
+"""Folder in the root of the published directories in which they are written."""
+_ASIDE = ".replaced"
+"""End of the name, there, of a replaced directory."""
+_ATTEMPT = "attempt-"
+"""Beginning of the name, there, of one attempt's folder."""
+_NEWS = 5.0
+"""Seconds after which rank 0 gives another sign that it is at work."""
+_CAUSE = "another program changes the files there. The checkpoint was not made visible; find that program"
+
+_leases = HeldLeases()
+"""Leases of the directories that this process writes to; their users are the attempts that are being sealed."""
 
 
-def raise_unless_absent(error: OSError) -> None:
+def _raise_unless_absent(error: OSError) -> None:
     """Raise errors of ``os.walk``, which otherwise takes an unreadable directory for an empty one."""
     if not isinstance(error, FileNotFoundError):
         raise error
@@ -152,7 +163,7 @@ class WrittenFiles:
 
     def _now(self) -> dict[str, _Seen]:
         seen = {}
-        for folder, _, names in os.walk(self._root, onerror=raise_unless_absent):
+        for folder, _, names in os.walk(self._root, onerror=_raise_unless_absent):
             for name in sorted(names):
                 path = os.path.join(folder, name)
                 try:
@@ -168,24 +179,6 @@ class WrittenFiles:
     def _refusal(self, name: str, what: str) -> SaveFailed:
         path = os.path.join(self._root, name)
         return SaveFailed(f"{path} {what} after the files of this save were written: {_CAUSE}")
-
-
-logger = logging.getLogger("nxd_ckpt")
-
-_INCOMPLETE = ".incomplete"
-"""Folder in the root of the published directories in which they are written."""
-_ASIDE = ".replaced"
-"""End of the name, there, of a replaced directory."""
-
-_NEWS = 5.0
-"""Seconds after which rank 0 gives another sign that it is at work."""
-
-
-_ATTEMPT = "attempt-"
-"""Beginning of the name, there, of one attempt's folder."""
-
-_leases = HeldLeases()
-"""Leases of the directories that this process writes to; their users are the attempts that are being sealed."""
 
 
 class SealedDirectory:
@@ -428,7 +421,7 @@ class SealedDirectory:
     def _seal(self) -> dict[str, list[int]]:
         """Sync the library's files; return their digests. Raises SaveFailed if the files have changed."""
         digests = self._written.seal()
-        for folder, _, names in os.walk(self.staged, onerror=raise_unless_absent):
+        for folder, _, names in os.walk(self.staged, onerror=_raise_unless_absent):
             for name in sorted(names):
                 sync(self._storage, os.path.relpath(os.path.join(folder, name), self._storage.url))
             self._storage.sync_dir(os.path.relpath(folder, self._storage.url))

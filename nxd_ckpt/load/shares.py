@@ -22,7 +22,7 @@ from nxd_ckpt.coordination.agreement import Agreement
 from nxd_ckpt.core.mesh import Mesh
 from nxd_ckpt.core.topology import Topology
 from nxd_ckpt.formats.assembly import run_of_block
-from nxd_ckpt.formats.tensors import Assembly, Fragment, contiguous_stride, itemsize
+from nxd_ckpt.formats.tensors import Assembly, Fragment, contiguous_stride
 from nxd_ckpt.live.dtensor import Placed
 from nxd_ckpt.tag.reading import Leaf, Takes
 
@@ -189,7 +189,7 @@ def _record(leaf: Leaf) -> tuple[Any, int]:
     For a whole tensor the record that it, perhaps with others, views.
     """
     if isinstance(leaf, Assembly):
-        return leaf, leaf.numel * itemsize(leaf.dtype)
+        return leaf, leaf.nbytes
     return (leaf.file, leaf.storage.offset), leaf.storage.nbytes
 
 
