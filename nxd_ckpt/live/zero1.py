@@ -337,23 +337,12 @@ class ExpertZero1Optimizer(OptimizerAdapter):
 
 def split(saved: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the state dicts of the ordinary and of the expert optimizer, each with indices from 0."""
-    groups = saved["param_groups"]
-    first = saved["ep_param_group_offset"]
-    parts = []
-    for expert, own_groups in ((False, groups[:first]), (True, groups[first:])):
-        part: dict[str, Any] = {"param_groups": own_groups}
-        for section, key in (
-            ("base_state", "ep_base_state_offset"),
-            ("shape_info", "ep_shape_info_offset"),
-            (MASTERS, "ep_shape_info_offset"),
-        ):
-            if section in saved:
-                part[section] = _rows(saved[section], saved[key], expert)
-        parts.append(part)
-    return parts[0], parts[1]
-
-
-def _rows(entries: Mapping[int, Any], offset: int, expert: bool) -> dict[int, Any]:
-    if expert:
-        return {index - offset: value for index, value in entries.items() if index >= offset}
-    return {index: value for index, value in entries.items() if index < offset}
+    groups, first = saved["param_groups"], saved["ep_param_group_offset"]
+    ordinary, experts = {"param_groups": groups[:first]}, {"param_groups": groups[first:]}
+    for section in ("base_state", "shape_info", MASTERS):
+        if section in saved:
+            entries = saved[section].items()
+            offset = saved["ep_base_state_offset" if section == "base_state" else "ep_shape_info_offset"]
+            ordinary[section] = {index: value for index, value in entries if index < offset}
+            experts[section] = {index - offset: value for index, value in entries if index >= offset}
+    return ordinary, experts

@@ -90,7 +90,7 @@ def is_written_over(storage: Storage, tag: str, manifest: Manifest) -> bool:
     added = (f"{tag}/{file}" for file in first if file not in index.files)  # of another topology, or of a part we lack
     return (
         any(_is_another_file(storage, tag, file, index) for file in _first_files(index, folders))
-        or any(_is_whole(storage, key) and not _is_of_ours(storage, key) for key in added)
+        or any((records := _whole(storage, key)) and not _are_of_ours(records) for key in added)
         or (names.DCP_METADATA in index.files and _is_another_dcp_save(storage, tag, index))
     )
 
@@ -198,11 +198,12 @@ def _has_other_bytes(storage: Storage, key: str, entry: FileEntry | None) -> boo
     return size <= NOTE and crc32.crc32(storage.read(key, NOTE)) != entry.crc32
 
 
-def _is_whole(storage: Storage, key: str) -> bool:
+def _whole(storage: Storage, key: str) -> list[Record]:
+    """Return the records of a file that is a whole zip archive; none for any other file."""
     try:
-        return bool(_records(storage, key, storage.size(key)))
+        return _records(storage, key, storage.size(key))
     except (FileNotFoundError, MalformedFile, EOFError):
-        return False
+        return []
 
 
 def file_of_ours(storage: Storage, tag: str) -> str | None:
@@ -213,18 +214,15 @@ def file_of_ours(storage: Storage, tag: str) -> str | None:
         xser = [f"{folder}/{entry.name}" for entry in storage.list(folder) if entry.name.endswith(".tensors")]
         files += [f"{inner}/{entry.name}" for inner in xser[:1] for entry in storage.list(inner)[:1]]
         for key in dict.fromkeys([*files[:1], *files[-1:]]):
-            if _is_of_ours(storage, key):
+            if _are_of_ours(_whole(storage, key)):
                 return key
     return None
 
 
-def _is_of_ours(storage: Storage, key: str) -> bool:
-    """True for a torch zip file with its pickle after the tensors: torch puts it first."""
-    try:
-        records = [record.name.partition("/")[2] for record in _records(storage, key, storage.size(key))]
-    except (FileNotFoundError, MalformedFile, EOFError):
-        return False
-    return records[-3:] == ["data.pkl", "byteorder", "version"] and records[0].startswith("data/")
+def _are_of_ours(records: Sequence[Record]) -> bool:
+    """True for those of a torch zip file with its pickle after the tensors: torch puts it first."""
+    ends = [record.name.partition("/")[2] for record in records]
+    return ends[-3:] == ["data.pkl", "byteorder", "version"] and ends[0].startswith("data/")
 
 
 def _records(storage: Storage, key: str, size: int, begins: Sequence[int] = ()) -> list[Record]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import io
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import cache
 from math import prod
@@ -31,7 +31,8 @@ from nxd_ckpt.core.dcp_names import DcpItem, DcpNames, names_of
 from nxd_ckpt.core.names import DONE, MANIFEST, MARKER, MODEL_DIR, OPTIMIZER_DIR
 from nxd_ckpt.core.partition import Partition
 from nxd_ckpt.errors import CheckpointError, InvalidArgument, as_checkpoint_errors
-from nxd_ckpt.formats.tensors import Assembly, allocated, dtype_name, torch_dtype
+from nxd_ckpt.formats.assembly import box_of, cut_box
+from nxd_ckpt.formats.tensors import Assembly, allocated, dtype_name, itemsize, torch_dtype
 from nxd_ckpt.options.execution import SavedNames
 from nxd_ckpt.output.locations import Location, locate_input, location_of
 from nxd_ckpt.output.source import open_source
@@ -312,38 +313,22 @@ class _Delivery:
         self._reader.read_into(leaf, out, item.storage_index.fqn, compare=self._verify, verified=not self._verify)
 
     def _copy(self, leaf: Assembly | torch.Tensor, target: torch.Tensor, item: ReadItem) -> None:
-        """Copy the leaf through scratch memory, some rows at a time."""
+        """Copy the leaf through scratch memory, a part at a time."""
         if isinstance(leaf, torch.Tensor):
             target.copy_(leaf)
             return
-        for rows in _rows(leaf):
-            window = Box.whole(leaf.shape) if rows is None else Box.whole(leaf.shape).narrowed(0, rows.start, len(rows))
+        for window in cut_box(Box.whole(leaf.shape), _TURN // itemsize(leaf.dtype)):
             scratch = allocated(window.size, leaf.dtype)
             self._read(leaf.within(window), scratch, item)
             self._reader.wait()
-            (target if rows is None else target.narrow(0, rows.start, len(rows))).copy_(scratch)
+            box_of(target, window).copy_(scratch)
 
 
 def _requested(state: DcpState, item: ReadItem) -> Assembly | torch.Tensor:
     """Return the part of the leaf in the item's box."""
     leaf = state.leaf(item.storage_index.fqn)
     box = Box(tuple(item.storage_offsets), tuple(item.lengths))
-    if isinstance(leaf, Assembly):
-        return leaf.within(box)
-    for dim, (offset, length) in enumerate(zip(box.offset, box.size, strict=True)):
-        leaf = leaf.narrow(dim, offset, length)
-    return leaf
-
-
-def _rows(leaf: Assembly) -> Iterator[range | None]:
-    """Yield ranges of the first dimension of about `_TURN` bytes; None for a scalar."""
-    if not leaf.shape:
-        yield None
-        return
-    nbytes = leaf.numel * torch_dtype(leaf.dtype).itemsize
-    step = max(1, leaf.shape[0] * _TURN // max(nbytes, 1))
-    for start in range(0, leaf.shape[0], step):
-        yield range(start, min(start + step, leaf.shape[0]))
+    return leaf.within(box) if isinstance(leaf, Assembly) else box_of(leaf, box)
 
 
 def _pickled(value: Any) -> io.BytesIO:

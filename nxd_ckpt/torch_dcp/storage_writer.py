@@ -38,6 +38,7 @@ from nxd_ckpt.errors import (
     UnsupportedState,
     as_checkpoint_errors,
 )
+from nxd_ckpt.formats.assembly import box_of
 from nxd_ckpt.formats.tensors import dtype_name
 from nxd_ckpt.formats.torch_zip import read_tensor, read_tree
 from nxd_ckpt.output.locations import location_of
@@ -104,7 +105,7 @@ def _assembled(about: TensorStorageMetadata, parts: Mapping[tuple[int, ...], byt
     whole = torch.empty(about.size, dtype=about.properties.dtype)
     for offset, data in parts.items():
         part = read_value(data, name, False)
-        whole[tuple(slice(start, start + size) for start, size in zip(offset, part.shape, strict=True))] = part
+        box_of(whole, Box(offset, tuple(part.shape))).copy_(part)
     return whole
 
 
