@@ -140,6 +140,8 @@ class Session:
     """
     is_gone: Callable[[int], bool] = lambda rank: False
     """Return whether that rank's process is known to have ended."""
+    sign: Callable[[], None] = lambda: None
+    """Show the ranks that wait for rank 0 that it makes progress; do nothing if none does."""
     last_failed: bool = False
     """True if the last attempt ended with a verdict of rank 0 that it failed: the next one waits for its space."""
     last_saved: str | None = None
@@ -293,8 +295,8 @@ def open_session(
         if agreement is None:
             _open_without_group(session, run_id)
         else:
+            session.is_gone, session.sign = agreement.is_gone, agreement.sign
             _open_with_group(session, agreement, run_id)
-            session.is_gone = agreement.is_gone
         session.place = lease.place_of(storage)
     except BaseException:
         session.close()  # the others must not find a directory that nobody holds
@@ -307,15 +309,15 @@ def _open_with_group(session: Session, agreement: Agreement, run_id: str | None)
 
     def claim() -> str:
         _refuse_inside_tag(storage)
-        _take_lease(session, run_id or uuid.uuid4().hex[:12], agreement.sign)
+        _take_lease(session, run_id or uuid.uuid4().hex[:12])
         if not isinstance(storage, PerHost):
-            _repair(session, first=True, sign=agreement.sign)
+            _repair(session, first=True)
         return session.run_id
 
     session.run_id = decided_by_rank0(agreement, claim)
     if isinstance(storage, PerHost):
         on_all(agreement, lambda: session.claim_host(storage))
-        decided_by_rank0(agreement, lambda: _repair(session, first=True, sign=agreement.sign))
+        decided_by_rank0(agreement, lambda: _repair(session, first=True))
     # Shorter than the others' timeout, so that the rank which looks in vain reports it to them.
     within = min(_SEEN_WITHIN, session.timeout / 2)
     on_all(agreement, lambda: _see_probe(session, within))
@@ -357,26 +359,20 @@ def _refuse_inside_tag(storage: Storage) -> None:
         )
 
 
-def _take_lease(session: Session, run_id: str, sign: Callable[[], None] = lambda: None) -> None:
-    """Take the lease on rank 0.
-
-    Finding out that a holder is dead may take long: ``sign`` shows the waiting ranks that this rank makes progress.
-    """
+def _take_lease(session: Session, run_id: str) -> None:
+    """Take the lease on rank 0. Finding out that a holder is dead may take long."""
     session.run_id = run_id
     make_places(session.storage)
     interval = _beat_interval(session)
-    session.lease = lease.acquire(session.storage, run_id, patience=_PATIENCE * interval, sign=sign)
+    session.lease = lease.acquire(session.storage, run_id, patience=_PATIENCE * interval, sign=session.sign)
     session.heartbeat = Heartbeat(session.storage, session.lease, interval)
 
 
-def _repair(session: Session, *, first: bool, sign: Callable[[], None] = lambda: None) -> None:
-    """Repair what a dead job left, on rank 0, and leave a file for the other ranks to find.
-
-    ``first``: no other rank can have begun yet. ``sign``: as for `_take_lease`.
-    """
+def _repair(session: Session, *, first: bool) -> None:
+    """Repair what a dead job left, on rank 0, and leave a file for the others; ``first``: none can have begun yet."""
     storage = session.storage
     journal.recover(storage)
-    _sweep(session, first=first, sign=sign)
+    _sweep(session, first=first)
     if storage.renames and not _can_rename(storage, session.run_id):
         logger.info("%s cannot rename directories: tags are written in place, as on an object store", storage.url)
         storage.renames = False
@@ -460,7 +456,7 @@ def _must_see(session: Session, folder: str, names: Sequence[str], within: float
         backoff.pause()
 
 
-def _sweep(session: Session, *, first: bool, sign: Callable[[], None]) -> None:
+def _sweep(session: Session, *, first: bool) -> None:
     """Remove what dead jobs left behind.
 
     This job has the lease, so rank 0 of every other run here has ended. What they had begun to do to tags in place is
@@ -473,7 +469,7 @@ def _sweep(session: Session, *, first: bool, sign: Callable[[], None]) -> None:
         if folder == TRASH and not _losses_are_settled(storage, entries):
             continue
         for entry in entries:
-            sign()
+            session.sign()
             is_ours = entry.name.startswith(f"{run_id}-")
             if is_ours and not first:
                 continue  # without a process group, another rank of this run may have been faster

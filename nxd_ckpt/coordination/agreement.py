@@ -182,13 +182,10 @@ class Words:
         try:
             return request(*words)
         except RuntimeError as error:
-            raise self._lost(error) from error
-
-    def _lost(self, error: RuntimeError) -> PeerTimeout:
-        return PeerTimeout(
-            f"rank {self._rank} cannot reach the process group's store, which usually lives in rank 0's process: it "
-            f"is gone; look at rank 0's log ({str(error).splitlines()[0]})"
-        )
+            raise PeerTimeout(
+                f"rank {self._rank} cannot reach the process group's store, which usually lives in rank 0's process: "
+                f"it is gone; look at rank 0's log ({str(error).splitlines()[0]})"
+            ) from error
 
 
 class StoreAgreement:

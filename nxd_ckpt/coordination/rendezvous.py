@@ -28,9 +28,6 @@ from nxd_ckpt.errors import CheckpointError, MalformedFile, PeerTimeout, RanksDi
 
 logger = logging.getLogger("nxd_ckpt")
 
-SECRET = 32
-"""Bytes of the job's secret."""
-
 _FAN_OUT = 32
 """Number of ranks to which one rank passes the secret, at 3 ms each."""
 
@@ -64,10 +61,6 @@ class KeyPair:
         if not 1 < value < _PRIME - 1:
             raise MalformedFile(f"expected a public key of another rank, found {public!r:.40}")
         return sha256(pow(value, self._private, _PRIME).to_bytes(256, "big")).digest()
-
-
-def new_secret() -> bytes:
-    return secrets.token_bytes(SECRET)
 
 
 def job_secret(words: Words, rank: int, world_size: int, secret: bytes) -> bytes:
@@ -144,7 +137,7 @@ class Rendezvous:
         self._rank, self._world_size = rank, world_size
         self._lock = FairLock()
         self._peers: Rank0Connections | ConnectionToRank0 | None = None
-        self._secret = new_secret() if rank == 0 else None
+        self._secret = secrets.token_bytes(32) if rank == 0 else None
 
     def meet(self, timeout: float, call: str) -> Agreement:
         """Meet the other ranks for ``call`` and return the agreement; see the function `meet`."""

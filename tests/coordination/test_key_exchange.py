@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import secrets
 import threading
 
 import pytest
 import torch.distributed as dist
 
 from nxd_ckpt.coordination.agreement import Words
-from nxd_ckpt.coordination.rendezvous import KeyPair, job_secret, new_secret
+from nxd_ckpt.coordination.rendezvous import KeyPair, job_secret
 from nxd_ckpt.errors import MalformedFile, PeerTimeout
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]
@@ -32,10 +33,10 @@ class Recording:
 @pytest.mark.parametrize("world_size", [2, 40])
 def test_all_ranks_have_the_secret_and_the_store_does_not(world_size: int) -> None:
     """Also ranks that have it from another rank than rank 0."""
-    store, secret, results = Recording(), new_secret(), dict[int, bytes]()
+    store, secret, results = Recording(), secrets.token_bytes(32), dict[int, bytes]()
 
     def run(rank: int) -> None:
-        own = secret if rank == 0 else new_secret()
+        own = secret if rank == 0 else secrets.token_bytes(32)
         results[rank] = job_secret(Words(store, rank, 600.0), rank, world_size, own)
 
     threads = [threading.Thread(target=run, args=(rank,)) for rank in range(world_size)]
@@ -51,7 +52,7 @@ def test_a_rank_that_does_not_come_is_named() -> None:
     """As in any other word that ranks wait for."""
     store = dist.HashStore()  # type: ignore[attr-defined]
     with pytest.raises(PeerTimeout, match="rank 0 waited 0 s for rank 1"):
-        job_secret(Words(store, 0, 0.2), 0, 2, new_secret())
+        job_secret(Words(store, 0, 0.2), 0, 2, secrets.token_bytes(32))
 
 
 @pytest.mark.parametrize("public", ["", "0", "1", "-5", "zz", "f" * 513, "1.5", 7, None], ids=repr)
