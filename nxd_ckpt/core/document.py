@@ -19,6 +19,7 @@ quoted: Callable[[str], str] = json.encoder.encode_basestring_ascii
 """Return a string as JSON."""
 
 _value_at: Callable[[str, int], tuple[Any, int]] = json.JSONDecoder().scan_once  # type: ignore[attr-defined]
+_BLANKS = " \t\n\r"
 _mark_at: Callable[[str, int], re.Match[str] | None] = re.compile(r"[ \t\n\r]*([][{}:,])[ \t\n\r]*").match
 
 plain: Callable[[Any], str] = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode
@@ -163,6 +164,10 @@ class _Scanner:
 
     def _mark(self, marks: str, what: str) -> str:
         """Skip one of these marks, with the blanks around it, and return it."""
+        next_two = self._text[self._at : self._at + 2]
+        if len(next_two) == 2 and next_two[0] in marks and next_two[1] not in _BLANKS:
+            self._at += 1
+            return next_two[0]
         match = _mark_at(self._text, self._at)
         if match is None or match[1] not in marks:
             raise self._expected(what)

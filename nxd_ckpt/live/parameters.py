@@ -208,7 +208,7 @@ def is_unusual(tensor: torch.Tensor) -> bool:
     These are sparse, nested and quantized tensors, and subclasses with their own operations (masked, fake, ...), except
     DTensors.
     """
-    if dtensor.is_dtensor(tensor):
+    if type(tensor) not in _PLAIN and dtensor.is_dtensor(tensor):
         return False
     is_own = type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
     return is_own or tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested

@@ -37,7 +37,10 @@ def unequal_ties(
 ) -> Iterator[tuple[str, str]]:
     """Yield pairs of tied names under which ``tree`` has different tensors (`are_equal`)."""
     for name, leaf in tree.items():
-        first = next((alias for alias in aliases(name) if alias in tree), name)
+        names = aliases(name)
+        if len(names) < 2:
+            continue
+        first = next((alias for alias in names if alias in tree), name)
         first_leaf = tree[first]
         if first == name or not isinstance(leaf, (TensorStub, Assembly)):
             continue
