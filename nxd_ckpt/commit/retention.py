@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, S
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import compress
+from types import MappingProxyType
 from typing import NamedTuple, TypeAlias
 
 from nxd_ckpt.commit.publication import Publication, publication_of
@@ -36,12 +37,14 @@ DamageOf: TypeAlias = Callable[[Storage, str], str | None]
 class Judgement(NamedTuple):
     """Tags to keep and to remove, and a sentence for each rule that removes nothing because no tag has its metric.
 
-    ``damaged`` has a sentence for each of the kept tags that does not count, because it lost files.
+    ``damaged`` has a sentence for each of the kept tags that does not count, because it lost files. ``ours`` are the
+    tags of this package and NxD.
     """
 
     retention: Retention
     unknown_metrics: Sequence[str]
     damaged: Mapping[str, str]
+    ours: Sequence[TagInfo] = ()
 
 
 def judge_tags(
@@ -51,6 +54,7 @@ def judge_tags(
     damage_of: DamageOf = lost_names,
     whole: Collection[str] = (),
     damage_of_newest: DamageOf | None = None,
+    known: Mapping[str, TagInfo] = MappingProxyType({}),
 ) -> Judgement:
     """Decide which of ``tags``, all tags of the directory, stay.
 
@@ -58,11 +62,12 @@ def judge_tags(
     lack one, and so does the newest with an optimizer. No rule about age removes a tag of unknown age. A tag that a
     rule keeps, but that ``damage_of`` says has lost files, stays too, and the rule keeps another one in its place.
     Tags that are known to be ``whole`` are not asked about. Before any tag may go, ``damage_of_newest`` is asked about
-    those to resume from: the newest tag, the newest with a model, and the newest with an optimizer.
+    those to resume from: the newest tag, the newest with a model, and the newest with an optimizer. ``known`` were
+    ``ours`` in an earlier judgement: of these only tags that count, or may go, are looked at again.
 
     Raises OSError or CheckpointError if this cannot be decided.
     """
-    ours = _ours(storage, tags)
+    ours = _ours(storage, tags, known)
     # Only for a rule by metric: reading a manifest of many parameters takes its time.
     measured = ours if any(isinstance(rule, Best) for rule in rules) else []
     metrics = {info.tag: metrics_of(storage, info) for info in measured}
@@ -81,7 +86,10 @@ def judge_tags(
         damaged |= losses
     reasons = {**retention.kept, **{tag: (f"damaged, and not counted: {why}",) for tag, why in damaged.items()}}
     kept = {info.tag: reasons[info.tag] for info in in_order(ours) if info.tag in reasons}
-    return Judgement(replace(retention, kept=kept), unknown_metrics(rules, metrics), damaged)
+    surplus = retention.surplus
+    if known:
+        surplus = tuple(tag for tag in surplus if is_checkpoint_of_ours_or_nxd(storage, tag))
+    return Judgement(replace(retention, kept=kept, surplus=surplus), unknown_metrics(rules, metrics), damaged, ours)
 
 
 def _damage(storage: Storage, tags: Iterable[str], damage_of: DamageOf) -> dict[str, str]:
@@ -111,10 +119,16 @@ def judge_pinned(
     return Judgement(Retention(kept, surplus), (), damaged)
 
 
-def _ours(storage: Storage, tags: Iterable[TagInfo]) -> list[TagInfo]:
+def _ours(
+    storage: Storage, tags: Iterable[TagInfo], known: Mapping[str, TagInfo] = MappingProxyType({})
+) -> list[TagInfo]:
+    """Return the complete tags of this package and NxD. A listing has the very objects of an earlier one."""
+
+    def is_ours(info: TagInfo) -> bool:
+        return known.get(info.tag) is info or is_checkpoint_of_ours_or_nxd(storage, info.tag)
+
     complete = [info for info in tags if info.complete]
-    are_ours = in_parallel(storage, complete, lambda info: is_checkpoint_of_ours_or_nxd(storage, info.tag))
-    return list(compress(complete, are_ours))
+    return list(compress(complete, in_parallel(storage, complete, is_ours)))
 
 
 def _decide(
