@@ -65,7 +65,7 @@ class _Pair:
     tally: Tally = field(default_factory=Tally)
 
 
-class TensorComparison:
+class _TensorComparison:
     """Comparison of the tensors of ``a`` and ``b`` that ``is_selected`` names.
 
     Tensors with equal digests are read only if ``full``; ``same_digests`` counts those not read. ``names`` are the
@@ -275,7 +275,7 @@ def _difference(
     problems: dict[str, str] = {}
     values_a, values_b = (plain_values(tag.whole, problems) for tag in (a, b))
     names = [name for name in dict.fromkeys([*values_a, *values_b]) if is_selected(name)]
-    comparison = TensorComparison(a.whole, b.whole, is_selected, full=full)
+    comparison = _TensorComparison(a.whole, b.whole, is_selected, full=full)
     if prefixes and not names and not comparison.names:
         raise InvalidArgument(f"no name in either tag begins with {' or '.join(prefixes)}")
     with watched("diff", comparison.nbytes, lambda: comparison.done.nbytes, progress):

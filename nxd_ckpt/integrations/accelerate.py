@@ -16,7 +16,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import accelerate
 from accelerate import DistributedType
@@ -95,8 +95,9 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         agreement = self._meet("checkpoint")
         directory.begin_together(agreement)
         with self._bare() as bare:
-            for hook in bare.save_hooks:  # the weights that they remove are saved anyway
-                hook(list(bare.models), [None] * len(bare.models), directory.staged)
+            models = bare["_models"]
+            for hook in [*bare["_save_model_state_pre_hook"].values()]:  # weights that they remove are saved anyway
+                hook(list(models), [None] * len(models), directory.staged)
             super().save_state(directory.staged, safe_serialization, **options)
         own = _RANDOM_STATE.format(self.process_index)
         if self.is_main_process:
@@ -133,8 +134,8 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         verify_files(place, STATE, self.files_added_later)
         self._load_models(place)
         with self._bare() as bare:
-            for hook in bare.load_hooks:
-                hook(list(bare.models), place)
+            for hook in [*bare["_load_model_state_pre_hook"].values()]:
+                hook(list(bare["_models"]), place)
             super().load_state(place, load_kwargs, **options)
 
     def end_training(self) -> None:
@@ -186,10 +187,11 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         return list(zip(tags, map(self.unwrap_model, self._models), optimizers, strict=True))
 
     @contextmanager
-    def _bare(self) -> Iterator[_Bare]:
-        """Let accelerate save and load only its other files within the block, in the directory it is given."""
-        hooks = self._save_model_state_pre_hook, self._load_model_state_pre_hook
-        bare = _Bare(self._models, *([*own.values()] for own in hooks))
+    def _bare(self) -> Iterator[Mapping[str, Any]]:
+        """Let accelerate save and load only its other files within the block, in the directory it is given.
+
+        Yields the attributes that this object lacks meanwhile, by name.
+        """
         names = ("_models", "_optimizers", "_save_model_state_pre_hook", "_load_model_state_pre_hook")
         attributes = {name: getattr(self, name) for name in names}
         project, automatic = self.project_configuration, self.project_configuration.automatic_checkpoint_naming
@@ -197,7 +199,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
             setattr(self, name, type(value)())
         project.automatic_checkpoint_naming = False
         try:
-            yield bare
+            yield attributes
         finally:
             project.automatic_checkpoint_naming = automatic
             for name, value in attributes.items():
@@ -280,11 +282,3 @@ def _verify(place: str, tags: Sequence[str]) -> None:
         problems = verify_checkpoint(place, tag).problems
         if problems:
             raise CorruptCheckpoint(f"{place}: {problems[0]}; nothing was loaded. Resume from another checkpoint")
-
-
-class _Bare(NamedTuple):
-    """Attributes that an accelerator lacks for a while."""
-
-    models: list[Any]
-    save_hooks: list[Any]
-    load_hooks: list[Any]
