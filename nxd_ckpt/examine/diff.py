@@ -72,7 +72,7 @@ class _TensorComparison:
     selected names of either tag, ``nbytes`` the bytes to read of ``b``, and ``done`` counts those read so far.
     """
 
-    def __init__(self, a: WholeTag, b: WholeTag, is_selected: Callable[[str], bool], *, full: bool = False) -> None:
+    def __init__(self, a: WholeTag, b: WholeTag, is_selected: Callable[[str], bool], full: bool) -> None:
         self._a, self._b, self._full = a, b, full
         self.names = [name for name in dict.fromkeys([*a.tensors, *b.tensors]) if is_selected(name)]
         self.same_digests, self.done = 0, Counter()
@@ -83,7 +83,7 @@ class _TensorComparison:
     def nbytes(self) -> int:
         return sum(b.nbytes for matched in self._pairs for _, b in matched.leaves[1:])
 
-    def differences(self, tolerance: float | None = None) -> Iterator[TensorDifference]:
+    def differences(self, tolerance: float | None) -> Iterator[TensorDifference]:
         """Yield the tensors that differ, by name.
 
         With ``tolerance`` those with a larger difference, whatever their dtypes.
@@ -275,7 +275,7 @@ def _difference(
     problems: dict[str, str] = {}
     values_a, values_b = (plain_values(tag.whole, problems) for tag in (a, b))
     names = [name for name in dict.fromkeys([*values_a, *values_b]) if is_selected(name)]
-    comparison = _TensorComparison(a.whole, b.whole, is_selected, full=full)
+    comparison = _TensorComparison(a.whole, b.whole, is_selected, full)
     if prefixes and not names and not comparison.names:
         raise InvalidArgument(f"no name in either tag begins with {' or '.join(prefixes)}")
     with watched("diff", comparison.nbytes, lambda: comparison.done.nbytes, progress):

@@ -59,8 +59,8 @@ def report_document(
     doctor: bool,
     diff: bool,
     progress: bool,
-    tiers: Sequence[str] = (),
-    cache: bool = True,
+    tiers: Sequence[str],
+    cache: bool,
 ) -> dict[str, Any]:
     """Describe the tags of a directory, the latest one in detail, and the health of their tensors.
 

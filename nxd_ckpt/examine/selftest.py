@@ -191,11 +191,11 @@ _SMALL = 16 * 2**20
 def run_selftest(
     directory: str,
     *,
-    device: str | None = None,
-    ranks: int = 2,
-    nbytes: int = 256 * 2**20,
-    storage_options: StorageOptions | None = None,
-    timeout: float = 300.0,
+    device: str | None,
+    ranks: int,
+    nbytes: int,
+    storage_options: StorageOptions | None,
+    timeout: float,
 ) -> SelfTest | None:
     """Run all checks on a device and in a directory, and return their results.
 
@@ -204,7 +204,7 @@ def run_selftest(
 
     Args:
         directory: an existing directory, or a URL.
-        device: "neuron", "xla", "cuda", "cpu" or another device that torch knows; by default the one that it finds.
+        device: "neuron", "xla", "cuda", "cpu" or another device that torch knows; None: the one that it finds.
         ranks: number of ranks to start, 2 or more.
         nbytes: bytes that each rank saves to measure speed.
         storage_options: what the URL is opened with.
