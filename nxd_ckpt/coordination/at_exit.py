@@ -29,14 +29,14 @@ _open: dict[int, Closable] = {}
 in_forked_children(_open.clear)
 
 
-def close_at_exit(what: Closable) -> None:
-    """Keep ``what``, and close it when the process ends, unless `forget` comes first."""
-    _open[id(what)] = what
+def close_at_exit(closable: Closable) -> None:
+    """Keep ``closable``, and close it when the process ends, unless `forget` comes first."""
+    _open[id(closable)] = closable
 
 
-def forget(what: Closable) -> None:
-    """Do not close ``what`` at the end of the process: it is closed."""
-    _open.pop(id(what), None)
+def forget(closable: Closable) -> None:
+    """Do not close ``closable`` at the end of the process: it is closed."""
+    _open.pop(id(closable), None)
 
 
 @atexit.register
@@ -44,12 +44,12 @@ def _at_exit() -> None:
     """Close everything; after an exception give the other ranks only a short grace."""
     crashed = getattr(sys, "last_value", None) is not None and not hasattr(sys, "ps1")
     failed = False
-    for what in list(_open.values()):
+    for closable in list(_open.values()):
         if crashed:
-            what.abandon()
+            closable.abandon()
             continue
         try:
-            what.close()
+            closable.close()
         except Exception as error:  # any exception must reach the exit code
             failed = True
             logger.critical("nxd_ckpt: a checkpoint was not saved: %s: %s", type(error).__name__, error)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -34,7 +34,9 @@ def plain_values(tag: WholeTag, problems: dict[str, str]) -> dict[str, Any]:
         options: Any = map_tensors(group, opened.read)
         values |= {f"optim/param_groups/{number}/params": options.pop("params")}
         values |= dict(_leaves(f"optim/param_groups/{number}", options))
-    for name, read in _readers(opened).items():
+    for name, read in {"scheduler": opened.scheduler, "user_content": opened.user_content}.items():
+        if not getattr(opened.parts, name):
+            continue
         try:
             values |= dict(_leaves(name, read()))
         except UnsafePickle as error:
@@ -73,15 +75,6 @@ def equal_values(a: Any, b: Any) -> bool:
     if hasattr(a, "__array__") or hasattr(b, "__array__"):  # a NumPy array has no single truth value
         return type(a) is type(b) and (a.dtype, a.shape, a.tobytes()) == (b.dtype, b.shape, b.tobytes())
     return bool(a == b) or (a != a and b != b)
-
-
-def _readers(opened: OpenTag) -> dict[str, Callable[[], Any]]:
-    readers: dict[str, Callable[[], Any]] = {}
-    if opened.parts.scheduler:
-        readers["scheduler"] = opened.scheduler
-    if opened.parts.user_content:
-        readers["user_content"] = opened.user_content
-    return readers
 
 
 def _leaves(name: str, value: Any) -> Iterator[tuple[str, Any]]:

@@ -58,11 +58,12 @@ class ReshardContext:
         NxD's ``merge_sharded_lora`` writes all ranks' rows, in order of ranks, into the file of every rank; for keys
         and values that ranks replicate, also the copies.
         """
-        tree, tp = self.opened.model_tree(at), self.saved.tp
-        return {**tree, **{name: part for name, part in self._own_parts(tree, at.tp_rank, tp) if tp > 1}}
+        tree = self.opened.model_tree(at)
+        return {**tree, **dict(self._own_parts(tree, at.tp_rank))}
 
-    def _own_parts(self, tree: Mapping[str, Any], tp_rank: int, tp: int) -> Iterator[tuple[str, Assembly]]:
-        for name, spec in self.gathered.items():
+    def _own_parts(self, tree: Mapping[str, Any], tp_rank: int) -> Iterator[tuple[str, Assembly]]:
+        tp = self.saved.tp
+        for name, spec in self.gathered.items() if tp > 1 else ():
             leaf, dim = tree.get(name), spec.partition.partition_dim
             has_copies = is_key_or_value(name)
             dim = 0 if dim is None and has_copies else dim
