@@ -205,11 +205,11 @@ class ModelMapping:
                         f"config.json: one in which {option.key} is false, if it has none of them"
                     )
                 continue
-            found = sorted(name for name in names if any(index.matches(name)))
-            if found:
+            unexpected = sorted(name for name in names if any(index.matches(name)))
+            if unexpected:
                 raise KeyMismatch(
-                    f"{where} holds {first_of(found)}, which {means} this model does not have; pass the model's own "
-                    f"config.json: one in which {option.key} is true"
+                    f"{where} holds {first_of(unexpected)}, which {means} this model does not have; pass the model's "
+                    f"own config.json: one in which {option.key} is true"
                 )
 
     def predicting(self, names: Iterable[str], sizes: Sizes) -> list[str]:

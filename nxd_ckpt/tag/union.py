@@ -59,11 +59,11 @@ def copies_of_save(storages: Sequence[Storage], place: int, tag: str) -> SaveCop
             info = choose(storages[other], tag)
         except (CheckpointError, OSError):
             continue
-        its = _manifest(storages[other], tag) if info.order_time == order_time else None
-        if its is None or manifest not in (None, its):
+        copied = _manifest(storages[other], tag) if info.order_time == order_time else None
+        if copied is None or manifest not in (None, copied):
             continue
         places.append(other)
-        first, manifest = (other, its) if manifest is None else (first, manifest)
+        first, manifest = (other, copied) if manifest is None else (first, manifest)
     return None if manifest is None else SaveCopies(tuple(places), first)
 
 
