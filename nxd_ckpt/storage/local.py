@@ -109,19 +109,11 @@ class LocalStorage(BaseStorage):
         os.replace(old, new)
 
     def link_new(self, key: str, data: bytes) -> bool:
-        # link(2) fails if the name exists and is atomic on NFS too, where O_EXCL has a history of not being.
         temporary = self._write_aside(key, data)
         try:
-            os.link(temporary, self._at(key))
-        except FileExistsError:
-            return False
-        except OSError as error:
-            if error.errno not in _NO_LINKS:
-                raise
-            return self._claim(temporary, self._at(key))
+            return _link_new(temporary, self._at(key))
         finally:
             _unlink(temporary)
-        return True
 
     def exchange(self, key: str, expected: bytes, data: bytes) -> bool:
         # One of several that try moves the file aside. If its content is not the expected one after all, it comes back
@@ -136,7 +128,7 @@ class LocalStorage(BaseStorage):
             return False
         try:
             if _read(aside, DOCUMENT) != expected:
-                self._put_back(aside, path)
+                _link_new(aside, path)
                 return False
         finally:
             _unlink(aside)
@@ -245,33 +237,6 @@ class LocalStorage(BaseStorage):
         if self.durable:
             sync_path(folder)
 
-    def _put_back(self, aside: str, path: str) -> None:
-        """Give a file its name again, unless another file has it by now."""
-        try:
-            os.link(aside, path)
-        except FileExistsError:
-            return
-        except OSError as error:
-            if error.errno not in _NO_LINKS:
-                raise
-            self._claim(aside, path)
-
-    def _claim(self, temporary: str, path: str) -> bool:
-        """Give a file its final name on a file system without links; False if the name is taken.
-
-        The process that creates the name may replace it by the file that was written beside it.
-        """
-        try:
-            os.close(os.open(path, NEW_FILE, 0o666))
-        except FileExistsError:
-            return False
-        try:
-            os.replace(temporary, path)
-        except BaseException:
-            _unlink(path)
-            raise
-        return True
-
     def _write_aside(self, key: str, data: bytes) -> str:
         """Write ``data`` to a file of its own beside ``key``, check its length, sync it, and return its path."""
         path = self._own(key)
@@ -306,6 +271,37 @@ def _beside(path: str) -> str:
     """Return the path of a new hidden file in the same directory."""
     folder, name = os.path.split(path)
     return os.path.join(folder, f".{name[:200]}.{uuid.uuid4().hex[:12]}")
+
+
+def _link_new(old: str, new: str) -> bool:
+    """Give a file another name; False if that is taken. Afterwards the old one may be gone."""
+    # link(2) fails if the name exists and is atomic on NFS too, where O_EXCL has a history of not being.
+    try:
+        os.link(old, new)
+    except FileExistsError:
+        return False
+    except OSError as error:
+        if error.errno not in _NO_LINKS:
+            raise
+        return _claim(old, new)
+    return True
+
+
+def _claim(temporary: str, path: str) -> bool:
+    """Give a file its final name on a file system without links; False if the name is taken.
+
+    The process that creates the name may replace it by the file that was written beside it.
+    """
+    try:
+        os.close(os.open(path, NEW_FILE, 0o666))
+    except FileExistsError:
+        return False
+    try:
+        os.replace(temporary, path)
+    except BaseException:
+        _unlink(path)
+        raise
+    return True
 
 
 def _unlink(path: str) -> None:

@@ -560,7 +560,7 @@ BREAKS += [
     ),
     Break(
         "New file renamed into place, not linked", "lease, local",
-        {_LOCAL: ("            os.link(temporary, self", "            os.replace(temporary, self")},
+        {_LOCAL: ("        os.link(old, new)", "        os.replace(old, new)")},
     ),
     Break(
         "Small files written in place", "local",
