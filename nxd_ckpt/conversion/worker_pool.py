@@ -118,7 +118,7 @@ class WorkerPool:
 
     def __init__(self, job: Job, num_workers: int) -> None:
         context = multiprocessing.get_context("spawn")
-        self._num_workers = num_workers
+        self._num_workers, self._topology = num_workers, job.topology
         self._written, self._stop = context.Value("q", 0), context.Event()
         entry = (job, self._written, self._stop)
         self._executor: Executor
@@ -143,8 +143,10 @@ class WorkerPool:
 
         If a rank fails, its vote is yielded first, and then its error is raised.
         """
-        # Neighbours hold parts of the same tensors, so a worker that writes them side by side reads these once.
-        together = min(TOGETHER, max(len(ranks) // self._num_workers, 1))
+        # Neighbours hold parts of the same tensors, so a worker that writes them side by side reads these once; but
+        # those along ep have different experts, which are read faster in the longer runs of one rank.
+        neighbours = TOGETHER if self._topology.ep == 1 else min(TOGETHER, self._topology.tp)
+        together = min(neighbours, max(len(ranks) // self._num_workers, 1))
         groups = [ranks[at : at + together] for at in range(0, len(ranks), together)]
         calls = {group[0]: partial(_write, group, publication) for group in groups}
         for rank, future in self._run(calls, tick):

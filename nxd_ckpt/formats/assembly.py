@@ -32,8 +32,8 @@ from nxd_ckpt.formats.torch_zip import read_tensor
 SLAB = 4 * 2**20
 """Largest number of bytes that are read at once."""
 
-_HOLES = 16
-"""Gaps between runs are read too, to save reads, if together they are at most this fraction of the needed elements."""
+_GAP = 16 * 2**10
+"""Bytes between two runs of a slab that are read too: that takes less time than to begin another run."""
 
 ReadRanges = Callable[[str, Sequence[tuple[int, memoryview]]], None]
 """(file's key, [(offset, memory), ...]) -> None: fill each memory with the file's bytes from its offset, or raise."""
@@ -112,12 +112,17 @@ def direct_run(fragment: Fragment, out: torch.Tensor) -> DirectRun | None:
 
 
 def slabs_of(fragment: Fragment) -> Iterator[Fragment]:
-    """Yield the fragment, from `as_stored`, in parts of at most `SLAB` bytes."""
-    if not fragment.stub.is_contiguous:
+    """Yield the fragment, from `as_stored`, in parts of at most about `SLAB` bytes, with the gaps that are read."""
+    stub, source = fragment.stub, fragment.source
+    if not stub.is_contiguous:
         yield fragment
         return
-    for source in cut_box(fragment.source, max(1, SLAB // itemsize(fragment.stub.dtype))):
-        yield _narrowed(fragment, source)
+    limit = SLAB // itemsize(stub.dtype)
+    _, length, gap = _extent(source, contiguous_stride(stub.shape))
+    if gap * itemsize(stub.dtype) <= _GAP:
+        limit = limit * source.numel // length
+    for part in cut_box(source, max(1, limit)):
+        yield _narrowed(fragment, part)
 
 
 def run_of_block(stub: TensorStub, block: int) -> tuple[int, int]:
@@ -178,17 +183,17 @@ def read_part(slab: Fragment, out: torch.Tensor, read: ReadRanges) -> None:
     if run is not None:
         read(stub.file, [run])
         return
-    runs, size = list(contiguous_runs(source, stub.shape)), itemsize(stub.dtype)
-    first, end = runs[0][0], runs[-1][0] + runs[-1][1]
-    along = end - first <= source.numel + source.numel // _HOLES
-    scratch = allocated((end - first if along else source.numel,), stub.dtype)
-    memory = byte_view(scratch)
-    if along:
-        read(stub.file, [(stub.offset + first * size, memory)])
-        copy_values(target, scratch.as_strided(source.size, contiguous_stride(stub.shape)))
+    size, strides = itemsize(stub.dtype), contiguous_stride(stub.shape)
+    first, extent, gap = _extent(source, strides)
+    if gap * size <= _GAP:
+        scratch = allocated((extent,), stub.dtype)
+        read(stub.file, [(stub.offset + first * size, byte_view(scratch))])
+        copy_values(target, scratch.as_strided(source.size, strides))
         return
+    scratch = allocated((source.numel,), stub.dtype)
+    memory = byte_view(scratch)
     ranges, at = [], 0
-    for start, length in runs:
+    for start, length in contiguous_runs(source, stub.shape):
         ranges.append((stub.offset + start * size, memory[at : at + length * size]))
         at += length * size
     read(stub.file, ranges)

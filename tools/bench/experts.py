@@ -1,9 +1,9 @@
 """Time and memory of stacks of 256 routed experts: ``python -m tools.bench.experts --layers 2``.
 
-Makes a Hugging Face directory of a Qwen 3 with 256 experts of random bfloat16 numbers, of which a layer's tensor of
-gate and up is 512 MiB, and brings it to each form: a tag of one rank, whose tensors hold all experts, of eight
-expert-parallel ranks, back to a directory, to torch DCP, and to TorchTitan, which stacks the experts. Again and again:
-seconds, to be held against a ``cp`` and ``sync`` of the same bytes, and memory beyond an interpreter with torch.
+Makes a Hugging Face directory of a Qwen 3 with 256 experts of random bfloat16 numbers and brings it to each form: a tag
+of one rank, whose tensors hold all experts, of eight expert-parallel ranks, back to a directory, to torch DCP, and to
+TorchTitan, which stacks the experts. Again and again: seconds, to be held against a ``cp`` and ``sync`` of the same
+bytes, and memory beyond an interpreter with torch.
 """
 
 from __future__ import annotations
@@ -20,15 +20,12 @@ from tools.bench.convert import MIB, run
 from tools.bench.host import cache
 from tools.bench.hugging_face import copied
 
-EXPERTS, HIDDEN, INTERMEDIATE = 256, 1024, 512
+EXPERTS = 256
 
 CONFIG = {
     "model_type": "qwen3_moe",
-    "hidden_size": HIDDEN,
     "num_attention_heads": 8,
     "num_key_value_heads": 8,
-    "head_dim": HIDDEN // 8,
-    "moe_intermediate_size": INTERMEDIATE,
     "num_experts": EXPERTS,
     "num_experts_per_tok": 8,
     "vocab_size": 1024,
@@ -123,7 +120,9 @@ print(time.monotonic() - started)
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--layers", type=int, default=2, help="each of 768 MiB (default: 2)")
+    parser.add_argument("--layers", type=int, default=2, help="each of 768 tensors (default: 2)")
+    parser.add_argument("--hidden", type=int, default=1024, help="hidden_size (default: 1024)")
+    parser.add_argument("--intermediate", type=int, default=512, help="moe_intermediate_size (default: 512)")
     parser.add_argument("--rounds", type=int, default=3, help="of each, in turn (default: 3)")
     parser.add_argument("--directory", help="where to work (default: the system's temporary directory)")
     args = parser.parse_args()
@@ -131,8 +130,14 @@ def main() -> None:
         directory = Path(name)
         source = directory / "hf"
         source.mkdir()
-        (source / "config.json").write_text(json.dumps({**CONFIG, "num_hidden_layers": args.layers}))
-        run(MAKE, source, args.layers, EXPERTS, HIDDEN, INTERMEDIATE)
+        sizes = {
+            "hidden_size": args.hidden,
+            "head_dim": args.hidden // 8,
+            "moe_intermediate_size": args.intermediate,
+            "num_hidden_layers": args.layers,
+        }
+        (source / "config.json").write_text(json.dumps({**CONFIG, **sizes}))
+        run(MAKE, source, args.layers, EXPERTS, args.hidden, args.intermediate)
         os.sync()
         tag = directory / "run" / "step_0"
         forms = {
@@ -148,7 +153,7 @@ def main() -> None:
         for _ in range(args.rounds):
             copies.append(copied(source))
             cache(source)
-            floors.append(float(run(FLOOR, source, directory / "floor", INTERMEDIATE, HIDDEN)))
+            floors.append(float(run(FLOOR, source, directory / "floor", args.intermediate, args.hidden)))
             (directory / "floor").unlink()
             for what, (origin, target) in forms.items():
                 shutil.rmtree(target, ignore_errors=True)
@@ -157,7 +162,9 @@ def main() -> None:
                 rows.setdefault(what, []).append((seconds, memory))
         nbytes = sum(path.stat().st_size for path in source.iterdir())
     load = ", ".join(f"{each:.1f}" for each in os.getloadavg())
-    print(f"{nbytes / 2**30:.2f} GiB, {EXPERTS} experts, median of {args.rounds} rounds, load {load}")
+    tensor = args.hidden * args.intermediate * 2 / MIB
+    about = f"{nbytes / 2**30:.2f} GiB, {EXPERTS} experts, {tensor:.3g} MiB a tensor"
+    print(f"{about}, median of {args.rounds} rounds, load {load}")
     print(f"  cp and sync            {statistics.median(copies):6.2f} s")
     print(f"  floor                  {statistics.median(floors):6.2f} s")
     for what, measured in rows.items():
