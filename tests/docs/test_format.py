@@ -97,7 +97,6 @@ DOCUMENTED: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
     "`heartbeat.json`": lambda found: found["heartbeat.json"],
     "`rank_%05d.vote.json`": lambda found: found[VOTE],
     "`rank_%05d.vote.json`: `plan`": lambda found: found[VOTE]["plan"],
-    "`rank_%05d.vote.json`: `index`": lambda found: found[VOTE]["index"],
     "`verdict.json`": lambda found: found["verdict.json"],
     "`journal.json`": lambda found: found["journal.json"],
     "`statistics/TAG.json`": lambda found: json.loads(statistics_text("a save", {})),
