@@ -165,9 +165,12 @@ def test_queries_without_a_latent_vector_have_their_own_name(tmp_path: Path) -> 
     """Not that of other models' queries; biases, which TorchTitan's model does not have, are refused."""
     model = random_model("deepseek-v3-whole-queries")
     model.config.save_pretrained(tmp_path / "config")
+    model.config.attention_bias = False
+    model.config.save_pretrained(tmp_path / "without_biases")
     state = {name: tensor for name, tensor in model.state_dict().items() if not name.endswith(".bias")}
     save_checkpoint(tmp_path / "run", "step_1", dict(state))
-    migrate(tmp_path / "run" / "step_1", tmp_path / "checkpoint", to="torchtitan", config=tmp_path / "config")
+    config = tmp_path / "without_biases"
+    migrate(tmp_path / "run" / "step_1", tmp_path / "checkpoint", to="torchtitan", config=config)
     found = from_dcp(tmp_path / "checkpoint" / "step-0")
     assert torch.equal(state["model.layers.0.self_attn.q_proj.weight"], found["layers.0.attention.wq.weight"])
 
