@@ -135,7 +135,7 @@ def import_plan(source: Location, target: Location, what: ImportTarget) -> Impor
 def import_checkpoint(hf_directory: StrPath, tag: StrPath, **options: Unpack[ImportKeywords]) -> Import:
     """Make ``tag`` from the model in ``hf_directory``, as a job of the given sizes would have saved it.
 
-    The tag holds only the model. It is written rank by rank in bounded memory, about 100 MiB for each worker, and
+    The tag holds only the model. It is written rank by rank in bounded memory, below 200 MiB for each worker, and
     becomes visible when it is complete. Keywords are the fields of `nxd_ckpt.options.hugging_face.ImportOptions`.
 
     Args:
