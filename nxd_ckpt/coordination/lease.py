@@ -69,20 +69,27 @@ class Lease:
         return f"run {self.run_id} (pid {self.pid} on {self.host.partition('/')[0]})"
 
 
-def acquire(storage: Storage, run_id: str, patience: float, sign: Callable[[], None] = lambda: None) -> Lease:
+def acquire(
+    storage: Storage,
+    run_id: str,
+    patience: float,
+    sign: Callable[[], None] = lambda: None,
+    dead: Lease | None = None,
+) -> Lease:
     """Take the lease, also from a dead holder.
 
     Args:
         patience: seconds without a heartbeat after which a holder on another host counts as dead; a live one beats
             several times in it.
         sign: called again and again during that wait.
+        dead: a holder that was watched for so long already, by `job_lives`.
 
     Raises:
         DirectoryInUse: another live job has it.
     """
     mine = Lease.of_this_process(run_id)
     try:
-        taken = _acquired(storage, mine, patience, sign)
+        taken = _acquired(storage, mine, patience, sign, dead)
         return replace(taken, place=place_of(storage), taken_in=without_links(storage))
     except DirectoryInUse:
         raise
@@ -92,7 +99,9 @@ def acquire(storage: Storage, run_id: str, patience: float, sign: Callable[[], N
         raise
 
 
-def _acquired(storage: Storage, mine: Lease, patience: float, sign: Callable[[], None]) -> Lease:
+def _acquired(
+    storage: Storage, mine: Lease, patience: float, sign: Callable[[], None], dead: Lease | None
+) -> Lease:
     mark_place(storage)
     # Before the lease: NFS misses a file for up to a minute if it did not exist at the first look.
     storage.link_new(HEARTBEAT, _encode(mine, beat=0))
@@ -108,7 +117,7 @@ def _acquired(storage: Storage, mine: Lease, patience: float, sign: Callable[[],
                 f"{storage.url}: this process already saves here as {holder.describe()}; use one Checkpointer for "
                 "one directory, or close the other first"
             )
-        if _lives(storage, holder, patience, sign):
+        if holder != dead and _lives(storage, holder, patience, sign):
             raise DirectoryInUse(
                 f"{storage.url} is being written by another live job, {holder.describe()}; stop it, or save to a "
                 f"directory of your own (if you are sure that it is gone, remove {storage.url}/{LEASE})"

@@ -23,6 +23,8 @@ _PATIENCE = 60.0
 """Seconds for which a job of another host is watched, to see whether it lives."""
 _BEAT = 10.0
 """Seconds between two heartbeats."""
+_left: dict[str, str] = {}
+"""Run ids of the leases that this process could not give back, by directory. It may take them again."""
 
 
 class OutputLease:
@@ -39,10 +41,17 @@ class OutputLease:
     """
 
     def __init__(self, storage: Storage, *also: Storage, shown: str, run_id: str = "") -> None:
-        for place in (*also, storage):
-            refuse_other_job(place, shown)
+        for place in also:
+            _refuse_other_job(place, shown)
+        dead = _refuse_other_job(storage, shown)
         self._storage = storage
-        self._lease = lease.acquire(storage, run_id or new_run_id(), _PATIENCE)
+        left = _left.pop(storage.url, "")  # only one thread gets it
+        try:
+            self._lease = lease.acquire(storage, run_id or left or new_run_id(), _PATIENCE, dead=dead)
+        except BaseException:
+            if left:
+                _left[storage.url] = left
+            raise
         self._heartbeat = Heartbeat(storage, self._lease, _BEAT)
 
     def require(self) -> None:
@@ -50,11 +59,12 @@ class OutputLease:
         lease.require(self._storage, self._lease, strictly=True)
 
     def release(self) -> None:
-        """Give the directory back. If that fails, the lease ends with this process."""
+        """Give the directory back. If that fails, this process may take it again, and others when it has ended."""
         self._heartbeat.stop()
         try:
             lease.release(self._storage, self._lease)
         except OSError as error:
+            _left[self._storage.url] = self._lease.run_id
             logger.warning("%s: no other job can save there before this process ends: %s", self._storage.url, error)
 
 
@@ -92,19 +102,31 @@ def new_run_id() -> str:
     return uuid.uuid4().hex[:12]
 
 
-def refuse_other_job(storage: Storage, shown: str) -> bool:
-    """Raise DirectoryInUse if another live job has the lease; return whether this process has it."""
+def is_in_use_here(storage: Storage) -> bool:
+    """Return whether this process has the lease, other than as one that it could not give back."""
     holder = lease.read(storage)
-    if holder is None:
-        return False
-    if holder.is_of_process_of(Lease.of_this_process("")):
-        return True
-    if lease.job_lives(storage, _PATIENCE):
+    is_ours = holder is not None and holder.is_of_process_of(Lease.of_this_process(""))
+    return is_ours and holder is not None and holder.run_id != _left.get(storage.url)
+
+
+def _refuse_other_job(storage: Storage, shown: str) -> Lease | None:
+    """Raise DirectoryInUse if another live job has the lease; return that of a dead one."""
+    holder = lease.read(storage)
+    if holder is None or holder.is_of_process_of(Lease.of_this_process("")):
+        return None
+    if other_job_lives(storage, holder, shown):
         raise DirectoryInUse(
             f"{shown} is being written by {holder.describe()}; wait for it, stop one of the two, or give each an "
             "output directory of its own"
         )
-    return False
+    return holder
+
+
+def other_job_lives(storage: Storage, holder: Lease, shown: str) -> bool:
+    """Return whether a live job has the lease. One of another host is watched for up to a minute."""
+    if holder.holder_runs_here() is None:
+        logger.warning("%s: waiting for %s, up to %.0f s, to see whether it lives", shown, holder.describe(), _PATIENCE)
+    return lease.job_lives(storage, _PATIENCE)
 
 
 @contextmanager
@@ -114,7 +136,7 @@ def leased(storage: Storage) -> Iterator[None]:
     Raises:
         DirectoryInUse: another live job has the lease. Nothing was changed.
     """
-    if refuse_other_job(storage, storage.url):
+    if is_in_use_here(storage):
         yield
         return
     output_lease = OutputLease(storage, shown=storage.url)

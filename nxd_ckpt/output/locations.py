@@ -57,9 +57,14 @@ class Location:
         """Return the replacement of an output that is no tag: its names until it is renamed, if the storage can."""
         return Replacement(storage, f".{self.name}.incomplete", self.name, f".{self.name}.replaced")
 
+    @property
+    def lease_path(self) -> str:
+        """The directory with the lease of an output that is no tag, which is there while it is written."""
+        return join(self.directory, f".{self.name}.lease")
+
     def lease_directory(self) -> Storage:
-        """Open the directory with the lease of an output that is no tag, which is there while it is written."""
-        return open_storage(join(self.directory, f".{self.name}.lease"), False, self.options)
+        """Open the directory with the lease."""
+        return open_storage(self.lease_path, False, self.options)
 
 
 def settle(place: Location, storage: Storage) -> None:

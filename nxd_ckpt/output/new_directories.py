@@ -21,13 +21,16 @@ def directories_to_make(place: Location) -> list[str]:
 def remove_unused(directories: Sequence[str]) -> None:
     """Remove directories, the innermost first, unless they hold more than what a job without a tag leaves.
 
-    A job that uses one of them by now keeps it: it has a lease, or another file, there.
+    A job that uses one of them by now keeps it: it has a lease, or another file, there. Links were made by somebody
+    else, and are not followed.
     """
     for directory in directories:
-        if not os.path.lexists(os.path.join(directory, LEASE)):
-            with suppress(OSError):
-                os.unlink(os.path.join(directory, PLACE))
-        remove_empty(os.path.join(directory, HIDDEN))
+        hidden = os.path.join(directory, HIDDEN)
+        if os.path.lexists(os.path.join(directory, LEASE)) or os.path.islink(directory) or os.path.islink(hidden):
+            continue
+        with suppress(OSError):
+            os.unlink(os.path.join(directory, PLACE))
+        remove_empty(hidden)
         with suppress(OSError):
             os.rmdir(directory)
 

@@ -13,12 +13,13 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
-from nxd_ckpt.coordination.output_lease import OutputLease, refuse_other_job
+from nxd_ckpt.coordination.output_lease import OutputLease, is_in_use_here
 from nxd_ckpt.errors import DirectoryInUse, InvalidArgument
 from nxd_ckpt.output.locations import Location, settle
 from nxd_ckpt.output.new_directories import directories_to_make, remove_unused
-from nxd_ckpt.storage.base import DirEntry, without_links
+from nxd_ckpt.storage.base import DirEntry
 from nxd_ckpt.storage.system import tell_room
+from nxd_ckpt.storage.urls import is_url
 
 logger = logging.getLogger("nxd_ckpt")
 
@@ -122,7 +123,7 @@ class Output:
 
     def _leased(self) -> OutputLease:
         shown, directory = f"output {self.place.path}", self.place.lease_directory()
-        if refuse_other_job(directory, shown):
+        if is_in_use_here(directory):
             raise DirectoryInUse(f"{shown} is being written by another thread of this process; wait for it")
         return OutputLease(directory, shown=shown)
 
@@ -134,9 +135,8 @@ class Output:
         if self._lease is not None:
             self._lease.release()
             self._lease = None
-        lease_directory = without_links(self.place.lease_directory())
-        if lease_directory is not None:
-            remove_unused([lease_directory.url])
+        if not is_url(self.place.directory):
+            remove_unused([self.place.lease_path])
 
     def _make_visible(self) -> None:
         storage, replacement = self.storage, self.place.replacement(self.storage)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import json
 import os
 import shutil
 import signal
@@ -18,10 +19,11 @@ import pytest
 import torch
 from torch.distributed.checkpoint.state_dict_loader import load
 
-from nxd_ckpt import load_checkpoint, save_checkpoint
+from nxd_ckpt import effects, load_checkpoint, save_checkpoint
 from nxd_ckpt.convert import from_dcp, pack_checkpoint, to_dcp, unshard_checkpoint
 from nxd_ckpt.errors import CheckpointError, DirectoryInUse, InvalidArgument
 from nxd_ckpt.output import locations
+from nxd_ckpt.output.new_directories import remove_unused
 from nxd_ckpt.storage import local, system
 from nxd_ckpt.storage.base import Storage
 from nxd_ckpt.storage.urls import open_storage
@@ -169,6 +171,54 @@ def test_a_second_thread_is_refused(tags: Path, monkeypatch: pytest.MonkeyPatch)
             OUTPUTS[kind](tags / ("new" if replaces else "old"), output, durable=False, overwrite=replaces)
         assert replaces == made_of(output)
         assert [output] == list(output.parent.iterdir())
+
+
+def test_what_others_made_in_the_place_of_the_lease_stays(tags: Path) -> None:
+    """Links are not followed, and a live job keeps its empty directories."""
+    (tags / "victim" / "empty").mkdir(parents=True)
+    (tags / "victim" / "place").touch()
+    lease = tags / "outputs" / ".whole.lease"
+    lease.mkdir(parents=True)
+    (lease / ".nxd_ckpt").symlink_to(tags / "victim")
+    with pytest.raises(OSError, match=r"\.nxd_ckpt"):
+        unshard_checkpoint(tags / "old", tags / "outputs" / "whole", durable=False)
+    remove_unused([str(lease)])
+    assert ["empty", "place"] == sorted(path.name for path in (tags / "victim").iterdir())
+    (tags / "victim" / "lease.json").touch()
+    (lease / ".nxd_ckpt").unlink()
+    (tags / "victim").rename(lease / ".nxd_ckpt")
+    remove_unused([str(lease)])
+    assert ["empty", "lease.json", "place"] == sorted(path.name for path in (lease / ".nxd_ckpt").iterdir())
+
+
+def test_a_lease_that_could_not_be_given_back_is_taken_again(tags: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody writes there any more, so nobody is waited for."""
+    output = tags / "outputs" / "whole"
+    hook = failing("remove", ".nxd_ckpt/lease.json", OSError(errno.EIO, "broken"))
+    with monkeypatch.context() as patch:
+        patch.setattr(locations, "open_storage", partial(hooked, hook))
+        unshard_checkpoint(tags / "old", output, durable=False)
+    assert (output.parent / ".whole.lease" / ".nxd_ckpt" / "lease.json").exists()
+    unshard_checkpoint(tags / "new", output, durable=False, overwrite=True)
+    assert 1 == made_of(output)
+    assert [output] == list(output.parent.iterdir())
+
+
+def test_a_dead_job_of_another_host_is_watched_once(
+    tags: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """For a minute in all, and the log tells what is waited for."""
+    place = tags / "outputs" / ".whole.lease" / ".nxd_ckpt"
+    place.mkdir(parents=True)
+    dead = {"run_id": "gone", "host": "other/1", "pid": 3, "born": "9"}
+    (place / "lease.json").write_text(json.dumps(dead))
+    (place / "heartbeat.json").write_text(json.dumps({**dead, "beat": 4}))
+    seconds = [0.0]
+    monkeypatch.setattr(effects, "monotonic", lambda: seconds[0])
+    monkeypatch.setattr(effects, "sleep", lambda some: seconds.append(seconds.pop() + some))
+    unshard_checkpoint(tags / "old", tags / "outputs" / "whole", durable=False)
+    assert 60 <= seconds[0] < 62
+    assert "waiting for run gone (pid 3 on other), up to 60 s" in caplog.text
 
 
 def hooked(hook: Hook, *given: Any) -> Storage:
