@@ -149,9 +149,9 @@ class Session:
     resumed_from: str | None = None
     """The tag that this run has loaded since then: the next save follows it, whatever newer ones there are."""
     listed: Mapping[str, TagInfo] = field(default_factory=dict)
+    """The directory's tags by name, as the last commit found them: the next one reads less of each."""
     ours: Mapping[str, TagInfo] = field(default_factory=dict)
     """Those that were checkpoints of this package or NxD when retention last looked."""
-    """The directory's tags by name, as the last commit found them: the next one reads less of each."""
     warned_of_steps: bool = False
     """True if it was said that a save has an earlier step than the latest tag."""
     _spares: list[str] = field(default_factory=list)

@@ -197,19 +197,20 @@ class ModelMapping:
         """
         for option in self.options.values() if sizes.config else ():
             index, means = PatternIndex(option.tensors), f"by config.json ({option.text(sizes.config)})"
+            remedy = f'; if {option.key} means something else there, use a mapping with other "options"'
             if option.is_set(sizes.config):
                 lacking = [name for name in self._filled(option.tensors, sizes) if name not in names]
                 if lacking:
                     raise KeyMismatch(
                         f"{where} lacks {first_of(lacking)}, which {means} this model has; pass the model's own "
-                        f"config.json: one in which {option.key} is false, if it has none of them"
+                        f"config.json: one in which {option.key} is false, if it has none of them{remedy}"
                     )
                 continue
             unexpected = sorted(name for name in names if any(index.matches(name)))
             if unexpected:
                 raise KeyMismatch(
                     f"{where} holds {first_of(unexpected)}, which {means} this model does not have; pass the model's "
-                    f"own config.json: one in which {option.key} is true"
+                    f"own config.json: one in which {option.key} is true{remedy}"
                 )
 
     def predicting(self, names: Iterable[str], sizes: Sizes) -> list[str]:

@@ -24,7 +24,7 @@ from fnmatch import fnmatchcase
 from functools import partial
 from typing import NamedTuple
 
-from nxd_ckpt.coordination.agreement import Agreement, SingleProcessAgreement, decided_by_rank0
+from nxd_ckpt.coordination.agreement import Agreement, decided_by_rank0
 from nxd_ckpt.coordination.at_exit import close_at_exit, forget
 from nxd_ckpt.coordination.output_lease import HeldLeases, OutputLease
 from nxd_ckpt.coordination.replacement import Replacement, not_undone
@@ -334,13 +334,12 @@ class SealedDirectory:
             threads.shutdown(wait=False)
 
     @as_checkpoint_errors()
-    def wait(self, agreement: Agreement | None, retire: Callable[[], None] = lambda: None) -> None:
-        """Wait until it is visible; all ranks call this, and rank 0 tells the others. None: this rank waits alone.
+    def wait(self, agreement: Agreement, retire: Callable[[], None] = lambda: None) -> None:
+        """Wait until it is visible; all ranks call this, and rank 0 tells the others.
 
         Rank 0 then calls ``retire``, still under the lease. Raises the failure on all ranks; then only earlier files
         are visible.
         """
-        agreement = agreement or SingleProcessAgreement()
         try:
             while not decided_by_rank0(agreement, partial(self._is_visible, retire)):
                 pass

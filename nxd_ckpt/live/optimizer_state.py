@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -66,18 +67,22 @@ class OptimizerAdapter(Protocol):
     parameter_names: list[str] | None
     stepping: Any = None
 
+    @abstractmethod
     def form(self) -> OptimizerForm | None:
         """Return the form of its state dict on this rank; None for a dict, which takes any saved one.
 
         Raises OptimizerMismatch if only the optimizer itself knows how its state is cut.
         """
 
+    @abstractmethod
     def entries(self) -> Iterable[str]:
         """Return the global names of its state so far."""
 
+    @abstractmethod
     def capture(self) -> State:
         """Return the optimizer's state dict in NxD's form, with its live tensors. No device work."""
 
+    @abstractmethod
     def validate(self, saved: Mapping[str, Any]) -> None:
         """Check that ``saved`` (a state dict whose leaves are tensors or have ``dtype`` and ``shape``) fits.
 
@@ -92,6 +97,7 @@ class OptimizerAdapter(Protocol):
         """
         return {}
 
+    @abstractmethod
     def load(self, saved: Mapping[str, Any], read: LeafSource, keeps: Keeps = keeps_nothing) -> None:
         """Continue from ``saved``, which `validate` accepted, reading one leaf at a time; after the model's load.
 

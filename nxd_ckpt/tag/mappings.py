@@ -55,8 +55,10 @@ def find_mapping(spec: MappingSpec, config: Mapping[str, Any]) -> ModelMapping:
     name = os.fspath(spec)
     if name in shipped:
         # The names are this mapping's; how keys of config.json are read is decided by its model_type.
-        family = _of_model_type(config.get("model_type"), shipped)
-        return shipped[name] if family is None else replace(shipped[name], options=family.options)
+        if "model_type" not in config:
+            return shipped[name]
+        family = _of_model_type(config["model_type"], shipped)
+        return replace(shipped[name], options={} if family is None else family.options)
     path = Path(local_path(name))
     if not path.is_file():
         raise InvalidArgument(

@@ -269,6 +269,15 @@ def test_what_cannot_be_imported_is_refused(
     assert not (tmp_path / "runs").exists()
 
 
+def test_a_mapping_says_nothing_of_options_of_another_model(tmp_path: Path) -> None:
+    """Its names fit a model of a type that it does not know, which may read keys of config.json in its own way."""
+    model = Model()
+    state = write_model(tmp_path / "hf", model)
+    write_config(tmp_path / "hf", {**model.config, "model_type": "seed_oss", "attention_bias": True})
+    bring(tmp_path / "hf", tmp_path / "run" / "step_0", Job(model), mapping="llama")
+    assert [] == differences(Job(model).rank(state), loaded(tmp_path / "run" / "step_0", Topology()))
+
+
 def test_experts_must_divide(tmp_path: Path) -> None:
     """Among expert-parallel ranks."""
     write_model(tmp_path / "hf", Model("mixtral"))

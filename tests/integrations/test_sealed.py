@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from nxd_ckpt import Checkpointer, Topology
-from nxd_ckpt.coordination.agreement import Agreement
+from nxd_ckpt.coordination.agreement import Agreement, SingleProcessAgreement
 from nxd_ckpt.errors import DigestMismatch, MalformedFile, StorageError
 from nxd_ckpt.integrations.sealed import SealedDirectory, verify_files
 from nxd_ckpt.storage.local import LocalStorage
@@ -36,7 +36,7 @@ def save(root: Path, content: bytes, name: str = "weights", added: str = "", dir
         Path(root, NAME, added).write_bytes(b"of a callback")
     with directory.publishing(is_rank_0=True):
         pass
-    directory.wait(None)
+    directory.wait(SingleProcessAgreement())
 
 
 def content(root: Path) -> bytes:
@@ -256,7 +256,8 @@ def test_a_directory_that_lost_files_does_not_count(
         elif number == 3:
             names = {"weights": "weights", "a tag's file": "state/model/dp_rank_00_tp_rank_00_pp_rank_00.pt"}
             (last / names.get(lost, "state/manifest.json")).unlink()
-        directory.wait(None, partial(directory.retire, r"checkpoint-(\d+)", 2 if number == 3 else None))
+        retire = partial(directory.retire, r"checkpoint-(\d+)", 2 if number == 3 else None)
+        directory.wait(SingleProcessAgreement(), retire)
     assert [1, 2, 3] == sorted(int(path.name[-1]) for path in tmp_path.glob("checkpoint-*"))
     assert str(last) in caplog.text
     assert "It does not count, and an older checkpoint is kept in its place" in caplog.text

@@ -16,6 +16,7 @@ import torch
 
 from nxd_ckpt import save_checkpoint
 from nxd_ckpt.api import close_checkpointers
+from nxd_ckpt.coordination.agreement import SingleProcessAgreement
 from nxd_ckpt.errors import CorruptCheckpoint, DigestMismatch, DirectoryInUse, PartLost, SaveFailed
 from nxd_ckpt.integrations.sealed import SealedDirectory, WrittenFiles, verify_files
 from nxd_ckpt.tag.verify import verify_checkpoint
@@ -34,7 +35,7 @@ def save(root: Path, name: str, marks: Path, *, stop: bool) -> None:
         time.sleep(0.01)
     with directory.publishing(True) as saves:
         saves.append(save_checkpoint(directory.tags, "state", {"w": torch.ones(2)}))
-    directory.wait(None)
+    directory.wait(SingleProcessAgreement())
 
 
 def job(root: Path, name: str, marks: Path) -> int:
@@ -99,7 +100,7 @@ def written(root: Path, name: str) -> SealedDirectory:
 def finish(directory: SealedDirectory) -> None:
     with directory.publishing(True) as saves:
         saves.append(save_checkpoint(directory.tags, "state", {"w": torch.ones(2)}))
-    directory.wait(None)
+    directory.wait(SingleProcessAgreement())
 
 
 CHANGES: dict[str, tuple[Callable[[Path], object], type[Exception]]] = {
@@ -218,7 +219,7 @@ def test_a_job_that_was_taken_over_changes_nothing(at: str, tmp_path: Path) -> N
     with directory.publishing(True) as saves:
         saves.append(save_checkpoint(directory.tags, "state", {"w": torch.ones(2)}))
     with pytest.raises(DirectoryInUse, match="taken over by run another"):
-        directory.wait(None, retire)
+        directory.wait(SingleProcessAgreement(), retire)
     close_checkpointers()
     assert all((tmp_path / f"checkpoint-{number}").exists() for number in range(3))
     assert (tmp_path / "checkpoint-3").exists() == (at != "before the tag is saved")

@@ -17,6 +17,7 @@ import torch
 
 from nxd_ckpt import Checkpointer, Topology
 from nxd_ckpt.coordination import at_exit
+from nxd_ckpt.coordination.agreement import SingleProcessAgreement
 from nxd_ckpt.integrations.sealed import SealedDirectory
 from nxd_ckpt.storage.base import Storage
 from nxd_ckpt.storage.local import LocalStorage
@@ -103,7 +104,7 @@ def _save(root: str, save: Save, run_id: str) -> None:
             weight = torch.tensor([10.0 * save.value, 10.0 * save.value + 1])
             content = {"value": save.value}
             saves.append(saver.save(_TAG, {"weight": weight}, user_content=content, async_save=save.is_async))
-        directory.wait(None, partial(directory.retire, _NAMES, save.num_kept))
+        directory.wait(SingleProcessAgreement(), partial(directory.retire, _NAMES, save.num_kept))
         saver.close()
     finally:
         at_exit.forget(directory)
