@@ -12,7 +12,7 @@ from nxd_ckpt.api import remove_checkpoint
 from nxd_ckpt.commit import retention
 from nxd_ckpt.commit.publication import publication_of
 from nxd_ckpt.commit.retention import Removed
-from nxd_ckpt.commit.session import open_session
+from nxd_ckpt.commit.session import Session, open_session
 from nxd_ckpt.coordination import control_files, intents, journal
 from nxd_ckpt.coordination.agreement import SingleProcessAgreement
 from nxd_ckpt.core.option_classes import takes
@@ -26,8 +26,9 @@ from nxd_ckpt.storage.base import Storage
 from nxd_ckpt.storage.urls import StorageOptions, StrPath, open_storage
 from nxd_ckpt.tag.choosing import choose_tag, settled_tags
 from nxd_ckpt.tag.directory import require_directory
+from nxd_ckpt.tag.identity import Identity, of_latest
 from nxd_ckpt.tag.surveyed import surveyed
-from nxd_ckpt.tag.verify import changed_bytes, lost_files
+from nxd_ckpt.tag.verify import Reading, lost_files, read_whole
 
 __all__ = ["Pruned", "Removed", "pin_checkpoint", "prune_checkpoints", "remove_checkpoint", "unpin_checkpoint"]
 
@@ -37,8 +38,9 @@ class Pruned:
     """Result of `prune_checkpoints`, or with ``dry_run`` the result that it would have; tags are oldest first.
 
     ``kept`` has the rules that keep each tag, and ``damaged`` a sentence for each of them that no rule counts.
-    ``verified`` are the tags that stay of which every byte was read, and is right. Of the other ones only names and
-    sizes of files were compared.
+    ``verified`` are the tags that stay of which all contents were read, and match their digests. ``unverified`` has a
+    sentence for each tag that has contents without a digest, or that could not be opened: it counts, and tags may go
+    in its favor. Of all others only names and sizes of files were compared.
     """
 
     directory: str
@@ -46,6 +48,7 @@ class Pruned:
     removed: tuple[str, ...]
     damaged: Mapping[str, str] = field(default_factory=dict)
     verified: tuple[str, ...] = ()
+    unverified: Mapping[str, str] = field(default_factory=dict)
 
 
 @as_checkpoint_errors()
@@ -53,10 +56,11 @@ class Pruned:
 def prune_checkpoints(path: StrPath, retain: Sequence[Rule] = (), **options: Unpack[PruneKeywords]) -> Pruned:
     """Remove the complete tags that no rule keeps, except those that are pinned, and the newest.
 
-    It takes the directory's lease, like a job that saves. Other directories and incomplete tags are left alone. Before
-    anything is removed, the newest tag is read, and its digests are compared. A tag that is damaged stays, but no rule
-    counts it: then the next newest is read, and kept. Other tags that lost files, or have one of another size, are not
-    counted either, and with ``verify`` those whose bytes changed.
+    Other directories and incomplete tags are left alone. Before anything is removed, the newest tag is read, and its
+    digests are compared; a dry run reads it too. A tag that is damaged stays, but no rule counts it: then the next
+    newest is read, and kept. Other tags that lost files, or have one of another size, are not counted either, and with
+    ``verify`` those whose bytes changed. It takes the directory's lease, like a job that saves; not while it reads, but
+    it takes it before for a moment, to be refused at once if a job saves there.
 
     Args:
         path: the checkpoint directory or URL.
@@ -77,11 +81,18 @@ def prune_checkpoints(path: StrPath, retain: Sequence[Rule] = (), **options: Unp
     storage = open_storage(path, storage_options=chosen.storage_options)
     require_directory(storage)
     judge = _Judge(storage, rules, chosen)
+
+    def leased() -> closing[Session]:
+        return closing(open_session(storage, Topology(), SingleProcessAgreement(), None, chosen.timeout))
+
     if chosen.dry_run:
-        judged = judge(settled_tags(storage))
-        surplus, kept = judged.retention.surplus, judged.retention.kept
-        return Pruned(storage.url, kept, surplus, judged.damaged, judge.verified)
-    with closing(open_session(storage, Topology(), SingleProcessAgreement(), None, chosen.timeout)) as session:
+        judged = judge.judge_latest()
+        return judge.result(judged.retention.kept, judged.retention.surplus, judged.damaged)
+    if chosen.verify is not False:
+        with leased():
+            pass  # a directory in use is refused before tags of any size are read
+        judge.judge_latest()  # reading takes its time: under the lease only what is new is read
+    with leased() as session:
         tags = {info.tag: info for info in settled_tags(storage)}
         judged = judge(tags.values())
         surplus, kept = judged.retention.surplus, judged.retention.kept
@@ -93,7 +104,7 @@ def prune_checkpoints(path: StrPath, retain: Sequence[Rule] = (), **options: Unp
         if len(removed) < len(surplus):
             kept = judge(settled_tags(storage)).retention.kept
         journal.discard_trash(storage, session.run_id, session.confirm)
-    return Pruned(storage.url, kept, tuple(removed), judged.damaged, judge.verified)
+    return judge.result(kept, tuple(removed), judged.damaged)
 
 
 @as_checkpoint_errors()
@@ -128,17 +139,27 @@ def unpin_checkpoint(path: StrPath, tag: Tag, *, storage_options: StorageOptions
 
 
 class _Judge:
-    """The rules, or with None that pinned tags only stay, and the damage of tags, each of which is read once."""
+    """The rules, or with None that pinned tags only stay, and the damage of tags; each save is read once."""
 
     def __init__(self, storage: Storage, rules: Sequence[Rule] | None, chosen: PruneOptions) -> None:
         self._storage, self._rules, self._progress = storage, rules, chosen.progress
-        self._read = dict[str, str | None]()
+        self._read = dict[str, tuple[str | None, Reading]]()
+        self._reads_all = chosen.verify is True
         self._damage_of = self._changed if chosen.verify else lost_files
         self._damage_of_newest = self._changed if chosen.verify is None else None
 
-    @property
-    def verified(self) -> tuple[str, ...]:
-        return tuple(tag for tag, why in sorted(self._read.items()) if why is None)
+    def result(
+        self, kept: Mapping[str, tuple[str, ...]], removed: tuple[str, ...], damaged: Mapping[str, str]
+    ) -> Pruned:
+        """Return the result, with the tags among ``kept`` that were read, in their order."""
+        whole = {tag: reading.doubt for tag in kept if (reading := self._reading(tag)) and reading.damage is None}
+        doubts = {tag: doubt for tag, doubt in whole.items() if doubt is not None}
+        verified = tuple(tag for tag in whole if tag not in doubts)
+        return Pruned(self._storage.url, kept, removed, damaged, verified, doubts)
+
+    def judge_latest(self) -> retention.Judgement:
+        """Apply the rules to the tags that are there; again if a live job removes or replaces one that is read."""
+        return of_latest(True, lambda: self(settled_tags(self._storage)))
 
     def __call__(self, tags: Iterable[TagInfo]) -> retention.Judgement:
         """Apply the rules.
@@ -154,13 +175,24 @@ class _Judge:
                     f"{storage.url}: no undamaged tag is pinned, so none would be left to load: pin one"
                 )
             return judged
-        judged = retention.judge_tags(storage, tags, rules, looks[0], damage_of_newest=looks[1])
+        judged = retention.judge_tags(
+            storage, tags, rules, looks[0], damage_of_newest=looks[1], asks_of_all=self._reads_all
+        )
         if judged.unknown_metrics:
             raise InvalidArgument(f"{storage.url}: {'; '.join(judged.unknown_metrics)}. Nothing was removed")
         return judged
 
     def _changed(self, now: Storage, tag: str) -> str | None:
         """Read the tag in the storage itself: a survey does not show that it was replaced meanwhile."""
-        if tag not in self._read:
-            self._read[tag] = changed_bytes(self._storage, tag, self._progress)
-        return self._read[tag]
+        reading = self._reading(tag)
+        if reading is None:
+            fingerprint = Identity(self._storage, tag).fingerprint
+            reading = read_whole(self._storage, tag, self._progress)
+            self._read[tag] = fingerprint, reading
+        return reading.damage
+
+    def _reading(self, tag: str) -> Reading | None:
+        """Return the reading of the save that has this name now."""
+        fingerprint, reading = self._read.get(tag, (None, None))
+        is_same = reading is not None and fingerprint == Identity(self._storage, tag).fingerprint
+        return reading if is_same else None

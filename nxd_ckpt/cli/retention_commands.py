@@ -31,6 +31,7 @@ def _run(args: argparse.Namespace) -> int:
         "removed": list(done.removed),
         "damaged": dict(done.damaged),
         "verified": list(done.verified),
+        "unverified": dict(done.unverified),
         "dry_run": args.dry_run,
     }
     if args.json or done.damaged or not args.quiet:
@@ -51,10 +52,13 @@ def _lines(document: dict[str, Any], verify: bool | None) -> Iterator[str]:
         yield f"problem: {why}. {tag} stays, and no rule counts it; nxd-ckpt rm removes it"
     read = document["verified"]
     if read:
-        yield f"every byte is right in {first_of(read)}"
-    unread = [tag["tag"] for tag in document["kept"] if tag["tag"] not in (*read, *damaged)]
-    if unread and not verify:
-        yield f"not read, and may be damaged: {first_of(unread)}; --verify reads what a rule counts"
+        yield f"every digest matches in {first_of(read)}"
+    doubts = document["unverified"]
+    yield from (f"not verified: {doubt}" for doubt in doubts.values())
+    unread = [tag["tag"] for tag in document["kept"] if tag["tag"] not in (*read, *damaged, *doubts)]
+    if unread:
+        advice = "no tag goes" if verify else "--verify reads all that stay, if any tag goes"
+        yield f"not read, and may be damaged: {first_of(unread)}; {advice}"
 
 
 def _best(text: str) -> Rule:
@@ -116,9 +120,9 @@ PRUNE = Command(
     description=(
         "Remove the complete tags in a directory that none of the given rules keeps. Pinned tags, the newest tag, and "
         "anything that is not a complete checkpoint always stay. A damaged tag does not count: a rule keeps an older "
-        "one in its place. Before anything is removed, every byte of the newest tag is read; --verify reads the others "
-        "too, --no-verify none. While a job that saves there is running, the command is refused, so it does not "
-        "disturb the job."
+        "one in its place. Before anything is removed, and in a dry run, every byte of the newest tag is read; "
+        "--verify reads all tags that stay, --no-verify none. While a job that saves there is running, the command is "
+        "refused, so it does not disturb the job."
     ),
     operands=(("DIR", "a checkpoint directory or URL"),),
     add_flags=_add_flags,

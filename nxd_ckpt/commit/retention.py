@@ -55,15 +55,17 @@ def judge_tags(
     whole: Collection[str] = (),
     damage_of_newest: DamageOf | None = None,
     known: Mapping[str, TagInfo] = MappingProxyType({}),
+    asks_of_all: bool = False,
 ) -> Judgement:
     """Decide which of ``tags``, all tags of the directory, stay.
 
     Tags of other programs than this and NxD are in neither list. The newest tag with a model stays while all newer ones
     lack one, and so does the newest with an optimizer. No rule about age removes a tag of unknown age. A tag that a
-    rule keeps, but that ``damage_of`` says has lost files, stays too, and the rule keeps another one in its place.
-    Tags that are known to be ``whole`` are not asked about. Before any tag may go, ``damage_of_newest`` is asked about
-    those to resume from: the newest tag, the newest with a model, and the newest with an optimizer. ``known`` were
-    ``ours`` in an earlier judgement: of these only tags that count, or may go, are looked at again.
+    rule keeps, but that ``damage_of`` says has lost files, stays too, and the rule keeps another one in its place; with
+    ``asks_of_all`` it is asked also about tags that stay for other reasons, such as a pin, if any tag may go. Tags that
+    are known to be ``whole`` are not asked about. Before any tag may go, ``damage_of_newest`` is asked about those to
+    resume from: the newest tag, the newest with a model, and the newest with an optimizer. ``known`` were ``ours`` in
+    an earlier judgement: of these only tags that count, or may go, are looked at again.
 
     Raises OSError or CheckpointError if this cannot be decided.
     """
@@ -76,8 +78,9 @@ def judge_tags(
         retention, newest = _decide(storage, [info for info in ours if info.tag not in damaged], rules, metrics)
         if not retention.surplus:
             break
-        losses = _damage(storage, retention.counted - examined, damage_of)
-        examined |= retention.counted
+        asked = {*retention.counted, *(retention.kept if asks_of_all else ())} - examined
+        losses = _damage(storage, asked, damage_of)
+        examined |= asked
         if not losses and damage_of_newest is not None:
             losses = _damage(storage, newest - read, damage_of_newest)
             read |= newest

@@ -7,6 +7,7 @@ a digest are counted. Missing files are found by the references between files.
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, suppress
@@ -15,7 +16,7 @@ from functools import partial, wraps
 from typing import Any, NamedTuple
 
 from nxd_ckpt import effects
-from nxd_ckpt.core import names
+from nxd_ckpt.core import names, units
 from nxd_ckpt.core.manifest import FileEntry, TensorEntry
 from nxd_ckpt.core.suggestions import first_of
 from nxd_ckpt.core.tags import Tag, order_text
@@ -47,6 +48,8 @@ from nxd_ckpt.tag.opened import OpenTag, open_complete_tag
 from nxd_ckpt.tag.seal import DIGESTS, read_seal, seal_problems
 from nxd_ckpt.tag.state_dicts import refuse_numbers
 from nxd_ckpt.tag.verification import changed_tensors, crc32_of, verify_file
+
+logger = logging.getLogger("nxd_ckpt")
 
 _CHUNK = 16 * 2**20
 _DEEPEST = 8
@@ -224,9 +227,26 @@ def lost_files(opened: OpenTag) -> str | None:
     return known_damage(opened.storage, opened.identity)
 
 
-def changed_bytes(storage: Storage, tag: str, progress: bool) -> str | None:
-    """Describe the first damage that reading every byte of a tag shows. ``progress`` shows a bar on a terminal."""
-    return _in_a_sentence(lambda opened: next(iter(_verified(opened, progress).problems), None))(storage, tag)
+class Reading(NamedTuple):
+    """Result of reading a whole tag: its first damage, or else why parts of it may be damaged nevertheless."""
+
+    damage: str | None
+    doubt: str | None = None
+
+
+def read_whole(storage: Storage, tag: str, progress: bool) -> Reading:
+    """Read every byte of a complete tag. ``progress`` shows a bar on a terminal.
+
+    Raises TagReplaced, and errors of the storage.
+    """
+    try:
+        verification = _verified(open_complete_tag(storage, tag), progress)
+    except (CorruptCheckpoint, PartNotFound) as error:
+        return Reading(str(error))
+    except (UnsafePickle, UnsupportedState) as error:  # what is not read may be whole
+        return Reading(None, f"{tag} could not be opened, and was not compared: {error}")
+    undigested = f"{verification.undigested:,} bytes of {tag} carry no digest, and were not compared"
+    return Reading(next(iter(verification.problems), None), undigested if verification.undigested else None)
 
 
 def _names_of(opened: OpenTag) -> Iterator[str]:
@@ -294,6 +314,7 @@ def _verify_ours(opened: OpenTag, progress: bool) -> Verification:
     entries = list(_entries(opened, problems))
     missing, verified = list[FileEntry](), 0
     nbytes, done = sum(entry.nbytes for _, entry, _ in entries), Counter()
+    logger.info("reading %s of %s", units.size(nbytes), opened.where)
     with watched("verify", nbytes, lambda: done.nbytes, progress):
         for file, entry, tensors in entries:
             key, memory = f"{opened.tag}/{file}", _memory(entry.nbytes)

@@ -7,7 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from nxd_ckpt import Checkpointer, list_checkpoints
+from nxd_ckpt import Checkpointer, list_checkpoints, prune
+from nxd_ckpt.core.retention import Every, Last
+from nxd_ckpt.errors import DirectoryInUse, UnsafePickle
+from nxd_ckpt.prune import pin_checkpoint, prune_checkpoints
+from nxd_ckpt.storage.base import Storage
+from nxd_ckpt.storage.local import LocalStorage
+from nxd_ckpt.tag.verify import Reading, read_whole
 from tests.cli.conftest import Run
 from tests.protocol.states import visible_tags
 from tests.support.damage import flip
@@ -59,7 +65,7 @@ def test_the_newest_tag_is_read_first(four: Path, run: Run) -> None:
     """And the next one if its bytes changed: it stays then. Not with ``--no-verify``; a line says what was read."""
     for number, rules in enumerate((["--last", "2", "--dry-run"], ["--last", "1", "--dry-run"])):
         said = run("prune", four, *rules).out
-        assert "every byte is right in step_4\n" in said
+        assert "every digest matches in step_4\n" in said
         assert bool(number) == ("not read" not in said)
     every = run("prune", four, "--last", "2", "--verify", "--dry-run", "--json").document
     assert ["step_3", "step_4"] == every["verified"]
@@ -75,6 +81,88 @@ def test_the_newest_tag_is_read_first(four: Path, run: Run) -> None:
     run("pin", four, "step_4")
     alone = run("prune", four, "--pinned-only", "--json").document
     assert (["step_1"], ["step_3"]) == (alone["verified"], alone["removed"])
+
+
+def test_every_tag_that_stays_is_read_on_demand(tmp_path: Path, run: Run) -> None:
+    """Also one that stays by a pin or another rule than the newest; the oldest comes first, not the first by name."""
+    with Checkpointer(tmp_path, durable=False) as saver:
+        for step in (8, 9, 10, 11, 12):
+            saver.save(f"step_{step}", {"weight": torch.ones(2)})
+    pin_checkpoint(tmp_path, "step_8")
+    whole = prune_checkpoints(tmp_path, [Last(2), Every(9)], verify=True, dry_run=True)
+    assert (("step_8", "step_9", "step_11", "step_12"), ("step_10",)) == (whole.verified, whole.removed)
+    assert ("step_12",) == prune_checkpoints(tmp_path, [Last(2), Every(9)], dry_run=True).verified
+    for step in (8, 9):
+        file = next((tmp_path / f"step_{step}" / "model").iterdir())
+        flip(file, file.stat().st_size // 2)
+    done = prune_checkpoints(tmp_path, [Last(2), Every(9)], verify=True)
+    assert (["step_8", "step_9"], ("step_11", "step_12")) == ([*done.damaged], done.verified)
+    assert ("step_10",) == done.removed
+    said = run("prune", tmp_path, "--last", "9", "--verify").out
+    assert "not read, and may be damaged: step_8, step_9, step_11, step_12; no tag goes\n" in said
+
+
+def test_contents_without_a_digest_are_not_called_right(four: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """NxD's tag without CRCs, and one that could not be opened, count; a line says that they may be damaged."""
+    for step in (5, 6):
+        folder = four / f"step_{step}" / "model"
+        folder.mkdir(parents=True)
+        (folder.parent / "checkpoint").write_text("1")
+        torch.serialization.set_crc32_options(False)
+        try:
+            torch.save({"w": torch.ones(4096)}, folder / "dp_rank_00_tp_rank_00_pp_rank_00.pt")
+        finally:
+            torch.serialization.set_crc32_options(True)
+        (folder.parent / "done").write_text("1")
+    file = next((four / "step_6" / "model").iterdir())
+    flip(file, file.stat().st_size // 2)
+    done = run("prune", four, "--last", "2")
+    assert (0, False, True) == (done.code, "matches" in done.out, "bytes of step_6 carry no digest, and" in done.out)
+    assert ["step_5", "step_6"] == visible_tags(four)
+
+    def refused(storage: Storage, tag: str) -> None:
+        raise UnsafePickle(f"{tag} names os.system")
+
+    monkeypatch.setattr("nxd_ckpt.tag.verify.open_complete_tag", refused)
+    assert "step_6 could not be opened" in read_whole(LocalStorage(four), "step_6", False).doubt  # type: ignore[operator]
+
+
+def test_a_dry_run_follows_a_live_job(four: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its retention removes the tag that is read: then the next one is read."""
+
+    def read(storage: Storage, tag: str, progress: bool) -> Reading:
+        if tag == "step_4":
+            with Checkpointer(four, durable=False, num_kept_ckpts=1) as saver:
+                saver.save("step_5", {"weight": torch.ones(2)})
+        return read_whole(storage, tag, progress)
+
+    monkeypatch.setattr(prune, "read_whole", read)
+    done = prune_checkpoints(four, [Last(1)], dry_run=True)
+    assert ({"step_5": ("last 1",)}, ()) == (done.kept, done.removed)
+
+
+def test_a_job_may_start_while_tags_are_read(four: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The lease is taken afterwards, and what was saved meanwhile is read then. Beside a live job nothing is read."""
+    tags = list[str]()
+
+    def read(storage: Storage, tag: str, progress: bool) -> Reading:
+        tags.append(tag)
+        if tag == "step_4":
+            with Checkpointer(four, durable=False) as saver:
+                saver.save("step_5", {"weight": torch.ones(2)})
+        return read_whole(storage, tag, progress)
+
+    monkeypatch.setattr(prune, "read_whole", read)
+    with Checkpointer(four) as saver:
+        saver.save("step_4", {"weight": torch.ones(2)}, overwrite=True)
+        with pytest.raises(DirectoryInUse):
+            prune_checkpoints(four, [Last(2)], timeout=0.2)
+    assert [] == tags
+    done = prune_checkpoints(four, [Last(2)])
+    assert tags == [*done.verified] == visible_tags(four) == ["step_4", "step_5"]
+    tags.clear()
+    prune_checkpoints(four, [Last(1)])
+    assert ["step_5"] == tags
 
 
 def test_another_name_of_a_rule_is_understood(four: Path, run: Run, capsys: pytest.CaptureFixture[str]) -> None:
