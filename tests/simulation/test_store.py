@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Callable
+from itertools import count
+from typing import Any
 
 import pytest
+import torch
 
 from nxd_ckpt import Checkpointer
 from nxd_ckpt.storage.base import DirEntry, Storage
 from nxd_ckpt.tag.directory import list_tags
-from nxd_ckpt.tag.surveyed import contents
+from nxd_ckpt.tag.surveyed import contents, surveyed
 from nxd_ckpt.testing.contract import StorageContract
 from tests.simulation.job import checkpointer, loaded, state
 from tests.simulation.world.store import ObjectStore, Refused, Reply
@@ -166,10 +170,32 @@ def test_retention_asks_nothing_again_of_a_tag_that_did_not_change() -> None:
     assert counts[1] - counts[0] <= 3 * 2 + 2, counts
 
 
-@pytest.mark.parametrize("error", [Refused(501, "NotImplemented"), Refused(400, "InvalidArgument"), None])
-def test_a_store_that_cannot_list_several_directories_together_shows_the_same(error: Refused | None) -> None:
-    """It refuses the request, or takes several for it; then each directory is asked for."""
-    store = ObjectStore(page=1000 if error else 2)
+class Shards(ObjectStore):
+    """It lists the names of one shard after the other, each in order."""
+
+    def list_objects_v2(self, *, ContinuationToken: str = "0", **given: Any) -> Reply:
+        everything = super().list_objects_v2(**{**given, "MaxKeys": 1000})
+        shard, shards = int(ContinuationToken), 5
+        more = {"IsTruncated": True, "NextContinuationToken": str(shard + 1)} if shard + 1 < shards else {}
+        return {**{part: items[shards - 1 - shard :: shards] for part, items in everything.items()}, **more}
+
+
+@pytest.mark.parametrize(
+    ("store", "listed"),
+    [
+        (ObjectStore(), Refused(501, "NotImplemented")),
+        (ObjectStore(), Refused(400, "InvalidArgument")),
+        (ObjectStore(page=2), {}),
+        (Shards(), {}),
+        (ObjectStore(), {"ETag": None}),
+        (ObjectStore(), {"LastModified": None}),
+        (ObjectStore(), {"ETag": "of the listing"}),
+    ],
+)
+def test_a_store_that_cannot_list_several_directories_together_shows_the_same(
+    store: ObjectStore, listed: Refused | dict[str, str | None]
+) -> None:
+    """It refuses the request, takes several for it, or lists too little, or out of order; each is asked for then."""
     saving = store_storage(store)
     with checkpointer(saving, 0, 1, None) as saver:
         for value in range(2):
@@ -181,9 +207,35 @@ def test_a_store_that_cannot_list_several_directories_together_shows_the_same(er
         reply = happen()
         is_survey = any(item["Prefix"].endswith("dp_rank_") for item in reply.get("CommonPrefixes", ()))
         surveys += is_survey
-        if error and is_survey:
-            raise error
+        if isinstance(listed, Refused):
+            if is_survey:
+                raise listed
+            return reply
+        for item in reply.get("Contents", ()):
+            item.update(listed)
+            for field in [field for field, value in item.items() if value is None]:
+                del item[field]
         return reply
 
-    assert list_tags(saving) == list_tags(store_storage(store, network))
+    tags, storage = list_tags(store_storage(store)), store_storage(store, network)
+    contents.clear()
+    assert tags == list_tags(storage)
+    assert [True, True] == [info.complete for info in tags]
     assert 1 <= surveys <= 3
+    before = surveys
+    assert tags == list_tags(storage)
+    assert surveys == before or "of the listing" not in repr(listed)
+
+
+def test_tags_of_others_are_removed_where_listings_have_finer_times_than_a_head() -> None:
+    """Without our order time in ``done``, its time tells whether a tag is still the one that was listed."""
+    storage = store_storage(ObjectStore(map(0.123.__add__, count(1_700_000_000)).__next__, lists_milliseconds=True))
+    for value in range(3):
+        torch.save(state(value, 0, 1), model := io.BytesIO())
+        storage.write(f"step_{value}/model/dp_rank_00_tp_rank_00_pp_rank_00.pt", model.getvalue())
+        for name in ("checkpoint", "done"):
+            storage.write(f"step_{value}/{name}", b"1")
+    assert surveyed(storage).time("step_0/done") == storage.time("step_0/done")
+    with Checkpointer("simulated", storage=storage, num_kept_ckpts=2) as saver:
+        saver.save("step_3", state(3, 0, 1))
+    assert ["step_2", "step_3"] == [info.tag for info in list_tags(storage)]

@@ -189,6 +189,7 @@ class S3Storage(BaseStorage):
 
     def __init__(self, bucket: Bucket) -> None:
         self._bucket, self.url = bucket, bucket.url
+        self._lists_etags = True
 
     def read(self, key: str, limit: int = DOCUMENT) -> bytes:
         return read_object(self._bucket, key, limit)[0]
@@ -226,6 +227,8 @@ class S3Storage(BaseStorage):
         return sorted(entries)
 
     def survey(self, folders: Sequence[str], delimiter: str) -> dict[str, dict[str, ListedFile | None]]:
+        if not self._lists_etags:
+            return {}
         root = self._bucket.below("")
         content = {below: dict[str, ListedFile | None]() for below in sorted(f"{root}{folder}/" for folder in folders)}
         first, final, last = min(content), max(content), ""
@@ -235,7 +238,7 @@ class S3Storage(BaseStorage):
             for page in islice(pages, _PAGES):
                 files = {item["Key"]: _listed(item) for item in page.get("Contents", ())}
                 cut = {item["Prefix"]: None for item in page.get("CommonPrefixes", ())}
-                if list(files) != sorted(files):  # some stores have no order
+                if list(files) != sorted(files) or min([*files, *cut], default=_LAST) <= last:  # some have no order
                     return {}
                 for key, file in (files | cut).items():
                     folder, _, below = key[len(root) :].partition("/")
@@ -249,7 +252,8 @@ class S3Storage(BaseStorage):
                     break
         except ConnectionError:
             raise
-        except OSError as error:  # such as for a delimiter that the store does not know, or a policy does not allow
+        # Such as for a delimiter that the store does not know, or a policy does not allow; or it lists no ETag or time.
+        except (KeyError, OSError) as error:
             logger.debug("%s: directories are listed one by one: %s", self.url, error)
             return {}
         return {
@@ -259,10 +263,15 @@ class S3Storage(BaseStorage):
         }
 
     def read_listed(self, key: str, mark: str, limit: int = DOCUMENT) -> bytes:
-        try:
-            return read_object(self._bucket, key, limit, IfMatch=mark)[0]
-        except (ConditionFailed, Replaced) as error:
-            raise FileNotFoundError(f"{self.url}/{key} was replaced since it was listed") from error
+        if self._lists_etags:
+            with suppress(ConditionFailed, Replaced):
+                return read_object(self._bucket, key, limit, IfMatch=mark)[0]
+        data, full = self.read(key, limit), self._bucket.full(key)
+        page = self._bucket.call("list_objects_v2", key, Prefix=full, MaxKeys=1)
+        if (full, mark) not in ((item["Key"], item.get("ETag")) for item in page.get("Contents", ())):
+            raise FileNotFoundError(f"{self.url}/{key} was replaced since it was listed")
+        self._lists_etags = False  # it lists others than it compares with, as MinIO does for encrypted objects
+        return data
 
     def write(self, key: str, data: bytes) -> None:
         put_if(self._bucket, key, [memoryview(data)], uuid.uuid4().hex)
@@ -296,7 +305,7 @@ class S3Storage(BaseStorage):
             self._bucket.discard_upload(key, name, upload_id)
 
     def time(self, key: str) -> float:
-        return float(self._bucket.head(key)["LastModified"].timestamp())
+        return _seconds(self._bucket.head(key))
 
     def version(self, key: str) -> Version:
         head = self._bucket.head(key)
@@ -329,4 +338,9 @@ class S3Storage(BaseStorage):
 
 
 def _listed(item: Mapping[str, Any]) -> ListedFile:
-    return ListedFile(int(item["Size"]), str(item["ETag"]), float(item["LastModified"].timestamp()))
+    return ListedFile(int(item["Size"]), str(item["ETag"]), _seconds(item))
+
+
+def _seconds(facts: Mapping[str, Any]) -> float:
+    """Return the time of an object in whole seconds: some stores list milliseconds, which a HEAD never has."""
+    return float(int(facts["LastModified"].timestamp()))

@@ -30,7 +30,7 @@ class Refused(Exception):
 
 
 class StoredObject(NamedTuple):
-    """``etag`` follows from the bytes, as S3's does: it does not tell who wrote them. ``time`` is in whole seconds."""
+    """``etag`` follows from the bytes, as S3's does: it does not tell who wrote them. ``time`` is in seconds."""
 
     data: bytes
     etag: str
@@ -49,18 +49,22 @@ class Upload:
 
 class ObjectStore:
     """One bucket. ``page`` is how many names a listing gives at once; ``deleting`` yields those of a request's
-    keys that it deletes, each when it is its turn; the reply names the others."""
+    keys that it deletes, each when it is its turn; the reply names the others. Times are in whole seconds; a listing
+    has them in milliseconds if ``lists_milliseconds``, as MinIO's, Ceph's and R2's."""
 
     def __init__(
         self,
         clock: Callable[[], float] = time.time,
         page: int = 1000,
         deleting: Callable[[Sequence[str]], Iterable[str]] = iter,
+        *,
+        lists_milliseconds: bool = False,
     ) -> None:
         self.objects: dict[str, StoredObject] = {}
         self.uploads: dict[str, Upload] = {}
         """Those that are neither complete nor aborted, by id."""
         self._clock, self._page, self._deleting = clock, page, deleting
+        self._listed_unit = 0.001 if lists_milliseconds else 1.0
         self._lock = RLock()
         self._begun = 0
         contents.clear()  # else what happens would depend on earlier services of this process
@@ -111,7 +115,7 @@ class ObjectStore:
         more = {"IsTruncated": True, "NextContinuationToken": shown[-1]} if len(names) > limit else {}
         folders = [{"Prefix": name} for name in shown if name.endswith(Delimiter)] if Delimiter else []
         files = [name for name in shown if not name.endswith(Delimiter)] if Delimiter else shown
-        found = [{"Key": name, **_facts(self.objects[name], "Size")} for name in files]
+        found = [{"Key": name, **_facts(self.objects[name], "Size", self._listed_unit)} for name in files]
         return {"Contents": found, "CommonPrefixes": folders, **more}
 
     def delete_objects(self, *, Delete: Mapping[str, Any], **given: Any) -> Reply:
@@ -184,7 +188,7 @@ class ObjectStore:
             raise Refused(412, "PreconditionFailed")
 
     def _put(self, key: str, data: bytes, etag: str, metadata: Mapping[str, str]) -> Reply:
-        self.objects[key] = StoredObject(data, etag, metadata, float(int(self._clock())))
+        self.objects[key] = StoredObject(data, etag, metadata, self._clock())
         return {"ETag": etag}
 
     def _object(self, key: str, code: str) -> StoredObject:
@@ -198,8 +202,8 @@ class ObjectStore:
         return self.uploads[upload_id]
 
 
-def _facts(stored: StoredObject, size: str) -> Reply:
-    written = datetime.fromtimestamp(stored.time, timezone.utc)
+def _facts(stored: StoredObject, size: str, unit: float = 1.0) -> Reply:
+    written = datetime.fromtimestamp(stored.time // unit * unit, timezone.utc)
     return {"ETag": stored.etag, size: len(stored.data), "LastModified": written}
 
 
