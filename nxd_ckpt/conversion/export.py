@@ -431,7 +431,7 @@ def _finish(job: _Job, output: Output) -> None:
         folder, _, _ = file.name.rpartition("/")
         if folder:
             output.storage.make_dir(f"{output.folder}/{folder}")
-        output.storage.write(f"{output.folder}/{file.name}", file.content)
+        output.write(file.name, file.content)
         if folder:
             output.storage.sync_dir(f"{output.folder}/{folder}")
     output.publish()

@@ -226,6 +226,7 @@ def _write(
         writer.write_at(members[-1].end, bytes(nbytes - members[-1].end))
         if opened.manifest is None:  # no digest distinguishes its files from those of a later save
             opened.require_unchanged()
+        output.require()
 
 
 def _put(opened: OpenTag, member: _Member, writer: Writer, written: Counter) -> None:

@@ -149,7 +149,7 @@ def write_dcp(state: DcpState, output: Output, source: Location, chosen: OutputO
             opened.reader() as reader,
         ):
             [writer] = write_images(reader, output.storage, output.folder, [files], written.add)
-        output.storage.write(f"{output.folder}/{METADATA}", dump_metadata(writer.chunks()))
+        output.write(METADATA, dump_metadata(writer.chunks()))
     report("converted", f"{source.path} to {output.place.path}", nbytes, started)
     return done
 

@@ -316,10 +316,11 @@ class _Part:
         return sizes | {name: len(content) for name, content in self._documents.items()}
 
     def write(self, output: Output, written: Counter) -> None:
+        output.require()
         with self._opened.reader() as reader:
             write_images(reader, output.storage, output.folder, [self._files], written.add)
         for name, content in self._documents.items():
-            output.storage.write(f"{output.folder}/{name}", content)
+            output.write(name, content)
         if self.place == self.name:
             output.storage.sync_dir(f"{output.folder}/{self.place}")
 

@@ -8,6 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
 from nxd_ckpt.coordination import lease
+from nxd_ckpt.coordination.output_lease import other_job_lives
 from nxd_ckpt.coordination.replacement import Replacement
 from nxd_ckpt.core.names import DONE
 from nxd_ckpt.core.tags import validate_tag
@@ -71,8 +72,9 @@ def settle(place: Location, storage: Storage) -> None:
     """Finish a replacement of ``place`` that was interrupted between its two renames. Raises OSError."""
     replacement = place.replacement(storage)
     if storage.renames and replacement.is_there(replacement.aside) and not replacement.is_there(place.name):
-        holder = lease.read(place.lease_directory())
-        if holder is not None and holder.holder_runs_here():
+        directory = place.lease_directory()
+        holder = lease.read(directory)
+        if holder is not None and other_job_lives(directory, holder, place.path):
             return  # it is between the two
         logger.warning("%s: its replacement was interrupted, and is finished now", place.path)
         replacement.settle()

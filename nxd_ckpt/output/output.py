@@ -14,10 +14,11 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 from nxd_ckpt.coordination.output_lease import OutputLease, is_in_use_here
+from nxd_ckpt.core.names import HIDDEN
 from nxd_ckpt.errors import DirectoryInUse, InvalidArgument
 from nxd_ckpt.output.locations import Location, settle
 from nxd_ckpt.output.new_directories import directories_to_make, remove_unused
-from nxd_ckpt.storage.base import DirEntry
+from nxd_ckpt.storage.base import DirEntry, drop_empty
 from nxd_ckpt.storage.system import tell_room
 from nxd_ckpt.storage.urls import is_url
 
@@ -106,9 +107,23 @@ class Output:
             self.discard()
             raise
 
+    def write(self, name: str, content: bytes) -> None:
+        """Write a small file of the output's directory. Raises DirectoryInUse if another process took over a store.
+
+        There it is visible at once, and might be the file that completes the other process's output.
+        """
+        if not self.storage.renames:
+            self.require()
+        self.storage.write(f"{self.folder}/{name}", content)
+
+    def require(self) -> None:
+        """Raise DirectoryInUse if another process took over. Processes without the lease need not ask."""
+        if self._lease is not None:
+            self._lease.require()
+
     def publish(self) -> None:
         """Make it visible, after all files are written. Raises DirectoryInUse if another process took over."""
-        self._require()
+        self.require()
         self._make_visible()
         self._release()
 
@@ -116,7 +131,7 @@ class Output:
         """Remove the files of a failed output, and the directories that were made for it."""
         if self._lease is not None:
             with suppress(OSError, DirectoryInUse):
-                self._require()  # else they are another process's
+                self.require()  # else they are another process's
                 self._remove_unfinished()
         self._release()
         remove_unused(self._made)
@@ -127,16 +142,16 @@ class Output:
             raise DirectoryInUse(f"{shown} is being written by another thread of this process; wait for it")
         return OutputLease(directory, shown=shown)
 
-    def _require(self) -> None:
-        if self._lease is not None:
-            self._lease.require()
-
     def _release(self) -> None:
         if self._lease is not None:
             self._lease.release()
             self._lease = None
         if not is_url(self.place.directory):
             remove_unused([self.place.lease_path])
+            return
+        with suppress(OSError):
+            for key in (HIDDEN, ""):
+                drop_empty(self.place.lease_directory(), key)
 
     def _make_visible(self) -> None:
         storage, replacement = self.storage, self.place.replacement(self.storage)

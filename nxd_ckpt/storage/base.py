@@ -361,6 +361,20 @@ def without_links(storage: Storage) -> Storage | None:
 
 
 @runtime_checkable
+class Emptying(Protocol):
+    """A storage without renames, where a directory may stay when the last file in it is gone."""
+
+    def drop_empty(self, key: str) -> None:
+        """Remove a directory that nothing is in. Raises OSError, also if there is none."""
+
+
+def drop_empty(storage: Storage, key: str) -> None:
+    """Remove an empty directory of an `Emptying` storage; nothing for any other storage."""
+    if isinstance(storage, Emptying):
+        storage.drop_empty(key)
+
+
+@runtime_checkable
 class Reserving(Protocol):
     """A storage whose disk may be full, so that it is worth reserving space for a small file."""
 

@@ -248,6 +248,8 @@ class FsspecStorage(BaseStorage):
         put = getattr(fs, "_pipe_file", fs.pipe_file)
         self._creates = "mode" in inspect.signature(put).parameters
         self._in_memory = type(fs).__name__ == "MemoryFileSystem"
+        # Not object stores (the asynchronous ones), where a directory to be made or removed may be a bucket.
+        self._has_directories = not fs.async_impl and not self._in_memory
         # All readers of one of its files share one position in it.
         self._serial: Any = _memory if self._in_memory else contextlib.nullcontext()
 
@@ -334,6 +336,11 @@ class FsspecStorage(BaseStorage):
             with contextlib.suppress(FileNotFoundError):
                 self.fs.rm(self.path(key), recursive=True)
 
+    def drop_empty(self, key: str) -> None:
+        if self._has_directories and not self.list(key):  # some file systems remove all that is in it
+            with self.doing(key):
+                self.fs.rmdir(self.path(key))
+
     def time(self, key: str) -> float:
         with self.doing(key):
             self.fs.invalidate_cache()
@@ -353,8 +360,7 @@ class FsspecStorage(BaseStorage):
         return True
 
     def _make_parent(self, key: str) -> None:
-        """Make the parent directory; not in object stores (the asynchronous ones), where this would make a bucket."""
-        if not self.fs.async_impl and not self._in_memory:
+        if self._has_directories:
             self.fs.makedirs(self.path(key).rpartition("/")[0], exist_ok=True)
 
     @contextlib.contextmanager

@@ -7,7 +7,16 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
 from nxd_ckpt.core.limits import DOCUMENT
-from nxd_ckpt.storage.base import DirEntry, Reader, Storage, Writer, is_mounted, may_lack_files, without_links
+from nxd_ckpt.storage.base import (
+    DirEntry,
+    Reader,
+    Storage,
+    Writer,
+    drop_empty,
+    is_mounted,
+    may_lack_files,
+    without_links,
+)
 
 T = TypeVar("T")
 
@@ -72,6 +81,9 @@ class StorageWrapper:
 
     def remove(self, key: str) -> None:
         self.around("remove", key, lambda: self.inner.remove(key))
+
+    def drop_empty(self, key: str) -> None:
+        self.around("drop_empty", key, lambda: drop_empty(self.inner, key))
 
     def discard_unfinished(self, key: str) -> None:
         self.around("discard_unfinished", key, lambda: self.inner.discard_unfinished(key))

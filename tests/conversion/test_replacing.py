@@ -15,8 +15,10 @@ from itertools import count, product
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import pytest
 import torch
+from fsspec.implementations.local import LocalFileSystem
 from torch.distributed.checkpoint.state_dict_loader import load
 
 from nxd_ckpt import effects, load_checkpoint, save_checkpoint
@@ -207,7 +209,7 @@ def test_a_lease_that_could_not_be_given_back_is_taken_again(tags: Path, monkeyp
 def test_a_dead_job_of_another_host_is_watched_once(
     tags: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """For a minute in all, and the log tells what is waited for."""
+    """For a minute in all, and the log tells what is waited for. A live one finishes its replacement itself."""
     place = tags / "outputs" / ".whole.lease" / ".nxd_ckpt"
     place.mkdir(parents=True)
     dead = {"run_id": "gone", "host": "other/1", "pid": 3, "born": "9"}
@@ -219,6 +221,58 @@ def test_a_dead_job_of_another_host_is_watched_once(
     unshard_checkpoint(tags / "old", tags / "outputs" / "whole", durable=False)
     assert 60 <= seconds[0] < 62
     assert "waiting for run gone (pid 3 on other), up to 60 s" in caplog.text
+    (tags / "outputs" / "whole").rename(aside := tags / "outputs" / ".whole.replaced")
+    place.mkdir(parents=True)
+    (place / "lease.json").write_text(json.dumps(dead))
+    beats = count()
+    monkeypatch.setattr(
+        effects, "sleep", lambda some: (place / "heartbeat.json").write_text(json.dumps({**dead, "beat": next(beats)}))
+    )
+    with pytest.raises(DirectoryInUse, match="run gone"):
+        unshard_checkpoint(tags / "old", tags / "outputs" / "whole", durable=False)
+    assert aside.exists()
+    assert not (tags / "outputs" / "whole").exists()
+
+
+@pytest.mark.usefixtures("tree")
+@pytest.mark.parametrize(("kind", "last"), [("dcp", "dcp/.metadata"), ("packed.tar", "packed.tar")])
+def test_a_store_keeps_what_the_next_process_completed(
+    tags: Path, monkeypatch: pytest.MonkeyPatch, kind: str, last: str
+) -> None:
+    """The one that it took over from looks at its lease before its own last file."""
+    directory = tags / "store"
+
+    def take_over(operation: Operation) -> None:
+        if operation.name == "create":
+            shutil.rmtree(directory / f".{kind}.lease")
+            (directory / last).parent.mkdir(parents=True, exist_ok=True)
+            (directory / last).write_text("the next one's")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(locations, "open_storage", partial(hooked, take_over))
+        with pytest.raises(DirectoryInUse, match="another job took over"):
+            OUTPUTS[kind](tags / "old", f"tree://{directory / kind}")
+    assert "the next one's" == (directory / last).read_text()
+
+
+@pytest.mark.usefixtures("tree")
+def test_a_store_with_directories_keeps_no_empty_ones(tags: Path) -> None:
+    to_dcp(tags / "old", f"tree://{tags / 'store' / 'dcp'}")
+    assert ["dcp"] == [path.name for path in (tags / "store").iterdir()]
+
+
+@pytest.fixture
+def tree() -> None:
+    """``tree://`` as a store with directories, as sftp:// is, of this machine's files."""
+
+    class Tree(LocalFileSystem):  # type: ignore[misc]
+        protocol = "tree"
+
+        @classmethod
+        def _strip_protocol(cls, path: str) -> str:
+            return "/" + str(path).removeprefix("tree://").strip("/")
+
+    fsspec.register_implementation("tree", Tree, clobber=True)
 
 
 def hooked(hook: Hook, *given: Any) -> Storage:
