@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 from collections.abc import Callable
 from itertools import count
+from statistics import median
 from typing import Any
 
 import pytest
@@ -159,13 +160,13 @@ def test_retention_asks_nothing_again_of_a_tag_that_did_not_change() -> None:
     network = Losing("", 0, happens=True)
     counts = []
     for kept in (2, 5):
-        storage = store_storage(ObjectStore(), network)
+        storage, made = store_storage(ObjectStore(), network), []
         with Checkpointer("simulated", storage=storage, num_kept_ckpts=kept) as saver:
-            for value in range(kept + 3):
+            for value in range(kept + 5):
                 network.requests.clear()
                 saver.save(f"step_{value}", state(value, 0, 1))
-                made = len(network.requests)
-        counts.append(made)
+                made.append(len(network.requests))
+        counts.append(median(made[kept:]))  # a thread may make the last requests of a save during the next one
     assert counts[0] <= 72
     assert counts[1] - counts[0] <= 3 * 2 + 2, counts
 
