@@ -12,13 +12,11 @@ from nxd_ckpt.api import remove_checkpoint
 from nxd_ckpt.commit import retention
 from nxd_ckpt.commit.publication import publication_of
 from nxd_ckpt.commit.retention import Removed
-from nxd_ckpt.commit.session import Session, open_session
+from nxd_ckpt.commit.session import Session, open_session_alone
 from nxd_ckpt.coordination import control_files, intents, journal
-from nxd_ckpt.coordination.agreement import SingleProcessAgreement
 from nxd_ckpt.core.option_classes import takes
 from nxd_ckpt.core.retention import Rule, rules_of
 from nxd_ckpt.core.tags import Tag, TagInfo, validate_tag
-from nxd_ckpt.core.topology import Topology
 from nxd_ckpt.errors import CheckpointNotFound, InvalidArgument, as_checkpoint_errors
 from nxd_ckpt.keywords import PruneKeywords
 from nxd_ckpt.options.tags import PruneOptions
@@ -83,7 +81,7 @@ def prune_checkpoints(path: StrPath, retain: Sequence[Rule] = (), **options: Unp
     judge = _Judge(storage, rules, chosen)
 
     def leased() -> closing[Session]:
-        return closing(open_session(storage, Topology(), SingleProcessAgreement(), None, chosen.timeout))
+        return closing(open_session_alone(storage, chosen.timeout))
 
     if chosen.dry_run:
         judged = judge.judge_latest()

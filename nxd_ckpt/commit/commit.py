@@ -285,7 +285,7 @@ def retain(
     try:
         now = surveyed(storage)
         session.listed = tags = {info.tag: info for info in list_tags(now, session.listed)}
-        judgement = judge_tags(now, tags.values(), rules, whole=[publication.tag], known=session.ours)
+        judgement = judge_tags(now, tags.values(), rules, whole=[publication.tag], judged=session.ours)
         session.ours = {info.tag: info for info in judgement.ours}
         for sentence in judgement.unknown_metrics:
             logger.warning("%s: this retention rule removes nothing. %s", storage.url, sentence)

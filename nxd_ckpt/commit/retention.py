@@ -54,7 +54,7 @@ def judge_tags(
     damage_of: DamageOf = lost_names,
     whole: Collection[str] = (),
     damage_of_newest: DamageOf | None = None,
-    known: Mapping[str, TagInfo] = MappingProxyType({}),
+    judged: Mapping[str, TagInfo] = MappingProxyType({}),
     asks_of_all: bool = False,
 ) -> Judgement:
     """Decide which of ``tags``, all tags of the directory, stay.
@@ -64,12 +64,12 @@ def judge_tags(
     rule keeps, but that ``damage_of`` says has lost files, stays too, and the rule keeps another one in its place; with
     ``asks_of_all`` it is asked also about tags that stay for other reasons, such as a pin, if any tag may go. Tags that
     are known to be ``whole`` are not asked about. Before any tag may go, ``damage_of_newest`` is asked about those to
-    resume from: the newest tag, the newest with a model, and the newest with an optimizer. ``known`` were ``ours`` in
-    an earlier judgement: of these only tags that count, or may go, are looked at again.
+    resume from: the newest tag, the newest with a model, and the newest with an optimizer. ``judged`` were ``ours``
+    in an earlier judgement: of these only tags that count, or may go, are looked at again.
 
     Raises OSError or CheckpointError if this cannot be decided.
     """
-    ours = _ours(storage, tags, known)
+    ours = _ours(storage, tags, judged)
     # Only for a rule by metric: reading a manifest of many parameters takes its time.
     measured = ours if any(isinstance(rule, Best) for rule in rules) else []
     metrics = {info.tag: metrics_of(storage, info) for info in measured}
@@ -90,7 +90,7 @@ def judge_tags(
     reasons = {**retention.kept, **{tag: (f"damaged, and not counted: {why}",) for tag, why in damaged.items()}}
     kept = {info.tag: reasons[info.tag] for info in in_order(ours) if info.tag in reasons}
     surplus = retention.surplus
-    if known:
+    if judged:
         surplus = tuple(tag for tag in surplus if is_checkpoint_of_ours_or_nxd(storage, tag))
     return Judgement(replace(retention, kept=kept, surplus=surplus), unknown_metrics(rules, metrics), damaged, ours)
 
@@ -115,20 +115,21 @@ def judge_pinned(
     damaged = _damage(storage, kept, damage_of)
     if surplus and damage_of_newest is not None:
         for tag in reversed(kept):
-            found = {} if tag in damaged else _damage(storage, [tag], damage_of_newest)
-            damaged |= found
             if tag not in damaged:
-                break
+                losses = _damage(storage, [tag], damage_of_newest)
+                if not losses:
+                    break
+                damaged |= losses
     return Judgement(Retention(kept, surplus), (), damaged)
 
 
 def _ours(
-    storage: Storage, tags: Iterable[TagInfo], known: Mapping[str, TagInfo] = MappingProxyType({})
+    storage: Storage, tags: Iterable[TagInfo], judged: Mapping[str, TagInfo] = MappingProxyType({})
 ) -> list[TagInfo]:
     """Return the complete tags of this package and NxD. A listing has the very objects of an earlier one."""
 
     def is_ours(info: TagInfo) -> bool:
-        return known.get(info.tag) is info or is_checkpoint_of_ours_or_nxd(storage, info.tag)
+        return judged.get(info.tag) is info or is_checkpoint_of_ours_or_nxd(storage, info.tag)
 
     complete = [info for info in tags if info.complete]
     return list(compress(complete, in_parallel(storage, complete, is_ours)))

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from nxd_ckpt import effects
 from nxd_ckpt.coordination import intents, journal, lease
-from nxd_ckpt.coordination.agreement import Agreement, decided_by_rank0, on_all
+from nxd_ckpt.coordination.agreement import Agreement, SingleProcessAgreement, decided_by_rank0, on_all
 from nxd_ckpt.coordination.control_files import make_places
 from nxd_ckpt.coordination.lease import Heartbeat, Lease
 from nxd_ckpt.coordination.paths import (
@@ -151,7 +151,7 @@ class Session:
     listed: Mapping[str, TagInfo] = field(default_factory=dict)
     """The directory's tags by name, as the last commit found them: the next one reads less of each."""
     ours: Mapping[str, TagInfo] = field(default_factory=dict)
-    """Those that were checkpoints of this package or NxD when retention last looked."""
+    """Tags of this package and NxD, by name, when retention last looked: the next look asks less about each."""
     warned_of_steps: bool = False
     """True if it was said that a save has an earlier step than the latest tag."""
     _spares: list[str] = field(default_factory=list)
@@ -304,6 +304,11 @@ def open_session(
         session.close()  # the others must not find a directory that nobody holds
         raise
     return session
+
+
+def open_session_alone(storage: Storage, timeout: float) -> Session:
+    """Claim the directory for a command of one process, whatever job it is part of. Raises as `open_session` does."""
+    return open_session(storage, Topology(), SingleProcessAgreement(), None, timeout)
 
 
 def _open_with_group(session: Session, agreement: Agreement, run_id: str | None) -> None:

@@ -11,11 +11,9 @@ from dataclasses import dataclass
 from typing_extensions import Unpack
 
 from nxd_ckpt.commit.publication import Publication, copy_publication
-from nxd_ckpt.commit.session import Session, open_session
-from nxd_ckpt.coordination.agreement import SingleProcessAgreement
+from nxd_ckpt.commit.session import Session, open_session_alone
 from nxd_ckpt.core.names import folders_of, tensors_dirs
 from nxd_ckpt.core.option_classes import takes
-from nxd_ckpt.core.topology import Topology
 from nxd_ckpt.core.units import bytes_of
 from nxd_ckpt.errors import CheckpointError, as_checkpoint_errors
 from nxd_ckpt.keywords import CopyKeywords
@@ -116,7 +114,7 @@ def _session(target: Location, chosen: CopyOptions) -> Iterator[Session]:
     """Hold the directory of the copy."""
     with leaving_none(target):
         storage = target.open(chosen.durable)
-        with closing(open_session(storage, Topology(), SingleProcessAgreement(), None, chosen.timeout)) as session:
+        with closing(open_session_alone(storage, chosen.timeout)) as session:
             yield session
 
 

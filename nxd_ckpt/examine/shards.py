@@ -70,7 +70,7 @@ class Shard:
 
     @property
     def at(self) -> str:
-        """The same for the end of a phrase, with the file; empty for whole tensors."""
+        """Place and file in brackets, for the end of a phrase; empty for whole tensors."""
         return f" (at {self.place}, {self.file})" if any(self.box.offset) or self.file else ""
 
     def name(self, role: str) -> str:

@@ -16,13 +16,11 @@ from typing import NamedTuple
 from nxd_ckpt import effects
 from nxd_ckpt.commit.commit import retain
 from nxd_ckpt.commit.publication import Publication, copy_publication, is_visible
-from nxd_ckpt.commit.session import Session, open_session
+from nxd_ckpt.commit.session import Session, open_session_alone
 from nxd_ckpt.commit.tier import Tier
 from nxd_ckpt.conversion.cp import copy_files
 from nxd_ckpt.coordination import intents, journal
-from nxd_ckpt.coordination.agreement import SingleProcessAgreement
 from nxd_ckpt.coordination.paths import COPIES
-from nxd_ckpt.core.topology import Topology
 from nxd_ckpt.core.units import size
 from nxd_ckpt.errors import CheckpointError, CorruptCheckpoint, in_words, to_wire
 from nxd_ckpt.output.cp_files import CopyMeans, HostCopies, files_to_copy
@@ -83,7 +81,7 @@ class Drain:
         Raises DirectoryInUse, or the storage's error.
         """
         if self._session is None:
-            self._session = open_session(self._target, Topology(), SingleProcessAgreement(), None, self._timeout)
+            self._session = open_session_alone(self._target, self._timeout)
             self.newest = max((info.latest_time for info in list_tags(self._target)), default=0.0)
         return self._session
 

@@ -26,10 +26,10 @@ def test_a_known_tag_is_looked_at_before_it_may_go(tmp_path: Path) -> None:
     tags = list_tags(storage)
     ours = judge_tags(storage, tags, [Last(1), Every(2)]).ours
     assert list(tags) == list(ours)
-    known = {info.tag: info for info in ours}
+    earlier = {info.tag: info for info in ours}
     storage.write("step_1/manifest.json", b"{}")
     log.clear()
-    judged = judge_tags(storage, tags, [Last(1), Every(2)], known=known)
+    judged = judge_tags(storage, tags, [Last(1), Every(2)], judged=earlier)
     assert (("step_3",), ["step_2", "step_4"]) == (judged.retention.surplus, list(judged.retention.kept))
     manifests = {key for _, key, _ in log if key.endswith("/manifest.json")}
     assert {f"step_{step}/manifest.json" for step in (1, 3, 4)} == manifests

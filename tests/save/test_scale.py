@@ -73,10 +73,10 @@ def test_the_verdict_costs_a_rank_the_same_whatever_their_number(tmp_path: Path)
 def test_every_vote_is_read_once(tmp_path: Path) -> None:
     """However many there are, and nothing else is read; votes that are all there take one listing."""
     storage = voted(tmp_path, 64)
-    found = operations(storage, lambda storage: AttemptVotes(storage, ATTEMPT).collect(64, 30.0))
+    requests = operations(storage, lambda storage: AttemptVotes(storage, ATTEMPT).collect(64, 30.0))
     expected = {("read", rank_file(ATTEMPT, rank, "vote")): 1 for rank in range(64)}
-    assert expected == {key: count for key, count in found.items() if key[0] != "list"}
-    assert 65 == found.total()
+    assert expected == {key: count for key, count in requests.items() if key[0] != "list"}
+    assert 65 == requests.total()
 
 
 def test_a_commit_costs_the_same_whatever_the_number_of_ranks(tmp_path: Path) -> None:

@@ -115,8 +115,8 @@ class ObjectStore:
         more = {"IsTruncated": True, "NextContinuationToken": shown[-1]} if len(names) > limit else {}
         folders = [{"Prefix": name} for name in shown if name.endswith(Delimiter)] if Delimiter else []
         files = [name for name in shown if not name.endswith(Delimiter)] if Delimiter else shown
-        found = [{"Key": name, **_facts(self.objects[name], "Size", self._listed_unit)} for name in files]
-        return {"Contents": found, "CommonPrefixes": folders, **more}
+        entries = [{"Key": name, **_facts(self.objects[name], "Size", self._listed_unit)} for name in files]
+        return {"Contents": entries, "CommonPrefixes": folders, **more}
 
     def delete_objects(self, *, Delete: Mapping[str, Any], **given: Any) -> Reply:
         etags = {item["Key"]: item.get("ETag", "") for item in Delete["Objects"]}
