@@ -8,7 +8,7 @@ scratch memory of at most `SLAB` bytes, which also casts. The bytes are verified
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from itertools import chain, islice
+from itertools import chain, islice, product
 from math import prod
 
 import torch
@@ -74,28 +74,30 @@ def blocks_of(fragment: Fragment) -> Iterator[int]:
         return
     if not fragment.source.numel:
         return
-    begin = stub.offset - stub.storage.offset
-    first, length, gap = _extent(fragment.source, contiguous_stride(stub.shape))
-    if gap * size < CRC_BLOCK:  # no block lies between two runs; rows of many experts would be counted one by one
-        yield from range((begin + first * size) // CRC_BLOCK, (begin + (first + length) * size - 1) // CRC_BLOCK + 1)
-        return
-    following = 0
-    for start, length in contiguous_runs(fragment.source, stub.shape):
+    begin, following = stub.offset - stub.storage.offset, 0
+    # No block lies in a gap that is shorter; rows of many experts would be counted one by one.
+    _, starts, length = _groups(fragment, CRC_BLOCK - 1)
+    for start in starts:
         first = (begin + start * size) // CRC_BLOCK
         last = (begin + (start + length) * size - 1) // CRC_BLOCK
         yield from range(max(first, following), last + 1)
         following = max(following, last + 1)
 
 
-def _extent(box: Box, strides: tuple[int, ...]) -> tuple[int, int, int]:
-    """Return the first element of ``box``, the distance to the end of its last, and the largest gap between two."""
-    first, length, gap = 0, 1, 0
-    for offset, size, stride in zip(reversed(box.offset), reversed(box.size), reversed(strides), strict=True):
-        first += offset * stride
-        if size > 1:
-            gap = max(gap, stride - length)
-            length += (size - 1) * stride
-    return first, length, gap
+def _groups(fragment: Fragment, gap: int) -> tuple[int, Iterator[int], int]:
+    """Return the groups of the fragment's elements between which more than ``gap`` bytes of its contiguous stub lie.
+
+    A group has all of the innermost dimensions. Returned are the number of the others, each group's first element,
+    ascending, and the distance from there to the end of its last.
+    """
+    box, strides, most = fragment.source, contiguous_stride(fragment.stub.shape), gap // itemsize(fragment.stub.dtype)
+    dim, length = len(strides), 1
+    while dim and (box.size[dim - 1] == 1 or strides[dim - 1] - length <= most):
+        dim -= 1
+        length += (box.size[dim] - 1) * strides[dim]
+    outer = product(*(range(0, size * stride, stride) for size, stride in zip(box.size[:dim], strides, strict=False)))
+    first = sum(offset * stride for offset, stride in zip(box.offset, strides, strict=True))
+    return dim, (first + sum(steps) for steps in outer), length
 
 
 def direct_run(fragment: Fragment, out: torch.Tensor) -> DirectRun | None:
@@ -117,10 +119,8 @@ def slabs_of(fragment: Fragment) -> Iterator[Fragment]:
     if not stub.is_contiguous:
         yield fragment
         return
-    limit = SLAB // itemsize(stub.dtype)
-    _, length, gap = _extent(source, contiguous_stride(stub.shape))
-    if gap * itemsize(stub.dtype) <= _GAP:
-        limit = limit * source.numel // length
+    dim, _, length = _groups(fragment, _GAP)
+    limit = SLAB // itemsize(stub.dtype) * prod(source.size[dim:]) // length
     for part in cut_box(source, max(1, limit)):
         yield _narrowed(fragment, part)
 
@@ -183,21 +183,17 @@ def read_part(slab: Fragment, out: torch.Tensor, read: ReadRanges) -> None:
     if run is not None:
         read(stub.file, [run])
         return
-    size, strides = itemsize(stub.dtype), contiguous_stride(stub.shape)
-    first, extent, gap = _extent(source, strides)
-    if gap * size <= _GAP:
-        scratch = allocated((extent,), stub.dtype)
-        read(stub.file, [(stub.offset + first * size, byte_view(scratch))])
-        copy_values(target, scratch.as_strided(source.size, strides))
-        return
-    scratch = allocated((source.numel,), stub.dtype)
-    memory = byte_view(scratch)
-    ranges, at = [], 0
-    for start, length in contiguous_runs(source, stub.shape):
-        ranges.append((stub.offset + start * size, memory[at : at + length * size]))
-        at += length * size
+    dim, starts, length = _groups(slab, _GAP)
+    outer, size = source.size[:dim], itemsize(stub.dtype)
+    scratch = allocated((*outer, length), stub.dtype)
+    memory, nbytes = byte_view(scratch), length * size
+    ranges = [
+        (stub.offset + start * size, memory[number * nbytes : (number + 1) * nbytes])
+        for number, start in enumerate(starts)
+    ]
     read(stub.file, ranges)
-    copy_values(target, scratch.view(source.size))
+    strides = (*scratch.stride()[:-1], *contiguous_stride(stub.shape)[dim:])
+    copy_values(target, scratch.as_strided(source.size, strides))
 
 
 def cut_box(box: Box, limit: int) -> Iterator[Box]:

@@ -40,10 +40,11 @@ def read_leaf(leaf: TensorStub | Assembly, read: ReadRanges) -> torch.Tensor:
 
 @dataclass
 class Files:
-    """Tensors in files of their own, and how many bytes of them were read."""
+    """Tensors in files of their own, how many bytes of them were read, and how many at once at most."""
 
     contents: dict[str, bytes] = field(default_factory=dict)
     nbytes: int = 0
+    most: int = 0
 
     def put(self, name: str, tensor: torch.Tensor) -> TensorStub:
         raw = tensor.contiguous().view(torch.uint8).numpy().tobytes() if tensor.dim() else tensor.numpy().tobytes()
@@ -53,6 +54,7 @@ class Files:
         return TensorStub(name, BEFORE, "float32", shape, contiguous_stride(shape), span)
 
     def read(self, file: str, ranges: Sequence[tuple[int, memoryview]]) -> None:
+        self.most = max(self.most, sum(len(memory) for _, memory in ranges))
         for offset, memory in ranges:
             memory[:] = self.contents[file][offset : offset + len(memory)]
             self.nbytes += len(memory)

@@ -33,7 +33,22 @@ def test_every_element_comes_from_its_part(
         patch.setattr(assembly, "_GAP", gap)
         found = read_leaf(leaf, files.read)
     assert torch.equal(expected, found)
+    assert files.most <= slab
     assert needed <= files.nbytes <= needed * (1 + gap // 4)  # at most one gap for each element, of 4 bytes
+
+
+@pytest.mark.parametrize(("slab", "gap", "most"), [(16, 4, 12), (16, 0, 16), (80, 4, 72), (100, 28, 100)])
+def test_scratch_memory_is_bounded_where_only_some_gaps_are_short(slab: int, gap: int, most: int) -> None:
+    """Between columns there is one element, between planes there are many: short gaps alone count as elements read."""
+    files, numbers = Files(), torch.arange(2.0 * 8 * 2).reshape(2, 8, 2)
+    box = Box((0, 1, 1), (2, 5, 1))
+    part = Fragment(files.put("file", numbers), box, Box.whole(box.size))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(assembly, "SLAB", slab)
+        patch.setattr(assembly, "_GAP", gap)
+        found = read_leaf(Assembly("float32", box.size, (part,)), files.read)
+    assert torch.equal(numbers[index(box)], found)
+    assert files.most == most
 
 
 @given(cases(), st.data(), st.sampled_from([4, 16, 2**20]))
