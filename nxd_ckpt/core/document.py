@@ -48,7 +48,7 @@ def whole(data: bytes) -> Any:
     take.
     """
     with gc_paused():  # it would visit nested lists again and again
-        return json.loads(data, object_pairs_hook=_once_each)
+        return _decode(data.decode(json.detect_encoding(data), "surrogatepass"))
 
 
 def _once_each(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -57,6 +57,9 @@ def _once_each(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         names = [name for name, _ in pairs]
         raise ValueError(f"{next(name for name in names if names.count(name) > 1)!r:.80} is there twice")
     return values
+
+
+_decode: Callable[[str], Any] = json.JSONDecoder(object_pairs_hook=_once_each).decode
 
 
 def small(data: bytes, where: str) -> dict[str, Any]:

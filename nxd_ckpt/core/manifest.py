@@ -9,9 +9,10 @@ from __future__ import annotations
 import marshal
 import math
 import zlib
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, ItemsView, Iterator, KeysView, Mapping, ValuesView
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
+from functools import cached_property
 from typing import Any, NamedTuple
 
 from nxd_ckpt.core import document
@@ -185,6 +186,8 @@ _VERSIONS = {
 }
 _HEADS = tuple(b'{"format_version":%d,"kind":"manifest",' % version for version in _VERSIONS["manifest"])
 _SEAL = b',"crc32":'
+_PARAMETERS, _TIMINGS = b',"parameters":', b',"timings":{'
+"""Text around the parameters. In JSON it cannot be within a string, which would end at its first quote."""
 
 _Maker = Callable[[Any], Any]
 
@@ -330,12 +333,18 @@ def dump_manifest(manifest: Manifest) -> bytes:
 
 
 def load_manifest(data: bytes, where: str) -> Manifest:
-    """Parse a manifest. Raises MalformedFile, naming ``where``, for anything but a valid one."""
+    """Parse a manifest. Raises MalformedFile, naming ``where``, for anything but a valid one.
+
+    Parameters of an undamaged one are parsed when the first of them is asked for, which raises it too.
+    """
     with _naming(where):
-        fields = _read(data, "manifest", {"parameters": Makers().spec})
-        crc32 = zlib.crc32(data.rpartition(_SEAL)[0])
-        if fields.get("crc32") != crc32:
-            raise MalformedFile(f"expected CRC-32 {fields.get('crc32')}, found {crc32}: its bytes changed")
+        fields = _fields_but_parameters(data, where)
+        if fields is None:
+            fields = _read(data, "manifest", {"parameters": Makers().spec})
+            crc32 = zlib.crc32(data.rpartition(_SEAL)[0])
+            if fields.get("crc32") != crc32:
+                raise MalformedFile(f"expected CRC-32 {fields.get('crc32')}, found {crc32}: its bytes changed")
+            _named(checked_text, fields["parameters"])
         topology = _topology(fields["topology"])
         version = fields["format_version"]
         ranks = tuple(map(Makers.file, fields["ranks"]))
@@ -348,13 +357,55 @@ def load_manifest(data: bytes, where: str) -> Manifest:
             topology=topology,
             parts=_parts(fields["parts"]),
             ranks=ranks,
-            parameters=_named(checked_text, fields["parameters"]),
+            parameters=fields["parameters"],
             timings={name: _number(value) for name, value in _named(checked_text, fields["timings"]).items()},
             versions={name: checked_text(value) for name, value in _named(checked_text, fields["versions"]).items()},
             leaders=_leaders(fields["leaders"], topology) if _has_leaders(fields) else None,
             metrics=_metrics(fields["metrics"]) if version == METRICS_VERSION or "metrics" in fields else {},
             phases=phases_of(fields, len(ranks)) if version == PHASES_VERSION else (),
         )
+
+
+class _UnreadParameters(Mapping[str, ParameterSpec]):
+    """Parameters that are parsed when they are first asked for: a listing of many tags asks for none."""
+
+    def __init__(self, text: bytes, where: str) -> None:
+        self._text, self._where = text, where
+
+    @cached_property
+    def _read(self) -> Mapping[str, ParameterSpec]:
+        with _naming(self._where):
+            text = f'{{"parameters":{self._text.decode()}}}'
+            return _named(checked_text, document.read(text, {"parameters": Makers().spec})["parameters"])
+
+    def __getitem__(self, name: str) -> ParameterSpec:
+        return self._read[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._read)
+
+    def __len__(self) -> int:
+        return len(self._read)
+
+    def keys(self) -> KeysView[str]:
+        return self._read.keys()
+
+    def items(self) -> ItemsView[str, ParameterSpec]:
+        return self._read.items()
+
+    def values(self) -> ValuesView[ParameterSpec]:
+        return self._read.values()
+
+
+def _fields_but_parameters(data: bytes, where: str) -> dict[str, Any] | None:
+    """Return the members of a manifest as `dump_manifest` writes it, with parameters unread; None for any other."""
+    begin, end = data.find(_PARAMETERS) + len(_PARAMETERS), data.rfind(_TIMINGS)
+    if begin < end and data.startswith(b"{", begin) and is_manifest(data):
+        with suppress(ValueError, RecursionError):
+            fields = document.whole(data[:begin] + b"null" + data[end:])
+            if "parameters" in fields and fields["parameters"] is None:
+                return {**fields, "parameters": _UnreadParameters(data[begin:end], where)}
+    return None
 
 
 def is_manifest(data: bytes) -> bool:
@@ -380,7 +431,7 @@ def _parts(fields: Any) -> Parts:
     parts = Parts(**checked(dict, fields))
     if parts.optimizer not in (None, *OPTIMIZERS):
         raise ValueError(f"expected an optimizer of {', '.join(OPTIMIZERS)}, found {parts.optimizer!r:.80}")
-    for name, value in asdict(parts).items():
+    for name, value in vars(parts).items():
         if name != "optimizer":
             checked(bool, value)
     return parts

@@ -102,6 +102,18 @@ def test_a_manifest_vouches_for_itself() -> None:
             load_manifest(changed, "manifest.json")
 
 
+def test_parameters_are_parsed_when_they_are_asked_for() -> None:
+    """A listing asks for none. Those of a damaged manifest, or in another layout, are parsed at once."""
+    document = json.loads(dump_manifest(MANIFEST))
+    data = sealed({**document, "parameters": {"timings": {"timings": {}}}})
+    manifest = load_manifest(data, "manifest.json")
+    assert MANIFEST.timings == manifest.timings
+    with pytest.raises(MalformedFile, match=r"^manifest\.json: malformed"):
+        len(manifest.parameters)
+    with pytest.raises(MalformedFile, match=r"^manifest\.json: malformed"):
+        load_manifest(sealed(dict(reversed(json.loads(data).items()))), "manifest.json")
+
+
 @pytest.mark.parametrize("load", [load_index, load_manifest])
 @pytest.mark.parametrize("data", [b"", b"{", b"[]", b"null", b"\xff\xfe", b'{"kind":"other"}', b"[" * 100_000])
 def test_what_is_no_document_is_refused(load: Callable[[bytes, str], object], data: bytes) -> None:
@@ -141,9 +153,13 @@ def with_other(document: Any, path: tuple[Any, ...], junk: Any) -> Any:
 
 
 def read_or_refused(load: Callable[[bytes, str], Any], data: bytes) -> Any:
-    """What ``load`` makes of the data, or None where it refuses it with an error that names the file."""
+    """What ``load`` makes of the data, or None where it refuses it with an error that names the file.
+
+    Parameters may be refused only when they are asked for.
+    """
     try:
-        return load(data, "the file")
+        loaded = load(data, "the file")
+        return replace(loaded, parameters=dict(loaded.parameters))
     except MalformedFile as error:
         named = re.match("the file: ", str(error))
     assert named
@@ -216,7 +232,7 @@ def test_what_a_manifest_cannot_say(key: str, value: Any, message: str) -> None:
     """Sizes that its ranks contradict, names that lead elsewhere, values of another type: refused."""
     document = {**json.loads(dump_manifest(MANIFEST)), key: value}
     with pytest.raises(MalformedFile, match=f"^dir/manifest.json: .*({message})"):
-        load_manifest(sealed(document), "dir/manifest.json")
+        dict(load_manifest(sealed(document), "dir/manifest.json").parameters)
 
 
 @pytest.mark.parametrize("names", [[1, 2], "embed", {"embed": 1}, [None], ["\ud800"]])

@@ -98,7 +98,7 @@ def _index(data: bytes) -> None:
 
 def _manifest(data: bytes) -> None:
     is_manifest(data)
-    load_manifest(data, "manifest.json")
+    dict(load_manifest(data, "manifest.json").parameters)
 
 
 def _vote(data: bytes) -> None:
