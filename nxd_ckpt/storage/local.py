@@ -215,11 +215,16 @@ class LocalStorage(BaseStorage):
         _make_dirs(os.path.dirname(path))
 
     def _below(self, path: str, act: Callable[[], ResultT]) -> ResultT:
-        """Return the result of ``act``, which needs the directories above ``path``: nearly always they are there."""
-        try:
-            return act()
-        except FileNotFoundError:
-            self._make_parents(path)
+        """Return the result of ``act``, which needs the directories above ``path``: nearly always they are there.
+
+        Another process may remove those that it needs no more before anything is in them, and they are made again.
+        """
+        for _ in range(_TRIES):
+            with suppress(FileNotFoundError):
+                return act()
+            with suppress(FileNotFoundError, FileExistsError):
+                self._make_parents(path)
+        self._make_parents(path)
         return act()
 
     def _sync_way(self) -> None:
@@ -246,6 +251,9 @@ class LocalStorage(BaseStorage):
             writer.write_at(0, data)
         return temporary
 
+
+_TRIES = 2
+"""Further times that directories are made which another process removes at once."""
 
 _NO_LINKS = {errno.EPERM, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EXDEV}
 """Errors of link(2) on file systems without hard links (FAT, mounted object stores)."""

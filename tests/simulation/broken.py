@@ -126,7 +126,7 @@ _BEATS_OVER = {
     )
 }
 _RETURN = "                return ["
-_VOTES = {_VOTING: ("            if not missing:\n" + _RETURN, "            if by_rank:\n" + _RETURN)}
+_VOTES = {_VOTING: ("            if not missing:\n" + _RETURN, "            if True:\n" + _RETURN)}
 _LEASE_IS_FREE = ("    if runs is not None:\n        return runs\n", "    return False\n")
 _LEASE_IS_HELD = (_LEASE_IS_FREE[0], "    return True\n")
 _IS_NOT_ASKED_AGAIN = {

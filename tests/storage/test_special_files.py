@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
 from collections.abc import Callable
@@ -102,3 +103,23 @@ def test_nothing_is_changed_through_a_link(tmp_path: Path) -> None:
     storage.remove("moved")
     assert [] == storage.list()
     assert ["file"] == os.listdir(outside)
+
+
+@pytest.mark.parametrize("is_found", [False, True])
+def test_directories_that_another_process_removes_are_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_found: bool
+) -> None:
+    """While they are empty: just after they were made, or just after they were found."""
+    made = list[str]()
+
+    def mkdir(path: str, real: Callable[[str], None] = os.mkdir) -> None:
+        made.append(path)
+        if len(made) > 1:
+            real(path)
+        elif is_found:
+            raise FileExistsError(errno.EEXIST, "File exists", path)
+
+    monkeypatch.setattr(os, "mkdir", mkdir)
+    assert LocalStorage(tmp_path).link_new("folder/file", b"content")
+    assert {str(tmp_path / "folder")} == set(made)
+    assert b"content" == (tmp_path / "folder" / "file").read_bytes()
