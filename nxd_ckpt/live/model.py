@@ -28,6 +28,7 @@ from nxd_ckpt.live.parameters import (
     memory_for,
     memory_of,
     overlapping,
+    overlaps_itself,
     own_stride,
     partitions_of,
     plain_address,
@@ -271,6 +272,11 @@ class ModelAdapter:
 
     def check_writable(self, name: str) -> None:
         """Raise UnsupportedState if a value assigned to ``name`` would be lost."""
+        live = self.live[name]
+        if isinstance(live, torch.Tensor) and overlaps_itself(live):
+            raise UnsupportedState(
+                f"{self.path}{name} is expanded (several elements share memory); load into a contiguous() copy"
+            )
 
 
 class ModuleModel(ModelAdapter):
@@ -430,11 +436,9 @@ class ModuleModel(ModelAdapter):
                 raise UnsupportedState(
                     f"{self.path}{name}: {error}; extra state needs its module by that name"
                 ) from error
-        elif isinstance(self.live[name], torch.Tensor) and _overlaps_itself(self.live[name]):
-            raise UnsupportedState(
-                f"{self.path}{name} is expanded (several elements share memory); load into a contiguous() copy"
-            )
-        elif id(self.live[name]) not in self._own_ids and not self.owns(name):
+            return
+        super().check_writable(name)
+        if id(self.live[name]) not in self._own_ids and not self.owns(name):
             raise UnsupportedState(
                 f"{self.path}{name} is computed by state_dict(), not a parameter or buffer that could be written to; "
                 "load into a dict (model={}) and pass that to the model's load_state_dict()"
@@ -521,11 +525,6 @@ def _is_detached(value: Any, own: torch.Tensor | None) -> bool:
     if has_address(local_of(own)):
         return memory_of(value) == memory_of(own)
     return value.device == own.device
-
-
-def _overlaps_itself(tensor: torch.Tensor) -> bool:
-    sized = zip(tensor.shape, tensor.stride(), strict=True) if has_address(tensor) else ()
-    return any(size > 1 and stride == 0 for size, stride in sized)
 
 
 def _stride_to_note(path: Path, tensor: torch.Tensor) -> Stride | None:

@@ -22,6 +22,7 @@ from nxd_ckpt.live.parameters import (
     is_tensor,
     is_unusual,
     memory_for,
+    overlaps_itself,
     own_stride,
     refuse_unsupported,
     stride_like,
@@ -380,7 +381,7 @@ def materialise(tree: Any, read: LeafSource, device: torch.device, key: torch.Te
 
 def describe_path(path: Path, tensor: torch.Tensor, slot: Slot | None) -> StateTensor:
     """Describe the tensor at ``path`` of an optimizer's state dict; ``slot`` is its parameter's, if it has one."""
-    if is_unusual(tensor):
+    if is_unusual(tensor) or tensor.is_meta:
         owner = path if slot is None else (slot.name, *path[2:])
         refuse_unsupported("/".join(map(str, ("optim", *owner))), tensor)
     if slot is None:
@@ -420,7 +421,7 @@ class _ParameterState:
         live = self.live.get(entry)
         if entry in ON_HOST:
             self._fill_step(entry, value, live)
-        elif is_tensor(value) and isinstance(live, torch.Tensor):
+        elif is_tensor(value) and isinstance(live, torch.Tensor) and not overlaps_itself(live):
             overwrite(live, value, self.read)
             self.entries[entry] = live
         elif is_tensor(value):

@@ -113,6 +113,12 @@ def overlapping(tensors: Mapping[str, torch.Tensor]) -> tuple[str, str] | None:
     return None
 
 
+def overlaps_itself(tensor: torch.Tensor) -> bool:
+    """Return whether the tensor is expanded: several of its elements are one, and it cannot be written to."""
+    sized = zip(tensor.shape, tensor.stride(), strict=True) if has_address(tensor) else ()
+    return any(size > 1 and stride == 0 for size, stride in sized)
+
+
 def _span(tensor: torch.Tensor) -> tuple[tuple[str, int], int, int]:
     """Return the device, and the first byte in memory and the one after the last."""
     begin, device = tensor.data_ptr(), tensor.device

@@ -112,6 +112,8 @@ def test_state_and_content_keep_their_strides(tmp_path: Path, xser: bool) -> Non
             state = dict[str, Any]()
             checkpointer.load(tag, dict[str, Any](), state)
             assert seen(optimizer.state_dict()) == seen(state)
+        checkpointer.load("a", model, optimizer)  # what is expanded is made again: it cannot be overwritten
+        assert seen(optimizer.state_dict()) == seen(state)
 
 
 def test_an_optimizer_dict_keeps_its_strides(tmp_path: Path) -> None:
