@@ -107,17 +107,17 @@ ReshardKeywords = TypedDict("ReshardKeywords", {
 SaveCheckpointKeywords = TypedDict("SaveCheckpointKeywords", {
     "param_names": Sequence[Sequence[str]] | None, "partitions": Mapping[str, Partition] | None, "trust_pickle": bool,
     "overwrite": bool | None, "weights_only": bool, "ignore_keys": IgnoreKeys | None,
-    "retain": Sequence[Rule] | int | None, "metrics": Mapping[str, float] | None, "stats": bool, "dedup": bool,
-    "run_id": str | None, "durable": bool, "memory_cap": int | None, "progress": bool, "on_save_failure": OnFailure,
-    "max_failed_saves": int, "topology": Topology | None, "process_group": Any, "timeout": float,
-    "storage_options": StorageOptions | None,
+    "retain": Sequence[Rule] | int | None, "metrics": Mapping[str, float] | None, "stats": bool,
+    "max_bytes_per_second": int | str | None, "dedup": bool, "run_id": str | None, "durable": bool,
+    "memory_cap": int | None, "progress": bool, "on_save_failure": OnFailure, "max_failed_saves": int,
+    "topology": Topology | None, "process_group": Any, "timeout": float, "storage_options": StorageOptions | None,
 }, total=False)
 SaveKeywords = TypedDict("SaveKeywords", {
     "num_workers": int | None, "use_xser": bool, "num_kept_ckpts": int | None, "zero1_optimizer": bool,
     "use_zero1_dcp": bool, "avoid_saving_lower_precision_weights": bool, "param_names": Sequence[Sequence[str]] | None,
     "partitions": Mapping[str, Partition] | None, "trust_pickle": bool, "overwrite": bool | None, "weights_only": bool,
     "ignore_keys": IgnoreKeys | None, "retain": Sequence[Rule] | int | None, "metrics": Mapping[str, float] | None,
-    "stats": bool, "dedup": bool,
+    "stats": bool, "max_bytes_per_second": int | str | None, "dedup": bool,
 }, total=False)
 ToDcpKeywords = TypedDict("ToDcpKeywords", {
     "flatten_optimizer_state": bool, "partitions": Mapping[str, Partition] | None,

@@ -144,8 +144,8 @@ def checked_tiers(path: StrPath | None, tiers: object) -> tuple[Tier, ...]:
     first = tiers[0]
     if first.every != 1 or first.max_bytes_per_second is not None:
         raise InvalidArgument(
-            f"the first tier, {first.name}, is where every save is written, as fast as it goes: every= and "
-            "max_bytes_per_second= are for the tiers after it"
+            f"the first tier, {first.name}, is where every save is written: every= and max_bytes_per_second= are for "
+            "the tiers after it (pass max_bytes_per_second= to the save)"
         )
     later = next((tier for tier in tiers[1:] if tier.per_host), None)
     if later is not None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import marshal
 import math
 import zlib
-from collections.abc import Callable, ItemsView, Iterator, KeysView, Mapping, ValuesView
+from collections.abc import Callable, ItemsView, Iterable, Iterator, KeysView, Mapping, ValuesView
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
@@ -74,18 +74,26 @@ class ParameterSpec:
     explicit: bool = False
 
 
-def tensor_text(entry: TensorEntry) -> str:
-    """Return the JSON of one tensor."""
+def tensor_texts(entries: Iterable[TensorEntry]) -> Iterator[str]:
+    """Yield the JSON of each tensor. That of equal shapes and pieces is made once: many tensors have few."""
     quoted, listed = document.quoted, document.integers
-    pieces = "null"
-    if entry.pieces is not None:
-        parts = [(piece.local.offset, piece.box.offset, piece.box.size) for piece in entry.pieces]
-        pieces = document.array(document.array(map(listed, part)) for part in parts)
-    return (
-        f'{{"name":{quoted(entry.name)},"file":{quoted(entry.file)},"offset":{entry.offset},"nbytes":{entry.nbytes},'
-        f'"dtype":{quoted(entry.dtype)},"shape":{listed(entry.shape)},"crc32":{listed(entry.crc32)},'
-        f'"pieces":{pieces}}}'
-    )
+    forms: dict[tuple[tuple[int, ...], tuple[Piece, ...] | None], tuple[str, str]] = {}
+    for entry in entries:
+        form = forms.get((entry.shape, entry.pieces))
+        if form is None:
+            form = forms[entry.shape, entry.pieces] = listed(entry.shape), _pieces_text(entry.pieces)
+        yield (
+            f'{{"name":{quoted(entry.name)},"file":{quoted(entry.file)},"offset":{entry.offset},'
+            f'"nbytes":{entry.nbytes},"dtype":{quoted(entry.dtype)},"shape":{form[0]},'
+            f'"crc32":{listed(entry.crc32)},"pieces":{form[1]}}}'
+        )
+
+
+def _pieces_text(pieces: tuple[Piece, ...] | None) -> str:
+    if pieces is None:
+        return "null"
+    parts = [(piece.local.offset, piece.box.offset, piece.box.size) for piece in pieces]
+    return document.array(document.array(map(document.integers, part)) for part in parts)
 
 
 def parameters_text(parameters: Mapping[str, ParameterSpec]) -> str:
@@ -266,7 +274,7 @@ def dump_index(index: RankIndex) -> bytes:
             "kind": '"rank_index"',
             "coordinates": document.integers((at.pp_rank, at.dp_rank, at.tp_rank)),
             "files": document.members({key: document.integers(entry) for key, entry in index.files.items()}),
-            "tensors": document.array(map(tensor_text, index.tensors)),
+            "tensors": document.array(tensor_texts(index.tensors)),
             "parameters": parameters_text(index.parameters),
             "optimizer_names": document.plain(index.optimizer_names),
             **mesh,

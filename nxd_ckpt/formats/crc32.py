@@ -87,9 +87,18 @@ def zeros(length: int) -> int:
     return combine(_ONES, 0, length) ^ _ONES
 
 
-def block_crcs(buffer: memoryview) -> list[int]:
-    """Return the CRC of each `BLOCK` of ``buffer`` (contiguous, one byte per item); the last may be shorter."""
-    return [crc32(buffer[start : start + BLOCK]) for start in range(0, len(buffer), BLOCK)]
+def block_crcs(buffer: memoryview, before: Callable[[int], None] | None = None) -> list[int]:
+    """Return the CRC of each `BLOCK` of ``buffer`` (contiguous, one byte per item); the last may be shorter.
+
+    ``before`` is called with the bytes of each, before it is read.
+    """
+    crcs = []
+    for start in range(0, len(buffer), BLOCK):
+        block = buffer[start : start + BLOCK]
+        if before is not None:
+            before(len(block))
+        crcs.append(crc32(block))
+    return crcs
 
 
 def combine_blocks(crcs: Sequence[int], nbytes: int) -> int:

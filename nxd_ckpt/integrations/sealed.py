@@ -340,6 +340,8 @@ class SealedDirectory:
         Rank 0 then calls ``retire``, still under the lease. Raises the failure on all ranks; then only earlier files
         are visible.
         """
+        for save in self._saves:
+            save.wait_decided(0)  # hurries it, on this rank too
         try:
             while not decided_by_rank0(agreement, partial(self._is_visible, retire)):
                 pass
@@ -428,8 +430,7 @@ class SealedDirectory:
 
     def _publish(self, sealed: Future[dict[str, list[int]]]) -> None:
         """Make the directory visible, if all tags are complete."""
-        for save in self._saves:
-            save.wait_decided()
+        wait(self._saves)  # does not hurry them: nobody waits for this thread
         if any(save.error is not None for save in self._saves):
             return
         try:

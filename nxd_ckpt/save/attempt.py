@@ -39,6 +39,7 @@ from nxd_ckpt.save.options import SaveOptions
 from nxd_ckpt.save.plan import SavePlan
 from nxd_ckpt.save.waves import Wave
 from nxd_ckpt.save.writing import FileWriter, parent_of
+from nxd_ckpt.storage.throttle import Pace
 
 logger = logging.getLogger("nxd_ckpt")
 
@@ -264,8 +265,8 @@ class AttemptFiles:
         """Bytes that this rank has written so far."""
         return self.writer.nbytes if self.writer is not None else 0
 
-    def write(self, wave: Wave, views: Sequence[memoryview]) -> None:
-        """Write one staged wave. A failure is kept for the vote and returned to no one else."""
+    def write(self, wave: Wave, views: Sequence[memoryview], pace: Pace | None) -> None:
+        """Write one staged wave at its ``pace``. A failure is kept for the vote and returned to no one else."""
         attempt, session = self.attempt, self.attempt.session
         if attempt.error is not None or self.writer is None:
             return
@@ -277,7 +278,7 @@ class AttemptFiles:
                     slot = writing_slot(session.run_id, writers, session.timeout)
                     self._moved = self._slot.enter_context(slot)
                     self._holds_slot = True
-                self.writer.write(wave, views)
+                self.writer.write(wave, views, pace)
             except BaseException as error:
                 attempt.fail(error)
 

@@ -10,6 +10,7 @@ from nxd_ckpt.core.option_classes import option, options_of
 from nxd_ckpt.core.partition import Partition
 from nxd_ckpt.core.retention import Rule, recorded_metrics, rules_of
 from nxd_ckpt.core.tags import filled_tag, tag_of_step, validate_tag
+from nxd_ckpt.core.units import bytes_of
 from nxd_ckpt.errors import CheckpointError, InvalidArgument
 from nxd_ckpt.live.ignoring import IgnoreKeys
 
@@ -47,6 +48,9 @@ class SaveOptions:
     stats: bool = option(False, """count NaN, zeros, norms and so on of every tensor while it is written. A report then
         reads no tensor. No save waits for it: if a rank is not done when its next save begins, the counts are
         dropped.""")
+    max_bytes_per_second: int | str | None = option(None, """maximum rate at which each rank digests and writes an
+        async save, as a number or such as "200MB"; by default unlimited. Once somebody waits for the save, it has no
+        effect.""")
     dedup: bool = option(False, """do not write again a file that the tag before has: hard-link it, share its blocks,
         or let S3 copy it. Works best with ``use_xser``.""")
 
@@ -61,13 +65,19 @@ class SaveOptions:
         return recorded_metrics(self.metrics)
 
     @property
+    def rate(self) -> int | None:
+        """Maximum bytes per second; None is unlimited."""
+        limit = self.max_bytes_per_second
+        return None if limit is None else bytes_of(limit, "max_bytes_per_second")
+
+    @property
     def writers_on_host(self) -> int | None:
         """Ranks of a host that write at the same time; None is all of them."""
         return None if self.use_xser else self.num_workers
 
     def validate(self) -> None:
         """Raise InvalidArgument or UnsupportedState for options that no rank can honour."""
-        _ = self.rules, self.recorded_metrics
+        _ = self.rules, self.recorded_metrics, self.rate
         if self.num_workers is not None and (not isinstance(self.num_workers, int) or self.num_workers < 1):
             raise InvalidArgument(f"num_workers must be None or at least 1, found {self.num_workers!r}")
         if self.overwrite not in (None, True, False):

@@ -81,6 +81,7 @@ class SaveProgress:
     Attributes:
         staged: the snapshot is complete.
         voted: this rank has done its part: its own bytes are durable, or it failed.
+        awaited: somebody waits until it is decided.
         reported: its failure was raised.
         tolerated: its failure need not be raised.
         future: is done once the tag is visible, or the save failed.
@@ -92,7 +93,7 @@ class SaveProgress:
         self.nbytes = 0
         self.reported = self.tolerated = False
         self.pid = os.getpid()
-        self.staged, self.voted = effects.Event(), effects.Event()
+        self.staged, self.voted, self.awaited = effects.Event(), effects.Event(), effects.Event()
         self.error: BaseException | None = None
         self.future = PendingSave(self)
 
@@ -142,6 +143,7 @@ class UnfinishedSaves:
         pending = self.saves
         if grace is not None:
             for save in pending:
+                save.awaited.set()
                 save.voted.wait()
         deadline = None if grace is None else effects.monotonic() + grace
         for save in pending:
@@ -177,8 +179,9 @@ class UnfinishedSaves:
 class PendingSave(futures.Future[None]):
     """A save under way, for its caller: a future, which can also be awaited. Made by ``Checkpointer.save``.
 
-    It cannot be cancelled. Callbacks of ``add_done_callback`` run on the thread that writes: they must be quick,
-    and must neither save nor wait.
+    To wait by one of its methods, or to await it, ends ``max_bytes_per_second``; ``done()`` and functions of
+    concurrent.futures do not. It cannot be cancelled. Callbacks of ``add_done_callback`` run on the thread that writes:
+    they must be quick, and must neither save nor wait.
     """
 
     def __init__(self, progress: SaveProgress) -> None:
@@ -193,6 +196,7 @@ class PendingSave(futures.Future[None]):
     def __await__(self) -> Generator[Any, None, None]:
         import asyncio
 
+        self._progress.awaited.set()
         return asyncio.wrap_future(self).__await__()
 
     @property
@@ -254,6 +258,7 @@ class PendingSave(futures.Future[None]):
         """Wait up to ``timeout`` seconds; return whether it is decided. Never raises the failure."""
         if not self.done():
             self._require_own()
+            self._progress.awaited.set()
         try:
             super().exception(timeout)
         except futures.TimeoutError:

@@ -27,6 +27,7 @@ from nxd_ckpt.save.waves import Wave, plan_waves
 from nxd_ckpt.save.writing import WRITERS
 from nxd_ckpt.storage.arena import Arena, default_cap
 from nxd_ckpt.storage.progress import report, watched
+from nxd_ckpt.storage.throttle import Pace
 
 logger = logging.getLogger("nxd_ckpt")
 
@@ -74,18 +75,22 @@ class Pipeline:
             warn_of_differences(agreement, state, self._topology, self._planner.groups)
         return planned
 
-    def stage(self, attempt: SaveAttempt, planned: StagingPlan, *, counts: bool) -> None:
-        """Copy the state into the arena and hand it over, in as many waves as it takes; count it if it ``counts``."""
+    def stage(self, attempt: SaveAttempt, planned: StagingPlan, pace: Pace | None) -> None:
+        """Copy the state into the arena and hand it over, in as many waves as it takes.
+
+        The last wave, for which the caller does not wait, is written at that ``pace``.
+        """
         stager = self._staging()
         self._stop_counting()  # the memory is needed
-        if counts:
+        if attempt.request.options.stats:
             if self._counter is None:
                 self._counter = Helpers(1, "nxd_ckpt-counter")
             self._counting = Counting(planned.plan.files, self._counter)
         torch_xla.sync()
         for number, wave in enumerate(planned.waves):
             views = stager.stage(planned.plan.files, wave)
-            self._hand_over(attempt, wave, views, wait=number < len(planned.waves) - 1)
+            wait = number < len(planned.waves) - 1
+            self._hand_over(attempt, wave, views, None if wait else pace, wait=wait)
 
     def submit(self, task: Callable[[], None]) -> None:
         """Run ``task`` on the writer thread, after those before it. It must not raise."""
@@ -142,12 +147,14 @@ class Pipeline:
             self._stager = Stager(Arena(self._memory_cap if self._memory_cap is not None else default_cap(local)))
         return self._stager
 
-    def _hand_over(self, attempt: SaveAttempt, wave: Wave, views: list[memoryview], *, wait: bool) -> None:
+    def _hand_over(
+        self, attempt: SaveAttempt, wave: Wave, views: list[memoryview], pace: Pace | None, *, wait: bool
+    ) -> None:
         written = effects.Event()
 
         def write() -> None:
             try:
-                attempt.files.result().write(wave, views)
+                attempt.files.result().write(wave, views, pace)
             finally:
                 views.clear()  # the arena may only grow once nobody holds a view of it
                 written.set()

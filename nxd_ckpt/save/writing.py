@@ -35,6 +35,7 @@ from nxd_ckpt.save.planned_file import PlannedFile
 from nxd_ckpt.save.waves import Span, Wave
 from nxd_ckpt.storage.base import Duplicating, Reader, Storage, Version, Writer
 from nxd_ckpt.storage.system import tell_room
+from nxd_ckpt.storage.throttle import Pace
 from nxd_ckpt.tag.directory import list_tags
 
 _CHUNK = 16 * 2**20
@@ -57,12 +58,13 @@ class _OpenFile:
     planned: PlannedFile
     writer: Writer
     blocks: Blocks
+    digest: Callable[[memoryview], list[int]]
     crcs: list[int] = field(default_factory=list)
     crc32: int = 0
 
     def crcs_of(self, view: memoryview) -> list[int]:
         """Return the CRC-32s of its blocks; none if the image holds none: then no index lists the file either."""
-        return crc32.block_crcs(view) if self.planned.image.holds_crcs else []
+        return self.digest(view) if self.planned.image.holds_crcs else []
 
     def header(self) -> tuple[int, bytes]:
         """Return (offset, bytes) of the next header; all blocks of its storage must be known."""
@@ -107,6 +109,7 @@ class FileWriter:
     ) -> None:
         self._storage, self._folder, self._files, self._progress = storage, folder, list(files), progress
         self._threads, self._parent = threads, parent
+        self._pace: Pace | None = None
         self._planned_nbytes = sum(file.image.nbytes for file in files)
         self._open: dict[int, _OpenFile] = {}
         self._written: dict[int, _Written] = {}
@@ -114,9 +117,10 @@ class FileWriter:
         self.nbytes = self.duplicated_nbytes = 0
         """Of all files so far; of those that were duplicated."""
 
-    def write(self, wave: Wave, views: Sequence[memoryview]) -> None:
-        """Digest and write the next wave. Files that end in it are completed and synced."""
+    def write(self, wave: Wave, views: Sequence[memoryview], pace: Pace | None = None) -> None:
+        """Digest and write the next wave at its ``pace``. Files that end in it are completed and synced."""
         small: list[Future[None]] = []
+        self._pace = pace
         try:
             for span, view in zip(wave, views, strict=True):
                 if len(view) < _SMALL and len(wave) > 1 and span.is_whole(self._files[span.file].image):
@@ -247,7 +251,7 @@ class FileWriter:
             writer = self._storage.create(key, nbytes)
         else:
             writer = _create(self._storage, key, nbytes, f"{self._parent}/{planned.key}")
-        return _OpenFile(planned, writer, [])
+        return _OpenFile(planned, writer, [], self._digest)
 
     def _complete(self, number: int, handle: _OpenFile) -> None:
         """Write everything that is missing, and close the file."""
@@ -260,9 +264,14 @@ class FileWriter:
                 self.duplicated_nbytes += image.nbytes
         self._written[number] = _Written(handle.planned, handle.blocks, FileEntry(image.nbytes, handle.crc32))
 
+    def _digest(self, view: memoryview) -> list[int]:
+        return crc32.block_crcs(view, None if self._pace is None else self._pace.digest)
+
     def _put(self, writer: Writer, offset: int, view: memoryview) -> None:
         for start in range(0, len(view), _CHUNK):
             part = view[start : start + _CHUNK]
+            if self._pace is not None:
+                self._pace.write(len(part))
             writer.write_at(offset + start, part)
             with self._lock:
                 self.nbytes += len(part)

@@ -39,6 +39,33 @@ class Throttle:
             return begin - now, self._free_at - now
 
 
+class Pace:
+    """A limit of ``bytes_per_second`` on each of two kinds of work on the same bytes, which overlap.
+
+    It ends once ``hurry`` is set.
+    """
+
+    def __init__(self, bytes_per_second: float, hurry: effects.Event) -> None:
+        self._digests, self._writes = Throttle(bytes_per_second), Throttle(bytes_per_second)
+        self._hurry = hurry
+
+    def digest(self, nbytes: int) -> None:
+        """Return when ``nbytes`` more may be digested."""
+        self._wait(self._digests.schedule(nbytes)[0])
+
+    def write(self, nbytes: int) -> None:
+        """Return when ``nbytes`` more may be written."""
+        self._wait(self._writes.schedule(nbytes)[0])
+
+    def _wait(self, seconds: float) -> None:
+        if seconds > _SHORT:
+            self._hurry.wait(seconds)
+
+
+_SHORT = 0.02
+"""Seconds for which no thread sleeps: to wake up for each of many small tensors would cost more than to digest them."""
+
+
 def check_limits(retries: int, max_bytes_per_second: float | None, url: str) -> None:
     """Raise InvalidArgument for impossible options of a store: retries, and the limit of all transfers."""
     if retries < 0:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from concurrent.futures import Executor
 from pathlib import Path
+from threading import Event
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from nxd_ckpt.save.waves import plan_waves
 from nxd_ckpt.save.writing import FileWriter
 from nxd_ckpt.storage.arena import PAGE, Arena
 from nxd_ckpt.storage.local import LocalStorage
+from nxd_ckpt.storage.throttle import Pace
 
 pytestmark = pytest.mark.plain
 
@@ -121,14 +123,30 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().resolve_conj().contiguous().reshape(-1).view(torch.uint8)
 
 
+class Counted(Pace):
+    """A pace that nobody has to keep to."""
+
+    def __init__(self) -> None:
+        super().__init__(1.0, Event())
+        self.digested, self.written = list[int](), list[int]()
+
+    def digest(self, nbytes: int) -> None:
+        self.digested.append(nbytes)
+
+    def write(self, nbytes: int) -> None:
+        self.written.append(nbytes)
+
+
 def test_progress_and_bytes_are_counted(tmp_path: Path, threads: Executor) -> None:
-    """After each chunk; at the end, all bytes of all files."""
-    files = planned([[1000], [2000, 3000]])
+    """After each chunk; at the end, all bytes of all files. Each waits for the pace of digests and of writes."""
+    files = planned([[1000], [2000, 3000], [5 * MIB]])
     seen: list[int] = []
-    writer = FileWriter(LocalStorage(tmp_path), "tag", files, seen.append, threads)
-    for wave in plan_waves(files, MIB):
-        writer.write(wave, Stager(Arena(MIB)).stage(files, wave))
+    writer, pace = FileWriter(LocalStorage(tmp_path), "tag", files, seen.append, threads), Counted()
+    for wave in plan_waves(files, 6 * MIB):
+        writer.write(wave, Stager(Arena(6 * MIB)).stage(files, wave), pace)
     writer.finish()
+    assert [1000, 2000, 3000, MIB, 4 * MIB] == sorted(pace.digested)
+    assert sorted(seen) == sorted(pace.written)
     assert writer.nbytes == sum(seen) == sum(file.image.nbytes for file in files)
     assert writer.nbytes == sum(path.stat().st_size for path in tmp_path.rglob("*.pt"))
 

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
+import concurrent.futures
 import errno
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from nxd_ckpt import Checkpointer, Topology, open_checkpoint
-from nxd_ckpt.errors import SaveFailed
+from nxd_ckpt import Checkpointer, PendingSave, Topology, open_checkpoint
+from nxd_ckpt.errors import InvalidArgument, SaveFailed
 from nxd_ckpt.storage.local import LocalStorage
 from nxd_ckpt.tag.verify import verify_checkpoint
 from nxd_ckpt.testing.storage import HookedStorage, Operation, failing
@@ -123,6 +125,48 @@ def test_large_and_small_files_at_once(tmp_path: Path) -> None:
         assert () == verify_checkpoint(tmp_path, tag).problems
         found = open_checkpoint(tmp_path, tag).model_state()
         assert all(torch.equal(value, found[name]) for name, value in model.items())
+
+
+async def awaited(pending: PendingSave) -> None:
+    await pending
+
+
+@pytest.mark.parametrize(
+    "wait",
+    [
+        lambda saver, pending: pending.wait(),
+        lambda saver, pending: saver.wait(),
+        lambda saver, pending: saver.save("next", {"w": torch.ones(4)}),
+        lambda saver, pending: asyncio.run(awaited(pending)),
+        lambda saver, pending: saver.abandon(),
+    ],
+    ids=["future", "wait", "save", "await", "abandon"],
+)
+def test_a_limited_save_is_slow_until_somebody_waits(
+    tmp_path: Path, wait: Callable[[Checkpointer, PendingSave], None]
+) -> None:
+    """It begins at once, goes on at its rate while the training looks at it, and then ends as fast as it can."""
+    model = {f"w{number}": torch.rand(5 * 2**18) for number in range(2)}
+    with Checkpointer(tmp_path, durable=False) as saver:
+        saver.save("first", model, max_bytes_per_second="1KB")  # no async save: its caller waits
+        pending = saver.save("slow", model, async_save=True, max_bytes_per_second="1KB")  # takes hours
+        with pytest.raises(concurrent.futures.TimeoutError):
+            next(concurrent.futures.as_completed([pending], timeout=0.15))
+        wait(saver, pending)
+        assert pending.done()
+    assert () == verify_checkpoint(tmp_path, "slow").problems
+
+
+def test_only_what_nobody_waits_for_is_limited(tmp_path: Path) -> None:
+    """A state that does not fit at once is written at full speed, but for its last part. Other limits are refused."""
+    model = {f"w{number}": torch.rand(5 * 2**18) for number in range(3)}
+    with Checkpointer(tmp_path, durable=False, memory_cap=12 * 2**20) as saver:
+        with pytest.raises(InvalidArgument, match="max_bytes_per_second must be a number of bytes"):
+            saver.save("refused", model, async_save=True, max_bytes_per_second="fast")
+        pending = saver.save("slow", model, async_save=True, max_bytes_per_second="1KB")
+        with pytest.raises(concurrent.futures.TimeoutError):
+            next(concurrent.futures.as_completed([pending], timeout=0.15))
+    assert () == verify_checkpoint(tmp_path, "slow").problems
 
 
 @pytest.mark.usefixtures("no_new_threads")

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from tools.bench.results import COLD, SAVE, SLOWDOWN, STALL, WARM, Results, Spread, best, ratios, spread
 
 NXD = "nxd_ckpt"
+SLOW = "nxd_ckpt, 200 MB/s"
 ONCE = 'nxd_ckpt, verify="reading"'
 UNVERIFIED = "nxd_ckpt, verify=False"
 TWICE = "nxd_ckpt, verify=True"
@@ -15,6 +16,7 @@ XSER = "nxd_ckpt xser"
 DIRECT = ("floor: O_DIRECT write",)
 READS = ("floor: read, 1 thread", "floor: read, 2 threads")
 COPY = ("floor: memcpy",)
+NO_SAVE = ("floor: no save",)
 DEVICE_TO_HOST = ("floor: grouped device-to-host", "floor: .cpu() of each")
 DCP = ("torch DCP",)
 DCPS = (*DCP, "torch DCP, cached staging")
@@ -122,6 +124,8 @@ TARGETS: Sequence[Target] = (
     *_stall("W3"),
     *(Target(f"{workload} xla 1p", STALL, NXD, DEVICE_TO_HOST, 1.2) for workload in ("W1", "W2", "W3")),
     Target("W1 cpu 1p", SLOWDOWN, NXD, DCPS, NOT_SLOWER),
+    Target("W1 cpu 1p", SLOWDOWN, NXD, NO_SAVE),
+    Target("W1 cpu 1p", SLOWDOWN, SLOW, NO_SAVE, 1.02),
     *_load("W1", 1.2),
     *_load("W2", 1.5),
     *_load("W3", 1.2),

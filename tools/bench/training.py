@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import nn
@@ -20,7 +22,7 @@ class TrainingLoop:
     def __init__(self) -> None:
         self._model = nn.Sequential(nn.Linear(512, 512), nn.GELU(), nn.Linear(512, 512))
         self._optimizer = torch.optim.SGD(self._model.parameters(), lr=1e-3)
-        self._batch = torch.rand(64, 512)
+        self._batch = torch.rand(256, 512)
 
     def step(self) -> None:
         self._optimizer.zero_grad()
@@ -42,12 +44,27 @@ class TrainingLoop:
 
 
 def slowdown(loop: TrainingLoop, save_async: Callable[[], Pending]) -> tuple[float, float]:
-    """A step while a save is in flight in multiples of one alone; and the seconds that the save cost in all."""
-    before = loop.alone()
-    started = time.perf_counter()
-    pending = save_async()
-    stall = time.perf_counter() - started
-    during, steps = loop.seconds_a_step(pending.done)
-    pending.wait()
-    alone = min(before, loop.alone())
+    """A step while a save is in flight in multiples of one alone; and the seconds that the save cost in all.
+
+    The training uses all cores, so that none is left for the save.
+    """
+    with _on_all_cores():
+        loop.step()  # starts torch's threads
+        before = loop.alone()
+        started = time.perf_counter()
+        pending = save_async()
+        stall = time.perf_counter() - started
+        during, steps = loop.seconds_a_step(pending.done)
+        pending.wait()
+        alone = min(before, loop.alone())
     return during / alone, stall + steps * (during - alone)
+
+
+@contextmanager
+def _on_all_cores() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(len(os.sched_getaffinity(0)))
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)

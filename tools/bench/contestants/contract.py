@@ -93,6 +93,10 @@ class Contestant:
                     shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
+RATE = 200 * 10**6
+"""Bytes a second of a save that is to slow training down by at most 2 % on two cores."""
+
+
 class Settled:
     """An async save that was complete when its call returned: of a floor."""
 

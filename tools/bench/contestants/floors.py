@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import os
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
 
-from tools.bench.contestants.contract import LOADS, SAVES, Contestant, Settled
+from tools.bench.contestants.contract import LOADS, RATE, SAVES, Contestant, Settled
 from tools.bench.host import PIECE, pages
-from tools.bench.results import ASYNC, SAVE, STALL
+from tools.bench.results import ASYNC, LOST, SAVE, SLOWDOWN, STALL
 from tools.bench.workloads import State, fetch
 from tools.bench.world import World
 
@@ -22,6 +23,7 @@ READ = "floor: read"
 COPY = "floor: memcpy"
 GROUPED = "floor: grouped device-to-host"
 EACH = "floor: .cpu() of each"
+NOTHING = "floor: no save"
 
 
 class Image:
@@ -131,11 +133,28 @@ class DeviceToHost(Contestant):
         return Settled()
 
 
+class Nothing(Contestant):
+    """No save, for as long as one at a limited rate takes: the steps of a busy machine differ by themselves."""
+
+    measures = frozenset({SLOWDOWN, LOST})
+    fresh: frozenset[str] = frozenset()
+
+    def save_async(self) -> Nothing:
+        self._end = time.perf_counter() + self.state.nbytes / RATE
+        return self
+
+    def done(self) -> bool:
+        return time.perf_counter() >= self._end
+
+    def wait(self) -> None:
+        return
+
+
 def floors(state: State, directory: Path, world: World) -> list[Contestant]:
     """All floors; they share one image."""
     image = Image(state, world)
     files = [kind(name, state, directory, world, image) for name, kind in _FILES.items()]
-    return [*files, *_copies(state, directory, world, image)]
+    return [*files, *_copies(state, directory, world, image), Nothing(NOTHING, state, directory, world)]
 
 
 def copies(state: State, directory: Path, world: World) -> list[Contestant]:

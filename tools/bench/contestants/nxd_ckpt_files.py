@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from nxd_ckpt import Checkpointer
-from tools.bench.contestants.contract import ASYNCS, LOADS, Contestant, Pending
+from tools.bench.contestants.contract import ASYNCS, LOADS, RATE, Contestant, Pending
 from tools.bench.results import LOST, RETURNED, SAVE, SLOWDOWN
 from tools.bench.workloads import State
 from tools.bench.world import World
@@ -41,6 +41,9 @@ class NxdCkpt(Contestant):
     def save_async(self) -> Pending:
         return self._save(async_save=True)
 
+    def save_slowly(self) -> Pending:
+        return self._save(async_save=True, max_bytes_per_second=RATE)
+
     def load(self, how: str) -> None:
         state, options = self.state, {"verify": VERIFY[how]}
         self._checkpointer.load(self.path.name, model=state.model, optimizer=state.optimizer, **options)
@@ -49,16 +52,33 @@ class NxdCkpt(Contestant):
     def close(self) -> None:
         self._checkpointer.close()
 
-    def _save(self, async_save: bool) -> Pending:
+    def _save(self, **options: Any) -> Pending:
         tag, state = self.next_path().name, self.state
-        return self._checkpointer.save(
-            tag, state.model, state.optimizer, async_save=async_save, use_xser=self._use_xser
-        )
+        return self._checkpointer.save(tag, state.model, state.optimizer, use_xser=self._use_xser, **options)
+
+
+class Slow(Contestant):
+    """The saves of another contestant, and with them its staging memory, at a limited rate."""
+
+    measures = frozenset({SLOWDOWN, LOST})
+    fresh: frozenset[str] = frozenset()
+
+    def __init__(self, name: str, fast: NxdCkpt) -> None:
+        super().__init__(name, fast.state, fast.directory.parent, fast.world)
+        self._fast = fast
+
+    def save_async(self) -> Pending:
+        return self._fast.save_slowly()
+
+    def tidy(self) -> None:
+        self._fast.tidy()
 
 
 def plain(state: State, directory: Path, world: World) -> list[Contestant]:
+    fast = NxdCkpt("nxd_ckpt", state, directory, world)
     return [
-        NxdCkpt("nxd_ckpt", state, directory, world),
+        fast,
+        Slow(f"nxd_ckpt, {RATE // 10**6} MB/s", fast),
         NxdCkpt("nxd_ckpt, durable=False", state, directory, world, durable=False),
     ]
 
