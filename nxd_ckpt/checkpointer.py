@@ -40,7 +40,6 @@ from nxd_ckpt.save.pipeline import Pipeline, StagingPlan, await_decided
 from nxd_ckpt.save.replica_check import refuse_differences
 from nxd_ckpt.storage.base import Storage
 from nxd_ckpt.storage.system import require_locks
-from nxd_ckpt.storage.throttle import Pace
 from nxd_ckpt.storage.urls import StrPath
 from nxd_ckpt.tag.choosing import name_of
 from nxd_ckpt.tag.listing import best_of, steps_of
@@ -346,8 +345,7 @@ class Checkpointer:
         self._in_flight.add(pending)
         try:
             if planned is not None:
-                rate = options.rate if async_save else None
-                self._pipeline.stage(attempt, planned, None if rate is None else Pace(rate, pending.awaited))
+                self._pipeline.stage(attempt, planned, pending.awaited if async_save else None)
         except BaseException as problem:  # an interrupt too: without this rank's vote the others would wait
             attempt.fail(problem)
             error = problem

@@ -75,12 +75,13 @@ class Pipeline:
             warn_of_differences(agreement, state, self._topology, self._planner.groups)
         return planned
 
-    def stage(self, attempt: SaveAttempt, planned: StagingPlan, pace: Pace | None) -> None:
+    def stage(self, attempt: SaveAttempt, planned: StagingPlan, awaited: effects.Event | None) -> None:
         """Copy the state into the arena and hand it over, in as many waves as it takes.
 
-        The last wave, for which the caller does not wait, is written at that ``pace``.
+        The last wave of an async save has its maximum rate until it is ``awaited``; callers wait for all others.
         """
-        stager = self._staging()
+        stager, rate = self._staging(), attempt.request.options.rate
+        pace = None if awaited is None or rate is None else Pace(rate, awaited)
         self._stop_counting()  # the memory is needed
         if attempt.request.options.stats:
             if self._counter is None:
