@@ -31,11 +31,12 @@ from nxd_ckpt.core.names import (
     parse,
 )
 from nxd_ckpt.core.suggestions import closest, first_of
-from nxd_ckpt.core.tags import TagInfo
+from nxd_ckpt.core.tags import TagInfo, same_time
 from nxd_ckpt.errors import CheckpointNotFound, MalformedFile
 from nxd_ckpt.storage.base import DirEntry, Storage
 from nxd_ckpt.storage.local import LocalStorage
 from nxd_ckpt.storage.system import aliases
+from nxd_ckpt.tag.facts import recalled
 from nxd_ckpt.tag.foreign import legacy, rank_items
 from nxd_ckpt.tag.foreign.weight_files import ADAPTERS, has_weights
 from nxd_ckpt.tag.grid import holes, spanned
@@ -129,9 +130,16 @@ def _tags(storage: Storage, earlier: Mapping[str, TagInfo]) -> Iterator[TagInfo]
 
     def inspect(tag: str) -> TagInfo | None:
         info = earlier.get(tag)
-        return info if info and _is_same(storage, info) else _inspect(storage, tag, lambda: newest)
+        if info and _is_same(storage, info):
+            return info
+        return recalled(storage, tag, "info", lambda: _inspect(storage, tag, lambda: newest), is_of_its_marker)
 
     yield from filter(None, in_parallel(storage, folders, inspect))
+
+
+def is_of_its_marker(info: TagInfo | None) -> bool:
+    """Return whether marker and manifest alone decided these facts: a complete tag, which nobody saved over."""
+    return info is not None and info.complete and info.ours and same_time(info.order_time, info.marked)
 
 
 def _is_same(storage: Storage, info: TagInfo) -> bool:

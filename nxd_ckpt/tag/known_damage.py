@@ -24,6 +24,11 @@ def note_damage(storage: Storage, identity: Identity | None, why: str | None) ->
         _damage[place] = identity.fingerprint, why
 
 
+def is_noted(storage: Storage, tag: str) -> bool:
+    """Return whether damage of any save of that name is recorded."""
+    return (storage.url, tag) in _damage
+
+
 def known_damage(storage: Storage, identity: Identity | None) -> str | None:
     """Return the recorded damage of this very save; None if there is none."""
     if identity is None:

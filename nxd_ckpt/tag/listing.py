@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime, timezone
@@ -37,9 +37,11 @@ from nxd_ckpt.tag.directory import (
     describe_incomplete,
     find_tag,
     holds_tags,
+    is_of_its_marker,
     is_whole_without_marks,
     require_directory,
 )
+from nxd_ckpt.tag.facts import recalled, stamp_of
 from nxd_ckpt.tag.files import TagFiles
 from nxd_ckpt.tag.foreign import legacy
 from nxd_ckpt.tag.grid import describe, holes
@@ -55,8 +57,6 @@ logger = logging.getLogger("nxd_ckpt")
 
 _LAST = datetime(9999, 1, 1, tzinfo=timezone.utc).timestamp()
 """Latest time that can be written as a date."""
-
-_TIME = "%Y-%m-%dT%H:%M:%S.%fZ"
 
 Options = Mapping[str, Any] | None
 
@@ -276,8 +276,32 @@ def _open(path: str, options: Options) -> Storage:
 
 def _described(storage: Storage, now: Storage, info: TagInfo, newest: TagInfo | None) -> dict[str, Any]:
     """Describe a tag as a survey, ``now``, shows it; with problems, as it is, in case that it was replaced since."""
-    document = _describe_tag(now, info, newest)
+
+    def describe() -> tuple[dict[str, Any], Sequence[str], Hashable]:
+        opened = dict[str, OpenTag]()
+        document = _describe_tag(now, info, newest, opened)
+        read = [index for tag in opened.values() for index in _indexes_read(tag)]
+        return document, read, stamp_of(now, info.tag, read) if read else ()
+
+    def lasts(described: tuple[dict[str, Any], Sequence[str], Hashable]) -> bool:
+        document, _, stamp = described
+        return document["complete"] and not document["problems"] and stamp is not None
+
+    if not is_of_its_marker(info):
+        document = _describe_tag(now, info, newest)
+    else:
+        document, read, stamp = recalled(now, info.tag, "description", describe, lasts)
+        if read and stamp != stamp_of(now, info.tag, read):
+            document = _describe_tag(now, info, newest)
+        apart = {key: dict(value) for key, value in document.items() if isinstance(value, dict)}
+        document = {**document, **apart, **_name_and_time(info), "latest": info == newest}
     return _describe_tag(storage, info, newest) if document["problems"] and now is not storage else document
+
+
+def _indexes_read(opened: OpenTag) -> list[str]:
+    """Return the indexes that `summary` reads: those of a mesh job, for the sizes of its mesh."""
+    at, leaders = opened.topology.coordinates_of, () if opened.manifest is None else opened.manifest.leaders or ()
+    return [names.index_file(at(rank)) for rank in leaders]
 
 
 def _describe_tag(
@@ -328,11 +352,11 @@ def _name_and_time(info: TagInfo) -> dict[str, Any]:
 
 def time_text(seconds: float) -> str:
     """Return ``2025-11-21T13:51:02.250000Z`` for seconds since the epoch."""
-    return f"{datetime.fromtimestamp(seconds, timezone.utc):{_TIME}}"
+    return datetime.fromtimestamp(seconds, timezone.utc).replace(tzinfo=None).isoformat(timespec="microseconds") + "Z"
 
 
 def _time_of(text: str | None) -> datetime | None:
-    return None if text is None else datetime.strptime(text, _TIME).replace(tzinfo=timezone.utc)
+    return None if text is None else datetime.fromisoformat(text.removesuffix("Z")).replace(tzinfo=timezone.utc)
 
 
 def _html_row(tag: ListedTag) -> tuple[object, ...]:
@@ -467,4 +491,6 @@ def best_of(storages: Sequence[Storage], metric: str, mode: Literal["min", "max"
 
 def metrics_of(storage: Storage, info: TagInfo) -> Metrics:
     """Return the metrics of a tag's save; none if it is not ours."""
-    return manifest_of(storage, info.tag).metrics if info.ours else {}
+    if not info.ours:
+        return {}
+    return recalled(storage, info.tag, "metrics", lambda: manifest_of(storage, info.tag).metrics, lambda _: True)

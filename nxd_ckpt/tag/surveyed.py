@@ -7,7 +7,8 @@ that a listing has of each: a file with another mark is read again.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
+from sys import intern
 
 from nxd_ckpt import effects
 from nxd_ckpt.core.limits import DOCUMENT
@@ -95,6 +96,13 @@ class SurveyedStorage(StorageWrapper):
             data = self.inner.read_listed(key, file.mark, limit)
             contents.put(place, data)
         return data
+
+    def stamp(self, folder: str, files: Sequence[str]) -> Hashable | None:
+        names = self._content.get(folder)
+        if names is None or any("/" in file for file in files):
+            return None
+        listing = "\0".join(name if file is not None else f"{name}/" for name, file in names.items())
+        return (intern(listing), *map(names.get, files))
 
     def _file(self, key: str) -> ListedFile | None:
         """Return the file as it was listed; None if it is unknown. Raises FileNotFoundError if there was none."""

@@ -12,7 +12,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass, replace
-from functools import partial, wraps
+from functools import lru_cache, partial, wraps
 from typing import Any, NamedTuple
 
 from nxd_ckpt import effects
@@ -38,12 +38,13 @@ from nxd_ckpt.storage.base import Storage, pread_of
 from nxd_ckpt.storage.progress import Counter, report, watched
 from nxd_ckpt.storage.urls import open_storage
 from nxd_ckpt.tag.choosing import choose_tag
-from nxd_ckpt.tag.directory import NO_TAG
+from nxd_ckpt.tag.directory import NO_TAG, find_tag, is_of_its_marker
+from nxd_ckpt.tag.facts import recalled
 from nxd_ckpt.tag.files import MissingTensor, TagFiles
 from nxd_ckpt.tag.foreign import legacy
 from nxd_ckpt.tag.foreign.torch_dcp import DcpFiles, read_metadata
-from nxd_ckpt.tag.identity import of_latest
-from nxd_ckpt.tag.known_damage import known_damage, note_damage
+from nxd_ckpt.tag.identity import Identity, of_latest
+from nxd_ckpt.tag.known_damage import is_noted, known_damage, note_damage
 from nxd_ckpt.tag.opened import OpenTag, open_complete_tag
 from nxd_ckpt.tag.seal import DIGESTS, read_seal, seal_problems
 from nxd_ckpt.tag.state_dicts import refuse_numbers
@@ -161,7 +162,7 @@ def _require_sizes(opened: OpenTag, sizes: Mapping[str, int]) -> None:
             raise MalformedFile(f"{opened.where}/{file} has {size} bytes, expected {expected}")
 
 
-def _in_a_sentence(look: Callable[[OpenTag], str | None]) -> Callable[[Storage, str], str | None]:
+def _in_a_sentence(look: Callable[[Storage, str], str | None]) -> Callable[[Storage, str], str | None]:
     """Return ``look`` as a question about a complete tag: how is it damaged? None if it is not known to be.
 
     TagReplaced, errors of the storage, and exhausted memory are raised.
@@ -170,7 +171,7 @@ def _in_a_sentence(look: Callable[[OpenTag], str | None]) -> Callable[[Storage, 
     @wraps(look)
     def damage(storage: Storage, tag: str) -> str | None:
         try:
-            return look(open_complete_tag(storage, tag))
+            return look(storage, tag)
         except (CorruptCheckpoint, PartNotFound) as error:
             return str(error)
         except (UnsafePickle, UnsupportedState):  # what is not read may be whole
@@ -179,17 +180,44 @@ def _in_a_sentence(look: Callable[[OpenTag], str | None]) -> Callable[[Storage, 
     return damage
 
 
+class _Names(NamedTuple):
+    """The files that every load of a tag needs, and whether its manifest, which nobody saved over, tells them."""
+
+    files: tuple[str, ...]
+    of_manifest: bool
+
+
 @_in_a_sentence
-def lost_names(opened: OpenTag) -> str | None:
+def lost_names(storage: Storage, tag: str) -> str | None:
     """Describe files that every load needs, and that a tag lacks; or damage that this process found in it before.
 
-    It reads the manifest and lists the tag, whatever the number of ranks: rank 0 asks this at each save.
+    It lists the tag, whatever the number of ranks: rank 0 asks this at each save. It reads the manifest of one that
+    may have changed since it was last asked.
     """
-    files = TagFiles(opened.storage, opened.tag)
+
+    def expected() -> _Names:
+        opened = open_complete_tag(storage, tag)
+        return _Names(_few(tuple(_names_of(opened))), opened.manifest is not None and _is_of_its_marker(opened))
+
+    needed = recalled(storage, tag, "names", expected, lambda names: names.of_manifest).files
+    files = TagFiles(storage, tag)
     folders = (names.INDEX_DIR, names.MODEL_DIR, names.OPTIMIZER_DIR)
     listed = {f"{folder}/{name}" for folder in folders for name in files.names(folder)}
-    lost = [file for file in _names_of(opened) if file not in listed]
-    return f"{opened.where} lost {first_of(lost)}" if lost else known_damage(opened.storage, opened.identity)
+    lost = [file for file in needed if file not in listed]
+    if lost:
+        return f"{files.directory} lost {first_of(lost)}"
+    return known_damage(storage, Identity(storage, tag)) if is_noted(storage, tag) else None
+
+
+@lru_cache(maxsize=8)
+def _few(files: tuple[str, ...]) -> tuple[str, ...]:
+    """Return an equal tuple from before: of many tags and ranks, all have the same names."""
+    return files
+
+
+def _is_of_its_marker(opened: OpenTag) -> bool:
+    info = find_tag(opened.storage, opened.tag)
+    return info is not None and is_of_its_marker(info)
 
 
 def sealed_loss(storage: Storage) -> str | None:
@@ -215,11 +243,12 @@ def sealed_loss(storage: Storage) -> str | None:
 
 
 @_in_a_sentence
-def lost_files(opened: OpenTag) -> str | None:
+def lost_files(storage: Storage, tag: str) -> str | None:
     """Describe a file that a tag lacks, or that has another size than when it was written; or damage found before.
 
     It reads the index of each rank, or of NxD's tags the structure of each file, and no tensor.
     """
+    opened = open_complete_tag(storage, tag)
     if opened.manifest is not None:
         _require_sizes(opened, _files_and_sizes(opened)[1])
     elif lost := _lost_files(opened, ()):
