@@ -152,7 +152,7 @@ class Checkpointer:
             require_locks()
             if refused is not None:
                 raise refused
-            chosen.validate()
+            chosen.validate(self._options.timeout)
             return capture(self.topology, chosen, model, optimizer, scheduler, user_content, rank_content, state)
 
         pending = SaveProgress(name, self._failures)

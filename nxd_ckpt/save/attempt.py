@@ -318,4 +318,4 @@ class AttemptFiles:
         if now - self._reported > session.timeout / 10:
             self._reported = now
             votes = AttemptVotes(session.storage, self.publication.attempt)
-            votes.report_progress(session.topology.rank, self.nbytes)
+            votes.report_progress(session.topology.rank, effects.monotonic_ns())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -10,9 +11,12 @@ from nxd_ckpt.core.option_classes import option, options_of
 from nxd_ckpt.core.partition import Partition
 from nxd_ckpt.core.retention import Rule, recorded_metrics, rules_of
 from nxd_ckpt.core.tags import filled_tag, tag_of_step, validate_tag
-from nxd_ckpt.core.units import bytes_of
+from nxd_ckpt.core.units import bytes_of, size
 from nxd_ckpt.errors import CheckpointError, InvalidArgument
 from nxd_ckpt.live.ignoring import IgnoreKeys
+
+CHUNK = 16 * 2**20
+"""Bytes per write call: large enough for any disk, small enough for progress to be seen."""
 
 
 @dataclass(frozen=True)
@@ -75,9 +79,17 @@ class SaveOptions:
         """Ranks of a host that write at the same time; None is all of them."""
         return None if self.use_xser else self.num_workers
 
-    def validate(self) -> None:
-        """Raise InvalidArgument or UnsupportedState for options that no rank can honour."""
-        _ = self.rules, self.recorded_metrics, self.rate
+    def validate(self, timeout: float) -> None:
+        """Raise InvalidArgument or UnsupportedState for options that no rank can honour.
+
+        After ``timeout`` seconds without progress a rank counts as lost.
+        """
+        _ = self.rules, self.recorded_metrics
+        if self.rate is not None and self.rate * timeout < 2 * CHUNK:
+            raise InvalidArgument(
+                f"max_bytes_per_second={self.max_bytes_per_second!r} with timeout={timeout:g}: {size(CHUNK)} would "
+                f"take so long that a rank counts as lost; expected at least {math.ceil(2 * CHUNK / timeout)}"
+            )
         if self.num_workers is not None and (not isinstance(self.num_workers, int) or self.num_workers < 1):
             raise InvalidArgument(f"num_workers must be None or at least 1, found {self.num_workers!r}")
         if self.overwrite not in (None, True, False):

@@ -30,6 +30,7 @@ from nxd_ckpt.core.topology import Coordinates
 from nxd_ckpt.errors import CheckpointError
 from nxd_ckpt.formats import crc32
 from nxd_ckpt.formats.image import StorageRecord
+from nxd_ckpt.save.options import CHUNK
 from nxd_ckpt.save.plan import SavePlan
 from nxd_ckpt.save.planned_file import PlannedFile
 from nxd_ckpt.save.waves import Span, Wave
@@ -37,9 +38,6 @@ from nxd_ckpt.storage.base import Duplicating, Reader, Storage, Version, Writer
 from nxd_ckpt.storage.system import tell_room
 from nxd_ckpt.storage.throttle import Pace
 from nxd_ckpt.tag.directory import list_tags
-
-_CHUNK = 16 * 2**20
-"""Bytes per write call: large enough for any disk, small enough for progress to be seen."""
 
 _SMALL = 4 * 2**20
 """Size below which a file takes longer to open, sync and close than to write: such files go to several threads."""
@@ -94,8 +92,8 @@ class _Written:
 class FileWriter:
     """Writer of one rank's planned files below ``folder``, wave by wave.
 
-    ``progress`` is called with the bytes of every written chunk, by one of the ``threads`` at a time. Files
-    that equal those of the tag ``parent`` are duplicated.
+    ``progress`` is called with the bytes of every written chunk, by one of the ``threads`` at a time; with a pace also
+    with 0, before digests. Files that equal those of the tag ``parent`` are duplicated.
     """
 
     def __init__(
@@ -126,7 +124,7 @@ class FileWriter:
                 if len(view) < _SMALL and len(wave) > 1 and span.is_whole(self._files[span.file].image):
                     small.append(self._threads.submit(self._write_span, span, view))
                 else:
-                    self._write_span(span, view, self._threads if len(view) > _CHUNK else None)
+                    self._write_span(span, view, self._threads if len(view) > CHUNK else None)
             for written in small:
                 written.result()
             for handle in self._open.values():
@@ -166,7 +164,7 @@ class FileWriter:
                     offset, header = handle.header()
                     view[offset - span.start : offset - span.start + len(header)] = header
                 end = storages[len(handle.blocks) - 1].end
-                ready = end if end == span.stop else end // _CHUNK * _CHUNK
+                ready = end if end == span.stop else end // CHUNK * CHUNK
                 if ready > done:
                     self._put(handle.writer, done, view[done - span.start : ready - span.start])
                     done = ready
@@ -265,11 +263,20 @@ class FileWriter:
         self._written[number] = _Written(handle.planned, handle.blocks, FileEntry(image.nbytes, handle.crc32))
 
     def _digest(self, view: memoryview) -> list[int]:
-        return crc32.block_crcs(view, None if self._pace is None else self._pace.digest)
+        pace = self._pace
+        if pace is None:
+            return crc32.block_crcs(view)
+
+        def begin(nbytes: int) -> None:
+            pace.digest(nbytes)
+            with self._lock:
+                self._progress(0)  # of a large tensor nothing is written for a long time
+
+        return crc32.block_crcs(view, begin)
 
     def _put(self, writer: Writer, offset: int, view: memoryview) -> None:
-        for start in range(0, len(view), _CHUNK):
-            part = view[start : start + _CHUNK]
+        for start in range(0, len(view), CHUNK):
+            part = view[start : start + CHUNK]
             if self._pace is not None:
                 self._pace.write(len(part))
             writer.write_at(offset + start, part)
@@ -282,10 +289,10 @@ _Stretches = Generator[Blocks, None, None]
 
 
 def _stretches(storages: Sequence[StorageRecord], numbers: range) -> Iterator[Sequence[StorageRecord]]:
-    """Neighbours among the ``storages`` with these numbers, of about `_CHUNK` bytes together, or a larger one."""
+    """Neighbours among the ``storages`` with these numbers, of about `CHUNK` bytes together, or a larger one."""
     first = numbers.start
     for number in numbers:
-        if storages[number].end - storages[first].offset >= _CHUNK or number == numbers[-1]:
+        if storages[number].end - storages[first].offset >= CHUNK or number == numbers[-1]:
             yield storages[first : number + 1]
             first = number + 1
 

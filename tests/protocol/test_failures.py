@@ -272,7 +272,7 @@ def reports_of_a_slow_save(rank: int, path: Path, slow_rank: int) -> list[str]:
     """What ``slow_rank`` said of its progress before each chunk of its file, and at the end of it."""
     from nxd_ckpt.save import writing
 
-    writing._CHUNK = 4096
+    vars(writing)["CHUNK"] = 4096
     found: list[str] = []
 
     def crawl(operation: Operation) -> None:

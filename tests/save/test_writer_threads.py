@@ -148,8 +148,8 @@ def test_a_limited_save_is_slow_until_somebody_waits(
     """It begins at once, goes on at its rate while the training looks at it, and then ends as fast as it can."""
     model = {f"w{number}": torch.rand(5 * 2**18) for number in range(2)}
     with Checkpointer(tmp_path, durable=False) as saver:
-        saver.save("first", model, max_bytes_per_second="1KB")  # no async save: its caller waits
-        pending = saver.save("slow", model, async_save=True, max_bytes_per_second="1KB")  # takes hours
+        saver.save("first", model, max_bytes_per_second="100KB")  # no async save: its caller waits
+        pending = saver.save("slow", model, async_save=True, max_bytes_per_second="100KB")  # takes minutes
         with pytest.raises(concurrent.futures.TimeoutError):
             next(concurrent.futures.as_completed([pending], timeout=0.15))
         wait(saver, pending)
@@ -161,9 +161,10 @@ def test_only_what_nobody_waits_for_is_limited(tmp_path: Path) -> None:
     """A state that does not fit at once is written at full speed, but for its last part. Other limits are refused."""
     model = {f"w{number}": torch.rand(5 * 2**18) for number in range(3)}
     with Checkpointer(tmp_path, durable=False, memory_cap=12 * 2**20) as saver:
-        with pytest.raises(InvalidArgument, match="max_bytes_per_second must be a number of bytes"):
-            saver.save("refused", model, async_save=True, max_bytes_per_second="fast")
-        pending = saver.save("slow", model, async_save=True, max_bytes_per_second="1KB")
+        for limit, why in (("fast", "must be a number of bytes"), ("1KB", "so long that a rank counts as lost")):
+            with pytest.raises(InvalidArgument, match=rf"max_bytes_per_second.*{why}"):
+                saver.save("refused", model, async_save=True, max_bytes_per_second=limit)
+        pending = saver.save("slow", model, async_save=True, max_bytes_per_second="100KB")
         with pytest.raises(concurrent.futures.TimeoutError):
             next(concurrent.futures.as_completed([pending], timeout=0.15))
     assert () == verify_checkpoint(tmp_path, "slow").problems
