@@ -34,7 +34,7 @@ def _run(args: argparse.Namespace) -> int:
         "unverified": dict(done.unverified),
         "dry_run": args.dry_run,
     }
-    if args.json or done.damaged or not args.quiet:
+    if args.json or done.damaged or done.unverified or not args.quiet:
         text.show(document, _lines(document, args.verify), as_json=args.json)
     return 1 if done.damaged else 0
 
