@@ -232,13 +232,13 @@ class Checkpointer:
         Raises:
             CheckpointError: as `load`. There is a tag, but it cannot be loaded, or it tells no step.
         """
-        options = {"progress": self._options.progress, **options}  # checked also where there is no tag yet
-        chosen = options_of(LoadOptions, options, "Checkpointer.load_latest")
+        chosen = options_of(LoadOptions, {"progress": self._options.progress, **options}, "Checkpointer.load_latest")
         require_own(self._pid, self.storage.url)
         with self._lock.held("load_latest"):
             self._in_flight.settle()
             self._reserve("load_latest")
             if not self._places.have_checkpoint(self._meet("load_latest"), lasting=self._session is not None):
+                chosen.validate()  # else the run would be refused only when it resumes
                 if self.topology.rank == 0:
                     logger.warning("%s: there is no checkpoint: the run begins at step %d", self.storage.url, default)
                 return default

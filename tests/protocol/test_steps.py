@@ -166,9 +166,12 @@ def test_a_run_that_was_led_back_is_not_warned(tmp_path: Path, caplog: pytest.Lo
 
 
 def test_a_run_begins_at_the_default(tmp_path: Path) -> None:
-    """Without any tag nothing is loaded, and content is left alone."""
+    """Without any tag nothing is loaded, and content is left alone; wrong options are refused all the same."""
     model, content = state(1), {"kept": True}
     saver = Checkpointer(tmp_path / "absent")
+    for mistake in ({"verify": "read"}, {"fallback": True, "verify": False}):
+        with pytest.raises(InvalidArgument, match="verify"):
+            saver.load_latest(model, **mistake)
     assert [0, -1] == [saver.load_latest(model, user_content=content), saver.load_latest(model, default=-1)]
     assert (state(1), {"kept": True}) == (model, content)
 
