@@ -106,6 +106,7 @@ class RenamedTag(OpenTag):
             parameters = {renaming.live(name): spec for name, spec in items if renaming.concerns(name)}
             manifest = replace(manifest, parameters=parameters)
         super().__init__(opened.storage, opened.tag, opened._layout, manifest, opened.identity)
+        self.is_one_save = opened.is_one_save
         self._renaming = renaming
         self._seen = set() if opened.manifest is None else set(opened.manifest.parameters)
 
@@ -219,7 +220,7 @@ class LoadAttempt:
 
     def apply_filter(self) -> Unmatched:
         """Apply the filter to the names; return its unmatched parts, which all ranks must judge together."""
-        with self._opened.guarded():
+        with self._opened.guarded(verified=self._opened.is_one_save):
             return self._apply_filter()
 
     def _apply_filter(self) -> Unmatched:
@@ -243,7 +244,7 @@ class LoadAttempt:
 
     def compare_names(self) -> ComparedNames:
         """Return the model's names, here and in the tag, which all ranks must judge together."""
-        with self._opened.guarded():
+        with self._opened.guarded(verified=self._opened.is_one_save):
             return self.compared_names()
 
     def compared_names(self) -> ComparedNames:

@@ -144,7 +144,7 @@ def _prepared(storage: Storage, source: Source, request: LoadRequest, caches: Ex
         with gc_paused():
             opened = open_complete_tag(cache or storage, source.tag, trust_pickle=options.trust_pickle)
             _require_attempt(opened, source.attempt)
-            with opened.guarded():
+            with opened.guarded(verified=opened.is_one_save):  # else it is looked at once more when all is prepared
                 attempt = LoadAttempt(opened, settled, cache)
                 return attempt, None if attempt.filtered else attempt.compared_names()
 

@@ -263,6 +263,19 @@ def without_syncs(storage: Storage) -> Storage:
     return storage.without_syncs() if isinstance(storage, Syncing) else storage
 
 
+@runtime_checkable
+class Unseeing(Protocol):
+    """A storage in which each look at a file takes a request."""
+
+    def open_unseen(self, key: str) -> Reader:
+        """Open a file without a look at it: its first read decides which version it reads, or that there is none."""
+
+
+def open_unseen(storage: Storage, key: str) -> Reader:
+    """Open a file for many reads, all of which are compared with known digests; it may only be missed when read."""
+    return storage.open_unseen(key) if isinstance(storage, Unseeing) else storage.open(key)
+
+
 class Version(NamedTuple):
     """The identity of a key's current file: its bytes, and a mark that no other file of the key has."""
 

@@ -53,7 +53,8 @@ def choose(storage: Storage, tag: Tag | None, without: Collection[str] = ()) -> 
     """
     if tag is not None:
         validate_tag(tag)
-    require_directory(storage)
+    if storage.renames:  # a store is asked only if nothing is found: it takes a request
+        require_directory(storage)
     return _latest(storage, without) if tag is None else _find_named(storage, name_of(storage, tag))
 
 
@@ -93,6 +94,7 @@ def _latest(storage: Storage, without: Collection[str]) -> TagInfo:
     for damage in filter(None, (info.damage for info in tags)):
         logger.warning("%s: this tag is skipped", damage)
     if newest is None:
+        require_directory(storage)
         raise CheckpointNotFound(f"{storage.url}: no complete checkpoint; {describe_incomplete(storage)}")
     _refuse_guess(storage, tags, newest)
     _warn_of_clock(storage, tags, newest)
@@ -112,6 +114,7 @@ def _find_named(storage: Storage, tag: str) -> TagInfo:
         )
         return TagInfo(tag, 0.0, complete=True, ours=False)
     if info is None:
+        require_directory(storage)
         tags = [other.tag for other in list_tags(storage)]
         raise CheckpointNotFound(f"{storage.url}: no tag {listed([tag], tags)}; {describe_incomplete(storage)}")
     if info.damage is not None:

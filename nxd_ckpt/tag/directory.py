@@ -91,8 +91,8 @@ def tag_around(storage: Storage) -> str | None:
 def _is_tag(storage: Storage) -> bool:
     """True if the directory itself is a complete tag: with both of NxD's markers, or with an index and manifest."""
     return any(
-        storage.is_file(file) and storage.is_file(DONE) and storage.is_dir(folder)
-        for file, folder in ((MANIFEST, INDEX_DIR), (MARKER, MODEL_DIR), (MARKER, OPTIMIZER_DIR))
+        storage.is_file(file) and storage.is_file(DONE) and any(map(storage.is_dir, folders))
+        for file, folders in ((MANIFEST, (INDEX_DIR,)), (MARKER, (MODEL_DIR, OPTIMIZER_DIR)))
     )
 
 

@@ -17,7 +17,7 @@ import torch
 from nxd_ckpt import effects
 from nxd_ckpt.core import names
 from nxd_ckpt.core.limits import check_sizes, shown
-from nxd_ckpt.errors import CheckpointError, MalformedFile, PartNotFound
+from nxd_ckpt.errors import CheckpointError, MalformedFile, PartLost, PartNotFound
 from nxd_ckpt.formats import torch_zip
 from nxd_ckpt.formats.safetensors import read_header
 from nxd_ckpt.formats.strides import noted, stored_stride, strided, with_stride
@@ -31,7 +31,8 @@ from nxd_ckpt.formats.tensors import (
     map_tensors,
 )
 from nxd_ckpt.formats.unpickle import Leaf
-from nxd_ckpt.storage.base import MemoryReader, Reader, Storage, pread_of
+from nxd_ckpt.formats.zip_directory import TAIL, remembering
+from nxd_ckpt.storage.base import MemoryReader, Reader, Storage, open_unseen, pread_of
 
 
 class IndexHints(Protocol):
@@ -42,6 +43,9 @@ class IndexHints(Protocol):
 
     def begins(self, file: str) -> Sequence[int]:
         """Return offsets in the file at which tensors begin, ascending, as far as known."""
+
+    def end(self, file: str) -> int | None:
+        """Return the offset in the file after its last tensor; None if unknown."""
 
 
 @dataclass(frozen=True)
@@ -63,6 +67,9 @@ class UnfinishedTensor(MissingTensor):
 
 
 _KEPT_NBYTES = 16 * 2**20
+
+_LONGEST_END = 16 * 2**20
+"""Bytes after a file's last tensor that are read at once: more are read as they are needed."""
 
 
 class _SpareMemory:
@@ -101,6 +108,11 @@ class TagFiles:
         self._hints: IndexHints | None = None
         self._kept: dict[str, memoryview] = {}
         self._kept_nbytes = 0
+        self._recorded: dict[str, int] = {}
+
+    def record(self, file: str, nbytes: int) -> None:
+        """Take from an index that a file is there, with its size: it is neither listed nor asked for its size."""
+        self._recorded[file] = nbytes
 
     @contextmanager
     def with_hints(self, hints: IndexHints) -> Iterator[None]:
@@ -135,7 +147,11 @@ class TagFiles:
     def open(self, file: str) -> Reader:
         """Open a file for many reads, in memory if it is kept."""
         kept = self._kept.get(file)
-        return self.storage.open(self.key(file)) if kept is None else MemoryReader(kept, self.where(file))
+        if kept is not None:
+            return MemoryReader(kept, self.where(file))
+        if file in self._recorded:
+            return open_unseen(self.storage, self.key(file))
+        return self.storage.open(self.key(file))
 
     def key(self, file: str) -> str:
         """Return the storage's key of a file of this tag."""
@@ -158,7 +174,7 @@ class TagFiles:
 
     def has(self, file: str) -> bool:
         directory, _, name = file.rpartition("/")
-        return file in self._kept or self.names(directory).get(name) is False
+        return file in self._recorded or self.names(directory).get(name) is False
 
     def object(self, file: str) -> Any:
         """Read all of a small file, tensors included. Raises the errors of `tree` and `read`."""
@@ -262,12 +278,17 @@ class TagFiles:
             span = stub.storage._replace(offset=start + stub.storage.offset)
             return leaf(replace(stub, offset=start + stub.offset, storage=span))
 
-        kept = self._kept.get(file)
         with self.named(file), closing(self.open(file)) as reader:
             if nbytes is None:
-                nbytes = self.storage.size(self.key(file)) if kept is None else len(kept)
+                recorded = self._recorded.get(file)
+                nbytes = self.storage.size(self.key(file)) if recorded is None else recorded
+            pread = pread_of(reader, start)
+            end = None if self._hints is None or start or self.storage.renames else self._hints.end(file)
+            if end is not None and 0 < nbytes - end <= _LONGEST_END:  # by one request to a store, not three
+                begin = max(0, min(end, nbytes - TAIL))
+                pread = remembering(pread, begin, pread(begin, nbytes - begin))
             return torch_zip.read_tree(
-                pread_of(reader, start),
+                pread,
                 nbytes,
                 file,
                 trust_pickle=self.trust_pickle,
@@ -305,6 +326,8 @@ class TagFiles:
         try:
             yield
         except (FileNotFoundError, IsADirectoryError) as error:
+            if file in self._recorded:
+                raise PartLost(f"{where}/{file} is missing: the tag lost files since it was saved") from error
             raise PartNotFound(f"{where}: no file {file!r}") from error
         except EOFError as error:
             raise MalformedFile(f"{where}: {file} is shorter than its contents need: {error}") from error

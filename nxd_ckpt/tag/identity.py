@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 from uuid import uuid4
 
 from nxd_ckpt.core import names
+from nxd_ckpt.core.manifest import Manifest
+from nxd_ckpt.core.tags import order_text
 from nxd_ckpt.errors import CheckpointError, CheckpointNotFound, CorruptCheckpoint, TagReplaced, UnsafePickle
 from nxd_ckpt.formats import crc32
 from nxd_ckpt.storage.base import Storage
@@ -31,12 +33,21 @@ class Identity:
 
     def __init__(self, storage: Storage, tag: str) -> None:
         self._storage, self.tag = storage, tag
-        self.fingerprint = _fingerprint(storage, tag)
+        self.fingerprint, self._done = _look(storage, tag)
 
     @property
     def lasts(self) -> bool:
         """True if the next save of that name has another fingerprint. NxD 0.6 and its converter leave no such trace."""
         return self.fingerprint not in (None, _UNMARKED)
+
+    def is_of(self, manifest: Manifest) -> bool:
+        """Return whether ``done`` names the manifest's attempt, as our saves into a store leave it."""
+        return self._done == f"{order_text(manifest.order_time)} {manifest.attempt}".encode()
+
+    @property
+    def names_attempt(self) -> bool:
+        """True if ``done`` has an attempt, which `is_of` compares."""
+        return b" " in self._done
 
     def must_be(self, fingerprint: str | None) -> None:
         """Raise TagReplaced unless it is the save with that fingerprint."""
@@ -45,7 +56,7 @@ class Identity:
 
     def require(self) -> None:
         """Raise TagReplaced unless the same save is still there."""
-        fingerprint = _fingerprint(self._storage, self.tag)
+        fingerprint, _ = _look(self._storage, self.tag)
         if fingerprint is None or fingerprint != self.fingerprint:
             raise self._replaced(fingerprint)
 
@@ -67,7 +78,7 @@ class Identity:
         except _SIGNS as error:
             if self._is_there():
                 raise
-            raise self._replaced(_fingerprint(self._storage, self.tag), error) from error
+            raise self._replaced(_look(self._storage, self.tag).fingerprint, error) from error
 
     def _is_there(self) -> bool:
         try:
@@ -110,26 +121,41 @@ def _copy_in(storage: Storage, tag: str) -> str:
     return str(identity)
 
 
-def _fingerprint(storage: Storage, tag: str) -> str | None:
+class _Seen(NamedTuple):
+    """The fingerprint of a save, and in a store the content of its ``done``, if it is ours."""
+
+    fingerprint: str | None
+    done: bytes = b""
+
+
+def _look(storage: Storage, tag: str) -> _Seen:
     prefix = f"{tag}/" if tag else ""
-    if not storage.renames and (done := _digest(storage, f"{prefix}{names.DONE}")) not in (None, _ONE):
-        return f"{done}"  # our own holds the order time and the attempt
+    if not storage.renames and (done := _content(storage, f"{prefix}{names.DONE}")) not in (None, b"1"):
+        return _Seen(_digest_of(done), done)  # it holds the order time and the attempt
     # A manifest may be large. On a file system the time of `done` orders the tags: no two saves of ours have the same.
     about = _size if storage.renames else _digest
     manifest = about(storage, f"{prefix}{names.MANIFEST}")
     # Who saves over the files of a tag, as neuronx_distributed does, writes its markers again.
     times = [_time(storage, f"{prefix}{marker}") for marker in (names.MARKER, names.DONE)]
     word = f"{manifest} {times}"
-    return None if word == _UNMARKED and not storage.is_dir(tag) else word
+    return _Seen(None if word == _UNMARKED and not storage.is_dir(tag) else word)
 
 
-def _digest(storage: Storage, key: str) -> str | None:
+def _content(storage: Storage, key: str) -> bytes | None:
     try:
-        data = storage.read(key)
+        return storage.read(key)
     except FileNotFoundError:
         return None
     except (CorruptCheckpoint, IsADirectoryError):
-        return "damaged"  # its reader reports it
+        return b"damaged"  # its reader reports it
+
+
+def _digest(storage: Storage, key: str) -> str | None:
+    data = _content(storage, key)
+    return None if data is None else _digest_of(data)
+
+
+def _digest_of(data: bytes) -> str:
     return f"{len(data)} {crc32.crc32(data):08x}"
 
 
@@ -144,7 +170,6 @@ def _size(storage: Storage, key: str) -> str | None:
 
 _UNMARKED = "None [None, None]"
 """Fingerprint of a directory without manifest and markers."""
-_ONE = f"1 {crc32.crc32(b'1'):08x}"
 
 
 def _time(storage: Storage, key: str) -> float | None:

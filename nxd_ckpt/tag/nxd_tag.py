@@ -12,7 +12,7 @@ from functools import cached_property
 from typing import Any, Protocol
 
 from nxd_ckpt.core import names
-from nxd_ckpt.core.manifest import Parts
+from nxd_ckpt.core.manifest import Manifest, Parts
 from nxd_ckpt.core.suggestions import first_of
 from nxd_ckpt.core.topology import Coordinates, Topology
 from nxd_ckpt.errors import MalformedFile, PartNotFound
@@ -83,20 +83,20 @@ class ModelOnly:
         raise PartNotFound(f"{self.files.directory}: a model without user content")
 
 
-def layout_of(files: TagFiles, topology: Topology | None) -> TagLayout:
-    """Return the layout of the tag of these files.
-
-    ``topology`` replaces the sizes in file names: a manifest records dp without ZeRO-1, and the order of ranks.
+def layout_of(files: TagFiles, manifest: Manifest | None) -> TagLayout:
+    """Return the layout of the tag of these files; with a ``manifest`` nothing is asked that it tells.
 
     Raises:
         PartNotFound: the directory holds none of the files of any layout.
     """
+    if manifest is not None:
+        return NxdTag(files, manifest)
     listing = files.names()
     parts = {*_STATE_DIRS, names.SCHEDULER, names.USER_CONTENT, names.MARKER, names.DONE}
     if parts & listing.keys():
-        return NxdTag(files, topology)
+        return NxdTag(files)
     if any(legacy.parse(name) or legacy.parse_zero1(name) for name in listing):
-        return legacy.LegacyTag(files, topology)
+        return legacy.LegacyTag(files)
     if ".metadata" in listing:
         hint = "; it is a torch DCP checkpoint: nxd-ckpt from-dcp makes a tag of it"
     elif any(name == "config.json" or name.endswith(".safetensors") for name in listing):
@@ -111,11 +111,14 @@ def layout_of(files: TagFiles, topology: Topology | None) -> TagLayout:
 
 
 class NxdTag:
-    """Tag of NxD 0.6 or newer, or of ours; also the directories that NxD's converter writes."""
+    """Tag of NxD 0.6 or newer, or of ours; also the directories that NxD's converter writes.
 
-    def __init__(self, files: TagFiles, topology: Topology | None = None) -> None:
-        self.files = files
-        self._fixed_topology = topology
+    A ``manifest`` has the sizes, dp without ZeRO-1 and the order of ranks included, and the kind of the optimizer.
+    """
+
+    def __init__(self, files: TagFiles, manifest: Manifest | None = None) -> None:
+        self.files, self._manifest = files, manifest
+        self._fixed_topology = None if manifest is None else manifest.topology
 
     @reading
     def topology(self) -> Topology:
@@ -167,7 +170,7 @@ class NxdTag:
 
     @reading
     def user_content(self) -> Any:
-        if names.INDEX_DIR in self.files.names():  # it verifies what is in the file
+        if self._manifest is not None:  # an index verifies what is in the file
             return self.files.object(names.USER_CONTENT)
         tree = self.files.tree(names.USER_CONTENT)
         self._refuse_exchanged(tree)
@@ -209,7 +212,10 @@ class NxdTag:
 
     @cached_property
     def _dcp(self) -> Zero1Dcp | None:
-        exists = self.files.has(names.DCP_METADATA)
+        if self._manifest is None:
+            exists = self.files.has(names.DCP_METADATA)
+        else:
+            exists = self._manifest.parts.optimizer == "zero1_dcp"
         return Zero1Dcp(self.files, names.OPTIMIZER_DIR, self._fixed_topology) if exists else None
 
     @cached_property
@@ -222,6 +228,8 @@ class NxdTag:
 
     @cached_property
     def _optimizer_kind(self) -> str | None:
+        if self._manifest is not None:
+            return self._manifest.parts.optimizer
         if self._dcp is not None:
             return "zero1_dcp"
         files = self._rank_files(names.OPTIMIZER_DIR)

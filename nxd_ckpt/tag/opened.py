@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Hashable, Iterator, Sequence, Set
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any
@@ -76,10 +76,14 @@ class OpenTag:
     it belongs to this save, even if its index describes it.
 
     ``keeps_small`` is for loads that are verified beforehand: small files are read once, whole.
+
+    ``is_one_save`` if ``done`` names the manifest's attempt: the manifest is no other save's, and all that is read
+    after it has its digests in an index.
     """
 
     opens_all = False
     keeps_small = False
+    is_one_save = False
 
     def __init__(
         self,
@@ -341,7 +345,8 @@ class OpenTag:
             saved_files = first_of(sorted(self.index(writer).files))
             raise PartNotFound(f"{self.where}: no file {file!r} was saved; its rank saved {saved_files}")
         if entry.nbytes > _SMALL:
-            self._verify_size(file, entry.nbytes)
+            if self.storage.renames:
+                self._verify_size(file, entry.nbytes)
         else:
             data = self._small(file, entry.nbytes)
             try:
@@ -352,6 +357,7 @@ class OpenTag:
                 raise DigestMismatch(f"{error}{': ' if changed else ''}{first_of(sorted(changed))}") from error
             if self._keeps:
                 self._layout.files.keep(file, data)
+        self._layout.files.record(file, entry.nbytes)
         self._verified.add(file)
 
     @property
@@ -398,14 +404,19 @@ def open_complete_tag(storage: Storage, tag: str, *, trust_pickle: bool = False)
     identity = Identity(storage, tag)
     with identity.guarded():
         identity.must_be(identity.fingerprint)
-        opened = _open(storage, tag, identity, trust_pickle)
+        files = TagFiles(storage, tag, trust_pickle=trust_pickle)
+        with suppress(FileNotFoundError, MalformedFile):  # which the look at all of the tag explains
+            if identity.names_attempt and identity.is_of(manifest := manifest_of(storage, tag)):
+                opened = OpenTag(storage, tag, layout_of(files, manifest), manifest, identity)
+                opened.is_one_save = True
+                return opened
+        opened = _open(storage, tag, identity, files)
         identity.require()  # else its manifest may be that of the next save
         return opened
 
 
-def _open(storage: Storage, tag: str, identity: Identity, trust_pickle: bool) -> OpenTag:
+def _open(storage: Storage, tag: str, identity: Identity, files: TagFiles) -> OpenTag:
     where = f"{storage.url}/{tag}"
-    files = TagFiles(storage, tag, trust_pickle=trust_pickle)
     listed = files.names().keys()
     if tag and not storage.renames and _is_in_flux(listed):
         # File systems rename whole tags. In a store, one that is being emptied or written must not look foreign.
@@ -439,8 +450,7 @@ def _open(storage: Storage, tag: str, identity: Identity, trust_pickle: bool) ->
             names.INDEX_DIR,
             file,
         )
-    topology = None if manifest is None else manifest.topology
-    return OpenTag(storage, tag, layout_of(files, topology), manifest, identity)
+    return OpenTag(storage, tag, layout_of(files, manifest), manifest, identity)
 
 
 def _part_lost(where: str, left: str) -> CorruptCheckpoint:

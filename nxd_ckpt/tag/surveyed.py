@@ -55,7 +55,11 @@ class SurveyedStorage(StorageWrapper):
         self, inner: Storage, top: Sequence[DirEntry], content: Mapping[str, Mapping[str, ListedFile | None]]
     ) -> None:
         super().__init__(inner)
-        self._top, self._content = top, content
+        self._top, self._content = top, dict(content)
+
+    def forget(self, folder: str) -> None:
+        """Ask the store itself about this directory, which has changed."""
+        self._content.pop(folder, None)
 
     def list(self, key: str = "") -> list[DirEntry]:
         if not key:

@@ -59,6 +59,11 @@ class WrittenFiles:
         """Return the offsets at which its tensors begin, ascending."""
         return sorted({entry.offset for entry in self._files[file][1]}) if self.has(file) else []
 
+    def end(self, file: str) -> int | None:
+        """Return the offset after its last tensor; None without any."""
+        ends = (entry.offset + entry.nbytes for entry in self._files[file][1]) if self.has(file) else ()
+        return max(ends, default=None)
+
 
 class WrittenHints:
     """Index facts for readers of files (`IndexHints`).
@@ -79,6 +84,9 @@ class WrittenHints:
 
     def begins(self, file: str) -> Sequence[int]:
         return self._written.begins(file)
+
+    def end(self, file: str) -> int | None:
+        return self._written.end(file)
 
 
 def stub_of(entry: TensorEntry) -> TensorStub:

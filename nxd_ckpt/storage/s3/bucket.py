@@ -25,6 +25,10 @@ class ConditionFailed(OSError):
         self.conflict = conflict
 
 
+class OutOfRange(OSError):
+    """The object ends before the first byte that was asked for (416)."""
+
+
 class UploadGone(OSError):
     """The multipart upload does not exist: completed by a request whose reply was lost, or aborted by someone."""
 
@@ -90,6 +94,8 @@ def _of_reply(reply: dict[str, Any], url: str, bucket: str) -> OSError:
         return FileNotFoundError(f"{url}: not found ({code})")
     if code in _REGION or status in (301, 307):
         return OSError(f"{text}; the bucket is in {_region(reply)}")
+    if code == "InvalidRange" or status == 416:
+        return OutOfRange(text)
     if code in ("PreconditionFailed", "412") or status == 412:
         return ConditionFailed(text)
     if code in ("ConditionalRequestConflict", "OperationAborted") or status == 409:

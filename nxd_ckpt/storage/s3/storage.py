@@ -18,7 +18,7 @@ from typing import Any
 
 from nxd_ckpt import effects
 from nxd_ckpt.core.limits import DOCUMENT
-from nxd_ckpt.errors import InvalidArgument, MalformedFile
+from nxd_ckpt.errors import InvalidArgument
 from nxd_ckpt.storage.base import (
     HOLE,
     BaseStorage,
@@ -33,7 +33,7 @@ from nxd_ckpt.storage.base import (
     runs,
 )
 from nxd_ckpt.storage.retrying import pause_after
-from nxd_ckpt.storage.s3.bucket import Bucket, ConditionFailed, S3Options
+from nxd_ckpt.storage.s3.bucket import Bucket, ConditionFailed, OutOfRange, S3Options
 from nxd_ckpt.storage.s3.upload import S3Writer, put_if
 
 logger = logging.getLogger("nxd_ckpt")
@@ -59,33 +59,37 @@ def read_object(bucket: Bucket, key: str, limit: int = DOCUMENT, **condition: st
         try:
             with closing(reply["Body"]) as body:
                 reader = S3Reader(bucket, key, reply)
-                memory = bytearray(checked_length(reader.nbytes, limit, f"{bucket.url}/{key}"))
+                memory = bytearray(checked_length(int(reply["ContentLength"]), limit, f"{bucket.url}/{key}"))
                 reader.read_ranges([(0, memoryview(memory))], body)
         except Replaced:
             if tries == _TRIES - 1:
                 raise
         else:
             break
-    return bytes(memory), reader.etag
+    return bytes(memory), str(reply["ETag"])
 
 
 class S3Reader:
-    """A reader of the object's version at its opening: the store refuses to read from another."""
+    """A reader of one version of an object: the store refuses to read from another."""
 
     def __init__(self, bucket: Bucket, key: str, reply: Mapping[str, Any] | None = None) -> None:
-        """Open the object; ``reply`` is the reply to an earlier request for it, if there was one."""
+        """Open the version of ``reply``, an earlier one about all of the object; else that of the first read."""
         self._bucket, self._key = bucket, key
-        head = bucket.head(key) if reply is None else reply
-        self.etag, self.nbytes = str(head["ETag"]), int(head["ContentLength"])
+        self.etag = None if reply is None else str(reply["ETag"])
+        self.nbytes = None if reply is None else int(reply["ContentLength"])
 
     def read_ranges(self, ranges: Sequence[Range], body: Any = None) -> None:
         """Fill each memory from its offset on; ``body`` is a reply's that has all of the first ranges."""
         for run in runs(ranges):
-            if run.end > self.nbytes:
-                missing = run.end - max(run.begin, self.nbytes)
-                raise EOFError(f"{self._url}: {missing} bytes missing at byte {self.nbytes}")
+            self._require(run)
             self._fetch(run, body)
             body = None
+
+    def _require(self, run: ByteRun) -> None:
+        """Raise EOFError if the object is known to end before the run."""
+        if self.nbytes is not None and run.end > self.nbytes:
+            missing = run.end - max(run.begin, self.nbytes)
+            raise EOFError(f"{self._url}: {missing} bytes missing at byte {self.nbytes}")
 
     def close(self) -> None:
         """Do nothing: every read is a request of its own."""
@@ -101,7 +105,7 @@ class S3Reader:
         done, tries = run.begin, 0
         while done < run.end:
             before = done
-            with self._request(done, run.end) if begun is None else begun as body:
+            with self._request(run, done) if begun is None else begun as body:
                 begun = None
                 try:
                     reply = _uncopied(body)
@@ -120,17 +124,27 @@ class S3Reader:
                         raise ConnectionError(f"{where}: {error}") from error
                     effects.sleep(pause_after(tries))
 
-    def _request(self, begin: int, end: int) -> Any:
-        """Return the body of bytes ``begin`` to ``end``."""
-        full = self._bucket.full(self._key)
+    def _request(self, run: ByteRun, begin: int) -> Any:
+        """Return the body of the bytes of ``run`` from ``begin`` on. The first reply tells version and size."""
+        full, condition = self._bucket.full(self._key), {} if self.etag is None else {"IfMatch": self.etag}
         try:
             reply = self._bucket.call(
-                "get_object", self._key, Key=full, Range=f"bytes={begin}-{end - 1}", IfMatch=self.etag
+                "get_object", self._key, Key=full, Range=f"bytes={begin}-{run.end - 1}", **condition
             )
         except ConditionFailed as error:
             raise Replaced(f"{self._url}: replaced by another object while it was being read") from error
-        if reply["ContentLength"] != end - begin:
-            raise OSError(f"{self._url}: asked for {end - begin} bytes, the store sends {reply['ContentLength']}")
+        except OutOfRange:
+            self.nbytes = int(self._bucket.head(self._key)["ContentLength"])
+            self._require(run)
+            raise
+        if self.etag is None:
+            size = str(reply.get("ContentRange", "")).rpartition("/")[2]
+            self.etag, self.nbytes = str(reply["ETag"]), int(size) if size.isdecimal() else None
+        if reply["ContentLength"] != run.end - begin:
+            with closing(reply["Body"]):
+                self._require(run)
+                found = reply["ContentLength"]
+                raise OSError(f"{self._url}: asked for {run.end - begin} bytes, the store sends {found}")
         return reply["Body"]
 
 
@@ -195,7 +209,13 @@ class S3Storage(BaseStorage):
         return read_object(self._bucket, key, limit)[0]
 
     def open(self, key: str) -> Reader:
+        return S3Reader(self._bucket, key, self._bucket.head(key))
+
+    def open_unseen(self, key: str) -> Reader:
         return S3Reader(self._bucket, key)
+
+    def read_into(self, key: str, offset: int, buffer: memoryview) -> None:
+        self.open_unseen(key).read_ranges([(offset, memoryview(buffer).cast("B"))])
 
     def size(self, key: str) -> int:
         return int(self._bucket.head(key)["ContentLength"])
@@ -222,8 +242,6 @@ class S3Storage(BaseStorage):
             # Some tools make an empty object that stands for the directory.
             entries += [DirEntry(name, False) for name in files if name]
             entries += [DirEntry(name, True) for name in folders if name]
-        if not entries and self.is_file(key):
-            raise MalformedFile(f"{self.url}/{key} is a file, expected a directory")
         return sorted(entries)
 
     def survey(self, folders: Sequence[str], delimiter: str) -> dict[str, dict[str, ListedFile | None]]:
@@ -316,10 +334,15 @@ class S3Storage(BaseStorage):
 
     def _objects(self, key: str) -> Iterator[Sequence[Mapping[str, Any]]]:
         """Yield the object of that key, and those below it, as listed: some at a time."""
+        full, below = self._bucket.full(key), self._bucket.below(key)
+        # Its name begins those below it too; in between are others, such as "step_1.tmp", which may be many.
+        page: dict[str, Any] = {"IsTruncated": True}
         if key:
-            with suppress(FileNotFoundError):
-                yield [{"Key": self._bucket.full(key), "ETag": self._bucket.head(key)["ETag"]}]
-        yield from (objects for page in self._bucket.pages(key) if (objects := page.get("Contents", ())))
+            page = self._bucket.call("list_objects_v2", key, Prefix=full)
+        if objects := [item for item in page.get("Contents", ()) if f"{item['Key']}/".startswith(below)]:
+            yield objects
+        if page.get("IsTruncated"):
+            yield from (objects for page in self._bucket.pages(key) if (objects := page.get("Contents", ())))
 
     def _delete(self, key: str, objects: Sequence[Mapping[str, Any]]) -> None:
         """Delete these ``objects``, unless they have changed since they were listed.

@@ -65,18 +65,15 @@ def _payload_file(files: TagFiles, name: str) -> str:
 class LegacyTag(PayloadFile):
     """Layout (`nxd_ckpt.tag.nxd_tag.TagLayout`) of one such directory."""
 
-    def __init__(self, files: TagFiles, topology: Topology | None = None) -> None:
+    def __init__(self, files: TagFiles) -> None:
         self.files, self.where = files, files.storage.url
         listing = files.names()
         self._payloads = {ranks: name for name in listing if (ranks := parse(name)) is not None}
         self._zero1 = {ranks: name for name in listing if (ranks := parse_zero1(name)) is not None}
-        self._topology = topology
         self._per_dp_rank = any(ranks.dp for ranks in self._payloads)
 
     @reading
     def topology(self) -> Topology:
-        if self._topology is not None:
-            return self._topology
         size = spanned([*self._payloads, *self._zero1])
         return Topology(dp=size.dp, tp=size.tp, pp=size.pp)
 

@@ -90,7 +90,10 @@ class ObjectStore:
         if IfMatch and found.etag != IfMatch:
             raise Refused(412, "PreconditionFailed")
         begin, end = map(int, Range.removeprefix("bytes=").split("-")) if Range else (0, len(found.data) - 1)
-        return {"Body": found.data[begin : end + 1], "ETag": found.etag}
+        if Range and begin >= len(found.data):
+            raise Refused(416, "InvalidRange")
+        shown = {"ContentRange": f"bytes {begin}-{end}/{len(found.data)}"} if Range else {}
+        return {"Body": found.data[begin : end + 1], "ETag": found.etag, **shown}
 
     def head_object(self, *, Key: str, **given: Any) -> Reply:
         found = self._object(Key, "404")
