@@ -12,6 +12,7 @@ import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Any
 
 from nxd_ckpt import effects
 from nxd_ckpt.commit.publication import Publication
@@ -34,13 +35,14 @@ from nxd_ckpt.core.manifest import (
 from nxd_ckpt.core.mesh import MeshGroup
 from nxd_ckpt.core.phases import RankPhases
 from nxd_ckpt.core.retention import Metrics, Rule
-from nxd_ckpt.core.tags import next_order_time, seconds_until_after
+from nxd_ckpt.core.tags import TagInfo, next_order_time, order_text, seconds_until_after
 from nxd_ckpt.core.topology import Coordinates, Topology
 from nxd_ckpt.core.votes import Vote, judge, tp_groups_that_differ
 from nxd_ckpt.errors import CheckpointError
 from nxd_ckpt.storage.base import Storage, is_mounted
 from nxd_ckpt.tag.directory import list_tags
-from nxd_ckpt.tag.surveyed import surveyed
+from nxd_ckpt.tag.range_reader import in_parallel
+from nxd_ckpt.tag.surveyed import SurveyedStorage, surveyed
 
 logger = logging.getLogger("nxd_ckpt")
 
@@ -88,22 +90,25 @@ def commit(session: Session, topology: Topology, votes: Sequence[Vote], request:
         DirectoryInUse: another job took the directory over.
         SaveFailed, RanksDisagree, OutcomeUnknown: see core.votes.judge and Publication.publish.
     """
-    session.require()
+    storage, publication = session.storage, request.publication
+    looks: list[Callable[[], Any]] = [session.require, partial(surveyed, storage)]
+    _, now = in_parallel(storage, looks, lambda look: look())
     leader_of = None
     if request.groups is not None:
         leader_of = {rank: group.ranks[0] for group in request.groups for rank in group.ranks}
     judge(votes, topology, leader_of)
-    storage, publication = session.storage, request.publication
     folder, leaders = publication.folder, request.leaders(topology)
     index_of = partial(_read_index, storage, folder, topology)
     parameters: dict[str, ParameterSpec] = {}
+    # Rank 0 need not read its own index, which it has just written.
+    known = {} if request.parameters is None else {0: request.parameters}
+    others = [rank for rank in leaders if rank not in known]
+    read = dict(zip(others, in_parallel(storage, others, index_of), strict=True))
     for rank in leaders:
-        # Rank 0 need not read its own index, which it has just written.
-        own = request.parameters if rank == 0 else None
-        parameters.update(load_parameters(*index_of(rank)) if own is None else own)
+        parameters.update(known[rank] if rank in known else load_parameters(*read[rank]))
     parameters.update(_unknown_where_replicas_differ(index_of, topology, votes, parameters))
     lines = tuple(vote.index or FileEntry(0, 0) for vote in votes)
-    session.listed = {info.tag: info for info in list_tags(storage, session.listed)}
+    session.listed = {info.tag: info for info in list_tags(now, session.listed)}
     order_time = _order_time(session, 0.0 if request.draining is None else request.draining.newest)
     manifest = Manifest(
         tag=publication.tag,
@@ -125,7 +130,7 @@ def commit(session: Session, topology: Topology, votes: Sequence[Vote], request:
     publication.publish(session, order_time, indexes)
     if request.rules is not None:
         unread = () if request.draining is None else request.draining.unread
-        retain(session, publication, request.rules, unread)
+        retain(session, publication, request.rules, unread, _with_new(session, publication.tag, order_time, now))
 
 
 def _order_time(session: Session, elsewhere: float) -> float:
@@ -202,37 +207,47 @@ def _show_work(votes: AttemptVotes) -> None:
             raise
 
 
-def clean_up(session: Session, counter: int) -> None:
+def clean_up(session: Session, counter: int, *, is_saved: bool = False) -> None:
     """Remove what this run's attempts left, where no rank can still be writing.
 
-    These are all attempts before ``counter`` once all ranks voted on ``counter``, and any on which all ranks voted. A
-    failure is logged only: nobody waits for it, and the next job sweeps.
+    These are all attempts before ``counter`` once all ranks voted on ``counter``, and any on which all ranks voted;
+    ``is_saved`` tells that ``counter`` is a visible tag. A failure is logged only: nobody waits for it, and the next
+    job sweeps.
     """
     try:
-        _clean_up(session, counter)
+        _clean_up(session, counter, is_saved)
     except (OSError, CheckpointError) as error:
         logger.warning("could not clean up %s: %s", session.storage.url, error)
 
 
-def _clean_up(session: Session, counter: int) -> None:
+def _clean_up(session: Session, counter: int, is_saved: bool) -> None:
     """Raise DirectoryInUse if another job took over a storage where it may be writing the same tags."""
     storage, world_size = session.storage, session.topology.world_size
     if not storage.renames:
         session.require()
-    everyone_is_past = AttemptVotes(storage, session.attempt(counter)).all_voted(world_size)
+    everyone_is_past = is_saved or AttemptVotes(storage, session.attempt(counter)).all_voted(world_size)
     for entry in storage.list(STAGING):
         number, votes = session.counter_of(entry.name), AttemptVotes(storage, entry.name)
         if number is None:
             continue
         if (everyone_is_past and number <= counter) or votes.all_voted(world_size):
-            _clear(session, staging_dir(entry.name))
+            # What was saved in place is complete: its intent need not be looked at again.
+            clear = _remove if is_saved and number == counter and not storage.renames else _clear
+            clear(session, staging_dir(entry.name))
     if everyone_is_past:
         # Not those of ``counter`` itself: the other ranks may still have to read its verdict.
         for entry in storage.list(VOTES):
             number = session.counter_of(entry.name)
             if number is not None and number < counter:
-                _clear(session, votes_dir(entry.name))
+                _remove(session, votes_dir(entry.name))
     journal.discard_trash(storage, session.run_id, session.confirm)
+
+
+def _remove(session: Session, key: str) -> None:
+    try:
+        session.storage.remove(key)
+    except OSError as error:
+        logger.warning("could not remove %s/%s: %s", session.storage.url, key, error)
 
 
 def _clear(session: Session, key: str) -> None:
@@ -277,22 +292,42 @@ def _read_index(storage: Storage, folder: str, topology: Topology, rank: int) ->
     return storage.read(key), f"{storage.url}/{key}"
 
 
+def _with_new(session: Session, tag: str, order_time: float, now: Storage) -> Storage | None:
+    """Add the published tag to those that the survey ``now`` of a store showed. None for a file system: look again."""
+    if not isinstance(now, SurveyedStorage):
+        return None
+    now.forget(tag)
+    recorded = float(order_text(order_time))
+    session.listed = {**session.listed, tag: TagInfo(tag, recorded, complete=True, ours=True, marked=recorded)}
+    return now
+
+
 def retain(
-    session: Session, publication: Publication, rules: Sequence[Rule], unread: Collection[str] = ()
+    session: Session,
+    publication: Publication,
+    rules: Sequence[Rule],
+    unread: Collection[str] = (),
+    now: Storage | None = None,
 ) -> None:
-    """Make surplus tags invisible, except ``unread`` ones. Never fails the save: the new tag is already safe."""
+    """Make surplus tags invisible, except ``unread`` ones. Never fails the save: the new tag is already safe.
+
+    ``now`` is a survey, if there is one, of the tags that the session has listed.
+    """
     storage = session.storage
     try:
-        now = surveyed(storage)
-        session.listed = tags = {info.tag: info for info in list_tags(now, session.listed)}
-        judgement = judge_tags(now, tags.values(), rules, whole=[publication.tag], judged=session.ours)
+        if now is None:
+            now = surveyed(storage)
+            session.listed = {info.tag: info for info in list_tags(now, session.listed)}
+        tags, new = session.listed, publication.tag
+        judged = {**session.ours, **({new: tags[new]} if new in tags else {})}  # nobody need read what was just written
+        judgement = judge_tags(now, tags.values(), rules, whole=[new], judged=judged)
         session.ours = {info.tag: info for info in judgement.ours}
         for sentence in judgement.unknown_metrics:
             logger.warning("%s: this retention rule removes nothing. %s", storage.url, sentence)
         for sentence in judgement.damaged.values():
             logger.warning("%s. Retention does not count this tag, and keeps an older one in its place", sentence)
         for tag in judgement.retention.surplus:
-            if tag not in (publication.tag, *unread):
+            if tag not in (new, *unread):
                 session.require()
                 retire_unpinned(session, publication, tags[tag])
     except (OSError, CheckpointError) as error:

@@ -18,7 +18,7 @@ from collections.abc import Callable, Collection
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import ClassVar, Protocol
+from typing import Any, ClassVar, Protocol
 
 from nxd_ckpt import effects
 from nxd_ckpt.commit.session import Session
@@ -29,9 +29,10 @@ from nxd_ckpt.coordination.replacement import not_undone
 from nxd_ckpt.core.names import DONE, MARKER
 from nxd_ckpt.core.tags import order_text
 from nxd_ckpt.errors import CheckpointError, DirectoryInUse, MalformedFile, OutcomeUnknown, SaveFailed
-from nxd_ckpt.storage.base import Storage, remove_if
+from nxd_ckpt.storage.base import DirEntry, Storage, remove_if
 from nxd_ckpt.tag.directory import may_be_replaced
 from nxd_ckpt.tag.order import manifest_of
+from nxd_ckpt.tag.range_reader import in_parallel
 
 _FEW = 8
 """Number of files of one directory up to which each is asked for by name, instead of listing the directory."""
@@ -197,10 +198,10 @@ class InPlace:
 
     def begin(self, session: Session) -> None:
         storage = session.storage
-        session.require()
-        if not self.overwrite:
-            _refuse_existing(storage, self.tag)
         if self.resumes:
+            session.require()
+            if not self.overwrite:
+                _refuse_existing(storage, self.tag)
             _refuse_what_is_no_checkpoint(storage, self.tag)
             remove_if(storage, f"{self.tag}/{DONE}", session.confirm)  # the replaced tag is no checkpoint any more
             session.require()
@@ -208,13 +209,22 @@ class InPlace:
             storage.make_dir(self.tag)
             storage.link_new(f"{self.tag}/{MARKER}", b"1")  # tells later whose an interrupted copy is
             return
-        earlier = intents.saves_of(storage, self.tag)
-        if not earlier:
-            _refuse_what_is_no_checkpoint(storage, self.tag)
-        self._await_writers(session, earlier)
-        session.require()  # again: that may have taken long
+        looks: list[Callable[[], Any]] = [
+            session.require,
+            partial(storage.list, self.tag),
+            partial(intents.saves_of, storage, self.tag),
+            partial(storage.is_file, self.tag),
+        ]
+        _, entries, earlier, is_file = in_parallel(storage, looks, lambda look: look())
+        if not self.overwrite and DirEntry(DONE, False) in entries:
+            raise _exists(storage, self.tag)
+        if not earlier and (is_file or (entries and not may_be_replaced(storage, self.tag))):
+            raise _is_no_checkpoint(storage, self.tag)
+        if earlier:
+            self._await_writers(session, earlier)
+            session.require()  # again: that may have taken long
         intents.declare(storage, staging_dir(self.attempt), self.tag)
-        if earlier or storage.is_dir(self.tag):
+        if earlier or entries:
             self._empty(session)
         for attempt in earlier:
             storage.remove(staging_dir(attempt))
@@ -360,15 +370,23 @@ def _is_of(storage: Storage, tag: str, attempt: str) -> bool:
 
 def _refuse_existing(storage: Storage, tag: str) -> None:
     if storage.is_file(f"{tag}/{DONE}"):
-        raise SaveFailed(
-            f"{storage.url}/{tag} exists: it is left as it is. Save under another tag, or pass overwrite=True"
-            + ("" if storage.renames else ", which removes it before the new one is complete")
-        )
+        raise _exists(storage, tag)
+
+
+def _exists(storage: Storage, tag: str) -> SaveFailed:
+    return SaveFailed(
+        f"{storage.url}/{tag} exists: it is left as it is. Save under another tag, or pass overwrite=True"
+        + ("" if storage.renames else ", which removes it before the new one is complete")
+    )
 
 
 def _refuse_what_is_no_checkpoint(storage: Storage, tag: str) -> None:
     if storage.is_file(tag) or not may_be_replaced(storage, tag):
-        raise SaveFailed(
-            f"{storage.url}/{tag} exists and is not a checkpoint; it is left alone. Save under another tag, or "
-            "move that directory away"
-        )
+        raise _is_no_checkpoint(storage, tag)
+
+
+def _is_no_checkpoint(storage: Storage, tag: str) -> SaveFailed:
+    return SaveFailed(
+        f"{storage.url}/{tag} exists and is not a checkpoint; it is left alone. Save under another tag, or "
+        "move that directory away"
+    )

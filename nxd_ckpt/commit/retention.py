@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import compress
 from types import MappingProxyType
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 from nxd_ckpt.commit.publication import Publication, publication_of
 from nxd_ckpt.commit.session import Session
@@ -164,9 +164,10 @@ def retire_unpinned(session: Session, publication: Publication, info: TagInfo) -
     storage = session.storage
 
     def stays(key: str) -> bool:
-        now = find_tag(storage, key)
+        looks: list[Callable[[], Any]] = [partial(find_tag, storage, key), partial(pinned, storage)]
+        now, pins = in_parallel(storage, looks, lambda look: look())
         is_same = now is not None and (now.order_time, now.marked) == (info.order_time, info.marked)
-        return info.tag in pinned(storage) or not is_same
+        return info.tag in pins or not is_same
 
     return not stays(info.tag) and publication.retire(session, info.tag, stays)
 

@@ -18,6 +18,7 @@ from nxd_ckpt.coordination import intents, journal, lease
 from nxd_ckpt.coordination.agreement import Agreement, SingleProcessAgreement, decided_by_rank0, on_all
 from nxd_ckpt.coordination.control_files import make_places
 from nxd_ckpt.coordination.lease import Heartbeat, Lease
+from nxd_ckpt.coordination.news import News
 from nxd_ckpt.coordination.paths import (
     CLAIMS,
     PLACE,
@@ -32,6 +33,7 @@ from nxd_ckpt.coordination.paths import (
     verdict_file,
     votes_dir,
 )
+from nxd_ckpt.coordination.peers import new_channel
 from nxd_ckpt.coordination.waiting import Backoff
 from nxd_ckpt.core.limits import NOTE
 from nxd_ckpt.core.tags import TagInfo
@@ -42,6 +44,7 @@ from nxd_ckpt.storage.base import DirEntry, PerHost, Reserving, Storage, is_moun
 from nxd_ckpt.storage.system import HAS_LOCKS, flags, locked, try_lock, unlock
 from nxd_ckpt.storage.work_dir import default_work_dir
 from nxd_ckpt.tag.directory import tag_around
+from nxd_ckpt.tag.range_reader import in_parallel
 
 _POLL = 0.02
 
@@ -140,6 +143,8 @@ class Session:
     """
     is_gone: Callable[[int], bool] = lambda rank: False
     """Return whether that rank's process is known to have ended."""
+    news: News = field(default_factory=News)
+    """What the ranks tell each other of their votes and verdicts in a store."""
     sign: Callable[[], None] = lambda: None
     """Show the ranks that wait for rank 0 that it makes progress; do nothing if none does."""
     last_failed: bool = False
@@ -276,6 +281,7 @@ class Session:
         self.give_spares()
         with suppress(OSError):
             self._give_host_back()
+        self.news.close()
         forget_slots(self.run_id)
 
 
@@ -314,14 +320,19 @@ def open_session_alone(storage: Storage, timeout: float) -> Session:
 def _open_with_group(session: Session, agreement: Agreement, run_id: str | None) -> None:
     storage = session.storage
 
-    def claim() -> str:
+    # On a file system a look costs next to nothing, and another host may not see at once what it was told of.
+    connected = agreement.gather(agreement.peers is not None and not storage.renames)
+
+    def claim() -> tuple[str, int | None]:
         _refuse_inside_tag(storage)
         _take_lease(session, run_id or uuid.uuid4().hex[:12])
         if not isinstance(storage, PerHost):
             _repair(session, first=True)
-        return session.run_id
+        return session.run_id, new_channel() if connected and all(connected) else None
 
-    session.run_id = decided_by_rank0(agreement, claim)
+    session.run_id, channel = decided_by_rank0(agreement, claim)
+    if channel is not None:
+        session.news = News(agreement.peers, channel, agreement.world_size)
     if isinstance(storage, PerHost):
         on_all(agreement, lambda: session.claim_host(storage))
         decided_by_rank0(agreement, lambda: _repair(session, first=True))
@@ -471,8 +482,8 @@ def _sweep(session: Session, *, first: bool) -> None:
     files may be its own then.
     """
     storage, run_id = session.storage, session.run_id
-    for folder in (STAGING, VOTES, PROBES, TRASH):
-        entries = storage.list(folder)
+    folders = (STAGING, VOTES, PROBES, TRASH)
+    for folder, entries in zip(folders, in_parallel(storage, folders, storage.list), strict=True):
         if folder == TRASH and not _losses_are_settled(storage, entries):
             continue
         for entry in entries:

@@ -18,6 +18,7 @@ from typing import TypeVar
 
 from nxd_ckpt import effects
 from nxd_ckpt.coordination import lease
+from nxd_ckpt.coordination.news import LONGEST, News
 from nxd_ckpt.coordination.paths import (
     STAGING,
     VOTES,
@@ -56,14 +57,15 @@ Write = Callable[[str, bytes], bool]
 class AttemptVotes:
     """The votes and the verdict of one attempt on disk."""
 
-    def __init__(self, storage: Storage, attempt: str) -> None:
-        self._storage, self.attempt = storage, attempt
+    def __init__(self, storage: Storage, attempt: str, news: News | None = None) -> None:
+        self._storage, self.attempt, self._news = storage, attempt, news or News()
 
     def open(self, tag: str) -> None:
         """Tell the other ranks, on rank 0, that they may write the attempt's files into ``tag`` itself."""
         notes = without_syncs(self._storage)
         notes.write(begin_file(self.attempt), tag.encode())
         notes.sync_dir(verdict_dir(self.attempt))
+        self._news.tell(begin_file(self.attempt))
 
     def await_opening(self, tag: str, timeout: float, leaving: Callable[[], bool]) -> Verdict | None:
         """Return None once rank 0 opened the vote; or its verdict, if it refused or a rank failed before that.
@@ -131,6 +133,7 @@ class AttemptVotes:
         if first is None or not first(key, data):
             notes.write(key, data)
         notes.sync_dir(votes_dir(self.attempt))
+        self._news.tell(key)
 
     def has_cast(self, rank: int) -> bool:
         """Return whether this rank's vote is there, even if an error followed the write."""
@@ -159,11 +162,14 @@ class AttemptVotes:
         """
         by_rank: dict[int, Vote] = {}
         missing = {_name(self._vote_file(rank)): rank for rank in range(first, world_size)}
-        backoff = Backoff(self._storage)
+        backoff, told = Backoff(self._storage), _Told(self._news, timeout)
         patience, sign, last_words = _Patience(timeout), _Sign(self, timeout), _LastWords()
+        names = set[str]()
         while True:
             sign.renew()
-            names = backoff.timed(self._notes)
+            if told.look_is_due():
+                names = backoff.timed(self._notes)
+            names |= {name for name, rank in missing.items() if self._news.has(self._vote_file(rank))}
             new = [missing.pop(name) for name in sorted(names & missing.keys())]
             keys = [self._vote_file(rank) for rank in new]
             for rank, key, data in zip(new, keys, in_parallel(self._storage, keys, self._storage.read), strict=True):
@@ -180,7 +186,7 @@ class AttemptVotes:
                     f"no vote from {ranks_of(ranks)} of {world_size} within {timeout:.0f} s of the last progress: "
                     "dead, stuck, or not in this save; see the logs of those ranks"
                 )
-            backoff.pause()
+            told.wait(backoff)
 
     def announce(self, verdict: Verdict, first: Write | None = None) -> None:
         """Publish rank 0's verdict, with retries: other ranks wait for it. ``first`` is tried first to write it."""
@@ -189,6 +195,7 @@ class AttemptVotes:
         if first is None or not first(key, data):
             _retried(lambda: notes.write(key, data))
         notes.sync_dir(verdict_dir(self.attempt))
+        self._news.tell(key)
 
     def await_verdict(self, tag: str, timeout: float, gone: Callable[[], bool] = lambda: False) -> Verdict:
         """Return rank 0's verdict. The cost does not depend on the number of ranks.
@@ -234,6 +241,7 @@ class AttemptVotes:
         While a storage cannot be read, it counts as unchanged.
         """
         patience, backoff, last_words = _Patience(timeout), Backoff(self._storage), _LastWords()
+        told = _Told(self._news, timeout)
         listed: set[str] = set()
 
         def signs() -> dict[str, bytes]:
@@ -243,14 +251,15 @@ class AttemptVotes:
             return {}
 
         while True:
-            with suppress(OSError):
-                listed = backoff.timed(lambda: _listed(self._storage, verdict_dir(self.attempt)))
+            if told.look_is_due():
+                with suppress(OSError):
+                    listed = backoff.timed(lambda: _listed(self._storage, verdict_dir(self.attempt)))
             for key in keys:
-                if _name(key) in listed:
+                if _name(key) in listed or self._news.has(key):
                     return key
             if leaving() or last_words.are_over([0] if gone() else []) or patience.is_over(len(listed), signs):
                 return None
-            backoff.pause()
+            told.wait(backoff, lambda: leaving() or gone())
 
     def _progress(self, names: Collection[str], ranks: Sequence[int]) -> dict[str, bytes]:
         """Return the last progress of ``ranks``, as far as the listing ``names`` of the votes directory has it."""
@@ -282,6 +291,29 @@ class _Sign:
             self._renewed = now
             with suppress(OSError):  # the next may succeed
                 self._votes.report_progress(0, effects.monotonic_ns())
+
+
+class _Told:
+    """When to look at the storage for what the ``news`` should tell: hardly ever; without them after each pause."""
+
+    def __init__(self, news: News, timeout: float) -> None:
+        self._news, self._interval = news, min(timeout / 4, LONGEST)
+        self._due, self._count = effects.monotonic() + self._interval, news.count
+
+    def look_is_due(self) -> bool:
+        """Return whether to look now. News that come from now on end the next `wait`."""
+        now, self._count = effects.monotonic(), self._news.count
+        if self._news.come and now < self._due:
+            return False
+        self._due = now + self._interval
+        return True
+
+    def wait(self, backoff: Backoff, is_over: Callable[[], bool] = lambda: False) -> None:
+        """Wait for news, a pause without them, or until ``is_over``."""
+        if self._news.come:
+            self._news.wait(self._count, self._due, is_over)
+        else:
+            backoff.pause()
 
 
 class _LastWords:

@@ -108,8 +108,11 @@ def _restore(replacement: Replacement, is_new: bool) -> bool:
 def recover(storage: Storage) -> None:
     """Finish or undo a swap that a crash interrupted. Safe to call at any time, by several processes at once.
 
-    A journal that names no swap is set aside, and so is the trash, where the replaced tag may lie.
+    A journal that names no swap is set aside, and so is the trash, where the replaced tag may lie. In a store there is
+    none.
     """
+    if not storage.renames:
+        return
     try:
         announced = _announced(storage)
         if announced is None:

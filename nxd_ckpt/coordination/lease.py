@@ -104,7 +104,7 @@ def _acquired(
 ) -> Lease:
     mark_place(storage)
     # Before the lease: NFS misses a file for up to a minute if it did not exist at the first look.
-    storage.link_new(HEARTBEAT, _encode(mine, beat=0))
+    has_beaten = storage.link_new(HEARTBEAT, _encode(mine, beat=0))
     while not storage.link_new(LEASE, _encode(mine)):
         record = _read(storage)
         if record is None:
@@ -129,7 +129,8 @@ def _acquired(
                 logger.warning("%s/%s was damaged, and nobody renewed it: replaced", storage.url, LEASE)
             break
     with suppress(OSError):
-        _beat(storage, mine, 0)  # instead of the last one of a dead job; the next one comes soon
+        if not has_beaten:
+            _beat(storage, mine, 0)  # instead of the last one of a dead job; the next one comes soon
     storage.sync_dir(os.path.dirname(LEASE))
     return mine
 

@@ -13,6 +13,7 @@ A word is any JSON value. It goes to the listener of its channel, a number that 
 from __future__ import annotations
 
 import hmac
+import itertools
 import json
 import logging
 import os
@@ -49,6 +50,14 @@ _HELLO = struct.Struct(f">I{NONCE}s{NONCE}s")
 
 Heard = Callable[[int, Any], None]
 """A function that gets the rank of a word, and the word; None once that rank is gone. It must be quick."""
+
+
+_channels = itertools.count(1)
+
+
+def new_channel() -> int:
+    """Return the number of a channel, on rank 0: no two channels get each other's words."""
+    return next(_channels)
 
 
 class Peers(Protocol):

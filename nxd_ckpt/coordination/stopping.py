@@ -6,21 +6,18 @@ to stop, none are sent: a step costs a look at a flag.
 
 from __future__ import annotations
 
-import itertools
 import logging
 from collections.abc import Callable
 from typing import Any
 
 from nxd_ckpt import effects
 from nxd_ckpt.coordination.agreement import Agreement, decided_by_rank0, on_all
+from nxd_ckpt.coordination.peers import new_channel
 from nxd_ckpt.core.stopping import RankProgress, Tally
 from nxd_ckpt.core.suggestions import ranks_of
 from nxd_ckpt.errors import CheckpointError, PeerTimeout
 
 logger = logging.getLogger("nxd_ckpt")
-
-_channels = itertools.count(1)
-"""Numbers of channels, in rank 0's process: no two of them get each other's words."""
 
 _SLICE = 1.0
 """Seconds of a wait, after which to check whether rank 0 is still there."""
@@ -53,7 +50,7 @@ class Stopping:
         self._since = 0.0
         self._lost: list[int] = []
         self._goes_on = self._is_announced = goes_on
-        self._channel: int = decided_by_rank0(agreement, lambda: next(_channels))
+        self._channel: int = decided_by_rank0(agreement, new_channel)
         on_all(agreement, self._listen)
 
     def step(self, number: int) -> bool:

@@ -195,7 +195,7 @@ class _Opening:
         if rank0:
             publication.begin(session)
             if is_opened and not session.is_alone:
-                AttemptVotes(session.storage, attempt).open(self._tag)
+                AttemptVotes(session.storage, attempt, session.news).open(self._tag)
         session.storage.make_dir(publication.folder)
         return parent_of(session.storage, session.last_saved) if self._attempt.request.options.dedup else None
 
@@ -208,7 +208,7 @@ class _Opening:
         if session.is_alone:
             return
         while True:
-            votes = AttemptVotes(session.storage, session.attempt(session.counter))
+            votes = AttemptVotes(session.storage, session.attempt(session.counter), session.news)
             tag = votes.ended_with() if rank else votes.left_with()
             if tag in (None, self._tag):
                 return
@@ -225,7 +225,7 @@ class _Opening:
     def _await_opening(self, attempt: str) -> None:
         session = self._session
         try:
-            votes = AttemptVotes(session.storage, attempt)
+            votes = AttemptVotes(session.storage, attempt, session.news)
             verdict = votes.await_opening(self._tag, self._patience, session.is_leaving)
         except RanksDisagree:
             raise

@@ -60,7 +60,7 @@ class Ballot:
         self._attempt, self._session, self._tag = files.attempt, files.attempt.session, files.attempt.tag
         self._number = files.publication.attempt
         self._rank = self._session.topology.rank
-        self._votes = AttemptVotes(self._session.storage, self._number)
+        self._votes = AttemptVotes(self._session.storage, self._number, self._session.news)
 
     def decide(self, voted: Callable[[], None]) -> int:
         """Vote, then call ``voted``, and wait until the attempt is decided; return the bytes of all ranks, on rank 0.
@@ -286,7 +286,7 @@ def tidy(attempt: SaveAttempt, *, failed: bool) -> None:
     """
     session = attempt.session
     if session.topology.rank == 0:
-        clean_up(session, session.counter)
+        clean_up(session, session.counter, is_saved=not failed)
         if failed:
             with suppress(OSError, StorageError):
                 lease.require_place(session.storage, session.run_id, session.place)

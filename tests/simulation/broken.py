@@ -392,7 +392,8 @@ BREAKS += [
             _COMMIT: (
                 "    publication.publish(session, order_time, indexes)\n    if request.rules is not None:\n"
                 "        unread = () if request.draining is None else request.draining.unread\n"
-                "        retain(session, publication, request.rules, unread)\n",
+                "        retain(session, publication, request.rules, unread, _with_new("
+                "session, publication.tag, order_time, now))\n",
                 "    if request.rules is not None:\n        retain(session, publication, request.rules)\n"
                 "    publication.publish(session, order_time, indexes)\n",
             )
@@ -408,7 +409,7 @@ BREAKS += [
         "Retention does not look again at a surplus tag", "a takeover at a removal",
         {
             "nxd_ckpt/commit/retention.py": (
-                "return info.tag in pinned(storage) or not is_same", "return info.tag in pinned(storage)"
+                "return info.tag in pins or not is_same", "return info.tag in pins"
             )
         },
     ),

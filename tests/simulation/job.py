@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import pytest
@@ -15,7 +15,7 @@ import torch.distributed as dist
 from nxd_ckpt import Checkpointer, Tier, Topology
 from nxd_ckpt.coordination import at_exit
 from nxd_ckpt.coordination.agreement import Agreement, SingleProcessAgreement, Words
-from nxd_ckpt.coordination.peers import Address
+from nxd_ckpt.coordination.peers import Address, Heard
 from nxd_ckpt.coordination.rendezvous import Rendezvous
 from nxd_ckpt.errors import CheckpointError, CheckpointNotFound, OutcomeUnknown, TagReplaced
 from nxd_ckpt.storage.base import Storage
@@ -95,6 +95,12 @@ class Job:
     closed: set[int] = field(default_factory=set)
     """The ranks whose Checkpointer was closed, and raised nothing."""
     store: Any = field(default_factory=lambda: dist.HashStore())  # type: ignore[attr-defined]
+    ends: list[_End] | None = None
+    """Those of the connections between the ranks, by rank; None where nothing connects them."""
+
+    def connect(self) -> None:
+        """Let the ranks have connections."""
+        self.ends = [_End(self, rank) for rank in range(len(self.processes))]
 
     @property
     def is_skewed(self) -> bool:
@@ -121,12 +127,46 @@ class Job:
         return _Rendezvous(self, rank).meet(timeout, call)
 
 
+class _End:
+    """A rank's end of the connections: words take a millisecond, and a process that ended is known at once."""
+
+    def __init__(self, job: Job, rank: int) -> None:
+        self._job, self._rank = job, rank
+        self._listeners: dict[int, Heard] = {}
+
+    def is_gone(self, rank: int) -> bool:
+        return not self._job.processes[rank].alive
+
+    def listen(self, channel: int, heard: Heard | None) -> None:
+        if heard is None:
+            self._listeners.pop(channel, None)
+        else:
+            self._listeners[channel] = heard
+
+    def tell(self, channel: int, word: Any) -> None:
+        job = self._job
+        for rank in range(1, len(job.processes)) if self._rank == 0 else (0,):
+            if job.ends is not None and not self.is_gone(rank):
+                job.world.spawn(job.processes[rank], partial(job.ends[rank]._hear, self._rank, channel, word), "peers")
+
+    def _hear(self, rank: int, channel: int, word: Any) -> None:
+        self._job.world.pause(self._job.world.duration(1e-3))
+        if channel in self._listeners:
+            self._listeners[channel](rank, word)
+
+
 class _Rendezvous(Rendezvous):
     """Ranks learn of the end of others at once, as by their connections."""
 
     def __init__(self, job: Job, rank: int) -> None:
         super().__init__(job.store, rank, len(job.processes))
         self._job = job
+        self._end = None if job.ends is None else job.ends[rank]
+
+    def meet(self, timeout: float, call: str) -> Agreement:
+        agreement = super().meet(timeout, call)
+        agreement.peers = self._end
+        return agreement
 
     def _hub(self) -> Address | None:
         return None

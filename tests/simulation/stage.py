@@ -41,7 +41,7 @@ class Stage(ABC):
     """``has_group``: whether the ranks of a job are joined by a process group, or by their ``run_id`` alone."""
 
     def __init__(self, world: World, *, has_group: bool = False) -> None:
-        self.world, self.has_group = world, has_group
+        self.world, self.has_group, self.connects = world, has_group, False
         self.ranks = WORLD_SIZE
         self.jobs: list[Job] = []
         self.readers: list[Reader] = []
@@ -79,6 +79,8 @@ class Stage(ABC):
         many seconds before each save."""
         processes = [self.world.start_process(machine) for machine in machines]
         job = Job(self.world, run_id, processes, self.has_group, is_rival=run_id == "rival")
+        if self.connects and self.has_group:
+            job.connect()
         self.jobs.append(job)
         places = [self.place(process, rank) for rank, process in enumerate(processes)]
         ranks = [partial(saving, job, rank, place, saves, comes, trains) for rank, place in enumerate(places)]

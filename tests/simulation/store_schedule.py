@@ -128,6 +128,7 @@ class StoreRun(Run):
     def __init__(self, schedule: StoreSchedule) -> None:
         super().__init__(schedule)
         self.promises.in_place = True
+        self.connects = Random(f"connections {schedule.seed}").random() < 0.5
         self.promises.late = schedule.fault == "late"
         self.store = ObjectStore(lambda: EPOCH + self.world.now, schedule.page, self._deleting)
         self.network = self.world.start_process("network")

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import io
+from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from itertools import count
 from statistics import median
 from typing import Any
@@ -16,7 +18,9 @@ from nxd_ckpt.storage.base import DirEntry, Storage
 from nxd_ckpt.tag.directory import list_tags
 from nxd_ckpt.tag.surveyed import contents, surveyed
 from nxd_ckpt.testing.contract import StorageContract
-from tests.simulation.job import checkpointer, loaded, state
+from tests.simulation.job import Save, among, checkpointer, loaded, run_to_end, state
+from tests.simulation.stage import Stage
+from tests.simulation.world import EPOCH, Process, World, inhabited
 from tests.simulation.world.store import ObjectStore, Refused, Reply
 from tests.simulation.world.store_client import ConnectionLost, store_storage
 
@@ -146,7 +150,7 @@ def test_a_load_makes_few_requests_and_a_listing_one_for_each_tag_that_is_new() 
             saver.save(f"step_{value}", state(value, 0, 1), user_content={"value": value})
     network.requests.clear()
     assert loaded(storage, 0, 1, "step_3") == 3
-    assert len(network.requests) <= 13, network.requests
+    assert len(network.requests) <= 8, network.requests
     network.requests.clear()
     contents.clear()
     for new in (5, 0):
@@ -169,6 +173,42 @@ def test_retention_asks_nothing_again_of_a_tag_that_did_not_change() -> None:
         counts.append(median(made[kept:]))  # a thread may make the last requests of a save during the next one
     assert counts[0] <= 72
     assert counts[1] - counts[0] <= 3 * 2 + 2, counts
+
+
+class CountedStage(Stage):
+    """A store whose requests take 10 ms, with the number of those that each process made; heartbeats are left out."""
+
+    def __init__(self) -> None:
+        super().__init__(World(0), has_group=True)
+        self.store, self.connects = ObjectStore(lambda: EPOCH + self.world.now), True
+        self.requests = Counter[int]()
+
+    def storage(self, process: Process) -> Storage:
+        return store_storage(self.store, partial(self._carry, process))
+
+    def outside(self) -> Storage:
+        return store_storage(self.store)
+
+    def _carry(self, process: Process, name: str, key: str, happen: Callable[[], Reply]) -> Reply:
+        assert self.world.current is not None
+        self.requests[process.pid] += self.world.current.name != "nxd_ckpt-lease"
+        self.world.pause(0.01)
+        return happen()
+
+
+def test_the_requests_of_a_rank_do_not_depend_on_how_many_ranks_there_are() -> None:
+    """Six a save, while it waits too, and one at first; and of rank 0 one for the vote of each other rank."""
+    made = []
+    for ranks in (2, 8):
+        stage = CountedStage()
+        with inhabited(stage.world), among(stage.jobs, stage.world):
+            saves = [Save(f"step_{value}", value) for value in range(3)]
+            run_to_end(stage.world, stage.launch("first", ("here",) * ranks, saves))
+        first, *others = (stage.requests[process.pid] for process in stage.jobs[0].processes)
+        assert others == [1 + 3 * 6] * (ranks - 1)
+        made.append(first)
+    assert made[0] <= 125
+    assert made[1] - made[0] == 3 * 6
 
 
 class Shards(ObjectStore):
