@@ -16,6 +16,7 @@ import torch
 from nxd_ckpt import Checkpointer
 from nxd_ckpt.storage.base import DirEntry, Storage
 from nxd_ckpt.tag.directory import list_tags
+from nxd_ckpt.tag.facts import facts
 from nxd_ckpt.tag.surveyed import contents, surveyed
 from nxd_ckpt.testing.contract import StorageContract
 from tests.simulation.job import Save, among, checkpointer, loaded, run_to_end, state
@@ -153,6 +154,7 @@ def test_a_load_makes_few_requests_and_a_listing_one_for_each_tag_that_is_new() 
     assert len(network.requests) <= 8, network.requests
     network.requests.clear()
     contents.clear()
+    facts.clear()
     for new in (5, 0):
         network.requests.clear()
         assert len(list_tags(storage)) == 5
@@ -171,7 +173,7 @@ def test_retention_asks_nothing_again_of_a_tag_that_did_not_change() -> None:
                 saver.save(f"step_{value}", state(value, 0, 1))
                 made.append(len(network.requests))
         counts.append(median(made[kept:]))  # a thread may make the last requests of a save during the next one
-    assert counts[0] <= 72
+    assert counts[0] <= 50
     assert counts[1] - counts[0] <= 3 * 2 + 2, counts
 
 
@@ -207,7 +209,7 @@ def test_the_requests_of_a_rank_do_not_depend_on_how_many_ranks_there_are() -> N
         first, *others = (stage.requests[process.pid] for process in stage.jobs[0].processes)
         assert others == [1 + 3 * 6] * (ranks - 1)
         made.append(first)
-    assert made[0] <= 125
+    assert made[0] <= 120
     assert made[1] - made[0] == 3 * 6
 
 
