@@ -27,14 +27,20 @@ def recalled(storage: Storage, tag: str, kind: str, learn: Callable[[], T], last
     stamp = stamp_of(storage, tag)
     if stamp is None:
         return learn()
-    known = facts.get(storage.url, tag, stamp)
-    if kind in known:
-        fact: T = known[kind]
+    learned = facts.get(storage.url, tag, stamp)
+    if kind in learned:
+        fact: T = learned[kind]
         return fact
     fact = learn()
     if lasts(fact) and stamp_of(storage, tag) == stamp:
         facts.put(storage.url, tag, stamp, kind, fact)
     return fact
+
+
+def known(storage: Storage, tag: str, kind: str) -> Any:
+    """Return the fact of that kind that was learned of the tag; None if there is none, or the tag is another by now."""
+    stamp = stamp_of(storage, tag)
+    return None if stamp is None else facts.get(storage.url, tag, stamp).get(kind)
 
 
 def stamp_of(storage: Storage, tag: str, files: Sequence[str] = (DONE, MANIFEST, MARKER)) -> Hashable | None:
@@ -54,14 +60,14 @@ class _Facts:
 
     def get(self, url: str, tag: str, stamp: Hashable) -> dict[str, Any]:
         """Return the facts of a tag by their kinds: none, if it has another stamp by now."""
-        before, known = self._places.get((url, tag), (None, {}))
-        return known if before == stamp else {}
+        before, learned = self._places.get((url, tag), (None, {}))
+        return learned if before == stamp else {}
 
     def put(self, url: str, tag: str, stamp: Hashable, kind: str, fact: Any) -> None:
         with self._lock:
-            known = {**self.get(url, tag, stamp), kind: fact}
+            learned = {**self.get(url, tag, stamp), kind: fact}
             self._places.pop((url, tag), None)
-            self._places[url, tag] = stamp, known
+            self._places[url, tag] = stamp, learned
             while len(self._places) > _TAGS:
                 del self._places[next(iter(self._places))]
 

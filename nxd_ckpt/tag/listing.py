@@ -41,7 +41,7 @@ from nxd_ckpt.tag.directory import (
     is_whole_without_marks,
     require_directory,
 )
-from nxd_ckpt.tag.facts import recalled, stamp_of
+from nxd_ckpt.tag.facts import known, recalled, stamp_of
 from nxd_ckpt.tag.files import TagFiles
 from nxd_ckpt.tag.foreign import legacy
 from nxd_ckpt.tag.grid import describe, holes
@@ -59,6 +59,9 @@ _LAST = datetime(9999, 1, 1, tzinfo=timezone.utc).timestamp()
 """Latest time that can be written as a date."""
 
 Options = Mapping[str, Any] | None
+
+_DESCRIPTION = "description"
+"""Kind of the facts of a listing."""
 
 TagSummaries = dict[TagInfo, dict[str, Any]]
 Summarize = Callable[[TagInfo, TagInfo | None], dict[str, Any]]
@@ -183,7 +186,7 @@ def directory_document(path: str, options: Options = None) -> dict[str, Any]:
 
     def look() -> dict[str, Any]:
         now = surveyed(storage)
-        return _listing(now, path, options, partial(_described, storage, now))
+        return _listing(now, path, options, partial(_described, storage, now), at_hand=partial(_known_description, now))
 
     return of_latest(True, look)
 
@@ -235,6 +238,7 @@ def _listing(
     only: str | None = None,
     *,
     only_look: bool = False,
+    at_hand: Callable[[TagInfo, TagInfo | None], dict[str, Any] | None] = lambda info, newest: None,
 ) -> dict[str, Any]:
     tags = in_order(settled_tags(storage, only_look=only_look))
     if not tags and locate(path, None, options)[1] is not None:
@@ -247,7 +251,9 @@ def _listing(
     except (OSError, CheckpointError):  # tags are shown without their pins then
         pins = set()
     listed = [info for info in tags if only in (None, info.tag)]
-    summaries = in_parallel(storage, listed, lambda info: summarize(info, newest))
+    summaries = in_parallel(
+        storage, listed, lambda info: summarize(info, newest), lambda info: at_hand(info, newest)
+    )
     return {
         "directory": storage.url,
         "latest": None if newest is None else newest.tag,
@@ -274,28 +280,49 @@ def _open(path: str, options: Options) -> Storage:
     return storage
 
 
+class _Description(NamedTuple):
+    """A tag's document, with the indexes that were read for it, and their stamp: None if that is not known."""
+
+    document: dict[str, Any]
+    read: Sequence[str]
+    stamp: Hashable
+
+    def lasts(self) -> bool:
+        return self.document["complete"] and not self.document["problems"] and self.stamp is not None
+
+    def is_of(self, now: Storage, tag: str) -> bool:
+        return not self.read or self.stamp == stamp_of(now, tag, self.read)
+
+    def shown(self, info: TagInfo, newest: TagInfo | None) -> dict[str, Any]:
+        """Return a document of its own, with the times of this look."""
+        apart = {key: dict(value) for key, value in self.document.items() if isinstance(value, dict)}
+        return {**self.document, **apart, **_name_and_time(info), "latest": info == newest}
+
+
 def _described(storage: Storage, now: Storage, info: TagInfo, newest: TagInfo | None) -> dict[str, Any]:
     """Describe a tag as a survey, ``now``, shows it; with problems, as it is, in case that it was replaced since."""
 
-    def describe() -> tuple[dict[str, Any], Sequence[str], Hashable]:
+    def describe() -> _Description:
         opened = dict[str, OpenTag]()
         document = _describe_tag(now, info, newest, opened)
         read = [index for tag in opened.values() for index in _indexes_read(tag)]
-        return document, read, stamp_of(now, info.tag, read) if read else ()
+        return _Description(document, read, stamp_of(now, info.tag, read) if read else ())
 
-    def lasts(described: tuple[dict[str, Any], Sequence[str], Hashable]) -> bool:
-        document, _, stamp = described
-        return document["complete"] and not document["problems"] and stamp is not None
-
-    if not is_of_its_marker(info):
-        document = _describe_tag(now, info, newest)
+    if is_of_its_marker(info):
+        description = recalled(now, info.tag, _DESCRIPTION, describe, _Description.lasts)
+        if not description.is_of(now, info.tag):
+            description = describe()
     else:
-        document, read, stamp = recalled(now, info.tag, "description", describe, lasts)
-        if read and stamp != stamp_of(now, info.tag, read):
-            document = _describe_tag(now, info, newest)
-        apart = {key: dict(value) for key, value in document.items() if isinstance(value, dict)}
-        document = {**document, **apart, **_name_and_time(info), "latest": info == newest}
-    return _describe_tag(storage, info, newest) if document["problems"] and now is not storage else document
+        description = describe()
+    if description.document["problems"] and now is not storage:
+        return _describe_tag(storage, info, newest)
+    return description.shown(info, newest)
+
+
+def _known_description(now: Storage, info: TagInfo, newest: TagInfo | None) -> dict[str, Any] | None:
+    """Return what `_described` would, if nothing needs to be read for it."""
+    description = known(now, info.tag, _DESCRIPTION) if is_of_its_marker(info) else None
+    return None if description is None or not description.is_of(now, info.tag) else description.shown(info, newest)
 
 
 def _indexes_read(opened: OpenTag) -> list[str]:

@@ -146,8 +146,16 @@ _KEPT = 64
 """Maximum number of idle files that stay open: with xser there is one for each tensor."""
 
 
-def in_parallel(storage: Storage, keys: Sequence[_Key], inspect: Callable[[_Key], _Value]) -> Iterator[_Value]:
-    """Yield the result for each key. In a store, where each costs requests, as many at a time as it serves at once."""
+def in_parallel(
+    storage: Storage,
+    keys: Sequence[_Key],
+    inspect: Callable[[_Key], _Value],
+    at_hand: Callable[[_Key], _Value | None] = lambda key: None,
+) -> Iterator[_Value]:
+    """Yield the result for each key. In a store, where each costs requests, as many at a time as it serves at once.
+
+    There ``at_hand`` is asked first: what it returns needs no thread.
+    """
     if storage.renames or len(keys) < 2:
         yield from map(inspect, keys)
         return
@@ -160,7 +168,11 @@ def in_parallel(storage: Storage, keys: Sequence[_Key], inspect: Callable[[_Key]
 
             batch = keys[first : first + storage.concurrency]
             for key in batch:
-                pool.submit(partial(look, key=key))
+                value = at_hand(key)
+                if value is None:
+                    pool.submit(partial(look, key=key))
+                else:
+                    results[key] = value
             pool.wait_for(pool.submitted)
             yield from (results[key] for key in batch)
 

@@ -16,8 +16,8 @@ from nxd_ckpt.storage.base import DirEntry, ListedFile, Storage, Surveying
 from nxd_ckpt.storage.wrapper import StorageWrapper
 from nxd_ckpt.tag.range_reader import in_parallel
 
-_TOGETHER = 125
-"""Directories of one survey: with eight entries each they fill a request."""
+_TOGETHER = 124
+"""Directories of one survey: with eight entries each, and one of the next, they fill a request."""
 
 _RANKS = "/dp_rank_"
 """Beginning of the names of ranks' files, which may be thousands: a survey shows only that there are some."""

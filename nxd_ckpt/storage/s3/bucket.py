@@ -7,10 +7,10 @@ import logging
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from datetime import datetime, timezone
 from typing import Any
 
 from nxd_ckpt.errors import InvalidArgument
+from nxd_ckpt.storage.s3.replies import ListingParsers, time_of
 from nxd_ckpt.storage.throttle import Throttle, check_limits, shared_throttle
 from nxd_ckpt.version import __version__
 
@@ -122,17 +122,6 @@ def _region(reply: dict[str, Any]) -> str:
     return f"region {region}; pass storage_options={{'client_kwargs': {{'region_name': {region!r}}}}}"
 
 
-def _time_of(text: Any) -> datetime:
-    """Return the time in a reply. For those of a listing botocore takes 60 us each, three quarters of the listing."""
-    from botocore.utils import parse_timestamp
-
-    if isinstance(text, str) and text.endswith("Z"):
-        with contextlib.suppress(ValueError):
-            return datetime.fromisoformat(text[:-1]).replace(tzinfo=timezone.utc)
-    parsed: datetime = parse_timestamp(text)
-    return parsed
-
-
 TOKEN = "nxd-ckpt-writer"
 """Metadata of every object: its writer. It distinguishes a lost reply from a key that somebody else took."""
 
@@ -195,7 +184,9 @@ class S3Options:
             "s3": {"payload_signing_enabled": False, **self.config_kwargs.get("s3", {})},
         }
         core = get_session()
-        core.get_component("response_parser_factory").set_parser_defaults(timestamp_parser=_time_of)
+        parsers = core.get_component("response_parser_factory")
+        parsers.set_parser_defaults(timestamp_parser=time_of)
+        core.register_component("response_parser_factory", ListingParsers(parsers))
         session = boto3.Session(self.key, self.secret, self.token, botocore_session=core, profile_name=self.profile)
         arguments = {"endpoint_url": self.endpoint_url, **self.client_kwargs}
         try:

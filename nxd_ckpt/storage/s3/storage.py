@@ -250,7 +250,7 @@ class S3Storage(BaseStorage):
         root = self._bucket.below("")
         content = {below: dict[str, ListedFile | None]() for below in sorted(f"{root}{folder}/" for folder in folders)}
         first, final, last = min(content), max(content), ""
-        size = min(_PAGE, _ENTRIES * len(content))
+        size = min(_PAGE, _ENTRIES * len(content) + 1)  # the next directory shows that the last one is whole
         pages = self._bucket.pages("", StartAfter=first, Delimiter=delimiter, MaxKeys=size)
         try:
             for page in islice(pages, _PAGES):
