@@ -17,6 +17,7 @@ from nxd_ckpt.coordination.agreement import on_all
 from nxd_ckpt.core.manifest import Parts
 from nxd_ckpt.core.option_classes import takes
 from nxd_ckpt.errors import TopologyMismatch, as_checkpoint_errors
+from nxd_ckpt.gc_paused import gc_paused
 from nxd_ckpt.hugging_face.imported_model import ImportedModel, ImportTarget, closest
 from nxd_ckpt.keywords import ImportKeywords
 from nxd_ckpt.options.hugging_face import ImportOptions
@@ -157,8 +158,9 @@ def import_checkpoint(hf_directory: StrPath, tag: StrPath, **options: Unpack[Imp
         chosen.validate()
         source = locate_existing(hf_directory, chosen.storage_options)
         target = locate_output(tag, source, chosen.overwrite, chosen.written_with)
-        what = import_target(source, chosen, process)
-        plans.append(import_plan(source, target, what))
+        with gc_paused():
+            what = import_target(source, chosen, process)
+            plans.append(import_plan(source, target, what))
         parts = Parts(model=True, use_xser=chosen.use_xser)
         return Job(source, target, what, parts, durable=chosen.durable, overwrite=chosen.overwrite)
 

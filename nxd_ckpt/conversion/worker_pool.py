@@ -33,6 +33,7 @@ from nxd_ckpt.core.manifest import FileEntry
 from nxd_ckpt.core.topology import Topology
 from nxd_ckpt.core.votes import Vote
 from nxd_ckpt.errors import CheckpointError, InvalidArgument, PeerTimeout, to_wire
+from nxd_ckpt.gc_paused import gc_paused
 from nxd_ckpt.output.image_writer import TOGETHER, write_images
 from nxd_ckpt.output.transfer import Progress
 from nxd_ckpt.save.plan import SavePlan, plan_save
@@ -59,7 +60,7 @@ class RankWriter:
             return sum(planned.image.nbytes for planned in self._plan(self._job.topology.at(rank)).files)
 
     def write(self, ranks: Sequence[int], publication: Publication, progress: Progress) -> list[Vote]:
-        """Write the files and indexes of these ranks, durably, side by side; at most `TOGETHER` ranks.
+        """Write the files and indexes of these ranks, durably; at most `TOGETHER` ranks.
 
         Raises TagReplaced if the input was replaced by another save.
         """
@@ -72,7 +73,9 @@ class RankWriter:
         plans = [self._plan(topology) for topology in topologies]
         with self._input.reader() as reader:
             sets = [plan.files for plan in plans]
-            writers = write_images(reader, self._storage, publication.folder, sets, progress)
+            writers = write_images(
+                reader, self._storage, publication.folder, sets, progress, _beside(self._job.topology)
+            )
         votes = []
         for topology, plan, writer in zip(topologies, plans, writers, strict=True):
             passed = self._input.pass_files(topology, publication.folder, progress)
@@ -89,7 +92,8 @@ class RankWriter:
         return votes
 
     def _planned(self, topology: Topology) -> SavePlan:
-        plan = plan_save(self._input.state(topology), topology)
+        with gc_paused():
+            plan = plan_save(self._input.state(topology), topology)
         return replace(plan, parts=self._job.parts)
 
     def _write_index(
@@ -103,6 +107,15 @@ class RankWriter:
             parameters={**written.parameters, **passed.parameters},
         )
         return write_index(self._storage, publication, names.index_file(topology.coordinates), index)
+
+
+def _beside(topology: Topology) -> int:
+    """Return the number of neighbouring ranks that are written side by side; others one after the other.
+
+    They hold parts of the same tensors, which are then read once. But ranks along ep have different experts, which are
+    read faster in the longer runs of one rank.
+    """
+    return TOGETHER if topology.ep == 1 else min(TOGETHER, topology.tp)
 
 
 _TICK = 0.2
@@ -143,10 +156,8 @@ class WorkerPool:
 
         If a rank fails, its vote is yielded first, and then its error is raised.
         """
-        # Neighbours hold parts of the same tensors, so a worker that writes them side by side reads these once; but
-        # those along ep have different experts, which are read faster in the longer runs of one rank.
-        neighbours = TOGETHER if self._topology.ep == 1 else min(TOGETHER, self._topology.tp)
-        together = min(neighbours, max(len(ranks) // self._num_workers, 1))
+        beside = _beside(self._topology)
+        together = min(TOGETHER // beside * beside, max(len(ranks) // self._num_workers, 1))
         groups = [ranks[at : at + together] for at in range(0, len(ranks), together)]
         calls = {group[0]: partial(_write, group, publication) for group in groups}
         for rank, future in self._run(calls, tick):

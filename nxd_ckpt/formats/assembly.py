@@ -105,8 +105,11 @@ def direct_run(fragment: Fragment, out: torch.Tensor) -> DirectRun | None:
 
     None unless they are one run on both sides, of the same dtype.
     """
+    return _direct_run(fragment, box_of(out, fragment.target))
+
+
+def _direct_run(fragment: Fragment, target: torch.Tensor) -> DirectRun | None:
     stub = fragment.stub
-    target = box_of(out, fragment.target)
     if not stub.is_contiguous or not target.is_contiguous() or target.dtype != torch_dtype(stub.dtype):
         return None
     runs = list(islice(contiguous_runs(fragment.source, stub.shape), 2))
@@ -121,6 +124,9 @@ def slabs_of(fragment: Fragment) -> Iterator[Fragment]:
         return
     dim, _, length = _groups(fragment, _GAP)
     limit = SLAB // itemsize(stub.dtype) * prod(source.size[dim:]) // length
+    if source.numel <= limit:
+        yield fragment
+        return
     for part in cut_box(source, max(1, limit)):
         yield _narrowed(fragment, part)
 
@@ -134,6 +140,9 @@ def run_of_block(stub: TensorStub, block: int) -> tuple[int, int]:
 
 def fragments_in(fragment: Fragment, start: int, stop: int) -> Iterator[Fragment]:
     """Yield the parts of the fragment among the elements ``start <= index < stop`` of its contiguous stub."""
+    if stop - start == fragment.stub.numel:
+        yield fragment
+        return
     for box in boxes_of_run(start, stop, fragment.stub.shape):
         common = box.intersect(fragment.source)
         if common is not None:
@@ -179,7 +188,7 @@ def read_part(slab: Fragment, out: torch.Tensor, read: ReadRanges) -> None:
         whole = read_tensor(lambda offset, memory: read(stub.file, [(offset, memory)]), stub)
         copy_values(target, box_of(whole, source))
         return
-    run = direct_run(slab, out)
+    run = _direct_run(slab, target)
     if run is not None:
         read(stub.file, [run])
         return

@@ -74,16 +74,12 @@ class TensorStub:
     @property
     def is_contiguous(self) -> bool:
         """True if the bytes in the file are contiguous and row-major."""
-        tight = contiguous_stride(self.shape)
-        if self.stride == tight or self.numel == 0:
-            return True
-        return all(a == b for size, a, b in zip(self.shape, self.stride, tight, strict=True) if size > 1)
+        return _is_tight(self.shape, self.stride)
 
     @property
     def storage_order(self) -> tuple[int, ...] | None:
         """The order of dimensions in which the bytes in the file are tight and row-major; None if there is none."""
-        order = tuple(sorted(range(len(self.shape)), key=lambda dim: (self.shape[dim] > 1, -self.stride[dim])))
-        return order if self.permuted(order).is_contiguous else None
+        return _tight_order(self.shape, self.stride)
 
     def permuted(self, order: tuple[int, ...]) -> TensorStub:
         """Return the same bytes with the dimensions ``order``, like ``torch.permute``."""
@@ -386,6 +382,21 @@ def contiguous_stride(shape: tuple[int, ...]) -> tuple[int, ...]:
         strides.append(step)
         step *= max(size, 1)
     return tuple(reversed(strides))
+
+
+@lru_cache(maxsize=4096)
+def _is_tight(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
+    tight = contiguous_stride(shape)
+    if stride == tight or math.prod(shape) == 0:
+        return True
+    return all(a == b for size, a, b in zip(shape, stride, tight, strict=True) if size > 1)
+
+
+@lru_cache(maxsize=4096)
+def _tight_order(shape: tuple[int, ...], stride: tuple[int, ...]) -> tuple[int, ...] | None:
+    order = tuple(sorted(range(len(shape)), key=lambda dim: (shape[dim] > 1, -stride[dim])))
+    is_tight = _is_tight(tuple(shape[dim] for dim in order), tuple(stride[dim] for dim in order))
+    return order if is_tight else None
 
 
 def allocated(shape: tuple[int, ...], dtype: str, stride: tuple[int, ...] | None = None) -> torch.Tensor:

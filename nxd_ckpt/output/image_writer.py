@@ -40,23 +40,24 @@ def write_images(
     folder: str,
     sets: Sequence[Sequence[PlannedFile]],
     progress: Callable[[int], None],
+    beside: int = TOGETHER,
 ) -> list[FileWriter]:
     """Write sets of files below ``folder``, durably; return each set's writer, which has the digests.
 
-    Tensors of the images are live, or stand-ins for tensors that ``reader`` reads. At most `TOGETHER` sets are filled
-    side by side, so that parts of a tensor in several of them are read once. ``progress`` is called with the bytes of
-    each chunk that was written; an error that it raises stops the writing.
+    Tensors of the images are live, or stand-ins for tensors that ``reader`` reads. Neighbouring sets are filled side by
+    side, ``beside`` at a time and at most `TOGETHER`, so that parts of a tensor in several of them are read once.
+    ``progress`` is called with the bytes of each chunk that was written; an error that it raises stops the writing.
 
     Raises:
         DigestMismatch: bytes changed since they were saved; the message names the tensor.
         DtypeMismatch: a value is too large for the dtype that it is cast to.
     """
     with ThreadPoolExecutor(WRITERS, "nxd_ckpt-writer") as threads:
-        writers = [FileWriter(storage, folder, files, progress, threads) for files in sets]
+        writers = [FileWriter(storage, folder, files, progress, threads, closes_later=True) for files in sets]
         try:
-            for waves, memories in _filled(reader, sets):
-                for writer, wave, views in zip(writers, waves, memories, strict=True):
-                    writer.write(wave, views)
+            for filled in _filled(reader, sets, min(beside, len(sets))):
+                for number, wave, views in filled:
+                    writers[number].write(wave, views)
             for writer in writers:
                 writer.finish()
         except BaseException:
@@ -66,28 +67,32 @@ def write_images(
     return writers
 
 
-_Filled = tuple[Sequence[Wave], Sequence[list[memoryview]]]
-"""A wave of each set of files, and the memory of each of its spans."""
+_Waves = Sequence[tuple[int, Wave]]
+"""Waves that are filled at once, each of the set of files with that number."""
+_Filled = Sequence[tuple[int, Wave, list[memoryview]]]
+"""The same, with the memory of each of a wave's spans."""
 
 
-def _filled(reader: LeafReader, sets: Sequence[Sequence[PlannedFile]]) -> Iterator[_Filled]:
+def _filled(reader: LeafReader, sets: Sequence[Sequence[PlannedFile]], beside: int) -> Iterator[_Filled]:
     """Yield wave after wave of all sets of files. Everything is verified once the last one has been asked for."""
-    room = WAVE // len(sets) // CRC_BLOCK * CRC_BLOCK + PAGE  # one more page, for spans that do not begin on one
-    waves_by_set = [plan_waves(files, room) for files in sets]
-    waves = list(zip_longest(*waves_by_set, fillvalue=Wave()))
-    yield from prefetched(waves, partial(_fill, reader, sets, room), room * len(sets))
+    room = WAVE // beside // CRC_BLOCK * CRC_BLOCK + PAGE  # one more page, for spans that do not begin on one
+    waves: list[_Waves] = []
+    for first in range(0, len(sets), beside):
+        waves_by_set = [plan_waves(files, room) for files in sets[first : first + beside]]
+        waves += [list(enumerate(each, first)) for each in zip_longest(*waves_by_set, fillvalue=Wave())]
+    yield from prefetched(waves, partial(_fill, reader, sets, room), room * beside)
     reader.finish()
 
 
 def _fill(
-    reader: LeafReader, sets: Sequence[Sequence[PlannedFile]], room: int, waves: Sequence[Wave], arena: Arena
+    reader: LeafReader, sets: Sequence[Sequence[PlannedFile]], room: int, waves: _Waves, arena: Arena
 ) -> _Filled:
-    memory = arena.reserve(max(room * number + end_of(wave) for number, wave in enumerate(waves)))
-    memories = [views_of(wave, memory[room * number :]) for number, wave in enumerate(waves)]
+    memory = arena.reserve(max(room * place + end_of(wave) for place, (_, wave) in enumerate(waves)))
+    filled = [(number, wave, views_of(wave, memory[room * place :])) for place, (number, wave) in enumerate(waves)]
     casts: list[_Cast] = []
-    for files, wave, views in zip(sets, waves, memories, strict=True):
+    for set_number, wave, views in filled:
         for span, view in zip(wave, views, strict=True):
-            planned = files[span.file]
+            planned = sets[set_number][span.file]
             for number, start, stop, at in span.tensors(planned.image):
                 tensor, mine = planned.image.tensors[number], view[at : at + stop - start]
                 if isinstance(tensor, torch.Tensor):
@@ -97,7 +102,7 @@ def _fill(
     reader.wait()
     for cast in casts:
         _refuse_overflow(*cast)
-    return waves, memories
+    return filled
 
 
 def _read(reader: LeafReader, leaf: Assembly, begin: int, memory: memoryview, name: str) -> Iterator[_Cast]:

@@ -42,6 +42,9 @@ from nxd_ckpt.tag.directory import list_tags
 _SMALL = 4 * 2**20
 """Size below which a file takes longer to open, sync and close than to write: such files go to several threads."""
 
+_CLOSING = 4
+"""Largest number of large files that are synced and closed while others are written."""
+
 WRITERS = 8
 """Threads that serve small files well: more than cores, because most of the time they wait for the disk."""
 
@@ -93,7 +96,9 @@ class FileWriter:
     """Writer of one rank's planned files below ``folder``, wave by wave.
 
     ``progress`` is called with the bytes of every written chunk, by one of the ``threads`` at a time; with a pace also
-    with 0, before digests. Files that equal those of the tag ``parent`` are duplicated.
+    with 0, before digests. Files that equal those of the tag ``parent`` are duplicated. With ``closes_later`` one of
+    the threads syncs and closes a large file while the next ones are written; then there is no ``parent``, whose files
+    are compared when they close.
     """
 
     def __init__(
@@ -104,9 +109,11 @@ class FileWriter:
         progress: Callable[[int], None],
         threads: Executor,
         parent: str | None = None,
+        closes_later: bool = False,
     ) -> None:
         self._storage, self._folder, self._files, self._progress = storage, folder, list(files), progress
-        self._threads, self._parent = threads, parent
+        self._threads, self._parent, self._closes_later = threads, parent, closes_later
+        self._closing: deque[tuple[_OpenFile, Future[None]]] = deque()
         self._pace: Pace | None = None
         self._planned_nbytes = sum(file.image.nbytes for file in files)
         self._open: dict[int, _OpenFile] = {}
@@ -124,7 +131,7 @@ class FileWriter:
                 if len(view) < _SMALL and len(wave) > 1 and span.is_whole(self._files[span.file].image):
                     small.append(self._threads.submit(self._write_span, span, view))
                 else:
-                    self._write_span(span, view, self._threads if len(view) > CHUNK else None)
+                    self._write_span(span, view, self._threads)
             for written in small:
                 written.result()
             for handle in self._open.values():
@@ -136,7 +143,8 @@ class FileWriter:
     def _naming(self, key: str) -> AbstractContextManager[None]:
         return _naming(key, self._storage, self._planned_nbytes)
 
-    def _write_span(self, span: Span, view: memoryview, ahead: Executor | None = None) -> None:
+    def _write_span(self, span: Span, view: memoryview, others: Executor | None = None) -> None:
+        """Write a span on this thread; ``others`` may help."""
         with self._naming(self._files[span.file].key):
             handle = self._open.pop(span.file, None) or self._create(span.file)
             image = handle.planned.image
@@ -144,9 +152,9 @@ class FileWriter:
                 if span.is_part:
                     self._write_part(handle, span, view)
                 else:
-                    self._write_tensors(handle, span, view, ahead)
+                    self._write_tensors(handle, span, view, others if len(view) > CHUNK else None)
                 if (span.storages.stop, span.stop) == (len(image.storages), image.tensor_nbytes):
-                    self._complete(span.file, handle)
+                    self._complete(span.file, handle, others if self._closes_later else None)
                 else:
                     self._open[span.file] = handle
             except BaseException:
@@ -184,6 +192,7 @@ class FileWriter:
 
     def finish(self) -> None:
         """Make the names of all files durable."""
+        self._await_closed(0)
         for folder in tensors_dirs(planned.key for planned in self._files):
             with self._naming(folder):
                 self._storage.make_dir(f"{self._folder}/{folder}")
@@ -193,9 +202,20 @@ class FileWriter:
                 self._storage.sync_dir(f"{self._folder}/{folder}".rstrip("/"))
 
     def abort(self) -> None:
-        for handle in self._open.values():
+        _end([closed for _, closed in self._closing])
+        unclosed = [handle for handle, closed in self._closing if closed.cancelled() or closed.exception() is not None]
+        for handle in (*self._open.values(), *unclosed):
             handle.writer.abort()
         self._open.clear()
+        self._closing.clear()
+
+    def _await_closed(self, most: int) -> None:
+        """Return when at most ``most`` files are being closed. Raises the error of one that could not be."""
+        while len(self._closing) > most:
+            handle, closed = self._closing[0]
+            with self._naming(handle.planned.key):
+                closed.result()
+            self._closing.popleft()
 
     def discard(self) -> None:
         """Remove the files of a failed attempt, as far as possible: the disk may be full."""
@@ -251,12 +271,17 @@ class FileWriter:
             writer = _create(self._storage, key, nbytes, f"{self._parent}/{planned.key}")
         return _OpenFile(planned, writer, [], self._digest)
 
-    def _complete(self, number: int, handle: _OpenFile) -> None:
-        """Write everything that is missing, and close the file."""
+    def _complete(self, number: int, handle: _OpenFile, closers: Executor | None) -> None:
+        """Write everything that is missing, and close the file, on one of the ``closers`` if given."""
         self._put_missing_header(handle)
         image = handle.planned.image
         self._put(handle.writer, image.tensor_nbytes, memoryview(handle.tail()))
-        handle.writer.close()
+        if closers is None:
+            handle.writer.close()
+        else:
+            handle.writer.settle()  # the memory will be reused
+            self._await_closed(_CLOSING - 1)
+            self._closing.append((handle, closers.submit(handle.writer.close)))
         if isinstance(handle.writer, DedupWriter) and handle.writer.duplicated:
             with self._lock:
                 self.duplicated_nbytes += image.nbytes

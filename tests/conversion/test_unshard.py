@@ -223,7 +223,7 @@ def test_what_an_interrupted_one_left_is_removed(tmp_path: Path, monkeypatch: py
     assert not (tmp_path / ".out.incomplete").exists()
 
 
-def _no_memory(*given: object) -> None:
+def _no_memory(*given: object, **options: object) -> None:
     raise MemoryError
 
 

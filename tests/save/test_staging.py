@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from concurrent.futures import Executor
 from pathlib import Path
@@ -13,13 +14,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nxd_ckpt.core.manifest import CRC_BLOCK
-from nxd_ckpt.errors import StagingTooLarge
+from nxd_ckpt.errors import CheckpointError, StagingTooLarge
 from nxd_ckpt.formats.torch_zip_writer import image_of
 from nxd_ckpt.save.background import Helpers
 from nxd_ckpt.save.planned_file import PlannedFile
 from nxd_ckpt.save.staging import Stager
 from nxd_ckpt.save.waves import plan_waves
 from nxd_ckpt.save.writing import FileWriter
+from nxd_ckpt.storage import local_files
 from nxd_ckpt.storage.arena import PAGE, Arena
 from nxd_ckpt.storage.local import LocalStorage
 from nxd_ckpt.storage.throttle import Pace
@@ -159,6 +161,26 @@ def test_abort_leaves_no_file_open_or_behind(tmp_path: Path, threads: Executor) 
     writer.write(wave, Stager(Arena(4 * MIB)).stage(files, wave))
     writer.abort()
     assert [] == list(tmp_path.rglob("*.pt"))
+
+
+def test_a_file_that_cannot_be_synced_later_is_named_and_removed(
+    tmp_path: Path, threads: Executor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The error comes at the end at the latest; a file that was closed stays."""
+    monkeypatch.setattr(local_files, "sync_file", lambda fd: _fail(os.readlink(f"/proc/self/fd/{fd}")))
+    files = planned([[1000], [2000]])
+    writer = FileWriter(LocalStorage(tmp_path), "tag", files, lambda nbytes: None, threads, closes_later=True)
+    for wave in ([span] for span in plan_waves(files, MIB)[0]):
+        writer.write(wave, Stager(Arena(MIB)).stage(files, wave))
+    with pytest.raises(CheckpointError, match=r"writing model/1\.pt: OSError: the disk failed"):
+        writer.finish()
+    writer.abort()
+    assert {"0.pt"} == {path.name for path in tmp_path.rglob("*.pt")}
+
+
+def _fail(path: str) -> None:
+    if path.endswith("1.pt"):
+        raise OSError("the disk failed")
 
 
 def test_a_file_that_is_not_finished_is_refused(tmp_path: Path) -> None:
