@@ -18,6 +18,7 @@ from queue import SimpleQueue
 from random import uniform
 from threading import Condition, Event, Lock, Semaphore, Thread, current_thread, get_ident, get_native_id, local
 from time import monotonic, monotonic_ns, sleep, time
+from typing import TypeVar
 
 from nxd_ckpt import gc_paused
 from nxd_ckpt.errors import CheckpointError
@@ -45,6 +46,8 @@ __all__ = [
     "yield_disk_to_others",
     "yield_processor_to_others",
 ]
+
+ResultT = TypeVar("ResultT")
 
 pid = os.getpid
 
@@ -99,6 +102,36 @@ def born(pid: int) -> str | None:
 
 
 in_forked_children(gc_paused.collect_in_child)
+
+
+def side_by_side(*calls: Callable[[], ResultT]) -> list[ResultT]:
+    """Run the calls at the same time, and return their results when all have ended; raise the first one's error.
+
+    For calls that wait for a disk: what it syncs together takes it no longer than one sync. Where no thread can be
+    started (an exiting interpreter starts none), they run one after the other.
+    """
+    results, errors = dict[int, ResultT](), dict[int, BaseException]()
+
+    def run(number: int) -> None:
+        try:
+            results[number] = calls[number]()
+        except BaseException as error:
+            errors[number] = error
+
+    threads = [Thread(target=run, args=(number,), name="nxd_ckpt-sync", daemon=True) for number in range(1, len(calls))]
+    for number, thread in enumerate(threads, start=1):
+        try:
+            thread.start()
+        except RuntimeError:
+            run(number)
+    if calls:
+        run(0)
+    for thread in threads:
+        if thread.is_alive():
+            thread.join()
+    if errors:
+        raise errors[min(errors)]
+    return [results[number] for number in range(len(calls))]
 
 
 def require_own(pid: int, what: str) -> None:

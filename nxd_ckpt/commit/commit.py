@@ -126,8 +126,7 @@ def commit(session: Session, topology: Topology, votes: Sequence[Vote], request:
     )
     indexes = [names.index_file(topology.coordinates_of(rank)) for rank in range(topology.world_size)]
     session.require()  # again: in place, a late write would disturb another job that saves this tag
-    publication.put(storage, names.MANIFEST, dump_manifest(manifest))
-    publication.publish(session, order_time, indexes)
+    publication.publish(session, order_time, indexes, {names.MANIFEST: dump_manifest(manifest)})
     if request.rules is not None:
         unread = () if request.draining is None else request.draining.unread
         retain(session, publication, request.rules, unread, _with_new(session, publication.tag, order_time, now))

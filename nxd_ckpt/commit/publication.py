@@ -14,10 +14,11 @@ from __future__ import annotations
 
 import posixpath
 from collections import Counter
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
+from types import MappingProxyType
 from typing import Any, ClassVar, Protocol
 
 from nxd_ckpt import effects
@@ -29,13 +30,16 @@ from nxd_ckpt.coordination.replacement import not_undone
 from nxd_ckpt.core.names import DONE, MARKER
 from nxd_ckpt.core.tags import order_text
 from nxd_ckpt.errors import CheckpointError, DirectoryInUse, MalformedFile, OutcomeUnknown, SaveFailed
-from nxd_ckpt.storage.base import DirEntry, Storage, remove_if
+from nxd_ckpt.storage.base import DirEntry, Storage, Writer, remove_if
 from nxd_ckpt.tag.directory import may_be_replaced
 from nxd_ckpt.tag.order import manifest_of
 from nxd_ckpt.tag.range_reader import in_parallel
 
 _FEW = 8
 """Number of files of one directory up to which each is asked for by name, instead of listing the directory."""
+
+
+NOTHING: Mapping[str, bytes] = MappingProxyType({})
 
 
 class Publication(Protocol):
@@ -61,8 +65,8 @@ class Publication(Protocol):
     def begin(self, session: Session) -> None:
         """Make room, on rank 0 before anything is written. Raises SaveFailed if the tag must not be saved."""
 
-    def put(self, storage: Storage, name: str, data: bytes) -> None:
-        """Write a small file into the folder; never over another job's."""
+    def put(self, storage: Storage, files: Mapping[str, bytes]) -> None:
+        """Write small files into the folder, with durable names; never over another job's."""
 
     def must_hold(self, storage: Storage, files: Collection[str]) -> None:
         """Raise DirectoryInUse unless these names, which were written into the folder, are there.
@@ -71,8 +75,10 @@ class Publication(Protocol):
         again, with only the later files in it.
         """
 
-    def publish(self, session: Session, order_time: float, files: Collection[str]) -> None:
-        """Make the complete and durable tag visible, durably. Rank 0 only.
+    def publish(
+        self, session: Session, order_time: float, files: Collection[str], last: Mapping[str, bytes] = NOTHING
+    ) -> None:
+        """Make the durable tag visible, durably, once the small files ``last`` complete it. Rank 0 only.
 
         ``files`` are names of files in the folder; of every rank at least the one that it wrote last.
 
@@ -83,11 +89,14 @@ class Publication(Protocol):
             OutcomeUnknown: the storage does not say.
         """
 
-    def retire(self, session: Session, tag: str, is_kept: Callable[[str], bool] = lambda key: False) -> bool:
+    def retire(
+        self, session: Session, tag: str, is_kept: Callable[[str], bool] = lambda key: False, order_time: float = 0.0
+    ) -> bool:
         """Make another tag invisible at once; journal.discard_trash deletes it. True if it was removed.
 
         ``is_kept`` gets the key where the tag lies by then. It is called after others can see that the tag is going, so
-        that a job that objects until then, and still sees the tag, is heard.
+        that a job that objects until then, and still sees the tag, is heard. If this process ends before that, the next
+        one sees by ``order_time``, that of the save which is to go, whether it is another.
         """
 
 
@@ -109,21 +118,33 @@ class Staged:
         if self.overwrite is False:
             _refuse_existing(session.storage, self.tag)
 
-    def put(self, storage: Storage, name: str, data: bytes) -> None:
-        storage.write(f"{self.folder}/{name}", data)
+    def put(self, storage: Storage, files: Mapping[str, bytes]) -> None:
+        written, folders = list[Writer](), {posixpath.dirname(f"{self.folder}/{name}") for name in files}
+        try:
+            for name, data in files.items():
+                written.append(_create(storage, f"{self.folder}/{name}", len(data)))
+                written[-1].write_at(0, data)
+            # Nobody looks for these files yet, so that their names need not wait for their bytes.
+            effects.side_by_side(
+                *(writer.close for writer in written), *(partial(storage.sync_dir, folder) for folder in folders)
+            )
+        except BaseException:
+            for writer in written:
+                writer.abort()
+            raise
 
-    def publish(self, session: Session, order_time: float, files: Collection[str]) -> None:
+    def publish(
+        self, session: Session, order_time: float, files: Collection[str], last: Mapping[str, bytes] = NOTHING
+    ) -> None:
         storage = session.storage
         if self.overwrite is False:
             _refuse_existing(storage, self.tag)
         _refuse_what_is_no_checkpoint(storage, self.tag)
         if self.resumes:
-            self._publish_copy(session, order_time, files)
+            self._publish_copy(session, order_time, files, last)
             return
-        self.put(storage, MARKER, b"1")
-        self.put(storage, DONE, b"1")
+        self.put(storage, {**last, MARKER: b"1", DONE: b"1"})
         storage.set_time(f"{self.folder}/{DONE}", order_time)
-        storage.sync_dir(self.folder)
         self.must_hold(storage, self._not_listed(storage, files))
         try:
             journal.publish(storage, self.attempt, self.tag, partial(is_visible, storage, self.tag, self.attempt))
@@ -132,7 +153,9 @@ class Staged:
             if not is_visible(storage, self.tag, self.attempt):
                 raise
 
-    def _publish_copy(self, session: Session, order_time: float, files: Collection[str]) -> None:
+    def _publish_copy(
+        self, session: Session, order_time: float, files: Collection[str], last: Mapping[str, bytes]
+    ) -> None:
         """Rename the collected copy to a staged attempt, and publish that.
 
         No new job sweeps the folder of copies, and another job may copy the same tag. So only a job that still has the
@@ -143,7 +166,7 @@ class Staged:
         storage.rename(self.folder, staged.folder)
         try:
             session.require(strictly=True)
-            staged.publish(session, order_time, files)
+            staged.publish(session, order_time, files, last)
         except BaseException:
             with suppress(OSError):  # else the next copy starts from nothing
                 if not journal.is_open(storage):  # else it is the old tag, or needed to finish the replacement
@@ -174,8 +197,10 @@ class Staged:
         }
         return [name for name in files if name not in listed]
 
-    def retire(self, session: Session, tag: str, is_kept: Callable[[str], bool] = lambda key: False) -> bool:
-        return journal.remove_tag(session.storage, tag, self.attempt, is_kept)
+    def retire(
+        self, session: Session, tag: str, is_kept: Callable[[str], bool] = lambda key: False, order_time: float = 0.0
+    ) -> bool:
+        return journal.remove_tag(session.storage, tag, self.attempt, is_kept, order_time or None)
 
 
 @dataclass(frozen=True)
@@ -233,15 +258,19 @@ class InPlace:
         if not storage.link_new(f"{self.tag}/{MARKER}", f"1 {self.attempt}".encode()):
             raise self._another_job(session)
 
-    def put(self, storage: Storage, name: str, data: bytes) -> None:
-        key = f"{self.folder}/{name}"
-        # The file may come from an earlier try of the storage, whose reply was lost.
-        if not storage.link_new(key, data) and storage.read(key) != data:
-            raise FileExistsError(f"{storage.url}/{key} was written by somebody else meanwhile")
+    def put(self, storage: Storage, files: Mapping[str, bytes]) -> None:
+        for key, data in ((f"{self.folder}/{name}", data) for name, data in files.items()):
+            # The file may come from an earlier try of the storage, whose reply was lost.
+            if not storage.link_new(key, data) and storage.read(key) != data:
+                raise FileExistsError(f"{storage.url}/{key} was written by somebody else meanwhile")
+            storage.sync_dir(posixpath.dirname(key))
 
-    def publish(self, session: Session, order_time: float, files: Collection[str]) -> None:
+    def publish(
+        self, session: Session, order_time: float, files: Collection[str], last: Mapping[str, bytes] = NOTHING
+    ) -> None:
         storage, done = session.storage, f"{self.tag}/{DONE}"
         mark = f"{order_text(order_time)} {self.attempt}".encode() if self.attempt else b"1"
+        self.put(storage, last)
         storage.sync_dir(self.tag)
         session.require()
         try:
@@ -264,7 +293,9 @@ class InPlace:
     def must_hold(self, storage: Storage, files: Collection[str]) -> None:
         """Do nothing: a job that takes over takes the lease, which publish() checks before and after ``done``."""
 
-    def retire(self, session: Session, tag: str, is_kept: Callable[[str], bool] = lambda key: False) -> bool:
+    def retire(
+        self, session: Session, tag: str, is_kept: Callable[[str], bool] = lambda key: False, order_time: float = 0.0
+    ) -> bool:
         storage, intent = session.storage, trash_file(self.attempt, tag)
         intents.declare(storage, intent, tag)
         goes = remove_if(storage, f"{tag}/{DONE}", lambda: not is_kept(tag))
@@ -333,6 +364,15 @@ class InPlace:
             f"{session.storage.url}/{self.tag} is being written by another job at the same time; its files are left "
             "alone. Stop one of the two jobs"
         )
+
+
+def _create(storage: Storage, key: str, nbytes: int) -> Writer:
+    """Create a file in place of what an interrupted publication left there."""
+    try:
+        return storage.create(key, nbytes)
+    except FileExistsError:
+        storage.remove(key)
+    return storage.create(key, nbytes)
 
 
 def publication_of(session: Session, counter: int, tag: str, overwrite: bool | None) -> Publication:

@@ -169,7 +169,7 @@ def retire_unpinned(session: Session, publication: Publication, info: TagInfo) -
         is_same = now is not None and (now.order_time, now.marked) == (info.order_time, info.marked)
         return info.tag in pins or not is_same
 
-    return not stays(info.tag) and publication.retire(session, info.tag, stays)
+    return not stays(info.tag) and publication.retire(session, info.tag, stays, info.order_time)
 
 
 def _has_files(storage: Storage, folder: str) -> bool:

@@ -11,7 +11,9 @@ import json
 import logging
 from collections.abc import Callable, Collection
 from contextlib import suppress
+from functools import partial
 
+from nxd_ckpt import effects
 from nxd_ckpt.coordination import intents
 from nxd_ckpt.coordination.control_files import pinned, read_note, set_aside
 from nxd_ckpt.coordination.paths import (
@@ -20,14 +22,16 @@ from nxd_ckpt.coordination.paths import (
     TRASH,
     UNFINISHED,
     is_trash_of,
+    meant_by,
     outcome_file,
     staging_dir,
     trash_file,
 )
 from nxd_ckpt.coordination.replacement import Replacement, not_undone
 from nxd_ckpt.core.limits import NOTE, checked_name
-from nxd_ckpt.core.names import DONE, HIDDEN
-from nxd_ckpt.core.tags import validate_tag
+from nxd_ckpt.core.manifest import load_manifest
+from nxd_ckpt.core.names import DONE, HIDDEN, MANIFEST
+from nxd_ckpt.core.tags import order_text, validate_tag
 from nxd_ckpt.errors import DirectoryInUse, MalformedFile
 from nxd_ckpt.storage.base import Storage
 
@@ -153,12 +157,19 @@ def _announced(storage: Storage) -> tuple[str, str] | None:
         raise MalformedFile(f"{storage.url}/{JOURNAL}: it names no swap ({type(error).__name__}: {error})") from error
 
 
-def remove_tag(storage: Storage, tag: str, attempt: str, is_kept: Callable[[str], bool] = lambda key: False) -> bool:
+def remove_tag(
+    storage: Storage,
+    tag: str,
+    attempt: str,
+    is_kept: Callable[[str], bool] = lambda key: False,
+    order_time: float | None = None,
+) -> bool:
     """Make a tag invisible with one rename; False if ``is_kept``, then it has its name again.
 
-    ``is_kept`` is called with the tag's key in the trash.
+    ``is_kept`` is called with the tag's key in the trash. If this process ends before it has answered, others see by
+    ``order_time`` whether it is the save that was to go.
     """
-    key, goes = trash_file(attempt, tag), False
+    key, goes = trash_file(attempt, tag, order_time), False
     storage.make_dir(TRASH)
     storage.rename(tag, key)
     try:
@@ -207,44 +218,57 @@ def settle_losses(storage: Storage, names: Collection[object]) -> None:
 def discard(storage: Storage, name: str, confirm: Callable[[], bool]) -> None:
     """Delete the entry ``name`` of the trash, see `settle_losses`. Raises OSError.
 
-    A pinned tag gets its name back instead: the job that was to remove it ended before it saw the pin.
+    A tag that must stay gets its name back instead, see `lost_tags`.
     """
     key = f"{TRASH}/{name}"
     if storage.is_dir(key):  # in a store the entry is an intent
-        for tag in pinned(storage):
-            if is_trash_of(name, tag):
-                _put_back(storage, key, tag)
+        for tag in _must_stay(storage, name, pinned(storage)):
+            _put_back(storage, key, tag)
     intents.clear(storage, key, confirm)
 
 
-def pinned_in_trash(storage: Storage) -> dict[str, str]:
-    """Return the pinned tags that have lost their names, each with its key in the trash; of several the newest.
+def lost_tags(storage: Storage) -> dict[str, str]:
+    """Return the tags in the trash that must stay, each with its key there; of several of a name the newest.
 
-    A live job that moved one away sees the pin, and gives it its name back; a dead one does not.
+    A live job that moved one away gives it its name back; a dead one does not. They must stay because they are pinned,
+    or because another job, which took the directory over, saved them under the name of the tag that was to go.
     """
+    newest = dict[str, tuple[float, str]]()
     try:
-        away = {tag for tag in pinned(storage) if not storage.is_dir(tag)} if storage.renames else set()
+        entries = storage.list(TRASH) if storage.renames else []
+        pins = pinned(storage) if entries else set[str]()
     except MalformedFile:  # unreadable pins must not prevent reading tags
         return {}
-    newest = dict[str, tuple[float, str]]()
-    for entry in storage.list(TRASH) if away else ():
-        for tag in (tag for tag in away if is_trash_of(entry.name, tag)):
+    for entry in entries:
+        for tag in _must_stay(storage, entry.name, pins):
             key = f"{TRASH}/{entry.name}"
             with suppress(FileNotFoundError, MalformedFile):  # half deleted, or no tag
                 newest[tag] = max(newest.get(tag, (0.0, "")), (storage.time(f"{key}/{DONE}"), key))
-    return {tag: key for tag, (_, key) in newest.items()}
+    return {tag: key for tag, (_, key) in newest.items() if not storage.is_dir(tag)}
 
 
-def put_back_pinned(storage: Storage) -> None:
-    """Give pinned tags in the trash their names back. Safe by several processes, while no job lives. Raises OSError."""
-    for tag, key in pinned_in_trash(storage).items():
+def put_back_lost(storage: Storage) -> None:
+    """Give the `lost_tags` their names back. Safe by several processes, while no job lives. Raises OSError."""
+    for tag, key in lost_tags(storage).items():
         with suppress(FileNotFoundError, FileExistsError):  # another process was faster
             _put_back(storage, key, tag)
             logger.warning(
-                "%s/%s is pinned, and a job that was about to remove it ended before it saw the pin: the tag is back",
+                "%s/%s is back: a job that was about to remove a tag of this name ended before it saw that this one is "
+                "pinned, or another save",
                 storage.url,
                 tag,
             )
+
+
+def _must_stay(storage: Storage, name: str, pins: Collection[str]) -> set[str]:
+    """Return the names that a directory in the trash may have as a tag that must stay."""
+    tags, meant, key = {tag for tag in pins if is_trash_of(name, tag)}, meant_by(name), f"{TRASH}/{name}"
+    with suppress(FileNotFoundError, MalformedFile):  # half deleted, or of another program
+        if meant and storage.is_file(f"{key}/{DONE}"):
+            manifest = load_manifest(storage.read(f"{key}/{MANIFEST}"), f"{storage.url}/{key}/{MANIFEST}")
+            if is_trash_of(name, manifest.tag) and order_text(manifest.order_time) != meant:
+                tags.add(manifest.tag)
+    return tags
 
 
 def _put_back(storage: Storage, key: str, tag: str) -> None:
@@ -253,10 +277,8 @@ def _put_back(storage: Storage, key: str, tag: str) -> None:
 
 
 def _sync(storage: Storage) -> None:
-    storage.sync_dir("")
-    for source in (STAGING, TRASH):
-        if storage.is_dir(source):
-            storage.sync_dir(source)
+    folders = ["", *(source for source in (STAGING, TRASH) if storage.is_dir(source))]
+    effects.side_by_side(*(partial(storage.sync_dir, folder) for folder in folders))
 
 
 def _forget(storage: Storage) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import zlib
 
 from nxd_ckpt.core.names import DONE, HIDDEN, MARKER
+from nxd_ckpt.core.tags import order_text
 from nxd_ckpt.storage.hosts.directory import Names
 
 LEASE = f"{HIDDEN}/lease.json"
@@ -112,8 +113,15 @@ def unfinished_dir(key: str) -> str:
     return f"{TRASH}/{zlib.crc32(key.encode()):08x}{UNFINISHED}"
 
 
-def trash_file(attempt: str, tag: str) -> str:
-    return f"{TRASH}/{attempt}{_trash_end(tag)}"
+def trash_file(attempt: str, tag: str, order_time: float | None = None) -> str:
+    """Return the trash key for a tag that ``attempt`` takes away; ``order_time`` says which save that is to be."""
+    meant = "" if order_time is None else f".{order_text(order_time)}"
+    return f"{TRASH}/{attempt}{meant}{_trash_end(tag)}"
+
+
+def meant_by(name: str) -> str:
+    """Return the order time of the save that a trash name was made for, as text; "" if the name does not tell."""
+    return name.rpartition("-")[0].rpartition("-")[2].partition(".")[2]
 
 
 def is_trash_of(name: str, tag: str) -> bool:

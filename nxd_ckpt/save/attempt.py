@@ -39,6 +39,7 @@ from nxd_ckpt.save.options import SaveOptions
 from nxd_ckpt.save.plan import SavePlan
 from nxd_ckpt.save.waves import Wave
 from nxd_ckpt.save.writing import FileWriter, parent_of
+from nxd_ckpt.storage.base import without_syncs
 from nxd_ckpt.storage.throttle import Pace
 
 logger = logging.getLogger("nxd_ckpt")
@@ -196,7 +197,9 @@ class _Opening:
             publication.begin(session)
             if is_opened and not session.is_alone:
                 AttemptVotes(session.storage, attempt, session.news).open(self._tag)
-        session.storage.make_dir(publication.folder)
+        # A staged folder's name need not last: what a power cut leaves of an attempt is removed.
+        storage = session.storage if publication.in_place else without_syncs(session.storage)
+        storage.make_dir(publication.folder)
         return parent_of(session.storage, session.last_saved) if self._attempt.request.options.dedup else None
 
     def _pass_over(self) -> None:
@@ -282,19 +285,12 @@ class AttemptFiles:
             except BaseException as error:
                 attempt.fail(error)
 
-    def finish(self) -> None:
-        """Make the files durable, or drop them after a failure. Raises it if this rank cannot even vote."""
+    def end(self) -> None:
+        """Let other ranks write; drop the files after a failure. Raises it if this rank cannot even vote."""
         attempt = self.attempt
-        with attempt.timed("write_seconds"):
-            try:
-                if attempt.error is None and self.writer is not None:
-                    self.writer.finish()
-            except BaseException as error:
-                attempt.fail(error)
-            finally:
-                self._slot.close()
-                if attempt.error is not None and self.writer is not None:
-                    self.writer.abort()
+        self._slot.close()
+        if attempt.error is not None and self.writer is not None:
+            self.writer.abort()
         if (self._is_elsewhere or attempt.is_away()) and attempt.error is not None:
             attempt.session.lost_votes[self.publication.attempt] = self.failed_vote(attempt.error)
             raise attempt.failed(attempt.error) from attempt.error

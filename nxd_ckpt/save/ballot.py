@@ -104,7 +104,9 @@ class Ballot:
                     at = session.topology.coordinates
                     index = writer.index(plan, at)
                     index = replace(index, files={**index.files, **metadata})
-                    return write_index(session.storage, self._publication, names.index_file(at), index), others
+                    write = partial(write_index, session.storage, self._publication, names.index_file(at), index)
+                    entry, _ = effects.side_by_side(write, writer.finish)
+                    return entry, others
         except BaseException as error:
             attempt.fail(error)
         return None, others

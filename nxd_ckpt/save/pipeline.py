@@ -191,7 +191,7 @@ def _conclude(attempt: SaveAttempt, counting: Counting | None, pending: SaveProg
     try:
         with as_checkpoint_errors():
             files = attempt.files.result()
-            files.finish()
+            files.end()
             nbytes = Ballot(files).decide(pending.voted.set)
     except CheckpointError as problem:
         error = problem

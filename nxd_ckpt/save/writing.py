@@ -10,12 +10,12 @@ possible changes meanwhile, are in docs/decisions/024.
 
 from __future__ import annotations
 
-import os
 from collections import deque
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Executor, Future, wait
 from contextlib import AbstractContextManager, closing, contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -197,9 +197,12 @@ class FileWriter:
             with self._naming(folder):
                 self._storage.make_dir(f"{self._folder}/{folder}")
         # Parents too: the first to write below a directory created it, and its own name must last as well.
-        for folder in folders_of(planned.key for planned in self._files):
-            with self._naming(folder or self._folder):
-                self._storage.sync_dir(f"{self._folder}/{folder}".rstrip("/"))
+        folders = folders_of(planned.key for planned in self._files)
+        effects.side_by_side(*(partial(self._sync, folder) for folder in folders))
+
+    def _sync(self, folder: str) -> None:
+        with self._naming(folder or self._folder):
+            self._storage.sync_dir(f"{self._folder}/{folder}".rstrip("/"))
 
     def abort(self) -> None:
         _end([closed for _, closed in self._closing])
@@ -384,8 +387,7 @@ def write_index(storage: Storage, publication: Publication, key: str, index: Ran
 def write_small(storage: Storage, publication: Publication, key: str, data: bytes) -> FileEntry:
     """Write a small file of the attempt durably."""
     with _naming(key, storage, len(data)):
-        publication.put(storage, key, data)
-        storage.sync_dir(os.path.dirname(f"{publication.folder}/{key}"))
+        publication.put(storage, {key: data})
     return FileEntry(len(data), crc32.crc32(data))
 
 

@@ -199,11 +199,11 @@ def _settled(storage: Storage, look: Callable[[], list[TagInfo]], *, only_look: 
 def settle_swap(storage: Storage, *, only_look: bool = False) -> None:
     """Let a live job finish the replacement of a tag; finish or undo that of a dead job.
 
-    With ``only_look`` a dead job's swap stays. A pinned tag that a dead job has moved away gets its name back too.
+    With ``only_look`` a dead job's swap stays. Tags that a dead job must not have moved away get their names back too.
     """
     if not journal.is_open(storage):
         if not only_look:
-            _put_back_pinned(storage)
+            _put_back_lost(storage)
         return
     deadline, backoff = effects.monotonic() + _SWAP_TAKES, Backoff(storage)
     while journal.is_open(storage) and effects.monotonic() < deadline:
@@ -219,19 +219,19 @@ def settle_swap(storage: Storage, *, only_look: bool = False) -> None:
                 raise
 
 
-def _put_back_pinned(storage: Storage) -> None:
-    away = journal.pinned_in_trash(storage)
+def _put_back_lost(storage: Storage) -> None:
+    away = journal.lost_tags(storage)
     if not away or lease.job_lives(storage, patience=_SWAP_TAKES):
         return
     try:
-        journal.put_back_pinned(storage)
+        journal.put_back_lost(storage)
     except OSError as error:
         if error.errno not in _READ_ONLY:
             raise
         for tag, key in away.items():
             logger.warning(
-                "%s/%s is pinned, but a job that was removing it ended before it noticed. The tag is in %s; the next "
-                "process that may write here restores its name (%s)",
+                "%s/%s is in %s: a job that was removing a tag of this name ended before it saw that this one is "
+                "pinned, or another save. The next process that may write here restores its name (%s)",
                 storage.url,
                 tag,
                 key,

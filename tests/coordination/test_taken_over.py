@@ -38,12 +38,12 @@ def test_a_staged_tag_that_lost_a_file_does_not_appear(disk: LocalStorage, one: 
     files = [f"index/{number}.json" for number in range(count)]
     written(disk, one)
     for name in files:
-        one.put(disk, name, b"{}")
+        one.put(disk, {name: b"{}"})
     disk.remove(f"{one.folder}/{files[-1]}")
     with pytest.raises(DirectoryInUse, match=rf"{files[-1]} was written, and is gone: another job took .* over"):
         one.publish(session(disk), TIME, files)
     assert not disk.is_dir(TAG)
-    one.put(disk, files[-1], b"{}")
+    one.put(disk, {files[-1]: b"{}"})
     one.publish(session(disk), TIME, files)
     assert is_visible(disk, TAG, ATTEMPT)
 
@@ -54,7 +54,7 @@ def test_a_file_that_a_listing_does_not_show_yet_is_asked_for(
     """Network file systems may show an old listing for a while."""
     one, files = Staged(ATTEMPT, TAG), [f"index/{number}.json" for number in range(20)]
     for name in files:
-        one.put(disk, name, b"{}")
+        one.put(disk, {name: b"{}"})
     listed = disk.list(f"{one.folder}/index")
     monkeypatch.setattr(LocalStorage, "list", lambda self, key="": listed[:-1] if key.endswith("index") else [])
     one.must_hold(disk, files)
@@ -138,7 +138,7 @@ def test_few_files_are_asked_for_and_many_are_listed(disk: LocalStorage, count: 
     """All ranks have files in some directories: thousands are not listed for a few."""
     one, files, log = Staged(ATTEMPT, TAG), [f"model/{number}.pt" for number in range(count)], list[Operation]()
     for name in files:
-        one.put(disk, name, b"1")
+        one.put(disk, {name: b"1"})
     one.must_hold(HookedStorage(disk, log.append), files)
     assert asked == [done.name for done in log]
 

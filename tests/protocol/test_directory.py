@@ -282,7 +282,7 @@ def test_a_run_id_of_a_job_that_was_killed_is_used_up_too(tmp_path: Path) -> Non
 
 
 def saves_after_a_killed_job(rank: int, path: Path, dies: bool) -> CheckpointError | None:
-    full = failing("write", "*/manifest.json", OSError(errno.ENOSPC, "No space left on device"))
+    full = failing("close", "*/manifest.json", OSError(errno.ENOSPC, "No space left on device"))
     saver = checkpointer(path, rank, 2, full if rank == 0 and not dies else None, run_id="same")
     try:
         save(saver, "first" if dies else "second", 1)
@@ -398,7 +398,7 @@ def test_a_tier_whose_link_leads_elsewhere_gets_no_copy(tmp_path: Path, caplog: 
     link.symlink_to(tmp_path / "first")
     saver = Checkpointer(tmp_path / "near", tiers=[Tier(tmp_path / "near"), Tier(link)])
     saver.save("1", {"weight": torch.ones(3)})
-    until(lambda: (tmp_path / "first" / "1" / "done").exists())
+    saver.wait(1)
     link.unlink()
     link.symlink_to(tmp_path / "other")
     saver.save("2", {"weight": torch.ones(3)})

@@ -38,15 +38,15 @@ OWN_PART = [
     ("write_at", "*-2/model/*"),
     ("close", "*-2/model/*"),
     ("sync_dir", "*-2/model"),
-    ("write", "*-2/index/*"),
+    ("close", "*-2/index/*"),
     ("write", "*-2/rank_*.vote.json"),
     ("sync_dir", ".nxd_ckpt/votes/*-2"),
 ]
 # What rank 0 does alone.
 COMMIT = [
     ("read", "*-2/index/*"),
-    ("write", "*-2/manifest.json"),
-    ("write", "*-2/done"),
+    ("close", "*-2/manifest.json"),
+    ("close", "*-2/done"),
     ("rename", "*-2 -> second"),
     ("sync_dir", ""),
 ]

@@ -58,20 +58,12 @@ def logs(exchanges: bool, tmp_path_factory: pytest.TempPathFactory) -> tuple[Log
     return first, second
 
 
-OF_A_RANK = [
-    ("close", "*/staging/*"),
-    ("sync_dir", "*/model"),
-    ("write", "*/index/*"),
-    ("sync_dir", "*/index"),
-    ("write", "*.vote.json"),
-]
-COMPLETION = [
-    ("write", "*.vote.json"),
-    ("write", "*/manifest.json"),
-    ("write", "*/done"),
-    ("set_time", "*/done"),
-    ("sync_dir", ".nxd_ckpt/staging/*"),
-]
+DATA, VOTE = ("close", "*/staging/*/model/*"), ("write", "*.vote.json")
+OF_A_RANK = [("sync_dir", "*/model"), ("close", "*/index/*"), ("sync_dir", "*/index")]
+"""What a rank does side by side, between its data and its vote."""
+COMPLETION = [("close", "*/manifest.json"), ("close", "*/done"), ("sync_dir", ".nxd_ckpt/staging/*")]
+"""What rank 0 does side by side, once it has the votes."""
+DATED = ("set_time", "*/done")
 APPEARANCE = [("rename", "*/staging/* -> tag"), ("sync_dir", "")]
 ANNOUNCEMENT = [("write", ".nxd_ckpt/journal.json"), ("sync_dir", ".nxd_ckpt")]
 EXCHANGE = [("swap", "*/staging/* <-> tag"), ("rename", "*/staging/* -> .nxd_ckpt/trash/*"), ("sync_dir", "")]
@@ -106,25 +98,28 @@ def out_of_order(log: Log, steps: list[tuple[str, str]]) -> list[tuple[tuple[str
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("save_number", [0, 1])
 def test_a_rank_votes_when_its_data_are_durable(logs: tuple[Log, Log], rank: int, save_number: int) -> None:
-    """Its files are written and synced, then their names, then the index and its name; then it votes."""
+    """Its files are written and synced, then their names, the index and its name; then it votes."""
     data = [line for line in logs[save_number] if line[1] == rank and "/staging/" in line[3]]
     vote = [line for line in logs[save_number] if line[1] == rank and line[3].endswith(".vote.json")]
-    assert [] == out_of_order([line for line in data if line[0] < vote[0][0]] + vote, OF_A_RANK)
+    for step in OF_A_RANK:
+        assert [] == out_of_order([line for line in data if line[0] < vote[0][0]] + vote, [DATA, step, VOTE])
 
 
 def test_a_new_tag_appears_complete(logs: tuple[Log, Log]) -> None:
-    """All votes < manifest < done < their names' sync < the one rename < sync of the parent < verdict."""
-    votes = last_of(logs[0], "write", "*.vote.json")
-    assert [] == out_of_order(logs[0][votes:], COMPLETION + APPEARANCE + VERDICT)
+    """All votes < manifest, done and their names' sync < the one rename < sync of the parent < verdict."""
+    votes = last_of(logs[0], *VOTE)
+    for step in COMPLETION:
+        assert [] == out_of_order(logs[0][votes:], [VOTE, step, DATED, *APPEARANCE, *VERDICT])
 
 
 def test_an_old_tag_is_swapped_under_a_durable_journal(logs: tuple[Log, Log], exchanges: bool) -> None:
     """Journal and its sync < old out < new in < sync of the parent < journal dropped < old deleted < verdict."""
     swap = ANNOUNCEMENT + (EXCHANGE if exchanges else TWO_RENAMES) + REMOVAL
-    votes, dropped = last_of(logs[1], "write", "*.vote.json"), last_of(logs[1], "remove", ".nxd_ckpt/journal.json")
+    votes, dropped = last_of(logs[1], *VOTE), last_of(logs[1], "remove", ".nxd_ckpt/journal.json")
     # What follows is synced again: the journal's loss, and before the old tag is deleted, the loss of its name.
     journal_again = [line for line in logs[1][dropped:] if line[3] not in ("", ".nxd_ckpt")]
-    assert [] == out_of_order(logs[1][votes:dropped] + journal_again, COMPLETION + swap + VERDICT)
+    for step in COMPLETION:
+        assert [] == out_of_order(logs[1][votes:dropped] + journal_again, [VOTE, step, DATED, *swap, *VERDICT])
 
 
 @pytest.mark.parametrize("save_number", [0, 1])

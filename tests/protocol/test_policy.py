@@ -307,6 +307,25 @@ def test_who_lists_finds_what_is_pinned(five: Path) -> None:
     assert has_checkpoint(five)
 
 
+@pytest.mark.parametrize(("order_time", "is_back"), [(1.0, True), (None, False)])
+def test_another_save_than_the_one_that_was_to_go_is_found(five: Path, order_time: float | None, is_back: bool) -> None:
+    """A job stood still right before it removed a tag, another saved under that name, and then the first one ended."""
+    storage = LocalStorage(five)
+    meant = order_time or load_manifest(storage.read(f"step_3/{MANIFEST}"), "").order_time
+    journal.remove_tag(storage, "step_3", "dead-1", order_time=meant)
+    assert is_back == ("step_3" in {one.tag for one in list_checkpoints(five)})
+    journal.discard_trash(storage, "dead")
+    assert is_back == storage.is_dir("step_3")
+
+
+def test_a_save_that_was_not_to_go_is_not_deleted(five: Path) -> None:
+    """The next job finds it in the trash before anybody has read."""
+    storage = LocalStorage(five)
+    journal.remove_tag(storage, "step_3", "dead-1", order_time=1.0)
+    journal.discard_trash(storage, "dead")
+    assert () == verify_checkpoint(five, "step_3").problems
+
+
 def test_what_a_live_job_moves_away_is_left_to_it(five: Path) -> None:
     """It sees the pin itself, and would not find what it has to move back."""
     with Checkpointer(five) as saver:
@@ -323,7 +342,7 @@ def test_who_may_only_read_is_told_where_it_is(five: Path, caplog: pytest.LogCap
     tags = settled_tags(HookedStorage(LocalStorage(five), read_only))
     assert ["step_1", "step_2", "step_4", "step_5"] == sorted(info.tag for info in tags)
     [message] = caplog.messages
-    assert "step_3 is pinned, but a job that was removing it ended" in message
+    assert "step_3 is in " in message
     assert f"{TRASH}/dead-1-" in message
 
 

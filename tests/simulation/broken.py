@@ -138,6 +138,9 @@ _MISMATCH = """    if actual != expected.crc32:
         raise DigestMismatch(f"{where}: expected CRC-32 {expected.crc32:08x}, found {actual:08x}: its bytes changed")
 """
 
+_NAMES_SYNCED = "for folder in folders)"
+_PUBLISHES = "    publication.publish(session, order_time, indexes, {names.MANIFEST: dump_manifest(manifest)})\n"
+
 BREAKS = [
     Break(
         "Directory not synced after a tag's rename", "disk",
@@ -145,11 +148,11 @@ BREAKS = [
     ),
     Break(
         "Directory of the indexes not synced", "disk",
-        {_SAVED_FILES: ('        storage.sync_dir(os.path.dirname(f"{publication.folder}/{key}"))\n', "")},
+        {_PUBLICATION: (_NAMES_SYNCED, "for folder in folders if not folder.endswith('/index'))")},
     ),
     Break(
         "Directories of the data not synced", "disk",
-        {_SAVED_FILES: ("in folders_of(planned.key for planned in self._files):", "in ():")},
+        {_SAVED_FILES: ("(partial(self._sync, folder) for folder in folders)", "()")},
     ),
     Break(
         "Files of the data not synced", "disk",
@@ -162,7 +165,7 @@ BREAKS = [
     ),
     Break(
         "Attempt's directory not synced before its rename", "disk",
-        {_PUBLICATION: ("        storage.sync_dir(self.folder)\n        self.must", "        self.must")},
+        {_PUBLICATION: (_NAMES_SYNCED, "for folder in folders if folder != self.folder)")},
     ),
     Break(
         "Published without a look at all ranks' files", "disk",
@@ -260,7 +263,7 @@ BREAKS = [
     ),
     Break(
         "Manifest not written", "disk",
-        {_COMMIT: ("    publication.put(storage, names.MANIFEST, dump_manifest(manifest))\n", "")},
+        {_COMMIT: (", {names.MANIFEST: dump_manifest(manifest)})", ")")},
     ),
     Break(
         "Retention removes one tag more", "disk",
@@ -300,10 +303,9 @@ BREAKS = [
         "Visible before its manifest is written", "store",
         {
             _COMMIT: (
-                "    publication.put(storage, names.MANIFEST, dump_manifest(manifest))\n"
-                "    publication.publish(session, order_time, indexes)\n",
+                _PUBLISHES,
                 "    publication.publish(session, order_time, indexes)\n"
-                "    publication.put(storage, names.MANIFEST, dump_manifest(manifest))\n",
+                "    publication.put(storage, {names.MANIFEST: dump_manifest(manifest)})\n",
             )
         },
     ),
@@ -390,12 +392,11 @@ BREAKS += [
         "Retention before publication", "disk",
         {
             _COMMIT: (
-                "    publication.publish(session, order_time, indexes)\n    if request.rules is not None:\n"
+                _PUBLISHES + "    if request.rules is not None:\n"
                 "        unread = () if request.draining is None else request.draining.unread\n"
                 "        retain(session, publication, request.rules, unread, _with_new("
                 "session, publication.tag, order_time, now))\n",
-                "    if request.rules is not None:\n        retain(session, publication, request.rules)\n"
-                "    publication.publish(session, order_time, indexes)\n",
+                "    if request.rules is not None:\n        retain(session, publication, request.rules)\n" + _PUBLISHES,
             )
         },
         _retains,

@@ -19,18 +19,18 @@ from tests.simulation.stage import disk_storage
 from tests.simulation.world import EPOCH, Disk, DiskStorage, Killed, Process, SystemCalls, Unanswered
 from tests.simulation.world.disk import Folder
 
-EFFECTS = Calls((24, 4), (70, 17))
+EFFECTS = Calls((24, 4), (66, 16))
 """The system calls that change something."""
 
 FAULTS = ("nothing", "kill", "kill", "power", "power", "error", "full", "sync", "stall", "clock", "damage")
 
-RENAMES = Calls((3, 1), (9, 2))
+RENAMES = Calls((3, 1), (5, 1))
 """Those of them that are renames."""
 
-LONE_EFFECTS, LONE_RENAMES = Calls((42, 0), (40, 0)), Calls((3, 0), (6, 0))
+LONE_EFFECTS, LONE_RENAMES = Calls((42, 0), (35, 0)), Calls((4, 0), (2, 0))
 """The same of lone processes, which write no votes."""
 
-AT_A_SWAP = range(18, 23)
+AT_A_SWAP = range(10, 15)
 """Among these renames of rank 0 are those by which its second save replaces a tag, or removes one."""
 
 SYNCS = 2

@@ -180,7 +180,7 @@ FOUND = [
     # A rank stood still between the two renames that replace a tag. The job that took over finished them, and the
     # save was told to have failed.
     DiskSchedule(
-        17310, (Save("a", 1), Save("a", 2)), "stall", rank=0, at=124, has_group=True,
+        17310, (Save("a", 1), Save("a", 2)), "stall", rank=0, at=123, has_group=True,
         rival=(Save("x", 5, is_async=True), Save("y", 6, is_async=True)), late=None,
     ),
     # Rank 0 took the lease of a new directory, and slept. What it swept when it woke was the save under way of the job
@@ -238,7 +238,7 @@ FOUND = [
     ),
     # After a rank was killed, each save waited a timeout for every save before it.
     DiskSchedule(
-        7800191, (Save("a", 1, True, 1), Save("b", 2, True, 1), Save("a", 3, True, 1)), "kill", rank=1, at=3,
+        7800191, (Save("a", 1, True, 1), Save("b", 2, True, 1), Save("a", 3, True, 1)), "kill", rank=1, at=2,
         has_group=True, machines=("one", "one", "one"), is_looked_at=True, at_rename=True, local=True, links=True,
     ),
 ]

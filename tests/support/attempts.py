@@ -48,5 +48,5 @@ def whole(storage: Storage, tag: str = TAG, attempt: str = "run-1") -> None:
 
 def written(storage: Storage, one: Publication) -> None:
     """What a save writes before it is published."""
-    one.put(storage, "model/x.pt", b"new")
-    one.put(storage, MANIFEST, manifest())
+    one.put(storage, {"model/x.pt": b"new"})
+    one.put(storage, {MANIFEST: manifest()})
