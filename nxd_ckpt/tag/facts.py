@@ -49,25 +49,26 @@ def stamp_of(storage: Storage, tag: str, files: Sequence[str] = (DONE, MANIFEST,
 
 
 class _Facts:
-    """Facts by place, each place with the stamp that its facts belong to. The oldest places make room for others."""
+    """Facts by process and place, with the stamp that they belong to. The oldest places make room for others."""
 
     def __init__(self) -> None:
         self._lock = effects.Lock()
         self.clear()
 
     def clear(self) -> None:
-        self._places = dict[tuple[str, str], tuple[Hashable, dict[str, Any]]]()
+        self._places = dict[tuple[int, str, str], tuple[Hashable, dict[str, Any]]]()
 
     def get(self, url: str, tag: str, stamp: Hashable) -> dict[str, Any]:
         """Return the facts of a tag by their kinds: none, if it has another stamp by now."""
-        before, learned = self._places.get((url, tag), (None, {}))
+        before, learned = self._places.get((effects.pid(), url, tag), (None, {}))
         return learned if before == stamp else {}
 
     def put(self, url: str, tag: str, stamp: Hashable, kind: str, fact: Any) -> None:
         with self._lock:
             learned = {**self.get(url, tag, stamp), kind: fact}
-            self._places.pop((url, tag), None)
-            self._places[url, tag] = stamp, learned
+            place = effects.pid(), url, tag
+            self._places.pop(place, None)
+            self._places[place] = stamp, learned
             while len(self._places) > _TAGS:
                 del self._places[next(iter(self._places))]
 
