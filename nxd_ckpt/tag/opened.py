@@ -25,6 +25,7 @@ from nxd_ckpt.tag.identity import Identity
 from nxd_ckpt.tag.mesh_trees import MeshTrees
 from nxd_ckpt.tag.nxd_tag import TagLayout, layout_of
 from nxd_ckpt.tag.order import file_of_ours, is_written_over, manifest_of
+from nxd_ckpt.tag.range_reader import in_parallel
 from nxd_ckpt.tag.reading import Leaf, LeafReader
 from nxd_ckpt.tag.verification import (
     Entries,
@@ -176,7 +177,7 @@ class OpenTag:
             leaders=self.manifest.leaders,
             index=lambda rank: self.index(at(rank)),
             verify=lambda file, rank: self._verify(file, at(rank)),
-            verify_size=self._verify_size if self.storage.renames else _unverified,
+            verify_size=self._expect,
             entries=self._entries,
         )
 
@@ -238,8 +239,7 @@ class OpenTag:
         if self.manifest is None:
             return read()
 
-        verify_size = self._verify_size if self.storage.renames else _unverified
-        with self._layout.files.with_hints(WrittenHints(written, None if self.opens_all else verify_size)):
+        with self._layout.files.with_hints(WrittenHints(written, None if self.opens_all else self._expect)):
             tree = read()
         verify_tensors(self.where, tree, written, left_out=left_out)
         self._entries |= written.entries
@@ -326,10 +326,14 @@ class OpenTag:
         """Yield the indexes of the ranks that share the writing of the state at these coordinates."""
         # With xser, ep rank 0's hold what is not an expert's.
         for place in dict.fromkeys((self.topology.writer_of(at), replace(at, dp_rank=0))):
-            for rank in self.topology.replicas(place, expert=self.topology.ep > 1):
-                member = self.topology.coordinates_of(rank)
-                # Only the first is cached, because it is used again: with xser there may be one for each dp rank.
-                yield self.index(member) if member == place else self._load_index(member)
+            ranks = self.topology.replicas(place, expert=self.topology.ep > 1)
+            first, *others = map(self.topology.coordinates_of, ranks)
+            # Only the first is cached, because it is used again: with xser there may be one for each dp rank.
+            yield self.index(first)
+            together = 1
+            while others:  # from a store ever more at once, but never twice as many as are needed
+                yield from in_parallel(self.storage, others[:together], self._load_index)
+                others, together = others[together:], 2 * together
 
     def _verify_state(self, file: str, writer: Coordinates) -> None:
         self._verify(file, writer)
@@ -345,8 +349,7 @@ class OpenTag:
             saved_files = first_of(sorted(self.index(writer).files))
             raise PartNotFound(f"{self.where}: no file {file!r} was saved; its rank saved {saved_files}")
         if entry.nbytes > _SMALL:
-            if self.storage.renames:
-                self._verify_size(file, entry.nbytes)
+            self._expect(file, entry.nbytes)
         else:
             data = self._small(file, entry.nbytes)
             try:
@@ -357,7 +360,7 @@ class OpenTag:
                 raise DigestMismatch(f"{error}{': ' if changed else ''}{first_of(sorted(changed))}") from error
             if self._keeps:
                 self._layout.files.keep(file, data)
-        self._layout.files.record(file, entry.nbytes)
+            self._layout.files.record(file, entry.nbytes)
         self._verified.add(file)
 
     @property
@@ -372,6 +375,13 @@ class OpenTag:
                 return self._layout.files.whole(file, nbytes)
         with self._must_exist(file):
             return memoryview(self.storage.read(f"{self.tag}/{file}"))
+
+    def _expect(self, file: str, nbytes: int) -> None:
+        """Check a file's size, unless that costs a request to a store: a file of another size fails its digest anyway.
+        """
+        if self.storage.renames:
+            self._verify_size(file, nbytes)
+        self._layout.files.record(file, nbytes)
 
     def _verify_size(self, file: str, expected: int) -> None:
         with self._must_exist(file):
@@ -388,10 +398,6 @@ class OpenTag:
 
 
 _SMALL = 4 * 2**20
-
-
-def _unverified(file: str, expected: int) -> None:
-    """Skip the check of a size, which costs a request in a store: a file of another size fails its digest anyway."""
 
 
 def open_complete_tag(storage: Storage, tag: str, *, trust_pickle: bool = False) -> OpenTag:
