@@ -255,6 +255,7 @@ def saving(
                 )
             except CheckpointError as error:
                 told(began, save, error)
+                settle()
             else:
                 settle()
                 under_way.append((began, save, pending))
