@@ -71,7 +71,7 @@ class Rounds:
         """The round that does not count: the first save of each, watched for memory, and loads, checked for values."""
         expected = self._state.fingerprint()
         for turn in self._turns:
-            if turn.measure != COLD:  # but for the page cache it is the same as a warm one
+            if turn.measure not in (COLD, SLOWDOWN):  # their saves and loads are those of other measures
                 self._guarded(turn, lambda turn=turn: self._watched(turn, expected))  # type: ignore[misc]
                 turn.values.clear()
         gc.freeze()
