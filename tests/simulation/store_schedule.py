@@ -18,13 +18,13 @@ from tests.simulation.world import EPOCH, Killed, Process
 from tests.simulation.world.store import ObjectStore, Refused, Reply
 from tests.simulation.world.store_client import ConnectionLost, store_storage
 
-EFFECTS = {400: Calls((5, 2), (26, 7)), 2**20: Calls((5, 2), (18, 3))}
+EFFECTS = {400: Calls((4, 2), (23, 7)), 2**20: Calls((4, 2), (16, 3))}
 """The requests that change something, by the bytes of a part."""
 
 LONE_EFFECTS = {400: Calls((5, 0), (18, 0)), 2**20: Calls((5, 0), (11, 0))}
 """The same of lone processes, which write no votes."""
 
-REQUESTS = Calls((30, 10), (82, 20))
+REQUESTS = Calls((22, 8), (50, 12))
 """All requests."""
 
 KILLS = ("kill", "kill", "kill all", "kill all")
