@@ -19,6 +19,7 @@ from nxd_ckpt.core import limits
 from nxd_ckpt.core.dcp_names import DcpNames
 from nxd_ckpt.examine.statistics import statistics_text
 from nxd_ckpt.save.counting import Summaries, dump_summaries
+from nxd_ckpt.storage.base import Writer
 from nxd_ckpt.storage.local import LocalStorage
 from tests.docs.markdown import DOCS, FORMAT, code_blocks, tables, unquoted
 
@@ -42,6 +43,32 @@ class KeepingStorage(LocalStorage):
     def link_new(self, key: str, data: bytes) -> bool:
         self.kept[key] = data
         return super().link_new(key, data)
+
+    def create(self, key: str, nbytes: int) -> Writer:
+        writer = super().create(key, nbytes)
+        return _KeepingWriter(writer, self.kept, key) if key.endswith(".json") else writer
+
+
+@dataclass
+class _KeepingWriter:
+    """A writer that remembers the last bytes that it wrote: those of a file that is written at once."""
+
+    inner: Writer
+    kept: dict[str, bytes]
+    key: str
+
+    def write_at(self, offset: int, data: bytes | memoryview) -> None:
+        self.kept[self.key] = bytes(data)
+        self.inner.write_at(offset, data)
+
+    def settle(self) -> None:
+        self.inner.settle()
+
+    def close(self) -> None:
+        self.inner.close()
+
+    def abort(self) -> None:
+        self.inner.abort()
 
 
 @dataclass
