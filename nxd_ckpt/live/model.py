@@ -559,10 +559,13 @@ def _find_ties(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
 
 
 def _of_shared_beginning(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return the tensors without those that are known to begin where no other one does: most, by one quick look."""
+    """Return the tensors without those that are known to begin where no other one does: most, by one quick look.
+
+    Where tensors of other classes are among them, which may share memory with a plain one, it is all of them.
+    """
     begins = {name: plain_address(tensor) for name, tensor in tensors.items()}
     times = Counter(begins.values())
-    return {name: tensor for name, tensor in tensors.items() if not begins[name] or times[begins[name]] > 1}
+    return {name: tensor for name, tensor in tensors.items() if times[0] or times[begins[name]] > 1}
 
 
 def _check_form(name: str, saved: Any, live: Any) -> None:

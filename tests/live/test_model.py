@@ -205,6 +205,18 @@ def test_ties_of_dicts_are_seen_by_memory():
     assert ties["model/scale"] is None
 
 
+class Marked(torch.Tensor):
+    """A tensor of another class, as libraries make them to mark theirs."""
+
+
+def test_a_tie_of_a_tensor_of_another_class_is_seen():
+    """It shares the memory of a plain one."""
+    weight = torch.rand(2, 3)
+    state = {"embed": weight, "head": weight.as_subclass(Marked), "other": torch.rand(2, 3)}
+    ties = {about.name: about.tie for about in open_model(state).capture(tp=1).tensors.values()}
+    assert {"model/embed": "embed", "model/head": "embed", "model/other": None} == ties
+
+
 def test_other_objects_are_refused():
     """What has no state dict is no model."""
     with pytest.raises(InvalidArgument, match="found a int"):
