@@ -69,8 +69,8 @@ def run(scenarios: list[Scenario], directory: Path, scale: float) -> Results:
 def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(prog="python -m tools.bench", description=__doc__)
     size = made.add_mutually_exclusive_group()
-    size.add_argument("--quick", action="store_true", help="some scenarios, an eighth of the bytes: 2 minutes")
-    size.add_argument("--full", action="store_true", help="all of the bytes, 7 rounds, as targets ask for: 25 minutes")
+    size.add_argument("--quick", action="store_true", help="some scenarios, an eighth of the bytes")
+    size.add_argument("--full", action="store_true", help="all of the bytes, 7 rounds, as targets ask for")
     made.add_argument("--only", action="append", metavar="WORD", help="scenarios whose name has it; may be repeated")
     made.add_argument("--scale", type=float, help="bytes of the workloads, in multiples of the full ones")
     made.add_argument("--rounds", type=int, help="that count, for what a target is about")

@@ -64,7 +64,7 @@ SCENARIOS = (
 )
 
 SCALE, ROUNDS = 1 / 2, 5
-"""Of an ordinary run, which is to end within 10 minutes."""
+"""Of an ordinary run: some 17 minutes."""
 
 QUICK_SCALE, QUICK_ROUNDS = 1 / 8, 3
 """Of one with ``--quick``."""
