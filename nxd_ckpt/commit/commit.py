@@ -12,7 +12,6 @@ import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
 
 from nxd_ckpt import effects
 from nxd_ckpt.commit.publication import Publication
@@ -41,7 +40,7 @@ from nxd_ckpt.core.votes import Vote, judge, tp_groups_that_differ
 from nxd_ckpt.errors import CheckpointError
 from nxd_ckpt.storage.base import Storage, is_mounted
 from nxd_ckpt.tag.directory import list_tags
-from nxd_ckpt.tag.range_reader import in_parallel
+from nxd_ckpt.tag.range_reader import answers_of, in_parallel
 from nxd_ckpt.tag.surveyed import SurveyedStorage, surveyed
 
 logger = logging.getLogger("nxd_ckpt")
@@ -91,8 +90,7 @@ def commit(session: Session, topology: Topology, votes: Sequence[Vote], request:
         SaveFailed, RanksDisagree, OutcomeUnknown: see core.votes.judge and Publication.publish.
     """
     storage, publication = session.storage, request.publication
-    looks: list[Callable[[], Any]] = [session.require, partial(surveyed, storage)]
-    _, now = in_parallel(storage, looks, lambda look: look())
+    _, now = answers_of(storage, session.require, partial(surveyed, storage))
     leader_of = None
     if request.groups is not None:
         leader_of = {rank: group.ranks[0] for group in request.groups for rank in group.ranks}
@@ -101,11 +99,12 @@ def commit(session: Session, topology: Topology, votes: Sequence[Vote], request:
     index_of = partial(_read_index, storage, folder, topology)
     parameters: dict[str, ParameterSpec] = {}
     # Rank 0 need not read its own index, which it has just written.
-    known = {} if request.parameters is None else {0: request.parameters}
-    others = [rank for rank in leaders if rank not in known]
-    read = dict(zip(others, in_parallel(storage, others, index_of), strict=True))
+    by_rank = {} if request.parameters is None else {0: request.parameters}
+    others = [rank for rank in leaders if rank not in by_rank]
+    for rank, index in zip(others, in_parallel(storage, others, index_of), strict=True):
+        by_rank[rank] = load_parameters(*index)
     for rank in leaders:
-        parameters.update(known[rank] if rank in known else load_parameters(*read[rank]))
+        parameters.update(by_rank[rank])
     parameters.update(_unknown_where_replicas_differ(index_of, topology, votes, parameters))
     lines = tuple(vote.index or FileEntry(0, 0) for vote in votes)
     session.listed = {info.tag: info for info in list_tags(now, session.listed)}
@@ -231,27 +230,26 @@ def _clean_up(session: Session, counter: int, is_saved: bool) -> None:
             continue
         if (everyone_is_past and number <= counter) or votes.all_voted(world_size):
             # What was saved in place is complete: its intent need not be looked at again.
-            clear = _remove if is_saved and number == counter and not storage.renames else _clear
-            clear(session, staging_dir(entry.name))
+            if is_saved and number == counter and not storage.renames:
+                _drop(session, staging_dir(entry.name), storage.remove)
+            else:
+                _clear(session, staging_dir(entry.name))
     if everyone_is_past:
         # Not those of ``counter`` itself: the other ranks may still have to read its verdict.
         for entry in storage.list(VOTES):
             number = session.counter_of(entry.name)
             if number is not None and number < counter:
-                _remove(session, votes_dir(entry.name))
+                _drop(session, votes_dir(entry.name), storage.remove)
     journal.discard_trash(storage, session.run_id, session.confirm)
 
 
-def _remove(session: Session, key: str) -> None:
-    try:
-        session.storage.remove(key)
-    except OSError as error:
-        logger.warning("could not remove %s/%s: %s", session.storage.url, key, error)
-
-
 def _clear(session: Session, key: str) -> None:
+    _drop(session, key, lambda key: intents.clear(session.storage, key, session.confirm))
+
+
+def _drop(session: Session, key: str, drop: Callable[[str], object]) -> None:
     try:
-        intents.clear(session.storage, key, session.confirm)
+        drop(key)
     except OSError as error:
         logger.warning("could not remove %s/%s: %s", session.storage.url, key, error)
 

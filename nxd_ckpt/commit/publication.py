@@ -19,7 +19,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from types import MappingProxyType
-from typing import Any, ClassVar, Protocol
+from typing import ClassVar, Protocol
 
 from nxd_ckpt import effects
 from nxd_ckpt.commit.session import Session
@@ -33,7 +33,7 @@ from nxd_ckpt.errors import CheckpointError, DirectoryInUse, MalformedFile, Outc
 from nxd_ckpt.storage.base import DirEntry, Storage, Writer, remove_if
 from nxd_ckpt.tag.directory import may_be_replaced
 from nxd_ckpt.tag.order import manifest_of
-from nxd_ckpt.tag.range_reader import in_parallel
+from nxd_ckpt.tag.range_reader import answers_of
 
 _FEW = 8
 """Number of files of one directory up to which each is asked for by name, instead of listing the directory."""
@@ -200,7 +200,7 @@ class Staged:
     def retire(
         self, session: Session, tag: str, is_kept: Callable[[str], bool] = lambda key: False, order_time: float = 0.0
     ) -> bool:
-        return journal.remove_tag(session.storage, tag, self.attempt, is_kept, order_time or None)
+        return journal.remove_tag(session.storage, tag, self.attempt, is_kept, order_time)
 
 
 @dataclass(frozen=True)
@@ -234,13 +234,13 @@ class InPlace:
             storage.make_dir(self.tag)
             storage.link_new(f"{self.tag}/{MARKER}", b"1")  # tells later whose an interrupted copy is
             return
-        looks: list[Callable[[], Any]] = [
+        _, entries, earlier, is_file = answers_of(
+            storage,
             session.require,
             partial(storage.list, self.tag),
             partial(intents.saves_of, storage, self.tag),
             partial(storage.is_file, self.tag),
-        ]
-        _, entries, earlier, is_file = in_parallel(storage, looks, lambda look: look())
+        )
         if not self.overwrite and DirEntry(DONE, False) in entries:
             raise _exists(storage, self.tag)
         if not earlier and (is_file or (entries and not may_be_replaced(storage, self.tag))):

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import compress
 from types import MappingProxyType
-from typing import Any, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from nxd_ckpt.commit.publication import Publication, publication_of
 from nxd_ckpt.commit.session import Session
@@ -27,7 +27,7 @@ from nxd_ckpt.tag.directory import (
     may_be_replaced,
 )
 from nxd_ckpt.tag.listing import metrics_of
-from nxd_ckpt.tag.range_reader import in_parallel
+from nxd_ckpt.tag.range_reader import answers_of, in_parallel
 from nxd_ckpt.tag.verify import lost_names
 
 DamageOf: TypeAlias = Callable[[Storage, str], str | None]
@@ -164,8 +164,7 @@ def retire_unpinned(session: Session, publication: Publication, info: TagInfo) -
     storage = session.storage
 
     def stays(key: str) -> bool:
-        looks: list[Callable[[], Any]] = [partial(find_tag, storage, key), partial(pinned, storage)]
-        now, pins = in_parallel(storage, looks, lambda look: look())
+        now, pins = answers_of(storage, partial(find_tag, storage, key), partial(pinned, storage))
         is_same = now is not None and (now.order_time, now.marked) == (info.order_time, info.marked)
         return info.tag in pins or not is_same
 

@@ -144,7 +144,7 @@ class Session:
     is_gone: Callable[[int], bool] = lambda rank: False
     """Return whether that rank's process is known to have ended."""
     news: News = field(default_factory=News)
-    """What the ranks tell each other of their votes and verdicts in a store."""
+    """Words of the ranks to each other, of their votes and verdicts in a store."""
     sign: Callable[[], None] = lambda: None
     """Show the ranks that wait for rank 0 that it makes progress; do nothing if none does."""
     last_failed: bool = False

@@ -162,12 +162,12 @@ class AttemptVotes:
         """
         by_rank: dict[int, Vote] = {}
         missing = {_name(self._vote_file(rank)): rank for rank in range(first, world_size)}
-        backoff, told = Backoff(self._storage), _Told(self._news, timeout)
+        backoff, looking = Backoff(self._storage), _Looking(self._news, timeout)
         patience, sign, last_words = _Patience(timeout), _Sign(self, timeout), _LastWords()
         names = set[str]()
         while True:
             sign.renew()
-            if told.look_is_due():
+            if looking.look_is_due():
                 names = backoff.timed(self._notes)
             names |= {name for name, rank in missing.items() if self._news.has(self._vote_file(rank))}
             new = [missing.pop(name) for name in sorted(names & missing.keys())]
@@ -186,7 +186,7 @@ class AttemptVotes:
                     f"no vote from {ranks_of(ranks)} of {world_size} within {timeout:.0f} s of the last progress: "
                     "dead, stuck, or not in this save; see the logs of those ranks"
                 )
-            told.wait(backoff)
+            looking.wait(backoff)
 
     def announce(self, verdict: Verdict, first: Write | None = None) -> None:
         """Publish rank 0's verdict, with retries: other ranks wait for it. ``first`` is tried first to write it."""
@@ -241,7 +241,7 @@ class AttemptVotes:
         While a storage cannot be read, it counts as unchanged.
         """
         patience, backoff, last_words = _Patience(timeout), Backoff(self._storage), _LastWords()
-        told = _Told(self._news, timeout)
+        looking = _Looking(self._news, timeout)
         listed: set[str] = set()
 
         def signs() -> dict[str, bytes]:
@@ -251,7 +251,7 @@ class AttemptVotes:
             return {}
 
         while True:
-            if told.look_is_due():
+            if looking.look_is_due():
                 with suppress(OSError):
                     listed = backoff.timed(lambda: _listed(self._storage, verdict_dir(self.attempt)))
             for key in keys:
@@ -259,7 +259,7 @@ class AttemptVotes:
                     return key
             if leaving() or last_words.are_over([0] if gone() else []) or patience.is_over(len(listed), signs):
                 return None
-            told.wait(backoff, lambda: leaving() or gone())
+            looking.wait(backoff, lambda: leaving() or gone())
 
     def _progress(self, names: Collection[str], ranks: Sequence[int]) -> dict[str, bytes]:
         """Return the last progress of ``ranks``, as far as the listing ``names`` of the votes directory has it."""
@@ -293,7 +293,7 @@ class _Sign:
                 self._votes.report_progress(0, effects.monotonic_ns())
 
 
-class _Told:
+class _Looking:
     """When to look at the storage for what the ``news`` should tell: hardly ever; without them after each pause."""
 
     def __init__(self, news: News, timeout: float) -> None:

@@ -162,7 +162,7 @@ def remove_tag(
     tag: str,
     attempt: str,
     is_kept: Callable[[str], bool] = lambda key: False,
-    order_time: float | None = None,
+    order_time: float = 0.0,
 ) -> bool:
     """Make a tag invisible with one rename; False if ``is_kept``, then it has its name again.
 

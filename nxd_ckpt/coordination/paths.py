@@ -113,9 +113,9 @@ def unfinished_dir(key: str) -> str:
     return f"{TRASH}/{zlib.crc32(key.encode()):08x}{UNFINISHED}"
 
 
-def trash_file(attempt: str, tag: str, order_time: float | None = None) -> str:
-    """Return the trash key for a tag that ``attempt`` takes away; ``order_time`` says which save that is to be."""
-    meant = "" if order_time is None else f".{order_text(order_time)}"
+def trash_file(attempt: str, tag: str, order_time: float = 0.0) -> str:
+    """Return the trash key for a tag that ``attempt`` takes away; ``order_time``, if known, says which save it is."""
+    meant = f".{order_text(order_time)}" if order_time else ""
     return f"{TRASH}/{attempt}{meant}{_trash_end(tag)}"
 
 

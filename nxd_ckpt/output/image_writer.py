@@ -70,7 +70,7 @@ def write_images(
 _Waves = Sequence[tuple[int, Wave]]
 """Waves that are filled at once, each of the set of files with that number."""
 _Filled = Sequence[tuple[int, Wave, list[memoryview]]]
-"""The same, with the memory of each of a wave's spans."""
+"""Waves that are filled, each with the number of its set and the memory of its spans."""
 
 
 def _filled(reader: LeafReader, sets: Sequence[Sequence[PlannedFile]], beside: int) -> Iterator[_Filled]:

@@ -36,7 +36,7 @@ from nxd_ckpt.errors import CheckpointNotFound, MalformedFile
 from nxd_ckpt.storage.base import DirEntry, Storage
 from nxd_ckpt.storage.local import LocalStorage
 from nxd_ckpt.storage.system import aliases
-from nxd_ckpt.tag.facts import known, recalled
+from nxd_ckpt.tag.facts import fact_of, recalled
 from nxd_ckpt.tag.foreign import legacy, rank_items
 from nxd_ckpt.tag.foreign.weight_files import ADAPTERS, has_weights
 from nxd_ckpt.tag.grid import holes, spanned
@@ -134,7 +134,7 @@ def _tags(storage: Storage, earlier: Mapping[str, TagInfo]) -> Iterator[TagInfo]
             return info
         return recalled(storage, tag, "info", lambda: _inspect(storage, tag, lambda: newest), is_of_its_marker)
 
-    yield from filter(None, in_parallel(storage, folders, inspect, lambda tag: known(storage, tag, "info")))
+    yield from filter(None, in_parallel(storage, folders, inspect, lambda tag: fact_of(storage, tag, "info")))
 
 
 def is_of_its_marker(info: TagInfo | None) -> bool:

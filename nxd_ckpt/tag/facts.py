@@ -37,7 +37,7 @@ def recalled(storage: Storage, tag: str, kind: str, learn: Callable[[], T], last
     return fact
 
 
-def known(storage: Storage, tag: str, kind: str) -> Any:
+def fact_of(storage: Storage, tag: str, kind: str) -> Any:
     """Return the fact of that kind that was learned of the tag; None if there is none, or the tag is another by now."""
     stamp = stamp_of(storage, tag)
     return None if stamp is None else facts.get(storage.url, tag, stamp).get(kind)

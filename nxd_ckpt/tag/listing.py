@@ -41,7 +41,7 @@ from nxd_ckpt.tag.directory import (
     is_whole_without_marks,
     require_directory,
 )
-from nxd_ckpt.tag.facts import known, recalled, stamp_of
+from nxd_ckpt.tag.facts import fact_of, recalled, stamp_of
 from nxd_ckpt.tag.files import TagFiles
 from nxd_ckpt.tag.foreign import legacy
 from nxd_ckpt.tag.grid import describe, holes
@@ -321,7 +321,7 @@ def _described(storage: Storage, now: Storage, info: TagInfo, newest: TagInfo | 
 
 def _known_description(now: Storage, info: TagInfo, newest: TagInfo | None) -> dict[str, Any] | None:
     """Return what `_described` would, if nothing needs to be read for it."""
-    description = known(now, info.tag, _DESCRIPTION) if is_of_its_marker(info) else None
+    description = fact_of(now, info.tag, _DESCRIPTION) if is_of_its_marker(info) else None
     return None if description is None or not description.is_of(now, info.tag) else description.shown(info, newest)
 
 

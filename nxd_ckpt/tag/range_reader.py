@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from functools import partial
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from nxd_ckpt import effects
 from nxd_ckpt.core.closing import Closing
@@ -175,6 +175,11 @@ def in_parallel(
                     results[key] = value
             pool.wait_for(pool.submitted)
             yield from (results[key] for key in batch)
+
+
+def answers_of(storage: Storage, *looks: Callable[[], Any]) -> Sequence[Any]:
+    """Return the results of different looks at a storage, made `in_parallel`."""
+    return list(in_parallel(storage, looks, lambda look: look()))
 
 
 class OpenFiles:

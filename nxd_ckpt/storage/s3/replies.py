@@ -73,9 +73,9 @@ def _entries(body: bytes) -> tuple[dict[str, list[dict[str, Any]]], bytes]:
         name, fields = lists[element.tag]
         entry = {}
         for part in element:
-            known = fields.get(part.tag)
-            if known is not None:
-                entry[known[0]] = known[1](part.text or "")
+            field = fields.get(part.tag)
+            if field is not None:
+                entry[field[0]] = field[1](part.text or "")
         entries.setdefault(name, []).append(entry)
     root[:] = rest
     return entries, ET.tostring(root)

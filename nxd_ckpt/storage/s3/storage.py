@@ -143,8 +143,8 @@ class S3Reader:
         if reply["ContentLength"] != run.end - begin:
             with closing(reply["Body"]):
                 self._require(run)
-                found = reply["ContentLength"]
-                raise OSError(f"{self._url}: asked for {run.end - begin} bytes, the store sends {found}")
+                sent = reply["ContentLength"]
+                raise OSError(f"{self._url}: asked for {run.end - begin} bytes, the store sends {sent}")
         return reply["Body"]
 
 
