@@ -6,6 +6,8 @@ import re
 
 import torch
 
+from nxd_ckpt.formats.tensors import byte_view
+
 _WITHOUT_KERNELS = frozenset(
     dtype
     for name, dtype in vars(torch).items()
@@ -29,6 +31,20 @@ def copy_values(target: torch.Tensor, source: torch.Tensor) -> None:
         _copy(target.squeeze(), source.squeeze())
     else:
         target.copy_(source)
+
+
+def distinct(values: torch.Tensor, of: torch.Tensor) -> torch.Tensor:
+    """Return ``values`` without those at places where ``of``, of the same shape, repeats an element: it is expanded."""
+    for dim, (size, step) in enumerate(zip(of.shape, of.stride(), strict=True)):
+        if size > 1 and step == 0:
+            values = values.narrow(dim, 0, 1)
+    return values
+
+
+def repeats(values: torch.Tensor, of: torch.Tensor) -> bool:
+    """Return whether elements of ``values`` are equal, to the bit, where ``of`` has one element for all of them."""
+    once = distinct(values, of)
+    return once is values or byte_view(values.contiguous()) == byte_view(once.expand_as(values).contiguous())
 
 
 def _copy(target: torch.Tensor, source: torch.Tensor) -> None:

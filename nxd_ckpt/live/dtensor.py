@@ -58,6 +58,16 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
     return detached
 
 
+def tell_autograd(tensor: torch.Tensor) -> None:
+    """Tell autograd that a tensor is overwritten, as torch's operations in place do.
+
+    A backward pass that needs the old values then fails, where it would use the new ones.
+    """
+    for changed in (tensor, local_of(tensor)) if is_dtensor(tensor) else (tensor,):
+        if not changed.is_inference():
+            torch.autograd.graph.increment_version(changed)
+
+
 def like(local: torch.Tensor, model: torch.Tensor) -> torch.Tensor:
     """Return ``local`` as this rank's part of a DTensor with the placement and shape of ``model``."""
     about: Any = model

@@ -272,11 +272,11 @@ class ModelAdapter:
 
     def check_writable(self, name: str) -> None:
         """Raise UnsupportedState if a value assigned to ``name`` would be lost."""
-        live = self.live[name]
-        if isinstance(live, torch.Tensor) and overlaps_itself(live):
-            raise UnsupportedState(
-                f"{self.path}{name} is expanded (several elements share memory); load into a contiguous() copy"
-            )
+
+    def expanded(self, names: Iterable[str]) -> dict[str, torch.Tensor]:
+        """Return those of the live tensors, by name, of which several elements share memory."""
+        tensors = {name: self._tensors[name] for name in names if name in self._tensors and not self.owns(name)}
+        return {name: tensor for name, tensor in tensors.items() if overlaps_itself(tensor)}
 
 
 class ModuleModel(ModelAdapter):

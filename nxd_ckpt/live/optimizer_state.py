@@ -24,6 +24,7 @@ from nxd_ckpt.live.parameters import (
     memory_for,
     overlaps_itself,
     own_stride,
+    refuse_short,
     refuse_unsupported,
     stride_like,
     traits_of,
@@ -228,7 +229,14 @@ def form_of_slots(kind: str, slots: Sequence[Slot], groups: Sequence[Group]) -> 
 
 
 def check_groups(live: Sequence[Group], saved: Sequence[Group]) -> list[Any]:
-    """Return the saved indices of all parameters, in live order. Raises OptimizerMismatch if groups differ in size."""
+    """Return the saved indices of all parameters, in live order.
+
+    Raises OptimizerMismatch if groups differ in size, UnsupportedState for an option whose memory was freed.
+    """
+    for number, group in enumerate(live):
+        for option, value in options_of(group).items():
+            if isinstance(value, torch.Tensor):
+                refuse_short(f"optim/param_groups/{number}/{option}", value)
     live_sizes, sizes = ([len(group["params"]) for group in groups] for groups in (live, saved))
     if live_sizes != sizes:
         raise OptimizerMismatch(
@@ -245,7 +253,8 @@ def check_state(
 
     ``any_shape``: entries may have other shapes than their parameters, named or not.
 
-    Raises OptimizerMismatch for unknown indices, ShapeMismatch and DtypeMismatch for entries that do not fit.
+    Raises OptimizerMismatch for unknown indices, ShapeMismatch and DtypeMismatch for entries that do not fit,
+    UnsupportedState for those whose memory was freed.
     """
     for index, entries in saved.items():
         if isinstance(index, str):
@@ -257,8 +266,11 @@ def check_state(
             )
         slot = slots[index]
         for entry, value in entries.items():
+            own = live.get(slot.key, {}).get(entry)
+            if isinstance(own, torch.Tensor):
+                refuse_short(slot.global_name(entry), own)
             if entry != STEP and is_tensor(value) and not is_rows(entry):
-                check_form(slot, entry, value, live.get(slot.key, {}).get(entry), any_shape=any_shape)
+                check_form(slot, entry, value, own, any_shape=any_shape)
 
 
 def keeps_any_shape(optimizer: Any) -> bool:

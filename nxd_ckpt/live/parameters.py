@@ -144,12 +144,16 @@ def _share_elements(tensor_a: torch.Tensor, tensor_b: torch.Tensor) -> bool:
 
 
 def memory_for(live: Any) -> torch.Tensor | None:
-    """Return the live tensor if saved bytes can be read straight into it: contiguous, on the CPU; else None."""
+    """Return the live tensor, to be overwritten, if saved bytes can be read straight into it: contiguous, on the CPU.
+
+    None for any other.
+    """
     if not isinstance(live, torch.Tensor) or live.device.type != "cpu":
         return None
     local = dtensor.local_of(live)
     if not local.is_contiguous() or local.is_neg() or local.is_conj():
         return None
+    dtensor.tell_autograd(live)
     return local.detach() if local.requires_grad else local
 
 
@@ -224,6 +228,7 @@ def refuse_unsupported(name: str, tensor: torch.Tensor) -> None:
     """Raise UnsupportedState for a tensor that is more than plain memory of this process."""
     is_usual_type = type(tensor) in _PLAIN or dtensor.is_dtensor(tensor)
     if is_usual_type and not is_unusual(tensor) and not tensor.is_meta and not torch_xla.is_spmd():
+        refuse_short(name, tensor)
         return
     kind = type(tensor).__name__
     if kind == "XLAShardedTensor" or torch_xla.is_spmd():
@@ -239,8 +244,34 @@ def refuse_unsupported(name: str, tensor: torch.Tensor) -> None:
         kind = f"of dtype {tensor.dtype}" if tensor.is_quantized else f"a {type(tensor).__module__}.{kind}"
         advice = "save the dense tensors that it is made of"
     else:
+        refuse_short(name, tensor)
         return
     raise UnsupportedState(f"{name} is {kind}, expected a plain dense tensor; {advice}")
+
+
+def refuse_short(name: str, tensor: torch.Tensor) -> None:
+    """Raise UnsupportedState for a tensor that `is_short`."""
+    if is_short(tensor):
+        local = dtensor.local_of(tensor)
+        raise UnsupportedState(
+            f"{name}: its memory was freed or cut (untyped_storage().resize_()): the storage has "
+            f"{local.untyped_storage().nbytes()} bytes, expected {_end_in_storage(local)}. Save and load when it has "
+            "its memory and values: with FSDP1, outside of forward and backward"
+        )
+
+
+def is_short(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor's storage ends before its last element: to read or write it would end the process."""
+    local = dtensor.local_of(tensor)
+    if not has_address(local) or (type(local) not in _PLAIN and is_unusual(local)) or local.layout is not torch.strided:
+        return False
+    return local.untyped_storage().nbytes() < _end_in_storage(local)
+
+
+def _end_in_storage(tensor: torch.Tensor) -> int:
+    """Return the bytes from the beginning of the storage to the end of the last element."""
+    _, begin, end = _span(tensor)
+    return int(tensor.storage_offset()) * tensor.element_size() + end - begin
 
 
 def _partition_of(tensor: torch.Tensor, tp: int) -> Partition:

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from nxd_ckpt.errors import UnsupportedState
-from nxd_ckpt.formats.copying import copy_values
-from nxd_ckpt.live.dtensor import local_of
+from nxd_ckpt.formats.copying import copy_values, distinct
+from nxd_ckpt.live.dtensor import local_of, tell_autograd
 
 _DRAWS = 100_000
 """Maximum number of random tensors in one step: counting them again takes 50 µs each."""
@@ -97,9 +97,12 @@ def to_cpu(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 def copy_in(live: torch.Tensor, value: torch.Tensor) -> None:
     """Overwrite ``live``, in place, with a CPU tensor of its shape and dtype; ``value`` may be reused afterwards.
 
-    Of a DTensor, this rank's part is overwritten.
+    Of a DTensor, this rank's part is overwritten; of an expanded tensor, each element once.
     """
+    tell_autograd(live)
     live = local_of(live)
+    if not live.is_contiguous():
+        live, value = distinct(live, live), distinct(value, live)
     if is_xla(live) and value.dim() == 0:
         value = _upload_scalar(value, live.device)
     # On XLA `copy_` from the host is an immediate upload, seen through every alias of `live`; assigning `.data` is not.

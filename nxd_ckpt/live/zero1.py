@@ -43,7 +43,7 @@ from nxd_ckpt.live.optimizer_state import (
     traits_of_all,
 )
 from nxd_ckpt.live.optimizer_types import if_known
-from nxd_ckpt.live.parameters import spec_of
+from nxd_ckpt.live.parameters import refuse_short, spec_of
 from nxd_ckpt.live.state import MASTER_WEIGHTS, OptimizerForm, State
 from nxd_ckpt.live.torch_xla import copy_in, to_cpu
 
@@ -119,6 +119,8 @@ class Zero1Optimizer(OptimizerAdapter):
                     f"optim/{slots[index].name}: saved for a parameter of shape {tuple(shape)}, the live one has "
                     f"{tuple(slots[index].parameter.shape)}; did the order of parameters, or tp, change?"
                 )
+        for slot in self.slots:
+            refuse_short(slot.global_name(MASTER_WEIGHTS), slot.key)
         base = self._optimizer.base_optimizer
         check_state(slots, saved["base_state"], base.state, any_shape=keeps_any_shape(base))
         for index, weights in saved.get(MASTERS, {}).items():

@@ -31,7 +31,7 @@ from nxd_ckpt.load.collective_checks import ComparedNames, Unmatched, judge_mode
 from nxd_ckpt.load.filters import Filter
 from nxd_ckpt.load.load_context import load_context
 from nxd_ckpt.load.options import LoadRequest
-from nxd_ckpt.load.overwriting import fill_model, nbytes_of, overwriting
+from nxd_ckpt.load.overwriting import fill_model, nbytes_of, overwriting, refuse_lost_elements
 from nxd_ckpt.load.parts import (
     check_scheduler,
     demand,
@@ -350,6 +350,9 @@ class PreparedLoad:
             needed = (leaf for _, leaf in self._trees.leaves())
             shown = {"reports_progress": self._request.reports_progress, "progress": self._options.progress}
             download(self._cache, self._opened, needed, **shown)
+        if self._trees.model is not None:
+            read = delivery_of(self.reader, self._begin, None)
+            refuse_lost_elements(self._trees.model, self._trees.names, self._trees.model_tree, read)
         if not self._options.verifies_first:
             return
         mine = list(self._shares.verified_here(self._trees.leaves()))

@@ -22,7 +22,14 @@ from nxd_ckpt.core.mapping import Match
 from nxd_ckpt.core.renaming import Renaming
 from nxd_ckpt.core.suggestions import first_of
 from nxd_ckpt.core.topology import Topology
-from nxd_ckpt.errors import DtypeMismatch, InvalidArgument, KeyMismatch, PartNotFound, ShapeMismatch
+from nxd_ckpt.errors import (
+    DtypeMismatch,
+    InvalidArgument,
+    KeyMismatch,
+    PartNotFound,
+    ShapeMismatch,
+    UnsupportedState,
+)
 from nxd_ckpt.formats.tensors import Assembly, torch_dtype
 from nxd_ckpt.hugging_face.mapped_directory import MappedDirectory
 from nxd_ckpt.hugging_face.mapped_tag import is_rounded
@@ -231,6 +238,10 @@ class _HuggingFaceLoad:
         for match in matches:
             name = match.name
             self._model.check_writable(name)
+            if self._model.expanded([name]):
+                raise UnsupportedState(
+                    f"model/{name} is expanded (several elements share memory); load into a contiguous() copy"
+                )
             if name not in specs:
                 raise InvalidArgument(f"model/{name} is not a tensor, expected one with the shape that this rank holds")
             try:

@@ -16,7 +16,8 @@ from typing import Any, Protocol
 
 import torch
 
-from nxd_ckpt.errors import CheckpointError
+from nxd_ckpt.errors import CheckpointError, UnsupportedState
+from nxd_ckpt.formats.copying import repeats
 from nxd_ckpt.formats.strides import stored_stride, strided
 from nxd_ckpt.formats.tensors import Assembly, TensorStub, allocated, itemsize, map_tensors
 from nxd_ckpt.live.model import ModelAdapter
@@ -132,6 +133,19 @@ def fill_model(
         delivery.finish()
         model.assign(name, _with_strides(tree[name], delivery))
         destinations = {name: model.destination(name) for name in names}
+
+
+def refuse_lost_elements(model: ModelAdapter, names: Sequence[str], tree: Mapping[str, Any], read: Delivery) -> None:
+    """Raise UnsupportedState if elements of a saved tensor differ that are the same memory of the live one.
+
+    The live one is expanded. What was saved of such a tensor has the same elements.
+    """
+    for name, live in model.expanded(names).items():
+        if not repeats(read(tree[name]), live):
+            raise UnsupportedState(
+                f"{model.path}{name} is expanded (elements share memory, its strides are {live.stride()}), and what "
+                "was saved differs between them; load into a contiguous() copy"
+            )
 
 
 def nbytes_of(leaf: Leaf) -> int:

@@ -25,6 +25,7 @@ from nxd_ckpt.live.model import ModelAdapter
 from nxd_ckpt.live.named import OBJECTS, LiveObjects, NamedObjects, with_state
 from nxd_ckpt.live.named_models import open_model
 from nxd_ckpt.live.optimizer import open_optimizer
+from nxd_ckpt.live.parameters import is_short, refuse_short
 from nxd_ckpt.live.save_state import SaveState
 from nxd_ckpt.live.state import ModelState, State, StateTensor
 from nxd_ckpt.live.state_names import PARAM_GROUPS, state_entries, without
@@ -166,13 +167,28 @@ def capture(
 def _without_ignored(
     state: SaveState, options: SaveOptions, model: ModelAdapter | None, topology: Topology
 ) -> SaveState:
-    """Return the state without names in ``ignore_keys``; raise UnsupportedState if no load could restore the rest."""
+    """Return the state without names in ``ignore_keys``.
+
+    Raises UnsupportedState if no load could restore the rest, or memory of it was freed.
+    """
     ignoring = Ignoring(options.ignore_keys)
     ignoring.know_ties(model)
     state = leave_out(state, ignoring, topology)
     if model is not None and state.model is not None:
         model.require_loadable(state.model.tree)
+    _refuse_short(state)
     return state
+
+
+def _refuse_short(state: SaveState) -> None:
+    """Raise UnsupportedState for a tensor whose memory was freed; the model's were looked at when it was captured."""
+    if state.optimizer is not None:
+        for path, tensor in iter_tensors(state.optimizer.tree, torch.Tensor):
+            if is_short(tensor):  # its name takes longer than the look
+                refuse_short(state.optimizer.tensors[path].name, tensor)
+    for part in ("scheduler", "user_content", "rank_content"):
+        for path, tensor in iter_tensors(getattr(state, part), torch.Tensor):
+            refuse_short("/".join(map(str, (part, *path))), tensor)
 
 
 def _check_values(state: SaveState) -> None:

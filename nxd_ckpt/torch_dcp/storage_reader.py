@@ -30,9 +30,12 @@ from nxd_ckpt.core.box import Box
 from nxd_ckpt.core.dcp_names import DcpItem, DcpNames, names_of
 from nxd_ckpt.core.names import DONE, MANIFEST, MARKER, MODEL_DIR, OPTIMIZER_DIR
 from nxd_ckpt.core.partition import Partition
-from nxd_ckpt.errors import CheckpointError, InvalidArgument, as_checkpoint_errors
+from nxd_ckpt.errors import CheckpointError, InvalidArgument, UnsupportedState, as_checkpoint_errors
 from nxd_ckpt.formats.assembly import box_of, cut_box
+from nxd_ckpt.formats.copying import distinct, repeats
 from nxd_ckpt.formats.tensors import Assembly, allocated, dtype_name, itemsize, torch_dtype
+from nxd_ckpt.live.dtensor import tell_autograd
+from nxd_ckpt.live.parameters import refuse_short
 from nxd_ckpt.options.execution import SavedNames
 from nxd_ckpt.output.locations import Location, locate_input, location_of
 from nxd_ckpt.output.source import open_source
@@ -290,6 +293,7 @@ class _Delivery:
 
     def take(self, item: ReadItem, leaf: Assembly | torch.Tensor) -> None:
         target = self._planner.resolve_tensor(item).detach()
+        refuse_short(item.storage_index.fqn, target)
         if tuple(target.shape) != tuple(leaf.shape):
             raise InvalidArgument(
                 f"{item.storage_index.fqn} has shape {tuple(leaf.shape)}, but the state dict has {tuple(target.shape)}"
@@ -297,6 +301,7 @@ class _Delivery:
         if isinstance(leaf, Assembly):
             leaf = leaf.cast(dtype_name(target.dtype))
         if isinstance(leaf, Assembly) and target.device.type == "cpu" and target.is_contiguous():
+            tell_autograd(target)
             self._read(leaf, target, item)
             self._direct.append((item, target))
             return
@@ -321,7 +326,13 @@ class _Delivery:
             scratch = allocated(window.size, leaf.dtype)
             self._read(leaf.within(window), scratch, item)
             self._reader.wait()
-            box_of(target, window).copy_(scratch)
+            part = box_of(target, window)
+            if not repeats(scratch, part):
+                raise UnsupportedState(
+                    f"{item.storage_index.fqn} is expanded (its elements share memory), and what was saved differs "
+                    "between them; load into a contiguous() copy"
+                )
+            distinct(part, part).copy_(distinct(scratch, part))
 
 
 def _requested(state: DcpState, item: ReadItem) -> Assembly | torch.Tensor:

@@ -41,6 +41,7 @@ from nxd_ckpt.errors import (
 from nxd_ckpt.formats.assembly import box_of
 from nxd_ckpt.formats.tensors import dtype_name
 from nxd_ckpt.formats.torch_zip import read_tensor, read_tree
+from nxd_ckpt.live.parameters import refuse_short
 from nxd_ckpt.output.locations import location_of
 from nxd_ckpt.storage.base import Storage
 from nxd_ckpt.storage.system import require_locks
@@ -408,6 +409,7 @@ def _tensor(item: WriteItem, planner: SavePlanner) -> torch.Tensor:
             f"{item.index.fqn} is a {type(value).__module__}.{type(value).__qualname__}, of whose values only a plain "
             "copy would be saved: save by nxd_ckpt.dcp.save, which saves the tensors that it is made of"
         )
+    refuse_short(item.index.fqn, value)
     return value.detach()
 
 

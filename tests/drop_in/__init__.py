@@ -1,1 +1,0 @@
-"""Tests of programs written for neuronx-distributed."""
