@@ -36,5 +36,6 @@ def parameter_names(model: Any, optimizer: Any) -> list[list[str]] | None:
     """Return the names of the optimizer's parameters, by param group; None if one is not the model's."""
     live = dict(model.named_parameters())
     names = {id(live[wrapped]): name for name, wrapped in canonical(live, "the model").items()}
-    groups = [[names.get(id(parameter), "") for parameter in group["params"]] for group in optimizer.param_groups]
-    return groups if all(map(all, groups)) else None
+    own_groups = getattr(optimizer, "param_groups", [])  # none of an object that is no optimizer of torch
+    groups = [[names.get(id(parameter), "") for parameter in group["params"]] for group in own_groups]
+    return groups if groups and all(map(all, groups)) else None

@@ -140,6 +140,13 @@ def loads_itself(optimizer: Any) -> bool:
     return bool(pre) or not all(home.startswith("torch.optim.") for home in own)
 
 
+def has_own_state_dict(optimizer: Any) -> bool:
+    """Return whether an optimizer's state dict may have another form than torch's: by its class, or by a hook."""
+    hooks = getattr(optimizer, "_optimizer_state_dict_post_hooks", {})
+    defined = any("state_dict" in vars(kind) for kind in type(optimizer).__mro__)
+    return bool(hooks) or not defined or not _definer(type(optimizer), "state_dict").startswith("torch.optim.")
+
+
 def call_post_hooks(optimizer: Any) -> None:
     """Call the hooks that torch calls after a load of an optimizer."""
     for hook in getattr(optimizer, "_optimizer_load_state_dict_post_hooks", {}).values():

@@ -228,6 +228,14 @@ class ModelAdapter:
         """Return whether assigning to one of the names may assign to that live parameter."""
         return True
 
+    def holds(self, parameter: torch.Tensor) -> bool:
+        """Return whether a live parameter is one of the model's, as far as that can be known."""
+        return id(parameter) in self._parameter_ids
+
+    @cached_property
+    def _parameter_ids(self) -> set[int]:
+        return {*self.parameter_names()}
+
     @property
     def is_placed(self) -> bool:
         """True if there are DTensors among the tensors."""
@@ -460,6 +468,9 @@ class DictModel(ModelAdapter):
             return memory_of(parameter) in self._memory
         # It is not known whether tensors on XLA in a state dict are the parameters themselves.
         return any((own.device, own.shape) == (parameter.device, parameter.shape) for own in self._tensors.values())
+
+    def holds(self, parameter: torch.Tensor) -> bool:
+        return not self.live or self.may_hold(parameter)
 
     @cached_property
     def _memory(self) -> set[Hashable]:

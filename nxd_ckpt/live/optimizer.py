@@ -16,7 +16,7 @@ from nxd_ckpt.errors import InvalidArgument, OptimizerMismatch, UnsupportedState
 from nxd_ckpt.formats.tensors import Path
 from nxd_ckpt.live.dtensor import Placed, is_dtensor
 from nxd_ckpt.live.model import ModelAdapter
-from nxd_ckpt.live.named import by_name
+from nxd_ckpt.live.named import by_name, is_model
 from nxd_ckpt.live.optimizer_dict import DictOptimizer
 from nxd_ckpt.live.optimizer_state import (
     OPTIMIZER_NAME,
@@ -27,6 +27,7 @@ from nxd_ckpt.live.optimizer_state import (
     keeps_nothing,
 )
 from nxd_ckpt.live.optimizer_types import check_class, if_known, parameter_names
+from nxd_ckpt.live.own_form import OwnFormOptimizer, own_form_of
 from nxd_ckpt.live.plain import PlainOptimizer, TorchZeroOptimizer, is_torch_zero
 from nxd_ckpt.live.state import OptimizerForm, State, StateTensor
 from nxd_ckpt.live.zero1 import KEYS, ExpertZero1Optimizer, Zero1Optimizer
@@ -62,16 +63,21 @@ def open_optimizer(
         return ExpertZero1Optimizer(optimizer, names, topology)
     if is_torch_zero(optimizer):
         return TorchZeroOptimizer(optimizer, model, param_names, topology)
-    names = _names_in(optimizer.param_groups, model, param_names)
-    return _adapter(optimizer, names, zero1_optimizer, topology)
+    names = _names_in(getattr(optimizer, "param_groups", []), model, param_names)
+    return _adapter(optimizer, names, model, zero1_optimizer, topology)
 
 
-def _adapter(optimizer: Any, names: list[str], zero1_optimizer: bool, topology: Topology) -> OptimizerAdapter:
+def _adapter(
+    optimizer: Any, names: list[str], model: ModelAdapter | None, zero1_optimizer: bool, topology: Topology
+) -> OptimizerAdapter:
     """Return the adapter of one optimizer whose parameters have these names."""
     if hasattr(optimizer, "sharding_groups"):
         return Zero1Optimizer(optimizer, names, topology)
+    own_form = own_form_of(optimizer)
+    if own_form is not None:
+        return OwnFormOptimizer(optimizer, own_form, names)
     on_meshes = any(is_dtensor(parameter) for parameter, _ in flat_parameters(optimizer.param_groups))
-    return PlainOptimizer(optimizer, names, topology.tp, sharded=zero1_optimizer and not on_meshes)
+    return PlainOptimizer(optimizer, names, topology.tp, model=model, sharded=zero1_optimizer and not on_meshes)
 
 
 def _open_several(
@@ -104,7 +110,7 @@ def _open_several(
                     f"{its_name!r}, whose state in a tag is by its name: give it to one of them, or save one of the "
                     "two under a directory of its own"
                 )
-        adapters[name] = _adapter(optimizer, own, zero1_optimizer, topology)
+        adapters[name] = _adapter(optimizer, own, model, zero1_optimizer, topology)
     return NamedOptimizers(adapters, names)
 
 
@@ -113,7 +119,8 @@ def _names_in(
 ) -> list[str]:
     """Return the parameters' names. Raises OptimizerMismatch if some are not those of a model of DTensors."""
     names = parameter_names(groups, model, param_names)
-    unnamed = [name for name in names if name.startswith("#")]
+    named = zip(names, flat_parameters(groups), strict=True)
+    unnamed = [name for name, (parameter, _) in named if name.startswith("#") and not is_dtensor(parameter)]
     if unnamed and model is not None and model.is_placed:
         raise OptimizerMismatch(
             f"optimizer: its parameter {unnamed[0]} is not one of the model's ({len(unnamed)} are not): fully_shard "
@@ -127,7 +134,7 @@ def _unwrapped(optimizer: Any, called: str = "optimizer=") -> Any:
     # NxD's wrapper has no state of its own; other wrappers (Lookahead) do, and are saved themselves.
     while hasattr(inner, "nxd_config") and hasattr(inner, "optimizer"):
         inner = inner.optimizer
-    if isinstance(inner, type) or not hasattr(inner, "param_groups") or not hasattr(inner, "state_dict"):
+    if isinstance(inner, type) or not callable(getattr(inner, "state_dict", None)) or is_model(inner):
         kind = f"the class {inner.__name__} itself" if isinstance(inner, type) else f"a {type(optimizer).__name__}"
         several = isinstance(optimizer, (list, tuple)) and bool(optimizer)
         advice = "; pass several by name, optimizer={name: optimizer}" if several else ""

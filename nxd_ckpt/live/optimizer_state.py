@@ -49,6 +49,22 @@ class LeafSource(Protocol):
         """Call ``take`` with the leaf as a CPU tensor, on this thread, in the order of these calls."""
 
 
+class AtOnce:
+    """A LeafSource that reads each leaf at once."""
+
+    def __init__(self, read: LeafSource) -> None:
+        self._read = read
+
+    def __call__(self, leaf: Any) -> torch.Tensor:
+        return self._read(leaf)
+
+    def into(self, leaf: Any, memory: torch.Tensor) -> None:
+        memory.copy_(self._read(leaf))
+
+    def then(self, leaf: Any, take: Callable[[torch.Tensor], None]) -> None:
+        take(self._read(leaf))
+
+
 Keeps = Callable[[str], bool]
 """A predicate on global names ("optim/up.weight/exp_avg", "optim/state/..."): True if the live value stays."""
 
@@ -134,6 +150,12 @@ _OF_PARAMETERS = ("params", "param_names")
 
 OPTIMIZER_NAME = "nxd_ckpt_optimizer"
 """Key of a saved param group: the name of its optimizer, where several were saved by name."""
+
+OWN_FORM = "own_form"
+"""Key, in ``state`` and in param groups, for an optimizer whose state dict has a form of its own; see own_form."""
+
+VALUE = "nxd_ckpt_value"
+"""Entry in the state of a parameter that is not the model's, such as a full-precision clone: its own value."""
 
 STEP = "step"
 

@@ -14,7 +14,7 @@ import torch
 from nxd_ckpt.core.suggestions import first_of
 from nxd_ckpt.errors import InvalidArgument, OptimizerMismatch
 from nxd_ckpt.live.model import ModelAdapter
-from nxd_ckpt.live.optimizer_state import OPTIMIZER_NAME
+from nxd_ckpt.live.optimizer_state import OPTIMIZER_NAME, VALUE
 
 
 def restore_types(optimizer_tree: dict[str, Any]) -> dict[str, Any]:
@@ -79,7 +79,7 @@ def check_class(optimizer: Any, groups: Iterable[Mapping[str, Any]], state: Mapp
         if isinstance(index, str) or not isinstance(entries, Mapping):
             continue
         lost = needed - entries.keys()
-        if lost and entries:
+        if lost and entries.keys() - {VALUE}:
             raise OptimizerMismatch(
                 f"optimizer: the state of parameter {index} has {first_of(map(str, entries))}, and not "
                 f"{first_of(sorted(lost))}, without which {kind.__name__} cannot step: another class of optimizer "

@@ -7,8 +7,9 @@ name with the parameter's placement. A load on the same mesh gives each rank its
 
 from __future__ import annotations
 
+import logging
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property, partial
 from typing import Any
 
@@ -24,11 +25,15 @@ from nxd_ckpt.live.model import ModelAdapter
 from nxd_ckpt.live.optimizer_state import (
     ON_HOST,
     OPTIMIZER_NAME,
+    OWN_FORM,
     ROWS,
+    VALUE,
+    AtOnce,
     Keeps,
     LeafSource,
     OptimizerAdapter,
     Slot,
+    check_form,
     check_groups,
     check_state,
     entries_of,
@@ -40,6 +45,7 @@ from nxd_ckpt.live.optimizer_state import (
     keeps_nothing,
     materialise,
     options_of,
+    overwrite,
     restore_groups,
     state_by_slots,
     traits_of_all,
@@ -47,6 +53,8 @@ from nxd_ckpt.live.optimizer_state import (
 from nxd_ckpt.live.optimizer_types import if_known, parameter_names
 from nxd_ckpt.live.parameters import form_of, spec_of
 from nxd_ckpt.live.state import OptimizerForm, State
+
+logger = logging.getLogger("nxd_ckpt")
 
 
 def is_of_rank(parameter: torch.Tensor, entry: Any, value: Any) -> bool:
@@ -121,31 +129,19 @@ def _is_cut(parameter: torch.Tensor) -> bool:
     return any(size > 1 and not placement.is_replicate() for size, placement in cuts)
 
 
-class _Now:
-    """A LeafSource that reads each leaf at once."""
-
-    def __init__(self, read: LeafSource) -> None:
-        self._read = read
-
-    def __call__(self, leaf: Any) -> torch.Tensor:
-        return self._read(leaf)
-
-    def into(self, leaf: Any, memory: torch.Tensor) -> None:
-        memory.copy_(self._read(leaf))
-
-    def then(self, leaf: Any, take: Callable[[torch.Tensor], None]) -> None:
-        take(self._read(leaf))
-
-
 class PlainOptimizer(OptimizerAdapter):
     """The OptimizerAdapter of a torch optimizer that is not ZeRO-1.
 
-    ``sharded`` optimizers have state of this rank alone, cut in an unknown way.
+    ``sharded`` optimizers have state of this rank alone, cut in an unknown way. Parameters that are not the ``model``'s
+    (full-precision clones) are state too: no other part of a tag has their values.
     """
 
-    def __init__(self, optimizer: Any, names: list[str], tp: int, *, sharded: bool = False) -> None:
+    def __init__(
+        self, optimizer: Any, names: list[str], tp: int, *, model: ModelAdapter | None = None, sharded: bool = False
+    ) -> None:
         self.kind = "zero1" if sharded else "plain"
         self.parameter_names = if_known(names)
+        self._model = model
         self._optimizer, self._names, self._tp = optimizer, names, tp
         self.stepping = optimizer
 
@@ -187,7 +183,23 @@ class PlainOptimizer(OptimizerAdapter):
                 "param_groups, and nothing that a load calls would take it back: write a load_state_dict() for it, or "
                 "register_load_state_dict_pre_hook()"
             )
-        return state_by_slots(self._with_rows(state), slot_at, cache_key)
+        return state_by_slots(self._with_rows(self._with_values(state)), slot_at, cache_key)
+
+    def _is_beside(self, slot: Slot) -> bool:
+        """Return whether a parameter is known not to be the model's."""
+        return id(slot.parameter) in self._beside
+
+    @cached_property
+    def _beside(self) -> set[int]:
+        if self._model is None:
+            return set()
+        return {id(slot.parameter) for slot in self._slots if not self._model.holds(slot.parameter)}
+
+    def _with_values(self, state: dict[str, Any]) -> dict[str, Any]:
+        """Return the state dict with the values of parameters that are not the model's."""
+        values = {index: {VALUE: slot.parameter} for index, slot in enumerate(self._slots) if self._is_beside(slot)}
+        own = {index: {**state["state"].get(index, {}), **value} for index, value in values.items()}
+        return {**state, "state": {**state["state"], **own}} if own else state
 
     def _with_rows(self, state: dict[str, Any]) -> dict[str, Any]:
         """Return the state dict with rank-specific values as this rank's row of all ranks' values."""
@@ -211,6 +223,11 @@ class PlainOptimizer(OptimizerAdapter):
                 f"({', '.join(map(str, saved))}), the live {type(self._optimizer).__name__} is not sharded; "
                 "build the optimizer as when it was saved, or load with optimizer=None"
             )
+        if OWN_FORM in saved["state"]:
+            raise OptimizerMismatch(
+                "optimizer: the checkpoint holds a state_dict() of a form of its own, that of the live "
+                f"{type(self._optimizer).__name__} has torch's; build the optimizer as when it was saved"
+            )
         own = keys_of_its_own(saved)
         if own and not self._loads_itself:
             raise OptimizerMismatch(
@@ -220,9 +237,22 @@ class PlainOptimizer(OptimizerAdapter):
             )
         slots = self._by_index(saved)
         for index, slot in slots.items():
-            check_rows(slot.name, slot.key, saved["state"].get(index, {}))
+            entries = saved["state"].get(index, {})
+            check_rows(slot.name, slot.key, entries)
+            self._check_value(slot, entries)
         any_shape = keeps_any_shape(self._optimizer)
         check_state(slots, saved["state"], self._optimizer.state, any_shape=any_shape)
+
+    def _check_value(self, slot: Slot, entries: Mapping[Any, Any]) -> None:
+        """Raise an error for the saved value of a parameter that cannot take it."""
+        if VALUE not in entries:
+            return
+        if self._model is not None and not self._is_beside(slot):
+            raise OptimizerMismatch(
+                f"optim/{slot.name}: its parameter was not the model's when it was saved, but a clone; the live one is "
+                "the model's. Build the optimizer as when it was saved"
+            )
+        check_form(slot, VALUE, entries[VALUE], slot.parameter)
 
     def placed(self, saved: Mapping[str, Any]) -> dict[Path, Placed]:
         by_path: dict[Path, Placed] = {}
@@ -236,6 +266,7 @@ class PlainOptimizer(OptimizerAdapter):
         return by_path
 
     def load(self, saved: Mapping[str, Any], read: LeafSource, keeps: Keeps = keeps_nothing) -> None:
+        saved = self._take_values(saved, read, keeps)
         if self._loads_itself:
             self._load_by_itself(saved, read, keeps)
             return
@@ -249,22 +280,44 @@ class PlainOptimizer(OptimizerAdapter):
         for slot in self._slots:
             slot.clear_gradients()
 
+    def _take_values(self, saved: Mapping[str, Any], read: LeafSource, keeps: Keeps) -> Mapping[str, Any]:
+        """Read the values of parameters that are not the model's; return the state dict without them."""
+        state, stale = dict(saved["state"]), list[str]()
+        for index, slot in self._by_index(saved).items():
+            entries = state.get(index, {})
+            if VALUE in entries:
+                overwrite(slot.parameter, entries[VALUE], read)
+                state[index] = {entry: value for entry, value in entries.items() if entry != VALUE}
+                if not state[index]:
+                    del state[index]
+            elif self._is_beside(slot) and not keeps(slot.global_name(VALUE)):
+                stale.append(slot.name)
+        if stale:
+            logger.warning(
+                "optimizer: the checkpoint does not hold the values of its parameters %s, which are not the model's: "
+                "they stay as they are. Set them from the model before the next step, which would overwrite it",
+                first_of(stale),
+            )
+        return {**saved, "state": state}
+
     def _load_by_itself(self, saved: Mapping[str, Any], read: LeafSource, keeps: Keeps) -> None:
         """Let the optimizer load a state dict of tensors, as torch does."""
         cpu = torch.device("cpu")
-        own = {key: materialise(value, _Now(read), cpu) for key, value in saved.items() if key != "state"}
+        own = {key: materialise(value, AtOnce(read), cpu) for key, value in saved.items() if key != "state"}
         state: dict[Any, Any] = {}
         slots = self._by_index(saved)
         for index, slot in slots.items():
             live = self._optimizer.state.get(slot.key, {})
             kept = {entry: value for entry, value in live.items() if keeps(slot.global_name(entry))}
             entries = saved["state"].get(index, {})
-            values = {entry: materialise(value, _Now(read), cpu, slot.key) for entry, value in entries.items()}
+            values = {entry: materialise(value, AtOnce(read), cpu, slot.key) for entry, value in entries.items()}
             rows = {name_of_rows(entry): own_of_rows(values.pop(entry)) for entry in list(values) if is_rows(entry)}
             loaded = {entry: slot.as_placed(entry, value) for entry, value in values.items()} | rows | kept
             if loaded:
                 state[index] = loaded
-        state |= {key: materialise(value, _Now(read), cpu) for key, value in saved["state"].items() if key not in slots}
+        state |= {
+            key: materialise(value, AtOnce(read), cpu) for key, value in saved["state"].items() if key not in slots
+        }
         for group, live_group in zip(own["param_groups"], self._optimizer.param_groups, strict=True):
             group.pop(OPTIMIZER_NAME, None)
             for option, value in group.items():

@@ -208,3 +208,96 @@ class Lookahead(torch.optim.Optimizer):
 
     def load_state_dict(self, state_dict: Any) -> None:
         self.inner.load_state_dict(state_dict)
+
+
+class WithMasters(torch.optim.AdamW):
+    """Steps on float32 clones of the model's parameters, and copies them back."""
+
+    def __init__(self, params: Any) -> None:
+        self.working = list(params)
+        super().__init__([one.detach().float().clone().requires_grad_() for one in self.working], lr=0.01)
+
+    @property
+    def masters(self) -> list[Any]:
+        return [one for group in self.param_groups for one in group["params"]]
+
+    def step(self, closure: Any = None) -> Any:
+        self.zero_grad()
+        for one in self.working:
+            one.grad = None
+        loss = closure()
+        for master, one in zip(self.masters, self.working, strict=True):
+            master.grad = None if one.grad is None else one.grad.float()
+        super().step()
+        with torch.no_grad():
+            for master, one in zip(self.masters, self.working, strict=True):
+                one.copy_(master)
+        return loss
+
+
+class Chained(torch.optim.Optimizer):
+    """Muon and AdamW in one, as Megatron's: its state dict has theirs by name."""
+
+    def __init__(self, params: Any) -> None:
+        params = list(params)
+        wide = [one for one in params if one.dim() > 1]
+        rest = [one for one in params if one.dim() < 2]
+        inner = {"muon": Muon(wide), "adam": torch.optim.AdamW(rest) if rest else None}
+        self.inner = {name: one for name, one in inner.items() if one is not None}
+        super().__init__(params, {})
+        self.param_groups = [group for one in self.inner.values() for group in one.param_groups]
+
+    def step(self, closure: Any = None) -> Any:
+        loss = closure()
+        for one in self.inner.values():
+            one.step()
+        return loss
+
+    def state_dict(self) -> Any:
+        return {name: one.state_dict() for name, one in self.inner.items()}
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        for name, one in self.inner.items():
+            one.load_state_dict(state_dict[name])
+
+
+class ChainedInList(Chained):
+    """The same, with a list of state dicts."""
+
+    def state_dict(self) -> Any:
+        return list(super().state_dict().values())
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        super().load_state_dict(dict(zip(self.inner, state_dict, strict=True)))
+
+
+class NoOptimizer:
+    """An object that is no optimizer of torch, without param groups; its state dict is a tuple."""
+
+    def __init__(self, params: Any) -> None:
+        self.params = list(params)
+        self.moments = [torch.zeros_like(one) for one in self.params]
+        self.steps = 0
+
+    @torch.no_grad()
+    def step(self, closure: Any) -> Any:
+        with torch.enable_grad():
+            loss = closure()
+        self.steps += 1
+        for parameter, moment in zip(self.params, self.moments, strict=True):
+            if parameter.grad is not None:
+                moment.mul_(0.9).add_(parameter.grad)
+                parameter.sub_(moment, alpha=0.01 / self.steps)
+        return loss
+
+    def zero_grad(self) -> None:
+        for parameter in self.params:
+            parameter.grad = None
+
+    def state_dict(self) -> Any:
+        return self.steps, {"moments": self.moments, "seen": frozenset({self.steps})}
+
+    def load_state_dict(self, state: Any) -> None:
+        self.steps = state[0]
+        for moment, saved in zip(self.moments, state[1]["moments"], strict=True):
+            moment.copy_(saved)

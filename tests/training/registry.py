@@ -102,6 +102,9 @@ OWN: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "factored": imitations.Factored,
     "schedule-free": imitations.ScheduleFree,
     "Lookahead": lambda params: imitations.Lookahead(torch.optim.AdamW(params)),
+    "chained": imitations.Chained,
+    "chained, in a list": imitations.ChainedInList,
+    "no optimizer of torch's": imitations.NoOptimizer,  # type: ignore[dict-item]
     "LBFGS": partial(torch.optim.LBFGS, lr=0.1, max_iter=2),
     "tensors as options": _tensor_rate,
     "own options": _unused_and_own,
@@ -285,5 +288,6 @@ CASES: dict[str, Case] = {
     **{name: Case(model) for name, model in MODELS.items() if name != "sparse gradients"},
     "sparse gradients": Case(Words, torch.optim.SparseAdam),
     "two groups": Case(groups=_groups, scheduler=SCHEDULERS["OneCycleLR"]),
+    "float32 clones": Case(partial(Mixed, dtype=torch.bfloat16), imitations.WithMasters),
     "named parameters": Case(groups=Model.named_parameters),
 }

@@ -135,6 +135,8 @@ ON_RANKS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     # Without those that torch cannot step on DTensors.
     **{name: make for name, make in OPTIMIZERS.items() if name not in ("Rprop", "Adafactor")},
     **{name: OWN[name] for name in ("Lion", "factored", "Muon", "own options", "schedule-free", "Lookahead")},
+    "float32 clones": imitations.WithMasters,
+    **{name: OWN[name] for name in ("chained", "chained, in a list", "no optimizer of torch's")},
     **{name: OWN[name] for name in ("tensors as options", "maximize", "decoupled")},
 }
 ON_SHARDS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
@@ -170,7 +172,17 @@ def _on_ranks(rank: int, names: list[str]) -> list[str]:
     return problems
 
 
-SOME = ["AdamW", "SGD", "factored", "own options", "Soap on shards", "EightBit on shards"]
+SOME = [
+    "AdamW",
+    "SGD",
+    "float32 clones",
+    "chained, in a list",
+    "no optimizer of torch's",
+    "factored",
+    "own options",
+    "Soap on shards",
+    "EightBit on shards",
+]
 OTHERS = [name for name in (*ON_RANKS, *ON_SHARDS) if name not in SOME]
 
 

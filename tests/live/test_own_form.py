@@ -1,0 +1,103 @@
+"""Optimizers whose state dict has a form of its own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from nxd_ckpt import Checkpointer, load_checkpoint, save_checkpoint
+from nxd_ckpt.api import close_checkpointers
+from nxd_ckpt.errors import OptimizerMismatch
+from tests.support.rank_pool import RankPool
+from tests.training.imitations import Chained, ChainedInList, NoOptimizer
+from tests.training.registry import Inner, step
+
+pytestmark = [pytest.mark.plain, pytest.mark.once]
+
+
+def _made(kind: Any, seed: int, rows: int = 6) -> tuple[Any, Any]:
+    torch.manual_seed(seed)
+    model = Inner(torch.nn.Linear(6, rows), torch.nn.Linear(rows, 3))
+    return model, kind(model.parameters())
+
+
+def _stepped(model: Any, *optimizers: Any, seed: int) -> list[torch.Tensor]:
+    """The weights after a step of each of the optimizers."""
+    for optimizer in optimizers:
+        torch.manual_seed(seed)
+        step(model, optimizer)
+    return [one.detach() for one in model.parameters()]
+
+
+@pytest.mark.parametrize("kind", [Chained, ChainedInList])
+@pytest.mark.parametrize("where", ["optimizer", "state", "among others"])
+def test_the_state_dict_comes_back_as_with_torch(tmp_path: Path, kind: Any, where: str) -> None:
+    """The next step is the uninterrupted run's, however the optimizer is passed."""
+
+    def passed(model: Any, optimizer: Any, other: Any) -> dict[str, Any]:
+        if where == "state":
+            return {"model": model, "state": {"own": optimizer}}
+        both = {"own": optimizer, "plain": other}
+        return {"model": model, "optimizer": optimizer if where == "optimizer" else both}
+
+    runs = []
+    for seed in (0, 1):
+        model, optimizer = _made(kind, seed)
+        frozen = torch.nn.Parameter(torch.ones(2))
+        runs.append((model, optimizer, torch.optim.AdamW([frozen])))
+    _stepped(*runs[0][:2], seed=5)
+    with Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(1, **passed(*runs[0]))
+    with Checkpointer(tmp_path) as checkpointer:
+        checkpointer.load_latest(**passed(*runs[1]))
+    expected, actual = (_stepped(model, optimizer, seed=6) for model, optimizer, _ in runs)
+    assert all(map(torch.equal, expected, actual))
+
+
+def test_another_form_is_refused_by_name(tmp_path: Path) -> None:
+    """Torch's form in place of the own one, and the reverse."""
+    model, optimizer = _made(Chained, 0)
+    wide, rest = ([one for one in model.parameters() if (one.dim() > 1) is is_wide] for is_wide in (True, False))
+    plain = torch.optim.AdamW([{"params": wide}, {"params": rest}])
+    save_checkpoint(tmp_path, "own", model, optimizer)
+    save_checkpoint(tmp_path, "torch", model, plain)
+    with pytest.raises(OptimizerMismatch, match=r"that of the live AdamW has torch's"):
+        load_checkpoint(tmp_path, "own", model, plain)
+    with pytest.raises(OptimizerMismatch, match="live Chained"):
+        load_checkpoint(tmp_path, "torch", model, optimizer)
+    close_checkpointers()
+
+
+def _local(tensor: Any) -> torch.Tensor:
+    local: torch.Tensor = tensor.to_local()
+    return local
+
+
+def _saved_and_loaded(rank: int, directory: Path) -> list[bool]:
+    """Whether the next step on a mesh is that of the run that saved."""
+    equal = []
+    for kind in (Chained, NoOptimizer):
+        runs = []
+        for seed in (0, 1):
+            torch.manual_seed(seed)
+            model = Inner(torch.nn.Linear(6, 7), torch.nn.Linear(7, 6))
+            fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+            runs.append((model, kind(model.parameters())))
+        _stepped(*runs[0], seed=5)
+        with Checkpointer(directory / kind.__name__) as checkpointer:
+            checkpointer.save(1, *runs[0])
+            checkpointer.load(1, *runs[1])
+        expected, actual = ([_local(one) for one in _stepped(*run, seed=6)] for run in runs)
+        equal.append(all(map(torch.equal, expected, actual)))
+    return equal
+
+
+def test_its_dtensors_are_cut_and_come_back(gloo_ranks: RankPool, tmp_path: Path) -> None:
+    """FSDP2 on four ranks, with uneven shards; the loading optimizer has no state yet."""
+    assert [[True, True]] * 4 == gloo_ranks.run(_saved_and_loaded, tmp_path)
