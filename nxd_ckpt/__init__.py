@@ -5,6 +5,7 @@
 ``load_checkpoint``
 ``has_checkpoint``
 ``finalize_checkpoint``
+``install``                   the same for a whole program, by one line; ``uninstall`` undoes it
 ``Checkpointer``              a job's handle on one directory; ``PendingSave`` is a save under way
 ``list_checkpoints``          the tags of a directory
 ``open_checkpoint``           one tag opened for reading, anywhere: a ``Checkpoint``
@@ -49,6 +50,7 @@ if TYPE_CHECKING:
     from nxd_ckpt.core.partition import Partition, Section
     from nxd_ckpt.core.retention import Best, Every, Last, Within
     from nxd_ckpt.core.topology import Topology
+    from nxd_ckpt.drop_in.install import install, uninstall
     from nxd_ckpt.examine.diff import diff_checkpoints
     from nxd_ckpt.examine.doctor import examine_checkpoint
     from nxd_ckpt.examine.resume_probe import ResumeProbe
@@ -92,6 +94,7 @@ __all__ = [
     "finalize_checkpoint",
     "get_checkpoint_metadata",
     "has_checkpoint",
+    "install",
     "list_checkpoints",
     "load_checkpoint",
     "load_keys",
@@ -100,6 +103,7 @@ __all__ = [
     "restore_data_position",
     "restore_random_state",
     "save_checkpoint",
+    "uninstall",
 ]
 
 # Imported at first use, so that `nxd-ckpt --help` does not wait for torch.
@@ -128,6 +132,7 @@ _MODULE_OF = {
     "finalize_checkpoint": "api",
     "get_checkpoint_metadata": "checkpoint",
     "has_checkpoint": "api",
+    "install": "drop_in.install",
     "list_checkpoints": "tag.listing",
     "load_checkpoint": "api",
     "load_keys": "checkpoint",
@@ -136,6 +141,7 @@ _MODULE_OF = {
     "restore_data_position": "live.data_position",
     "restore_random_state": "live.data_position",
     "save_checkpoint": "api",
+    "uninstall": "drop_in.install",
 }
 
 

@@ -24,7 +24,7 @@ from nxd_ckpt.coordination.rendezvous import meet
 from nxd_ckpt.core.option_classes import split_options, takes
 from nxd_ckpt.core.tags import Tag
 from nxd_ckpt.core.topology import Topology
-from nxd_ckpt.effects import in_forked_children
+from nxd_ckpt.effects import Event, in_forked_children
 from nxd_ckpt.errors import CheckpointError, InvalidArgument, as_checkpoint_errors
 from nxd_ckpt.keywords import DirectoryKeywords, LoadCheckpointKeywords, SaveCheckpointKeywords
 from nxd_ckpt.load.options import LoadOptions
@@ -236,6 +236,14 @@ def remove_checkpoint(
         return writing.remove(*tags, pinned=pinned, dry_run=dry_run)
     with Checkpointer(path, **options) as checkpointer:
         return checkpointer.remove(*tags, pinned=pinned, dry_run=dry_run)
+
+
+@as_checkpoint_errors()
+def remove_later(path: StrPath, tags: Sequence[Tag], topology: Topology | None = None) -> Event | None:
+    """Remove tags of a directory that this process saves to as `Checkpointer.remove_later` does; None elsewhere."""
+    with _lock:
+        writing = _open.get((normalised(path), _topology({"topology": topology})))
+    return None if writing is None else writing.remove_later(*tags)
 
 
 def finalize_checkpoint() -> None:

@@ -6,14 +6,13 @@ import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from types import TracebackType
 from typing import Any, Literal, TypeVar
 
 from typing_extensions import Unpack
 
 from nxd_ckpt import effects
 from nxd_ckpt.commit.commit import clean_up
-from nxd_ckpt.commit.retention import Removed, plan_removal, remove_tags
+from nxd_ckpt.commit.retention import Removed, plan_removal, remove_surplus, remove_tags
 from nxd_ckpt.commit.session import Session, open_session
 from nxd_ckpt.commit.tier import Tier
 from nxd_ckpt.coordination.agreement import Agreement, SingleProcessAgreement
@@ -24,7 +23,7 @@ from nxd_ckpt.coordination.rendezvous import meet
 from nxd_ckpt.coordination.schedule import Schedule
 from nxd_ckpt.coordination.waiting import FairLock
 from nxd_ckpt.core.option_classes import options_of, takes
-from nxd_ckpt.core.tags import Tag, step_of
+from nxd_ckpt.core.tags import Tag, step_of, validate_tag
 from nxd_ckpt.effects import require_own
 from nxd_ckpt.errors import CheckpointerClosed, CheckpointError, as_checkpoint_errors
 from nxd_ckpt.keywords import CheckpointerKeywords, LoadKeywords, SaveKeywords
@@ -162,7 +161,7 @@ class Checkpointer:
             self._in_flight.settle()
             if self._failures.warns:
                 self._in_flight.raise_unreported()
-            attempt = self._begun(pending, lambda: self._begin(pending, captured, chosen, async_save, started))
+            attempt = pending.begun(lambda: self._begin(pending, captured, chosen, async_save, started))
         if not async_save and attempt is not None:
             await_decided(attempt, pending, shown=self._options.progress and self.topology.rank == 0)
         return pending.future
@@ -306,19 +305,6 @@ class Checkpointer:
             agreement, lasting = self._meet(f"{call} (one rank alone: list_checkpoints)"), self._session is not None
             return self._places.ask(agreement, lambda: question(self._places.storages), lasting=lasting)
 
-    def _begun(self, pending: SaveProgress, begin: Callable[[], SaveAttempt]) -> SaveAttempt | None:
-        """Return the result of ``begin``; None if a first save failed, on all ranks, and need not be raised."""
-        try:
-            with as_checkpoint_errors():
-                return begin()
-        except CheckpointError as error:
-            if not self._failures.warns:
-                raise
-            pending.settle(error)
-            if pending.unreported:
-                raise
-            return None
-
     def _begin(
         self,
         pending: SaveProgress,
@@ -328,9 +314,8 @@ class Checkpointer:
         started: float,
     ) -> SaveAttempt:
         """Stage the ``captured`` state and hand it over to the writer thread, which does the rest."""
-        tag = pending.tag
         self._places.settle()
-        planned = None if self._has_saved else self._open(captured, tag)
+        planned = None if self._has_saved else self._open(captured, pending.tag)
         error: BaseException | None = None
         if planned is None:
             try:
@@ -339,7 +324,7 @@ class Checkpointer:
                 error = problem
         assert self._session is not None
         plan = None if planned is None else planned.plan
-        request = SaveRequest(tag, plan, options, self._places.rules, self._versions, self._places.drains)
+        request = SaveRequest(pending.tag, plan, options, self._places.rules, self._versions, self._places.drains)
         attempt = SaveAttempt(self._session, request, error, self._pipeline.writers)
         self._pipeline.submit(attempt.open)
         self._in_flight.add(pending)
@@ -437,6 +422,20 @@ class Checkpointer:
             session = self._session or self._claim(self._meet("remove"))
             return self._remove(lambda names: remove_tags(session, names, pinned), tags)
 
+    def remove_later(self, *tags: Tag) -> effects.Event:
+        """Remove tags behind the saves in flight, on the thread that writes; return what is set once it has done so.
+
+        Rank 0's call counts. An absent tag is no error; after a failed save tags stay until the next one has succeeded.
+        """
+        session, done = self._session, effects.Event()
+        if session is None or self.topology.rank:
+            done.set()
+            return done
+        session.surplus.extend(map(validate_tag, tags))
+        self._pipeline.submit(lambda: None if self.failed_in_a_row else remove_surplus(session))
+        self._pipeline.submit(done.set)
+        return done
+
     def _remove(self, remove: Callable[[Sequence[str]], Removed], tags: Sequence[Tag]) -> Removed:
         return Removed() if self.topology.rank else remove([name_of(self.storage, tag) for tag in tags])
 
@@ -505,15 +504,11 @@ class Checkpointer:
         return self
 
     @as_checkpoint_errors()
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if os.getpid() != self._pid:
-            return  # a forked child leaves its parent's block: nothing here is its own
-        if error is None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if error is not None:
+            self.abandon()
+        elif os.getpid() == self._pid:  # else a forked child leaves its parent's block: nothing here is its own
             self.close()
-        else:
-            self._shut(_GRACE)
 
     @as_checkpoint_errors()
     def abandon(self, grace: float = _GRACE) -> None:
@@ -548,10 +543,10 @@ class Checkpointer:
     def _claim(self, agreement: Agreement | None) -> Session:
         """Take the directory for this job."""
         self._versions = versions()  # reads files: not on a later save's way
-        shared = self._options
+        run_id, timeout = self._options.run_id, self._options.timeout
         try:
             self._places.claim(self.topology, agreement)
-            session = open_session(self.storage, self.topology, agreement, shared.run_id, shared.timeout)
+            session = open_session(self.storage, self.topology, agreement, run_id, timeout)
         except BaseException:
             self._places.close(0.0)
             # With a group it failed on all ranks. Without one the others may make this attempt: our next is another.

@@ -7,7 +7,7 @@ Each message names the thing (tag, rank, file, tensor), what was expected, what 
     │   └── InvalidTag
     ├── UnsupportedState                         SPMD, sparse tensors, ...: named, with what to use instead
     ├── UnsupportedSystem                        this operating system lacks what was asked for
-    ├── CheckpointNotFound (FileNotFoundError)   no directory, no complete tag, no such tag
+    ├── CheckpointNotFound (FileNotFoundError, RuntimeError)   no directory, no complete tag, no such tag
     │   └── PartNotFound                         the tag has no model / optimizer / scheduler / rank file
     │       └── PartLost                         it had it when it was saved
     ├── TagReplaced                              another save took the tag's place while it was read, or it was removed
@@ -16,8 +16,8 @@ Each message names the thing (tag, rank, file, tensor), what was expected, what 
     │   └── DigestMismatch                       the bytes of a tensor or file changed
     ├── UnsafePickle                             a pickle that is more than data
     ├── IncompatibleState                        checkpoint and live objects do not fit
-    │   ├── KeyMismatch                          missing or unexpected names under strict
-    │   ├── ShapeMismatch
+    │   ├── KeyMismatch (RuntimeError)           missing or unexpected names under strict
+    │   ├── ShapeMismatch (RuntimeError)
     │   ├── DtypeMismatch
     │   ├── OptimizerMismatch                    ZeRO-1 into plain, plain into ZeRO-1, other groups
     │   └── TopologyMismatch                     saved on other dp/tp/pp/ep sizes
@@ -33,6 +33,8 @@ Each message names the thing (tag, rank, file, tensor), what was expected, what 
     ├── OutcomeUnknown                           rank 0 gave no verdict in time: look at the directory
     ├── ReplicaLost                              a rank that shares the reading failed or is gone
     └── PeerTimeout                              a rank did not answer in an agreement
+
+A class is also what neuronx_distributed or torch raise there, so that ``except`` clauses written for them hold.
 
 An exception is made from its message alone, so that one rank's error can be raised again, as the same class, on every
 other rank (`to_wire`, `from_wire`).
@@ -65,7 +67,7 @@ class UnsupportedSystem(CheckpointError):
     """The operating system lacks what this needs; the message says what that is, and what works."""
 
 
-class CheckpointNotFound(CheckpointError, FileNotFoundError):
+class CheckpointNotFound(CheckpointError, FileNotFoundError, RuntimeError):
     """No such directory, no complete tag in it, or no such tag."""
 
 
@@ -101,11 +103,11 @@ class IncompatibleState(CheckpointError):
     """The checkpoint and the live objects do not fit together; nothing was changed."""
 
 
-class KeyMismatch(IncompatibleState):
+class KeyMismatch(IncompatibleState, RuntimeError):
     """Names are missing from, or unexpected in, the checkpoint."""
 
 
-class ShapeMismatch(IncompatibleState):
+class ShapeMismatch(IncompatibleState, RuntimeError):
     """A tensor has another shape in the checkpoint than live."""
 
 

@@ -59,6 +59,20 @@ ImportKeywords = TypedDict("ImportKeywords", {
     "timeout": float, "overwrite": bool, "dry_run": bool, "storage_options": StorageOptions | None,
     "output_options": StorageOptions | None, "durable": bool, "progress": bool,
 }, total=False)
+InstallKeywords = TypedDict("InstallKeywords", {
+    "num_workers": int | None, "use_xser": bool, "num_kept_ckpts": int | None, "zero1_optimizer": bool,
+    "use_zero1_dcp": bool, "avoid_saving_lower_precision_weights": bool, "param_names": Sequence[Sequence[str]] | None,
+    "partitions": Mapping[str, Partition] | None, "trust_pickle": bool, "overwrite": bool | None, "weights_only": bool,
+    "ignore_keys": IgnoreKeys | None, "retain": Sequence[Rule] | int | None, "metrics": Mapping[str, float] | None,
+    "stats": bool, "max_bytes_per_second": int | str | None, "dedup": bool, "run_id": str | None, "durable": bool,
+    "memory_cap": int | None, "progress": bool, "on_save_failure": OnFailure, "max_failed_saves": int,
+    "topology": Topology | None, "process_group": Any, "timeout": float, "storage_options": StorageOptions | None,
+    "strict": bool, "saved_param_names": Sequence[Sequence[Sequence[str]]] | None,
+    "rank_content": dict[Any, Any] | None, "verify": Verify | None, "share_reads": bool | None, "pre_download": bool,
+    "work_dir": StrPath | None, "mapping": MappingSpec, "kv_size_multiplier": int, "hardware": Hardware,
+    "key_mapping": Mapping[str, str] | None, "prefix": str, "load_weights_only": bool,
+    "strict_model_weights": bool | None, "fallback": bool,
+}, total=False)
 LoadCheckpointKeywords = TypedDict("LoadCheckpointKeywords", {
     "param_names": Sequence[Sequence[str]] | None, "saved_param_names": Sequence[Sequence[Sequence[str]]] | None,
     "partitions": Mapping[str, Partition] | None, "rank_content": dict[Any, Any] | None, "verify": Verify | None,

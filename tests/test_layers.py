@@ -22,7 +22,7 @@ ORDER = (
     *("errors", "version", "gc_paused", "core", "effects", "formats", "storage", "options", "live", "coordination"),
     *("tag", "reshard", "commit", "hugging_face", "save", "load", "keywords", "output", "torch_dcp", "conversion"),
     *("migrate", "tiers", "checkpoint", "checkpointer", "examine", "api", "prune", "convert", "verify", "adapters"),
-    *("dcp", "", "cli", "integrations", "emulation", "testing"),
+    *("dcp", "drop_in", "", "run", "cli", "integrations", "emulation", "testing"),
 )
 LEVEL_OF = {layer: level for level, layer in enumerate(ORDER)}
 

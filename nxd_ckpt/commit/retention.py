@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -17,6 +18,7 @@ from nxd_ckpt.core import names
 from nxd_ckpt.core.retention import BY_AGE, Best, Metrics, Retention, Rule, decide, unknown_metrics
 from nxd_ckpt.core.suggestions import listed
 from nxd_ckpt.core.tags import TagInfo, in_order, undated
+from nxd_ckpt.errors import CheckpointError
 from nxd_ckpt.storage.base import Storage
 from nxd_ckpt.tag.choosing import settle_swap
 from nxd_ckpt.tag.directory import (
@@ -29,6 +31,8 @@ from nxd_ckpt.tag.directory import (
 from nxd_ckpt.tag.listing import metrics_of
 from nxd_ckpt.tag.range_reader import answers_of, in_parallel
 from nxd_ckpt.tag.verify import lost_names
+
+logger = logging.getLogger("nxd_ckpt")
 
 DamageOf: TypeAlias = Callable[[Storage, str], str | None]
 """Returns a sentence about the damage of a complete tag; None for an undamaged one."""
@@ -229,3 +233,16 @@ def remove_tags(session: Session, tags: Sequence[str], with_pinned: bool) -> Rem
             refused[tag] = f"{storage.url}/{tag} was pinned, saved again or removed meanwhile"
     journal.discard_trash(storage, session.run_id, session.confirm)
     return Removed(tuple(removed), refused)
+
+
+def remove_surplus(session: Session, saved: str | None = None) -> None:
+    """Remove the tags in ``session.surplus``, except the one that was ``saved`` since. Those that stay are logged."""
+    storage = session.storage
+    while session.surplus:
+        tag = session.surplus.popleft()
+        try:
+            if tag != saved and find_tag(storage, tag) is not None:
+                for why in remove_tags(session, [tag], False).refused.values():
+                    logger.warning("nxd_ckpt: not removed: %s", why)
+        except (CheckpointError, OSError) as error:
+            logger.warning("nxd_ckpt: %s/%s is not removed: %s", storage.url, tag, error)

@@ -8,6 +8,7 @@ import math
 import os
 import re
 import uuid
+from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -157,6 +158,8 @@ class Session:
     """The directory's tags by name, as the last commit found them: the next one reads less of each."""
     ours: Mapping[str, TagInfo] = field(default_factory=dict)
     """Tags of this package and NxD, by name, when retention last looked: the next look asks less about each."""
+    surplus: deque[str] = field(default_factory=deque)
+    """Tags to remove behind the saves in flight, see `commit.retention.remove_surplus`."""
     warned_of_steps: bool = False
     """True if it was said that a save has an earlier step than the latest tag."""
     _spares: list[str] = field(default_factory=list)

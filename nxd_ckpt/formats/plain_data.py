@@ -81,6 +81,49 @@ def check_picklable_as_data(obj: Any, name: str = "object") -> None:
     walk(obj, name)
 
 
+def without_refused(obj: Any, name: str = "object") -> tuple[Any, list[str]]:
+    """Return ``obj`` without the values that `check_picklable_as_data` refuses, and a sentence about each of them.
+
+    Entries of dicts, and items of sets, are left out; an item of a list or tuple becomes None, so that the others keep
+    their places. Containers with such values are copied, all others are shared.
+    """
+    refused: list[str] = []
+    above: set[int] = set()
+
+    def pruned(node: Any, path: str) -> Any:
+        try:
+            check_picklable_as_data(node, path)
+        except UnsafePickle as error:
+            if type(node) not in _PRUNED or id(node) in above:
+                refused.append(str(error).partition(", because")[0])
+                return _REFUSED
+        else:
+            return node
+        above.add(id(node))
+        if isinstance(node, dict):
+            keys = [key for key in node if pruned(key, f"{path}'s key {key!r:.80}") is not _REFUSED]
+            values = {key: pruned(node[key], f"{path}[{key!r:.80}]") for key in keys}
+            copy: Any = node.copy()
+            copy.clear()
+            copy.update({key: value for key, value in values.items() if value is not _REFUSED})
+        else:
+            items = [pruned(item, f"{path}[{number}]") for number, item in enumerate(node)]
+            is_set = isinstance(node, (set, frozenset))
+            kept = [None if item is _REFUSED else item for item in items if not (is_set and item is _REFUSED)]
+            copy = type(node)(kept)
+        above.discard(id(node))
+        return copy
+
+    kept = pruned(obj, name)
+    return None if kept is _REFUSED else kept, refused
+
+
+_REFUSED = object()
+
+_PRUNED = (dict, OrderedDict, defaultdict, list, tuple, set, frozenset)
+"""Containers that are saved without those of their values that are refused."""
+
+
 def _length(node: Any) -> tuple[int, int]:
     """Return the allowed and the actual length of a value that is written as text."""
     if isinstance(node, fractions.Fraction):  # conversion to text would exceed Python's own limit

@@ -8,14 +8,16 @@ from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent import futures
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from nxd_ckpt import effects
 from nxd_ckpt.effects import require_own
-from nxd_ckpt.errors import DirectoryInUse
+from nxd_ckpt.errors import CheckpointError, DirectoryInUse, as_checkpoint_errors
 from nxd_ckpt.options.checkpointer_options import CheckpointerOptions
 
 logger = logging.getLogger("nxd_ckpt")
+
+_Begun = TypeVar("_Begun")
 
 
 class Failures:
@@ -101,6 +103,19 @@ class SaveProgress:
     def unreported(self) -> bool:
         """True if it failed, and the failure is still to be raised."""
         return self.error is not None and not self.reported and not self.tolerated
+
+    def begun(self, begin: Callable[[], _Begun]) -> _Begun | None:
+        """Return the result of ``begin``; None if a first save failed, on all ranks, and need not be raised."""
+        try:
+            with as_checkpoint_errors():
+                return begin()
+        except CheckpointError as error:
+            if not self._failures.warns:
+                raise
+            self.settle(error)
+            if self.unreported:
+                raise
+            return None
 
     def settle(self, error: BaseException | None) -> None:
         """Record the outcome, and call the caller's callbacks."""

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from nxd_ckpt import effects
+from nxd_ckpt.commit.retention import remove_surplus
 from nxd_ckpt.coordination.agreement import Agreement, decided_by_rank0, on_all
 from nxd_ckpt.core.topology import Topology
 from nxd_ckpt.core.votes import plan_difference
@@ -208,6 +209,8 @@ def _conclude(attempt: SaveAttempt, counting: Counting | None, pending: SaveProg
         if attempt.request.draining is not None:  # before anybody who waits for the save may wait for the tiers
             attempt.request.draining.saved(attempt.tag, nbytes, attempt.request.options.overwrite)
     pending.settle(error)
+    if error is None:
+        remove_surplus(session, attempt.tag)
     if error is None and counting is not None:
         counting.keep(session.storage, attempt.tag, files.publication.attempt, session.topology.rank)
     tidy(attempt, failed=error is not None)

@@ -1,0 +1,143 @@
+"""neuronx-distributed's four functions as its callers know them, on top of ours.
+
+They differ from those of `nxd_ckpt.api` where programs rely on NxD: they return None, take whatever is true or false as
+flags, log NxD's lines, keep its ``g_iostate``, fill dicts that are not empty, leave out what no load could read, and
+save nothing in a run that only compiles.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from collections.abc import Mapping
+from functools import partial, wraps
+from inspect import signature
+from typing import Any
+
+import torch
+
+from nxd_ckpt import api
+from nxd_ckpt.coordination.environment import default_topology
+from nxd_ckpt.drop_in.io_state import IOState
+from nxd_ckpt.drop_in.settings import Settings, only_compiles
+from nxd_ckpt.formats.plain_data import without_refused
+from nxd_ckpt.live.named import by_name
+from nxd_ckpt.storage.urls import StrPath, is_url
+
+logger = logging.getLogger("nxd_ckpt")
+
+_nxd_logger = logging.getLogger("neuronx_distributed[0]")
+"""NxD's own logger, for the lines that programs look for."""
+
+CHECKPOINT_MODULE = "neuronx_distributed.trainer.checkpoint"
+
+settings = Settings()
+"""Those of `install`."""
+
+_said: set[str] = set()
+
+
+@wraps(api.save_checkpoint)
+def save_checkpoint(*args: Any, **keywords: Any) -> None:
+    arguments = settings.save_arguments(args, keywords)
+    if nothing_is_saved(arguments.get("tag")):
+        return
+    if not arguments.get("trust_pickle"):
+        arguments["user_content"] = readable(arguments.get("user_content"), "user_content")
+    arguments["model"] = _with_a_state(arguments.get("model"))
+    topology = arguments.get("topology") or default_topology()
+    say = partial(_nxd_logger.log, logging.INFO if topology.rank == 0 else logging.DEBUG)
+    method, tag = "async" if arguments.get("async_save") else "synced", arguments.get("tag")
+    say("%s saving of checkpoint %s began", method, tag)
+    saved = api.save_checkpoint(**arguments)
+    _io_state().saved(_directory(arguments), arguments.get("topology"))
+    saved.add_done_callback(lambda _: saved.error or say("%s saving of checkpoint %s completed", method, tag))
+
+
+@wraps(api.load_checkpoint)
+def load_checkpoint(*args: Any, **keywords: Any) -> Any:
+    arguments = settings.load_arguments(args, keywords)
+    if arguments.get("tag") == "":
+        name = next(name for name in ("path", "checkpoint_dir_str") if name in arguments)
+        arguments[name], arguments["tag"] = _split(arguments[name])
+    filled: list[tuple[dict[Any, Any], dict[Any, Any]]] = []
+    for part in ("model", "optimizer", "scheduler"):
+        own = arguments.get(part)
+        if isinstance(own, dict) and own and by_name(own, part) is None:
+            arguments[part] = {}
+            filled.append((own, arguments[part]))
+    content = api.load_checkpoint(**arguments)
+    for own, loaded in filled:
+        own.update(loaded)
+    return content
+
+
+@wraps(api.has_checkpoint)
+def has_checkpoint(*args: Any, **keywords: Any) -> bool:
+    return api.has_checkpoint(**settings.has_arguments(args, keywords))
+
+
+@wraps(api.finalize_checkpoint)
+def finalize_checkpoint() -> None:
+    api.finalize_checkpoint()
+    state = getattr(sys.modules.get(CHECKPOINT_MODULE), "g_iostate", None)
+    if isinstance(state, IOState):
+        state.wait_remove()
+
+
+def nothing_is_saved(what: object) -> bool:
+    """Return whether this run only compiles, so that ``what`` is not saved; the first time it is logged."""
+    if not only_compiles():
+        return False
+    if "compiles" not in _said and default_topology().rank == 0:
+        logger.warning("nxd_ckpt: NEURON_EXTRACT_GRAPHS_ONLY is set: this run only compiles, %r is not saved", what)
+    _said.add("compiles")
+    return True
+
+
+def readable(content: Any, name: str) -> Any:
+    """Return ``content`` without the values that a load would refuse, which are logged."""
+    kept, refused = without_refused(content, name)
+    if refused and default_topology().rank == 0:
+        logger.warning(
+            "nxd_ckpt: left out, as it is not plain data, with which a checkpoint is safe to open "
+            "(install(trust_pickle=True) keeps it): %s", "; ".join(refused),
+        )  # fmt: skip
+    return kept
+
+
+def _with_a_state(model: Any) -> Any:
+    """Return the model; in place of a module whose ``state_dict()`` holds other tensors than its own, that dict.
+
+    That is so for modules made for one save, whose ``state_dict(self)`` takes no argument.
+    """
+    if not isinstance(model, torch.nn.Module) or list(signature(type(model).state_dict).parameters) != ["self"]:
+        return model
+    state = model.state_dict()
+    own = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    return model if isinstance(state, Mapping) and state.keys() <= own.keys() and own else dict(state)
+
+
+def _directory(arguments: Mapping[str, Any]) -> StrPath:
+    named = arguments.get("checkpoint_dir_str") or arguments.get("path")
+    directory: StrPath = named or arguments["tiers"][0].path
+    return directory
+
+
+def _split(directory: StrPath) -> tuple[str, str]:
+    """Return the directory above a checkpoint, and the checkpoint's name."""
+    text = os.fspath(directory).rstrip("/")
+    above, _, name = text.rpartition("/") if is_url(text) else os.path.abspath(text).rpartition("/")
+    return above or "/", name
+
+
+def _io_state() -> IOState:
+    """Return NxD's ``g_iostate``, which the first save makes."""
+    module: Any = sys.modules.get(CHECKPOINT_MODULE)
+    state = getattr(module, "g_iostate", None)
+    if not isinstance(state, IOState):
+        state = IOState()
+        if module is not None:
+            module.g_iostate = state
+    return state

@@ -1,0 +1,216 @@
+"""The four functions, called as neuronx-distributed's callers call them, with the types that they pass."""
+
+from __future__ import annotations
+
+import logging
+from collections import OrderedDict
+from collections.abc import Callable
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import nxd_ckpt
+from nxd_ckpt.errors import CheckpointNotFound, KeyMismatch, ShapeMismatch, UnsafePickle
+from tests.tag.equality import difference
+
+pytestmark = [pytest.mark.plain, pytest.mark.once, pytest.mark.usefixtures("nxd")]
+
+
+@pytest.fixture
+def library() -> Any:
+    """The library with our functions, as a script has it under the name ``nxd``."""
+    nxd_ckpt.install()
+    return import_module("neuronx_distributed")
+
+
+class Anything:
+    """Neither plain data nor picklable as such."""
+
+
+def trained(seed: int = 0) -> tuple[torch.nn.Module, torch.optim.Optimizer, Any]:
+    torch.manual_seed(seed)
+    model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 2))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
+    for _ in range(3):
+        model(torch.ones(2, 3)).sum().backward()
+        optimizer.step()
+        scheduler.step()
+    return model, optimizer, scheduler
+
+
+def states(objects: tuple[Any, ...]) -> list[Any]:
+    return [dict(one.state_dict()) for one in objects]
+
+
+FLAGS: list[Callable[[bool], Any]] = [int, np.bool_, np.int64, torch.tensor, lambda value: value or None]
+
+
+@pytest.mark.parametrize("flag", FLAGS, ids=["int", "numpy.bool", "numpy.int64", "tensor", "None"])
+def test_flags_are_what_they_mean(tmp_path: Path, library: Any, flag: Callable[[bool], Any]):
+    """argparse's ints, NumPy's booleans, tensors and None: a run that is saved with them loads, and continues."""
+    saved, fresh = trained(), trained(1)
+    for use_xser in (True, False):
+        library.save_checkpoint(
+            str(tmp_path), f"step_{int(use_xser)}", *saved, {"step": 3}, use_xser=flag(use_xser),
+            num_kept_ckpts=-1, async_save=flag(True), zero1_optimizer=flag(False), use_zero1_dcp=flag(False),
+            avoid_saving_lower_precision_weights=flag(False),
+        )  # fmt: skip
+        library.finalize_checkpoint()
+        assert use_xser is any((tmp_path / f"step_{int(use_xser)}" / "model").glob("*.tensors"))
+        assert {"step": 3} == library.load_checkpoint(str(tmp_path), None, *fresh, strict=flag(True))
+        assert None is difference(states(saved), states(fresh))
+
+
+def test_nine_positional_arguments(tmp_path: Path, library: Any):
+    """As the ZeRO-1 scripts pass them; nothing is returned."""
+    model, optimizer, scheduler = trained()
+    user_content = {"total_steps": 3, "cli_args": {"dtype": torch.bfloat16, "betas": [0.9], "resume": None}}
+    assert None is library.save_checkpoint(
+        str(tmp_path), "step_3", model, optimizer, scheduler, user_content, 8, True, -1
+    )
+    assert user_content == library.load_checkpoint(str(tmp_path), "step_3", model, optimizer, scheduler)
+
+
+def test_the_function_is_queued_and_called_later(tmp_path: Path, library: Any):
+    """A step closure holds the function object and calls it after the step."""
+    closure = (library.save_checkpoint, (str(tmp_path), "step_1", torch.nn.Linear(2, 2)))
+    function, arguments = closure
+    function(*arguments)
+    assert library.has_checkpoint(str(tmp_path))
+
+
+def test_workers_do_not_count_with_xser(tmp_path: Path, library: Any):
+    """num_workers=-1 is ignored with xser, as there."""
+    library.save_checkpoint(str(tmp_path), "shards", torch.nn.Linear(2, 2), num_workers=-1, use_xser=True)
+    assert library.has_checkpoint(str(tmp_path))
+
+
+@pytest.mark.parametrize("ending", ["", "/"], ids=["DIR", "DIR/"])
+def test_the_empty_tag_is_the_directory_itself(tmp_path: Path, library: Any, ending: str):
+    """A path that ends with a slash, split into directory and name, gives an empty tag: the directory is meant."""
+    saved, fresh = trained(), trained(1)
+    library.save_checkpoint(str(tmp_path), "pretrained_weight", *saved, {"step": 3})
+    assert {"step": 3} == library.load_checkpoint(f"{tmp_path}/pretrained_weight{ending}", "", *fresh)
+    assert None is difference(states(saved), states(fresh))
+
+
+def test_dicts_are_updated(tmp_path: Path, library: Any):
+    """A load into a dict that has entries replaces those of the checkpoint and leaves the rest."""
+    model, optimizer, _ = trained()
+    library.save_checkpoint(str(tmp_path), "step_1", dict(model.state_dict()), optimizer.state_dict())
+    into, state = {"0.weight": "old", "mine": 1}, dict[str, Any]({"mine": 2})
+    library.load_checkpoint(str(tmp_path), "step_1", model=into, optimizer=state)
+    assert 1 == into.pop("mine")
+    assert 2 == state.pop("mine")
+    assert None is difference([dict(model.state_dict()), optimizer.state_dict()], [into, state])
+
+
+def test_the_result_can_be_changed_and_is_of_the_same_types(tmp_path: Path, library: Any):
+    """User content comes back as a dict of its own, in which OrderedDicts are OrderedDicts."""
+    content = {"loops": OrderedDict(fit=OrderedDict(step=1)), "size": (1, 2)}
+    library.save_checkpoint(str(tmp_path), "step_1", torch.nn.Linear(2, 2), user_content=content)
+    loaded = library.load_checkpoint(str(tmp_path))
+    assert (OrderedDict, OrderedDict, tuple) == (*map(type, (loaded["loops"], loaded["loops"]["fit"], loaded["size"])),)
+    loaded["state_dict"] = {}
+
+
+def test_what_no_load_could_read_is_left_out(tmp_path: Path, library: Any, caplog: pytest.LogCaptureFixture):
+    """Classes and other objects in user content do not make the save fail: a warning names them."""
+    content = {"step": 1, "hparams_type": Anything, "callbacks": {"mine": Anything(), "loss": torch.ones(2)}}
+    library.save_checkpoint(str(tmp_path), "step_1", torch.nn.Linear(2, 2), user_content=content)
+    assert None is difference({"step": 1, "callbacks": {"loss": torch.ones(2)}}, library.load_checkpoint(str(tmp_path)))
+    (warning,) = [record.getMessage() for record in caplog.records if "left out" in record.getMessage()]
+    assert "user_content['hparams_type']" in warning
+    assert "user_content['callbacks']['mine']" in warning
+    assert {"hparams_type", "callbacks"} < content.keys()
+
+
+def test_plain_use_stays_strict(tmp_path: Path):
+    """Without install() such a save is refused."""
+    with pytest.raises(UnsafePickle):
+        nxd_ckpt.save_checkpoint(tmp_path, "step_1", torch.nn.Linear(2, 2), user_content={"kind": Anything})
+
+
+def test_trusted_content_is_kept(tmp_path: Path):
+    """install(trust_pickle=True) keeps everything, as NxD does."""
+    nxd_ckpt.install(trust_pickle=True)
+    nxd: Any = import_module("neuronx_distributed")
+    nxd.save_checkpoint(str(tmp_path), "step_1", torch.nn.Linear(2, 2), user_content={"kind": OrderedDict.fromkeys})
+    assert {"kind"} == nxd.load_checkpoint(str(tmp_path)).keys()
+
+
+def test_except_runtime_error(tmp_path: Path, library: Any):
+    """Scripts that start anew after a RuntimeError do so: no checkpoint, other names, other shapes."""
+    with pytest.raises(RuntimeError) as none:
+        library.load_checkpoint(str(tmp_path))
+    library.save_checkpoint(str(tmp_path), "step_1", torch.nn.Linear(2, 2))
+    with pytest.raises(RuntimeError) as names:
+        library.load_checkpoint(str(tmp_path), model=torch.nn.LSTM(2, 2))
+    with pytest.raises(RuntimeError) as shapes:
+        library.load_checkpoint(str(tmp_path), model=torch.nn.Linear(2, 3))
+    errors: list[type[Exception]] = [none.type, names.type, shapes.type]
+    assert [CheckpointNotFound, KeyMismatch, ShapeMismatch] == errors
+
+
+class OnlyForSaving(torch.nn.Module):
+    """A module of nothing, whose state_dict(self) is what is to be saved."""
+
+    def __init__(self, state: dict[str, torch.Tensor]) -> None:
+        super().__init__()
+        self._state = state
+
+    def state_dict(self) -> dict[str, torch.Tensor]:  # type: ignore[override]
+        return self._state
+
+
+def test_a_module_made_for_one_save(tmp_path: Path, library: Any):
+    """A module without parameters whose state_dict takes no argument is saved as what that returns."""
+    adapter = {"q.lora_A": torch.ones(2, 2), "q.lora_B": torch.zeros(2, 2)}
+    library.save_checkpoint(str(tmp_path), "adapter_shards", model=OnlyForSaving(adapter), use_xser=True)
+    loaded: dict[str, Any] = {}
+    library.load_checkpoint(str(tmp_path), "adapter_shards", model=loaded)
+    assert None is difference(adapter, loaded)
+
+
+class Plain(torch.nn.Linear):
+    def state_dict(self) -> Any:  # type: ignore[override]
+        return super().state_dict()
+
+
+def test_a_module_with_such_a_method_of_its_own_parameters(tmp_path: Path, library: Any):
+    """One that has parameters is saved and loaded as a module."""
+    saved, fresh = Plain(2, 2), Plain(2, 2)
+    library.save_checkpoint(str(tmp_path), "step_1", model=saved)
+    library.load_checkpoint(str(tmp_path), model=fresh)
+    assert None is difference(dict(saved.state_dict()), dict(fresh.state_dict()))
+
+
+def test_nothing_is_saved_while_graphs_are_extracted(
+    tmp_path: Path, library: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    """A run that only compiles has no trained weights: no tag of it may be resumed from. The log says so once."""
+    monkeypatch.setenv("NEURON_EXTRACT_GRAPHS_ONLY", "1")
+    for step in (1, 2):
+        library.save_checkpoint(str(tmp_path / "run"), f"step_{step}", torch.nn.Linear(2, 2))
+    library.parallel_layers.save({"model": {}}, str(tmp_path / "other"))
+    library.finalize_checkpoint()
+    assert not any(tmp_path.iterdir())
+    assert 1 == sum("NEURON_EXTRACT_GRAPHS_ONLY" in record.getMessage() for record in caplog.records)
+
+
+@pytest.mark.parametrize("async_save", [True, False])
+def test_the_lines_that_programs_look_for(
+    tmp_path: Path, library: Any, caplog: pytest.LogCaptureFixture, async_save: bool
+):
+    """NxD's log says when a save began, and when it was complete."""
+    caplog.set_level(logging.INFO, "neuronx_distributed[0]")
+    library.save_checkpoint(str(tmp_path), "step_1", torch.nn.Linear(2, 2), async_save=async_save)
+    library.finalize_checkpoint()
+    method = "async" if async_save else "synced"
+    lines = [record.getMessage() for record in caplog.records if record.name == "neuronx_distributed[0]"]
+    assert [f"{method} saving of checkpoint step_1 {done}" for done in ("began", "completed")] == lines

@@ -1,0 +1,220 @@
+"""`install` replaces neuronx-distributed's functions wherever a program reaches them."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import sys
+from importlib import import_module
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+import nxd_ckpt
+from nxd_ckpt import Last, Tier
+from nxd_ckpt.errors import InvalidArgument
+from tests.drop_in.doubles import MODULES
+from tests.support.processes import run_program
+
+pytestmark = [pytest.mark.plain, pytest.mark.once, pytest.mark.usefixtures("nxd")]
+
+FOUR = ("save_checkpoint", "load_checkpoint", "has_checkpoint", "finalize_checkpoint")
+PLACES = {
+    "neuronx_distributed": FOUR,
+    "neuronx_distributed.trainer": FOUR[:2],
+    "neuronx_distributed.trainer.checkpoint": FOUR,
+    "neuronx_distributed.parallel_layers": ("save", "load"),
+    "neuronx_distributed.parallel_layers.checkpointing": ("save", "load"),
+    "neuronx_distributed.lightning.checkpoint_io": ("save", "load"),
+}
+
+
+def owners() -> set[str]:
+    """The packages that the functions at all places are from."""
+    functions = (getattr(import_module(module), name) for module, names in PLACES.items() for name in names)
+    return {function.__module__.partition(".")[0] for function in functions}
+
+
+def test_what_is_imported_later_is_replaced():
+    """A script that installs first, and imports then, finds ours under every name."""
+    nxd_ckpt.install()
+    assert "neuronx_distributed" not in sys.modules
+    assert {"nxd_ckpt"} == owners()
+
+
+def test_what_is_loaded_is_replaced():
+    """A script that installs after its imports finds ours under every name."""
+    assert {"neuronx_distributed"} == owners()
+    nxd_ckpt.install()
+    assert {"nxd_ckpt"} == owners()
+
+
+def test_the_rest_of_the_package_stays(tmp_path: Path):
+    """A script uses one name for the checkpoints and for everything else."""
+    nxd_ckpt.install()
+    nxd: Any = import_module("neuronx_distributed")
+    assert {"tensor_parallel_size": 2} == nxd.neuronx_distributed_config(tensor_parallel_size=2)
+    model = torch.nn.Linear(2, 2)
+    assert None is nxd.save_checkpoint(str(tmp_path), "step_1", model, user_content={"step": 1})
+    assert {"step": 1} == nxd.load_checkpoint(str(tmp_path), model=model)
+    assert nxd.has_checkpoint(str(tmp_path)) is True
+    assert None is nxd.finalize_checkpoint()
+
+
+def test_names_in_other_modules_are_replaced():
+    """A module that has imported a function under any name calls ours too, before and after; undone, neither does."""
+    nxd: Any = import_module("neuronx_distributed")
+    own = nxd.save_checkpoint
+    script: Any = ModuleType("a_training_script")
+    script.nxd_save = own
+    sys.modules["a_training_script"] = script
+    try:
+        nxd_ckpt.install()
+        assert nxd.save_checkpoint is script.nxd_save is not own
+        script.save_later = nxd.save_checkpoint
+        nxd_ckpt.uninstall()
+        assert [own] * 3 == [nxd.save_checkpoint, script.nxd_save, script.save_later]
+    finally:
+        del sys.modules["a_training_script"]
+
+
+def test_undone_before_the_import():
+    """After uninstall(), what is imported is neuronx-distributed's own."""
+    nxd_ckpt.install()
+    nxd_ckpt.uninstall()
+    assert {"neuronx_distributed"} == owners()
+
+
+def test_twice_is_once(caplog: pytest.LogCaptureFixture):
+    """A second install() changes and says nothing, and one uninstall() undoes both."""
+    import_module("neuronx_distributed")
+    nxd_ckpt.install()
+    nxd_ckpt.install()
+    assert 1 == caplog.text.count("takes the place")
+    nxd_ckpt.uninstall()
+    assert {"neuronx_distributed"} == owners()
+
+
+def test_one_line_names_all_places(caplog: pytest.LogCaptureFixture):
+    """What is replaced, and what will be, can be read in the log."""
+    import_module("neuronx_distributed")
+    nxd_ckpt.install()
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert "neuronx_distributed.trainer.checkpoint.save_checkpoint" in line
+    assert "neuronx_distributed.lightning.checkpoint_io (once it is imported)" in line
+
+
+def test_out_of_reach_is_warned_of(caplog: pytest.LogCaptureFixture):
+    """Partials, default arguments and closures that were made before keep NxD's function: a warning names each."""
+    nxd: Any = import_module("neuronx_distributed")
+    save = nxd.save_checkpoint
+    script: Any = ModuleType("a_script_with_partials")
+    script.save_xser = functools.partial(save, use_xser=True)
+
+    def with_default(save: Any = save) -> Any:
+        return save
+
+    def with_keyword(*, save: Any = save) -> Any:
+        return save
+
+    script.kept = [with_default, with_keyword]
+    sys.modules["a_script_with_partials"] = script
+    try:
+        nxd_ckpt.install()
+    finally:
+        del sys.modules["a_script_with_partials"]
+    warnings = [record.getMessage() for record in caplog.records if "bound before" in record.getMessage()]
+    assert 1 == sum("functools.partial (a_script_with_partials.save_xser)" in line for line in warnings)
+    assert 1 == sum("with_default" in line for line in warnings)
+    assert 1 == sum("with_keyword" in line for line in warnings)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"num_kept_ckpts": 0}, {"verify": "maybe"}, {"tiers": []}, {"retain": "all"}, {"on_save_failure": "ignore"}],
+    ids=str,
+)
+def test_wrong_options_are_refused(options: dict[str, Any]):
+    """Options that no save could honour are refused at once, and nothing is replaced."""
+    with pytest.raises(InvalidArgument):
+        nxd_ckpt.install(**options)
+    assert {"neuronx_distributed"} == owners()
+
+
+def test_unknown_options_are_refused():
+    """A misspelt option is refused, with the one that was meant."""
+    with pytest.raises(TypeError, match="num_kept_ckpts"):
+        nxd_ckpt.install(num_kept=3)  # type: ignore[call-arg]
+
+
+@pytest.mark.parametrize("options", [{"num_kept_ckpts": 1}, {"retain": [Last(1)]}], ids=str)
+def test_options_are_defaults(tmp_path: Path, options: dict[str, Any]):
+    """Retention is for calls that keep everything, as scripts pass -1; a call's own number counts."""
+    nxd_ckpt.install(**options)
+    nxd: Any = import_module("neuronx_distributed")
+    for step in range(4):
+        nxd.save_checkpoint(str(tmp_path / "run"), f"step_{step}", torch.nn.Linear(2, 2), num_kept_ckpts=-1)
+        nxd.save_checkpoint(str(tmp_path / "own"), f"step_{step}", torch.nn.Linear(2, 2), num_kept_ckpts=2)
+    assert ["step_3"] == [tag.tag for tag in nxd_ckpt.list_checkpoints(tmp_path / "run")]
+    assert ["step_2", "step_3"] == [tag.tag for tag in nxd_ckpt.list_checkpoints(tmp_path / "own")]
+
+
+def test_tiers_are_defaults(tmp_path: Path):
+    """Tiers are those of the first one's directory; other directories are saved to as they are."""
+    nxd_ckpt.install(tiers=[Tier(tmp_path / "run"), Tier(tmp_path / "far")], durable=False)
+    nxd: Any = import_module("neuronx_distributed")
+    for step in (1, 2):
+        nxd.save_checkpoint(str(tmp_path / "run"), f"step_{step}", torch.nn.Linear(2, 2))
+    nxd.save_checkpoint(str(tmp_path / "other"), "step_1", torch.nn.Linear(2, 2))
+    nxd_ckpt.close_checkpointers()
+    tags = {name: [tag.tag for tag in nxd_ckpt.list_checkpoints(tmp_path / name)] for name in ("run", "far", "other")}
+    assert {"run": ["step_1", "step_2"], "far": ["step_1", "step_2"], "other": ["step_1"]} == tags
+
+
+SCRIPT = """
+import sys
+import torch
+import neuronx_distributed as nxd
+if __name__ == "__main__":
+    nxd.save_checkpoint(sys.argv[1], "step_1", torch.nn.Linear(2, 2), user_content=sys.argv[2:], num_kept_ckpts=-1)
+    print(nxd.load_checkpoint(sys.argv[1]), __name__)
+"""
+
+
+RUN = """
+import os, sys
+sys.path[:0] = [sys.argv[1], "unused"]
+os.chdir(sys.argv[2])
+from nxd_ckpt.run import main
+main(sys.argv[3:])
+"""
+
+
+@pytest.mark.parametrize("program", [["train.py"], ["-m", "train"]], ids=["script", "module"])
+def test_a_script_that_nobody_edits(package: Path, tmp_path: Path, program: list[str]):
+    """``python -m nxd_ckpt.run`` runs a script, or a module, with its own arguments."""
+    (tmp_path / "train.py").write_text(SCRIPT)
+    done = run_program(RUN, package, tmp_path, *program, tmp_path / "run", "--lr", "1")
+    assert (0, "['--lr', '1'] __main__\n") == (done.returncode, done.stdout), done.stderr
+
+
+def test_the_scripts_own_exit_code(tmp_path: Path):
+    """A script that fails fails as it does by itself."""
+    (tmp_path / "train.py").write_text("raise SystemExit(3)")
+    assert 3 == run_program(RUN, tmp_path, tmp_path, "train.py").returncode
+
+
+def test_a_command_line_without_a_script(tmp_path: Path):
+    """Without a script, or with an unknown flag before it, the usage is shown."""
+    assert [2, 1] == [run_program(RUN, tmp_path, tmp_path, *given).returncode for given in ([], ["--nproc", "2"])]
+
+
+def test_modules_are_named(package: Path):
+    """The stand-in has the modules that are replaced; a new place needs one here too."""
+    assert {name.removesuffix(".py").removesuffix("/__init__") for name in MODULES} >= {
+        name.removeprefix("neuronx_distributed.").replace(".", "/") for name in PLACES if "." in name
+    }
+    assert logging.getLogger("nxd_ckpt").isEnabledFor(logging.WARNING)
