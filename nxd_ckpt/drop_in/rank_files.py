@@ -65,7 +65,7 @@ def save(
         master_dp_only: save the dict of the first data-parallel rank, else that of each.
 
     Raises:
-        CheckpointError: on every rank; what was there before is unchanged.
+        CheckpointError: on every rank. A load then finds what was there before, or all of what was to be saved.
     """
     if functions.nothing_is_saved(os.fspath(output_dir)):
         return
