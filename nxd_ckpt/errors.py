@@ -13,6 +13,7 @@ Each message names the thing (tag, rank, file, tensor), what was expected, what 
     ├── TagReplaced                              another save took the tag's place while it was read, or it was removed
     ├── CorruptCheckpoint                        what is on disk is not what was written
     │   ├── MalformedFile                        truncated, or not the format its name says
+    │   │   └── UnreadableFormat                 written so, but not for this version: no damage
     │   └── DigestMismatch                       the bytes of a tensor or file changed
     ├── UnsafePickle                             a pickle that is more than data
     ├── IncompatibleState                        checkpoint and live objects do not fit
@@ -89,6 +90,13 @@ class CorruptCheckpoint(CheckpointError):
 
 class MalformedFile(CorruptCheckpoint):
     """A file is truncated or is not of the format that its name says."""
+
+
+class UnreadableFormat(MalformedFile):
+    """A file cannot be read by this version, though its bytes are those that were written: it is not damaged.
+
+    It is a MalformedFile for programs that pass over checkpoints which cannot be loaded.
+    """
 
 
 class DigestMismatch(CorruptCheckpoint):

@@ -148,14 +148,19 @@ def _look(
 
 
 def _lost(storage: Storage, tags: Sequence[Mapping[str, Any]]) -> dict[str, str]:
-    """Return the newest complete tags that lost files, each with what is said of it, down to one that lost none."""
+    """Return the newest complete tags that a resume would pass over, each with the reason, down to one that is whole.
+    """
+    from nxd_ckpt.errors import UnreadableFormat
     from nxd_ckpt.tag.verify import lost_files
 
     lost = dict[str, str]()
     for tag in reversed([tag["tag"] for tag in tags if tag["complete"]]):
-        if lost_files(storage, tag) is None:
-            break
-        lost[tag] = "lost files"
+        try:
+            if lost_files(storage, tag) is None:
+                break
+            lost[tag] = "lost files"
+        except UnreadableFormat:
+            lost[tag] = "cannot be read by this version"
     return lost
 
 

@@ -18,7 +18,7 @@ from nxd_ckpt.core import names
 from nxd_ckpt.core.retention import BY_AGE, Best, Metrics, Retention, Rule, decide, unknown_metrics
 from nxd_ckpt.core.suggestions import listed
 from nxd_ckpt.core.tags import TagInfo, in_order, undated
-from nxd_ckpt.errors import CheckpointError
+from nxd_ckpt.errors import CheckpointError, MalformedFile, UnreadableFormat
 from nxd_ckpt.storage.base import Storage
 from nxd_ckpt.tag.choosing import settle_swap
 from nxd_ckpt.tag.directory import (
@@ -29,6 +29,7 @@ from nxd_ckpt.tag.directory import (
     may_be_replaced,
 )
 from nxd_ckpt.tag.listing import metrics_of
+from nxd_ckpt.tag.order import manifest_of
 from nxd_ckpt.tag.range_reader import answers_of, in_parallel
 from nxd_ckpt.tag.verify import lost_names
 
@@ -65,7 +66,8 @@ def judge_tags(
 
     Tags of other programs than this and NxD are in neither list. The newest tag with a model stays while all newer ones
     lack one, and so does the newest with an optimizer. No rule about age removes a tag of unknown age. A tag that a
-    rule keeps, but that ``damage_of`` says has lost files, stays too, and the rule keeps another one in its place; with
+    rule keeps, but that ``damage_of`` says has lost files, stays too, and the rule keeps another one in its place. One
+    that this version cannot read is not counted either, and never removed. With
     ``asks_of_all`` it is asked also about tags that stay for other reasons, such as a pin, if any tag may go. Tags that
     are known to be ``whole`` are not asked about. Before any tag may go, ``damage_of_newest`` is asked about those to
     resume from: the newest tag, the newest with a model, and the newest with an optimizer. ``judged`` were ``ours``
@@ -78,29 +80,43 @@ def judge_tags(
     measured = ours if any(isinstance(rule, Best) for rule in rules) else []
     metrics = {info.tag: metrics_of(storage, info) for info in measured}
     examined, read, damaged = set(whole), set(whole), dict[str, str]()
+    unreadable = dict[str, str]()
     while True:
-        retention, newest = _decide(storage, [info for info in ours if info.tag not in damaged], rules, metrics)
+        counting = [info for info in ours if info.tag not in damaged and info.tag not in unreadable]
+        retention, newest = _decide(storage, counting, rules, metrics)
         if not retention.surplus:
             break
         asked = {*retention.counted, *(retention.kept if asks_of_all else ())} - examined
-        losses = _damage(storage, asked, damage_of)
+        before = len(unreadable)
+        losses = _damage(storage, asked, damage_of, unreadable)
         examined |= asked
         if not losses and damage_of_newest is not None:
-            losses = _damage(storage, newest - read, damage_of_newest)
+            losses = _damage(storage, newest - read, damage_of_newest, unreadable)
             read |= newest
-        if not losses:
+        if not losses and len(unreadable) == before:
             break
         damaged |= losses
+    unreadable |= _unreadable(storage, retention.surplus)
     reasons = {**retention.kept, **{tag: (f"damaged, and not counted: {why}",) for tag, why in damaged.items()}}
+    reasons |= {tag: (f"not counted: {why}",) for tag, why in unreadable.items()}
     kept = {info.tag: reasons[info.tag] for info in in_order(ours) if info.tag in reasons}
-    surplus = retention.surplus
+    surplus = tuple(tag for tag in retention.surplus if tag not in unreadable)
     if judged:
         surplus = tuple(tag for tag in surplus if is_checkpoint_of_ours_or_nxd(storage, tag))
     return Judgement(replace(retention, kept=kept, surplus=surplus), unknown_metrics(rules, metrics), damaged, ours)
 
 
-def _damage(storage: Storage, tags: Iterable[str], damage_of: DamageOf) -> dict[str, str]:
-    names, look = sorted(tags), partial(damage_of, storage)
+def _damage(storage: Storage, tags: Iterable[str], damage_of: DamageOf, unreadable: dict[str, str]) -> dict[str, str]:
+    """Return the damage of ``tags`` that have any. Those that this version cannot read go to ``unreadable``."""
+
+    def look(tag: str) -> str | None:
+        try:
+            return damage_of(storage, tag)
+        except UnreadableFormat as error:
+            unreadable[tag] = str(error)
+            return None
+
+    names = sorted(tags)
     # Others read files of any size, so one tag at a time.
     sentences = in_parallel(storage, names, look) if damage_of is lost_names else map(look, names)
     return {tag: why for tag, why in zip(names, sentences, strict=True) if why is not None}
@@ -115,16 +131,31 @@ def judge_pinned(
     """
     ours = [info.tag for info in in_order(_ours(storage, tags))]
     pins = pinned(storage)
-    kept, surplus = {tag: ("pinned",) for tag in ours if tag in pins}, tuple(tag for tag in ours if tag not in pins)
-    damaged = _damage(storage, kept, damage_of)
+    unreadable = _unreadable(storage, (tag for tag in ours if tag not in pins))
+    kept = {tag: ("pinned",) if tag in pins else (unreadable[tag],) for tag in ours if tag in {*pins, *unreadable}}
+    surplus = tuple(tag for tag in ours if tag not in kept)
+    damaged = _damage(storage, (tag for tag in kept if tag in pins), damage_of, unreadable)
     if surplus and damage_of_newest is not None:
         for tag in reversed(kept):
-            if tag not in damaged:
-                losses = _damage(storage, [tag], damage_of_newest)
+            if tag not in damaged and tag not in unreadable:
+                losses = _damage(storage, [tag], damage_of_newest, unreadable)
                 if not losses:
                     break
                 damaged |= losses
     return Judgement(Retention(kept, surplus), (), damaged)
+
+
+def _unreadable(storage: Storage, tags: Iterable[str]) -> dict[str, str]:
+    """Return why this version cannot read tags, by name. They may be all that another version's job has."""
+    unreadable = dict[str, str]()
+    for tag in tags:
+        try:
+            len(manifest_of(storage, tag).parameters)  # which are parsed then
+        except UnreadableFormat as error:
+            unreadable[tag] = str(error)
+        except (MalformedFile, FileNotFoundError):
+            continue
+    return unreadable
 
 
 def _ours(

@@ -10,7 +10,7 @@ import marshal
 import math
 import zlib
 from collections.abc import Callable, ItemsView, Iterable, Iterator, KeysView, Mapping, ValuesView
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -19,6 +19,7 @@ from nxd_ckpt.core import document
 from nxd_ckpt.core.box import Box
 from nxd_ckpt.core.limits import checked, checked_key, checked_name, checked_text, integers, shown
 from nxd_ckpt.core.mesh import MeshRecord
+from nxd_ckpt.core.parsing import as_written
 from nxd_ckpt.core.partition import Partition, Piece
 from nxd_ckpt.core.phases import RankPhases, phases_of, phases_text
 from nxd_ckpt.core.retention import Metrics
@@ -341,17 +342,21 @@ def dump_manifest(manifest: Manifest) -> bytes:
 
 
 def load_manifest(data: bytes, where: str) -> Manifest:
-    """Parse a manifest. Raises MalformedFile, naming ``where``, for anything but a valid one.
+    """Parse a manifest.
 
-    Parameters of an undamaged one are parsed when the first of them is asked for, which raises it too.
+    Parameters of an undamaged one are parsed when the first of them is asked for, which raises the same errors.
+
+    Raises MalformedFile, naming ``where``, for anything but a manifest; UnreadableFormat for one of another version.
     """
-    with _naming(where):
+    with as_written() if _is_sealed(data) else nullcontext(), _naming(where):
         fields = _fields_but_parameters(data, where)
         if fields is None:
             fields = _read(data, "manifest", {"parameters": Makers().spec})
-            crc32 = zlib.crc32(data.rpartition(_SEAL)[0])
-            if fields.get("crc32") != crc32:
-                raise MalformedFile(f"expected CRC-32 {fields.get('crc32')}, found {crc32}: its bytes changed")
+            if not _is_sealed(data):
+                crc32 = zlib.crc32(data.rpartition(_SEAL)[0])
+                raise MalformedFile(
+                    f"expected CRC-32 {fields.get('crc32')} and nothing behind it, found {crc32}: its bytes changed"
+                )
             _named(checked_text, fields["parameters"])
         topology = _topology(fields["topology"])
         version = fields["format_version"]
@@ -382,7 +387,7 @@ class _UnreadParameters(Mapping[str, ParameterSpec]):
 
     @cached_property
     def _read(self) -> Mapping[str, ParameterSpec]:
-        with _naming(self._where):
+        with as_written(), _naming(self._where):
             text = f'{{"parameters":{self._text.decode()}}}'
             return _named(checked_text, document.read(text, {"parameters": Makers().spec})["parameters"])
 
@@ -418,7 +423,11 @@ def _fields_but_parameters(data: bytes, where: str) -> dict[str, Any] | None:
 
 def is_manifest(data: bytes) -> bool:
     """Return whether these bytes are a manifest of `dump_manifest`, by their beginning and digest alone."""
-    return data.startswith(_HEADS) and data.endswith(_seal(data.rpartition(_SEAL)[0]))
+    return data.startswith(_HEADS) and _is_sealed(data)
+
+
+def _is_sealed(data: bytes) -> bool:
+    return data.endswith(_seal(data.rpartition(_SEAL)[0]))
 
 
 def _topology(fields: Any) -> Topology:

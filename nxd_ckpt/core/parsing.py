@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from nxd_ckpt.errors import CheckpointError, HostExhausted, MalformedFile
+from nxd_ckpt.errors import CheckpointError, HostExhausted, MalformedFile, UnreadableFormat
 from nxd_ckpt.gc_paused import gc_paused
 
 _LONGEST = 300
@@ -35,3 +35,16 @@ def parsing(where: str, what: str) -> Iterator[None]:
         # Hostile input can make parsers raise anything; a list of exceptions would never be complete.
         cause = f"{type(error).__name__}: {error}"[:_LONGEST]
         raise MalformedFile(f"{where}: not {what} ({cause}). Restore the file, or load another one") from error
+
+
+@contextmanager
+def as_written() -> Iterator[None]:
+    """Context of parsing bytes that are those that were written, by their digest: what is refused is not damage."""
+    try:
+        yield
+    except UnreadableFormat:
+        raise
+    except MalformedFile as error:
+        raise UnreadableFormat(
+            f"{error}. It cannot be read by this version of nxd_ckpt, but its bytes are those that were written"
+        ) from error

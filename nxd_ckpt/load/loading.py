@@ -87,7 +87,7 @@ def load(storages: Sequence[Storage], tag: Tag | None, request: LoadRequest) -> 
 
     def read_tag() -> Loaded:
         """Load a tag. What is returned counts for nothing if that failed, and there is another try."""
-        decided = decided_by_rank0(agreement, lambda: _tag_at(storages, agreed_tag, retries.damaged))
+        decided = decided_by_rank0(agreement, lambda: _tag_at(storages, agreed_tag, retries.unfit))
         if decided is None:
             _require_same(agreement, storages[0].url)
             load_hugging_face(storages[0], on_all(agreement, request.settled))
@@ -98,7 +98,7 @@ def load(storages: Sequence[Storage], tag: Tag | None, request: LoadRequest) -> 
         except Exception as error:  # all ranks get here: the one with the error raises it unchanged
             retries.failed(source, error)
             return Loaded()
-        _warn_of_skipped(agreement, loaded.where, retries.damaged)
+        _warn_of_skipped(agreement, loaded.where, retries.unfit)
         if request.reports_progress and logger.isEnabledFor(logging.INFO):
             report("loaded", loaded.where, loaded.nbytes, started)
         return Loaded(source.tag, loaded.user_content)
@@ -166,30 +166,30 @@ def _require_attempt(opened: OpenTag, attempt: str | None) -> None:
         raise TagReplaced(f"{opened.where} was replaced by another save while it was read; read it again")
 
 
-def _tag_at(storages: Sequence[Storage], tag: Tag | None, damaged: Mapping[Copy, str]) -> Source | None:
-    """Return the tag to load that is not ``damaged``; None if there is only a Hugging Face directory.
+def _tag_at(storages: Sequence[Storage], tag: Tag | None, unfit: Mapping[Copy, str]) -> Source | None:
+    """Return the tag to load that is not ``unfit``; None if there is only a Hugging Face directory.
 
-    Raises the errors of `choose_nearest`, and CorruptCheckpoint if all are damaged.
+    Raises the errors of `choose_nearest`, and CorruptCheckpoint if all are unfit.
     """
     try:
-        return choose_nearest(storages, tag, damaged)
+        return choose_nearest(storages, tag, unfit)
     except CheckpointNotFound as error:
-        if damaged:
+        if unfit:
             raise CorruptCheckpoint(
-                f"{storages[0].url}: no complete tag is undamaged. {_skipped_text(damaged)}; restore one from a copy"
+                f"{storages[0].url}: no complete tag is undamaged. {_skipped_text(unfit)}; restore one from a copy"
             ) from error
         if tag is None and is_hugging_face(storages[0]):
             return None
         raise
 
 
-def _warn_of_skipped(agreement: Agreement, where: str, damaged: Mapping[Copy, str]) -> None:
-    if damaged and agreement.rank == 0:
-        logger.warning("%s was loaded, not the latest tag: %s", where, _skipped_text(damaged))
+def _warn_of_skipped(agreement: Agreement, where: str, unfit: Mapping[Copy, str]) -> None:
+    if unfit and agreement.rank == 0:
+        logger.warning("%s was loaded, not the latest tag: %s", where, _skipped_text(unfit))
 
 
-def _skipped_text(damaged: Mapping[Copy, str]) -> str:
-    return "; ".join(f"{copy.tag!r} is damaged ({why})" for copy, why in damaged.items())
+def _skipped_text(unfit: Mapping[Copy, str]) -> str:
+    return "; ".join(f"{copy.tag!r} {why}" for copy, why in unfit.items())
 
 
 def _require_one_save(agreement: Agreement, attempt: LoadAttempt) -> None:

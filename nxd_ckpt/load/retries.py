@@ -15,6 +15,7 @@ from nxd_ckpt.errors import (
     PartLost,
     PeerTimeout,
     TagReplaced,
+    UnreadableFormat,
 )
 from nxd_ckpt.load.options import LoadRequest
 from nxd_ckpt.load.overwriting import PARTLY
@@ -35,7 +36,8 @@ from nxd_ckpt.tag.union import (
     warn_of_substitutes,
 )
 
-_DAMAGE = (CorruptCheckpoint, PartLost, EOFError)
+_UNFIT = (CorruptCheckpoint, PartLost, EOFError)
+"""Errors of a tag that a load may pass over. Except for UnreadableFormat they mean damage."""
 
 Doubts = Sequence[tuple[str, int]]
 """Copies that are ``distrusted``, see `nxd_ckpt.storage.base.Replicated`."""
@@ -44,7 +46,8 @@ Doubts = Sequence[tuple[str, int]]
 class LoadRetries:
     """The tries of one load, the same on all ranks. ``number`` counts failures that were followed by another try.
 
-    ``unnamed``: any tag may be loaded. ``damaged`` describes copies that files of other places could not repair.
+    ``unnamed``: any tag may be loaded. ``unfit`` says why copies are passed over that files of other places could not
+    repair.
     """
 
     def __init__(self, storages: Sequence[Storage], request: LoadRequest, unnamed: bool) -> None:
@@ -54,11 +57,11 @@ class LoadRetries:
         self._with_optimizer = request.optimizer is not None and not self._options.loads_weights_only
         self._repaired: dict[Copy, Source] = {}
         self._downloaded_again: set[Copy] = set()
-        self.damaged: dict[Copy, str] = {}
+        self.unfit: dict[Copy, str] = {}
 
     @property
     def number(self) -> int:
-        return len(self.damaged) + len(self._repaired) + len(self._downloaded_again)
+        return len(self.unfit) + len(self._repaired) + len(self._downloaded_again)
 
     def source(self, chosen: Source) -> Source:
         """Return the source of a chosen copy, after earlier failures."""
@@ -68,7 +71,7 @@ class LoadRetries:
         """Return if there is something left to try, else raise ``error``, which names the remedy. Collective."""
         # Not if it may only be that of a downloaded copy, or of one of several copies.
         is_single = not (self._options.pre_download or _is_replicated(self._storages[source.copy.place]))
-        if is_single and isinstance(error, _DAMAGE):
+        if is_single and _is_damage(error):
             self._note_damage(source.copy, str(error))
         if self._may_fall_back and isinstance(error, (CorruptCheckpoint, PartLost)):
             error.args = (f"{error}. With fallback=True the newest undamaged checkpoint is loaded in its place",)
@@ -85,9 +88,10 @@ class LoadRetries:
         repaired = None if copy in self._repaired else self._repair(source)
         if repaired is not None:
             self._repaired[copy] = repaired
-        elif self._falls_back and failure.is_damage:
-            self.damaged[copy] = failure.what
-            self._note_damage(copy, failure.what)
+        elif self._falls_back and (failure.is_damage or failure.is_unreadable):
+            self.unfit[copy] = f"{'is damaged' if failure.is_damage else 'is passed over'} ({failure.what})"
+            if failure.is_damage:
+                self._note_damage(copy, failure.what)
         else:
             raise error
 
@@ -158,11 +162,19 @@ def _distrust(storage: Storage, doubts: Doubts) -> None:
 
 
 class _Failure(NamedTuple):
-    """Failure of a rank: damage, or files that could not be read. ``downloads`` is True if any rank downloads."""
+    """Failure of a rank: damage, a format of another version, or files that could not be read.
+
+    ``downloads`` is True if any rank downloads.
+    """
 
     what: str
     is_damage: bool
+    is_unreadable: bool
     downloads: bool
+
+
+def _is_damage(error: BaseException) -> bool:
+    return isinstance(error, _UNFIT) and not isinstance(error, UnreadableFormat)
 
 
 def _common_failure(agreement: Agreement, error: Exception, downloads: bool) -> _Failure:
@@ -170,14 +182,16 @@ def _common_failure(agreement: Agreement, error: Exception, downloads: bool) -> 
 
     Raises ``error`` if no rank found the tag to be the reason.
     """
-    is_damage = isinstance(error, _DAMAGE)
-    is_unreadable = isinstance(error, OSError) and not isinstance(error, CheckpointNotFound)
-    report = str(error).removesuffix(f". {PARTLY}") if is_damage or is_unreadable else None
-    gathered = agreement.gather([report, is_damage, downloads]) or []
+    is_system = isinstance(error, OSError) and not isinstance(error, CheckpointNotFound)
+    report = str(error).removesuffix(f". {PARTLY}") if isinstance(error, _UNFIT) or is_system else None
+    gathered = agreement.gather([report, _is_damage(error), isinstance(error, UnreadableFormat), downloads]) or []
 
     def worst() -> _Failure | None:
-        reports = sorted(((what, damage) for what, damage, _ in gathered if what), key=lambda report: not report[1])
-        return _Failure(*reports[0], any(downloads for *_, downloads in gathered)) if reports else None
+        reports = sorted((of_rank for of_rank in gathered if of_rank[0]), key=lambda report: report[1:3], reverse=True)
+        if not reports:
+            return None
+        what, is_damage, is_unreadable, _ = reports[0]
+        return _Failure(what, is_damage, is_unreadable, any(downloads for *_, downloads in gathered))
 
     decided = decided_by_rank0(agreement, worst)
     if decided is None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Hashable, Iterator, Sequence, Set
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any
@@ -14,6 +14,7 @@ import torch
 from nxd_ckpt.core import names
 from nxd_ckpt.core.dcp_names import DcpNames
 from nxd_ckpt.core.manifest import Manifest, Parts, RankIndex, load_index
+from nxd_ckpt.core.parsing import as_written
 from nxd_ckpt.core.suggestions import first_of
 from nxd_ckpt.core.topology import Coordinates, Topology
 from nxd_ckpt.errors import CorruptCheckpoint, DigestMismatch, MalformedFile, PartLost, PartNotFound, TagReplaced
@@ -255,15 +256,15 @@ class OpenTag:
         return None if recorded is None else list(recorded)
 
     def scheduler(self) -> Any:
-        self._verify(names.SCHEDULER, self.topology.coordinates_of(0))
-        return self._layout.scheduler()
+        with self._parsing(names.SCHEDULER, self.topology.coordinates_of(0)):
+            return self._layout.scheduler()
 
     def user_content(self) -> Any:
         """Return the user content, or None if none was saved."""
         if not self.parts.user_content:
             return None
-        self._verify(names.USER_CONTENT, self.topology.coordinates_of(0))
-        return self._layout.user_content()
+        with self._parsing(names.USER_CONTENT, self.topology.coordinates_of(0)):
+            return self._layout.user_content()
 
     @cached_property
     def dcp_names(self) -> DcpNames | None:
@@ -276,8 +277,8 @@ class OpenTag:
 
     def rank_content(self, rank: int) -> Any:
         """Return the content that the global ``rank`` saved for itself. Raises PartNotFound if there is none."""
-        self._verify(names.rank_content_file(rank), self.topology.coordinates_of(rank))
-        return self._layout.files.object(names.rank_content_file(rank))
+        with self._parsing(names.rank_content_file(rank), self.topology.coordinates_of(rank)):
+            return self._layout.files.object(names.rank_content_file(rank))
 
     def index(self, at: Coordinates) -> RankIndex:
         """Return the index of the rank at these coordinates, verified against the manifest. Only for our tags."""
@@ -296,7 +297,8 @@ class OpenTag:
         except FileNotFoundError as error:
             raise CorruptCheckpoint(f"{where} is missing: the tag lost files since it was saved") from error
         check_bytes(data, line, where)
-        return load_index(data, where)
+        with as_written():
+            return load_index(data, where)
 
     def read(self, leaf: Leaf) -> torch.Tensor:
         """Read one tensor to the CPU.
@@ -362,6 +364,12 @@ class OpenTag:
                 self._layout.files.keep(file, data)
             self._layout.files.record(file, entry.nbytes)
         self._verified.add(file)
+
+    def _parsing(self, file: str, writer: Coordinates) -> AbstractContextManager[None]:
+        """Verify a file as `_verify` does; return the context in which it is parsed."""
+        self._verify(file, writer)
+        is_compared = self.manifest is not None and self.index(writer).files[file].nbytes <= _SMALL
+        return as_written() if is_compared else nullcontext()
 
     @property
     def _keeps(self) -> bool:

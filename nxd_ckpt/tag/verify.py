@@ -27,6 +27,7 @@ from nxd_ckpt.errors import (
     DigestMismatch,
     MalformedFile,
     PartNotFound,
+    UnreadableFormat,
     UnsafePickle,
     UnsupportedState,
     as_checkpoint_errors,
@@ -103,12 +104,23 @@ def _verify(storage: Storage, tag: Tag | None, progress: bool) -> Verification:
     chosen = "" if tag is None else str(tag)
     try:
         chosen = choose_tag(storage, tag)
-        opened = open_complete_tag(storage, chosen)
+        opened = _open(storage, chosen)
     except CorruptCheckpoint as error:  # without marker and manifest the expected content is unknown
         return Verification(chosen, 0, 0, (str(error),))
-    verification = _verified(opened, progress)
+    try:
+        verification = _verified(opened, progress)
+    except UnreadableFormat as error:  # of an index
+        return Verification(chosen, 0, 0, (str(error),))
     report("verified", opened.where, verification.nbytes, started)
     return verification
+
+
+def _open(storage: Storage, tag: str) -> OpenTag:
+    """Open a tag, and parse all of its manifest."""
+    opened = open_complete_tag(storage, tag)
+    if opened.manifest is not None:
+        len(opened.manifest.parameters)  # which are parsed then
+    return opened
 
 
 def _verified(opened: OpenTag, progress: bool) -> Verification:
@@ -165,13 +177,15 @@ def _require_sizes(opened: OpenTag, sizes: Mapping[str, int]) -> None:
 def _in_a_sentence(look: Callable[[Storage, str], str | None]) -> Callable[[Storage, str], str | None]:
     """Return ``look`` as a question about a complete tag: how is it damaged? None if it is not known to be.
 
-    TagReplaced, errors of the storage, and exhausted memory are raised.
+    TagReplaced, UnreadableFormat, errors of the storage, and exhausted memory are raised.
     """
 
     @wraps(look)
     def damage(storage: Storage, tag: str) -> str | None:
         try:
             return look(storage, tag)
+        except UnreadableFormat:
+            raise
         except (CorruptCheckpoint, PartNotFound) as error:
             return str(error)
         except (UnsafePickle, UnsupportedState):  # what is not read may be whole
@@ -196,7 +210,7 @@ def lost_names(storage: Storage, tag: str) -> str | None:
     """
 
     def expected() -> _Names:
-        opened = open_complete_tag(storage, tag)
+        opened = _open(storage, tag)
         return _Names(_few(tuple(_names_of(opened))), opened.manifest is not None and _is_of_its_marker(opened))
 
     needed = recalled(storage, tag, "names", expected, lambda names: names.of_manifest).files
@@ -248,7 +262,7 @@ def lost_files(storage: Storage, tag: str) -> str | None:
 
     It reads the index of each rank, or of NxD's tags the structure of each file, and no tensor.
     """
-    opened = open_complete_tag(storage, tag)
+    opened = _open(storage, tag)
     if opened.manifest is not None:
         _require_sizes(opened, _files_and_sizes(opened)[1])
     elif lost := _lost_files(opened, ()):
@@ -266,14 +280,16 @@ class Reading(NamedTuple):
 def read_whole(storage: Storage, tag: str, progress: bool) -> Reading:
     """Read every byte of a complete tag. ``progress`` shows a bar on a terminal.
 
-    Raises TagReplaced, and errors of the storage.
+    Raises TagReplaced, UnreadableFormat, and errors of the storage.
     """
     try:
-        verification = _verified(open_complete_tag(storage, tag), progress)
-    except (CorruptCheckpoint, PartNotFound) as error:
-        return Reading(str(error))
+        verification = _verified(_open(storage, tag), progress)
+    except UnreadableFormat:
+        raise
     except (UnsafePickle, UnsupportedState) as error:  # what is not read may be whole
         return Reading(None, f"{tag} could not be opened, and was not compared: {error}")
+    except (CorruptCheckpoint, PartNotFound) as error:
+        return Reading(str(error))
     undigested = f"{verification.undigested:,} bytes of {tag} carry no digest, and were not compared"
     return Reading(next(iter(verification.problems), None), undigested if verification.undigested else None)
 
@@ -369,6 +385,8 @@ def _entries(opened: OpenTag, problems: list[str]) -> Iterator[tuple[str, FileEn
     for rank in range(opened.topology.world_size):
         try:
             index = opened.index(opened.topology.coordinates_of(rank))
+        except UnreadableFormat:
+            raise  # nothing says what the files should be
         except CheckpointError as error:
             problems.append(str(error))
             continue
