@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from nxd_ckpt.cli import text
 from nxd_ckpt.cli.command import Command
 from nxd_ckpt.core import units
+from nxd_ckpt.core.suggestions import first_of
 from nxd_ckpt.core.units import size
 from nxd_ckpt.examine.run_state import save_text
 
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 _METRICS = 3
 """Column of the metrics: the first after what identifies a tag."""
 _SHOWN = 2
-"""Metrics of a tag that are shown on a terminal; --wide shows all."""
+"""Metrics of a tag that are shown on a terminal; --wide shows all. So many tags are named that hold files of others."""
 
 
 def _run(args: argparse.Namespace) -> int:
@@ -54,6 +55,11 @@ def _lines(document: dict[str, Any], width: int | None) -> Iterator[str]:
         name = _name(tag)
         yield from (f"{name} is incomplete: it lacks {what}" for what in tag["lacks"])
         yield from (f"{name}: {problem}" for problem in tag["problems"])
+    guests = {_name(tag): tag["guests"] for tag in tags if tag["guests"]}
+    for name in list(guests)[:_SHOWN]:
+        yield f"{name} holds files of others, which carry no digest: {first_of(guests[name])}"
+    if len(guests) > _SHOWN:
+        yield f"and so do {units.count(len(guests) - _SHOWN, 'other tag')}"
     if complete:
         yield "bytes are not read here; nxd-ckpt verify --all reads them"
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from nxd_ckpt.cli import text
 from nxd_ckpt.cli.command import Command, located, opening
 from nxd_ckpt.core import units
+from nxd_ckpt.core.suggestions import first_of
 from nxd_ckpt.core.units import size
 from nxd_ckpt.errors import CorruptCheckpoint
 from nxd_ckpt.options.execution import OpenOptions
@@ -62,6 +63,7 @@ def _verify(directory: str, tag: str | None, args: argparse.Namespace) -> dict[s
         "verified_nbytes": verification.verified,
         "undigested_nbytes": verification.undigested,
         "problems": list(verification.problems),
+        "guests": list(verification.guests),
     }
 
 
@@ -74,6 +76,9 @@ def _lines(document: dict[str, Any]) -> Iterator[str]:
     verified = document["verified_nbytes"]
     if document["verified_by"] == "index":
         yield f"  read {read}, and the index; {size(verified)} are what nxd_ckpt wrote, byte for byte"
+        if guests := document["guests"]:
+            others = units.count(len(guests), "file")
+            yield f"  not read: {others} of others, which nxd_ckpt has no digest of: {first_of(guests)}"
         return
     undigested = document["undigested_nbytes"]
     around = document["nbytes"] - verified - undigested

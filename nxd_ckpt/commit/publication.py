@@ -25,13 +25,14 @@ from nxd_ckpt import effects
 from nxd_ckpt.commit.session import Session
 from nxd_ckpt.commit.voting import AttemptVotes
 from nxd_ckpt.coordination import intents, journal
+from nxd_ckpt.coordination.guests import remove_all_but_guests
 from nxd_ckpt.coordination.paths import COPIES, staging_dir, trash_file
 from nxd_ckpt.coordination.replacement import not_undone
 from nxd_ckpt.core.names import DONE, MARKER
 from nxd_ckpt.core.tags import order_text
 from nxd_ckpt.errors import CheckpointError, DirectoryInUse, MalformedFile, OutcomeUnknown, SaveFailed
 from nxd_ckpt.storage.base import DirEntry, Storage, Writer, remove_if
-from nxd_ckpt.tag.directory import may_be_replaced
+from nxd_ckpt.tag.directory import clash
 from nxd_ckpt.tag.order import manifest_of
 from nxd_ckpt.tag.range_reader import answers_of
 
@@ -139,7 +140,7 @@ class Staged:
         storage = session.storage
         if self.overwrite is False:
             _refuse_existing(storage, self.tag)
-        _refuse_what_is_no_checkpoint(storage, self.tag)
+        _refuse_clash(storage, self.tag)
         if self.resumes:
             self._publish_copy(session, order_time, files, last)
             return
@@ -227,24 +228,20 @@ class InPlace:
             session.require()
             if not self.overwrite:
                 _refuse_existing(storage, self.tag)
-            _refuse_what_is_no_checkpoint(storage, self.tag)
+            _refuse_clash(storage, self.tag)
             remove_if(storage, f"{self.tag}/{DONE}", session.confirm)  # the replaced tag is no checkpoint any more
             session.require()
             storage.discard_unfinished(self.tag)
             storage.make_dir(self.tag)
             storage.link_new(f"{self.tag}/{MARKER}", b"1")  # tells later whose an interrupted copy is
             return
-        _, entries, earlier, is_file = answers_of(
-            storage,
-            session.require,
-            partial(storage.list, self.tag),
-            partial(intents.saves_of, storage, self.tag),
-            partial(storage.is_file, self.tag),
+        _, entries, earlier = answers_of(
+            storage, session.require, partial(storage.list, self.tag), partial(intents.saves_of, storage, self.tag)
         )
         if not self.overwrite and DirEntry(DONE, False) in entries:
             raise _exists(storage, self.tag)
-        if not earlier and (is_file or (entries and not may_be_replaced(storage, self.tag))):
-            raise _is_no_checkpoint(storage, self.tag)
+        if not earlier:
+            _refuse_clash(storage, self.tag)
         if earlier:
             self._await_writers(session, earlier)
             session.require()  # again: that may have taken long
@@ -304,10 +301,10 @@ class InPlace:
         return goes
 
     def _empty(self, session: Session) -> None:
-        """Remove everything of the tag, its ``done`` first: from then on nobody takes it for a checkpoint."""
+        """Remove the tag, its ``done`` first: from then on nobody takes it for a checkpoint. Files of others stay."""
         storage = session.storage
         remove_if(storage, f"{self.tag}/{DONE}", session.confirm)
-        remove_if(storage, self.tag, session.confirm)
+        remove_all_but_guests(storage, self.tag, session.confirm)
         session.require()  # again: listing may have taken long
         storage.discard_unfinished(self.tag)
         storage.make_dir(self.tag)
@@ -420,13 +417,10 @@ def _exists(storage: Storage, tag: str) -> SaveFailed:
     )
 
 
-def _refuse_what_is_no_checkpoint(storage: Storage, tag: str) -> None:
-    if storage.is_file(tag) or not may_be_replaced(storage, tag):
-        raise _is_no_checkpoint(storage, tag)
-
-
-def _is_no_checkpoint(storage: Storage, tag: str) -> SaveFailed:
-    return SaveFailed(
-        f"{storage.url}/{tag} exists and is not a checkpoint; it is left alone. Save under another tag, or "
-        "move that directory away"
-    )
+def _refuse_clash(storage: Storage, tag: str) -> None:
+    key = clash(storage, tag)
+    if key is not None:
+        raise SaveFailed(
+            f"{storage.url}/{key} exists and is not a checkpoint's; it is left alone, though a save would write that "
+            "name. Save under another tag, or move it away"
+        )

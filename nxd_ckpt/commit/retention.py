@@ -26,7 +26,7 @@ from nxd_ckpt.tag.directory import (
     find_tag,
     is_checkpoint_of_ours_or_nxd,
     list_tags,
-    may_be_replaced,
+    may_be_removed,
 )
 from nxd_ckpt.tag.listing import metrics_of
 from nxd_ckpt.tag.order import manifest_of
@@ -239,7 +239,7 @@ def plan_removal(storage: Storage, tags: Sequence[str], with_pinned: bool) -> Re
         if find_tag(storage, tag) is None:
             names = [info.tag for info in list_tags(storage)]
             refused[tag] = f"{storage.url}: no tag {listed([tag], names)}; {describe_incomplete(storage)}"
-        elif not may_be_replaced(storage, tag):
+        elif not may_be_removed(storage, tag):
             refused[tag] = f"{storage.url}/{tag} holds more than a checkpoint: remove it by other means"
         elif tag in pins and not with_pinned:
             refused[tag] = f"{storage.url}/{tag} is pinned: unpin it, or pass pinned=True"

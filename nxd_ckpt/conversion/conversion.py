@@ -33,6 +33,7 @@ from nxd_ckpt.errors import (
     to_wire,
 )
 from nxd_ckpt.options.execution import ExecutionOptions
+from nxd_ckpt.output.cp_files import copy_guests
 from nxd_ckpt.output.new_directories import leaving_none
 from nxd_ckpt.storage.progress import report, watched
 from nxd_ckpt.storage.system import tell_room
@@ -197,6 +198,8 @@ class _Attempt:
             return session.is_gone(rank % session.topology.world_size)  # the process that writes it
 
         votes = self._votes.collect(job.topology.world_size, session.timeout, gone=gone)
+        if job.save is not None:  # it was made from a tag
+            copy_guests(job.source.open(), job.source.name, self._storage, self._publication.folder)
         request = Commit(self._publication, job.parts, versions=versions(), metrics=job.metrics)
         try:
             commit(session, job.topology, votes, request)

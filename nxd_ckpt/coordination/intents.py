@@ -3,7 +3,8 @@
 Without renames a tag is filled, and emptied, one key after the other. So a small file names the tag before that begins,
 and is removed when it is finished: in ``staging`` for a save, in ``trash`` for a removal. A job that finds a dead job's
 intent looks for the tag's ``done``. If it is there, the tag is complete: the save was committed, or its removal had not
-begun. If not, everything in the tag is removed. On a file system a directory has the same name, with the files of a
+begun. If not, everything in the tag is removed, except files of others (see coordination.guests)
+in a tag that was being filled. On a file system a directory has the same name, with the files of a
 future or former tag; `clear` removes either.
 """
 
@@ -14,6 +15,7 @@ from collections.abc import Callable
 from contextlib import suppress
 
 from nxd_ckpt.coordination.control_files import read_note
+from nxd_ckpt.coordination.guests import remove_all_but_guests
 from nxd_ckpt.coordination.paths import COPIES, STAGING, TRASH, unfinished_dir
 from nxd_ckpt.core.names import DONE
 from nxd_ckpt.core.tags import validate_tag
@@ -52,7 +54,8 @@ def clear(storage: Storage, key: str, confirm: Callable[[], bool]) -> None:
     """
     tag = _tag(storage, key) if not storage.renames or storage.is_file(key) else None
     if tag is not None and not storage.is_file(f"{tag}/{DONE}"):
-        if not (remove_if(storage, tag, confirm) and confirm()):
+        remove = remove_if if key.startswith(f"{TRASH}/") else remove_all_but_guests
+        if not (remove(storage, tag, confirm) and confirm()):
             return
         storage.discard_unfinished(tag)
     if storage.renames and key.rpartition("/")[0] in (STAGING, COPIES) and storage.is_dir(key):

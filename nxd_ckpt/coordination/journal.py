@@ -1,7 +1,8 @@
 """Publication of a finished staging directory, also over an existing tag.
 
 A new tag is one atomic rename. Replacing a tag takes two steps (see coordination.replacement), so the swap is announced
-in a journal first: it has the names. The next process that opens or lists the directory after a crash settles it.
+in a journal first: it has the names. The next process that opens or lists the directory after a crash settles it. Files
+of others move from the old tag to the new one before the journal goes, see coordination.guests.
 """
 
 from __future__ import annotations
@@ -14,13 +15,14 @@ from contextlib import suppress
 from functools import partial
 
 from nxd_ckpt import effects
-from nxd_ckpt.coordination import intents
+from nxd_ckpt.coordination import guests, intents
 from nxd_ckpt.coordination.control_files import pinned, read_note, set_aside
 from nxd_ckpt.coordination.paths import (
     JOURNAL,
     STAGING,
     TRASH,
     UNFINISHED,
+    guests_dir,
     is_trash_of,
     meant_by,
     outcome_file,
@@ -37,6 +39,9 @@ from nxd_ckpt.storage.base import Storage
 
 logger = logging.getLogger("nxd_ckpt")
 
+_TRIES = 5
+"""Times that a name is tried although somebody else makes a directory of that name meanwhile."""
+
 
 def publish(storage: Storage, attempt: str, tag: str, is_visible: Callable[[], bool]) -> None:
     """Rename the complete, synced staging directory of ``attempt`` to ``tag`` and make that durable.
@@ -49,28 +54,25 @@ def publish(storage: Storage, attempt: str, tag: str, is_visible: Callable[[], b
     answer may have renamed it.
     """
     recover(storage)  # an earlier swap of this job may not be finished yet
-    replacement, replaces = _replacement(storage, attempt, tag), storage.is_dir(tag)
+    replacement = _replacement(storage, attempt, tag)
     try:
-        if replaces:
-            storage.make_dir(TRASH)
-            storage.write(JOURNAL, json.dumps({"attempt": attempt, "tag": tag}).encode())
-            storage.sync_dir(HIDDEN)
-        replacement.make()
+        _make(replacement, attempt, tag)
         _sync(storage)
     except OSError as error:
         is_new = replacement.happened(error, is_visible)
         if not is_new or may_undo(storage, attempt):
-            if not _restore(replacement, is_new):
+            if not _restore(replacement, attempt, is_new):
                 raise not_undone(error, tag) from error
             raise
         logger.warning("%s: %s; another rank made %r durable, and counts it as saved", storage.url, error, tag)
-    if replaces:
-        try:
+    try:
+        if is_open(storage):
+            _bring_guests(replacement, attempt)
             _forget(storage)
-        except OSError as error:
-            # The new tag is in place and durable: a journal that stays moves nothing.
-            logger.warning("%s: could not drop %s: %s", storage.url, JOURNAL, error)
-        discard_trash(storage, attempt.rpartition("-")[0])
+            discard_trash(storage, attempt.rpartition("-")[0])
+    except OSError as error:
+        # The new tag is in place and durable: with a journal that stays, the next job moves what is left.
+        logger.warning("%s: could not drop %s: %s", storage.url, JOURNAL, error)
 
 
 def decides(storage: Storage, attempt: str, outcome: bytes) -> bool:
@@ -93,7 +95,52 @@ def _replacement(storage: Storage, attempt: str, tag: str) -> Replacement:
     return Replacement(storage, staging_dir(attempt), tag, trash_file(attempt, tag))
 
 
-def _restore(replacement: Replacement, is_new: bool) -> bool:
+def _make(replacement: Replacement, attempt: str, tag: str) -> None:
+    """Make the replacement, which is announced if there is something to replace. Raises OSError."""
+    storage, replaces = replacement.storage, False
+    for tries_left in reversed(range(_TRIES)):
+        if not replaces and storage.is_dir(tag):
+            replaces = True
+            guests.share(storage, tag, replacement.finished)
+            storage.make_dir(TRASH)
+            storage.write(JOURNAL, json.dumps({"attempt": attempt, "tag": tag}).encode())
+            # Before a job's first save not even the hidden directory need be durable, to which the old tag moves.
+            effects.side_by_side(partial(storage.sync_dir, HIDDEN), partial(storage.sync_dir, ""))
+        try:
+            if replaces and storage.is_dir(replacement.aside):
+                _settle(replacement, attempt)  # the old one is out, and somebody made a directory in its place
+            else:
+                replacement.make(replaces)
+            return
+        except FileExistsError:  # somebody made it meanwhile, for a file of theirs
+            if not tries_left or storage.is_file(f"{tag}/{DONE}") or storage.is_file(tag):
+                raise
+
+
+def _settle(replacement: Replacement, attempt: str) -> None:
+    """Give the finished directory, or the old one, its name if it has none. Raises OSError.
+
+    Between the two renames somebody may have made a directory for a file of theirs: it has no ``done``, and gives way.
+    """
+    storage, tag = replacement.storage, replacement.target
+    if storage.is_dir(tag) and not storage.is_file(f"{tag}/{DONE}"):
+        sources = [key for key in (replacement.finished, replacement.aside) if storage.is_file(f"{key}/{DONE}")]
+        if sources:
+            away = guests_dir(attempt, tag)
+            guests.bring(storage, away, sources[0])
+            storage.remove(away)
+            with suppress(FileNotFoundError):  # another process was faster
+                storage.rename(tag, away)
+    replacement.settle()
+
+
+def _bring_guests(replacement: Replacement, attempt: str) -> None:
+    """Move the guests of all directories that had the name, or were to have it, to the one that has it."""
+    for place in (replacement.finished, replacement.aside, guests_dir(attempt, replacement.target)):
+        guests.bring(replacement.storage, place, replacement.target)
+
+
+def _restore(replacement: Replacement, attempt: str, is_new: bool) -> bool:
     """Undo a failed publication. If this fails, the journal stays, and the next job to open the directory tries again.
 
     Returns whether the state before is durable.
@@ -101,6 +148,7 @@ def _restore(replacement: Replacement, is_new: bool) -> bool:
     storage = replacement.storage
     try:
         replacement.restore(is_new)
+        _bring_guests(replacement, attempt)
         _sync(storage)
         _forget(storage)
     except OSError as error:
@@ -121,7 +169,10 @@ def recover(storage: Storage) -> None:
         announced = _announced(storage)
         if announced is None:
             return
-        _replacement(storage, *announced).settle()
+        attempt, tag = announced
+        replacement = _replacement(storage, attempt, tag)
+        _settle(replacement, attempt)
+        _bring_guests(replacement, attempt)
     except (MalformedFile, OSError) as error:
         if isinstance(error, OSError) and error.errno != errno.ELOOP:
             raise

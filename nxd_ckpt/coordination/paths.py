@@ -119,6 +119,11 @@ def trash_file(attempt: str, tag: str, order_time: float = 0.0) -> str:
     return f"{TRASH}/{attempt}{meant}{_trash_end(tag)}"
 
 
+def guests_dir(attempt: str, tag: str) -> str:
+    """Return the trash key for a directory that somebody made under the tag's name while that was free."""
+    return trash_file(f"{attempt}.guests", tag)
+
+
 def meant_by(name: str) -> str:
     """Return the order time of the save that a trash name was made for, as text; "" if the name does not tell."""
     return name.rpartition("-")[0].rpartition("-")[2].partition(".")[2]

@@ -31,9 +31,13 @@ class Replacement:
         self.storage, self.finished, self.target, self.aside = storage, finished, target, aside
         self._is_made = self._replaces = False
 
-    def make(self) -> None:
-        """Replace. Raises OSError; then call `restore`."""
-        storage, self._replaces = self.storage, self.is_there(self.target)
+    def make(self, replaces: bool | None = None) -> None:
+        """Replace. Raises OSError; then call `restore`.
+
+        ``replaces`` says whether there is something to replace; None looks.
+        """
+        storage = self.storage
+        self._replaces = self.is_there(self.target) if replaces is None else replaces
         if not self._replaces:
             storage.rename(self.finished, self.target)
         elif isinstance(storage, Swapping) and storage.swap(self.finished, self.target):

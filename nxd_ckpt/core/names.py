@@ -33,6 +33,29 @@ NEWEST = "newest"
 _INFO = ".info.pt"
 _RANK_FILE = re.compile(r"dp_rank_(\d{2,})(?:_ep_rank_(\d{2,}))?_tp_rank_(\d{2,})_pp_rank_(\d{2,})\.pt")
 _FULL_FILE = re.compile(r"full(?:_ep_rank_(\d{2,}))?_tp_rank_(\d{2,})_pp_rank_(\d{2,})\.pt")
+_STATE = (
+    r"(?:(?:dp_rank_\d+(?:_ep_rank_\d+)?|full(?:_ep_rank_\d+)?)_tp_rank_\d+_pp_rank_\d+"
+    r"|(?:shard|structure)_rank_\d+)\.pt"
+)
+_OWN_FOLDER = re.compile(rf"model|optim|index|rank_content|(?:model|optim)/{_STATE}\.tensors")
+_OWN = re.compile(
+    r"checkpoint|done|manifest\.json|dcp_names\.json|scheduler\.pt|user_content\.pt"
+    rf"|(?:model|optim)/{_STATE}(?:\.info\.pt|\.tensors/tensor_\d+\.pt)?"
+    r"|optim/(?:\.metadata|__\d+_\d+\.distcp)"
+    r"|index/dp_rank_\d+_tp_rank_\d+_pp_rank_\d+\.json|rank_content/rank_\d+\.pt"
+)
+_TEMPORARY = re.compile(r"((?:.*/)?)\.(.+)\.[0-9a-f]+")
+
+
+def is_own_folder(path: str) -> bool:
+    """Return whether a save, of ours or NxD's, writes files into a folder of this path in its tag."""
+    return _OWN_FOLDER.fullmatch(path) is not None
+
+
+def is_own(path: str) -> bool:
+    """Return whether a save, of ours or NxD's, writes a file of this path in its tag, or its temporary beside it."""
+    temporary = _TEMPORARY.fullmatch(path)
+    return any(map(_OWN.fullmatch, [path] if temporary is None else [path, temporary[1] + temporary[2]]))
 
 
 class ParsedName(NamedTuple):

@@ -10,8 +10,8 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
-from contextlib import closing, nullcontext
-from dataclasses import dataclass, field
+from contextlib import closing, nullcontext, suppress
+from dataclasses import dataclass, field, replace
 from enum import Enum
 
 from nxd_ckpt import effects
@@ -25,7 +25,7 @@ from nxd_ckpt.storage.hosts.storage import HostsStorage
 from nxd_ckpt.tag.files import TagFiles
 from nxd_ckpt.tag.opened import OpenTag
 from nxd_ckpt.tag.union import changed_everywhere
-from nxd_ckpt.tag.verify import Digested, DigestsInside, files_of
+from nxd_ckpt.tag.verify import Digested, DigestsInside, files_of, guests_in
 
 logger = logging.getLogger("nxd_ckpt")
 
@@ -133,7 +133,7 @@ def files_to_copy(opened: OpenTag) -> list[TagFile]:
         CorruptCheckpoint: an index, or the structure of a file of neuronx_distributed, is damaged.
     """
     files = TagFiles(opened.storage, opened.tag)
-    present = set(files_of(files))
+    present = {file for file in files_of(files) if names.is_own(file) or _is_copied(files, file)}
     if opened.manifest is None:
         inside = DigestsInside(files)
         return [_foreign(files, inside, file) for file in sorted(present)]
@@ -147,6 +147,25 @@ def files_to_copy(opened: OpenTag) -> list[TagFile]:
         else TagFile(file, opened.storage.size(files.key(file)))
         for file in sorted(present)
     ]
+
+
+def _is_copied(files: TagFiles, guest: str) -> bool:
+    """Return whether a file of others is one that can be copied, not a pipe or a link to nothing."""
+    is_file = files.storage.is_file(files.key(guest))
+    if not is_file:
+        logger.warning("%s is not copied: it is no file", files.where(guest))
+    return is_file
+
+
+def copy_guests(source: Storage, tag: str, target: Storage, folder: str) -> None:
+    """Copy files of others in the ``tag`` of ``source`` to ``folder``, durably, unless one of the name is there."""
+    files = TagFiles(source, tag)
+    copied = [file for file in guests_in(files) if _is_copied(files, file)]
+    for file in copied:
+        with suppress(FileExistsError):
+            copy(StoredFile(source, files.key(file)), StoredFile(target, f"{folder}/{file}"), {}, lambda moved: None)
+    for directory in names.folders_of(copied) if copied else ():
+        target.sync_dir(f"{folder}/{directory}".rstrip("/"))
 
 
 def _entries(opened: OpenTag) -> Iterator[tuple[str, FileEntry]]:
@@ -201,9 +220,9 @@ class FileCopy:
         self._present: Mapping[str, None] = dict.fromkeys(files_of(TagFiles(target, folder)))
 
     def surplus(self, files: Sequence[TagFile]) -> list[str]:
-        """Return files in the folder that are none of ``files``."""
-        names_to_keep = {file.name for file in files}
-        return [name for name in self._present if name not in names_to_keep]
+        """Return files in the folder that are none of ``files``. In a tag's own place, files of others stay."""
+        kept, is_tag = {file.name for file in files}, not self._target.renames
+        return [name for name in self._present if name not in kept and (names.is_own(name) or not is_tag)]
 
     def remove(self, name: str) -> None:
         """Remove a file from the folder, unless the job may no longer write there."""
@@ -238,8 +257,11 @@ class FileCopy:
             try:
                 self._copy(file, source, target)
             except (DigestMismatch, MalformedFile):
-                if not self._has_good_copy(file, source):
-                    raise
+                if names.is_own(file.name):
+                    if not self._has_good_copy(file, source):
+                        raise
+                else:  # somebody wrote to it meanwhile
+                    file = replace(file, nbytes=source.nbytes)
                 self.remove(file.name)
                 self._copy(file, source, target)
         return CopyResult.COPIED

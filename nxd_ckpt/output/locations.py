@@ -27,7 +27,7 @@ from nxd_ckpt.storage.urls import (
     open_storage,
 )
 from nxd_ckpt.tag.choosing import tag_meant
-from nxd_ckpt.tag.directory import holds_tags, list_tags, may_be_replaced, require_directory, tag_around
+from nxd_ckpt.tag.directory import clash, holds_tags, list_tags, require_directory, tag_around
 from nxd_ckpt.tag.foreign import nemo
 from nxd_ckpt.tag.foreign.torch_dcp import holds_ranks, is_of_rank
 
@@ -156,9 +156,11 @@ def locate_output(path: StrPath, source: Location, overwrite: bool, options: Sto
             f"output {target.path} exists; pass overwrite=True to replace it after the conversion, or choose another "
             "path"
         )
-    if not may_be_replaced(storage, target.name):
+    key = clash(storage, target.name)
+    if key is not None:
         raise InvalidArgument(
-            f"output {target.path} exists and holds more than a checkpoint, so it is not replaced; choose another path"
+            f"output {join(without_password(target.directory), key)} exists and is not a checkpoint's, so it is not "
+            "replaced; choose another path"
         )
     return target
 

@@ -300,6 +300,22 @@ class Duplicating(Protocol):
         """
 
 
+@runtime_checkable
+class Sharing(Protocol):
+    """A storage in which a file can have two names."""
+
+    def share(self, source: str, target: str) -> bool:
+        """Give a file a second name, making directories on the way: what is written to one is in both.
+
+        Returns False if that is impossible, as for a link or a FIFO, or if ``target`` exists.
+        """
+
+
+def share(storage: Storage, source: str, target: str) -> bool:
+    """Give a file a second name; False if the storage is not `Sharing`, or cannot."""
+    return isinstance(storage, Sharing) and storage.share(source, target)
+
+
 class ListedFile(NamedTuple):
     """A file as a listing shows it: bytes, a mark that no other content of the key has, and the time of the change."""
 

@@ -163,7 +163,24 @@ class LocalStorage(BaseStorage):
         old, new = self._own(source), self._own(target)
         if _mode(new, follow=False):
             raise FileExistsError(f"cannot rename {old} to {new}: it exists")
-        self._below(new, lambda: os.rename(old, new))
+        try:
+            self._below(new, lambda: os.rename(old, new))
+        except OSError as error:
+            if error.errno != errno.ENOTEMPTY:
+                raise
+            raise FileExistsError(f"cannot rename {old} to {new}: it exists") from error
+
+    def share(self, source: str, target: str) -> bool:
+        try:
+            old, new = self._own(source), self._own(target)
+            if not stat.S_ISREG(_mode(old, follow=False)):
+                return False
+            self._below(new, lambda: os.link(old, new))
+        except OSError as error:
+            if error.errno not in {*_NO_LINKS, errno.EEXIST, errno.EMLINK, errno.ELOOP}:
+                raise
+            return False
+        return True
 
     def swap(self, one: str, other: str) -> bool:
         """Exchange the names of two files or directories atomically; False if the file system cannot."""

@@ -15,6 +15,7 @@ from nxd_ckpt.storage.base import (
     drop_empty,
     is_mounted,
     may_lack_files,
+    share,
     without_links,
 )
 
@@ -78,6 +79,9 @@ class StorageWrapper:
 
     def rename(self, source: str, target: str) -> None:
         self.around("rename", f"{source} -> {target}", lambda: self.inner.rename(source, target))
+
+    def share(self, source: str, target: str) -> bool:
+        return self.around("share", f"{source} -> {target}", lambda: share(self.inner, source, target))
 
     def remove(self, key: str) -> None:
         self.around("remove", key, lambda: self.inner.remove(key))

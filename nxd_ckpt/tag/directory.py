@@ -13,10 +13,10 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
 
+from nxd_ckpt.coordination.guests import entries_of, guests_of
 from nxd_ckpt.core.limits import NOTE
 from nxd_ckpt.core.manifest import is_manifest, load_manifest
 from nxd_ckpt.core.names import (
-    DCP_NAMES,
     DONE,
     INDEX_DIR,
     MANIFEST,
@@ -24,7 +24,6 @@ from nxd_ckpt.core.names import (
     MODEL_DIR,
     NEWEST,
     OPTIMIZER_DIR,
-    RANK_CONTENT_DIR,
     SCHEDULER,
     USER_CONTENT,
     ParsedName,
@@ -173,28 +172,38 @@ def is_checkpoint_of_ours_or_nxd(storage: Storage, tag: str) -> bool:
     )
 
 
-def may_be_replaced(storage: Storage, tag: str) -> bool:
-    """Return whether a save may replace what has this name: nothing, a checkpoint, or the remains of one.
+def clash(storage: Storage, tag: str) -> str | None:
+    """Return the key of a file or directory that a save would have to replace, and must not; None if there is none.
 
-    Remains are marked as a checkpoint, and hold only a checkpoint's files, down to the ranks' own. In a store the mark
-    may be missing: a job that lost its lease may have continued to write after its successor removed it.
+    A save replaces a checkpoint, or the remains of one, and keeps everything else: see coordination.guests. What has a
+    name of a save's files is of a checkpoint if the directory is marked as one, and a marker is if it holds nothing
+    else. In a store the mark may be missing: a job that lost its lease may have continued to write after its successor
+    removed it.
     """
-    entries = {entry.name: entry.is_dir for entry in storage.list(tag)}
+    if storage.is_file(tag):
+        return tag
+    entries = list(entries_of(storage, tag))
     if not entries or is_checkpoint_of_ours_or_nxd(storage, tag):
-        return True
-    files = {name for name, is_dir in entries.items() if not is_dir}
-    folders = entries.keys() - files
+        return None
+    files = {entry.path for entry in entries if not entry.is_dir}
+    marks = {name for name in (MARKER, DONE) if name in files and _has_mark(storage, f"{tag}/{name}", b"1", b"")}
     if MARKER in files:
-        marked = _has_mark(storage, f"{tag}/{MARKER}", b"1", b"")
+        marked = MARKER in marks
     else:  # a tag of NxD 0.6 or 0.7 has no mark either
         foreign = DONE in files and recorded_order_time(storage, tag) is None
         marked = not storage.renames and not foreign and not storage.is_file(NEWEST)
-    only_our_names = files <= _NXD_FILES | {MANIFEST, DCP_NAMES} and folders <= _NXD_DIRS | {
-        INDEX_DIR,
-        RANK_CONTENT_DIR,
-    }
-    inside = (entry.name for part in folders for entry in storage.list(f"{tag}/{part}"))
-    return marked and only_our_names and all(map(_is_rank_file, inside))
+    for entry in entries:
+        if entry.clashes or not (entry.is_guest or marked or entry.path in marks):
+            return f"{tag}/{entry.path}"
+    return None
+
+
+def may_be_removed(storage: Storage, tag: str) -> bool:
+    """Return whether a tag, complete or not, holds nothing but a checkpoint's files, or a manifest of ours proves it.
+    """
+    if is_checkpoint_of_ours_or_nxd(storage, tag):
+        return True
+    return clash(storage, tag) is None and not guests_of(storage, tag)
 
 
 def is_whole_without_marks(storage: Storage, tag: str) -> bool:
@@ -211,11 +220,6 @@ def is_whole_without_marks(storage: Storage, tag: str) -> bool:
     sizes = {(size.tp, size.pp) for part in parts if (size := spanned(filter(None, map(parse, part))))}
     # xser: a rank's tensors are written before the file that refers to them.
     return len(sizes) == 1 and all(name.removesuffix(".tensors") in part for part in parts for name in part)
-
-
-def _is_rank_file(name: str) -> bool:
-    """Return whether a rank writes a file or directory of this name into a part's directory, also as its temporary."""
-    return name.lstrip(".").startswith(("dp_rank_", "full_tp_rank_", "rank_", "__", "metadata"))
 
 
 def describe_incomplete(storage: Storage) -> str:

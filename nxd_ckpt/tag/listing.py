@@ -81,6 +81,7 @@ class ListedTag:
         written_by: "nxd_ckpt" or "neuronx_distributed".
         problems: missing parts, and other problems.
         metrics: numbers that were passed to the save; None for one that was not finite.
+        guests: files and folders of others directly in the tag, which carry no digest.
     """
 
     tag: str
@@ -93,6 +94,7 @@ class ListedTag:
     written_by: str
     problems: tuple[str, ...]
     metrics: Metrics = field(default_factory=dict)
+    guests: tuple[str, ...] = ()
 
 
 _SAME = ("complete", "latest", "pinned", "nbytes", "topology", "written_by", "metrics")
@@ -121,6 +123,7 @@ def list_checkpoints(path: str | os.PathLike[str], *, storage_options: Options =
             tag=tag["tag"],
             saved=_time_of(tag["order_time"]),
             problems=(*(f"it lacks {what}" for what in tag["lacks"]), *tag["problems"]),
+            guests=tuple(tag["guests"]),
             **{key: tag[key] for key in _SAME},
         )
         for tag in tags
@@ -257,9 +260,14 @@ def _listing(
     return {
         "directory": storage.url,
         "latest": None if newest is None else newest.tag,
-        "tags": [{**tag, "pinned": tag["tag"] in pins} for tag in summaries],
+        "tags": [{**tag, "pinned": tag["tag"] in pins, "guests": _guests(storage, tag["tag"])} for tag in summaries],
         "note": None if tags else f"no checkpoints; {describe_incomplete(storage)}",
     }
+
+
+def _guests(storage: Storage, tag: str) -> list[str]:
+    entries = storage.list(tag) if tag != NO_TAG else []
+    return [name for name, is_dir in entries if not (names.is_own_folder(name) if is_dir else names.is_own(name))]
 
 
 def summary(opened: OpenTag, info: TagInfo) -> dict[str, Any]:

@@ -54,8 +54,8 @@ from nxd_ckpt.tag.verification import changed_tensors, crc32_of, verify_file
 logger = logging.getLogger("nxd_ckpt")
 
 _CHUNK = 16 * 2**20
-_DEEPEST = 8
-"""Maximum directories above a file of a tag; NxD's and ours have two."""
+_DEEPEST = 16
+"""Maximum directories above a file of a tag; NxD's and ours have two, files of others more."""
 _MARKERS = (names.MARKER, names.DONE)
 
 
@@ -65,7 +65,8 @@ class Verification:
 
     ``nbytes`` counts all bytes that were read: ``verified`` of them match a recorded digest, and ``undigested`` are
     contents (records of zip files, other files) without one. The rest lies around records, or in damaged files.
-    ``ours``: the tag was compared with its indexes.
+    ``ours``: the tag was compared with its indexes. ``guests`` are files of others beside ours, which carry no digest
+    and were not read.
     """
 
     tag: str
@@ -75,6 +76,7 @@ class Verification:
     verified: int = 0
     undigested: int = 0
     ours: bool = True
+    guests: tuple[str, ...] = ()
 
 
 @as_checkpoint_errors()
@@ -339,6 +341,11 @@ def files_of(files: TagFiles) -> Iterator[str]:
             yield from _at_or_below(files, entry.name, entry.is_dir)
 
 
+def guests_in(files: TagFiles) -> list[str]:
+    """Return the files of others in a tag, see coordination.guests."""
+    return [file for file in files_of(files) if not names.is_own(file)]
+
+
 def _at_or_below(files: TagFiles, file: str, is_dir: bool) -> Iterator[str]:
     if not is_dir:
         yield file
@@ -377,7 +384,8 @@ def _verify_ours(opened: OpenTag, progress: bool) -> Verification:
             except CheckpointError as error:
                 problems.append(str(error))
     nbytes -= sum(entry.nbytes for entry in missing)
-    return Verification(opened.tag, len(entries) - len(missing), nbytes, tuple(problems), verified)
+    guests = tuple(guests_in(TagFiles(opened.storage, opened.tag)))
+    return Verification(opened.tag, len(entries) - len(missing), nbytes, tuple(problems), verified, guests=guests)
 
 
 def _entries(opened: OpenTag, problems: list[str]) -> Iterator[tuple[str, FileEntry, Sequence[TensorEntry]]]:

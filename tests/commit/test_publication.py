@@ -22,7 +22,7 @@ from nxd_ckpt.core.names import DONE, MANIFEST, MARKER
 from nxd_ckpt.errors import DirectoryInUse, OutcomeUnknown, SaveFailed
 from nxd_ckpt.storage.local import LocalStorage
 from nxd_ckpt.testing.storage import Hook, HookedStorage, MemoryStorage, Operation, failing, recording
-from tests.support.attempts import ATTEMPT, TAG, TAKEN, TIME, manifest, session, whole, written
+from tests.support.attempts import ATTEMPT, MODEL, TAG, TAKEN, TIME, manifest, session, whole, written
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]
 
@@ -43,7 +43,7 @@ def test_a_staged_tag_appears_whole(disk: LocalStorage) -> None:
     written(disk, one)
     assert staging_dir(ATTEMPT) == one.folder
     one.publish(session(HookedStorage(disk, recording(log))), TIME, [])
-    assert (b"1", b"1", b"new") == tuple(disk.read(f"{TAG}/{name}") for name in (MARKER, DONE, "model/x.pt"))
+    assert (b"1", b"1", b"new") == tuple(disk.read(f"{TAG}/{name}") for name in (MARKER, DONE, MODEL))
     assert TIME == disk.time(f"{TAG}/{DONE}")
     steps = [done.name for done in log if done.key.startswith(one.folder) and done.name not in ("is_dir", "is_file")]
     assert ["create", "write_at"] * 2 == steps[:4]
@@ -60,7 +60,7 @@ def test_a_staged_tag_replaces_an_old_one(disk: LocalStorage, overwrite: bool | 
     one.begin(session(disk))
     written(disk, one)
     one.publish(session(disk), TIME, [])
-    assert b"new" == disk.read(f"{TAG}/model/x.pt")
+    assert b"new" == disk.read(f"{TAG}/{MODEL}")
     assert not is_visible(disk, TAG, "run-1")
 
 
@@ -73,16 +73,16 @@ def test_a_staged_tag_does_not_replace_one_unasked(disk: LocalStorage) -> None:
     for step in (one.begin, lambda session: one.publish(session, TIME, [])):
         with pytest.raises(SaveFailed, match=r"one exists: .* pass overwrite=True$"):
             step(session(disk))
-    assert b"old" == disk.read(f"{TAG}/model/x.pt")
+    assert b"old" == disk.read(f"{TAG}/{MODEL}")
 
 
-@pytest.mark.parametrize("made", ["one", "one/mine.txt"])
+@pytest.mark.parametrize("made", ["one", "one/manifest.json"])
 def test_what_is_no_checkpoint_is_left_alone(disk: LocalStorage, made: str) -> None:
-    """A file, or a directory with something else."""
+    """A file, or a directory with one whose name a save would write."""
     disk.write(made, b"mine")
     one = Staged(ATTEMPT, TAG)
     written(disk, one)
-    with pytest.raises(SaveFailed, match="is not a checkpoint; it is left alone"):
+    with pytest.raises(SaveFailed, match=f"{made} exists and is not a checkpoint's; it is left alone"):
         one.publish(session(disk), TIME, [])
     assert b"mine" == disk.read(made)
 
@@ -91,9 +91,9 @@ def test_a_copy_that_resumes_gathers_where_nobody_sweeps(disk: LocalStorage) -> 
     """And is published like any other."""
     one = copy_publication(session(disk), TAG, False, None)
     written(disk, one)
-    assert disk.is_file(f"{COPIES}/{TAG}/model/x.pt")
+    assert disk.is_file(f"{COPIES}/{TAG}/{MODEL}")
     one.publish(session(disk), TIME, [])
-    assert b"new" == disk.read(f"{TAG}/model/x.pt")
+    assert b"new" == disk.read(f"{TAG}/{MODEL}")
     assert [] == disk.list(COPIES)
 
 
@@ -119,7 +119,7 @@ def test_a_replacement_that_another_job_took_over(
     else:
         with pytest.raises(FileNotFoundError):
             one.publish(publishing, TIME, [])
-    assert (b"new" if is_published else b"old") == disk.read(f"{TAG}/model/x.pt")
+    assert (b"new" if is_published else b"old") == disk.read(f"{TAG}/{MODEL}")
     assert is_published is is_visible(disk, TAG, ATTEMPT)
 
 
@@ -161,7 +161,7 @@ def test_a_copy_in_place_keeps_what_an_earlier_try_brought(store: MemoryStorage)
     store.create(f"{TAG}/half", 5)
     copy_publication(session(store), TAG, True, "of-4").begin(session(store))
     assert not store.is_file(f"{TAG}/{DONE}")
-    assert b"old" == store.read(f"{TAG}/model/x.pt")
+    assert b"old" == store.read(f"{TAG}/{MODEL}")
     assert [] == [*store.list(STAGING), *store.unfinished]
     assert store.is_file(f"{TAG}/{MARKER}")
 
@@ -178,7 +178,7 @@ def test_a_tag_in_place_is_not_replaced_unasked(store: MemoryStorage, overwrite:
     whole(store)
     with pytest.raises(SaveFailed, match="overwrite=True, which removes it before the new one is complete"):
         InPlace(ATTEMPT, TAG, overwrite).begin(session(store))
-    assert b"old" == store.read(f"{TAG}/model/x.pt")
+    assert b"old" == store.read(f"{TAG}/{MODEL}")
     assert [] == store.list(STAGING)
 
 
@@ -229,11 +229,12 @@ def test_remains_of_an_earlier_save_are_removed_once_nobody_writes(
     monkeypatch.setattr(AttemptVotes, "await_votes", await_votes)
     for attempt in ("run-1", "other-7"):
         intents.declare(store, staging_dir(attempt), TAG)
-    store.write(f"{TAG}/strange", b"remains")
+    for name in ("scheduler.pt", "strange"):
+        store.write(f"{TAG}/{name}", b"remains")
     InPlace(ATTEMPT, TAG).begin(session(store))
     assert (["run-1"], [(ATTEMPT, 0)]) == (waited, told)
     assert [ATTEMPT] == intents.saves_of(store, TAG)
-    assert not store.is_file(f"{TAG}/strange")
+    assert (False, True) == (store.is_file(f"{TAG}/scheduler.pt"), store.is_file(f"{TAG}/strange"))
 
 
 def test_a_rank_that_still_writes_is_not_swept(store: MemoryStorage, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -33,7 +33,7 @@ from nxd_ckpt.formats.unpickle import unpickle
 from nxd_ckpt.integrations.sealed import SealedDirectory, verify_files
 from nxd_ckpt.migrate.optimum_metadata import read_metadata as read_optimum
 from nxd_ckpt.storage.archive.storage import find_members
-from nxd_ckpt.tag.directory import is_checkpoint_of_ours_or_nxd, list_tags, may_be_replaced
+from nxd_ckpt.tag.directory import clash, is_checkpoint_of_ours_or_nxd, list_tags
 from nxd_ckpt.tag.files import TagFiles
 from nxd_ckpt.tag.foreign.hugging_face_directory import CONFIG, HuggingFaceDirectory
 from nxd_ckpt.tag.foreign.quantization import quantization_of
@@ -142,7 +142,7 @@ def _marker(name: str, data: bytes) -> None:
         storage = _holding({name: data}, renames)
         for tag in list_tags(storage):
             is_checkpoint_of_ours_or_nxd(storage, tag.tag)
-            may_be_replaced(storage, tag.tag)
+            clash(storage, tag.tag)
 
 
 def _pickle(data: bytes) -> None:

@@ -30,7 +30,7 @@ from tests.simulation.store_schedule import StoreSchedule
 from tests.support.reliability import REPOSITORY, date_and_commit, put, rows_of, table
 
 _JOURNAL, _LEASE, _REPLACEMENT = (f"nxd_ckpt/coordination/{name}.py" for name in ("journal", "lease", "replacement"))
-_INTENTS = "nxd_ckpt/coordination/intents.py"
+_INTENTS, _GUESTS = "nxd_ckpt/coordination/intents.py", "nxd_ckpt/coordination/guests.py"
 _COMMIT, _PUBLICATION, _VOTING = (f"nxd_ckpt/commit/{name}.py" for name in ("commit", "publication", "voting"))
 _BEGINNING, _BALLOT, _SAVED_FILES = (f"nxd_ckpt/save/{name}.py" for name in ("attempt", "ballot", "writing"))
 _IDENTITY = "nxd_ckpt/tag/identity.py"
@@ -144,7 +144,7 @@ _PUBLISHES = "    publication.publish(session, order_time, indexes, {names.MANIF
 BREAKS = [
     Break(
         "Directory not synced after a tag's rename", "disk",
-        {_JOURNAL: ("replacement.make()\n        _sync(storage)\n", "replacement.make()\n")},
+        {_JOURNAL: ("attempt, tag)\n        _sync(storage)\n", "attempt, tag)\n")},
     ),
     Break(
         "Directory of the indexes not synced", "disk",
@@ -177,7 +177,12 @@ BREAKS = [
     ),
     Break(
         "Old tag removed before its successor is there", "disk",
-        {_JOURNAL: ("        replacement.make()\n", "        storage.remove(tag)\n        replacement.make()\n")},
+        {
+            _JOURNAL: (
+                "        _make(replacement, attempt, tag)\n",
+                "        storage.remove(tag)\n        _make(replacement, attempt, tag)\n",
+            )
+        },
         lambda schedule: _replaces(schedule) and schedule.fault in ("kill", "power", "error", "stall"),
     ),
     Break(
@@ -197,14 +202,14 @@ BREAKS = [
     ),
     Break(
         "Interrupted replacement not finished", "disk",
-        {_JOURNAL: ("        _replacement(storage, *announced).settle()\n", "        pass\n")},
+        {_JOURNAL: ("        _settle(replacement, attempt)\n        _bring", "        _bring")},
         lambda schedule: _renames_twice(schedule) and _ends(schedule),
     ),
     Break(
         "Save with a failed sync not undone", "disk",
         {
             _JOURNAL: (
-                "            if not _restore(replacement, is_new):\n",
+                "            if not _restore(replacement, attempt, is_new):\n",
                 "            if False:\n",
             )
         },
@@ -332,8 +337,8 @@ BREAKS = [
         "`done` not removed first", "store",
         {
             _PUBLICATION: (
-                '        remove_if(storage, f"{self.tag}/{DONE}", session.confirm)\n        remove_if',
-                "        remove_if",
+                '        remove_if(storage, f"{self.tag}/{DONE}", session.confirm)\n        remove_all',
+                "        remove_all",
             )
         },
         _replaces,
@@ -428,15 +433,34 @@ BREAKS += [
         "Journal dropped before the rename is synced", "every state",
         {
             _JOURNAL: (
-                "        replacement.make()\n        _sync(storage)\n",
-                "        replacement.make()\n        if replaces:\n            _forget(storage)\n"
+                "        _make(replacement, attempt, tag)\n        _sync(storage)\n",
+                "        _make(replacement, attempt, tag)\n        if is_open(storage):\n            _forget(storage)\n"
                 "        _sync(storage)\n",
             )
         },
     ),
     Break(
+        "Files of others not moved to the new tag", "every state",
+        {_JOURNAL: ("            _bring_guests(replacement, attempt)\n            _forget", "            _forget")},
+    ),
+    Break(
+        "Files of others not moved by a recovery", "every state",
+        {
+            _JOURNAL: ("        _bring_guests(replacement, attempt)\n    except", "    except"),
+            _GUESTS: ("if base.share(storage, ", "if False and base.share(storage, "),
+        },
+    ),
+    Break(
+        "Moves of files of others not synced", "every state",
+        {_GUESTS: ("        storage.sync_dir(folder)\n\n\ndef _move", "        pass\n\n\ndef _move")},
+    ),
+    Break(
         "Journal not synced before the renames", "every state",
-        {_JOURNAL: ("            storage.sync_dir(HIDDEN)\n        replacement", "        replacement")},
+        {_JOURNAL: ("partial(storage.sync_dir, HIDDEN), partial", "partial")},
+    ),
+    Break(
+        "Hidden directory not synced before the renames", "every state",
+        {_JOURNAL: ('HIDDEN), partial(storage.sync_dir, ""))', "HIDDEN))")},
     ),
     Break(
         "New job does not recover a dead one's replacement", "a launch after a swap",
@@ -457,7 +481,7 @@ BREAKS += [
     ),
     Break(
         "Undoing of a save not synced", "an undone save",
-        {_JOURNAL: ("restore(is_new)\n        _sync(storage)\n", "restore(is_new)\n")},
+        {_JOURNAL: ("        _sync(storage)\n        _forget(storage)\n    e", "        _forget(storage)\n    e")},
     ),
     Break(
         "Failed save's files removed though it was visible", "an undone save",

@@ -15,15 +15,21 @@ _HERE = ("one", "one")
 @dataclass(frozen=True)
 class Saves:
     """``saves`` of a job. With ``killed_before`` all of it ends before the first system call whose name and path begin
-    so, and the work is what follows: another job that saves ``then``."""
+    so, and the work is what follows: another job that saves ``then``. The ``guest`` is a file of somebody else."""
 
     name: str
     saves: tuple[Save, ...]
     swaps: bool = True
     killed_before: str | None = None
     then: tuple[Save, ...] = ()
+    guest: str | None = None
 
     def prepare(self, recording: Recording) -> None:
+        if self.guest is not None:
+            disk, folder = recording.outside(), self.guest.rpartition("/")[0]
+            disk.make_dir(folder)
+            disk.write(self.guest, b"theirs")
+            disk.sync_dir(folder)
         if self.killed_before is not None:
             recording.killed_before = self.killed_before
             run_to_end(recording.world, recording.launch("first", _HERE, list(self.saves)))
@@ -36,9 +42,15 @@ class Saves:
         """A process lists the tags, and then another job saves."""
         stage.look()
         stage.hold()
+        self._keeps_guests(stage)
         stage.finish("next", ("rebooted", "rebooted"))
         stage.hold()
+        self._keeps_guests(stage)
         stage.next_saves_work()
+
+    def _keeps_guests(self, stage: Stage) -> None:
+        if self.guest is not None:
+            assert b"theirs" == stage.outside().read(self.guest)
 
 
 def _in_background(*saves: Save) -> tuple[Save, ...]:
@@ -49,6 +61,13 @@ SAVES = (
     Saves("new tags", _in_background(Save("a", 1), Save("b", 2))),
     Saves("a tag is replaced", _in_background(Save("a", 1), Save("a", 2))),
     Saves("a tag is replaced by two renames", _in_background(Save("a", 1), Save("a", 2)), swaps=False),
+    Saves("a tag has guests", _in_background(Save("a", 1), Save("a", 2)), guest="a/folder/config.json"),
+    Saves(
+        "a tag has guests, by two renames",
+        _in_background(Save("a", 1), Save("a", 2)),
+        swaps=False,
+        guest="a/model/notes.md",
+    ),
     Saves("retention removes a tag", _in_background(Save("a", 1, num_kept=1), Save("b", 2, num_kept=1))),
     Saves("xser", _in_background(Save("a", 1, use_xser=True), Save("a", 2, use_xser=True))),
     Saves(

@@ -15,6 +15,7 @@ from tests.core.documents import MANIFEST as DOCUMENT
 
 TAKEN = DirectoryInUse("it was taken over")
 ATTEMPT, TAG = "run-2", "one"
+MODEL = "model/dp_rank_00_tp_rank_00_pp_rank_00.pt"
 TIME = 1_700_000_000.0
 _PAIR = Topology(dp=2)
 
@@ -42,11 +43,11 @@ def session(storage: Storage, *answers: BaseException | None, topology: Topology
 
 def whole(storage: Storage, tag: str = TAG, attempt: str = "run-1") -> None:
     """A complete tag of ours, with one file."""
-    for name, data in ((MARKER, b"1"), (MANIFEST, manifest(attempt)), ("model/x.pt", b"old"), (DONE, b"1")):
+    for name, data in ((MARKER, b"1"), (MANIFEST, manifest(attempt)), (MODEL, b"old"), (DONE, b"1")):
         storage.write(f"{tag}/{name}", data)
 
 
 def written(storage: Storage, one: Publication) -> None:
     """What a save writes before it is published."""
-    one.put(storage, {"model/x.pt": b"new"})
+    one.put(storage, {MODEL: b"new"})
     one.put(storage, {MANIFEST: manifest()})

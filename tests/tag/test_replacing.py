@@ -11,19 +11,27 @@ import torch
 import nxd_ckpt
 from nxd_ckpt.errors import SaveFailed
 from nxd_ckpt.storage.local import LocalStorage
-from nxd_ckpt.tag.directory import list_tags, may_be_replaced
+from nxd_ckpt.tag.directory import clash, list_tags
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]
 
 
-@pytest.mark.parametrize("file", ["model/weights.safetensors", "index/faiss.bin", "manifest.json", "checkpoint"])
-def test_a_directory_of_the_user_is_never_replaced(tmp_path: Path, file: str) -> None:
-    """Names that a checkpoint has too do not make it one: the save fails, and the bytes stay."""
+@pytest.mark.parametrize(
+    "file",
+    [
+        *("manifest.json", "checkpoint", "done", "scheduler.pt", "done/mine", "model", "index"),
+        "model/dp_rank_00_tp_rank_00_pp_rank_00.pt",
+        "model/dp_rank_00_tp_rank_00_pp_rank_00.pt.tensors/tensor_0.pt",
+    ],
+)
+def test_a_file_of_the_user_is_never_replaced(tmp_path: Path, file: str) -> None:
+    """The names of a checkpoint's files do not make it one: the save fails and says so, and the bytes stay."""
     own = tmp_path / "final" / file
     own.parent.mkdir(parents=True)
     own.write_text("a month of work")
 
-    with nxd_ckpt.Checkpointer(tmp_path) as checkpointer, pytest.raises(SaveFailed, match="not a checkpoint"):
+    refused = pytest.raises(SaveFailed, match=f"final/{file.removesuffix('/mine')} exists and is not a checkpoint")
+    with nxd_ckpt.Checkpointer(tmp_path) as checkpointer, refused:
         checkpointer.save("final", {"w": torch.ones(2)})
 
     assert "a month of work" == own.read_text()
@@ -34,7 +42,7 @@ def test_the_remains_of_an_interrupted_save_are_replaced(tmp_path: Path) -> None
     (tmp_path / "t" / "model" / "dp_rank_00_tp_rank_00_pp_rank_00.pt.tensors").mkdir(parents=True)
     (tmp_path / "t" / "checkpoint").write_text("1")
 
-    assert may_be_replaced(LocalStorage(tmp_path), "t")
+    assert clash(LocalStorage(tmp_path), "t") is None
 
 
 def test_copied_tags_keep_their_order(tmp_path: Path) -> None:

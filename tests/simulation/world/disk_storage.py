@@ -140,6 +140,15 @@ class DiskStorage:
             self._call("rename", f"{one} <-> {other}", lambda: self.disk.exchange(self._path(one), self._path(other)))
         return self._swaps
 
+    def share(self, source: str, target: str) -> bool:
+        file = self._file(source)
+        self._make_parents(target)
+        try:
+            self._call("link", target, lambda: self.disk.link(file, self._path(target)))
+        except FileExistsError:
+            return False
+        return True
+
     def remove(self, key: str) -> None:
         node = self.disk.find(self._path(key))
         if node is None:
