@@ -1,15 +1,15 @@
 """neuronx_distributed's four functions, with its names, order, defaults and return values.
 
-They keep one `nxd_ckpt.checkpointer.Checkpointer` per directory for the whole process: the only global state of this
-package. `finalize_checkpoint` waits for saves in flight, `close_checkpointers` releases directories and memory, and
-both happen at exit. A process that ends with a failed save that was never reported exits with code 1.
+They keep one `nxd_ckpt.checkpointer.Checkpointer` for each of the last few directories that were saved to.
+`finalize_checkpoint` waits for saves in flight, `close_checkpointers` releases directories and memory, and both happen
+at exit. A process that ends with a failed save that was never reported exits with code 1.
 """
 
 from __future__ import annotations
 
 import os
 import threading
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -35,11 +35,14 @@ from nxd_ckpt.storage.urls import StorageOptions, StrPath, normalised
 from nxd_ckpt.tiers.tiers import Tiers
 
 _Key = tuple[str, Topology]
-_open: dict[_Key, Checkpointer] = {}
+_open: OrderedDict[_Key, Checkpointer] = OrderedDict()
+"""The one that was saved to last is the last."""
 _saving: Counter[_Key] = Counter()
 """Number of calls that are saving with each of them; while there are any, it stays in ``_open``."""
 _resumed_from: dict[_Key, str | None] = {}
 """The tags that were loaded last, before there is a Checkpointer in ``_open``."""
+_OPEN_AT_ONCE = 4
+"""Directories of the same ranks that stay open between saves, each with two threads, and one rank's lease."""
 _lock = threading.RLock()  # a signal handler may interrupt its holder, and save itself
 
 
@@ -256,10 +259,7 @@ def close_checkpointers() -> None:
     try:
         _on_each(Checkpointer.release)
     finally:
-        with _lock:
-            for key, checkpointer in list(_open.items()):
-                if not (_saving[key] or checkpointer.is_open):  # else another thread saves there
-                    del _open[key]
+        _forget_closed()
 
 
 @contextmanager
@@ -268,21 +268,40 @@ def _shared_checkpointer(
 ) -> Iterator[Checkpointer]:
     """Context in which the one Checkpointer of a directory stays open.
 
-    The first save makes it, with its ``options``.
+    The first save makes it, with its ``options``. It closes others that were not saved to for long.
     """
     topology = options["topology"] = _topology(options)
     key = normalised(directory), topology
     with _lock:
         checkpointer = _open.get(key) or _open.setdefault(key, Checkpointer(directory, tiers=tiers, **options))
+        _open.move_to_end(key)
         checkpointer.resumed_from = _resumed_from.pop(key, None) or checkpointer.resumed_from
         _saving[key] += 1
+        surplus = [] if checkpointer.is_open else _idle_longest(topology)
     try:
+        for idle in surplus:
+            idle.rest()
+        _forget_closed()
         yield checkpointer
     finally:
         with _lock:
             _saving[key] -= 1
             if not _saving[key]:
                 _saving.pop(key, None)  # a handler that has just saved here may have done it
+
+
+def _idle_longest(topology: Topology) -> list[Checkpointer]:
+    """Return the open ones that make room for one more; the same on all of their ranks, which make the same calls."""
+    idle = [each for key, each in _open.items() if key[1] == topology and each.may_rest and not _saving[key]]
+    return idle[: max(len(idle) - (_OPEN_AT_ONCE - 1), 0)]
+
+
+def _forget_closed() -> None:
+    """Forget those that hold nothing, unless a failure is still to be raised or another thread saves with them."""
+    with _lock:
+        for key, checkpointer in list(_open.items()):
+            if not (_saving[key] or checkpointer.is_open or checkpointer.has_unreported):
+                del _open[key]
 
 
 def _on_each(action: Callable[[Checkpointer], None]) -> None:

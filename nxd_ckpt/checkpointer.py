@@ -326,26 +326,8 @@ class Checkpointer:
         plan = None if planned is None else planned.plan
         request = SaveRequest(pending.tag, plan, options, self._places.rules, self._versions, self._places.drains)
         attempt = SaveAttempt(self._session, request, error, self._pipeline.writers)
-        self._pipeline.submit(attempt.open)
         self._in_flight.add(pending)
-        try:
-            if planned is not None:
-                self._pipeline.stage(attempt, planned, pending.awaited if async_save else None)
-        except BaseException as problem:  # an interrupt too: without this rank's vote the others would wait
-            attempt.fail(problem)
-            error = problem
-        finally:
-            attempt.timings["stage_seconds"] = effects.monotonic() - started
-            pending.staged.set()
-            # This rank's vote tells the others of an error; here its own, more telling one is raised at once. But where
-            # only the copy of an async save failed, the others train on, and so does this rank until all of them wait.
-            interrupted = error is not None and not isinstance(error, Exception)
-            at_once = not self._failures.warns and (planned is None or not async_save)
-            raise_now = error is not None and (at_once or interrupted)
-            pending.reported = raise_now
-            self._pipeline.conclude(attempt, pending, started)
-        if error is not None and raise_now:
-            raise error
+        self._pipeline.run(attempt, planned, pending, started, is_async=async_save, warns=self._failures.warns)
         return attempt
 
     @as_checkpoint_errors()
@@ -453,6 +435,22 @@ class Checkpointer:
     def is_open(self) -> bool:
         """True if it holds the directory: from the first save on, or before (`__enter__`), until it is closed."""
         return self._session is not None
+
+    @property
+    def may_rest(self) -> bool:
+        """True if it holds the directory, and can take it again later: tiers last, and a run_id is used once."""
+        lasts = len(self._places) > 1 or self._places.per_host or self._options.run_id is not None
+        return self._session is not None and not lasts
+
+    @property
+    def has_unreported(self) -> bool:
+        """True if a save failed, and the failure is still to be raised."""
+        return self._in_flight.has_unreported
+
+    @as_checkpoint_errors()
+    def rest(self) -> None:
+        """Finish saves in flight, and release directory and memory until the next save. Raises no save's failure."""
+        self._shut(None, final=False)
 
     @as_checkpoint_errors()
     def wait(self, tier: int = 0) -> None:

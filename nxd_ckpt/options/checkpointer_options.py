@@ -42,7 +42,8 @@ class CheckpointerOptions(DirectoryOptions):
     run_id: str | None = option(None, """joins ranks without a process group: one string on all ranks, new for every
         launch.""")
     durable: bool = option(True, "fsync everything before a tag becomes visible. Use False for scratch space only.")
-    memory_cap: int | None = option(None, "bytes of host memory for staging. Default: a share of the free memory.")
+    memory_cap: int | None = option(None, """bytes of host memory for staging, of the process. Default: a share of
+        the free memory.""")
     progress: bool = option(True, "show a bar on rank 0's terminal when the caller waits longer than two seconds.")
     on_save_failure: OnFailure = option("raise", """"raise" or "warn". "warn" logs a failed save on every rank, and
         training continues.""")

@@ -142,6 +142,11 @@ class UnfinishedSaves:
     def saves(self) -> list[SaveProgress]:
         return list(self._saves)
 
+    @property
+    def has_unreported(self) -> bool:
+        """True if one failed, and the failure is still to be raised."""
+        return any(save.unreported for save in self.saves)
+
     def add(self, save: SaveProgress) -> None:
         self._saves.append(save)
 

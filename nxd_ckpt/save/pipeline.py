@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -24,9 +23,10 @@ from nxd_ckpt.save.plan import SavePlan
 from nxd_ckpt.save.planner import Planner
 from nxd_ckpt.save.replica_check import agree_on_groups, mesh_summary, warn_of_differences
 from nxd_ckpt.save.staging import Stager
-from nxd_ckpt.save.waves import Wave, plan_waves
+from nxd_ckpt.save.staging_buffers import buffers_of
+from nxd_ckpt.save.waves import Wave, end_of, plan_waves
 from nxd_ckpt.save.writing import WRITERS
-from nxd_ckpt.storage.arena import Arena, default_cap
+from nxd_ckpt.storage.arena import whole_pages
 from nxd_ckpt.storage.progress import report, watched
 from nxd_ckpt.storage.throttle import Pace
 
@@ -41,9 +41,9 @@ class StagingPlan(NamedTuple):
 
 
 class Pipeline:
-    """Planner, staging arena and threads of one Checkpointer; each is made when it is first needed.
+    """Planner and threads of one Checkpointer; each is made when it is first needed.
 
-    It serves one save at a time: the caller holds the Checkpointer's turn.
+    It serves one save at a time: the caller holds the Checkpointer's turn. Staging memory is the process's.
     """
 
     def __init__(self, topology: Topology, memory_cap: int | None) -> None:
@@ -52,14 +52,15 @@ class Pipeline:
         self._worker: Worker | None = None
         self._helpers: Helpers | None = None
         self._counter: Helpers | None = None
-        self._stager: Stager | None = None
+        self._stager: Stager | None = None  # of the last save
+        self._buffers = buffers_of(topology.rank if topology.members is None else topology.members[topology.rank])
         self._counting: Counting | None = None
 
     def plan(self, state: SaveState) -> StagingPlan:
         """Plan a save of ``state``. Raises errors that make it impossible, before anything is written."""
         plan = self._planner.plan(state)
         _ = self._writer  # raises here if a thread cannot start
-        return StagingPlan(plan, plan_waves(plan.files, self._staging().arena.cap))
+        return StagingPlan(plan, plan_waves(plan.files, self._cap()))
 
     def plan_together(self, agreement: Agreement, captured: Callable[[], SaveState], tag: str) -> StagingPlan:
         """Plan the first save, under ``tag``, of the ``captured`` state. Collective.
@@ -76,33 +77,71 @@ class Pipeline:
             warn_of_differences(agreement, state, self._topology, self._planner.groups)
         return planned
 
-    def stage(self, attempt: SaveAttempt, planned: StagingPlan, awaited: effects.Event | None) -> None:
+    def run(
+        self,
+        attempt: SaveAttempt,
+        planned: StagingPlan | None,
+        pending: SaveProgress,
+        started: float,
+        *,
+        is_async: bool,
+        warns: bool,
+    ) -> None:
+        """Stage the attempt's state, if it could be ``planned``, and hand over all else to the writer thread.
+
+        Raises this rank's own error, unless it ``warns`` of failures. ``started`` is the time of the save's call.
+        """
+        error = attempt.error
+        self.submit(attempt.open)
+        try:
+            if planned is not None:
+                self._stage(attempt, planned, pending.awaited if is_async else None)
+        except BaseException as problem:  # an interrupt too: without this rank's vote the others would wait
+            attempt.fail(problem)
+            error = problem
+        finally:
+            attempt.timings["stage_seconds"] = effects.monotonic() - started
+            pending.staged.set()
+            # This rank's vote tells the others of an error; here its own, more telling one is raised at once. But where
+            # only the copy of an async save failed, the others train on, and so does this rank until all of them wait.
+            interrupted = error is not None and not isinstance(error, Exception)
+            at_once = not warns and (planned is None or not is_async)
+            raise_now = error is not None and (at_once or interrupted)
+            pending.reported = raise_now
+            self._finish(attempt, pending, started)
+        if error is not None and raise_now:
+            raise error
+
+    def _stage(self, attempt: SaveAttempt, planned: StagingPlan, awaited: effects.Event | None) -> None:
         """Copy the state into the arena and hand it over, in as many waves as it takes.
 
         The last wave of an async save has its maximum rate until it is ``awaited``; callers wait for all others.
         """
-        stager, rate = self._staging(), attempt.request.options.rate
+        rate, buffers = attempt.request.options.rate, self._buffers
         pace = None if awaited is None or rate is None else Pace(rate, awaited)
-        self._stop_counting()  # the memory is needed
-        if attempt.request.options.stats:
-            if self._counter is None:
-                self._counter = Helpers(1, "nxd_ckpt-counter")
-            self._counting = Counting(planned.plan.files, self._counter)
-        torch_xla.sync()
-        for number, wave in enumerate(planned.waves):
-            views = stager.stage(planned.plan.files, wave)
-            wait = number < len(planned.waves) - 1
-            self._hand_over(attempt, wave, views, None if wait else pace, wait=wait)
+        nbytes = max(map(end_of, planned.waves), default=0)
+        stager = self._stager = buffers.take(self, nbytes, self._cap(), self._stager)
+        try:
+            self._counting = None
+            if attempt.request.options.stats:
+                if self._counter is None:
+                    self._counter = Helpers(1, "nxd_ckpt-counter")
+                self._counting = stager.counting = Counting(planned.plan.files, self._counter)
+            torch_xla.sync()
+            for number, wave in enumerate(planned.waves):
+                views = stager.stage(planned.plan.files, wave)
+                wait = number < len(planned.waves) - 1
+                self._hand_over(attempt, wave, views, None if wait else pace, wait=wait)
+        finally:
+            buffers.filled(stager)
+            self.submit(lambda: buffers.give_back(stager))
 
     def submit(self, task: Callable[[], None]) -> None:
         """Run ``task`` on the writer thread, after those before it. It must not raise."""
         self._writer.submit(task)
 
-    def conclude(self, attempt: SaveAttempt, pending: SaveProgress, started: float) -> None:
-        """Commit everything handed over, on the writer thread, and settle it.
-
-        ``started`` is the time of the save's call.
-        """
+    def _finish(self, attempt: SaveAttempt, pending: SaveProgress, started: float) -> None:
+        """Commit everything handed over, on the writer thread, and settle it."""
         counting = self._counting
         self.submit(lambda: _conclude(attempt, counting, pending, started))
 
@@ -120,12 +159,12 @@ class Pipeline:
         return self._helpers
 
     def stop(self, *, at_once: bool = False) -> None:
-        """End the threads, once they have run all submitted tasks, and release the memory.
+        """End the threads, once they have run all submitted tasks. The last one that stops releases the memory.
 
         With ``at_once``, counting is stopped, and its results are not stored.
         """
-        if at_once:
-            self._stop_counting()
+        if at_once and self._counting is not None:
+            self._counting.stop()
         if self._worker is not None:
             self._worker.stop()
             self._worker = None
@@ -135,19 +174,13 @@ class Pipeline:
         if self._counter is not None:
             self._counter.shutdown(wait=not at_once, cancel_futures=at_once)
             self._counter = None
-        if self._stager is not None:
-            self._stager.release()
+        self._stager = self._counting = None
+        self._buffers.leave(self)
 
-    def _stop_counting(self) -> None:
-        if self._counting is not None:
-            self._counting.stop()
-            self._counting = None
-
-    def _staging(self) -> Stager:
-        if self._stager is None:
-            local = int(os.environ.get("LOCAL_WORLD_SIZE", self._topology.world_size))
-            self._stager = Stager(Arena(self._memory_cap if self._memory_cap is not None else default_cap(local)))
-        return self._stager
+    def _cap(self) -> int:
+        """Return the bytes of staging memory that this process may have."""
+        cap = self._memory_cap
+        return whole_pages(self._buffers.cap(self._topology.world_size) if cap is None else cap)
 
     def _hand_over(
         self, attempt: SaveAttempt, wave: Wave, views: list[memoryview], pace: Pace | None, *, wait: bool

@@ -15,6 +15,7 @@ import torch
 from nxd_ckpt.formats.copying import copy_values
 from nxd_ckpt.formats.image import Image, StorageRecord
 from nxd_ckpt.live import torch_xla
+from nxd_ckpt.save.counting import Counting
 from nxd_ckpt.save.planned_file import PlannedFile
 from nxd_ckpt.save.waves import Span, Wave, end_of, views_of
 from nxd_ckpt.storage.arena import Arena
@@ -31,10 +32,16 @@ class Stager:
 
     If a file lies where that of the last save did, the tensors that view its places in the arena are reused:
     making them takes longer than copying a small tensor.
+
+    Attributes:
+        counting: what reads the memory after the last save, if anything does.
+        passed_over: the number of saves in turn that needed another buffer than this idle one.
     """
 
     def __init__(self, arena: Arena) -> None:
         self.arena = arena
+        self.counting: Counting | None = None
+        self.passed_over = 0
         self._places: dict[Span, _ArenaTensors] = {}
 
     def stage(self, files: Sequence[PlannedFile], wave: Wave) -> list[memoryview]:
@@ -61,8 +68,14 @@ class Stager:
         _copy(copies)
         return views
 
+    def stop_counting(self) -> None:
+        """Stop what reads the memory."""
+        if self.counting is not None:
+            self.counting.stop()
+            self.counting = None
+
     def release(self) -> None:
-        """Return the memory to the system."""
+        """Return the memory to the system, once nothing reads it any more."""
         self._places.clear()
         self.arena.release()
 

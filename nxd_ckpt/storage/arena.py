@@ -20,7 +20,7 @@ class Arena:
     """One growing, reusable, page-aligned buffer of at most ``cap`` bytes."""
 
     def __init__(self, cap: int) -> None:
-        self.cap = max(cap // PAGE * PAGE, PAGE)
+        self.cap = whole_pages(cap)
         self._memory: mmap.mmap | None = None
 
     def reserve(self, nbytes: int) -> memoryview:
@@ -48,6 +48,11 @@ class Arena:
     def release(self) -> None:
         """Return the memory to the system."""
         self._memory = None
+
+
+def whole_pages(nbytes: int) -> int:
+    """Return the bytes of as many whole pages as ``nbytes`` has, but of one at least."""
+    return max(nbytes // PAGE * PAGE, PAGE)
 
 
 def private_memory(nbytes: int) -> mmap.mmap:
