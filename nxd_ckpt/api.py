@@ -19,6 +19,7 @@ from typing_extensions import Unpack
 from nxd_ckpt.checkpointer import Checkpointer
 from nxd_ckpt.commit.retention import Removed
 from nxd_ckpt.commit.tier import Tier, checked_tiers
+from nxd_ckpt.coordination.at_exit import open_objects, settle_unheld
 from nxd_ckpt.coordination.environment import default_topology, topology_of
 from nxd_ckpt.coordination.rendezvous import meet
 from nxd_ckpt.core.option_classes import split_options, takes
@@ -251,13 +252,19 @@ def remove_later(path: StrPath, tags: Sequence[Tag], topology: Topology | None =
 
 def finalize_checkpoint() -> None:
     """Wait for every save in flight in this process; raise the first failure that was not raised before."""
-    _on_each(Checkpointer.wait)
+    _on_each(Checkpointer.wait, _checkpointers())
 
 
 def close_checkpointers() -> None:
-    """Finish saves in flight and release directories and staging memory; raise the first failure."""
+    """Finish saves in flight and release directories and staging memory; raise the first failure.
+
+    Of every Checkpointer of this process, also of those that the caller made. Each may save again: then it takes its
+    directory anew.
+    """
     try:
-        _on_each(Checkpointer.release)
+        settle_unheld(lambda: None)
+        made = [each for each in open_objects() if isinstance(each, Checkpointer)]
+        _on_each(Checkpointer.release, [*made, *(each for each in _checkpointers() if each not in made)])
     finally:
         _forget_closed()
 
@@ -304,10 +311,10 @@ def _forget_closed() -> None:
                 del _open[key]
 
 
-def _on_each(action: Callable[[Checkpointer], None]) -> None:
+def _on_each(action: Callable[[Checkpointer], None], checkpointers: Sequence[Checkpointer]) -> None:
     """Call ``action`` on every checkpointer, whatever the others raise; raise the first error at the end."""
     failed: list[CheckpointError] = []
-    for checkpointer in _checkpointers():
+    for checkpointer in checkpointers:
         try:
             action(checkpointer)
         except CheckpointError as error:

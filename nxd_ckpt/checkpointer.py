@@ -16,7 +16,7 @@ from nxd_ckpt.commit.retention import Removed, plan_removal, remove_surplus, rem
 from nxd_ckpt.commit.session import Session, open_session
 from nxd_ckpt.commit.tier import Tier
 from nxd_ckpt.coordination.agreement import Agreement, SingleProcessAgreement
-from nxd_ckpt.coordination.at_exit import close_at_exit, forget
+from nxd_ckpt.coordination.at_exit import close_at_exit, close_unheld, forget
 from nxd_ckpt.coordination.environment import topology_of, versions
 from nxd_ckpt.coordination.preemption import Preemption
 from nxd_ckpt.coordination.rendezvous import meet
@@ -65,6 +65,7 @@ class Checkpointer:
     Every rank makes the same calls in the same order. Threads may share a Checkpointer: their saves and loads take
     turns, in the order of the calls. A forked child makes one of its own. One job at a time writes to a directory, and
     holds its lease. What is still open at exit is closed then; a failure that was never raised makes the exit code 1.
+    A Checkpointer that nobody holds any more finishes its saves in the background, and gives the directory back.
     """
 
     @as_checkpoint_errors()
@@ -487,6 +488,7 @@ class Checkpointer:
                 self._schedule.finish()
         finally:
             self._shut(None, final=final)
+        forget(self)
         self._in_flight.raise_unreported()
 
     @as_checkpoint_errors()
@@ -509,10 +511,13 @@ class Checkpointer:
             self.close()
 
     @as_checkpoint_errors()
-    def abandon(self, grace: float = _GRACE) -> None:
+    def abandon(self, grace: float | None = _GRACE) -> None:
         """Close after an exception: write this rank's own bytes, then wait at most ``grace`` seconds for the others."""
         if os.getpid() == self._pid:  # else a forked child: nothing here is its own
-            self._shut(grace)
+            self._shut(grace, meets=False)
+
+    def __del__(self) -> None:
+        close_unheld(self, lambda: self.abandon(None))
 
     def _open(self, captured: Callable[[], SaveState], tag: str) -> StagingPlan | None:
         """Claim the directory for the first save, if that is not done, with the plan that all ranks agreed on before.
@@ -551,7 +556,7 @@ class Checkpointer:
             self._counter += agreement is None
             raise
         self._session, session.counter, session.resumed_from = session, self._counter, self.resumed_from
-        close_at_exit(self)
+        close_at_exit(self, while_held=True)
         self._places.resume()
         return session
 
@@ -567,7 +572,7 @@ class Checkpointer:
                 f"{refused}: make the call before, or make another Checkpointer"
             )
 
-    def _shut(self, grace: float | None, *, final: bool = True) -> None:
+    def _shut(self, grace: float | None, *, final: bool = True, meets: bool = True) -> None:
         with self._preemption.leaving():
             self._schedule.leave()
             if grace is not None and self._session is not None:
@@ -575,12 +580,12 @@ class Checkpointer:
             with suppress(TimeoutError), self._lock.held("close", grace):
                 self._is_closed |= final
                 if self._in_flight.finish(grace):
-                    self._tear_down(grace)
+                    self._tear_down(grace, meets and grace is None)
 
-    def _tear_down(self, grace: float | None) -> None:
+    def _tear_down(self, grace: float | None, meets: bool) -> None:
         """Release everything, with nothing in flight; without a ``grace`` once the other tiers are up to date."""
         self._pipeline.stop(at_once=grace is not None)
-        meet = None if self._session is None else lambda: self._meet("close") if grace is None else None
+        meet = None if self._session is None else lambda: self._meet("close") if meets else None
         self._places.finish(meet)
         self._places.close(grace)
         if self._session is not None:
@@ -589,5 +594,6 @@ class Checkpointer:
             self._counter = self._session.counter  # a given run_id may be used again, its attempts may not
             self._session.close()
             self._session, self._has_saved = None, False
-            forget(self)
+            if not self.has_unreported:
+                forget(self)
         self._places.leave(meet)

@@ -1,17 +1,25 @@
-"""The end of the process: open objects are closed, and an unreported failure becomes the exit code."""
+"""The end of open objects: of those that nobody holds any more, and of all at the end of the process.
+
+A failure that nobody was told of becomes the exit code.
+"""
 
 from __future__ import annotations
 
 import atexit
+import gc
 import logging
 import os
 import sys
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Protocol
+from weakref import ref
 
-from nxd_ckpt.effects import in_forked_children
+from nxd_ckpt import effects
 
 logger = logging.getLogger("nxd_ckpt")
+
+_PAUSE = 0.01
 
 
 class Closable(Protocol):
@@ -24,14 +32,60 @@ class Closable(Protocol):
         """Finish this rank's part after an exception; never raises."""
 
 
-_open: dict[int, Closable] = {}
+
+_open: dict[int, Callable[[], Closable | None]] = {}
+_ending: set[int] = set()
+"""Those of them that end in the background, since nobody holds them any more."""
 # In a forked child the open objects, and their threads, are its parent's.
-in_forked_children(_open.clear)
+effects.in_forked_children(_open.clear)
+effects.in_forked_children(_ending.clear)
 
 
-def close_at_exit(closable: Closable) -> None:
-    """Keep ``closable``, and close it when the process ends, unless `forget` comes first."""
-    _open[id(closable)] = closable
+def close_at_exit(closable: Closable, *, while_held: bool = False) -> None:
+    """Close it when the process ends, unless `forget` comes first; with ``while_held`` if somebody still holds it."""
+    _open[id(closable)] = ref(closable) if while_held else lambda: closable
+
+
+def open_objects() -> list[Closable]:
+    """Return what is to be closed, in the order in which it was opened."""
+    return [closable for get in list(_open.values()) if (closable := get()) is not None]
+
+
+def close_unheld(closable: Closable, close: Callable[[], None]) -> None:
+    """Close it in the background, since nobody holds it any more. Its finalizer calls this, on any thread, at any time.
+
+    ``close`` does not raise a save's failure.
+    """
+    if id(closable) in _open:
+        close_at_exit(closable)
+        _ending.add(id(closable))
+        try:
+            # A Thread takes locks, which the interrupted code may hold.
+            effects.start_new_thread(_end, (id(closable), close))
+        except RuntimeError:  # the interpreter exits, and closes it
+            _ending.discard(id(closable))
+
+
+def _end(number: int, close: Callable[[], None]) -> None:
+    try:
+        close()
+    except Exception:  # nobody else would tell of it
+        logger.exception("nxd_ckpt: unexpected error")
+    finally:
+        _ending.discard(number)
+
+
+def settle_unheld(sign: Callable[[], None]) -> bool:
+    """Wait until everything is closed that nobody holds any more; ``sign`` is called again and again meanwhile.
+
+    Returns whether there was anything.
+    """
+    gc.collect()
+    had_any = bool(_ending)
+    while _ending:
+        sign()
+        effects.sleep(_PAUSE)
+    return had_any
 
 
 def forget(closable: Closable) -> None:
@@ -44,7 +98,7 @@ def _at_exit() -> None:
     """Close everything; after an exception give the other ranks only a short grace."""
     crashed = getattr(sys, "last_value", None) is not None and not hasattr(sys, "ps1")
     failed = False
-    for closable in list(_open.values()):
+    for closable in open_objects():
         if crashed:
             closable.abandon()
             continue

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from nxd_ckpt import effects
+from nxd_ckpt.coordination.at_exit import settle_unheld
 from nxd_ckpt.coordination.control_files import set_aside
 from nxd_ckpt.coordination.paths import HEARTBEAT, LEASE, PLACE
 from nxd_ckpt.core import document
@@ -113,9 +114,11 @@ def _acquired(
         if holder.is_of_process_of(mine):
             if holder.run_id == mine.run_id:
                 return mine
+            if settle_unheld(sign):
+                continue
             raise DirectoryInUse(
                 f"{storage.url}: this process already saves here as {holder.describe()}; use one Checkpointer for "
-                "one directory, or close the other first"
+                "one directory, or close the other first: nxd_ckpt.close_checkpointers() closes all of this process"
             )
         if holder != dead and _lives(storage, holder, patience, sign):
             raise DirectoryInUse(
@@ -224,7 +227,8 @@ def require_place(storage: Storage, run_id: str, place: bytes | None) -> None:
         raise StorageError(
             f"{storage.url} is not the directory that this job began with: its mark {PLACE} and its lease are not "
             "there. It was unmounted, or something else is mounted or linked in its place, or both files were removed. "
-            "Nothing is saved there until it is back; to use the present directory, restart the job"
+            "Nothing is saved there until it is back; to use the present directory, restart the job, or call "
+            "nxd_ckpt.close_checkpointers() on all ranks"
         )
 
 
