@@ -190,8 +190,12 @@ class Campaign:
         self._bury(job, rank, tag)
 
     def _start(self, *, overwrite: bool) -> str:
+        """The second save's tag, with a file of somebody else in it if it is there."""
         self._number += 1
-        return f"step_{self._number - 1}" if overwrite else f"extra_{self._number}"
+        tag = f"step_{self._number - 1}" if overwrite else f"extra_{self._number}"
+        if overwrite:
+            (self.path / tag / "theirs.txt").write_text(tag)
+        return tag
 
     def _bury(self, job: Job, rank: int, tag: str) -> None:
         """Note the phase; let the other rank find out, or kill it too, as a launcher does; then check."""
@@ -204,7 +208,8 @@ class Campaign:
         self._check(tag)
 
     def _check(self, tag: str) -> None:
-        """All that is visible is complete and what was saved; what was reported is there; enough is kept."""
+        """All that is visible is complete and what was saved; what was reported, and the guest, is there; enough is kept.
+        """
         reported = any((self._diaries / f"{self._number}.{rank}.done").exists() for rank in range(WORLD))
         last = f"step_{self._number}"
         # A reader repairs what an interrupted swap left, before anything is listed.
@@ -221,6 +226,7 @@ class Campaign:
             order = [*(name for name in order if name != tag), tag][-KEPT:]
         assert set(order) <= set(visible)
         assert latest == found[visible[-1]]
+        assert tag.startswith("extra") or tag == (self.path / tag / "theirs.txt").read_text()
         self._values = found
 
 
