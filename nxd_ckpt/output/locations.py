@@ -8,6 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
 from nxd_ckpt.coordination import lease
+from nxd_ckpt.coordination.guests import entries_of
 from nxd_ckpt.coordination.output_lease import other_job_lives
 from nxd_ckpt.coordination.replacement import Replacement
 from nxd_ckpt.core.names import DONE
@@ -157,6 +158,8 @@ def locate_output(path: StrPath, source: Location, overwrite: bool, options: Sto
             "path"
         )
     key = clash(storage, target.name)
+    if key is None and all(entry.is_guest for entry in entries_of(storage, target.name)):
+        key = target.name  # somebody's directory: only a save writes beside its files
     if key is not None:
         raise InvalidArgument(
             f"output {join(without_password(target.directory), key)} exists and is not a checkpoint's, so it is not "

@@ -57,6 +57,7 @@ def test_the_document_says_all_of_a_tag(run: Run, examples: Path) -> None:
         "parts": manifest["parts"],
         "metrics": {},
         "pinned": False,
+        "guests": [],
         "nbytes": bytes_below(examples / "cut"),
         "lacks": [],
         "problems": [],

@@ -32,6 +32,7 @@ def test_a_whole_tag_is_ok(run: Run, examples: Path, tag: str) -> None:
         "verified_nbytes": sum(path.stat().st_size for path in data),
         "undigested_nbytes": 0,
         "problems": [],
+        "guests": [],
     }
     assert expected == found
     assert run("verify", examples / tag).out.startswith(f"{examples}/{tag}: ok\n  read {len(data)} files, ")

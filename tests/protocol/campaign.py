@@ -208,8 +208,7 @@ class Campaign:
         self._check(tag)
 
     def _check(self, tag: str) -> None:
-        """All that is visible is complete and what was saved; what was reported, and the guest, is there; enough is kept.
-        """
+        """All that is visible is complete and what was saved; what was reported and the guest are there."""
         reported = any((self._diaries / f"{self._number}.{rank}.done").exists() for rank in range(WORLD))
         last = f"step_{self._number}"
         # A reader repairs what an interrupted swap left, before anything is listed.
