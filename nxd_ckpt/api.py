@@ -103,7 +103,7 @@ def save_checkpoint(
             every=10)]``; the first is ``checkpoint_dir_str``, which may be left out. Complete tags are copied to
             the others in the background. They count at a directory's first save in a process.
         state: several models and optimizers by name, and anything else with ``state_dict()`` and
-            ``load_state_dict()``, such as a grad scaler, whose state must be the same on all ranks.
+            ``load_state_dict()``, such as a grad scaler.
         rank_content: plain data of this rank alone; a load on the same sizes returns it to the same rank. Data
             positions in it (`capture_data_position`) are re-split for other sizes.
         tag_values: values for a tag such as ``"ep{epoch}-ba{batch}"``; without them braces are plain characters.

@@ -133,10 +133,10 @@ class Checkpointer:
             tag: a step, or a name, one directory name such as "step_300"; 300 is "step_300".
             model: a module, an NxD model (local part), or a state dict; a dict of several by name. None saves none.
             optimizer: a torch, torch-xla ZeRO-1 or NxD optimizer, or its state dict; a dict of several by name.
-            scheduler: anything with ``state_dict()``; None saves none. Rank 0's is saved.
+            scheduler: anything with ``state_dict()``; None saves none. Rank 0's is saved, and each rank's own values.
             user_content: plain data of rank 0: numbers, strings, tensors, NumPy arrays, dates, paths, containers.
             state: several models and optimizers by name, and anything else with ``state_dict()`` and
-                ``load_state_dict()``, such as a grad scaler, whose state must be the same on all ranks.
+                ``load_state_dict()``, such as a grad scaler.
             rank_content: plain data of this rank alone; a load on the same sizes gives it back to the same rank. Data
                 positions in it (`capture_data_position`) are re-split for other sizes.
             async_save: return once the state is copied, and write in the background.
@@ -372,9 +372,9 @@ class Checkpointer:
     ) -> None:
         """Raise RanksDisagree if ranks that hold copies of the same tensors hold different values. All ranks call it.
 
-        A tag has one rank's copy, and a load gives it to all. The first save only compares samples, and warns. This
-        reads every tensor, which takes about as long as staging them, and compares digests. Shards of ZeRO-1 have no
-        copies.
+        A tag has one rank's copy, and a load gives it to all. Every save compares samples, and saves each rank's own
+        where they differ. This reads every tensor, which takes about as long as staging them, and compares digests.
+        Shards of ZeRO-1 have no copies.
 
         Args:
             model: as for `save`.

@@ -48,6 +48,7 @@ _PART_OF = {
     names.SCHEDULER: "scheduler",
     names.USER_CONTENT: "user_content",
     names.RANK_CONTENT_DIR: "rank_content",
+    names.RANK_STATE_DIR: "rank_state",
     names.INDEX_DIR: "index",
     names.MANIFEST: "index",
 }
@@ -70,9 +71,7 @@ class View(NamedTuple):
     partitions: Mapping[str, Partition] | None = None
 
 
-def inspection(
-    path: str, tag: str | None, view: View, options: Mapping[str, Any] | None = None
-) -> dict[str, Any]:
+def inspection(path: str, tag: str | None, view: View, options: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """Describe one complete tag, by default the latest of the directory ``path``, which may also be the tag itself.
 
     Parts that cannot be read are None, and ``problems`` says why.

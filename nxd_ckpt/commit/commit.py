@@ -55,7 +55,7 @@ class Commit:
 
     ``rules`` say which tags stay; None keeps all. ``parameters`` are those of rank 0's own index. ``groups`` are the
     mesh groups of a mesh job. ``draining`` is set if there are further tiers. ``voted`` is the time of rank 0's own
-    vote (seconds, as effects.monotonic()).
+    vote (seconds, as effects.monotonic()). ``per_rank`` are names of what ranks saved for themselves.
     """
 
     publication: Publication
@@ -68,6 +68,7 @@ class Commit:
     metrics: Metrics = field(default_factory=dict)
     draining: Draining | None = None
     voted: float | None = None
+    per_rank: tuple[str, ...] = ()
 
     def leaders(self, topology: Topology) -> list[int]:
         """Return ranks that together have every parameter.
@@ -122,6 +123,7 @@ def commit(session: Session, topology: Topology, votes: Sequence[Vote], request:
         leaders=None if request.groups is None else tuple(leaders),
         metrics=request.metrics,
         phases=_phases(votes),
+        per_rank=request.per_rank,
     )
     indexes = [names.index_file(topology.coordinates_of(rank)) for rank in range(topology.world_size)]
     session.require()  # again: in place, a late write would disturb another job that saves this tag

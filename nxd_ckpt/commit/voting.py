@@ -9,12 +9,13 @@ of was synced before.
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from nxd_ckpt import effects
 from nxd_ckpt.coordination import lease
@@ -23,7 +24,9 @@ from nxd_ckpt.coordination.paths import (
     STAGING,
     VOTES,
     alive_file,
+    appeal_file,
     begin_file,
+    digests_file,
     left_file,
     rank_file,
     staging_dir,
@@ -32,7 +35,7 @@ from nxd_ckpt.coordination.paths import (
     votes_dir,
 )
 from nxd_ckpt.coordination.waiting import Backoff
-from nxd_ckpt.core import votes
+from nxd_ckpt.core import document, votes
 from nxd_ckpt.core.limits import NOTE
 from nxd_ckpt.core.suggestions import ranks_of
 from nxd_ckpt.core.votes import Verdict, Vote
@@ -49,6 +52,9 @@ _PAUSES = (0.1, 0.5, 2.0)
 _LAST_WORDS = 3.0
 """Seconds after a process ended in which a shared file system may still show its last writes."""
 
+
+VOTE, ANSWER = "vote", "answer"
+"""Kinds of a rank's votes: its first, and the one after an appeal."""
 
 Write = Callable[[str, bytes], bool]
 """Another way to write a small file; it returns False if it did not."""
@@ -123,12 +129,12 @@ class AttemptVotes:
                 return False
             backoff.pause()
 
-    def cast(self, vote: Vote, first: Write | None = None) -> None:
+    def cast(self, vote: Vote, first: Write | None = None, kind: str = VOTE) -> None:
         """Write this rank's vote: its last step for an attempt before it waits.
 
-        ``first`` is tried first to write it.
+        ``first`` is tried first to write it. ``kind`` is `ANSWER` for its vote after an appeal.
         """
-        key, data = self._vote_file(vote.rank), votes.dump(vote)
+        key, data = rank_file(self.attempt, vote.rank, kind), votes.dump(vote)
         notes = without_syncs(self._storage)
         if first is None or not first(key, data):
             notes.write(key, data)
@@ -151,6 +157,7 @@ class AttemptVotes:
         *,
         first: int = 0,
         gone: Callable[[int], bool] = lambda rank: False,
+        kind: str = VOTE,
     ) -> list[Vote]:
         """Return the votes of all ranks from ``first`` on, by rank. Rank 0 only.
 
@@ -161,7 +168,7 @@ class AttemptVotes:
                 ``timeout`` seconds after the last progress of any rank, naming the ranks that did not vote.
         """
         by_rank: dict[int, Vote] = {}
-        missing = {_name(self._vote_file(rank)): rank for rank in range(first, world_size)}
+        missing = {_name(rank_file(self.attempt, rank, kind)): rank for rank in range(first, world_size)}
         backoff, looking = Backoff(self._storage), _Looking(self._news, timeout)
         patience, sign, last_words = _Patience(timeout), _Sign(self, timeout), _LastWords()
         names = set[str]()
@@ -169,9 +176,9 @@ class AttemptVotes:
             sign.renew()
             if looking.look_is_due():
                 names = backoff.timed(self._notes)
-            names |= {name for name, rank in missing.items() if self._news.has(self._vote_file(rank))}
+            names |= {name for name, rank in missing.items() if self._news.has(rank_file(self.attempt, rank, kind))}
             new = [missing.pop(name) for name in sorted(names & missing.keys())]
-            keys = [self._vote_file(rank) for rank in new]
+            keys = [rank_file(self.attempt, rank, kind) for rank in new]
             for rank, key, data in zip(new, keys, in_parallel(self._storage, keys, self._storage.read), strict=True):
                 by_rank[rank] = votes.load_vote(data, f"{self._storage.url}/{key}")
                 votes.raise_error_of(by_rank[rank])
@@ -197,14 +204,49 @@ class AttemptVotes:
         notes.sync_dir(verdict_dir(self.attempt))
         self._news.tell(key)
 
-    def await_verdict(self, tag: str, timeout: float, gone: Callable[[], bool] = lambda: False) -> Verdict:
+    def appeal(self, keys: Sequence[str]) -> None:
+        """Tell the other ranks, on rank 0, which claims do not hold: each saves what it has of these for itself."""
+        self._note(appeal_file(self.attempt), keys)
+
+    def publish_digests(self, rank: int, digests: Mapping[str, Mapping[str, int]]) -> None:
+        """Tell the other ranks the digests, by claim and name, of what this rank wrote for them too."""
+        self._note(digests_file(self.attempt, rank), digests)
+
+    def digests_of(self, rank: int, timeout: float, gone: Callable[[], bool] = lambda: False) -> Any:
+        """Return the digests that another rank published. Raises SaveFailed if it does not."""
+        key = digests_file(self.attempt, rank)
+        if self._first_of([key], timeout, gone=gone) is None:
+            raise SaveFailed(f"rank {rank} did not say what it wrote for all: dead, stuck, or not in this save")
+        return document.whole(self._storage.read(key))
+
+    def _note(self, key: str, content: Any) -> None:
+        notes = without_syncs(self._storage)
+        notes.write(key, json.dumps(content).encode())
+        notes.sync_dir(verdict_dir(self.attempt))
+        self._news.tell(key)
+
+    def await_verdict(
+        self,
+        tag: str,
+        timeout: float,
+        gone: Callable[[], bool] = lambda: False,
+        appealed: Callable[[Sequence[str]], object] | None = None,
+    ) -> Verdict:
         """Return rank 0's verdict. The cost does not depend on the number of ranks.
+
+        If rank 0 appeals before, ``appealed`` is called with the claims that do not hold.
 
         Raises:
             OutcomeUnknown: rank 0 is ``gone``, or showed no sign of working on this save for ``timeout`` seconds. A
                 live process is no such sign: it may be doing something else.
         """
-        if self._first_of([verdict_file(self.attempt)], timeout, gone=gone) is None:
+        appeal = appeal_file(self.attempt)
+        first = self._first_of([verdict_file(self.attempt), appeal], timeout, gone=gone)
+        if first == appeal and appealed is not None:
+            appealed(document.whole(self._storage.read(appeal)))
+        if first == appeal:
+            first = self._first_of([verdict_file(self.attempt)], timeout, gone=gone)
+        if first is None:
             silent = f"no sign of it for {timeout:.0f} s; it may never have made this save"
             why = "its process ended" if gone() else silent
             raise OutcomeUnknown(

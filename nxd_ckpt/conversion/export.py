@@ -266,6 +266,7 @@ def _prepared(tag: StrPath, out: StrPath, chosen: ExportOptions, converted: bool
         files = list({file.name: file for file in (*others, *files)}.values())
     sizes = mapping.sizes(config, chosen.kv_size_multiplier, chosen.hardware)
     opened = open_any(source)
+    opened.refuse_per_rank("model")
     names = chosen.saved_param_names
     with opened.guarded():
         opened = unwrapped(opened, mapping) if chosen.model is None else OneModelTag(opened, chosen.model)

@@ -94,7 +94,9 @@ def _located(
     chosen.validate()
     source = locate_input(input_dir, chosen.storage_options)
     target = locate_output(output_dir, source, chosen.overwrite, chosen.written_with)
-    return source, target, open_source(source)
+    opened = open_source(source)
+    opened.refuse_per_rank("model", "optim", "scheduler")
+    return source, target, opened
 
 
 def _warn_if_nothing_is_cut(opened: OpenTag, tp: int, partitions: Mapping[str, Partition]) -> None:
@@ -208,6 +210,4 @@ def _job(opened: OpenTag, job: Job, optim_only: bool, process: int) -> Job:
     same_ranks = job.topology == opened.topology
     positions = positions_for(job.topology, opened, process)
     has_content = bool(positions) or (parts.rank_content and same_ranks)
-    return replace(
-        job, keeps_model=parts.model, parts=replace(parts, rank_content=has_content), positions=positions
-    )
+    return replace(job, keeps_model=parts.model, parts=replace(parts, rank_content=has_content), positions=positions)

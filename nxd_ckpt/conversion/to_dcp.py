@@ -125,6 +125,7 @@ def to_dcp(tag: StrPath, dcp_directory: StrPath, **options: Unpack[ToDcpKeywords
     source = locate_input(tag, chosen.storage_options)
     target = locate_apart(dcp_directory, source, chosen.written_with)
     opened = open_source(source)
+    opened.refuse_per_rank("model", "optim", "scheduler")
     with opened.guarded():
         state = _state(opened, chosen)
         output = Output(target, overwrite=chosen.overwrite, durable=chosen.durable, kind=TORCH_DCP)

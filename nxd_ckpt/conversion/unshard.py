@@ -143,9 +143,7 @@ def files_of(part: str, items: Sequence[Item], strategy: Strategy, extension: st
         return [UnshardedFile(f"{part}.{extension}", tuple(items))]
     if strategy.name == PER_TENSOR:
         names = _distinct(f"{part}.{item.name}" for item in items)
-        return [
-            UnshardedFile(f"{part}/{name}.{extension}", (item,)) for name, item in zip(names, items, strict=True)
-        ]
+        return [UnshardedFile(f"{part}/{name}.{extension}", (item,)) for name, item in zip(names, items, strict=True)]
     chunks = _chunks(items, bytes_of(strategy.chunk_size_bytes or "", "chunk_size_bytes"))
     return [UnshardedFile(f"{part}/chunk-{number:05d}.{extension}", chunk) for number, chunk in enumerate(chunks)]
 
@@ -270,6 +268,7 @@ def unshard_checkpoint(tag_dir: StrPath, output_dir: StrPath, **options: Unpack[
     source = locate_input(tag_dir, chosen.storage_options)
     target = locate_apart(output_dir, source, chosen.written_with)
     opened = open_source(source)
+    opened.refuse_per_rank("model", "optim", "scheduler")
     with opened.guarded():
         cuts = checked_facts(opened, chosen.partitions, chosen.saved_param_names)
         tag = WholeTag(opened, partitions=cuts, saved_param_names=chosen.saved_param_names)

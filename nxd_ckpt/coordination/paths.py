@@ -79,6 +79,16 @@ def begin_file(attempt: str) -> str:
     return f"{verdict_dir(attempt)}/begin"
 
 
+def appeal_file(attempt: str) -> str:
+    """Return the key of rank 0's note of what ranks that count as replicas hold different values of."""
+    return f"{verdict_dir(attempt)}/appeal.json"
+
+
+def digests_file(attempt: str, rank: int) -> str:
+    """Return the key of the digests, one by one, of what the rank wrote for others too."""
+    return f"{verdict_dir(attempt)}/digests_{rank:05d}.json"
+
+
 def outcome_file(attempt: str) -> str:
     """Return the key of the note that decides where no verdict came in time, see journal.decides."""
     return f"{verdict_dir(attempt)}/outcome"

@@ -188,9 +188,11 @@ METRICS_VERSION = 3
 """Version of a manifest with metrics, of a mesh job or not."""
 PHASES_VERSION = 4
 """Version of a manifest with phases by rank, with metrics or not, of a mesh job or not."""
+PER_RANK_VERSION = 5
+"""Version of a manifest with names of what ranks saved for themselves, whatever else it has."""
 
 _VERSIONS = {
-    "manifest": (FORMAT_VERSION, MESH_VERSION, METRICS_VERSION, PHASES_VERSION),
+    "manifest": (FORMAT_VERSION, MESH_VERSION, METRICS_VERSION, PHASES_VERSION, PER_RANK_VERSION),
     "rank_index": (FORMAT_VERSION, MESH_VERSION),
 }
 _HEADS = tuple(b'{"format_version":%d,"kind":"manifest",' % version for version in _VERSIONS["manifest"])
@@ -243,7 +245,7 @@ class Manifest:
 
     ``leaders`` are the first ranks of a mesh job's groups, whose indexes describe the tensors; None for other jobs.
     ``metrics`` are the training's, None for values that were not finite. ``phases`` are by global rank; empty if they
-    were not recorded.
+    were not recorded. ``per_rank`` are names of what ranks saved for themselves, because their values differ.
     """
 
     tag: str
@@ -258,6 +260,7 @@ class Manifest:
     leaders: tuple[int, ...] | None = None
     metrics: Metrics = field(default_factory=dict)
     phases: tuple[RankPhases, ...] = ()
+    per_rank: tuple[str, ...] = ()
 
     @property
     def is_converted(self) -> bool:
@@ -317,10 +320,12 @@ def dump_manifest(manifest: Manifest) -> bytes:
     leaders = {} if manifest.leaders is None else {"leaders": document.integers(manifest.leaders)}
     metrics = {"metrics": document.plain(dict(manifest.metrics))} if manifest.metrics else {}
     phases = phases_text(manifest.phases) if manifest.phases else {}
+    per_rank = {"per_rank": document.plain(list(manifest.per_rank))} if manifest.per_rank else {}
     version = METRICS_VERSION if metrics else MESH_VERSION if leaders else FORMAT_VERSION
+    version = PER_RANK_VERSION if per_rank else PHASES_VERSION if phases else version
     text = document.members(
         {
-            "format_version": str(PHASES_VERSION if phases else version),
+            "format_version": str(version),
             "kind": '"manifest"',
             "tag": document.plain(manifest.tag),
             "attempt": document.plain(manifest.attempt),
@@ -334,6 +339,7 @@ def dump_manifest(manifest: Manifest) -> bytes:
             "versions": document.plain(dict(manifest.versions)),
             **metrics,
             **phases,
+            **per_rank,
         }
     )
     # The manifest verifies the indexes, but no other file verifies it. So it ends with a digest of its own bytes.
@@ -375,7 +381,8 @@ def load_manifest(data: bytes, where: str) -> Manifest:
             versions={name: checked_text(value) for name, value in _named(checked_text, fields["versions"]).items()},
             leaders=_leaders(fields["leaders"], topology) if _has_leaders(fields) else None,
             metrics=_metrics(fields["metrics"]) if version == METRICS_VERSION or "metrics" in fields else {},
-            phases=phases_of(fields, len(ranks)) if version == PHASES_VERSION else (),
+            phases=phases_of(fields, len(ranks)) if version == PHASES_VERSION or _has_phases(fields) else (),
+            per_rank=_texts(fields["per_rank"]) if version == PER_RANK_VERSION else (),
         )
 
 
@@ -444,6 +451,10 @@ def _leaders(ranks: Any, topology: Topology) -> tuple[int, ...]:
     return leaders
 
 
+def _texts(raw: Any) -> tuple[str, ...]:
+    return tuple(map(checked_text, checked(list, raw)))
+
+
 def _parts(fields: Any) -> Parts:
     parts = Parts(**checked(dict, fields))
     if parts.optimizer not in (None, *OPTIMIZERS):
@@ -510,6 +521,10 @@ def _check_kind(fields: Any, kind: str) -> None:
 
 def _has_leaders(fields: Mapping[str, Any]) -> bool:
     return _is_of_mesh(fields) or (fields["format_version"] > MESH_VERSION and "leaders" in fields)
+
+
+def _has_phases(fields: Mapping[str, Any]) -> bool:
+    return fields["format_version"] > PHASES_VERSION and "phases" in fields
 
 
 def _is_of_mesh(fields: Mapping[str, Any]) -> bool:

@@ -22,6 +22,7 @@ MODEL_DIR = "model"
 OPTIMIZER_DIR = "optim"
 INDEX_DIR = "index"
 RANK_CONTENT_DIR = "rank_content"
+RANK_STATE_DIR = "rank_state"
 DCP_METADATA = f"{OPTIMIZER_DIR}/.metadata"
 """The metadata of the torch DCP directory of a ZeRO-1 optimizer (``use_zero1_dcp``)."""
 DCP_NAMES = "dcp_names.json"
@@ -37,12 +38,13 @@ _STATE = (
     r"(?:(?:dp_rank_\d+(?:_ep_rank_\d+)?|full(?:_ep_rank_\d+)?)_tp_rank_\d+_pp_rank_\d+"
     r"|(?:shard|structure)_rank_\d+)\.pt"
 )
-_OWN_FOLDER = re.compile(rf"model|optim|index|rank_content|(?:model|optim)/{_STATE}\.tensors")
+_OWN_FOLDER = re.compile(rf"model|optim|index|rank_content|rank_state|(?:model|optim)/{_STATE}\.tensors")
 _OWN = re.compile(
     r"checkpoint|done|manifest\.json|dcp_names\.json|scheduler\.pt|user_content\.pt"
     rf"|(?:model|optim)/{_STATE}(?:\.info\.pt|\.tensors/tensor_\d+\.pt)?"
     r"|optim/(?:\.metadata|__\d+_\d+\.distcp)"
     r"|index/dp_rank_\d+_tp_rank_\d+_pp_rank_\d+\.json|rank_content/rank_\d+\.pt"
+    r"|rank_state/rank_\d+_[01]\.pt"
 )
 _TEMPORARY = re.compile(r"((?:.*/)?)\.(.+)\.[0-9a-f]+")
 
@@ -113,6 +115,14 @@ def index_file(at: Coordinates) -> str:
 
 def rank_content_file(rank: int) -> str:
     return f"{RANK_CONTENT_DIR}/rank_{rank:05d}.pt"
+
+
+def rank_state_file(rank: int, number: int) -> str:
+    """Return a file with the global ``rank``'s own values of what counts as a copy of another rank's.
+
+    Number 0 has those that were known before the save, 1 those that it found.
+    """
+    return f"{RANK_STATE_DIR}/rank_{rank:05d}_{number}.pt"
 
 
 def shard_file(part: str, rank: int) -> str:

@@ -9,18 +9,38 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from nxd_ckpt.core import document
 from nxd_ckpt.core.dcp_names import DcpChunk
 from nxd_ckpt.core.limits import checked, checked_text, integers
 from nxd_ckpt.core.manifest import FileEntry
-from nxd_ckpt.core.suggestions import first_of
 from nxd_ckpt.core.topology import Topology
 from nxd_ckpt.errors import MalformedFile, RanksDisagree, SaveFailed, in_words
 
-STATES = "state"
-"""Key of a plan: digests of the states of objects by name, which must be equal on all ranks."""
+WHOLE, SAMPLES = "whole", "samples"
+"""How copies are compared: all of each, or samples of large ones."""
+
+
+class Claim(NamedTuple):
+    """Copies that ranks hold: the rank that ``writes`` them, and ``what`` they are.
+
+    The latter is equal on ranks that hold the same. ``how`` is `WHOLE` or `SAMPLES`. Who writes votes on both.
+    """
+
+    writes: int
+    what: str
+    how: str
+
+    @property
+    def key(self) -> str:
+        return f"{self.writes}|{self.what}|{self.how}"
+
+    @staticmethod
+    def of(key: str) -> Claim:
+        """Parse the key. Raises ValueError."""
+        writes, what, how = key.split("|")
+        return Claim(int(writes), what, how)
 
 
 @dataclass(frozen=True)
@@ -41,8 +61,8 @@ class Vote:
         host: name of its host.
         chunks: its chunks in a torch DCP directory, for the metadata that rank 0 writes.
         duplicated: how many of ``nbytes`` were not written, because an earlier tag has the same files.
-        numbers: digests of the plain numbers in the optimizer of a mesh job, by name; the first rank of each group
-            writes its own.
+        claims: digests of everything that other ranks hold copies of, by the key of a `Claim`.
+        per_rank: names of what it saved for itself, because another rank, which writes for all, has other values.
     """
 
     rank: int
@@ -57,19 +77,22 @@ class Vote:
     host: str = ""
     chunks: tuple[DcpChunk, ...] = ()
     duplicated: int = 0
-    numbers: Mapping[str, int] = field(default_factory=dict)
+    claims: Mapping[str, int] = field(default_factory=dict)
+    per_rank: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class Verdict:
     """Rank 0's decision: the tag is visible, or the error (class name, message) and the rank that raised it.
 
-    ``tag`` is the tag that rank 0 was saving, for ranks that took no part in it.
+    ``tag`` is the tag that rank 0 was saving, for ranks that took no part in it. ``per_rank`` are names of what ranks
+    save for themselves from now on.
     """
 
     error: tuple[str, str] | None = None
     rank: int = 0
     tag: str | None = None
+    per_rank: tuple[str, ...] = ()
 
 
 def dump(document: Vote | Verdict) -> bytes:
@@ -96,7 +119,8 @@ def load_vote(data: bytes, where: str) -> Vote:
             host=checked_text(fields["host"]),
             chunks=tuple(map(DcpChunk.from_json, fields["chunks"])),
             duplicated=fields["duplicated"],
-            numbers=_digests(fields["numbers"]),
+            claims=_digests(fields["claims"]),
+            per_rank=_texts(fields["per_rank"]),
         )
     except (KeyError, TypeError, ValueError, OverflowError) as problem:
         raise MalformedFile(f"{where}: not a vote of this version ({problem})") from problem
@@ -107,7 +131,8 @@ def load_verdict(data: bytes, where: str) -> Verdict:
     fields = document.small(data, where)
     try:
         error, tag = _error_of(fields.get("error")), fields.get("tag")
-        return Verdict(error, integers([fields.get("rank", 0)])[0], None if tag is None else str(tag))
+        rank, per_rank = integers([fields.get("rank", 0)])[0], _texts(fields.get("per_rank", []))
+        return Verdict(error, rank, None if tag is None else str(tag), per_rank)
     except (TypeError, ValueError) as problem:
         raise MalformedFile(f"{where}: not a verdict of this version ({problem})") from problem
 
@@ -141,13 +166,22 @@ def judge(votes: Sequence[Vote], topology: Topology, leader_of: Mapping[int, int
                 "their states differ in names, shapes, dtypes or placements; tensors would be missing or written "
                 "twice. Make the states equal, or restart the job"
             )
-        if leader_of is not None and vote.numbers != votes[leader].numbers:
-            raise RanksDisagree(_different_numbers(votes[leader], vote))
         if vote.replica != votes[leader].replica:
             raise RanksDisagree(
                 f"ranks {leader} and {vote.rank} are replicas of each other (same tp, pp and ep rank), but hold model "
                 "states with different names, shapes or dtypes; a replica's tensors would be missing or written twice"
             )
+
+
+def disputed(votes: Sequence[Vote]) -> list[str]:
+    """Return the keys of claims that do not hold: a rank that counts as a replica has other values than who writes."""
+    keys = {
+        key
+        for vote in votes
+        for key, digest in vote.claims.items()
+        if votes[Claim.of(key).writes].claims.get(key) != digest
+    }
+    return sorted(keys)
 
 
 def _leader(rank: int, topology: Topology) -> int:
@@ -167,14 +201,6 @@ def tp_groups_that_differ(votes: Sequence[Vote], topology: Topology) -> list[lis
 def plan_difference(ranks: tuple[int, int], mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> str:
     """Return the error of two ranks whose plans of one save differ."""
     keys = [key for key in {**mine, **theirs} if mine.get(key) != theirs.get(key)]
-    states = [state for plan in (mine, theirs) if isinstance(state := plan.get(STATES), Mapping)]
-    if keys == [STATES] and len(states) == 2:
-        names = [name for name in {**states[0], **states[1]} if states[0].get(name) != states[1].get(name)]
-        return (
-            f"ranks {ranks[0]} and {ranks[1]} have different states of {first_of(names)}, passed in state=. A tag has "
-            "rank 0's, and a load would give it to all: pass each rank's own in rank_content=, such as the result of "
-            "capture_data_position(), or make them equal on all ranks"
-        )
     differences = ", ".join(f"{key}={mine.get(key)!r} against {theirs.get(key)!r}" for key in keys)
     return (
         f"ranks {ranks[0]} and {ranks[1]} disagree on what is being saved: {differences}; all ranks must call "
@@ -182,20 +208,16 @@ def plan_difference(ranks: tuple[int, int], mine: Mapping[str, Any], theirs: Map
     )
 
 
-def _different_numbers(leader: Vote, vote: Vote) -> str:
-    names = {**leader.numbers, **vote.numbers}
-    differ = sorted(name for name in names if leader.numbers.get(name) != vote.numbers.get(name))
-    return (
-        f"ranks {leader.rank} and {vote.rank} hold different numbers in the optimizer: {first_of(differ)}. A tag has "
-        "one number for all ranks of a mesh: keep each rank's own as a plain tensor of one dimension in the state of a "
-        "sharded parameter, which comes back to its rank, or in rank_content=; or make them equal on all ranks"
-    )
-
-
 def _digests(raw: Any) -> dict[str, int]:
     digests: dict[str, int] = checked(dict, raw)
     integers(list(digests.values()))
+    for key in digests:
+        Claim.of(key)
     return digests
+
+
+def _texts(raw: Any) -> tuple[str, ...]:
+    return tuple(map(checked_text, checked(list, raw)))
 
 
 def _error_of(fields: Any) -> tuple[str, str] | None:

@@ -137,6 +137,11 @@ def placed_of(name: str, tensor: torch.Tensor) -> Placed:
     return placed
 
 
+def described_layout(layout: Layout) -> str:
+    """Return the placement of a DTensor as text, equal for equal ones."""
+    return repr((layout.mesh.shape, layout.mesh.ranks, layout.placements))
+
+
 def refuse_sizes(topology: Topology) -> None:
     """Raise UnsupportedState for DTensors in a job that also cuts tensors in another way."""
     if (topology.tp, topology.pp, topology.ep) != (1, 1, 1):
@@ -197,9 +202,7 @@ def names_without_wrappers(live: Iterable[str], saved: Collection[str]) -> dict[
     live, saved = set(live), set(saved)
     lost, spare = (_by_plain_name(names) for names in (live - saved, saved - live))
     return {
-        names[0]: spare[plain][0]
-        for plain, names in lost.items()
-        if len(names) == 1 and len(spare.get(plain, ())) == 1
+        names[0]: spare[plain][0] for plain, names in lost.items() if len(names) == 1 and len(spare.get(plain, ())) == 1
     }
 
 

@@ -125,6 +125,13 @@ def own_root(model: Any) -> Any:
     return model
 
 
+def has_module_of(model: Any, home: str, name: str) -> bool:
+    """Return whether a module of the model is of a class ``name`` from below the package ``home``."""
+    modules = model.modules() if isinstance(model, torch.nn.Module) else ()
+    kinds = {kind for module in modules for kind in type(module).__mro__ if kind.__name__ == name}
+    return any(kind.__module__.startswith(home) for kind in kinds)
+
+
 def loads_as_a_whole(module: torch.nn.Module) -> bool:
     """Return whether the root's class has its own ``load_state_dict``, which torch's users call."""
     return not _is_benign(_definer(type(module), "load_state_dict"))

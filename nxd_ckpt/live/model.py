@@ -18,7 +18,7 @@ from nxd_ckpt.errors import DtypeMismatch, InvalidArgument, ShapeMismatch, Unsup
 from nxd_ckpt.formats.strides import Stride
 from nxd_ckpt.formats.tensors import Path, dtype_name, itemsize, iter_tensors
 from nxd_ckpt.live.dtensor import Placed, canonical, is_dtensor, like, local_of, placed_of, without_wrappers
-from nxd_ckpt.live.load_hooks import ModuleHooks, loads_as_a_whole, own_root
+from nxd_ckpt.live.load_hooks import ModuleHooks, has_module_of, loads_as_a_whole, own_root
 from nxd_ckpt.live.model_names import gathered_names, name_in_stage, names_in_stage
 from nxd_ckpt.live.parameters import (
     form_of,
@@ -50,6 +50,8 @@ class ModelAdapter:
 
     path = "model/"
     """Beginning of its tensors' names in errors."""
+    is_of_rank = False
+    """True if each rank has tensors of its own, which are no copies: flat shards of torch-xla's FSDP."""
 
     def __init__(self, live: dict[str, Any], may_be_meta: bool = False) -> None:
         self.live, self._may_be_meta = live, may_be_meta
@@ -228,13 +230,9 @@ class ModelAdapter:
         """Return whether assigning to one of the names may assign to that live parameter."""
         return True
 
-    def holds(self, parameter: torch.Tensor) -> bool:
-        """Return whether a live parameter is one of the model's, as far as that can be known."""
-        return id(parameter) in self._parameter_ids
-
-    @cached_property
-    def _parameter_ids(self) -> set[int]:
-        return {*self.parameter_names()}
+    def apart(self, parameters: Iterable[torch.Tensor]) -> set[int]:
+        """Return the ids of those that are known not to be the model's."""
+        return {id(parameter) for parameter in parameters} - self.parameter_names().keys()
 
     @property
     def is_placed(self) -> bool:
@@ -320,6 +318,7 @@ class ModuleModel(ModelAdapter):
             self._wrapped_names = {name: shorter[key] for name, key in canonical(shorter, "model").items()}
             live = {name: live[wrapped] for name, wrapped in self._wrapped_names.items()}
         self.live = dict(live)
+        self.is_of_rank = has_module_of(self._root, "torch_xla.distributed.fsdp.", "XlaFullyShardedDataParallel")
         self._hooks = ModuleHooks(self._root)
         if self._is_stage and self._hooks and len(self._wrapped_names) < len(live):
             raise UnsupportedState(
@@ -469,8 +468,8 @@ class DictModel(ModelAdapter):
         # It is not known whether tensors on XLA in a state dict are the parameters themselves.
         return any((own.device, own.shape) == (parameter.device, parameter.shape) for own in self._tensors.values())
 
-    def holds(self, parameter: torch.Tensor) -> bool:
-        return not self.live or self.may_hold(parameter)
+    def apart(self, parameters: Iterable[torch.Tensor]) -> set[int]:
+        return {id(parameter) for parameter in parameters if self.live and not self.may_hold(parameter)}
 
     @cached_property
     def _memory(self) -> set[Hashable]:

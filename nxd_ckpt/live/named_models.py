@@ -13,6 +13,7 @@ import torch
 
 from nxd_ckpt.core.partition import Partition
 from nxd_ckpt.errors import InvalidArgument, UnsupportedState
+from nxd_ckpt.live.load_hooks import has_module_of
 from nxd_ckpt.live.model import DictModel, ModelAdapter, ModuleModel
 from nxd_ckpt.live.model_names import BASE_LAYER, CONFIG, base_of, is_adapter, without_base_layer
 from nxd_ckpt.live.named import by_name
@@ -36,6 +37,7 @@ class NamedModels(ModelAdapter):
                 "its own, or pass the others' state_dict() in user_content="
             )
         self._adapters = adapters
+        self.is_of_rank = any(adapter.is_of_rank for adapter in adapters.values())
         for name, adapter in adapters.items():
             adapter.path = f"model/{name}."
         super().__init__(self._joined(lambda adapter: adapter.live), may_be_meta)
@@ -271,6 +273,12 @@ def open_model(model: Any, *, may_be_meta: bool = False) -> ModelAdapter:
     if hasattr(model, "param_groups"):
         raise InvalidArgument(f"model= is an optimizer ({type(model).__name__}): pass it as optimizer=")
     model = _unwrapped(model)
+    if has_module_of(model, "torch.distributed.fsdp.", "FullyShardedDataParallel"):
+        raise UnsupportedState(
+            "model: it is wrapped by FullyShardedDataParallel (FSDP1), whose flat parameters only that class can take "
+            "apart: use fully_shard (FSDP2), which is saved as it is, or pass the result of its state_dict() and "
+            "optim_state_dict() under FSDP's state_dict_type, as model= and user_content="
+        )
     return LoraAdapter(model, may_be_meta) if is_lora(model) else ModuleModel(model, may_be_meta)
 
 

@@ -150,7 +150,8 @@ class OwnFormOptimizer(OptimizerAdapter):
                     f"{_NAME}/{'/'.join(map(str, path))} is a DTensor of shape {shape}, and neither the live "
                     "state_dict() of the optimizer nor its parameters have one like it: take a step before the load"
                 )
-            models[("state", OWN_FORM, *path)] = model
+            at: Path = ("state", OWN_FORM, *path)
+            models[at] = model
         return models
 
 

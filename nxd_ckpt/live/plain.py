@@ -191,9 +191,7 @@ class PlainOptimizer(OptimizerAdapter):
 
     @cached_property
     def _beside(self) -> set[int]:
-        if self._model is None:
-            return set()
-        return {id(slot.parameter) for slot in self._slots if not self._model.holds(slot.parameter)}
+        return set() if self._model is None else self._model.apart(slot.parameter for slot in self._slots)
 
     def _with_values(self, state: dict[str, Any]) -> dict[str, Any]:
         """Return the state dict with the values of parameters that are not the model's."""

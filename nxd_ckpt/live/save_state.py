@@ -18,7 +18,8 @@ class SaveState:
     ``optimizer_kind`` as in core.manifest.Parts; ``left_out`` says in words what is not saved.
 
     Without ``lower_precision_weights``, weights that the optimizer's master weights represent are left out, if NxD
-    would leave them out too: only then can it load the rest.
+    would leave them out too: only then can it load the rest. If it ``is_of_rank``, no tensors of model and optimizer
+    are copies of other ranks'.
     """
 
     model: ModelState | None = None
@@ -31,6 +32,7 @@ class SaveState:
     use_xser: bool = False
     lower_precision_weights: bool = True
     left_out: Sequence[str] = ()
+    is_of_rank: bool = False
 
     @property
     def is_placed(self) -> bool:

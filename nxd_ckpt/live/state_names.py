@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
-from nxd_ckpt.formats.tensors import Path
+import torch
+
+from nxd_ckpt.formats.tensors import Path, children_of, iter_tensors
+from nxd_ckpt.live.named import OBJECTS
 from nxd_ckpt.live.state import MASTER_WEIGHTS
 from nxd_ckpt.live.zero1 import EXPERT_KEYS, MASTERS
 
@@ -50,6 +53,65 @@ def without(
             del left[_SHAPES][index]
     left["param_groups"] = list(_groups(tree, names, ignores(PARAM_GROUPS), covers))
     return left
+
+
+def leaf_name(part: str, path: Path, names: Sequence[str] | None) -> str:
+    """Return the global name of the leaf at ``path`` of the tree of a part, a field of SaveState.
+
+    ``names`` are those of an optimizer's parameters.
+    """
+    if part != "optimizer":
+        return "/".join(map(str, (part, *path)))
+    if len(path) < 2 or path[0] not in _SECTIONS or not isinstance(path[1], int):
+        return "/".join(map(str, ("optim", *path)))
+    name = names[path[1]] if names is not None and path[1] < len(names) else f"#{path[1]}"
+    return "/".join(map(str, ("optim", name, *(path[2:] or (MASTER_WEIGHTS,)))))
+
+
+def values_in(part: str, tree: Any, names: Sequence[str] | None) -> Iterator[tuple[str, Path, Any]]:
+    """Yield everything in the tree of a part that is no tensor: name, path and value.
+
+    A container without tensors, in the state of a parameter or as an option, is one value. Indices of parameters are
+    left out.
+    """
+
+    def walk(node: Any, path: Path) -> Iterator[tuple[str, Path, Any]]:
+        children = () if isinstance(node, torch.Tensor) else list(children_of(node))
+        if children and (len(path) < _depth(part, path) or next(iter_tensors(node, torch.Tensor), None)):
+            for key, child in children:
+                yield from walk(child, (*path, key))
+        elif not isinstance(node, torch.Tensor) and path[2:] != ("params",):
+            yield leaf_name(part, path, names), path, node
+
+    return walk(tree, ())
+
+
+def _depth(part: str, path: Path) -> int:
+    """Return the depth down to which containers of a part are known ones."""
+    if part == "optimizer":
+        return 2 + (path[:1] == ("param_groups",) or (len(path) > 1 and isinstance(path[1], int)))
+    return 1 if path[:1] != (OBJECTS,) else 3
+
+
+def replaced(tree: Any, values: Mapping[Path, Any], absent: Collection[Path] = ()) -> Any:
+    """Return ``tree`` with these ``values`` at their paths, also where there was none, and without the ``absent``.
+
+    ``tree`` itself does not change.
+    """
+    above = {path[:length] for path in (*values, *absent) for length in range(len(path))}
+
+    def walk(node: Any, path: Path) -> Any:
+        if path in values:
+            return values[path]
+        if path not in above or not isinstance(node, (dict, list, tuple)):
+            return node
+        if not isinstance(node, dict):
+            return type(node)([walk(child, (*path, key)) for key, child in enumerate(node)])
+        new = {at[-1]: None for at in values if at[:-1] == path}
+        present = {key: node.get(key) for key in {**node, **new} if (*path, key) not in absent}
+        return {key: walk(child, (*path, key)) for key, child in present.items()}
+
+    return walk(tree, ())
 
 
 def parameter_sections(tree: Mapping[str, Any]) -> list[str]:

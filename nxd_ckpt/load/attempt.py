@@ -19,7 +19,7 @@ from nxd_ckpt.core.renaming import NOT_LIVE, Renaming
 from nxd_ckpt.core.suggestions import listed
 from nxd_ckpt.core.topology import Coordinates, Topology
 from nxd_ckpt.errors import CorruptCheckpoint, KeyMismatch, OptimizerMismatch
-from nxd_ckpt.formats.tensors import TensorStub, iter_leaves
+from nxd_ckpt.formats.tensors import TensorStub, iter_leaves, map_tensors
 from nxd_ckpt.gc_paused import gc_paused
 from nxd_ckpt.live import torch_xla
 from nxd_ckpt.live.dtensor import names_without_wrappers, plain_names
@@ -214,7 +214,7 @@ class LoadAttempt:
         if not self.filtered:
             self._demand()
         self._context = load_context(opened, topology, live, request.optimizer, options, self.filtered)
-        self._planner = LoadPlanner(self._context, is_alone or request.acts_for_one_stage)
+        self._planner = LoadPlanner(self._context, is_alone or request.acts_for_one_stage, request.scheduler)
         self._missing: Sequence[str] = ()
         self._unexpected: Sequence[str] = ()
 
@@ -290,6 +290,9 @@ class PreparedLoad:
         self._scheduler = None if filtered.covers("scheduler") else request.scheduler
         self._scheduler_state = opened.scheduler() if self._scheduler is not None else None
         check_scheduler(self._scheduler, self._scheduler_state, opened.where)
+        if self._scheduler is not None:
+            own = trees.rank_state.put_into("scheduler", self._scheduler_state, None)
+            self._scheduler_state = map_tensors(own, opened.read, TensorStub)
         if trees.continues_optimizer and lacks_scheduled_rates(opened):
             self._take_scheduled_rates()
         content = None if filtered.covers("user_content") else opened.user_content()

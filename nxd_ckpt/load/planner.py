@@ -31,6 +31,7 @@ from nxd_ckpt.live.state_names import PARAM_GROUPS, without
 from nxd_ckpt.live.zero1 import MASTERS
 from nxd_ckpt.load.collective_checks import ComparedNames
 from nxd_ckpt.load.load_context import LoadContext
+from nxd_ckpt.load.rank_state import rank_state
 from nxd_ckpt.load.tied import refuse_unequal_ties, unequal_ties
 from nxd_ckpt.load.trees import LoadTrees, local_tree, part_of
 from nxd_ckpt.reshard.resharded_optimizer import ReshardedOptimizer
@@ -104,7 +105,8 @@ class LoadPlanner:
     ``is_alone``: no other rank says which names of the tag it holds.
     """
 
-    def __init__(self, context: LoadContext, is_alone: bool = False) -> None:
+    def __init__(self, context: LoadContext, is_alone: bool = False, scheduler: Any = None) -> None:
+        self._scheduler = scheduler
         self._is_alone, self._parameters = is_alone, ComparedNames()
         self._context, self._opened, self._topology = context, context.opened, context.topology
         self._options, self._filter = context.options, context.filter
@@ -184,11 +186,15 @@ class LoadPlanner:
         """
         model, optimizer, filtered = self._model, self._optimizer, self._filter
         trees = LoadTrees(model, optimizer)
+        given = {"model": model, "optimizer": optimizer, "scheduler": self._scheduler}
+        parts = [part for part, live in given.items() if live is not None]
+        own = trees.rank_state = rank_state(self._opened, self._topology, filtered, parts)
         if model is not None and not filtered.covers("model"):
             trees.model_tree = self._rounded(model, self._own_part(model, self._model_tree(model)))
             trees.names = model.validate(trees.model_tree)
             trees.model_placed = model.placed(trees.names)
             trees.model_tree = local_tree(trees.model_tree, trees.model_placed)
+            trees.model_tree = own.put_into("model", trees.model_tree, None, trees.model_placed)
             assigned = {name: trees.model_tree[name] for name in trees.names}
             refuse_unequal_ties(self._opened.where, assigned, model.aliases, self._opened.reader)
         if optimizer is not None and not filtered.covers("optim"):
@@ -202,6 +208,8 @@ class LoadPlanner:
             optimizer.validate(trees.optimizer_tree)
             trees.optimizer_placed = optimizer.placed(trees.optimizer_tree)
             trees.optimizer_tree = local_tree(trees.optimizer_tree, trees.optimizer_placed)
+            names = self._context.live_names
+            trees.optimizer_tree = own.put_into("optimizer", trees.optimizer_tree, names, trees.optimizer_placed)
         trees.refuse_stale_shards()
         trees.is_regrouped = self._is_regrouped
         trees.parameters = self._parameters

@@ -18,6 +18,7 @@ from nxd_ckpt.live.optimizer_state import Keeps, OptimizerAdapter, keeps_nothing
 from nxd_ckpt.live.state import MASTER_WEIGHTS
 from nxd_ckpt.live.zero1 import EXPERT_KEYS, MASTERS
 from nxd_ckpt.load.collective_checks import ComparedNames
+from nxd_ckpt.load.rank_state import RankState
 from nxd_ckpt.reshard.plain_values import ABSENT
 from nxd_ckpt.tag.reading import Leaf
 
@@ -32,6 +33,7 @@ class LoadTrees:
         keeps: predicate for state of the optimizer that stays as it is.
         missing, unexpected: names of this rank's model that the tag lacks; names in the tag that no rank's model has.
         parameters: the optimizer's parameters on both sides.
+        rank_state: what this rank alone has; the trees have it already.
         model_placed, optimizer_placed: places on a mesh by path; the trees have this rank's parts of these.
     """
 
@@ -47,6 +49,7 @@ class LoadTrees:
     parameters: ComparedNames = field(default_factory=ComparedNames)
     model_placed: Mapping[Path, Placed] = field(default_factory=dict)
     optimizer_placed: Mapping[Path, Placed] = field(default_factory=dict)
+    rank_state: RankState = field(default_factory=RankState)
 
     @property
     def continues_optimizer(self) -> bool:
@@ -83,14 +86,21 @@ class LoadTrees:
         Data-parallel replicas read all of the model, and of a plain optimizer; ranks of a mesh what is placed on it.
         """
         plain = self.optimizer is not None and self.optimizer.kind == "plain"
-        placed = {id(leaf) for _, leaf, _ in self.placed_leaves()}
-        return (item for item in self.leaves() if plain or item[0].startswith("model/") or id(item[1]) in placed)
+        placed, own = {id(leaf) for _, leaf, _ in self.placed_leaves()}, self._own_leaves
+        common = (item for item in self.leaves() if id(item[1]) not in own)
+        return (item for item in common if plain or item[0].startswith("model/") or id(item[1]) in placed)
+
+    @property
+    def _own_leaves(self) -> set[int]:
+        return set(map(id, self.rank_state.leaves.values()))
 
     def placed_leaves(self) -> Iterator[tuple[str, Leaf, Placed]]:
         """Yield the leaves that are loaded into DTensors, with their places on meshes."""
+        own = self._own_leaves
         for tree, placed in ((self.model_tree, self.model_placed), (self.optimizer_tree, self.optimizer_placed)):
             leaves = iter_tensors(tree) if placed else ()
-            yield from ((self.name_by_leaf[id(leaf)], leaf, placed[path]) for path, leaf in leaves if path in placed)
+            common = ((path, leaf) for path, leaf in leaves if path in placed and id(leaf) not in own)
+            yield from ((self.name_by_leaf[id(leaf)], leaf, placed[path]) for path, leaf in common)
 
     @cached_property
     def name_by_leaf(self) -> Mapping[int, str]:

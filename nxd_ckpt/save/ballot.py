@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from itertools import chain
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from nxd_ckpt import effects
 from nxd_ckpt.commit.commit import Commit, clean_up, commit
 from nxd_ckpt.commit.publication import is_visible
-from nxd_ckpt.commit.voting import AttemptVotes
+from nxd_ckpt.commit.voting import ANSWER, VOTE, AttemptVotes
 from nxd_ckpt.coordination import journal, lease
 from nxd_ckpt.coordination.paths import votes_dir
 from nxd_ckpt.core import names
-from nxd_ckpt.core.manifest import FileEntry
+from nxd_ckpt.core.manifest import FileEntry, RankIndex
+from nxd_ckpt.core.suggestions import first_of
 from nxd_ckpt.core.tags import goes_back, latest
-from nxd_ckpt.core.votes import Verdict, Vote
+from nxd_ckpt.core.votes import Claim, Verdict, Vote, disputed, raise_error_of
 from nxd_ckpt.errors import (
     CheckpointError,
     MalformedFile,
@@ -31,7 +32,11 @@ from nxd_ckpt.errors import (
 )
 from nxd_ckpt.save.attempt import AttemptFiles, SaveAttempt, failure_of
 from nxd_ckpt.save.plan import SavePlan
+from nxd_ckpt.save.replicas import Own
+from nxd_ckpt.save.staging import Stager
+from nxd_ckpt.save.waves import plan_waves
 from nxd_ckpt.save.writing import FileWriter, write_index, write_small
+from nxd_ckpt.storage.arena import Arena
 from nxd_ckpt.tag.directory import list_tags
 from nxd_ckpt.tag.foreign.dcp_metadata import dump_metadata
 
@@ -61,6 +66,9 @@ class Ballot:
         self._number = files.publication.attempt
         self._rank = self._session.topology.rank
         self._votes = AttemptVotes(self._session.storage, self._number, self._session.news)
+        self._index_now: RankIndex | None = None
+        self._own = Own()
+        """What was found to be this rank's own after it had voted."""
 
     def decide(self, voted: Callable[[], None]) -> int:
         """Vote, then call ``voted``, and wait until the attempt is decided; return the bytes of all ranks, on rank 0.
@@ -103,7 +111,7 @@ class Ballot:
                 with attempt.timed("write_seconds"):
                     at = session.topology.coordinates
                     index = writer.index(plan, at)
-                    index = replace(index, files={**index.files, **metadata})
+                    index = self._index_now = replace(index, files={**index.files, **metadata})
                     write = partial(write_index, session.storage, self._publication, names.index_file(at), index)
                     entry, _ = effects.side_by_side(write, writer.finish)
                     return entry, others
@@ -167,14 +175,17 @@ class Ballot:
             host=effects.processes().partition("/")[0],
             chunks=writer.chunks() if self._rank > 0 else (),
             duplicated=writer.duplicated_nbytes,
-            numbers=plan.numbers,
+            claims={} if plan.replicas is None else plan.replicas.summary(writer.blocks),
+            per_rank=() if plan.replicas is None else tuple({*plan.replicas.own.names, *self._own.names}),
         )
 
     def _learn(self, counted: _Counted) -> Verdict:
         """Await rank 0's verdict on the other ranks. Without one, a tag that is there for good counts as one."""
         session, where = self._session, f"{self._session.storage.url}/{votes_dir(self._number)}"
         try:
-            verdict = self._votes.await_verdict(self._tag, self._files.patience, partial(session.is_gone, 0))
+            gone = partial(session.is_gone, 0)
+            verdict = self._votes.await_verdict(self._tag, self._files.patience, gone, self._answer)
+            self._know(verdict.per_rank)
             session.last_failed = verdict.error is not None
             return verdict
         except (OutcomeUnknown, OSError, MalformedFile) as error:
@@ -212,10 +223,12 @@ class Ballot:
             votes = [counted.own, *(self._collect() if counted.others is None else counted.others)]
             if self._attempt.plan is None:
                 raise SaveFailed("rank 0 staged nothing")
-            request = self._request(self._attempt.plan, voted)
+            votes = list(self._after_appeal(votes))
+            per_rank = tuple(sorted({name for vote in votes for name in vote.per_rank}))
+            request = self._request(self._attempt.plan, voted, per_rank)
             self._warn_of_earlier_step()
             commit(session, session.topology, votes, request)
-            return Verdict(), sum(vote.nbytes for vote in votes)
+            return Verdict(per_rank=per_rank), sum(vote.nbytes for vote in votes)
         except (SaveFailed, OutcomeUnknown) as failure:
             is_seen = isinstance(failure, OutcomeUnknown) and is_visible(session.storage, self._tag, self._number)
             return Verdict() if is_seen else Verdict(to_wire(failure)), 0
@@ -223,7 +236,79 @@ class Ballot:
             why = f"rank 0 could not commit it: {in_words(to_wire(failure))}"
             return Verdict(to_wire(failure_of(failure)(why))), 0
 
-    def _request(self, plan: SavePlan, voted: float) -> Commit:
+    def _after_appeal(self, votes: Sequence[Vote]) -> Sequence[Vote]:
+        """Return the votes, on rank 0, after ranks that hold other values than who writes them saved their own."""
+        keys = disputed(votes)
+        if not keys:
+            return votes
+        self._votes.appeal(keys)
+        own = self._answer(keys)
+        raise_error_of(own)
+        votes = [own, *self._collect(ANSWER)]
+        replicas = self._attempt.plan.replicas if self._attempt.plan is not None else None
+        known = set() if replicas is None else set(replicas.known)
+        for vote in votes:
+            new = sorted({*vote.per_rank} - known)
+            if new:
+                logger.warning(
+                    "%s: ranks %d and %d count as replicas, and differ in %s. From now on each rank's own are saved, "
+                    "and come back to the same rank on the same sizes; on others a load refuses them. If they should "
+                    "be equal, synchronise them",
+                    self._session.storage.url,
+                    Claim.of(keys[0]).writes,
+                    vote.rank,
+                    first_of(new),
+                )
+                break
+        self._know(name for vote in votes for name in vote.per_rank)
+        return votes
+
+    def _know(self, per_rank: Iterable[str]) -> None:
+        plan = self._attempt.plan
+        if plan is not None and plan.replicas is not None:
+            plan.replicas.known.update(per_rank)
+
+    def _answer(self, keys: Sequence[str]) -> Vote:
+        """Answer an appeal: tell what this rank wrote for others, save what it has for itself, and vote again."""
+        attempt, session, plan, writer = self._attempt, self._session, self._attempt.plan, self._files.writer
+        index: FileEntry | None = None
+        try:
+            if attempt.error is None and plan is not None and plan.replicas is not None and writer is not None:
+                replicas = plan.replicas
+                published = replicas.published(keys, writer.blocks)
+                if published:
+                    self._votes.publish_digests(self._rank, published)
+                theirs: dict[str, Any] = {}
+                for rank in replicas.disputed(keys):
+                    theirs |= self._votes.digests_of(rank, session.timeout, partial(session.is_gone, rank))
+                self._own = replicas.differing(theirs)
+                index = self._write_own()
+        except BaseException as error:
+            attempt.fail(error)
+        vote = self._vote(index, attempt.error)
+        if self._rank > 0:
+            self._votes.cast(vote, kind=ANSWER)
+        return vote
+
+    def _write_own(self) -> FileEntry:
+        """Write what was found to be this rank's own, and the index again; return the index's entry."""
+        session, plan, index = self._session, self._attempt.plan, self._index_now
+        assert plan is not None
+        assert index is not None
+        at = session.topology.coordinates
+        if self._own:
+            planned = self._own.file(self._rank, 1)
+            arena = Arena(planned.image.tensor_nbytes + 2**16)
+            (wave,) = plan_waves([planned], arena.cap)
+            folder, threads = self._publication.folder, self._attempt.threads
+            own = FileWriter(session.storage, folder, [planned], lambda _: None, threads)
+            own.write(wave, Stager(arena).stage([planned], wave))
+            own.finish()
+            more = own.index(plan, at)
+            index = replace(index, files={**index.files, **more.files}, tensors=(*index.tensors, *more.tensors))
+        return write_index(session.storage, self._publication, names.index_file(at), index)
+
+    def _request(self, plan: SavePlan, voted: float, per_rank: tuple[str, ...]) -> Commit:
         request = self._attempt.request
         return Commit(
             self._publication,
@@ -236,6 +321,7 @@ class Ballot:
             metrics=request.options.recorded_metrics,
             draining=request.draining,
             voted=voted,
+            per_rank=per_rank,
         )
 
     def _announce(self, verdict: Verdict) -> None:
@@ -275,10 +361,11 @@ class Ballot:
                 self._tag,
             )
 
-    def _collect(self) -> list[Vote]:
+    def _collect(self, kind: str = VOTE) -> list[Vote]:
         """The votes of the other ranks."""
         session = self._session
-        return self._votes.collect(session.topology.world_size, session.timeout, first=1, gone=session.is_gone)
+        ranks, timeout = session.topology.world_size, session.timeout
+        return self._votes.collect(ranks, timeout, first=1, gone=session.is_gone, kind=kind)
 
 
 def tidy(attempt: SaveAttempt, *, failed: bool) -> None:

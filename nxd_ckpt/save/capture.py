@@ -128,8 +128,8 @@ def capture(
         _require_any(model, optimizer, scheduler, user_content, rank_content)
     model_adapter = None if model is None else open_model(model)
     model_state = None if model_adapter is None else model_adapter.capture(topology.tp)
-    live_partitions = {} if model_adapter is None else model_adapter.partitions(topology.tp)
-    partitions = {**live_partitions, **checked_partitions(options.partitions, topology.tp)}
+    partitions = {} if model_adapter is None else model_adapter.partitions(topology.tp)
+    partitions |= checked_partitions(options.partitions, topology.tp)
     if model_state is not None and partitions:
         model_state = _with_partitions(model_state, partitions, topology)
     optimizer_state, kind, names = None, None, None
@@ -138,9 +138,8 @@ def capture(
             optimizer,
             model=model_adapter,
             param_names=options.param_names,
-            zero1_optimizer=options.zero1_optimizer,
-            topology=topology,
-        )
+            zero1_optimizer=options.zero1_optimizer, topology=topology,
+        )  # fmt: skip
         optimizer_state, kind, names = adapter.capture(), adapter.kind, adapter.parameter_names
         if options.use_zero1_dcp:
             kind = _as_dcp(kind)
@@ -154,6 +153,7 @@ def capture(
         optimizer_names=None if names is None else tuple(names),
         use_xser=options.use_xser,
         lower_precision_weights=not options.avoid_saving_lower_precision_weights,
+        is_of_rank=model_adapter is not None and model_adapter.is_of_rank,
         **contents,
     )
     captured = _without_ignored(captured, options, model_adapter, topology)

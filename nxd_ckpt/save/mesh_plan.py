@@ -18,10 +18,11 @@ from nxd_ckpt.errors import UnsupportedState
 from nxd_ckpt.formats import xser
 from nxd_ckpt.formats.tensors import itemsize, iter_tensors
 from nxd_ckpt.formats.torch_zip_writer import image_of
-from nxd_ckpt.live.dtensor import Placed
+from nxd_ckpt.live.dtensor import Placed, described_layout
 from nxd_ckpt.live.parameters import form_of
 from nxd_ckpt.live.state import State, StateTensor
 from nxd_ckpt.save.planned_file import NamedTensor, PlannedFile
+from nxd_ckpt.save.replicas import Copy
 
 WORTH_A_WRITER = 64 * 2**20
 """Bytes of tensors for which one more replica writes: a load reads the index of each rank that wrote."""
@@ -96,6 +97,18 @@ class MeshPlan:
             if self.leads:
                 key, references = names.structure_file(DIRECTORIES[part], self.rank), xser.references_of(state.tree)
                 yield PlannedFile(key, image_of(references), part=part, contents=xser.references_of)
+
+    def copies(self) -> Iterator[Copy]:
+        """Yield the tensors that other ranks hold too, without their places in files."""
+        tensors = iter(self.record.tensors)
+        for part, local in self.tensors.items():
+            for number, (tensor, whole) in enumerate(zip(local, tensors, strict=False)):
+                layout, at = tensor.placed.layout, tensor.placed.coordinate
+                if layout.replicas > 1 and tensor.placed.pieces:
+                    own = tensor.about.placed
+                    mesh = None if own is None else described_layout(own.layout)
+                    what = f"{part} {self._numbers[id(layout)]}"
+                    yield Copy(part, number, tensor.about.name, layout.rank_of(at, whole.replica), what, None, mesh)
 
     def _local_tensor(self, leaf: Any, about: StateTensor) -> LocalTensor:
         placed = about.placed

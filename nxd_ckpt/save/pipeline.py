@@ -21,7 +21,7 @@ from nxd_ckpt.save.counting import Counting
 from nxd_ckpt.save.pending import SaveProgress
 from nxd_ckpt.save.plan import SavePlan
 from nxd_ckpt.save.planner import Planner
-from nxd_ckpt.save.replica_check import agree_on_groups, mesh_summary, warn_of_differences
+from nxd_ckpt.save.replica_check import agree_on_groups, mesh_summary
 from nxd_ckpt.save.staging import Stager
 from nxd_ckpt.save.staging_buffers import buffers_of
 from nxd_ckpt.save.waves import Wave, end_of, plan_waves
@@ -53,6 +53,7 @@ class Pipeline:
         self._helpers: Helpers | None = None
         self._counter: Helpers | None = None
         self._stager: Stager | None = None  # of the last save
+        self._held: Stager | None = None  # until the save is decided: what other ranks hold too is compared in it
         self._buffers = buffers_of(topology.rank if topology.members is None else topology.members[topology.rank])
         self._counting: Counting | None = None
 
@@ -60,7 +61,7 @@ class Pipeline:
         """Plan a save of ``state``. Raises errors that make it impossible, before anything is written."""
         plan = self._planner.plan(state)
         _ = self._writer  # raises here if a thread cannot start
-        return StagingPlan(plan, plan_waves(plan.files, self._cap()))
+        return StagingPlan(plan, plan_waves(plan.staged_files, self._cap()))
 
     def plan_together(self, agreement: Agreement, captured: Callable[[], SaveState], tag: str) -> StagingPlan:
         """Plan the first save, under ``tag``, of the ``captured`` state. Collective.
@@ -73,8 +74,6 @@ class Pipeline:
         planned = on_all(agreement, lambda: self.plan(state))
         plans = agreement.gather(planned.plan.agreed(tag, self._topology))
         decided_by_rank0(agreement, lambda: _must_agree(plans))
-        if agreement.world_size > 1:
-            warn_of_differences(agreement, state, self._topology, self._planner.groups)
         return planned
 
     def run(
@@ -128,13 +127,18 @@ class Pipeline:
                     self._counter = Helpers(1, "nxd_ckpt-counter")
                 self._counting = stager.counting = Counting(planned.plan.files, self._counter)
             torch_xla.sync()
+            if planned.plan.replicas is not None:
+                planned.plan.replicas.stays = awaited is None
             for number, wave in enumerate(planned.waves):
-                views = stager.stage(planned.plan.files, wave)
+                views = stager.stage(planned.plan.staged_files, wave)
                 wait = number < len(planned.waves) - 1
                 self._hand_over(attempt, wave, views, None if wait else pace, wait=wait)
         finally:
             buffers.filled(stager)
-            self.submit(lambda: buffers.give_back(stager))
+            if planned.plan.staged is None:
+                self.submit(lambda: buffers.give_back(stager))
+            else:
+                self._held = stager
 
     def submit(self, task: Callable[[], None]) -> None:
         """Run ``task`` on the writer thread, after those before it. It must not raise."""
@@ -142,8 +146,11 @@ class Pipeline:
 
     def _finish(self, attempt: SaveAttempt, pending: SaveProgress, started: float) -> None:
         """Commit everything handed over, on the writer thread, and settle it."""
-        counting = self._counting
+        counting, held, buffers = self._counting, self._held, self._buffers
+        self._held = None
         self.submit(lambda: _conclude(attempt, counting, pending, started))
+        if held is not None:
+            self.submit(lambda: buffers.give_back(held))
 
     @property
     def _writer(self) -> Worker:
@@ -185,21 +192,33 @@ class Pipeline:
     def _hand_over(
         self, attempt: SaveAttempt, wave: Wave, views: list[memoryview], pace: Pace | None, *, wait: bool
     ) -> None:
-        written = effects.Event()
+        written, plan = effects.Event(), attempt.plan
+        assert plan is not None
+        own = [(span, view) for span, view in zip(wave, views, strict=True) if span.file < len(plan.files)]
+        to_write, own_views = [span for span, _ in own], [view for _, view in own]
 
         def write() -> None:
             try:
-                attempt.files.result().write(wave, views, pace)
+                if plan.replicas is not None:
+                    try:
+                        plan.replicas.look(wave, views, plan.staged_files)
+                    except BaseException as error:
+                        attempt.fail(error)
+                attempt.files.result().write(to_write, own_views, pace)
             finally:
+                own.clear()
+                own_views.clear()
                 views.clear()  # the arena may only grow once nobody holds a view of it
                 written.set()
 
         counting = self._counting
         if counting is not None:
-            counting.add(wave, views)
+            counting.add(to_write, own_views)
         self.submit(write)
         if wait:
             written.wait()
+            if plan.replicas is not None:
+                plan.replicas.forget_staged()
             if counting is not None:
                 counting.end_wave()
 
@@ -236,6 +255,9 @@ def _conclude(attempt: SaveAttempt, counting: Counting | None, pending: SaveProg
         logger.exception("nxd_ckpt: exit in the background thread")
         error = OutcomeUnknown(f"save of {attempt.tag!r}: its thread was told to exit ({in_words(to_wire(problem))})")
         error.__cause__ = problem
+    finally:
+        if attempt.plan is not None and attempt.plan.replicas is not None:
+            attempt.plan.replicas.forget_staged()  # the next save stages into the same memory
     pending.timings, pending.nbytes = attempt.timings, attempt.nbytes
     if error is None and session.topology.rank == 0:
         report("saved", f"{session.storage.url}/{attempt.tag}", nbytes, started)

@@ -18,13 +18,11 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import prod
 from typing import Any, NamedTuple
-
-import torch
 
 from nxd_ckpt.core import names
 from nxd_ckpt.core.dcp_names import DcpChunk
@@ -32,26 +30,21 @@ from nxd_ckpt.core.manifest import ParameterSpec, Parts
 from nxd_ckpt.core.mesh import MeshGroup, MeshRecord
 from nxd_ckpt.core.partition import zero1_shape
 from nxd_ckpt.core.topology import Topology
-from nxd_ckpt.core.votes import STATES
 from nxd_ckpt.errors import UnsupportedState
 from nxd_ckpt.formats import xser
-from nxd_ckpt.formats.crc32 import crc32
 from nxd_ckpt.formats.strides import stride_in_content
-from nxd_ckpt.formats.tensors import Assembly, Path, byte_view, itemsize, iter_leaves, iter_tensors
+from nxd_ckpt.formats.tensors import Assembly, Path, itemsize, iter_tensors
 from nxd_ckpt.formats.torch_zip_writer import JoinedImage, image_of
 from nxd_ckpt.live.dtensor import refuse_sizes
-from nxd_ckpt.live.named import named_states
 from nxd_ckpt.live.parameters import form_of, is_tensor
 from nxd_ckpt.live.save_state import SaveState
 from nxd_ckpt.live.state import ModelState, State
 from nxd_ckpt.live.zero1 import MASTERS
 from nxd_ckpt.save.mesh_plan import MeshPlan
 from nxd_ckpt.save.planned_file import NamedTensor, PlannedFile, pieces_of
+from nxd_ckpt.save.replicas import Copy, Replicas
 
 logger = logging.getLogger("nxd_ckpt")
-
-_COMPARED = 2**20
-"""Maximum bytes of a tensor in an object's state that ranks compare."""
 
 
 @dataclass(frozen=True)
@@ -59,8 +52,9 @@ class SavePlan:
     """Files that this rank writes into the tag, and its report on them to the others (see core.votes.Vote).
 
     ``shared`` are its files of model and optimizer, ``objects`` those of scheduler, user content and rank content.
-    ``groups`` are those of a mesh job, ``mesh`` a leader's description of its group, ``numbers`` digests of the
-    optimizer's numbers (see `numbers_of`), ``states`` those of objects by name (see `states_of`).
+    ``groups`` are those of a mesh job, ``mesh`` a leader's description of its group. ``copies`` are the tensors that
+    other ranks hold too, ``writers`` the ranks that write the values of each part for all. A plan of several ranks has
+    its ``replicas``, and what is ``staged`` for them and not written.
     """
 
     shared: tuple[PlannedFile, ...]
@@ -72,12 +66,19 @@ class SavePlan:
     left_out: Sequence[str] = ()
     groups: Sequence[MeshGroup] | None = None
     mesh: MeshRecord | None = None
-    numbers: Mapping[str, int] = field(default_factory=dict)
-    states: Mapping[str, int] = field(default_factory=dict)
+    copies: tuple[Copy, ...] = ()
+    writers: Mapping[str, int] = field(default_factory=dict)
+    replicas: Replicas | None = None
+    staged: PlannedFile | None = None
 
     @cached_property
     def files(self) -> tuple[PlannedFile, ...]:
         return self.shared + self.objects
+
+    @cached_property
+    def staged_files(self) -> tuple[PlannedFile, ...]:
+        """The files, and last, if there is any, what is staged and not written."""
+        return self.files if self.staged is None else (*self.files, self.staged)
 
     def agreed(self, tag: str, topology: Topology) -> dict[str, Any]:
         """Return the facts that all ranks must agree on for this save.
@@ -88,7 +89,6 @@ class SavePlan:
         parts = {name: getattr(self.parts, name) for name in everywhere}
         chosen: dict[str, Any] = {"ignore_keys": list(self.left_out)} if self.left_out else {}
         chosen |= {} if self.groups is None else {"mesh": True}
-        chosen |= {STATES: dict(self.states)} if self.states else {}
         return {"tag": tag, "topology": topology.describe(), **parts, **chosen}
 
 
@@ -108,7 +108,9 @@ def plan_save(state: SaveState, topology: Topology, groups: Sequence[MeshGroup] 
     if parts.lower_precision_weights and not state.lower_precision_weights and topology.rank == 0:
         why = state.needs_all_weights(parts.master_weights)
         logger.warning("avoid_saving_lower_precision_weights=True has no effect, all weights are saved: %s", why)
-    files = []
+    files: list[PlannedFile] = []
+    copies: list[Copy] = []
+    writers = {"scheduler": 0}
     group = topology.replicas(topology.coordinates, expert=topology.ep > 1)
     shared = [part for part in (state.model, state.optimizer) if part is not None]
     if state.model is not None:
@@ -116,6 +118,9 @@ def plan_save(state: SaveState, topology: Topology, groups: Sequence[MeshGroup] 
         key = names.model_file(topology, topology.coordinates)
         experts_only = topology.ep_rank > 0
         files += _shared_files("model", key, state.model, state.use_xser, group, topology, skipped, experts_only)
+        writes = _owners(state.model, state.use_xser, group, topology, skipped, experts_only)
+        copies += _copies("model", state.model, writes, group)
+        writers["model"] = group[0]
     if state.optimizer is not None and state.optimizer_kind == "zero1_dcp":
         files += plan_dcp("optimizer", state.optimizer, state.optimizer_names, topology)
         shared = shared[:-1]
@@ -126,6 +131,9 @@ def plan_save(state: SaveState, topology: Topology, groups: Sequence[MeshGroup] 
         owners = [topology.rank] if kind == "zero1" else group
         experts_only = topology.ep_rank > 0 and not zero1
         files += _shared_files("optimizer", key, state.optimizer, state.use_xser, owners, topology, set(), experts_only)
+        writes = _owners(state.optimizer, state.use_xser, owners, topology, set(), experts_only)
+        copies += _copies("optimizer", state.optimizer, writes, owners)
+        writers |= {} if zero1 else {"optimizer": group[0]}
         shared = shared[:-1] if zero1 else shared
     leads = topology.rank == group[0] and topology.tp_rank == 0
     return SavePlan(
@@ -136,16 +144,35 @@ def plan_save(state: SaveState, topology: Topology, groups: Sequence[MeshGroup] 
         parameters=state.model.parameters if leads and state.model is not None else {},
         optimizer_names=state.optimizer_names if leads else None,
         left_out=state.left_out,
-        states=states_of(state),
+        copies=tuple(_with_places(copies, files)),
+        writers=writers,
     )
+
+
+def _with_places(copies: Iterable[Copy], files: Sequence[PlannedFile]) -> Iterator[Copy]:
+    """Yield the copies with their places in the files that this rank writes."""
+    places = {
+        (planned.part, tensor.name): (number, tensor.storage)
+        for number, planned in enumerate(files)
+        for tensor in planned.tensors
+    }
+    return (copy._replace(place=places.get((copy.part, copy.name))) for copy in copies)
+
+
+def _copies(part: str, state: State, owners: Mapping[int, int], group: Sequence[int]) -> Iterator[Copy]:
+    """Yield the tensors of a part that all ranks of the ``group`` hold; ``owners`` write them, by number."""
+    for number, (path, _) in enumerate(iter_tensors(state.tree) if len(group) > 1 else ()):
+        if number in owners:
+            yield Copy(part, number, state.tensors[path].name, owners[number], part)
 
 
 def _plan_mesh(state: SaveState, topology: Topology, groups: Sequence[MeshGroup]) -> SavePlan:
     refuse_on_mesh(state, topology)
     group = next(group for group in groups if topology.rank in group.ranks)
     plan = MeshPlan(state.trees(), group, topology.rank, topology.members)
+    files = list(plan.files())
     return SavePlan(
-        shared=tuple(plan.files()),
+        shared=tuple(files),
         objects=plan_objects(state, topology),
         parts=state.parts(state.has_master_weights()),
         replica=plan.digest,
@@ -154,47 +181,9 @@ def _plan_mesh(state: SaveState, topology: Topology, groups: Sequence[MeshGroup]
         left_out=state.left_out,
         groups=groups,
         mesh=plan.record if plan.leads else None,
-        numbers=numbers_of(state),
-        states=states_of(state),
+        copies=tuple(_with_places(plan.copies(), files)),
+        writers=dict.fromkeys(state.trees(), group.ranks[0]) | {"scheduler": 0},
     )
-
-
-def states_of(state: SaveState) -> dict[str, int]:
-    """Return a digest of the state of each object that is saved by name. A tag has rank 0's for all ranks."""
-    return {name: _digest(own) for name, own in (named_states(state.scheduler) or {}).items()}
-
-
-def _digest(tree: Any) -> int:
-    digest = 0
-    for path, leaf in iter_leaves(tree):
-        value = sorted(leaf, key=repr) if isinstance(leaf, (set, frozenset)) else leaf
-        if isinstance(leaf, torch.Tensor):
-            is_compared = 0 < leaf.numel() * leaf.element_size() <= _COMPARED
-            value = form_of(leaf), crc32(byte_view(leaf.detach().cpu().contiguous())) if is_compared else 0
-        digest = crc32(f"{path}={value!r}".encode(), digest)
-    return digest
-
-
-def numbers_of(state: SaveState) -> dict[str, int]:
-    """Return digests of the optimizer's plain numbers, and of one-number tensors on the CPU, by name.
-
-    All parameters share one digest per name.
-    """
-    digests: dict[str, int] = {}
-    for path, value in iter_leaves({} if state.optimizer is None else state.optimizer.tree):
-        number = _number_of(value)
-        if number is not None and path[2:3] != ("params",):
-            of_parameter = path[0] == "state" and isinstance(path[1], int)
-            name = "/".join(map(str, (path[0], "*", *path[2:]) if of_parameter else path))
-            digests[name] = crc32(f"{path}={number!r}".encode(), digests.get(name, 0))
-    return digests
-
-
-def _number_of(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        is_known = value.dtype.is_floating_point or value.dtype.is_complex or value.dtype in (torch.int64, torch.int32)
-        return value.item() if value.is_cpu and not value.dim() and is_known else None
-    return value if isinstance(value, (bool, int, float, complex)) else None
 
 
 def refuse_on_mesh(state: SaveState, topology: Topology) -> None:
@@ -232,25 +221,46 @@ def _shared_files(
         leaves = list(iter_tensors(tree))
         return [replace(_planned(key, tree, state, topology, leaves), part=part, contents=xser.normalise)]
     references, tensors = xser.split(tree)
-    leaves = list(iter_tensors(tree))
-    experts = {tid for tid, (path, _) in enumerate(leaves) if state.tensors[path].expert}
-    if topology.ep > 1 and not experts:
-        # A dict of plain tensors, or attributes that a device move dropped: any tensor may be an expert's, of which
-        # each ep rank has its own. Writing one too often costs space, leaving one out would lose it.
-        experts = set(range(len(leaves)))
-    share = [
-        tid
-        for tid, (path, _) in enumerate(leaves)
-        if (tid in experts or not experts_only) and state.tensors[path].name not in skipped
-    ]
-    owners = xser.balance([_nbytes(leaves[tid][1]) for tid in share], len(group))
-    mine = [tid for tid, owner in zip(share, owners, strict=True) if group[owner] == topology.rank]
+    leaves, experts = list(iter_tensors(tree)), _experts(state, topology)
+    owners = _owners(state, use_xser, group, topology, skipped, experts_only)
+    mine = [tid for tid, owner in owners.items() if owner == topology.rank]
     files = [_planned(names.tensor_file(key, tid), leaves[tid][1], state, topology, [leaves[tid]]) for tid in mine]
     if topology.rank == group[0]:
         info = xser.info(tensors, experts)
         files.append(PlannedFile(key, image_of(references), contents=xser.references_of))
         files.append(PlannedFile(names.info_file(key), image_of(info)))
     return [replace(planned, part=part) for planned in files]
+
+
+def _experts(state: State, topology: Topology) -> set[int]:
+    """Return the numbers of the tensors of a part of which each ep rank has its own."""
+    leaves = list(iter_tensors(state.tree))
+    experts = {tid for tid, (path, _) in enumerate(leaves) if state.tensors[path].expert}
+    # Without any, in a dict of plain tensors, or after attributes were dropped by a device move, any tensor may be an
+    # expert's. Writing one too often costs space, leaving one out would lose it.
+    return experts if experts or topology.ep == 1 else set(range(len(leaves)))
+
+
+def _owners(
+    state: State,
+    use_xser: bool,
+    group: list[int],
+    topology: Topology,
+    skipped: Collection[str],
+    experts_only: bool,
+) -> dict[int, int]:
+    """Return the rank of the ``group`` that writes each tensor of a part, by its number; see `_shared_files`."""
+    leaves = list(iter_tensors(state.tree))
+    if not use_xser:
+        return dict.fromkeys(range(len(leaves)), group[0])
+    experts = _experts(state, topology)
+    share = [
+        tid
+        for tid, (path, _) in enumerate(leaves)
+        if (tid in experts or not experts_only) and state.tensors[path].name not in skipped
+    ]
+    owners = xser.balance([_nbytes(leaves[tid][1]) for tid in share], len(group))
+    return {tid: group[owner] for tid, owner in zip(share, owners, strict=True)}
 
 
 def _planned(

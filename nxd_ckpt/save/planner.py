@@ -7,23 +7,28 @@ the pickle that holds them is made later, by the thread that writes it.
 
 from __future__ import annotations
 
+import copy
 import pickle
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from nxd_ckpt.core.mesh import MeshGroup
+from nxd_ckpt.core.names import SCHEDULER
 from nxd_ckpt.core.topology import Topology
 from nxd_ckpt.formats.image import Image
 from nxd_ckpt.formats.strides import stride_of
 from nxd_ckpt.formats.tensors import Assembly, iter_tensors, map_tensors
+from nxd_ckpt.formats.torch_zip_writer import ZipImage, image_of
 from nxd_ckpt.live.parameters import form_of
 from nxd_ckpt.live.save_state import SaveState
-from nxd_ckpt.save.plan import SavePlan, numbers_of, plan_objects, plan_save, states_of
+from nxd_ckpt.live.state_names import leaf_name
+from nxd_ckpt.save.plan import SavePlan, plan_objects, plan_save
 from nxd_ckpt.save.planned_file import PlannedFile
+from nxd_ckpt.save.replicas import Copy, Replicas, Values
 
 _VALUES = frozenset({int, float, bool, str, bytes, complex, type(None), torch.dtype, torch.device, torch.Size})
 """Types whose values cannot change."""
@@ -119,10 +124,25 @@ class Planner:
         self._cached: _CachedPlan | None = None
         self.groups: Sequence[MeshGroup] | None = None
         """Groups of a mesh job, once its ranks have agreed on them."""
+        self._known: set[str] = set()
+        """Names of what each rank saves for itself."""
+        self._last: _Compared | None = None
+        self._staged: tuple[Any, ZipImage] | None = None
 
     def plan(self, state: SaveState) -> SavePlan:
         """Plan a save of ``state``; see `plan_save`."""
-        structures = {part: structure_of(values.tree) for part, values in state.trees().items()}
+        trees = {part: own.tree for part, own in state.trees().items()}
+        structures = {part: structure_of(tree) for part, tree in trees.items()}
+        plan = self._plan(state, structures)
+        if self._topology.world_size == 1:
+            return plan
+        if state.scheduler is not None:
+            trees["scheduler"], structures["scheduler"] = state.scheduler, structure_of(state.scheduler)
+        if state.is_of_rank:
+            self._known |= {each.name for each in plan.copies}
+        return self._with_replicas(plan, trees, structures, state.optimizer_names)
+
+    def _plan(self, state: SaveState, structures: Mapping[str, Structure | None]) -> SavePlan:
         complete = {part: structure for part, structure in structures.items() if structure is not None}
         if complete != structures:
             self._cached = None
@@ -133,6 +153,76 @@ class Planner:
             self._cached = _cache(plan, likeness, complete)
             return plan
         return self._cached.holding(state, complete, self._topology)
+
+    def _with_replicas(
+        self,
+        plan: SavePlan,
+        trees: Mapping[str, Any],
+        structures: Mapping[str, Structure | None],
+        parameters: Sequence[str] | None,
+    ) -> SavePlan:
+        """Return the plan with what this rank and others hold alike."""
+        rank = self._topology.rank
+        tensors = {
+            part: structure.tensors if structure is not None else [leaf for _, leaf in iter_tensors(trees[part], _LIVE)]
+            for part, structure in structures.items()
+        }
+        of_scheduler = tuple(_copies_of_scheduler(trees.get("scheduler"), plan))
+        copies = (*plan.copies, *of_scheduler) if of_scheduler else plan.copies
+        last = self._last
+        # Of a cached plan they are the same object, which saves a walk through all of them.
+        if last is None or (last.copies is not copies and last.copies != copies) or last.known != len(self._known):
+            compared = [each for each in copies if each.writes != rank and each.name not in self._known]
+            last = _Compared(copies, compared, len(self._known))
+        self._last = last._replace(copies=copies, times=last.times + 1)
+        values = [
+            _values_of(part, plan.writers[part], tree, structures[part], parameters, self._known)
+            for part, tree in trees.items()
+            if part in plan.writers
+        ]
+        replicas = Replicas(rank, copies, last.compared, tensors, values, self._known, last.times < _WHOLE_SAVES)
+        own, (staged, _) = replicas.own, replicas.to_stage
+        objects = (*plan.objects, *([own.file(rank, 0)] if own else []))
+        if not staged:
+            return replace(plan, objects=objects, replicas=replicas)
+        form = [(tensor.dtype, tensor.shape) for tensor in staged]
+        if self._staged is None or self._staged[0] != form:
+            self._staged = form, image_of([Assembly(*form_of(tensor), ()) for tensor in staged]).holding(())
+        image = self._staged[1].holding(staged)
+        return replace(plan, objects=objects, replicas=replicas, staged=PlannedFile("", image))
+
+
+class _Compared(NamedTuple):
+    """The copies of the last save, those that this rank compares, with so many names known, and such saves in a row."""
+
+    copies: Sequence[Copy]
+    compared: Sequence[Copy]
+    known: int
+    times: int = 0
+
+
+_LIVE = torch.Tensor
+_WHOLE_SAVES = 2
+"""Saves of a structure that compare all of each copy."""
+
+
+def _copies_of_scheduler(tree: Any, plan: SavePlan) -> Iterator[Copy]:
+    file = next((number for number, planned in enumerate(plan.files) if planned.key == SCHEDULER), None)
+    stored = {} if file is None else {id(leaf): at for at, leaf in enumerate(plan.files[file].image.tensors)}
+    for number, (path, leaf) in enumerate(() if tree is None else iter_tensors(tree, _LIVE)):
+        place = (file, stored[id(leaf)]) if file is not None else None
+        yield Copy("scheduler", number, leaf_name("scheduler", path, None), 0, "scheduler", place)
+
+
+def _values_of(
+    part: str, writes: int, tree: Any, structure: Structure | None, parameters: Sequence[str] | None, known: set[str]
+) -> Values:
+    values = Values(part, writes, tree, parameters, None if structure is None else structure.values, known)
+    if structure is None:  # some of them could change before the save ends
+        kept = {name: (path, copy.deepcopy(value)) for name, (path, value) in values.by_name.items()}
+        vars(values)["by_name"] = kept
+        _ = values.digest
+    return values
 
 
 @dataclass(frozen=True)
@@ -158,8 +248,6 @@ class _CachedPlan:
             shared=tuple(files),
             objects=plan_objects(state, topology),
             parts=state.parts(self.plan.parts.master_weights),
-            numbers={} if self.plan.groups is None else numbers_of(state),
-            states=states_of(state),
         )
 
 

@@ -246,6 +246,11 @@ class FileWriter:
         files = {written.planned.key: written.entry for written in self._in_order()}
         return RankIndex(at, files, tuple(tensors), plan.parameters, plan.optimizer_names, plan.mesh)
 
+    def blocks(self, place: tuple[int, int]) -> list[int]:
+        """Return the CRC-32s of the blocks of a storage that was written: of a file, by their numbers."""
+        file, storage = place
+        return self._written[file].blocks[storage]
+
     def chunks(self) -> tuple[DcpChunk, ...]:
         """Return the metadata of a torch DCP directory for everything written, in the order of the state dict."""
         placed = (chunk for written in self._in_order() for chunk in written.planned.placed_chunks())

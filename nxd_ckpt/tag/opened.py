@@ -17,7 +17,15 @@ from nxd_ckpt.core.manifest import Manifest, Parts, RankIndex, load_index
 from nxd_ckpt.core.parsing import as_written
 from nxd_ckpt.core.suggestions import first_of
 from nxd_ckpt.core.topology import Coordinates, Topology
-from nxd_ckpt.errors import CorruptCheckpoint, DigestMismatch, MalformedFile, PartLost, PartNotFound, TagReplaced
+from nxd_ckpt.errors import (
+    CorruptCheckpoint,
+    DigestMismatch,
+    IncompatibleState,
+    MalformedFile,
+    PartLost,
+    PartNotFound,
+    TagReplaced,
+)
 from nxd_ckpt.formats import crc32
 from nxd_ckpt.formats.tensors import Assembly, TensorStub, allocated, iter_tensors
 from nxd_ckpt.storage.base import Storage
@@ -28,6 +36,7 @@ from nxd_ckpt.tag.nxd_tag import TagLayout, layout_of
 from nxd_ckpt.tag.order import file_of_ours, is_written_over, manifest_of
 from nxd_ckpt.tag.range_reader import in_parallel
 from nxd_ckpt.tag.reading import Leaf, LeafReader
+from nxd_ckpt.tag.state_dicts import checked_rank_state
 from nxd_ckpt.tag.verification import (
     Entries,
     WrittenFiles,
@@ -279,6 +288,31 @@ class OpenTag:
         """Return the content that the global ``rank`` saved for itself. Raises PartNotFound if there is none."""
         with self._parsing(names.rank_content_file(rank), self.topology.coordinates_of(rank)):
             return self._layout.files.object(names.rank_content_file(rank))
+
+    def refuse_per_rank(self, *parts: str) -> None:
+        """Raise IncompatibleState if ranks saved their own values of some of these ``parts``, "model" or "optim".
+
+        Nothing tells which of them another job is to take.
+        """
+        per_rank = () if self.manifest is None else self.manifest.per_rank
+        own = [name for name in per_rank if name.partition("/")[0] in parts]
+        if own:
+            raise IncompatibleState(
+                f"{self.where}: {first_of(own)} differed between the ranks that saved it, and each rank's own was "
+                "saved: nothing tells whose to convert. Resume on the same ranks, make them equal there, and save again"
+            )
+
+    def rank_state(self, rank: int) -> list[dict[str, Any]]:
+        """Return what the global ``rank`` saved for itself, as save.replicas.Own, with a TensorStub for each tensor."""
+        at = self.topology.coordinates_of(rank)
+        index = self.index(at)
+        files = [file for file in index.files if file.startswith(f"{names.RANK_STATE_DIR}/")]
+        states = []
+        for file in files:
+            with self._parsing(file, at):
+                states.append(checked_rank_state(self._layout.files.tree(file), f"{self.where}/{file}"))
+        self._entries |= {(entry.file, entry.offset): entry for entry in index.tensors if entry.file in files}
+        return states
 
     def index(self, at: Coordinates) -> RankIndex:
         """Return the index of the rank at these coordinates, verified against the manifest. Only for our tags."""

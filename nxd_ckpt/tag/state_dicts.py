@@ -83,6 +83,21 @@ def checked_optimizer(tree: Any, where: str) -> dict[str, Any]:
     return cast("dict[str, Any]", tree)
 
 
+def checked_rank_state(tree: Any, where: str) -> dict[str, Any]:
+    """Return ``tree`` if it has the form of what a rank saves for itself. Raises MalformedFile, naming ``where``."""
+    _names(tree, f"{where}: expected a rank's own state")
+    for key in ("leaves", "paths", "meshes"):
+        _names(tree.get(key), f"{where}: {key}")
+    for key in ("absent", "lost"):
+        listed = tree.get(key)
+        if not isinstance(listed, (list, tuple)) or not all(isinstance(name, str) for name in listed):
+            raise MalformedFile(f"{where}: {key} must be names, found {shown(listed)}")
+    for name, path in tree["paths"].items():
+        if not isinstance(path, (list, tuple)) or not all(isinstance(key, (int, str)) for key in path):
+            raise MalformedFile(f"{where}: the path of {shown(name)} must be keys, found {shown(path)}")
+    return cast("dict[str, Any]", tree)
+
+
 def refuse_numbers(tree: Mapping[str, Any], names: Sequence[str] | None, where: str) -> None:
     """Raise MalformedFile for a number or text in place of a moment or of master weights in the state dict ``tree``.
 

@@ -199,6 +199,7 @@ class StorageReader(TorchStorageReader):
             place = locate_input(self._path, self._options)
             directory = _open_directory(place)
             opened, names = directory or (open_source(place), None)
+            opened.refuse_per_rank("model", "optim")
             with opened.guarded():
                 tag = WholeTag(opened, partitions=self._partitions, saved_param_names=self._saved_names)
                 self._opened = opened, _States(tag, self._names(opened.dcp_names or names or self.usual))

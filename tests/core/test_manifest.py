@@ -89,7 +89,7 @@ def test_a_manifest_is_known_by_its_digest() -> None:
         is_manifest(data[:position] + bytes([data[position] ^ 1]) + data[position + 1 :])
         for position in range(len(data))
     )
-    later = sealed({**json.loads(data), "format_version": 5})
+    later = sealed({**json.loads(data), "format_version": 6})
     assert [False, False] == [is_manifest(dump_index(INDEX)), is_manifest(later)]
 
 
@@ -127,8 +127,8 @@ def test_a_newer_format_says_so() -> None:
     document = {**json.loads(dump_index(INDEX)), "format_version": 3}
     with pytest.raises(MalformedFile, match="format_version 3, this nxd_ckpt reads 1, 2;"):
         load_index(json.dumps(document).encode(), "index")
-    with pytest.raises(MalformedFile, match="format_version 5, this nxd_ckpt reads 1, 2, 3, 4;"):
-        load_manifest(sealed({**json.loads(dump_manifest(MANIFEST)), "format_version": 5}), "manifest.json")
+    with pytest.raises(MalformedFile, match="format_version 6, this nxd_ckpt reads 1, 2, 3, 4, 5;"):
+        load_manifest(sealed({**json.loads(dump_manifest(MANIFEST)), "format_version": 6}), "manifest.json")
 
 
 JUNK: st.SearchStrategy[Any] = st.sampled_from([None, True, -1, 1.5, "x", [], {}, [-1], [[0]], {"x": 1}, 2**70])

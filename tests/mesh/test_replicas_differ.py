@@ -1,4 +1,4 @@
-"""Replicas that are not alike are named once, by the first save."""
+"""Replicas that are not alike are named once, and keep their values."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def warnings_of(rank: int, directory: Path, what: str) -> list[str]:
         ("large parameter", "model/table.weight"),
         ("hsdp, shard", "model/linear.bias"),
         ("hsdp, nothing", None),
-        ("rate", "optimizer/param_groups/0/lr"),
+        ("rate", "optim/param_groups/0/lr"),
         ("nothing", None),
         ("fsdp, nothing", None),
     ],
@@ -92,17 +92,18 @@ def test_what_differs_is_named_once(gloo_ranks: RankPool, tmp_path: Path, what: 
     if name is None:
         assert [[]] * 4 == [first, *others]
     else:
+        text = f"ranks 0 and 2 count as replicas, and differ in {name}"
         message, checked = first
-        assert [[f"check: on rank 0: {message}"]] * 3 == others
-        assert f"check: {message}" == checked
-        assert f"ranks 0 and 2 count as replicas, and differ in {name}: " in message
-        assert "rank_content=" in message
+        assert f"{text}. From now on each rank's own are saved" in message
+        assert checked.startswith(f"check: {text}: ")
+        assert [[checked.replace("check: ", "check: on rank 0: ")]] * 3 == others
 
 
-def test_one_number_of_many_is_found_by_a_check(gloo_ranks: RankPool, tmp_path: Path) -> None:
-    """A save takes samples of a large tensor, so it may not see it."""
-    (message,), *_ = gloo_ranks.run(warnings_of, tmp_path, "one number")
-    assert message.startswith("check: ranks 0 and 2 count as replicas, and differ in model/table.weight: ")
+def test_one_number_of_many_is_found(gloo_ranks: RankPool, tmp_path: Path) -> None:
+    """The first saves compare all of a large tensor; a check always does."""
+    (said, checked), *_ = gloo_ranks.run(warnings_of, tmp_path, "one number")
+    assert "ranks 0 and 2 count as replicas, and differ in model/table.weight. " in said
+    assert checked.startswith("check: ranks 0 and 2 count as replicas, and differ in model/table.weight: ")
 
 
 def test_a_rank_without_others_cannot_check(tmp_path: Path) -> None:

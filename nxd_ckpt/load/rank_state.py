@@ -1,0 +1,118 @@
+"""What each rank saved for itself, because its values differed from those that another rank wrote for all."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from nxd_ckpt.core.suggestions import first_of
+from nxd_ckpt.core.topology import Topology
+from nxd_ckpt.errors import IncompatibleState
+from nxd_ckpt.formats.tensors import Path, iter_tensors
+from nxd_ckpt.live.dtensor import Placed, described_layout
+from nxd_ckpt.live.parameters import form_of, is_tensor
+from nxd_ckpt.live.state_names import PARAM_GROUPS, leaf_name, replaced, values_in
+from nxd_ckpt.load.filters import Filter
+from nxd_ckpt.tag.opened import OpenTag
+
+PREFIXES = {"model": "model/", "optimizer": "optim/", "scheduler": "scheduler/"}
+"""Beginning of the names of what is in each part."""
+
+
+@dataclass(frozen=True)
+class RankState:
+    """This rank's own values, by name; see save.replicas.Own."""
+
+    where: str = ""
+    leaves: Mapping[str, Any] = field(default_factory=dict)
+    paths: Mapping[str, Sequence[Any]] = field(default_factory=dict)
+    meshes: Mapping[str, str] = field(default_factory=dict)
+    absent: Sequence[str] = ()
+
+    def put_into(
+        self, part: str, tree: Any, parameters: Sequence[str] | None, placed: Mapping[Path, Placed] | None = None
+    ) -> Any:
+        """Return the ``tree`` of a part with this rank's own values.
+
+        Raises IncompatibleState for a tensor of another form, or ``placed`` on another mesh.
+        """
+        prefix = PREFIXES[part]
+        own = {name: leaf for name, leaf in self.leaves.items() if name.startswith(prefix)}
+        absent = [name for name in self.absent if name.startswith(prefix)]
+        if not own and not absent:
+            return tree
+        at = {leaf_name(part, path, parameters): path for path, _ in iter_tensors(tree)}
+        tensors = dict(iter_tensors(tree))
+        at |= {name: path for name, path, _ in values_in(part, tree, parameters)}
+        values: dict[Path, Any] = {}
+        for name, leaf in own.items():
+            path = at.get(name, tuple(self.paths.get(name, ())))
+            if path in tensors and is_tensor(leaf):
+                self._check(name, leaf, tensors[path], (placed or {}).get(path))
+            if path:
+                values[path] = leaf
+        return replaced(tree, values, [at[name] for name in absent if name in at])
+
+    def _check(self, name: str, own: Any, leaf: Any, placed: Placed | None) -> None:
+        mesh = None if placed is None else described_layout(placed.layout)
+        if self.meshes.get(name) != mesh or form_of(own) != form_of(leaf):
+            raise IncompatibleState(
+                f"{self.where}: {name} differed between the ranks that saved it, and each rank's own was saved, here "
+                f"as {form_of(own)}; the live one is {form_of(leaf)}, or lies on another mesh. {_advice(name)}"
+            )
+
+
+def _advice(name: str) -> str:
+    return (
+        "Load on the ranks and meshes that it was saved on, or leave it out with "
+        f"ignore_keys=[{_filtered_name(name)!r}]"
+    )
+
+
+def _filtered_name(name: str) -> str:
+    """Return the name that filters know for a value of this name."""
+    part, *rest = name.split("/")
+    if part == "optim":
+        return PARAM_GROUPS if rest[0] == "param_groups" else "/".join((part, *rest[:2]))
+    return part if part == "scheduler" else "/".join((part, *rest[:1]))
+
+
+def rank_state(opened: OpenTag, topology: Topology, filtered: Filter, parts: Sequence[str]) -> RankState:
+    """Return this rank's own values of the ``parts`` to load.
+
+    Raises IncompatibleState on other sizes, and for what the save could not keep.
+    """
+    per_rank = () if opened.manifest is None else opened.manifest.per_rank
+    wanted = tuple(PREFIXES[part] for part in parts)
+    names = [name for name in per_rank if name.startswith(wanted) and not _ignores(filtered, name)]
+    if not names:
+        return RankState()
+    saved = opened.topology
+    if saved.sizes != topology.sizes or saved.coordinates_of(topology.rank) != topology.coordinates:
+        raise IncompatibleState(
+            f"{opened.where}: {first_of(names)} differed between the ranks that saved it ({saved.describe()}), and "
+            f"each rank's own was saved; this is another job ({topology.describe()}), and nothing tells whose "
+            f"it takes. {_advice(names[0])}"
+        )
+    leaves: dict[str, Any] = {}
+    paths: dict[str, Sequence[Any]] = {}
+    meshes: dict[str, str] = {}
+    absent: list[str] = []
+    for own in opened.rank_state(topology.rank):
+        lost = [name for name in own["lost"] if name in names]
+        if lost:
+            raise IncompatibleState(
+                f"{opened.where}: this rank's own values of {first_of(lost)} were noticed when they had changed "
+                "already, and are not in this tag. Load another one, or leave them out with ignore_keys="
+            )
+        leaves |= {name: leaf for name, leaf in own["leaves"].items() if name in names}
+        paths |= own["paths"]
+        meshes |= own["meshes"]
+        absent += [name for name in own["absent"] if name in names]
+    return RankState(opened.where, leaves, paths, meshes, absent)
+
+
+def _ignores(filtered: Filter, name: str) -> bool:
+    """Return whether a value of this name is left out of the load."""
+    return filtered.ignores(_filtered_name(name))

@@ -1,0 +1,366 @@
+"""Replication as a claim that every save checks: what several ranks hold, and one of them writes for all.
+
+Each rank votes a digest of everything that it holds in common with others (core.votes.Claim). If a digest is not that
+of the rank that writes, rank 0 appeals: who wrote tells its digests one by one, the others compare, and save what
+differs for themselves, in a file of their own. From then on all ranks know these names, and save them so at once.
+
+Who writes knows its digests: they are in its index. The others stage what they hold, as if they wrote it: small tensors
+and, in the first two saves of a structure, all; later samples of large ones. So an appeal finds it in memory.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from io import BytesIO
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from nxd_ckpt.core import names
+from nxd_ckpt.core.votes import SAMPLES, WHOLE, Claim
+from nxd_ckpt.formats.crc32 import block_crcs, crc32
+from nxd_ckpt.formats.tensors import Path, byte_view
+from nxd_ckpt.formats.torch_zip_writer import image_of
+from nxd_ckpt.live.parameters import form_of
+from nxd_ckpt.live.state_names import values_in
+from nxd_ckpt.save.planned_file import NamedTensor, PlannedFile
+from nxd_ckpt.save.waves import Wave
+
+_LARGE = 2**20
+"""Bytes from which on samples of a tensor are compared."""
+
+_SAMPLE = 2**12
+"""Bytes of each of the three samples of a large tensor."""
+
+_PREFIX = {"model": "model/", "optimizer": "optim/", "scheduler": "scheduler/"}
+"""Beginning of the names of what is in each part."""
+
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+
+class Copy(NamedTuple):
+    """A tensor that several ranks hold.
+
+    It is the tensor ``number`` of the tree of a ``part``; the rank ``writes`` writes it for all that hold the same of
+    ``what``. ``place`` is the number of a planned file and of a storage, if this rank writes it. ``mesh`` describes the
+    placement of a DTensor.
+    """
+
+    part: str
+    number: int
+    name: str
+    writes: int
+    what: str
+    place: tuple[int, int] | None = None
+    mesh: str | None = None
+
+    def claim(self, how: str) -> str:
+        return Claim(self.writes, self.what, how).key
+
+
+@dataclass(frozen=True)
+class Values:
+    """Everything in the tree of a ``part`` that is no tensor. ``tree`` must not change any more.
+
+    ``pickled`` tells all of it, None if that is not known; ``known`` are names of what ranks save for themselves.
+    """
+
+    part: str
+    writes: int
+    tree: Any = field(repr=False)
+    parameters: Sequence[str] | None
+    pickled: bytes | None
+    known: set[str]
+
+    @property
+    def claim(self) -> str:
+        return Claim(self.writes, f"{self.part} values", WHOLE).key
+
+    @cached_property
+    def by_name(self) -> dict[str, tuple[Path, Any]]:
+        return {name: (path, value) for name, path, value in values_in(self.part, self.tree, self.parameters)}
+
+    @cached_property
+    def digests(self) -> dict[str, int]:
+        """Digest of each value, by name, except the ``known``."""
+        values = ((name, value) for name, (_, value) in self.by_name.items() if name not in self.known)
+        return {name: digest_of_value(value) for name, value in values}
+
+    @cached_property
+    def digest(self) -> int:
+        """Digest of all of them."""
+        if self.pickled is not None and not self.known:
+            return crc32(self.pickled)
+        return crc32(repr(sorted(self.digests.items())).encode())
+
+
+def digest_of_value(value: Any) -> int:
+    """Return a digest that is equal for equal plain data."""
+    return crc32(repr(_plain(value)).encode("utf-8", "surrogatepass"))
+
+
+def _plain(value: Any) -> Any:
+    """Return the value in a form whose text tells all of it, and nothing else."""
+    if isinstance(value, dict):
+        return type(value).__name__, [(_plain(key), _plain(child)) for key, child in value.items()]
+    if isinstance(value, (list, tuple)):
+        return type(value).__name__, list(map(_plain, value))
+    if isinstance(value, (set, frozenset)):
+        return type(value).__name__, sorted(map(repr, map(_plain, value)))
+    if isinstance(value, BytesIO):
+        return value.tell(), crc32(value.getbuffer())
+    if isinstance(value, (np.ndarray, np.generic)):
+        return str(value.dtype), value.shape, crc32(np.ascontiguousarray(value).tobytes())
+    if isinstance(value, (bytes, bytearray)):
+        return type(value).__name__, crc32(value)
+    if isinstance(value, (bool, int, float, complex, str, type(None))):
+        return value
+    try:
+        return pickle.dumps(value)
+    except Exception:
+        return repr(value)
+
+
+@dataclass(frozen=True)
+class Own:
+    """What a rank saves for itself: ``leaves`` by name, those that are ``absent`` here, and those that were ``lost``.
+
+    ``paths`` are those of leaves that are no tensors, ``meshes`` the placements of DTensors.
+    """
+
+    leaves: dict[str, Any] = field(default_factory=dict)
+    paths: dict[str, list[Any]] = field(default_factory=dict)
+    meshes: dict[str, str] = field(default_factory=dict)
+    absent: list[str] = field(default_factory=list)
+    lost: list[str] = field(default_factory=list)
+
+    def __bool__(self) -> bool:
+        return bool(self.leaves or self.absent or self.lost)
+
+    @property
+    def names(self) -> list[str]:
+        return sorted({*self.leaves, *self.absent, *self.lost})
+
+    def keep(self, copy: Copy, tensor: torch.Tensor | None) -> None:
+        """Keep a tensor; None if it is gone."""
+        if tensor is None:
+            self.lost.append(copy.name)
+            return
+        self.leaves[copy.name] = tensor
+        if copy.mesh is not None:
+            self.meshes[copy.name] = copy.mesh
+
+    def keep_values(self, values: Values, names: Iterable[str]) -> None:
+        """Keep the values of these names, also that some are not there."""
+        for name in names:
+            if name in values.by_name:
+                path, value = values.by_name[name]
+                self.leaves[name], self.paths[name] = value, list(path)
+            else:
+                self.absent.append(name)
+
+    def file(self, rank: int, number: int) -> PlannedFile:
+        """Return the file to write; ``number`` is that of names.rank_state_file."""
+        image = image_of(vars(self))
+        storage_of = {id(tensor): number for number, tensor in enumerate(image.tensors)}
+        tensors = [
+            NamedTensor(f"{names.RANK_STATE_DIR}/{name}", storage_of[id(leaf)], *form_of(leaf), None)
+            for name, leaf in self.leaves.items()
+            if isinstance(leaf, torch.Tensor)
+        ]
+        return PlannedFile(names.rank_state_file(rank, number), image, tuple(tensors))
+
+
+@dataclass
+class Replicas:
+    """What a rank and others hold alike, in one save.
+
+    Attributes:
+        rank: this rank.
+        compared: those of the copies that this rank does not write, and compares.
+        copies: tensors of which another rank has a copy, also those that this rank writes.
+        tensors: of each part, by number.
+        values: the other values of each part.
+        known: names of what ranks save for themselves. A job has one set of them, which grows.
+        whole: compare all of each tensor.
+        stays: the state is not changed before the save ends.
+    """
+
+    rank: int
+    copies: Sequence[Copy]
+    compared: Sequence[Copy]
+    tensors: Mapping[str, Sequence[torch.Tensor]]
+    values: Sequence[Values]
+    known: set[str]
+    whole: bool
+    stays: bool = False
+    _staged: dict[int, torch.Tensor] = field(default_factory=dict)
+    _blocks: dict[int, list[int]] = field(default_factory=dict)
+    _samples: dict[tuple[int, int], list[bytearray]] = field(default_factory=dict)
+
+    @cached_property
+    def own(self) -> Own:
+        """What was known before this save to be this rank's own."""
+        own = Own()
+        for copy in self.copies if self.known else ():
+            if copy.name in self.known and copy.writes != self.rank:
+                own.keep(copy, self.tensors[copy.part][copy.number])
+        for values in self.values if self.known else ():
+            if values.writes != self.rank:
+                parts = [name for name in self.known if name.startswith(_PREFIX[values.part])]
+                own.keep_values(values, [name for name in parts if name not in self._names])
+        return own
+
+    @cached_property
+    def _names(self) -> set[str]:
+        return {copy.name for copy in self.copies}
+
+    @cached_property
+    def to_stage(self) -> tuple[list[torch.Tensor], list[tuple[int, int]]]:
+        """Tensors to stage, whole or samples, and for each storage its number in ``compared``, and of its sample."""
+        staged: list[torch.Tensor] = []
+        of: list[tuple[int, int]] = []
+        for number, copy in enumerate(self.compared):
+            tensor = self.tensors[copy.part][copy.number]
+            parts = [tensor] if self.whole or tensor.nbytes <= _LARGE else _samples_of(tensor)
+            staged += parts
+            of += [(number, sample) for sample in range(len(parts))]
+        return staged, of
+
+    def look(self, wave: Wave, views: Sequence[memoryview], files: Sequence[PlannedFile]) -> None:
+        """Take from a staged wave of ``files`` what is compared: one without a name is not written."""
+        sampled = self._sampled
+        sampled_files = {file for file, _ in sampled}
+        for span, view in zip(wave, views, strict=True):
+            image, is_staged = files[span.file].image, not files[span.file].key
+            if not is_staged and span.file not in sampled_files:
+                continue
+            for storage, first, last, at in span.tensors(image):
+                if is_staged:
+                    self._blocks.setdefault(storage, []).extend(block_crcs(view[at : at + last - first]))
+                    if not span.is_part:
+                        self._staged[storage] = _tensor_at(view[at : at + last - first], image.tensors[storage])
+                elif (span.file, storage) in sampled:
+                    spans = _sample_spans(image.storages[storage].nbytes)
+                    samples = self._samples.setdefault((span.file, storage), [bytearray() for _ in spans])
+                    for sample, (start, stop) in zip(samples, spans, strict=True):
+                        sample += view[at + max(start, first) - first : at + max(min(stop, last), first) - first]
+
+    def forget_staged(self) -> None:
+        """Forget staged tensors, whose memory is about to be used again."""
+        self._staged.clear()
+
+    @cached_property
+    def _sampled(self) -> set[tuple[int, int]]:
+        """Places of large tensors that this rank writes for others, which take samples of them."""
+        written = ((copy.place, self.tensors[copy.part][copy.number]) for copy in self.copies)
+        return {place for place, tensor in written if place and tensor.nbytes > _LARGE and _samples_of(tensor)}
+
+    def digests(self, blocks: Callable[[tuple[int, int]], Sequence[int]]) -> dict[str, dict[str, int]]:
+        """Return digests by claim and name. ``blocks`` gives those of a storage that this rank wrote."""
+        digests: dict[str, dict[str, int]] = {}
+        for copy in self.copies:
+            if copy.writes != self.rank or copy.name in self.known or copy.place is None:
+                continue
+            whole = _joint(blocks(copy.place))
+            digests.setdefault(copy.claim(WHOLE), {})[copy.name] = whole
+            nbytes = self.tensors[copy.part][copy.number].nbytes
+            samples = self._samples.get(copy.place)
+            if nbytes <= _LARGE:
+                digests.setdefault(copy.claim(SAMPLES), {})[copy.name] = whole
+            elif samples is not None:
+                digests.setdefault(copy.claim(SAMPLES), {})[copy.name] = _joint([crc32(sample) for sample in samples])
+        by_copy: dict[int, list[int]] = {}
+        for storage, (number, _) in enumerate(self.to_stage[1]):
+            by_copy.setdefault(number, []).append(storage)
+        how = WHOLE if self.whole else SAMPLES
+        for number, storages in by_copy.items():
+            copy = self.compared[number]
+            crcs = [crc for storage in storages for crc in self._blocks.get(storage, [])]
+            digests.setdefault(copy.claim(how), {})[copy.name] = _joint(crcs)
+        return digests
+
+    def digests_of_live(self) -> dict[str, dict[str, int]]:
+        """Return digests of all of it by claim and name, which reads all tensors now."""
+        digests: dict[str, dict[str, int]] = {values.claim: values.digests for values in self.values}
+        for copy in self.copies:
+            tensor = self.tensors[copy.part][copy.number].detach().cpu().contiguous()
+            digests.setdefault(copy.claim(WHOLE), {})[copy.name] = crc32(byte_view(tensor)) if tensor.numel() else 0
+        return digests
+
+    def summary(self, blocks: Callable[[tuple[int, int]], Sequence[int]]) -> dict[str, int]:
+        """Return the digest of each claim, for the vote."""
+        claims = {key: crc32(repr(sorted(own.items())).encode()) for key, own in self.digests(blocks).items()}
+        return claims | {values.claim: values.digest for values in self.values}
+
+    def published(
+        self, keys: Iterable[str], blocks: Callable[[tuple[int, int]], Sequence[int]]
+    ) -> dict[str, dict[str, int]]:
+        """Return the digests, by name, of those claims of ``keys`` for which this rank writes."""
+        mine = [key for key in keys if Claim.of(key).writes == self.rank]
+        if not mine:
+            return {}
+        every = self.digests(blocks) | {values.claim: values.digests for values in self.values}
+        return {key: every.get(key, {}) for key in mine}
+
+    def disputed(self, keys: Iterable[str]) -> dict[int, list[str]]:
+        """Return the claims of ``keys`` in which this rank holds copies of another's, by the rank that writes."""
+        how = WHOLE if self.whole else SAMPLES
+        own = {copy.claim(how) for copy in self.compared}
+        own |= {values.claim for values in self.values if values.writes != self.rank}
+        by_writer: dict[int, list[str]] = {}
+        for key in keys:
+            if key in own:
+                by_writer.setdefault(Claim.of(key).writes, []).append(key)
+        return by_writer
+
+    def differing(self, theirs: Mapping[str, Mapping[str, int]]) -> Own:
+        """Return what differs from ``theirs``: digests by claim and name."""
+        own = Own()
+        mine = self.digests(lambda place: [])
+        storage_of = {number: storage for storage, (number, _) in enumerate(self.to_stage[1])}
+        for number, copy in enumerate(self.compared):
+            key = copy.claim(WHOLE if self.whole else SAMPLES)
+            if key in theirs and mine.get(key, {}).get(copy.name) != theirs[key].get(copy.name):
+                own.keep(copy, self._held(number, copy, storage_of))
+        for values in self.values:
+            if values.claim in theirs:
+                others, here = theirs[values.claim], values.digests
+                own.keep_values(values, [name for name in {**here, **others} if here.get(name) != others.get(name)])
+        return own
+
+    def _held(self, number: int, copy: Copy, storage_of: Mapping[int, int]) -> torch.Tensor | None:
+        """Return the tensor as it was at the save; None if nothing has it any more."""
+        tensor = self.tensors[copy.part][copy.number]
+        if self.whole or tensor.nbytes <= _LARGE:
+            staged = self._staged.get(storage_of[number])
+            if staged is not None:
+                return staged
+        return tensor if self.stays else None
+
+
+def _joint(crcs: Sequence[int]) -> int:
+    """Return one digest for those of a tensor's blocks, or of its samples."""
+    return crcs[0] if len(crcs) == 1 else crc32(repr(list(crcs)).encode())
+
+
+def _tensor_at(view: memoryview, tensor: torch.Tensor) -> torch.Tensor:
+    return torch.frombuffer(view, dtype=tensor.dtype).view(tensor.shape) if len(view) else torch.empty_like(tensor)
+
+
+def _sample_spans(nbytes: int) -> list[tuple[int, int]]:
+    """Return the bytes (from, up to) of the samples of a large tensor."""
+    middle = nbytes // 2 // 16 * 16
+    return [(0, _SAMPLE), (middle, middle + _SAMPLE), (nbytes - _SAMPLE, nbytes)]
+
+
+def _samples_of(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """Return the beginning, middle and end of a large tensor; nothing of one on a device, or of no simple layout."""
+    if type(tensor) not in _PLAIN or not tensor.is_cpu or not tensor.is_contiguous():
+        return []
+    flat, size = tensor.detach().view(-1), tensor.element_size()
+    return [flat[start // size : stop // size] for start, stop in _sample_spans(tensor.nbytes)]

@@ -1,0 +1,289 @@
+"""What ranks hold alike is compared at every save; what differs comes back to the rank that had it."""
+
+from __future__ import annotations
+
+import io
+import logging
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+from nxd_ckpt import Checkpointer, Topology, open_checkpoint
+from nxd_ckpt.errors import CheckpointError
+from tests.support.rank_pool import RankPool
+
+pytestmark = [pytest.mark.plain, pytest.mark.once]
+
+KINDS: dict[str, Any] = {
+    "bytes": lambda n: bytes([n]),
+    "BytesIO": lambda n: io.BytesIO(bytes([n])),
+    "array": lambda n: np.arange(3) + n,
+    "number of an array": np.float32,
+    "set": lambda n: {n, n + 1, "a"},
+    "complex": lambda n: complex(0, n),
+    "None": lambda n: None if n else 0,
+    "text": str,
+    "tuple": lambda n: (n, ["x", float(n)]),
+    "dict": lambda n: {"of rank": n, **({"only": 1} if n == 1 else {})},
+}
+"""A value of each kind, for a number."""
+
+
+class Net(torch.nn.Module):
+    """A small and a large parameter, a buffer, and extra state of every kind."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.small = torch.nn.Parameter(torch.randn(5))
+        self.large = torch.nn.Parameter(torch.randn(600, 600))
+        self.register_buffer("seen", torch.zeros(2))
+        self.extra = {kind: make(0) for kind, make in KINDS.items()}
+
+    def get_extra_state(self) -> Any:
+        return self.extra
+
+    def set_extra_state(self, state: Any) -> None:
+        self.extra = state
+
+
+class Object:
+    """Anything with a state, for state=."""
+
+    def __init__(self) -> None:
+        self.state: dict[str, Any] = {"count": 0, "average": torch.zeros(3), "values": [0]}
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.state = state
+
+
+def _made() -> dict[str, Any]:
+    model = Net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
+    return {"model": model, "optimizer": optimizer, "scheduler": scheduler, "object": Object()}
+
+
+def _step(model: Net, optimizer: Any) -> None:
+    for one in model.parameters():
+        one.grad = torch.ones_like(one)
+    optimizer.step()
+
+
+def _differ(of: dict[str, Any], number: int) -> None:
+    """Give each object values of its own, for a ``number`` that is not 0."""
+    model, optimizer, scheduler, one = of.values()
+    with torch.no_grad():
+        for tensor in (model.small, model.large, model.seen):
+            tensor.add_(number)
+        for state in optimizer.state.values():
+            state["exp_avg"].add_(number)
+            state["step"] += number
+    optimizer.param_groups[0]["lr"] = optimizer.param_groups[0]["initial_lr"] = 0.1 + number
+    model.extra = {kind: make(number) for kind, make in KINDS.items()}
+    scheduler.base_lrs = [0.1 + number]
+    one.state = {"count": number, "average": torch.full((3,), float(number)), "values": [0] * (number + 1)}
+
+
+def _facts(of: dict[str, Any]) -> dict[str, str]:
+    """Everything that a load must give back, as text by name."""
+    model, optimizer, scheduler, one = of.values()
+    named = (*model.named_parameters(), *model.named_buffers())
+    texts = {name: repr(tensor.double().sum().item()) for name, tensor in named}
+    for name, value in model.extra.items():
+        texts[name] = _text(value)
+    for number, state in enumerate(optimizer.state.values()):
+        texts |= {f"{number}.{entry}": repr(value.double().sum().item()) for entry, value in state.items()}
+    groups = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+    states = {"scheduler": repr(scheduler.state_dict()), "object": repr(one.state_dict())}
+    return {**texts, "groups": repr(groups), **states}
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, set):
+        return repr(sorted(value, key=repr))
+    return repr(value.getvalue() if isinstance(value, io.BytesIO) else value)
+
+
+class _Kept(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__()
+        self.messages: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.messages.append(record.getMessage())
+
+
+def _saved(of: dict[str, Any]) -> dict[str, Any]:
+    model, optimizer, scheduler, one = of.values()
+    return {"model": model, "optimizer": optimizer, "scheduler": scheduler, "state": {"object": one}}
+
+
+def run(rank: int, directory: Path, first: int, how: dict[str, Any]) -> tuple[list[str], int]:
+    """What does not come back, where ranks differ from the save number ``first`` on; and the number of warnings."""
+    kept = _Kept()
+    logging.getLogger("nxd_ckpt").addHandler(kept)
+    live, problems = _made(), []
+    try:
+        with Checkpointer(directory) as checkpointer:
+            for step in range(first + 3):
+                _step(live["model"], live["optimizer"])
+                if step >= first:
+                    _differ(live, rank + step - first)
+                if step == 0 and first > 3:
+                    live["optimizer"].state.clear()
+                checkpointer.save(step, **_saved(live), **how)
+                if step >= first:
+                    facts = _facts(live)
+                    checkpointer.wait()
+                    other = _made()
+                    checkpointer.load(step, **_saved(other))
+                    actual = _facts(other)
+                    problems += [f"{step}: {name}" for name in facts if facts[name] != actual.get(name)]
+    finally:
+        logging.getLogger("nxd_ckpt").removeHandler(kept)
+    return problems, sum("count as replicas" in message for message in kept.messages)
+
+
+@pytest.mark.parametrize(
+    ("first", "how"),
+    [(0, {}), (1, {}), (3, {}), (4, {}), (1, {"async_save": True}), (3, {"use_xser": True})],
+    ids=str,
+)
+def test_what_differs_comes_back_to_its_rank(gloo_ranks: RankPool, tmp_path: Path, first: int, how: Any) -> None:
+    """Tensors and values of every kind, from any save on; one warning names them."""
+    answers = gloo_ranks.run(run, tmp_path, first, how)
+    assert [[]] * 4 == [problems for problems, _ in answers]
+    assert [1, 0, 0, 0] == [warnings for _, warnings in answers]
+
+
+def late(rank: int, directory: Path, asynchronous: bool) -> list[str]:
+    """What a load says of a large parameter that differs from the fourth save on."""
+    model = torch.nn.Linear(700, 700)
+    torch.nn.init.ones_(model.weight)
+    torch.nn.init.ones_(model.bias)
+    said = []
+    with Checkpointer(directory) as checkpointer:
+        for step in range(5):
+            if step == 3:
+                model.weight.data.add_(rank)
+            checkpointer.save(step, model, async_save=asynchronous)
+            checkpointer.wait()
+        for step in (2, 3, 4):
+            other = torch.nn.Linear(700, 700)
+            try:
+                checkpointer.load(step, other)
+                said.append(str(other.weight[0, 0].item()))
+            except CheckpointError as error:
+                said.append("refused" if "had changed already" in str(error) else str(error))
+    return said
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_large_tensor_that_differs_late_is_never_lost_unsaid(
+    gloo_ranks: RankPool, tmp_path: Path, asynchronous: bool
+) -> None:
+    """Samples notice it. An async save has no copy of it then: a load of that one tag says so; the next has it."""
+    third = [["4.0" if rank == 3 else f"{1 + rank}.0"] for rank in range(4)]
+    expected = [["1.0", *third[rank], *third[rank]] for rank in range(4)]
+    if asynchronous:
+        expected = [["1.0", "refused", *third[rank]] for rank in range(4)]
+    assert expected == gloo_ranks.run(late, tmp_path, asynchronous)
+
+
+def on_mesh(rank: int, directory: Path) -> list[bool]:
+    """Whether tensors on a part of a mesh come back, equal on all groups at the first save and different after it."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("ep", "fsdp"))
+    group, right = mesh.get_local_rank("ep"), []
+
+    def made(value: float) -> Any:
+        module = torch.nn.Module()
+        for name, placement in (("experts", Shard(1)), ("router", Replicate())):
+            whole = torch.full((4, 6), value)
+            module.register_parameter(name, torch.nn.Parameter(distribute_tensor(whole, mesh["fsdp"], [placement])))
+        module.norm = torch.nn.Parameter(distribute_tensor(torch.ones(4), mesh, [Replicate(), Replicate()]))
+        optimizer = torch.optim.AdamW(module.parameters(), lr=0.1)
+        return module, optimizer
+
+    live, optimizer = made(7.0)
+    with Checkpointer(directory) as checkpointer:
+        checkpointer.save(0, live, optimizer)
+        for step in (1, 2):
+            for one in live.parameters():
+                one.grad = one.detach() * 0 + 1.0
+            with torch.no_grad():
+                live.experts.to_local().add_(group + 1.0)
+                live.router.to_local().add_(group)
+            optimizer.step()
+            checkpointer.save(step, live, optimizer)
+            other, other_optimizer = made(0.0)
+            checkpointer.load(step, other, other_optimizer)
+            pairs = zip(live.parameters(), other.parameters(), strict=True)
+            right += [torch.equal(a.to_local(), b.to_local()) for a, b in pairs]
+            states = zip(optimizer.state.values(), other_optimizer.state.values(), strict=True)
+            right += [torch.equal(a["exp_avg"].to_local(), b["exp_avg"].to_local()) for a, b in states]
+    return right
+
+
+def test_tensors_on_a_part_of_a_mesh_come_back_to_their_group(gloo_ranks: RankPool, tmp_path: Path) -> None:
+    """Experts of each group, and a replicated tensor that groups have drifted apart in."""
+    assert [[True] * 12] * 4 == gloo_ranks.run(on_mesh, tmp_path)
+
+
+def elsewhere(rank: int, directory: Path) -> None:
+    model, optimizer, scheduler, one = (live := _made()).values()
+    _step(model, optimizer)
+    _differ(live, rank)
+    with Checkpointer(directory) as checkpointer:
+        checkpointer.save(1, model, optimizer, scheduler, state={"object": one})
+
+
+def test_other_sizes_are_refused_by_name(gloo_ranks: RankPool, tmp_path: Path) -> None:
+    """With what to leave out; the rest then loads."""
+    gloo_ranks.run(elsewhere, tmp_path)
+    live = _made()
+    with Checkpointer(tmp_path, topology=Topology()) as checkpointer:
+        with pytest.raises(CheckpointError, match=r"model/_extra_state.* and each rank's own was saved.*\(dp=1"):
+            checkpointer.load(1, **_saved(live))
+        with pytest.raises(CheckpointError, match=r"optim/large/exp_avg.* ignore_keys=\['optim/large/exp_avg'\]"):
+            checkpointer.load(1, live["model"], live["optimizer"], ignore_keys=["model/*", "scheduler"])
+        checkpointer.load(1, live["model"], ignore_keys=["model/large", "model/small", "model/seen", "model/_extra*"])
+    names = open_checkpoint(tmp_path, "step_1").manifest.per_rank  # type: ignore[union-attr]
+    assert "scheduler/objects/scheduler/base_lrs" in names
+    saved = torch.load(tmp_path / "step_1" / "model" / "dp_rank_00_tp_rank_00_pp_rank_00.pt", weights_only=False)
+    assert torch.allclose(Net().small, saved["small"] + 0.1, atol=0.01)  # readable as before: rank 0's, after one step
+
+
+def averaged(rank: int, directory: Path) -> list[str]:
+    """Warnings of two saves of a model of DTensors whose ranks agree."""
+    model = torch.nn.Linear(8, 8)
+    fully_shard(model, mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")))
+    optimizer = torch.optim.AdamW(model.parameters())
+    kept = _Kept()
+    logging.getLogger("nxd_ckpt").addHandler(kept)
+    with Checkpointer(directory) as checkpointer:
+        for step in range(3):
+            torch.manual_seed(step)
+            model(torch.randn(2, 8)).sum().backward()
+            optimizer.step()
+            checkpointer.save(step, model, optimizer)
+    logging.getLogger("nxd_ckpt").removeHandler(kept)
+    manifest = open_checkpoint(directory, "step_2").manifest
+    return [*kept.messages, *(manifest.per_rank if manifest is not None else ())]
+
+
+def test_what_is_alike_is_saved_once(gloo_ranks: RankPool, tmp_path: Path) -> None:
+    """Without a word, and without files of single ranks."""
+    assert [[]] * 4 == gloo_ranks.run(averaged, tmp_path)
+    assert not (tmp_path / "step_2" / "rank_state").exists()
+    assert dist.is_available()
