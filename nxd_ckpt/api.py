@@ -259,7 +259,7 @@ def close_checkpointers() -> None:
     """Finish saves in flight and release directories and staging memory; raise the first failure.
 
     Of every Checkpointer of this process, also of those that the caller made. Each may save again: then it takes its
-    directory anew.
+    directory again.
     """
     try:
         settle_unheld(lambda: None)

@@ -592,7 +592,7 @@ class Checkpointer:
             if self.topology.rank == 0:
                 clean_up(self._session, self._session.counter + 1)
             self._counter = self._session.counter  # a given run_id may be used again, its attempts may not
-            self._session.close()
+            self._session.close(clean=grace is None)
             self._session, self._has_saved = None, False
             if not self.has_unreported:
                 forget(self)

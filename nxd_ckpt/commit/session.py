@@ -22,12 +22,14 @@ from nxd_ckpt.coordination.lease import Heartbeat, Lease
 from nxd_ckpt.coordination.news import News
 from nxd_ckpt.coordination.paths import (
     CLAIMS,
+    LEASE,
     PLACE,
     PROBES,
     RUNS,
     STAGING,
     TRASH,
     VOTES,
+    rank_file,
     spare_file,
     spared_file,
     verdict_dir,
@@ -37,11 +39,12 @@ from nxd_ckpt.coordination.paths import (
 from nxd_ckpt.coordination.peers import new_channel
 from nxd_ckpt.coordination.waiting import Backoff
 from nxd_ckpt.core.limits import NOTE
+from nxd_ckpt.core.names import HIDDEN
 from nxd_ckpt.core.tags import TagInfo
 from nxd_ckpt.core.topology import Topology
 from nxd_ckpt.core.votes import Vote
 from nxd_ckpt.errors import DirectoryNotShared, InvalidArgument, MalformedFile, StorageError
-from nxd_ckpt.storage.base import DirEntry, PerHost, Reserving, Storage, is_mounted, without_syncs
+from nxd_ckpt.storage.base import DirEntry, PerHost, Reserving, Storage, drop_empty, is_mounted, without_syncs
 from nxd_ckpt.storage.system import HAS_LOCKS, flags, locked, try_lock, unlock
 from nxd_ckpt.storage.work_dir import default_work_dir
 from nxd_ckpt.tag.directory import tag_around
@@ -228,6 +231,23 @@ class Session:
             with suppress(OSError):
                 self.storage.remove(self._spares.pop())
 
+    def _leave(self) -> None:
+        """Remove the job's own directory if this is the last rank to leave, and nobody needs what is in it.
+
+        Others need this rank's vote no more, as it has the verdict. Only empty directories are removed: what another
+        job writes there at the same time stays, and it makes directories again that it misses.
+        """
+        storage, votes = self.storage, votes_dir(self.attempt(self.counter))
+        with suppress(OSError):
+            storage.remove(rank_file(self.attempt(self.counter), self.topology.rank, "vote"))
+            if not storage.is_file(LEASE) and not any(".vote" in entry.name for entry in storage.list(votes)):
+                storage.remove(votes)
+        with suppress(OSError, MalformedFile):
+            folders = [f"{HIDDEN}/{entry.name}" for entry in storage.list(HIDDEN) if entry.is_dir]
+            for folder in [*folders, HIDDEN]:
+                with suppress(OSError):
+                    drop_empty(storage, folder)
+
     @property
     def votes_here(self) -> bool:
         """True if votes are in this host's directory, not in another host's."""
@@ -270,8 +290,10 @@ class Session:
     def is_leaving(self) -> bool:
         return effects.monotonic() >= self.leaves_at
 
-    def close(self) -> None:
-        """Release the directory, after the last save was decided."""
+    def close(self, *, clean: bool = False) -> None:
+        """Release the directory, after the last save was decided; if it is ``clean``, leave nothing that is not needed.
+        """
+        clean = clean and not self.last_failed and not isinstance(self.storage, PerHost)
         if self.heartbeat is not None:
             self.heartbeat.stop()
         if self.lease is not None:
@@ -279,9 +301,14 @@ class Session:
                 self.storage = lease.directory_of(self.storage, self.lease)
             with suppress(OSError):  # another host may be away: that must not keep the lease
                 self.storage.remove(f"{PROBES}/{self.probe}")
+            if clean and self.storage.renames:
+                with suppress(OSError):  # while this job has the lease: the next one marks the directory again
+                    self.storage.remove(PLACE)
             with suppress(OSError):
                 lease.release(self.storage, self.lease)
         self.give_spares()
+        if clean:
+            self._leave()
         with suppress(OSError):
             self._give_host_back()
         self.news.close()

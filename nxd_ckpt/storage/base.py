@@ -402,7 +402,7 @@ def without_links(storage: Storage) -> Storage | None:
 
 @runtime_checkable
 class Emptying(Protocol):
-    """A storage without renames, where a directory may stay when the last file in it is gone."""
+    """A storage in which a directory stays when the last file in it is gone."""
 
     def drop_empty(self, key: str) -> None:
         """Remove a directory that nothing is in. Raises OSError, also if there is none."""

@@ -197,6 +197,9 @@ class LocalStorage(BaseStorage):
         else:
             _unlink(path)
 
+    def drop_empty(self, key: str) -> None:
+        os.rmdir(self._own(key) if key else self.url)
+
     def time(self, key: str) -> float:
         return stat_of(self._at(key), stat.S_IFREG, stat.S_IFDIR).st_mtime
 

@@ -210,7 +210,7 @@ def test_the_lines_that_programs_look_for(
     """NxD's log says when a save began, and when it was complete."""
     caplog.set_level(logging.INFO, "neuronx_distributed[0]")
     library.save_checkpoint(str(tmp_path), "step_1", torch.nn.Linear(2, 2), async_save=async_save)
-    library.finalize_checkpoint()
+    nxd_ckpt.close_checkpointers()
     method = "async" if async_save else "synced"
     lines = [record.getMessage() for record in caplog.records if record.name == "neuronx_distributed[0]"]
     assert [f"{method} saving of checkpoint step_1 {done}" for done in ("began", "completed")] == lines
