@@ -274,7 +274,7 @@ def _unknown_where_replicas_differ(
                     content.setdefault(name, set()).add(entry.crc32)
         for name in (name for name, digests in content.items() if len(digests) > 1):
             spec = parameters[name]
-            unknown[name] = replace(spec, partition=replace(spec.partition, known=False))
+            unknown[name] = replace(spec, partition=replace(spec.partition, known=False), explicit=False)
     if unknown:
         logger.warning(
             "these parameters carry no tensor-parallel attributes, but differ between tp ranks: %s. They load on the "

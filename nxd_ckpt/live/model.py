@@ -20,6 +20,7 @@ from nxd_ckpt.formats.tensors import Path, dtype_name, itemsize, iter_tensors
 from nxd_ckpt.live.dtensor import Placed, canonical, is_dtensor, like, local_of, placed_of, without_wrappers
 from nxd_ckpt.live.load_hooks import ModuleHooks, has_module_of, loads_as_a_whole, own_root
 from nxd_ckpt.live.model_names import gathered_names, name_in_stage, names_in_stage
+from nxd_ckpt.live.parallel_layers import layer_partitions
 from nxd_ckpt.live.parameters import (
     form_of,
     has_address,
@@ -30,7 +31,6 @@ from nxd_ckpt.live.parameters import (
     overlapping,
     overlaps_itself,
     own_stride,
-    partitions_of,
     plain_address,
     refuse_unsupported,
     spec_of,
@@ -83,7 +83,8 @@ class ModelAdapter:
             specs = self.parameters(tp)
             return {name: specs[live] for name, live in kept.items() if live in specs}
 
-        cache_key = tp, [traits_of(tensor) for tensor in tensors.values()], ties, frozen.cache_key()
+        traits = [traits_of(tensor) for tensor in tensors.values()]
+        cache_key = tp, traits, self.layer_cuts(tp), ties, frozen.cache_key()
         state = ModelState(frozen.tree, describe, cache_key, frozen.is_placed, specify)
         return state
 
@@ -96,8 +97,8 @@ class ModelAdapter:
         return {}
 
     def partitions(self, tp: int) -> dict[str, Partition]:
-        """Return the cuts of parameters, by name, whose own attributes are wrong."""
-        return {name: cut for name, cut in self.shared_heads(tp).items() if cut is not None}
+        """Return the known and unknown cuts of parameters, by name, whose attributes are lost, missing or wrong."""
+        return {name: cut for name, cut in self.layer_cuts(tp).items() if cut is not None}
 
     def base_names(self) -> dict[str, str]:
         """Map live names to their names in a tag of the model before it was wrapped, where they differ."""
@@ -115,17 +116,19 @@ class ModelAdapter:
             if not _is_extra_state(name):
                 spec, dtype = spec_of(self.attributed(name), tp), dtype_name(tensor.dtype)
                 specs[name] = spec if spec.dtype == dtype else replace(spec, dtype=dtype)
-        for name, partition in self.shared_heads(tp).items():
-            if partition is None and name in specs:
+        for name, cut in self.layer_cuts(tp).items():
+            if name in specs and cut is None:
                 specs[name] = replace(specs[name], explicit=False)
+            elif name in specs and cut is not None:
+                specs[name] = replace(specs[name], partition=cut, explicit=cut.known)
         return {name: replace(spec, tie=ties[name]) if name in ties else spec for name, spec in specs.items()}
 
     def attributed(self, name: str) -> torch.Tensor:
         """Return the live tensor that has NxD's attributes for ``name``."""
         return self._tensors[name]
 
-    def shared_heads(self, tp: int) -> dict[str, Partition | None]:
-        """Return cuts of grouped-query attention's parameters, by name; None if only the values tell."""
+    def layer_cuts(self, tp: int) -> dict[str, Partition | None]:
+        """Return the cuts that layers tell, by name of the parameter; see `layer_partitions`."""
         return {}
 
     def parameter_names(self) -> dict[int, str]:
@@ -451,11 +454,11 @@ class ModuleModel(ModelAdapter):
                 "load into a dict (model={}) and pass that to the model's load_state_dict()"
             )
 
-    def shared_heads(self, tp: int) -> dict[str, Partition | None]:
+    def layer_cuts(self, tp: int) -> dict[str, Partition | None]:
         names: dict[int, list[str]] = {}
         for name, value in self.live.items():
             names.setdefault(id(value), []).append(name)
-        return {name: cut for tensor, cut in partitions_of(self._model, tp) for name in names.get(id(tensor), ())}
+        return {name: cut for tensor, cut in layer_partitions(self._model, tp) for name in names.get(id(tensor), ())}
 
 
 class DictModel(ModelAdapter):

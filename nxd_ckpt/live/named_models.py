@@ -15,9 +15,8 @@ from nxd_ckpt.core.partition import Partition
 from nxd_ckpt.errors import InvalidArgument, UnsupportedState
 from nxd_ckpt.live.load_hooks import has_module_of
 from nxd_ckpt.live.model import DictModel, ModelAdapter, ModuleModel
-from nxd_ckpt.live.model_names import BASE_LAYER, CONFIG, base_of, is_adapter, without_base_layer
+from nxd_ckpt.live.model_names import BASE_LAYER, CONFIG, is_adapter, without_base_layer
 from nxd_ckpt.live.named import by_name
-from nxd_ckpt.live.parameters import spec_of
 
 _ValueT = TypeVar("_ValueT")
 
@@ -70,9 +69,6 @@ class NamedModels(ModelAdapter):
         name, _, own = joined.partition(".")
         return self._adapters.get(name), own
 
-    def partitions(self, tp: int) -> dict[str, Partition]:
-        return self._joined(lambda adapter: adapter.partitions(tp))
-
     def base_names(self) -> dict[str, str]:
         return self._renamed(lambda adapter: adapter.base_names())
 
@@ -83,8 +79,8 @@ class NamedModels(ModelAdapter):
         adapter, own = self._at(name)
         return super().attributed(name) if adapter is None else adapter.attributed(own)
 
-    def shared_heads(self, tp: int) -> dict[str, Partition | None]:
-        return self._joined(lambda adapter: adapter.shared_heads(tp))
+    def layer_cuts(self, tp: int) -> dict[str, Partition | None]:
+        return self._joined(lambda adapter: adapter.layer_cuts(tp))
 
     def parameter_names(self) -> dict[int, str]:
         names: dict[int, str] = {}
@@ -169,18 +165,6 @@ class LoraAdapter(ModuleModel):
             return {}
         return {CONFIG: self._settings}
 
-    def partitions(self, tp: int) -> dict[str, Partition]:
-        """Cuts of parameters whose own attributes are wrong: an adapter's B is cut as its base layer.
-
-        The output of B is added to that of the base layer on each rank. B's own attributes have no stride.
-        """
-        cuts = super().partitions(tp)
-        for name, base in self._bases.items():
-            spec = spec_of(base, tp)
-            if spec.partition.partition_dim == 0 and spec.partition != spec_of(self.live[name], tp).partition:
-                cuts[name] = spec.partition
-        return cuts
-
     def base_names(self) -> dict[str, str]:
         return {name: without_base_layer(name) for name in self.live if BASE_LAYER in name}
 
@@ -220,12 +204,6 @@ class LoraAdapter(ModuleModel):
     @property
     def _merges(self) -> bool:
         return bool(self._config.merge_lora) and not self._is_stage
-
-    @property
-    def _bases(self) -> dict[str, torch.Tensor]:
-        """The weight of the base layer that each B is added to, by B's name."""
-        bases = {name: self._tensors.get(base_of(name) or "") for name in self._tensors}
-        return {name: base for name, base in bases.items() if base is not None}
 
     @property
     def _settings(self) -> dict[str, Any]:

@@ -112,16 +112,22 @@ class LoadContext:
             aliases={} if self.model is None else {name: self.model.aliases(name) for name in self.specs},
             every_stage=self.layers_moved,
             experts=self.opened.experts(),
-            gathered=self._adapters if manifest is None else {},
+            gathered=self._gathered,
         )
         return ReshardedState(context, self.names_as_saved)
 
     @property
-    def _adapters(self) -> dict[str, ParameterSpec]:
-        """The live LoRA adapters, with the partition of the caller or of their base layer."""
-        partitions = self.options.partitions or {}
-        specs = {name: spec for name, spec in self.specs.items() if is_adapter(name)}
-        return {name: replace(spec, partition=partitions.get(name, spec.partition)) for name, spec in specs.items()}
+    def _gathered(self) -> dict[str, tuple[int, int]]:
+        """Dimension and whole length of live LoRA adapters that ranks hold parts of, unless the tag says the same."""
+        recorded = {} if self.opened.manifest is None else self.opened.manifest.parameters
+        lengths = {}
+        for name in filter(is_adapter, self.specs):
+            spec, saved = self.specs[name], recorded.get(name)
+            cut = (self.options.partitions or {}).get(name, spec.partition)
+            is_told = saved is not None and saved.explicit
+            if cut.known and cut.partition_dim is not None and not is_told and not self.filter.ignores_model(name):
+                lengths[name] = (cut.partition_dim, cut.global_shape(spec.shape, self.topology.ep)[cut.partition_dim])
+        return lengths
 
     @cached_property
     def names_as_saved(self) -> OptimizerNames:

@@ -13,15 +13,16 @@ from itertools import chain
 from math import prod
 from typing import Any
 
+import torch
+
 from nxd_ckpt.core.box import Box
 from nxd_ckpt.core.manifest import ParameterSpec
 from nxd_ckpt.core.partition import Partition
 from nxd_ckpt.core.reads import Cut, CutIndex, Read
 from nxd_ckpt.core.topology import Coordinates, Topology
-from nxd_ckpt.errors import MalformedFile
+from nxd_ckpt.errors import MalformedFile, PartNotFound
 from nxd_ckpt.formats.strides import dense, stride_of
-from nxd_ckpt.formats.tensors import Assembly, Fragment, TensorStub
-from nxd_ckpt.live.model_names import is_key_or_value
+from nxd_ckpt.formats.tensors import Assembly, Fragment, TensorStub, digest_of
 from nxd_ckpt.reshard.resharding import derived, plan_parameter, respecified
 from nxd_ckpt.tag.opened import OpenTag
 
@@ -39,7 +40,8 @@ class ReshardContext:
         every_stage: True to search all saved pipeline stages, also if this rank's own one stayed the same.
         experts: saved expert parameters; None if the tag does not mark them (live ones are marked only if expert
             parallelism cuts them).
-        gathered: live adapters that a tag of NxD may hold whole in each file.
+        gathered: dimension and whole length of adapters of which ranks have parts, and that NxD may have gathered; see
+            `model_tree`.
     """
 
     opened: OpenTag
@@ -49,34 +51,49 @@ class ReshardContext:
     aliases: Mapping[str, Sequence[str]] = field(default_factory=dict)
     every_stage: bool = False
     experts: Collection[str] | None = None
-    gathered: Mapping[str, ParameterSpec] = field(default_factory=dict)
+    gathered: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     _plans: dict[Any, list[Read[CutIndex]]] = field(default_factory=dict, repr=False, compare=False)
 
     def model_tree(self, at: Coordinates) -> dict[str, Any]:
         """Return the model's state dict at these saving coordinates, with that rank's parts of gathered adapters.
 
-        NxD's ``merge_sharded_lora`` writes all ranks' rows, in order of ranks, into the file of every rank; for keys
-        and values that ranks replicate, also the copies.
+        NxD's ``merge_sharded_lora`` writes all ranks' parts, in order of ranks, into the file of every rank.
+
+        Raises PartNotFound for an adapter that NxD gathered, but did not write as a whole.
         """
         tree = self.opened.model_tree(at)
-        return {**tree, **dict(self._own_parts(tree, at.tp_rank))}
+        return {**tree, **dict(self._own_parts(tree, at))}
 
-    def _own_parts(self, tree: Mapping[str, Any], tp_rank: int) -> Iterator[tuple[str, Assembly]]:
-        tp = self.saved.tp
-        for name, spec in self.gathered.items() if tp > 1 else ():
-            leaf, dim = tree.get(name), spec.partition.partition_dim
-            has_copies = is_key_or_value(name)
-            dim = 0 if dim is None and has_copies else dim
-            if dim is None or not spec.partition.known or not isinstance(leaf, TensorStub | Assembly):
+    def _own_parts(self, tree: Mapping[str, Any], at: Coordinates) -> Iterator[tuple[str, Assembly]]:
+        for name, (dim, length) in self.gathered.items() if self.saved.tp > 1 else ():
+            leaf = tree.get(name)
+            if not isinstance(leaf, TensorStub | Assembly) or dim >= len(leaf.shape):
                 continue
-            whole = spec.partition.global_shape(spec.shape, self.live.ep)
-            copies = leaf.shape[dim] // max(whole[dim], 1) if has_copies and len(leaf.shape) == len(whole) else 1
-            gathered = tuple(size * copies if at == dim else size for at, size in enumerate(whole))
-            is_one_rank = copies == 1 and spec.partition.partition_dim is None
-            if leaf.shape == gathered and gathered[dim] % tp == 0 and not is_one_rank:
-                part = tuple(size // tp if at == dim else size for at, size in enumerate(gathered))
-                offset = tuple(tp_rank * size if at == dim else 0 for at, size in enumerate(part))
-                yield name, Assembly.of(leaf).within(Box(offset, part))
+            if leaf.shape[dim] == length:
+                part = length // self.saved.tp
+                yield name, Assembly.of(leaf).within(Box.whole(leaf.shape).narrowed(dim, at.tp_rank * part, part))
+            elif dim == 0:
+                self._refuse_lost_rows(name, at)
+
+    def _refuse_lost_rows(self, name: str, at: Coordinates) -> None:
+        """Raise PartNotFound if ranks saved the same rows of a ``lora_B``, of which each holds others.
+
+        Of rows that NxD gathers of attention with ``kv_size_multiplier``, it keeps one part in so many. Constant values
+        prove nothing, and are right on all ranks.
+        """
+        ranks = (replace(at, tp_rank=tp_rank) for tp_rank in (0, self.saved.tp - 1))
+        first, last = (self.opened.model_tree(rank).get(name) for rank in ranks)
+        digests = digest_of(first), digest_of(last)
+        if first is None or last is None or (None not in digests and digests[0] != digests[1]):
+            return
+        values = self.opened.read(first)
+        if torch.equal(values, self.opened.read(last)) and bool((values != values.flatten()[:1]).any()):
+            raise PartNotFound(
+                f"{self.opened.where}: all ranks saved the same rows of model/{name}, though each trains rows of its "
+                "own. With kv_size_multiplier, NxD's merge_sharded_lora=True drops rows of the adapters that it "
+                "gathers: the other ranks' are in no file. Leave the adapters of this layer out with ignore_keys=, or "
+                "save them again, with merge_sharded_lora=False or with nxd_ckpt"
+            )
 
     def seen_from(self, live: Topology) -> ReshardContext:
         """Return this context for another rank."""

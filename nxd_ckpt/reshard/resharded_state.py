@@ -15,6 +15,7 @@ from nxd_ckpt.core.topology import Coordinates, Topology
 from nxd_ckpt.errors import PartLost, PartNotFound, TopologyMismatch
 from nxd_ckpt.formats import crc32
 from nxd_ckpt.formats.tensors import Assembly, digest_of
+from nxd_ckpt.live.model_names import is_adapter
 from nxd_ckpt.live.parameters import form_of, is_tensor
 from nxd_ckpt.live.state import MASTER_WEIGHTS
 from nxd_ckpt.options.execution import SavedNames
@@ -39,13 +40,26 @@ def recorded_parameters(opened: OpenTag, partitions: Mapping[str, Partition]) ->
     """Return the specification of every parameter of the tag, from manifest, files and ``partitions``.
 
     In a tag without a manifest, tensors with equal digests on two tensor-parallel (and expert-parallel) ranks count as
-    replicated. All other cuts are unknown, also of tensors that are all zero: equal digests prove nothing there.
+    replicated. All other cuts are unknown, also of tensors that are all zero, and of LoRA adapters whose cut no layer
+    told: equal digests prove nothing there.
     """
     recorded = (opened.manifest.parameters if opened.manifest is not None else {}) or _synthesised(opened)
     return {
-        name: _repartitioned(name, spec, partitions[name], opened.topology.ep) if name in partitions else spec
+        name: _repartitioned(name, spec, partitions[name], opened.topology.ep)
+        if name in partitions
+        else _without_belief(name, spec, opened.topology.tp)
         for name, spec in recorded.items()
     }
+
+
+def _without_belief(name: str, spec: ParameterSpec, tp: int) -> ParameterSpec:
+    """Return the specification, with an unknown cut if only equal values say that each rank holds the whole adapter.
+
+    An A is equal on all ranks until it is trained, and NxD may have gathered parts into the file of each rank.
+    """
+    if tp == 1 or spec.explicit or not is_adapter(name) or not spec.partition.replicated_over_tp:
+        return spec
+    return replace(spec, partition=replace(spec.partition, known=False))
 
 
 def _repartitioned(name: str, spec: ParameterSpec, partition: Partition, ep: int) -> ParameterSpec:

@@ -128,8 +128,8 @@ def capture(
         _require_any(model, optimizer, scheduler, user_content, rank_content)
     model_adapter = None if model is None else open_model(model)
     model_state = None if model_adapter is None else model_adapter.capture(topology.tp)
-    partitions = {} if model_adapter is None else model_adapter.partitions(topology.tp)
-    partitions |= checked_partitions(options.partitions, topology.tp)
+    live_partitions = {} if model_adapter is None else model_adapter.partitions(topology.tp)
+    partitions = checked_partitions(options.partitions, topology.tp)
     if model_state is not None and partitions:
         model_state = _with_partitions(model_state, partitions, topology)
     optimizer_state, kind, names = None, None, None
@@ -143,8 +143,8 @@ def capture(
         optimizer_state, kind, names = adapter.capture(), adapter.kind, adapter.parameter_names
         if options.use_zero1_dcp:
             kind = _as_dcp(kind)
-        if partitions:
-            optimizer_state = _repartitioned(optimizer_state, partitions)
+        if live_partitions or partitions:
+            optimizer_state = _repartitioned(optimizer_state, {**live_partitions, **partitions})
     contents = {"scheduler": _scheduler_state(scheduler), "user_content": user_content, "rank_content": rank_content}
     captured = SaveState(
         model=model_state,

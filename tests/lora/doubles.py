@@ -1,7 +1,9 @@
 """Stand-ins on plain torch for NxD's LoRA: ``LoraConfig``, ``LoraModel`` and the wrappers around it.
 
 As in neuronx-distributed 0.18: wrapped layers are called ``base_layer``, parameters are named without the wrapper's own
-"module.", ``state_dict()`` takes no heed of its arguments, and ``load_state_dict()`` takes the base's names.
+"module.", ``state_dict()`` takes no heed of its arguments, and ``load_state_dict()`` takes the base's names. Adapters
+are made after the base was moved to its device, and are moved by themselves, so no parameter of theirs has attributes
+that say how it is cut; those of the base have.
 """
 
 from __future__ import annotations
@@ -14,9 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from nxd_ckpt import Partition, Topology
 from tests.hugging_face.layers import ColumnParallelLinear, GQAQKVColumnParallelLinear, RowParallelLinear
-from tests.reshard.ranks import mark
 
 _FIELDS = (
     *("bias", "init_lora_weights", "lora_alpha", "lora_dropout", "lora_rank", "use_rslora", "target_modules"),
@@ -49,10 +49,9 @@ class LoraConfig:
 class _Cut(nn.Module):
     """A layer without bias of which this rank has a part."""
 
-    def __init__(self, rows: int, columns: int, dim: int, at: Topology) -> None:
+    def __init__(self, rows: int, columns: int) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.zeros(rows, columns))
-        mark(self.weight, Partition(dim, 1, at.tp))
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         return nn.functional.linear(hidden, self.weight)
@@ -61,32 +60,30 @@ class _Cut(nn.Module):
 class _CutQKV(nn.Module):
     """Three weights, cut by rows."""
 
-    def __init__(self, base: GQAQKVColumnParallelLinear, rank: int, at: Topology) -> None:
+    def __init__(self, base: GQAQKVColumnParallelLinear, rank: int) -> None:
         super().__init__()
         for name in ("weight_q", "weight_k", "weight_v"):
-            held = nn.Parameter(torch.zeros(len(getattr(base, name)), rank))
-            mark(held, Partition(0, 1, at.tp))
-            self.register_parameter(name, held)
+            self.register_parameter(name, nn.Parameter(torch.zeros(len(getattr(base, name)), rank)))
 
 
 class LoraLayer(nn.Module):
     """What stands in the place of a target layer."""
 
-    def __init__(self, base: nn.Module, config: LoraConfig, at: Topology) -> None:
+    def __init__(self, base: nn.Module, config: LoraConfig) -> None:
         super().__init__()
         self.base_layer, self.merged, rank = base, False, config.lora_rank
         self.scaling = config.lora_alpha / (math.sqrt(rank) if config.use_rslora else rank)
         self.lora_dropout = nn.Identity()
         if isinstance(base, GQAQKVColumnParallelLinear):
             self.lora_A: nn.Module = nn.Linear(base.weight_q.shape[1], rank, bias=False)
-            self.lora_B: nn.Module = _CutQKV(base, rank, at)
+            self.lora_B: nn.Module = _CutQKV(base, rank)
             return
         assert isinstance(base.weight, torch.Tensor)
         rows, columns = base.weight.shape
         if isinstance(base, RowParallelLinear):
-            self.lora_A, self.lora_B = _Cut(rank, columns, 1, at), nn.Linear(rank, rows, bias=False)
-        elif isinstance(base, ColumnParallelLinear):  # a stride of the base is not handed on
-            self.lora_A, self.lora_B = nn.Linear(columns, rank, bias=False), _Cut(rows, rank, 0, at)
+            self.lora_A, self.lora_B = _Cut(rank, columns), nn.Linear(rank, rows, bias=False)
+        elif isinstance(base, ColumnParallelLinear):
+            self.lora_A, self.lora_B = nn.Linear(columns, rank, bias=False), _Cut(rows, rank)
         else:
             self.lora_A, self.lora_B = nn.Linear(columns, rank, bias=False), nn.Linear(rank, rows, bias=False)
         nn.init.zeros_(self.lora_B.weight)
@@ -104,14 +101,14 @@ class LoraLayer(nn.Module):
 class LoraModel(nn.Module):
     """A base model with adapters."""
 
-    def __init__(self, module: nn.Module, config: LoraConfig, at: Topology | None = None) -> None:
+    def __init__(self, module: nn.Module, config: LoraConfig) -> None:
         super().__init__()
         self.module, self.lora_config, self.is_lora_merged = module, config, False
         targets = config.target_modules or []
         for name in [name for name, _ in module.named_modules()]:
             if any(name == target or name.endswith(f".{target}") for target in targets):
                 parent, _, last = name.rpartition(".")
-                layer = LoraLayer(module.get_submodule(name), config, at or Topology())
+                layer = LoraLayer(module.get_submodule(name), config)
                 setattr(module.get_submodule(parent), last, layer)
         for name, parameter in module.named_parameters():
             trained = "lora_" in name or any(key in name for key in config.modules_to_save or ())

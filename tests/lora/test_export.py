@@ -38,7 +38,7 @@ def model_of(kv_heads: int) -> Model:
 
 def live(job: Job, at: Topology, **options: Any) -> LoraModel:
     """A rank's model with its part of these adapters: cut, ordered and fused as the weights that they are added to."""
-    model = LoraModel(CausalLM(job, at), LoraConfig(RANK, ALPHA, target_modules=TARGETS, **options), at)
+    model = LoraModel(CausalLM(job, at), LoraConfig(RANK, ALPHA, target_modules=TARGETS, **options))
     held = adapters_of_rank(job, at.tp_rank)
     with torch.no_grad():
         for name, parameter in model.named_parameters():

@@ -14,8 +14,10 @@ from torch import nn
 
 import nxd_ckpt
 from nxd_ckpt import Topology, load_checkpoint, open_checkpoint, save_checkpoint
+from nxd_ckpt.convert import reshard
 from nxd_ckpt.core.partition import Partition
-from nxd_ckpt.errors import KeyMismatch, UnsupportedState
+from nxd_ckpt.errors import KeyMismatch, PartNotFound, TopologyMismatch, UnsupportedState
+from nxd_ckpt.live.model_names import is_adapter
 from tests.conversion.tags import as_nxd
 from tests.hugging_face.reference import Job, Model
 from tests.hugging_face.saved import write_config
@@ -261,7 +263,7 @@ CUT_TARGETS = ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"]
 def cut_lora(at: Topology, seed: int | None) -> LoraModel:
     """A Llama with adapters, of which this rank has its part of a whole that ``seed`` makes; None: zeros."""
     job = Job(JOB, tp=at.tp, qkv="coalesced")
-    model = LoraModel(CausalLM(job, at), LoraConfig(target_modules=CUT_TARGETS), at)
+    model = LoraModel(CausalLM(job, at), LoraConfig(target_modules=CUT_TARGETS))
     for name, parameter in model.named_parameters():
         if seed is not None and "lora_" in name and "o_proj.lora_B" not in name:
             parameter.data = part(whole(name, seed), name, at)
@@ -385,9 +387,8 @@ SHARED = Model(heads=4, kv_heads=1, head_dim=2, intermediate=8)
 
 def shared_lora(at: Topology, seed: int | None) -> LoraModel:
     """A Llama whose ranks all keep a copy of its one key-value head, with adapters; NxD marks these as cut."""
-    model = LoraModel(
-        CausalLM(Job(SHARED, tp=at.tp, qkv="linear", copies=at.tp), at), LoraConfig(target_modules=["qkv_proj"]), at
-    )
+    job = Job(SHARED, tp=at.tp, qkv="linear", copies=at.tp)
+    model = LoraModel(CausalLM(job, at), LoraConfig(target_modules=["qkv_proj"]))
     for module in model.module.modules():
         if hasattr(module, "weight_k"):
             module.kv_size_multiplier = at.tp  # type: ignore[assignment]
@@ -401,44 +402,120 @@ def shared_lora(at: Topology, seed: int | None) -> LoraModel:
     return model
 
 
+@pytest.mark.parametrize("live_tp", [1, 2, 4])
+def test_rows_that_nxd_dropped_are_missed_by_name(tmp_path: Path, live_tp: int) -> None:
+    """Of what it gathers of attention with kv_size_multiplier, NxD keeps one part in so many: here the first rank's."""
+    topologies = [Topology(tp=2).at(rank) for rank in range(2)]
+    first = dict(shared_lora(topologies[0], 1).module.named_parameters())
+    state = {name: value.detach() for name, value in first.items() if "lora_" in name}
+    save_as_every_rank(tmp_path, "t", topologies, lambda rank: {"model": dict(state)}, durable=False)
+    as_nxd(tmp_path / "t")
+    for rank in range(live_tp):
+        at = Topology(tp=live_tp).at(rank)
+        model = shared_lora(at, None)
+        with pytest.raises(PartNotFound, match=r"same rows of model/.*qkv_proj\.lora_B\.weight_q, though each trains"):
+            load_checkpoint(tmp_path, "t", model, topology=at, verify=False)
+        ignored = {"ignore_keys": ["model/*lora_B*"], "strict": False}
+        load_checkpoint(tmp_path, "t", model, topology=at, verify=False, **ignored)
+        assert all(bool(value.any()) == ("lora_A" in name) for name, value in model.named_parameters())
+
+
 @pytest.mark.parametrize("sizes", [(2, 2), (2, 1), (2, 4), (4, 2), (4, 4), (1, 2)])
-def test_gathered_adapters_of_shared_key_value_heads_load(tmp_path: Path, sizes: tuple[int, int]) -> None:
-    """NxD gathers the copies too: the file has one for each tensor-parallel rank, one below the other."""
+@pytest.mark.parametrize("is_ours", [True, False])
+def test_adapters_of_shared_key_value_heads_load(tmp_path: Path, sizes: tuple[int, int], is_ours: bool) -> None:
+    """Each rank has all of k's and v's B, and rows of its own of q's; NxD's tags are those of merge_sharded_lora=False.
+    """
     saved_tp, live_tp = sizes
     topologies = [Topology(tp=saved_tp).at(rank) for rank in range(saved_tp)]
-    ranks = [dict(shared_lora(at, 1).module.named_parameters()) for at in topologies]
-    gathered = {
-        name: torch.cat([one[name] for one in ranks]).detach() if "lora_B" in name else ranks[0][name].detach()
-        for name in ranks[0]
-        if "lora_" in name
-    }
 
     def what(rank: int) -> dict[str, Any]:
-        model = shared_lora(topologies[rank], 2)
+        model = shared_lora(topologies[rank], 1)
         optimizer = trained(model)
         for parameter in model.parameters():
             if parameter.requires_grad:
                 moment = parameter.detach().clone()
                 optimizer.state[parameter] = {"step": torch.tensor(1.0), "exp_avg": moment, "exp_avg_sq": moment + 1}
-        return {"model": dict(gathered), "optimizer": optimizer}
+        return {"model": model, "optimizer": optimizer}
 
     save_as_every_rank(tmp_path, "t", topologies, what, durable=False)
-    as_nxd(tmp_path / "t")
+    if not is_ours:
+        as_nxd(tmp_path / "t")
     for rank in range(live_tp):
         at = Topology(tp=live_tp).at(rank)
-        model = shared_lora(at, None)
+        model, expected = shared_lora(at, None), shared_lora(at, 1)
         optimizer = trained(model)
-        load_checkpoint(tmp_path, "t", model, optimizer, topology=at, verify=False)
-        assert values(shared_lora(at, 1).module) == values(model.module)
-        for (name, parameter), expected in zip(
-            model.named_parameters(), shared_lora(at, 2).module.parameters(), strict=True
-        ):
+        load_checkpoint(tmp_path, "t", model, optimizer, topology=at, verify=is_ours)
+        assert values(expected.module) == values(model.module)
+        for (name, parameter), one in zip(model.named_parameters(), expected.module.parameters(), strict=True):
             if parameter.requires_grad:
-                assert torch.equal(expected, optimizer.state[parameter]["exp_avg"]), name
+                assert torch.equal(one, optimizer.state[parameter]["exp_avg"]), name
+
+
+def equal_lora(at: Topology) -> LoraModel:
+    """A Llama after a step or none: each rank made its A from the same seed, and its B is zero."""
+    model = cut_lora(at, None)
+    for name, parameter in model.named_parameters():
+        if "lora_A" in name:
+            parameter.data = torch.arange(float(parameter.numel())).view(parameter.shape) + len(name)
+    return model
+
+
+def test_what_is_equal_on_all_ranks_is_unsharded_as_it_is_cut(tmp_path: Path) -> None:
+    """Of an A that is equal on all ranks, each has columns of its own all the same, and so has the optimizer."""
+    topologies = [Topology(tp=2).at(rank) for rank in range(2)]
+
+    def what(rank: int) -> dict[str, Any]:
+        model = equal_lora(topologies[rank])
+        optimizer = trained(model)
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                moment = parameter.detach().clone()
+                optimizer.state[parameter] = {"step": torch.tensor(1.0), "exp_avg": moment, "exp_avg_sq": moment}
+        return {"model": model, "optimizer": optimizer}
+
+    save_as_every_rank(tmp_path, "t", topologies, what, durable=False)
+    reshard(tmp_path / "t", tmp_path / "one", tp=1)
+    held: dict[str, Any] = {}
+    load_checkpoint(tmp_path, "one", held)
+    parts = [dict(equal_lora(at).module.named_parameters()) for at in topologies]
+    for name in filter(is_adapter, parts[0]):
+        ranks = [values[name].detach() for values in parts]
+        dim = 1 if "lora_A" in name else 0
+        is_cut = ranks[0].shape != whole(name, 1).shape
+        assert torch.equal(torch.cat(ranks, dim) if is_cut else ranks[0], held[name]), name
+    metadata = open_checkpoint(tmp_path, "one").metadata
+    shapes = {name: metadata[f"optim/{name}/exp_avg"].shape for name in filter(is_adapter, parts[0])}
+    assert {name: held[name].shape for name in shapes} == shapes
+
+
+@pytest.mark.parametrize("is_ours", [True, False])
+def test_adapters_that_no_layer_describes_are_not_believed_to_be_whole(tmp_path: Path, is_ours: bool) -> None:
+    """Of a state dict, or a tag of NxD, equal values may be parts as well as copies."""
+    topologies = [Topology(tp=2).at(rank) for rank in range(2)]
+
+    def what(rank: int) -> dict[str, Any]:
+        state = equal_lora(topologies[rank]).module.state_dict()
+        return {"model": {name: value for name, value in state.items() if "lora_A" in name}}
+
+    save_as_every_rank(tmp_path, "t", topologies, what, durable=False)
+    if not is_ours:
+        as_nxd(tmp_path / "t")
+    with pytest.raises(TopologyMismatch, match=r"the cut of .*lora_A\.weight.* is not known; pass partitions="):
+        reshard(tmp_path / "t", tmp_path / "one", tp=1)
+    for rank in range(4):
+        at = Topology(tp=4).at(rank)
+        model = cut_lora(at, None)
+        load_checkpoint(tmp_path, "t", model, topology=at, strict=False, verify=is_ours)
+        parts = [dict(equal_lora(one).named_parameters()) for one in topologies]
+        for name, parameter in model.named_parameters():
+            if "lora_A" in name:
+                both = torch.cat([values[name].detach() for values in parts], 1)
+                is_cut = parameter.shape != parts[0][name].shape
+                assert torch.equal(both.chunk(4, 1)[rank] if is_cut else parts[0][name], parameter), name
 
 
 def test_what_is_zero_on_all_ranks_is_recorded_as_it_is_cut(tmp_path: Path) -> None:
-    """Of live parameters the attributes say it; equal values are no reason to take them for whole ones."""
+    """The base layers say it; equal values are no reason to take parts for whole ones."""
     topologies = [Topology(tp=2).at(rank) for rank in range(2)]
     save_as_every_rank(
         tmp_path, "t", topologies, lambda rank: {"model": cut_lora(topologies[rank], None)}, durable=False
