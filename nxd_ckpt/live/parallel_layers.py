@@ -69,7 +69,7 @@ def _layer_cuts(layer: torch.nn.Module, tp: int) -> _Cuts:
 
 
 def _weight_cuts(layer: Any, tp: int) -> _Cuts:
-    kind, weight = _kind_of(type(layer)), layer._parameters.get("weight")
+    kind, weight = _kind_of(layer.__class__), layer._parameters.get("weight")
     if kind is None or weight is None:
         return {}
     dim = getattr(layer, "weight_partition_dim", _DIMENSIONS[kind])
@@ -117,7 +117,8 @@ def _adapter_cuts(wrapped: torch.nn.Module, tp: int) -> _Cuts:
     if not isinstance(base, torch.nn.Module):
         return {}
     is_uncut = isinstance(base, _UNCUT) or type(base).__name__ == "Conv1D"
-    weights = {name: weight for name, weight in base._parameters.items() if name.startswith("weight")}
+    held = ((name, weight) for name, weight in base._parameters.items() if name.startswith("weight"))
+    weights = {name: weight for name, weight in held if weight is not None}
     cuts_of_base: _Cuts = dict.fromkeys(weights, Partition()) if is_uncut else {}
     cuts_of_base |= {name: spec_of(weight, tp).partition for name, weight in weights.items() if _is_marked(weight)}
     cuts_of_base |= {name: cut for name, cut in _layer_cuts(base, tp).items() if name in weights}

@@ -415,8 +415,9 @@ def test_rows_that_nxd_dropped_are_missed_by_name(tmp_path: Path, live_tp: int) 
         model = shared_lora(at, None)
         with pytest.raises(PartNotFound, match=r"same rows of model/.*qkv_proj\.lora_B\.weight_q, though each trains"):
             load_checkpoint(tmp_path, "t", model, topology=at, verify=False)
-        ignored = {"ignore_keys": ["model/*lora_B*"], "strict": False}
-        load_checkpoint(tmp_path, "t", model, topology=at, verify=False, **ignored)
+        load_checkpoint(
+            tmp_path, "t", model, topology=at, verify=False, ignore_keys=["model/*lora_B*"], strict=False
+        )
         assert all(bool(value.any()) == ("lora_A" in name) for name, value in model.named_parameters())
 
 
