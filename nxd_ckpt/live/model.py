@@ -117,10 +117,9 @@ class ModelAdapter:
                 spec, dtype = spec_of(self.attributed(name), tp), dtype_name(tensor.dtype)
                 specs[name] = spec if spec.dtype == dtype else replace(spec, dtype=dtype)
         for name, cut in self.layer_cuts(tp).items():
-            if name in specs and cut is None:
-                specs[name] = replace(specs[name], explicit=False)
-            elif name in specs and cut is not None:
-                specs[name] = replace(specs[name], partition=cut, explicit=cut.known)
+            if name in specs:
+                told = {"explicit": False} if cut is None else {"partition": cut, "explicit": cut.known}
+                specs[name] = replace(specs[name], **told)
         return {name: replace(spec, tie=ties[name]) if name in ties else spec for name, spec in specs.items()}
 
     def attributed(self, name: str) -> torch.Tensor:

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 import os
+import pkgutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from nxd_ckpt import Topology, load_checkpoint, open_checkpoint
+from nxd_ckpt.cli import convert_zero_checkpoints
 from nxd_ckpt.cli.main import main
 from tests.conversion.tags import optimizers, plainly, save_example, sharded, whole
 from tests.tag.equality import difference
@@ -102,3 +105,62 @@ def test_the_script_runs_from_a_checkout(tmp_path: Path) -> None:
     subprocess.run([sys.executable, str(SCRIPT), *flags], cwd=tmp_path, env=environment, check=True, timeout=600)
 
     assert None is difference(plainly(sharded(whole(), 3, 0)), plainly(optimizers(tmp_path / "dp3")[0]))
+
+
+def nxds_command(*arguments: object) -> int:
+    return convert_zero_checkpoints.main([str(argument) for argument in arguments])
+
+
+def test_nxds_command_takes_what_its_parser_takes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Abbreviated flags, flags that nobody knows, a size that has no meaning, and our own flags; words may be equal."""
+    source, full, dp3 = save_example(tmp_path, 2), tmp_path / "full", tmp_path / "dp3"
+    unknown = ["--use_xser", "1", "--quiet", "--storage-option", "a=b", "a=b"]
+
+    assert 0 == nxds_command("--in", source, "--out", full, "--convert_to_f", "--dp", 7, "--num", 1, *unknown)
+    said = "nxd_convert_zero_checkpoints: ignored, as by NxD: --use_xser 1 a=b --dp_size 7\n"
+    assert said == capsys.readouterr().err
+    assert 0 == nxds_command("--input_dir", full, "--output_dir", dp3, "--convert_to_sharded", "--dp_size=3", "--json")
+    out, err = capsys.readouterr()
+    assert json.loads(out)
+    assert "ignored" not in err
+
+    assert None is difference(plainly(whole()), plainly(optimizers(full)[0]))
+    assert None is difference(plainly(sharded(whole(), 3, 2)), plainly(optimizers(dp3)[2]))
+
+
+def test_nxds_command_replaces_its_output(tmp_path: Path) -> None:
+    """A second conversion to the same place, as scripts do that are started again; also what NxD's tool has left."""
+    source, out = save_example(tmp_path, 2), tmp_path / "out"
+    for dp_size in (3, 4):
+        to_shards = ("--convert_to_sharded", "--dp_size", dp_size)
+        assert 0 == nxds_command("--input_dir", source, "--output_dir", out, *to_shards)
+        assert dp_size == len(optimizers(out))
+        assert None is difference(plainly(sharded(whole(), dp_size, 0)), plainly(optimizers(out)[0]))
+    bare = tmp_path / "bare"
+    (bare / "optim").mkdir(parents=True)
+    torch.save({}, bare / "optim" / "full_tp_rank_00_pp_rank_00.pt")
+    before = set(tmp_path.iterdir())
+    assert 1 == nxds_command("--input_dir", source, "--output_dir", bare, "--convert_to_sharded")
+    assert ["full_tp_rank_00_pp_rank_00.pt"] == [path.name for path in (bare / "optim").iterdir()]
+    assert 0 == nxds_command("--input_dir", source, "--output_dir", bare, "--convert_to_sharded", "--dp_size", 1)
+    assert None is difference(plainly(sharded(whole(), 1, 0)), plainly(optimizers(bare)[0]))
+    assert before == set(tmp_path.iterdir())
+
+
+def test_nxds_command_needs_what_nxds_needs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A wrong command line is one by its own name, an error is one line, and an input is never its output."""
+    with pytest.raises(SystemExit, match="2"):
+        nxds_command("--input_dir", tmp_path, "--convert_to_full")
+    assert "nxd_convert_zero_checkpoints: error: the following arguments are required: --output_dir" in (
+        capsys.readouterr().err
+    )
+    source = save_example(tmp_path, 2)
+    assert 1 == nxds_command("--input_dir", source, "--output_dir", source, "--convert_to_full")
+    assert "inside the other" in capsys.readouterr().err
+
+
+def test_nxds_command_is_installed_under_its_name() -> None:
+    """As the script that pip makes calls it."""
+    tomllib = pytest.importorskip("tomllib", reason="Python 3.10")
+    scripts = tomllib.loads((SCRIPT.parents[1] / "pyproject.toml").read_text())["project"]["scripts"]
+    assert convert_zero_checkpoints.main is pkgutil.resolve_name(scripts["nxd_convert_zero_checkpoints"])

@@ -367,7 +367,7 @@ def test_the_optimizer_of_gathered_adapters_loads(tmp_path: Path, sizes: tuple[i
                 is_cut = parts[0].shape != whole(name, 1).shape
                 state[name] = (torch.cat(parts, dim) if is_cut else parts[0]) * ("o_proj.lora_B" not in name)
         names = state if order == "model order" else sorted(state)
-        return {"model": {name: state[name] for name in names}, "optimizer": optimizer}
+        return {"model": {name: state[name] for name in names}, "optimizer": optimizer.state_dict()}
 
     save_as_every_rank(tmp_path, "t", topologies, what, durable=False)
     as_nxd(tmp_path / "t")
