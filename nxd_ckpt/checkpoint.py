@@ -26,6 +26,7 @@ from nxd_ckpt.core.topology import Topology
 from nxd_ckpt.errors import CheckpointError, PartNotFound, as_checkpoint_errors
 from nxd_ckpt.formats.tensors import Assembly, TensorStub, map_tensors
 from nxd_ckpt.keywords import OpenKeywords
+from nxd_ckpt.live.parameters import refuse_fake_mode
 from nxd_ckpt.options.execution import OpenOptions
 from nxd_ckpt.reshard.whole_tag import GlobalTensor, WholeTag
 from nxd_ckpt.storage.urls import StorageOptions, StrPath, is_url, local_path, open_storage
@@ -170,6 +171,7 @@ class Checkpoint:
             CorruptCheckpoint: its bytes are not those that were written.
             TagReplaced: the tag was removed, or saved again, since it was opened.
         """
+        refuse_fake_mode()
         with self._opened.guarded(verified=self.manifest is not None):
             leaf = self.whole.leaf(name)
             if box is not None:
@@ -212,6 +214,8 @@ class Checkpoint:
             return self._opened.rank_content(rank)
 
     def _read(self, tree: Any) -> Any:
+        refuse_fake_mode()
+
         def read(leaf: TensorStub | Assembly | MissingTensor) -> torch.Tensor:
             if isinstance(leaf, MissingTensor):
                 raise PartNotFound(f"{self._opened.where}: no file holds tensor {leaf.name!r} ({leaf.file} is missing)")

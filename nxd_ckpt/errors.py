@@ -45,7 +45,11 @@ from __future__ import annotations
 
 import errno
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ContextDecorator, contextmanager
+from functools import wraps
+from typing import Any, cast
+
+from nxd_ckpt.surroundings import FunctionT, neutral, untraced
 
 
 class CheckpointError(Exception):
@@ -222,15 +226,37 @@ def from_wire(name: str, message: str, rank: int) -> CheckpointError:
     return classes.get(name, CheckpointError)(f"on rank {rank}: {message}")
 
 
-@contextmanager
-def as_checkpoint_errors() -> Iterator[None]:
-    """Translate errors of the system, a store, or exhausted memory or threads into CheckpointErrors.
+class as_checkpoint_errors(ContextDecorator):
+    """Context, or decorator, of public functions: errors are CheckpointErrors, and torch's modes are neutral.
 
-    For public functions. Inside, errors stay what they are: a reader must be able to tell a missing file from a full
-    disk.
+    Errors of the system, of a store, and exhausted memory or threads are translated. Inside, errors stay what they
+    are: a reader must be able to tell a missing file from a full disk. Modes that the caller set for its thread are
+    away meanwhile, see `nxd_ckpt.surroundings`.
     """
+
+    def __init__(self) -> None:
+        self._context = _translated()
+
+    def __enter__(self) -> None:
+        self._context.__enter__()
+
+    def __exit__(self, *error: Any) -> bool | None:
+        return self._context.__exit__(*error)
+
+    def __call__(self, function: FunctionT) -> FunctionT:
+        @wraps(function)
+        def translated(*args: Any, **kwargs: Any) -> Any:
+            with _translated():
+                return function(*args, **kwargs)
+
+        return untraced(cast("FunctionT", translated))
+
+
+@contextmanager
+def _translated() -> Iterator[None]:
     try:
-        yield
+        with neutral():
+            yield
     except CheckpointError:
         raise
     except (OSError, MemoryError, RuntimeError) as error:

@@ -19,15 +19,15 @@ PACKAGE = Path(__file__).parents[1] / "nxd_ckpt"
 
 # From bottom to top: a module imports from its own folder and from those before. "" is nxd_ckpt/__init__.py itself.
 ORDER = (
-    *("errors", "version", "gc_paused", "core", "effects", "formats", "storage", "options", "live", "coordination"),
-    *("tag", "reshard", "commit", "hugging_face", "save", "load", "keywords", "output", "torch_dcp", "conversion"),
-    *("migrate", "tiers", "checkpoint", "checkpointer", "examine", "api", "prune", "convert", "verify", "adapters"),
-    *("dcp", "drop_in", "", "run", "cli", "integrations", "emulation", "testing"),
+    *("surroundings", "errors", "version", "gc_paused", "core", "effects", "formats", "storage", "options", "live"),
+    *("coordination", "tag", "reshard", "commit", "hugging_face", "save", "load", "keywords", "output", "torch_dcp"),
+    *("conversion", "migrate", "tiers", "checkpoint", "checkpointer", "examine", "api", "prune", "convert", "verify"),
+    *("adapters", "dcp", "drop_in", "", "run", "cli", "integrations", "emulation", "testing"),
 )
 LEVEL_OF = {layer: level for level, layer in enumerate(ORDER)}
 
 # Nothing else is below core, so that it is pure transitively.
-PURE = ("errors", "version", "gc_paused", "core")
+PURE = ("surroundings", "errors", "version", "gc_paused", "core")
 IMPURE = {
     *("torch", "numpy"),
     *("os", "io", "pathlib", "tempfile", "shutil", "glob", "mmap", "socket", "subprocess"),

@@ -16,6 +16,7 @@ import torch
 
 from nxd_ckpt.core.suggestions import first_of
 from nxd_ckpt.errors import KeyMismatch, ShapeMismatch
+from nxd_ckpt.surroundings import as_called
 
 _BENIGN = (
     "torch.nn.modules.",
@@ -76,7 +77,8 @@ class ModuleHooks:
         for module in _inner_first(self._modules[""]) if self._modules else ():
             for hook in module._load_state_dict_post_hooks.values():
                 if not _is_benign(_home(hook)):
-                    hook(module, keys)
+                    with as_called():
+                        hook(module, keys)
 
 
 def _inner_first(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
@@ -96,7 +98,8 @@ def _load(
 ) -> None:
     """Load a module from the entries of ``state`` below ``prefix``; its hooks may change them for the submodules."""
     own = {name: value for name, value in state.items() if name.startswith(prefix)}
-    module._load_from_state_dict(own, prefix, {"version": module._version}, True, *problems)
+    with as_called():
+        module._load_from_state_dict(own, prefix, {"version": module._version}, True, *problems)
     for name, child in module._modules.items() if with_submodules else ():
         if child is not None:
             _load(child, own, f"{prefix}{name}.", problems, with_submodules=True)
@@ -157,7 +160,8 @@ def has_own_state_dict(optimizer: Any) -> bool:
 def call_post_hooks(optimizer: Any) -> None:
     """Call the hooks that torch calls after a load of an optimizer."""
     for hook in getattr(optimizer, "_optimizer_load_state_dict_post_hooks", {}).values():
-        hook(optimizer)
+        with as_called():
+            hook(optimizer)
 
 
 def keys_of_its_own(state: Mapping[str, Any], besides: Collection[str] = ()) -> list[str]:

@@ -38,6 +38,7 @@ from nxd_ckpt.live.parameters import (
 )
 from nxd_ckpt.live.state import Frozen, ModelState, StateTensor
 from nxd_ckpt.live.torch_xla import copy_in
+from nxd_ckpt.surroundings import as_called
 
 _WITHOUT_SHAPE = (UninitializedParameter, UninitializedBuffer)
 """Parameters and buffers of a lazy module before its first batch, or its load."""
@@ -417,10 +418,11 @@ class ModuleModel(ModelAdapter):
         state = {self._inner_name(name): value for name, value in placed.items()}
         if not self._is_loaded_whole:
             self._hooks.load(state, strict)
-        elif live.keys() <= values.keys():  # the model's own method may have no parameter "strict"
-            self._model.load_state_dict(state)
-        else:  # missing and unexpected names were compared before
-            self._model.load_state_dict(state, strict=False)
+            return
+        # Missing and unexpected names were compared before. The model's own method may have no parameter "strict".
+        strictness = {} if live.keys() <= values.keys() else {"strict": False}
+        with as_called():
+            self._model.load_state_dict(state, **strictness)
 
     def after_load(self, missing: Iterable[str] = (), unexpected: Iterable[str] = ()) -> None:
         if not self._is_loaded_whole:  # else it has called them
@@ -428,7 +430,8 @@ class ModuleModel(ModelAdapter):
 
     def assign(self, name: str, value: Any) -> None:
         if _is_extra_state(name):
-            self._owner(name).set_extra_state(value)
+            with as_called():
+                self._owner(name).set_extra_state(value)
         else:
             super().assign(name, value)
 

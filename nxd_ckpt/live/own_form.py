@@ -32,6 +32,7 @@ from nxd_ckpt.live.optimizer_state import (
 from nxd_ckpt.live.optimizer_types import if_known
 from nxd_ckpt.live.parameters import form_of, own_stride
 from nxd_ckpt.live.state import OptimizerForm, State, state_of
+from nxd_ckpt.surroundings import as_called
 
 _ON_MESH = "on_mesh"
 """Key beside it: the paths of its DTensors."""
@@ -126,7 +127,8 @@ class OwnFormOptimizer(OptimizerAdapter):
             model = self._models.get(("state", OWN_FORM, *at[id(tensor)]))
             return tensor if model is None else like(tensor, model)
 
-        self._optimizer.load_state_dict(_with_tuples(map_tensors(loaded, as_live, torch.Tensor)))
+        with as_called():
+            self._optimizer.load_state_dict(_with_tuples(map_tensors(loaded, as_live, torch.Tensor)))
         for parameter, _ in flat_parameters(self._groups):
             parameter.grad = None
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from nxd_ckpt import surroundings
 from nxd_ckpt.core.manifest import ParameterSpec
 from nxd_ckpt.core.partition import Partition
 from nxd_ckpt.errors import InvalidArgument, UnsupportedState
@@ -247,6 +248,14 @@ def refuse_unsupported(name: str, tensor: torch.Tensor) -> None:
         refuse_short(name, tensor)
         return
     raise UnsupportedState(f"{name} is {kind}, expected a plain dense tensor; {advice}")
+
+
+def refuse_fake_mode() -> None:
+    """Raise UnsupportedState if the caller is in a FakeTensorMode."""
+    if surroundings.is_fake():
+        raise UnsupportedState(
+            "the call is made in torch's FakeTensorMode, in which tensors have no values: leave the mode before it"
+        )
 
 
 def refuse_short(name: str, tensor: torch.Tensor) -> None:

@@ -53,6 +53,7 @@ from nxd_ckpt.live.optimizer_state import (
 from nxd_ckpt.live.optimizer_types import if_known, parameter_names
 from nxd_ckpt.live.parameters import form_of, spec_of
 from nxd_ckpt.live.state import OptimizerForm, State
+from nxd_ckpt.surroundings import as_called
 
 logger = logging.getLogger("nxd_ckpt")
 
@@ -321,7 +322,8 @@ class PlainOptimizer(OptimizerAdapter):
             for option, value in group.items():
                 if isinstance(value, list) and isinstance(live_group.get(option), tuple):
                     group[option] = tuple(value)
-        self._optimizer.load_state_dict({"state": state, **own})
+        with as_called():
+            self._optimizer.load_state_dict({"state": state, **own})
         for slot in self._slots:
             slot.clear_gradients()
 

@@ -38,6 +38,7 @@ from nxd_ckpt.live import torch_xla
 from nxd_ckpt.live.dtensor import plain_names, refuse_sizes
 from nxd_ckpt.live.named_models import open_model
 from nxd_ckpt.live.optimizer import open_optimizer
+from nxd_ckpt.live.parameters import refuse_fake_mode
 from nxd_ckpt.load.collective_checks import Unmatched, refuse_unmatched
 from nxd_ckpt.load.filters import Filter
 from nxd_ckpt.load.options import LoadRequest
@@ -69,6 +70,7 @@ def load_hugging_face(storage: Storage, request: LoadRequest) -> None:
     started, agreement = effects.monotonic(), request.agreement
 
     def prepare() -> _HuggingFaceLoad:
+        refuse_fake_mode()
         request.options.validate()
         _refuse_arguments(storage.url, request)
         return _HuggingFaceLoad(storage, request)

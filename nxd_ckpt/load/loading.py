@@ -25,6 +25,7 @@ from nxd_ckpt.errors import (
     TagReplaced,
 )
 from nxd_ckpt.gc_paused import gc_paused
+from nxd_ckpt.live.parameters import refuse_fake_mode
 from nxd_ckpt.load.attempt import LoadAttempt, PreparedLoad, open_cache
 from nxd_ckpt.load.collective_checks import ComparedNames, filter_summary
 from nxd_ckpt.load.hugging_face import load_hugging_face
@@ -134,6 +135,7 @@ def _prepared(storage: Storage, source: Source, request: LoadRequest, caches: Ex
     agreement, options = request.agreement, request.options
 
     def begin() -> tuple[LoadAttempt, ComparedNames | None]:
+        refuse_fake_mode()
         options.validate()
         if options.mapping is not None:  # it has no effect on a tag, but a typo in it has one elsewhere
             find_mapping(options.mapping, {})

@@ -16,6 +16,7 @@ from nxd_ckpt.live.ignoring import RANDOM_STATE
 from nxd_ckpt.live.named import OBJECTS, NamedObjects, named_states
 from nxd_ckpt.load.filters import Filter
 from nxd_ckpt.load.options import LoadRequest
+from nxd_ckpt.surroundings import as_called
 from nxd_ckpt.tag.opened import OpenTag
 
 logger = logging.getLogger("nxd_ckpt")
@@ -106,7 +107,8 @@ def load_scheduler(live: Any, saved: Any) -> None:
         for scheduler, state in zip(live, saved, strict=True):
             load_scheduler(scheduler, state)
     else:
-        live.load_state_dict(saved)
+        with as_called():
+            live.load_state_dict(saved)
 
 
 def part_names(

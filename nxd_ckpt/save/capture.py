@@ -25,7 +25,7 @@ from nxd_ckpt.live.model import ModelAdapter
 from nxd_ckpt.live.named import OBJECTS, LiveObjects, NamedObjects, with_state
 from nxd_ckpt.live.named_models import open_model
 from nxd_ckpt.live.optimizer import open_optimizer
-from nxd_ckpt.live.parameters import is_short, refuse_short
+from nxd_ckpt.live.parameters import is_short, refuse_fake_mode, refuse_short
 from nxd_ckpt.live.save_state import SaveState
 from nxd_ckpt.live.state import ModelState, State, StateTensor
 from nxd_ckpt.live.state_names import PARAM_GROUPS, state_entries, without
@@ -169,13 +169,15 @@ def _without_ignored(
 ) -> SaveState:
     """Return the state without names in ``ignore_keys``.
 
-    Raises UnsupportedState if no load could restore the rest, or memory of it was freed.
+    Raises UnsupportedState if no load could restore the rest, or it has no values: in a FakeTensorMode, or its memory
+    was freed.
     """
     ignoring = Ignoring(options.ignore_keys)
     ignoring.know_ties(model)
     state = leave_out(state, ignoring, topology)
     if model is not None and state.model is not None:
         model.require_loadable(state.model.tree)
+    refuse_fake_mode()
     _refuse_short(state)
     return state
 
