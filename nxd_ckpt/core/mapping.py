@@ -264,6 +264,10 @@ class ModelMapping:
                 "config.json"
             )
 
+    def whole_lengths(self, names: Iterable[str], sizes: Sizes) -> dict[str, tuple[int, int]]:
+        """Return the dimension that ranks cut, and its whole length, of what NxD may have gathered into each file."""
+        return {}
+
     def refuse_shapes(
         self, rule: Rule, tensors: Sequence[tuple[str, tuple[int, ...]]], sizes: Sizes, where: str, check: str = ""
     ) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 from nxd_ckpt.core.mapping import Match, ModelMapping, Rule, RuleMember
 from nxd_ckpt.core.pattern import Pattern
 from nxd_ckpt.core.sizes import Sizes
-from nxd_ckpt.errors import UnsupportedState
+from nxd_ckpt.errors import InvalidArgument, UnsupportedState
 from nxd_ckpt.live.model_names import CONFIG, is_adapter, without_base_layer
 
 PREFIX = "base_model.model."
@@ -47,6 +47,32 @@ class AdapterMapping(ModelMapping):
     def required(self, sizes: Sizes) -> list[str]:
         return []
 
+    def whole_lengths(self, names: Iterable[str], sizes: Sizes) -> dict[str, tuple[int, int]]:
+        """Return the dimension that ranks cut, and its length in the whole model, of adapters with these names.
+
+        Raises InvalidArgument if config.json does not say it: a tag of NxD may hold them whole in each file.
+        """
+        lengths: dict[str, tuple[int, int]] = {}
+        if "peft_type" in self.settings:  # of optimum-neuron, which gathers nothing
+            return lengths
+        for match in self.split(filter(is_adapter, names))[0]:
+            dim = match.rule.dim
+            if dim is not None:
+                lengths[match.name] = dim, sum(self._length(member, dim, sizes) for member in match.rule.members)
+        return lengths
+
+    def _length(self, member: RuleMember, dim: int, sizes: Sizes) -> int:
+        if member.heads:
+            return sizes.attention().length(member.heads)
+        terms = self.shapes.get(member.name.text, (None, None))[dim]
+        length = None if terms is None else sizes.length(terms)
+        if length is None:
+            raise InvalidArgument(
+                f"whether each file holds all of {member.name.text}, or a part, is not known; pass the model's "
+                "config.json"
+            )
+        return length
+
     def _is_trained(self, name: str) -> bool:
         modules = self.settings.get("modules_to_save") or ()
         return any(key in name for key in modules) or (self.settings.get("bias") == "all" and "bias" in name)
@@ -73,7 +99,13 @@ def adapter_mapping(base: ModelMapping, settings: Mapping[str, Any]) -> AdapterM
             "PEFT, but several for NxD; save with merge_lora, and export that tag"
         )
     rules = {(rule.nxd.text, rule.members): rule for base_rule in base.rules for rule in _rules_of(base_rule)}
-    return AdapterMapping(base.name, tuple(rules.values()), keys=base.keys, base=base, settings=settings)
+    shapes = {
+        f"{PREFIX}{text.removesuffix(_WEIGHT)}.lora_{letter}{_WEIGHT}": shape
+        for text, terms in base.shapes.items()
+        if len(terms) == 2
+        for letter, shape in (("A", (None, terms[1])), ("B", (terms[0], None)))
+    }
+    return AdapterMapping(base.name, tuple(rules.values()), keys=base.keys, shapes=shapes, base=base, settings=settings)
 
 
 def _rules_of(rule: Rule) -> Iterator[Rule]:

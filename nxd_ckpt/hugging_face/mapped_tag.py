@@ -184,7 +184,9 @@ class MappedTag:
     ) -> None:
         self._opened, self._mapping, self.sizes = opened, mapping, sizes
         self._prefers_masters = master_weights
-        self._first = recorded_state(opened, opened.topology, saved_names=param_names)
+        may_be_gathered = opened.manifest is None and opened.topology.tp > 1 and opened.parts.model
+        gathered = mapping.whole_lengths(opened.model_names(), sizes) if may_be_gathered else {}
+        self._first = recorded_state(opened, opened.topology, saved_names=param_names, gathered=gathered)
         self._states = {CutIndex(): self._first}
 
     @cached_property

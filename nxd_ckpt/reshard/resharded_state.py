@@ -157,6 +157,7 @@ def recorded_state(
     *,
     partitions: Mapping[str, Partition] | None = None,
     saved_names: SavedNames | None = None,
+    gathered: Mapping[str, tuple[int, int]] | None = None,
 ) -> ReshardedState:
     """Return the state that rank ``live.rank`` of a job of these sizes would hold; for tools, without a live model.
 
@@ -166,7 +167,8 @@ def recorded_state(
         partitions: cuts of parameters of the tag, by name, where it does not record them.
         saved_names: the optimizer's parameter names as saved, by stage and group, where the tag has none; parameters
             without names are called by number.
+        gathered: dimension and whole length of what NxD may have gathered into each file; see `ReshardContext`.
     """
     recorded = recorded_parameters(opened, partitions or {})
-    context = ReshardContext(opened, live, recorded=recorded, every_stage=True)
+    context = ReshardContext(opened, live, recorded=recorded, every_stage=True, gathered=gathered or {})
     return ReshardedState(context, OptimizerNames(saved_names, numbered=True))

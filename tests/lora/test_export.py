@@ -10,10 +10,12 @@ import peft
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file
 
 from nxd_ckpt import Topology, save_checkpoint
 from nxd_ckpt.convert import export_checkpoint
-from nxd_ckpt.errors import PartNotFound
+from nxd_ckpt.errors import InvalidArgument, PartNotFound
+from tests.conversion.tags import as_nxd
 from tests.hugging_face.reference import Job, Model
 from tests.hugging_face.saved import write_config
 from tests.hugging_face.sharded import CausalLM
@@ -81,6 +83,31 @@ def test_peft_computes_with_exported_adapters(tmp_path: Path, name: str) -> None
         assert torch.allclose(expected(tokens).logits, tuned(tokens).logits, atol=1e-4, rtol=1e-4)
     document = json.loads((tmp_path / "out" / "adapter_config.json").read_text())
     assert sorted(adapters_of(job.model)) == sorted(document["target_modules"])
+
+
+@pytest.mark.parametrize("how", [{"tp": 2}, {"tp": 2, "qkv": "coalesced"}, {"tp": 2, "qkv": "linear"}])
+def test_adapters_that_nxd_gathered_are_exported_as_they_are(tmp_path: Path, how: dict[str, Any]) -> None:
+    """Each file of NxD's default has all ranks' parts, in the order of the ranks; nothing is doubled."""
+    job = Job(model_of(4), **how)
+    topologies = [Topology(tp=2).at(rank) for rank in range(2)]
+    ours = save(tmp_path / "ours", job)
+    parts = [adapters_of_rank(job, rank) for rank in range(2)]
+    gathered: dict[str, Any] = {}
+    for name, first in parts[0].items():
+        dim = 1 if "lora_A" in name else 0
+        is_cut = any(layer in name for layer in ("o_proj", "down_proj")) == ("lora_A" in name)
+        gathered[name] = torch.cat([part[name] for part in parts], dim) if is_cut else first
+    gathered["lora_config"] = {"lora_rank": RANK, "lora_alpha": ALPHA, "lora_dropout": 0.0, "bias": "none"}
+    save_as_every_rank(tmp_path / "nxd", "t", topologies, lambda rank: {"model": dict(gathered)}, durable=False)
+    config = written(tmp_path, job)
+    export_checkpoint(ours, tmp_path / "a", mapping="llama", config=config)
+    export_checkpoint(as_nxd(tmp_path / "nxd" / "t"), tmp_path / "b", mapping="llama", config=config)
+    files = [load_file(tmp_path / out / "adapter_model.safetensors") for out in "ab"]
+    assert {name: value.tolist() for name, value in files[0].items()} == {
+        name: value.tolist() for name, value in files[1].items()
+    }
+    with pytest.raises(InvalidArgument, match=r"config\.json"):
+        export_checkpoint(tmp_path / "nxd" / "t", tmp_path / "c", mapping="llama")
 
 
 def test_adapters_without_their_configuration_are_refused(tmp_path: Path) -> None:
