@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
 
 from nxd_ckpt.errors import InvalidArgument
+from nxd_ckpt.formats.tensors import iter_tensors
+from nxd_ckpt.live.dtensor import is_dtensor
 
 OBJECTS = "objects"
 """The only key of the scheduler's state where several objects were saved by name: their states."""
 
 _KINDS = {"model": "a torch.nn.Module or NxD model", "optimizer": "an optimizer"}
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_-]*")
+_DOTTED = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
+"""Names of optimizers: one of a single parameter may be called by that."""
 
 
 class LiveObjects(NamedTuple):
@@ -50,10 +55,10 @@ def by_name(objects: Any, argument: str) -> Mapping[str, Any] | None:
                 f"{argument}= is a dict of live objects, but {name!r} is a {type(one).__name__}: plain data and "
                 "tensors are saved by user_content="
             )
-        if not isinstance(name, str) or not _NAME.fullmatch(name):
+        if not isinstance(name, str) or not (_DOTTED if is_optimizer(one) else _NAME).fullmatch(name):
             raise InvalidArgument(
                 f"{argument}=: {name!r} cannot be a name: it begins the names of tensors, so use letters, digits, "
-                "'_' and '-'"
+                "'_' and '-', and '.' for an optimizer"
             )
         first = names.setdefault(id(one), name)
         if first != name:
@@ -79,6 +84,18 @@ def with_state(objects: LiveObjects, state: Mapping[str, Any] | None) -> LiveObj
     named = by_name(dict(state), "state") or {}
     models = {name: one for name, one in named.items() if is_model(one)}
     optimizers = {name: one for name, one in named.items() if name not in models and is_optimizer(one)}
+    on_mesh = {
+        name: ObjectOnMesh(one)
+        for name, one in named.items()
+        if name not in models and name not in optimizers and _is_placed(one)
+    }
+    if on_mesh and objects.optimizer is not None and not optimizers:
+        several = by_name(objects.optimizer, "optimizer")
+        optimizers = {"optimizer": objects.optimizer} if several is None else dict(several)
+        objects = objects._replace(optimizer=None)
+    if on_mesh.keys() & optimizers.keys():
+        raise InvalidArgument(f"optimizer= and state= both have {', '.join(map(repr, on_mesh.keys() & optimizers))}")
+    optimizers |= on_mesh
     others = NamedObjects({name: one for name, one in named.items() if name not in models and name not in optimizers})
     for name, one in others.items():
         if not callable(getattr(one, "load_state_dict", None)):
@@ -97,6 +114,26 @@ def with_state(objects: LiveObjects, state: Mapping[str, Any] | None) -> LiveObj
                 "its name"
             )
     return LiveObjects(models or objects.model, optimizers or objects.optimizer, others or objects.scheduler)
+
+
+class ObjectOnMesh:
+    """An object whose state has DTensors, such as an average of weights: an optimizer without parameters."""
+
+    def __init__(self, one: Any) -> None:
+        self._one = one
+        self.param_groups: list[dict[str, Any]] = [{"params": []}]
+
+    def state_dict(self) -> Any:
+        return self._one.state_dict()
+
+    def load_state_dict(self, state: Any) -> None:
+        self._one.load_state_dict(state)
+
+
+def _is_placed(one: Any) -> bool:
+    if "torch.distributed.tensor" not in sys.modules or not callable(getattr(one, "load_state_dict", None)):
+        return False
+    return any(is_dtensor(tensor) for _, tensor in iter_tensors(one.state_dict(), torch.Tensor))
 
 
 def named_states(saved: Any) -> Mapping[str, Any] | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from itertools import chain, islice
@@ -234,7 +234,7 @@ class NamedOptimizers(OptimizerAdapter):
 
     def placed(self, saved: Mapping[str, Any]) -> dict[Path, Placed]:
         return {
-            (path[0], part.indices[path[1]], *path[2:]): placed
+            (path[0], f"{name}.{path[1]}" if isinstance(path[1], str) else part.indices[path[1]], *path[2:]): placed
             for name, part in self._parts(saved).items()
             for path, placed in self._adapters[name].placed(part.tree).items()
         }
@@ -284,7 +284,19 @@ class NamedOptimizers(OptimizerAdapter):
             raise OptimizerMismatch(
                 f"optimizer: {'; '.join(filter(None, texts))}; pass the optimizers that were saved, by their names"
             )
-        return {name: _part(name, own, saved) for name, own in groups.items()}
+        return {name: _part(name, own, _without(saved, name, groups)) for name, own in groups.items()}
+
+
+def _without(saved: Mapping[str, Any], name: str, names: Iterable[str]) -> Mapping[str, Any]:
+    """Return the joint state dict without what is of optimizers whose names begin with that of another and a dot."""
+    longer = tuple(f"{each}." for each in names if each.startswith(f"{name}."))
+    if not longer:
+        return saved
+
+    def kept(section: Any) -> Any:
+        return {at: own for at, own in section.items() if not (isinstance(at, str) and at.startswith(longer))}
+
+    return {key: kept(own) if key in _SECTIONS else own for key, own in kept(saved).items()}
 
 
 def _part(name: str, groups: Sequence[Mapping[str, Any]], saved: Mapping[str, Any]) -> _Part:

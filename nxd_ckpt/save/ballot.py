@@ -306,6 +306,8 @@ class Ballot:
             own.finish()
             more = own.index(plan, at)
             index = replace(index, files={**index.files, **more.files}, tensors=(*index.tensors, *more.tensors))
+        if self._publication.in_place:  # there it takes the place of no file, not even of this rank's own
+            session.storage.remove(f"{self._publication.folder}/{names.index_file(at)}")
         return write_index(session.storage, self._publication, names.index_file(at), index)
 
     def _request(self, plan: SavePlan, voted: float, per_rank: tuple[str, ...]) -> Commit:

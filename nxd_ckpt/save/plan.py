@@ -36,6 +36,7 @@ from nxd_ckpt.formats.strides import stride_in_content
 from nxd_ckpt.formats.tensors import Assembly, Path, itemsize, iter_tensors
 from nxd_ckpt.formats.torch_zip_writer import JoinedImage, image_of
 from nxd_ckpt.live.dtensor import refuse_sizes
+from nxd_ckpt.live.optimizer_state import OWN_FORM
 from nxd_ckpt.live.parameters import form_of, is_tensor
 from nxd_ckpt.live.save_state import SaveState
 from nxd_ckpt.live.state import ModelState, State
@@ -168,6 +169,13 @@ def _copies(part: str, state: State, owners: Mapping[int, int], group: Sequence[
 
 def _plan_mesh(state: SaveState, topology: Topology, groups: Sequence[MeshGroup]) -> SavePlan:
     refuse_on_mesh(state, topology)
+    whole = {} if state.optimizer is None else state.optimizer.tree.get("state", {})
+    if len(groups) > 1 and any(isinstance(key, str) and key.endswith(OWN_FORM) for key in whole):
+        raise UnsupportedState(
+            "optimizer: its state_dict() has a form of its own, or that of an object has DTensors, and pipeline stages "
+            "hold other tensors: a tag would have the first stage's. Pass each stage's by a name of its own, "
+            "state={'stage_1': ...}"
+        )
     group = next(group for group in groups if topology.rank in group.ranks)
     plan = MeshPlan(state.trees(), group, topology.rank, topology.members)
     files = list(plan.files())

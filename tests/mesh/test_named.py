@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 from nxd_ckpt import Checkpointer
-from nxd_ckpt.errors import CheckpointError, UnsupportedState
 from tests.mesh import jobs
 from tests.support.rank_pool import RankPool
 from tests.tag.equality import difference
@@ -68,18 +68,6 @@ class OwnState:
         self.value = state["value"]
 
 
-def refused(rank: int, directory: Path) -> str:
-    held: dict[str, Any] = {"model": jobs.JOBS["fsdp"](0)}
-    held["loader"] = OwnState(next(held["model"].parameters()))
-    try:
-        with Checkpointer(directory) as checkpointer:
-            checkpointer.save(2, state=held)
-    except CheckpointError as error:
-        dist.barrier()
-        return f"{type(error).__name__}: {error}"
-    return "saved"
-
-
 def kept(rank: int, directory: Path, later: bool) -> Any:
     """The value of an object that differs between ranks, after a load."""
     held: dict[str, Any] = {"model": jobs.JOBS["fsdp"](0), "loader": OwnState(0 if later else rank)}
@@ -101,8 +89,79 @@ def test_a_state_that_differs_between_ranks_comes_back_to_them(
     assert [0, 1, 2, 3] == gloo_ranks.run(kept, tmp_path, later)
 
 
-def test_a_state_with_a_dtensor_is_refused(gloo_ranks: RankPool, tmp_path: Path) -> None:
-    """Rank 0's part alone would be kept."""
-    answers = gloo_ranks.run(refused, tmp_path)
-    assert all("state['loader']: the state_dict() of OwnState has DTensors" in answer for answer in answers)
-    assert answers[0].startswith(UnsupportedState.__name__)
+class Average:
+    """Moving averages of a model's parameters, in a form of its own."""
+
+    def __init__(self, model: Any) -> None:
+        self.state: dict[str, Any] = {"shadow": [one.detach().clone() for one in model.parameters()], "updates": 0}
+
+    def update(self, model: Any) -> None:
+        self.state["updates"] += 1
+        for shadow, one in zip(self.state["shadow"], model.parameters(), strict=True):
+            shadow.lerp_(one.detach(), 0.5)
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.state = state
+
+
+def _cut(shape: tuple[int, ...]) -> Any:
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(6, 7), torch.nn.Linear(7, 6))
+    names = ("replicate", "shard")[-len(shape) :]
+    fully_shard(model, mesh=init_device_mesh("cpu", shape, mesh_dim_names=names))
+    return model
+
+
+def averaged(rank: int, directory: Path) -> list[bool]:
+    """Whether an average of weights comes back on the same mesh, and on another one."""
+    model = _cut((4,))
+    average, optimizer = Average(model), torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    model(torch.ones(2, 6)).square().mean().backward()
+    optimizer.step()
+    average.update(model)
+    right = []
+    with Checkpointer(directory) as checkpointer:
+        checkpointer.save(1, model, optimizer, state={"ema": average})
+        for shape in ((4,), (2, 2)):
+            other = _cut(shape)
+            fresh, moments = Average(other), torch.optim.SGD(other.parameters(), lr=0.1, momentum=0.9)
+            checkpointer.load(1, other, moments, state={"ema": fresh})
+            pairs = list(zip(average.state["shadow"], fresh.state["shadow"], strict=True))
+            right += [torch.equal(a.full_tensor(), b.full_tensor()) for a, b in pairs]
+            right.append(fresh.state["updates"] == 1 and fresh.state["shadow"][0].device_mesh.shape == shape)
+            right.append(moments.param_groups[0]["momentum"] == 0.9 and len(moments.state) == 4)
+    return right
+
+
+def test_dtensors_of_any_object_are_cut_and_come_back(gloo_ranks: RankPool, tmp_path: Path) -> None:
+    """An average of weights beside model= and optimizer=, also on another mesh."""
+    assert [[True] * 12] * 4 == gloo_ranks.run(averaged, tmp_path)
+
+
+def in_backward(rank: int, directory: Path) -> list[bool]:
+    """Whether an optimizer for each parameter, called by its name, comes back."""
+    runs: list[Any] = []
+    for _ in range(2):
+        model = _cut((4,))
+        own = {name: torch.optim.AdamW([one], lr=0.1) for name, one in model.named_parameters()}
+        runs.append((model, own))
+    for one in runs[0][0].parameters():
+        one.grad = one.detach() * 0 + 1.0
+    for optimizer in runs[0][1].values():
+        optimizer.step()
+    right = []
+    for number, passed in enumerate((lambda own: {"optimizer": own}, lambda own: {"state": own})):
+        with Checkpointer(directory / str(number)) as checkpointer:
+            checkpointer.save(1, runs[0][0], **passed(runs[0][1]))
+            checkpointer.load(1, runs[1][0], **passed(runs[1][1]))
+        moments = [[state["exp_avg"] for own in run[1].values() for state in own.state.values()] for run in runs]
+        right += [torch.equal(a.to_local(), b.to_local()) for a, b in zip(*moments, strict=True)]
+    return right
+
+
+def test_an_optimizer_for_each_parameter_has_its_name(gloo_ranks: RankPool, tmp_path: Path) -> None:
+    """With dots in it, as optimizer= and in state=."""
+    assert [[True] * 8] * 4 == gloo_ranks.run(in_backward, tmp_path)

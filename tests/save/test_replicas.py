@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import logging
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from nxd_ckpt import Checkpointer, Topology, open_checkpoint
 from nxd_ckpt.errors import CheckpointError
+from nxd_ckpt.testing.storage import MemoryStorage
 from tests.support.rank_pool import RankPool
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]
@@ -262,6 +264,26 @@ def test_other_sizes_are_refused_by_name(gloo_ranks: RankPool, tmp_path: Path) -
     assert "scheduler/objects/scheduler/base_lrs" in names
     saved = torch.load(tmp_path / "step_1" / "model" / "dp_rank_00_tp_rank_00_pp_rank_00.pt", weights_only=False)
     assert torch.allclose(Net().small, saved["small"] + 0.1, atol=0.01)  # readable as before: rank 0's, after one step
+
+
+def test_a_store_without_renames_keeps_them_too() -> None:
+    """There a file takes the place of no other one: the index is written again all the same."""
+    store = MemoryStorage()
+
+    def save_and_load(rank: int) -> list[float]:
+        model = torch.nn.Linear(3, 3)
+        torch.nn.init.constant_(model.weight, rank)
+        place, values = Topology(dp=2, rank=rank), []
+        with Checkpointer("run", storage=store, topology=place, run_id="run") as checkpointer:
+            for step in range(2):
+                checkpointer.save(step, model)
+                other = torch.nn.Linear(3, 3)
+                checkpointer.load(step, other)
+                values.append(other.weight[0, 0].item())
+        return values
+
+    with ThreadPoolExecutor(2) as threads:
+        assert [[0.0, 0.0], [1.0, 1.0]] == list(threads.map(save_and_load, range(2)))
 
 
 def averaged(rank: int, directory: Path) -> list[str]:
