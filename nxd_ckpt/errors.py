@@ -10,6 +10,7 @@ Each message names the thing (tag, rank, file, tensor), what was expected, what 
     ├── CheckpointNotFound (FileNotFoundError, RuntimeError)   no directory, no complete tag, no such tag
     │   └── PartNotFound                         the tag has no model / optimizer / scheduler / rank file
     │       └── PartLost                         it had it when it was saved
+    ├── ResumeDiffers (AssertionError)           what is live after a load is not what it meant to put there
     ├── TagReplaced                              another save took the tag's place while it was read, or it was removed
     ├── CorruptCheckpoint                        what is on disk is not what was written
     │   ├── MalformedFile                        truncated, or not the format its name says
@@ -82,6 +83,10 @@ class PartNotFound(CheckpointNotFound):
 
 class PartLost(PartNotFound):
     """A file that the tag had when it was saved is gone: the tag is damaged."""
+
+
+class ResumeDiffers(CheckpointError, AssertionError):
+    """A run that was loaded is not the run that was saved; names the first differences."""
 
 
 class TagReplaced(CheckpointError):

@@ -71,7 +71,7 @@ InstallKeywords = TypedDict("InstallKeywords", {
     "rank_content": dict[Any, Any] | None, "verify": Verify | None, "share_reads": bool | None, "pre_download": bool,
     "work_dir": StrPath | None, "mapping": MappingSpec, "kv_size_multiplier": int, "hardware": Hardware,
     "key_mapping": Mapping[str, str] | None, "prefix": str, "load_weights_only": bool,
-    "strict_model_weights": bool | None, "fallback": bool,
+    "strict_model_weights": bool | None, "prove": bool | None, "fallback": bool,
 }, total=False)
 LoadCheckpointKeywords = TypedDict("LoadCheckpointKeywords", {
     "param_names": Sequence[Sequence[str]] | None, "saved_param_names": Sequence[Sequence[Sequence[str]]] | None,
@@ -79,8 +79,8 @@ LoadCheckpointKeywords = TypedDict("LoadCheckpointKeywords", {
     "share_reads": bool | None, "pre_download": bool, "work_dir": StrPath | None, "trust_pickle": bool,
     "progress": bool, "mapping": MappingSpec, "kv_size_multiplier": int, "hardware": Hardware,
     "key_mapping": Mapping[str, str] | None, "prefix": str, "ignore_keys": IgnoreKeys | None, "weights_only": bool,
-    "load_weights_only": bool, "strict_model_weights": bool | None, "fallback": bool, "topology": Topology | None,
-    "process_group": Any, "timeout": float, "storage_options": StorageOptions | None,
+    "load_weights_only": bool, "strict_model_weights": bool | None, "prove": bool | None, "fallback": bool,
+    "topology": Topology | None, "process_group": Any, "timeout": float, "storage_options": StorageOptions | None,
 }, total=False)
 LoadKeywords = TypedDict("LoadKeywords", {
     "strict": bool, "num_workers": int | None, "use_zero1_dcp": bool, "param_names": Sequence[Sequence[str]] | None,
@@ -89,7 +89,7 @@ LoadKeywords = TypedDict("LoadKeywords", {
     "work_dir": StrPath | None, "trust_pickle": bool, "progress": bool, "mapping": MappingSpec,
     "kv_size_multiplier": int, "hardware": Hardware, "key_mapping": Mapping[str, str] | None, "prefix": str,
     "ignore_keys": IgnoreKeys | None, "weights_only": bool, "load_weights_only": bool,
-    "strict_model_weights": bool | None, "fallback": bool,
+    "strict_model_weights": bool | None, "prove": bool | None, "fallback": bool,
 }, total=False)
 MigrateKeywords = TypedDict("MigrateKeywords", {
     "to": Form, "torchtitan_release": Release, "config": StrPath | None, "mapping": MappingSpec,

@@ -30,7 +30,6 @@ from nxd_ckpt.output.source import open_any
 from nxd_ckpt.output.transfer import Progress, StoredFile, copy, link_or_copy
 from nxd_ckpt.reshard.resharded_state import recorded_parameters
 from nxd_ckpt.reshard.target import Target, target_state
-from nxd_ckpt.save.planned_file import pieces_of
 from nxd_ckpt.storage.base import Storage
 from nxd_ckpt.tag.directory import require_directory
 from nxd_ckpt.tag.files import TagFiles
@@ -130,7 +129,7 @@ class FilePassthrough:
         if crc != storage.crc32:
             raise DigestMismatch(f"{where}: expected CRC-32 {storage.crc32:08x}, found {crc:08x}: its bytes changed")
         about = StateTensor(f"model/{name}", self._recorded.get(name))
-        pieces = pieces_of(about, topology, stub.shape)
+        pieces = about.pieces(topology, stub.shape)
         return TensorEntry(
             about.name, stub.file, storage.offset, storage.nbytes, stub.dtype, stub.shape, blocks, pieces
         )

@@ -8,7 +8,6 @@ from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
-import torch
 from typing_extensions import Unpack
 
 from nxd_ckpt.checkpoint import Checkpoint
@@ -20,16 +19,14 @@ from nxd_ckpt.core.topology import Topology
 from nxd_ckpt.errors import as_checkpoint_errors
 from nxd_ckpt.examine.doctor import Examination
 from nxd_ckpt.formats.crc32 import crc32
-from nxd_ckpt.formats.tensors import Assembly, TensorStub, allocated, byte_view, digest_of, dtype_name
+from nxd_ckpt.formats.tensors import allocated, byte_view
 from nxd_ckpt.keywords import LoadKeywords
 from nxd_ckpt.load.attempt import LoadAttempt
 from nxd_ckpt.load.options import LoadOptions, LoadRequest
-from nxd_ckpt.reshard.plain_values import ABSENT, equal_values
-from nxd_ckpt.save.capture import capture
-from nxd_ckpt.save.options import SaveOptions
+from nxd_ckpt.load.proof import recorded_digest
 from nxd_ckpt.storage.progress import Counter
 from nxd_ckpt.tag.opened import OpenTag
-from nxd_ckpt.tag.reading import Leaf, LeafReader
+from nxd_ckpt.tag.reading import Leaf
 
 logger = logging.getLogger("nxd_ckpt")
 
@@ -152,37 +149,18 @@ def _live_findings(opened: OpenTag, request: LoadRequest, compared: Counter) -> 
     attempt.judge_names(attempt.compare_names())
     load = attempt.prepare()
     load.judge_parameters()
-    save_options = SaveOptions(param_names=options.param_names, partitions=options.partitions)
-    live = capture(request.topology, save_options, request.model, request.optimizer, request.scheduler)
     with load.reader as reader:
-        for kind, name, saved, now in load.compared_with(live):
-            if isinstance(saved, (TensorStub, Assembly)):
-                if not isinstance(now, (torch.Tensor, int, float)):
-                    yield problem(kind, name, "the tag holds it, and the live objects do not: it was not loaded")
-                    continue
-                compared.add(saved.nbytes)
-                if not _same(saved, torch.as_tensor(now), name, reader):
-                    yield problem(kind, name, "the live tensor is not the one that was saved")
-            elif isinstance(saved, (int, float)) and isinstance(now, torch.Tensor) and now.numel() == 1:
-                live_value = now.detach().cpu().reshape(())
-                if not equal_values(torch.as_tensor(saved, dtype=live_value.dtype), live_value):
-                    yield problem(kind, name, f"expected {saved!r}, as it was saved, found {live_value.item()!r}")
-            elif now is not ABSENT and not equal_values(saved, now):
-                yield problem(kind, name, f"expected {saved!r}, as it was saved, found {now!r}")
 
+        def digest(leaf: Leaf, name: str) -> int:
+            recorded = recorded_digest(leaf)
+            if recorded is not None:
+                return recorded
+            out = allocated(leaf.shape, leaf.dtype)
+            reader.read_into(leaf, out, name, compare=True, verified=False)
+            reader.finish()
+            return crc32(byte_view(out))
 
-def _same(saved: Leaf, live: torch.Tensor, name: str, reader: LeafReader) -> bool:
-    if tuple(live.shape) != saved.shape:
-        return False
-    host_copy = live.detach().cpu().contiguous()
-    if isinstance(saved, TensorStub) and _is_whole(saved) and saved.dtype == dtype_name(host_copy.dtype):
-        return saved.storage.crc32 == crc32(byte_view(host_copy))
-    out = allocated(saved.shape, saved.dtype)
-    reader.read_into(saved, out, name, compare=True, verified=False)
-    reader.finish()
-    return equal_values(out.to(host_copy.dtype), host_copy)
-
-
-def _is_whole(stub: TensorStub) -> bool:
-    """Return whether the digest covers exactly this tensor, tightly packed."""
-    return digest_of(stub) is not None and stub.is_contiguous and stub.nbytes == stub.storage.nbytes
+        proof = load.proof(digest, everything=True)
+        found = proof.findings(request.model, request.optimizer, request.scheduler)
+        compared.add(proof.nbytes)
+        yield from found

@@ -38,6 +38,7 @@ class ModuleHooks:
         modules = root.named_modules() if isinstance(root, torch.nn.Module) else ()
         self._modules: dict[str, torch.nn.Module] = {f"{name}." if name else "": module for name, module in modules}
         self._subtrees = [prefix for prefix, module in self._modules.items() if _has_pre_hooks(module)]
+        self._seen_after = [prefix for prefix, module in self._modules.items() if _has_post_hooks(module)]
         self._loading_own = {prefix for prefix, module in self._modules.items() if _loads_its_own_way(module)}
 
     def __bool__(self) -> bool:
@@ -49,6 +50,10 @@ class ModuleHooks:
         return name.rpartition(".")[0] + "." * ("." in name) in self._loading_own or any(
             name.startswith(prefix) for prefix in self._subtrees
         )
+
+    def may_change(self, name: str) -> bool:
+        """Return whether a module loads this name by itself, or a hook that is called after a load sees it."""
+        return self.owns(name) or any(name.startswith(prefix) for prefix in self._seen_after)
 
     def load(self, state: dict[str, Any], strict: bool) -> None:
         """Pass the modules their entries of ``state``: CPU tensors by name, for all names that `owns` accepts.
@@ -109,6 +114,10 @@ def _has_pre_hooks(module: torch.nn.Module) -> bool:
     return any(not _is_benign(_home(hook)) for hook in module._load_state_dict_pre_hooks.values())
 
 
+def _has_post_hooks(module: torch.nn.Module) -> bool:
+    return any(not _is_benign(_home(hook)) for hook in module._load_state_dict_post_hooks.values())
+
+
 def _loads_its_own_way(module: torch.nn.Module) -> bool:
     return not _is_benign(_definer(type(module), "_load_from_state_dict"))
 
@@ -155,6 +164,21 @@ def has_own_state_dict(optimizer: Any) -> bool:
     hooks = getattr(optimizer, "_optimizer_state_dict_post_hooks", {})
     defined = any("state_dict" in vars(kind) for kind in type(optimizer).__mro__)
     return bool(hooks) or not defined or not _definer(type(optimizer), "state_dict").startswith("torch.optim.")
+
+
+def shows_by_user_code(optimizer: Any) -> bool:
+    """Return whether user code sees the state of an optimizer in a load, or when it is captured."""
+    return has_post_hooks(optimizer) or has_own_state_dict(optimizer) or loads_itself(optimizer)
+
+
+def has_post_hooks(optimizer: Any) -> bool:
+    return bool(getattr(optimizer, "_optimizer_load_state_dict_post_hooks", {}))
+
+
+def is_users_object(one: Any) -> bool:
+    """Return whether an object with a state dict, such as a scheduler, is of a class that torch does not define."""
+    methods = ("load_state_dict", "state_dict")
+    return not isinstance(one, dict) and not all(_definer(type(one), name).startswith("torch.") for name in methods)
 
 
 def call_post_hooks(optimizer: Any) -> None:

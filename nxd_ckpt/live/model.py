@@ -19,7 +19,7 @@ from nxd_ckpt.formats.strides import Stride
 from nxd_ckpt.formats.tensors import Path, dtype_name, itemsize, iter_tensors
 from nxd_ckpt.live.dtensor import Placed, canonical, is_dtensor, like, local_of, placed_of, without_wrappers
 from nxd_ckpt.live.load_hooks import ModuleHooks, has_module_of, loads_as_a_whole, own_root
-from nxd_ckpt.live.model_names import gathered_names, name_in_stage, names_in_stage
+from nxd_ckpt.live.model_names import gathered_names, name_in_stage, names_in_stage, replicated, without_replication
 from nxd_ckpt.live.parallel_layers import layer_partitions
 from nxd_ckpt.live.parameters import (
     form_of,
@@ -181,6 +181,10 @@ class ModelAdapter:
         """Return whether the name's module loads it by itself; see `ModuleHooks`."""
         return False
 
+    def passes_user_code(self, name: str) -> bool:
+        """Return whether user code that a load calls may put another value there than was saved."""
+        return False
+
     def takes_any(self, name: str) -> bool:
         """Return whether only that module knows which values the name may have, and whether it must exist."""
         return False
@@ -316,8 +320,8 @@ class ModuleModel(ModelAdapter):
             self._modules, self._wrapped_names = [*self._root], names_in_stage(live, _state_with_identity(self._root))
         else:
             self._modules = [model]
-            replicated, self._gathered = _replicated(model), gathered_names(model)
-            shorter = {_without_replication(self._gathered.get(name, name), replicated): name for name in live}
+            prefixes, self._gathered = replicated(model), gathered_names(model)
+            shorter = {without_replication(self._gathered.get(name, name), prefixes): name for name in live}
             self._wrapped_names = {name: shorter[key] for name, key in canonical(shorter, "model").items()}
             live = {name: live[wrapped] for name, wrapped in self._wrapped_names.items()}
         self.live = dict(live)
@@ -400,6 +404,9 @@ class ModuleModel(ModelAdapter):
 
     def owns(self, name: str) -> bool:
         return self._is_loaded_whole or self.takes_any(name)
+
+    def passes_user_code(self, name: str) -> bool:
+        return self.owns(name) or _is_extra_state(name) or self._hooks.may_change(self._inner_name(name))
 
     def takes_any(self, name: str) -> bool:
         return bool(self._hooks) and self._hooks.owns(self._inner_name(name))
@@ -491,22 +498,6 @@ class DictModel(ModelAdapter):
             copy_in(self.live[name], value)
         else:
             self.live[name] = value
-
-
-def _replicated(model: Any) -> list[str]:
-    """Return the name prefixes of modules that torch's data parallelism wraps, inner ones first."""
-    if not isinstance(model, torch.nn.Module):
-        return []
-    kinds = (torch.nn.DataParallel, torch.nn.parallel.DistributedDataParallel)
-    names = [name for name, module in model.named_modules() if isinstance(module, kinds)]
-    return sorted((f"{name}." if name else "" for name in names), key=len, reverse=True)
-
-
-def _without_replication(name: str, prefixes: Iterable[str]) -> str:
-    for prefix in prefixes:
-        if name.startswith(f"{prefix}module."):
-            name = prefix + name.removeprefix(f"{prefix}module.")
-    return name
 
 
 def _state_with_identity(model: Any) -> dict[str, Any]:

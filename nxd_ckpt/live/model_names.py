@@ -11,7 +11,7 @@ In NxD's LoRA models a wrapped layer ``q_proj`` becomes the base's ``q_proj.base
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -102,3 +102,20 @@ def without_base_layer(name: str) -> str:
     """Return a tensor's name before its layer was wrapped."""
     return name.replace(BASE_LAYER, "")
 
+
+
+def replicated(model: Any) -> list[str]:
+    """Return the name prefixes of modules that torch's data parallelism wraps, inner ones first."""
+    if not isinstance(model, torch.nn.Module):
+        return []
+    kinds = (torch.nn.DataParallel, torch.nn.parallel.DistributedDataParallel)
+    names = [name for name, module in model.named_modules() if isinstance(module, kinds)]
+    return sorted((f"{name}." if name else "" for name in names), key=len, reverse=True)
+
+
+def without_replication(name: str, prefixes: Iterable[str]) -> str:
+    """Return the name without the wrapper's own name behind any of the ``prefixes``."""
+    for prefix in prefixes:
+        if name.startswith(f"{prefix}module."):
+            name = prefix + name.removeprefix(f"{prefix}module.")
+    return name

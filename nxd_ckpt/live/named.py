@@ -154,3 +154,12 @@ def is_optimizer(one: Any) -> bool:
 
 def _is_live(one: Any) -> bool:
     return not isinstance(one, type) and callable(getattr(one, "state_dict", None))
+
+
+def state_of(one: Any) -> Any:
+    """Return the state of a scheduler, a list of them, or objects by name; of a dict, which is a state, itself."""
+    if isinstance(one, NamedObjects):
+        return {OBJECTS: {name: state_of(each) for name, each in one.items()}}
+    if isinstance(one, (list, tuple)):
+        return [state_of(each) for each in one]
+    return one.state_dict() if hasattr(one, "state_dict") else one

@@ -93,6 +93,10 @@ class NamedModels(ModelAdapter):
         adapter, own = self._at(name)
         return adapter is not None and adapter.owns(own)
 
+    def passes_user_code(self, name: str) -> bool:
+        adapter, own = self._at(name)
+        return adapter is not None and adapter.passes_user_code(own)
+
     def takes_any(self, name: str) -> bool:
         adapter, own = self._at(name)
         return adapter is not None and adapter.takes_any(own)

@@ -23,6 +23,7 @@ from nxd_ckpt.live.optimizer_state import (
     Keeps,
     LeafSource,
     OptimizerAdapter,
+    Slot,
     flat_parameters,
     keeps_nothing,
 )
@@ -250,6 +251,17 @@ class NamedOptimizers(OptimizerAdapter):
     def followed(self, saved: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
         for name, part in self._parts(saved).items():
             yield from self._adapters[name].followed(part.tree)
+
+    @property
+    def passes_user_code(self) -> bool:
+        return any(adapter.passes_user_code for adapter in self._adapters.values())
+
+    def shards(self, saved: Mapping[str, Any]) -> Mapping[Any, Slot]:
+        return {
+            part.indices[index]: slot
+            for name, part in self._parts(saved).items()
+            for index, slot in self._adapters[name].shards(part.tree).items()
+        }
 
     def follow(self, keeps: Keeps) -> None:
         for name, adapter in self._adapters.items():

@@ -134,6 +134,15 @@ class OptimizerAdapter(Protocol):
         """Return the live parameters, by name, that `load` copies into shards because ``saved`` has no such values."""
         return ()
 
+    @property
+    def passes_user_code(self) -> bool:
+        """True if user code that a load calls may put another state there than was saved."""
+        return False
+
+    def shards(self, saved: Mapping[str, Any]) -> Mapping[Any, Slot]:
+        """Return the parameters with shards of their own, by their indices in ``saved``."""
+        return {}
+
     def follow(self, keeps: Keeps) -> None:
         """Copy the model's weights again into ZeRO-1's shards, after a load of the model alone.
 

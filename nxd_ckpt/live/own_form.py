@@ -106,6 +106,10 @@ class OwnFormOptimizer(OptimizerAdapter):
             lambda _, tensor: own_stride(tensor, None),
         )
 
+    @property
+    def passes_user_code(self) -> bool:
+        return True
+
     def validate(self, saved: Mapping[str, Any]) -> None:
         if not is_own_form(saved) and saved.get("state", {}).get(OWN_FORM) is None:
             raise OptimizerMismatch(

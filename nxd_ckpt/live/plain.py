@@ -20,7 +20,7 @@ from nxd_ckpt.core.topology import Topology
 from nxd_ckpt.errors import OptimizerMismatch, UnsupportedState
 from nxd_ckpt.formats.tensors import Path, iter_tensors, map_tensors
 from nxd_ckpt.live.dtensor import Placed, as_part, is_dtensor, placed_of
-from nxd_ckpt.live.load_hooks import call_post_hooks, keys_of_its_own, loads_itself
+from nxd_ckpt.live.load_hooks import call_post_hooks, keys_of_its_own, loads_itself, shows_by_user_code
 from nxd_ckpt.live.model import ModelAdapter
 from nxd_ckpt.live.optimizer_state import (
     ON_HOST,
@@ -334,6 +334,10 @@ class PlainOptimizer(OptimizerAdapter):
                 entries[name_of_rows(entry)] = own_of_rows(entries.pop(entry))
         if not self._loads_itself:  # else it has called them
             call_post_hooks(self._optimizer)
+
+    @property
+    def passes_user_code(self) -> bool:
+        return shows_by_user_code(self._optimizer)
 
     @property
     def _loads_itself(self) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -10,6 +10,8 @@ from typing import Any
 import torch
 
 from nxd_ckpt.core.manifest import ParameterSpec
+from nxd_ckpt.core.partition import Piece, zero1_pieces
+from nxd_ckpt.core.topology import Topology
 from nxd_ckpt.formats.strides import Stride, stride_of, with_note
 from nxd_ckpt.formats.tensors import Path, iter_tensors, map_tensors
 from nxd_ckpt.live.dtensor import Placed, is_dtensor, local_of, placed_of, traits_of
@@ -36,6 +38,18 @@ class StateTensor:
     tie: Hashable | None = None
     expert: bool = False
     placed: Placed | None = None
+
+    def pieces(self, topology: Topology, shape: Iterable[int]) -> tuple[Piece, ...] | None:
+        """Return the parts of the global tensor that this rank's tensor of ``shape`` is; None if unknown."""
+        if self.placed is not None:
+            return self.placed.pieces
+        spec = self.spec
+        if spec is None:
+            return None
+        pieces = spec.partition.pieces(spec.shape, topology.tp_rank, topology.tp, topology.ep_rank)
+        if pieces is None or self.shards == 1:
+            return None if pieces is None or tuple(shape) != spec.shape else tuple(pieces)
+        return tuple(zero1_pieces(pieces, spec.shape, self.shards, self.shard))
 
 
 @dataclass

@@ -21,7 +21,7 @@ from nxd_ckpt.core.suggestions import first_of
 from nxd_ckpt.core.topology import Topology
 from nxd_ckpt.errors import InvalidArgument, OptimizerMismatch, ShapeMismatch, UnsupportedState
 from nxd_ckpt.formats.tensors import Path, dtype_name
-from nxd_ckpt.live.load_hooks import call_post_hooks, keys_of_its_own
+from nxd_ckpt.live.load_hooks import call_post_hooks, has_post_hooks, keys_of_its_own
 from nxd_ckpt.live.optimizer_state import (
     Keeps,
     LeafSource,
@@ -146,6 +146,13 @@ class Zero1Optimizer(OptimizerAdapter):
     def followed(self, saved: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
         masters = saved.get(MASTERS, {})
         yield from ((slot.name, slot.parameter) for index, slot in enumerate(self.slots) if index not in masters)
+
+    @property
+    def passes_user_code(self) -> bool:
+        return any(map(has_post_hooks, (self._optimizer, self._optimizer.base_optimizer)))
+
+    def shards(self, saved: Mapping[str, Any]) -> Mapping[Any, Slot]:
+        return dict(enumerate(self.slots))
 
     def follow(self, keeps: Keeps) -> None:
         self._rederive(self.slots, keeps)
@@ -323,6 +330,14 @@ class ExpertZero1Optimizer(OptimizerAdapter):
         ordinary, experts = split(saved)
         yield from self._ordinary.followed(ordinary)
         yield from self._experts.followed(experts)
+
+    @property
+    def passes_user_code(self) -> bool:
+        return any(map(has_post_hooks, (self._optimizer, *self._inner)))
+
+    def shards(self, saved: Mapping[str, Any]) -> Mapping[Any, Slot]:
+        first = saved["ep_shape_info_offset"]
+        return dict(enumerate(self._ordinary.slots)) | dict(enumerate(self._experts.slots, first))
 
     def follow(self, keeps: Keeps) -> None:
         self._ordinary.follow(keeps)

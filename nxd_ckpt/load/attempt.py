@@ -4,32 +4,32 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
 
 from nxd_ckpt import effects
 from nxd_ckpt.core import names
+from nxd_ckpt.core.findings import Finding
 from nxd_ckpt.core.mapping import ModelMapping
 from nxd_ckpt.core.renaming import NOT_LIVE, Renaming
 from nxd_ckpt.core.suggestions import listed
 from nxd_ckpt.core.topology import Coordinates, Topology
-from nxd_ckpt.errors import CorruptCheckpoint, KeyMismatch, OptimizerMismatch
-from nxd_ckpt.formats.tensors import TensorStub, iter_leaves, map_tensors
+from nxd_ckpt.errors import CorruptCheckpoint, KeyMismatch, OptimizerMismatch, ResumeDiffers
+from nxd_ckpt.formats.tensors import TensorStub, map_tensors
 from nxd_ckpt.gc_paused import gc_paused
 from nxd_ckpt.live import torch_xla
 from nxd_ckpt.live.dtensor import names_without_wrappers, plain_names
 from nxd_ckpt.live.model import ModelAdapter
 from nxd_ckpt.live.named_models import open_model
-from nxd_ckpt.live.save_state import SaveState
 from nxd_ckpt.live.state_names import parameter_sections
 from nxd_ckpt.load.collective_checks import ComparedNames, Unmatched, judge_model, judge_optimizer
 from nxd_ckpt.load.filters import Filter
-from nxd_ckpt.load.load_context import load_context
+from nxd_ckpt.load.load_context import LoadContext, load_context
 from nxd_ckpt.load.options import LoadRequest
 from nxd_ckpt.load.overwriting import fill_model, nbytes_of, overwriting, refuse_lost_elements
 from nxd_ckpt.load.parts import (
@@ -42,12 +42,12 @@ from nxd_ckpt.load.parts import (
     refuse_forgotten,
 )
 from nxd_ckpt.load.planner import LoadPlanner
+from nxd_ckpt.load.proof import Digests, Proof, Witness, in_words, recorded_digest
 from nxd_ckpt.load.replicas import SharedReads, delivery_of, measured_rate, open_shared_reads
 from nxd_ckpt.load.scheduled_rates import lacks_scheduled_rates, with_scheduled_rates
 from nxd_ckpt.load.shares import ReplicaShares, agree_on_shares
 from nxd_ckpt.load.trees import LoadTrees
 from nxd_ckpt.options.execution import SavedNames
-from nxd_ckpt.reshard.plain_values import ABSENT
 from nxd_ckpt.storage.base import Storage
 from nxd_ckpt.storage.cached import CachedStorage
 from nxd_ckpt.storage.progress import Counter, is_watched, report, watched
@@ -115,6 +115,9 @@ class RenamedTag(OpenTag):
         tree = super().model_tree(at)
         self._seen.update(tree)
         return {renaming.live(name): leaf for name, leaf in tree.items() if renaming.concerns(name)}
+
+    def live_name(self, name: str) -> str:
+        return self._renaming.live(name)
 
     def experts(self) -> set[str] | None:
         names = super().experts()
@@ -261,7 +264,7 @@ class LoadAttempt:
         with self._opened.guarded(), gc_paused():
             trees = self._planner.trees()
             trees.missing, trees.unexpected = self._missing, self._unexpected
-            return PreparedLoad(self._opened, self._request, self._cache, self.filtered, trees)
+            return PreparedLoad(self._context, self._request, self._cache, trees)
 
     @property
     def save(self) -> str | None:
@@ -283,10 +286,14 @@ class PreparedLoad:
     """A load whose trees fit the live objects. When its bytes are verified too, `apply` only copies."""
 
     def __init__(
-        self, opened: OpenTag, request: LoadRequest, cache: CachedStorage | None, filtered: Filter, trees: LoadTrees
+        self, context: LoadContext, request: LoadRequest, cache: CachedStorage | None, trees: LoadTrees
     ) -> None:
-        self._opened, self._request, self._cache, self._filtered, self._trees = opened, request, cache, filtered, trees
+        opened, filtered = context.opened, context.filter
+        self._context, self._opened, self._filtered = context, opened, filtered
+        self._request, self._cache, self._trees = request, cache, trees
         self._options = options = request.options
+        self._witness = Witness()
+        self._before = {*trees.state_before()}
         self._scheduler = None if filtered.covers("scheduler") else request.scheduler
         self._scheduler_state = opened.scheduler() if self._scheduler is not None else None
         check_scheduler(self._scheduler, self._scheduler_state, opened.where)
@@ -354,7 +361,7 @@ class PreparedLoad:
             shown = {"reports_progress": self._request.reports_progress, "progress": self._options.progress}
             download(self._cache, self._opened, needed, **shown)
         if self._trees.model is not None:
-            read = delivery_of(self.reader, self._begin, None)
+            read = delivery_of(self.reader, self._begin, None, self._witness.saw)
             refuse_lost_elements(self._trees.model, self._trees.names, self._trees.model_tree, read)
         if not self._options.verifies_first:
             return
@@ -371,14 +378,6 @@ class PreparedLoad:
             self._cache.discard()
             raise type(error)(f"{error}. The local copies were removed: load again to download them") from error
 
-    def compared_with(self, live: SaveState) -> Iterator[tuple[str, str, Any, Any]]:
-        """Yield everything that will be loaded with its live counterpart; see `LoadTrees.compared_with`."""
-        model, optimizer = (None if state is None else state.tree for state in (live.model, live.optimizer))
-        yield from self._trees.compared_with(model or {}, optimizer or {})
-        now = dict(iter_leaves(live.scheduler))
-        for path, value in iter_leaves(self._scheduler_state) if self._scheduler is not None else ():
-            yield "scheduler", "/".join(map(str, ("scheduler", *path))), value, now.get(path, ABSENT)
-
     @property
     def where(self) -> str:
         return self._opened.where
@@ -387,6 +386,11 @@ class PreparedLoad:
     def _is_verified(self) -> bool:
         """True if bytes of another save would be noticed."""
         return self._opened.manifest is not None and self._options.verify is not False
+
+    @property
+    def _is_proved(self) -> bool:
+        """True if the digests of live tensors are compared: with ``verify=False`` no digest is."""
+        return self._options.verify is not False or self._options.prove is True
 
     @property
     def nbytes(self) -> int:
@@ -419,10 +423,57 @@ class PreparedLoad:
             self._watched("load", lambda: self.nbytes),
         ):
             self._fill()
+            findings = self._findings()
+        self._judge(findings)
+
+    def _findings(self) -> list[Finding]:
+        """Return the differences between the live objects and what was loaded into them."""
+        request, prove = self._request, self._options.prove
+        if prove is False or not self._is_proved:
+            return []
+        with gc_paused():
+            how = {"before": self._before, "everything": prove is True, "verify_again": self._verify_again}
+            proof = self.proof(self._witness.digest, **how)
+            content = (self._rank_content, self._options.rank_content)
+            return proof.findings(request.model, request.optimizer, self._scheduler, content)
+
+    def proof(self, digest: Digests, **how: Any) -> Proof:
+        """Return the comparison of live objects with what this load puts there; see `Proof`."""
+        return Proof(self._context, self._trees, self.reader, digest, scheduler=self._scheduler_state, **how)
+
+    @cached_property
+    def _compared_live(self) -> set[int]:
+        """Leaves, by id, whose live tensors are compared with the digest that was verified; once more is enough."""
+        if not self._options.verifies_first or self._options.prove is False:
+            return set()
+        compared = self._trees.verbatim_leaves()
+        return {id(leaf) for leaf in compared if recorded_digest(leaf) is not None}
+
+    def _verify_again(self, leaf: Leaf, name: str) -> None:
+        """Raise CorruptCheckpoint if the tag does not hold any more what was verified before."""
+        with self._opened.reader() as reader:
+            reader.verify(leaf, name)
+            reader.finish()
+
+    def _judge(self, findings: list[Finding]) -> None:
+        """Raise ResumeDiffers for problems; warn of what user code may explain, unless all is to be proved."""
+        problems = [each for each in findings if each.severity == "problem" or self._options.prove]
+        doubts = [each for each in findings if each not in problems]
+        if problems:
+            raise ResumeDiffers(
+                f"{self.where} was loaded, and the live objects are not what was saved: {in_words(problems)}. Do not "
+                "train on from this state. prove=False loads without this comparison"
+            )
+        if doubts:
+            logger.warning(
+                "%s was loaded; what code of yours (hooks, state_dict and load_state_dict of own classes) does in a "
+                "load is not proved: %s. prove=True makes this an error",
+                self.where, in_words(doubts),
+            )  # fmt: skip
 
     def _fill(self) -> None:
         model, optimizer = self._trees.model, self._trees.optimizer
-        delivery = delivery_of(self.reader, self._begin, self._reads)
+        delivery = delivery_of(self.reader, self._begin, self._reads, self._witness.saw)
         if model is not None:
             with gc_paused():
                 strict = self._options.strict_names
@@ -450,7 +501,8 @@ class PreparedLoad:
         torch_xla.sync()
 
     def _begin(self, leaf: Leaf, out: torch.Tensor) -> None:
-        compare, verified = self._options.verify is not False, self._options.verifies_first
+        compare = self._options.verify is not False and id(leaf) not in self._compared_live
+        verified = self._options.verifies_first
         name, takes = self._trees.name_by_leaf[id(leaf)], self._shares.takes(leaf)
         self.reader.read_into(leaf, out, name, compare=compare, verified=verified, takes=takes)
 

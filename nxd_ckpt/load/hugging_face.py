@@ -204,7 +204,7 @@ class _HuggingFaceLoad:
             before = reader.done.nbytes
             with watched("load", self.nbytes, lambda: reader.done.nbytes - before, shown):
                 self._model.materialize(self._leaves)
-                delivery = delivery_of(reader, fill, reads)
+                delivery = delivery_of(reader, fill, reads, lambda leaf, value: None)
                 fill_model(self._model, list(self._leaves), self._leaves, delivery)
                 delivery.finish()
             self._model.after_load()

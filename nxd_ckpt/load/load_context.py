@@ -45,15 +45,7 @@ def load_context(
     # In a store that costs a request per file: there the indexes are trusted if bytes are verified at all.
     opened.opens_all = not options.verifies_first and (opened.storage.renames or options.verify is False)
     opened.keeps_small = options.verifies_first
-    adapter = None
-    if optimizer is not None:
-        names, is_dict = options.param_names, isinstance(optimizer, dict)
-        is_sharded = opened.parts.optimizer != "plain" and is_dict
-        adapter = open_optimizer(
-            optimizer, model=live, param_names=names, zero1_optimizer=is_sharded, topology=topology
-        )
-        if adapter.kind == "plain" and not is_dict and _is_of_its_own_cut(opened):
-            adapter = open_optimizer(optimizer, model=live, param_names=names, zero1_optimizer=True, topology=topology)
+    adapter = None if optimizer is None else live_optimizer(opened, topology, live, optimizer, options)
     if live is not None and live.is_placed:
         refuse_sizes(topology)
     filtered.know_ties(live)
@@ -62,6 +54,21 @@ def load_context(
     partitions = {} if live is None else live.partitions(topology.tp)
     options = replace(options, partitions={**partitions, **checked_partitions(options.partitions, topology.tp)})
     return LoadContext(opened, topology, live, adapter, options, filtered)
+
+
+def live_optimizer(
+    opened: OpenTag, topology: Topology, live: ModelAdapter | None, optimizer: Any, options: LoadOptions
+) -> OptimizerAdapter:
+    """Return the adapter of ``optimizer``, of the kind that the tag holds where it does not tell itself.
+
+    Raises InvalidArgument, UnsupportedState for objects that cannot be loaded.
+    """
+    names, is_dict = options.param_names, isinstance(optimizer, dict)
+    is_sharded = opened.parts.optimizer != "plain" and is_dict
+    adapter = open_optimizer(optimizer, model=live, param_names=names, zero1_optimizer=is_sharded, topology=topology)
+    if adapter.kind == "plain" and not is_dict and _is_of_its_own_cut(opened):
+        adapter = open_optimizer(optimizer, model=live, param_names=names, zero1_optimizer=True, topology=topology)
+    return adapter
 
 
 def _is_of_its_own_cut(opened: OpenTag) -> bool:

@@ -65,6 +65,10 @@ class LoadOptions:
     load_weights_only: bool = option(False, "another name for ``weights_only``, OLMo-core's.")
     strict_model_weights: bool | None = option(None, """``strict`` for the model's names alone. None uses ``strict``,
         which also counts for filters.""")
+    prove: bool | None = option(None, """compare the live state after the load with what was loaded: names, values,
+        strides, and every tensor by digest. None: a difference is an error, or a warning where user code such as a load
+        hook may explain it; nothing with ``verify=False``, and of large tensors on a device nothing. True: everything,
+        and always an error. False: not at all.""")
     fallback: bool = option(False, """if the latest tag is damaged, load the newest undamaged one, with a warning.
         Never for a named tag or a model that does not match.""")
 

@@ -48,11 +48,15 @@ class Reads(Protocol):
 
 
 class Delivery:
-    """Delivery of leaves to live tensors (`nxd_ckpt.live.optimizer_state.Read`). ``fill`` reads through ``reader``."""
+    """Delivery of leaves to live tensors (`nxd_ckpt.live.optimizer_state.Read`). ``fill`` reads through ``reader``.
 
-    def __init__(self, reader: Reads, fill: Fill) -> None:
-        self._reader, self._fill = reader, fill
-        self._waiting: deque[tuple[int, torch.Tensor, Callable[[torch.Tensor], None]]] = deque()
+    ``saw`` is called with every leaf as it was read, before a live object has it, or code that follows in the load.
+    """
+
+    def __init__(self, reader: Reads, fill: Fill, saw: Fill) -> None:
+        self._reader, self._fill, self._saw = reader, fill, saw
+        self._in_place: list[tuple[Leaf, torch.Tensor]] = []
+        self._waiting: deque[tuple[Leaf, int, torch.Tensor, Callable[[torch.Tensor], None]]] = deque()
         self._waiting_bytes = 0
         self._spans: list[tuple[int, int]] = []  # memory being filled: (begin, end), ascending, disjoint
 
@@ -60,6 +64,7 @@ class Delivery:
         out = allocated(leaf.shape, leaf.dtype)
         self._fill(leaf, out)
         self._reader.finish()
+        self._saw(leaf, out)
         return out
 
     def into(self, leaf: Leaf, memory: torch.Tensor) -> None:
@@ -70,13 +75,14 @@ class Delivery:
             self._spans.clear()
         insort(self._spans, span)
         self._fill(leaf, memory)
+        self._in_place.append((leaf, memory))
 
     def then(self, leaf: Leaf, take: Callable[[torch.Tensor], None]) -> None:
         out = allocated(leaf.shape, leaf.dtype)
         while len(self._waiting) > 1 and self._waiting_bytes + out.nbytes > _ON_THE_WAY:
             self._hand_over()
         self._fill(leaf, out)
-        self._waiting.append((self._reader.requested, out, take))
+        self._waiting.append((leaf, self._reader.requested, out, take))
         self._waiting_bytes += out.nbytes
 
     def finish(self) -> None:
@@ -85,11 +91,15 @@ class Delivery:
             self._hand_over()
         self._reader.finish()
         self._spans.clear()
+        for leaf, memory in self._in_place:
+            self._saw(leaf, memory)
+        self._in_place.clear()
 
     def _hand_over(self) -> None:
-        requested, out, take = self._waiting.popleft()
+        leaf, requested, out, take = self._waiting.popleft()
         self._waiting_bytes -= out.nbytes
         self._reader.wait(requested)
+        self._saw(leaf, out)
         take(out)
 
     def _overlaps(self, span: tuple[int, int]) -> bool:

@@ -112,6 +112,7 @@ class LoadPlanner:
         self._options, self._filter = context.options, context.filter
         self._model, self._optimizer = context.model, context.optimizer
         self._is_regrouped = False
+        self._left: Sequence[str] = ()
         self._exact = ExactWeights({}, ())
         if self._filter and self._model is not None and self._opened.parts.model:
             saved, aliases = self._context.state.model.values, self._model.aliases
@@ -206,13 +207,14 @@ class LoadPlanner:
                 check_class(optimizer.stepping, tree["param_groups"], whole)
             trees.optimizer_tree = self._exact.put_into(self._filtered(tree, optimizer))
             optimizer.validate(trees.optimizer_tree)
+            trees.names_by_index = self._names_by_index(optimizer)
             trees.optimizer_placed = optimizer.placed(trees.optimizer_tree)
             trees.optimizer_tree = local_tree(trees.optimizer_tree, trees.optimizer_placed)
             names = self._context.live_names
             trees.optimizer_tree = own.put_into("optimizer", trees.optimizer_tree, names, trees.optimizer_placed)
         trees.refuse_stale_shards()
         trees.is_regrouped = self._is_regrouped
-        trees.parameters = self._parameters
+        trees.parameters, trees.left = self._parameters, self._left
         trees.keeps = filtered.keeps(trees.names)
         return trees
 
@@ -435,6 +437,7 @@ class LoadPlanner:
                 where,
                 ", ".join(lost),
             )
+        self._left = lost
         return {name: weights.get(name, leaf) for name, leaf in tree.items() if name not in lost}
 
     @property

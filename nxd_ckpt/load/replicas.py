@@ -160,10 +160,10 @@ class SharedReads(Closing):
         """Leave the groups. Safe to call again."""
         self._open.close()
 
-    def delivery(self, reader: LeafReader, begin: Fill) -> Delivery:
+    def delivery(self, reader: LeafReader, begin: Fill, saw: Fill) -> Delivery:
         """Return what fills live tensors, on all replicas together; ``begin`` starts a read through ``reader``."""
         self._reader, self._begin = reader, begin
-        return Delivery(self, self.fill)
+        return Delivery(self, self.fill, saw)
 
     def fill(self, leaf: Leaf, out: torch.Tensor) -> None:
         """Start to fill ``out`` on all replicas that have the leaf in common."""
@@ -213,9 +213,12 @@ class SharedReads(Closing):
         self._reader.wait(mark)
 
 
-def delivery_of(reader: LeafReader, begin: Fill, reads: SharedReads | None) -> Delivery:
-    """Return what fills live tensors by ``begin``, which starts a read through ``reader``, and shared ``reads``."""
-    return Delivery(reader, begin) if reads is None else reads.delivery(reader, begin)
+def delivery_of(reader: LeafReader, begin: Fill, reads: SharedReads | None, saw: Fill) -> Delivery:
+    """Return what fills live tensors by ``begin``, which starts a read through ``reader``, and shared ``reads``.
+
+    ``saw`` is called as by `Delivery`.
+    """
+    return Delivery(reader, begin, saw) if reads is None else reads.delivery(reader, begin, saw)
 
 
 class _Turn(NamedTuple):

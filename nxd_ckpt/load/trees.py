@@ -10,7 +10,7 @@ from typing import Any
 from nxd_ckpt.core.partition import Piece
 from nxd_ckpt.errors import OptimizerMismatch
 from nxd_ckpt.formats.strides import dense, stride_of, with_stride
-from nxd_ckpt.formats.tensors import Assembly, Fragment, Path, TensorStub, iter_leaves, iter_tensors, map_tensors
+from nxd_ckpt.formats.tensors import Assembly, Fragment, Path, TensorStub, iter_tensors, map_tensors
 from nxd_ckpt.live.dtensor import Placed
 from nxd_ckpt.live.model import ModelAdapter
 from nxd_ckpt.live.optimizer_dict import DictOptimizer
@@ -19,7 +19,6 @@ from nxd_ckpt.live.state import MASTER_WEIGHTS
 from nxd_ckpt.live.zero1 import EXPERT_KEYS, MASTERS
 from nxd_ckpt.load.collective_checks import ComparedNames
 from nxd_ckpt.load.rank_state import RankState
-from nxd_ckpt.reshard.plain_values import ABSENT
 from nxd_ckpt.tag.reading import Leaf
 
 
@@ -32,6 +31,8 @@ class LoadTrees:
         is_regrouped: the live param groups are not the saved ones in their order.
         keeps: predicate for state of the optimizer that stays as it is.
         missing, unexpected: names of this rank's model that the tag lacks; names in the tag that no rank's model has.
+        left: names of the model that no file of an NxD tag has, and that stay as they are.
+        names_by_index: names of the optimizer's parameters by their positions; none if they are unknown.
         parameters: the optimizer's parameters on both sides.
         rank_state: what this rank alone has; the trees have it already.
         model_placed, optimizer_placed: places on a mesh by path; the trees have this rank's parts of these.
@@ -46,6 +47,8 @@ class LoadTrees:
     keeps: Keeps = keeps_nothing
     missing: Sequence[str] = ()
     unexpected: Sequence[str] = ()
+    left: Sequence[str] = ()
+    names_by_index: Sequence[str] = ()
     parameters: ComparedNames = field(default_factory=ComparedNames)
     model_placed: Mapping[Path, Placed] = field(default_factory=dict)
     optimizer_placed: Mapping[Path, Placed] = field(default_factory=dict)
@@ -80,6 +83,16 @@ class LoadTrees:
         for path, leaf in iter_tensors(self.optimizer_tree):
             yield self._optimizer_name(path), leaf
 
+    def verbatim_leaves(self) -> Iterator[Leaf]:
+        """Yield the tensors that are put into host memory as they are, and seen by no user code."""
+        model, optimizer = self.model, self.optimizer
+        if model is None:
+            return
+        on_host = [name for name in self.names if model.is_on_host(name)]
+        yield from (self.model_tree[name] for name in on_host if not model.passes_user_code(name))
+        if optimizer is not None and len(on_host) == len(self.names) and not optimizer.passes_user_code:
+            yield from (leaf for path, leaf in iter_tensors(self.optimizer_tree) if leaf.numel > 1)
+
     def replicated_leaves(self) -> Iterator[tuple[str, Leaf]]:
         """Return the leaves that replicas of this rank may read, too, in the order of reading.
 
@@ -107,24 +120,10 @@ class LoadTrees:
         """The global name of each leaf, by its id."""
         return {id(leaf): name for name, leaf in self.leaves()}
 
-    def compared_with(
-        self, model: Mapping[str, Any], optimizer: Mapping[str, Any]
-    ) -> Iterator[tuple[str, str, Any, Any]]:
-        """Yield everything that will be loaded, tensor or not, with its counterpart in live state trees, or ABSENT.
-
-        Each item is (kind of finding, see core.findings; global name; saved value; live value).
-        """
-        live = dict(iter_leaves(model))
-        for name in self.names:
-            for path, leaf in iter_leaves(self.model_tree[name]):
-                yield "weights", "/".join(map(str, ("model", name, *path))), leaf, live.get((name, *path), ABSENT)
-        live = dict(iter_leaves(optimizer))
-        has_masters = any(MASTERS in path for path in live)
-        for path, leaf in iter_leaves(self.optimizer_tree) if self.optimizer_tree else ():
-            if MASTERS in path and not has_masters:
-                continue  # they are loaded, but an optimizer that does not save them does not show them
-            kind = "groups" if path[0] == "param_groups" else "weights" if path[0] == MASTERS else "moments"
-            yield kind, self._optimizer_name(path), leaf, live.get(path, ABSENT)
+    def state_before(self) -> Iterator[str]:
+        """Yield the global names of what the live objects hold before the load."""
+        yield from () if self.model is None else (f"model/{name}" for name in self.model.names())
+        yield from () if self.optimizer is None else self.optimizer.entries()
 
     def _optimizer_name(self, path: Path) -> str:
         names = None if self.optimizer is None else self.optimizer.parameter_names

@@ -22,7 +22,7 @@ from nxd_ckpt.live.data_position import is_random_state
 from nxd_ckpt.live.dtensor import is_dtensor
 from nxd_ckpt.live.ignoring import RANDOM_STATE, Ignoring
 from nxd_ckpt.live.model import ModelAdapter
-from nxd_ckpt.live.named import OBJECTS, LiveObjects, NamedObjects, with_state
+from nxd_ckpt.live.named import LiveObjects, NamedObjects, named_states, state_of, with_state
 from nxd_ckpt.live.named_models import open_model
 from nxd_ckpt.live.optimizer import open_optimizer
 from nxd_ckpt.live.parameters import is_short, refuse_fake_mode, refuse_short
@@ -238,18 +238,14 @@ def _as_dcp(kind: str) -> str:
 
 
 def _scheduler_state(scheduler: Any) -> Any:
-    if isinstance(scheduler, NamedObjects):
-        state = {name: _scheduler_state(one) for name, one in scheduler.items()}
-        placed = sorted(name for name, own in state.items() if any(map(is_dtensor, _tensors_in(own))))
-        if placed:
-            raise UnsupportedState(
-                f"state[{placed[0]!r}]: the state_dict() of {type(scheduler[placed[0]]).__name__} has DTensors, of "
-                "which a tag would keep rank 0's part: pass the model and the optimizer themselves, each by a name"
-            )
-        return {OBJECTS: state}
-    if isinstance(scheduler, (list, tuple)):
-        return [_scheduler_state(item) for item in scheduler]
-    return scheduler.state_dict() if hasattr(scheduler, "state_dict") else scheduler
+    state = state_of(scheduler)
+    placed = sorted(name for name, own in (named_states(state) or {}).items() if any(map(is_dtensor, _tensors_in(own))))
+    if isinstance(scheduler, NamedObjects) and placed:
+        raise UnsupportedState(
+            f"state[{placed[0]!r}]: the state_dict() of {type(scheduler[placed[0]]).__name__} has DTensors, of which a "
+            "tag would keep rank 0's part: pass the model and the optimizer themselves, each by a name"
+        )
+    return state
 
 
 def _tensors_in(tree: Any) -> Iterator[torch.Tensor]:

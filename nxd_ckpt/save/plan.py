@@ -42,7 +42,7 @@ from nxd_ckpt.live.save_state import SaveState
 from nxd_ckpt.live.state import ModelState, State
 from nxd_ckpt.live.zero1 import MASTERS
 from nxd_ckpt.save.mesh_plan import MeshPlan
-from nxd_ckpt.save.planned_file import NamedTensor, PlannedFile, pieces_of
+from nxd_ckpt.save.planned_file import NamedTensor, PlannedFile
 from nxd_ckpt.save.replicas import Copy, Replicas
 
 logger = logging.getLogger("nxd_ckpt")
@@ -291,7 +291,7 @@ def _planned(
                 storage=storage_of[memory[id(tensor)]],
                 dtype=dtype,
                 shape=shape,
-                pieces=pieces_of(about, topology, shape),
+                pieces=about.pieces(topology, shape),
                 replicated=replicated and about.name.startswith("model/"),
             )
         )
@@ -443,7 +443,7 @@ class _Plan:
     def _file(self, entry: _Leaf, chunk: DcpChunk, file: str) -> PlannedFile:
         about, (dtype, shape) = self._state.tensors[entry.path], form_of(entry.value)
         image = image_of(Assembly(dtype, chunk.size, ())).holding([entry.value])
-        tensor = NamedTensor(about.name, 0, dtype, chunk.size, pieces_of(about, self._topology, shape))
+        tensor = NamedTensor(about.name, 0, dtype, chunk.size, about.pieces(self._topology, shape))
         chunks = ((entry.position, chunk._replace(file=_base(file))),)
         return PlannedFile(file, image, (tensor,), self._part, chunks=chunks)
 

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
 from nxd_ckpt.core.dcp_names import DcpChunk
-from nxd_ckpt.core.partition import Piece, zero1_pieces
-from nxd_ckpt.core.topology import Topology
+from nxd_ckpt.core.partition import Piece
 from nxd_ckpt.formats.image import Image
-from nxd_ckpt.live.state import StateTensor
 
 
 @dataclass(frozen=True)
@@ -57,14 +55,3 @@ class PlannedFile:
         """Return ``chunks`` with their places, of a settled file."""
         spans = zip(self.chunks, self.image.spans, strict=True) if self.chunks else ()
         return [(position, chunk._replace(start=start, nbytes=nbytes)) for (position, chunk), (start, nbytes) in spans]
-
-
-def pieces_of(tensor: StateTensor, topology: Topology, shape: Iterable[int]) -> tuple[Piece, ...] | None:
-    """Return the parts of the global tensor that this rank's ``tensor`` of ``shape`` is; None if unknown."""
-    spec = tensor.spec
-    if spec is None:
-        return None
-    pieces = spec.partition.pieces(spec.shape, topology.tp_rank, topology.tp, topology.ep_rank)
-    if pieces is None or tensor.shards == 1:
-        return None if pieces is None or tuple(shape) != spec.shape else tuple(pieces)
-    return tuple(zero1_pieces(pieces, spec.shape, tensor.shards, tensor.shard))

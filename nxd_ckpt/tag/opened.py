@@ -197,6 +197,10 @@ class OpenTag:
             return {*self.manifest.parameters}
         return {name for stage in range(self.topology.pp) for name in self.model_tree(Coordinates(stage))}
 
+    def live_name(self, name: str) -> str:
+        """Return the name under which a parameter of the tag's files appears in the trees."""
+        return name
+
     def experts(self) -> set[str] | None:
         """Return the expert parameters, as marked in neuronx_distributed's xser files; None if files mark none."""
         if self.manifest is not None or self.topology.ep == 1 or not self.parts.model:

@@ -77,6 +77,9 @@ class VerifiedRecords:
         """Return the index entry of the stub's record."""
         return self._entries.get(_record(stub))
 
+    def entries(self) -> Iterable[TensorEntry]:
+        return self._entries.values()
+
     def is_whole(self, stub: TensorStub) -> bool:
         """Return whether all of the record is verified, or will be by earlier requests."""
         return _record(stub) in self._whole
@@ -282,6 +285,18 @@ class LeafReader(Closing):
             padding = leaf.numel - sum(fragment.target.numel for fragment in leaf.fragments)
             for at in range(0, padding, PIECE):
                 look(next(numbers), [torch.zeros(min(PIECE, padding - at), dtype=dtype)])
+
+    def entry(self, stub: TensorStub) -> TensorEntry | None:
+        """Return what an index says of the record that ``stub`` is a view of."""
+        return self._records.entry(stub)
+
+    def entries(self) -> Iterable[TensorEntry]:
+        """Return the tensors in the tag's indexes that were read."""
+        return self._records.entries()
+
+    def call(self, name: str, work: partial[None]) -> None:
+        """Do ``work`` on one of the threads that read; errors name the tensor ``name``. `finish` waits for it."""
+        self._ranges.call(name, work)
 
     @property
     def requested(self) -> int:

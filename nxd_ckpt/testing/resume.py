@@ -20,17 +20,14 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from nxd_ckpt.checkpointer import Checkpointer
-from nxd_ckpt.errors import InvalidArgument
+from nxd_ckpt.errors import InvalidArgument, ResumeDiffers
+from nxd_ckpt.live.named import by_name
 
 __all__ = ["ResumeDiffers", "check_resume"]
 
 _TAG = "rehearsal"
 _FRESH = 2**31
 """Seed of the objects that are loaded into, different from the first ones' seed."""
-
-
-class ResumeDiffers(AssertionError):
-    """A resumed run differs from the uninterrupted one; names the first difference."""
 
 
 def check_resume(
@@ -174,6 +171,8 @@ def _after(losses: dict[str, Any], objects: tuple[Any, ...]) -> _Runs:
 def _spoil(model: Any) -> None:
     """Change all numbers of ``model`` that a save has, so that a number that a load leaves out is not right by chance.
     """
+    for one in (by_name(model, "model") or {}).values():
+        _spoil(one)
     if not isinstance(model, torch.nn.Module):
         return
     with torch.no_grad():
@@ -305,7 +304,11 @@ def _state(objects: tuple[Any, ...]) -> dict[str, Any]:
 
 
 def _parts(live: Any) -> Any:
-    """Return the state of a training object that a load must restore."""
+    """Return the state of a training object, or of several by name, that a load must restore."""
+    if isinstance(live, dict) and any(hasattr(one, "state_dict") for one in live.values()):
+        return {name: _parts(one) for name, one in live.items()}
+    if isinstance(live, (list, tuple)):
+        return [_parts(one) for one in live]
     if isinstance(live, torch.nn.Module):
         return {
             "state_dict": dict(live.state_dict()),

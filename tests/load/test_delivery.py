@@ -43,7 +43,7 @@ class Reader:
 def test_what_waits_is_bounded_and_in_order(mib: list[int], most: int) -> None:
     """Two tensors of any size, or 64 MiB of smaller ones, wait at a time; the next is read while one is taken."""
     reader = Reader()
-    delivery = Delivery(cast("LeafReader", reader), reader.fill)
+    delivery = Delivery(cast("LeafReader", reader), reader.fill, lambda leaf, value: None)
     taken: list[float] = []
     waiting = 0
     for size in mib:
@@ -64,7 +64,7 @@ def test_what_waits_is_bounded_and_in_order(mib: list[int], most: int) -> None:
 def test_memory_that_is_being_filled_is_not_filled_twice_at_once() -> None:
     """An overlapping request waits for the earlier ones; others do not."""
     reader: Any = Reader()
-    delivery = Delivery(reader, reader.fill)
+    delivery = Delivery(reader, reader.fill, lambda leaf, value: None)
     memory, leaf = torch.full((100,), -1.0), Assembly("float32", (50,), ())
     delivery.into(leaf, memory[:50])
     delivery.into(leaf, memory[50:])

@@ -9,7 +9,6 @@ function holds the mutant, and nothing is imported anew.
 from __future__ import annotations
 
 import ast
-import gc
 import json
 import multiprocessing
 import os
@@ -22,13 +21,14 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
-from types import CodeType, FrameType, FunctionType
+from types import FrameType
 from typing import Any, NamedTuple
 
 import pytest
 
 from tests.hostile import budget
 from tests.mutants.operators import Mutant, mutants
+from tests.support.replaced_code import replace_code
 
 _BASELINE_SECONDS = 1800.0
 _MEMORY = 2**32
@@ -131,26 +131,9 @@ def _in_order(items: Sequence[pytest.Item]) -> Iterator[tuple[pytest.Item, pytes
 def _become(file: str, number: int) -> None:
     """Make of the module in ``file`` its mutant of that number."""
     tree = ast.parse(Path(file).read_text())
-    before = {_place(code): code for code in _codes(compile(tree, file, "exec"))}
+    before = compile(tree, file, "exec")
     mutants(tree)[number].apply()
-    after = {_place(code): code for code in _codes(compile(tree, file, "exec"))}
-    changed = {place: code for place, code in after.items() if place in before and code != before[place]}
-    for function in gc.get_objects():
-        if isinstance(function, FunctionType) and function.__code__.co_filename == file:
-            code = changed.get(_place(function.__code__))
-            if code is not None:
-                function.__code__ = code
-
-
-def _codes(code: CodeType) -> Iterator[CodeType]:
-    yield code
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            yield from _codes(constant)
-
-
-def _place(code: CodeType) -> tuple[str, int]:
-    return code.co_name, code.co_firstlineno
+    replace_code(before, compile(tree, file, "exec"))
 
 
 def _used() -> int:

@@ -115,6 +115,33 @@ def test_what_does_not_come_back_is_named(model: Any, optimizer: Any, load: Any,
         check_resume(make, step, load=load, new_process=False)
 
 
+def _by_name() -> Any:
+    models = {"first": torch.nn.Linear(4, 4), "second": torch.nn.Linear(4, 4)}
+    return models, {name: torch.optim.AdamW(model.parameters()) for name, model in models.items()}
+
+
+def _step_by_name(models: dict[str, torch.nn.Module], optimizers: dict[str, torch.optim.Optimizer]) -> torch.Tensor:
+    loss = models["second"](models["first"](torch.ones(2, 4))).square().mean()
+    for optimizer in optimizers.values():
+        optimizer.zero_grad()
+    loss.backward()
+    for optimizer in optimizers.values():
+        optimizer.step()
+    return loss.detach()
+
+
+def _load_the_first(directory: str, tag: str, models: Any, optimizers: Any) -> None:
+    with Checkpointer(directory) as checkpointer:
+        checkpointer.load(tag, models, optimizers, ignore_keys=["model/second.weight"])
+
+
+def test_models_by_name_are_compared() -> None:
+    """Dicts of models and optimizers: by their state, not by what else the objects have; a lost weight is named."""
+    check_resume(_by_name, _step_by_name, new_process=False)
+    with pytest.raises(ResumeDiffers, match="after the load: model/second/state_dict/weight: expected other values"):
+        check_resume(_by_name, _step_by_name, load=_load_the_first, new_process=False)
+
+
 def test_a_lazy_parameter_of_an_optimizer_is_refused_by_name(tmp_path: Path) -> None:
     """It has no shape before a first batch; a load of the model alone gives it one."""
     lazy = torch.nn.Sequential(torch.nn.LazyLinear(3))

@@ -1,0 +1,80 @@
+"""A load proves what it did: live objects are captured again and compared with what it meant to put there."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from nxd_ckpt import load_checkpoint, save_checkpoint
+from nxd_ckpt.errors import ResumeDiffers
+from nxd_ckpt.load import overwriting
+from tests.examine.runs import Run
+
+pytestmark = [pytest.mark.plain, pytest.mark.once]
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    place = tmp_path_factory.mktemp("run")
+    run = Run().train(3)
+    save_checkpoint(place, "t", run.model, run.optimizer, run.scheduler)
+    return place
+
+
+def _load(directory: Path, run: Run, **options: Any) -> None:
+    load_checkpoint(directory, "t", run.model, run.optimizer, run.scheduler, **options)
+
+
+def _zero(model: torch.nn.Module, keys: Any) -> None:
+    with torch.no_grad():
+        model.get_parameter("0.weight").zero_()
+
+
+def test_what_a_hook_changed_is_told(directory: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A warning names a tensor that a hook of the user has zeroed; prove=True makes it an error; False is silent."""
+    run = Run(seed=1)
+    run.model.register_load_state_dict_post_hook(_zero)
+    _load(directory, run)
+    assert ("model/0.weight" in caplog.text, "prove=True" in caplog.text) == (True, True)
+    with pytest.raises(ResumeDiffers, match=r"model/0\.weight: the live tensor is not the one that was saved"):
+        _load(directory, run, prove=True)
+    caplog.clear()
+    with caplog.at_level(logging.WARNING):
+        _load(directory, run, prove=False)
+    assert caplog.text == ""
+
+
+class _Forgetful(torch.optim.lr_scheduler.StepLR):
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict({**state_dict, "last_epoch": 0})
+
+
+def test_a_scheduler_that_forgets_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A class of the user's whose load_state_dict loses the epoch: a warning that names expected and found value."""
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scheduler = _Forgetful(optimizer, 2)
+    optimizer.step()
+    scheduler.step()
+    save_checkpoint(tmp_path, "t", model, optimizer, scheduler)
+    load_checkpoint(tmp_path, "t", model, optimizer, scheduler)
+    assert "scheduler/last_epoch: expected 1, as it was saved, found 0" in caplog.text
+
+
+def _skips(fill_model: Callable[..., None]) -> Callable[..., None]:
+    def without_the_first(model: Any, names: list[str], *rest: Any) -> None:
+        fill_model(model, names[1:], *rest)
+
+    return without_the_first
+
+
+def test_a_fault_of_the_load_is_an_error(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tensor that our own code does not fill, in place of a fault that nobody knows yet."""
+    monkeypatch.setattr("nxd_ckpt.load.attempt.fill_model", _skips(overwriting.fill_model))
+    with pytest.raises(ResumeDiffers, match=r"model/0\.weight: .* Do not train on from this state"):
+        _load(directory, Run(seed=1))
