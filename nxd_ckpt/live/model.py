@@ -73,8 +73,7 @@ class ModelAdapter:
         def describe() -> dict[Path, StateTensor]:
             described = {}
             for path, leaf in iter_tensors(frozen.tree, torch.Tensor):
-                name = "/".join(map(str, path))
-                spec = state.parameters.get(name)
+                spec = state.parameters.get(name := "/".join(map(str, path)))
                 expert = spec is not None and spec.partition.expert
                 about = StateTensor(f"model/{name}", spec, tie=ties.get(kept.get(name, name)), expert=expert)
                 described[path] = frozen.placed(about, leaf)
@@ -288,8 +287,8 @@ class ModelAdapter:
 
     def expanded(self, names: Iterable[str]) -> dict[str, torch.Tensor]:
         """Return those of the live tensors, by name, of which several elements share memory."""
-        tensors = {name: self._tensors[name] for name in names if name in self._tensors and not self.owns(name)}
-        return {name: tensor for name, tensor in tensors.items() if overlaps_itself(tensor)}
+        own = self._tensors
+        return {name: own[name] for name in names if name in own and not self.owns(name) and overlaps_itself(own[name])}
 
 
 class ModuleModel(ModelAdapter):
@@ -419,17 +418,15 @@ class ModuleModel(ModelAdapter):
 
     def load_own(self, values: dict[str, Any], strict: bool) -> None:
         live = self.live
-        placed = {
-            name: like(value, live[name]) if is_dtensor(live.get(name)) else value for name, value in values.items()
+        state = {
+            self._inner_name(name): like(value, live[name]) if is_dtensor(live.get(name)) else value
+            for name, value in values.items()
         }
-        state = {self._inner_name(name): value for name, value in placed.items()}
         if not self._is_loaded_whole:
             self._hooks.load(state, strict)
             return
-        # Missing and unexpected names were compared before. The model's own method may have no parameter "strict".
-        strictness = {} if live.keys() <= values.keys() else {"strict": False}
-        with as_called():
-            self._model.load_state_dict(state, **strictness)
+        with as_called():  # the model's own method may have no parameter "strict"; names were compared before
+            self._model.load_state_dict(state, **({} if live.keys() <= values.keys() else {"strict": False}))
 
     def after_load(self, missing: Iterable[str] = (), unexpected: Iterable[str] = ()) -> None:
         if not self._is_loaded_whole:  # else it has called them
