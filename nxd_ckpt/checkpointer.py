@@ -16,7 +16,7 @@ from nxd_ckpt.commit.retention import Removed, plan_removal, remove_surplus, rem
 from nxd_ckpt.commit.session import Session, open_session
 from nxd_ckpt.commit.tier import Tier
 from nxd_ckpt.coordination.agreement import Agreement, SingleProcessAgreement
-from nxd_ckpt.coordination.at_exit import close_at_exit, close_unheld, forget
+from nxd_ckpt.coordination.at_exit import close_at_exit, close_unheld, counts_at_exit, forget
 from nxd_ckpt.coordination.environment import topology_of, versions
 from nxd_ckpt.coordination.preemption import Preemption
 from nxd_ckpt.coordination.rendezvous import meet
@@ -104,6 +104,7 @@ class Checkpointer:
         self._schedule, self._preemption = Schedule(job.schedule, chosen.timeout), Preemption(job.preemption)
         self._meant_for_saves = job.meant_for_saves
 
+    @counts_at_exit
     @as_checkpoint_errors()
     @takes(SaveOptions, checks=False)
     def save(

@@ -35,7 +35,7 @@ from nxd_ckpt.core.dcp_names import DcpItem, names_of
 from nxd_ckpt.errors import InvalidArgument
 from nxd_ckpt.storage.urls import StrPath
 from nxd_ckpt.torch_dcp.storage_reader import StorageReader
-from nxd_ckpt.torch_dcp.storage_writer import StorageWriter
+from nxd_ckpt.torch_dcp.storage_writer import StorageWriter, told_at_exit
 from nxd_ckpt.torch_dcp.subclasses import Targets, taken_apart
 
 __all__ = ["StorageReader", "StorageWriter", "async_save", "load", "save"]
@@ -100,6 +100,8 @@ def async_save(
 ) -> Any:
     """Save as `save`, from a thread or a process, once the state dict is copied; as torch's ``async_save``.
 
+    A script may end meanwhile: its exit waits, and a failure that nobody asked the future for makes the exit code 1.
+
     Returns:
         A future of the metadata; where ``async_stager`` copies in the background, torch's ``AsyncSaveResponse``.
     """
@@ -115,7 +117,7 @@ def async_save(
         no_dist=no_dist,
         use_collectives=use_collectives,
     )
-    return response
+    return told_at_exit(response)
 
 
 def load(

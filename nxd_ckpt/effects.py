@@ -16,7 +16,18 @@ from collections.abc import Callable
 from pathlib import Path
 from queue import SimpleQueue
 from random import uniform
-from threading import Condition, Event, Lock, Semaphore, Thread, current_thread, get_ident, get_native_id, local
+from threading import (
+    Condition,
+    Event,
+    Lock,
+    Semaphore,
+    Thread,
+    current_thread,
+    get_ident,
+    get_native_id,
+    local,
+    main_thread,
+)
 from time import monotonic, monotonic_ns, sleep, time
 from typing import TypeVar
 
@@ -79,6 +90,25 @@ def in_forked_children(call: Callable[[], object]) -> None:
     """Have every child that is forked from now on call it first, where a system forks at all."""
     if hasattr(os, "register_at_fork"):
         os.register_at_fork(after_in_child=call)
+
+
+def has_started(thread: Thread) -> bool:
+    """Start the thread; return False if the interpreter is exiting, which starts none from Python 3.12 on.
+
+    Raises RuntimeError if the system gives no more.
+    """
+    try:
+        thread.start()
+    except RuntimeError as error:
+        if "interpreter shutdown" not in str(error):
+            raise
+        return False
+    return True
+
+
+def is_exiting() -> bool:
+    """Return whether the interpreter has come to its exit handlers."""
+    return not main_thread().is_alive()
 
 
 def processes() -> str:

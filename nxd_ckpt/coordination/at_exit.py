@@ -11,15 +11,24 @@ import logging
 import os
 import sys
 from collections.abc import Callable
+from concurrent.futures import Future
 from contextlib import suppress
-from typing import Protocol
+from functools import wraps
+from multiprocessing import parent_process, util
+from typing import ParamSpec, Protocol, TypeVar
 from weakref import ref
 
 from nxd_ckpt import effects
 
 logger = logging.getLogger("nxd_ckpt")
 
+_Parameters = ParamSpec("_Parameters")
+_Result = TypeVar("_Result")
+
 _PAUSE = 0.01
+
+_FIRST, _LAST = 1000, -1000
+"""Priorities among what a child of multiprocessing does at its end; queues are flushed in between."""
 
 
 class Closable(Protocol):
@@ -32,17 +41,14 @@ class Closable(Protocol):
         """Finish this rank's part after an exception; never raises."""
 
 
-
 _open: dict[int, Callable[[], Closable | None]] = {}
 _ending: set[int] = set()
 """Those of them that end in the background, since nobody holds them any more."""
-# In a forked child the open objects, and their threads, are its parent's.
-effects.in_forked_children(_open.clear)
-effects.in_forked_children(_ending.clear)
 
 
 def close_at_exit(closable: Closable, *, while_held: bool = False) -> None:
     """Close it when the process ends, unless `forget` comes first; with ``while_held`` if somebody still holds it."""
+    _end_with_child()
     _open[id(closable)] = ref(closable) if while_held else lambda: closable
 
 
@@ -93,24 +99,136 @@ def forget(closable: Closable) -> None:
     _open.pop(id(closable), None)
 
 
-@atexit.register
-def _at_exit() -> None:
-    """Close everything; after an exception give the other ranks only a short grace."""
-    crashed = getattr(sys, "last_value", None) is not None and not hasattr(sys, "ps1")
-    failed = False
-    for closable in open_objects():
+_is_over = _is_lost = False
+
+
+def is_over() -> bool:
+    """Return whether the end of the process has come so far that nothing is waited for any more."""
+    return _is_over
+
+
+def counts_at_exit(save: Callable[_Parameters, _Result]) -> Callable[_Parameters, _Result]:
+    """Let a ``save`` that fails in another exit handler, whose exceptions are only printed, make the exit code 1."""
+
+    @wraps(save)
+    def counted(*args: _Parameters.args, **kwargs: _Parameters.kwargs) -> _Result:
+        try:
+            return save(*args, **kwargs)
+        except Exception as error:
+            if effects.is_exiting():
+                _lose(error)
+                if _is_over:
+                    _exit_if_lost()
+            raise
+
+    return counted
+
+
+class ToldFuture(Future[_Result]):
+    """A future of the same outcome, whose failure makes the exit code 1 unless somebody asks for it."""
+
+    def __init__(self, future: Future[_Result]) -> None:
+        super().__init__()
+        self._is_told = False
+        self.set_running_or_notify_cancel()
+        close_at_exit(self)
+        future.add_done_callback(self._settle)
+
+    def result(self, timeout: float | None = None) -> _Result:
+        self.exception(timeout)
+        return super().result(timeout)
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        error = super().exception(timeout)
+        self._is_told = True
+        forget(self)
+        return error
+
+    def close(self) -> None:
+        """Wait for it. Raises its failure, unless somebody was told."""
+        if not self._is_told:
+            self.result()
+
+    def abandon(self) -> None:
+        """Do nothing: the interpreter waits for it anyway."""
+
+    def _settle(self, future: Future[_Result]) -> None:
+        error = future.exception()
+        if error is None:
+            forget(self)
+            self.set_result(future.result())
+        else:
+            logger.error("nxd_ckpt: %s: %s", type(error).__name__, error)
+            self.set_exception(error)
+
+
+def _lose(error: BaseException) -> None:
+    global _is_lost
+    _is_lost = True
+    logger.critical("nxd_ckpt: a checkpoint was not saved: %s: %s", type(error).__name__, error)
+
+
+def _close_all(crashed: bool) -> None:
+    """Close everything, once; after an exception give the other ranks only a short grace."""
+    closables = open_objects()
+    _open.clear()  # a process has several exits, and what was given up in one of them is not waited for in the next
+    for closable in closables:
         if crashed:
             closable.abandon()
             continue
         try:
             closable.close()
-        except Exception as error:  # any exception must reach the exit code
-            failed = True
-            logger.critical("nxd_ckpt: a checkpoint was not saved: %s: %s", type(error).__name__, error)
-    if failed:
-        # An exception in an exit handler is only printed: a scheduler would take the job for a success.
+        except BaseException as error:  # torch's, and an interrupt of the wait, must reach the exit code too
+            _lose(error)
+
+
+def _exit_if_lost() -> None:
+    """End the process with code 1 if something was lost.
+
+    An exception in an exit handler is only printed: a scheduler would take the job for a success.
+    """
+    if _is_lost:
         logging.shutdown()
         with suppress(Exception):
             sys.stdout.flush()
             sys.stderr.flush()
         os._exit(1)
+
+
+@atexit.register
+def _at_exit() -> None:
+    global _is_over
+    _close_all(crashed=getattr(sys, "last_value", None) is not None and not hasattr(sys, "ps1"))
+    _is_over = True
+    if _end_of_child is None or not _end_of_child.still_active():
+        _exit_if_lost()
+
+
+def _at_end_of_child() -> None:
+    """Do the same in a child of multiprocessing, which calls no functions of ``atexit`` before Python 3.13.
+
+    From then on it forgets those that were there before a fork.
+    """
+    error = sys.exc_info()[1]
+    _close_all(crashed=error is not None and not isinstance(error, SystemExit))
+
+
+_end_of_child: util.Finalize | None = None
+
+
+def _end_with_child() -> None:
+    global _end_of_child
+    if _end_of_child is None and parent_process() is not None:
+        util.Finalize(None, _at_end_of_child, exitpriority=_FIRST)
+        _end_of_child = util.Finalize(None, _exit_if_lost, exitpriority=_LAST)
+
+
+def _forget_parents() -> None:
+    """Forget, in a forked child, the open objects, which are its parent's, as their threads are."""
+    global _end_of_child
+    _end_of_child = None
+    _open.clear()
+    _ending.clear()
+
+
+effects.in_forked_children(_forget_parents)

@@ -249,17 +249,21 @@ def last_beat(storage: Storage, holder: Lease) -> int | None:
 
 
 class Heartbeat:
-    """The sign that the holder lives, from a daemon thread: it stops with the process and not before."""
+    """The sign that the holder lives, from a daemon thread: it stops with the process and not before.
+
+    A lease that is taken while the interpreter exits, for a last save, has none.
+    """
 
     def __init__(self, storage: Storage, lease: Lease, interval: float) -> None:
         self._storage, self._lease, self._interval = storage, lease, interval
         self._stop = effects.Event()
         self._thread = effects.Thread(target=self._run, name="nxd_ckpt-lease", daemon=True)
-        self._thread.start()
+        self._beats = effects.has_started(self._thread)
 
     def stop(self) -> None:
         self._stop.set()
-        self._thread.join()
+        if self._beats:
+            self._thread.join()
 
     def _run(self) -> None:
         beat = 0

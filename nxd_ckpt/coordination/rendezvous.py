@@ -167,7 +167,8 @@ class Rendezvous:
     def _hub(self) -> Address | None:
         try:
             self._peers = self._peers or Rank0Connections(self._secret or b"")
-        except OSError as error:  # a host without listening sockets: dead ranks are noticed after the timeout
+        # A host without listening sockets, or an exiting interpreter: dead ranks are noticed after the timeout.
+        except (OSError, RuntimeError) as error:
             logger.debug("the end of other ranks will not be noticed at once: %s", error)
         return self._peers.address() if isinstance(self._peers, Rank0Connections) else None
 

@@ -32,7 +32,7 @@ from nxd_ckpt.output.locations import location_of
 from nxd_ckpt.storage.urls import open_storage
 from nxd_ckpt.tag.directory import list_tags
 from nxd_ckpt.torch_dcp.storage_reader import StorageReader
-from nxd_ckpt.torch_dcp.storage_writer import StorageWriter
+from nxd_ckpt.torch_dcp.storage_writer import StorageWriter, told_at_exit
 
 _MODULES = {
     "torchtitan.components.checkpointer": "0.3",
@@ -136,10 +136,11 @@ class CheckpointManager(TitanCheckpointManager):  # type: ignore[misc]
         if async_mode == AsyncMode.DISABLED:
             result: Any = save(state_dict, **common)
         elif async_mode == AsyncMode.ASYNC:
-            result = async_save(state_dict, **common)
+            result = told_at_exit(async_save(state_dict, **common))
         else:
             process, state_dict = AsyncCheckpointerType.PROCESS, state_dict | self._kept_buffers(state_dict)
-            result = async_save(state_dict, async_checkpointer_type=process, async_stager=self.stager, **common)
+            saved = async_save(state_dict, async_checkpointer_type=process, async_stager=self.stager, **common)
+            result = told_at_exit(saved)
         if enable_garbage_collection:
             GarbageCollection.collect("GC collection invoked by checkpointer.")
         return result

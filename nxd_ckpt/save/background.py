@@ -10,34 +10,40 @@ from functools import partial
 from typing import Any
 
 from nxd_ckpt import effects
+from nxd_ckpt.coordination import at_exit
 
 logger = logging.getLogger("nxd_ckpt")
 
 
 class Worker:
-    """A daemon thread with a queue. Daemon: the exit hook decides how long an exit may take, not the interpreter."""
+    """A daemon thread with a queue. Daemon: the exit hook decides how long an exit may take, not the interpreter.
+
+    At the end of the process, when no thread starts any more or nobody would wait for it, tasks run on the submitting
+    thread.
+    """
 
     def __init__(self, name: str) -> None:
         self._tasks: effects.SimpleQueue[Callable[[], None] | None] = effects.SimpleQueue()
         self._thread = effects.Thread(target=self._run, name=name, daemon=True)
-        self._thread.start()
+        self.is_thread = not at_exit.is_over() and effects.has_started(self._thread)
 
     def submit(self, task: Callable[[], None]) -> None:
         """Run ``task`` after those before it. It must not raise."""
-        self._tasks.put(task)
+        if self.is_thread:
+            self._tasks.put(task)
+        else:
+            _run(task)
 
     def stop(self) -> None:
         """Finish all submitted tasks, then end the thread."""
-        self._tasks.put(None)
-        self._thread.join()
+        if self.is_thread:
+            self._tasks.put(None)
+            self._thread.join()
 
     def _run(self) -> None:
         effects.yield_disk_to_others()
         while (task := self._tasks.get()) is not None:
-            try:
-                task()
-            except BaseException:  # a defect of ours, or an exit: without this thread later saves would hang
-                logger.exception("nxd_ckpt: unexpected error in the background thread")
+            _run(task)
             del task  # it holds what was saved
 
 
@@ -103,6 +109,13 @@ class Helpers(Executor):
             return self._tasks.popleft()
         except IndexError:
             return None
+
+
+def _run(task: Callable[[], None]) -> None:
+    try:
+        task()
+    except BaseException:  # a defect of ours, or an exit: without this thread later saves would hang
+        logger.exception("nxd_ckpt: unexpected error in the background thread")
 
 
 def _complete(future: Future[Any], call: Callable[[], Any]) -> None:

@@ -94,7 +94,7 @@ class Pipeline:
         self.submit(attempt.open)
         try:
             if planned is not None:
-                self._stage(attempt, planned, pending.awaited if is_async else None)
+                self._stage(attempt, planned, pending.awaited if is_async and self._writer.is_thread else None)
         except BaseException as problem:  # an interrupt too: without this rank's vote the others would wait
             attempt.fail(problem)
             error = problem

@@ -47,12 +47,13 @@ def watched(what: str, total: int | None, done: Callable[[], int], shown: bool) 
         return
     ended = effects.Event()
     thread = effects.Thread(target=_follow, args=(what, total, done, ended), name="nxd_ckpt-progress", daemon=True)
-    thread.start()
+    is_shown = effects.has_started(thread)
     try:
         yield
     finally:
         ended.set()
-        thread.join()
+        if is_shown:
+            thread.join()
 
 
 def report(what: str, where: str, nbytes: int, started: float) -> None:

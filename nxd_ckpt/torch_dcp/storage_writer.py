@@ -8,6 +8,7 @@ from __future__ import annotations
 import io
 import os
 from collections.abc import Iterable, Mapping, Sequence
+from concurrent import futures
 from dataclasses import replace
 from functools import partial
 from math import prod
@@ -24,6 +25,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from nxd_ckpt.commit.session import open_session
 from nxd_ckpt.coordination.agreement import Agreement, SingleProcessAgreement, decided_by_rank0, on_all
+from nxd_ckpt.coordination.at_exit import ToldFuture
 from nxd_ckpt.coordination.rendezvous import meet
 from nxd_ckpt.core.box import Box
 from nxd_ckpt.core.dcp_names import DcpItem, DcpNames, DcpPart, names_of
@@ -343,6 +345,13 @@ class StorageWriter(TorchStorageWriter):
                 results.append(WriteResult(item.index, len(value), value))
         share = save.write(chunks)
         return [*results, WriteResult(MetadataIndex(""), 0, share)]
+
+
+def told_at_exit(response: Any) -> Any:
+    """Return what torch's ``async_save`` returned, with a future whose failure becomes the exit code if nobody asks."""
+    if isinstance(response, futures.Future):
+        return ToldFuture(response)
+    return replace(response, upload_completion=ToldFuture(response.upload_completion))
 
 
 _unfinished: dict[str, CollectedSave] = {}

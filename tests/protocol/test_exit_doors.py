@@ -1,0 +1,108 @@
+"""Each way in which a process ends, with a save in flight or one that comes last: nothing is lost without a word.
+
+On two Pythons: from 3.12 on an exiting interpreter starts no threads, and children of multiprocessing call functions of
+``atexit`` only from 3.13 on.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from subprocess import CompletedProcess
+
+import pytest
+import torch
+
+from nxd_ckpt import open_checkpoint
+from tests.protocol.children import in_child
+from tests.protocol.states import visible_tags
+from tests.support.processes import run_program
+
+pytestmark = [pytest.mark.plain]
+
+# The directory, and whether its second save fails.
+PROLOGUE = """
+import atexit, os, sys
+import torch
+import nxd_ckpt
+from nxd_ckpt import dcp
+
+path, fails = sys.argv[1], len(sys.argv) > 2
+state = {"model": {"weight": torch.ones(2**18)}}
+if fails:
+    open(os.path.join(path, "last"), "w").close()  # a file in the place of the tag
+"""
+
+
+def run(path: Path, program: str, *, fails: bool) -> CompletedProcess[str]:
+    """In a new interpreter, to its very end."""
+    command = [sys.executable, "-c", PROLOGUE + program, str(path), *(["fails"] if fails else [])]
+    return subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
+
+
+PROGRAMS = {
+    "dcp.async_save": 'dcp.async_save(state, checkpoint_id=f"{path}/last")',
+    "atexit": 'atexit.register(lambda: nxd_ckpt.save_checkpoint(path, "last", state["model"]))',
+    "atexit, async": """
+atexit.register(lambda: nxd_ckpt.Checkpointer(path).save("last", state["model"], async_save=True))
+nxd_ckpt.save_checkpoint(os.path.join(path, "other"), "first", state["model"], async_save=True)
+""",
+    "thread": """
+import threading
+def save():
+    threading.main_thread().join()
+    nxd_ckpt.save_checkpoint(path, "last", state["model"], async_save=True)
+threading.Thread(target=save).start()
+""",
+}
+
+
+@pytest.mark.parametrize("program", PROGRAMS.values(), ids=PROGRAMS)
+def test_the_last_save_is_finished(tmp_path: Path, program: str) -> None:
+    """Whoever makes it; the exit code is 0."""
+    ended = run(tmp_path, program, fails=False)
+    assert 0 == ended.returncode, ended.stderr
+    assert "Traceback" not in ended.stderr
+    assert torch.equal(torch.ones(2**18), open_checkpoint(tmp_path, "last").read("model/weight"))
+    assert not list(tmp_path.glob("**/lease.json"))
+
+
+@pytest.mark.parametrize("program", PROGRAMS.values(), ids=PROGRAMS)
+def test_a_lost_save_is_the_exit_code(tmp_path: Path, program: str) -> None:
+    """And the log names the tag."""
+    ended = run(tmp_path, program, fails=True)
+    assert 1 == ended.returncode, ended.stderr
+    assert "last" in ended.stderr
+
+
+@pytest.mark.parametrize("method", ["forkserver", "spawn"])
+def test_a_child_of_multiprocessing_finishes_its_saves(tmp_path: Path, method: str) -> None:
+    """Its exit code is 1 if one failed."""
+    for fails, code, tags in ((False, 0, ["one", "two"]), (True, 1, ["one"])):
+        assert code == in_child(method, tmp_path / str(code), fails)
+        assert tags == visible_tags(tmp_path / str(code))
+
+
+FORKS = """
+import multiprocessing, sys
+from pathlib import Path
+from nxd_ckpt import close_checkpointers
+from tests.protocol.children import in_child, saves_last
+
+path, results = Path(sys.argv[1]), multiprocessing.get_context("fork").Queue()
+for used in (False, True):
+    if used:
+        saves_last(path / "parent", False)
+        close_checkpointers()
+    print(in_child("fork", path / f"{used} 0", False), in_child("fork", path / f"{used} 1", True))
+"""
+
+
+def test_a_forked_child_finishes_its_saves(tmp_path: Path) -> None:
+    """Whether its parent saved before or not."""
+    done = run_program(FORKS, tmp_path)
+    assert (0, "0 1\n0 1\n") == (done.returncode, done.stdout), done.stderr
+    for used in (False, True):
+        assert ["one", "two"] == visible_tags(tmp_path / f"{used} 0")
+        assert ["one"] == visible_tags(tmp_path / f"{used} 1")
