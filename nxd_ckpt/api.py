@@ -7,7 +7,6 @@ at exit. A process that ends with a failed save that was never reported exits wi
 
 from __future__ import annotations
 
-import os
 import threading
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -176,14 +175,14 @@ def load_checkpoint(
         raise InvalidArgument(f"{directory} is saved to with tiers={list(writing.tiers)}: pass the same ones to load")
     checkpointer = writing or Checkpointer(directory, tiers=tiers, **shared)
     own = {"progress": True, **own, "num_workers": num_workers, "strict": strict, "use_zero1_dcp": use_zero1_dcp}
-    objects = (model, optimizer, scheduler, state)
-    loaded = checkpointer.load_objects(tag, objects, LoadOptions(**own), lasting=writing is not None)
+    loaded = checkpointer.load_objects(tag, (model, optimizer, scheduler, state), own, lasting=writing is not None)
     if writing is None:
         _resumed_from[normalised(directory), topology] = loaded.tag
     return loaded.user_content
 
 
 @as_checkpoint_errors()
+@takes()
 def has_checkpoint(
     checkpoint_dir_str: StrPath | None = None,
     *,
@@ -209,7 +208,7 @@ def has_checkpoint(
 @takes(DirectoryOptions)
 def remove_checkpoint(
     path: StrPath,
-    tag: Tag | Sequence[Tag],
+    tag: Sequence[Tag] | Tag,
     *,
     pinned: bool = False,
     dry_run: bool = False,
@@ -232,7 +231,7 @@ def remove_checkpoint(
     Raises:
         DirectoryInUse: another live job saves there.
     """
-    tags = tag if isinstance(tag, (list, tuple)) else [tag]
+    tags = tag if isinstance(tag, tuple) else [tag]
     topology = options["topology"] = _topology(options)
     with _lock:
         writing = _open.get((normalised(path), topology))
@@ -335,12 +334,11 @@ def _topology(options: Mapping[str, Any]) -> Topology:
 def _directory(first: StrPath | None, other: StrPath | None = None, tiers: Sequence[Tier] | None = None) -> StrPath:
     if first is None and other is None and tiers is not None:
         return checked_tiers(None, tiers)[0].path
-    if (first is None) == (other is None):
+    if first is None and other is None:
+        raise InvalidArgument("the checkpoint directory is None: pass a path or a URL")
+    if first is not None and other is not None:
         raise InvalidArgument("pass the checkpoint directory once: as the first argument or by name")
-    directory = first if first is not None else other
-    if not isinstance(directory, (str, os.PathLike)):
-        raise InvalidArgument(f"the checkpoint directory must be a string or path, found {type(directory).__name__}")
-    return directory
+    return first if first is not None else other  # type: ignore[return-value]
 
 
 def _overwrite(ours: bool | None, other: bool | None) -> bool | None:

@@ -22,14 +22,14 @@ from nxd_ckpt.coordination.preemption import Preemption
 from nxd_ckpt.coordination.rendezvous import meet
 from nxd_ckpt.coordination.schedule import Schedule
 from nxd_ckpt.coordination.waiting import FairLock
-from nxd_ckpt.core.option_classes import options_of, takes
+from nxd_ckpt.core.option_classes import takes
 from nxd_ckpt.core.tags import Tag, step_of, validate_tag
 from nxd_ckpt.effects import require_own
 from nxd_ckpt.errors import CheckpointerClosed, CheckpointError, as_checkpoint_errors
 from nxd_ckpt.keywords import CheckpointerKeywords, LoadKeywords, SaveKeywords
 from nxd_ckpt.live.save_state import SaveState
 from nxd_ckpt.load.loading import Loaded, load
-from nxd_ckpt.load.options import LoadOptions, LoadRequest
+from nxd_ckpt.load.options import LoadOptions, LoadRequest, agreed_options
 from nxd_ckpt.options.checkpointer_options import JobOptions
 from nxd_ckpt.save.attempt import SaveAttempt, SaveRequest
 from nxd_ckpt.save.capture import capture
@@ -202,8 +202,7 @@ class Checkpointer:
             CheckpointError: see `nxd_ckpt.errors`; on every rank, and nothing was changed except what
                 ``verify="reading"`` or ``verify=False`` find too late.
         """
-        chosen = options_of(LoadOptions, {"progress": self._options.progress, **options}, "Checkpointer.load")
-        return self.load_objects(tag, (model, optimizer, scheduler, state), chosen, lasting=True).user_content
+        return self.load_objects(tag, (model, optimizer, scheduler, state), options, lasting=True).user_content
 
     @as_checkpoint_errors()
     @takes(LoadOptions, checks=False)
@@ -233,22 +232,21 @@ class Checkpointer:
         Raises:
             CheckpointError: as `load`. There is a tag, but it cannot be loaded, or it tells no step.
         """
-        chosen = options_of(LoadOptions, {"progress": self._options.progress, **options}, "Checkpointer.load_latest")
         require_own(self._pid, self.storage.url)
         with self._lock.held("load_latest"):
             self._in_flight.settle()
             self._reserve("load_latest")
-            if not self._places.have_checkpoint(self._meet("load_latest"), lasting=self._session is not None):
-                chosen.validate()  # else the run would be refused only when it resumes
+            agreed_options(agreement := self._meet("load_latest"), options, "Checkpointer.load_latest")
+            if not self._places.have_checkpoint(agreement, lasting=self._session is not None):
                 if self.topology.rank == 0:
                     logger.warning("%s: there is no checkpoint: the run begins at step %d", self.storage.url, default)
                 return default
-        loaded = self.load_objects(None, (model, optimizer, scheduler, state), chosen, lasting=True)
+        loaded = self.load_objects(None, (model, optimizer, scheduler, state), options, lasting=True)
         if user_content is not None and isinstance(loaded.user_content, Mapping):
             user_content.update(loaded.user_content)
         return loaded.step
 
-    def load_objects(self, tag: Tag | None, objects: Any, chosen: LoadOptions, *, lasting: bool) -> Loaded:
+    def load_objects(self, tag: Tag | None, objects: Any, options: Any, *, lasting: bool) -> Loaded:
         """Load (model, optimizer, scheduler, state), as `load` does; if ``lasting``, start background replication."""
         require_own(self._pid, self.storage.url)
         with self._lock.held("load"):
@@ -258,6 +256,7 @@ class Checkpointer:
             with self._places.joined(agreement, lasting=self._session is not None):
                 ranks = agreement or SingleProcessAgreement()
                 model, optimizer, scheduler, state = objects
+                chosen = agreed_options(ranks, {"progress": self._options.progress, **options}, "Checkpointer.load")
                 timeout = self._options.timeout
                 request = LoadRequest(self.topology, ranks, model, optimizer, scheduler, chosen, timeout, state)
                 loaded = load(self._places.storages, tag, request)
@@ -394,6 +393,7 @@ class Checkpointer:
             refuse_differences(agreement, self.topology, lambda: capture(self.topology, options, *objects))
 
     @as_checkpoint_errors()
+    @takes()
     def remove(self, *tags: Tag, pinned: bool = False, dry_run: bool = False) -> Removed:
         """Remove tags of this directory, like ``nxd_ckpt.remove_checkpoint``."""
         require_own(self._pid, self.storage.url)

@@ -32,6 +32,7 @@ from torch.distributed.checkpoint.storage import StorageReader as TorchStorageRe
 from torch.distributed.checkpoint.storage import StorageWriter as TorchStorageWriter
 
 from nxd_ckpt.core.dcp_names import DcpItem, names_of
+from nxd_ckpt.core.option_classes import takes
 from nxd_ckpt.errors import InvalidArgument
 from nxd_ckpt.storage.urls import StrPath
 from nxd_ckpt.torch_dcp.storage_reader import StorageReader
@@ -43,6 +44,7 @@ __all__ = ["StorageReader", "StorageWriter", "async_save", "load", "save"]
 logger = logging.getLogger("nxd_ckpt")
 
 
+@takes()
 def save(
     state_dict: dict[str, Any],
     *,
@@ -86,6 +88,7 @@ def save(
     return metadata
 
 
+@takes()
 def async_save(
     state_dict: dict[str, Any],
     *,
@@ -120,6 +123,7 @@ def async_save(
     return told_at_exit(response)
 
 
+@takes()
 def load(
     state_dict: dict[str, Any],
     *,

@@ -6,9 +6,10 @@ All below the mark is generated from the option classes by ``python -m tests.opt
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypedDict
 
+from nxd_ckpt.core.arguments import Count
 from nxd_ckpt.core.heads import Hardware
 from nxd_ckpt.core.partition import Partition
-from nxd_ckpt.core.retention import Rule
+from nxd_ckpt.core.retention import GivenMetrics, NumKept, Retain
 from nxd_ckpt.core.topology import Topology
 from nxd_ckpt.core.torchtitan_names import Release
 from nxd_ckpt.live.ignoring import IgnoreKeys
@@ -19,57 +20,63 @@ from nxd_ckpt.options.hugging_face import Dtype, Form, MappingSpec
 from nxd_ckpt.options.tags import OptimizerForm, Strategy, StrategyName
 from nxd_ckpt.storage.urls import StorageOptions, StrPath
 
+Size = int | str
+Seconds = float | str
+Minutes = float | str
+"""Units as callers may write them; in the options they are numbers."""
+
 # fmt: off
 # ruff: noqa: UP013
 # ---- generated ----
 CheckpointerKeywords = TypedDict("CheckpointerKeywords", {
-    "run_id": str | None, "durable": bool, "memory_cap": int | None, "progress": bool, "on_save_failure": OnFailure,
-    "max_failed_saves": int, "topology": Topology | None, "process_group": Any, "timeout": float,
-    "storage_options": StorageOptions | None, "num_kept_ckpts": int | None, "retain": Sequence[Rule] | int | None,
-    "preemption": Notice, "preemption_grace": float, "every": int | None, "every_minutes": float | None,
+    "run_id": str | None, "durable": bool, "memory_cap": Size | None, "progress": bool, "on_save_failure": OnFailure,
+    "max_failed_saves": Count, "topology": Topology | None, "process_group": Any, "timeout": Seconds,
+    "storage_options": StorageOptions | None, "num_kept_ckpts": NumKept, "retain": Retain, "preemption": Notice,
+    "preemption_grace": Seconds, "every": Count | None, "every_minutes": Minutes | None,
     "final_save": Callable[[int], object] | None,
 }, total=False)
 CopyKeywords = TypedDict("CopyKeywords", {
-    "hard_links": bool, "num_workers": int, "max_bytes_per_second": int | str | None, "timeout": float,
+    "hard_links": bool, "num_workers": Count, "max_bytes_per_second": Size | None, "timeout": Seconds,
     "overwrite": bool, "dry_run": bool, "storage_options": StorageOptions | None,
     "output_options": StorageOptions | None, "durable": bool, "progress": bool,
 }, total=False)
 DirectoryKeywords = TypedDict("DirectoryKeywords", {
-    "topology": Topology | None, "process_group": Any, "timeout": float, "storage_options": StorageOptions | None,
+    "topology": Topology | None, "process_group": Any, "timeout": Seconds, "storage_options": StorageOptions | None,
 }, total=False)
 ExportKeywords = TypedDict("ExportKeywords", {
-    "tokenizer": StrPath | None, "size_per_shard": int | str, "master_weights": bool, "optimizer": bool,
-    "saved_param_names": SavedNames | None, "presharded": bool, "tp": int, "model": str | None,
-    "config": StrPath | None, "mapping": MappingSpec, "kv_size_multiplier": int, "hardware": Hardware,
+    "tokenizer": StrPath | None, "size_per_shard": Size, "master_weights": bool, "optimizer": bool,
+    "saved_param_names": SavedNames | None, "presharded": bool, "tp": Count, "model": str | None,
+    "config": StrPath | None, "mapping": MappingSpec, "kv_size_multiplier": Count, "hardware": Hardware,
     "pad_attn_heads": bool, "dtype": Dtype | None, "prefix": str, "key_mapping": Mapping[str, str] | None,
-    "all_ranks": bool, "timeout": float, "overwrite": bool, "dry_run": bool, "storage_options": StorageOptions | None,
+    "all_ranks": bool, "timeout": Seconds, "overwrite": bool, "dry_run": bool, "storage_options": StorageOptions | None,
     "output_options": StorageOptions | None, "durable": bool, "progress": bool,
 }, total=False)
 FromDcpKeywords = TypedDict("FromDcpKeywords", {
     "optimizer": OptimizerForm | None, "partitions": Mapping[str, Partition] | None, "model_key": str, "optim_key": str,
-    "dp": int, "tp": int, "pp": int, "ep": int, "stages": Names | None, "use_xser": bool, "num_workers": int,
-    "all_ranks": bool, "timeout": float, "overwrite": bool, "dry_run": bool, "storage_options": StorageOptions | None,
+    "dp": Count, "tp": Count, "pp": Count, "ep": Count, "stages": Names | None, "use_xser": bool, "num_workers": Count,
+    "all_ranks": bool, "timeout": Seconds, "overwrite": bool, "dry_run": bool, "storage_options": StorageOptions | None,
     "output_options": StorageOptions | None, "durable": bool, "progress": bool,
 }, total=False)
 ImportKeywords = TypedDict("ImportKeywords", {
-    "virtual_pp": int, "qkv_linear": bool, "fuse_qkv": bool, "coalesce_qkv": bool, "split_gate_up": bool,
-    "model_key": str, "config": StrPath | None, "mapping": MappingSpec, "kv_size_multiplier": int, "hardware": Hardware,
-    "pad_attn_heads": bool, "dtype": Dtype | None, "prefix": str, "key_mapping": Mapping[str, str] | None, "dp": int,
-    "tp": int, "pp": int, "ep": int, "stages": Names | None, "use_xser": bool, "num_workers": int, "all_ranks": bool,
-    "timeout": float, "overwrite": bool, "dry_run": bool, "storage_options": StorageOptions | None,
-    "output_options": StorageOptions | None, "durable": bool, "progress": bool,
+    "virtual_pp": Count, "qkv_linear": bool, "fuse_qkv": bool, "coalesce_qkv": bool, "split_gate_up": bool,
+    "model_key": str, "config": StrPath | None, "mapping": MappingSpec, "kv_size_multiplier": Count,
+    "hardware": Hardware, "pad_attn_heads": bool, "dtype": Dtype | None, "prefix": str,
+    "key_mapping": Mapping[str, str] | None, "dp": Count, "tp": Count, "pp": Count, "ep": Count, "stages": Names | None,
+    "use_xser": bool, "num_workers": Count, "all_ranks": bool, "timeout": Seconds, "overwrite": bool, "dry_run": bool,
+    "storage_options": StorageOptions | None, "output_options": StorageOptions | None, "durable": bool,
+    "progress": bool,
 }, total=False)
 InstallKeywords = TypedDict("InstallKeywords", {
-    "num_workers": int | None, "use_xser": bool, "num_kept_ckpts": int | None, "zero1_optimizer": bool,
+    "num_workers": int | None, "use_xser": bool, "num_kept_ckpts": NumKept, "zero1_optimizer": bool,
     "use_zero1_dcp": bool, "avoid_saving_lower_precision_weights": bool, "param_names": Sequence[Sequence[str]] | None,
     "partitions": Mapping[str, Partition] | None, "trust_pickle": bool, "overwrite": bool | None, "weights_only": bool,
-    "ignore_keys": IgnoreKeys | None, "retain": Sequence[Rule] | int | None, "metrics": Mapping[str, float] | None,
-    "stats": bool, "max_bytes_per_second": int | str | None, "dedup": bool, "run_id": str | None, "durable": bool,
-    "memory_cap": int | None, "progress": bool, "on_save_failure": OnFailure, "max_failed_saves": int,
-    "topology": Topology | None, "process_group": Any, "timeout": float, "storage_options": StorageOptions | None,
+    "ignore_keys": IgnoreKeys | None, "retain": Retain, "metrics": GivenMetrics, "stats": bool,
+    "max_bytes_per_second": Size | None, "dedup": bool, "run_id": str | None, "durable": bool,
+    "memory_cap": Size | None, "progress": bool, "on_save_failure": OnFailure, "max_failed_saves": Count,
+    "topology": Topology | None, "process_group": Any, "timeout": Seconds, "storage_options": StorageOptions | None,
     "strict": bool, "saved_param_names": Sequence[Sequence[Sequence[str]]] | None,
     "rank_content": dict[Any, Any] | None, "verify": Verify | None, "share_reads": bool | None, "pre_download": bool,
-    "work_dir": StrPath | None, "mapping": MappingSpec, "kv_size_multiplier": int, "hardware": Hardware,
+    "work_dir": StrPath | None, "mapping": MappingSpec, "kv_size_multiplier": Count, "hardware": Hardware,
     "key_mapping": Mapping[str, str] | None, "prefix": str, "load_weights_only": bool,
     "strict_model_weights": bool | None, "prove": bool | None, "fallback": bool,
 }, total=False)
@@ -77,24 +84,24 @@ LoadCheckpointKeywords = TypedDict("LoadCheckpointKeywords", {
     "param_names": Sequence[Sequence[str]] | None, "saved_param_names": Sequence[Sequence[Sequence[str]]] | None,
     "partitions": Mapping[str, Partition] | None, "rank_content": dict[Any, Any] | None, "verify": Verify | None,
     "share_reads": bool | None, "pre_download": bool, "work_dir": StrPath | None, "trust_pickle": bool,
-    "progress": bool, "mapping": MappingSpec, "kv_size_multiplier": int, "hardware": Hardware,
+    "progress": bool, "mapping": MappingSpec, "kv_size_multiplier": Count, "hardware": Hardware,
     "key_mapping": Mapping[str, str] | None, "prefix": str, "ignore_keys": IgnoreKeys | None, "weights_only": bool,
     "load_weights_only": bool, "strict_model_weights": bool | None, "prove": bool | None, "fallback": bool,
-    "topology": Topology | None, "process_group": Any, "timeout": float, "storage_options": StorageOptions | None,
+    "topology": Topology | None, "process_group": Any, "timeout": Seconds, "storage_options": StorageOptions | None,
 }, total=False)
 LoadKeywords = TypedDict("LoadKeywords", {
     "strict": bool, "num_workers": int | None, "use_zero1_dcp": bool, "param_names": Sequence[Sequence[str]] | None,
     "saved_param_names": Sequence[Sequence[Sequence[str]]] | None, "partitions": Mapping[str, Partition] | None,
     "rank_content": dict[Any, Any] | None, "verify": Verify | None, "share_reads": bool | None, "pre_download": bool,
     "work_dir": StrPath | None, "trust_pickle": bool, "progress": bool, "mapping": MappingSpec,
-    "kv_size_multiplier": int, "hardware": Hardware, "key_mapping": Mapping[str, str] | None, "prefix": str,
+    "kv_size_multiplier": Count, "hardware": Hardware, "key_mapping": Mapping[str, str] | None, "prefix": str,
     "ignore_keys": IgnoreKeys | None, "weights_only": bool, "load_weights_only": bool,
     "strict_model_weights": bool | None, "prove": bool | None, "fallback": bool,
 }, total=False)
 MigrateKeywords = TypedDict("MigrateKeywords", {
     "to": Form, "torchtitan_release": Release, "config": StrPath | None, "mapping": MappingSpec,
-    "kv_size_multiplier": int | None, "hardware": Hardware | None, "model_only": bool, "dtype": Dtype | None,
-    "size_per_shard": int | str, "saved_param_names": SavedNames | None, "prefix": str,
+    "kv_size_multiplier": Count | None, "hardware": Hardware | None, "model_only": bool, "dtype": Dtype | None,
+    "size_per_shard": Size, "saved_param_names": SavedNames | None, "prefix": str,
     "key_mapping": Mapping[str, str] | None, "overwrite": bool, "dry_run": bool,
     "storage_options": StorageOptions | None, "output_options": StorageOptions | None, "durable": bool,
     "progress": bool,
@@ -109,29 +116,29 @@ PackKeywords = TypedDict("PackKeywords", {
 }, total=False)
 PruneKeywords = TypedDict("PruneKeywords", {
     "dry_run": bool, "verify": bool | None, "pinned_only": bool, "storage_options": StorageOptions | None,
-    "timeout": float, "progress": bool,
+    "timeout": Seconds, "progress": bool,
 }, total=False)
 ReshardKeywords = TypedDict("ReshardKeywords", {
-    "dp": int | None, "tp": int | None, "pp": int | None, "ep": int | None,
+    "dp": Count | None, "tp": Count | None, "pp": Count | None, "ep": Count | None,
     "partitions": Mapping[str, Partition] | None, "stages": Names | None, "saved_param_names": SavedNames | None,
-    "use_xser": bool | None, "num_workers": int, "all_ranks": bool, "timeout": float, "overwrite": bool,
+    "use_xser": bool | None, "num_workers": Count, "all_ranks": bool, "timeout": Seconds, "overwrite": bool,
     "dry_run": bool, "storage_options": StorageOptions | None, "output_options": StorageOptions | None, "durable": bool,
     "progress": bool,
 }, total=False)
 SaveCheckpointKeywords = TypedDict("SaveCheckpointKeywords", {
     "param_names": Sequence[Sequence[str]] | None, "partitions": Mapping[str, Partition] | None, "trust_pickle": bool,
-    "overwrite": bool | None, "weights_only": bool, "ignore_keys": IgnoreKeys | None,
-    "retain": Sequence[Rule] | int | None, "metrics": Mapping[str, float] | None, "stats": bool,
-    "max_bytes_per_second": int | str | None, "dedup": bool, "run_id": str | None, "durable": bool,
-    "memory_cap": int | None, "progress": bool, "on_save_failure": OnFailure, "max_failed_saves": int,
-    "topology": Topology | None, "process_group": Any, "timeout": float, "storage_options": StorageOptions | None,
+    "overwrite": bool | None, "weights_only": bool, "ignore_keys": IgnoreKeys | None, "retain": Retain,
+    "metrics": GivenMetrics, "stats": bool, "max_bytes_per_second": Size | None, "dedup": bool, "run_id": str | None,
+    "durable": bool, "memory_cap": Size | None, "progress": bool, "on_save_failure": OnFailure,
+    "max_failed_saves": Count, "topology": Topology | None, "process_group": Any, "timeout": Seconds,
+    "storage_options": StorageOptions | None,
 }, total=False)
 SaveKeywords = TypedDict("SaveKeywords", {
-    "num_workers": int | None, "use_xser": bool, "num_kept_ckpts": int | None, "zero1_optimizer": bool,
+    "num_workers": int | None, "use_xser": bool, "num_kept_ckpts": NumKept, "zero1_optimizer": bool,
     "use_zero1_dcp": bool, "avoid_saving_lower_precision_weights": bool, "param_names": Sequence[Sequence[str]] | None,
     "partitions": Mapping[str, Partition] | None, "trust_pickle": bool, "overwrite": bool | None, "weights_only": bool,
-    "ignore_keys": IgnoreKeys | None, "retain": Sequence[Rule] | int | None, "metrics": Mapping[str, float] | None,
-    "stats": bool, "max_bytes_per_second": int | str | None, "dedup": bool,
+    "ignore_keys": IgnoreKeys | None, "retain": Retain, "metrics": GivenMetrics, "stats": bool,
+    "max_bytes_per_second": Size | None, "dedup": bool,
 }, total=False)
 ToDcpKeywords = TypedDict("ToDcpKeywords", {
     "flatten_optimizer_state": bool, "partitions": Mapping[str, Partition] | None,
@@ -140,13 +147,14 @@ ToDcpKeywords = TypedDict("ToDcpKeywords", {
     "progress": bool,
 }, total=False)
 UnshardKeywords = TypedDict("UnshardKeywords", {
-    "optim": bool | None, "use_safetensors": bool, "unshard_strategy": StrategyName | Strategy,
-    "size_per_shard": int | str, "partitions": Mapping[str, Partition] | None, "saved_param_names": SavedNames | None,
-    "overwrite": bool, "dry_run": bool, "storage_options": StorageOptions | None,
-    "output_options": StorageOptions | None, "durable": bool, "progress": bool,
+    "optim": bool | None, "use_safetensors": bool, "unshard_strategy": StrategyName | Strategy, "size_per_shard": Size,
+    "partitions": Mapping[str, Partition] | None, "saved_param_names": SavedNames | None, "overwrite": bool,
+    "dry_run": bool, "storage_options": StorageOptions | None, "output_options": StorageOptions | None, "durable": bool,
+    "progress": bool,
 }, total=False)
 Zero1Keywords = TypedDict("Zero1Keywords", {
-    "convert_to_full": bool, "convert_to_sharded": bool, "dp_size": int | None, "optim_only": bool, "num_workers": int,
-    "all_ranks": bool, "timeout": float, "overwrite": bool, "dry_run": bool, "storage_options": StorageOptions | None,
-    "output_options": StorageOptions | None, "durable": bool, "progress": bool,
+    "convert_to_full": bool, "convert_to_sharded": bool, "dp_size": Count | None, "optim_only": bool,
+    "num_workers": Count, "all_ranks": bool, "timeout": Seconds, "overwrite": bool, "dry_run": bool,
+    "storage_options": StorageOptions | None, "output_options": StorageOptions | None, "durable": bool,
+    "progress": bool,
 }, total=False)

@@ -14,7 +14,7 @@ from nxd_ckpt.commit.publication import publication_of
 from nxd_ckpt.commit.retention import Removed
 from nxd_ckpt.commit.session import Session, open_session_alone
 from nxd_ckpt.coordination import control_files, intents, journal
-from nxd_ckpt.core.option_classes import takes
+from nxd_ckpt.core.option_classes import options_of, takes
 from nxd_ckpt.core.retention import Rule, rules_of
 from nxd_ckpt.core.tags import Tag, TagInfo, validate_tag
 from nxd_ckpt.errors import CheckpointNotFound, InvalidArgument, as_checkpoint_errors
@@ -70,11 +70,11 @@ def prune_checkpoints(path: StrPath, retain: Sequence[Rule] = (), **options: Unp
         InvalidArgument: there are no rules, or one by a metric that no tag has; with ``pinned_only`` there are rules,
             or no undamaged tag is pinned. Nothing was removed.
     """
-    chosen = PruneOptions(**options)
+    chosen = options_of(PruneOptions, options)
     if chosen.pinned_only and retain:
         raise InvalidArgument("pinned_only=True leaves pinned tags only: pass it, or rules, not both")
     rules = None if chosen.pinned_only else rules_of(None, retain)
-    if rules is None and not chosen.pinned_only:
+    if not rules and not chosen.pinned_only:
         raise InvalidArgument("prune_checkpoints() needs rules, such as [Last(3)]: without them all tags stay")
     storage = open_storage(path, storage_options=chosen.storage_options)
     require_directory(storage)
@@ -106,6 +106,7 @@ def prune_checkpoints(path: StrPath, retain: Sequence[Rule] = (), **options: Unp
 
 
 @as_checkpoint_errors()
+@takes()
 def pin_checkpoint(path: StrPath, tag: Tag, *, storage_options: StorageOptions | None = None) -> None:
     """Keep a complete tag whatever rules say, until `unpin_checkpoint`. A live job may save there meanwhile.
 
@@ -129,6 +130,7 @@ def pin_checkpoint(path: StrPath, tag: Tag, *, storage_options: StorageOptions |
 
 
 @as_checkpoint_errors()
+@takes()
 def unpin_checkpoint(path: StrPath, tag: Tag, *, storage_options: StorageOptions | None = None) -> bool:
     """Let rules remove a tag again; return whether it was pinned. The tag itself may be gone."""
     storage = open_storage(path, storage_options=storage_options)

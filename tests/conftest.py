@@ -85,6 +85,12 @@ def golden_of_ours(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
+def golden_of_flags(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Directory of checkpoints that nxd_ckpt 0.1 wrote with flags that were no bools; shared as ``golden`` is."""
+    return _unpacked("nxd_ckpt-0.1-flags.tar.xz", tmp_path_factory) / "flags"
+
+
+@pytest.fixture(scope="session")
 def torch_checkpointing(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Directory of checkpoints that torch_checkpointing 0.1.1 wrote, each beside its whole state; shared likewise."""
     return _unpacked("torch_checkpointing-0.1.1.tar.xz", tmp_path_factory)

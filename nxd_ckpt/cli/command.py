@@ -9,11 +9,12 @@ from dataclasses import dataclass, field, fields
 from functools import partial
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
 
 from nxd_ckpt.core.option_classes import fields_of
 from nxd_ckpt.core.partition import Partition
 from nxd_ckpt.core.suggestions import listed
+from nxd_ckpt.core.units import Size
 from nxd_ckpt.errors import CheckpointError, InvalidArgument
 from nxd_ckpt.options.execution import BLANK, OpenOptions
 
@@ -57,7 +58,7 @@ def add_options(
 
     ``flags`` overrides the usual spelling.
     """
-    hints, spelled = get_type_hints(kind), {**_FLAGS, **(flags or {})}
+    hints, spelled = get_type_hints(kind, include_extras=True), {**_FLAGS, **(flags or {})}
     for entry in fields_of(kind):
         name = entry.name
         if name in (*_WITHOUT_FLAG, *without) or (only is not None and name not in only):
@@ -89,7 +90,7 @@ def add_alias(parser: argparse._ActionsContainer, flag: str, dest: str, **argume
 
 def options_of(args: argparse.Namespace, kind: type[Any]) -> dict[str, Any]:
     """Return the flags' values as keywords of the function. Raises InvalidArgument for a malformed JSON file."""
-    hints = {name: hint for name, hint in get_type_hints(kind).items() if name in args}
+    hints = {name: hint for name, hint in get_type_hints(kind, include_extras=True).items() if name in args}
     values = {name: getattr(args, name) for name in hints}
     options = {name: None if value is None else _form_of(hints[name]).read(value) for name, value in values.items()}
     return options | ({"progress": not args.quiet} if "quiet" in args else {})
@@ -97,7 +98,9 @@ def options_of(args: argparse.Namespace, kind: type[Any]) -> dict[str, Any]:
 
 def _form_of(hint: Any) -> _Form:
     members = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
-    kinds = [member for member in members if member is not NoneType]
+    if Size in members:
+        return _Form({"metavar": "SIZE"})
+    kinds = [get_args(one)[0] if get_origin(one) is Annotated else one for one in members if one is not NoneType]
     origins = [get_origin(member) or member for member in kinds]
     if origins == [bool]:
         return _Form({"action": "store_true"})
@@ -114,7 +117,7 @@ def _form_of(hint: Any) -> _Form:
         return _Form({"metavar": "FILE"}, _PARTITIONS, _partitions_in)
     if get_args(kinds[0]) == (str, str):
         return _Form({"metavar": "FILE"}, 'JSON, such as {"NAME": "NAME"}: ', _json)
-    return _Form({"metavar": "SIZE" if int in origins else "NAME" if Mapping in origins else "PATH"})
+    return _Form({"metavar": "NAME" if Mapping in origins else "PATH"})
 
 
 def located(path: str, args: argparse.Namespace) -> tuple[str, str | None, Options]:

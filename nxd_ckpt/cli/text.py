@@ -24,10 +24,10 @@ def in_flags(message: str, flags: Mapping[str, str]) -> str:
     """Replace keywords by flags: ``saved_param_names=`` by ``--param-names``, ``overwrite=True`` by ``--overwrite``.
 
     A word without ``=`` is a keyword only with an underscore in it: "config" and "mapping" are words too, and ``dp=2``
-    states a size. Nothing in quotes or paths is changed.
+    states a size, but "dp must be" names it. Nothing in quotes or paths is changed.
     """
     names = "|".join(sorted(flags, key=len, reverse=True))
-    keyword = re.compile(rf"(?<![\w/.'\"-])({names})(=True\b|=(?![\w'\"]))?(?![\w/'\"])")
+    keyword = re.compile(rf"(?<![\w/.'\"-])({names})(=True\b|=(?![\w'\"])|(?= must be ))?(?![\w/'\"])")
 
     def flag(match: re.Match[str]) -> str:
         is_keyword = match[2] is not None or "_" in match[1]

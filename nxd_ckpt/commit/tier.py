@@ -8,9 +8,10 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from nxd_ckpt.coordination.paths import ON_HOSTS
-from nxd_ckpt.core.option_classes import checks_keywords
-from nxd_ckpt.core.retention import Rule, rules_of
-from nxd_ckpt.core.units import bytes_of
+from nxd_ckpt.core.arguments import Count
+from nxd_ckpt.core.option_classes import Options, checks_keywords
+from nxd_ckpt.core.retention import Retain, Rule, rules_of
+from nxd_ckpt.core.units import AnySize, bytes_of
 from nxd_ckpt.errors import InvalidArgument
 from nxd_ckpt.storage.base import Storage
 from nxd_ckpt.storage.fsspec_storage import without_password
@@ -21,7 +22,7 @@ from nxd_ckpt.storage.urls import StorageOptions, StrPath, is_url, local_path, o
 
 @checks_keywords
 @dataclass(frozen=True)
-class Tier:
+class Tier(Options):
     """A place for a job's checkpoints. Every rank can reach it, unless it is ``per_host``.
 
     Attributes:
@@ -42,15 +43,15 @@ class Tier:
     """
 
     path: StrPath
-    every: int = 1
-    keep: int | None = None
-    retain: Sequence[Rule] | None = None
-    max_bytes_per_second: int | str | None = None
+    every: Count = 1
+    keep: Count | None = None
+    retain: Retain = None
+    max_bytes_per_second: AnySize | None = None
     storage_options: StorageOptions | None = field(default=None, repr=False)
     storage: Storage | None = None
     per_host: bool = False
-    replicas: int = 1
-    replica_jump: int | None = None
+    replicas: Count = 1
+    replica_jump: Count | None = None
     interface: str | None = None
 
     @property
@@ -67,7 +68,7 @@ class Tier:
     def rate(self) -> int | None:
         """Maximum bytes per second; None is unlimited."""
         limit = self.max_bytes_per_second
-        return None if limit is None else bytes_of(limit, f"max_bytes_per_second of tier {self.name}")
+        return None if limit is None else bytes_of(limit, "max_bytes_per_second")
 
     def open(self, durable: bool, storage_options: StorageOptions | None) -> Storage:
         """Open the tier's storage; ``storage_options`` are for a URL without its own."""
@@ -78,26 +79,9 @@ class Tier:
         own = self.storage_options
         return open_storage(self.path, durable, options_for(self.path, storage_options) if own is None else own)
 
-    def validate(self) -> None:
-        """Raise InvalidArgument if an attribute is invalid."""
-        if not isinstance(self.path, (str, os.PathLike)) or not os.fspath(self.path):
-            raise InvalidArgument(f"the path of a tier must be a directory or URL, found {self.path!r}")
-        if not _is_positive(self.every):
-            raise InvalidArgument(f"every of tier {self.name} must be a number of saves, at least 1: {self.every!r}")
-        if self.keep is not None and not _is_positive(self.keep):
-            raise InvalidArgument(
-                f"keep of tier {self.name} must be None (keep all) or at least 1, found {self.keep!r}; 0 would keep "
-                "nothing"
-            )
-        _ = self.rules, self.rate
-        self._validate_hosts()
-
-    def _validate_hosts(self) -> None:
-        jump = self.replica_jump
-        if not _is_positive(self.replicas) or not (jump is None or _is_positive(jump)):
-            raise InvalidArgument(
-                f"replicas and replica_jump of tier {self.name}: expected at least 1, found {self.replicas!r}, {jump!r}"
-            )
+    def __post_init__(self) -> None:
+        """Raise InvalidArgument for contradictions, too."""
+        super().__post_init__()
         if not self.per_host and (self.replicas, self.replica_jump, self.interface) != (1, None, None):
             raise InvalidArgument(
                 f"replicas=, replica_jump= and interface= of tier {self.name} are for per_host=True: a place that all "
@@ -124,7 +108,7 @@ class Draining(Protocol):
         """Queue the copies of a save that is visible on the first tier; ``overwrite`` is the save's."""
 
 
-def checked_tiers(path: StrPath | None, tiers: object) -> tuple[Tier, ...]:
+def checked_tiers(path: StrPath | None, tiers: Sequence[Tier] | None) -> tuple[Tier, ...]:
     """Return ``tiers``, or the directory ``path`` as the only tier.
 
     Raises InvalidArgument: no tier at all, an invalid one, two that are the same place or lie in each other, a first
@@ -134,13 +118,11 @@ def checked_tiers(path: StrPath | None, tiers: object) -> tuple[Tier, ...]:
         if path is None:
             raise InvalidArgument("pass the checkpoint directory, or tiers=, the first of which is that directory")
         return (Tier(path),)
-    if not isinstance(tiers, (list, tuple)) or not tiers or not all(isinstance(tier, Tier) for tier in tiers):
+    if not tiers:
         raise InvalidArgument(
             f"tiers={tiers!r:.200}: expected a list of at least one Tier, such as [Tier('/mnt/nvme/run7', keep=2), "
             "Tier('s3://bucket/run7', every=10)]"
         )
-    for tier in tiers:
-        tier.validate()
     first = tiers[0]
     if first.every != 1 or first.max_bytes_per_second is not None:
         raise InvalidArgument(
@@ -168,7 +150,3 @@ def _refuse_overlaps(tiers: Sequence[Tier]) -> None:
                     f"tiers {tiers[earlier].name} and {tiers[later].name} are the same place, or one lies inside the "
                     "other: each tier needs a directory of its own, else what is lost in one is lost in both"
                 )
-
-
-def _is_positive(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 1

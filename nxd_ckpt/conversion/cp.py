@@ -13,8 +13,7 @@ from typing_extensions import Unpack
 from nxd_ckpt.commit.publication import Publication, copy_publication
 from nxd_ckpt.commit.session import Session, open_session_alone
 from nxd_ckpt.core.names import folders_of, tensors_dirs
-from nxd_ckpt.core.option_classes import takes
-from nxd_ckpt.core.units import bytes_of
+from nxd_ckpt.core.option_classes import options_of, takes
 from nxd_ckpt.errors import CheckpointError, as_checkpoint_errors
 from nxd_ckpt.keywords import CopyKeywords
 from nxd_ckpt.options.tags import CopyOptions
@@ -71,10 +70,7 @@ def copy_checkpoint(src: StrPath, dst: StrPath, **options: Unpack[CopyKeywords])
         TagReplaced: ``src`` was removed, or saved again, while it was copied; nothing becomes visible.
         DirectoryInUse: a live job saves to the directory that holds ``dst``.
     """
-    chosen = CopyOptions(**options)
-    chosen.validate()
-    limit = chosen.max_bytes_per_second
-    rate = None if limit is None else bytes_of(limit, "max_bytes_per_second")
+    chosen = options_of(CopyOptions, options)
     started = time.monotonic()
     source = locate_input(src, chosen.storage_options)
     target = locate_copy(dst, source, chosen.overwrite, chosen.written_with)
@@ -85,7 +81,7 @@ def copy_checkpoint(src: StrPath, dst: StrPath, **options: Unpack[CopyKeywords])
     if chosen.dry_run:
         return planned
     with _session(target, chosen) as session:
-        pace, saved = Pace(rate), None if opened.manifest is None else opened.manifest.attempt
+        pace, saved = Pace(chosen.max_bytes_per_second), None if opened.manifest is None else opened.manifest.attempt
         publication = copy_publication(session, target.name, chosen.overwrite, saved)
         with (
             watched("copy", planned.nbytes, lambda: pace.nbytes, chosen.progress),

@@ -19,10 +19,9 @@ from nxd_ckpt.conversion.worker_pool import joint_agreement
 from nxd_ckpt.coordination.agreement import Agreement, decided_by_rank0, on_all
 from nxd_ckpt.core import document
 from nxd_ckpt.core.mapping import ModelMapping
-from nxd_ckpt.core.option_classes import takes
+from nxd_ckpt.core.option_classes import options_of, takes
 from nxd_ckpt.core.renaming import Renaming
 from nxd_ckpt.core.topology import Coordinates, Topology
-from nxd_ckpt.core.units import bytes_of
 from nxd_ckpt.errors import (
     InvalidArgument,
     PartNotFound,
@@ -225,7 +224,7 @@ def export_checkpoint(tag: StrPath, out: StrPath, **options: Unpack[ExportKeywor
         CorruptCheckpoint: its files are damaged, or from two saves.
     """
     started = time.monotonic()
-    chosen = ExportOptions(**options)
+    chosen = options_of(ExportOptions, options)
 
     def prepare(converted: bool = False) -> _Job:
         return _prepared(tag, out, chosen, converted)
@@ -250,8 +249,6 @@ def export_checkpoint(tag: StrPath, out: StrPath, **options: Unpack[ExportKeywor
 
 def _prepared(tag: StrPath, out: StrPath, chosen: ExportOptions, converted: bool) -> _Job:
     """Plan the export; with ``converted``, key-value heads are in the order of NxD's converter."""
-    chosen.validate()
-    size = bytes_of(chosen.size_per_shard)
     source = locate_any(tag, chosen.storage_options)
     target = locate_apart(out, source, chosen.written_with)
     files = [] if chosen.config is None else read_config(os.fspath(chosen.config), chosen.storage_options)
@@ -285,6 +282,7 @@ def _prepared(tag: StrPath, out: StrPath, chosen: ExportOptions, converted: bool
         if chosen.presharded:
             terms = HuggingFaceTerms(mapping, sizes, names, dtype=chosen.dtype, optimizer=chosen.master_weights)
             ranks = presharded(HuggingFaceTag(opened, terms), config, chosen.tp)
+    size = chosen.size_per_shard
     return _Job(source, target, opened, mapping, mapped, mapped_optimizer, files, ranks, chosen.dtype, size, renaming)
 
 

@@ -15,7 +15,7 @@ from nxd_ckpt.conversion.job import Job
 from nxd_ckpt.conversion.worker_pool import joint_agreement
 from nxd_ckpt.coordination.agreement import on_all
 from nxd_ckpt.core.manifest import Parts
-from nxd_ckpt.core.option_classes import takes
+from nxd_ckpt.core.option_classes import options_of, takes
 from nxd_ckpt.errors import TopologyMismatch, as_checkpoint_errors
 from nxd_ckpt.gc_paused import gc_paused
 from nxd_ckpt.hugging_face.imported_model import ImportedModel, ImportTarget, closest
@@ -151,11 +151,10 @@ def import_checkpoint(hf_directory: StrPath, tag: StrPath, **options: Unpack[Imp
         InvalidArgument: invalid arguments, or ``tag`` may not be replaced.
         CheckpointNotFound, PartNotFound, MalformedFile, UnsupportedState: no such directory, or it cannot be read.
     """
-    chosen = ImportOptions(**options)
+    chosen = options_of(ImportOptions, options)
     plans: list[Import] = []
 
     def prepare(process: int, processes: int) -> Job:
-        chosen.validate()
         source = locate_existing(hf_directory, chosen.storage_options)
         target = locate_output(tag, source, chosen.overwrite, chosen.written_with)
         with gc_paused():

@@ -13,7 +13,7 @@ from typing import BinaryIO
 from typing_extensions import Unpack
 
 from nxd_ckpt.core import names
-from nxd_ckpt.core.option_classes import takes
+from nxd_ckpt.core.option_classes import options_of, takes
 from nxd_ckpt.errors import InvalidArgument, as_checkpoint_errors
 from nxd_ckpt.keywords import PackKeywords
 from nxd_ckpt.options.tags import PackOptions
@@ -123,7 +123,7 @@ def pack_checkpoint(tag: StrPath, out: StrPath, **options: Unpack[PackKeywords])
         CorruptCheckpoint: a file changed since it was saved; nothing appears.
         TagReplaced: the tag was removed, or saved again, while it was packed; nothing appears.
     """
-    chosen = PackOptions(**options)
+    chosen = options_of(PackOptions, options)
     started = time.monotonic()
     source = locate_input(tag, chosen.storage_options)
     target = locate_apart(out, source, chosen.written_with)

@@ -11,7 +11,7 @@ from typing_extensions import Unpack
 from nxd_ckpt.conversion.conversion import convert
 from nxd_ckpt.conversion.job import Converted, Job, metrics_of, positions_for
 from nxd_ckpt.core.manifest import Parts
-from nxd_ckpt.core.option_classes import takes
+from nxd_ckpt.core.option_classes import options_of, takes
 from nxd_ckpt.core.partition import Partition
 from nxd_ckpt.core.topology import Coordinates, Topology
 from nxd_ckpt.errors import InvalidArgument, OptimizerMismatch, PartNotFound, as_checkpoint_errors
@@ -52,7 +52,7 @@ def reshard(input_dir: StrPath, output_dir: StrPath, **options: Unpack[ReshardKe
         CorruptCheckpoint: its files are damaged, or from two saves.
         DirectoryInUse: a live job saves to the directory that holds ``output_dir``.
     """
-    chosen = ReshardOptions(**options)
+    chosen = options_of(ReshardOptions, options)
 
     def prepare(process: int, processes: int) -> Job:
         source, target, opened = _located(input_dir, output_dir, chosen)
@@ -90,8 +90,7 @@ def reshard(input_dir: StrPath, output_dir: StrPath, **options: Unpack[ReshardKe
 def _located(
     input_dir: StrPath, output_dir: StrPath, chosen: ReshardOptions | Zero1Options
 ) -> tuple[Location, Location, OpenTag]:
-    """Return the places of input and output, and the open input, once the options are valid."""
-    chosen.validate()
+    """Return the places of input and output, and the open input."""
     source = locate_input(input_dir, chosen.storage_options)
     target = locate_output(output_dir, source, chosen.overwrite, chosen.written_with)
     opened = open_source(source)
@@ -160,7 +159,7 @@ def convert_zero1(input_dir: StrPath, output_dir: StrPath, **options: Unpack[Zer
         DirectoryInUse: a live job saves to the directory that holds ``output_dir``.
         PeerTimeout: with ``all_ranks``, a rank did not join, or was lost.
     """
-    chosen = Zero1Options(**options)
+    chosen = options_of(Zero1Options, options)
 
     def prepare(process: int, processes: int) -> Job:
         source, target, opened = _located(input_dir, output_dir, chosen)

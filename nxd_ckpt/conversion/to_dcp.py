@@ -18,7 +18,7 @@ from nxd_ckpt.conversion.inputs import open_dcp
 from nxd_ckpt.conversion.job import Converted, DcpTarget, Job
 from nxd_ckpt.core.dcp_names import DcpChunk
 from nxd_ckpt.core.manifest import Parts
-from nxd_ckpt.core.option_classes import takes
+from nxd_ckpt.core.option_classes import options_of, takes
 from nxd_ckpt.errors import PartNotFound, TopologyMismatch, as_checkpoint_errors
 from nxd_ckpt.formats.torch_zip_writer import JoinedImage
 from nxd_ckpt.gc_paused import gc_paused
@@ -121,7 +121,7 @@ def to_dcp(tag: StrPath, dcp_directory: StrPath, **options: Unpack[ToDcpKeywords
         CheckpointNotFound: no such tag, an incomplete one, or ranks' files are missing.
         CorruptCheckpoint: its files are damaged, or from two saves.
     """
-    chosen = ToDcpOptions(**options)
+    chosen = options_of(ToDcpOptions, options)
     source = locate_input(tag, chosen.storage_options)
     target = locate_apart(dcp_directory, source, chosen.written_with)
     opened = open_source(source)
@@ -206,10 +206,9 @@ def from_dcp(dcp_directory: StrPath, tag: StrPath, **options: Unpack[FromDcpKeyw
         InvalidArgument: sizes contradict each other, or ``tag`` may not be replaced.
         TopologyMismatch: the sizes do not divide a tensor.
     """
-    chosen = FromDcpOptions(**options)
+    chosen = options_of(FromDcpOptions, options)
 
     def prepare(process: int, processes: int) -> Job:
-        chosen.validate()
         source = locate_existing(dcp_directory, chosen.storage_options)
         require_directory(source.open(), source.name, "input")
         target = locate_output(tag, source, chosen.overwrite, chosen.written_with)

@@ -12,12 +12,12 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, cast, get_args
 
 from typing_extensions import Unpack
 
-from nxd_ckpt.core.option_classes import takes
-from nxd_ckpt.core.units import bytes_of
+from nxd_ckpt.core.option_classes import Options, options_of, takes
+from nxd_ckpt.core.units import AnySize, bytes_of
 from nxd_ckpt.errors import InvalidArgument, PartNotFound, UnsupportedState, as_checkpoint_errors
 from nxd_ckpt.formats.safetensors import TensorForm
 from nxd_ckpt.formats.tensors import Assembly, TensorStub, itemsize, iter_tensors, map_tensors
@@ -45,22 +45,19 @@ _LONGEST = 200
 
 
 @dataclass(frozen=True)
-class UnshardStrategy:
+class UnshardStrategy(Options):
     """A way to divide tensors into files: ``name`` is "one_file", "one_file_per_tensor" or "chunks".
 
     Chunks are files of at most ``chunk_size_bytes`` bytes, or a size such as "5GB".
     """
 
-    name: str = ONE_FILE
-    chunk_size_bytes: int | str | None = None
+    name: StrategyName = "one_file"
+    chunk_size_bytes: AnySize | None = None
 
     def __post_init__(self) -> None:
-        if self.name not in STRATEGIES:
-            raise InvalidArgument(f"unshard_strategy must be one of {', '.join(STRATEGIES)}, found {self.name!r}")
+        super().__post_init__()
         if (self.name == CHUNKS) != (self.chunk_size_bytes is not None):
             raise InvalidArgument(f"chunk_size_bytes is needed for {CHUNKS!r}, and for no other unshard_strategy")
-        if self.chunk_size_bytes is not None:
-            bytes_of(self.chunk_size_bytes, "chunk_size_bytes")
 
     @classmethod
     def one_file(cls) -> UnshardStrategy:
@@ -71,7 +68,7 @@ class UnshardStrategy:
         return cls(PER_TENSOR)
 
     @classmethod
-    def chunks(cls, chunk_size_in_bytes: int | str) -> UnshardStrategy:
+    def chunks(cls, chunk_size_in_bytes: AnySize) -> UnshardStrategy:
         return cls(CHUNKS, chunk_size_in_bytes)
 
 
@@ -263,7 +260,7 @@ def unshard_checkpoint(tag_dir: StrPath, output_dir: StrPath, **options: Unpack[
         CorruptCheckpoint: its files are damaged, or from two saves.
     """
     started = time.monotonic()
-    chosen = UnshardOptions(**options)
+    chosen = options_of(UnshardOptions, options)
     strategy = _strategy(chosen.unshard_strategy, chosen.size_per_shard)
     source = locate_input(tag_dir, chosen.storage_options)
     target = locate_apart(output_dir, source, chosen.written_with)
@@ -334,10 +331,10 @@ def _values(opened: OpenTag, others: Sequence[Item], part: str) -> dict[str, byt
     return {f"{part}.json": json_of(plain, part)} if plain else {}
 
 
-def _strategy(strategy: str | Strategy, size_per_shard: int | str) -> Strategy:
+def _strategy(strategy: StrategyName | Strategy, size_per_shard: int) -> Strategy:
     if isinstance(strategy, str):
         return UnshardStrategy(strategy, size_per_shard if strategy == CHUNKS else None)
-    return UnshardStrategy(str(strategy.name), strategy.chunk_size_bytes)
+    return UnshardStrategy(cast(StrategyName, strategy.name), strategy.chunk_size_bytes)
 
 
 def _parts(opened: OpenTag, optim: bool | None) -> list[str]:

@@ -35,8 +35,7 @@ class Preemption:
     """
 
     def __init__(self, options: PreemptionOptions) -> None:
-        """Catch the signals. Raises InvalidArgument for invalid options."""
-        options.validate()
+        """Catch the signals. Raises InvalidArgument for one that cannot be caught."""
         self._asked, self._grace = options.preemption, options.preemption_grace
         self.has_stopped = False
         self._flags = [SignalFlag(number, self._grace) for number in options.signals]

@@ -21,8 +21,6 @@ class Schedule:
     """
 
     def __init__(self, options: ScheduleOptions, timeout: float) -> None:
-        """Raise InvalidArgument for invalid options."""
-        options.validate()
         self._options, self._timeout = options, timeout
         self._interval: Stopping | None = None
         self._since: float | None = None

@@ -49,6 +49,14 @@ def checked_text(text: Any) -> str:
     return text
 
 
+def is_text(text: str) -> bool:
+    """Return whether ``text`` can be written as UTF-8."""
+    try:
+        return checked_text(text) == text
+    except ValueError:
+        return False
+
+
 def _length(text: str) -> int:
     """Return the length in bytes of UTF-8."""
     if text.isascii():

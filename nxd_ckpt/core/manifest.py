@@ -11,7 +11,7 @@ import math
 import zlib
 from collections.abc import Callable, ItemsView, Iterable, Iterator, KeysView, Mapping, ValuesView
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -25,7 +25,7 @@ from nxd_ckpt.core.phases import RankPhases, phases_of, phases_text
 from nxd_ckpt.core.retention import Metrics
 from nxd_ckpt.core.tags import LATEST, validate_tag
 from nxd_ckpt.core.topology import Coordinates, Topology
-from nxd_ckpt.errors import MalformedFile
+from nxd_ckpt.errors import CheckpointError, MalformedFile, SaveFailed
 
 CRC_BLOCK = 4 * 2**20
 """Bytes that one block digest covers; a slice is verified by the blocks it touches, not the whole tensor."""
@@ -269,10 +269,10 @@ class Manifest:
 
 
 def dump_index(index: RankIndex) -> bytes:
-    """Return the JSON of an index file."""
+    """Return the JSON of an index file. Raises SaveFailed if no load would read it."""
     at = index.coordinates
     mesh = {} if index.mesh is None else {"mesh": index.mesh.text()}
-    return document.members(
+    data = document.members(
         {
             "format_version": str(MESH_VERSION if mesh else FORMAT_VERSION),
             "kind": '"rank_index"',
@@ -284,6 +284,8 @@ def dump_index(index: RankIndex) -> bytes:
             **mesh,
         }
     ).encode()
+    _require_readable(lambda: load_index(data, "its index"))
+    return data
 
 
 def load_index(data: bytes, where: str) -> RankIndex:
@@ -313,7 +315,7 @@ def load_parameters(data: bytes, where: str) -> Mapping[str, ParameterSpec]:
 
 
 def dump_manifest(manifest: Manifest) -> bytes:
-    """Return the JSON of a manifest, with a digest of itself at its end."""
+    """Return the JSON of a manifest, with a digest of itself at its end. Raises SaveFailed if no load would read it."""
     topology = manifest.topology
     rank_map = topology.rank_map
     places = None if rank_map is None else [[at.pp_rank, at.dp_rank, at.tp_rank] for at in rank_map]
@@ -344,7 +346,19 @@ def dump_manifest(manifest: Manifest) -> bytes:
     )
     # The manifest verifies the indexes, but no other file verifies it. So it ends with a digest of its own bytes.
     unsealed = text[:-1].encode()
-    return unsealed + _seal(unsealed)
+    data = unsealed + _seal(unsealed)
+    _require_readable(lambda: len(load_manifest(data, "its manifest").parameters))
+    return data
+
+
+def _require_readable(read: Callable[[], object]) -> None:
+    """Raise SaveFailed if ``read`` refuses a document before it is written: what is reported as saved can be loaded."""
+    try:
+        read()
+    except CheckpointError as error:
+        raise SaveFailed(
+            f"no load would read this save, so it is not made, and earlier tags stay: {error}. Correct that value"
+        ) from error
 
 
 def load_manifest(data: bytes, where: str) -> Manifest:
@@ -441,6 +455,7 @@ def _topology(fields: Any) -> Topology:
     sizes = dict(checked(dict, fields))
     places = sizes.pop("rank_map")
     rank_map = None if places is None else [Coordinates(*integers(place, 3)) for place in places]
+    integers(list(sizes.values()))
     return Topology(**sizes, rank=0, rank_map=rank_map)
 
 
@@ -457,6 +472,8 @@ def _texts(raw: Any) -> tuple[str, ...]:
 
 def _parts(fields: Any) -> Parts:
     parts = Parts(**checked(dict, fields))
+    if type(parts.use_xser) in (int, str, type(None)):  # as a caller of version 0.1 passed it, and as it was heeded
+        parts = replace(parts, use_xser=bool(parts.use_xser))
     if parts.optimizer not in (None, *OPTIMIZERS):
         raise ValueError(f"expected an optimizer of {', '.join(OPTIMIZERS)}, found {parts.optimizer!r:.80}")
     for name, value in vars(parts).items():

@@ -7,12 +7,13 @@ generated, has the same for type checkers and editors.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import Field, field, fields
-from functools import wraps
+from dataclasses import MISSING, Field, field, fields
+from functools import cache, wraps
 from inspect import Parameter, cleandoc, get_annotations, signature
 from textwrap import TextWrapper
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar, cast, get_type_hints
 
+from nxd_ckpt.core.arguments import plain_value, read
 from nxd_ckpt.core.suggestions import closest, first_of
 from nxd_ckpt.errors import InvalidArgument
 
@@ -56,7 +57,6 @@ _EXAMPLES = {"retain": 'retain=[Last(3), Every(1000), Best("loss", 2)]'}
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 _Kind = TypeVar("_Kind")
-_Value = TypeVar("_Value")
 
 
 def _meant(name: str, own: Collection[str], elsewhere: Mapping[str, Collection[str]]) -> str:
@@ -94,7 +94,40 @@ def checks_keywords(kind: type[_Kind]) -> type[_Kind]:
     return kind
 
 
-def option(default: _Value, help: str, *, repr: bool = True) -> _Value:
+@cache
+def _hints(annotated: Any) -> dict[str, Any]:
+    """Return the types of a class's fields, or of a function's parameters, by name."""
+    return get_type_hints(annotated, include_extras=True)
+
+
+class Options:
+    """Base of dataclasses whose fields are arguments: each is checked, and made plain, by its type.
+
+    None is the default where it is no value of the type. Raises InvalidArgument for a value that means none.
+    """
+
+    def __post_init__(self) -> None:
+        kind: Any = type(self)
+        values = vars(self)
+        for name, hint, default, plain in _arguments_of(kind):
+            given = values[name]
+            if given is default is plain:  # as most of them are
+                continue
+            where = "" if kind.__name__.endswith("Options") else f"{kind.__name__}(): "
+            object.__setattr__(self, name, plain_value(hint, given, where + name, default))  # frozen
+
+
+@cache
+def _arguments_of(kind: Any) -> list[tuple[str, Any, Any, Any]]:
+    """Return the name, type, default, and plain value of the default of each field."""
+    types = _hints(kind)
+    return [
+        (each.name, hint := types[each.name], each.default, each.default is MISSING or read(hint, each.default))
+        for each in fields(kind)
+    ]
+
+
+def option(default: Any, help: str, *, repr: bool = True) -> Any:
     """Return a field of an option class. Without ``repr``, no repr shows its value."""
     return field(default=default, repr=repr, metadata={"help": " ".join(help.split())})
 
@@ -112,6 +145,16 @@ def split_options(kind: type[Any], values: Mapping[str, Any]) -> tuple[dict[str,
         {name: value for name, value in values.items() if name in accepted},
         {name: value for name, value in values.items() if name not in accepted},
     )
+
+
+def plain_options(values: Mapping[str, Any], *kinds: type[Any]) -> dict[str, Any]:
+    """Return ``values`` with those that are fields of ``kinds`` made plain. Raises InvalidArgument."""
+    plain = dict(values)
+    for kind in kinds:
+        own, _ = split_options(kind, values)
+        made = kind(**own)
+        plain |= {name: getattr(made, name) for name in own}
+    return plain
 
 
 def options_of(kind: type[_Kind], values: Mapping[str, Any], function: str | None = None) -> _Kind:
@@ -161,7 +204,8 @@ def _refuse_unknown(names: Iterable[str], function: str) -> None:
 def takes(*kinds: type[Any], checks: bool = True) -> Callable[[_Function], _Function]:
     """Decorate a function whose ``**options`` are the fields of ``kinds``; its signature and help() show each of them.
 
-    Any other keyword raises TypeError with a suggestion; without ``checks`` the function has to check it.
+    Any other keyword raises TypeError with a suggestion; without ``checks`` the function has to check it. Other
+    arguments are made plain by the types of their parameters, which raises InvalidArgument.
     """
     added = {field.name: field for kind in kinds for field in fields_of(kind)}
 
@@ -175,11 +219,19 @@ def takes(*kinds: type[Any], checks: bool = True) -> Callable[[_Function], _Func
         shown_name = function.__qualname__.removesuffix(".__init__")
         _takers[shown_name] = kinds, parameters
 
+        positional = [name for name, each in parameters.items() if each.kind is Parameter.POSITIONAL_OR_KEYWORD]
+
+        def plain(name: str, value: Any) -> Any:
+            if name in added or name not in parameters:
+                return value  # the class of these options makes it plain
+            return plain_value(_hints(function).get(name, Any), value, name, parameters[name].default)
+
         @wraps(function)
         def called(*args: Any, **options: Any) -> Any:
             if checks:
                 _refuse_unknown(options, shown_name)
-            return function(*args, **options)
+            plain_args = [*map(plain, positional, args), *args[len(positional) :]]
+            return function(*plain_args, **{name: plain(name, value) for name, value in options.items()})
 
         shown: Any = called
         shown.__signature__ = whole.replace(parameters=list(parameters.values()))

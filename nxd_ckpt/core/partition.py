@@ -22,11 +22,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from nxd_ckpt.core.box import Box
+from nxd_ckpt.core.option_classes import Options
 from nxd_ckpt.errors import InvalidArgument, MalformedFile
 
 
 @dataclass(frozen=True)
-class Section:
+class Section(Options):
     """One tensor of a fused parameter. Sections follow each other along ``partition_dim``, and are cut separately.
 
     The ``size`` elements of the *whole* section along that dimension are cut into ``num_partitions`` equal blocks.
@@ -38,6 +39,7 @@ class Section:
     rank_ordering: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         check_count("size of a section", self.size, 0)
         check_order(self.num_partitions, self.rank_ordering)
         if self.size % self.num_partitions:
@@ -138,7 +140,7 @@ class SectionLayout:
 
 
 @dataclass(frozen=True)
-class Partition:
+class Partition(Options):
     """The cut of one parameter, in the terms of NxD's parameter attributes of the same names.
 
     ``partition_dim`` is cut into ``num_partitions * partition_stride`` equal blocks; partition ``i`` holds the blocks
@@ -175,6 +177,7 @@ class Partition:
     fused: tuple[Section, ...] = ()
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.partition_dim is not None:
             check_count("partition_dim, counted from the front,", self.partition_dim, 0)
         check_count("partition_stride", self.partition_stride, 1)
@@ -203,7 +206,11 @@ class Partition:
 
     def to_json(self) -> dict[str, Any]:
         """Return the fields that differ from a replicated parameter's, so that manifests stay small."""
-        full = {
+        plain = {"partition_stride": 1, "num_partitions": 1, "expert": False, "known": True, "fused": []}
+        return {key: value for key, value in self._fields().items() if value != plain.get(key)}
+
+    def _fields(self) -> dict[str, Any]:
+        return {
             "partition_dim": self.partition_dim,
             "partition_stride": self.partition_stride,
             "num_partitions": self.num_partitions,
@@ -212,14 +219,15 @@ class Partition:
             "known": self.known,
             "fused": [[part.size, part.num_partitions, _as_list(part.rank_ordering)] for part in self.fused],
         }
-        plain = {"partition_stride": 1, "num_partitions": 1, "expert": False, "known": True, "fused": []}
-        return {key: value for key, value in full.items() if value != plain.get(key)}
 
     @staticmethod
     def from_json(fields: Mapping[str, Any]) -> Partition:
         try:
-            fused = tuple(Section(size, count, _as_tuple(order)) for size, count, order in fields.get("fused", ()))
-            return Partition(**{**fields, "rank_ordering": _as_tuple(fields.get("rank_ordering")), "fused": fused})
+            fused = tuple(Section(size, count, order) for size, count, order in fields.get("fused", ()))
+            made = Partition(**{**fields, "fused": fused})
+            if made._fields() != {**made._fields(), **fields}:
+                raise ValueError("a value of another type")  # such as "2": an argument may be it, a file not
+            return made
         except (TypeError, ValueError) as error:
             raise MalformedFile(f"partition {fields!r} is invalid, or of a newer version: {error}") from error
 
@@ -309,7 +317,3 @@ def _moved(part: Box, start: Box, end: Box) -> Box:
 
 def _as_list(ordering: tuple[int, ...] | None) -> list[int] | None:
     return None if ordering is None else list(ordering)
-
-
-def _as_tuple(ordering: Sequence[int] | None) -> tuple[int, ...] | None:
-    return None if ordering is None else tuple(ordering)

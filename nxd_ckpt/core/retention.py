@@ -8,9 +8,11 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from numbers import Real
-from typing import Any, Literal, TypeAlias
+from typing import Annotated, Any, Literal, TypeAlias
 
+from nxd_ckpt.core.arguments import Count, Kind, at_least_1, read
+from nxd_ckpt.core.limits import is_text
+from nxd_ckpt.core.option_classes import Options
 from nxd_ckpt.core.suggestions import first_of, listed
 from nxd_ckpt.core.tags import TagInfo, in_order, step_of, undecided
 from nxd_ckpt.errors import InvalidArgument
@@ -20,13 +22,10 @@ Metrics: TypeAlias = Mapping[str, float | None]
 
 
 @dataclass(frozen=True)
-class Last:
+class Last(Options):
     """A rule that keeps the newest ``count`` tags."""
 
-    count: int
-
-    def __post_init__(self) -> None:
-        _require_count("Last", self.count)
+    count: Count
 
     def __str__(self) -> str:
         return f"last {self.count}"
@@ -36,7 +35,7 @@ class Last:
 
 
 @dataclass(frozen=True)
-class Every:
+class Every(Options):
     """A rule that keeps each tag whose step is a multiple of ``steps``.
 
     The step is the last number after a word such as "step" or "iter", otherwise the last number in the name; decimals
@@ -44,10 +43,7 @@ class Every:
     "step300-epoch1". A tag without a number has no step.
     """
 
-    steps: int
-
-    def __post_init__(self) -> None:
-        _require_count("Every", self.steps)
+    steps: Count
 
     def __str__(self) -> str:
         return f"every {self.steps}"
@@ -58,7 +54,7 @@ class Every:
 
 
 @dataclass(frozen=True)
-class Best:
+class Best(Options):
     """A rule that keeps the ``count`` tags with the lowest ``metric``, or with ``mode="max"`` the highest.
 
     Of equal ones it keeps the newest. It also keeps every tag that was saved without that metric, or with one that was
@@ -66,15 +62,13 @@ class Best:
     """
 
     metric: str
-    count: int = 1
+    count: Count = 1
     mode: Literal["min", "max"] = "min"
 
     def __post_init__(self) -> None:
-        if not isinstance(self.metric, str) or not self.metric:
-            raise InvalidArgument(f"Best() needs the name of a metric, found {self.metric!r}")
-        _require_count("Best", self.count)
-        if self.mode not in ("min", "max"):
-            raise InvalidArgument(f"the mode of Best() must be 'min' or 'max', found {self.mode!r}")
+        super().__post_init__()
+        if not self.metric:
+            raise InvalidArgument("Best() needs the name of a metric, found ''")
 
     def __str__(self) -> str:
         return f"best {self.count} by {self.metric} ({self.mode})"
@@ -92,7 +86,7 @@ class Best:
 
 
 @dataclass(frozen=True)
-class Within:
+class Within(Options):
     """A rule that keeps the tags that were saved at most this long before the newest tag.
 
     No clock is read, so time that passes without a save removes nothing.
@@ -103,8 +97,9 @@ class Within:
     minutes: float = 0
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         values = (self.hours, self.days, self.minutes)
-        if not all(_is_number(value) and 0 <= value < math.inf for value in values) or not any(values):
+        if not all(0 <= value < math.inf for value in values) or not any(values):
             raise InvalidArgument(
                 f"Within() needs a time of more than 0, found hours={self.hours!r}, days={self.days!r}, "
                 f"minutes={self.minutes!r}"
@@ -186,66 +181,48 @@ def _reason(rule: Rule, metrics: Metrics) -> str:
     return str(rule)
 
 
-def rules_of(num_kept_ckpts: int | None, retain: Sequence[Rule] | int | None = None) -> tuple[Rule, ...] | None:
-    """Combine both options into rules; None keeps all. ``num_kept_ckpts`` is None, -1 (NxD's) or the count of `Last`.
+def _kept(value: Any) -> int | None:
+    kept: int | None = read(int | None, value)
+    return kept if kept in (None, -1) else at_least_1(kept or 0)
 
-    Raises:
-        InvalidArgument: ``num_kept_ckpts`` is 0 (it would delete the checkpoint just saved), another negative number or
-            no integer; or ``retain`` is empty, or has an element that is no rule.
-    """
-    last: tuple[Rule, ...] = ()
-    if num_kept_ckpts is not None and num_kept_ckpts != -1:
-        if not _is_count(num_kept_ckpts):
-            raise InvalidArgument(
-                f"num_kept_ckpts must be None or -1 (keep all) or at least 1, found {num_kept_ckpts!r}; "
-                "0 would delete the checkpoint that was just saved"
-            )
-        last = (Last(num_kept_ckpts),)
+
+def _retained(value: Any) -> Sequence[Rule] | int | None:
+    retained: Sequence[Rule] | int | None = read(Sequence[Rule] | Count | None, value)
+    if retained == ():
+        raise ValueError
+    return retained
+
+
+def _metrics(value: Any) -> Mapping[str, float] | None:
+    metrics: Mapping[str, float] | None = read(Mapping[str, float] | None, value)
+    if not all(name and is_text(name) for name in metrics or ()):
+        raise ValueError
+    return metrics
+
+
+_ALL = "None or -1 (keep all) or at least 1; 0 would delete the checkpoint that was just saved"
+_RULES = (
+    "the number of newest tags to keep, or a list of rules such as [Last(3), Every(1000), Best('loss', 3), "
+    "Within(hours=2)]; None keeps all tags, an empty list would keep none"
+)
+NumKept = Annotated[int | None, Kind(_ALL, _kept)]
+"""Number of newest tags to keep, as NxD has it."""
+Retain = Annotated[Sequence[Rule] | int | None, Kind(_RULES, _retained)]
+"""Tags to keep: the number of the newest, or rules."""
+GivenMetrics = Annotated[
+    Mapping[str, float] | None, Kind("numbers by name, such as {'loss': 2.1}, or None", _metrics)
+]
+"""Metrics of the training, by name, as a save is passed them."""
+
+
+def rules_of(num_kept_ckpts: int | None, retain: Sequence[Rule] | int | None = None) -> tuple[Rule, ...] | None:
+    """Combine both options (`NumKept`, `Retain`) into rules; None keeps all."""
+    last = () if num_kept_ckpts in (None, -1) else (Last(num_kept_ckpts or 0),)
     if retain is None:
         return last or None
-    if isinstance(retain, int) and _is_count(retain):
-        retain = [Last(retain)]
-    if not isinstance(retain, (list, tuple)) or not retain or not all(isinstance(rule, Rule) for rule in retain):
-        raise InvalidArgument(
-            f"retain={retain!r}: expected the number of newest tags to keep, or a list of rules such as [Last(3), "
-            "Every(1000), Best('loss', 3), Within(hours=2)]; None keeps all tags, an empty list would keep none"
-        )
-    return (*retain, *last)
+    return (*([Last(retain)] if isinstance(retain, int) else retain), *last)
 
 
 def recorded_metrics(metrics: Mapping[str, float] | None) -> dict[str, float | None]:
-    """Return ``metrics``, real numbers by name, as a manifest has them: floats, or None if not finite.
-
-    Raises InvalidArgument for anything else.
-    """
-    numbers: Any = {} if metrics is None else metrics
-    if not isinstance(numbers, Mapping) or not all(isinstance(name, str) and name for name in numbers):
-        raise InvalidArgument(f"metrics={metrics!r:.200}: expected numbers by name, such as {{'loss': 2.1}}")
-    for name, value in numbers.items():
-        if not _is_number(value):
-            raise InvalidArgument(
-                f"metrics: {name!r} is {value!r:.80}, a {type(value).__name__}; expected a number (float(value) makes "
-                "one of a tensor)"
-            )
-    return {name: _finite(value) for name, value in numbers.items()}
-
-
-def _finite(value: Any) -> float | None:
-    try:
-        number = float(value)
-    except OverflowError:  # a whole number beyond all floats
-        return None
-    return number if math.isfinite(number) else None
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, Real) and not isinstance(value, bool)
-
-
-def _is_count(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
-
-
-def _require_count(rule: str, value: object) -> None:
-    if not _is_count(value):
-        raise InvalidArgument(f"{rule}() needs a whole number of at least 1, found {value!r}")
+    """Return `GivenMetrics` as a manifest has them: None for what is not finite."""
+    return {name: value if math.isfinite(value) else None for name, value in (metrics or {}).items()}

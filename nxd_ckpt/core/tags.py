@@ -12,8 +12,9 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from string import Formatter
-from typing import Any, TypeAlias
+from typing import Annotated, Any, TypeAlias
 
+from nxd_ckpt.core.arguments import Kind, scalar
 from nxd_ckpt.core.limits import checked_name
 from nxd_ckpt.core.suggestions import listed
 from nxd_ckpt.errors import InvalidArgument, InvalidTag
@@ -38,7 +39,15 @@ _NUMBER = re.compile(r"([A-Za-z]*)[^A-Za-z0-9]*([0-9]+)")
 _STEP_WORDS = {"step", "steps", "iter", "iters", "iteration", "iterations", "ba", "batch", "batches"}
 _EPOCH_WORDS = {"e", "ep", "epoch", "epochs"}
 
-Tag: TypeAlias = str | int
+
+
+def _plain_tag(value: Any) -> Any:
+    """Return a tag as a str or int. What is neither, the names of tags are checked for (`validate_tag`)."""
+    value = value.__fspath__() if hasattr(value, "__fspath__") else scalar(value)
+    return str.__str__(value) if isinstance(value, str) else value
+
+
+Tag: TypeAlias = Annotated[str | int, Kind("a name or a step", _plain_tag)]
 """A tag from a caller. A reader takes 300 for "300" if there is such a tag, else for the newest one of step 300."""
 
 

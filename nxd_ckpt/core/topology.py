@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from nxd_ckpt.core.arguments import Count, plain_value
 from nxd_ckpt.errors import InvalidArgument
 
 
@@ -63,9 +64,8 @@ class Topology:
         rank_map: Sequence[Coordinates] | None = None,
         members: Sequence[int] | None = None,
     ) -> None:
-        for name, size in (("dp", dp), ("tp", tp), ("pp", pp), ("ep", ep)):
-            if not isinstance(size, int) or isinstance(size, bool) or size < 1:
-                raise InvalidArgument(f"Topology: {name} must be an int of at least 1, found {size!r}")
+        sizes = {"dp": dp, "tp": tp, "pp": pp, "ep": ep}
+        dp, tp, pp, ep = (plain_value(Count, size, f"Topology(): {name}") for name, size in sizes.items())
         if dp % ep:
             raise InvalidArgument(f"Topology: ep={ep} must divide dp={dp}: experts are spread over dp ranks")
         set_ = object.__setattr__  # frozen
@@ -82,7 +82,8 @@ class Topology:
             )
         set_(self, "_ranks", {place: rank_ for rank_, place in enumerate(self.rank_map or ())})
         named = {"dp_rank": dp_rank, "tp_rank": tp_rank, "pp_rank": pp_rank}
-        passed = {name: value for name, value in named.items() if value is not None}
+        passed = {name: plain_value(int, at, f"Topology(): {name}") for name, at in named.items() if at is not None}
+        rank = plain_value(int | None, rank, "Topology(): rank")
         if rank is None:
             coordinates = Coordinates(**passed)
             self.rank_of(coordinates)

@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
+from functools import partial
+from typing import Annotated, Any
 
-from nxd_ckpt.errors import InvalidArgument
+from nxd_ckpt.core.arguments import Kind, at_least_1, number, plain_value, scalar, whole_number
 
 _SHOWN = ("KiB", "MiB", "GiB", "TiB", "PiB")
 _DURATIONS = ((86400, "d"), (3600, "h"), (60, "min"), (1, "s"))
 _WRITTEN = {"": 1, "B": 1, **{f"{unit}B": 1000**power for power, unit in enumerate("KMGT", 1)}}
 _WRITTEN |= {f"{unit}IB": 1024**power for power, unit in enumerate("KMGT", 1)}
+_TIMES = {
+    **dict.fromkeys(("ms", "millisecond", "milliseconds"), 0.001),
+    **dict.fromkeys(("s", "sec", "secs", "second", "seconds"), 1),
+    **dict.fromkeys(("m", "min", "mins", "minute", "minutes"), 60),
+    **dict.fromkeys(("h", "hr", "hrs", "hour", "hours"), 3600),
+    **dict.fromkeys(("d", "day", "days"), 86400),
+}
 
 
 def size(nbytes: int) -> str:
@@ -27,11 +37,40 @@ def size(nbytes: int) -> str:
 
 def bytes_of(size: int | str, what: str = "size_per_shard") -> int:
     """Return the bytes of ``5GB``, ``512MiB`` or a number. Raises InvalidArgument, naming ``what`` it is."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", str(size).strip())
-    unit = match[2].upper() if match else ""
-    if match is None or unit not in _WRITTEN or float(match[1]) * _WRITTEN[unit] < 1 or isinstance(size, bool):
-        raise InvalidArgument(f"{what} must be a number of bytes, or a size such as 5GB or 512MiB, found {size!r}")
-    return int(float(match[1]) * _WRITTEN[unit])
+    return int(plain_value(Size, size, what))
+
+
+def _bytes(value: Any) -> int:
+    amount, unit = _amount(value)
+    return at_least_1(whole_number(value if unit is None else int(float(amount) * _WRITTEN[unit.upper()])))
+
+
+def _time(number_is: float, value: Any) -> float:
+    """Return a time in the unit, of so many seconds, that a number without one has."""
+    amount, unit = _amount(value)
+    time = number(amount) * (_TIMES[unit.lower()] / number_is if unit else 1)
+    if not 0 < time < math.inf:
+        raise ValueError
+    return time
+
+
+def _amount(value: Any) -> tuple[Any, str | None]:
+    """Split ``"30 s"`` into its amount and its unit; anything but a string has none."""
+    value = scalar(value)
+    match = re.fullmatch(r"\s*([0-9.]+)\s*([A-Za-z]*)\s*", value) if isinstance(value, str) else None
+    return (value, None) if match is None else (match[1], match[2])
+
+
+_SIZE = Kind('a number of bytes, at least 1, such as 2**30, "5GB" or "512MiB"', _bytes)
+_TIME = 'a time above 0, such as 90, "90 s", "10m" or "2h"'
+
+Size = Annotated[int, _SIZE]
+"""Bytes. Callers may write "5GB"."""
+AnySize = Annotated[int | str, _SIZE]
+"""Bytes, as callers may write them."""
+Seconds = Annotated[float, Kind(f"{_TIME}; a number is in seconds", partial(_time, 1))]
+"""Seconds, above 0. Callers may write "10m"."""
+Minutes = Annotated[float, Kind(f"{_TIME}; a number is in minutes", partial(_time, 60))]
 
 
 def duration(seconds: float) -> str:

@@ -29,9 +29,8 @@ class Settings:
     def validate(self) -> None:
         """Raise InvalidArgument or UnsupportedState for options that no save or load could honour."""
         shared = CheckpointerOptions(**self._of(CheckpointerOptions))
-        shared.validate()
         SaveOptions(**self._of(SaveOptions)).validate(shared.timeout)
-        LoadOptions(**self._of(LoadOptions)).validate()
+        LoadOptions(**self._of(LoadOptions))
         if self.tiers is not None:
             checked_tiers(None, self.tiers)
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from nxd_ckpt.checkpoint import Checkpoint
 from nxd_ckpt.core.html_table import html_table
+from nxd_ckpt.core.option_classes import takes
 from nxd_ckpt.errors import IncompatibleState, InvalidArgument, PartLost, PartNotFound, as_checkpoint_errors
 from nxd_ckpt.formats.tensors import Assembly
 from nxd_ckpt.reshard.plain_values import ABSENT, equal_values, plain_values
@@ -227,6 +228,7 @@ def _rounded(number: float | None) -> str | None:
 
 
 @as_checkpoint_errors()
+@takes()
 def diff_checkpoints(
     a: Checkpoint,
     b: Checkpoint,

@@ -12,6 +12,7 @@ from nxd_ckpt.checkpoint import Checkpoint
 from nxd_ckpt.core import optimizer_bounds
 from nxd_ckpt.core.findings import Finding, doubt, problem
 from nxd_ckpt.core.html_table import html_table
+from nxd_ckpt.core.option_classes import takes
 from nxd_ckpt.core.suggestions import first_of
 from nxd_ckpt.core.topology import Coordinates
 from nxd_ckpt.errors import CorruptCheckpoint, OptimizerMismatch, PartLost, PartNotFound, as_checkpoint_errors
@@ -67,6 +68,7 @@ class Examination:
 
 
 @as_checkpoint_errors()
+@takes()
 def examine_checkpoint(
     checkpoint: Checkpoint, *, before: Checkpoint | None = None, progress: bool = False
 ) -> Examination:

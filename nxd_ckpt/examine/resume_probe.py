@@ -141,8 +141,6 @@ def _live_findings(opened: OpenTag, request: LoadRequest, compared: Counter) -> 
 
     Raises the errors of a load of these objects.
     """
-    options = request.options
-    options.validate()
     attempt = LoadAttempt(opened, request, is_alone=True)
     if attempt.filtered:
         attempt.apply_filter()

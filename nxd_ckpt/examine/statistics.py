@@ -24,6 +24,7 @@ from nxd_ckpt.core import document
 from nxd_ckpt.core.box import Box, is_tiling
 from nxd_ckpt.core.limits import checked_text
 from nxd_ckpt.core.manifest import Manifest
+from nxd_ckpt.core.option_classes import takes
 from nxd_ckpt.core.parsing import parsing
 from nxd_ckpt.errors import CheckpointError, MalformedFile, as_checkpoint_errors
 from nxd_ckpt.reshard.summary import PART, Summary, TensorStatistics
@@ -64,6 +65,7 @@ class Statistics:
 
 
 @as_checkpoint_errors()
+@takes()
 def checkpoint_statistics(checkpoint: Checkpoint, *, cache: bool = True, progress: bool = False) -> Statistics:
     """Read a tag once, in some 10 MiB of memory per reading thread, and count. Its digests are verified.
 

@@ -26,6 +26,7 @@ from nxd_ckpt.checkpoint import open_checkpoint
 from nxd_ckpt.coordination.agreement import Agreement, SingleProcessAgreement, on_all
 from nxd_ckpt.coordination.environment import default_topology
 from nxd_ckpt.coordination.rendezvous import meet
+from nxd_ckpt.core.option_classes import plain_options
 from nxd_ckpt.errors import (
     CheckpointNotFound,
     CorruptCheckpoint,
@@ -38,7 +39,8 @@ from nxd_ckpt.integrations.resume_checks import WORLD_SIZE, require_same, requir
 from nxd_ckpt.integrations.sealed import SealedDirectory, is_ours, numbered, verify_files
 from nxd_ckpt.load.loading import require_fit
 from nxd_ckpt.load.options import LoadRequest
-from nxd_ckpt.options.checkpointer_options import DEFAULT_TIMEOUT
+from nxd_ckpt.options.checkpointer_options import DEFAULT_TIMEOUT, CheckpointerOptions
+from nxd_ckpt.save.options import SaveOptions
 from nxd_ckpt.save.pending import PendingSave
 from nxd_ckpt.storage.local import LocalStorage
 from nxd_ckpt.tag.identity import Identity
@@ -210,7 +212,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
 
         Raises InvalidArgument if the project's next one exists already, or ``output_dir`` is no checkpoint.
         """
-        durable = self.checkpoint_options.get("durable", True)
+        durable = plain_options(self.checkpoint_options, SaveOptions, CheckpointerOptions).get("durable", True)
         if not self.project_configuration.automatic_checkpoint_naming:
             if output_dir is None:
                 raise InvalidArgument("save_state() needs output_dir, or automatic_checkpoint_naming in the project")

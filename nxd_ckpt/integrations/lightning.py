@@ -36,6 +36,7 @@ from nxd_ckpt.coordination.agreement import decided_by_rank0
 from nxd_ckpt.coordination.environment import default_topology
 from nxd_ckpt.coordination.output_lease import leased
 from nxd_ckpt.coordination.rendezvous import meet
+from nxd_ckpt.core.option_classes import plain_options, takes
 from nxd_ckpt.core.topology import Topology
 from nxd_ckpt.errors import (
     CheckpointError,
@@ -47,8 +48,9 @@ from nxd_ckpt.errors import (
 from nxd_ckpt.integrations.resume_checks import WORLD_SIZE, parameter_names, require_same
 from nxd_ckpt.keywords import SaveCheckpointKeywords
 from nxd_ckpt.live.data_position import capture_random_state, restore_random_state
-from nxd_ckpt.options.checkpointer_options import DEFAULT_TIMEOUT
+from nxd_ckpt.options.checkpointer_options import DEFAULT_TIMEOUT, CheckpointerOptions
 from nxd_ckpt.output.locations import Location, location_of
+from nxd_ckpt.save.options import SaveOptions
 from nxd_ckpt.save.pending import PendingSave
 from nxd_ckpt.storage.base import Storage
 from nxd_ckpt.storage.urls import StrPath, is_url, local_path, open_storage, options_for
@@ -93,10 +95,11 @@ class CheckpointIO(_plugins.CheckpointIO):  # type: ignore[misc,name-defined]
             ``on_save_failure``.
     """
 
+    @takes()
     def __init__(self, *, async_save: bool = False, **options: Unpack[SaveCheckpointKeywords]) -> None:
         self._async = async_save
-        self._options: dict[str, Any] = {**options}
-        self._storage_options = options.get("storage_options")
+        self._options = plain_options(options, SaveOptions, CheckpointerOptions)
+        self._storage_options = self._options.get("storage_options")
         self._last: PendingSave | None = None
         self._dropped: list[Location] = []
         self._saved_by: dict[str, Topology | None] = {}

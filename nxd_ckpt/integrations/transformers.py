@@ -30,10 +30,12 @@ from nxd_ckpt.checkpoint import open_checkpoint
 from nxd_ckpt.coordination.agreement import Agreement, SingleProcessAgreement
 from nxd_ckpt.coordination.rendezvous import meet
 from nxd_ckpt.coordination.worker_shield import kept
+from nxd_ckpt.core.option_classes import plain_options
 from nxd_ckpt.errors import CheckpointNotFound, IncompatibleState, OptimizerMismatch, UnsupportedState
 from nxd_ckpt.integrations.resume_checks import WORLD_SIZE, parameter_names, require_same, require_same_setting
 from nxd_ckpt.integrations.sealed import SealedDirectory, is_ours, is_sealed, numbered, verify_files
-from nxd_ckpt.options.checkpointer_options import DEFAULT_TIMEOUT
+from nxd_ckpt.options.checkpointer_options import DEFAULT_TIMEOUT, CheckpointerOptions
+from nxd_ckpt.save.options import SaveOptions
 from nxd_ckpt.save.pending import PendingSave
 
 STATE = "training_state"
@@ -135,8 +137,9 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
                 "nxd_ckpt's Trainer saves with one process, data parallelism or FSDP2: set fsdp_version to 2 in "
                 "accelerate's configuration, or use transformers.Trainer"
             )
-        name, durable = f"checkpoint-{self.state.global_step}", self.checkpoint_options.get("durable", True)
-        directory = SealedDirectory(self._get_output_dir(trial=trial), name, durable)
+        options = plain_options(self.checkpoint_options, SaveOptions, CheckpointerOptions)
+        name = f"checkpoint-{self.state.global_step}"
+        directory = SealedDirectory(self._get_output_dir(trial=trial), name, options.get("durable", True))
         directory.refuse_a_file()  # transformers would write into a directory of that name
         agreement = self._meet()
         directory.begin_together(agreement)

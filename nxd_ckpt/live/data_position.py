@@ -11,6 +11,7 @@ import torch
 from torch.utils.data import DataLoader, Sampler
 
 from nxd_ckpt.core.data_position import Position, check_position, is_data_position, position
+from nxd_ckpt.core.option_classes import takes
 from nxd_ckpt.errors import IncompatibleState, InvalidArgument
 from nxd_ckpt.live import torch_xla
 
@@ -30,6 +31,7 @@ class DataStreams:
     ends is left out from then on.
     """
 
+    @takes()
     def __init__(self, stream: Callable[[int], Any], count: int, *, dp: int = 1, dp_rank: int = 0) -> None:
         """Make this rank's streams.
 
@@ -112,6 +114,7 @@ class ElasticSampler(Sampler[int]):
     ahead of the samples that workers have delivered.
     """
 
+    @takes()
     def __init__(self, length: int, *, dp: int = 1, dp_rank: int = 0, shuffle: bool = True, seed: int = 0) -> None:
         """Make the sampler at the start of the data.
 

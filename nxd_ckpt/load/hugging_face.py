@@ -71,7 +71,6 @@ def load_hugging_face(storage: Storage, request: LoadRequest) -> None:
 
     def prepare() -> _HuggingFaceLoad:
         refuse_fake_mode()
-        request.options.validate()
         _refuse_arguments(storage.url, request)
         return _HuggingFaceLoad(storage, request)
 

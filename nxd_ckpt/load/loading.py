@@ -136,7 +136,6 @@ def _prepared(storage: Storage, source: Source, request: LoadRequest, caches: Ex
 
     def begin() -> tuple[LoadAttempt, ComparedNames | None]:
         refuse_fake_mode()
-        options.validate()
         if options.mapping is not None:  # it has no effect on a tag, but a typo in it has one elsewhere
             find_mapping(options.mapping, {})
         settled = replace(request.settled(), options=options.settled(reads_are_cheap=storage.renames))

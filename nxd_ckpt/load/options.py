@@ -6,9 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from nxd_ckpt.coordination.agreement import Agreement
+from nxd_ckpt.coordination.agreement import Agreement, SingleProcessAgreement, on_all
+from nxd_ckpt.core.arguments import Count
 from nxd_ckpt.core.heads import Hardware
-from nxd_ckpt.core.option_classes import option
+from nxd_ckpt.core.option_classes import Options, option, options_of
 from nxd_ckpt.core.partition import Partition
 from nxd_ckpt.core.topology import Topology
 from nxd_ckpt.errors import InvalidArgument
@@ -22,7 +23,7 @@ Verify = bool | Literal["reading"]
 
 
 @dataclass(frozen=True)
-class LoadOptions:
+class LoadOptions(Options):
     """Options of a load, named as in neuronx_distributed's ``load_checkpoint`` where it has them, with its defaults."""
 
     strict: bool = option(True, """names that are missing or unexpected in the model are an error; False skips them with
@@ -53,7 +54,7 @@ class LoadOptions:
     progress: bool = option(True, "show a bar on rank 0's terminal for work of more than two seconds.")
     mapping: MappingSpec = option(None, """for Hugging Face directories, as the next two: a shipped mapping's name, a
         JSON or YAML file, or a document. Default: config.json decides.""")
-    kv_size_multiplier: int = option(1, "copies of each key-value head in the live model.")
+    kv_size_multiplier: Count = option(1, "copies of each key-value head in the live model.")
     hardware: Hardware = option("trn1", 'the order of those copies, "trn1" or "trn2".')
     key_mapping: Mapping[str, str] | None = option(None, """maps live names of parameters and buffers to whole names
         in the checkpoint.""")
@@ -93,20 +94,23 @@ class LoadOptions:
             return self
         return replace(self, verify=True if reads_are_cheap or self.pre_download else "reading")
 
-    def validate(self) -> None:
-        """Raise InvalidArgument for meaningless values."""
-        has_valid_type = self.verify is None or isinstance(self.verify, (bool, str))
-        if not has_valid_type or self.verify not in (None, True, False, "reading"):
-            raise InvalidArgument(
-                f"verify={self.verify!r}: expected True (compare all digests before anything changes), 'reading' (as "
-                "the bytes arrive), False (not at all) or None (True on file systems, 'reading' on stores)"
-            )
+    def __post_init__(self) -> None:
+        """Raise InvalidArgument for contradictions, too."""
+        super().__post_init__()
         if self.weights_only and self.load_weights_only:
             raise InvalidArgument("pass weights_only= or load_weights_only=, which is another name for it, not both")
         if self.fallback and self.verify is False:
             raise InvalidArgument("fallback=True with verify=False: without digests no damage is found; pass one only")
         if self.work_dir is not None and not self.pre_download:
             raise InvalidArgument("work_dir= is the place for the copies of pre_download=True: pass both, or neither")
+
+
+def agreed_options(agreement: Agreement | None, values: Mapping[str, Any], function: str) -> LoadOptions:
+    """Return the options with these values; if those of a rank are invalid, raise on all. Collective.
+
+    A run that begins asks too: else its options would be refused only when it resumes.
+    """
+    return on_all(agreement or SingleProcessAgreement(), lambda: options_of(LoadOptions, values, function))
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from nxd_ckpt.conversion.to_dcp import write_dcp
 from nxd_ckpt.core.dcp_names import DcpNames
 from nxd_ckpt.core.heads import HARDWARE
 from nxd_ckpt.core.mapping import ModelMapping
-from nxd_ckpt.core.option_classes import takes
+from nxd_ckpt.core.option_classes import options_of, takes
 from nxd_ckpt.core.sizes import Sizes
 from nxd_ckpt.core.topology import Topology
 from nxd_ckpt.core.torchtitan_names import TorchTitanNames
@@ -95,8 +95,7 @@ def migrate(src: StrPath, dst: StrPath, **options: Unpack[MigrateKeywords]) -> M
         OptimizerMismatch: names of the optimizer's parameters cannot be derived.
         InvalidArgument: invalid arguments, or ``dst`` may not be replaced.
     """
-    chosen = MigrateOptions(**options)
-    chosen.validate()
+    chosen = options_of(MigrateOptions, options)
     origin = find_origin(src, chosen)
     # Ranks' files may be below ``src``, and the rest of the checkpoint beside them.
     refuse_inside(locate_any(src, chosen.storage_options), location_of(dst, "output", chosen.written_with))

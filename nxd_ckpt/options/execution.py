@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from nxd_ckpt.core.option_classes import option
+from nxd_ckpt.core.arguments import Count
+from nxd_ckpt.core.option_classes import Options, option
 from nxd_ckpt.core.partition import Partition
 from nxd_ckpt.core.topology import Topology
-from nxd_ckpt.errors import InvalidArgument
+from nxd_ckpt.core.units import Seconds
 from nxd_ckpt.options.checkpointer_options import DEFAULT_TIMEOUT
 from nxd_ckpt.storage.urls import StorageOptions
 
@@ -22,7 +23,7 @@ BLANK = "?"
 
 
 @dataclass(frozen=True)
-class OutputOptions:
+class OutputOptions(Options):
     """Creation of an output."""
 
     overwrite: bool = option(False, "replace an existing output once the conversion has succeeded.")
@@ -47,35 +48,28 @@ class SharedOptions(OutputOptions):
 
     all_ranks: bool = option(False, """share the work among all ranks of the job or of torchrun, each of which makes
         the same call. Without it this process works alone.""")
-    timeout: float = option(DEFAULT_TIMEOUT, "seconds without progress after which another rank counts as lost.")
+    timeout: Seconds = option(DEFAULT_TIMEOUT, """seconds without progress after which another rank counts as lost, or
+        a time such as "10m".""")
 
 
 @dataclass(frozen=True)
 class ExecutionOptions(SharedOptions):
     """Options of work that processes of a host may share, too."""
 
-    num_workers: int = option(1, """processes on this host. More than one import the main module again: call below
+    num_workers: Count = option(1, """processes on this host. More than one import the main module again: call below
         ``if __name__ == "__main__":``.""")
-
-    def validate(self) -> None:
-        """Raise InvalidArgument for contradictions."""
-        check_workers(self.num_workers)
 
 
 @dataclass(frozen=True)
 class NewJobOptions(ExecutionOptions):
     """Options for a tag that is made from another form of checkpoint."""
 
-    dp: int = option(1, "data-parallel size.")
-    tp: int = option(1, "tensor-parallel size.")
-    pp: int = option(1, "pipeline-parallel size.")
-    ep: int = option(1, "expert-parallel size, which divides ``dp``.")
+    dp: Count = option(1, "data-parallel size.")
+    tp: Count = option(1, "tensor-parallel size.")
+    pp: Count = option(1, "pipeline-parallel size.")
+    ep: Count = option(1, "expert-parallel size, which divides ``dp``.")
     stages: Names | None = option(None, "names of each pipeline stage. Default: layers are spread evenly, in order.")
     use_xser: bool = option(False, "write xser files.")
-
-    def validate(self) -> None:
-        super().validate()
-        check_sizes({"dp": self.dp, "tp": self.tp, "pp": self.pp, "ep": self.ep})
 
     @property
     def topology(self) -> Topology:
@@ -83,21 +77,8 @@ class NewJobOptions(ExecutionOptions):
         return Topology(self.dp, self.tp, self.pp, self.ep)
 
 
-def check_sizes(sizes: Mapping[str, object]) -> None:
-    """Raise InvalidArgument unless all are numbers of ranks."""
-    for name, size in sizes.items():
-        if not isinstance(size, int) or isinstance(size, bool) or size < 1:
-            raise InvalidArgument(f"{name}= must be a number of ranks, at least 1, found {size!r}")
-
-
-def check_workers(num_workers: object) -> None:
-    """Raise InvalidArgument unless it is a number of workers."""
-    if not isinstance(num_workers, int) or num_workers < 1:
-        raise InvalidArgument(f"num_workers must be an int of at least 1, found {num_workers!r}")
-
-
 @dataclass(frozen=True)
-class OpenOptions:
+class OpenOptions(Options):
     """Opening of a tag. ``storage_options`` may hold secrets: no repr shows them."""
 
     partitions: Mapping[str, Partition] | None = option(None, """cuts of parameters over ranks, by name, if the tag

@@ -5,17 +5,19 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Annotated, Any, Literal
 
+from nxd_ckpt.core.arguments import Count, Kind, plain_mapping
 from nxd_ckpt.core.heads import Hardware
-from nxd_ckpt.core.option_classes import option
+from nxd_ckpt.core.option_classes import Options, option
 from nxd_ckpt.core.renaming import Renaming
 from nxd_ckpt.core.torchtitan_names import Release
+from nxd_ckpt.core.units import Size
 from nxd_ckpt.errors import InvalidArgument
 from nxd_ckpt.options.execution import NewJobOptions, OutputOptions, SavedNames, SharedOptions
 from nxd_ckpt.storage.urls import StrPath
 
-MappingSpec = str | os.PathLike[str] | Mapping[str, Any] | None
+MappingSpec = str | os.PathLike[str] | Annotated[Mapping[str, Any], Kind("a dict", plain_mapping)] | None
 """Name of a shipped mapping, path of a JSON or YAML file, the document itself, or None."""
 
 
@@ -23,7 +25,7 @@ Dtype = Literal["float32", "bfloat16", "float16"]
 
 
 @dataclass(frozen=True)
-class RenamingOptions:
+class RenamingOptions(Options):
     """Names in Hugging Face's files."""
 
     prefix: str = option("", """beginning of names in Hugging Face's files that the mapping lacks, such as
@@ -44,15 +46,10 @@ class MappingOptions(RenamingOptions):
     config: StrPath | None = option(None, "the model's config.json, or a directory with one.")
     mapping: MappingSpec = option(None, """a shipped mapping's name, a JSON or YAML file, or a document. Default:
         config.json decides.""")
-    kv_size_multiplier: int = option(1, "copies of each key-value head in the job.")
+    kv_size_multiplier: Count = option(1, "copies of each key-value head in the job.")
     hardware: Hardware = option("trn1", "the order of those copies.")
     pad_attn_heads: bool = option(False, "the job pads query heads with zeros to a multiple of tp (trn1).")
     dtype: Dtype | None = option(None, "cast floating-point numbers to this. Default: no cast.")
-
-    def check_dtype(self) -> None:
-        """Raise InvalidArgument for an unknown dtype."""
-        if self.dtype is not None and self.dtype not in get_args(Dtype):
-            raise InvalidArgument(f"dtype must be one of {', '.join(get_args(Dtype))}, found {self.dtype!r}")
 
 
 @dataclass(frozen=True)
@@ -61,7 +58,7 @@ class ExportOptions(MappingOptions, SharedOptions):
 
     tokenizer: StrPath | None = option(None, """a directory whose files are copied, except weights and config.json:
         tokenizer, chat templates, custom code.""")
-    size_per_shard: int | str = option("5GB", """maximum size of a weight file, as 5GB or bytes; a larger tensor gets
+    size_per_shard: Size = option("5GB", """maximum size of a weight file, as 5GB or bytes; a larger tensor gets
         its own file.""")
     master_weights: bool = option(False, "export the optimizer's master weights, if it has them.")
     optimizer: bool = option(False, """write the optimizer's state too, without a cast: ``optimizer.safetensors`` (or
@@ -71,7 +68,7 @@ class ExportOptions(MappingOptions, SharedOptions):
         param group, in order. Needed for master weights or state if the tag does not record them (NxD's do not).""")
     presharded: bool = option(False, """write the model for NxD inference: a safetensors file for each tensor-parallel
         rank, as the "weights" of a compiled Llama, Mistral, Qwen 2 or Qwen 3.""")
-    tp: int = option(1, "tensor-parallel ranks of presharded files.")
+    tp: Count = option(1, "tensor-parallel ranks of presharded files.")
     model: str | None = option(None, """the name of one of several models: "generator" of ``model={"generator":
         ...}``. Its part of the optimizers is exported too.""")
     config: StrPath | None = option(None, """the model's config.json, or a directory with one. It decides the mapping
@@ -80,11 +77,11 @@ class ExportOptions(MappingOptions, SharedOptions):
     dry_run: bool = option(False, """show the mapping of every name, and write nothing. Names without a mapping are no
         error.""")
 
-    def validate(self) -> None:
-        """Raise InvalidArgument for options that no export can honour."""
-        self.check_dtype()
-        if self.tp < 1 or (self.tp > 1 and not self.presharded):
-            raise InvalidArgument(f"tp must be at least 1, and is for presharded=True; found {self.tp}")
+    def __post_init__(self) -> None:
+        """Raise InvalidArgument for contradictions, too."""
+        super().__post_init__()
+        if self.tp > 1 and not self.presharded:
+            raise InvalidArgument(f"tp is for presharded=True; found {self.tp}")
         if self.presharded and (self.optimizer or self.tokenizer is not None or self.renaming):
             raise InvalidArgument(
                 "presharded=True writes the model alone, by its own names: leave out optimizer=, tokenizer=, prefix= "
@@ -96,7 +93,7 @@ class ExportOptions(MappingOptions, SharedOptions):
 class ImportOptions(MappingOptions, NewJobOptions):
     """Import of a Hugging Face directory as a tag."""
 
-    virtual_pp: int = option(1, "model chunks of each rank in an interleaved pipeline (virtual_pipeline_size).")
+    virtual_pp: Count = option(1, "model chunks of each rank in an interleaved pipeline (virtual_pipeline_size).")
     qkv_linear: bool = option(False, """the model has ``GQAQKVColumnParallelLinear`` (weight_q, weight_k, weight_v), not
         three layers.""")
     fuse_qkv: bool = option(False, """the model has it with ``fuse_qkv=True`` (weight_qkv), with or without
@@ -109,11 +106,11 @@ class ImportOptions(MappingOptions, NewJobOptions):
     dry_run: bool = option(False, """show the mapping of every name, and write nothing. Unknown and missing names are no
         error.""")
 
-    def validate(self) -> None:
-        super().validate()
-        self.check_dtype()
-        if self.virtual_pp < 1 or (self.virtual_pp > 1 and self.stages is not None):
-            raise InvalidArgument(f"virtual_pp must be at least 1, and is for stages=None; found {self.virtual_pp}")
+    def __post_init__(self) -> None:
+        """Raise InvalidArgument for contradictions, too."""
+        super().__post_init__()
+        if self.virtual_pp > 1 and self.stages is not None:
+            raise InvalidArgument(f"virtual_pp is for stages=None; found {self.virtual_pp}")
         if self.coalesce_qkv and (self.qkv_linear or self.fuse_qkv):
             raise InvalidArgument("coalesce_qkv is for a model without qkv_linear and fuse_qkv: pass one or the other")
 
@@ -144,21 +141,11 @@ class MigrateOptions(RenamingOptions, OutputOptions):
         the checkpoint.""")
     mapping: MappingSpec = option(None, """a shipped mapping's name, a JSON or YAML file, or a document. Default:
         files beside the checkpoint decide, else config.json.""")
-    kv_size_multiplier: int | None = option(None, """copies of each key-value head in the job, if no file beside the
+    kv_size_multiplier: Count | None = option(None, """copies of each key-value head in the job, if no file beside the
         checkpoint records it.""")
     hardware: Hardware | None = option(None, "the order of those copies; by default the one in which they are equal.")
     model_only: bool = option(False, "leave out optimizer, scheduler and user content.")
     dtype: Dtype | None = option(None, "cast the model's floating-point numbers to this; optimizer state is not cast.")
-    size_per_shard: int | str = option("5GB", "for the form hf, maximum size of a weight file, as 5GB or bytes.")
+    size_per_shard: Size = option("5GB", "for the form hf, maximum size of a weight file, as 5GB or bytes.")
     saved_param_names: SavedNames | None = option(None, """the optimizer's parameter names, by pipeline stage and
         param group, in order, if neither the tag nor its writer's param groups record them.""")
-
-    def validate(self) -> None:
-        """Raise InvalidArgument for an unknown form or dtype."""
-        if self.to not in get_args(Form):
-            raise InvalidArgument(f"to must be one of {', '.join(get_args(Form))}, found {self.to!r}")
-        if self.torchtitan_release not in get_args(Release):
-            releases = ", ".join(get_args(Release))
-            raise InvalidArgument(f"torchtitan_release must be one of {releases}, found {self.torchtitan_release!r}")
-        if self.dtype is not None and self.dtype not in get_args(Dtype):
-            raise InvalidArgument(f"dtype must be one of {', '.join(get_args(Dtype))}, found {self.dtype!r}")

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal, Protocol, get_args
+from typing import Literal, Protocol
 
+from nxd_ckpt.core.arguments import Count
 from nxd_ckpt.core.dcp_names import DcpNames
-from nxd_ckpt.core.option_classes import option
+from nxd_ckpt.core.option_classes import Options, option
 from nxd_ckpt.core.partition import Partition
+from nxd_ckpt.core.units import AnySize, Seconds, Size
 from nxd_ckpt.errors import InvalidArgument
 from nxd_ckpt.options.checkpointer_options import DEFAULT_TIMEOUT
 from nxd_ckpt.options.execution import (
@@ -17,8 +19,6 @@ from nxd_ckpt.options.execution import (
     NewJobOptions,
     OutputOptions,
     SavedNames,
-    check_sizes,
-    check_workers,
 )
 from nxd_ckpt.storage.urls import StorageOptions
 
@@ -31,16 +31,15 @@ class Zero1Options(ExecutionOptions):
         rank, not padded.""")
     convert_to_sharded: bool = option(False, """one file for each rank, from full files or from shards of another
         ``dp_size``.""")
-    dp_size: int | None = option(None, """the result's data-parallel size, a multiple of its ep; for
+    dp_size: Count | None = option(None, """the result's data-parallel size, a multiple of its ep; for
         ``convert_to_sharded``.""")
     optim_only: bool = option(False, "leave out everything but the optimizer.")
 
-    def validate(self) -> None:
-        super().validate()
+    def __post_init__(self) -> None:
+        """Raise InvalidArgument for contradictions, too."""
+        super().__post_init__()
         if self.convert_to_full == self.convert_to_sharded:
             raise InvalidArgument("give either convert_to_full or convert_to_sharded")
-        if self.dp_size is not None:
-            check_sizes({"dp_size": self.dp_size})
         if self.convert_to_sharded and self.dp_size is None:
             raise InvalidArgument("convert_to_sharded needs dp_size, the new data-parallel size")
         if self.convert_to_full and self.dp_size is not None:
@@ -51,10 +50,10 @@ class Zero1Options(ExecutionOptions):
 class ReshardOptions(ExecutionOptions):
     """New sizes of a tag, and facts that it does not record."""
 
-    dp: int | None = option(None, "data-parallel size; by default the input's.")
-    tp: int | None = option(None, "tensor-parallel size; by default the input's.")
-    pp: int | None = option(None, "pipeline-parallel size; by default the input's.")
-    ep: int | None = option(None, "expert-parallel size, which divides ``dp``; by default the input's.")
+    dp: Count | None = option(None, "data-parallel size; by default the input's.")
+    tp: Count | None = option(None, "tensor-parallel size; by default the input's.")
+    pp: Count | None = option(None, "pipeline-parallel size; by default the input's.")
+    ep: Count | None = option(None, "expert-parallel size, which divides ``dp``; by default the input's.")
     partitions: Mapping[str, Partition] | None = option(None, """cuts of parameters over ranks, by name, if the tag
         does not record them (NxD's do not).""")
     stages: Names | None = option(None, """names of each new pipeline stage. Default: layers are spread evenly, in
@@ -62,10 +61,6 @@ class ReshardOptions(ExecutionOptions):
     saved_param_names: SavedNames | None = option(None, """the optimizer's parameter names, by pipeline stage and
         param group, in order. Needed if more than dp changes and the tag does not record them (NxD's do not).""")
     use_xser: bool | None = option(None, "write xser files; by default as the input.")
-
-    def validate(self) -> None:
-        super().validate()
-        check_sizes(self.sizes)
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -80,17 +75,13 @@ class CopyOptions(OutputOptions):
 
     hard_links: bool = option(False, """link files instead of copying them, within one file system, for tags of
         nxd_ckpt whose files nobody modifies.""")
-    num_workers: int = option(4, "number of files that are copied at once.")
-    max_bytes_per_second: int | str | None = option(None, """bandwidth limit, as bytes or "20MB" (10^6 bytes each);
+    num_workers: Count = option(4, "number of files that are copied at once.")
+    max_bytes_per_second: Size | None = option(None, """bandwidth limit, as bytes or "20MB" (10^6 bytes each);
         existing files that are verified count too. Default: unlimited.""")
-    timeout: float = option(DEFAULT_TIMEOUT, """seconds without a sign of life after which another job in the
-        directory counts as dead.""")
+    timeout: Seconds = option(DEFAULT_TIMEOUT, """seconds without a sign of life after which another job in the
+        directory counts as dead, or a time such as "10m".""")
     overwrite: bool = option(False, """replace an existing checkpoint. On file systems it stays until the copy is
         complete; on stores it is removed first.""")
-
-    def validate(self) -> None:
-        """Raise InvalidArgument for options that no copy can honour."""
-        check_workers(self.num_workers)
 
 
 @dataclass(frozen=True)
@@ -103,7 +94,7 @@ class PackOptions(OutputOptions):
 
 
 @dataclass(frozen=True)
-class PruneOptions:
+class PruneOptions(Options):
     """Removal of tags by rules."""
 
     dry_run: bool = option(False, "remove nothing, and show what would be removed.")
@@ -114,8 +105,8 @@ class PruneOptions:
         pinned. Refused if no undamaged tag is pinned.""")
     storage_options: StorageOptions | None = option(None, "storage options for URLs, as in fsspec and s3fs.", repr=False
     )
-    timeout: float = option(DEFAULT_TIMEOUT, """seconds without a sign of life after which another job in the
-        directory counts as dead.""")
+    timeout: Seconds = option(DEFAULT_TIMEOUT, """seconds without a sign of life after which another job in the
+        directory counts as dead, or a time such as "10m".""")
     progress: bool = option(False, "show a bar on the terminal for work of more than two seconds.")
 
 
@@ -130,11 +121,11 @@ class Strategy(Protocol):
     def name(self) -> str: ...
 
     @property
-    def chunk_size_bytes(self) -> int | str | None: ...
+    def chunk_size_bytes(self) -> AnySize | None: ...
 
 
 @dataclass(frozen=True)
-class DcpOptions:
+class DcpOptions(Options):
     """Place of model and optimizer in a torch DCP state dict."""
 
     model_key: str = option("model", 'the key of the model in the state dict, "" for the state dict itself.')
@@ -150,13 +141,6 @@ class FromDcpOptions(DcpOptions, NewJobOptions):
     partitions: Mapping[str, Partition] | None = option(None, """cuts of parameters, by name; others are whole.
         ``Partition(partition_dim=0)`` divides over tensor-parallel ranks, ``expert=True`` over expert-parallel
         ones.""")
-
-    def validate(self) -> None:
-        super().validate()
-        if self.optimizer not in (None, *get_args(OptimizerForm)):
-            raise InvalidArgument(
-                f"optimizer must be one of {', '.join(get_args(OptimizerForm))}, found {self.optimizer!r}"
-            )
 
     @property
     def names(self) -> DcpNames:
@@ -188,7 +172,7 @@ class UnshardOptions(OutputOptions):
     use_safetensors: bool = option(False, "write safetensors files, and JSON for values that are no tensors.")
     unshard_strategy: StrategyName | Strategy = option("one_file", """files for each of model and optimizer: a name,
         an `nxd_ckpt.convert.UnshardStrategy`, or OLMo-core's own.""")
-    size_per_shard: int | str = option("5GB", """with "chunks", maximum size of a file, as 5GB or bytes; a larger
+    size_per_shard: Size = option("5GB", """with "chunks", maximum size of a file, as 5GB or bytes; a larger
         tensor gets its own file.""")
     partitions: Mapping[str, Partition] | None = option(None, """cuts of parameters over ranks, by name, if the tag
         does not record them (NxD's do not).""")

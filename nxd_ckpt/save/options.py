@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
-from nxd_ckpt.core.option_classes import option, options_of
+from nxd_ckpt.core.option_classes import Options, option, options_of
 from nxd_ckpt.core.partition import Partition
-from nxd_ckpt.core.retention import Rule, recorded_metrics, rules_of
+from nxd_ckpt.core.retention import GivenMetrics, NumKept, Retain, Rule, recorded_metrics, rules_of
 from nxd_ckpt.core.tags import filled_tag, tag_of_step, validate_tag
-from nxd_ckpt.core.units import bytes_of, size
+from nxd_ckpt.core.units import Size, size
 from nxd_ckpt.errors import CheckpointError, InvalidArgument
 from nxd_ckpt.live.ignoring import IgnoreKeys
 
@@ -20,13 +20,13 @@ CHUNK = 16 * 2**20
 
 
 @dataclass(frozen=True)
-class SaveOptions:
+class SaveOptions(Options):
     """Options of a save, named as in neuronx_distributed's ``save_checkpoint`` where it has them, with its defaults."""
 
     num_workers: int | None = option(8, """ranks of a host that write at the same time. It has no effect with
         ``use_xser``.""")
     use_xser: bool = option(False, "a file for each tensor, shared out among data-parallel replicas.")
-    num_kept_ckpts: int | None = option(None, """complete tags to keep, at least 1; older ones are removed. None or -1
+    num_kept_ckpts: NumKept = option(None, """complete tags to keep, at least 1; older ones are removed. None or -1
         keeps all.""")
     zero1_optimizer: bool = option(False, """the optimizer that is passed as a dict is a ZeRO-1 shard. Live optimizers
         are recognised.""")
@@ -45,14 +45,14 @@ class SaveOptions:
     weights_only: bool = option(False, "save the model only.")
     ignore_keys: IgnoreKeys | None = option(None, """names that are not saved: globs such as ``optim/*``, or a
         function of all names.""")
-    retain: Sequence[Rule] | int | None = option(None, """complete tags to keep: a number, or rules such as
+    retain: Retain = option(None, """complete tags to keep: a number, or rules such as
         ``[Last(3), Every(1000), Best("loss", 3), Within(hours=2)]``. ``num_kept_ckpts=k`` adds ``Last(k)``.""")
-    metrics: Mapping[str, float] | None = option(None, """numbers by name, such as ``{"loss": 2.1}``, kept in the tag
+    metrics: GivenMetrics = option(None, """numbers by name, such as ``{"loss": 2.1}``, kept in the tag
         for the rule ``Best``. Rank 0's count.""")
     stats: bool = option(False, """count NaN, zeros, norms and so on of every tensor while it is written. A report then
         reads no tensor. No save waits for it: if a rank is not done when its next save begins, the counts are
         dropped.""")
-    max_bytes_per_second: int | str | None = option(None, """maximum rate at which each rank digests and writes an
+    max_bytes_per_second: Size | None = option(None, """maximum rate at which each rank digests and writes an
         async save, as a number or such as "200MB"; by default unlimited. Once somebody waits for the save, it has no
         effect.""")
     dedup: bool = option(False, """do not write again a file that the tag before has: hard-link it, share its blocks,
@@ -69,12 +69,6 @@ class SaveOptions:
         return recorded_metrics(self.metrics)
 
     @property
-    def rate(self) -> int | None:
-        """Maximum bytes per second; None is unlimited."""
-        limit = self.max_bytes_per_second
-        return None if limit is None else bytes_of(limit, "max_bytes_per_second")
-
-    @property
     def writers_on_host(self) -> int | None:
         """Ranks of a host that write at the same time; None is all of them."""
         return None if self.use_xser else self.num_workers
@@ -84,16 +78,14 @@ class SaveOptions:
 
         After ``timeout`` seconds without progress a rank counts as lost.
         """
-        _ = self.rules, self.recorded_metrics
-        if self.rate is not None and self.rate * timeout < 2 * CHUNK:
+        rate, workers = self.max_bytes_per_second, self.num_workers
+        if rate is not None and rate * timeout < 2 * CHUNK:
             raise InvalidArgument(
-                f"max_bytes_per_second={self.max_bytes_per_second!r} with timeout={timeout:g}: {size(CHUNK)} would "
+                f"max_bytes_per_second={rate} with timeout={timeout:g}: {size(CHUNK)} would "
                 f"take so long that a rank counts as lost; expected at least {math.ceil(2 * CHUNK / timeout)}"
             )
-        if self.num_workers is not None and (not isinstance(self.num_workers, int) or self.num_workers < 1):
-            raise InvalidArgument(f"num_workers must be None or at least 1, found {self.num_workers!r}")
-        if self.overwrite not in (None, True, False):
-            raise InvalidArgument(f"overwrite must be None, True or False, found {self.overwrite!r}")
+        if workers is not None and workers < 1 and not self.use_xser:
+            raise InvalidArgument(f"num_workers must be None or at least 1, found {workers}")
         if self.avoid_saving_lower_precision_weights and self.weights_only:
             raise InvalidArgument(
                 "avoid_saving_lower_precision_weights=True with weights_only=True leaves nothing to save: pass one"
@@ -108,10 +100,8 @@ def understood(
     try:
         filled = filled_tag(tag, values)
         name = validate_tag(tag_of_step(filled) if isinstance(filled, int) else filled)
+        # An asynchronous save reads them later: these are copies, as the caller may change them meanwhile.
         options = options_of(SaveOptions, keywords)
-        # An asynchronous save reads them later: what the caller changes meanwhile is for its next one.
-        retain = tuple(options.retain) if isinstance(options.retain, Sequence) else options.retain
-        options = replace(options, retain=retain, metrics=None if options.metrics is None else dict(options.metrics))
     except CheckpointError as error:
         return name, options, error
     return name, options, None

@@ -116,7 +116,7 @@ class Pipeline:
 
         The last wave of an async save has its maximum rate until it is ``awaited``; callers wait for all others.
         """
-        rate, buffers = attempt.request.options.rate, self._buffers
+        rate, buffers = attempt.request.options.max_bytes_per_second, self._buffers
         pace = None if awaited is None or rate is None else Pace(rate, awaited)
         nbytes = max(map(end_of, planned.waves), default=0)
         stager = self._stager = buffers.take(self, nbytes, self._cap(), self._stager)

@@ -11,8 +11,9 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping
-from typing import Any
+from typing import Annotated, Any
 
+from nxd_ckpt.core.arguments import Kind, plain_mapping
 from nxd_ckpt.errors import InvalidArgument
 from nxd_ckpt.storage.archive.storage import SUFFIX, ArchiveStorage, StoredFile
 from nxd_ckpt.storage.archive.unpacking import SUFFIXES, UnpackedFile, compression_of
@@ -25,7 +26,7 @@ ARCHIVES = (SUFFIX, *SUFFIXES)
 _OTHERS = (".tar.bz2", ".tar.xz")
 
 StrPath = str | os.PathLike[str]
-StorageOptions = Mapping[str, Any]
+StorageOptions = Annotated[Mapping[str, Any], Kind("a dict of options by name", plain_mapping, secret=True)]
 """Options for opening a URL."""
 
 

@@ -17,6 +17,7 @@ from nxd_ckpt.coordination.control_files import pinned
 from nxd_ckpt.core import names
 from nxd_ckpt.core.html_table import html_table
 from nxd_ckpt.core.manifest import Manifest
+from nxd_ckpt.core.option_classes import takes
 from nxd_ckpt.core.retention import Best, Metrics
 from nxd_ckpt.core.suggestions import first_of, listed
 from nxd_ckpt.core.tags import TagInfo, in_order, latest, step_of
@@ -111,6 +112,7 @@ class TagList(tuple[ListedTag, ...]):
 
 
 @as_checkpoint_errors()
+@takes()
 def list_checkpoints(path: str | os.PathLike[str], *, storage_options: Options = None) -> TagList:
     """Return the tags of a directory, complete or not, in the order in which they became visible. Reads no tensor.
 

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 from nxd_ckpt import effects
 from nxd_ckpt.core import names, units
 from nxd_ckpt.core.manifest import FileEntry, TensorEntry
+from nxd_ckpt.core.option_classes import takes
 from nxd_ckpt.core.suggestions import first_of
 from nxd_ckpt.core.tags import Tag, order_text
 from nxd_ckpt.core.topology import Coordinates
@@ -80,6 +81,7 @@ class Verification:
 
 
 @as_checkpoint_errors()
+@takes()
 def verify_checkpoint(
     path: str | os.PathLike[str],
     tag: Tag | None = None,

@@ -29,6 +29,7 @@ from torch.futures import Future
 from nxd_ckpt.core.box import Box
 from nxd_ckpt.core.dcp_names import DcpItem, DcpNames, names_of
 from nxd_ckpt.core.names import DONE, MANIFEST, MARKER, MODEL_DIR, OPTIMIZER_DIR
+from nxd_ckpt.core.option_classes import takes
 from nxd_ckpt.core.partition import Partition
 from nxd_ckpt.errors import CheckpointError, InvalidArgument, UnsupportedState, as_checkpoint_errors
 from nxd_ckpt.formats.assembly import box_of, cut_box
@@ -78,6 +79,7 @@ class StorageReader(TorchStorageReader):
         storage_options: storage options of a URL.
     """
 
+    @takes()
     def __init__(
         self,
         tag: StrPath,

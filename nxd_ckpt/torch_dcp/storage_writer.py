@@ -27,11 +27,14 @@ from nxd_ckpt.commit.session import open_session
 from nxd_ckpt.coordination.agreement import Agreement, SingleProcessAgreement, decided_by_rank0, on_all
 from nxd_ckpt.coordination.at_exit import ToldFuture
 from nxd_ckpt.coordination.rendezvous import meet
+from nxd_ckpt.core.arguments import plain_value
 from nxd_ckpt.core.box import Box
 from nxd_ckpt.core.dcp_names import DcpItem, DcpNames, DcpPart, names_of
-from nxd_ckpt.core.retention import Rule, recorded_metrics, rules_of
-from nxd_ckpt.core.tags import validate_tag
+from nxd_ckpt.core.option_classes import takes
+from nxd_ckpt.core.retention import GivenMetrics, NumKept, Retain, recorded_metrics, rules_of
+from nxd_ckpt.core.tags import Tag, validate_tag
 from nxd_ckpt.core.topology import Topology
+from nxd_ckpt.core.units import Seconds
 from nxd_ckpt.errors import (
     CheckpointError,
     InvalidArgument,
@@ -150,19 +153,20 @@ class StorageWriter(TorchStorageWriter):
         storage: an open storage to use instead of ``directory``.
     """
 
+    @takes()
     def __init__(
         self,
         directory: StrPath | None = None,
-        tag: str | int | None = None,
+        tag: Tag | None = None,
         *,
         model_key: str | None = "model",
         optim_key: str | None = "optim",
-        num_kept_ckpts: int | None = None,
-        retain: Sequence[Rule] | None = None,
-        metrics: Mapping[str, float] | None = None,
+        num_kept_ckpts: NumKept = None,
+        retain: Retain = None,
+        metrics: GivenMetrics = None,
         overwrite: bool | None = None,
         durable: bool = True,
-        timeout: float = DEFAULT_TIMEOUT,
+        timeout: Seconds = DEFAULT_TIMEOUT,
         trust_pickle: bool = False,
         storage_options: StorageOptions | None = None,
         storage: Storage | None = None,
@@ -239,7 +243,7 @@ class StorageWriter(TorchStorageWriter):
             PeerTimeout: another rank was lost.
         """
         require_locks()
-        metrics = recorded_metrics(self.metrics)
+        metrics = recorded_metrics(plain_value(GivenMetrics, self.metrics, "metrics"))
         topology, agreement = self._meet()
         storage = self._storage or open_storage(self._required_directory(), self._durable, self._options)
         if topology.rank == 0:

@@ -143,7 +143,7 @@ def weights(names: list[str]) -> list[str]:
         ([{}, {"partitions": {"absent": Partition()}}], errors.InvalidArgument, "partitions= names 'absent'"),
         ([{}, {"ignore_keys": ["optim/*"]}], errors.RanksDisagree, "ignore_keys=['optim/*']"),
         ([{}, {"strict_model_weights": False}], errors.RanksDisagree, "strict_model_weights=False"),
-        ([{}, {"ignore_keys": np.array(["optim/*", "rng"])}], errors.RanksDisagree, "ignore_keys=array"),
+        ([{}, {"ignore_keys": np.array(["optim/*", "rng"])}], errors.RanksDisagree, "ignore_keys=['optim/*', 'rng']"),
         ([{"ignore_keys": biases}, {"ignore_keys": weights}], errors.RanksDisagree, "left out different ones"),
         ([{"ignore_keys": ["optm/*"]}] * 2, errors.KeyMismatch, "matches nothing with 'optm/*'"),
         ([{"key_mapping": {"up.weight": "down.weight"}}] * 2, errors.InvalidArgument, "would both be loaded"),

@@ -303,7 +303,7 @@ def test_the_help_groups_all_commands(capsys: pytest.CaptureFixture[str]) -> Non
         (["verify", "{run}/setp_1"], "does not exist; did you mean {run}/step_1?"),
         (["unpin", "{run}", "setp_1"], "no tag 'setp_1' (did you mean 'step_1'?), pinned or not"),
         (["from-dcp", "{run}/nowhere", "{run}/out"], "input {run}/nowhere does not exist"),
-        (["reshard", "{run}/step_1", "{run}/out", "--dp", "0"], "--dp must be a number of ranks, at least 1, found 0"),
+        (["reshard", "{run}/step_1", "{run}/out", "--dp", "0"], "--dp must be a whole number of at least 1"),
         (["cp", "{run}/empty", "{run}/out"], "found nothing"),
         (["list", "gss://bucket/run"], "unknown scheme 'gss' (did you mean gs://?)"),
         (["list", "hdfs://host/run"], "needs pyarrow: pip install pyarrow"),

@@ -168,7 +168,7 @@ def test_json_of_a_replicated_parameter_is_empty() -> None:
         {"partition_dim": 0, "num_partitions": 0},
         {"partition_dim": 0, "num_partitions": 2, "rank_ordering": [0, 0]},
         {"partition_dim": 0, "num_partitions": 2, "rank_ordering": 3},
-        {"partition_dim": 0, "num_partitions": 2.0},
+        {"partition_dim": 0, "num_partitions": 2.5},
         {"fused": [[4, 2]]},
         {"fused": [[4, 2, None]]},
         {"partition_dim": 0, "fused": [[5, 2, None]]},
@@ -187,7 +187,7 @@ def test_json_that_means_nothing_is_refused(fields: dict[str, Any]) -> None:
     [
         ({"partition_dim": -1}, "partition_dim, counted from the front, must be an int of at least 0, found -1"),
         ({"partition_dim": 0, "partition_stride": 0}, "partition_stride must be an int of at least 1, found 0"),
-        ({"partition_dim": 0, "num_partitions": True}, "num_partitions must be an int of at least 1, found True"),
+        ({"partition_dim": 0, "num_partitions": True}, "num_partitions must be a whole number, found True"),
         ({"partition_dim": 0, "num_partitions": 3, "rank_ordering": (0, 1)}, "each of the 3 to some rank"),
         ({"fused": (Section(4, 2),)}, "fused needs partition_dim"),
         ({"partition_dim": 0, "partition_stride": 2, "fused": (Section(4, 2),)}, "each section has its own"),

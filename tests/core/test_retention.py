@@ -19,12 +19,13 @@ from nxd_ckpt.core.retention import (
     Rule,
     Within,
     decide,
-    recorded_metrics,
     rules_of,
     unknown_metrics,
 )
 from nxd_ckpt.core.tags import TagInfo, in_order, step_of
 from nxd_ckpt.errors import InvalidArgument
+from nxd_ckpt.options.checkpointer_options import RetentionOptions
+from nxd_ckpt.save.options import SaveOptions
 from tests.core.tag_infos import TAGS
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]
@@ -202,29 +203,35 @@ def test_both_ways_to_say_it_count_together() -> None:
     assert (Every(5),) == rules_of(-1, (Every(5),))
 
 
-@pytest.mark.parametrize("number", [0, -2, True, 2.0, "3"])
+@pytest.mark.parametrize("number", [0, -2, True, 2.5, "three"])
 def test_numbers_that_do_not(number: Any) -> None:
     """0 would delete what was just saved, as upstream does; the rest is a mistake."""
     with pytest.raises(InvalidArgument, match="num_kept_ckpts must be None or -1"):
-        rules_of(number)
+        RetentionOptions(num_kept_ckpts=number)
 
 
 @pytest.mark.parametrize("retain", [[], (), Last(3), [3], ["last"], {Last(3): 1}, "Last(3)"])
 def test_a_policy_without_rules_is_refused(retain: Any) -> None:
     """It would keep nothing, or is none."""
     with pytest.raises(InvalidArgument, match=r"or a list of rules such as \[Last\(3\)"):
-        rules_of(None, retain)
+        RetentionOptions(retain=retain)
 
 
 def test_metrics_are_numbers_by_name() -> None:
     """Whole ones become floats, and what is not finite None."""
-    found = recorded_metrics({"loss": 2, "nan": math.nan, "inf": -math.inf, "f": 0.5, "huge": 10**400})
+    found = _recorded({"loss": 2, "nan": math.nan, "inf": -math.inf, "f": 0.5, "huge": 10**400})
     assert {"loss": 2.0, "nan": None, "inf": None, "f": 0.5, "huge": None} == found
-    assert ({}, {}) == (recorded_metrics(None), recorded_metrics({}))
+    assert ({}, {}) == (_recorded(None), _recorded({}))
 
 
-@pytest.mark.parametrize("metrics", [{"loss": "2"}, {"loss": True}, {3: 1.0}, {"": 1.0}, [2.0], {"loss": [1.0]}])
+@pytest.mark.parametrize(
+    "metrics", [{"loss": "low"}, {"loss": True}, {3: 1.0}, {"": 1.0}, {"\ud800": 1.0}, [2.0], {"loss": [1.0]}]
+)
 def test_other_metrics_are_refused(metrics: Any) -> None:
     """At the save, by name."""
     with pytest.raises(InvalidArgument, match="metrics"):
-        recorded_metrics(metrics)
+        _recorded(metrics)
+
+
+def _recorded(metrics: Any) -> dict[str, float | None]:
+    return SaveOptions(metrics=metrics).recorded_metrics

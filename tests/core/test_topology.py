@@ -106,9 +106,9 @@ def test_a_map_in_the_standard_order_is_none() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"dp": 0}, "dp must be an int of at least 1, found 0"),
-        ({"tp": 2.0}, "tp must be an int of at least 1, found 2.0"),
-        ({"pp": True}, "pp must be an int of at least 1, found True"),
+        ({"dp": 0}, "dp must be a whole number of at least 1, found 0"),
+        ({"tp": 2.5}, "tp must be a whole number of at least 1, found 2.5"),
+        ({"pp": True}, "pp must be a whole number of at least 1, found True"),
         ({"dp": 3, "ep": 2}, "ep=2 must divide dp=3"),
         ({"dp": 2, "rank": 2}, r"rank 2 is not in \[0, 2\)"),
         ({"dp": 2, "rank": -1}, r"rank -1 is not in \[0, 2\)"),

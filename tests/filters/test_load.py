@@ -210,10 +210,10 @@ BAD = [
     ({"prefix": "module."}, KeyMismatch, r"prefix='module.': no name in the checkpoint begins with it; there are 'a.w"),
     ({"key_mapping": {"a.weight": "c.weight", "b.weight": "c.weight"}}, InvalidArgument, "both .* from 'c.weight'"),
     ({"key_mapping": {"a.weight": "b.weight"}}, InvalidArgument, "'a.weight' and 'b.weight' would both"),
-    ({"key_mapping": {"a.weight": 3}}, InvalidArgument, "must map names to names"),
+    ({"key_mapping": {"a.weight": 3}}, InvalidArgument, "key_mapping must be a dict of strings by name"),
     ({"key_mapping": ["a.weight"]}, InvalidArgument, "key_mapping must be a dict"),
-    ({"prefix": 3}, InvalidArgument, "prefix=3"),
-    ({"ignore_keys": 3}, InvalidArgument, "expected globs"),
+    ({"prefix": 3}, InvalidArgument, "prefix must be a string, found 3"),
+    ({"ignore_keys": 3}, InvalidArgument, "ignore_keys must be a string or a list of strings or a function"),
     ({"ignore_keys": lambda names: None}, InvalidArgument, "returned None"),
 ]
 

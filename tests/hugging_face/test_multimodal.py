@@ -154,7 +154,7 @@ def test_names_are_chosen(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
         ({"prefix": "text."}, KeyMismatch, r"no name begins with prefix='text\.'; there are .*language_model\."),
         ({"key_mapping": {"lm_head.weight": "head"}}, KeyMismatch, r"key_mapping= names head, which it does not hold"),
         ({"key_mapping": {"a": "b", "c": "b"}}, InvalidArgument, r"'a' and 'c' would both be loaded from 'b'"),
-        ({"prefix": 1}, InvalidArgument, r"prefix=1: expected a string"),
+        ({"prefix": 1}, InvalidArgument, r"prefix must be a string, found 1"),
     ],
 )
 def test_names_that_are_not_there_are_refused(

@@ -16,7 +16,7 @@ def right() -> None:
     pending.add_done_callback(lambda pending: print(pending.exception()))
     save_checkpoint("run", 3, {"w": 1}, num_kept_ckpts=2, overwrite=True, durable=False, topology=Topology(dp=2))
     load_checkpoint("run", verify="reading", key_mapping={"a": "b"}, ignore_keys=["optim/*"], timeout=60.0)
-    with Checkpointer("run", memory_cap=2**30) as checkpointer:
+    with Checkpointer("run", memory_cap="4GB", timeout="10m") as checkpointer:
         checkpointer.save("t", {"w": 1}, use_xser=True, partitions={"w": Partition(partition_dim=0)})
         checkpointer.load("t", strict=False, trust_pickle=True)
     open_checkpoint("run", storage_options={"anon": True}).keys("model/*")
@@ -30,7 +30,7 @@ def wrong() -> None:
     save_checkpoint("run", 3, durable="no")  # type: ignore[arg-type]
     load_checkpoint("run", verfy=True)  # type: ignore[call-arg]
     load_checkpoint("run", verify="later")  # type: ignore[arg-type]
-    Checkpointer("run", memory_cap="1GB")  # type: ignore[arg-type]
+    Checkpointer("run", memory_cap=[1])  # type: ignore[arg-type]
     Checkpointer("run").save("t", use_xsr=True)  # type: ignore[call-arg]
     Checkpointer("run").load("t", prefix=3)  # type: ignore[arg-type]
     open_checkpoint("run", trust=True)  # type: ignore[call-arg]

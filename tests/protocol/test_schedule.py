@@ -27,7 +27,7 @@ def test_every_so_many_steps_are_saved(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "options", [{"every": 0}, {"every": True}, {"every": 1.5}, {"every_minutes": 0}, {"every_minutes": "1"}], ids=repr
+    "options", [{"every": 0}, {"every": True}, {"every": 1.5}, {"every_minutes": 0}, {"every_minutes": "no"}], ids=repr
 )
 def test_what_is_no_interval_is_refused(tmp_path: Path, options: dict[str, Any]) -> None:
     """At once."""

@@ -31,6 +31,7 @@ from tests.support.reliability import REPOSITORY, date_and_commit, put, rows_of,
 
 _JOURNAL, _LEASE, _REPLACEMENT = (f"nxd_ckpt/coordination/{name}.py" for name in ("journal", "lease", "replacement"))
 _INTENTS, _GUESTS = "nxd_ckpt/coordination/intents.py", "nxd_ckpt/coordination/guests.py"
+_MANIFEST = "nxd_ckpt/core/manifest.py"
 _COMMIT, _PUBLICATION, _VOTING = (f"nxd_ckpt/commit/{name}.py" for name in ("commit", "publication", "voting"))
 _BEGINNING, _BALLOT, _SAVED_FILES = (f"nxd_ckpt/save/{name}.py" for name in ("attempt", "ballot", "writing"))
 _IDENTITY = "nxd_ckpt/tag/identity.py"
@@ -269,6 +270,13 @@ BREAKS = [
     Break(
         "Manifest not written", "disk",
         {_COMMIT: (", {names.MANIFEST: dump_manifest(manifest)})", ")")},
+    ),
+    Break(
+        "Manifest that no load reads is published", "disk",
+        {
+            _MANIFEST: ("    _require_readable(lambda: len(load_manifest(data, \"its manifest\").parameters))\n", ""),
+            _COMMIT: ("        parts=request.parts,\n", "        parts=replace(request.parts, model=1),\n"),
+        },
     ),
     Break(
         "Retention removes one tag more", "disk",

@@ -243,19 +243,19 @@ def test_with_the_functions_of_neuronx_distributed(tmp_path: Path, monkeypatch: 
     ("tiers", "message"),
     [
         ([], "expected a list of at least one Tier"),
-        (["near", "far"], "expected a list of at least one Tier"),
-        ([Tier("near"), Tier("./near/")], "are the same place"),
-        ([Tier("near"), Tier("link")], "are the same place"),
-        ([Tier("near"), Tier("file://{here}/near")], "are the same place"),
-        ([Tier("near"), Tier("near/far")], "one lies inside the other"),
-        ([Tier("s3://bucket/run"), Tier("s3a://bucket//run/")], "are the same place"),
-        ([Tier("near"), Tier("far", every=0)], "every of tier far must be a number of saves"),
-        ([Tier("near"), Tier("far", keep=0)], "0 would keep nothing"),
-        ([Tier("near"), Tier("far", retain=[])], "an empty list would keep none"),
-        ([Tier("near"), Tier("far", max_bytes_per_second="fast")], "max_bytes_per_second of tier far must be a number"),
-        ([Tier("near", every=2), Tier("far")], "the first tier, near, is where every save is written"),
-        ([Tier("")], "the path of a tier must be"),
-        ([Tier("far")], "is not the first tier"),
+        ([3], "tiers must be a list of Tier or None, found"),
+        ([{"path": "near"}, {"path": "./near/"}], "are the same place"),
+        ([{"path": "near"}, {"path": "link"}], "are the same place"),
+        ([{"path": "near"}, {"path": "file://{here}/near"}], "are the same place"),
+        ([{"path": "near"}, {"path": "near/far"}], "one lies inside the other"),
+        ([{"path": "s3://bucket/run"}, {"path": "s3a://bucket//run/"}], "are the same place"),
+        ([{"path": "near"}, {"path": "far", "every": 0}], r"Tier\(\): every must be .* at least 1, found 0"),
+        ([{"path": "near"}, {"path": "far", "keep": 0}], r"Tier\(\): keep must be .* or None, found 0"),
+        ([{"path": "near"}, {"path": "far", "retain": []}], "an empty list would keep none"),
+        ([{"path": "near"}, {"path": "far", "max_bytes_per_second": "fast"}], "per_second must be a number of bytes"),
+        ([{"path": "near", "every": 2}, {"path": "far"}], "the first tier, near, is where every save is written"),
+        ([{"path": ""}], "the checkpoint directory must not be empty"),
+        ([{"path": "far"}], "is not the first tier"),
     ],
 )
 def test_what_makes_no_sense_is_refused(
@@ -265,13 +265,12 @@ def test_what_makes_no_sense_is_refused(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "near").mkdir()
     (tmp_path / "link").symlink_to("near")
-    paths = [str(tier.path).format(here=tmp_path) if isinstance(tier, Tier) else tier for tier in tiers]
-    given = [
-        Tier(path, tier.every, tier.keep, tier.retain, tier.max_bytes_per_second) if isinstance(tier, Tier) else tier
-        for path, tier in zip(paths, tiers, strict=True)
-    ]
+
+    def made(tier: Any) -> Any:
+        return Tier(**{**tier, "path": tier["path"].format(here=tmp_path)}) if isinstance(tier, dict) else tier
+
     with pytest.raises(InvalidArgument, match=message):
-        Checkpointer("near" if message == "is not the first tier" else None, tiers=given)
+        Checkpointer("near" if message == "is not the first tier" else None, tiers=[*map(made, tiers)])
     assert [] == list((tmp_path / "near").iterdir())
 
 
