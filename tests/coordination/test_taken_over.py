@@ -26,9 +26,11 @@ from nxd_ckpt.tag.directory import find_tag
 from nxd_ckpt.tag.opened import open_complete_tag
 from nxd_ckpt.testing.storage import HookedStorage, MemoryStorage, Operation, failing
 from tests.conversion.tags import save_example
-from tests.support.attempts import ATTEMPT, TAG, TAKEN, TIME, session, whole, written
+from tests.support.attempts import ATTEMPT, MODEL, TAG, TAKEN, TIME, session, whole, written
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]
+
+OTHER = MODEL.replace("tp_rank_00", "tp_rank_01")
 
 
 @pytest.mark.parametrize("count", [1, 20])
@@ -64,10 +66,10 @@ def test_a_rank_whose_files_were_moved_away_does_not_vote_for_them(disk: LocalSt
     """They were written, then another job took over, then comes the index, which makes the folder anew."""
     one = Staged(ATTEMPT, TAG)
     written(disk, one)
-    index = RankIndex(Coordinates(), {"model/x.pt": FileEntry(3, 0)}, ())
+    index = RankIndex(Coordinates(), {MODEL: FileEntry(3, 0)}, ())
     write_index(disk, one, "index/x.json", index)
     intents.clear(disk, one.folder, lambda: True)
-    with pytest.raises(DirectoryInUse, match=r"model/x.pt was written, and is gone"):
+    with pytest.raises(DirectoryInUse, match=f"{MODEL} was written, and is gone"):
         write_index(disk, one, "index/x.json", index)
 
 
@@ -81,10 +83,10 @@ def test_a_copy_is_not_published_by_a_job_that_was_taken_over(
     written(disk, one)
     with pytest.raises(DirectoryInUse):
         one.publish(session(disk, *answers), TIME, [])
-    assert b"old" == disk.read(f"{TAG}/model/x.pt")
+    assert b"old" == disk.read(f"{TAG}/{MODEL}")
     assert ["manifest.json", "model"] == [entry.name for entry in disk.list(f"{COPIES}/{TAG}")]
     one.publish(session(disk), TIME, [])
-    assert b"new" == disk.read(f"{TAG}/model/x.pt")
+    assert b"new" == disk.read(f"{TAG}/{MODEL}")
     assert [] == disk.list(STAGING)
 
 
@@ -93,10 +95,10 @@ def test_nothing_in_place_begins_after_a_take_over(store: MemoryStorage, resumes
     """Whenever it is noticed, also where nothing is there yet: no file of the tag is made, and no upload ended. There
     is an intent only if it was noticed after that."""
     one = InPlace(ATTEMPT, TAG, True, resumes=resumes)
-    upload = store.create(f"{TAG}/model/x.pt", 3)
+    upload = store.create(f"{TAG}/{MODEL}", 3)
     with pytest.raises(DirectoryInUse):
         one.begin(session(store, *[None] * number, TAKEN))
-    assert [f"{TAG}/model/x.pt"] == store.unfinished
+    assert [f"{TAG}/{MODEL}"] == store.unfinished
     assert ([staging_dir(ATTEMPT)] if number and not resumes else []) == [key for key in store.keys if VOTES not in key]
     upload.abort()
 
@@ -111,11 +113,11 @@ def test_in_place_it_is_the_take_over_that_is_told(store: MemoryStorage) -> None
 def test_uploads_are_not_ended_after_a_take_over(store: MemoryStorage) -> None:
     """Not if it happened while what is left of an earlier save was removed either."""
     intents.declare(store, staging_dir("other-7"), TAG)
-    store.write(f"{TAG}/model/x.pt", b"remains")
-    upload = store.create(f"{TAG}/model/y.pt", 3)
+    store.write(f"{TAG}/{MODEL}", b"remains")
+    upload = store.create(f"{TAG}/{OTHER}", 3)
     with pytest.raises(DirectoryInUse):
         InPlace(ATTEMPT, TAG, True).begin(session(store, None, None, None, TAKEN))
-    assert [f"{TAG}/model/y.pt"] == store.unfinished
+    assert [f"{TAG}/{OTHER}"] == store.unfinished
     upload.abort()
 
 
@@ -207,12 +209,12 @@ def test_what_was_staged_is_moved_away_at_once(disk: LocalStorage, place: str) -
 
 def test_an_intent_is_not_finished_by_a_job_that_was_taken_over(store: MemoryStorage) -> None:
     """Its successor may be saving that tag by now: all of it stays, and the intent."""
-    store.write(f"{TAG}/model/x.pt", b"1")
+    store.write(f"{TAG}/{MODEL}", b"1")
     intents.declare(store, staging_dir(ATTEMPT), TAG)
     with pytest.raises(DirectoryInUse):
         intents.clear(store, staging_dir(ATTEMPT), session(store, TAKEN).confirm)
     intents.clear(store, staging_dir(ATTEMPT), lambda: False)
-    assert [staging_dir(ATTEMPT), f"{TAG}/model/x.pt"] == store.keys
+    assert [staging_dir(ATTEMPT), f"{TAG}/{MODEL}"] == store.keys
 
 
 def test_what_comes_into_a_tag_while_an_intent_is_finished_stays(store: MemoryStorage) -> None:
@@ -223,10 +225,10 @@ def test_what_comes_into_a_tag_while_an_intent_is_finished_stays(store: MemorySt
         whole(store)
         return True
 
-    store.write(f"{TAG}/model/x.pt", b"unfinished")
+    store.write(f"{TAG}/{MODEL}", b"unfinished")
     intents.declare(store, staging_dir(ATTEMPT), TAG)
     intents.clear(store, staging_dir(ATTEMPT), save)
-    assert b"old" == store.read(f"{TAG}/model/x.pt")
+    assert b"old" == store.read(f"{TAG}/{MODEL}")
 
 
 @pytest.mark.parametrize("in_place", [False, True])

@@ -114,12 +114,15 @@ def test_a_new_tag_appears_complete(logs: tuple[Log, Log]) -> None:
 
 def test_an_old_tag_is_swapped_under_a_durable_journal(logs: tuple[Log, Log], exchanges: bool) -> None:
     """Journal and its sync < old out < new in < sync of the parent < journal dropped < old deleted < verdict."""
-    swap = ANNOUNCEMENT + (EXCHANGE if exchanges else TWO_RENAMES) + REMOVAL
+    swap = EXCHANGE if exchanges else TWO_RENAMES
     votes, dropped = last_of(logs[1], *VOTE), last_of(logs[1], "remove", ".nxd_ckpt/journal.json")
+    out = first_of(logs[1], *swap[0])
+    for step in COMPLETION:
+        assert [] == out_of_order(logs[1][votes:out], [VOTE, step, DATED, *ANNOUNCEMENT])
+    assert [] == out_of_order(logs[1][votes:out], [ANNOUNCEMENT[0], ("sync_dir", "")])  # where the old one goes
     # What follows is synced again: the journal's loss, and before the old tag is deleted, the loss of its name.
     journal_again = [line for line in logs[1][dropped:] if line[3] not in ("", ".nxd_ckpt")]
-    for step in COMPLETION:
-        assert [] == out_of_order(logs[1][votes:dropped] + journal_again, [VOTE, step, DATED, *swap, *VERDICT])
+    assert [] == out_of_order(logs[1][out:dropped] + journal_again, [*swap, *REMOVAL, *VERDICT])
 
 
 @pytest.mark.parametrize("save_number", [0, 1])
