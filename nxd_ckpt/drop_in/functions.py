@@ -23,7 +23,7 @@ from nxd_ckpt.drop_in.io_state import IOState
 from nxd_ckpt.drop_in.settings import Settings, only_compiles
 from nxd_ckpt.formats.plain_data import without_refused
 from nxd_ckpt.live.named import by_name
-from nxd_ckpt.storage.urls import StrPath, is_url
+from nxd_ckpt.storage.urls import StrPath, is_url, join
 
 logger = logging.getLogger("nxd_ckpt")
 
@@ -46,9 +46,12 @@ def save_checkpoint(*args: Any, **keywords: Any) -> None:
     if not arguments.get("trust_pickle"):
         arguments["user_content"] = readable(arguments.get("user_content"), "user_content")
     arguments["model"] = _with_a_state(arguments.get("model"))
+    named = arguments.get("tag")
+    if isinstance(named, str) and "/" in named:
+        _place_in(arguments, named)
     topology = arguments.get("topology") or default_topology()
     say = partial(_nxd_logger.log, logging.INFO if topology.rank == 0 else logging.DEBUG)
-    method, tag = "async" if arguments.get("async_save") else "synced", arguments.get("tag")
+    method, tag = "async" if arguments.get("async_save") else "synced", named
     say("%s saving of checkpoint %s began", method, tag)
     saved = api.save_checkpoint(**arguments)
     _io_state().saved(_directory(arguments), arguments.get("topology"))
@@ -58,9 +61,9 @@ def save_checkpoint(*args: Any, **keywords: Any) -> None:
 @wraps(api.load_checkpoint)
 def load_checkpoint(*args: Any, **keywords: Any) -> Any:
     arguments = settings.load_arguments(args, keywords)
-    if arguments.get("tag") == "":
-        name = next(name for name in ("path", "checkpoint_dir_str") if name in arguments)
-        arguments[name], arguments["tag"] = _split(arguments[name])
+    tag = arguments.get("tag")
+    if tag == "" or (isinstance(tag, str) and "/" in tag):
+        _place_in(arguments, tag)
     filled: list[tuple[dict[Any, Any], dict[Any, Any]]] = []
     for part in ("model", "optimizer", "scheduler"):
         own = arguments.get(part)
@@ -123,6 +126,16 @@ def _directory(arguments: Mapping[str, Any]) -> StrPath:
     named = arguments.get("checkpoint_dir_str") or arguments.get("path")
     directory: StrPath = named or arguments["tiers"][0].path
     return directory
+
+
+def _place_in(arguments: dict[str, Any], tag: str) -> None:
+    """Pass the directory that a tag such as "exp/step_2" is in, or that "" is itself, and its name there, as NxD does.
+
+    One that leads out of the directory stays as it is, and is refused.
+    """
+    name = next((name for name in ("path", "checkpoint_dir_str") if name in arguments), None)
+    if name is not None and {"", ".", ".."}.isdisjoint(tag.split("/") if tag else []):
+        arguments[name], arguments["tag"] = _split(join(os.fspath(arguments[name]), tag) if tag else arguments[name])
 
 
 def _split(directory: StrPath) -> tuple[str, str]:

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import nxd_ckpt
-from nxd_ckpt.errors import CheckpointNotFound, KeyMismatch, ShapeMismatch, UnsafePickle
+from nxd_ckpt.errors import CheckpointNotFound, InvalidTag, KeyMismatch, ShapeMismatch, UnsafePickle
 from tests.tag.equality import difference
 
 pytestmark = [pytest.mark.plain, pytest.mark.once, pytest.mark.usefixtures("nxd")]
@@ -88,6 +88,21 @@ def test_workers_do_not_count_with_xser(tmp_path: Path, library: Any):
     """num_workers=-1 is ignored with xser, as there."""
     library.save_checkpoint(str(tmp_path), "shards", torch.nn.Linear(2, 2), num_workers=-1, use_xser=True)
     assert library.has_checkpoint(str(tmp_path))
+
+
+def test_a_tag_with_a_slash_lies_where_nxd_puts_it(tmp_path: Path, library: Any):
+    """And is loaded from there; one that leads out of the directory is refused."""
+    saved, fresh = trained(), trained(1)
+    for step in (1, 2, 3):
+        library.save_checkpoint(str(tmp_path), f"exp/run_step_{step}", *saved, None, 8, True, 2)
+    library.load_checkpoint(str(tmp_path), "exp/run_step_3", *fresh)
+    assert difference(states(saved), states(fresh)) is None
+    there = [path.name for path in sorted((tmp_path / "exp").iterdir()) if path.name[0] != "."]
+    assert ["run_step_2", "run_step_3"] == there
+    for tag in ("../out", "exp/", "/out"):
+        with pytest.raises(InvalidTag):
+            library.save_checkpoint(str(tmp_path / "in"), tag, *saved)
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("ending", ["", "/"], ids=["DIR", "DIR/"])
