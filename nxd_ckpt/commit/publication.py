@@ -235,12 +235,16 @@ class InPlace:
             storage.make_dir(self.tag)
             storage.link_new(f"{self.tag}/{MARKER}", b"1")  # tells later whose an interrupted copy is
             return
-        _, entries, earlier = answers_of(
-            storage, session.require, partial(storage.list, self.tag), partial(intents.saves_of, storage, self.tag)
+        _, entries, earlier, is_file = answers_of(
+            storage,
+            session.require,
+            partial(storage.list, self.tag),
+            partial(intents.saves_of, storage, self.tag),
+            partial(storage.is_file, self.tag),
         )
         if not self.overwrite and DirEntry(DONE, False) in entries:
             raise _exists(storage, self.tag)
-        if not earlier:
+        if not earlier and (is_file or entries):
             _refuse_clash(storage, self.tag)
         if earlier:
             self._await_writers(session, earlier)
