@@ -16,7 +16,7 @@ from nxd_ckpt.commit.retention import Removed, plan_removal, remove_surplus, rem
 from nxd_ckpt.commit.session import Session, open_session
 from nxd_ckpt.commit.tier import Tier
 from nxd_ckpt.coordination.agreement import Agreement, SingleProcessAgreement
-from nxd_ckpt.coordination.at_exit import close_at_exit, close_unheld, counts_at_exit, forget
+from nxd_ckpt.coordination.at_exit import ClosesUnheld, close_at_exit, counts_at_exit, forget
 from nxd_ckpt.coordination.environment import topology_of, versions
 from nxd_ckpt.coordination.preemption import Preemption
 from nxd_ckpt.coordination.rendezvous import meet
@@ -52,7 +52,7 @@ _GRACE = 5.0
 """Seconds that an exit after an exception waits for the other ranks, beyond writing this rank's own bytes."""
 
 
-class Checkpointer:
+class Checkpointer(ClosesUnheld):
     """Saves to and loads from one directory, or URL in a store, that all ranks of a job share.
 
         with Checkpointer("/fsx/run7") as checkpointer:
@@ -516,9 +516,6 @@ class Checkpointer:
         """Close after an exception: write this rank's own bytes, then wait at most ``grace`` seconds for the others."""
         if os.getpid() == self._pid:  # else a forked child: nothing here is its own
             self._shut(grace, meets=False)
-
-    def __del__(self) -> None:
-        close_unheld(self, lambda: self.abandon(None))
 
     def _open(self, captured: Callable[[], SaveState], tag: str) -> StagingPlan | None:
         """Claim the directory for the first save, if that is not done, with the plan that all ranks agreed on before.

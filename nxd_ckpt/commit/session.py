@@ -293,7 +293,8 @@ class Session:
     def close(self, *, clean: bool = False) -> None:
         """Release the directory, after the last save was decided; if it is ``clean``, leave nothing that is not needed.
         """
-        clean = clean and not self.last_failed and not isinstance(self.storage, PerHost)
+        # In a store a directory is there while a key lies in it: there is nothing to remove.
+        clean = clean and self.storage.renames and not self.last_failed and not isinstance(self.storage, PerHost)
         if self.heartbeat is not None:
             self.heartbeat.stop()
         if self.lease is not None:
@@ -301,7 +302,7 @@ class Session:
                 self.storage = lease.directory_of(self.storage, self.lease)
             with suppress(OSError):  # another host may be away: that must not keep the lease
                 self.storage.remove(f"{PROBES}/{self.probe}")
-            if clean and self.storage.renames:
+            if clean:
                 with suppress(OSError):  # while this job has the lease: the next one marks the directory again
                     self.storage.remove(PLACE)
             with suppress(OSError):

@@ -57,7 +57,21 @@ def open_objects() -> list[Closable]:
     return [closable for get in list(_open.values()) if (closable := get()) is not None]
 
 
-def close_unheld(closable: Closable, close: Callable[[], None]) -> None:
+class ClosesUnheld:
+    """Base of an object that closes itself once nobody holds it any more."""
+
+    def abandon(self, grace: float | None = None) -> None:
+        raise NotImplementedError
+
+    def close(self) -> None:
+        raise NotImplementedError
+
+    def __del__(self, is_exiting: Callable[[], bool] = sys.is_finalizing) -> None:
+        if not is_exiting():  # else modules have lost their content, and all was closed before
+            _close_unheld(self, lambda: self.abandon(None))
+
+
+def _close_unheld(closable: Closable, close: Callable[[], None]) -> None:
     """Close it in the background, since nobody holds it any more. Its finalizer calls this, on any thread, at any time.
 
     ``close`` does not raise a save's failure.

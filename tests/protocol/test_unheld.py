@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -40,7 +41,7 @@ def test_a_training_is_tried_again(tmp_path: Path) -> None:
     Checkpointer(tmp_path / "run").save(5, STATE)
     assert ["step_3", "step_4", "step_5"] == visible_tags(tmp_path / "run")
     gc.collect()
-    shutil.rmtree(tmp_path / "run")
+    subprocess.run(["rm", "-rf", tmp_path / "run"], check=True)  # the handle's end removes files at the same time
     with pytest.raises(RuntimeError, match="out of memory"):
         fails_after(tmp_path / "run", 1)
     close_checkpointers()
