@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from nxd_ckpt.core.manifest import Manifest, Parts, dump_manifest
+from nxd_ckpt.core.manifest import FileEntry, Manifest, Parts, dump_manifest
 from nxd_ckpt.core.tags import TagInfo, latest
 from nxd_ckpt.core.topology import Topology
 from nxd_ckpt.storage.local import LocalStorage
@@ -20,7 +20,7 @@ from nxd_ckpt.tag.directory import (
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]
 
-MANIFEST = dump_manifest(Manifest("t", "run-1", 1.0, Topology(), Parts(), ranks=()))
+MANIFEST = dump_manifest(Manifest("t", "run-1", 1.0, Topology(), Parts(), ranks=(FileEntry(2, 0),)))
 RANK_FILE = "model/dp_rank_00_tp_rank_{tp:02d}_pp_rank_00.pt"
 
 
