@@ -41,7 +41,7 @@ def test_a_tag_is_complete_with_its_done_marker(tmp_path: Path) -> None:
     make(tmp_path / "step_11", "checkpoint", at=700.0)
     make(tmp_path / "ours", "checkpoint", "manifest.json", "done", at=400.0)
     expected = [
-        TagInfo("ours", 400.0, complete=True, ours=True),
+        TagInfo("ours", 1.0, complete=True, ours=True),
         TagInfo("step_10", 500.0, complete=True, ours=False),
         TagInfo("step_11", 700.0, complete=False, ours=False),
         TagInfo("step_9", 600.0, complete=True, ours=False),
