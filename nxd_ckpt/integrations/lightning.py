@@ -95,7 +95,7 @@ class CheckpointIO(_plugins.CheckpointIO):  # type: ignore[misc,name-defined]
             ``on_save_failure``.
     """
 
-    @takes()
+    @takes(checks=False)
     def __init__(self, *, async_save: bool = False, **options: Unpack[SaveCheckpointKeywords]) -> None:
         self._async = async_save
         self._options = plain_options(options, SaveOptions, CheckpointerOptions)

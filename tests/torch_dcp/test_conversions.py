@@ -233,7 +233,7 @@ def test_nxds_tags_go_through_a_store_with_the_names_that_they_need(
     [
         ({"model_key": "optim"}, InvalidArgument, "must differ"),
         ({"model_key": "net", "optim_key": "opt"}, PartNotFound, "nothing under 'net' and 'opt'"),
-        ({"optimizer": "lion"}, InvalidArgument, "zero1, plain, found 'lion'"),
+        ({"optimizer": "lion"}, InvalidArgument, "zero1, plain or None, found 'lion'"),
         ({"partitions": {"absent": Partition(0)}}, InvalidArgument, "names 'absent'"),
     ],
 )

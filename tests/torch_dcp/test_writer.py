@@ -150,8 +150,11 @@ def test_rules_say_which_tags_are_kept(tmp_path: Path) -> None:
     assert ["step_1", "step_3"] == tags(tmp_path)
     with pytest.raises(errors.InvalidArgument, match="an empty list would keep none"):
         StorageWriter(tmp_path, "step", retain=[])
-    with pytest.raises(CheckpointException, match="metrics: 'loss' is 'low'"):
-        save(plain_state(4), storage_writer=StorageWriter(tmp_path, "step", metrics={"loss": "low"}))  # type: ignore[dict-item]
+    with pytest.raises(errors.InvalidArgument, match=r"metrics must be numbers by name, .*, found \{'loss': 'low'\}"):
+        StorageWriter(tmp_path, "step", metrics={"loss": "low"})  # type: ignore[dict-item]
+    writer.metrics = {"loss": "low"}  # type: ignore[dict-item]
+    with pytest.raises(CheckpointException, match="metrics must be numbers by name"):
+        save(plain_state(4), checkpoint_id=tmp_path / "step_4", storage_writer=writer)
 
 
 def test_an_existing_tag_is_replaced_or_refused(tmp_path: Path) -> None:
