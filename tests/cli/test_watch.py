@@ -108,6 +108,7 @@ def test_a_dead_jobs_replacement_is_left_as_it_is(tmp_path: Path, run: Run) -> N
     save_checkpoint(tmp_path, "t", {"w": torch.ones(4)})
     close_checkpointers()
     journal = tmp_path / ".nxd_ckpt" / "journal.json"
+    journal.parent.mkdir()
     journal.write_text('{"attempt": "gone-3", "tag": "t"}')
     assert "Resume from t: the only tag" in run("watch", tmp_path, "--once").out
     assert journal.exists()

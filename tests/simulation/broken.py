@@ -248,8 +248,7 @@ BREAKS = [
         "Rank does not wait for the verdict", "disk",
         {
             _BALLOT: (
-                "            verdict = self._votes.await_verdict("
-                "self._tag, self._files.patience, partial(session.is_gone, 0))\n",
+                "            verdict = self._votes.await_verdict(self._tag, self._files.patience, gone, self._answer)\n",
                 "            verdict = Verdict()\n",
             )
         },
@@ -660,8 +659,8 @@ BREAKS += [
         {
             _SESSION: (
                 "            with suppress(OSError):  # another host may be away: that must not keep the lease\n"
-                '                self.storage.remove(f"{PROBES}/{self.probe}")\n            with suppress(OSError):\n',
-                '            with suppress(OSError):\n                self.storage.remove(f"{PROBES}/{self.probe}")\n',
+                '                self.storage.remove(f"{PROBES}/{self.probe}")\n',
+                '            self.storage.remove(f"{PROBES}/{self.probe}")\n',
             )
         },
     ),
