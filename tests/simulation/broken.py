@@ -248,7 +248,8 @@ BREAKS = [
         "Rank does not wait for the verdict", "disk",
         {
             _BALLOT: (
-                "            verdict = self._votes.await_verdict(self._tag, self._files.patience, gone, self._answer)\n",
+                "            verdict = "
+                "self._votes.await_verdict(self._tag, self._files.patience, gone, self._answer)\n",
                 "            verdict = Verdict()\n",
             )
         },
