@@ -40,6 +40,7 @@ def default_device(device: str) -> Iterator[None]:
         yield
     finally:
         torch.set_default_device(None)
+        del torch._GLOBAL_DEVICE_CONTEXT.device_context  # else torch 2.9's get_default_device() fails on this thread
 
 
 @contextmanager

@@ -108,7 +108,7 @@ def test_parameters_of_fsdp2_are_the_master_weights(
         state = {"state": {0: {"exp_avg": moment, "step": step}}, "param_groups": [{"params": [0]}]}
         with nxd_ckpt.Checkpointer(tmp_path / name) as checkpointer:
             checkpointer.save("step_1", {"w": saved}, state)
-    opened = [nxd_ckpt.open_checkpoint(tmp_path / name, saved_param_names=["w"]) for name in ("same", "other")]
+    opened = [nxd_ckpt.open_checkpoint(tmp_path / name, saved_param_names=[[["w"]]]) for name in ("same", "other")]
     found = [compare.fsdp2_tensors_that_differ(tmp_path, nxd_ckpt.Topology(), one) for one in opened]
     assert [(4, []), (4, ["optim/w/master_weights"])] == found
 
