@@ -23,7 +23,7 @@ from accelerate import DistributedType
 
 from nxd_ckpt.api import close_checkpointers, load_checkpoint, save_checkpoint
 from nxd_ckpt.checkpoint import open_checkpoint
-from nxd_ckpt.coordination.agreement import Agreement, SingleProcessAgreement, on_all
+from nxd_ckpt.coordination.agreement import Agreement, SingleProcessAgreement, decided_by_rank0, on_all
 from nxd_ckpt.coordination.environment import default_topology
 from nxd_ckpt.coordination.rendezvous import meet
 from nxd_ckpt.core.option_classes import plain_options
@@ -36,7 +36,7 @@ from nxd_ckpt.errors import (
     UnsupportedState,
 )
 from nxd_ckpt.integrations.resume_checks import WORLD_SIZE, require_same, require_same_setting
-from nxd_ckpt.integrations.sealed import SealedDirectory, is_ours, numbered, verify_files
+from nxd_ckpt.integrations.sealed import SealedDirectory, is_ours, next_number, oldest_first, verify_files
 from nxd_ckpt.load.loading import require_fit
 from nxd_ckpt.load.options import LoadRequest
 from nxd_ckpt.options.checkpointer_options import DEFAULT_TIMEOUT, CheckpointerOptions
@@ -50,6 +50,8 @@ from nxd_ckpt.tag.verify import verify_checkpoint
 STATE = "training_state"
 """The tag of the first model in a checkpoint's directory."""
 
+_CHECKPOINTS = "checkpoints"
+"""accelerate's folder of a project's checkpoints."""
 _NUMBERED = r"checkpoint_(\d+)"
 
 _RANDOM_STATE = "random_states_{}.pkl"
@@ -93,8 +95,8 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         """
         self._settle()
         self._require_supported()
-        directory = self._directory(output_dir)
         agreement = self._meet("checkpoint")
+        directory = self._directory(output_dir, agreement)
         directory.begin_together(agreement)
         with self._bare() as bare:
             models = bare["_models"]
@@ -207,37 +209,38 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
             for name, value in attributes.items():
                 setattr(self, name, value)
 
-    def _directory(self, output_dir: str | None) -> SealedDirectory:
-        """Return the checkpoint to be made.
+    def _directory(self, output_dir: str | None, agreement: Agreement) -> SealedDirectory:
+        """Return the checkpoint to be made: ``output_dir``, or the project's next one. All ranks call this.
 
-        Raises InvalidArgument if the project's next one exists already, or ``output_dir`` is no checkpoint.
+        Raises InvalidArgument if ``output_dir`` is no checkpoint.
         """
         durable = plain_options(self.checkpoint_options, SaveOptions, CheckpointerOptions).get("durable", True)
-        if not self.project_configuration.automatic_checkpoint_naming:
+        project = self.project_configuration
+        if not project.automatic_checkpoint_naming:
             if output_dir is None:
                 raise InvalidArgument("save_state() needs output_dir, or automatic_checkpoint_naming in the project")
             directory = SealedDirectory(*os.path.split(os.path.abspath(os.path.expanduser(output_dir))), durable)
-            directory.refuse_to_replace(_ACCELERATES)
+            on_all(agreement, partial(directory.refuse_to_replace, _ACCELERATES))
             return directory
-        # Outside of the folder of the checkpoints: accelerate takes everything in it for one.
-        name = f"checkpoints/checkpoint_{self.save_iteration}"
-        directory = SealedDirectory(self.project_dir, name, durable)
-        if os.path.exists(directory.path):
-            raise InvalidArgument(
-                f"{directory.path} exists; set project_configuration.iteration to the number of the next checkpoint"
-            )
-        return directory
+        # A new process counts from 0 again, and accelerate takes the highest number for the newest.
+        free = decided_by_rank0(agreement, lambda: next_number(self._checkpoints, _NUMBERED))
+        project.iteration = max(project.iteration, free)
+        # Written outside of the folder of the checkpoints: accelerate takes everything in it for one.
+        return SealedDirectory(self.project_dir, f"{_CHECKPOINTS}/checkpoint_{project.iteration}", durable)
+
+    @property
+    def _checkpoints(self) -> str:
+        """The folder of the project's checkpoints."""
+        return os.path.join(self.project_dir, _CHECKPOINTS)
 
     def _latest(self) -> str:
-        """Return the project's checkpoint of the highest number."""
+        """Return the project's newest checkpoint."""
         if not self.project_configuration.automatic_checkpoint_naming:
             raise InvalidArgument("load_state() needs input_dir, or automatic_checkpoint_naming in the project")
-        folder = os.path.join(self.project_dir, "checkpoints")
-        names = os.listdir(folder) if os.path.isdir(folder) else []
-        checkpoints = numbered(names, _NUMBERED)
+        checkpoints = oldest_first(self._checkpoints, _NUMBERED, STATE)
         if not checkpoints:
-            raise CheckpointNotFound(f"{folder}: there is no checkpoint yet")
-        return os.path.join(folder, checkpoints[-1])
+            raise CheckpointNotFound(f"{self._checkpoints}: there is no checkpoint yet")
+        return os.path.join(self._checkpoints, checkpoints[-1])
 
     def _settle(self) -> None:
         """Wait until the unfinished checkpoint is visible, and surplus ones are removed. Raises its failure."""
@@ -246,7 +249,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
             return
         project = self.project_configuration
         limit = project.total_limit if project.automatic_checkpoint_naming else None
-        saving.wait(self._meet("checkpoint"), partial(saving.retire, _NUMBERED, limit))
+        saving.wait(self._meet("checkpoint"), partial(saving.retire, _NUMBERED, STATE, limit))
         self.wait_for_everyone()
 
     def _meet(self, call: str) -> Agreement:

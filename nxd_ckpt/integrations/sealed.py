@@ -20,6 +20,7 @@ import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from functools import partial
 from typing import NamedTuple
@@ -28,8 +29,9 @@ from nxd_ckpt.coordination.agreement import Agreement, decided_by_rank0
 from nxd_ckpt.coordination.at_exit import close_at_exit, forget
 from nxd_ckpt.coordination.output_lease import HeldLeases, OutputLease
 from nxd_ckpt.coordination.replacement import Replacement, not_undone
-from nxd_ckpt.core.manifest import CRC_BLOCK
+from nxd_ckpt.core.manifest import CRC_BLOCK, dump_manifest
 from nxd_ckpt.core.names import DONE, HIDDEN, MANIFEST
+from nxd_ckpt.core.tags import next_order_time
 from nxd_ckpt.errors import (
     CheckpointError,
     InvalidArgument,
@@ -41,9 +43,12 @@ from nxd_ckpt.errors import (
 from nxd_ckpt.output.transfer import StoredFile, link_or_copy, sync
 from nxd_ckpt.save.background import Helpers
 from nxd_ckpt.save.pending import PendingSave
+from nxd_ckpt.storage.base import DirEntry
 from nxd_ckpt.storage.local import LocalStorage
+from nxd_ckpt.tag.directory import find_tag
 from nxd_ckpt.tag.identity import Identity
 from nxd_ckpt.tag.known_damage import note_damage
+from nxd_ckpt.tag.order import manifest_of
 from nxd_ckpt.tag.seal import DIGESTS, file_digest, read_seal, seal_problems
 from nxd_ckpt.tag.verify import require_all_files, sealed_loss
 
@@ -394,15 +399,14 @@ class SealedDirectory:
             with suppress(Exception):  # it was logged
                 self.close()
 
-    def retire(self, pattern: str, limit: int | None, stay: Sequence[str] = ()) -> None:
+    def retire(self, pattern: str, tag: str, limit: int | None, stay: Sequence[str] = ()) -> None:
         """Remove the oldest directories beside it, down to ``limit`` (None or 0: remove none).
 
-        Their whole names match ``pattern``, whose first group is the number that orders them. This directory and those
-        named in ``stay`` are kept. One that has lost files does not count: it stays, and so does an older one in its
+        They are those that `oldest_first` returns. This directory and those named in ``stay`` are kept. One that has lost files does not count: it stays, and so does an older one in its
         place. Each disappears at once. Raises DirectoryInUse if another job took over.
         """
         folder, own = self._folder, os.path.basename(self._name)
-        names = numbered((entry.name for entry in self._storage.list(folder) if entry.is_dir), pattern)
+        names = oldest_first(os.path.join(self._storage.url, folder), pattern, tag)
         kept = {own, *stay} & {*names}
         surplus = [name for name in names if name not in kept] if limit else []
         room = max((limit or 0) - len(kept), 0)
@@ -448,6 +452,7 @@ class SealedDirectory:
         for save in self._saves:
             output.rename(f"tags/{save.tag}", f"{staged}/{save.tag}")
             require_all_files(LocalStorage(self.staged), save.tag)
+            self._date_last(output, f"{staged}/{save.tag}")
             manifest = f"{save.tag}/{MANIFEST}"
             digests[manifest] = file_digest(output, f"{staged}/{manifest}", memory)
         output.write(f"{staged}/{DIGESTS}", json.dumps(digests, indent=1).encode())
@@ -478,6 +483,16 @@ class SealedDirectory:
             )
         with suppress(OSError):  # it goes with all that is left of this attempt
             storage.remove(replacement.aside)
+
+    def _date_last(self, output: LocalStorage, key: str) -> None:
+        """Date the tag ``key`` after those in the directories beside it: the clock may have been put back."""
+        beside = [entry.name for entry in self._storage.list(self._folder) if entry.is_dir]
+        times = _times(os.path.join(self._storage.url, self._folder), beside, os.path.basename(key))
+        manifest, newest = manifest_of(output, key), max(times.values(), default=0.0)
+        if manifest.order_time <= newest:
+            order_time = next_order_time(newest, newest)
+            output.write(f"{key}/{MANIFEST}", dump_manifest(replace(manifest, order_time=order_time)))
+            output.set_time(f"{key}/{DONE}", order_time)
 
     def _link_added(self) -> list[str]:
         """Link files that callbacks wrote to the visible place into the directory that will replace it; return them.
@@ -527,10 +542,34 @@ class SealedDirectory:
         return Replacement(self._storage, finished, target, f"{finished}{_ASIDE}")
 
 
-def numbered(names: Iterable[str], pattern: str) -> list[str]:
-    """Return the names that match ``pattern`` as a whole, in the order of the number that is its first group."""
-    matches = filter(None, (re.fullmatch(pattern, name) for name in names))
-    return [match[0] for match in sorted(matches, key=lambda match: int(match[1]))]
+def oldest_first(folder: str, pattern: str, tag: str) -> list[str]:
+    """Return the names of directories in ``folder`` that match ``pattern`` as a whole, oldest save first.
+
+    The first group of the pattern is their number. Directories without the complete ``tag``, which another program
+    wrote, keep the place that it gives them. The others are in the order of their saves: a run that went on from an
+    earlier one has newer ones of lower numbers.
+    """
+    names = [entry.name for _, entry in sorted(_numbers(folder, pattern)) if entry.is_dir]
+    times = _times(folder, names, tag)
+    by_time = iter(sorted(times, key=times.__getitem__))
+    return [next(by_time) if name in times else name for name in names]
+
+
+def next_number(folder: str, pattern: str) -> int:
+    """Return the number after those of all names in ``folder`` that match ``pattern``."""
+    return 1 + max((number for number, _ in _numbers(folder, pattern)), default=-1)
+
+
+def _numbers(folder: str, pattern: str) -> Iterator[tuple[int, DirEntry]]:
+    for entry in LocalStorage(folder).list():
+        if match := re.fullmatch(pattern, entry.name):
+            yield int(match[1]), entry
+
+
+def _times(folder: str, names: Iterable[str], tag: str) -> dict[str, float]:
+    """Return the order times of the complete tags called ``tag`` in these directories, by the directory's name."""
+    found = {name: find_tag(LocalStorage(os.path.join(folder, name)), tag) for name in names}
+    return {name: info.order_time for name, info in found.items() if info and info.ours and info.complete}
 
 
 def is_sealed(directory: str, tag: str) -> bool:

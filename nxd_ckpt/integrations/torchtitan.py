@@ -27,6 +27,7 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType,
 from torchtitan.tools.utils import GarbageCollection
 
 from nxd_ckpt.core.names import DONE
+from nxd_ckpt.core.tags import in_order
 from nxd_ckpt.live.dtensor import canonical
 from nxd_ckpt.output.locations import location_of
 from nxd_ckpt.storage.urls import open_storage
@@ -170,10 +171,10 @@ class CheckpointManager(TitanCheckpointManager):  # type: ignore[misc]
         return self._buffers
 
     def _find_load_step(self, folder: str = "") -> int:
-        storage = open_storage(folder or self.folder)
-        matches = (_STEP.fullmatch(info.tag) for info in list_tags(storage) if info.complete)
-        steps = [int(match.group(1)) for match in matches if match]
-        return max([*steps, int(super()._find_load_step(folder))])
+        complete = (info for info in list_tags(open_storage(folder or self.folder)) if info.complete)
+        steps = [int(match[1]) for info in in_order(complete) if (match := _STEP.fullmatch(info.tag))]
+        # The newest, not the highest: the run may have gone on from an earlier step. TorchTitan's own have no order.
+        return max([*steps[-1:], int(super()._find_load_step(folder))])
 
     def _purge_stale_checkpoints(self) -> None:
         """Do nothing: each save has removed the surplus tags."""

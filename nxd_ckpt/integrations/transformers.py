@@ -33,7 +33,7 @@ from nxd_ckpt.coordination.worker_shield import kept
 from nxd_ckpt.core.option_classes import plain_options
 from nxd_ckpt.errors import CheckpointNotFound, IncompatibleState, OptimizerMismatch, UnsupportedState
 from nxd_ckpt.integrations.resume_checks import WORLD_SIZE, parameter_names, require_same, require_same_setting
-from nxd_ckpt.integrations.sealed import SealedDirectory, is_ours, is_sealed, numbered, verify_files
+from nxd_ckpt.integrations.sealed import SealedDirectory, is_ours, is_sealed, oldest_first, verify_files
 from nxd_ckpt.options.checkpointer_options import DEFAULT_TIMEOUT, CheckpointerOptions
 from nxd_ckpt.save.options import SaveOptions
 from nxd_ckpt.save.pending import PendingSave
@@ -58,13 +58,12 @@ def _make_way(directory: str) -> None:
 
 
 def _last_complete(run: str) -> str | None:
-    """Return the directory of the highest number in ``run`` that is not interrupted; None if there is no directory.
+    """Return the newest checkpoint in ``run`` that is not interrupted; None if there is none.
 
     Raises:
         CheckpointNotFound: all of them are interrupted.
     """
-    names = numbered(os.listdir(run) if os.path.isdir(run) else (), _NUMBERED)
-    paths = [path for name in names if os.path.isdir(path := os.path.join(run, name))]
+    paths = [os.path.join(run, name) for name in oldest_first(run, _NUMBERED, STATE)]
     complete = [path for path in paths if not _is_interrupted(path)]
     if paths and not complete:
         _refuse_interrupted(paths[-1])
@@ -200,7 +199,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
             return
         best = self.state.best_model_checkpoint
         stay = [os.path.basename(best)] if best else []
-        saving.wait(self._meet(), partial(saving.retire, _NUMBERED, self.args.save_total_limit, stay))
+        saving.wait(self._meet(), partial(saving.retire, _NUMBERED, STATE, self.args.save_total_limit, stay))
         self.accelerator.wait_for_everyone()
 
     def _meet(self) -> Agreement:

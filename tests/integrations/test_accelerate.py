@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from examples.train_accelerate import main
-from nxd_ckpt import checkpoint_statistics, open_checkpoint
+from nxd_ckpt import checkpoint_statistics, effects, open_checkpoint
 from nxd_ckpt.errors import (
     CorruptCheckpoint,
     DigestMismatch,
@@ -32,6 +32,10 @@ pytestmark = [pytest.mark.plain, pytest.mark.once]
 
 def names(directory: Path) -> list[str]:
     return sorted(path.name for path in (directory / "checkpoints").glob("*"))
+
+
+def weights(job: Job) -> list[Any]:
+    return [parameter.tolist() for parameter in job.model.parameters()]
 
 
 @pytest.fixture(scope="module")
@@ -153,12 +157,40 @@ def test_another_world_size_is_refused(tmp_path: Path) -> None:
     assert before == [parameter.tolist() for parameter in job.model.parameters()]
 
 
-def test_bad_checkpoints_are_refused(tmp_path: Path) -> None:
-    """A file that has changed; one that is there already."""
+def test_numbering_goes_on_after_a_restart(tmp_path: Path, whole: list[float]) -> None:
+    """A new process counts from 0. The limit removes the oldest, and the next process loads the newest."""
+    Job(tmp_path).run(3)
+    for done, stay in [(3, ["checkpoint_2", "checkpoint_3"]), (4, ["checkpoint_3", "checkpoint_4"])]:
+        job = Job(tmp_path)
+        job.accelerator.load_state()
+        losses = job.run(1)
+        assert whole[done:][:1] == losses[: len(whole[done:])]
+        assert stay == names(tmp_path)
+
+
+@pytest.mark.parametrize("seconds", [0, -3600], ids=["clock", "clock-put-back"])
+def test_the_newest_is_the_one_saved_last(seconds: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where numbering began at 0 again, as it did before, and accelerate's own still does; and whatever the clock
+    says."""
+    Job(tmp_path).run(3)
+    now = effects.time
+    monkeypatch.setattr(effects, "time", lambda: now() + seconds)
+    job = Job(tmp_path)
+    job.accelerator.load_state()
+    job.run(1)
+    (tmp_path / "checkpoints" / "checkpoint_3").rename(tmp_path / "checkpoints" / "checkpoint_0")
+    expected = weights(job)
+    job = Job(tmp_path)
+    job.accelerator.load_state()
+    assert expected == weights(job)
+    job.run(1)
+    assert ["checkpoint_0", "checkpoint_3"] == names(tmp_path)
+
+
+def test_a_damaged_file_is_refused(tmp_path: Path) -> None:
+    """Of accelerate's."""
     Job(tmp_path).run(1)
     job = Job(tmp_path)
-    with pytest.raises(InvalidArgument, match="iteration"):
-        job.accelerator.save_state()
     (tmp_path / "checkpoints" / "checkpoint_0" / "scheduler.bin").write_bytes(b"x")
     with pytest.raises(DigestMismatch, match=r"scheduler\.bin"):
         job.resume()

@@ -256,7 +256,7 @@ def test_a_directory_that_lost_files_does_not_count(
         elif number == 3:
             names = {"weights": "weights", "a tag's file": "state/model/dp_rank_00_tp_rank_00_pp_rank_00.pt"}
             (last / names.get(lost, "state/manifest.json")).unlink()
-        retire = partial(directory.retire, r"checkpoint-(\d+)", 2 if number == 3 else None)
+        retire = partial(directory.retire, r"checkpoint-(\d+)", "state", 2 if number == 3 else None)
         directory.wait(SingleProcessAgreement(), retire)
     assert [1, 2, 3] == sorted(int(path.name[-1]) for path in tmp_path.glob("checkpoint-*"))
     assert str(last) in caplog.text

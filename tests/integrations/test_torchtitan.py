@@ -70,6 +70,12 @@ def test_a_run_continues_as_if_it_had_not_stopped(mode: str, tmp_path: Path, poo
     assert not verify_checkpoint(tmp_path / "checkpoint", "step-4").problems
 
 
+def test_the_latest_is_the_one_saved_last(tmp_path: Path, pool: RankPool) -> None:
+    """Not the highest step, if the run went on from an earlier one."""
+    assert [[4, 4]] * 2 == pool.run(titan.from_an_earlier_step, tmp_path)
+    assert ["step-2", "step-4", "step-6"] == tags(tmp_path)
+
+
 def test_a_run_of_torchtitans_own_manager_continues(tmp_path: Path, pool: RankPool) -> None:
     """One line of config changes; what was saved before loads, what comes after is a tag."""
     for whole, taken_up in pool.run(titan.continued, tmp_path):

@@ -151,6 +151,17 @@ def test_a_run_of_transformers_own_checkpoints_goes_on(tmp_path: Path, whole: An
     assert sealed.is_sealed(str(tmp_path / "checkpoint-4"), "training_state")
 
 
+def test_the_newest_is_the_one_saved_last(tmp_path: Path) -> None:
+    """Not that of the highest step, if the run went on from an earlier one: it is resumed, and the limit keeps it."""
+    options: dict[str, Any] = {"save_steps": 1, "save_total_limit": 2}
+    trained(tmp_path, max_steps=4, **options)
+    trained(tmp_path, max_steps=2, save_steps=2, seed=3)
+    assert ["checkpoint-2", "checkpoint-3", "checkpoint-4"] == names(tmp_path)
+    resumed = trained(tmp_path, max_steps=3, resume=True, **options)
+    assert [3] == [step for step in losses(resumed) if step > 2]
+    assert ["checkpoint-2", "checkpoint-3"] == names(tmp_path)
+
+
 @pytest.mark.parametrize(
     ("changed", "kind"),
     [({"bf16": True}, IncompatibleState), ({"optim": "sgd"}, OptimizerMismatch)],

@@ -212,7 +212,7 @@ def test_a_job_that_was_taken_over_changes_nothing(at: str, tmp_path: Path) -> N
 
     def retire() -> None:
         taken_over()
-        directory.retire(r"checkpoint-(\d+)", 1)
+        directory.retire(r"checkpoint-(\d+)", "model", 1)
 
     if at == "before the tag is saved":
         taken_over()

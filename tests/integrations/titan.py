@@ -239,6 +239,17 @@ def resumed(rank: int, directory: Path, mode: str) -> list[Any]:
     return [first[4:], again.run(6), state, latest.state.step]
 
 
+def from_an_earlier_step(rank: int, directory: Path) -> list[int]:
+    """Train six steps, go on from the second for two, and load the latest: the step and the tag that it is."""
+    Training(rank, directory).run(6)
+    earlier = Training(rank, directory)
+    assert earlier.manager.load(step=2)
+    earlier.run(4)
+    latest = Training(rank, directory, load_only=True)
+    assert latest.manager.load()
+    return [latest.state.step, latest.manager._find_load_step()]
+
+
 def continued(rank: int, directory: Path) -> list[Any]:
     """Two steps under TorchTitan's own manager, then under ours; the same without a break."""
     own = Training(rank, directory / "own", kind=TitanCheckpointManager)

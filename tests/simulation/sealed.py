@@ -104,7 +104,7 @@ def _save(root: str, save: Save, run_id: str) -> None:
             weight = torch.tensor([10.0 * save.value, 10.0 * save.value + 1])
             content = {"value": save.value}
             saves.append(saver.save(_TAG, {"weight": weight}, user_content=content, async_save=save.is_async))
-        directory.wait(SingleProcessAgreement(), partial(directory.retire, _NAMES, save.num_kept))
+        directory.wait(SingleProcessAgreement(), partial(directory.retire, _NAMES, _TAG, save.num_kept))
         saver.close()
     finally:
         at_exit.forget(directory)
