@@ -222,10 +222,7 @@ class Checkpointer(ClosesUnheld):
         The step is the number in the tag's name. If it has none, it is ``"steps"`` or ``"step"`` of the user content.
 
         Args:
-            model: a module or NxD model, of any sizes; or a dict.
-            optimizer: an optimizer of the same parameters; or a dict.
-            scheduler: anything with ``load_state_dict()``; or a dict.
-            state: the objects that were saved as ``state``, by the same names.
+            model, optimizer, scheduler, state: as for `load`.
             default: what is returned, on all ranks, by a run that begins.
             user_content: an empty dict, filled with the user content, if that is a dict.
 
@@ -284,6 +281,7 @@ class Checkpointer(ClosesUnheld):
         return self._ask("all_steps", lambda places: [tag.step for tag in steps_of(places)])
 
     @as_checkpoint_errors()
+    @takes()
     def best_step(self, metric: str, mode: Literal["min", "max"] = "min") -> int | None:
         """Return the step with the lowest ``metric`` of all that were saved with ``metrics=``. All ranks call it.
 
@@ -332,6 +330,7 @@ class Checkpointer(ClosesUnheld):
         return attempt
 
     @as_checkpoint_errors()
+    @takes()
     def step(self, number: int) -> bool:
         """Return whether to save now, and stop: a rank was told that it is about to be stopped (``preemption=``).
 
@@ -351,6 +350,7 @@ class Checkpointer(ClosesUnheld):
         return self._preemption.step(number, lambda: self._meet("step"))
 
     @as_checkpoint_errors()
+    @takes()
     def should_save(self, step: int) -> bool:
         """Return whether to save after this step, by ``every=`` and ``every_minutes=``. All ranks get the same.
 
@@ -455,6 +455,7 @@ class Checkpointer(ClosesUnheld):
         self._shut(None, final=False)
 
     @as_checkpoint_errors()
+    @takes()
     def wait(self, tier: int = 0) -> None:
         """Wait for every save in flight; raise the first failure that was not raised before.
 

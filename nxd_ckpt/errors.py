@@ -210,13 +210,24 @@ def _exhausted(error: BaseException) -> BaseException:
     )
 
 
+_ADVICE = {
+    errno.EROFS: "choose a directory on a disk that can be written to",
+    errno.ENOSPC: "free space there, or keep fewer checkpoints (num_kept_ckpts=, retain=)",
+    errno.EDQUOT: "free space there, or have the quota raised",
+    errno.EACCES: "choose a directory that this user may write to",
+}
+
+
 def to_wire(error: BaseException) -> tuple[str, str]:
     """Return ``error`` as (class name, message), to be sent to other ranks."""
     error = _exhausted(error)
     name = type(error).__name__
     if isinstance(error, CheckpointError):
         return name, str(error)
-    return "StorageError" if isinstance(error, OSError) else "CheckpointError", f"{name}: {error}"
+    if not isinstance(error, OSError):
+        return "CheckpointError", f"{name}: {error}"
+    advice = _ADVICE.get(error.errno or 0)
+    return "StorageError", f"{name}: {error}" + ("" if advice is None else f"; {advice}")
 
 
 def in_words(wire: tuple[str, str]) -> str:

@@ -132,7 +132,7 @@ def described(hint: Any, number: int = 0) -> str:
     if origin in (Union, UnionType):
         return " or ".join(dict.fromkeys(described(each, number) for each in args))
     if origin is Literal:
-        return f"one of {', '.join(args)}"
+        return f"one of {', '.join(args)}" if len(args) > 1 else repr(args[0])
     if origin in _DESCRIBED:
         return _DESCRIBED[origin][number]
     if hasattr(origin, "__fspath__"):

@@ -11,6 +11,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+from nxd_ckpt.core.downloads import instead_of_json
 from nxd_ckpt.core.limits import shown
 from nxd_ckpt.errors import MalformedFile
 from nxd_ckpt.gc_paused import gc_paused
@@ -67,7 +68,7 @@ def small(data: bytes, where: str) -> dict[str, Any]:
     try:
         fields = whole(data)
     except (ValueError, RecursionError) as error:
-        raise MalformedFile(f"{where}: not valid JSON ({error})") from error
+        raise MalformedFile(f"{where}: not valid JSON ({instead_of_json(data) or error})") from error
     if not isinstance(fields, dict):
         raise MalformedFile(f"{where}: expected a JSON object, found {shown(fields)}")
     return fields

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 from nxd_ckpt.core import document
 from nxd_ckpt.core.box import Box
+from nxd_ckpt.core.downloads import instead_of_json
 from nxd_ckpt.core.limits import checked, checked_key, checked_name, checked_text, integers, shown
 from nxd_ckpt.core.mesh import MeshRecord
 from nxd_ckpt.core.parsing import as_written
@@ -521,7 +522,9 @@ def _parsed(data: bytes) -> Any:
     try:
         return document.whole(data)
     except (ValueError, RecursionError) as error:
-        raise MalformedFile(f"not valid JSON ({error}); the file was damaged or cut off") from error
+        other = instead_of_json(data)
+        fault = f"({error}); the file was damaged or cut off" if other is None else f"but {other}"
+        raise MalformedFile(f"not valid JSON {fault}") from error
 
 
 def _check_kind(fields: Any, kind: str) -> None:

@@ -83,11 +83,11 @@ def _meant(name: str, own: Collection[str], elsewhere: Mapping[str, Collection[s
 def checks_keywords(kind: type[_Kind]) -> type[_Kind]:
     """Decorate a dataclass: an unknown keyword of its constructor raises TypeError with a suggestion."""
     made = kind.__init__
-    _takers[kind.__name__] = (), [field.name for field in fields(cast(Any, kind))]
+    names = [field.name for field in fields(cast(Any, kind))]
 
     @wraps(made)
     def init(self: _Kind, *args: Any, **values: Any) -> None:
-        _refuse_unknown(values, kind.__name__)
+        _refuse_unknown(values, kind.__name__, names)
         made(self, *args, **values)
 
     cast(Any, kind).__init__ = init
@@ -163,12 +163,14 @@ def options_of(kind: type[_Kind], values: Mapping[str, Any], function: str | Non
     if unknown:
         names = [field.name for field in fields_of(kind)]
         function = function or next((function for function, (kinds, _) in _takers.items() if kind in kinds), "")
-        raise InvalidArgument(f"unknown option {_explained(unknown, function)}; the options are {', '.join(names)}")
+        own = _takers[function][1] if function in _takers else ()
+        explained = _explained(unknown, function, own)
+        raise InvalidArgument(f"unknown option {explained}; the options are {', '.join(names)}")
     return kind(**values)
 
 
 _takers: dict[str, tuple[tuple[type[Any], ...], Collection[str]]] = {}
-"""The option classes, and the parameters, of each function that `takes` decorates, and of classes' constructors."""
+"""The option classes, and the parameters, of each function that `takes` decorates."""
 
 _RELATED = (
     *("Checkpointer", "Checkpointer.save", "Checkpointer.load", "Checkpointer.load_latest"),
@@ -182,9 +184,8 @@ def _kind(function: str) -> tuple[bool, bool]:
     return function.startswith("Checkpointer"), "load" in function
 
 
-def _explained(unknown: Iterable[str], function: str) -> str:
-    """List keywords that the function does not take, each with the one that was probably meant."""
-    own = _takers[function][1] if function in _takers else ()
+def _explained(unknown: Iterable[str], function: str, own: Collection[str]) -> str:
+    """List keywords that the function does not take, each with the one of its ``own`` that was probably meant."""
     is_method, is_load = _kind(function)
     related = sorted(
         _RELATED if function in _RELATED else (),
@@ -194,11 +195,11 @@ def _explained(unknown: Iterable[str], function: str) -> str:
     return first_of(unknown, lambda name: _meant(name, own, elsewhere))
 
 
-def _refuse_unknown(names: Iterable[str], function: str) -> None:
-    """Raise TypeError for names that are no parameters of the function."""
-    unknown = [name for name in names if name not in _takers[function][1]]
+def _refuse_unknown(names: Iterable[str], function: str, own: Collection[str]) -> None:
+    """Raise TypeError for names that are not the function's ``own`` parameters."""
+    unknown = [name for name in names if name not in own]
     if unknown:
-        raise TypeError(f"{function}() got an unexpected keyword argument {_explained(unknown, function)}")
+        raise TypeError(f"{function}() got an unexpected keyword argument {_explained(unknown, function, own)}")
 
 
 def takes(*kinds: type[Any], checks: bool = True) -> Callable[[_Function], _Function]:
@@ -229,7 +230,7 @@ def takes(*kinds: type[Any], checks: bool = True) -> Callable[[_Function], _Func
         @wraps(function)
         def called(*args: Any, **options: Any) -> Any:
             if checks:
-                _refuse_unknown(options, shown_name)
+                _refuse_unknown(options, shown_name, parameters)
             plain_args = [*map(plain, positional, args), *args[len(positional) :]]
             return function(*plain_args, **{name: plain(name, value) for name, value in options.items()})
 

@@ -29,16 +29,12 @@ _AFTER = 1e-3
 In a tie with another program's tag of that second, a tag that is so close to it is the later one.
 """
 
-_DIGITS = 18
-"""Significant digits of a number in a name."""
-
 _DECIMAL = re.compile(r"(?<![0-9.])[0-9]+\.[0-9]+(?![0-9]|\.[0-9])")
 """A decimal in a name, such as a loss or a learning rate, which is no step."""
 _NUMBER = re.compile(r"([A-Za-z]*)[^A-Za-z0-9]*([0-9]+)")
 """A number in a name, with the word before it, which says what it counts."""
 _STEP_WORDS = {"step", "steps", "iter", "iters", "iteration", "iterations", "ba", "batch", "batches"}
 _EPOCH_WORDS = {"e", "ep", "epoch", "epochs"}
-
 
 
 def _plain_tag(value: Any) -> Any:
@@ -227,7 +223,7 @@ def goes_back(tag: str, before: str) -> bool:
 
 
 def _epoch_and_step(tag: str) -> tuple[int | None, int | None]:
-    numbers = [(word.lower(), int(digits[-_DIGITS:])) for word, digits in _NUMBER.findall(_DECIMAL.sub("", tag))]
+    numbers = [(word.lower(), int(digits)) for word, digits in _NUMBER.findall(_DECIMAL.sub("", tag))]
     epochs = [number for word, number in numbers if word in _EPOCH_WORDS]
     steps = [number for word, number in numbers if word in _STEP_WORDS]
     others = [number for word, number in numbers if word not in _EPOCH_WORDS]

@@ -19,6 +19,7 @@ import torch
 from nxd_ckpt.coordination.agreement import Agreement, SingleProcessAgreement, decided_by_rank0, on_all
 from nxd_ckpt.coordination.environment import topology_of
 from nxd_ckpt.coordination.rendezvous import meet
+from nxd_ckpt.core.option_classes import takes
 from nxd_ckpt.core.suggestions import first_of
 from nxd_ckpt.core.topology import Topology
 from nxd_ckpt.drop_in import functions
@@ -46,6 +47,7 @@ original_load: Callable[..., Any] | None = None
 
 
 @as_checkpoint_errors()
+@takes()
 def save(
     checkpoint: Any,
     output_dir: StrPath,
@@ -76,12 +78,13 @@ def save(
     decided_by_rank0(agreement, lambda: _begin(storage))
     writes = not master_dp_only or topology.dp_rank == 0
     name = _name(topology, master_dp_only)
-    write = partial(_write, storage, name, checkpoint, bool(save_xser), bool(down_cast_bf16))
+    write = partial(_write, storage, name, checkpoint, save_xser, down_cast_bf16)
     on_all(agreement, write if writes else lambda: None)
     decided_by_rank0(agreement, lambda: _publish(storage))
 
 
 @as_checkpoint_errors()
+@takes()
 def load(
     chkpt_path: StrPath,
     model: Any = None,
@@ -126,7 +129,7 @@ def load(
         return content
     state = on_all(agreement, lambda: content if model_key is None else _taken(content, model_key, storage.url))
     is_optimizer = isinstance(target, torch.optim.Optimizer)
-    on_all(agreement, lambda: target.load_state_dict(state, **({} if is_optimizer else {"strict": bool(strict)})))
+    on_all(agreement, lambda: target.load_state_dict(state, **({} if is_optimizer else {"strict": strict})))
     return None if model_key is None else content
 
 

@@ -28,6 +28,7 @@ from nxd_ckpt.formats.tensors import (
     TensorStub,
     contiguous_stride,
     dtype_name,
+    has_own_operations,
     torch_dtype,
 )
 from nxd_ckpt.formats.unpickle import STORAGE_CLASSES
@@ -124,8 +125,7 @@ class _Pickler(pickle.Pickler):
 
 def _refuse_unusual(tensor: torch.Tensor) -> None:
     kind = type(tensor)
-    plain = tensor.layout is torch.strided and not tensor.is_quantized and not tensor.is_nested
-    if not plain or kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+    if has_own_operations(tensor) or tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested:
         raise UnsupportedState(
             f"a tensor {kind.__module__}.{kind.__qualname__} of layout {tensor.layout} and dtype {tensor.dtype} "
             "cannot be saved; save its dense local tensors instead"

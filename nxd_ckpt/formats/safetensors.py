@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any, NamedTuple
 
+from nxd_ckpt.core.downloads import HEAD, instead_of_data
 from nxd_ckpt.core.limits import check_form, check_sizes, shown
 from nxd_ckpt.core.parsing import parsing
 from nxd_ckpt.errors import InvalidArgument, MalformedFile, UnsupportedState
@@ -162,7 +163,9 @@ def _parse(pread: Pread, size: int, file: str) -> tuple[dict[str, Any], int]:
         raise _malformed(file, f"{size} bytes are too few for the length of its header")
     length: int = _LENGTH.unpack(pread(0, _LENGTH.size))[0]
     if length > _LONGEST:
-        raise _malformed(file, f"its header should have {length} bytes, at most {_LONGEST} are allowed")
+        other = instead_of_data(pread(0, min(size, HEAD)))
+        fault = f"its header should have {length} bytes, at most {_LONGEST} are allowed"
+        raise _malformed(file, fault if other is None else f"it is {other}")
     if _LENGTH.size + length > size:
         raise _malformed(file, f"its header should have {length} bytes, the file has {size}")
     text = pread(_LENGTH.size, length)

@@ -345,6 +345,16 @@ class UnfinishedReference(TensorReference):
 
 
 @cache
+def is_shards(tensor: torch.Tensor) -> bool:
+    """Return whether it is torch's ShardedTensor, on which even ``is_nested`` raises."""
+    return type(tensor).__module__.startswith("torch.distributed._shard.")
+
+
+def has_own_operations(tensor: torch.Tensor) -> bool:
+    """Return whether its class computes otherwise than a plain tensor: masked, fake, sharded."""
+    return type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__ or is_shards(tensor)
+
+
 def dtype_name(dtype: torch.dtype) -> str:
     """Return the name of a dtype: ``torch.float32`` -> "float32"."""
     return str(dtype).removeprefix("torch.")

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 from nxd_ckpt.core import limits
+from nxd_ckpt.core.downloads import HEAD, instead_of_data
 from nxd_ckpt.core.limits import check_count, shown
 from nxd_ckpt.errors import MalformedFile
 
@@ -221,6 +222,9 @@ def _not_a_zip(pread: Pread, size: int, file: str) -> MalformedFile:
             f"{file}: expected a torch zip file, found the format before torch 1.6. "
             "Save it again: torch.save(torch.load(path), path)"
         )
+    other = instead_of_data(pread(0, min(size, HEAD)))
+    if other is not None:
+        return MalformedFile(f"{file}: expected a torch zip file, found {other}")
     return malformed(file, f"expected a torch zip file, found {size} bytes beginning with {start!r}")
 
 

@@ -57,8 +57,8 @@ def by_name(objects: Any, argument: str) -> Mapping[str, Any] | None:
             )
         if not isinstance(name, str) or not (_DOTTED if is_optimizer(one) else _NAME).fullmatch(name):
             raise InvalidArgument(
-                f"{argument}=: {name!r} cannot be a name: it begins the names of tensors, so use letters, digits, "
-                "'_' and '-', and '.' for an optimizer"
+                f"{argument}=: {name!r} cannot be a name, with which the names of tensors begin: use letters, digits, "
+                "'_' and '-' after a letter or '_'; an optimizer may have '.' too, and begin with a digit"
             )
         first = names.setdefault(id(one), name)
         if first != name:

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from nxd_ckpt.core.limits import is_text
 from nxd_ckpt.core.partition import Partition
 from nxd_ckpt.errors import InvalidArgument, UnsupportedState
 from nxd_ckpt.live.load_hooks import has_module_of
@@ -239,8 +240,19 @@ def open_model(model: Any, *, may_be_meta: bool = False) -> ModelAdapter:
     Or a dict of several modules by name.
 
     With ``may_be_meta``, for a load that calls `ModelAdapter.materialize`, tensors may be on the meta device. Raises
-    InvalidArgument for anything else.
+    InvalidArgument for anything else, and for a key of a state dict that is no name.
     """
+    adapter = _opened(model, may_be_meta)
+    wrong = [name for name in adapter.live if not isinstance(name, str) or not (name.isascii() or is_text(name))]
+    if wrong:
+        raise InvalidArgument(
+            f"model=: {wrong[0]!r} ({type(wrong[0]).__name__}) cannot be the name of a tensor: the keys of a state "
+            "dict must be strings, in whole characters"
+        )
+    return adapter
+
+
+def _opened(model: Any, may_be_meta: bool) -> ModelAdapter:
     several = by_name(model, "model")
     if several is not None:
         adapters = {name: open_model(one, may_be_meta=may_be_meta) for name, one in several.items()}

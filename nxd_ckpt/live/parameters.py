@@ -14,7 +14,7 @@ from nxd_ckpt.core.manifest import ParameterSpec
 from nxd_ckpt.core.partition import Partition
 from nxd_ckpt.errors import InvalidArgument, UnsupportedState
 from nxd_ckpt.formats.strides import Stride
-from nxd_ckpt.formats.tensors import contiguous_stride, dtype_name
+from nxd_ckpt.formats.tensors import contiguous_stride, dtype_name, has_own_operations, is_shards
 from nxd_ckpt.live import dtensor, torch_xla
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
@@ -221,8 +221,7 @@ def is_unusual(tensor: torch.Tensor) -> bool:
     """
     if type(tensor) not in _PLAIN and dtensor.is_dtensor(tensor):
         return False
-    is_own = type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
-    return is_own or tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested
+    return has_own_operations(tensor) or tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested
 
 
 def refuse_unsupported(name: str, tensor: torch.Tensor) -> None:
@@ -235,6 +234,9 @@ def refuse_unsupported(name: str, tensor: torch.Tensor) -> None:
     if kind == "XLAShardedTensor" or torch_xla.is_spmd():
         kind = "in an SPMD program (xr.use_spmd())"
         advice = "save it with torch_xla.experimental.distributed_checkpoint, or run one process per device"
+    elif is_shards(tensor):
+        kind = "a ShardedTensor, of which this process has some shards"
+        advice = "make it a DTensor (FSDP with a device mesh), or save the tensors of its local_shards()"
     elif tensor.is_meta:
         kind, advice = "on the meta device", "give it values (to_empty, param_init_fn) before saving or loading"
     elif tensor.is_nested:
@@ -272,7 +274,7 @@ def refuse_short(name: str, tensor: torch.Tensor) -> None:
 def is_short(tensor: torch.Tensor) -> bool:
     """Return whether a tensor's storage ends before its last element: to read or write it would end the process."""
     local = dtensor.local_of(tensor)
-    if not has_address(local) or (type(local) not in _PLAIN and is_unusual(local)) or local.layout is not torch.strided:
+    if (type(local) not in _PLAIN and is_unusual(local)) or not has_address(local) or local.layout is not torch.strided:
         return False
     return local.untyped_storage().nbytes() < _end_in_storage(local)
 

@@ -16,7 +16,7 @@ from nxd_ckpt.core.partition import Partition
 from nxd_ckpt.core.suggestions import listed
 from nxd_ckpt.core.topology import Topology
 from nxd_ckpt.errors import InvalidArgument, UnsupportedState
-from nxd_ckpt.formats.tensors import Path, iter_tensors
+from nxd_ckpt.formats.tensors import Path, is_shards, iter_tensors
 from nxd_ckpt.formats.unpickle import check_picklable_as_data
 from nxd_ckpt.live.data_position import is_random_state
 from nxd_ckpt.live.dtensor import is_dtensor
@@ -25,7 +25,7 @@ from nxd_ckpt.live.model import ModelAdapter
 from nxd_ckpt.live.named import LiveObjects, NamedObjects, named_states, state_of, with_state
 from nxd_ckpt.live.named_models import open_model
 from nxd_ckpt.live.optimizer import open_optimizer
-from nxd_ckpt.live.parameters import is_short, refuse_fake_mode, refuse_short
+from nxd_ckpt.live.parameters import is_short, refuse_fake_mode, refuse_unsupported
 from nxd_ckpt.live.save_state import SaveState
 from nxd_ckpt.live.state import ModelState, State, StateTensor
 from nxd_ckpt.live.state_names import PARAM_GROUPS, state_entries, without
@@ -186,11 +186,12 @@ def _refuse_short(state: SaveState) -> None:
     """Raise UnsupportedState for a tensor whose memory was freed; the model's were looked at when it was captured."""
     if state.optimizer is not None:
         for path, tensor in iter_tensors(state.optimizer.tree, torch.Tensor):
-            if is_short(tensor):  # its name takes longer than the look
-                refuse_short(state.optimizer.tensors[path].name, tensor)
+            if is_short(tensor) or is_shards(tensor):  # its name takes longer than the look
+                refuse_unsupported(state.optimizer.tensors[path].name, tensor)
     for part in ("scheduler", "user_content", "rank_content"):
         for path, tensor in iter_tensors(getattr(state, part), torch.Tensor):
-            refuse_short("/".join(map(str, (part, *path))), tensor)
+            if is_short(tensor) or is_shards(tensor):
+                refuse_unsupported("/".join(map(str, (part, *path))), tensor)
 
 
 def _check_values(state: SaveState) -> None:

@@ -19,6 +19,7 @@ import torch
 from nxd_ckpt.core.mesh import MeshGroup
 from nxd_ckpt.core.names import SCHEDULER
 from nxd_ckpt.core.topology import Topology
+from nxd_ckpt.errors import MalformedFile, UnsupportedState
 from nxd_ckpt.formats.image import Image
 from nxd_ckpt.formats.strides import stride_of
 from nxd_ckpt.formats.tensors import Assembly, iter_tensors, map_tensors
@@ -29,6 +30,7 @@ from nxd_ckpt.live.state_names import leaf_name
 from nxd_ckpt.save.plan import SavePlan, plan_objects, plan_save
 from nxd_ckpt.save.planned_file import PlannedFile
 from nxd_ckpt.save.replicas import Copy, Replicas, Values
+from nxd_ckpt.tag.state_dicts import checked_optimizer
 
 _VALUES = frozenset({int, float, bool, str, bytes, complex, type(None), torch.dtype, torch.device, torch.Size})
 """Types whose values cannot change."""
@@ -146,13 +148,22 @@ class Planner:
         complete = {part: structure for part, structure in structures.items() if structure is not None}
         if complete != structures:
             self._cached = None
-            return plan_save(state, self._topology, self.groups)
+            return self._planned(state)
         likeness = _likeness(state, complete)
         if self._cached is None or self._cached.likeness != likeness:
-            plan = plan_save(state, self._topology, self.groups)
+            plan = self._planned(state)
             self._cached = _cache(plan, likeness, complete)
             return plan
         return self._cached.holding(state, complete, self._topology)
+
+    def _planned(self, state: SaveState) -> SavePlan:
+        """Plan a save of another structure than the last one's. Raises UnsupportedState for what no load would take."""
+        if state.optimizer is not None:
+            try:
+                checked_optimizer(state.optimizer.tree, "optimizer")
+            except MalformedFile as error:
+                raise UnsupportedState(f"{error}: no load would take it") from None
+        return plan_save(state, self._topology, self.groups)
 
     def _with_replicas(
         self,

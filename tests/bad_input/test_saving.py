@@ -29,6 +29,13 @@ def refuse(directory: Path, tag: Any, error: type[Exception], match: str, **argu
     assert before == job.picture()
 
 
+def _with_a_key(part: str, key: Any) -> dict[str, Any]:
+    """An optimizer's state dict with a key that is no name, in one of its dicts."""
+    state: dict[Any, Any] = {"state": {0: {"step": torch.ones(())}}, "param_groups": [{"params": [0], "lr": 1.0}]}
+    {"state": state["state"][0], "param_groups": state["param_groups"][0], "top": state}[part][key] = 2
+    return state
+
+
 @pytest.mark.parametrize("tag", TAGS)
 def test_a_tag_must_be_a_plain_visible_name(tmp_path: Path, tag: Any) -> None:
     """Anything else is refused, naming it, before the directory is created."""
@@ -52,6 +59,16 @@ def test_a_tag_must_be_given(tmp_path: Path) -> None:
         ({"param_names": [["up", "up", "down"]]}, errors.InvalidArgument, r"unique.*up"),
         ({"run_id": "no spaces"}, errors.InvalidArgument, r"run_id 'no spaces'"),
         ({"topology": Topology(dp=2)}, errors.InvalidArgument, r"2 ranks needs torch.distributed.*run_id="),
+        *(
+            ({"model": {"a": torch.ones(1), key: torch.ones(1)}}, errors.InvalidArgument, "cannot be the name of a ten")
+            for key in (1, None, True, 1.5, b"b", ("c", "d"), "\ud800")
+        ),
+        *(
+            ({"optimizer": _with_a_key(part, key)}, errors.UnsupportedState, r"optimizer: .* must be names.*no load")
+            for part in ("state", "param_groups", "top")
+            for key in (1, None, ("c", "d"))
+        ),
+        ({"model": {"0-weight": torch.nn.ReLU()}}, errors.InvalidArgument, "'0-weight' cannot.* after a letter"),
         ({"model": torch.ones(3)}, errors.InvalidArgument, r"model= must be.*Tensor"),
         ({"optimizer": "adam"}, errors.InvalidArgument, r"optimizer= must be.*str"),
         ({"model": {"a": torch.ones(2, device="meta")}}, errors.UnsupportedState, r"model/a.*meta.*give it values"),
@@ -110,6 +127,29 @@ def test_partial_dtensors_are_refused(tmp_path: Path) -> None:
     summand = DTensor.from_local(torch.ones(4), DeviceMesh("cpu", [0]), [Partial()])
     match = r"model/a is a DTensor with the placement Partial.*redistribute"
     refuse(tmp_path / "ckpt", "one", errors.UnsupportedState, match, model={"a": summand}, optimizer=None)
+
+
+@pytest.mark.usefixtures("_one_rank_group")
+@pytest.mark.filterwarnings("ignore:Please use DTensor")
+def test_sharded_tensors_are_refused(tmp_path: Path) -> None:
+    """Those of torch before DTensor, in any part, by name; a load refuses them too."""
+    from torch.distributed._shard.metadata import ShardMetadata
+    from torch.distributed._shard.sharded_tensor import init_from_local_shards
+    from torch.distributed._shard.sharded_tensor.shard import Shard
+
+    tensor = init_from_local_shards([Shard(torch.ones(2), ShardMetadata([0], [2], "rank:0/cpu"))], 2)
+    optimizer = {"state": {0: {"exp_avg": tensor}}, "param_groups": [{"params": [0]}]}
+    for part, name in (
+        ({"model": {"a": tensor}}, "model/a"),
+        ({"optimizer": optimizer}, "optim/.*/exp_avg"),
+        ({"user_content": [tensor]}, "user_content/0"),
+        ({"scheduler": {"ema": tensor}}, "scheduler/ema"),
+    ):
+        match = f"{name} is a ShardedTensor.*make it a DTensor"
+        refuse(tmp_path / "ckpt", "one", errors.UnsupportedState, match, **part)
+    save_checkpoint(tmp_path / "ckpt", "one", {"a": torch.ones(2)})
+    with pytest.raises(errors.UnsupportedState, match="model/a is a ShardedTensor"):
+        load_checkpoint(tmp_path / "ckpt", "one", {"a": tensor})
 
 
 def test_spmd_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

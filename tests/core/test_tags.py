@@ -165,6 +165,8 @@ def test_of_several_numbers_in_a_name_the_step_decides(names: tuple[str, ...], o
         ("300-loss=0.25", 300),
         ("iter_0000300", 300),
         ("ckpt.300", 300),
+        (f"step_{10**18 + 5}", 10**18 + 5),
+        (f"step_{10**200}", 10**200),
         ("last", None),
     ],
 )

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import nxd_ckpt
-from nxd_ckpt.errors import CheckpointNotFound, CorruptCheckpoint, KeyMismatch
+from nxd_ckpt.errors import CheckpointNotFound, CorruptCheckpoint, InvalidArgument, KeyMismatch
 from tests.drop_in import ranks
 from tests.support.rank_pool import RankPool
 from tests.tag.equality import difference
@@ -72,6 +72,17 @@ def test_the_file_is_the_state_itself(tmp_path: Path, checkpointing: Any):
         kept = checkpointing.load(str(tmp_path / "step5" / name), model_or_optimizer=other, model_key=None, strict=0)
         assert None is kept
     assert None is difference(state_of(*saved), state_of(*fresh))
+
+
+def test_flags_of_a_command_line(tmp_path: Path, checkpointing: Any):
+    """"False" is False, as is 0; what is neither is refused."""
+    model = torch.nn.Linear(2, 2)
+    checkpointing.save(model.state_dict(), tmp_path, down_cast_bf16="False", save_xser=0, master_dp_only="true")
+    other = torch.nn.Linear(2, 2, bias=False)
+    checkpointing.load(tmp_path, other, model_key=None, strict="False")
+    assert torch.equal(model.weight, other.weight)
+    with pytest.raises(InvalidArgument, match=r"^strict must be True or False"):
+        checkpointing.load(tmp_path, other, model_key=None, strict="perhaps")
 
 
 def test_an_optimizer_under_its_key(tmp_path: Path, checkpointing: Any):

@@ -254,6 +254,27 @@ def test_strings_of_a_command_line_at_a_resume(tmp_path: Path) -> None:
     assert has_checkpoint(tmp_path)
 
 
+def test_methods_of_a_checkpointer(tmp_path: Path) -> None:
+    """Numbers that a training loop has, and what is none, or no name."""
+    made: Any = Checkpointer
+    with made(tmp_path, every="2", durable="no") as checkpointer:
+        assert [False, True] == [checkpointer.should_save(step) for step in (np.int64(1), torch.tensor(2))]
+        assert not checkpointer.step("3")
+        checkpointer.save(2, {"w": torch.ones(1)}, metrics={"loss": "0.5"})
+        assert 2 == checkpointer.best_step(np.str_("loss"), "min")
+        checkpointer.wait(np.int32(0))
+        for call, name in (
+            (lambda: checkpointer.should_save("soon"), "step"),
+            (lambda: checkpointer.step(None), "number"),
+            (lambda: checkpointer.best_step("loss", "lowest"), "mode"),
+            (lambda: checkpointer.best_step(3), "metric"),
+            (lambda: checkpointer.wait("last"), "tier"),
+            (lambda: checkpointer.load_latest(default="first"), "default"),
+        ):
+            with pytest.raises(InvalidArgument, match=rf"^{name} must be .*, found "):
+                call()
+
+
 def test_a_directory_that_is_none(tmp_path: Path) -> None:
     """As argparse has it by default."""
     with pytest.raises(InvalidArgument, match="the checkpoint directory is None"):

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from nxd_ckpt.core.downloads import instead_of_data
 from nxd_ckpt.core.limits import DCP_METADATA, TREE_DEPTH, check_form, check_sizes, shown
 from nxd_ckpt.core.parsing import parsing
 from nxd_ckpt.errors import MalformedFile, UnsafePickle, UnsupportedState
@@ -118,6 +119,9 @@ def read_metadata(files: TagFiles, places: DcpFiles | TieredFiles) -> DcpMetadat
         MalformedFile: other content, or metadata that points outside the directory or to a missing file.
     """
     data = files.storage.read(files.key(places.metadata), DCP_METADATA)
+    other = instead_of_data(data)
+    if other is not None:
+        raise MalformedFile(f"{files.where(places.metadata)}: expected the metadata of torch DCP, found {other}")
     with parsing_metadata(files.where(places.metadata), "the metadata of torch DCP"):
         return _metadata(_Machine(data).load(), places, files)
 
