@@ -36,7 +36,7 @@ from nxd_ckpt.errors import (
     UnsupportedState,
 )
 from nxd_ckpt.integrations.resume_checks import WORLD_SIZE, require_same, require_same_setting
-from nxd_ckpt.integrations.sealed import SealedDirectory, is_ours, next_number, oldest_first, verify_files
+from nxd_ckpt.integrations.sealed import SealedDirectory, directory_of, is_ours, next_number, oldest_first, verify_files
 from nxd_ckpt.load.loading import require_fit
 from nxd_ckpt.load.options import LoadRequest
 from nxd_ckpt.options.checkpointer_options import DEFAULT_TIMEOUT, CheckpointerOptions
@@ -86,6 +86,11 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
     _saving: SealedDirectory | None = None
     """The checkpoint that is not known to be visible yet."""
 
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if self.project_configuration.automatic_checkpoint_naming and self.project_dir is not None:
+            directory_of(self.project_dir)
+
     def save_state(self, output_dir: str | None = None, safe_serialization: bool = True, **options: Any) -> str:
         """Save to ``output_dir``, or to the project's directory; return the checkpoint's directory.
 
@@ -127,7 +132,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
                 tensor of any of these has another name or shape; nothing was changed.
         """
         self._settle()
-        place = os.path.expanduser(input_dir) if input_dir is not None else self._latest()
+        place = directory_of(input_dir) if input_dir is not None else self._latest()
         if not is_ours(place, STATE):
             super().load_state(place, load_kwargs, **options)
             return
@@ -219,19 +224,26 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         if not project.automatic_checkpoint_naming:
             if output_dir is None:
                 raise InvalidArgument("save_state() needs output_dir, or automatic_checkpoint_naming in the project")
-            directory = SealedDirectory(*os.path.split(os.path.abspath(os.path.expanduser(output_dir))), durable)
+            directory = SealedDirectory(*os.path.split(os.path.abspath(directory_of(output_dir))), durable)
             on_all(agreement, partial(directory.refuse_to_replace, _ACCELERATES))
             return directory
         # A new process counts from 0 again, and accelerate takes the highest number for the newest.
         free = decided_by_rank0(agreement, lambda: next_number(self._checkpoints, _NUMBERED))
         project.iteration = max(project.iteration, free)
         # Written outside of the folder of the checkpoints: accelerate takes everything in it for one.
-        return SealedDirectory(self.project_dir, f"{_CHECKPOINTS}/checkpoint_{project.iteration}", durable)
+        return SealedDirectory(self._project, f"{_CHECKPOINTS}/checkpoint_{project.iteration}", durable)
+
+    @property
+    def _project(self) -> str:
+        """The project's directory. Raises InvalidArgument for none, and for a URL."""
+        if self.project_dir is None:
+            raise InvalidArgument("automatic_checkpoint_naming needs the project's directory: pass project_dir")
+        return directory_of(self.project_dir)
 
     @property
     def _checkpoints(self) -> str:
         """The folder of the project's checkpoints."""
-        return os.path.join(self.project_dir, _CHECKPOINTS)
+        return os.path.join(self._project, _CHECKPOINTS)
 
     def _latest(self) -> str:
         """Return the project's newest checkpoint."""

@@ -17,13 +17,12 @@ import logging
 import os
 import re
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from functools import partial
-from typing import NamedTuple
 
 from nxd_ckpt.coordination.agreement import Agreement, decided_by_rank0
 from nxd_ckpt.coordination.at_exit import close_at_exit, forget
@@ -40,11 +39,13 @@ from nxd_ckpt.errors import (
     SaveFailed,
     as_checkpoint_errors,
 )
+from nxd_ckpt.integrations.written_files import WrittenFiles, raise_unless_absent
 from nxd_ckpt.output.transfer import StoredFile, link_or_copy, sync
 from nxd_ckpt.save.background import Helpers
 from nxd_ckpt.save.pending import PendingSave
 from nxd_ckpt.storage.base import DirEntry
 from nxd_ckpt.storage.local import LocalStorage
+from nxd_ckpt.storage.urls import StrPath, is_url, local_path
 from nxd_ckpt.tag.directory import find_tag
 from nxd_ckpt.tag.identity import Identity
 from nxd_ckpt.tag.known_damage import note_damage
@@ -62,128 +63,9 @@ _ATTEMPT = "attempt-"
 """Beginning of the name, there, of one attempt's folder."""
 _NEWS = 5.0
 """Seconds after which rank 0 gives another sign that it is at work."""
-_CAUSE = "another program changes the files there. The checkpoint was not made visible; find that program"
 
 _leases = HeldLeases()
 """Leases of the directories that this process writes to; their users are the attempts that are being sealed."""
-
-
-def _raise_unless_absent(error: OSError) -> None:
-    """Raise errors of ``os.walk``, which otherwise takes an unreadable directory for an empty one."""
-    if not isinstance(error, FileNotFoundError):
-        raise error
-
-
-class _Seen(NamedTuple):
-    """The state of a file: another file of its name, or other bytes, make it differ."""
-
-    inode: int
-    nbytes: int
-    mtime_ns: int
-
-
-class WrittenFiles:
-    """Files below ``root`` that a library wrote, by relative path; one that changes later is noticed, and named."""
-
-    def __init__(self, root: str) -> None:
-        self._root, self._storage = root, LocalStorage(root)
-        self._seen: dict[str, _Seen | None] = {}
-        """State of each file by name; None: it must be there, in any state."""
-        self._digests: dict[str, list[int]] = {}
-        """Size and CRC-32 of files that other ranks wrote, by their own reading."""
-        self._sealed: dict[str, tuple[_Seen, list[int]]] = {}
-
-    @property
-    def is_empty(self) -> bool:
-        """True if nothing was recorded so far."""
-        return not self._seen
-
-    def record(self, other_ranks: str = "", required: Iterable[str] = ()) -> None:
-        """Record the present files that were not recorded before, and the ``required`` names.
-
-        Files of the pattern ``other_ranks`` are left out: they may be incomplete. Required files must exist; the
-        library wrote them.
-        """
-        for name, seen in self._now().items():
-            if not fnmatchcase(name, other_ranks):
-                self._seen.setdefault(name, seen)
-        for name in required:
-            self._seen.setdefault(name, None)
-
-    def forget_content(self) -> None:
-        """Require only that the recorded files exist: several ranks may write the same file."""
-        self._seen = dict.fromkeys(self._seen)
-
-    def digest_of(self, name: str) -> list[int]:
-        """Return size and CRC-32 of one file; an empty list for an absent one."""
-        try:
-            return file_digest(self._storage, name, memoryview(bytearray(CRC_BLOCK)))
-        except FileNotFoundError:
-            return []
-
-    def require(self, digests: Mapping[str, list[int]]) -> None:
-        """Require files that other ranks wrote, by size and CRC-32."""
-        self._digests.update(digests)
-        self._seen.update(dict.fromkeys(digests))
-
-    def seal(self) -> dict[str, list[int]]:
-        """Return size and CRC-32 of each file, read once.
-
-        Raises:
-            SaveFailed: a file vanished, appeared or changed since it was recorded.
-        """
-        memory = memoryview(bytearray(CRC_BLOCK))
-        for name, seen in self._compared().items():
-            if (self._seen[name] or seen) != seen:
-                raise self._refusal(name, "changed")
-            try:
-                digest = file_digest(self._storage, name, memory)
-            except FileNotFoundError:
-                raise self._refusal(name, "vanished") from None
-            if self._digests.get(name, digest) != digest:
-                raise self._refusal(name, "changed")
-            self._sealed[name] = seen, digest
-        self.require_unchanged()
-        return {name: digest for name, (_, digest) in self._sealed.items()}
-
-    def require_unchanged(self) -> None:
-        """Raise SaveFailed if a file vanished, appeared or changed since `seal`."""
-        for name, seen in self._compared().items():
-            before, digest = self._sealed[name]
-            # Some network file systems change times late: then the bytes tell.
-            if before != seen and self.digest_of(name) != digest:
-                raise self._refusal(name, "changed")
-
-    def added(self, root: str) -> list[str]:
-        """Return the names of files that appeared or changed since `record`; the directory is called ``root`` now."""
-        now = WrittenFiles(root)._now()
-        return sorted(name for name, seen in now.items() if self._seen.get(name) != seen)
-
-    def _compared(self) -> dict[str, _Seen]:
-        """Return the present files. Raises SaveFailed if their names differ from the recorded ones."""
-        now = self._now()
-        for name in sorted(now.keys() ^ self._seen.keys()):
-            raise self._refusal(name, "appeared" if name in now else "vanished")
-        return now
-
-    def _now(self) -> dict[str, _Seen]:
-        seen = {}
-        for folder, _, names in os.walk(self._root, onerror=_raise_unless_absent):
-            for name in sorted(names):
-                path = os.path.join(folder, name)
-                try:
-                    stat = os.stat(path)
-                except FileNotFoundError:
-                    if os.path.islink(path):
-                        raise
-                    continue
-                key = os.path.relpath(path, self._root)
-                seen[key] = _Seen(stat.st_ino, stat.st_size, stat.st_mtime_ns)
-        return seen
-
-    def _refusal(self, name: str, what: str) -> SaveFailed:
-        path = os.path.join(self._root, name)
-        return SaveFailed(f"{path} {what} after the files of this save were written: {_CAUSE}")
 
 
 class SealedDirectory:
@@ -402,8 +284,9 @@ class SealedDirectory:
     def retire(self, pattern: str, tag: str, limit: int | None, stay: Sequence[str] = ()) -> None:
         """Remove the oldest directories beside it, down to ``limit`` (None or 0: remove none).
 
-        They are those that `oldest_first` returns. This directory and those named in ``stay`` are kept. One that has lost files does not count: it stays, and so does an older one in its
-        place. Each disappears at once. Raises DirectoryInUse if another job took over.
+        They are those that `oldest_first` returns. This directory and those named in ``stay`` are kept. One that has
+        lost files does not count: it stays, and so does an older one in its place. Each disappears at once. Raises
+        DirectoryInUse if another job took over.
         """
         folder, own = self._folder, os.path.basename(self._name)
         names = oldest_first(os.path.join(self._storage.url, folder), pattern, tag)
@@ -426,7 +309,7 @@ class SealedDirectory:
     def _seal(self) -> dict[str, list[int]]:
         """Sync the library's files; return their digests. Raises SaveFailed if the files have changed."""
         digests = self._written.seal()
-        for folder, _, names in os.walk(self.staged, onerror=_raise_unless_absent):
+        for folder, _, names in os.walk(self.staged, onerror=raise_unless_absent):
             for name in sorted(names):
                 sync(self._storage, os.path.relpath(os.path.join(folder, name), self._storage.url))
             self._storage.sync_dir(os.path.relpath(folder, self._storage.url))
@@ -570,6 +453,20 @@ def _times(folder: str, names: Iterable[str], tag: str) -> dict[str, float]:
     """Return the order times of the complete tags called ``tag`` in these directories, by the directory's name."""
     found = {name: find_tag(LocalStorage(os.path.join(folder, name)), tag) for name in names}
     return {name: info.order_time for name, info in found.items() if info and info.ours and info.complete}
+
+
+def directory_of(path: StrPath) -> str:
+    """Return the directory that a trainer's checkpoints are written to or read from; ``~`` is expanded.
+
+    Raises InvalidArgument for a URL of a store, for which the trainer would make a directory of that name.
+    """
+    with suppress(InvalidArgument):  # a URL that lost a slash
+        if not is_url(path):
+            return local_path(path)
+    raise InvalidArgument(
+        f"{os.fspath(path)!r} is a URL: this trainer's checkpoints are written to directories and read from them. Pass "
+        "a directory that all ranks share, and copy complete checkpoints to the store; copy one back to resume from it"
+    )
 
 
 def is_sealed(directory: str, tag: str) -> bool:

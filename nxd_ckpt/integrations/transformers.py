@@ -33,7 +33,7 @@ from nxd_ckpt.coordination.worker_shield import kept
 from nxd_ckpt.core.option_classes import plain_options
 from nxd_ckpt.errors import CheckpointNotFound, IncompatibleState, OptimizerMismatch, UnsupportedState
 from nxd_ckpt.integrations.resume_checks import WORLD_SIZE, parameter_names, require_same, require_same_setting
-from nxd_ckpt.integrations.sealed import SealedDirectory, is_ours, is_sealed, oldest_first, verify_files
+from nxd_ckpt.integrations.sealed import SealedDirectory, directory_of, is_ours, is_sealed, oldest_first, verify_files
 from nxd_ckpt.options.checkpointer_options import DEFAULT_TIMEOUT, CheckpointerOptions
 from nxd_ckpt.save.options import SaveOptions
 from nxd_ckpt.save.pending import PendingSave
@@ -113,6 +113,12 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
     _saving: SealedDirectory | None = None
     """The checkpoint that is not known to be visible yet."""
 
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        for given in (*args, *kwargs.values()):
+            if isinstance(given, transformers.TrainingArguments):
+                given.output_dir = directory_of(given.output_dir)
+        super().__init__(*args, **kwargs)
+
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
         """Train as transformers does, until the last checkpoint is complete. True resumes from the last complete one.
 
@@ -123,6 +129,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         if resume_from_checkpoint is True:
             resume_from_checkpoint = _last_complete(self.args.output_dir) or True
         elif resume_from_checkpoint:
+            resume_from_checkpoint = directory_of(resume_from_checkpoint)
             _refuse_interrupted(resume_from_checkpoint)
         with kept(SIGTERM) if getattr(self.args, "enable_jit_checkpoint", False) else nullcontext():
             output = super().train(resume_from_checkpoint, *args, **kwargs)

@@ -36,7 +36,9 @@ class AnyWorldSize(Background):
 class Job:
     """A model under dropout, with what trains it. Each rank has dropout of its own."""
 
-    def __init__(self, directory: Path, kind: Any = Background, optimizer: Any = torch.optim.AdamW, **options: Any):
+    def __init__(
+        self, directory: Path | str, kind: Any = Background, optimizer: Any = torch.optim.AdamW, **options: Any
+    ):
         torch.manual_seed(1)
         project = ProjectConfiguration(str(directory), automatic_checkpoint_naming=True, total_limit=2)
         self.accelerator = kind(cpu=True, project_config=project, **options)

@@ -219,6 +219,34 @@ def test_what_is_no_checkpoint_is_not_replaced(tmp_path: Path) -> None:
     assert "mine" == (place / "log.txt").read_text()
 
 
+@pytest.mark.parametrize("url", ["s3://bucket/run", "s3:/bucket/run", "gs://bucket/run"])
+def test_a_url_is_refused_at_once(url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the project's directory, as one to save to, before a directory of that name is made, and to load from."""
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(InvalidArgument, match=r"is a URL.*copy complete checkpoints to the store"):
+        Job(url)
+    job = Job(tmp_path)
+    job.accelerator.project_configuration.automatic_checkpoint_naming = False
+    for call in (job.accelerator.save_state, job.accelerator.load_state):
+        with pytest.raises(InvalidArgument, match=r"is a URL.*copy one back to resume from it"):
+            call(url)
+    job.accelerator.project_configuration.automatic_checkpoint_naming = True
+    job.accelerator.project_configuration.set_directories(url)
+    for call in (job.accelerator.save_state, job.accelerator.load_state):
+        with pytest.raises(InvalidArgument, match="is a URL"):
+            call()
+    assert [] == [*tmp_path.iterdir()]
+
+
+def test_a_url_of_the_local_file_system_is_a_directory(tmp_path: Path, whole: list[float]) -> None:
+    """As everywhere in this package."""
+    Job(f"file://{tmp_path}").run(2)
+    assert ["checkpoint_0", "checkpoint_1"] == names(tmp_path)
+    job = Job(f"file://{tmp_path}")
+    assert 2 == job.resume()
+    assert whole[2:] == job.run(2)
+
+
 def test_the_example_runs_and_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """examples/train_accelerate.py, twice."""
     for steps in ("2", "3"):

@@ -250,6 +250,27 @@ def test_a_file_is_not_replaced(tmp_path: Path) -> None:
     assert "mine" == (tmp_path / "checkpoint-2").read_text()
 
 
+@pytest.mark.parametrize("url", ["s3://bucket/run", "s3:/bucket/run", "gs://bucket/run"])
+def test_a_url_is_refused_at_once(url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, saved: Path) -> None:
+    """As a place to save to, before a directory of that name is made, and as one to resume from."""
+    monkeypatch.chdir(tmp_path)
+    before = sorted(tmp_path.rglob("*"))
+    arguments = transformers.TrainingArguments("run", use_cpu=True, report_to=[])
+    arguments.output_dir = url
+    for positional, named in [([arguments], {}), ([], {"args": arguments})]:
+        with pytest.raises(InvalidArgument, match=r"is a URL.*copy complete checkpoints to the store"):
+            Quick(Tiny(TinyConfig()), *positional, **named)
+    assert before == sorted(tmp_path.rglob("*"))
+    with pytest.raises(InvalidArgument, match="copy one back to resume from it"):
+        trained(tmp_path, resume=url)
+
+
+def test_a_url_of_the_local_file_system_is_a_directory(tmp_path: Path) -> None:
+    """As everywhere in this package."""
+    trained(f"file://{tmp_path}/run", max_steps=2)
+    assert ["checkpoint-2"] == names(tmp_path / "run")
+
+
 @pytest.mark.parametrize("kind", [Trainer, Quick])
 def test_the_training_thread_syncs_no_file(kind: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """All of them are synced before they are visible; none is with ``durable=False``."""

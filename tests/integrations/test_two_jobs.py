@@ -18,7 +18,8 @@ from nxd_ckpt import save_checkpoint
 from nxd_ckpt.api import close_checkpointers
 from nxd_ckpt.coordination.agreement import SingleProcessAgreement
 from nxd_ckpt.errors import CorruptCheckpoint, DigestMismatch, DirectoryInUse, PartLost, SaveFailed
-from nxd_ckpt.integrations.sealed import SealedDirectory, WrittenFiles, verify_files
+from nxd_ckpt.integrations.sealed import SealedDirectory, verify_files
+from nxd_ckpt.integrations.written_files import WrittenFiles
 from nxd_ckpt.tag.verify import verify_checkpoint
 from tests.integrations import accelerate_run, transformers_run
 

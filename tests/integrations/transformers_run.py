@@ -55,7 +55,13 @@ class Quick(Trainer):
 
 
 def trained(
-    directory: Path, *, kind: Any = Quick, resume: Any = None, seed: int = 1, callbacks: Any = None, **options: Any
+    directory: Path | str,
+    *,
+    kind: Any = Quick,
+    resume: Any = None,
+    seed: int = 1,
+    callbacks: Any = None,
+    **options: Any,
 ) -> Any:
     """A trainer after four steps, of which every second is saved; ``resume`` is what it goes on from."""
     torch.manual_seed(seed)
