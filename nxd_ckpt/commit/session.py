@@ -153,6 +153,10 @@ class Session:
     """Show the ranks that wait for rank 0 that it makes progress; do nothing if none does."""
     last_failed: bool = False
     """True if the last attempt ended with a verdict of rank 0 that it failed: the next one waits for its space."""
+    missed: set[str] = field(default_factory=set)
+    """Tags that rank 0 was saving while this rank saved others, since the last save that succeeded."""
+    tried: set[str] = field(default_factory=set)
+    """Tags that this rank was saving, since the last save that succeeded."""
     last_saved: str | None = None
     """The tag of the last save of this run that became visible."""
     resumed_from: str | None = None

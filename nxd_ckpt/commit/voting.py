@@ -38,8 +38,9 @@ from nxd_ckpt.coordination.waiting import Backoff
 from nxd_ckpt.core import document, votes
 from nxd_ckpt.core.limits import NOTE
 from nxd_ckpt.core.suggestions import ranks_of
+from nxd_ckpt.core.tags import goes_back
 from nxd_ckpt.core.votes import Verdict, Vote
-from nxd_ckpt.errors import MalformedFile, OutcomeUnknown, RanksDisagree, SaveFailed
+from nxd_ckpt.errors import MalformedFile, OutcomeUnknown, SaveFailed
 from nxd_ckpt.storage.base import Storage, without_syncs
 from nxd_ckpt.storage.retrying import retried
 from nxd_ckpt.tag.range_reader import in_parallel
@@ -73,13 +74,11 @@ class AttemptVotes:
         notes.sync_dir(verdict_dir(self.attempt))
         self._news.tell(begin_file(self.attempt))
 
-    def await_opening(self, tag: str, timeout: float, leaving: Callable[[], bool]) -> Verdict | None:
-        """Return None once rank 0 opened the vote; or its verdict, if it refused or a rank failed before that.
+    def await_opening(self, timeout: float, leaving: Callable[[], bool]) -> str | Verdict:
+        """Return the tag for which rank 0 opened the vote; or its verdict, if it refused or a rank failed before that.
 
-        Raises:
-            RanksDisagree: rank 0 opened it for another tag.
-            SaveFailed: no new vote, and no progress of rank 0 with this save, for ``timeout`` seconds; or this rank is
-                ``leaving`` the job. Without its vote no tag becomes visible.
+        Raises SaveFailed after ``timeout`` seconds without a new vote, or progress of rank 0 with this save; or if this
+        rank is ``leaving`` the job. Without its vote no tag becomes visible.
         """
         verdict = verdict_file(self.attempt)
         file = self._first_of([verdict, begin_file(self.attempt)], timeout, leaving)
@@ -88,15 +87,7 @@ class AttemptVotes:
                 f"rank 0 did not begin it: for {timeout:.0f} s it made no progress, or this rank is about to end; see "
                 "the log of rank 0"
             )
-        if file == verdict:
-            return self._verdict()
-        opened_for = self._storage.read(file, NOTE).decode(errors="replace")
-        if opened_for != tag:
-            raise RanksDisagree(
-                f"rank 0 saves {opened_for!r}, this rank {tag!r}; all ranks must call save_checkpoint with the same "
-                "arguments, in the same order"
-            )
-        return None
+        return self._verdict() if file == verdict else self._text(file)
 
     def all_voted(self, world_size: int) -> bool:
         """Return whether all ranks have voted, so that none writes for the attempt any more. A single one has."""
@@ -255,21 +246,45 @@ class AttemptVotes:
             )
         return _retried(self._verdict)
 
-    def ended_with(self) -> str | None:
-        """Return the tag that rank 0 has saved, or failed to save, with this attempt; None while it is undecided."""
-        is_decided = _name(verdict_file(self.attempt)) in _listed(self._storage, verdict_dir(self.attempt))
-        return self._verdict().tag if is_decided else None
+    def of_rank0(self) -> str | Verdict | None:
+        """Return the tag that rank 0 saves with this attempt, or its verdict; None as long as nothing tells."""
+        names = _listed(self._storage, verdict_dir(self.attempt))
+        if _name(verdict_file(self.attempt)) in names:
+            return self._verdict()
+        if _name(begin_file(self.attempt)) in names:
+            return self._text(begin_file(self.attempt))
+        # By name, as this is no wait: if the vote does not show yet, the votes are compared in the end. A store is
+        # spared the request: rank 0 opens every attempt there.
+        vote = self._vote_file(0)
+        return self.voted_on(vote) if self._storage.renames and self._storage.is_file(vote) else None
+
+    def of_others(self, tag: str) -> str | None:
+        """Return the tag that another rank saves with this attempt, in place of ``tag``, which rank 0 saves.
+
+        That is what it was saving when it stopped waiting for rank 0, or an earlier step, for which it waits. None if
+        there is none.
+        """
+        names = sorted(self._notes())
+        for name in names:
+            if name.endswith(".left"):
+                return self._text(f"{votes_dir(self.attempt)}/{name}")
+        voted = next((name for name in names if name.endswith(".vote.json")), None)
+        theirs = None if voted is None else self.voted_on(f"{votes_dir(self.attempt)}/{voted}")
+        return theirs if theirs is not None and goes_back(theirs, tag) else None
+
+    def voted_on(self, key: str) -> str | None:
+        """Return the tag in a vote; None if the rank failed, or the vote was cleared away meanwhile."""
+        with suppress(FileNotFoundError, MalformedFile):
+            plan = votes.load_vote(self._storage.read(key), key).plan
+            return None if plan is None else str(plan["tag"])
+        return None
+
+    def _text(self, key: str) -> str:
+        return self._storage.read(key, NOTE).decode(errors="replace")
 
     def leave(self, rank: int, tag: str) -> None:
         """Tell rank 0, if it ever comes, that this rank no longer waits for its verdict on the save of ``tag``."""
         self._storage.write(left_file(self.attempt, rank), tag.encode())
-
-    def left_with(self) -> str | None:
-        """Return the tag that another rank was saving in this attempt when it stopped waiting; None if none did."""
-        left = sorted(name for name in self._notes() if name.endswith(".left"))
-        if not left:
-            return None
-        return self._storage.read(f"{votes_dir(self.attempt)}/{left[0]}", NOTE).decode(errors="replace")
 
     def _first_of(
         self,
@@ -473,12 +488,8 @@ def _is_begun(storage: Storage, attempt: str) -> bool:
 def _tag(storage: Storage, attempt: str, vote_files: list[str]) -> str | None:
     with suppress(FileNotFoundError):
         return storage.read(begin_file(attempt), NOTE).decode(errors="replace")
-    with suppress(FileNotFoundError, MalformedFile):  # it was decided, and cleared away, meanwhile
-        for name in vote_files:
-            plan = votes.load_vote(storage.read(f"{votes_dir(attempt)}/{name}"), name).plan
-            if plan is not None:
-                return str(plan["tag"])
-    return None
+    keys = (f"{votes_dir(attempt)}/{name}" for name in vote_files)
+    return next(filter(None, map(AttemptVotes(storage, attempt).voted_on, keys)), None)
 
 
 def _age(attempt: str) -> tuple[str, int]:

@@ -153,12 +153,8 @@ def judge(votes: Sequence[Vote], topology: Topology, leader_of: Mapping[int, int
         SaveFailed: a rank failed; the message names it and its error.
         RanksDisagree: two ranks were not saving the same thing.
     """
+    require_one_plan(votes)
     for vote in votes:
-        raise_error_of(vote)
-    first = votes[0]
-    for vote in votes:
-        if vote.plan != first.plan:
-            raise RanksDisagree(plan_difference((first.rank, vote.rank), first.plan or {}, vote.plan or {}))
         leader = _leader(vote.rank, topology) if leader_of is None else leader_of[vote.rank]
         if vote.replica != votes[leader].replica and leader_of is not None:
             raise RanksDisagree(
@@ -171,6 +167,16 @@ def judge(votes: Sequence[Vote], topology: Topology, leader_of: Mapping[int, int
                 f"ranks {leader} and {vote.rank} are replicas of each other (same tp, pp and ep rank), but hold model "
                 "states with different names, shapes or dtypes; a replica's tensors would be missing or written twice"
             )
+
+
+def require_one_plan(votes: Sequence[Vote]) -> None:
+    """Raise SaveFailed, naming the rank, if one failed; RanksDisagree if two were not saving the same thing."""
+    for vote in votes:
+        raise_error_of(vote)
+    first = votes[0]
+    for vote in votes:
+        if vote.plan != first.plan:
+            raise RanksDisagree(plan_difference((first.rank, vote.rank), first.plan or {}, vote.plan or {}))
 
 
 def disputed(votes: Sequence[Vote]) -> list[str]:

@@ -22,6 +22,7 @@ from nxd_ckpt.coordination import lease
 from nxd_ckpt.coordination.paths import verdict_dir
 from nxd_ckpt.core import names
 from nxd_ckpt.core.retention import Rule
+from nxd_ckpt.core.tags import goes_back
 from nxd_ckpt.core.votes import Verdict, Vote
 from nxd_ckpt.errors import (
     CheckpointError,
@@ -147,6 +148,7 @@ class _Opening:
     def __init__(self, attempt: SaveAttempt) -> None:
         self._attempt, self._session, self._tag = attempt, attempt.session, attempt.tag
         self._patience = attempt.session.timeout
+        self._is_left_out = False
 
     def files(self) -> AttemptFiles:
         attempt, parent, is_elsewhere = self._attempt, None, False
@@ -158,7 +160,10 @@ class _Opening:
                 parent = self._prepare()
         except BaseException as error:
             attempt.fail(error)
-        return AttemptFiles(attempt, self._publication, parent, self._patience, is_elsewhere)
+        if self._is_left_out:  # the attempt is another save's, which this rank is still to make
+            self._session.counter -= 1
+        self._session.tried.add(self._tag)
+        return AttemptFiles(attempt, self._publication, parent, self._patience, is_elsewhere, self._is_left_out)
 
     @property
     def _publication(self) -> Publication:
@@ -176,18 +181,20 @@ class _Opening:
     def _prepare(self) -> str | None:
         """Return the tag whose files may be duplicated."""
         session, rank0 = self._session, self._session.topology.rank == 0
-        self._pass_over()
-        publication = self._publication
-        attempt = publication.attempt
+        while self._passes_over(self._theirs()):
+            pass
         # Each rank had the same verdict on the attempt before, so that they agree on whether rank 0 opens this one.
-        is_opened, session.last_failed = publication.in_place or session.last_failed, False
+        is_opened = not session.storage.renames or session.last_failed
         if rank0 and is_opened:
             clear_failed(session)
         for lost, vote in list(session.lost_votes.items()):
             AttemptVotes(session.storage, lost).cast(vote)
             del session.lost_votes[lost]
         if not rank0 and is_opened and self._attempt.error is None:
-            self._await_opening(attempt)  # before anything is written: there may be no room before
+            self._await_opening()  # before anything is written: there may be no room before
+        session.last_failed = False
+        publication = self._publication
+        attempt = publication.attempt
         if not session.is_alone:
             session.storage.make_dir(verdict_dir(attempt))
         session.keep_spares()
@@ -202,41 +209,64 @@ class _Opening:
         storage.make_dir(publication.folder)
         return parent_of(session.storage, session.last_saved) if self._attempt.request.options.dedup else None
 
-    def _pass_over(self) -> None:
-        """Skip attempts that other ranks made and ended without this one, so that all are in step again.
-
-        An attempt under this save's own tag is this save: then this rank came too late for it.
-        """
-        session, rank = self._session, self._session.topology.rank
-        if session.is_alone:
-            return
-        while True:
-            votes = AttemptVotes(session.storage, session.attempt(session.counter), session.news)
-            tag = votes.ended_with() if rank else votes.left_with()
-            if tag in (None, self._tag):
-                return
-            logger.warning("rank %d did not make the save of %r, which others made", rank, tag)
-            if rank == 0:
-                error = SaveFailed(f"rank 0 did not make this save, but that of {self._tag!r}")
-                votes.announce(Verdict(to_wire(error), tag=tag))
-                session.last_failed = True
-            else:
-                missed = SaveFailed(f"this rank did not make the save of {tag!r}")
-                votes.cast(Vote(rank, error=to_wire(missed)))
-            session.counter += 1
-
-    def _await_opening(self, attempt: str) -> None:
+    @property
+    def _votes(self) -> AttemptVotes:
         session = self._session
-        try:
-            votes = AttemptVotes(session.storage, attempt, session.news)
-            verdict = votes.await_opening(self._tag, self._patience, session.is_leaving)
-        except RanksDisagree:
-            raise
-        except SaveFailed:
-            self._patience = min(session.timeout, 5.0)  # it was silent for long enough
-            raise
-        if verdict is not None:
-            raise self._attempt.refused(verdict)
+        return AttemptVotes(session.storage, session.attempt(session.counter), session.news)
+
+    def _theirs(self) -> str | Verdict | None:
+        """Return what others save with this attempt, as far as it shows; for a rank that is alone None."""
+        if self._session.is_alone:
+            return None
+        votes = self._votes
+        return votes.of_rank0() if self._session.topology.rank else votes.of_others(self._tag)
+
+    def _passes_over(self, opened: str | Verdict | None) -> bool:
+        """Return False if the others save this very tag with the attempt, or nothing tells what they save.
+
+        If they make, or made, a save that this rank has left out, it says so, and goes on to the next attempt.
+
+        Raises RanksDisagree otherwise. If rank 0 left out this rank's save, the attempt stays for the one it makes.
+        """
+        session, rank, tag = self._session, self._session.topology.rank, self._tag
+        theirs = opened.tag if isinstance(opened, Verdict) else opened
+        if theirs is None or theirs == tag:
+            return False
+        is_over = isinstance(opened, Verdict)  # such a step tells nothing: a run may have gone back since
+        if rank and (tag in session.missed or (not is_over and goes_back(tag, theirs))):
+            self._is_left_out = True
+            raise RanksDisagree(f"save of {tag!r} failed: rank 0 did not make it with this rank, it is at {theirs!r}")
+        # Only then a later save of that tag cannot be taken for this one.
+        if rank and not (is_over or goes_back(theirs, tag) or theirs in session.tried):
+            raise RanksDisagree(
+                f"rank 0 saves {theirs!r}, this rank {tag!r}; all ranks must call save_checkpoint with the same "
+                "arguments, in the same order"
+            )
+        logger.warning("rank %d did not make the save of %r, which others made", rank, theirs)
+        if rank == 0:
+            error = SaveFailed(f"rank 0 did not make this save, but that of {tag!r}")
+            self._votes.announce(Verdict(to_wire(error), tag=theirs))
+        else:
+            session.missed.add(theirs)
+            missed = SaveFailed(f"this rank did not make the save of {theirs!r}")
+            self._votes.cast(Vote(rank, error=to_wire(missed)))
+        session.last_failed = True  # for all: without one rank there is no tag
+        session.counter += 1
+        return True
+
+    def _await_opening(self) -> None:
+        """Wait until rank 0 has opened this save. Raises its refusal."""
+        session = self._session
+        while True:
+            try:
+                opened = self._votes.await_opening(self._patience, session.is_leaving)
+            except SaveFailed:
+                self._patience = min(session.timeout, 5.0)  # it was silent for long enough
+                raise
+            if not self._passes_over(opened):
+                break
+        if isinstance(opened, Verdict):
+            raise self._attempt.refused(opened)
 
 
 class AttemptFiles:
@@ -249,11 +279,19 @@ class AttemptFiles:
     """
 
     def __init__(
-        self, attempt: SaveAttempt, publication: Publication, parent: str | None, patience: float, is_elsewhere: bool
+        self,
+        attempt: SaveAttempt,
+        publication: Publication,
+        parent: str | None,
+        patience: float,
+        is_elsewhere: bool,
+        is_left_out: bool,
     ) -> None:
         self.attempt, self.publication, self.patience = attempt, publication, patience
         self._is_elsewhere = is_elsewhere
         """True if nothing may be written, not even a vote: the path leads to another directory."""
+        self._is_left_out = is_left_out
+        """True if nothing may be written because the others do not make this save."""
         self.writer: FileWriter | None = None
         if attempt.plan is not None:
             storage, folder, files = attempt.session.storage, publication.folder, attempt.plan.files
@@ -291,6 +329,8 @@ class AttemptFiles:
         self._slot.close()
         if attempt.error is not None and self.writer is not None:
             self.writer.abort()
+        if self._is_left_out and attempt.error is not None:
+            raise attempt.failed(attempt.error) from attempt.error
         if (self._is_elsewhere or attempt.is_away()) and attempt.error is not None:
             attempt.session.lost_votes[self.publication.attempt] = self.failed_vote(attempt.error)
             raise attempt.failed(attempt.error) from attempt.error

@@ -20,7 +20,7 @@ from nxd_ckpt.core import names
 from nxd_ckpt.core.manifest import FileEntry, RankIndex
 from nxd_ckpt.core.suggestions import first_of
 from nxd_ckpt.core.tags import goes_back, latest
-from nxd_ckpt.core.votes import Claim, Verdict, Vote, disputed, raise_error_of
+from nxd_ckpt.core.votes import Claim, Verdict, Vote, disputed, raise_error_of, require_one_plan
 from nxd_ckpt.errors import (
     CheckpointError,
     MalformedFile,
@@ -93,6 +93,8 @@ class Ballot:
         if verdict.error is not None:
             raise attempt.refused(verdict)
         self._session.last_saved, self._session.resumed_from = self._tag, None
+        self._session.missed.clear()
+        self._session.tried.clear()
         return nbytes
 
     def _index(self) -> tuple[FileEntry | None, Sequence[Vote] | SaveFailed | None]:
@@ -187,6 +189,8 @@ class Ballot:
             verdict = self._votes.await_verdict(self._tag, self._files.patience, gone, self._answer)
             self._know(verdict.per_rank)
             session.last_failed = verdict.error is not None
+            if verdict.tag is not None and verdict.tag != self._tag:
+                session.missed.add(verdict.tag)
             return verdict
         except (OutcomeUnknown, OSError, MalformedFile) as error:
             if self._is_there_for_good():
@@ -238,6 +242,7 @@ class Ballot:
 
     def _after_appeal(self, votes: Sequence[Vote]) -> Sequence[Vote]:
         """Return the votes, on rank 0, after ranks that hold other values than who writes them saved their own."""
+        require_one_plan(votes)  # before their values are compared, which are those of different saves otherwise
         keys = disputed(votes)
         if not keys:
             return votes

@@ -92,3 +92,75 @@ def test_after_a_save_that_rank_0_missed_all_can_save(tmp_path: Path) -> None:
     assert ["", OutcomeUnknown.__name__, SaveFailed.__name__] == Job(3, missed_by_rank_0, tmp_path, group=True).values()
     assert ["first", "third"] == visible_tags(tmp_path / "run")
     assert 3 == saved_value(tmp_path / "run", "third", 3)
+
+
+LAST = 7
+"""The last step that is saved where ranks leave out some."""
+
+
+def saves_but_for(
+    rank: int, path: Path, world: int, left_out: dict[int, set[int]], is_async: bool, waits: bool, tags: str = ""
+) -> list[str]:
+    """What came of each step's save here, of which this rank leaves out some; "" for these.
+
+    If it ``waits``, a rank that leaves out a step goes on once the others have written theirs. The letters of ``tags``
+    are names without a step.
+    """
+    saver, handles = checkpointer(path, rank, world, on_save_failure="warn", max_failed_saves=99), {}
+    for step in range(LAST + 1):
+        if step not in left_out.get(rank, ()):
+            handles[step] = save(saver, tags[step:][:1] or f"step_{step}", step, async_save=is_async and step > 0)
+        elif waits and step - 1 not in left_out[rank]:
+            voters = [other for other in range(world) if step not in left_out.get(other, ())]
+            until(lambda step=step, voters=voters: all(has_voted(path, voter, f"step_{step}") for voter in voters))  # type: ignore[misc]
+    told = [handles[step].exception() if step in handles else None for step in range(LAST + 1)]
+    saver.close()
+    words = ["saved" if error is None else type(error).__name__ for error in told]
+    return [word if step in handles else "" for step, word in enumerate(words)]
+
+
+def has_voted(path: Path, rank: int, tag: str) -> bool:
+    """Whether the rank has voted on a save of this tag, and no later job's clean-up has taken the vote away."""
+    votes = (path / ".nxd_ckpt" / "votes").glob(f"*/rank_{rank:05d}.vote.json")
+    try:
+        return any(f'"{tag}"' in vote.read_text() for vote in votes)
+    except FileNotFoundError:
+        return False
+
+
+LEFT_OUT: list[tuple[int, dict[int, set[int]]]] = [
+    (2, {1: {2}}),
+    (2, {0: {2}}),
+    (3, {1: {2}, 2: {3}}),
+    (3, {0: {2}, 2: {4}}),
+    (2, {1: {2, 3}}),
+    (2, {0: {2, 3}}),
+]
+"""The number of ranks, and the steps that some do not save."""
+
+
+@pytest.mark.parametrize("is_async", [True, False])
+@pytest.mark.parametrize(("world", "left_out"), LEFT_OUT, ids=str)
+def test_only_saves_that_a_rank_left_out_fail(
+    tmp_path: Path, world: int, left_out: dict[int, set[int]], is_async: bool
+) -> None:
+    """Whichever rank it was; the next save that all make works, and all are in step again."""
+    outcomes = Job(world, saves_but_for, tmp_path, world, left_out, is_async, True, group=True).values()
+    missed = set.union(*left_out.values())
+    made = [step for step in range(LAST + 1) if step not in missed]
+    assert [made] * world == [[step for step in range(LAST + 1) if told[step] == "saved"] for told in outcomes]
+    assert [f"step_{step}" for step in made] == visible_tags(tmp_path)
+
+
+@pytest.mark.parametrize("tags", ["", "abcdefgh"])
+@pytest.mark.parametrize(("world", "left_out"), LEFT_OUT[:3], ids=str)
+def test_ranks_that_meet_in_different_saves_are_in_step_again_soon(
+    tmp_path: Path, world: int, left_out: dict[int, set[int]], tags: str
+) -> None:
+    """Where ranks do not wait for each other, or names tell no step, different saves meet, fail, and later ones work.
+    """
+    outcomes = Job(world, saves_but_for, tmp_path, world, left_out, True, False, tags, group=True).values()
+    saved = [[step for step in range(LAST + 1) if told[step] == "saved"] for told in outcomes]
+    assert saved == [saved[0]] * world
+    assert LAST in saved[0]
+    assert [tags[step:][:1] or f"step_{step}" for step in saved[0]] == visible_tags(tmp_path)

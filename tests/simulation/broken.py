@@ -306,7 +306,7 @@ BREAKS = [
     Break("Rank 0 does not wait for votes", "store", _VOTES),
     Break(
         "Ranks write before rank 0 made room", "store",
-        {_BEGINNING: ("            self._await_opening(attempt)  #", "            pass  #")},
+        {_BEGINNING: ("            self._await_opening()  #", "            pass  #")},
     ),
     Break(
         "Tag not emptied before it is saved again", "store",
@@ -391,6 +391,17 @@ BREAKS += [
     Break(
         "Votes not judged", "store, ranks differ",
         {_COMMIT: ("    judge(votes, topology, leader_of)\n", "")},
+    ),
+    *(
+        Break(
+            "Rank that left out a save takes the next one for it", place,
+            {_BEGINNING: ("        if theirs is None or ", "        if isinstance(opened, str) or theirs is None or ")},
+        )
+        for place in ("ranks differ", "store, ranks differ")
+    ),
+    Break(
+        "Save passed over whose tag tells nothing", "ranks differ",
+        {_BEGINNING: ("        if rank and not (is_over or ", "        if rank and not (theirs or ")},
     ),
     Break(
         "Clean-up removes the staging of this attempt", "disk",

@@ -168,6 +168,15 @@ class Promises:
                 assert told.word != "saved", f"{told.save} was saved for rank {told.rank}"
                 assert told.save.value not in tags.values(), f"{told.save} is visible: {tags}"
 
+    def ranks_get_in_step_again(self, job: Job) -> None:
+        """Of saves some of which a rank left out the last works, and where steps tell which, all from the next but one
+        on that all make."""
+        saves = sorted({save for _, save in job.begun}, key=lambda save: save.value)
+        last = max([number for number, save in enumerate(saves) if save.instead == "nothing"], default=len(saves))
+        after = saves[last + 2 :] if "step" in saves[0].tag else saves[last + 1 :][-1:]
+        for told in (told for told in job.outcomes if told.save in after):
+            assert told.word == "saved", f"rank {told.rank}, {told.save}: {told.error}"
+
     def no_wait_is_longer(self, outcomes: Sequence[Outcome]) -> None:
         """Than two timeouts for a save and for the one before it, and what a rank's own work takes.
 

@@ -136,12 +136,24 @@ def _drawn_rival(random: Random, fields: dict[str, Any], effects: Calls) -> dict
 
 
 def differing(random: Random) -> tuple[Save, ...]:
-    """Saves, in one of which a rank does something else than the other."""
+    """Saves, in some of which a rank does something else than the other."""
     rank, instead = random.randrange(WORLD_SIZE), random.choice(("another tag", "another format", "nothing"))
-    tags = "ab" if instead == "nothing" else random.choice(("ab", "aa"))  # else nothing tells the two saves apart
+    if instead == "nothing":
+        return _left_out(random)
+    tags = random.choice(("ab", "aa"))
     saves = [Save(tag, value, random.random() < 0.6) for value, tag in enumerate(tags, start=1)]
     which = random.randrange(2)
     saves[which] = replace(saves[which], differs_on=rank, instead=instead)
+    return tuple(saves)
+
+
+def _left_out(random: Random) -> tuple[Save, ...]:
+    """One save that a rank leaves out, or two, which may be different ranks; and more that all make. Without steps in
+    their names nothing but the names tells them apart: those are all different."""
+    is_async, names = random.random() < 0.6, random.choice(("abcdef", [f"step_{step}" for step in range(6)]))
+    saves = [Save(tag, value, is_async) for value, tag in enumerate(names, start=1)]
+    for which in random.sample(range(1, 3), random.choice((1, 1, 2))):
+        saves[which] = replace(saves[which], differs_on=random.randrange(WORLD_SIZE), instead="nothing")
     return tuple(saves)
 
 
@@ -183,6 +195,8 @@ class Run(Stage):
             if not schedule.rival and not differ and schedule.fault in ("nothing", "clock"):
                 self.promises.a_job_that_is_left_alone_saves(self.jobs[0])
                 self.promises.retention_removes_what_its_rules_say(self.jobs[0], self.outside())
+            if differ and schedule.fault == "nothing":
+                self.promises.ranks_get_in_step_again(self.jobs[0])
             for job in self.jobs:
                 self._leave(job)
             self.is_out = True
