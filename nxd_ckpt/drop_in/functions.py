@@ -37,8 +37,11 @@ settings = Settings()
 
 _said: set[str] = set()
 
+_as = partial(wraps, assigned=("__doc__",))
+"""For the signature and help of our own function; by its own name and module, a function can be pickled."""
 
-@wraps(api.save_checkpoint)
+
+@_as(api.save_checkpoint)
 def save_checkpoint(*args: Any, **keywords: Any) -> None:
     arguments = settings.save_arguments(args, keywords)
     if nothing_is_saved(arguments.get("tag")):
@@ -58,7 +61,7 @@ def save_checkpoint(*args: Any, **keywords: Any) -> None:
     saved.add_done_callback(lambda _: saved.error or say("%s saving of checkpoint %s completed", method, tag))
 
 
-@wraps(api.load_checkpoint)
+@_as(api.load_checkpoint)
 def load_checkpoint(*args: Any, **keywords: Any) -> Any:
     arguments = settings.load_arguments(args, keywords)
     tag = arguments.get("tag")
@@ -76,12 +79,12 @@ def load_checkpoint(*args: Any, **keywords: Any) -> Any:
     return content
 
 
-@wraps(api.has_checkpoint)
+@_as(api.has_checkpoint)
 def has_checkpoint(*args: Any, **keywords: Any) -> bool:
     return api.has_checkpoint(**settings.has_arguments(args, keywords))
 
 
-@wraps(api.finalize_checkpoint)
+@_as(api.finalize_checkpoint)
 def finalize_checkpoint() -> None:
     api.finalize_checkpoint()
     state = getattr(sys.modules.get(CHECKPOINT_MODULE), "g_iostate", None)

@@ -10,7 +10,7 @@ import gc
 import logging
 import os
 import sys
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from inspect import isfunction
 from types import CellType, ModuleType
@@ -21,6 +21,7 @@ from typing_extensions import Unpack
 from nxd_ckpt.commit.tier import Tier
 from nxd_ckpt.core.option_classes import takes
 from nxd_ckpt.drop_in import functions, lightning, rank_files
+from nxd_ckpt.drop_in.children import hand_nothing, hand_to_children
 from nxd_ckpt.drop_in.functions import CHECKPOINT_MODULE
 from nxd_ckpt.drop_in.import_hook import ImportHook
 from nxd_ckpt.drop_in.io_state import IOState
@@ -61,7 +62,7 @@ _ADAPTER = "NeuronCheckpointIO"
 
 
 class _Replaced(NamedTuple):
-    """An attribute of a module or class that was replaced; ``place`` is its name in full."""
+    """A global name of a module, or an attribute of a class, that was replaced; ``place`` is its name in full."""
 
     owner: Any
     name: str
@@ -77,35 +78,37 @@ class _Installation:
         self._replaced: list[_Replaced] = []
         self._hook = ImportHook(_OURS, self._replace)
 
-    def begin(self) -> None:
-        """Replace what is loaded, and watch for the rest."""
-        is_first, before = self._hook not in sys.meta_path, len(self._replaced)
+    @property
+    def is_on(self) -> bool:
+        return self._hook in sys.meta_path
+
+    def begin(self) -> list[str]:
+        """Replace what is loaded, and watch for the rest; return the places, none if all were replaced before."""
+        is_first, before = not self.is_on, len(self._replaced)
         if is_first:
             sys.meta_path.insert(0, self._hook)
         for name in _OURS:
             module = sys.modules.get(name)
             if module is not None:
                 self._replace(name, module)
-        originals = {id(one.original): one.ours for one in self._replaced}
-        for module, name, value in _held_elsewhere(originals):
-            self._set(module, name, f"{module.__name__}.{name}", originals[id(value)])
+        ours = {id(one.original): one.ours for one in self._replaced}
+        for names, name, original in _held_elsewhere([one.original for one in self._replaced]):
+            self._set(names, name, f"{names['__name__']}.{name}", ours[id(original)])
         replaced = self._replaced[before:]
         _warn_of_unreachable(filter(isfunction, dict.fromkeys(one.original for one in replaced)))
-        if _is_rank_0() and (replaced or is_first):
-            later = [f"{name} (once it is imported)" for name in _OURS if name not in sys.modules]
-            places = ", ".join([one.place for one in replaced] + later)
-            logger.warning("nxd_ckpt takes the place of neuronx_distributed's checkpoint functions: %s", places)
+        later = [f"{name} (once it is imported)" for name in _OURS if name not in sys.modules]
+        return [one.place for one in replaced] + later if replaced or is_first else []
 
     def end(self) -> None:
         """Put back what was there, where it is still ours."""
-        if self._hook in sys.meta_path:
+        if self.is_on:
             sys.meta_path.remove(self._hook)
         for one in reversed(self._replaced):
-            if vars(one.owner).get(one.name) is one.ours:
-                setattr(one.owner, one.name, one.original)
+            if _names_of(one.owner).get(one.name) is one.ours:
+                _put(one.owner, one.name, one.original)
         originals = {id(one.ours): one.original for one in self._replaced}
-        for module, name, value in _held_elsewhere(originals):
-            setattr(module, name, originals[id(value)])
+        for names, name, ours in _held_elsewhere([one.ours for one in self._replaced]):
+            names[name] = originals[id(ours)]
         self._replaced.clear()
         library: Any = sys.modules.get(CHECKPOINT_MODULE)
         if isinstance(getattr(library, "g_iostate", None), IOState):
@@ -113,28 +116,44 @@ class _Installation:
 
     def _replace(self, place: str, module: Any) -> None:
         for name, ours in _OURS[place].items():
-            self._set(module, name, f"{place}.{name}", ours)
+            self._set(vars(module), name, f"{place}.{name}", ours)
         adapter = vars(module).get(_ADAPTER)
         if isinstance(adapter, type):
             for name, method in _METHODS.items():
                 self._set(adapter, name, f"{place}.{_ADAPTER}.{name}", method)
 
     def _set(self, owner: Any, name: str, place: str, ours: Any) -> None:
-        original = vars(owner).get(name)
+        original = _names_of(owner).get(name)
         if original is not None and original is not ours:
             if ours is rank_files.load:
                 rank_files.original_load = original
             self._replaced.append(_Replaced(owner, name, place, original, ours))
-            setattr(owner, name, ours)
+            _put(owner, name, ours)
 
 
-def _held_elsewhere(wanted: Collection[int]) -> Iterator[tuple[ModuleType, str, Any]]:
-    """Yield the names of modules, other than ours, that hold an object with one of these ids."""
-    for module in list(sys.modules.values()):
-        if isinstance(module, ModuleType) and not module.__name__.startswith("nxd_ckpt"):
-            for name, value in list(vars(module).items()):
-                if id(value) in wanted:
-                    yield module, name, value
+def _names_of(owner: Any) -> Mapping[str, Any]:
+    """Return the names of a class, or of a module whose globals ``owner`` is."""
+    return owner if isinstance(owner, dict) else vars(owner)
+
+
+def _put(owner: Any, name: str, value: Any) -> None:
+    if isinstance(owner, dict):
+        owner[name] = value
+    else:
+        setattr(owner, name, value)
+
+
+def _held_elsewhere(wanted: Iterable[Any]) -> Iterator[tuple[dict[str, Any], str, Any]]:
+    """Yield the global names, of modules other than ours, that hold one of these objects.
+
+    Not all such modules are in ``sys.modules``: in a child that multiprocessing starts by "spawn", the functions of the main
+    script have globals of their own.
+    """
+    for one in {id(one): one for one in wanted}.values():
+        for names in gc.get_referrers(one):
+            is_of_a_module = isinstance(names, dict) and {"__name__", "__spec__"} <= names.keys()
+            if is_of_a_module and not str(names["__name__"]).startswith("nxd_ckpt"):
+                yield from [(names, name, one) for name, value in names.items() if value is one]
 
 
 _installation = _Installation()
@@ -163,18 +182,28 @@ def install(
     given = dict(options) if async_save is None else {**options, "async_save": async_save}
     settings = Settings(given, tiers)
     settings.validate()
+    places = _install(settings)
+    if places and os.environ.get("RANK", "0") == "0":
+        logger.warning("nxd_ckpt takes the place of neuronx_distributed's checkpoint functions: %s", ", ".join(places))
+
+
+def _install(settings: Settings) -> list[str]:
     functions.settings = settings
-    _installation.begin()
+    hand_to_children(_install_in_child, settings)
+    return _installation.begin()
+
+
+def _install_in_child(settings: Settings) -> None:
+    """Do the same in a child of multiprocessing, without a word, unless the script's own line has done it."""
+    if not _installation.is_on:
+        _install(settings)
 
 
 def uninstall() -> None:
     """Put neuronx-distributed's own functions back; saves in flight go on."""
+    hand_nothing()
     _installation.end()
     functions.settings = Settings()
-
-
-def _is_rank_0() -> bool:
-    return os.environ.get("RANK", "0") == "0"
 
 
 def _warn_of_unreachable(originals: Iterable[Any]) -> None:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import logging
+import pickle
 import sys
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -199,6 +202,92 @@ def test_a_script_that_nobody_edits(package: Path, tmp_path: Path, program: list
     (tmp_path / "train.py").write_text(SCRIPT)
     done = run_program(RUN, package, tmp_path, *program, tmp_path / "run", "--lr", "1")
     assert (0, "['--lr', '1'] __main__\n") == (done.returncode, done.stdout), done.stderr
+
+
+AS_BY_ITSELF = """
+import atexit, dataclasses, inspect, os, pickle, sys
+
+@dataclasses.dataclass
+class Arguments:
+    steps: int = 3
+
+def at_the_end():
+    assert Arguments() == pickle.loads(pickle.dumps(Arguments())), "no __main__"
+    print("end")
+
+atexit.register(at_the_end)
+assert dataclasses.fields(Arguments)[0].type is int
+assert sys.modules["__main__"].__dict__ is globals()
+os.chdir("/")
+assert os.path.isfile(__file__)
+assert "print" in inspect.getsource(at_the_end)
+"""
+
+
+@pytest.mark.parametrize("program", [["train.py"], ["-m", "train"], ["-m", "package"]], ids=" ".join)
+def test_a_script_is_as_it_is_by_itself(tmp_path: Path, program: list[str]):
+    """Its annotations, its file, its source after a change of directory, and its classes until the very end."""
+    (tmp_path / "package").mkdir()
+    for name in ("train.py", "package/__main__.py"):
+        (tmp_path / name).write_text(AS_BY_ITSELF)
+    done = run_program(RUN, tmp_path, tmp_path, *program)
+    assert (0, "end\n") == (done.returncode, done.stdout), done.stderr
+
+
+CHILDREN = """
+import multiprocessing, sys, threading, torch
+import neuronx_distributed as nxd
+from neuronx_distributed import save_checkpoint
+
+def work(directory, given, step):
+    assert given is save_checkpoint is nxd.save_checkpoint
+    save_checkpoint(directory, f"step_{step}", {"w": torch.ones(2)})
+
+def next_generation(*arguments):
+    child = multiprocessing.get_context("spawn").Process(target=work, args=arguments)
+    child.start()
+    child.join()
+    raise SystemExit(child.exitcode)
+
+if __name__ == "__main__":
+    import nxd_ckpt
+    nxd_ckpt.install(num_kept_ckpts=1, storage_options={"lock": threading.Lock()})
+    for step, (method, function) in enumerate([("fork", work), ("spawn", next_generation)]):
+        arguments = sys.argv[1], nxd.save_checkpoint, step
+        child = multiprocessing.get_context(method).Process(target=function, args=arguments)
+        child.start()
+        child.join()
+        print(method, child.exitcode)
+"""
+
+
+def test_children_of_multiprocessing(package: Path, tmp_path: Path):
+    """Those that begin the script again have ours too, with the options, except those that cannot be pickled."""
+    (tmp_path / "train.py").write_text(CHILDREN)
+    done = run_program(RUN, package, tmp_path, "train.py", tmp_path / "run")
+    assert (0, "fork 0\nspawn 0\n") == (done.returncode, done.stdout), done.stderr
+    assert ["step_1"] == [tag.tag for tag in nxd_ckpt.list_checkpoints(tmp_path / "run")]
+    assert "without storage_options=" in done.stderr
+
+
+def test_reloaded_modules_and_mocks(tmp_path: Path):
+    """A module that is imported again is replaced again; a mock takes the place of ours for as long as it is there."""
+    nxd_ckpt.install()
+    module = importlib.reload(import_module("neuronx_distributed.trainer.checkpoint"))
+    with mock.patch(f"{module.__name__}.save_checkpoint") as mocked:
+        module.save_checkpoint("anything")
+    mocked.assert_called_once_with("anything")
+    assert {"nxd_ckpt"} == owners()
+    nxd_ckpt.uninstall()
+    assert {"neuronx_distributed"} == owners()
+
+
+def test_the_functions_can_be_pickled():
+    """As neuronx-distributed's own: a launcher hands them to its processes."""
+    nxd_ckpt.install()
+    nxd: Any = import_module("neuronx_distributed")
+    for function in [*(getattr(nxd, name) for name in FOUR), nxd.parallel_layers.save, nxd.parallel_layers.load]:
+        assert function is pickle.loads(pickle.dumps(function))
 
 
 def test_the_scripts_own_exit_code(tmp_path: Path):
