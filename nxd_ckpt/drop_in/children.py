@@ -1,4 +1,4 @@
-"""Children of multiprocessing: those that begin the script again ("spawn", "forkserver") install what this process has installed.
+"""Children of multiprocessing that begin the script again ("spawn", "forkserver"): they install what their parent has.
 
 A forked child has it by itself. The others read what multiprocessing hands to each of them, after they have imported
 the main script again, and before they call its function.

@@ -146,8 +146,8 @@ def _put(owner: Any, name: str, value: Any) -> None:
 def _held_elsewhere(wanted: Iterable[Any]) -> Iterator[tuple[dict[str, Any], str, Any]]:
     """Yield the global names, of modules other than ours, that hold one of these objects.
 
-    Not all such modules are in ``sys.modules``: in a child that multiprocessing starts by "spawn", the functions of the main
-    script have globals of their own.
+    Not all such modules are in ``sys.modules``: in a child that multiprocessing starts by "spawn", the functions of the
+    main script have globals of their own.
     """
     for one in {id(one): one for one in wanted}.values():
         for names in gc.get_referrers(one):
