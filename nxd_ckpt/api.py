@@ -19,7 +19,7 @@ from nxd_ckpt.checkpointer import Checkpointer
 from nxd_ckpt.commit.retention import Removed
 from nxd_ckpt.commit.tier import Tier, checked_tiers
 from nxd_ckpt.coordination.at_exit import open_objects, settle_unheld
-from nxd_ckpt.coordination.environment import default_topology, topology_of
+from nxd_ckpt.coordination.environment import default_topology, require_all_ranks, topology_of
 from nxd_ckpt.coordination.rendezvous import meet
 from nxd_ckpt.core.option_classes import split_options, takes
 from nxd_ckpt.core.tags import Tag
@@ -276,6 +276,7 @@ def _shared_checkpointer(
 
     The first save makes it, with its ``options``. It closes others that were not saved to for long.
     """
+    require_all_ranks(default_topology(), options.get("topology"), options.get("process_group"))
     topology = options["topology"] = _topology(options)
     key = normalised(directory), topology
     with _lock:

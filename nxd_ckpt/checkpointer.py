@@ -17,7 +17,7 @@ from nxd_ckpt.commit.session import Session, open_session
 from nxd_ckpt.commit.tier import Tier
 from nxd_ckpt.coordination.agreement import Agreement, SingleProcessAgreement
 from nxd_ckpt.coordination.at_exit import ClosesUnheld, close_at_exit, counts_at_exit, forget
-from nxd_ckpt.coordination.environment import topology_of, versions
+from nxd_ckpt.coordination.environment import require_all_ranks, topology_of, versions
 from nxd_ckpt.coordination.preemption import Preemption
 from nxd_ckpt.coordination.rendezvous import meet
 from nxd_ckpt.coordination.schedule import Schedule
@@ -233,12 +233,13 @@ class Checkpointer(ClosesUnheld):
         with self._lock.held("load_latest"):
             self._in_flight.settle()
             self._reserve("load_latest")
-            agreed_options(agreement := self._meet("load_latest"), options, "Checkpointer.load_latest")
+            agreement, objects = self._meet("load_latest"), (model, optimizer, scheduler, state)
+            self._request(agreement, objects, options, "load_latest").checked()
             if not self._places.have_checkpoint(agreement, lasting=self._session is not None):
                 if self.topology.rank == 0:
                     logger.warning("%s: there is no checkpoint: the run begins at step %d", self.storage.url, default)
                 return default
-        loaded = self.load_objects(None, (model, optimizer, scheduler, state), options, lasting=True)
+        loaded = self.load_objects(None, objects, options, lasting=True)
         if user_content is not None and isinstance(loaded.user_content, Mapping):
             user_content.update(loaded.user_content)
         return loaded.step
@@ -251,18 +252,18 @@ class Checkpointer(ClosesUnheld):
             self._reserve("load")
             agreement = self._meet("load")
             with self._places.joined(agreement, lasting=self._session is not None):
-                ranks = agreement or SingleProcessAgreement()
-                model, optimizer, scheduler, state = objects
-                chosen = agreed_options(ranks, {"progress": self._options.progress, **options}, "Checkpointer.load")
-                timeout = self._options.timeout
-                request = LoadRequest(self.topology, ranks, model, optimizer, scheduler, chosen, timeout, state)
-                loaded = load(self._places.storages, tag, request)
+                loaded = load(self._places.storages, tag, self._request(agreement, objects, options, "load"))
                 if lasting and not self._is_closed:
                     self._places.replenish(agreement)
             self.resumed_from = loaded.tag
             if self._session is not None:
                 self._session.resumed_from = loaded.tag
             return loaded
+
+    def _request(self, agreement: Agreement | None, objects: Any, options: Any, call: str) -> LoadRequest:
+        ranks, (model, optimizer, scheduler, state) = agreement or SingleProcessAgreement(), objects
+        chosen = agreed_options(ranks, {"progress": self._options.progress, **options}, f"Checkpointer.{call}")
+        return LoadRequest(self.topology, ranks, model, optimizer, scheduler, chosen, self._options.timeout, state)
 
     @as_checkpoint_errors()
     def latest_step(self) -> int | None:
@@ -544,6 +545,7 @@ class Checkpointer(ClosesUnheld):
 
     def _claim(self, agreement: Agreement | None) -> Session:
         """Take the directory for this job."""
+        require_all_ranks(self.topology, self._options.topology, self._options.process_group)
         self._versions = versions()  # reads files: not on a later save's way
         run_id, timeout = self._options.run_id, self._options.timeout
         try:

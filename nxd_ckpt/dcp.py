@@ -31,6 +31,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.checkpoint.storage import StorageReader as TorchStorageReader
 from torch.distributed.checkpoint.storage import StorageWriter as TorchStorageWriter
 
+from nxd_ckpt.coordination.environment import default_topology, require_all_ranks
 from nxd_ckpt.core.dcp_names import DcpItem, names_of
 from nxd_ckpt.core.option_classes import takes
 from nxd_ckpt.errors import InvalidArgument
@@ -75,7 +76,7 @@ def save(
         InvalidArgument: neither ``checkpoint_id`` nor ``storage_writer``.
         CheckpointException: torch's, on all ranks, with what failed on each. Nothing became visible.
     """
-    writer = _writer(checkpoint_id, storage_writer, process_group)
+    writer = _writer(checkpoint_id, storage_writer, process_group, no_dist)
     metadata: Metadata = torch_save(
         _state_of(state_dict, writer),
         checkpoint_id=checkpoint_id,
@@ -108,7 +109,7 @@ def async_save(
     Returns:
         A future of the metadata; where ``async_stager`` copies in the background, torch's ``AsyncSaveResponse``.
     """
-    writer = _writer(checkpoint_id, storage_writer, process_group)
+    writer = _writer(checkpoint_id, storage_writer, process_group, no_dist)
     response: Future[Metadata] | Any = torch_async_save(
         _state_of(state_dict, writer),
         checkpoint_id=checkpoint_id,
@@ -215,7 +216,10 @@ def _allocate(state: Any) -> None:
             _allocate(value)
 
 
-def _writer(checkpoint_id: StrPath | None, writer: TorchStorageWriter | None, group: Any) -> TorchStorageWriter:
+def _writer(
+    checkpoint_id: StrPath | None, writer: TorchStorageWriter | None, group: Any, no_dist: bool
+) -> TorchStorageWriter:
+    require_all_ranks(default_topology(), no_dist or None, group)
     if writer is None:
         _required(checkpoint_id)
         writer = StorageWriter(model_key=None, optim_key=None)

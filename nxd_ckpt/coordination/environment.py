@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from typing import Any
 
@@ -55,6 +56,43 @@ def default_topology() -> Topology:
     if dist.is_available() and dist.is_initialized():
         return Topology(dp=dist.get_world_size(), rank=dist.get_rank())
     return Topology()
+
+
+_LAUNCHERS = {
+    "WORLD_SIZE": "torchrun",
+    "OMPI_COMM_WORLD_SIZE": "mpirun",
+    "PMI_SIZE": "mpiexec",
+    "SLURM_STEP_NUM_TASKS": "srun",
+    "PJRT_LOCAL_PROCESS_COUNT": "torch_xla.launch",
+}
+"""The variables in which launchers tell a process how many there are."""
+
+
+def require_all_ranks(topology: Topology, *given: Any) -> None:
+    """Raise InvalidArgument if a process that would save alone, by none of the options ``given``, is one of several.
+
+    Each would save what it has as the whole job's state, in the place of the others'.
+    """
+    if topology.world_size > 1 or any(option is not None for option in given):
+        return
+    joined = default_topology().world_size
+    if joined > 1:
+        raise InvalidArgument(
+            f"this Checkpointer was made before the process group of {joined} ranks, and would save each rank as a job "
+            "of its own: make it after torch.distributed.init_process_group()"
+        )
+    import torch.distributed as dist
+
+    if dist.is_available() and dist.is_initialized():
+        return
+    for variable, launcher in _LAUNCHERS.items():
+        count = os.environ.get(variable, "")
+        if count.isdigit() and int(count) > 1:
+            raise InvalidArgument(
+                f"{variable}={count}: this process is one of {count} ({launcher} or the like), but there is no process "
+                "group, and each would save its own state as that of the whole job: call "
+                "torch.distributed.init_process_group() before, or pass topology=, which Topology() makes a job of one"
+            )
 
 
 def versions() -> dict[str, str]:

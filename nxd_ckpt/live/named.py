@@ -69,8 +69,9 @@ def by_name(objects: Any, argument: str) -> Mapping[str, Any] | None:
 def with_state(objects: LiveObjects, state: Mapping[str, Any] | None) -> LiveObjects:
     """Return the objects with those of ``state``, by name, each where its kind belongs.
 
-    Raises InvalidArgument for what is no live object, cannot be loaded, or is given twice.
+    Raises InvalidArgument for what is no live object, cannot be loaded, is given twice, or as another argument.
     """
+    _refuse_swapped(objects)
     if state is None:
         return objects
     if not isinstance(state, Mapping) or not state:
@@ -114,6 +115,39 @@ def with_state(objects: LiveObjects, state: Mapping[str, Any] | None) -> LiveObj
                 "its name"
             )
     return LiveObjects(models or objects.model, optimizers or objects.optimizer, others or objects.scheduler)
+
+
+def _refuse_swapped(objects: LiveObjects) -> None:
+    """Raise InvalidArgument for an object that belongs to another argument, and a scheduler that has no state."""
+    for argument, one in objects._asdict().items():
+        belongs = _argument_of(one)
+        if belongs not in (None, argument):
+            article = "an" if belongs == "optimizer" else "a"
+            state = "'s state dict" if isinstance(one, Mapping) else f" ({type(one).__name__})"
+            raise InvalidArgument(f"{argument}= is {article} {belongs}{state}: pass it as {belongs}=")
+    if objects.scheduler is not None and not _has_state(objects.scheduler):
+        raise InvalidArgument(
+            "scheduler= must be an object with state_dict() and load_state_dict(), a list of them, or a state dict, "
+            f"found {objects.scheduler!r:.80}"
+        )
+
+
+def _argument_of(one: Any) -> str | None:
+    """Return the argument that an object can only be; None if it can be any."""
+    if isinstance(one, (type, NamedObjects)):
+        return None
+    if is_model(one):
+        return "model"
+    is_state = isinstance(one, Mapping) and "param_groups" in one and ("state" in one or "base_state" in one)
+    if is_state or is_optimizer(one):
+        return "optimizer"
+    return "scheduler" if isinstance(one, torch.optim.lr_scheduler.LRScheduler) else None
+
+
+def _has_state(one: Any) -> bool:
+    if isinstance(one, (list, tuple)):
+        return all(map(_has_state, one))
+    return isinstance(one, Mapping) or _is_live(one)
 
 
 class ObjectOnMesh:

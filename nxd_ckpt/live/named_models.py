@@ -17,7 +17,7 @@ from nxd_ckpt.errors import InvalidArgument, UnsupportedState
 from nxd_ckpt.live.load_hooks import has_module_of
 from nxd_ckpt.live.model import DictModel, ModelAdapter, ModuleModel
 from nxd_ckpt.live.model_names import BASE_LAYER, CONFIG, is_adapter, without_base_layer
-from nxd_ckpt.live.named import by_name
+from nxd_ckpt.live.named import by_name, is_model
 
 _ValueT = TypeVar("_ValueT")
 
@@ -259,13 +259,12 @@ def _opened(model: Any, may_be_meta: bool) -> ModelAdapter:
         return NamedModels(adapters, may_be_meta)
     if isinstance(model, dict):
         return DictModel(model, may_be_meta)
-    if isinstance(model, type) or not callable(getattr(model, "state_dict", None)):
+    is_one = callable(getattr(model, "state_dict", None)) and (hasattr(model, "modules") or is_model(model))
+    if isinstance(model, type) or not is_one:
         kind = f"the class {model.__name__} itself" if isinstance(model, type) else f"a {type(model).__name__}"
         is_list = isinstance(model, (list, tuple)) and bool(model)
         advice = "; pass several by name, model={name: model}" if is_list else ""
         raise InvalidArgument(f"model= must be a torch.nn.Module, an NxD model or a state dict, found {kind}{advice}")
-    if hasattr(model, "param_groups"):
-        raise InvalidArgument(f"model= is an optimizer ({type(model).__name__}): pass it as optimizer=")
     model = _unwrapped(model)
     if has_module_of(model, "torch.distributed.fsdp.", "FullyShardedDataParallel"):
         raise UnsupportedState(

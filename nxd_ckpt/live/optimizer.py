@@ -33,6 +33,8 @@ from nxd_ckpt.live.plain import PlainOptimizer, TorchZeroOptimizer, is_torch_zer
 from nxd_ckpt.live.state import OptimizerForm, State, StateTensor
 from nxd_ckpt.live.zero1 import KEYS, ExpertZero1Optimizer, Zero1Optimizer
 
+_EXPECTED = "must be a torch optimizer, an NxD optimizer or a state dict"
+
 
 def open_optimizer(
     optimizer: Any,
@@ -77,6 +79,8 @@ def _adapter(
     own_form = own_form_of(optimizer)
     if own_form is not None:
         return OwnFormOptimizer(optimizer, own_form, names)
+    if not hasattr(optimizer, "param_groups"):
+        raise InvalidArgument(f"optimizer= {_EXPECTED}, found a {type(optimizer).__name__}, which has no param_groups")
     on_meshes = any(is_dtensor(parameter) for parameter, _ in flat_parameters(optimizer.param_groups))
     return PlainOptimizer(optimizer, names, topology.tp, model=model, sharded=zero1_optimizer and not on_meshes)
 
@@ -139,9 +143,7 @@ def _unwrapped(optimizer: Any, called: str = "optimizer=") -> Any:
         kind = f"the class {inner.__name__} itself" if isinstance(inner, type) else f"a {type(optimizer).__name__}"
         several = isinstance(optimizer, (list, tuple)) and bool(optimizer)
         advice = "; pass several by name, optimizer={name: optimizer}" if several else ""
-        raise InvalidArgument(
-            f"{called} must be a torch optimizer, an NxD optimizer or a state dict, found {kind}{advice}"
-        )
+        raise InvalidArgument(f"{called} {_EXPECTED}, found {kind}{advice}")
     return inner
 
 

@@ -15,6 +15,8 @@ from nxd_ckpt.core.topology import Topology
 from nxd_ckpt.errors import InvalidArgument
 from nxd_ckpt.live.ignoring import IgnoreKeys
 from nxd_ckpt.live.named import LiveObjects, with_state
+from nxd_ckpt.live.named_models import open_model
+from nxd_ckpt.live.optimizer import open_optimizer
 from nxd_ckpt.options.checkpointer_options import DEFAULT_TIMEOUT
 from nxd_ckpt.options.hugging_face import MappingSpec
 from nxd_ckpt.storage.urls import StrPath
@@ -140,6 +142,18 @@ class LoadRequest:
         """
         objects = with_state(LiveObjects(self.model, self.optimizer, self.scheduler), self.state)
         return replace(self, **objects._asdict())
+
+    def checked(self) -> None:
+        """Raise, on all ranks, the errors of a load for objects that no tag fits. Collective."""
+
+        def check() -> None:
+            settled = self.settled()
+            model = None if settled.model is None else open_model(settled.model, may_be_meta=True)
+            if settled.optimizer is not None:
+                names = self.options.param_names
+                open_optimizer(settled.optimizer, model=model, param_names=names, topology=self.topology)
+
+        on_all(self.agreement, check)
 
     @property
     def reports_progress(self) -> bool:

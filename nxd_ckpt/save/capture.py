@@ -25,12 +25,14 @@ from nxd_ckpt.live.model import ModelAdapter
 from nxd_ckpt.live.named import LiveObjects, NamedObjects, named_states, state_of, with_state
 from nxd_ckpt.live.named_models import open_model
 from nxd_ckpt.live.optimizer import open_optimizer
+from nxd_ckpt.live.optimizer_state import OptimizerAdapter, flat_parameters
 from nxd_ckpt.live.parameters import is_short, refuse_fake_mode, refuse_unsupported
 from nxd_ckpt.live.save_state import SaveState
 from nxd_ckpt.live.state import ModelState, State, StateTensor
 from nxd_ckpt.live.state_names import PARAM_GROUPS, state_entries, without
 from nxd_ckpt.reshard.resharding import check_partitions, checked_partitions
 from nxd_ckpt.save.options import SaveOptions
+from nxd_ckpt.tag.state_dicts import is_model, is_optimizer
 
 logger = logging.getLogger("nxd_ckpt")
 
@@ -135,12 +137,11 @@ def capture(
     optimizer_state, kind, names = None, None, None
     if optimizer is not None:
         adapter = open_optimizer(
-            optimizer,
-            model=model_adapter,
-            param_names=options.param_names,
+            optimizer, model=model_adapter, param_names=options.param_names,
             zero1_optimizer=options.zero1_optimizer, topology=topology,
         )  # fmt: skip
-        optimizer_state, kind, names = adapter.capture(), adapter.kind, adapter.parameter_names
+        optimizer_state = _captured(adapter, model_adapter, topology)
+        kind, names = adapter.kind, adapter.parameter_names
         if options.use_zero1_dcp:
             kind = _as_dcp(kind)
         if live_partitions or partitions:
@@ -238,8 +239,34 @@ def _as_dcp(kind: str) -> str:
     return "zero1_dcp"
 
 
+def _captured(optimizer: OptimizerAdapter, model: ModelAdapter | None, topology: Topology) -> State:
+    """Return its state; once it is described, rank 0 warns of an optimizer that has no parameter of the model."""
+    state = optimizer.capture()
+    if model is None or topology.rank:
+        return state
+    groups = getattr(optimizer.stepping, "param_groups", ())
+    parameters = {id(parameter): parameter for parameter, _ in flat_parameters(groups)}
+
+    def described() -> dict[Path, StateTensor]:
+        if parameters and model.apart(parameters.values()) == parameters.keys():
+            logger.warning(
+                "optimizer: none of its %d parameters is one of the model's; they are saved with values of their own, "
+                "as clones (master weights) need it. If it is another model's optimizer, make it of this model's",
+                len(parameters),
+            )
+        return state.tensors
+
+    return replace(state, describe=described)
+
+
 def _scheduler_state(scheduler: Any) -> Any:
     state = state_of(scheduler)
+    kind = "an optimizer" if is_optimizer(state) else "a model" if is_model(state) else None
+    if kind is not None:
+        raise UnsupportedState(
+            f"scheduler= has the state of {kind}, which no load would take for a scheduler's: pass it as that, by a "
+            "name in state={...}, or as user_content="
+        )
     placed = sorted(name for name, own in (named_states(state) or {}).items() if any(map(is_dtensor, _tensors_in(own))))
     if isinstance(scheduler, NamedObjects) and placed:
         raise UnsupportedState(

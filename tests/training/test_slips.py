@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from nxd_ckpt import load_checkpoint, save_checkpoint
+from nxd_ckpt import Checkpointer, load_checkpoint, save_checkpoint
 from nxd_ckpt.api import close_checkpointers
-from nxd_ckpt.errors import IncompatibleState, InvalidArgument, KeyMismatch, OptimizerMismatch
+from nxd_ckpt.errors import IncompatibleState, InvalidArgument, KeyMismatch, OptimizerMismatch, UnsupportedState
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]
 
@@ -108,7 +108,7 @@ def test_what_is_in_the_wrong_place_is_refused(tmp_path: Path, model: torch.nn.M
         (torch.nn.Linear, None, "found the class Linear itself"),
         (optimizer, None, r"model= is an optimizer \(SGD\): pass it as optimizer="),
         (model.parameters(), None, "found a generator"),
-        (model, model, "optimizer= must be .* found a Linear"),
+        (model, model, r"optimizer= is a model \(Linear\): pass it as model="),
         (model, [optimizer], "found a list; pass several by name"),
         (model, torch.optim.SGD, "found the class SGD itself"),
         (model, {"a": optimizer, "b": {}}, "optimizer= is a dict of live objects, but 'b' is a dict"),
@@ -120,6 +120,55 @@ def test_what_is_in_the_wrong_place_is_refused(tmp_path: Path, model: torch.nn.M
         with pytest.raises(InvalidArgument, match=match):
             load_checkpoint(tmp_path, "good", one, other)
     assert not (tmp_path / "t").exists()
+
+
+def test_objects_of_other_arguments_are_refused(tmp_path: Path, model: torch.nn.Module) -> None:
+    """By the first save, by a load, and by load_latest in an empty directory, which a run that begins calls."""
+    optimizer = torch.optim.SGD(model.parameters(), **SGD)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    step(model, optimizer)
+    save_checkpoint(tmp_path / "good", "t", model, optimizer, scheduler)
+    for argument, wrong, match in (
+        ("model", scheduler, r"^model= is a scheduler \(StepLR\): pass it as scheduler="),
+        ("model", optimizer.state_dict(), r"^model= is an optimizer's state dict: pass it as optimizer="),
+        ("model", torch.amp.GradScaler("cpu"), r"^model= must be .* found a GradScaler"),  # type: ignore[attr-defined]
+        ("optimizer", scheduler, r"^optimizer= is a scheduler \(StepLR\): pass it as scheduler="),
+        ("optimizer", model, r"^optimizer= is a model \(Linear\): pass it as model="),
+        ("scheduler", optimizer, r"^scheduler= is an optimizer \(SGD\): pass it as optimizer="),
+        ("scheduler", optimizer.state_dict(), r"^scheduler= is an optimizer's state dict: pass it as optimizer="),
+        ("scheduler", model, r"^scheduler= is a model \(Linear\): pass it as model="),
+        ("scheduler", torch.nn.Linear, r"^scheduler= must be .*, found <class"),
+        ("scheduler", [scheduler, 3], r"^scheduler= must be .*, found \["),
+        ("scheduler", 0.1, r"^scheduler= must be .*, found 0.1"),
+    ):
+        objects: dict[str, Any] = {"model": model, "optimizer": optimizer, "scheduler": scheduler, argument: wrong}
+        with pytest.raises(InvalidArgument, match=match):
+            save_checkpoint(tmp_path / "run", "t", **objects)
+        with pytest.raises(InvalidArgument, match=match):
+            load_checkpoint(tmp_path / "good", "t", **objects)
+        with pytest.raises(InvalidArgument, match=match):
+            Checkpointer(tmp_path / "run").load_latest(**objects)
+    with pytest.raises(UnsupportedState, match=r"scheduler= has the state of a model.*no load"):
+        save_checkpoint(tmp_path / "run", "t", model, scheduler=model.state_dict())
+    with pytest.raises(UnsupportedState, match=r"param_groups must be a list.*no load"):
+        save_checkpoint(tmp_path / "run", "t", model, model.state_dict())
+    assert not (tmp_path / "run").exists()
+
+
+def test_an_optimizer_of_another_model_is_told(
+    tmp_path: Path, model: torch.nn.Module, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Once; it is no error, since an optimizer of clones looks the same."""
+    other = torch.nn.Linear(3, 2)
+    with Checkpointer(tmp_path) as checkpointer:
+        for number in range(2):
+            checkpointer.save(number, model, torch.optim.SGD(other.parameters()))
+        assert 1 == caplog.text.count("none of its 2 parameters is one of the model's")
+        caplog.clear()
+        checkpointer.save(3, model, torch.optim.SGD(model.parameters()))
+        checkpointer.save(4, model.state_dict(), torch.optim.SGD(model.parameters()))
+        checkpointer.save(5, None, torch.optim.SGD(model.parameters()))
+    assert "none of its" not in caplog.text
 
 
 def schedulers(model: torch.nn.Module) -> tuple[torch.optim.Optimizer, list[Any]]:
