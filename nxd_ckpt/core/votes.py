@@ -15,11 +15,16 @@ from nxd_ckpt.core import document
 from nxd_ckpt.core.dcp_names import DcpChunk
 from nxd_ckpt.core.limits import checked, checked_text, integers
 from nxd_ckpt.core.manifest import FileEntry
+from nxd_ckpt.core.suggestions import first_of
 from nxd_ckpt.core.topology import Topology
 from nxd_ckpt.errors import MalformedFile, RanksDisagree, SaveFailed, in_words
 
 WHOLE, SAMPLES = "whole", "samples"
 """How copies are compared: all of each, or samples of large ones."""
+
+
+VALUES = " values"
+"""End of what a claim is about, if that is no tensors."""
 
 
 class Claim(NamedTuple):
@@ -63,6 +68,7 @@ class Vote:
         duplicated: how many of ``nbytes`` were not written, because an earlier tag has the same files.
         claims: digests of everything that other ranks hold copies of, by the key of a `Claim`.
         per_rank: names of what it saved for itself, because another rank, which writes for all, has other values.
+        lost: those of them whose values had changed before it noticed.
     """
 
     rank: int
@@ -79,6 +85,7 @@ class Vote:
     duplicated: int = 0
     claims: Mapping[str, int] = field(default_factory=dict)
     per_rank: tuple[str, ...] = ()
+    lost: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -121,6 +128,7 @@ def load_vote(data: bytes, where: str) -> Vote:
             duplicated=fields["duplicated"],
             claims=_digests(fields["claims"]),
             per_rank=_texts(fields["per_rank"]),
+            lost=_texts(fields["lost"]),
         )
     except (KeyError, TypeError, ValueError, OverflowError) as problem:
         raise MalformedFile(f"{where}: not a vote of this version ({problem})") from problem
@@ -144,6 +152,22 @@ def raise_error_of(vote: Vote) -> None:
         raise kind(f"rank {vote.rank} failed: {in_words(vote.error)}")
 
 
+def _raise_loss_of(vote: Vote, votes: Sequence[Vote]) -> None:
+    """Raise if no file has what this rank alone has."""
+    if vote.lost:
+        raise SaveFailed(
+            f"rank {vote.rank} and the rank that writes for it differ in {first_of(vote.lost)} since this save, and "
+            "when that was noticed, training had changed them: no file has the values of this rank. The next save "
+            "keeps each rank's own"
+        )
+    for claim in map(Claim.of, vote.claims):
+        if claim.what.endswith(VALUES) and claim.key not in votes[claim.writes].claims:
+            raise RanksDisagree(
+                f"rank {vote.rank} saves a scheduler, or objects in state=, and rank {claim.writes}, which writes them "
+                "for all, has none: pass them on all ranks, or save what this rank alone has by rank_content="
+            )
+
+
 def judge(votes: Sequence[Vote], topology: Topology, leader_of: Mapping[int, int] | None = None) -> None:
     """Raise unless these votes, one of each rank, add up to one complete checkpoint.
 
@@ -155,6 +179,7 @@ def judge(votes: Sequence[Vote], topology: Topology, leader_of: Mapping[int, int
     """
     require_one_plan(votes)
     for vote in votes:
+        _raise_loss_of(vote, votes)
         leader = _leader(vote.rank, topology) if leader_of is None else leader_of[vote.rank]
         if vote.replica != votes[leader].replica and leader_of is not None:
             raise RanksDisagree(

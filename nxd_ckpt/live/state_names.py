@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -68,16 +68,29 @@ def leaf_name(part: str, path: Path, names: Sequence[str] | None) -> str:
     return "/".join(map(str, ("optim", name, *(path[2:] or (MASTER_WEIGHTS,)))))
 
 
+def is_in(part: str, name: str) -> bool:
+    """Return whether this is the name of something in a ``part``."""
+    return name.partition("/")[0] == ("optim" if part == "optimizer" else part)
+
+
+class Container(NamedTuple):
+    """A container of which the parts have names of their own."""
+
+    tree: Any
+
+
 def values_in(part: str, tree: Any, names: Sequence[str] | None) -> Iterator[tuple[str, Path, Any]]:
     """Yield everything in the tree of a part that is no tensor: name, path and value.
 
     A container without tensors, in the state of a parameter or as an option, is one value. Indices of parameters are
-    left out.
+    left out. Of schedulers and objects, which may have another form on each rank, each other one is a `Container`.
     """
 
     def walk(node: Any, path: Path) -> Iterator[tuple[str, Path, Any]]:
         children = () if isinstance(node, torch.Tensor) else list(children_of(node))
         if children and (len(path) < _depth(part, path) or next(iter_tensors(node, torch.Tensor), None)):
+            if part == "scheduler":
+                yield leaf_name(part, path, names), path, Container(node)
             for key, child in children:
                 yield from walk(child, (*path, key))
         elif not isinstance(node, torch.Tensor) and path[2:] != ("params",):

@@ -26,7 +26,7 @@ from nxd_ckpt.live import torch_xla
 from nxd_ckpt.live.dtensor import names_without_wrappers, plain_names
 from nxd_ckpt.live.model import ModelAdapter
 from nxd_ckpt.live.named_models import open_model
-from nxd_ckpt.live.state_names import parameter_sections
+from nxd_ckpt.live.state_names import is_in, parameter_sections
 from nxd_ckpt.load.collective_checks import ComparedNames, Unmatched, judge_model, judge_optimizer
 from nxd_ckpt.load.filters import Filter
 from nxd_ckpt.load.load_context import LoadContext, load_context
@@ -104,7 +104,8 @@ class RenamedTag(OpenTag):
         if manifest is not None:
             items = manifest.parameters.items()
             parameters = {renaming.live(name): spec for name, spec in items if renaming.concerns(name)}
-            manifest = replace(manifest, parameters=parameters)
+            per_rank = (live for name in manifest.per_rank if (live := _live_leaf(name, renaming)))
+            manifest = replace(manifest, parameters=parameters, per_rank=tuple(per_rank))
         super().__init__(opened.storage, opened.tag, opened._layout, manifest, opened.identity)
         self.is_one_save = opened.is_one_save
         self._renaming = renaming
@@ -145,6 +146,33 @@ class RenamedTag(OpenTag):
         names = super().optimizer_names(at)
         self._seen.update(names or ())
         return None if names is None else [self._renaming.live(name) for name in names]
+
+    def rank_state(self, rank: int) -> list[dict[str, Any]]:
+        return [self._live_rank_state(own) for own in super().rank_state(rank)]
+
+    def _live_rank_state(self, own: dict[str, Any]) -> dict[str, Any]:
+        lives = {name: _live_leaf(name, self._renaming) for name in own["leaves"]}
+        lives |= {name: _live_leaf(name, self._renaming) for key in ("absent", "lost") for name in own[key]}
+        paths = {
+            name: [self._renaming.live(path[0]), *path[1:]] if is_in("model", name) else path
+            for name, path in own["paths"].items()
+        }
+        by_name = {**own, "paths": paths}
+        renamed = {
+            key: {live: by_name[key][name] for name, live in lives.items() if live and name in by_name[key]}
+            for key in ("leaves", "paths", "meshes")
+        }
+        return renamed | {key: [live for name in own[key] if (live := lives[name])] for key in ("absent", "lost")}
+
+
+def _live_leaf(name: str, renaming: Renaming) -> str | None:
+    """Return the live name of what ranks saved for themselves under ``name``; None if it has none."""
+    part, _, rest = name.partition("/")
+    parameter, slash, entry = rest.partition("/")
+    if part == "scheduler" or (part == "optim" and parameter in ("param_groups", "state")):
+        return name
+    live = renaming.live(parameter)
+    return None if live.startswith(NOT_LIVE) else f"{part}/{live}{slash}{entry}"
 
 
 def unwrapped(opened: OpenTag, mapping: ModelMapping | None = None) -> OpenTag:
@@ -296,10 +324,10 @@ class PreparedLoad:
         self._before = {*trees.state_before()}
         self._scheduler = None if filtered.covers("scheduler") else request.scheduler
         self._scheduler_state = opened.scheduler() if self._scheduler is not None else None
-        check_scheduler(self._scheduler, self._scheduler_state, opened.where)
         if self._scheduler is not None:
-            own = trees.rank_state.put_into("scheduler", self._scheduler_state, None)
-            self._scheduler_state = map_tensors(own, opened.read, TensorStub)
+            self._scheduler_state = trees.rank_state.put_into("scheduler", self._scheduler_state, None)
+        check_scheduler(self._scheduler, self._scheduler_state, opened.where)
+        self._scheduler_state = map_tensors(self._scheduler_state, opened.read, TensorStub)
         if trees.continues_optimizer and lacks_scheduled_rates(opened):
             self._take_scheduled_rates()
         content = None if filtered.covers("user_content") else opened.user_content()

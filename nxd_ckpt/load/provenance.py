@@ -103,7 +103,7 @@ class Provenance:
 
     def _live(self, saved: str) -> tuple[str, str]:
         parameter, role = _parts_of(saved)
-        return self._opened.live_name(parameter), role
+        return parameter and self._opened.live_name(parameter), role
 
     @cached_property
     def _stored(self) -> set[tuple[str, str]]:

@@ -12,12 +12,9 @@ from nxd_ckpt.errors import IncompatibleState
 from nxd_ckpt.formats.tensors import Path, iter_tensors
 from nxd_ckpt.live.dtensor import Placed, described_layout
 from nxd_ckpt.live.parameters import form_of, is_tensor
-from nxd_ckpt.live.state_names import PARAM_GROUPS, leaf_name, replaced, values_in
+from nxd_ckpt.live.state_names import PARAM_GROUPS, is_in, leaf_name, replaced, values_in
 from nxd_ckpt.load.filters import Filter
 from nxd_ckpt.tag.opened import OpenTag
-
-PREFIXES = {"model": "model/", "optimizer": "optim/", "scheduler": "scheduler/"}
-"""Beginning of the names of what is in each part."""
 
 
 @dataclass(frozen=True)
@@ -37,9 +34,8 @@ class RankState:
 
         Raises IncompatibleState for a tensor of another form, or ``placed`` on another mesh.
         """
-        prefix = PREFIXES[part]
-        own = {name: leaf for name, leaf in self.leaves.items() if name.startswith(prefix)}
-        absent = [name for name in self.absent if name.startswith(prefix)]
+        own = {name: leaf for name, leaf in self.leaves.items() if is_in(part, name)}
+        absent = [name for name in self.absent if is_in(part, name)]
         if not own and not absent:
             return tree
         at = {leaf_name(part, path, parameters): path for path, _ in iter_tensors(tree)}
@@ -47,10 +43,10 @@ class RankState:
         at |= {name: path for name, path, _ in values_in(part, tree, parameters)}
         values: dict[Path, Any] = {}
         for name, leaf in own.items():
-            path = at.get(name, tuple(self.paths.get(name, ())))
+            path = at.get(name, tuple(self.paths[name]) if name in self.paths else None)
             if path in tensors and is_tensor(leaf):
                 self._check(name, leaf, tensors[path], (placed or {}).get(path))
-            if path:
+            if path is not None:
                 values[path] = leaf
         return replaced(tree, values, [at[name] for name in absent if name in at])
 
@@ -84,8 +80,8 @@ def rank_state(opened: OpenTag, topology: Topology, filtered: Filter, parts: Seq
     Raises IncompatibleState on other sizes, and for what the save could not keep.
     """
     per_rank = () if opened.manifest is None else opened.manifest.per_rank
-    wanted = tuple(PREFIXES[part] for part in parts)
-    names = [name for name in per_rank if name.startswith(wanted) and not _ignores(filtered, name)]
+    wanted = [name for part in parts for name in per_rank if is_in(part, name)]
+    names = [name for name in wanted if not _ignores(filtered, name)]
     if not names:
         return RankState()
     saved = opened.topology

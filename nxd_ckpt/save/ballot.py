@@ -179,6 +179,7 @@ class Ballot:
             duplicated=writer.duplicated_nbytes,
             claims={} if plan.replicas is None else plan.replicas.summary(writer.blocks),
             per_rank=() if plan.replicas is None else tuple({*plan.replicas.own.names, *self._own.names}),
+            lost=tuple(self._own.lost),
         )
 
     def _learn(self, counted: _Counted) -> Verdict:
@@ -235,7 +236,7 @@ class Ballot:
             return Verdict(per_rank=per_rank), sum(vote.nbytes for vote in votes)
         except (SaveFailed, OutcomeUnknown) as failure:
             is_seen = isinstance(failure, OutcomeUnknown) and is_visible(session.storage, self._tag, self._number)
-            return Verdict() if is_seen else Verdict(to_wire(failure)), 0
+            return Verdict() if is_seen else Verdict(to_wire(failure), per_rank=self._known), 0
         except Exception as failure:
             why = f"rank 0 could not commit it: {in_words(to_wire(failure))}"
             return Verdict(to_wire(failure_of(failure)(why))), 0
@@ -267,6 +268,11 @@ class Ballot:
                 break
         self._know(name for vote in votes for name in vote.per_rank)
         return votes
+
+    @property
+    def _known(self) -> tuple[str, ...]:
+        plan = self._attempt.plan
+        return () if plan is None or plan.replicas is None else tuple(sorted(plan.replicas.known))
 
     def _know(self, per_rank: Iterable[str]) -> None:
         plan = self._attempt.plan

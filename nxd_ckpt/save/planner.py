@@ -29,7 +29,7 @@ from nxd_ckpt.live.save_state import SaveState
 from nxd_ckpt.live.state_names import leaf_name
 from nxd_ckpt.save.plan import SavePlan, plan_objects, plan_save
 from nxd_ckpt.save.planned_file import PlannedFile
-from nxd_ckpt.save.replicas import Copy, Replicas, Values
+from nxd_ckpt.save.replicas import Copy, Replicas, Values, is_below
 from nxd_ckpt.tag.state_dicts import checked_optimizer
 
 _VALUES = frozenset({int, float, bool, str, bytes, complex, type(None), torch.dtype, torch.device, torch.Size})
@@ -183,7 +183,7 @@ class Planner:
         last = self._last
         # Of a cached plan they are the same object, which saves a walk through all of them.
         if last is None or (last.copies is not copies and last.copies != copies) or last.known != len(self._known):
-            compared = [each for each in copies if each.writes != rank and each.name not in self._known]
+            compared = [each for each in copies if each.writes != rank and not is_below(each.name, self._known)]
             last = _Compared(copies, compared, len(self._known))
         self._last = last._replace(copies=copies, times=last.times + 1)
         values = [
@@ -228,12 +228,14 @@ def _copies_of_scheduler(tree: Any, plan: SavePlan) -> Iterator[Copy]:
 def _values_of(
     part: str, writes: int, tree: Any, structure: Structure | None, parameters: Sequence[str] | None, known: set[str]
 ) -> Values:
-    values = Values(part, writes, tree, parameters, None if structure is None else structure.values, known)
     if structure is None:  # some of them could change before the save ends
-        kept = {name: (path, copy.deepcopy(value)) for name, (path, value) in values.by_name.items()}
-        vars(values)["by_name"] = kept
-        _ = values.digest
-    return values
+        tree = copy.deepcopy(tree, {id(tensor): tensor for _, tensor in iter_tensors(tree, _LIVE)})
+        return Values(part, writes, tree, parameters, None, None, known)
+    if part != "scheduler":  # each rank of a mesh may have other shapes; and the containers are copies
+        return Values(part, writes, tree, parameters, structure.values, structure.nodes, known)
+    forms = [form[:2] for form in structure.forms]
+    tree = map_tensors(tree, lambda tensor: tensor, _LIVE)
+    return Values(part, writes, tree, parameters, structure.values, (structure.nodes, forms), known)
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ and, in the first two saves of a structure, all; later samples of large ones. So
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from io import BytesIO
@@ -21,12 +21,12 @@ import numpy as np
 import torch
 
 from nxd_ckpt.core import names
-from nxd_ckpt.core.votes import SAMPLES, WHOLE, Claim
+from nxd_ckpt.core.votes import SAMPLES, VALUES, WHOLE, Claim
 from nxd_ckpt.formats.crc32 import block_crcs, crc32
-from nxd_ckpt.formats.tensors import Path, byte_view
+from nxd_ckpt.formats.tensors import Path, byte_view, children_of, map_tensors
 from nxd_ckpt.formats.torch_zip_writer import image_of
-from nxd_ckpt.live.parameters import form_of
-from nxd_ckpt.live.state_names import values_in
+from nxd_ckpt.live.parameters import form_of, is_tensor
+from nxd_ckpt.live.state_names import Container, is_in, values_in
 from nxd_ckpt.save.planned_file import NamedTensor, PlannedFile
 from nxd_ckpt.save.waves import Wave
 
@@ -35,9 +35,6 @@ _LARGE = 2**20
 
 _SAMPLE = 2**12
 """Bytes of each of the three samples of a large tensor."""
-
-_PREFIX = {"model": "model/", "optimizer": "optim/", "scheduler": "scheduler/"}
-"""Beginning of the names of what is in each part."""
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
@@ -66,7 +63,8 @@ class Copy(NamedTuple):
 class Values:
     """Everything in the tree of a ``part`` that is no tensor. ``tree`` must not change any more.
 
-    ``pickled`` tells all of it, None if that is not known; ``known`` are names of what ranks save for themselves.
+    ``pickled`` are all values, None if they are not known, and ``form`` is that of the tree around them; ``known`` are
+    names of what ranks save for themselves.
     """
 
     part: str
@@ -74,11 +72,12 @@ class Values:
     tree: Any = field(repr=False)
     parameters: Sequence[str] | None
     pickled: bytes | None
+    form: Any
     known: set[str]
 
     @property
     def claim(self) -> str:
-        return Claim(self.writes, f"{self.part} values", WHOLE).key
+        return Claim(self.writes, f"{self.part}{VALUES}", WHOLE).key
 
     @cached_property
     def by_name(self) -> dict[str, tuple[Path, Any]]:
@@ -87,19 +86,29 @@ class Values:
     @cached_property
     def digests(self) -> dict[str, int]:
         """Digest of each value, by name, except the ``known``."""
-        values = ((name, value) for name, (_, value) in self.by_name.items() if name not in self.known)
+        values = ((name, value) for name, (_, value) in self.by_name.items() if not is_below(name, self.known))
         return {name: digest_of_value(value) for name, value in values}
 
     @cached_property
     def digest(self) -> int:
         """Digest of all of them."""
         if self.pickled is not None and not self.known:
-            return crc32(self.pickled)
+            return crc32(repr((self.form, crc32(self.pickled))).encode())
         return crc32(repr(sorted(self.digests.items())).encode())
 
 
+def is_below(name: str, known: Collection[str]) -> bool:
+    """Return whether a value of this name, or a container that it is in, is ``known``."""
+    while known and name and name not in known:
+        name = name.rpartition("/")[0]
+    return bool(known and name)
+
+
 def digest_of_value(value: Any) -> int:
-    """Return a digest that is equal for equal plain data."""
+    """Return a digest that is equal for equal plain data, and for containers of equal keys and forms of tensors."""
+    if isinstance(value, Container):
+        forms = [(key, form_of(leaf) if is_tensor(leaf) else None) for key, leaf in children_of(value.tree)]
+        value = type(value.tree).__name__, forms
     return crc32(repr(_plain(value)).encode("utf-8", "surrogatepass"))
 
 
@@ -154,17 +163,20 @@ class Own:
         if copy.mesh is not None:
             self.meshes[copy.name] = copy.mesh
 
-    def keep_values(self, values: Values, names: Iterable[str]) -> None:
-        """Keep the values of these names, also that some are not there."""
+    def keep_values(self, values: Values, names: Iterable[str], held: Callable[[Any], Any]) -> None:
+        """Keep the values of these names, also that some are not there. Containers keep what is ``held`` of tensors."""
         for name in names:
             if name in values.by_name:
                 path, value = values.by_name[name]
-                self.leaves[name], self.paths[name] = value, list(path)
+                own = map_tensors(value.tree, held) if isinstance(value, Container) else value
+                self.leaves[name], self.paths[name] = own, list(path)
             else:
                 self.absent.append(name)
 
     def file(self, rank: int, number: int) -> PlannedFile:
         """Return the file to write; ``number`` is that of names.rank_state_file."""
+        for name in [name for name in self.leaves if is_below(name.rpartition("/")[0], self.leaves)]:
+            del self.leaves[name]
         image = image_of(vars(self))
         storage_of = {id(tensor): number for number, tensor in enumerate(image.tensors)}
         tensors = [
@@ -211,8 +223,8 @@ class Replicas:
                 own.keep(copy, self.tensors[copy.part][copy.number])
         for values in self.values if self.known else ():
             if values.writes != self.rank:
-                parts = [name for name in self.known if name.startswith(_PREFIX[values.part])]
-                own.keep_values(values, [name for name in parts if name not in self._names])
+                names = [name for name in self.known if is_in(values.part, name) and name not in self._names]
+                own.keep_values(values, names, lambda tensor: tensor)
         return own
 
     @cached_property
@@ -264,7 +276,7 @@ class Replicas:
         """Return digests by claim and name. ``blocks`` gives those of a storage that this rank wrote."""
         digests: dict[str, dict[str, int]] = {}
         for copy in self.copies:
-            if copy.writes != self.rank or copy.name in self.known or copy.place is None:
+            if copy.writes != self.rank or copy.place is None or is_below(copy.name, self.known):
                 continue
             whole = _joint(blocks(copy.place))
             digests.setdefault(copy.claim(WHOLE), {})[copy.name] = whole
@@ -323,6 +335,13 @@ class Replicas:
         own = Own()
         mine = self.digests(lambda place: [])
         storage_of = {number: storage for storage, (number, _) in enumerate(self.to_stage[1])}
+        number_of = {id(self.tensors[copy.part][copy.number]): number for number, copy in enumerate(self.compared)}
+
+        def held(tensor: torch.Tensor) -> Any:
+            number = number_of[id(tensor)]
+            own.keep(self.compared[number], self._held(number, self.compared[number], storage_of))
+            return own.leaves.get(self.compared[number].name, tensor)
+
         for number, copy in enumerate(self.compared):
             key = copy.claim(WHOLE if self.whole else SAMPLES)
             if key in theirs and mine.get(key, {}).get(copy.name) != theirs[key].get(copy.name):
@@ -330,7 +349,8 @@ class Replicas:
         for values in self.values:
             if values.claim in theirs:
                 others, here = theirs[values.claim], values.digests
-                own.keep_values(values, [name for name in {**here, **others} if here.get(name) != others.get(name)])
+                names = [name for name in {**here, **others} if here.get(name) != others.get(name)]
+                own.keep_values(values, names, held)
         return own
 
     def _held(self, number: int, copy: Copy, storage_of: Mapping[int, int]) -> torch.Tensor | None:

@@ -83,6 +83,10 @@ def checked_optimizer(tree: Any, where: str) -> dict[str, Any]:
     return cast("dict[str, Any]", tree)
 
 
+_KEYS = (int, float, complex, str, bytes, tuple, type(None))
+"""Types of keys of plain data."""
+
+
 def checked_rank_state(tree: Any, where: str) -> dict[str, Any]:
     """Return ``tree`` if it has the form of what a rank saves for itself. Raises MalformedFile, naming ``where``."""
     _names(tree, f"{where}: expected a rank's own state")
@@ -93,7 +97,7 @@ def checked_rank_state(tree: Any, where: str) -> dict[str, Any]:
         if not isinstance(listed, (list, tuple)) or not all(isinstance(name, str) for name in listed):
             raise MalformedFile(f"{where}: {key} must be names, found {shown(listed)}")
     for name, path in tree["paths"].items():
-        if not isinstance(path, (list, tuple)) or not all(isinstance(key, (int, str)) for key in path):
+        if not isinstance(path, (list, tuple)) or not all(isinstance(key, _KEYS) for key in path):
             raise MalformedFile(f"{where}: the path of {shown(name)} must be keys, found {shown(path)}")
     return cast("dict[str, Any]", tree)
 
