@@ -23,6 +23,7 @@ from nxd_ckpt import errors
 from nxd_ckpt.coordination.agreement import Agreement, SingleProcessAgreement, StoreAgreement, Words, answer_of
 from nxd_ckpt.coordination.peers import Address, ConnectionToRank0, Rank0Connections
 from nxd_ckpt.coordination.waiting import FairLock
+from nxd_ckpt.coordination.whereabouts import Whereabouts, answer
 from nxd_ckpt.effects import in_forked_children
 from nxd_ckpt.errors import CheckpointError, MalformedFile, PeerTimeout, RanksDisagree
 
@@ -96,7 +97,7 @@ def meet(
     Only ``torch.distributed`` is read; any backend will do, because only the group's store is used.
 
     Raises:
-        RanksDisagree: another rank made another call: a load instead of a save.
+        RanksDisagree: another rank made another call, a load instead of a save, or has gone on without it.
         PeerTimeout: a rank did not come within ``timeout`` seconds, or is gone.
     """
     if world_size == 1:
@@ -134,16 +135,17 @@ class Rendezvous:
         self.group_store = store
         of_members = "" if members is None else f"/{sha256(repr(members).encode()).hexdigest()[:16]}"
         self._store = PrefixStore(f"nxd_ckpt{of_members}", store)
-        self._rank, self._world_size = rank, world_size
+        self._rank, self._world_size, self._members = rank, world_size, members
         self._lock = FairLock()
         self._peers: Rank0Connections | ConnectionToRank0 | None = None
+        self._whereabouts: Whereabouts | None = None
         self._secret = secrets.token_bytes(32) if rank == 0 else None
 
     def meet(self, timeout: float, call: str) -> Agreement:
         """Meet the other ranks for ``call`` and return the agreement; see the function `meet`."""
         from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
-        words = Words(self._store, self._rank, timeout, self._is_gone, call)
+        words = Words(self._store, self._rank, timeout, self._is_gone, call, self._has_passed)
         with self._lock.held(call):
             if self._rank == 0:
                 number, hub, all_know = _call_in(words, self._world_size, call, self._hub())
@@ -164,9 +166,14 @@ class Rendezvous:
     def _is_gone(self, rank: int) -> bool:
         return self._peers is not None and self._peers.is_gone(rank)
 
+    def _has_passed(self, rank: int) -> bool:
+        return self._whereabouts is not None and self._whereabouts.has_passed(rank)
+
     def _hub(self) -> Address | None:
         try:
-            self._peers = self._peers or Rank0Connections(self._secret or b"")
+            if self._peers is None:
+                self._peers = Rank0Connections(self._secret or b"")
+                self._whereabouts = None if self._members else Whereabouts(self._peers)
         # A host without listening sockets, or an exiting interpreter: dead ranks are noticed after the timeout.
         except (OSError, RuntimeError) as error:
             logger.debug("the end of other ranks will not be noticed at once: %s", error)
@@ -176,6 +183,7 @@ class Rendezvous:
         if self._peers is None and hub is not None:
             try:
                 self._peers = ConnectionToRank0(self._rank, hub, self._secret or b"")
+                answer(self._peers)
             except OSError as error:
                 logger.debug("the end of rank 0 will not be noticed at once: %s", error)
 

@@ -13,20 +13,23 @@ renamed when it is complete.
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from itertools import zip_longest
 from typing import Any, ClassVar
 
 import accelerate
 from accelerate import DistributedType
+from accelerate.state import is_initialized
 
 from nxd_ckpt.api import close_checkpointers, load_checkpoint, save_checkpoint
 from nxd_ckpt.checkpoint import open_checkpoint
 from nxd_ckpt.coordination.agreement import Agreement, SingleProcessAgreement, decided_by_rank0, on_all
 from nxd_ckpt.coordination.environment import default_topology
 from nxd_ckpt.coordination.rendezvous import meet
-from nxd_ckpt.core.option_classes import plain_options
+from nxd_ckpt.core.option_classes import options_of, plain_options, split_options
 from nxd_ckpt.errors import (
     CheckpointNotFound,
     CorruptCheckpoint,
@@ -35,10 +38,18 @@ from nxd_ckpt.errors import (
     OptimizerMismatch,
     UnsupportedState,
 )
-from nxd_ckpt.integrations.resume_checks import WORLD_SIZE, require_same, require_same_setting
-from nxd_ckpt.integrations.sealed import SealedDirectory, directory_of, is_ours, next_number, oldest_first, verify_files
+from nxd_ckpt.integrations.resume_checks import WORLD_SIZE, parameter_names, require_same, require_same_setting
+from nxd_ckpt.integrations.sealed import (
+    SealedDirectory,
+    directory_of,
+    is_ours,
+    next_number,
+    oldest_first,
+    require_one_writer,
+    verify_files,
+)
 from nxd_ckpt.load.loading import require_fit
-from nxd_ckpt.load.options import LoadRequest
+from nxd_ckpt.load.options import LoadOptions, LoadRequest
 from nxd_ckpt.options.checkpointer_options import DEFAULT_TIMEOUT, CheckpointerOptions
 from nxd_ckpt.save.options import SaveOptions
 from nxd_ckpt.save.pending import PendingSave
@@ -56,6 +67,9 @@ _NUMBERED = r"checkpoint_(\d+)"
 
 _RANDOM_STATE = "random_states_{}.pkl"
 """File of each rank, by its number."""
+
+_OF_OBJECTS = re.compile(r"scheduler(_\d+)?\.bin|custom_checkpoint_\d+\.pkl|scaler\.pt")
+"""Files that accelerate reads without asking whether they are there, or more of them."""
 
 _ACCELERATES = (
     *("model*.safetensors*", "pytorch_model*", "optimizer*", "scheduler*.bin", "sampler*.bin", "dl_state_dict*"),
@@ -87,7 +101,10 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
     """The checkpoint that is not known to be visible yet."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
+        is_first = not is_initialized()
         super().__init__(*args, **kwargs)
+        if is_first:  # connects the ranks: rank 0 then learns what the others do while it waits for them
+            require_one_writer(self._meet("Accelerator"), self._writes)
         if self.project_configuration.automatic_checkpoint_naming and self.project_dir is not None:
             directory_of(self.project_dir)
 
@@ -110,10 +127,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
             super().save_state(directory.staged, safe_serialization, **options)
         own = _RANDOM_STATE.format(self.process_index)
         if self.is_main_process:
-            required = [own, *(f"custom_checkpoint_{index}.pkl" for index in range(len(self._custom_objects)))]
-            numbers = ["", *(f"_{index}" for index in range(1, len(self._schedulers)))]
-            required += [f"scheduler{number}.bin" for number in numbers] if self._schedulers else []
-            directory.record(_RANDOM_STATE.format("[1-9]*"), required)
+            directory.record(_RANDOM_STATE.format("[1-9]*"), [own, *self._files_of_objects()])
         self.wait_for_everyone()  # until all ranks' files are there
         # All ranks write the state of the scaler and of stateful data loaders, and hooks write any files.
         directory.complete(agreement, own, shared=True)
@@ -141,7 +155,8 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         require_same_setting(place, content["runs_with"], self._setting(), self.any_world_size)
         require_same(place, content["runs_with"], self._classes(), OptimizerMismatch)
         verify_files(place, STATE, self.files_added_later)
-        self._load_models(place)
+        self._require_same_objects(place)
+        self._load_models(place, options)
         with self._bare() as bare:
             for hook in [*bare["_load_model_state_pre_hook"].values()]:
                 hook(list(bare["_models"]), place)
@@ -155,21 +170,22 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
 
     def _save_models(self, directory: SealedDirectory, saves: list[PendingSave]) -> None:
         """Save models and optimizers, which accelerate's files lack, and add the saves to ``saves``."""
-        for tag, model, optimizer in self._parts():
+        for tag, model, optimizer, names in self._parts():
             content = {"runs_with": {**self._setting(), **self._classes()}} if tag == STATE else None
-            more = {"async_save": self.async_save, **self.checkpoint_options}
+            more = {"async_save": self.async_save, "param_names": names, **self.checkpoint_options}
             saves.append(save_checkpoint(directory.tags, tag, model, optimizer, None, content, **more))
 
-    def _load_models(self, place: str) -> None:
-        """Load all models, or none.
+    def _load_models(self, place: str, given: Mapping[str, Any]) -> None:
+        """Load all models, or none; with those of the ``given`` options that are options of a load, such as ``strict``.
 
         Before the first one changes, the others are checked to fit, and their tags are verified.
         """
         parts = self._parts()
         if is_ours(place, _tag(len(parts))):
             raise IncompatibleState(
-                f"{place} was saved with more models than the {len(parts)} that were prepared: prepare all of them"
+                f"{place} was saved with more models than the {len(self._models)} that were prepared: prepare all"
             )
+        options, _ = split_options(LoadOptions, given)
         agreement = self._meet("load_state")
         own = [tag for tag, *_ in parts[1:]][self.process_index :: self.num_processes]
         storage, topology = LocalStorage(os.path.abspath(place)), default_topology()
@@ -178,22 +194,45 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         except CorruptCheckpoint as error:  # another rank may have found it, and rank 0 removes surplus checkpoints
             note_damage(storage, Identity(storage, STATE), str(error))
             raise
-        for tag, model, optimizer in parts[1:]:
-            require_fit(storage, tag, LoadRequest(topology, agreement, model, optimizer))
-        for tag, model, optimizer in parts:
-            load_checkpoint(place, tag, model, optimizer)
+        for tag, model, optimizer, names in parts[1:]:
+            chosen = options_of(LoadOptions, {"param_names": names, **options})
+            require_fit(storage, tag, LoadRequest(topology, agreement, model, optimizer, options=chosen))
+        for tag, model, optimizer, names in parts:
+            load_checkpoint(place, tag, model, optimizer, **{"param_names": names, **options})
 
-    def _parts(self) -> list[tuple[str, Any, Any]]:
-        """Return the tag, the model and the optimizer (or None) of each model, without accelerate's wrappers."""
-        optimizers = [optimizer.optimizer for optimizer in self._optimizers]
-        if not self._models or len(optimizers) > len(self._models):
-            raise UnsupportedState(
-                f"{len(self._models)} models and {len(optimizers)} optimizers were prepared: each optimizer is saved "
-                "with the model at its place. Prepare a model for each, or use accelerate.Accelerator"
+    def _parts(self) -> list[tuple[str, Any, Any, list[list[str]] | None]]:
+        """Return each tag with its model and its optimizer, or None, without accelerate's wrappers.
+
+        An optimizer is saved with the model at its place. Those for which there is none have tags of their own, with
+        the names of their parameters if these are of one model.
+        """
+        models: list[Any] = [self.unwrap_model(model) for model in self._models]
+        if not models:
+            raise UnsupportedState("no model was prepared: prepare one, or use accelerate.Accelerator")
+        parts: list[tuple[str, Any, Any, list[list[str]] | None]] = []
+        for index, (model, wrapped) in enumerate(zip_longest(models, self._optimizers)):
+            optimizer = None if wrapped is None else wrapped.optimizer
+            named = (parameter_names(each, optimizer) for each in models) if model is None else ()
+            parts.append((_tag(index), model, optimizer, next(filter(None, named), None)))
+        return parts
+
+    def _files_of_objects(self) -> list[str]:
+        """Return accelerate's files of the scaler, the schedulers and the registered objects of this run."""
+        numbers = ["", *(f"_{index}" for index in range(1, len(self._schedulers)))]
+        files = [f"scheduler{number}.bin" for number in numbers[: len(self._schedulers)]]
+        files += [f"custom_checkpoint_{index}.pkl" for index in range(len(self._custom_objects))]
+        return files if self.scaler is None else [*files, "scaler.pt"]
+
+    def _require_same_objects(self, place: str) -> None:
+        """Raise IncompatibleState unless the checkpoint has the files of just the objects of this run."""
+        own = {*self._files_of_objects()}
+        saved = {name for name in os.listdir(place) if _OF_OBJECTS.fullmatch(name)}
+        if saved != own:
+            raise IncompatibleState(
+                f"{place} was saved with other schedulers or registered objects than this run has: it has "
+                f"{', '.join(sorted(saved)) or 'none'}, and this run takes {', '.join(sorted(own)) or 'none'}. "
+                "Prepare and register as many, in the same order, as the run that saved"
             )
-        optimizers += [None] * (len(self._models) - len(optimizers))
-        tags = map(_tag, range(len(self._models)))
-        return list(zip(tags, map(self.unwrap_model, self._models), optimizers, strict=True))
 
     @contextmanager
     def _bare(self) -> Iterator[Mapping[str, Any]]:
@@ -281,6 +320,12 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
                 f"{self.distributed_type}"
             )
 
+    @property
+    def _writes(self) -> bool:
+        """True if accelerate writes the files of the job on this rank."""
+        each_node = self.project_configuration.save_on_each_node
+        return bool(self.is_local_main_process if each_node else self.is_main_process)
+
     def _setting(self) -> dict[str, Any]:
         return {WORLD_SIZE: self.num_processes, "precision": self.mixed_precision}
 
@@ -289,7 +334,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
 
 
 def _tag(index: int) -> str:
-    """Return the tag of the model at this place."""
+    """Return the tag of the model or the optimizer at this place."""
     return f"{STATE}_{index}" if index else STATE
 
 

@@ -108,11 +108,14 @@ class CheckpointIO(_plugins.CheckpointIO):  # type: ignore[misc,name-defined]
         """Function of the rest of Lightning's dict, called before model and optimizer are loaded; it may refuse."""
 
     def save_checkpoint(self, checkpoint: Mapping[str, Any], path: StrPath, storage_options: Any | None = None) -> None:
-        """Save Lightning's dict as the tag at ``path``.
+        """Save Lightning's dict as the tag at ``path``; under a hidden name, which its tuner uses, as Lightning's file.
 
         Raises:
             CheckpointError: see ``nxd_ckpt.save_checkpoint``; or the previous save failed in the background.
         """
+        if is_hidden(path):
+            _plugins.TorchCheckpointIO().save_checkpoint(checkpoint, path, storage_options)
+            return
         rest = dict(checkpoint)
         model, optimizers = rest.pop("state_dict", None), rest.get("optimizer_states") or ()
         # One process writes: strategies call this on rank 0, and every rank reads for itself.
@@ -210,6 +213,9 @@ class CheckpointIO(_plugins.CheckpointIO):  # type: ignore[misc,name-defined]
 
         Raises DirectoryInUse if another live job saves there: nothing is removed.
         """
+        if is_hidden(path):
+            _plugins.TorchCheckpointIO().remove_checkpoint(path)
+            return
         if not is_url(path) and os.path.islink(local_path(path)):
             with leased(_around(path)):
                 os.unlink(local_path(path))  # made by ModelCheckpoint(save_last="link"): its target stays
@@ -354,6 +360,11 @@ def _asking(
         return checkpoint
 
     return asking
+
+
+def is_hidden(path: StrPath) -> bool:
+    """Return whether no tag may have this name. Lightning's tuner saves so, loads that soon after, and removes it."""
+    return os.path.basename(os.fspath(path)).startswith(".")
 
 
 def is_lightnings(place: Location) -> bool:

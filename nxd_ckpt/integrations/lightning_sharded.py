@@ -29,7 +29,7 @@ from torch.distributed.fsdp import (
 )
 
 from nxd_ckpt.errors import InvalidArgument, UnsupportedState
-from nxd_ckpt.integrations.lightning import CheckpointIO, is_lightnings, package
+from nxd_ckpt.integrations.lightning import CheckpointIO, is_hidden, is_lightnings, package
 from nxd_ckpt.live.dtensor import canonical
 from nxd_ckpt.storage.urls import StrPath
 
@@ -133,6 +133,9 @@ class _Tags:
             UnsupportedState: there are several optimizers, or a hook has changed the model's state in the dict.
             CheckpointError: as `CheckpointIO.save_checkpoint`.
         """
+        if is_hidden(filepath):
+            self._save_lightnings(dict(checkpoint), filepath)
+            return
         rest = dict(checkpoint)
         state, optimizers = rest.pop("state_dict"), self.optimizers if "optimizer_states" in rest else []
         rest.pop("optimizer_states", None)
@@ -144,6 +147,14 @@ class _Tags:
         parts = {**self._to_save(_only(optimizers)), "user_content": rest}
         self.checkpoint_io.save(self.broadcast(filepath), parts, storage_options, is_rank_0=self.is_global_zero)
         self._state = {}
+
+    def _save_lightnings(self, checkpoint: dict[str, Any], filepath: StrPath) -> None:
+        """Save what Lightning's strategy does."""
+        lightnings: Any = super()
+        checkpoint["state_dict"], self._state = lightnings.lightning_module_state_dict(), {}
+        if "optimizer_states" in checkpoint:
+            checkpoint["optimizer_states"] = [lightnings.optimizer_state(each) for each in self.optimizers]
+        lightnings.save_checkpoint(checkpoint, filepath)
 
     def load_checkpoint(self, checkpoint_path: StrPath, weights_only: bool | None = None) -> dict[str, Any]:
         """Load model and optimizer, and return the rest of Lightning's dict; every rank calls this.

@@ -24,7 +24,7 @@ from dataclasses import replace
 from fnmatch import fnmatchcase
 from functools import partial
 
-from nxd_ckpt.coordination.agreement import Agreement, decided_by_rank0
+from nxd_ckpt.coordination.agreement import Agreement, decided_by_rank0, on_all
 from nxd_ckpt.coordination.at_exit import close_at_exit, forget
 from nxd_ckpt.coordination.output_lease import HeldLeases, OutputLease
 from nxd_ckpt.coordination.replacement import Replacement, not_undone
@@ -37,6 +37,7 @@ from nxd_ckpt.errors import (
     OutcomeUnknown,
     PartNotFound,
     SaveFailed,
+    UnsupportedState,
     as_checkpoint_errors,
 )
 from nxd_ckpt.integrations.written_files import WrittenFiles, raise_unless_absent
@@ -467,6 +468,19 @@ def directory_of(path: StrPath) -> str:
         f"{os.fspath(path)!r} is a URL: this trainer's checkpoints are written to directories and read from them. Pass "
         "a directory that all ranks share, and copy complete checkpoints to the store; copy one back to resume from it"
     )
+
+
+def require_one_writer(agreement: Agreement, writes: bool) -> None:
+    """Raise UnsupportedState on all ranks if one that is not rank 0 ``writes`` the files of the whole job."""
+
+    def require() -> None:
+        if writes and agreement.rank:
+            raise UnsupportedState(
+                "save_on_each_node=True writes a checkpoint on the disk of each node: nxd_ckpt saves one for all "
+                "ranks, in a directory that all nodes share. Pass False"
+            )
+
+    on_all(agreement, require)
 
 
 def is_sealed(directory: str, tag: str) -> bool:

@@ -33,7 +33,15 @@ from nxd_ckpt.coordination.worker_shield import kept
 from nxd_ckpt.core.option_classes import plain_options
 from nxd_ckpt.errors import CheckpointNotFound, IncompatibleState, OptimizerMismatch, UnsupportedState
 from nxd_ckpt.integrations.resume_checks import WORLD_SIZE, parameter_names, require_same, require_same_setting
-from nxd_ckpt.integrations.sealed import SealedDirectory, directory_of, is_ours, is_sealed, oldest_first, verify_files
+from nxd_ckpt.integrations.sealed import (
+    SealedDirectory,
+    directory_of,
+    is_ours,
+    is_sealed,
+    oldest_first,
+    require_one_writer,
+    verify_files,
+)
 from nxd_ckpt.options.checkpointer_options import DEFAULT_TIMEOUT, CheckpointerOptions
 from nxd_ckpt.save.options import SaveOptions
 from nxd_ckpt.save.pending import PendingSave
@@ -110,6 +118,8 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
 
     _staging: SealedDirectory | None = None
     """Directory to which transformers writes now."""
+    _has_written_own = False
+    """True if this rank wrote its random state there: a trainer that extends transformers' may write other files."""
     _saving: SealedDirectory | None = None
     """The checkpoint that is not known to be visible yet."""
 
@@ -118,6 +128,8 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
             if isinstance(given, transformers.TrainingArguments):
                 given.output_dir = directory_of(given.output_dir)
         super().__init__(*args, **kwargs)
+        if self.args.save_on_each_node:
+            require_one_writer(self._meet(), self.args.should_save)
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
         """Train as transformers does, until the last checkpoint is complete. True resumes from the last complete one.
@@ -151,14 +163,14 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         directory.begin_together(agreement)
         if self.args.process_index == 0:
             _make_way(directory.path)
-        self._staging = directory
+        self._staging, self._has_written_own = directory, False
         try:
             super()._save_checkpoint(model, trial)
         finally:
             self._staging = None
         self._keep_best(directory)
-        own = "" if self.args.save_only_model else self._own_file()
-        self._record(directory, {TRAINER_STATE_NAME, own} - {""})
+        own = self._own_file() if self._has_written_own else ""
+        self._record(directory, {own} - {""})
         self.accelerator.wait_for_everyone()  # until all ranks' files are there
         directory.complete(agreement, own)
         with directory.publishing(self.args.process_index == 0) as saves:
@@ -234,6 +246,10 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         """Save nothing: these are saved last. The model's files are complete now, and recorded."""
         if self._staging is not None:
             self._record(self._staging)
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        super()._save_rng_state(output_dir)
+        self._has_written_own = True
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         """Check a checkpoint of ours, but load nothing yet.

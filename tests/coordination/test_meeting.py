@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from typing import Any
 
@@ -9,10 +10,10 @@ import pytest
 import torch.distributed as dist
 
 from nxd_ckpt import effects
-from nxd_ckpt.coordination import agreement
+from nxd_ckpt.coordination import agreement, whereabouts
 from nxd_ckpt.coordination.agreement import StoreAgreement
 from nxd_ckpt.coordination.rendezvous import Rendezvous
-from nxd_ckpt.errors import CheckpointError, RanksDisagree
+from nxd_ckpt.errors import CheckpointError, PeerTimeout, RanksDisagree
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]
 
@@ -74,6 +75,30 @@ def test_a_call_that_one_rank_makes_alone_is_named(
         thread.join()
     assert [RanksDisagree] * 2 == [type(ranks.outcomes[rank]) for rank in range(2)]
     assert "rank 0 calls latest_step, rank 1 save; all ranks must make the same calls" in str(ranks.outcomes[1])
+
+
+@pytest.mark.parametrize(
+    ("theirs", "passed"),
+    [([6], True), ([5], False), ([4], False), ([6, 7], False), ([None], False)],
+    ids=["ahead", "level", "behind", "moving", "uncounted"],
+)
+def test_a_rank_that_went_on_without_the_call_is_known_soon(
+    theirs: list[int | None], passed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It stands in a collective operation that rank 0 has not begun; one that may yet come is waited for."""
+    monkeypatch.setattr(agreement, "_SLICE", 0.02)
+    answers = itertools.cycle(theirs)
+
+    def begun() -> int | None:
+        return next(answers) if threading.current_thread().name == "nxd_ckpt-peers" else 5
+
+    monkeypatch.setattr(whereabouts, "operations_begun", begun)
+    ranks = Ranks(2)
+    for thread in [ranks.meeting(0, LONG), ranks.meeting(1, LONG)]:
+        thread.join()
+    ranks.meeting(0, LONG if passed else 1.0).join()
+    assert (RanksDisagree if passed else PeerTimeout) is type(ranks.outcomes[0])
+    assert ("rank 0 calls save, and rank 1 has gone on without it" in str(ranks.outcomes[0])) == passed
 
 
 def test_an_interrupted_rank_meets_the_others_at_the_next_call(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -123,6 +123,22 @@ def refused(rank: int, directory: Path) -> str:
     return "saved"
 
 
+def main_process_alone(rank: int, directory: Path) -> str:
+    """What is said to the main process that saves alone. Then all ranks save."""
+    said = ""
+    with fresh():
+        job = Job(directory)
+        try:
+            if job.accelerator.is_main_process:
+                job.accelerator.save_state()
+        except CheckpointError as error:
+            said = str(error)
+        job.accelerator.wait_for_everyone()
+        job.accelerator.save_state()
+        job.accelerator.end_training()
+    return said
+
+
 def until_killed(rank: int, directory: Path, sharded: bool, kill_at: int) -> None:
     """Three steps, in which the first rank is killed before the change of that number."""
     if rank == 0:

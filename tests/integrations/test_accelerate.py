@@ -92,6 +92,79 @@ def test_several_models_are_several_tags(tmp_path: Path) -> None:
         Job(tmp_path).accelerator.load_state(place)
 
 
+def each_its_part(model: Any, second: Any) -> tuple[list[Any], list[Any]]:
+    return [model], [torch.optim.Adam([model.weight]), torch.optim.SGD([model.bias], momentum=0.9)]
+
+
+def more_optimizers_than_models(model: Any, second: Any) -> tuple[list[Any], list[Any]]:
+    third = torch.optim.Adam([*model.parameters(), *second.parameters()])
+    return [model, second], [*each_its_part(model, second)[1], third]
+
+
+def one_for_both(model: Any, second: Any) -> tuple[list[Any], list[Any]]:
+    return [model, second], [torch.optim.Adam([*model.parameters(), *second.parameters()])]
+
+
+def in_another_order(model: Any, second: Any) -> tuple[list[Any], list[Any]]:
+    return [model, second], [torch.optim.Adam(second.parameters()), torch.optim.SGD(model.parameters(), momentum=0.9)]
+
+
+@pytest.mark.parametrize("kind", [each_its_part, more_optimizers_than_models, one_for_both, in_another_order])
+def test_optimizers_and_models_of_any_number(kind: Any, tmp_path: Path) -> None:
+    """Models and optimizers are saved and loaded as prepared, whichever parameters an optimizer has."""
+    states: list[str] = []
+    for _ in range(2):
+        accelerator = Accelerator(cpu=True)
+        models, optimizers = kind(torch.nn.Linear(2, 2), torch.nn.Linear(2, 3))
+        accelerator.prepare(*models, *optimizers)
+        if states:
+            accelerator.load_state(str(tmp_path / "one"))
+        else:
+            sum(model(torch.ones(1, 2)).sum() for model in models).backward()
+            for optimizer in optimizers:
+                optimizer.step()
+            accelerator.save_state(str(tmp_path / "one"))
+        states.append(str([each.state_dict() for each in (*models, *optimizers)]))
+        accelerator.end_training()
+    assert states[0] == states[1]
+
+
+def test_a_load_takes_the_options_of_a_load(tmp_path: Path) -> None:
+    """``strict`` as accelerate's, which errors advise, and the others."""
+    Job(tmp_path).run(1)
+    job = Job(tmp_path)
+    job.model.register_parameter("more", torch.nn.Parameter(torch.ones(1)))
+    with pytest.raises(KeyMismatch, match="strict=False"):
+        job.accelerator.load_state()
+    for options in ({"strict": False}, {"ignore_keys": ["model/more"]}):
+        with torch.no_grad():
+            job.model[0].weight.fill_(7.0)
+        job.accelerator.load_state(**options)
+        assert not (job.model[0].weight == 7.0).any()
+
+
+@pytest.mark.parametrize("what", ["scheduler", "object"])
+@pytest.mark.parametrize("more", [True, False], ids=["more", "fewer"])
+def test_other_objects_are_refused_before_anything_changes(what: str, more: bool, tmp_path: Path) -> None:
+    """Schedulers and registered objects are loaded after the models, by files of their numbers."""
+    jobs = Job(tmp_path / "one"), Job(tmp_path / "two")
+    for job in jobs:
+        job.accelerator.register_for_checkpointing(torch.nn.Linear(1, 1))
+    more_of_them = jobs[1].accelerator
+    if what == "scheduler":
+        more_of_them.prepare(torch.optim.lr_scheduler.StepLR(jobs[1].optimizer.optimizer, 1))
+    else:
+        more_of_them.register_for_checkpointing(torch.nn.Linear(1, 1))
+    saves, loads = jobs if more else jobs[::-1]
+    place = saves.accelerator.save_state()
+    saves.accelerator.end_training()
+    with torch.no_grad():
+        before = [parameter.fill_(7.0).tolist() for parameter in loads.model.parameters()]
+    with pytest.raises(IncompatibleState, match="other schedulers or registered objects than this run has"):
+        loads.accelerator.load_state(place)
+    assert before == weights(loads)
+
+
 def test_damage_to_any_model_leaves_all_as_they_were(tmp_path: Path) -> None:
     """Also where the first one's tag is good."""
     job = Job(tmp_path)

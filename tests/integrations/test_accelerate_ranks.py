@@ -57,6 +57,13 @@ def test_the_first_fsdp_is_refused(tmp_path: Path, pool: RankPool) -> None:
     assert [True, True] == ["fsdp_version=2" in said for said in pool.run(runs.refused, tmp_path)]
 
 
+def test_a_save_of_the_main_process_alone_is_refused_soon(tmp_path: Path, pool: RankPool) -> None:
+    """Inside ``if accelerator.is_main_process:``, while the other waits for it. The next save works."""
+    said, _ = pool.run(runs.main_process_alone, tmp_path, timeout=120)
+    assert "rank 1 has gone on without it" in said
+    assert ["checkpoint_0"] == names(tmp_path)
+
+
 @pytest.mark.parametrize("part", range(10))
 def test_ten_kills(part: int, sharded: bool, tmp_path: Path, pool: RankPool, whole: list[list[float]]) -> None:
     """Whichever change to the storage the first rank is killed at, all that is visible is complete, and the run goes

@@ -26,7 +26,7 @@ from nxd_ckpt.errors import (
     SaveFailed,
     UnsupportedState,
 )
-from nxd_ckpt.integrations.lightning import CheckpointIO
+from nxd_ckpt.integrations.lightning import CheckpointIO, ExactResume
 from nxd_ckpt.prune import pin_checkpoint
 from nxd_ckpt.storage.local import LocalStorage
 from nxd_ckpt.tag.verify import verify_checkpoint
@@ -103,6 +103,39 @@ def test_the_same_checkpoints_stay_as_without_it(options: dict[str, Any], tmp_pa
     for name, io in [("lightning", lightnings()), ("ours", in_background())]:
         fit(every_epoch(tmp_path / name, **options), io=io)
     assert tags(tmp_path / "lightning") == tags(tmp_path / "ours")
+
+
+class Tuned(Module):
+    """What Lightning's tuner chooses: the learning rate, and the size of batches."""
+
+    def __init__(self, optimizer: Any = torch.optim.AdamW) -> None:
+        super().__init__(optimizer)
+        self.lr, self.batch_size = 0.1, 1
+
+    def train_dataloader(self) -> Any:
+        rows: Any = torch.ones(8, 4)
+        return torch.utils.data.DataLoader(rows, batch_size=self.batch_size)
+
+
+@pytest.mark.parametrize("find", ["lr_find", "scale_batch_size"])
+def test_lightnings_tuner_saves_and_restores(find: str, tmp_path: Path) -> None:
+    """Under hidden names, which no tag may have. The model is as it was, and nothing is left."""
+    found = []
+    for io in (lightnings(), in_background()):
+        torch.manual_seed(1)
+        module = Tuned()
+        before = weights(module)
+        callbacks: list[Any] = [ExactResume()] if isinstance(io, CheckpointIO) else []
+        trainer = pl.Trainer(
+            max_epochs=1, accelerator="cpu", logger=False, enable_progress_bar=False, enable_model_summary=False,
+            enable_checkpointing=False, plugins=[io], callbacks=callbacks, default_root_dir=tmp_path,
+        )  # fmt: skip
+        options: dict[str, Any] = {"num_training": 5} if find == "lr_find" else {"max_trials": 2, "steps_per_trial": 1}
+        getattr(pl.tuner.Tuner(trainer), find)(module, **options)
+        assert before == weights(module)
+        assert [] == [*tmp_path.iterdir()]
+        found.append((module.lr, module.batch_size))
+    assert found[0] == found[1]
 
 
 def test_a_pinned_checkpoint_is_not_dropped(tmp_path: Path) -> None:

@@ -14,8 +14,8 @@ import torch
 
 from nxd_ckpt import Checkpointer, Topology
 from nxd_ckpt.coordination.agreement import Agreement, SingleProcessAgreement
-from nxd_ckpt.errors import DigestMismatch, MalformedFile, StorageError
-from nxd_ckpt.integrations.sealed import SealedDirectory, verify_files
+from nxd_ckpt.errors import DigestMismatch, MalformedFile, StorageError, UnsupportedState
+from nxd_ckpt.integrations.sealed import SealedDirectory, require_one_writer, verify_files
 from nxd_ckpt.storage.local import LocalStorage
 from nxd_ckpt.tag.verify import verify_checkpoint
 from tests.integrations.killed import in_a_process
@@ -237,6 +237,18 @@ def test_what_fails_after_the_tags_are_saved_is_raised_on_all_ranks(
     assert [StorageError, StorageError] == [type(each) for each in found]
     assert "on rank 0: OSError: no" in str(found[1])
     assert not (tmp_path / NAME).exists()
+
+
+def test_one_rank_alone_writes_for_all() -> None:
+    """``save_on_each_node`` on several nodes is refused on every rank; on one node it has no effect."""
+    for writers, refused in [({0, 2}, True), ({0}, False)]:
+
+        def require(agreement: Agreement, of: set[int] = writers) -> None:
+            require_one_writer(agreement, agreement.rank in of)
+
+        outcomes = on_ranks(4, require)
+        assert [refused] * 4 == [isinstance(outcome, UnsupportedState) for outcome in outcomes]
+        assert refused == ("save_on_each_node=True writes a checkpoint on the disk of each" in str(outcomes[0]))
 
 
 @pytest.mark.parametrize("lost", ["weights", "digests", "a tag's file", "a tag's manifest"])

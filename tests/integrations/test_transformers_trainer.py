@@ -242,6 +242,34 @@ def test_a_tag_of_another_step_is_refused(saved: Path, tmp_path: Path) -> None:
     trained(tmp_path, resume=str(saved))
 
 
+class OwnFiles(transformers.Trainer):  # type: ignore[misc]
+    """Writes files of its own at every second save, and calls transformers' method at the others."""
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        if self.state.global_step % 2:
+            place = Path(self._get_output_dir(trial), f"checkpoint-{self.state.global_step}")
+            place.mkdir(parents=True, exist_ok=True)
+            (place / "adapter.bin").write_bytes(b"weights")
+        else:
+            super()._save_checkpoint(model, trial)
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_trainer_that_writes_its_own_files(asynchronous: bool, tmp_path: Path, whole: Any) -> None:
+    """In place of transformers', as LLaVA's does: they are the checkpoint, with the tag, and the others are whole."""
+
+    class Mine(Quick, OwnFiles):
+        async_save = asynchronous
+
+    trained(tmp_path, kind=Mine, save_steps=1)
+    found = sorted(path.name for path in (tmp_path / "checkpoint-3").iterdir())
+    assert ["adapter.bin", "digests.json", "training_state"] == found
+    for name in names(tmp_path):
+        sealed.verify_files(str(tmp_path / name), "training_state")
+    resumed = trained(tmp_path / "again", resume=str(tmp_path / "checkpoint-2"), seed=2)
+    assert weights(whole) == weights(resumed)
+
+
 def test_a_file_is_not_replaced(tmp_path: Path) -> None:
     """Whatever it is that has a checkpoint's name."""
     (tmp_path / "checkpoint-2").write_text("mine")
