@@ -210,8 +210,8 @@ class LoadPlanner:
             trees.names_by_index = self._names_by_index(optimizer)
             trees.optimizer_placed = optimizer.placed(trees.optimizer_tree)
             trees.optimizer_tree = local_tree(trees.optimizer_tree, trees.optimizer_placed)
-            names = self._context.live_names
-            trees.optimizer_tree = own.put_into("optimizer", trees.optimizer_tree, names, trees.optimizer_placed)
+            names, placed = trees.names_by_index, trees.optimizer_placed
+            trees.optimizer_tree = own.put_into("optimizer", trees.optimizer_tree, names, placed)
         trees.refuse_stale_shards()
         trees.is_regrouped = self._is_regrouped
         trees.parameters, trees.left = self._parameters, self._left

@@ -29,7 +29,7 @@ from nxd_ckpt.core.dcp_names import DcpChunk
 from nxd_ckpt.core.manifest import ParameterSpec, Parts
 from nxd_ckpt.core.mesh import MeshGroup, MeshRecord
 from nxd_ckpt.core.partition import zero1_shape
-from nxd_ckpt.core.topology import Topology
+from nxd_ckpt.core.topology import Coordinates, Topology
 from nxd_ckpt.errors import UnsupportedState
 from nxd_ckpt.formats import xser
 from nxd_ckpt.formats.strides import stride_in_content
@@ -121,10 +121,13 @@ def plan_save(state: SaveState, topology: Topology, groups: Sequence[MeshGroup] 
         files += _shared_files("model", key, state.model, state.use_xser, group, topology, skipped, experts_only)
         writes = _owners(state.model, state.use_xser, group, topology, skipped, experts_only)
         copies += _copies("model", state.model, writes, group)
+        copies += _of_all_experts("model", state.model, topology, skipped) if state.use_xser else ()
         writers["model"] = group[0]
     if state.optimizer is not None and state.optimizer_kind == "zero1_dcp":
         files += plan_dcp("optimizer", state.optimizer, state.optimizer_names, topology)
         shared = shared[:-1]
+        writers["optimizer"] = topology.rank_of(Coordinates(topology.pp_rank))
+        copies += _numbers("optimizer", state.optimizer, writers["optimizer"])
     elif state.optimizer is not None:
         kind = state.optimizer_kind or "plain"
         zero1 = kind != "plain"
@@ -134,6 +137,8 @@ def plan_save(state: SaveState, topology: Topology, groups: Sequence[MeshGroup] 
         files += _shared_files("optimizer", key, state.optimizer, state.use_xser, owners, topology, set(), experts_only)
         writes = _owners(state.optimizer, state.use_xser, owners, topology, set(), experts_only)
         copies += _copies("optimizer", state.optimizer, writes, owners)
+        if state.use_xser and not zero1:
+            copies += _of_all_experts("optimizer", state.optimizer, topology, set())
         writers |= {} if zero1 else {"optimizer": group[0]}
         shared = shared[:-1] if zero1 else shared
     leads = topology.rank == group[0] and topology.tp_rank == 0
@@ -165,6 +170,26 @@ def _copies(part: str, state: State, owners: Mapping[int, int], group: Sequence[
     for number, (path, _) in enumerate(iter_tensors(state.tree) if len(group) > 1 else ()):
         if number in owners:
             yield Copy(part, number, state.tensors[path].name, owners[number], part)
+
+
+def _of_all_experts(part: str, state: State, topology: Topology, skipped: Collection[str]) -> Iterator[Copy]:
+    """Yield the tensors of a part in xser files that all ep ranks hold, and ranks with ep_rank 0 write."""
+    if topology.ep == 1:
+        return
+    first = Coordinates(topology.pp_rank, tp_rank=topology.tp_rank)
+    owners = _owners(state, True, topology.replicas(first, expert=True), topology, skipped, False)
+    experts = _experts(state, topology)
+    for number, (path, _) in enumerate(iter_tensors(state.tree)):
+        compares = topology.ep_rank > 0 or owners.get(number) == topology.rank  # the others compare more anyway
+        if number in owners and number not in experts and compares:
+            yield Copy(part, number, state.tensors[path].name, owners[number], f"{part} of all ep ranks")
+
+
+def _numbers(part: str, state: State, writes: int) -> Iterator[Copy]:
+    """Yield the tensors of one number in a torch DCP directory, of which it has one for all ranks of a stage."""
+    for number, (path, leaf) in enumerate(iter_tensors(state.tree)):
+        if not form_of(leaf)[1]:
+            yield Copy(part, number, state.tensors[path].name, writes, part)
 
 
 def _plan_mesh(state: SaveState, topology: Topology, groups: Sequence[MeshGroup]) -> SavePlan:

@@ -431,3 +431,39 @@ def renamed(rank: int, directory: Path) -> list[bool]:
 def test_other_names_at_the_load_find_what_is_a_ranks_own(gloo_ranks: RankPool, tmp_path: Path) -> None:
     """With prefix= and key_mapping=: tensors, values and moments."""
     assert [[True] * 6] * 4 == gloo_ranks.run(renamed, tmp_path)
+
+
+def of_expert_ranks(rank: int, directory: Path, use_xser: bool) -> list[bool]:
+    """Whether weights and moments of a rank come back, of which NxD keeps one copy for all expert-parallel ranks."""
+
+    def made() -> Any:
+        model = torch.nn.Module()
+        model.expert = torch.nn.Parameter(torch.ones(3))
+        model.expert.expert_model_parallel = True
+        model.norm = torch.nn.Parameter(torch.ones(4))
+        return model, torch.optim.AdamW(model.parameters())
+
+    live, optimizer = made()
+    right = []
+    with Checkpointer(directory, topology=Topology(dp=4, ep=2, rank=rank)) as checkpointer:
+        for step in range(3):
+            for one in live.parameters():
+                one.grad = torch.full_like(one, 1.0 + (rank if step else 0))
+                one.data.add_(rank if step else 0)
+            optimizer.step()
+            checkpointer.save(step, live, optimizer, use_xser=use_xser)
+            other, fresh = made()
+            checkpointer.load(step, other, fresh)
+            into: dict[str, Any] = {}
+            checkpointer.load(step, {}, into)
+            right += [torch.equal(one, its) for one, its in zip(live.parameters(), other.parameters(), strict=True)]
+            for number, state in enumerate(optimizer.state.values()):
+                loaded = list(fresh.state.values())[number], into["state"][number]
+                right += [torch.equal(state["exp_avg"], each["exp_avg"]) for each in loaded]
+    return right
+
+
+@pytest.mark.parametrize("use_xser", [False, True])
+def test_copies_of_expert_ranks_are_compared_too(gloo_ranks: RankPool, tmp_path: Path, use_xser: bool) -> None:
+    """Into live objects, and into dicts."""
+    assert [[True] * 18] * 4 == gloo_ranks.run(of_expert_ranks, tmp_path, use_xser)

@@ -266,6 +266,34 @@ def test_padding_stays_out_of_a_snapshot_in_waves(tmp_path: Path) -> None:
         assert torch.equal(state["base_state"][0]["exp_avg"], loaded["base_state"][0]["exp_avg"])
 
 
+@pytest.mark.parametrize("sizes", [{"dp": 2}, {"dp": 2, "pp": 2}], ids=["dp2", "pp2"])
+def test_numbers_that_differ_come_back_to_their_rank(tmp_path: Path, sizes: dict[str, Any]) -> None:
+    """The directory has one copy of them for all ranks of a stage; other sizes are refused by name."""
+    ranks, run = ranks_of(**sizes), uuid.uuid4().hex
+    states = [optimizer(at, 10 + at.dp_rank) for at in ranks]
+    for state, at in zip(states, ranks, strict=True):
+        state["param_groups"][0]["lr"] = 0.1 * (1 + at.dp_rank)
+        for entries in state["base_state"].values():
+            entries["count"] = torch.tensor(float(at.dp_rank))
+
+    def save(rank: int) -> None:
+        names = parameters(ranks[rank])
+        saver = Checkpointer(tmp_path, topology=ranks[rank], run_id=run, timeout=600.0)
+        saver.save("t", optimizer=states[rank], param_names=[names[:1], names[1:]], use_zero1_dcp=True)
+        saver.close()
+
+    with ThreadPoolExecutor(len(ranks)) as pool:
+        list(pool.map(save, range(len(ranks))))
+    for at, state in zip(ranks, states, strict=True):
+        loaded: dict[str, Any] = {}
+        load_checkpoint(tmp_path, "t", optimizer=loaded, topology=at)
+        assert state["param_groups"][0]["lr"] == loaded["param_groups"][0]["lr"]
+        for entries, others in zip(state["base_state"].values(), loaded["base_state"].values(), strict=True):
+            assert (entries["step"], entries["count"]) == (others["step"], others["count"])
+    with pytest.raises(errors.IncompatibleState, match=r"optim/.* differed between the ranks that saved it"):
+        load_checkpoint(tmp_path, "t", optimizer={}, topology=Topology(dp=1, pp=ranks[0].pp))
+
+
 def test_a_failure_elsewhere_reaches_rank_0_which_votes_last(tmp_path: Path) -> None:
     """Both ranks say whose failure it was, in the same words; there is no tag."""
 
