@@ -124,7 +124,8 @@ class Options(griffe.Extension):  # type: ignore[misc]
         named: Any = import_module(func.module.path)
         for name in func.path.removeprefix(f"{func.module.path}.").split("."):
             named = getattr(named, name)
-        assert func.docstring is not None
+        if func.docstring is None:
+            return  # of a constructor, which the class describes
         func.docstring.value = inspect.getdoc(named) or ""
         declared = [one for one in func.parameters if one.kind is not griffe.ParameterKind.var_keyword]
         known = {one.name for one in declared}

@@ -66,7 +66,7 @@ def load_checkpoint(*args: Any, **keywords: Any) -> Any:
     arguments = settings.load_arguments(args, keywords)
     tag = arguments.get("tag")
     if tag == "" or (isinstance(tag, str) and "/" in tag):
-        _place_in(arguments, tag)
+        _place_in(arguments, tag.rstrip("/"))
     filled: list[tuple[dict[Any, Any], dict[Any, Any]]] = []
     for part in ("model", "optimizer", "scheduler"):
         own = arguments.get(part)
@@ -103,14 +103,26 @@ def nothing_is_saved(what: object) -> bool:
 
 
 def readable(content: Any, name: str) -> Any:
-    """Return ``content`` without the values that a load would refuse, which are logged."""
-    kept, refused = without_refused(content, name)
+    """Return ``content`` as `plain`, without the values that a load would refuse, which are logged."""
+    kept, refused = without_refused(plain(content), name)
     if refused and default_topology().rank == 0:
         logger.warning(
             "nxd_ckpt: left out, as it is not plain data, with which a checkpoint is safe to open "
             "(install(trust_pickle=True) keeps it): %s", "; ".join(refused),
         )  # fmt: skip
     return kept
+
+
+def plain(node: Any) -> Any:
+    """Return OmegaConf's containers in ``node`` as dicts and lists."""
+    library: Any = sys.modules.get("omegaconf")
+    if library is None:
+        return node
+    if isinstance(node, (library.DictConfig, library.ListConfig)):
+        return library.OmegaConf.to_container(node)
+    if type(node) is dict:
+        return {key: plain(value) for key, value in node.items()}
+    return type(node)(map(plain, node)) if type(node) in (list, tuple) else node
 
 
 def _with_a_state(model: Any) -> Any:

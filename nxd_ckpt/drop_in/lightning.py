@@ -5,11 +5,11 @@ The class stays NxD's, since the strategy takes no other: only its methods are r
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping
 from typing import Any
 
 from nxd_ckpt.drop_in import rank_files
+from nxd_ckpt.drop_in.functions import plain
 from nxd_ckpt.storage.urls import StrPath
 
 
@@ -23,7 +23,7 @@ def save_checkpoint(
     """Save Lightning's dict into the directory ``path``. Raises TypeError for ``storage_options``, as NxD."""
     if storage_options is not None:
         raise TypeError(f"{type(self).__name__} saves to file systems: expected storage_options=None")
-    rank_files.save(_plain(checkpoint), path, save_xser=self.save_load_xser, master_dp_only=master_dp_only)
+    rank_files.save(plain(checkpoint), path, save_xser=self.save_load_xser, master_dp_only=master_dp_only)
 
 
 def load_checkpoint(self: Any, checkpoint_path: StrPath, master_dp_only: bool = True) -> Any:
@@ -32,17 +32,5 @@ def load_checkpoint(self: Any, checkpoint_path: StrPath, master_dp_only: bool = 
 
 
 def remove_checkpoint(self: Any, path: StrPath) -> None:
-    """Remove the directory; every rank calls this."""
+    """Remove the directory; rank 0 does it, wherever else this is called."""
     rank_files.remove(path)
-
-
-def _plain(node: Any) -> Any:
-    """Return OmegaConf's containers in ``node`` as dicts and lists."""
-    library: Any = sys.modules.get("omegaconf")
-    if library is None:
-        return node
-    if isinstance(node, (library.DictConfig, library.ListConfig)):
-        return library.OmegaConf.to_container(node)
-    if type(node) is dict:
-        return {key: _plain(value) for key, value in node.items()}
-    return type(node)(map(_plain, node)) if type(node) in (list, tuple) else node

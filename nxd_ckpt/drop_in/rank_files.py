@@ -135,17 +135,18 @@ def load(
 
 @as_checkpoint_errors()
 def remove(path: StrPath) -> None:
-    """Remove such a directory, which no load finds half removed; every rank calls this. An absent one is no error."""
+    """Remove such a directory, which no load finds half removed. An absent one is no error.
+
+    Rank 0's call removes it, and waits for no other: Lightning calls this on the first rank of each host only.
+    """
+    if _topology().rank != 0:
+        return
     folder, _, name = os.path.abspath(path).rpartition("/")
     storage, hidden = LocalStorage(folder), f".{name}.removed"
-
-    def removed() -> None:
-        storage.remove(hidden)
-        with suppress(FileNotFoundError):
-            storage.rename(name, hidden)
-        storage.remove(hidden)
-
-    decided_by_rank0(_meet(_topology(), f"removal of {path}"), removed)
+    storage.remove(hidden)
+    with suppress(FileNotFoundError):
+        storage.rename(name, hidden)
+    storage.remove(hidden)
 
 
 def _topology() -> Topology:

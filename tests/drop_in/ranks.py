@@ -58,6 +58,17 @@ def interrupted(rank: int, package: Path, directory: Path, at: int) -> list[Any]
         return [failed, loaded["global_step"], loaded["rank"]]
 
 
+def removed_by_rank_0(rank: int, package: Path, directory: Path) -> list[str]:
+    """Save, then remove on the first rank only, as Lightning does, and save again; what is there in the end."""
+    with library_of(rank, package, timeout=20) as nxd:
+        adapter = import_module("neuronx_distributed.lightning.checkpoint_io").NeuronCheckpointIO(save_load_xser=False)
+        adapter.save_checkpoint(content(rank, 1), directory / "one.ckpt")
+        if rank == 0:
+            adapter.remove_checkpoint(directory / "one.ckpt")
+        nxd.parallel_layers.save(content(rank, 2), directory / "two.ckpt")
+        return sorted(path.name for path in directory.iterdir())
+
+
 @contextmanager
 def failing_moves(at: int | None) -> Iterator[None]:
     """Inside, the move of a file number ``at``, and all after it, fail."""

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import logging
+import sys
 from collections import OrderedDict
 from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -95,7 +97,7 @@ def test_a_tag_with_a_slash_lies_where_nxd_puts_it(tmp_path: Path, library: Any)
     saved, fresh = trained(), trained(1)
     for step in (1, 2, 3):
         library.save_checkpoint(str(tmp_path), f"exp/run_step_{step}", *saved, None, 8, True, 2)
-    library.load_checkpoint(str(tmp_path), "exp/run_step_3", *fresh)
+    library.load_checkpoint(str(tmp_path), "exp/run_step_3/", *fresh)
     assert difference(states(saved), states(fresh)) is None
     there = [path.name for path in sorted((tmp_path / "exp").iterdir()) if path.name[0] != "."]
     assert ["run_step_2", "run_step_3"] == there
@@ -143,6 +145,18 @@ def test_what_no_load_could_read_is_left_out(tmp_path: Path, library: Any, caplo
     assert "user_content['hparams_type']" in warning
     assert "user_content['callbacks']['mine']" in warning
     assert {"hparams_type", "callbacks"} < content.keys()
+
+
+def test_omegaconf_containers_become_plain(tmp_path: Path, library: Any, monkeypatch: pytest.MonkeyPatch):
+    """A configuration in user content is not left out: it comes back as the dicts and lists that it is."""
+    omegaconf: Any = ModuleType("omegaconf")
+    omegaconf.DictConfig, omegaconf.ListConfig = type("DictConfig", (), {}), type("ListConfig", (), {})
+    omegaconf.OmegaConf = SimpleNamespace(to_container=vars)
+    monkeypatch.setitem(sys.modules, "omegaconf", omegaconf)
+    config = omegaconf.DictConfig()
+    config.lr = 0.1
+    library.save_checkpoint(str(tmp_path), "step_1", torch.nn.Linear(2, 2), user_content={"cfg": config})
+    assert {"cfg": {"lr": 0.1}} == library.load_checkpoint(str(tmp_path))
 
 
 def test_plain_use_stays_strict(tmp_path: Path):

@@ -195,3 +195,8 @@ def test_what_a_killed_save_leaves(tmp_path: Path, checkpointing: Any, ready: bo
     checkpointing.save({"global_step": 3}, str(tmp_path / "out"))
     assert {"global_step": 3} == checkpointing.load(str(tmp_path / "out"))
     assert ["tp_rank_00_pp_rank_00"] == [path.name for path in (tmp_path / "out").iterdir()]
+
+
+def test_a_removal_by_the_first_rank(gloo_ranks: RankPool, package: Path, tmp_path: Path):
+    """Lightning removes on the first rank of each host only: that rank waits for no other."""
+    assert [["two.ckpt"]] * 4 == gloo_ranks.run(ranks.removed_by_rank_0, package, tmp_path)
