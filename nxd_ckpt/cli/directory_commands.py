@@ -147,27 +147,42 @@ def _look(
     tags = {tag["tag"]: {name: tag[name] for name in ("order_time", "nbytes", "topology")} for tag in complete}
     state: list[StateLine | None] = []
     if is_first:
-        unfit = _lost(storage, listed["tags"])
-        state = [resume_line(listed["tags"], unfit, listed["note"]), age_line(listed["tags"], saves)]
+        unfit, looked_at = _unfit(storage, listed["tags"])
+        state = [resume_line(listed["tags"], unfit, looked_at, listed["note"]), age_line(listed["tags"], saves)]
     now = {"directory": listed["directory"], "latest": listed["latest"], "tags": tags, "saves": saves, "exists": True}
     return now, [line for line in state if line is not None]
 
 
-def _lost(storage: Storage, tags: Sequence[Mapping[str, Any]]) -> dict[str, str]:
-    """Return the newest complete tags that a resume would pass over, each with the reason, down to one that is whole.
+def _unfit(storage: Storage, tags: Sequence[Mapping[str, Any]]) -> tuple[dict[str, str], list[str]]:
+    """Return the newest complete tags that are none to resume from, each with the reason, down to one that may be.
+
+    And those whose values were looked at: by their statistics, if these are stored.
     """
-    from nxd_ckpt.errors import UnreadableFormat
+    from nxd_ckpt.errors import CorruptCheckpoint, UnreadableFormat
+    from nxd_ckpt.examine.run_state import unsound
+    from nxd_ckpt.examine.statistics import not_finite, read_statistics
+    from nxd_ckpt.tag.opened import open_complete_tag
     from nxd_ckpt.tag.verify import lost_files
 
-    lost = dict[str, str]()
+    unfit, looked_at = dict[str, str](), list[str]()
     for tag in reversed([tag["tag"] for tag in tags if tag["complete"]]):
         try:
-            if lost_files(storage, tag) is None:
-                break
-            lost[tag] = "lost files"
+            if lost_files(storage, tag) is not None:
+                unfit[tag] = "lost files"
+                continue
+            statistics = read_statistics(open_complete_tag(storage, tag), stores=False)
         except UnreadableFormat:
-            lost[tag] = "cannot be read by this version"
-    return lost
+            unfit[tag] = "cannot be read by this version"
+            continue
+        except CorruptCheckpoint:
+            unfit[tag] = "is damaged"
+            continue
+        if statistics is not None:
+            looked_at.append(tag)
+            unfit |= unsound({tag: not_finite(statistics)})
+        if tag not in unfit:
+            break
+    return unfit, looked_at
 
 
 def _first_lines(now: dict[str, Any], state: list[StateLine]) -> Iterator[str]:
@@ -277,7 +292,8 @@ def _add_report_flags(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         type=int,
         default=2,
-        help="read the tensors of the N latest tags that have no stored statistics (default: 2)",
+        help="read the tensors of the N latest tags that have no stored statistics, and of older ones until one has "
+        "finite values only (default: 2)",
     )
     parser.add_argument(
         "--diff", action="store_true", help="compare the weights of the latest tag with the one before, layer by layer"

@@ -144,9 +144,19 @@ def _open_tags(args: argparse.Namespace) -> tuple[Checkpoint, Checkpoint | None]
     return after, open_checkpoint(directory, earlier, **opening(args, options))
 
 
+_SHOWN = 3
+"""Findings of one kind that are shown whole; of the others, what they are about."""
+
+
 def _doctor_lines(document: dict[str, Any]) -> Iterator[str]:
+    groups: dict[tuple[str, str], list[dict[str, Any]]] = {}
     for finding in document["findings"]:
-        yield f"{finding['severity']}: {finding['what']}: {finding['message']}"
+        groups.setdefault((finding["severity"], finding["kind"]), []).append(finding)
+    for (severity, kind), group in groups.items():
+        yield from (f"{severity}: {finding['what']}: {finding['message']}" for finding in group[:_SHOWN])
+        if len(group) > _SHOWN:
+            more = first_of(finding["what"] for finding in group[_SHOWN:])
+            yield f"{severity}: {units.count(len(group) - _SHOWN, 'more finding')} of {kind} (--json has all): {more}"
     yield from (f"not examined: {problem}" for problem in document["problems"])
     problems = sum(finding["severity"] == "problem" for finding in document["findings"])
     counts = {"problem": problems, "doubt": len(document["findings"]) - problems}

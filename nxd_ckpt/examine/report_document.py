@@ -36,7 +36,7 @@ from nxd_ckpt.examine.run_state import (
     resume_line,
     unsound,
 )
-from nxd_ckpt.examine.statistics import StatisticsByName, checkpoint_statistics, read_statistics
+from nxd_ckpt.examine.statistics import StatisticsByName, checkpoint_statistics, not_finite, read_statistics
 from nxd_ckpt.storage.urls import is_url, open_storage
 from nxd_ckpt.tag.directory import describe_incomplete, holds_tags, list_tags, require_directory
 from nxd_ckpt.tag.foreign.hugging_face_directory import HuggingFaceDirectory
@@ -84,7 +84,7 @@ def report_document(
     _add_facts(tags, opened)
     statistics = _statistics(opened, count, damage, progress, cache)
     for tag in tags:
-        tag["not_finite"] = len(_not_finite(statistics[tag["tag"]])) if tag["tag"] in statistics else None
+        tag["not_finite"] = len(not_finite(statistics[tag["tag"]])) if tag["tag"] in statistics else None
     saves = _saves(opened, tags)
     document["tiers"] = [_tier(tier, saves, options if is_url(tier) else None) for tier in tiers]
     still = _still(statistics)
@@ -180,8 +180,8 @@ def _head(
     tags = document["tags"]
     if tags:
         yield _health_line(document, len(statistics))
-    unfit = unsound({tag: _not_finite(tensors) for tag, tensors in statistics.items()})
-    yield resume_line(tags, unfit, document["note"])
+    unfit = unsound({tag: not_finite(tensors) for tag, tensors in statistics.items()})
+    yield resume_line(tags, unfit, statistics, document["note"])
     age = age_line(tags, saves)
     if age is not None:
         yield age
@@ -237,15 +237,19 @@ def _saves(opened: Mapping[str, Checkpoint], tags: list[dict[str, Any]]) -> dict
 def _statistics(
     opened: Mapping[str, Checkpoint], count: int, damage: Mapping[str, list[str]], progress: bool, cache: bool
 ) -> dict[str, StatisticsByName]:
+    """Return those of the ``count`` latest tags, stored ones of others, and all from the newest back to a sound one."""
     statistics: dict[str, StatisticsByName] = {}
     latest = list(opened)[max(0, len(opened) - count) :]
-    for tag, checkpoint in opened.items():
-        if tag in latest:
+    is_found = count == 0
+    for tag, checkpoint in reversed(list(opened.items())):
+        stored = None if tag in latest else read_statistics(checkpoint.opened)
+        if stored is not None:
+            statistics[tag] = stored
+        elif tag in latest or not is_found:
             with collect_problems(damage[tag]):
                 statistics[tag] = checkpoint_statistics(checkpoint, cache=cache, progress=progress).tensors
-        elif (cached := read_statistics(checkpoint.opened)) is not None:
-            statistics[tag] = cached
-    return statistics
+        is_found |= tag in statistics and not not_finite(statistics[tag])
+    return dict(reversed(list(statistics.items())))
 
 
 def _ranks(tag: Checkpoint) -> list[dict[str, Any]]:
@@ -364,7 +368,7 @@ def _value_problems(statistics: Mapping[str, StatisticsByName], reported: Collec
     Those ``reported`` already of the newest tag are left out.
     """
     problems, newest = [], [*statistics][-1] if statistics else None
-    bad = {tag: names for tag, tensors in statistics.items() if (names := _not_finite(tensors))}
+    bad = {tag: names for tag, tensors in statistics.items() if (names := not_finite(tensors))}
     between = f"; so are {len(bad) - 2} tags between" if len(bad) > 2 else ""
     first = next(iter(bad), None)
     for tag in dict.fromkeys([*bad][:1] + [*bad][-1:]):
@@ -377,10 +381,6 @@ def _value_problems(statistics: Mapping[str, StatisticsByName], reported: Collec
         dead = [name for name, counts in weights.items() if counts.zeros == counts.numel > 1]
         problems += [_problem(newest, f"{name} is all zero") for name in dead if name.startswith("model/")]
     return problems
-
-
-def _not_finite(tensors: StatisticsByName) -> list[str]:
-    return [name for name, counts in tensors.items() if counts.nans + counts.infs]
 
 
 def _by_module(still: Collection[str], statistics: Mapping[str, StatisticsByName]) -> str:

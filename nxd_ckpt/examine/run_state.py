@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from itertools import pairwise
 from statistics import median
 from typing import Any, Literal, NamedTuple
@@ -37,8 +37,10 @@ class Restart(NamedTuple):
     lost: float | None
 
 
-def resume_line(tags: Tags, unfit: Mapping[str, str], note: str | None = None) -> StateLine:
-    """Say from which tag the run can be resumed.
+def resume_line(
+    tags: Tags, unfit: Mapping[str, str], looked_at: Collection[str], note: str | None = None
+) -> StateLine:
+    """Say from which tag the run can be resumed; it is advised only if its values were ``looked_at``.
 
     ``unfit`` says why a complete tag is none to resume from; ``note`` is what a directory without tags holds instead.
     """
@@ -48,14 +50,18 @@ def resume_line(tags: Tags, unfit: Mapping[str, str], note: str | None = None) -
         why = f"{units.count(len(complete), 'complete tag')}, none is sound" if complete else "no complete tag"
         return StateLine("bad", "Nothing to resume from", note or why)
     best, others = fit[-1]["tag"], len(tags) - len(fit)
-    name = best or "the directory itself"
+    is_known = best in looked_at
+    title = f"{'Resume from' if is_known else 'Last whole tag:'} {best or 'the directory itself'}"
+    unseen = "" if is_known else "; its values were not looked at"
     if best != complete[-1]["tag"]:
         why = unfit.get(complete[-1]["tag"], "is damaged")
-        text = f"{complete[-1]['tag']} {why}: load {best!r} by name"
-        return StateLine("warning", f"Resume from {name}", text)
+        return StateLine("warning", title, f"{complete[-1]['tag']} {why}: load {best!r} by name{unseen}")
+    bad = [name for name, value in (fit[-1].get("metrics") or {}).items() if value is None]
+    if bad:
+        return StateLine("warning", title, f"its metrics are not finite: {first_of(bad)}{unseen}")
     unsound_tags = f"; {units.count(others, 'other')} not sound" if others else ""
     text = "the only tag" if len(tags) == 1 else f"the latest tag{unsound_tags}"
-    return StateLine("good", f"Resume from {name}", text)
+    return StateLine("good", title, f"{text}{unseen}")
 
 
 def age_line(tags: Tags, saves: Sequence[Mapping[str, Any]] = ()) -> StateLine | None:
@@ -70,8 +76,8 @@ def age_line(tags: Tags, saves: Sequence[Mapping[str, Any]] = ()) -> StateLine |
     usual = _usual_interval(dated)
     if usual is None:
         return StateLine("good", title, units.time_of_day(dated[-1]["order_time"]) + " UTC")
-    rhythm = f"usually every {units.duration(usual)}"
-    if seconds > _LATE * usual:
+    rhythm = f"usually every {units.duration(usual)}" if usual >= 1 else "usually more than one in a second"
+    if seconds > _LATE * max(usual, 1.0):
         return StateLine("warning", title, f"{rhythm}: the run has ended, or it hangs")
     return StateLine("good", title, rhythm)
 
@@ -141,7 +147,8 @@ def name_of(save: Mapping[str, Any]) -> str:
 
 def unsound(tags: Mapping[str, Sequence[str]]) -> dict[str, str]:
     """Return why each tag with values that are not finite is none to resume from."""
-    return {tag: f"has values that are not finite ({first_of(names)})" for tag, names in tags.items() if names}
+    counts = {tag: units.count(len(names), "tensor") for tag, names in tags.items() if names}
+    return {tag: f"has values that are not finite in {count}" for tag, count in counts.items()}
 
 
 def _steps_between(before: str | None, after: str | None) -> int | None:

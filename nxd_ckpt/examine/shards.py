@@ -68,10 +68,11 @@ class Shard:
         """Its place in its tensor, in words."""
         return f"offset {list(self.box.offset)}"
 
-    @property
-    def at(self) -> str:
-        """Place and file in brackets, for the end of a phrase; empty for whole tensors."""
-        return f" (at {self.place}, {self.file})" if any(self.box.offset) or self.file else ""
+    def at(self, role: str = WEIGHT) -> str:
+        """Return place and file of its tensor of that role in brackets, for the end of a phrase."""
+        leaf = self.leaves.get((role, AFTER))
+        file = self.file if role == WEIGHT or leaf is None else getattr(leaf, "file", "")
+        return f" (at {', '.join(filter(None, (self.place, file)))})" if any(self.box.offset) or file else ""
 
     def name(self, role: str) -> str:
         """Return the global name of its tensor of that role."""
@@ -287,14 +288,14 @@ def check_values(shard: Shard) -> Iterator[Finding]:
             yield problem(
                 "values",
                 shard.name(role),
-                f"{statistics.nans} NaN and {statistics.infs} infinite of {statistics.numel} elements{shard.at}",
+                f"{statistics.nans} NaN and {statistics.infs} infinite of {statistics.numel} elements{shard.at(role)}",
             )
     if shard.beyond:
         yield problem(
             "moments",
             shard.name("exp_avg"),
             f"{shard.beyond} elements are larger than any gradients with these second moments can make them"
-            f"{shard.at}: the two moments are not of the same parameter, or shard",
+            f"{shard.at('exp_avg')}: the two moments are not of the same parameter, or shard",
         )
 
 
@@ -305,7 +306,7 @@ def check_moves(shard: Shard, context: OptimizerContext) -> Iterator[Finding]:
     moments = [role for role in (*FIRST, *SECOND) if shard.has(role) and _could_move(shard, role)]
     moved = shard.moved.get(weight)
     if grown == 0 and moved:
-        yield problem("steps", shard.parameter, f"the weight changed, but its optimizer made no step{shard.at}")
+        yield problem("steps", shard.parameter, f"the weight changed, but its optimizer made no step{shard.at()}")
     if grown or (grown is None and moved and not context.counts):
         for role in moments:
             if not shard.moved[role]:
@@ -313,7 +314,7 @@ def check_moves(shard: Shard, context: OptimizerContext) -> Iterator[Finding]:
                     "moments",
                     shard.name(role),
                     f"no element changed since the tag before, though the parameter made {_steps(grown)}"
-                    f"{shard.at}: it is of the tag before",
+                    f"{shard.at(role)}: it is of the tag before",
                 )
     if moved is False:
         yield from _standing_still(shard, context, weight, grown, any(shard.moved[role] for role in moments))
@@ -322,7 +323,7 @@ def check_moves(shard: Shard, context: OptimizerContext) -> Iterator[Finding]:
             yield problem(
                 "moments",
                 shard.name(role),
-                f"{count} elements fell by more than {_steps(grown)} can do{shard.at}: it is of another "
+                f"{count} elements fell by more than {_steps(grown)} can do{shard.at(role)}: it is of another "
                 "parameter or shard, or the optimizer started fresh",
             )
 
@@ -346,7 +347,7 @@ def check_rounding(shards: Sequence[Shard]) -> Iterator[Finding]:
     for shard in off:
         message = (
             f"{shard.off[AFTER]} of {shard.numel} elements are not the master weights rounded to "
-            f"{shard.leaves[WEIGHT, AFTER].dtype}{shard.at}"
+            f"{shard.leaves[WEIGHT, AFTER].dtype}{shard.at()}"
         )
         if shard.far[AFTER] or was_exact or share < 0.5:
             yield problem("rounding", f"model/{shard.parameter}", message)
@@ -409,8 +410,8 @@ def _standing_still(
         yield problem(
             "weights",
             shard.name(weight),
-            f"no element changed since the tag before, though the optimizer made {_steps(grown)}{shard.at}: it is "
-            "of the tag before",
+            f"no element changed since the tag before, though the optimizer made {_steps(grown)}{shard.at(weight)}: it "
+            "is of the tag before",
         )
 
 

@@ -151,17 +151,23 @@ def _keeps_statistics(opened: OpenTag) -> bool:
     return bool(opened.tag) and opened.identity is not None and opened.identity.lasts
 
 
-def read_statistics(opened: OpenTag) -> StatisticsByName | None:
+def not_finite(statistics: StatisticsByName) -> list[str]:
+    """Return the names of tensors with NaN or infinities."""
+    return [name for name, counts in statistics.items() if counts.nans + counts.infs]
+
+
+def read_statistics(opened: OpenTag, *, stores: bool = True) -> StatisticsByName | None:
     """Return the statistics of this very save by tensor name, or None if there are none.
 
-    They were stored by an earlier count, or by the ranks themselves at the save.
+    They were stored by an earlier count, or by the ranks themselves at the save: then they are put together, and if
+    it ``stores``, that is kept.
     """
     if not _keeps_statistics(opened):
         return None
     statistics = _read_or_none(opened, _read_file)
     if statistics is None:
         statistics = _read_or_none(opened, _counted_at_save)
-        if statistics is not None:
+        if statistics is not None and stores:
             _write_statistics(opened, statistics)  # put together once
     return statistics
 

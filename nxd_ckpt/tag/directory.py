@@ -36,8 +36,8 @@ from nxd_ckpt.storage.base import DirEntry, Storage
 from nxd_ckpt.storage.local import LocalStorage
 from nxd_ckpt.storage.system import aliases
 from nxd_ckpt.tag.facts import fact_of, recalled
-from nxd_ckpt.tag.foreign import legacy, rank_items
-from nxd_ckpt.tag.foreign.weight_files import ADAPTERS, has_weights
+from nxd_ckpt.tag.foreign import legacy
+from nxd_ckpt.tag.foreign.other_kinds import described, described_below
 from nxd_ckpt.tag.grid import holes, spanned
 from nxd_ckpt.tag.order import marker_time, order_time_of_ours, recorded_order_time
 from nxd_ckpt.tag.range_reader import in_parallel
@@ -228,6 +228,9 @@ def describe_incomplete(storage: Storage) -> str:
     if kind is not None:
         return kind
     tags = {info.tag: info for info in list_tags(storage)}
+    below = None if tags else described_below(storage)
+    if below is not None:
+        return below
     lines = []
     for entry in storage.list():
         if entry.name.startswith("."):
@@ -255,38 +258,7 @@ def _describe_other_kind(storage: Storage) -> str | None:
             f"it is itself a tag: load it with load_checkpoint({directory!r}, tag={tag!r}), look at it with nxd-ckpt "
             f"inspect {url}, and list its directory with nxd-ckpt list {directory}"
         )
-    files = {entry.name for entry in storage.list() if not entry.is_dir}
-    if ".metadata" in files:
-        return (
-            "it is a torch DCP checkpoint: make a tag of it with nxd_ckpt.convert.from_dcp() or nxd-ckpt from-dcp, or "
-            "read it as it is with torch.distributed.checkpoint"
-        )
-    if rank_items.is_present(files):
-        return (
-            "it is a checkpoint of torch_checkpointing: make a tag of it with nxd-ckpt migrate --to tag, or read it as "
-            "it is with nxd_ckpt.dcp.load"
-        )
-    if files & {"trainer_state.json", "training_args.bin"}:
-        return (
-            "it is a checkpoint of transformers' Trainer: resume from it with nxd_ckpt.integrations.transformers; "
-            "load_checkpoint with model= alone and without a tag loads its weights"
-        )
-    if "config.json" in files and any(name.endswith((".safetensors", ".bin")) for name in files):
-        return (
-            f"it is a Hugging Face directory: load_checkpoint({url!r}, model=model), without a tag, loads its weights, "
-            "and nxd-ckpt import makes a tag of it"
-        )
-    if not files.isdisjoint(ADAPTERS):
-        return "it is a PEFT adapter, without its base model: peft loads it onto that"
-    if has_weights(files):
-        return (
-            "it holds a model's weights without config.json: put the model's beside them, and "
-            f"load_checkpoint({url!r}, model=model), without a tag, loads them; or nxd-ckpt import --config makes a "
-            "tag of them"
-        )
-    if any(name.endswith(".ckpt") for name in files):
-        return "it holds checkpoint files of Lightning: resume from one with nxd_ckpt.integrations.lightning"
-    return None
+    return described({entry.name for entry in storage.list() if not entry.is_dir}, url)
 
 
 def _times_in_newest(storage: Storage) -> dict[str, float]:

@@ -40,6 +40,24 @@ def test_a_directory_is_examined_with_the_tag_before(run: Path, capsys: pytest.C
     assert f"step 3; examined after {run}/step_2 (step 2)" in out
 
 
+def test_findings_of_a_kind_are_grouped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Three are shown whole, with the file that the tensor is in; of the others their names. JSON has all."""
+    model = torch.nn.Sequential(*(torch.nn.Linear(2, 2) for _ in range(4)))
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.full((1, 2), float("nan"))).sum().backward()
+    optimizer.step()
+    save_checkpoint(tmp_path, "t", model, optimizer)
+    assert 1 == main(["doctor", str(tmp_path / "t")])
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("problem: ")]
+    assert 4 == len(lines)
+    assert lines[0].startswith("problem: model/0.weight: 4 NaN and 0 infinite of 4 elements (at offset [0, 0], model/")
+    assert lines[1].startswith("problem: optim/0.weight/exp_avg: 4 NaN and 0 infinite of 4 elements (at offset [0,")
+    assert "], optim/dp_rank_" in lines[1]
+    assert lines[3].startswith("problem: 9 more findings of values (--json has all): model/1.weight, optim/1.weight/")
+    assert 1 == main(["doctor", str(tmp_path / "t"), "--json"])
+    assert 12 == len(json.loads(capsys.readouterr().out)["findings"])
+
+
 def test_names_that_were_passed_are_not_checked(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A line says so, of an optimizer whose names the tag does not have; and only then."""
     names = tmp_path / "names.json"

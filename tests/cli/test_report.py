@@ -346,6 +346,21 @@ def test_a_damaged_tag_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[st
         assert "<b>Resume from step_0<" in page
 
 
+def test_a_tag_to_resume_from_is_looked_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """From the newest back until the values of one are finite, however few tags were asked for; with 0, none is read.
+    """
+    for step in range(4):
+        value = torch.tensor(float("nan") if step else 1.0)
+        save_checkpoint(tmp_path, f"step_{step}", {f"{number}.w": value.clone() for number in range(9)})
+    for count, title, text in (
+        ("0", "Last whole tag: step_3", "the latest tag; its values were not looked at"),
+        ("1", "Resume from step_0", "step_3 has values that are not finite in 9 tensors: load 'step_0' by name"),
+    ):
+        assert 0 == main(["report", str(tmp_path), "--json", "--no-cache", "--count", count])
+        line = json.loads(capsys.readouterr().out)["head"][1]
+        assert (title, text) == (line["title"], line["text"])
+
+
 @pytest.mark.parametrize("count", [1, 2])
 def test_damage_is_that_of_its_tag(tmp_path: Path, capsys: pytest.CaptureFixture[str], count: int) -> None:
     """If the tag before the latest one is damaged, the latest one is not, and can be resumed from: whether the tensors

@@ -34,14 +34,32 @@ def _save(**fields: Any) -> dict[str, Any]:
 def test_the_latest_sound_tag_is_named() -> None:
     """With the reason why the latest one is not it."""
     tags = _tags(30, 20, 10)
-    assert ("good", "Resume from step_200") == resume_line(tags, {})[:2]
-    line = resume_line(tags, unsound({"step_200": ["model/w"], "step_100": []}))
+    assert ("good", "Resume from step_200") == resume_line(tags, {}, ["step_200"])[:2]
+    line = resume_line(tags, unsound({"step_200": ["model/w"], "step_100": []}), ["step_200", "step_100"])
     assert ("warning", "Resume from step_100") == line[:2]
-    assert "step_200 has values that are not finite (model/w): load 'step_100' by name" == line.text
+    assert "step_200 has values that are not finite in 1 tensor: load 'step_100' by name" == line.text
     tags[1]["problems"] = ["a file is lost"]
-    assert "Resume from step_0" == resume_line(tags, {"step_200": "is bad"}).title
-    assert ("bad", "Nothing to resume from", "1 complete tag, none is sound") == resume_line(tags[1:2], {})
-    assert ("bad", "Nothing to resume from", "it holds 'notes'") == resume_line([], {}, "it holds 'notes'")
+    assert "Resume from step_0" == resume_line(tags, {"step_200": "is bad"}, ["step_0"]).title
+    assert ("bad", "Nothing to resume from", "1 complete tag, none is sound") == resume_line(tags[1:2], {}, [])
+    assert ("bad", "Nothing to resume from", "it holds 'notes'") == resume_line([], {}, [], "it holds 'notes'")
+
+
+def test_a_tag_that_was_not_looked_at_is_not_advised() -> None:
+    """It is named, with what is known of it."""
+    tags = _tags(30, 20, 10)
+    line = resume_line(tags, {}, ["step_100"])
+    assert ("good", "Last whole tag: step_200", "the latest tag; its values were not looked at") == line
+    tags[2]["metrics"] = {"loss": None, "accuracy": 0.5}
+    line = resume_line(tags, {}, ["step_200"])
+    assert ("warning", "Resume from step_200", "its metrics are not finite: loss") == line
+
+
+def test_tags_of_one_second() -> None:
+    """No interval is called 0 s, and a tag of the last seconds is not late."""
+    fast = [{**tag, "age_seconds": age} for tag, age in zip(_tags(1, 1, 1), (2.3, 2.2, 2.1), strict=True)]
+    line = age_line(fast)
+    assert line is not None
+    assert ("good", "usually more than one in a second") == (line.level, line.text)
 
 
 @pytest.mark.parametrize(("age", "level"), [(1, "good"), (29, "good"), (31, "warning")])

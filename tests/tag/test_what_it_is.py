@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import socket
 from collections.abc import Callable
 from functools import partial
@@ -57,6 +58,41 @@ def test_what_others_wrote_is_said(tmp_path: Path, capsys: pytest.CaptureFixture
                 load_checkpoint(tmp_path / name, model={}, optimizer={})
         main(["list", str(tmp_path / name)])
         assert words in " ".join(capsys.readouterr().out.split())
+
+
+OUTPUTS = {
+    "trainer": (
+        ["checkpoint-10/trainer_state.json", "checkpoint-20/trainer_state.json", "runs/events"],
+        r"'checkpoint-20' \(and 1 more like it\): .*transformers' Trainer.*nxd-ckpt verify {}/checkpoint-20",
+    ),
+    "accelerate": (
+        ["checkpoints/checkpoint_0/random_states_0.pkl", "checkpoints/checkpoint_0/model.safetensors"],
+        "'checkpoints/checkpoint_0': .*accelerate.*nxd-ckpt verify {}/checkpoints/checkpoint_0",
+    ),
+    "lightning": (
+        ["lightning_logs/version_0/checkpoints/epoch=0.ckpt", "lightning_logs/version_0/hparams.yaml"],
+        "'lightning_logs/version_0/checkpoints': it holds checkpoint files of Lightning",
+    ),
+    "titan": (["outputs/checkpoint/step-10/.metadata"], "'outputs/checkpoint/step-10': it is a torch DCP checkpoint"),
+    "deepspeed": (["global_step10/mp_rank_00_model_states.pt", "latest"], "'global_step10': it is a .* of DeepSpeed"),
+    "runs": (["run1/t/done", "run1/t/manifest.json", "run2/t/done", "run2/t/checkpoint"], "nxd-ckpt list {}/run2"),
+}
+
+
+@pytest.mark.parametrize(("files", "words"), OUTPUTS.values(), ids=OUTPUTS)
+def test_an_output_directory_of_a_trainer_says_what_lies_below(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], files: list[str], words: str
+) -> None:
+    """Every command names it, and how to ask for it."""
+    for file in files:
+        (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / file).write_text("{}")
+    for command in (["list"], ["verify"], ["doctor"], ["report", "-o", f"{tmp_path}.html"], ["watch", "--once"]):
+        main([command[0], str(tmp_path), *command[1:]])
+        said = capsys.readouterr()
+        assert re.search(words.format(re.escape(str(tmp_path))), " ".join((said.out + said.err).split())), command
+    with pytest.raises(CheckpointNotFound, match="but it holds '"):
+        load_checkpoint(tmp_path, model={})
 
 
 @pytest.mark.parametrize("spelling", ["link", "link/", "./real//", "file", "sub/../real"])

@@ -1,0 +1,107 @@
+"""Directories that are no directories of tags: what they are, by the names in them, and the call that reads them."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Set
+from fnmatch import filter as matching
+from typing import NamedTuple
+
+from nxd_ckpt.core.names import DONE, MANIFEST, MARKER
+from nxd_ckpt.storage.base import Storage
+from nxd_ckpt.tag.foreign import rank_items
+from nxd_ckpt.tag.foreign.weight_files import ADAPTERS, has_weights
+
+_DEPTH, _DIRECTORIES = 4, 100
+"""Levels, and directories, below the one that was named, in which checkpoints are looked for."""
+
+
+class _Kind(NamedTuple):
+    is_present: Callable[[Set[str]], object]
+    """Returns whether a directory of these files is of this kind."""
+    text: str
+    """What it is, with its path or URL as ``{url}``."""
+
+
+_KINDS = (
+    _Kind(
+        lambda files: ".metadata" in files,
+        "it is a torch DCP checkpoint: make a tag of it with nxd_ckpt.convert.from_dcp() or nxd-ckpt from-dcp, or "
+        "read it as it is with torch.distributed.checkpoint",
+    ),
+    _Kind(
+        rank_items.is_present,
+        "it is a checkpoint of torch_checkpointing: make a tag of it with nxd-ckpt migrate --to tag, or read it as "
+        "it is with nxd_ckpt.dcp.load",
+    ),
+    _Kind(
+        lambda files: files & {"trainer_state.json", "training_args.bin"},
+        "it is a checkpoint of transformers' Trainer: resume from it with nxd_ckpt.integrations.transformers, whose "
+        "own nxd-ckpt verify {url} compares with their digests; load_checkpoint with model= alone and without a tag "
+        "loads its weights",
+    ),
+    _Kind(
+        lambda files: matching(files, "random_states_*.pkl"),
+        "it is a checkpoint of accelerate: resume from it with nxd_ckpt.integrations.accelerate, whose own nxd-ckpt "
+        "verify {url} compares with their digests",
+    ),
+    _Kind(
+        lambda files: matching(files, "*_model_states.pt") or matching(files, "*_optim_states.pt"),
+        "it is a checkpoint of DeepSpeed: its zero_to_fp32.py makes weights of it that nxd-ckpt import takes",
+    ),
+    _Kind(
+        lambda files: "config.json" in files and any(name.endswith((".safetensors", ".bin")) for name in files),
+        "it is a Hugging Face directory: load_checkpoint({url!r}, model=model), without a tag, loads its weights, "
+        "and nxd-ckpt import makes a tag of it",
+    ),
+    _Kind(
+        lambda files: not files.isdisjoint(ADAPTERS),
+        "it is a PEFT adapter, without its base model: peft loads it onto that",
+    ),
+    _Kind(
+        has_weights,
+        "it holds a model's weights without config.json: put the model's beside them, and load_checkpoint({url!r}, "
+        "model=model), without a tag, loads them; or nxd-ckpt import --config makes a tag of them",
+    ),
+    _Kind(
+        lambda files: matching(files, "*.ckpt"),
+        "it holds checkpoint files of Lightning: resume from one with nxd_ckpt.integrations.lightning",
+    ),
+)
+
+
+_TAG = _Kind(lambda files: DONE in files and files & {MANIFEST, MARKER}, "it holds tags: nxd-ckpt list {url}")
+
+
+def described(files: Set[str], url: str) -> str | None:
+    """Describe a directory of these files, with the call that reads it; None if it is unknown."""
+    kind = _kind_of(files)
+    return None if kind is None else kind.text.format(url=url)
+
+
+def described_below(storage: Storage) -> str | None:
+    """Describe the directories below that hold tags, or checkpoints of others; None if a few levels have none."""
+    found: dict[_Kind, list[str]] = {}
+    waiting, seen = deque([""]), 0
+    while waiting and seen < _DIRECTORIES:
+        key, seen = waiting.popleft(), seen + 1
+        entries = storage.list(key)
+        files = {entry.name for entry in entries if not entry.is_dir}
+        kind = _TAG if _TAG.is_present(files) else _kind_of(files)
+        if kind is not None:
+            place = key.rpartition("/")[0] if kind is _TAG else key
+            if place and place not in found.setdefault(kind, []):
+                found[kind].append(place)
+        elif key.count("/") < _DEPTH:
+            folders = (entry.name for entry in entries if entry.is_dir and not entry.name.startswith("."))
+            waiting.extend(f"{key}/{name}" if key else name for name in folders)
+    texts = []
+    for kind, places in found.items():
+        more = f" (and {len(places) - 1} more like it)" if len(places) > 1 else ""
+        text = kind.text.format(url=f"{storage.url.rstrip('/')}/{places[-1]}")
+        texts.append(f"{places[-1]!r}{more}: {text}")
+    return f"it is none itself, but it holds {'; '.join(texts)}" if texts else None
+
+
+def _kind_of(files: Set[str]) -> _Kind | None:
+    return next((kind for kind in _KINDS if kind.is_present(files)), None)
