@@ -148,7 +148,7 @@ class Staged:
         storage.set_time(f"{self.folder}/{DONE}", order_time)
         self.must_hold(storage, self._not_listed(storage, files))
         try:
-            journal.publish(storage, self.attempt, self.tag, partial(is_visible, storage, self.tag, self.attempt))
+            journal.publish(storage, self.attempt, self.tag, partial(visibility, storage, self.tag, self.attempt))
         except (FileNotFoundError, FileExistsError):
             # Another job took this one for dead while it stood still, and may have finished the replacement for it.
             if not is_visible(storage, self.tag, self.attempt):
@@ -396,10 +396,15 @@ def copy_publication(
 
 def is_visible(storage: Storage, tag: str, attempt: str) -> bool:
     """Return whether the tag is complete and from that attempt. False also if the storage does not say."""
+    return bool(visibility(storage, tag, attempt))
+
+
+def visibility(storage: Storage, tag: str, attempt: str) -> bool | None:
+    """Return whether the tag is complete and from that attempt; None if the storage does not say."""
     try:
         return storage.is_file(f"{tag}/{DONE}") and _is_of(storage, tag, attempt)
     except (OSError, CheckpointError):
-        return False
+        return None
 
 
 def _is_of(storage: Storage, tag: str, attempt: str) -> bool:

@@ -34,7 +34,7 @@ from nxd_ckpt.core.limits import NOTE, checked_name
 from nxd_ckpt.core.manifest import load_manifest
 from nxd_ckpt.core.names import DONE, HIDDEN, MANIFEST
 from nxd_ckpt.core.tags import order_text, validate_tag
-from nxd_ckpt.errors import DirectoryInUse, MalformedFile
+from nxd_ckpt.errors import DirectoryInUse, MalformedFile, OutcomeUnknown
 from nxd_ckpt.storage.base import Storage
 
 logger = logging.getLogger("nxd_ckpt")
@@ -43,15 +43,16 @@ _TRIES = 5
 """Times that a name is tried although somebody else makes a directory of that name meanwhile."""
 
 
-def publish(storage: Storage, attempt: str, tag: str, is_visible: Callable[[], bool]) -> None:
+def publish(storage: Storage, attempt: str, tag: str, is_visible: Callable[[], bool | None]) -> None:
     """Rename the complete, synced staging directory of ``attempt`` to ``tag`` and make that durable.
 
     Raises OSError, and restores the state before: a tag that is not durable must not stay visible, and the tag that it
-    was to replace must not stay away. If that fails, too, the message says that a power cut may bring either. But a tag
-    that another rank counts as saved stays, see `decides`.
+    was to replace must not stay away. If that fails, too, the message says that a power cut may bring either;
+    OutcomeUnknown if the new tag may be visible still. But a tag that another rank counts as saved stays, see
+    `decides`.
 
-    ``is_visible`` tells whether the tag is of this attempt. It is asked after an error, because a server that did not
-    answer may have renamed it.
+    ``is_visible`` tells whether the tag is of this attempt; None if the storage does not say. It is asked after an
+    error, because a server that did not answer may have renamed it.
     """
     recover(storage)  # an earlier swap of this job may not be finished yet
     replacement = _replacement(storage, attempt, tag)
@@ -62,7 +63,13 @@ def publish(storage: Storage, attempt: str, tag: str, is_visible: Callable[[], b
         is_new = replacement.happened(error, is_visible)
         if not is_new or may_undo(storage, attempt):
             if not _restore(replacement, attempt, is_new):
-                raise not_undone(error, tag) from error
+                if is_visible() is False:
+                    raise not_undone(error, tag) from error
+                raise OutcomeUnknown(
+                    f"{storage.url}/{tag} got its name, then {type(error).__name__}: {error}; and that could not be "
+                    f"undone. It may be visible or not, also after a power cut: look for {storage.url}/{tag}/{DONE}, "
+                    "and save again"
+                ) from error
             raise
         logger.warning("%s: %s; another rank made %r durable, and counts it as saved", storage.url, error, tag)
     try:

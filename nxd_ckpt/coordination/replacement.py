@@ -48,14 +48,14 @@ class Replacement:
             storage.rename(self.finished, self.target)
         self._is_made = True
 
-    def happened(self, error: OSError, is_new: Callable[[], bool] | None = None) -> bool:
+    def happened(self, error: OSError, is_new: Callable[[], bool | None] | None = None) -> bool:
         """Return whether ``target`` is the new one although `make`, or a later step, raised ``error``.
 
         A server may have renamed it without an answer. ``is_new`` looks at it; without that, names decide.
         """
         if isinstance(error, (FileNotFoundError, FileExistsError)):
             return False  # it is for the caller: another process may have finished the replacement
-        return self._is_made or (is_new or self._has_new_name)()
+        return self._is_made or bool((is_new or self._has_new_name)())
 
     def _has_new_name(self) -> bool:
         return self.is_there(self.target) and not self.is_there(self.finished)

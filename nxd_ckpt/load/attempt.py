@@ -40,6 +40,7 @@ from nxd_ckpt.load.parts import (
     own_content,
     part_names,
     refuse_forgotten,
+    require_taken,
 )
 from nxd_ckpt.load.planner import LoadPlanner
 from nxd_ckpt.load.proof import Digests, Proof, Witness, in_words, recorded_digest
@@ -328,6 +329,7 @@ class PreparedLoad:
             self._scheduler_state = trees.rank_state.put_into("scheduler", self._scheduler_state, None)
         check_scheduler(self._scheduler, self._scheduler_state, opened.where)
         self._scheduler_state = map_tensors(self._scheduler_state, opened.read, TensorStub)
+        require_taken(self._scheduler, self._scheduler_state, opened.where, opened.refused)
         if trees.continues_optimizer and lacks_scheduled_rates(opened):
             self._take_scheduled_rates()
         content = None if filtered.covers("user_content") else opened.user_content()

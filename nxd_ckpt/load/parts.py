@@ -3,14 +3,25 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from copy import deepcopy
+from types import NoneType
 from typing import Any
 
 from nxd_ckpt.core.data_position import Position, check_position, is_complete, is_data_position, merge_positions
 from nxd_ckpt.core.limits import shown
 from nxd_ckpt.core.suggestions import listed
 from nxd_ckpt.core.topology import Coordinates, Topology
-from nxd_ckpt.errors import CorruptCheckpoint, IncompatibleState, PartLost, PartNotFound, UnsafePickle
+from nxd_ckpt.errors import (
+    CheckpointError,
+    CorruptCheckpoint,
+    IncompatibleState,
+    PartLost,
+    PartNotFound,
+    UnsafePickle,
+)
+from nxd_ckpt.formats.tensors import TENSORS, TensorReference
 from nxd_ckpt.live.data_position import is_random_state
 from nxd_ckpt.live.ignoring import RANDOM_STATE
 from nxd_ckpt.live.named import OBJECTS, NamedObjects, named_states
@@ -88,6 +99,67 @@ def check_scheduler(live: Any, saved: Any, where: str) -> None:
         raise IncompatibleState(f"scheduler: {where} holds {forms[1]}, the live one is {forms[0]}; pass the same form")
 
 
+_TORCHS = ("torch.optim.lr_scheduler", "torch.optim.swa_utils")
+"""Modules whose ``load_state_dict`` does no more than to take the state."""
+
+_KINDS: dict[str, Any] = {
+    "a tensor": (*TENSORS, TensorReference),
+    "a dict": Mapping,
+    "a list": (list, tuple),
+    "text": str,
+    "a number": (bool, int, float),
+}
+
+
+def require_kinds(
+    live: Mapping[str, Any], saved: Mapping[str, Any], where: str, refused: type[CheckpointError]
+) -> None:
+    """Raise ``refused`` for a name of the model under which another kind of value was saved than the live one is.
+
+    Extra state of a module may be None, or an object of its own, in either.
+    """
+    for name in live.keys() & saved.keys():
+        expected, found = _kind_of(live[name]), _kind_of(saved[name])
+        if expected is not None and found not in (None, expected):
+            value = shown(saved[name])
+            raise refused(f"{where}: model/{name} was saved as {found}, {value}; the live one is {expected}")
+
+
+def _kind_of(value: Any) -> str | None:
+    return next((kind for kind, types in _KINDS.items() if isinstance(value, types)), None)
+
+
+def require_taken(live: Any, saved: Any, where: str, refused: type[CheckpointError]) -> None:
+    """Raise ``refused`` unless torch's own schedulers, among those to load, take their saved states.
+
+    They take them once, and get back what they had, before the load changes anything. Code of others takes its state
+    once, at the end: nothing is known of what else it does then.
+    """
+    if isinstance(live, NamedObjects):
+        for name, one in live.items():
+            require_taken(one, saved[OBJECTS][name], where, refused)
+    elif isinstance(live, (list, tuple)):
+        for one, state in zip(live, saved, strict=True):
+            require_taken(one, state, where, refused)
+    elif getattr(getattr(type(live), "load_state_dict", None), "__module__", None) in _TORCHS:
+        attributes, before = dict(vars(live)), deepcopy(live.state_dict())
+        try:
+            live.load_state_dict(deepcopy(saved))
+        except Exception as error:
+            raise refused(
+                f"scheduler: the live {type(live).__name__} does not take the state in {where}, {shown(saved)} "
+                f"({type(error).__name__}: {error}). Pass one of the class that was saved, or leave it out with "
+                "scheduler=None"
+            ) from error
+        finally:
+            with suppress(Exception):  # nested ones may have taken theirs
+                live.load_state_dict(before)
+            vars(live).clear()
+            vars(live).update(attributes)
+    elif isinstance(live, dict) and not isinstance(saved, (Mapping, NoneType)):
+        raise refused(f"scheduler: {where} holds {shown(saved)}, expected a dict")
+
+
 def keeps_rates(live: Any) -> bool:
     """Return whether a scheduler, or one of several objects, may store learning rates by param group."""
     if isinstance(live, NamedObjects):
@@ -107,8 +179,16 @@ def load_scheduler(live: Any, saved: Any) -> None:
         for scheduler, state in zip(live, saved, strict=True):
             load_scheduler(scheduler, state)
     else:
-        with as_called():
-            live.load_state_dict(saved)
+        try:
+            with as_called():
+                live.load_state_dict(saved)
+        except CheckpointError:
+            raise
+        except Exception as error:
+            raise IncompatibleState(
+                f"scheduler: the live {type(live).__name__} does not take the saved state, {shown(saved)} "
+                f"({type(error).__name__}: {error})"
+            ) from error
 
 
 def part_names(

@@ -31,6 +31,7 @@ from nxd_ckpt.live.state_names import PARAM_GROUPS, without
 from nxd_ckpt.live.zero1 import MASTERS
 from nxd_ckpt.load.collective_checks import ComparedNames
 from nxd_ckpt.load.load_context import LoadContext
+from nxd_ckpt.load.parts import require_kinds
 from nxd_ckpt.load.rank_state import rank_state
 from nxd_ckpt.load.tied import refuse_unequal_ties, unequal_ties
 from nxd_ckpt.load.trees import LoadTrees, local_tree, part_of
@@ -192,6 +193,7 @@ class LoadPlanner:
         own = trees.rank_state = rank_state(self._opened, self._topology, filtered, parts)
         if model is not None and not filtered.covers("model"):
             trees.model_tree = self._rounded(model, self._own_part(model, self._model_tree(model)))
+            require_kinds(model.live, trees.model_tree, self._opened.where, self._opened.refused)
             trees.names = model.validate(trees.model_tree)
             trees.model_placed = model.placed(trees.names)
             trees.model_tree = local_tree(trees.model_tree, trees.model_placed)

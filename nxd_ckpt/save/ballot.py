@@ -205,7 +205,7 @@ class Ballot:
             raise OutcomeUnknown(f"save of {self._tag!r}: cannot read rank 0's verdict in {where}: {error}") from error
 
     def _is_there_for_good(self) -> bool:
-        """Return whether the tag is visible, durable, and not undone any more by a rank 0 that wakes up."""
+        """Return whether the tag is visible, durable, and undone by nobody any more: a rank 0 that wakes up might."""
         storage = self._session.storage
         try:
             if not is_visible(storage, self._tag, self._number):
@@ -235,8 +235,8 @@ class Ballot:
             commit(session, session.topology, votes, request)
             return Verdict(per_rank=per_rank), sum(vote.nbytes for vote in votes)
         except (SaveFailed, OutcomeUnknown) as failure:
-            is_seen = isinstance(failure, OutcomeUnknown) and is_visible(session.storage, self._tag, self._number)
-            return Verdict() if is_seen else Verdict(to_wire(failure), per_rank=self._known), 0
+            is_saved = isinstance(failure, OutcomeUnknown) and self._is_there_for_good()
+            return Verdict() if is_saved else Verdict(to_wire(failure), per_rank=self._known), 0
         except Exception as failure:
             why = f"rank 0 could not commit it: {in_words(to_wire(failure))}"
             return Verdict(to_wire(failure_of(failure)(why))), 0

@@ -22,7 +22,7 @@ from nxd_ckpt.tag.files import MissingTensor, TagFiles
 from nxd_ckpt.tag.foreign import legacy
 from nxd_ckpt.tag.foreign.zero1_dcp import Zero1Dcp
 from nxd_ckpt.tag.grid import describe, spanned
-from nxd_ckpt.tag.state_dicts import checked_model, checked_optimizer, is_model, is_optimizer, reading
+from nxd_ckpt.tag.state_dicts import checked_dict, checked_model, checked_optimizer, is_model, is_optimizer, reading
 
 
 class TagLayout(Protocol):
@@ -166,6 +166,9 @@ class NxdTag:
                 f"{self.files.where(names.SCHEDULER)} holds the state of {kind}, not of a scheduler: files were "
                 "swapped; restore it, or load without scheduler="
             )
+        if self._manifest is None:  # an index verifies what was saved, of whatever class the scheduler was
+            for state in tree if isinstance(tree, list) and tree else [tree]:
+                checked_dict(state, f"{self.files.where(names.SCHEDULER)}: expected a scheduler's state dict")
         return self._with_tensors(names.SCHEDULER, tree)
 
     @reading

@@ -18,6 +18,7 @@ from nxd_ckpt.core.parsing import as_written
 from nxd_ckpt.core.suggestions import first_of
 from nxd_ckpt.core.topology import Coordinates, Topology
 from nxd_ckpt.errors import (
+    CheckpointError,
     CorruptCheckpoint,
     DigestMismatch,
     IncompatibleState,
@@ -129,6 +130,14 @@ class OpenTag:
             yield
         if not verified:
             self.require_unchanged()
+
+    @property
+    def refused(self) -> type[CheckpointError]:
+        """Class of the error for content that live objects do not take.
+
+        The digests of our tags show that it was saved so. In others it may be damage.
+        """
+        return MalformedFile if self.manifest is None else IncompatibleState
 
     @property
     def save(self) -> str | None:

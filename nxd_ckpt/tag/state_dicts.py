@@ -65,19 +65,19 @@ def checked_optimizer(tree: Any, where: str) -> dict[str, Any]:
     """Return ``tree`` if it has an optimizer's form: torch's, or ZeRO-1's. Raises MalformedFile, naming ``where``."""
     _names(tree, f"{where}: expected an optimizer's state dict")
     for key in _BY_INDEX:
-        for index, state in _dict(tree.get(key, {}), f"{where}: {key}").items():
+        for index, state in checked_dict(tree.get(key, {}), f"{where}: {key}").items():
             if not isinstance(index, (int, str)):
                 raise MalformedFile(f"{where}: {key} must be by index or name, found {shown(index)}")
             if isinstance(index, int):  # a named entry may belong to the whole optimizer, and have any form
                 _names(state, f"{where}: {key} of {shown(index)}")
-    _dict(tree.get("sharded_master_weights", {}), f"{where}: sharded_master_weights")
-    for index, shape in _dict(tree.get("shape_info", {}), f"{where}: shape_info").items():
+    checked_dict(tree.get("sharded_master_weights", {}), f"{where}: sharded_master_weights")
+    for index, shape in checked_dict(tree.get("shape_info", {}), f"{where}: shape_info").items():
         check_sizes(shape, f"{where}: shape_info of {shown(index)}")
     groups = tree.get("param_groups")
     if not isinstance(groups, (list, tuple)):
         raise MalformedFile(f"{where}: param_groups must be a list, found {shown(groups)}")
     for group in groups:
-        params = _names(group, f"{where}: a param group").get("params", [])
+        params = _names(group, f"{where}: a param group").get("params")
         if not isinstance(params, (list, tuple)) or not all(isinstance(index, (int, str)) for index in params):
             raise MalformedFile(f"{where}: the params of a group must be indices, found {shown(params)}")
     return cast("dict[str, Any]", tree)
@@ -150,13 +150,14 @@ def _is_plain(value: Any) -> bool:
 
 
 def _names(value: Any, what: str) -> dict[str, Any]:
-    for name in _dict(value, what):
+    for name in checked_dict(value, what):
         if not isinstance(name, str):
             raise MalformedFile(f"{what}: its keys must be names, found {shown(name)}")
     return cast("dict[str, Any]", value)
 
 
-def _dict(value: Any, what: str) -> dict[Any, Any]:
+def checked_dict(value: Any, what: str) -> dict[Any, Any]:
+    """Return ``value`` if it is a dict. Raises MalformedFile, naming ``what`` was expected."""
     if not isinstance(value, dict):
         raise MalformedFile(f"{what}: expected a dict, found {shown(value)}")
     return value

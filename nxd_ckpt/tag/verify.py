@@ -548,6 +548,8 @@ def _looks(opened: OpenTag) -> Iterator[tuple[Coordinates, Callable[[OpenTag, Co
             yield at, _lost_of_model
         if parts.optimizer and (parts.optimizer.startswith("zero1") or at == topology.writer_of(at)):
             yield at, _lost_of_optimizer
+    if parts.scheduler:
+        yield topology.coordinates_of(0), _lost_of_scheduler
 
 
 def _lost_of_model(opened: OpenTag, at: Coordinates) -> list[str]:
@@ -555,6 +557,11 @@ def _lost_of_model(opened: OpenTag, at: Coordinates) -> list[str]:
     if opened.parts.master_weights:  # they stand for the weights: NxD's avoid_saving_lower_precision_weights
         return []
     return [f"{opened.where}/{leaf.file} is missing: no file holds tensor {leaf.name!r}" for leaf in missing]
+
+
+def _lost_of_scheduler(opened: OpenTag, at: Coordinates) -> list[str]:
+    opened.scheduler()  # raises if it has not the form of one
+    return []
 
 
 def _lost_of_optimizer(opened: OpenTag, at: Coordinates) -> list[str]:

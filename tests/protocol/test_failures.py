@@ -24,6 +24,7 @@ from nxd_ckpt.save.planned_file import PlannedFile
 from nxd_ckpt.save.staging import Stager
 from nxd_ckpt.save.waves import Wave
 from nxd_ckpt.storage import local
+from nxd_ckpt.storage.local import LocalStorage
 from nxd_ckpt.testing.storage import Operation, failing, killing
 from tests.protocol.job import Died, Job, outcome_of
 from tests.protocol.states import PATIENCE, checkpointer, lose_patience, save, saved_value, visible_tags
@@ -384,3 +385,45 @@ def test_a_full_disk_says_how_much_was_to_be_written(tmp_path: Path) -> None:
         save(saver, "first", 1)
     assert re.search(r"on device \([0-9.]+ \w+ are to be written, [0-9.]+ \w+ are free\)", str(failed.value))
     assert 1 == str(failed.value).count("are free")
+
+
+@pytest.mark.parametrize("tag", ["second", "first"])
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_tag_that_cannot_be_looked_at_once_it_has_its_name_is_of_unknown_outcome(
+    tmp_path: Path, world: int, tag: str
+) -> None:
+    """Every stat fails from the rename until the save returns: the tag is there, so no rank says that it is not."""
+    outcomes = Job(world, blind_after_the_rename, tmp_path, world, tag, group=world > 1).values()
+    assert OutcomeUnknown is type(outcomes[0])
+    assert [None] * (world - 1) == outcomes[1:]  # which found it, whole and durable
+    assert f"look for {tmp_path}/{tag}/done" in str(outcomes[0])
+    assert 2 == saved_value(tmp_path, tag, world)
+
+
+def blind_after_the_rename(rank: int, path: Path, world: int, tag: str) -> Any:
+    """What the second save raised on this rank; rank 0 cannot look at anything once the tag has its name."""
+    looks, renames, swaps = local._mode, LocalStorage.rename, LocalStorage.swap
+    saver = checkpointer(path, rank, world)
+    save(saver, "first", 1)
+    lose_patience(saver)  # rank 0 cannot write its verdict either
+    is_blind: list[bool] = []
+
+    def look(path: str, *, follow: bool = True) -> int:
+        if is_blind:
+            raise OSError(errno.EIO, "Input/output error", path)
+        return looks(path, follow=follow)
+
+    def named(act: Callable[[], Any], target: str) -> Any:
+        result = act()
+        if rank == 0 and target == tag:
+            is_blind.append(True)
+        return result
+
+    with (
+        patch.object(local, "_mode", look),
+        patch.object(LocalStorage, "rename", lambda self, a, b: named(lambda: renames(self, a, b), b)),
+        patch.object(LocalStorage, "swap", lambda self, a, b: named(lambda: swaps(self, a, b), b)),
+    ):
+        outcome = outcome_of(lambda: save(saver, tag, 2))
+    saver.abandon()
+    return outcome

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import errno
 import os
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from random import Random
 from typing import NoReturn
+
+import pytest
 
 from nxd_ckpt.core.names import HIDDEN
 from nxd_ckpt.errors import CheckpointError
@@ -77,6 +80,8 @@ class DiskSchedule(Schedule):
     """Whether processes see the disk by our own ``LocalStorage``, whose system calls are simulated."""
     links: bool = True
     """Whether such a disk has hard links."""
+    direct: bool = False
+    """Whether such a disk takes writes of any size past the page cache."""
     replayed: bool = False
     """Whether a call that is "unanswered" is made again, by a client that gets an answer then."""
 
@@ -100,7 +105,8 @@ class DiskSchedule(Schedule):
     @staticmethod
     def of_system_calls(seed: int) -> DiskSchedule:
         """The same, below ``LocalStorage``."""
-        return replace(DiskSchedule.of(seed), local=True, links=Random(f"links {seed}").random() < 0.7)
+        links, direct = Random(f"links {seed}").random() < 0.7, Random(f"direct {seed}").random() < 0.5
+        return replace(DiskSchedule.of(seed), local=True, links=links, direct=direct)
 
     @staticmethod
     def of_a_lone_process(seed: int) -> DiskSchedule:
@@ -267,6 +273,14 @@ class DiskRun(Run):
     def storage(self, process: Process) -> LocalStorage | DiskStorage:
         swaps, links = self.schedule.swaps, self.schedule.links
         return disk_storage(self, self.disk, process, self._before, swaps=swaps, links=links, top=self._top)
+
+    @contextmanager
+    def installed(self) -> Iterator[None]:
+        with pytest.MonkeyPatch.context() as patch, super().installed():
+            if self.schedule.direct:
+                patch.setattr("nxd_ckpt.storage.local_files._ALIGNMENT", 1)
+                patch.setattr("nxd_ckpt.storage.local_files._DIRECT_FROM", 1)
+            yield
 
     def outside(self) -> DiskStorage:
         return DiskStorage(self._below)
