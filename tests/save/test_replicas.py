@@ -438,8 +438,9 @@ def of_expert_ranks(rank: int, directory: Path, use_xser: bool) -> list[bool]:
 
     def made() -> Any:
         model = torch.nn.Module()
-        model.expert = torch.nn.Parameter(torch.ones(3))
-        model.expert.expert_model_parallel = True
+        expert: Any = torch.nn.Parameter(torch.ones(3))
+        expert.expert_model_parallel = True
+        model.expert = expert
         model.norm = torch.nn.Parameter(torch.ones(4))
         return model, torch.optim.AdamW(model.parameters())
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,6 +13,7 @@ import torch.distributed as dist
 from nxd_ckpt import Checkpointer, Topology
 from nxd_ckpt.testing import ResumeDiffers, check_resume
 from tests.support.rank_pool import RankPool
+from tests.training import imitations
 from tests.training.model import zero1
 from tests.training.registry import OPTIMIZERS, OWN, Inner
 
@@ -74,3 +77,76 @@ class _OnDevice(Inner):
 def test_resumed_shards_are_the_uninterrupted_ones(xla_ranks: RankPool, names: list[str]) -> None:
     """Four ranks, each with a quarter of every parameter and of what the optimizer keeps for it."""
     assert [[]] * 4 == xla_ranks.run(_on_xla, names)
+
+
+def _flat_shards() -> Any:
+    """torch-xla's FSDP, whose shards are plain tensors."""
+    import torch_xla
+    from torch_xla.distributed.fsdp import XlaFullyShardedDataParallel
+
+    torch.manual_seed(0)
+    layers = torch.nn.Sequential(torch.nn.Linear(6, 7), torch.nn.Linear(7, 6)).to(torch_xla.device())
+    model = XlaFullyShardedDataParallel(layers, compute_dtype=torch.float32)
+    return model, torch.optim.AdamW(model.parameters(), lr=0.1)
+
+
+def _drifted(kind: Callable[[Any], Any]) -> Any:
+    """Copies that each rank trains on gradients of its own."""
+    import torch_xla
+
+    torch.manual_seed(0)
+    model = torch.nn.Linear(6, 7).to(torch_xla.device())
+    return model, kind(model.parameters())
+
+
+OF_RANKS: dict[str, Callable[[], Any]] = {
+    "flat shards": _flat_shards,
+    "drifted copies": partial(_drifted, torch.optim.AdamW),
+    "chained": partial(_drifted, imitations.Chained),
+    "no optimizer of torch's": partial(_drifted, imitations.NoOptimizer),
+    "float32 clones": partial(_drifted, imitations.WithMasters),
+}
+
+
+def _own_step(model: Any, optimizer: Any) -> float:
+    """A step on gradients that no forward pass made: those of XLA's FSDP need collectives that are not emulated."""
+    import torch_xla
+
+    def closure() -> float:
+        for one in model.parameters():
+            one.grad = torch.randn(one.shape).to(one.device) * (1 + dist.get_rank())
+        return 0.0
+
+    if isinstance(optimizer, torch.optim.AdamW) and not isinstance(optimizer, imitations.WithMasters):
+        closure()
+        optimizer.step()
+    else:
+        optimizer.step(closure)
+    torch_xla.sync()
+    return float(sum(one.detach().cpu().sum() for one in model.parameters()))
+
+
+def _save_plainly(directory: str, tag: str, *objects: Any) -> None:
+    with Checkpointer(directory) as checkpointer:
+        checkpointer.save(tag, *objects, async_save=True)
+
+
+def _load_plainly(directory: str, tag: str, *objects: Any) -> None:
+    with Checkpointer(directory) as checkpointer:
+        checkpointer.load(tag, *objects)
+
+
+def _of_ranks(rank: int) -> list[str]:
+    problems = []
+    for name, make in OF_RANKS.items():
+        how: Any = {"save": _save_plainly, "load": _load_plainly, "new_process": False}
+        try:
+            check_resume(make, _own_step, steps=2, steps_after=2, **how)
+        except ResumeDiffers as error:
+            problems.append(f"{name}: {error}")
+    return problems
+
+
+def test_what_is_of_one_rank_is_resumed(xla_ranks: RankPool) -> None:
+    """Weights and moments on four devices."""
+    assert [[]] * 4 == xla_ranks.run(_of_ranks)

@@ -1,0 +1,227 @@
+"""A resumed run of four ranks is the uninterrupted one, where a rank or a group of ranks has state of its own."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import numpy
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+from nxd_ckpt import Checkpointer
+from nxd_ckpt.testing import ResumeDiffers, check_resume
+from tests.support.rank_pool import RankPool
+from tests.training import imitations
+from tests.training.registry import Inner, step
+
+pytestmark = [pytest.mark.plain, pytest.mark.once]
+
+Objects = tuple[Any, ...]
+
+
+class OfRank(Inner):
+    """Its loss is that of one rank, or of one group of ranks."""
+
+    def __init__(self, *layers: nn.Module, number: int) -> None:
+        super().__init__(*layers)
+        self.number = number
+
+    def forward(self) -> torch.Tensor:
+        batch = torch.randn(4, 6).to(next(self.parameters()).dtype)
+        loss: torch.Tensor = self.layers(batch).float().square().mean() * (1 + self.number)
+        return loss
+
+
+def _replicas(optimizer: Callable[[Any], Any] = torch.optim.AdamW, dtype: torch.dtype = torch.float32) -> Objects:
+    """Copies that each rank trains on data of its own."""
+    model = OfRank(nn.Linear(6, 7, bias=False), nn.Linear(7, 6, bias=False), number=dist.get_rank()).to(dtype)
+    return model, optimizer(model.parameters())
+
+
+def _mesh() -> DeviceMesh:
+    return init_device_mesh("cpu", (2, 2), mesh_dim_names=("group", "fsdp"))
+
+
+class Experts(nn.Module):
+    """Weights of each group, cut over its ranks; a router that groups have drifted apart in; a norm of all ranks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        mesh = _mesh()
+        self.group = mesh.get_local_rank("group")
+        self.experts = nn.Parameter(distribute_tensor(torch.randn(4, 6), mesh["fsdp"], [Shard(1)]))
+        self.router = nn.Parameter(distribute_tensor(torch.randn(4, 6), mesh["fsdp"], [Replicate()]))
+        self.norm = nn.Parameter(distribute_tensor(torch.ones(4), mesh, [Replicate(), Replicate()]))
+
+    def forward(self) -> Any:
+        own = (self.experts * self.router).square().sum() * (1 + self.group)
+        return own.full_tensor() + self.norm.square().sum().full_tensor()  # type: ignore[attr-defined]
+
+
+def _experts() -> Objects:
+    model = Experts()
+    return model, torch.optim.AdamW(model.parameters())
+
+
+def _local_sgd() -> Objects:
+    mesh = _mesh()
+    model = OfRank(nn.Linear(6, 7), nn.Linear(7, 6), number=mesh.get_local_rank("group"))
+    fully_shard(model, mesh=mesh["fsdp"])
+    return model, torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+
+
+def _sharded(rows: int = 7) -> Any:
+    model = Inner(nn.Linear(6, rows), nn.Linear(rows, 6))
+    fully_shard(model, mesh=init_device_mesh("cpu", (4,)))
+    return model
+
+
+def _schedulers() -> Objects:
+    model, optimizer = _replicas(partial(torch.optim.SGD, lr=0.1 * (1 + dist.get_rank())))
+    rates = torch.optim.lr_scheduler
+    first, then = rates.ConstantLR(optimizer, 0.5, 2), rates.ExponentialLR(optimizer, 0.9)
+    return model, optimizer, rates.SequentialLR(optimizer, [first, then], [1 + dist.get_rank()])
+
+
+class Values(Inner):
+    """Extra state of every kind that plain data has, with values of each rank."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(6, 6), nn.BatchNorm1d(6))
+        self.seen = 0
+
+    def get_extra_state(self) -> Any:
+        number = self.seen * (1 + dist.get_rank())
+        return {
+            "number": number, "bytes": bytes([number]), "file": io.BytesIO(bytes([number])),
+            "array": numpy.arange(number), "set": {number, "a"}, "complex": complex(0, number),
+            "none": None if number % 2 else 0, "keys": {number: {}}, "tuple": (number, [float(number)]),
+        }  # fmt: skip
+
+    def set_extra_state(self, state: Any) -> None:
+        self.seen = state["number"] // (1 + dist.get_rank())
+        assert self.seen == 0 or [*state["keys"]] == [state["number"]] == [len(state["array"])]
+
+    def forward(self) -> torch.Tensor:
+        self.seen += 1
+        return super().forward() * (1 + self.seen)
+
+
+def _values() -> Objects:
+    model = Values()
+    return model, torch.optim.AdamW(model.parameters())
+
+
+class Average:
+    """An average of weights, of DTensors or plain ones, beside a number and what only some ranks have."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        weights = [one.detach().clone() for one in model.parameters()]
+        self.state: dict[str, Any] = {"weights": weights, "count": 0}
+
+    def step(self) -> None:
+        self.state["count"] += 1 + dist.get_rank()
+        for own, one in zip(self.state["weights"], self.model.parameters(), strict=True):
+            own.lerp_(one.detach(), 0.5)
+
+    def state_dict(self) -> Any:
+        return self.state
+
+    def load_state_dict(self, state: Any) -> None:
+        self.state = state
+
+
+class Ragged(Average):
+    """One whose state has another form on each rank."""
+
+    def step(self) -> None:
+        super().step()
+        if dist.get_rank():
+            self.state[f"of rank {dist.get_rank()}"] = {"all": [torch.ones(dist.get_rank())]}
+
+
+def _averages(kind: type[Average], make: Callable[[], Any]) -> Objects:
+    model = make()
+    return model, torch.optim.AdamW(model.parameters()), {"average": kind(model)}
+
+
+def _for_each(make: Callable[[], Any]) -> Objects:
+    model = make()
+    return model, {name: torch.optim.AdamW([one]) for name, one in model.named_parameters()}
+
+
+CASES: dict[str, Callable[[], Objects]] = {
+    "experts of groups": _experts,
+    "local SGD": _local_sgd,
+    "drifted copies": _replicas,
+    "schedulers": _schedulers,
+    "values": _values,
+    "float32 clones": partial(_replicas, imitations.WithMasters, torch.bfloat16),
+    "chained": partial(_replicas, imitations.Chained),
+    "chained, in a list": partial(_replicas, imitations.ChainedInList),
+    "no optimizer of torch's": partial(_replicas, imitations.NoOptimizer),
+    "an average of DTensors": partial(_averages, Average, _sharded),
+    "an average of copies": partial(_averages, Average, lambda: _replicas()[0]),
+    "another form on each rank": partial(_averages, Ragged, lambda: _replicas()[0]),
+    "an optimizer for each parameter": partial(_for_each, partial(_sharded, 2)),
+}
+
+
+def _step(model: Any, optimizer: Any, other: Any = None) -> Any:
+    if isinstance(optimizer, dict):
+        loss = model()
+        loss.backward()
+        for each in optimizer.values():
+            each.step()
+            each.zero_grad()
+        return loss.detach()
+    loss = step(model, optimizer)
+    for each in other.values() if isinstance(other, dict) else [other] if other is not None else []:
+        each.step()
+    return loss
+
+
+def _by_argument(model: Any, optimizer: Any, other: Any = None) -> dict[str, Any]:
+    others = {"state" if isinstance(other, dict) else "scheduler": other} if other is not None else {}
+    return {"model": model, "optimizer": optimizer, **others}
+
+
+def _save(before: Callable[[], Objects] | None, directory: str, tag: str, *objects: Any) -> None:
+    """Save, by a Checkpointer that saved objects without differences twice ``before``."""
+    with Checkpointer(directory) as checkpointer:
+        for step_before in range(0 if before is None else 2):
+            checkpointer.save(step_before, **_by_argument(*before()))  # type: ignore[misc]
+        checkpointer.save(tag, **_by_argument(*objects), async_save=before is not None)
+
+
+def _load(directory: str, tag: str, *objects: Any) -> None:
+    with Checkpointer(directory) as checkpointer:
+        checkpointer.load(tag, **_by_argument(*objects))
+
+
+def resumed(rank: int, names: list[str], later: bool) -> list[str]:
+    """What differs after a resume, one line for each case."""
+    problems = []
+    for name in names:
+        make = CASES[name]
+        save = partial(_save, make if later else None)
+        try:
+            check_resume(make, _step, steps=2, steps_after=2, save=save, load=_load, new_process=False)
+        except ResumeDiffers as error:
+            problems.append(f"{name}: {error}")
+    return problems
+
+
+@pytest.mark.parametrize("later", [True, pytest.param(False, marks=pytest.mark.soak)], ids=["later", "at once"])
+def test_what_is_of_one_rank_or_group_is_resumed(gloo_ranks: RankPool, later: bool) -> None:
+    """Weights, moments, values and schedulers; alike in the first saves, or not."""
+    assert [[]] * 4 == gloo_ranks.run(resumed, list(CASES), later)
