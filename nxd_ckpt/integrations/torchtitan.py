@@ -157,6 +157,16 @@ class CheckpointManager(TitanCheckpointManager):  # type: ignore[misc]
         load(state_dict, storage_reader=StorageReader(checkpoint_id, model_key="", optim_key=OPTIMIZER))
         self.states[MODEL].load_state_dict(state_dict)
 
+    def close(self) -> None:
+        """Wait for the last save, then close as TorchTitan does: the trainer destroys the process group next.
+
+        Raises the failure of that save.
+        """
+        last = getattr(self, "save_future", None)  # the manager may not be whole: its __del__ calls this too
+        if last is not None:
+            last.result()
+        super().close()
+
     def _kept_buffers(self, state_dict: dict[str, Any]) -> dict[str, torch.Tensor]:
         """Copy the model's buffers.
 

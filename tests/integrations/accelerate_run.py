@@ -52,15 +52,19 @@ class Job:
         """The losses; a checkpoint after each step."""
         losses = []
         for _ in range(steps):
-            loss = self.model(torch.randn(2, 4)).square().mean()
-            self.accelerator.backward(loss)
-            self.optimizer.step()
-            self.schedule.step()
-            self.optimizer.zero_grad()
-            losses.append(loss.item())
+            losses.append(self.step())
             self.accelerator.save_state()
         self.accelerator.end_training()
         return losses
+
+    def step(self) -> float:
+        """The loss of one step."""
+        loss = self.model(torch.randn(2, 4)).square().mean()
+        self.accelerator.backward(loss)
+        self.optimizer.step()
+        self.schedule.step()
+        self.optimizer.zero_grad()
+        return float(loss)
 
     def resume(self) -> int:
         """Load the latest checkpoint; how many steps it has."""
