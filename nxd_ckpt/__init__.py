@@ -145,15 +145,26 @@ _MODULE_OF = {
 }
 
 
+# Other libraries have these. Once something is saved or loaded, two of them are packages, which dir() does not show.
+_MEANT = {
+    "save": "save_checkpoint(), or save() of a Checkpointer or of nxd_ckpt.dcp",
+    "load": "load_checkpoint(), or load() of a Checkpointer or of nxd_ckpt.dcp",
+    "async_save": "save_checkpoint(async_save=True), or nxd_ckpt.dcp.async_save()",
+    "wait": "finalize_checkpoint()",
+    "close": "close_checkpointers()",
+}
+
 if not TYPE_CHECKING:  # a type checker should still see that a name is misspelt
 
     def __getattr__(name: str) -> Any:
         module = _MODULE_OF.get(name)
         if module is None:
-            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+            meant = _MEANT.get(name)
+            advice = "" if meant is None else f": did you mean {meant}?"
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}{advice}")
         value = globals()[name] = getattr(import_module(f"{__name__}.{module}"), name)
         return value
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted({*__all__, *(name for name in globals() if name.startswith("__"))})

@@ -45,7 +45,6 @@ from nxd_ckpt.tag.listing import best_of, steps_of
 from nxd_ckpt.tiers.tiers import Tiers
 
 logger = logging.getLogger("nxd_ckpt")
-
 _Answer = TypeVar("_Answer")
 
 _GRACE = 5.0
@@ -95,7 +94,7 @@ class Checkpointer(ClosesUnheld):
         self._session: Session | None = None
         self.resumed_from: str | None = None
         self._is_closed = self._has_saved = False
-        self._pipeline = Pipeline(self.topology, chosen.memory_cap)
+        self._pipeline = Pipeline(self.topology, chosen.memory_cap, shows=chosen.progress and self.topology.rank == 0)
         self._lock = FairLock()
         self._failures = Failures(chosen)
         self._pid = os.getpid()
@@ -103,6 +102,10 @@ class Checkpointer(ClosesUnheld):
         self._versions: dict[str, str] = {}
         self._schedule, self._preemption = Schedule(job.schedule, chosen.timeout), Preemption(job.preemption)
         self._meant_for_saves = job.meant_for_saves
+
+    def __repr__(self) -> str:
+        state = "closed" if self._is_closed else "open" if self.is_open else "not open yet"
+        return f"<Checkpointer {self.storage.url!r}: {state}, rank {self.topology.rank} of {self.topology.world_size}>"
 
     @counts_at_exit
     @as_checkpoint_errors()
@@ -136,8 +139,7 @@ class Checkpointer(ClosesUnheld):
             optimizer: a torch, torch-xla ZeRO-1 or NxD optimizer, or its state dict; a dict of several by name.
             scheduler: anything with ``state_dict()``; None saves none. Rank 0's is saved, and each rank's own values.
             user_content: plain data of rank 0: numbers, strings, tensors, NumPy arrays, dates, paths, containers.
-            state: several models and optimizers by name, and anything else with ``state_dict()`` and
-                ``load_state_dict()``, such as a grad scaler.
+            state: models, optimizers, and anything else with ``state_dict()`` and ``load_state_dict()``, by name.
             rank_content: plain data of this rank alone; a load on the same sizes gives it back to the same rank. Data
                 positions in it (`capture_data_position`) are re-split for other sizes.
             async_save: return once the state is copied, and write in the background.
@@ -378,9 +380,7 @@ class Checkpointer(ClosesUnheld):
         Shards of ZeRO-1 have no copies.
 
         Args:
-            model: as for `save`.
-            optimizer: as for `save`.
-            state: as for `save`.
+            model, optimizer, state: as for `save`.
 
         Raises:
             RanksDisagree: it names two ranks, and the tensors.

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pickle
 import shutil
+import subprocess
+import sys
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -11,10 +13,12 @@ from typing import Any
 import pytest
 import torch
 
+import nxd_ckpt
 from nxd_ckpt import (
     Checkpoint,
     Checkpointer,
     PendingSave,
+    Topology,
     has_checkpoint,
     load_checkpoint,
     open_checkpoint,
@@ -38,6 +42,44 @@ def test_a_pending_save_says_how_it_stands(tmp_path: Path) -> None:
     with Checkpointer(tmp_path) as saver:
         pending = saver.save("t", {"w": torch.ones(1)})
     assert "<PendingSave 't': done>" == repr(pending)
+
+
+def test_a_checkpointer_says_what_it_is(tmp_path: Path) -> None:
+    """In its repr: the directory, whether it holds that, and the rank."""
+    saver = Checkpointer(tmp_path, topology=Topology())
+    for state, call in (("not open yet", saver.latest_step), ("open", saver.close), ("closed", saver.close)):
+        assert f"<Checkpointer {str(tmp_path)!r}: {state}, rank 0 of 1>" == repr(saver)
+        if state == "not open yet":
+            saver.save("t", {"w": torch.ones(1)})
+        else:
+            call()
+
+
+def test_what_completion_offers() -> None:
+    """Names of the package, and none of its imports or folders."""
+    public = [name for name in dir(nxd_ckpt) if not name.startswith("_")]
+    assert sorted(name for name in nxd_ckpt.__all__ if not name.startswith("_")) == public
+
+
+CALLS = """
+import nxd_ckpt
+for name in ("save", "load", "close", "wait", "something"):
+    try:
+        getattr(nxd_ckpt, name)
+    except AttributeError as error:
+        print(error)
+"""
+
+
+def test_calls_of_other_libraries_are_explained() -> None:
+    """By the first use: once something was imported for a save, two of the names are folders of the package."""
+    done = subprocess.run([sys.executable, "-c", CALLS], capture_output=True, text=True, timeout=600, check=True)
+    save, load, close, wait, something = done.stdout.splitlines()
+    assert "did you mean save_checkpoint()" in save
+    assert "did you mean load_checkpoint()" in load
+    assert "did you mean close_checkpointers()" in close
+    assert "did you mean finalize_checkpoint()" in wait
+    assert something.endswith("has no attribute 'something'")
 
 
 def test_a_number_is_a_tag(tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ from nxd_ckpt.save.staging_buffers import buffers_of
 from nxd_ckpt.save.waves import Wave, end_of, plan_waves
 from nxd_ckpt.save.writing import WRITERS
 from nxd_ckpt.storage.arena import whole_pages
-from nxd_ckpt.storage.progress import report, watched
+from nxd_ckpt.storage.progress import Counter, report, watched
 from nxd_ckpt.storage.throttle import Pace
 
 logger = logging.getLogger("nxd_ckpt")
@@ -46,8 +46,9 @@ class Pipeline:
     It serves one save at a time: the caller holds the Checkpointer's turn. Staging memory is the process's.
     """
 
-    def __init__(self, topology: Topology, memory_cap: int | None) -> None:
-        self._topology, self._memory_cap = topology, memory_cap
+    def __init__(self, topology: Topology, memory_cap: int | None, *, shows: bool) -> None:
+        """Stage at most ``memory_cap`` bytes at once; if it ``shows``, with a bar while that takes long."""
+        self._topology, self._memory_cap, self._shows = topology, memory_cap, shows
         self._planner = Planner(topology)
         self._worker: Worker | None = None
         self._helpers: Helpers | None = None
@@ -129,10 +130,12 @@ class Pipeline:
             torch_xla.sync()
             if planned.plan.replicas is not None:
                 planned.plan.replicas.stays = awaited is None
-            for number, wave in enumerate(planned.waves):
-                views = stager.stage(planned.plan.staged_files, wave)
-                wait = number < len(planned.waves) - 1
-                self._hand_over(attempt, wave, views, None if wait else pace, wait=wait)
+            total, stager.done = sum(map(end_of, planned.waves)), Counter()
+            with watched("stage", total, lambda: stager.done.nbytes, self._shows):
+                for number, wave in enumerate(planned.waves):
+                    views = stager.stage(planned.plan.staged_files, wave)
+                    wait = number < len(planned.waves) - 1
+                    self._hand_over(attempt, wave, views, None if wait else pace, wait=wait)
         finally:
             buffers.filled(stager)
             if planned.plan.staged is None:

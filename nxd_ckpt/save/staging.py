@@ -19,6 +19,7 @@ from nxd_ckpt.save.counting import Counting
 from nxd_ckpt.save.planned_file import PlannedFile
 from nxd_ckpt.save.waves import Span, Wave, end_of, views_of
 from nxd_ckpt.storage.arena import Arena
+from nxd_ckpt.storage.progress import Counter
 
 _TRANSFER = 16 * 2**20
 _TRANSFER_AT_MOST = 256 * 2**20
@@ -35,12 +36,14 @@ class Stager:
 
     Attributes:
         counting: what reads the memory after the last save, if anything does.
+        done: the bytes that were copied; a caller may set another counter before each save.
         passed_over: the number of saves in turn that needed another buffer than this idle one.
     """
 
     def __init__(self, arena: Arena) -> None:
         self.arena = arena
         self.counting: Counting | None = None
+        self.done = Counter()
         self.passed_over = 0
         self._places: dict[Span, _ArenaTensors] = {}
 
@@ -65,7 +68,7 @@ class Stager:
                 places = _ArenaTensors(image.storages, _placed(view, span.start, placed))
             self._places[span] = places
             copies += zip(image.tensors[numbers], places.tensors, strict=True)
-        _copy(copies)
+        _copy(copies, self.done)
         return views
 
     def stop_counting(self) -> None:
@@ -119,11 +122,12 @@ def _copy_of_part(image: Image, span: Span, view: memoryview) -> _Copy:
 
 
 @torch.no_grad()
-def _copy(copies: Iterable[_Copy]) -> None:
+def _copy(copies: Iterable[_Copy], done: Counter) -> None:
     from_xla, streams = [], {}
     for source, target in copies:
         if source.is_cpu:
             copy_values(target, _rows(source, target))  # whatever its strides: one copy, no temporary
+            done.add(target.nbytes)
         elif torch_xla.is_xla(source):
             from_xla.append((source, target))
         else:
@@ -136,6 +140,7 @@ def _copy(copies: Iterable[_Copy]) -> None:
         hosts = torch_xla.to_cpu([source for source, _ in batch])
         for host, (_, target) in zip(hosts, batch, strict=True):
             copy_values(target, _rows(host, target))
+            done.add(target.nbytes)
 
 
 def _stream_with_events(device: torch.device) -> Any:

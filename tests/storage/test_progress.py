@@ -14,6 +14,8 @@ import pytest
 import torch
 
 from nxd_ckpt import Checkpointer, Partition, Topology
+from nxd_ckpt.formats.copying import copy_values
+from nxd_ckpt.save import staging
 from nxd_ckpt.storage import progress
 from nxd_ckpt.storage.local import LocalStorage
 from nxd_ckpt.storage.progress import Counter, watched
@@ -98,3 +100,20 @@ def test_bars_of_a_save_and_a_load(impatient: None, monkeypatch: pytest.MonkeyPa
         texts.append(stderr.getvalue())
     assert [True, True, True] == [f"{phase}: " in texts[0] for phase in ("save", "verify", "load")]
     assert "" == texts[1]
+
+
+def test_a_bar_of_the_copying(impatient: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The caller waits for it, too: here the second tensor is copied once a bar shows that the first one is."""
+    stderr = Terminal()
+    monkeypatch.setattr("sys.stderr", stderr)
+
+    def patient(target: torch.Tensor, source: torch.Tensor) -> None:
+        deadline = time.monotonic() + 600
+        while source.any() and "stage:  50%" not in stderr.getvalue() and time.monotonic() < deadline:
+            time.sleep(0.01)
+        copy_values(target, source)
+
+    monkeypatch.setattr(staging, "copy_values", patient)
+    with Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save("one", {"first": torch.zeros(2**20), "second": torch.ones(2**20)})
+    assert "stage:  50%" in stderr.getvalue()
