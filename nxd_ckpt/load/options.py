@@ -19,7 +19,7 @@ from nxd_ckpt.live.named_models import open_model
 from nxd_ckpt.live.optimizer import open_optimizer
 from nxd_ckpt.options.checkpointer_options import DEFAULT_TIMEOUT
 from nxd_ckpt.options.hugging_face import MappingSpec
-from nxd_ckpt.storage.urls import StrPath
+from nxd_ckpt.storage.urls import StrPath, is_url
 
 Verify = bool | Literal["reading"]
 
@@ -105,6 +105,8 @@ class LoadOptions(Options):
             raise InvalidArgument("fallback=True with verify=False: without digests no damage is found; pass one only")
         if self.work_dir is not None and not self.pre_download:
             raise InvalidArgument("work_dir= is the place for the copies of pre_download=True: pass both, or neither")
+        if self.work_dir is not None and is_url(self.work_dir):
+            raise InvalidArgument(f"work_dir={self.work_dir!r} is a URL, expected a directory on a disk of this host")
 
 
 def agreed_options(agreement: Agreement | None, values: Mapping[str, Any], function: str) -> LoadOptions:
