@@ -120,14 +120,14 @@ def _interrupted() -> None:
     assert [2] == saver.all_steps()
 
 
-def _disk(number: int) -> Callable[[], None]:
+def _disk(number: int) -> Callable[[], Any]:
     """A save on a disk that refuses every file."""
 
     def refuse(operation: Operation) -> None:
         if operation.name in ("write", "write_at", "make_dir", "create"):
             raise OSError(number, os.strerror(number), operation.key)
 
-    return lambda: Checkpointer("", storage=HookedStorage(LocalStorage("run"), refuse)).save(1, STATE) and None
+    return lambda: Checkpointer("", storage=HookedStorage(LocalStorage("run"), refuse)).save(1, STATE)
 
 
 def _compiled() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import resource
 import socket
@@ -274,6 +275,8 @@ def in_a_strange_process(directory: str) -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
     torch.multiprocessing.set_start_method("spawn", force=True)
     socket.setdefaulttimeout(0.5)
+    gc.disable()
+    os.umask(0o777 if os.getuid() == 0 else 0o077)  # which nobody but root could write with
     os.close(1)
     os.chdir(directory)
     os.mkdir("elsewhere")
@@ -288,10 +291,18 @@ def in_a_strange_process(directory: str) -> None:
 
 @pytest.mark.once
 def test_settings_of_the_process(tmp_path: Path) -> None:
-    """`python -O`, no HOME, few files, another start method, short timeouts, no stdout, another working directory."""
+    """`python -O`, no HOME, few files, another start method, short timeouts, no stdout, another working directory.
+
+    And a umask without any rights, no garbage collection, and a locale in which the directory's name is no text.
+    """
     script = "import sys; from tests.bad_input.test_surroundings import in_a_strange_process as run; run(sys.argv[1])"
-    run = [sys.executable, "-O", "-c", script, str(tmp_path)]
-    done = subprocess.run(run, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, timeout=300, check=False)
+    directory = tmp_path / "\u00e4"
+    directory.mkdir()
+    locale = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "TZ": "Asia/Kathmandu"}
+    done = subprocess.run(
+        [sys.executable, "-O", "-c", script, str(directory)],
+        env=os.environ | locale, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, timeout=600, check=False,
+    )  # fmt: skip
     assert "[True, False]" == done.stderr.strip().split("\n")[-1], done.stderr
 
 
