@@ -105,8 +105,7 @@ class RenamedTag(OpenTag):
         if manifest is not None:
             items = manifest.parameters.items()
             parameters = {renaming.live(name): spec for name, spec in items if renaming.concerns(name)}
-            per_rank = (live for name in manifest.per_rank if (live := _live_leaf(name, renaming)))
-            manifest = replace(manifest, parameters=parameters, per_rank=tuple(per_rank))
+            manifest = replace(manifest, parameters=parameters)
         super().__init__(opened.storage, opened.tag, opened._layout, manifest, opened.identity)
         self.is_one_save = opened.is_one_save
         self._renaming = renaming
@@ -147,6 +146,17 @@ class RenamedTag(OpenTag):
         names = super().optimizer_names(at)
         self._seen.update(names or ())
         return None if names is None else [self._renaming.live(name) for name in names]
+
+    @property
+    def per_rank(self) -> Sequence[str]:
+        return self._live_leaves(super().per_rank)
+
+    @property
+    def of_groups(self) -> Sequence[str]:
+        return self._live_leaves(super().of_groups)
+
+    def _live_leaves(self, names: Sequence[str]) -> list[str]:
+        return [live for name in names if (live := _live_leaf(name, self._renaming))]
 
     def rank_state(self, rank: int) -> list[dict[str, Any]]:
         return [self._live_rank_state(own) for own in super().rank_state(rank)]
@@ -242,6 +252,8 @@ class LoadAttempt:
         if self.filtered.renaming:
             opened = RenamedTag(opened, self.filtered.renaming)
             options = self.filtered.renamed(options)
+        if live is not None and opened.parts.model and opened.topology.sizes == topology.sizes:
+            opened.own = topology.rank, set(map(self.filtered.renaming.saved, live.names()))
         self._opened, self._cache, self._request = opened, cache, replace(request, options=options)
         if not self.filtered:
             self._demand()

@@ -357,8 +357,10 @@ class LoadPlanner:
             names = [live[index] for index in group["params"]] if form.ordinary is None else []
             if names and fresh.issuperset(f"optim/{name}" for name in names):
                 group.update(options)
-        self._is_regrouped = source.group_order(form, covers) != list(range(len(source.groups)))
-        self._refuse_joined(form, source.group_order(form, covers))
+        order, mesh = source.group_order(form, covers), self._opened.mesh
+        stage_only = mesh is not None and mesh.takes_own  # then other stages' groups come after its own
+        self._is_regrouped = order != list(range(len(order) if stage_only else len(source.groups)))
+        self._refuse_joined(form, order)
         return tree
 
     def _refuse_crossing(self, form: OptimizerForm, source: ReshardedOptimizer) -> None:

@@ -79,13 +79,14 @@ def rank_state(opened: OpenTag, topology: Topology, filtered: Filter, parts: Seq
 
     Raises IncompatibleState on other sizes, and for what the save could not keep.
     """
-    per_rank = () if opened.manifest is None else opened.manifest.per_rank
-    wanted = [name for part in parts for name in per_rank if is_in(part, name)]
+    of_groups = opened.of_groups
+    wanted = [name for part in parts for name in (*opened.per_rank, *of_groups) if is_in(part, name)]
     names = [name for name in wanted if not _ignores(filtered, name)]
     if not names:
         return RankState()
     saved = opened.topology
-    if saved.sizes != topology.sizes or saved.coordinates_of(topology.rank) != topology.coordinates:
+    is_same = saved.sizes == topology.sizes and saved.coordinates_of(topology.rank) == topology.coordinates
+    if not is_same or not set(of_groups).isdisjoint(names):
         raise IncompatibleState(
             f"{opened.where}: {first_of(names)} differed between the ranks that saved it ({saved.describe()}), and "
             f"each rank's own was saved; this is another job ({topology.describe()}), and nothing tells whose "

@@ -10,19 +10,17 @@ and, in the first two saves of a structure, all; later samples of large ones. So
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from io import BytesIO
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 
 from nxd_ckpt.core import names
 from nxd_ckpt.core.votes import SAMPLES, VALUES, WHOLE, Claim
 from nxd_ckpt.formats.crc32 import block_crcs, crc32
+from nxd_ckpt.formats.plain_digest import digest_of_value
 from nxd_ckpt.formats.tensors import Path, byte_view, children_of, map_tensors
 from nxd_ckpt.formats.torch_zip_writer import image_of
 from nxd_ckpt.live.parameters import form_of, is_tensor
@@ -87,7 +85,7 @@ class Values:
     def digests(self) -> dict[str, int]:
         """Digest of each value, by name, except the ``known``."""
         values = ((name, value) for name, (_, value) in self.by_name.items() if not is_below(name, self.known))
-        return {name: digest_of_value(value) for name, value in values}
+        return {name: _digest(value) for name, value in values}
 
     @cached_property
     def digest(self) -> int:
@@ -104,34 +102,12 @@ def is_below(name: str, known: Collection[str]) -> bool:
     return bool(known and name)
 
 
-def digest_of_value(value: Any) -> int:
+def _digest(value: Any) -> int:
     """Return a digest that is equal for equal plain data, and for containers of equal keys and forms of tensors."""
     if isinstance(value, Container):
         forms = [(key, form_of(leaf) if is_tensor(leaf) else None) for key, leaf in children_of(value.tree)]
         value = type(value.tree).__name__, forms
-    return crc32(repr(_plain(value)).encode("utf-8", "surrogatepass"))
-
-
-def _plain(value: Any) -> Any:
-    """Return the value in a form whose text tells all of it, and nothing else."""
-    if isinstance(value, dict):
-        return type(value).__name__, [(_plain(key), _plain(child)) for key, child in value.items()]
-    if isinstance(value, (list, tuple)):
-        return type(value).__name__, list(map(_plain, value))
-    if isinstance(value, (set, frozenset)):
-        return type(value).__name__, sorted(map(repr, map(_plain, value)))
-    if isinstance(value, BytesIO):
-        return value.tell(), crc32(value.getbuffer())
-    if isinstance(value, (np.ndarray, np.generic)):
-        return str(value.dtype), value.shape, crc32(np.ascontiguousarray(value).tobytes())
-    if isinstance(value, (bytes, bytearray)):
-        return type(value).__name__, crc32(value)
-    if isinstance(value, (bool, int, float, complex, str, type(None))):
-        return value
-    try:
-        return pickle.dumps(value)
-    except Exception:
-        return repr(value)
+    return digest_of_value(value)
 
 
 @dataclass(frozen=True)

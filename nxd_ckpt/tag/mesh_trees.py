@@ -6,8 +6,9 @@ a box needs the indexes of those ranks only, and none of their files.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from nxd_ckpt.core import names
@@ -16,8 +17,18 @@ from nxd_ckpt.core.manifest import RankIndex, TensorEntry
 from nxd_ckpt.core.mesh import Layout, Mesh, MeshRecord, WholeTensor
 from nxd_ckpt.errors import MalformedFile, PartNotFound
 from nxd_ckpt.formats import xser
+from nxd_ckpt.formats.plain_digest import digest_of_value
 from nxd_ckpt.formats.strides import noted
-from nxd_ckpt.formats.tensors import Assembly, DeferredAssembly, Fragment, TensorReference, TensorStub, by_digest
+from nxd_ckpt.formats.tensors import (
+    Assembly,
+    DeferredAssembly,
+    Fragment,
+    TensorReference,
+    TensorStub,
+    by_digest,
+    digest_of,
+    iter_leaves,
+)
 from nxd_ckpt.live.optimizer_state import options_of
 from nxd_ckpt.live.optimizer_types import restore_types
 from nxd_ckpt.tag.files import TagFiles
@@ -31,7 +42,8 @@ class MeshTrees:
     """Trees of the tag ``where``, whose indexes ``index`` returns by global rank.
 
     ``verify`` compares a file with its rank's index, ``verify_size`` only its size. Tensor entries that are read are
-    added to ``entries``.
+    added to ``entries``. ``own`` is a rank that loads, and the names of its model: if its group saved this model, it
+    takes what that saved.
     """
 
     where: str
@@ -41,19 +53,20 @@ class MeshTrees:
     verify: Callable[[str, int], None]
     verify_size: Callable[[str, int], None]
     entries: Entries
+    own: tuple[int, Collection[str]] | None = None
     _written: dict[int, Mapping[str, Sequence[TensorEntry]]] = field(default_factory=dict)
     _sized: set[str] = field(default_factory=set)
 
     def model(self) -> dict[str, Any]:
-        """Return the model's state dict; the first group wins where several have a name."""
+        """Return the model's state dict; where several groups have a name, the own one wins, else the first."""
         tree: dict[str, Any] = {}
-        for leader in self.leaders:
+        for leader in self._ordered:
             tree = {**self._tree(names.MODEL_DIR, leader), **tree} if tree else self._tree(names.MODEL_DIR, leader)
         return tree
 
     def optimizer(self) -> dict[str, Any]:
         """Return the optimizer's state dict, with parameters numbered in the order of `optimizer_names`."""
-        trees = [restore_types(self._tree(names.OPTIMIZER_DIR, leader)) for leader in self.leaders]
+        trees = [restore_types(self._tree(names.OPTIMIZER_DIR, leader)) for leader in self._ordered]
         if len(trees) == 1:
             return trees[0]
         state: dict[Any, Any] = {}
@@ -71,7 +84,7 @@ class MeshTrees:
         if len(self.leaders) == 1:
             recorded = self.index(self.leaders[0]).optimizer_names
             return None if recorded is None else list(recorded)
-        trees = [self._tree(names.OPTIMIZER_DIR, leader) for leader in self.leaders]
+        trees = [self._tree(names.OPTIMIZER_DIR, leader) for leader in self._ordered]
         return [name for _, states in self._groups(trees) for name, _ in states]
 
     def meshes(self) -> list[Mesh]:
@@ -86,10 +99,54 @@ class MeshTrees:
         """
         return {
             tensor.name.removeprefix(part): record.layouts[tensor.layout]
-            for record in map(self._record, reversed(self.leaders))
+            for record in map(self._record, reversed(self._ordered))
             for tensor in record.tensors
             if tensor.layout is not None and tensor.name.startswith(part)
         }
+
+    @cached_property
+    def differing(self) -> list[str]:
+        """Return the names under which groups saved different things, unless the own one's are taken."""
+        named = [] if self.takes_own or len(self.leaders) == 1 else list(map(self._named, self.leaders))
+        first: dict[str, Any] = {}
+        return [
+            name
+            for own in named
+            for name, value in own.items()
+            if first.setdefault(name, value) is not value and _differs(first[name], value)
+        ]
+
+    def _named(self, leader: int) -> dict[str, Any]:
+        """Return what a group saved by name: entries of its model, and the state of its optimizer's parameters."""
+        named: dict[str, Any] = {}
+        if self.files.has(names.structure_file(names.MODEL_DIR, leader)):
+            named |= {f"model/{name}": value for name, value in self._tree(names.MODEL_DIR, leader).items()}
+        if self.files.has(names.structure_file(names.OPTIMIZER_DIR, leader)):
+            state = self._tree(names.OPTIMIZER_DIR, leader)["state"]
+            for number, name in enumerate(self.index(leader).optimizer_names or ()):
+                named |= {f"optim/{name}/{entry}": value for entry, value in state.get(number, {}).items()}
+        return named
+
+    @cached_property
+    def _ordered(self) -> list[int]:
+        """The leaders, that of the own group first."""
+        return sorted(self.leaders, key=lambda leader: leader != self._own_leader)
+
+    @property
+    def takes_own(self) -> bool:
+        """True if the group of the rank that loads comes first."""
+        return self._own_leader is not None
+
+    @cached_property
+    def _own_leader(self) -> int | None:
+        if self.own is None or len(self.leaders) == 1:
+            return None
+        rank, model = self.own
+        for leader in self.leaders:
+            holds = any(rank in layout.mesh.ranks for layout in self._record(leader).layouts)
+            if holds and self._tree(names.MODEL_DIR, leader).keys() == set(model):
+                return leader
+        return None
 
     def _groups(self, trees: Sequence[dict[str, Any]]) -> list[tuple[dict[str, Any], list[tuple[str, Any]]]]:
         """Return each param group's options, with name and state of each of its parameters.
@@ -97,7 +154,7 @@ class MeshTrees:
         Param groups of several groups of ranks are merged if they have the same number and the same options.
         """
         groups: list[tuple[int, dict[str, Any], dict[str, Any]]] = []
-        for leader, tree in zip(self.leaders, trees, strict=True):
+        for leader, tree in zip(self._ordered, trees, strict=True):
             listed = iter(self.index(leader).optimizer_names or ())
             for number, group in enumerate(tree["param_groups"]):
                 options = options_of(group)
@@ -107,7 +164,9 @@ class MeshTrees:
                     states = {}
                     groups.append((number, options, states))
                 for index in group["params"]:
-                    states.setdefault(next(listed, f"#{leader}.{index}"), tree["state"].get(index, {}))
+                    name = next(listed, f"#{leader}.{index}")
+                    if not (self.takes_own and any(name in others for *_, others in groups)):
+                        states.setdefault(name, tree["state"].get(index, {}))
         return [(options, list(states.items())) for _, options, states in groups]
 
     def _tree(self, directory: str, leader: int) -> dict[str, Any]:
@@ -176,3 +235,16 @@ class MeshTrees:
             self._sized.add(entry.file)
         self.entries[entry.file, entry.offset] = entry
         return stub_of(entry)
+
+
+def _differs(one: Any, other: Any) -> bool:
+    """Return whether two trees differ in a value, or in a part of a tensor that both have in one piece."""
+    leaves, others = dict(iter_leaves(one)), dict(iter_leaves(other))
+    return leaves.keys() != others.keys() or any(_leaf_differs(leaves[path], others[path]) for path in leaves)
+
+
+def _leaf_differs(one: Any, other: Any) -> bool:
+    if not (isinstance(one, Assembly) and isinstance(other, Assembly)):
+        return digest_of_value(one) != digest_of_value(other)
+    parts, others = ({str(part.target): digest_of(part.stub) for part in each.fragments} for each in (one, other))
+    return any(parts[target] != others[target] for target in parts.keys() & others.keys())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Hashable, Iterator, Sequence, Set
+from collections.abc import Callable, Collection, Hashable, Iterator, Sequence, Set
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import cached_property, partial
@@ -96,6 +96,8 @@ class OpenTag:
     opens_all = False
     keeps_small = False
     is_one_save = False
+    own: tuple[int, Collection[str]] | None = None
+    """A rank of a mesh job of this size that loads, and the names of its model."""
 
     def __init__(
         self,
@@ -198,6 +200,7 @@ class OpenTag:
             verify=lambda file, rank: self._verify(file, at(rank)),
             verify_size=self._expect,
             entries=self._entries,
+            own=self.own,
         )
 
     def model_names(self) -> set[str]:
@@ -302,13 +305,22 @@ class OpenTag:
         with self._parsing(names.rank_content_file(rank), self.topology.coordinates_of(rank)):
             return self._layout.files.object(names.rank_content_file(rank))
 
+    @property
+    def per_rank(self) -> Sequence[str]:
+        """Names of what ranks saved for themselves."""
+        return () if self.manifest is None else self.manifest.per_rank
+
+    @property
+    def of_groups(self) -> Sequence[str]:
+        """Names under which groups of a mesh job saved different things; none if a rank takes its own group's."""
+        return () if self.mesh is None else self.mesh.differing
+
     def refuse_per_rank(self, *parts: str) -> None:
         """Raise IncompatibleState if ranks saved their own values of some of these ``parts``, "model" or "optim".
 
         Nothing tells which of them another job is to take.
         """
-        per_rank = () if self.manifest is None else self.manifest.per_rank
-        own = [name for name in per_rank if name.partition("/")[0] in parts]
+        own = [name for name in (*self.per_rank, *self.of_groups) if name.partition("/")[0] in parts]
         if own:
             raise IncompatibleState(
                 f"{self.where}: {first_of(own)} differed between the ranks that saved it, and each rank's own was "

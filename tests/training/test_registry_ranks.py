@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy
@@ -17,6 +18,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from nxd_ckpt import Checkpointer
+from nxd_ckpt.errors import IncompatibleState
 from nxd_ckpt.testing import ResumeDiffers, check_resume
 from tests.support.rank_pool import RankPool
 from tests.training import imitations
@@ -82,6 +84,36 @@ def _sharded(rows: int = 7) -> Any:
     model = Inner(nn.Linear(6, rows), nn.Linear(rows, 6))
     fully_shard(model, mesh=init_device_mesh("cpu", (4,)))
     return model
+
+
+class Stage(OfRank):
+    """A layer of a stage's own name, beside parameters, a buffer and extra state of names that all stages have."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(nn.Linear(6, 7), nn.Linear(7, 6), number=number)
+        self.seen = 0
+        self.add_module(f"of_{number}", nn.Linear(6, 6))
+        self.register_buffer("steps", torch.zeros(2))
+
+    def forward(self) -> torch.Tensor:
+        self.seen += 1 + self.number
+        self.get_buffer("steps").add_(1 + self.number)
+        own: torch.Tensor = self.get_submodule(f"of_{self.number}")(torch.randn(4, 6)).square().mean()
+        return super().forward() + own
+
+    def get_extra_state(self) -> Any:
+        return {"seen": self.seen}
+
+    def set_extra_state(self, state: Any) -> None:
+        self.seen = state["seen"]
+
+
+def _stages() -> Objects:
+    mesh = _mesh()
+    model = Stage(mesh.get_local_rank("group"))
+    fully_shard(model, mesh=mesh["fsdp"])
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1 * (1 + model.number))
+    return model, optimizer, torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
 
 
 def _schedulers() -> Objects:
@@ -162,6 +194,7 @@ def _for_each(make: Callable[[], Any]) -> Objects:
 CASES: dict[str, Callable[[], Objects]] = {
     "experts of groups": _experts,
     "local SGD": _local_sgd,
+    "stages": _stages,
     "drifted copies": _replicas,
     "schedulers": _schedulers,
     "values": _values,
@@ -225,3 +258,34 @@ def resumed(rank: int, names: list[str], later: bool) -> list[str]:
 def test_what_is_of_one_rank_or_group_is_resumed(gloo_ranks: RankPool, later: bool) -> None:
     """Weights, moments, values and schedulers; alike in the first saves, or not."""
     assert [[]] * 4 == gloo_ranks.run(resumed, list(CASES), later)
+
+
+def moved(rank: int, directory: Path) -> list[str]:
+    """What loads on one mesh of all ranks say of stages that had things of one name, alike and not."""
+    said = []
+    for differ in (False, True):
+        model, *_ = _stages()
+        model.seen = model.number if differ else 1
+        place = directory / str(differ)
+        with Checkpointer(place) as checkpointer:
+            checkpointer.save(1, model)
+        whole: Any = Stage(0)
+        whole.add_module("of_1", nn.Linear(6, 6))
+        fully_shard(whole, mesh=init_device_mesh("cpu", (4,)))
+        for left_out in ([], ["model/_extra_state"]):
+            with Checkpointer(place) as checkpointer:
+                try:
+                    checkpointer.load(1, whole, ignore_keys=left_out)
+                    said.append("loaded")
+                except IncompatibleState as error:
+                    said.append(str(error).partition(": ")[2])
+    return said
+
+
+def test_what_stages_have_under_one_name_is_refused_elsewhere_if_it_differs(
+    gloo_ranks: RankPool, tmp_path: Path
+) -> None:
+    """By name, with what to leave out."""
+    for first, second, refused, rest in gloo_ranks.run(moved, tmp_path):
+        assert ["loaded"] * 3 == [first, second, rest]
+        assert "model/_extra_state differed between the ranks that saved it" in refused
