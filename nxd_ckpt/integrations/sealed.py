@@ -46,6 +46,7 @@ from nxd_ckpt.save.background import Helpers
 from nxd_ckpt.save.pending import PendingSave
 from nxd_ckpt.storage.base import DirEntry
 from nxd_ckpt.storage.local import LocalStorage
+from nxd_ckpt.storage.system import is_mount_point
 from nxd_ckpt.storage.urls import StrPath, is_url, local_path
 from nxd_ckpt.tag.directory import find_tag
 from nxd_ckpt.tag.identity import Identity
@@ -72,12 +73,13 @@ _leases = HeldLeases()
 class SealedDirectory:
     """One directory, ``name`` in ``root``, from its writing to its publication.
 
-    Rank 0 calls `begin` and `retire`. ``durable=False`` syncs nothing.
+    Rank 0 calls `begin` and `retire`. ``durable=False`` syncs nothing. ``incomplete`` is the name of the folder in
+    ``root`` in which directories are written.
     """
 
-    def __init__(self, root: str, name: str, durable: bool = True) -> None:
+    def __init__(self, root: str, name: str, durable: bool = True, incomplete: str = _INCOMPLETE) -> None:
         self._storage = LocalStorage(os.path.abspath(root), durable)
-        self._name, self._folder = name, os.path.dirname(name)
+        self._name, self._folder, self._incomplete = name, os.path.dirname(name), incomplete
         self._attempt = ""
         self._saves: list[PendingSave] = []
         self._lease: OutputLease | None = None
@@ -89,9 +91,9 @@ class SealedDirectory:
         self.path = os.path.join(self._storage.url, name)
         self.staged = ""
         """The directory to which the library writes its files, once it has begun."""
-        self.tags = os.path.join(self._storage.url, _INCOMPLETE, "tags")
+        self.tags = os.path.join(self._storage.url, incomplete, "tags")
         """The directory that tags are saved to, before they become part of this one."""
-        self._output = LocalStorage(os.path.join(self._storage.url, _INCOMPLETE), durable=False)
+        self._output = LocalStorage(os.path.join(self._storage.url, incomplete), durable=False)
         # A lease belongs to living processes: it need not survive a power cut.
         self._claimed = LocalStorage(os.path.join(self.tags, HIDDEN, "output"), durable=False)
 
@@ -128,7 +130,7 @@ class SealedDirectory:
 
         Raises DirectoryInUse, before anything is touched, if another live job saves there.
         """
-        self._lease = _leases.take(self._claimed, LocalStorage(self.tags), shown=self._storage.url)
+        self._lease = _leases.take(self._claimed, LocalStorage(self.tags), shown=os.path.dirname(self.path))
         for folder in dict.fromkeys(("", self._folder)):  # often one: what leads to it is synced once
             self._storage.make_dir(folder)
         self._storage.sync_dir("")  # the library may have made the folder
@@ -276,6 +278,15 @@ class SealedDirectory:
         self.close(retire)
         return True
 
+    def end_run(self) -> None:
+        """Remove, on rank 0, the folder of incomplete directories, if it lies beside the run's and is not needed."""
+        if self._incomplete == _INCOMPLETE:
+            return
+        _leases.take(self._claimed, LocalStorage(self.tags), shown=os.path.dirname(self.path))
+        if {entry.name for folder in ("", "tags") for entry in self._output.list(folder)} <= {"tags", HIDDEN}:
+            self._storage.remove(self._incomplete)
+        _leases.release_unused(self._claimed)
+
     def abandon(self) -> None:
         """Close when the process ends by an exception, if the tags are saved. Never raises."""
         if all(save.done() for save in self._saves):
@@ -301,7 +312,7 @@ class SealedDirectory:
                 logger.warning("%s. It does not count, and an older checkpoint is kept in its place", why)
         for name in surplus:
             self._require_lease()
-            self._storage.rename(os.path.join(folder, name), f"{_INCOMPLETE}/{self._attempt}/{name}")
+            self._storage.rename(os.path.join(folder, name), f"{self._incomplete}/{self._attempt}/{name}")
         if surplus:
             self._storage.sync_dir(folder)  # else a power cut could bring a name back without its files
         for name in surplus:
@@ -422,8 +433,27 @@ class SealedDirectory:
 
     def _replacement(self, staged: str) -> Replacement:
         """Return the replacement by ``staged``, a key below the folder of incomplete directories, under its name."""
-        finished, target = f"{_INCOMPLETE}/{staged}", os.path.join(self._folder, os.path.basename(staged))
+        finished, target = f"{self._incomplete}/{staged}", os.path.join(self._folder, os.path.basename(staged))
         return Replacement(self._storage, finished, target, f"{finished}{_ASIDE}")
+
+
+def place_in(run: str, name: str) -> list[str]:
+    """Return root, name and folder of incomplete ones of the `SealedDirectory` that is ``run``/``name``.
+
+    While ``run`` is empty it is written beside it, in ``.RUN.incomplete``, and so it is as long as that is there: a
+    kill in the first save leaves ``run`` empty. Many scripts refuse one that has other entries than checkpoints.
+    """
+    parent, base = os.path.split(os.path.abspath(run))
+    beside = f".{base}.incomplete"
+    if os.path.isdir(os.path.join(parent, beside)) or _may_be_written_beside(run, parent):
+        return [parent, f"{base}/{name}", beside]
+    return [run, name, _INCOMPLETE]
+
+
+def _may_be_written_beside(run: str, parent: str) -> bool:
+    if os.path.islink(run) or is_mount_point(run) or LocalStorage(run).list():
+        return False
+    return os.access(parent, os.W_OK | os.X_OK)
 
 
 def oldest_first(folder: str, pattern: str, tag: str) -> list[str]:

@@ -27,7 +27,7 @@ from transformers.trainer import TRAINER_STATE_NAME
 
 from nxd_ckpt.api import close_checkpointers, load_checkpoint, save_checkpoint
 from nxd_ckpt.checkpoint import open_checkpoint
-from nxd_ckpt.coordination.agreement import Agreement, SingleProcessAgreement
+from nxd_ckpt.coordination.agreement import Agreement, SingleProcessAgreement, decided_by_rank0, on_all
 from nxd_ckpt.coordination.rendezvous import meet
 from nxd_ckpt.coordination.worker_shield import kept
 from nxd_ckpt.core.option_classes import plain_options
@@ -39,6 +39,7 @@ from nxd_ckpt.integrations.sealed import (
     is_ours,
     is_sealed,
     oldest_first,
+    place_in,
     require_one_writer,
     verify_files,
 )
@@ -122,6 +123,8 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
     """True if this rank wrote its random state there: a trainer that extends transformers' may write other files."""
     _saving: SealedDirectory | None = None
     """The checkpoint that is not known to be visible yet."""
+    _saved: SealedDirectory | None = None
+    """The last checkpoint."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         for given in (*args, *kwargs.values()):
@@ -147,6 +150,8 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
             output = super().train(resume_from_checkpoint, *args, **kwargs)
         self._settle()
         close_checkpointers()
+        if self._saved is not None and self.args.process_index == 0:
+            self._saved.end_run()
         return output
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
@@ -157,9 +162,10 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
             )
         options = plain_options(self.checkpoint_options, SaveOptions, CheckpointerOptions)
         name = f"checkpoint-{self.state.global_step}"
-        directory = SealedDirectory(self._get_output_dir(trial=trial), name, options.get("durable", True))
-        directory.refuse_a_file()  # transformers would write into a directory of that name
-        agreement = self._meet()
+        run, agreement = self._get_output_dir(trial=trial), self._meet()
+        root, name, incomplete = decided_by_rank0(agreement, partial(place_in, run, name))
+        directory = SealedDirectory(root, name, options.get("durable", True), incomplete)
+        on_all(agreement, directory.refuse_a_file)  # transformers would write into a directory of that name
         directory.begin_together(agreement)
         if self.args.process_index == 0:
             _make_way(directory.path)
@@ -175,7 +181,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         directory.complete(agreement, own)
         with directory.publishing(self.args.process_index == 0) as saves:
             saves.append(self._save_rest(directory))
-        self._saving = directory
+        self._saving = self._saved = directory
         if not self.async_save or self.control.should_training_stop:
             self._settle()
 

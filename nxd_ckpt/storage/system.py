@@ -272,6 +272,12 @@ def _is_same(own: str, other: str) -> bool:
         return False
 
 
+def is_mount_point(path: str | os.PathLike[str]) -> bool:
+    """Return whether another file system begins at ``path``, or another part of the same one is shown there."""
+    own = os.path.realpath(path)
+    return os.path.ismount(own) or any(mount.point == own for mount in _mounts())
+
+
 def _mounts() -> list[_Mount]:
     try:
         lines = _MOUNTS.read_text(errors="surrogateescape").splitlines()

@@ -367,7 +367,29 @@ def test_a_killed_run_goes_on_as_the_same_run(moment: float, operations: int, tm
     """Wherever in a save that is; what it left is cleaned up."""
     goes_on(tmp_path, int(operations * moment), whole)
     assert ["checkpoint-3", "checkpoint-4"] == names(tmp_path)
-    assert ["tags"] == sorted(path.name for path in (tmp_path / ".incomplete").iterdir())
+    assert ["checkpoint-3", "checkpoint-4"] == sorted(path.name for path in tmp_path.iterdir())
+    assert not tmp_path.with_name(f".{tmp_path.name}.incomplete").exists()
+
+
+@pytest.mark.parametrize("part", [0.1, 0.5, 0.9])
+def test_a_kill_in_the_first_save_leaves_an_empty_directory(part: float, operations: int, tmp_path: Path) -> None:
+    """Scripts of transformers refuse one that has anything else than checkpoints. The next save removes what is left
+    beside it."""
+    assert -signal.SIGKILL == in_a_process(partial(saving, tmp_path), int(operations * part / 4))
+    assert [] == [*tmp_path.iterdir()]
+    trained(tmp_path, save_steps=2)
+    assert ["checkpoint-2", "checkpoint-4"] == sorted(path.name for path in tmp_path.iterdir())
+    assert not tmp_path.with_name(f".{tmp_path.name}.incomplete").exists()
+
+
+def test_a_directory_that_is_not_empty_is_written_in(tmp_path: Path) -> None:
+    """As one that is a mount, or a link: what is beside those may be on another disk."""
+    (tmp_path / "mine.txt").write_text("mine")
+    (tmp_path / "link").symlink_to(tmp_path / "empty")
+    (tmp_path / "empty").mkdir()
+    for place in (tmp_path, tmp_path / "link"):
+        trained(place, max_steps=2)
+        assert (place / ".incomplete" / "tags").is_dir()
 
 
 @pytest.mark.soak
