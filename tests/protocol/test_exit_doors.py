@@ -48,6 +48,10 @@ PROGRAMS = {
 atexit.register(lambda: nxd_ckpt.Checkpointer(path).save("last", state["model"], async_save=True))
 nxd_ckpt.save_checkpoint(os.path.join(path, "other"), "first", state["model"], async_save=True)
 """,
+    "sys.exit": """
+nxd_ckpt.save_checkpoint(path, "last", state["model"], async_save=True)
+sys.exit()
+""",
     "thread": """
 import threading
 def save():
@@ -106,3 +110,29 @@ def test_a_forked_child_finishes_its_saves(tmp_path: Path) -> None:
     for used in (False, True):
         assert ["one", "two"] == visible_tags(tmp_path / f"{used} 0")
         assert ["one"] == visible_tags(tmp_path / f"{used} 1")
+
+
+LAUNCHED = """
+import os, sys
+os.environ["PJRT_DEVICE"] = "CPU"
+import torch, torch_xla, nxd_ckpt
+
+def train(index, path):
+    nxd_ckpt.save_checkpoint(path, "one", {"weight": torch.ones(2**18)}, async_save=True)
+    nxd_ckpt.save_checkpoint(path, "last", {"weight": torch.ones(2**18)}, async_save=True)
+
+if __name__ == "__main__":
+    torch_xla.launch(train, args=(sys.argv[1],))
+"""
+
+
+@pytest.mark.xla
+def test_what_torch_xla_launches_finishes_its_saves(tmp_path: Path) -> None:
+    """In a process of a pool, whose exit code nobody looks at: a failure is in its log."""
+    pytest.importorskip("torch_xla")
+    script = tmp_path / "train.py"
+    script.write_text(LAUNCHED)
+    command = [sys.executable, str(script), str(tmp_path / "run")]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
+    assert 0 == ended.returncode, ended.stderr
+    assert ["one", "last"] == visible_tags(tmp_path / "run")
