@@ -15,6 +15,8 @@ from nxd_ckpt.core.topology import Topology
 from nxd_ckpt.errors import InvalidArgument, OptimizerMismatch, UnsupportedState
 from nxd_ckpt.formats.tensors import Path
 from nxd_ckpt.live.dtensor import Placed, is_dtensor
+from nxd_ckpt.live.left_out import with_left_out
+from nxd_ckpt.live.load_hooks import loads_itself
 from nxd_ckpt.live.model import ModelAdapter
 from nxd_ckpt.live.named import by_name, is_model
 from nxd_ckpt.live.optimizer_dict import DictOptimizer
@@ -66,8 +68,15 @@ def open_optimizer(
         return ExpertZero1Optimizer(optimizer, names, topology)
     if is_torch_zero(optimizer):
         return TorchZeroOptimizer(optimizer, model, param_names, topology)
-    names = _names_in(getattr(optimizer, "param_groups", []), model, param_names)
-    return _adapter(optimizer, names, model, zero1_optimizer, topology)
+    groups = getattr(optimizer, "param_groups", [])
+    names = _names_in(groups, model, param_names)
+    adapter = _adapter(optimizer, names, model, zero1_optimizer, topology)
+    if type(adapter) is PlainOptimizer and model is not None and model.is_placed and not loads_itself(optimizer):
+        params = with_left_out(groups, model)
+        names = _names_in([{"params": own} for own in params], model, None)
+        if len(names) > len(adapter.parameter_names or names):
+            return PlainOptimizer(optimizer, names, topology.tp, model=model, params=params)
+    return adapter
 
 
 def _adapter(
@@ -129,7 +138,8 @@ def _names_in(
     if unnamed and model is not None and model.is_placed:
         raise OptimizerMismatch(
             f"optimizer: its parameter {unnamed[0]} is not one of the model's ({len(unnamed)} are not): fully_shard "
-            "and parallelize_module replace parameters, so make the optimizer after them"
+            "and parallelize_module replace parameters, so make the optimizer after them, and clones in full precision "
+            "of the DTensors, not of their local parts: parameter.detach().float().clone()"
         )
     return names
 

@@ -20,6 +20,7 @@ from nxd_ckpt.core.topology import Topology
 from nxd_ckpt.errors import OptimizerMismatch, UnsupportedState
 from nxd_ckpt.formats.tensors import Path, iter_tensors, map_tensors
 from nxd_ckpt.live.dtensor import Placed, as_part, is_dtensor, placed_of
+from nxd_ckpt.live.left_out import with_empty_state
 from nxd_ckpt.live.load_hooks import call_post_hooks, keys_of_its_own, loads_itself, shows_by_user_code
 from nxd_ckpt.live.model import ModelAdapter
 from nxd_ckpt.live.optimizer_state import (
@@ -134,21 +135,42 @@ class PlainOptimizer(OptimizerAdapter):
     """The OptimizerAdapter of a torch optimizer that is not ZeRO-1.
 
     ``sharded`` optimizers have state of this rank alone, cut in an unknown way. Parameters that are not the ``model``'s
-    (full-precision clones) are state too: no other part of a tag has their values.
+    (full-precision clones) are state too: no other part of a tag has their values. ``params`` are the parameters of
+    each group, if it leaves some out.
     """
 
     def __init__(
-        self, optimizer: Any, names: list[str], tp: int, *, model: ModelAdapter | None = None, sharded: bool = False
+        self,
+        optimizer: Any,
+        names: list[str],
+        tp: int,
+        *,
+        model: ModelAdapter | None = None,
+        sharded: bool = False,
+        params: Sequence[Sequence[torch.Tensor]] | None = None,
     ) -> None:
         self.kind = "zero1" if sharded else "plain"
         self.parameter_names = if_known(names)
         self._model = model
         self._optimizer, self._names, self._tp = optimizer, names, tp
         self.stepping = optimizer
+        self._params = params
+
+    @property
+    def _groups(self) -> list[dict[str, Any]]:
+        """The param groups with all of their parameters."""
+        groups: list[dict[str, Any]] = self._optimizer.param_groups
+        if self._params is None:
+            return groups
+        return [{**group, "params": params} for group, params in zip(groups, self._params, strict=True)]
+
+    @cached_property
+    def _held(self) -> set[int]:
+        return {id(parameter) for parameter, _ in flat_parameters(self._optimizer.param_groups)}
 
     @cached_property
     def _slots(self) -> list[Slot]:
-        parameters = list(flat_parameters(self._optimizer.param_groups))
+        parameters = list(flat_parameters(self._groups))
         for name, (parameter, _) in zip(self._names, parameters, strict=True):
             if torch.nn.parameter.is_lazy(parameter):
                 raise OptimizerMismatch(
@@ -166,7 +188,7 @@ class PlainOptimizer(OptimizerAdapter):
                 f"optimizer: how {type(self._optimizer).__name__} cuts its state over ranks is not known "
                 "(zero1_optimizer=True for one that is not ZeRO-1); load it on the sizes that it was saved on"
             )
-        return form_of_slots(self.kind, self._slots, self._optimizer.param_groups)
+        return form_of_slots(self.kind, self._slots, self._groups)
 
     def entries(self) -> Iterator[str]:
         return entries_of(self._slots, self._optimizer.state)
@@ -184,6 +206,8 @@ class PlainOptimizer(OptimizerAdapter):
                 "param_groups, and nothing that a load calls would take it back: write a load_state_dict() for it, or "
                 "register_load_state_dict_pre_hook()"
             )
+        if self._params is not None:
+            state = with_empty_state(state, self._params, self._held)
         return state_by_slots(self._with_rows(self._with_values(state)), slot_at, cache_key)
 
     def _is_beside(self, slot: Slot) -> bool:
@@ -274,6 +298,9 @@ class PlainOptimizer(OptimizerAdapter):
         try:
             fill_state(self._optimizer.state, self._by_index(saved), saved["state"], read, keeps)
         finally:  # after a damaged tag, an older one is loaded over this state
+            for slot in self._slots:
+                if id(slot.key) not in self._held:  # it was read to be proved, and torch takes no such state
+                    self._optimizer.state.pop(slot.key, None)
             if self._counts_in_numbers and not counted_in_numbers:
                 self._count_in_tensors()
         for slot in self._slots:
@@ -361,7 +388,7 @@ class PlainOptimizer(OptimizerAdapter):
 
     def _by_index(self, saved: Mapping[str, Any]) -> dict[Any, Slot]:
         # By position, as torch does: the indices themselves are any numbers.
-        indices = check_groups(self._optimizer.param_groups, saved["param_groups"])
+        indices = check_groups(self._groups, saved["param_groups"])
         return dict(zip(indices, self._slots, strict=True))
 
 

@@ -120,6 +120,8 @@ def _first_difference(lines_of_ranks: Sequence[tuple[int, _Lines]]) -> str:
     for name in {**lines_a, **lines_b}:
         if lines_a.get(name) != lines_b.get(name):
             texts = [_line_text(lines.get(name)) for lines in (lines_a, lines_b)]
+            empty = "; one of several optimizers of a parameter without elements on a rank is needed there, too"
+            advice += empty if name.startswith("optim/") else ""
             return f"{name} is {texts[0]} on rank {rank}, and {texts[1]} on rank {other_rank}; {advice}"
     return f"ranks {rank} and {other_rank} hold the same tensors on different meshes; {advice}"
 

@@ -80,8 +80,8 @@ def _local_sgd() -> Objects:
     return model, torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
 
 
-def _sharded(rows: int = 7) -> Any:
-    model = Inner(nn.Linear(6, rows), nn.Linear(rows, 6))
+def _sharded(rows: int = 7, last: int = 6) -> Any:
+    model = Inner(nn.Linear(6, rows), nn.Linear(rows, last))
     fully_shard(model, mesh=init_device_mesh("cpu", (4,)))
     return model
 
@@ -186,6 +186,17 @@ def _averages(kind: type[Average], make: Callable[[], Any]) -> Objects:
     return model, torch.optim.AdamW(model.parameters()), {"average": kind(model)}
 
 
+def _without_empty(groups: int) -> Objects:
+    """An optimizer, on ranks without a row of some parameters, without these."""
+    model = _sharded(2, 8)
+    held = [one for one in model.parameters() if one.to_local().numel()]
+    split: Any = [{"params": held}] if groups == 1 else [
+        {"params": [one for one in held if one.dim() > 1]},
+        {"params": [one for one in held if one.dim() < 2], "weight_decay": 0.0},
+    ]  # fmt: skip
+    return model, torch.optim.AdamW(split, lr=0.1)
+
+
 def _for_each(make: Callable[[], Any]) -> Objects:
     model = make()
     return model, {name: torch.optim.AdamW([one]) for name, one in model.named_parameters()}
@@ -205,6 +216,8 @@ CASES: dict[str, Callable[[], Objects]] = {
     "an average of DTensors": partial(_averages, Average, _sharded),
     "an average of copies": partial(_averages, Average, lambda: _replicas()[0]),
     "another form on each rank": partial(_averages, Ragged, lambda: _replicas()[0]),
+    "an optimizer without empty parameters": partial(_without_empty, 1),
+    "an optimizer without empty parameters, in two groups": partial(_without_empty, 2),
     "an optimizer for each parameter": partial(_for_each, partial(_sharded, 2)),
 }
 
@@ -289,3 +302,31 @@ def test_what_stages_have_under_one_name_is_refused_elsewhere_if_it_differs(
     for first, second, refused, rest in gloo_ranks.run(moved, tmp_path):
         assert ["loaded"] * 3 == [first, second, rest]
         assert "model/_extra_state differed between the ranks that saved it" in refused
+
+
+def without_empty(rank: int, directory: Path) -> list[str]:
+    """Save with an optimizer without empty parameters; what is wrong on a mesh of another shape, with and without."""
+    model, optimizer = _without_empty(2)
+    for number in range(2):
+        torch.manual_seed(number)
+        _step(model, optimizer)
+    with Checkpointer(directory) as checkpointer:
+        checkpointer.save(1, model, optimizer)
+    whole = {}
+    for name, one in model.named_parameters():
+        moments: Any = distribute_tensor(torch.zeros(one.shape), one.device_mesh, one.placements)
+        whole[name] = (optimizer.state[one]["exp_avg"] if one in optimizer.state else moments).full_tensor()
+    other: Any = Inner(nn.Linear(6, 2), nn.Linear(2, 8))
+    fully_shard(other, mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards")))
+    wide: Any = [one for one in other.parameters() if one.dim() > 1]
+    narrow: Any = [one for one in other.parameters() if one.dim() < 2]
+    fresh = torch.optim.AdamW([{"params": wide}, {"params": narrow, "weight_decay": 0.0}], lr=0.5)
+    with Checkpointer(directory) as checkpointer:
+        checkpointer.load(1, other, fresh)
+    named = other.named_parameters()
+    return [name for name, one in named if not torch.equal(fresh.state[one]["exp_avg"].full_tensor(), whole[name])]
+
+
+def test_what_was_saved_without_empty_parameters_is_resharded(gloo_ranks: RankPool, tmp_path: Path) -> None:
+    """Onto a mesh on which each rank has elements of each."""
+    assert [[]] * 4 == gloo_ranks.run(without_empty, tmp_path)
