@@ -22,6 +22,7 @@ from nxd_ckpt.coordination.lease import Heartbeat, Lease
 from nxd_ckpt.coordination.news import News
 from nxd_ckpt.coordination.paths import (
     CLAIMS,
+    HEARTBEAT,
     LEASE,
     PLACE,
     PROBES,
@@ -44,7 +45,16 @@ from nxd_ckpt.core.tags import TagInfo
 from nxd_ckpt.core.topology import Topology
 from nxd_ckpt.core.votes import Vote
 from nxd_ckpt.errors import DirectoryNotShared, InvalidArgument, MalformedFile, StorageError
-from nxd_ckpt.storage.base import DirEntry, PerHost, Reserving, Storage, drop_empty, is_mounted, without_syncs
+from nxd_ckpt.storage.base import (
+    DirEntry,
+    PerHost,
+    Reserving,
+    Storage,
+    can_rename,
+    drop_empty,
+    is_mounted,
+    without_syncs,
+)
 from nxd_ckpt.storage.system import HAS_LOCKS, flags, locked, try_lock, unlock
 from nxd_ckpt.storage.work_dir import default_work_dir
 from nxd_ckpt.tag.directory import tag_around
@@ -115,11 +125,11 @@ _IN_PLACE = ".in_place"
 _SEEN_WITHIN = 30.0
 """Seconds that a shared file system may take to show a new file to another host (NFS attribute caches: up to 30)."""
 
-_CANNOT_RENAME = {errno.EPERM, errno.EXDEV, errno.EINVAL, errno.EMFILE, errno.ENOSYS, errno.EOPNOTSUPP}
-"""Errors of mounted object stores when a directory with files is renamed; EMFILE is gcsfuse's."""
-
 _SPARE = 4096
 """Bytes: more than a vote or verdict with an error needs, and a page of a file system."""
+
+_LONG_AGO = 600.0
+"""Seconds after which no process is still about to give a file its name."""
 
 _PATIENCE = 6
 """Heartbeats that may be missing before a holder on another host counts as dead."""
@@ -426,27 +436,10 @@ def _repair(session: Session, *, first: bool) -> None:
     storage = session.storage
     journal.recover(storage)
     _sweep(session, first=first)
-    if storage.renames and not _can_rename(storage, session.run_id):
+    if storage.renames and not can_rename(storage, f"{PROBES}/{session.run_id}"):
         logger.info("%s cannot rename directories: tags are written in place, as on an object store", storage.url)
         storage.renames = False
     storage.write(f"{PROBES}/{session.probe}", b"1")
-
-
-def _can_rename(storage: Storage, run_id: str) -> bool:
-    """Try to rename a directory with a file in it, which some mounts of object stores refuse."""
-    source, target = f"{PROBES}/{run_id}.source", f"{PROBES}/{run_id}.target"
-    storage.write(f"{source}/file", b"1")
-    try:
-        storage.rename(source, target)
-    except OSError as error:
-        if error.errno not in _CANNOT_RENAME:
-            raise
-        return False
-    finally:
-        with suppress(OSError):  # else the next job sweeps it
-            storage.remove(source)
-            storage.remove(target)
-    return True
 
 
 def _see_probe(session: Session, within: float) -> None:
@@ -517,6 +510,8 @@ def _sweep(session: Session, *, first: bool) -> None:
     files may be its own then.
     """
     storage, run_id = session.storage, session.run_id
+    if storage.renames:
+        _sweep_unnamed(storage)
     folders = (STAGING, VOTES, PROBES, TRASH)
     for folder, entries in zip(folders, in_parallel(storage, folders, storage.list), strict=True):
         if folder == TRASH and not _losses_are_settled(storage, entries):
@@ -536,6 +531,16 @@ def _sweep(session: Session, *, first: bool) -> None:
                     intents.clear(storage, f"{folder}/{entry.name}", session.confirm)
             except (OSError, MalformedFile) as error:
                 logger.warning("could not remove %s/%s/%s: %s", storage.url, folder, entry.name, error)
+
+
+def _sweep_unnamed(storage: Storage) -> None:
+    """Remove files that a process was killed before it gave them their names, such as those of heartbeats."""
+    with suppress(OSError, MalformedFile):
+        now = storage.time(HEARTBEAT)  # of the same file system, and new
+        for entry in storage.list(HIDDEN):
+            key = f"{HIDDEN}/{entry.name}"
+            if not entry.is_dir and entry.name.startswith(".") and now - storage.time(key) > _LONG_AGO:
+                storage.remove(key)
 
 
 def _losses_are_settled(storage: Storage, entries: Collection[DirEntry]) -> bool:

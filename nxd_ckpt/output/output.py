@@ -18,7 +18,7 @@ from nxd_ckpt.core.names import HIDDEN
 from nxd_ckpt.errors import DirectoryInUse, InvalidArgument
 from nxd_ckpt.output.locations import Location, settle
 from nxd_ckpt.output.new_directories import directories_to_make, remove_unused
-from nxd_ckpt.storage.base import DirEntry, drop_empty
+from nxd_ckpt.storage.base import DirEntry, can_rename, drop_empty
 from nxd_ckpt.storage.system import tell_room
 from nxd_ckpt.storage.urls import is_url
 
@@ -100,6 +100,8 @@ class Output:
                 self.storage.make_dir("")  # durable, which the lease is not
             self._lease = self._leased()
             self._check()  # another process may have been first
+            if self._kind is not None and self.storage.renames:
+                self.storage.renames = can_rename(self.storage, f".{self.place.name}.probe")
             self._remove_remains()
             if self._kind is not None:
                 self.storage.make_dir(self.folder)

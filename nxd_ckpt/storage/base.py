@@ -22,8 +22,9 @@ nothing, a directory is there while a key lies below it, and a key can be seen b
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from typing import NamedTuple, NoReturn, Protocol, runtime_checkable
 
 from nxd_ckpt.core.limits import DOCUMENT
@@ -380,6 +381,31 @@ class Mounted(Protocol):
 
     may_be_unmounted: bool
     """True if its root may lead to another directory from one moment to the next, without an error."""
+
+
+_CANNOT_RENAME = {errno.EPERM, errno.EXDEV, errno.EINVAL, errno.EMFILE, errno.ENOSYS, errno.EOPNOTSUPP}
+"""Errors of mounted object stores when a directory with files is renamed; EMFILE is gcsfuse's."""
+
+
+def can_rename(storage: Storage, key: str) -> bool:
+    """Try to rename a directory with a file in it, which some mounts of object stores refuse.
+
+    ``key`` is the beginning of two names that nobody else uses.
+    """
+    source, target = f"{key}.source", f"{key}.target"
+    storage.remove(target)  # of a process that was killed here
+    storage.write(f"{source}/file", b"1")
+    try:
+        storage.rename(source, target)
+    except OSError as error:
+        if error.errno not in _CANNOT_RENAME:
+            raise
+        return False
+    finally:
+        with suppress(OSError):  # else the next that tries removes it
+            storage.remove(source)
+            storage.remove(target)
+    return True
 
 
 def is_mounted(storage: Storage) -> bool:

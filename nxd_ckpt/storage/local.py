@@ -98,7 +98,7 @@ class LocalStorage(BaseStorage):
     def write(self, key: str, data: bytes) -> None:
         temporary = self._write_aside(key, data)
         try:
-            os.replace(temporary, self._at(key))
+            _replace(temporary, self._at(key))
         except BaseException:
             _unlink(temporary)
             raise
@@ -329,11 +329,26 @@ def _claim(temporary: str, path: str) -> bool:
     except FileExistsError:
         return False
     try:
-        os.replace(temporary, path)
+        _replace(temporary, path)
     except BaseException:
         _unlink(path)
         raise
     return True
+
+
+def _replace(old: str, new: str) -> None:
+    """Give a small file its name. Raises OSError, which says what to do where nothing can be renamed."""
+    try:
+        os.replace(old, new)
+    except OSError as error:
+        if error.errno != errno.ENOSYS:
+            raise
+        raise OSError(
+            error.errno,
+            "nothing can be renamed here, as on a bucket that mountpoint-s3 mounts. Pass the store itself as the path, "
+            "s3://BUCKET/FOLDER: it has all that a directory has",
+            new,
+        ) from error
 
 
 def _unlink(path: str) -> None:

@@ -9,11 +9,12 @@ from functools import partial
 
 from nxd_ckpt import effects
 from nxd_ckpt.coordination import journal, lease
+from nxd_ckpt.coordination.paths import HEARTBEAT, JOURNAL
 from nxd_ckpt.coordination.waiting import Backoff
 from nxd_ckpt.core import names
 from nxd_ckpt.core.suggestions import first_of, listed
 from nxd_ckpt.core.tags import Tag, TagInfo, latest, step_of, undated, undecided, validate_tag
-from nxd_ckpt.errors import CheckpointNotFound, CorruptCheckpoint
+from nxd_ckpt.errors import CheckpointNotFound, CorruptCheckpoint, MalformedFile
 from nxd_ckpt.storage.base import Storage
 from nxd_ckpt.tag.directory import (
     describe_incomplete,
@@ -208,7 +209,7 @@ def settle_swap(storage: Storage, *, only_look: bool = False) -> None:
     deadline, backoff = effects.monotonic() + _SWAP_TAKES, Backoff(storage)
     while journal.is_open(storage) and effects.monotonic() < deadline:
         holder = lease.read(storage)
-        if holder is None or holder.holder_runs_here() is False:
+        if holder is None or holder.holder_runs_here() is False or _stays_open(storage):
             break
         backoff.pause()
     if not only_look and journal.is_open(storage) and not lease.job_lives(storage, patience=_SWAP_TAKES):
@@ -217,6 +218,17 @@ def settle_swap(storage: Storage, *, only_look: bool = False) -> None:
         except OSError as error:  # a read-only view shows what is there
             if error.errno not in _READ_ONLY:
                 raise
+
+
+def _stays_open(storage: Storage) -> bool:
+    """Return whether the job has beaten for longer than a swap takes since it was announced.
+
+    It could neither finish nor undo it, and tries again at its next save. Both times are of the same file system.
+    """
+    try:
+        return storage.time(HEARTBEAT) - storage.time(JOURNAL) > _SWAP_TAKES
+    except (FileNotFoundError, MalformedFile):
+        return False
 
 
 def _put_back_lost(storage: Storage) -> None:

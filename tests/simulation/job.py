@@ -68,7 +68,8 @@ class Save:
 
 @dataclass
 class Outcome:
-    """What a rank was told of a save, and when it called and was told; ``word`` is "saved", "failed" or "unknown"."""
+    """What a rank was told of a save, when it called, and when it was decided there: who saves again before it looks
+    also waits for that later save, which counts for that one. ``word`` is "saved", "failed" or "unknown"."""
 
     rank: int
     save: Save
@@ -216,10 +217,11 @@ def saving(
     comes()
     saver = checkpointer(place, rank, ranks, job.run_id)
     under_way: list[tuple[float, Save, Any]] = []
+    decided: dict[Save, float] = {}
 
     def told(began: float, save: Save, error: BaseException | None) -> None:
         word = "saved" if error is None else "unknown" if isinstance(error, OutcomeUnknown) else "failed"
-        job.outcomes.append(Outcome(rank, save, word, began, world.now, error))
+        job.outcomes.append(Outcome(rank, save, word, began, decided.get(save, world.now), error))
 
     def settle() -> None:
         while under_way:
@@ -257,6 +259,7 @@ def saving(
                 told(began, save, error)
                 settle()
             else:
+                pending.add_done_callback(lambda _, save=save: decided.setdefault(save, world.now))  # type: ignore[misc]
                 settle()
                 under_way.append((began, save, pending))
                 if not own.is_async:

@@ -241,6 +241,15 @@ FOUND = [
         7800191, (Save("a", 1, True, 1), Save("b", 2, True, 1), Save("a", 3, True, 1)), "kill", rank=1, at=2,
         has_group=True, machines=("one", "one", "one"), is_looked_at=True, at_rename=True, local=True, links=True,
     ),
+    # A rank looked at an async save after the next one, whose two timeouts were counted for the first.
+    DiskSchedule(
+        8800633, (Save("a", 1, True, 1), Save("b", 2, True, 1), Save("a", 3, False, 1)), "kill", rank=1, at=6,
+        machines=("one", "two", "three"), local=True, links=True,
+    ),
+    DiskSchedule(
+        5000428, (Save("a", 1, True, 1), Save("b", 2, True, 1), Save("a", 3, False, 1)), "full", rank=1, at=10,
+        machines=("one", "two", "three"), swaps=False, local=True, links=True,
+    ),
 ]
 
 
