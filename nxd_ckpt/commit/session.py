@@ -23,6 +23,7 @@ from nxd_ckpt.coordination.news import News
 from nxd_ckpt.coordination.paths import (
     CLAIMS,
     HEARTBEAT,
+    JOURNAL,
     LEASE,
     PLACE,
     PROBES,
@@ -116,6 +117,12 @@ def forget_slots(run_id: str) -> None:
 
 
 logger = logging.getLogger("nxd_ckpt")
+
+_HALF_WRITTEN = re.compile(r"\.(.+)\.[0-9a-f]{12}")
+"""The name of a file that is written beside the one that it will be, see storage.local."""
+
+_YOUNG = 60.0
+"""Age in seconds up to which its writer may live."""
 
 _RUN_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
 
@@ -440,6 +447,24 @@ def _repair(session: Session, *, first: bool) -> None:
         logger.info("%s cannot rename directories: tags are written in place, as on an object store", storage.url)
         storage.renames = False
     storage.write(f"{PROBES}/{session.probe}", b"1")
+    if is_mounted(storage):
+        with suppress(OSError):
+            _drop_half_written(session)
+
+
+def _drop_half_written(session: Session) -> None:
+    """Remove what is left of small files that a killed process was writing: beside them, to be renamed.
+
+    Nobody but this job, which has the lease, writes the journal. Another one may be about to take the lease: that takes
+    it less than a minute, by the file system's clock.
+    """
+    storage = session.storage
+    now = storage.time(f"{PROBES}/{session.probe}")
+    for entry in storage.list(HIDDEN):
+        half, key = _HALF_WRITTEN.fullmatch(entry.name), f"{HIDDEN}/{entry.name}"
+        if half and not entry.is_dir and (f"{HIDDEN}/{half[1]}" == JOURNAL or storage.time(key) < now - _YOUNG):
+            session.require()
+            storage.remove(key)
 
 
 def _see_probe(session: Session, within: float) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from pathlib import Path
 
@@ -59,6 +60,23 @@ def test_what_is_needed_stays(tmp_path: Path):
     save(tmp_path, "step_2", "step_3", "step_4")
     assert [".nxd_ckpt", "step_1", "step_3", "step_4"] == names(tmp_path)
     assert ["pins"] == names(tmp_path / ".nxd_ckpt")
+
+
+def test_what_killed_jobs_were_writing_goes(tmp_path: Path):
+    """Small files that were half written, unless another job may be writing them just now."""
+    hidden = tmp_path / ".nxd_ckpt"
+    hidden.mkdir()
+    for name in ("journal.json", "lease.json", "heartbeat.json"):
+        (hidden / f".{name}.0123456789ab").write_text("{")
+    for name in ("lease.json", "heartbeat.json"):
+        os.utime(hidden / f".{name}.0123456789ab", (1, 1))
+    young = hidden / ".lease.json.ba9876543210"
+    young.write_text("{")
+    save(tmp_path, "step_1")
+    assert [young.name] == names(hidden)
+    young.unlink()
+    save(tmp_path, "step_2")
+    assert ["step_1", "step_2"] == names(tmp_path)
 
 
 def test_jobs_that_begin_while_others_end(tmp_path: Path):
