@@ -68,7 +68,7 @@ class Vote:
         duplicated: how many of ``nbytes`` were not written, because an earlier tag has the same files.
         claims: digests of everything that other ranks hold copies of, by the key of a `Claim`.
         per_rank: names of what it saved for itself, because another rank, which writes for all, has other values.
-        lost: those of them whose values had changed before it noticed.
+        lost: those of them of which it had no copy any more when it noticed.
     """
 
     rank: int
@@ -156,9 +156,9 @@ def _raise_loss_of(vote: Vote, votes: Sequence[Vote]) -> None:
     """Raise if no file has what this rank alone has."""
     if vote.lost:
         raise SaveFailed(
-            f"rank {vote.rank} and the rank that writes for it differ in {first_of(vote.lost)} since this save, and "
-            "when that was noticed, training had changed them: no file has the values of this rank. The next save "
-            "keeps each rank's own"
+            f"rank {vote.rank} and the rank that writes for it differ in {first_of(vote.lost)} since this save, "
+            "which has no copy of this rank's values: an async save stages samples of such tensors, or memory_cap= has "
+            "no room for more. A tag without them is not made; the next save keeps each rank's own"
         )
     for claim in map(Claim.of, vote.claims):
         if claim.what.endswith(VALUES) and claim.key not in votes[claim.writes].claims:
