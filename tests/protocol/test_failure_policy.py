@@ -124,7 +124,7 @@ def test_all_ranks_go_on_together(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "options", [{"on_save_failure": "ignore"}, {"on_save_failure": None}, {"max_failed_saves": 0}], ids=str
+    "options", [{"on_save_failure": "ignore"}, {"on_save_failure": True}, {"max_failed_saves": 0}], ids=str
 )
 def test_what_is_no_policy_is_refused(tmp_path: Path, options: Any) -> None:
     """Before anything is written."""
