@@ -118,12 +118,6 @@ def forget_slots(run_id: str) -> None:
 
 logger = logging.getLogger("nxd_ckpt")
 
-_HALF_WRITTEN = re.compile(r"\.(.+)\.[0-9a-f]{12}")
-"""The name of a file that is written beside the one that it will be, see storage.local."""
-
-_YOUNG = 60.0
-"""Age in seconds up to which its writer may live."""
-
 _RUN_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
 
 _IN_PLACE = ".in_place"
@@ -447,24 +441,6 @@ def _repair(session: Session, *, first: bool) -> None:
         logger.info("%s cannot rename directories: tags are written in place, as on an object store", storage.url)
         storage.renames = False
     storage.write(f"{PROBES}/{session.probe}", b"1")
-    if is_mounted(storage):
-        with suppress(OSError):
-            _drop_half_written(session)
-
-
-def _drop_half_written(session: Session) -> None:
-    """Remove what is left of small files that a killed process was writing: beside them, to be renamed.
-
-    Nobody but this job, which has the lease, writes the journal. Another one may be about to take the lease: that takes
-    it less than a minute, by the file system's clock.
-    """
-    storage = session.storage
-    now = storage.time(f"{PROBES}/{session.probe}")
-    for entry in storage.list(HIDDEN):
-        half, key = _HALF_WRITTEN.fullmatch(entry.name), f"{HIDDEN}/{entry.name}"
-        if half and not entry.is_dir and (f"{HIDDEN}/{half[1]}" == JOURNAL or storage.time(key) < now - _YOUNG):
-            session.require()
-            storage.remove(key)
 
 
 def _see_probe(session: Session, within: float) -> None:
@@ -559,12 +535,16 @@ def _sweep(session: Session, *, first: bool) -> None:
 
 
 def _sweep_unnamed(storage: Storage) -> None:
-    """Remove files that a process was killed before it gave them their names, such as those of heartbeats."""
+    """Remove files that a process was killed before it gave them their names, such as those of heartbeats.
+
+    Nobody but this job, which has the lease, writes the journal; others may be about to take the lease.
+    """
     with suppress(OSError, MalformedFile):
         now = storage.time(HEARTBEAT)  # of the same file system, and new
         for entry in storage.list(HIDDEN):
             key = f"{HIDDEN}/{entry.name}"
-            if not entry.is_dir and entry.name.startswith(".") and now - storage.time(key) > _LONG_AGO:
+            is_ours = key.startswith(f"{HIDDEN}/.{os.path.basename(JOURNAL)}.")
+            if not entry.is_dir and entry.name.startswith(".") and (is_ours or now - storage.time(key) > _LONG_AGO):
                 storage.remove(key)
 
 
