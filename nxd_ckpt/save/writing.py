@@ -10,6 +10,7 @@ possible changes meanwhile, are in docs/decisions/024.
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Executor, Future, wait
@@ -38,6 +39,8 @@ from nxd_ckpt.storage.base import Duplicating, Reader, Storage, Version, Writer
 from nxd_ckpt.storage.system import tell_room
 from nxd_ckpt.storage.throttle import Pace
 from nxd_ckpt.tag.directory import list_tags
+
+logger = logging.getLogger("nxd_ckpt")
 
 _SMALL = 4 * 2**20
 """Size below which a file takes longer to open, sync and close than to write: such files go to several threads."""
@@ -158,7 +161,7 @@ class FileWriter:
                 else:
                     self._open[span.file] = handle
             except BaseException:
-                handle.writer.abort()
+                _abort(handle)
                 raise
 
     def _write_tensors(self, handle: _OpenFile, span: Span, view: memoryview, ahead: Executor | None) -> None:
@@ -208,7 +211,7 @@ class FileWriter:
         _end([closed for _, closed in self._closing])
         unclosed = [handle for handle, closed in self._closing if closed.cancelled() or closed.exception() is not None]
         for handle in (*self._open.values(), *unclosed):
-            handle.writer.abort()
+            _abort(handle)
         self._open.clear()
         self._closing.clear()
 
@@ -357,6 +360,14 @@ def _digested(
         yield from (future.result() for future in pending)
     finally:
         _end(pending)
+
+
+def _abort(handle: _OpenFile) -> None:
+    """Drop a file. An error is only logged: raised, it would hide from all ranks why the save failed."""
+    try:
+        handle.writer.abort()
+    except Exception as error:
+        logger.warning("%s of a failed save could not be removed: %s", handle.planned.key, error)
 
 
 def _end(tasks: Collection[Future[Any]]) -> None:

@@ -239,7 +239,8 @@ def completed(writer: Writer) -> Iterator[None]:
         yield
         writer.close()
     except BaseException:
-        writer.abort()
+        with suppress(Exception):  # it would hide the cause
+            writer.abort()
         raise
 
 

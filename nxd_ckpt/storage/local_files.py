@@ -274,8 +274,11 @@ class LocalWriter:
                     raise OSError(f"{self._path}: wrote {size} bytes, expected {self._nbytes}")
                 if self._durable:
                     sync_file(self._fd)
-        finally:
-            self._close()
+        except BaseException:
+            with contextlib.suppress(OSError):  # it would hide the cause
+                self._close()
+            raise
+        self._close()
 
     def abort(self) -> None:
         """Remove the file, unless another file has its name since."""
@@ -286,10 +289,11 @@ class LocalWriter:
                 os.unlink(self._path)
 
     def _close(self) -> None:
-        for fd in (self._fd, self._direct):
-            if fd >= 0:
-                os.close(fd)
+        fds = [fd for fd in (self._fd, self._direct) if fd >= 0]
         self._fd = self._direct = -1
+        with contextlib.ExitStack() as closing:  # all of them, also if one fails
+            for fd in fds:
+                closing.callback(os.close, fd)
 
 
 _ALIGNMENT = 4096

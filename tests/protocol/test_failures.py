@@ -25,6 +25,7 @@ from nxd_ckpt.save.staging import Stager
 from nxd_ckpt.save.waves import Wave
 from nxd_ckpt.storage import local
 from nxd_ckpt.storage.local import LocalStorage
+from nxd_ckpt.storage.local_files import LocalWriter
 from nxd_ckpt.testing.storage import Operation, failing, killing
 from tests.protocol.job import Died, Job, outcome_of
 from tests.protocol.states import PATIENCE, checkpointer, lose_patience, save, saved_value, visible_tags
@@ -426,4 +427,28 @@ def blind_after_the_rename(rank: int, path: Path, world: int, tag: str) -> Any:
     ):
         outcome = outcome_of(lambda: save(saver, tag, 2))
     saver.abandon()
+    return outcome
+
+
+def test_a_file_that_can_neither_be_written_nor_aborted_hides_no_cause(tmp_path: Path) -> None:
+    """The rank votes all the same: the others learn at once why it failed."""
+    outcomes = Job(2, aborts_badly, tmp_path, group=True).values()
+    assert [SaveFailed] * 2 == [type(outcome) for outcome in outcomes]
+    assert all("No space left" in str(outcome) for outcome in outcomes)
+
+
+def aborts_badly(rank: int, path: Path) -> Any:
+    """What the second save raised here; rank 1 can neither write its files, nor remove them."""
+    armed: list[bool] = []
+    fault = failing("write_at", "*-2/model/*", FULL)
+    saver = checkpointer(path, rank, 2, lambda operation: fault(operation) if armed and rank == 1 else None)
+    save(saver, "first", 1)
+    lose_patience(saver)
+    armed.append(True)
+    with patch.object(LocalWriter, "abort", side_effect=OSError(errno.EIO, "Input/output error")):
+        outcome = outcome_of(lambda: save(saver, "second", 2))
+    lose_patience(saver, PATIENCE)
+    armed.clear()
+    save(saver, "third", 3)
+    saver.close()
     return outcome

@@ -100,7 +100,7 @@ def out_of_order(log: Log, steps: list[tuple[str, str]]) -> list[tuple[tuple[str
 def test_a_rank_votes_when_its_data_are_durable(logs: tuple[Log, Log], rank: int, save_number: int) -> None:
     """Its files are written and synced, then their names, the index and its name; then it votes."""
     data = [line for line in logs[save_number] if line[1] == rank and "/staging/" in line[3]]
-    vote = [line for line in logs[save_number] if line[1] == rank and line[3].endswith(".vote.json")]
+    vote = [line for line in logs[save_number] if line[1:3] == (rank, "write") and line[3].endswith(".vote.json")]
     for step in OF_A_RANK:
         assert [] == out_of_order([line for line in data if line[0] < vote[0][0]] + vote, [DATA, step, VOTE])
 
