@@ -30,10 +30,10 @@ from nxd_ckpt.live.parameters import refuse_fake_mode
 from nxd_ckpt.options.execution import OpenOptions
 from nxd_ckpt.reshard.whole_tag import GlobalTensor, WholeTag
 from nxd_ckpt.storage.urls import StorageOptions, StrPath, is_url, local_path, open_storage
-from nxd_ckpt.tag.choosing import choose_tag
+from nxd_ckpt.tag.by_path import open_anything
 from nxd_ckpt.tag.files import MissingTensor
 from nxd_ckpt.tag.identity import of_latest
-from nxd_ckpt.tag.opened import OpenTag, open_complete_tag
+from nxd_ckpt.tag.opened import OpenTag
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,8 @@ class _OpenArguments:
         storage = open_storage(self.path, storage_options=self.options.storage_options)
 
         def opened() -> OpenTag:
-            return open_complete_tag(storage, choose_tag(storage, tag), trust_pickle=self.options.trust_pickle)
+            place = (self.path, self.options.storage_options)
+            return open_anything(storage, tag, place, trust_pickle=self.options.trust_pickle)
 
         return Checkpoint(of_latest(tag is None, opened), self)
 
@@ -64,7 +65,7 @@ class Checkpoint:
 
     def __repr__(self) -> str:
         if self.manifest is None:  # its sizes are in its files, and no repr should read these
-            return f"<Checkpoint {self._opened.where}, by neuronx_distributed>"
+            return f"<Checkpoint {self._opened.where}, by another program>"
         sizes = " ".join(f"{name}={size}" for name, size in self.topology.sizes.items())
         return f"<Checkpoint {self._opened.where}, {sizes}>"
 
@@ -227,10 +228,10 @@ class Checkpoint:
 @as_checkpoint_errors()
 @takes(OpenOptions)
 def open_checkpoint(path: StrPath, tag: Tag | None = None, **options: Unpack[OpenKeywords]) -> Checkpoint:
-    """Open a tag for reading. The keywords are the fields of `nxd_ckpt.options.execution.OpenOptions`.
+    """Open a checkpoint for reading. The keywords are the fields of `nxd_ckpt.options.execution.OpenOptions`.
 
     Args:
-        path: a directory or URL.
+        path: a directory or URL; also one tag, or a file or directory of another program (``docs/layouts.md``).
         tag: one of its tags; None takes the latest complete one.
 
     Raises:

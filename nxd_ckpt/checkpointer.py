@@ -265,7 +265,8 @@ class Checkpointer(ClosesUnheld):
     def _request(self, agreement: Agreement | None, objects: Any, options: Any, call: str) -> LoadRequest:
         ranks, (model, optimizer, scheduler, state) = agreement or SingleProcessAgreement(), objects
         chosen = agreed_options(ranks, {"progress": self._options.progress, **options}, f"Checkpointer.{call}")
-        return LoadRequest(self.topology, ranks, model, optimizer, scheduler, chosen, self._options.timeout, state)
+        given = (model, optimizer, scheduler, chosen, self._options.timeout, state, self._places.place)
+        return LoadRequest(self.topology, ranks, *given)
 
     @as_checkpoint_errors()
     def latest_step(self) -> int | None:

@@ -24,20 +24,18 @@ from nxd_ckpt.core.topology import Coordinates, Topology
 from nxd_ckpt.errors import InvalidArgument, TagReplaced, UnsafePickle
 from nxd_ckpt.formats.tensors import Assembly, Path, TensorStub, iter_tensors
 from nxd_ckpt.live.optimizer_state import OPTIMIZER_NAME
-from nxd_ckpt.output.locations import Location, locate_input
-from nxd_ckpt.output.source import open_any
 from nxd_ckpt.reshard.resharded_state import partitions_of_tag, recorded_parameters
 from nxd_ckpt.reshard.unrecorded import names_template, partitions_template
 from nxd_ckpt.reshard.whole_tag import GlobalTensor, WholeTag
 from nxd_ckpt.storage.base import Storage
 from nxd_ckpt.storage.urls import open_storage
-from nxd_ckpt.tag.choosing import choose_tag
-from nxd_ckpt.tag.directory import is_whole_without_marks, list_tags
+from nxd_ckpt.tag.by_path import find_by_path, open_anything
+from nxd_ckpt.tag.directory import find_tag, list_tags
 from nxd_ckpt.tag.files import MissingTensor, TagFiles
-from nxd_ckpt.tag.foreign.recognise import is_untagged, recognise
+from nxd_ckpt.tag.foreign.recognise import recognise
 from nxd_ckpt.tag.identity import of_latest
 from nxd_ckpt.tag.listing import locate, summary
-from nxd_ckpt.tag.opened import OpenTag, open_complete_tag
+from nxd_ckpt.tag.opened import OpenTag
 from nxd_ckpt.tag.verify import files_of
 
 _Answer = TypeVar("_Answer")
@@ -81,12 +79,10 @@ def inspection(path: str, tag: str | None, view: View, options: Mapping[str, Any
         MalformedFile: its manifest is damaged.
         InvalidArgument: no such rank.
 
-    A directory without tags, of torch DCP or torch_checkpointing, is described as a tag of one rank.
+    What another program wrote is described as a tag of its ranks.
     """
     directory, tag = locate(path, tag, options)
     storage = open_storage(directory, storage_options=options)
-    if tag is None and is_untagged(entry.name for entry in storage.list()):
-        return _untagged(locate_input(path, options), view)
 
     def read(opened: OpenTag) -> dict[str, Any]:
         document = _document(opened, _info(opened), view)
@@ -123,24 +119,18 @@ def _by_line(entries: Mapping[str, Any]) -> str:
 
 def _of_tag(storage: Storage, tag: str | None, read: Callable[[OpenTag], _Answer]) -> _Answer:
     def opened() -> _Answer:
-        tag_read = open_complete_tag(storage, choose_tag(storage, tag))
+        tag_read = open_anything(storage, tag, None)
         with tag_read.guarded():
             return read(tag_read)
 
     return of_latest(tag is None, opened)
 
 
-def _untagged(place: Location, view: View) -> dict[str, Any]:
-    opened = open_any(place)
-    with opened.guarded():
-        document = _document(opened, replace(_UNMARKED, tag=place.name), view)
-    return {**document, "written_by": recognise(place.open(), place.name).writer.value}
-
-
 def _info(opened: OpenTag) -> TagInfo:
     """Return the entry of the tag in its directory."""
-    info = next((info for info in list_tags(opened.storage) if info.tag == opened.tag), None)
-    if info is None and is_whole_without_marks(opened.storage, opened.tag):
+    tags = [find_tag(opened.storage, opened.tag)] if opened.tag else list_tags(opened.storage)
+    info = next((info for info in tags if info is not None and info.tag == opened.tag), None)
+    if info is None and find_by_path(opened.storage, opened.tag) is not None:
         info = replace(_UNMARKED, tag=opened.tag)
     if info is None:
         raise TagReplaced(f"{opened.where} was removed while it was read")
@@ -153,7 +143,7 @@ def _document(opened: OpenTag, info: TagInfo, view: View) -> dict[str, Any]:
     document: dict[str, Any] = {
         "directory": opened.storage.url,
         **summary(opened, info),
-        "latest": info == latest(list_tags(opened.storage)),
+        **_place_fields(opened, info),
         **_manifest_fields(opened),
         "sizes": _sizes(opened),
         "meshes": None,
@@ -180,6 +170,13 @@ def _document(opened: OpenTag, info: TagInfo, view: View) -> dict[str, Any]:
         with collect_problems(problems):
             document["prefixes"] = _prefixes(opened, view.depth, cuts)
     return document
+
+
+def _place_fields(opened: OpenTag, info: TagInfo) -> dict[str, Any]:
+    """Return whether it is the latest tag of its directory; for what is no tag, who wrote it."""
+    if info.order_time < math.inf:
+        return {"latest": info == latest(list_tags(opened.storage))}
+    return {"latest": False, "written_by": recognise(opened.storage, opened.tag).writer.value}
 
 
 def _manifest_fields(opened: OpenTag) -> dict[str, Any]:

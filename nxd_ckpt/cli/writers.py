@@ -362,7 +362,7 @@ PACK = Command(
     ),
     operands=(
         ("TAG", "a tag's directory, or its URL"),
-        ("OUT", "the archive that is made: a path or URL that ends in .tar, .tar.zst, .tar.gz or .tgz"),
+        ("OUT", "the archive that is made: a path or URL that ends in .tar, .tar.zst, .tar.gz, .tar.bz2 or .tar.xz"),
     ),
     options=PackOptions,
     run=_write("pack_checkpoint", "tag", "out", _pack_lines),

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing_extensions import Unpack
 
 from nxd_ckpt.conversion.conversion import convert
-from nxd_ckpt.conversion.inputs import open_imported, open_model
+from nxd_ckpt.conversion.inputs import open_imported
 from nxd_ckpt.conversion.job import Job
 from nxd_ckpt.conversion.worker_pool import joint_agreement
 from nxd_ckpt.coordination.agreement import on_all
@@ -24,6 +24,7 @@ from nxd_ckpt.options.hugging_face import ImportOptions
 from nxd_ckpt.output.locations import Location, locate_existing, locate_output
 from nxd_ckpt.output.model_files import config_in, read_config
 from nxd_ckpt.storage.urls import StrPath
+from nxd_ckpt.tag.foreign.hugging_face_directory import open_weights
 from nxd_ckpt.tag.foreign.quantization import quantization_of
 from nxd_ckpt.tag.mappings import find_mapping, text_config
 
@@ -78,7 +79,7 @@ def import_target(source: Location, chosen: ImportOptions, process: int = 0) -> 
 
     The first process warns of files that are not read.
     """
-    directory = open_model(source, chosen.model_key)
+    directory = open_weights(source.open(), source.name, chosen.model_key)
     if directory.strays is not None and process == 0:
         logger.warning("%s", directory.strays)
     document = directory.config

@@ -31,11 +31,9 @@ from nxd_ckpt.output.transfer import Progress, StoredFile, copy, link_or_copy
 from nxd_ckpt.reshard.resharded_state import recorded_parameters
 from nxd_ckpt.reshard.target import Target, target_state
 from nxd_ckpt.storage.base import Storage
-from nxd_ckpt.tag.directory import require_directory
 from nxd_ckpt.tag.files import TagFiles
 from nxd_ckpt.tag.foreign.dcp_directory import DcpDirectory, entries_of
-from nxd_ckpt.tag.foreign.hugging_face_directory import HuggingFaceDirectory
-from nxd_ckpt.tag.foreign.weight_files import WeightFiles, refuse_part
+from nxd_ckpt.tag.foreign.hugging_face_directory import HuggingFaceDirectory, open_weights
 from nxd_ckpt.tag.opened import OpenTag, open_complete_tag
 from nxd_ckpt.tag.reading import LeafReader
 
@@ -180,28 +178,6 @@ def _is_model(file: str) -> bool:
     return file.startswith(f"{names.MODEL_DIR}/")
 
 
-class WholeModelFile(HuggingFaceDirectory):
-    """The model in ``file`` of ``storage``; torch.save wrote it unless the name ends in .safetensors.
-
-    From a pickle only plain data is read. ``model_key`` is the key of the state dict, if the file holds more than that.
-
-    Raises:
-        MalformedFile: it is neither.
-        UnsafePickle: it holds more than plain data.
-    """
-
-    def __init__(self, storage: Storage, file: str, model_key: str = "model") -> None:
-        self._file = file
-        super().__init__(storage, model_key=model_key)
-
-    @property
-    def where(self) -> str:
-        return self.files.where(self._file)
-
-    def _find(self) -> WeightFiles:
-        return WeightFiles(dict.fromkeys(self._read(self._file), self._file), "its header")
-
-
 class Input(Protocol):
     """The open input: states of the result's ranks, and files that pass through unchanged."""
 
@@ -218,19 +194,9 @@ class Input(Protocol):
         """Return a context for reading. Raises TagReplaced if the input is no longer the save that was opened."""
 
 
-def open_model(place: Location, model_key: str) -> HuggingFaceDirectory:
-    """Open a Hugging Face directory, or a file with a whole model. Raises the errors of opening it."""
-    storage = place.open()
-    if storage.is_file(place.name):
-        refuse_part(place.name, place.path)
-        return WholeModelFile(storage, place.name, model_key)
-    require_directory(storage, place.name, "input")
-    return HuggingFaceDirectory(storage, place.name, model_key)
-
-
 def open_imported(place: Location, what: ImportTarget) -> HuggingFaceDirectory:
     """Open the input of an import, with plain numbers of quantized weights. Raises the errors of opening it."""
-    directory = open_model(place, what.model_key)
+    directory = open_weights(place.open(), place.name, what.model_key)
     directory.dequantize(what.quantization)
     return directory
 

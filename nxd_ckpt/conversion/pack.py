@@ -114,8 +114,8 @@ def pack_checkpoint(tag: StrPath, out: StrPath, **options: Unpack[PackKeywords])
 
     Args:
         tag: a tag's directory or URL.
-        out: path or URL of the archive; its name ends in ``.tar``, ``.tar.gz``, ``.tgz``, or ``.tar.zst`` (which needs
-            zstandard).
+        out: path or URL of the archive; its name ends in ``.tar``, ``.tar.gz``, ``.tgz``, ``.tar.bz2``, ``.tar.xz``,
+            ``.tar.lzma``, or ``.tar.zst`` (which needs zstandard).
 
     Raises:
         InvalidArgument: ``out`` may not be written, or zstandard is missing.

@@ -49,9 +49,9 @@ from nxd_ckpt.load.tied import refuse_unequal_ties, unequal_ties
 from nxd_ckpt.load.trees import local_tree
 from nxd_ckpt.storage.base import Storage
 from nxd_ckpt.storage.progress import report, watched
-from nxd_ckpt.tag.foreign.hugging_face_directory import HuggingFaceDirectory
+from nxd_ckpt.tag.foreign.hugging_face_directory import HuggingFaceDirectory, open_weights
 from nxd_ckpt.tag.foreign.quantization import Quantization, quantization_of
-from nxd_ckpt.tag.mappings import find_mapping, text_config
+from nxd_ckpt.tag.mappings import find_mapping, is_known, own_names, text_config
 from nxd_ckpt.tag.reading import Leaf, LeafReader
 
 logger = logging.getLogger("nxd_ckpt")
@@ -59,8 +59,8 @@ logger = logging.getLogger("nxd_ckpt")
 _LOOSE = "strict=False loads the rest"
 
 
-def load_hugging_face(storage: Storage, request: LoadRequest) -> None:
-    """Load the model that ``storage`` holds into the model. Collective.
+def load_hugging_face(storage: Storage, key: str, request: LoadRequest) -> None:
+    """Load the model in the directory or file ``key`` of ``storage`` into the model. Collective.
 
     Optimizer and scheduler must be None, unless only weights are to be loaded.
 
@@ -71,8 +71,8 @@ def load_hugging_face(storage: Storage, request: LoadRequest) -> None:
 
     def prepare() -> _HuggingFaceLoad:
         refuse_fake_mode()
-        _refuse_arguments(storage.url, request)
-        return _HuggingFaceLoad(storage, request)
+        _refuse_arguments(f"{storage.url}/{key}", request)
+        return _HuggingFaceLoad(open_weights(storage, key), request)
 
     attempt = on_all(agreement, prepare)
     if request.reports_progress and attempt.strays is not None:
@@ -110,19 +110,23 @@ class _HuggingFaceLoad:
     ``loose`` are problems of this rank that are only warnings without ``strict``.
     """
 
-    def __init__(self, storage: Storage, request: LoadRequest) -> None:
+    def __init__(self, directory: HuggingFaceDirectory, request: LoadRequest) -> None:
         topology, options, optimizer = request.topology, request.options, request.optimizer
-        self._directory, self._strict = HuggingFaceDirectory(storage), options.strict_names
+        self._directory, self._strict = directory, options.strict_names
         self.loose: list[str] = []
         config = text_config(self._directory.config)
         quantization = quantization_of(self._directory.config, self._directory.where)
         renaming = Renaming(options.key_mapping or {}, options.prefix)
-        self._mapping = find_mapping(options.mapping, config)
-        self._sizes = self._mapping.sizes(config, options.kv_size_multiplier, options.hardware)
-        self._tensors = UnpackedTensors(self._directory, self._mapping, self._sizes, renaming)
         self._model = open_model(request.model, may_be_meta=True)
         if self._model.is_placed:
             refuse_sizes(topology)
+        self._specs = self._model.parameters(topology.tp)
+        spec = options.mapping
+        if spec is None and not is_known(config):  # then only a model with the names of the files can be meant
+            spec = own_names({name: each.partition.partition_dim for name, each in self._specs.items()})
+        self._mapping = find_mapping(spec, config)
+        self._sizes = self._mapping.sizes(config, options.kv_size_multiplier, options.hardware)
+        self._tensors = UnpackedTensors(self._directory, self._mapping, self._sizes, renaming)
         self._optimizer = None
         if optimizer is not None:
             self._optimizer = open_optimizer(optimizer, model=self._model, topology=topology)
@@ -130,7 +134,6 @@ class _HuggingFaceLoad:
         self.filtered = Filter(replace(options, key_mapping=None, prefix=""))  # which name tensors of the files
         self.filtered.know_ties(self._model)
         self._mapped = MappedDirectory(self._tensors, self._mapping, self._sizes, topology)
-        self._specs = self._model.parameters(topology.tp)
         self._directory.dequantize(_as_live(quantization, {spec.dtype for spec in self._specs.values()}))
         if self.filtered:
             self.filtered.know_apart(self._different_ties())
@@ -331,13 +334,13 @@ def _refuse_arguments(where: str, request: LoadRequest) -> None:
     for name, value in (("optimizer", request.optimizer), ("scheduler", request.scheduler)):
         if value is not None and not options.loads_weights_only:
             raise PartNotFound(
-                f"{where} is a Hugging Face directory, which holds a model and no {name}; load it with {name}=None, "
-                "before the optimizer is built or its master weights are taken"
+                f"{where} has Hugging Face's form, with a model and no {name}; load it with {name}=None, before the "
+                "optimizer is built or its master weights are taken"
             )
     if model is None or model == {}:
         raise InvalidArgument(
-            f"{where} is a Hugging Face directory, which is loaded into a live model: its names and shapes determine "
-            f"each rank's part; pass model=, found {model!r}"
+            f"{where} has Hugging Face's form, and is loaded into a live model: its names and shapes determine each "
+            f"rank's part; pass model=, found {model!r}"
         )
     if options.pre_download:
         raise InvalidArgument(

@@ -9,9 +9,10 @@ which load the same model or the same shards of it, share the verifying, and if 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple, cast
 
 from nxd_ckpt import effects
@@ -34,13 +35,15 @@ from nxd_ckpt.load.overwriting import overwriting
 from nxd_ckpt.load.retries import LoadRetries
 from nxd_ckpt.storage.base import Storage
 from nxd_ckpt.storage.progress import report
-from nxd_ckpt.tag.foreign.hugging_face_directory import is_hugging_face
+from nxd_ckpt.tag.by_path import ByPath, around, find_by_path, open_by_path
 from nxd_ckpt.tag.identity import of_latest
 from nxd_ckpt.tag.mappings import find_mapping
 from nxd_ckpt.tag.opened import OpenTag, open_complete_tag
 from nxd_ckpt.tag.union import Copy, Source, choose_nearest
 
 logger = logging.getLogger("nxd_ckpt")
+
+Open = Callable[..., OpenTag]
 
 
 class Loaded(NamedTuple):
@@ -88,12 +91,12 @@ def load(storages: Sequence[Storage], tag: Tag | None, request: LoadRequest) -> 
 
     def read_tag() -> Loaded:
         """Load a tag. What is returned counts for nothing if that failed, and there is another try."""
-        decided = decided_by_rank0(agreement, lambda: _tag_at(storages, agreed_tag, retries.unfit))
-        if decided is None:
-            _require_same(agreement, storages[0].url)
-            load_hugging_face(storages[0], on_all(agreement, request.settled))
-            return Loaded()
-        source = retries.source(Source(*decided))
+        chosen = decided_by_rank0(agreement, lambda: _checkpoint_at(request, storages, agreed_tag, retries))
+        decided = _Decision(*chosen)
+        if decided.by_path is not None:
+            inside, _ = around(storages[0], agreed_tag, request.place)
+            return _load_by_path(inside, ByPath(*decided.by_path), request, touched)
+        source = retries.source(Source(*decided.source))
         try:
             loaded = _load(source.open(storages), source, request, touched)
         except Exception as error:  # all ranks get here: the one with the error raises it unchanged
@@ -108,10 +111,12 @@ def load(storages: Sequence[Storage], tag: Tag | None, request: LoadRequest) -> 
     return of_latest(agreed_tag is None or len(storages) > 1, read)
 
 
-def _load(storage: Storage, source: Source, request: LoadRequest, touched: list[str]) -> PreparedLoad:
+def _load(
+    storage: Storage, source: Source, request: LoadRequest, touched: list[str], opens: Open = open_complete_tag
+) -> PreparedLoad:
     """Load the tag of ``source`` through ``storage``. It is added to ``touched`` once live objects change."""
     with ExitStack() as caches:
-        load = _prepared(storage, source, request, caches)
+        load = _prepared(storage, source, request, caches, opens)
         with load.reader:
             load.share()
             on_all(request.agreement, load.verify)
@@ -119,6 +124,19 @@ def _load(storage: Storage, source: Source, request: LoadRequest, touched: list[
             touched.append(source.tag)
             on_all(request.agreement, load.apply)
     return load
+
+
+def _load_by_path(storage: Storage, found: ByPath, request: LoadRequest, touched: list[str]) -> Loaded:
+    _require_same(request.agreement, f"{storage.url}/{found.key}")
+    if found.is_weights:
+        load_hugging_face(storage, found.key, on_all(request.agreement, request.settled))
+        return Loaded()
+    if request.options.pre_download:
+        where = f"{storage.url}/{found.key}"
+        raise InvalidArgument(f"{where} was named by its path: pre_download= is for the tags of a directory")
+    opens = partial(open_by_path, tells=request.agreement.rank == 0)
+    loaded = _load(storage, Source(found.key, [0]), request, touched, opens)
+    return Loaded(found.key, loaded.user_content)
 
 
 def require_fit(storage: Storage, tag: str, request: LoadRequest) -> None:
@@ -130,7 +148,9 @@ def require_fit(storage: Storage, tag: str, request: LoadRequest) -> None:
         caches.enter_context(_prepared(storage, Source(tag, [0]), request, caches).reader)
 
 
-def _prepared(storage: Storage, source: Source, request: LoadRequest, caches: ExitStack) -> PreparedLoad:
+def _prepared(
+    storage: Storage, source: Source, request: LoadRequest, caches: ExitStack, opens: Open = open_complete_tag
+) -> PreparedLoad:
     """Return the load of a tag that fits the live objects on all ranks. ``caches`` is closed once it is done."""
     agreement, options = request.agreement, request.options
 
@@ -143,7 +163,7 @@ def _prepared(storage: Storage, source: Source, request: LoadRequest, caches: Ex
         if options.pre_download:
             cache = caches.enter_context(open_cache(storage, source.tag, options.work_dir))
         with gc_paused():
-            opened = open_complete_tag(cache or storage, source.tag, trust_pickle=options.trust_pickle)
+            opened = opens(cache or storage, source.tag, trust_pickle=options.trust_pickle)
             _require_attempt(opened, source.attempt)
             with opened.guarded(verified=opened.is_one_save):  # else it is looked at once more when all is prepared
                 attempt = LoadAttempt(opened, settled, cache)
@@ -167,21 +187,32 @@ def _require_attempt(opened: OpenTag, attempt: str | None) -> None:
         raise TagReplaced(f"{opened.where} was replaced by another save while it was read; read it again")
 
 
-def _tag_at(storages: Sequence[Storage], tag: Tag | None, unfit: Mapping[Copy, str]) -> Source | None:
-    """Return the tag to load that is not ``unfit``; None if there is only a Hugging Face directory.
+class _Decision(NamedTuple):
+    """What is loaded: a tag of the places, or what the path itself names. Both are JSON."""
 
-    Raises the errors of `choose_nearest`, and CorruptCheckpoint if all are unfit.
+    source: Sequence[Any]
+    by_path: Sequence[Any] | None = None
+
+
+def _checkpoint_at(
+    request: LoadRequest, storages: Sequence[Storage], tag: Tag | None, retries: LoadRetries
+) -> _Decision:
+    """Return the checkpoint to load, which is not unfit.
+
+    Raises the errors of `choose_nearest` and `find_by_path`, and CorruptCheckpoint if all tags are unfit.
     """
     try:
-        return choose_nearest(storages, tag, unfit)
+        return _Decision(choose_nearest(storages, tag, retries.unfit))
     except CheckpointNotFound as error:
-        if unfit:
+        if retries.unfit:
             raise CorruptCheckpoint(
-                f"{storages[0].url}: no complete tag is undamaged. {_skipped_text(unfit)}; restore one from a copy"
+                f"{storages[0].url}: no complete tag is undamaged. {_skipped_text(retries.unfit)}; restore one from a "
+                "copy"
             ) from error
-        if tag is None and is_hugging_face(storages[0]):
-            return None
-        raise
+        found = find_by_path(*around(storages[0], tag, request.place))
+        if found is None:
+            raise
+        return _Decision((), found)
 
 
 def _warn_of_skipped(agreement: Agreement, where: str, unfit: Mapping[Copy, str]) -> None:

@@ -20,6 +20,7 @@ from nxd_ckpt.live.optimizer import open_optimizer
 from nxd_ckpt.options.checkpointer_options import DEFAULT_TIMEOUT
 from nxd_ckpt.options.hugging_face import MappingSpec
 from nxd_ckpt.storage.urls import StrPath, is_url
+from nxd_ckpt.tag.by_path import Place
 
 Verify = bool | Literal["reading"]
 
@@ -126,6 +127,7 @@ class LoadRequest:
         agreement: of all processes that make this call; a process alone may load any rank's state.
         state: the objects that were passed by name; `settled` adds them to the three before.
         timeout: seconds without progress after which another rank counts as lost.
+        place: the path with its options, if it may be a checkpoint itself, and not a directory of tags.
     """
 
     topology: Topology
@@ -136,6 +138,7 @@ class LoadRequest:
     options: LoadOptions = field(default_factory=LoadOptions)
     timeout: float = DEFAULT_TIMEOUT
     state: Mapping[str, Any] | None = None
+    place: Place | None = None
 
     def settled(self) -> LoadRequest:
         """Return the request with the objects of ``state`` as models, optimizers, and in place of the scheduler.

@@ -23,7 +23,6 @@ from nxd_ckpt.storage.system import aliases, is_below
 
 ARCHIVES = (SUFFIX, *SUFFIXES)
 """Ends of names of archives that are read and written."""
-_OTHERS = (".tar.bz2", ".tar.xz")
 
 StrPath = str | os.PathLike[str]
 StorageOptions = Annotated[Mapping[str, Any], Kind("a dict of options by name", plain_mapping, secret=True)]
@@ -36,13 +35,12 @@ def open_storage(path: StrPath, durable: bool = True, storage_options: StorageOp
     ``storage_options`` go to the store's library, under the names that fsspec and s3fs use; a local directory has none.
     ``durable=False`` skips every fsync of a local directory; a store has none to skip.
 
-    Raises InvalidArgument: empty, an unknown scheme, a library that is not installed, invalid options, an archive with
-    another compression.
+    Raises InvalidArgument: empty, an unknown scheme, a library that is not installed, invalid options.
     """
     text = os.fspath(path)
     if not text:
         raise InvalidArgument("the checkpoint directory must not be empty; pass '.' for the current one")
-    if text.endswith((*ARCHIVES, *_OTHERS)):
+    if text.endswith(ARCHIVES):
         directory, name = directory_and_name(text)
         inner = _open_directory(directory, durable, storage_options)
         if inner.is_file(name):
@@ -51,8 +49,6 @@ def open_storage(path: StrPath, durable: bool = True, storage_options: StorageOp
 
 
 def _open_archive(inner: Storage, name: str) -> Storage:
-    if name.endswith(_OTHERS):
-        raise InvalidArgument(f"{inner.url}/{name}: expected one of {', '.join(ARCHIVES)}; decompress it first")
     compressed = compression_of(name)
     return ArchiveStorage(StoredFile(inner, name) if compressed is None else UnpackedFile(inner, name, compressed))
 

@@ -253,10 +253,10 @@ def _describe_other_kind(storage: Storage) -> str | None:
     """Describe a directory that is no directory of tags, with the call that reads it; None if it is unknown."""
     url = storage.url.rstrip("/")
     if _is_tag(storage):
-        directory, _, tag = url.rpartition("/")
+        directory = url.rpartition("/")[0]
         return (
-            f"it is itself a tag: load it with load_checkpoint({directory!r}, tag={tag!r}), look at it with nxd-ckpt "
-            f"inspect {url}, and list its directory with nxd-ckpt list {directory}"
+            f"it is itself a tag: load_checkpoint({url!r}) loads it, nxd-ckpt inspect {url} shows it, and nxd-ckpt "
+            f"list {directory} lists its directory"
         )
     return described({entry.name for entry in storage.list() if not entry.is_dir}, url)
 

@@ -32,6 +32,7 @@ from nxd_ckpt.errors import (
 )
 from nxd_ckpt.storage.base import Storage
 from nxd_ckpt.storage.urls import directory_and_name, is_url, local_path, open_storage
+from nxd_ckpt.tag.by_path import around, find_by_path
 from nxd_ckpt.tag.choosing import choose, settled_tags, tag_meant
 from nxd_ckpt.tag.directory import (
     NO_TAG,
@@ -39,7 +40,6 @@ from nxd_ckpt.tag.directory import (
     find_tag,
     holds_tags,
     is_of_its_marker,
-    is_whole_without_marks,
     require_directory,
 )
 from nxd_ckpt.tag.facts import fact_of, recalled, stamp_of
@@ -135,7 +135,7 @@ def list_checkpoints(path: str | os.PathLike[str], *, storage_options: Options =
 def locate(path: str, tag: str | None, options: Options = None) -> tuple[str, str | None]:
     """Return directory (or URL) and tag: ``path`` is the directory, or (without ``tag``) one of its tags.
 
-    A number that is no tag is the step of one.
+    What `find_by_path` finds counts as a tag too. A number that is no tag is the step of one.
 
     Raises:
         CheckpointNotFound: no such directory, or several tags of that step.
@@ -146,13 +146,14 @@ def locate(path: str, tag: str | None, options: Options = None) -> tuple[str, st
         meant = tag_meant(open_storage(directory, storage_options=options), name)
         if meant != name:
             return directory, meant
-    storage = _open(whole, options)
     if tag is not None:
-        return whole, tag_meant(storage, tag)
-    if not holds_tags(storage):
-        above = open_storage(directory, storage_options=options)
-        if name and (find_tag(above, name) is not None or is_whole_without_marks(above, name)):
-            return directory, name
+        return whole, tag_meant(_open(whole, options), tag)
+    storage = open_storage(whole, storage_options=options)
+    if not (storage.is_dir("") and holds_tags(storage)):
+        above, key = around(storage, None, (whole, options))
+        if key and (find_tag(above, key) is not None or find_by_path(above, key) is not None):
+            return above.url, key
+        require_directory(storage)
     return whole, None
 
 

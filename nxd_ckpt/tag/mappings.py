@@ -150,6 +150,23 @@ def shipped_mappings() -> dict[str, ModelMapping]:
     return dict(sorted(mappings.items()))
 
 
+def own_names(cuts: Mapping[str, int | None]) -> MappingSpec:
+    """Return the mapping of a model whose tensors have the same names on both sides.
+
+    ``cuts`` has the dimension along which each is cut over tensor-parallel ranks, None if it is not.
+    """
+    rules = [
+        {"nxd": name, "hf": [name]} if dim is None else {"nxd": name, "hf": [name], "dim": dim}
+        for name, dim in cuts.items()
+    ]
+    return {"format_version": 1, "name": "the model's own names", "rules": rules}
+
+
+def is_known(config: Mapping[str, Any]) -> bool:
+    """Return whether there is a mapping for models of this config.json."""
+    return _of_model_type(config.get("model_type"), shipped_mappings()) is not None
+
+
 def _of_model_type(model_type: Any, shipped: Mapping[str, ModelMapping]) -> ModelMapping | None:
     return next((mapping for mapping in shipped.values() if model_type in mapping.model_types), None)
 

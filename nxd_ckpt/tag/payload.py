@@ -1,6 +1,6 @@
 """Dict that a training script saved: the state of model, optimizer and scheduler under usual keys, and other content.
 
-Lightning saves lists of optimizers and of schedulers.
+Lightning saves lists of optimizers and of schedulers, Composer dicts of them by class, all below "state".
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from typing import Any
 
 from nxd_ckpt.core.limits import shown
 from nxd_ckpt.core.manifest import Parts
+from nxd_ckpt.core.suggestions import first_of
 from nxd_ckpt.core.topology import Coordinates, Topology
 from nxd_ckpt.errors import MalformedFile, PartNotFound
 from nxd_ckpt.formats.tensors import TensorStub, iter_tensors, map_tensors
@@ -18,8 +19,9 @@ from nxd_ckpt.tag.files import TagFiles
 from nxd_ckpt.tag.state_dicts import checked_model, checked_optimizer, is_optimizer, reading
 
 MODEL_KEYS = ("model", "model_state_dict", "state_dict")
-OPTIMIZER_KEYS = ("optimizer", "optimizer_state_dict", "optim", "optimizer_states")
-SCHEDULER_KEYS = ("scheduler", "lr_scheduler", "scheduler_state_dict", "lr_schedulers")
+OPTIMIZER_KEYS = ("optimizer", "optimizer_state_dict", "optim", "optimizer_states", "optimizers")
+SCHEDULER_KEYS = ("scheduler", "lr_scheduler", "scheduler_state_dict", "lr_schedulers", "schedulers")
+_STATE = "state"
 
 _COUNTS = ("step", "global_step", "epoch")
 """Keys of counters beside the model that distinguish saves."""
@@ -51,11 +53,12 @@ class Payload:
             return {}
         part_keys = {*MODEL_KEYS, *OPTIMIZER_KEYS, *SCHEDULER_KEYS}
 
-        def is_part(key: str, value: Any) -> bool:
-            several = isinstance(value, list) and len(value) > 1  # only the script knows which one to use
-            return key in part_keys and not several
-
-        return {key: value for key, value in self.content.items() if not is_part(key, value)}
+        # Of several optimizers only the script knows which one to use.
+        return {
+            key: value
+            for key, value in self.content.items()
+            if key not in part_keys or (value and _alone(value) is None)
+        }
 
     @property
     def keys(self) -> list[str]:
@@ -69,10 +72,35 @@ class Payload:
         has_tensors = any(len(path) == 1 for path, _ in iter_tensors(self.content))
         return not nested and not is_optimizer(self.content) and has_tensors
 
+    @property
+    def taken(self) -> str:
+        """The keys that were taken for each part, for people; "" for the state dict itself."""
+        if self._is_bare_model or is_optimizer(self.content):
+            return ""
+        parts = {"model": MODEL_KEYS, "optimizer": OPTIMIZER_KEYS, "scheduler": SCHEDULER_KEYS}
+        found = [f"the {part} under {key!r}" for part, keys in parts.items() if (key := self._key(keys)) is not None]
+        rest = f"user content under {first_of(map(repr, self.rest))}" if self.rest else None
+        return ", ".join([*found, *([] if rest is None else [rest])])
+
     def _part(self, keys: tuple[str, ...]) -> dict[str, Any] | None:
-        values = (self.content.get(key) for key in keys)
-        alone = (value[0] if isinstance(value, list) and len(value) == 1 else value for value in values)
-        return next((value for value in alone if isinstance(value, dict)), None)
+        key = self._key(keys)
+        return None if key is None else _alone(self.content[key])
+
+    def _key(self, keys: tuple[str, ...]) -> str | None:
+        return next((key for key in keys if isinstance(_alone(self.content.get(key)), dict)), None)
+
+
+def _alone(value: Any) -> Any:
+    """Return the only one of a list of optimizers or schedulers, or of a dict of them by class; None for several."""
+    if isinstance(value, dict) and value and all(map(_is_state, value.values())):
+        value = list(value.values())
+    if not isinstance(value, list):
+        return value
+    return value[0] if len(value) == 1 else None
+
+
+def _is_state(value: Any) -> bool:
+    return is_optimizer(value) or (isinstance(value, dict) and "last_epoch" in value)
 
 
 def refuse_other_counts(ranks: Mapping[str, Payload], above: str) -> None:
@@ -96,7 +124,24 @@ def payload_of(tree: Any, where: str) -> Payload:
     """Return the payload that a file's ``tree`` is. Raises MalformedFile, naming ``where``, if it is no dict."""
     if not isinstance(tree, dict):
         raise MalformedFile(f"{where}: expected a dict, found {type(tree).__name__}")
+    inner = tree.get(_STATE)
+    if isinstance(inner, dict) and not is_optimizer(tree) and not {*MODEL_KEYS}.isdisjoint(inner):
+        return Payload({**{key: value for key, value in tree.items() if key != _STATE}, **inner})
     return Payload(tree)
+
+
+def names_of_groups(tree: Mapping[str, Any]) -> list[str] | None:
+    """Return the parameters' names, if a state dict of an optimizer has them in place of numbers."""
+    names = [name for group in tree["param_groups"] for name in group.get("params", ())]
+    return names if names and all(isinstance(name, str) for name in names) else None
+
+
+def _numbered(tree: dict[str, Any], names: Sequence[str]) -> dict[str, Any]:
+    """Return the state dict with numbers in place of the parameters' ``names``."""
+    numbers = {name: number for number, name in enumerate(names)}
+    groups = [{**group, "params": [numbers[name] for name in group["params"]]} for group in tree["param_groups"]]
+    states = {numbers.get(name, name): state for name, state in tree.get("state", {}).items()}
+    return {**tree, "state": states, "param_groups": groups}
 
 
 class PayloadFile:
@@ -107,6 +152,11 @@ class PayloadFile:
 
     def __init__(self, files: TagFiles, file: str, payload: Payload) -> None:
         self.files, self.where, self._first = files, files.where(file), payload
+
+    @property
+    def taken(self) -> str:
+        """The keys that were taken for each part, for people; "" for the state dict itself."""
+        return self._payload.taken
 
     def topology(self) -> Topology:
         return Topology()
@@ -128,10 +178,14 @@ class PayloadFile:
 
     @reading
     def optimizer_tree(self, at: Coordinates, param_names: Sequence[str] | None = None) -> dict[str, Any]:
-        return checked_optimizer(self._required(self._payload_of(at).optimizer, OPTIMIZER_KEYS), self.where)
+        tree = checked_optimizer(self._required(self._payload_of(at).optimizer, OPTIMIZER_KEYS), self.where)
+        names = names_of_groups(tree)
+        return tree if names is None else _numbered(tree, names)
 
+    @reading
     def optimizer_names(self, at: Coordinates) -> list[str] | None:
-        return None
+        optimizer = self._payload_of(at).optimizer
+        return None if optimizer is None else names_of_groups(checked_optimizer(optimizer, self.where))
 
     @reading
     def scheduler(self) -> Any:

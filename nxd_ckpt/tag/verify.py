@@ -39,7 +39,7 @@ from nxd_ckpt.formats.torch_zip import read_directory
 from nxd_ckpt.storage.base import Storage, pread_of
 from nxd_ckpt.storage.progress import Counter, report, watched
 from nxd_ckpt.storage.urls import open_storage
-from nxd_ckpt.tag.choosing import choose_tag
+from nxd_ckpt.tag.by_path import Place, open_anything
 from nxd_ckpt.tag.directory import NO_TAG, find_tag, is_of_its_marker
 from nxd_ckpt.tag.facts import recalled
 from nxd_ckpt.tag.files import MissingTensor, TagFiles
@@ -100,15 +100,17 @@ def verify_checkpoint(
         TagReplaced: ``tag`` was removed, or saved again, while it was read. Without ``tag`` the new latest one is read.
     """
     storage = open_storage(path, storage_options=storage_options)
-    return of_latest(tag is None, lambda: _verify(storage, tag, progress))
+    return of_latest(tag is None, lambda: _verify(storage, tag, (path, storage_options), progress))
 
 
-def _verify(storage: Storage, tag: Tag | None, progress: bool) -> Verification:
+def _verify(storage: Storage, tag: Tag | None, place: Place, progress: bool) -> Verification:
     started = effects.monotonic()
     chosen = "" if tag is None else str(tag)
     try:
-        chosen = choose_tag(storage, tag)
-        opened = _open(storage, chosen)
+        opened = open_anything(storage, tag, place)
+        chosen = opened.tag
+        if opened.manifest is not None:
+            len(opened.manifest.parameters)  # which are parsed then
     except CorruptCheckpoint as error:  # without marker and manifest the expected content is unknown
         return Verification(chosen, 0, 0, (str(error),))
     try:
@@ -334,8 +336,11 @@ def _files_and_sizes(opened: OpenTag) -> tuple[set[str], dict[str, int]]:
 def files_of(files: TagFiles) -> Iterator[str]:
     """Yield every file of a tag, relative to it, except markers.
 
-    A directory of NxD 0.1 to 0.5 is one itself (``""``).
+    A directory of NxD 0.1 to 0.5 is one itself (``""``), and so may be a single file.
     """
+    if files.storage.is_file(files.tag):
+        yield ""
+        return
     for entry in files.storage.list(files.tag):
         if files.tag == NO_TAG and not _is_legacy(entry.name):
             continue
@@ -420,6 +425,10 @@ def _memory(nbytes: int) -> memoryview:
     return memoryview(bytearray(min(_CHUNK, nbytes)))
 
 
+_OF_TORCH = (".pt", ".pth", ".bin", ".ckpt")
+"""Ends of the names of files that torch.save wrote."""
+
+
 class Digested(NamedTuple):
     """Bytes of a file with the CRC-32 that it carries, or None: one record of a zip archive."""
 
@@ -434,7 +443,7 @@ class DigestsInside:
 
     def __init__(self, tag_files: TagFiles) -> None:
         self._files, self._storage = tag_files, tag_files.storage
-        self._dcp: dict[str, list[tuple[int, int]]] | None = None
+        self._dcp: dict[str, dict[str, list[tuple[int, int]]]] = {}
 
     def of(self, file: str, nbytes: int) -> Iterator[Digested]:
         """Yield every record in the file of that size; none for a file of another kind.
@@ -455,22 +464,23 @@ class DigestsInside:
     def _archives(self, file: str, size: int) -> list[tuple[int, int]] | None:
         """Return offset and length of every torch file in this one; None for a file of another kind."""
         if file.endswith(".distcp"):
-            return self._dcp_archives().get(file, [])
+            return self._dcp_archives(file.rpartition("/")[0]).get(file, [])
         payload = file.partition("/")[0]
-        is_torch_file = file.endswith(".pt") or legacy.parse(payload) or legacy.parse_zero1(payload)
+        is_of_torch = self._files.key(file).endswith(_OF_TORCH)
+        is_torch_file = is_of_torch or legacy.parse(payload) or legacy.parse_zero1(payload)
         return [(0, size)] if is_torch_file else None
 
-    def _dcp_archives(self) -> dict[str, list[tuple[int, int]]]:
-        if self._dcp is None:
-            self._dcp = {}  # lost or damaged metadata is one problem, not one for each file
-            places = DcpFiles(names.OPTIMIZER_DIR)
+    def _dcp_archives(self, folder: str) -> dict[str, list[tuple[int, int]]]:
+        if folder not in self._dcp:
+            archives = self._dcp[folder] = {}  # lost or damaged metadata is one problem, not one for each file
+            places = DcpFiles(folder)
             if not self._files.has(places.metadata):
                 where = self._files.where(places.metadata)
                 raise PartNotFound(f"{where} is missing: it says what lies in the .distcp files")
             for chunks in read_metadata(self._files, places).entries.values():
                 for chunk in chunks:
-                    self._dcp.setdefault(chunk.file, []).append((chunk.start, chunk.nbytes))
-        return self._dcp
+                    archives.setdefault(chunk.file, []).append((chunk.start, chunk.nbytes))
+        return self._dcp[folder]
 
 
 def _verify_foreign(opened: OpenTag, progress: bool) -> Verification:

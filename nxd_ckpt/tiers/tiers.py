@@ -17,7 +17,9 @@ from nxd_ckpt.options.checkpointer_options import CheckpointerOptions
 from nxd_ckpt.output.transfer import StoredFile, copy_by_pieces
 from nxd_ckpt.storage.base import Storage, may_lack_files
 from nxd_ckpt.storage.hosts.storage import HostsStorage
+from nxd_ckpt.storage.local import LocalStorage
 from nxd_ckpt.storage.urls import StrPath
+from nxd_ckpt.tag.by_path import Place
 from nxd_ckpt.tag.choosing import settled_tags
 from nxd_ckpt.tag.directory import list_tags
 from nxd_ckpt.tag.identity import of_latest
@@ -55,6 +57,11 @@ class Tiers:
         """Rules of retention on the first tier, unless a save has its own."""
         opened = (tier.open(options.durable, options.storage_options) for tier in self.tiers[first is not None :])
         self.storages = [*([] if first is None else [first]), *opened]
+        self.place: Place | None = None
+        """The path, if it may name a checkpoint itself: alone, and in no storage of the caller's."""
+        if len(self.tiers) == 1 and first is None:
+            where = self.first.url if isinstance(self.first, LocalStorage) else self.tiers[0].path
+            self.place = where, self.tiers[0].storage_options or options.storage_options
         self.drains: Drains | None = None
         self._replenishes = False
         self._replenishing: Replenishing | None = None

@@ -117,15 +117,12 @@ def test_damage_is_found_before_the_archive_appears(tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_packed_or_named(tmp_path: Path) -> None:
-    """Other names and compressions, directories; tags in an archive of several have to be named."""
+    """Other names, directories; tags in an archive of several have to be named."""
     tag = save_example(tmp_path, 1)
-    for name, match in (("out.tar.xz", "ends in .tar"), ("out", "ends in .tar"), ("step_3.tar", "is a directory")):
+    for name, match in (("out.tar.7z", "ends in .tar"), ("out", "ends in .tar"), ("step_3.tar", "is a directory")):
         (tmp_path / "step_3.tar").mkdir(exist_ok=True)
         with pytest.raises(InvalidArgument, match=match):
             pack_checkpoint(tag, tmp_path / name)
-    (tmp_path / "some.tar.xz").write_bytes(b"")
-    with pytest.raises(InvalidArgument, match="decompress it first"):
-        load_checkpoint(tmp_path / "some.tar.xz", model={})
     save_example(tmp_path, 1, "step_4", step=4)
     with tarfile.open(tmp_path / "both.tar", "w") as archive:
         for name in ("step_3", "step_4"):

@@ -13,9 +13,11 @@ from typing import Any
 
 from nxd_ckpt.core import document
 from nxd_ckpt.core.suggestions import first_of
+from nxd_ckpt.core.topology import Coordinates, Topology
 from nxd_ckpt.errors import KeyMismatch, MalformedFile
 from nxd_ckpt.formats.tensors import TensorStub
 from nxd_ckpt.storage.base import Storage
+from nxd_ckpt.tag.directory import require_directory
 from nxd_ckpt.tag.files import TagFiles
 from nxd_ckpt.tag.foreign.quantization import (
     BLOCKS,
@@ -25,10 +27,13 @@ from nxd_ckpt.tag.foreign.quantization import (
     Mxfp4Weight,
     Quantization,
     QuantizedWeight,
+    quantization_of,
     refuse_companions,
     refuse_quantized_dtype,
 )
-from nxd_ckpt.tag.foreign.weight_files import WeightFiles, find_weights, has_weights
+from nxd_ckpt.tag.foreign.weight_files import WeightFiles, find_weights, has_weights, refuse_part
+from nxd_ckpt.tag.nxd_tag import ModelOnly
+from nxd_ckpt.tag.state_dicts import reading
 
 CONFIG = "config.json"
 OPTIMIZER = "optimizer.safetensors"
@@ -189,3 +194,49 @@ class HuggingFaceDirectory:
 
     def _document(self, file: str) -> dict[str, Any]:
         return document.small(self.files.storage.read(self.files.key(file)), self.files.where(file))
+
+
+class WholeModelFile(HuggingFaceDirectory):
+    """The model in ``file`` of ``storage``; torch.save wrote it unless the name ends in .safetensors.
+
+    From a pickle only plain data is read. ``model_key`` is the key of the state dict, if the file holds more than that.
+
+    Raises:
+        MalformedFile: it is neither.
+        UnsafePickle: it holds more than plain data.
+    """
+
+    def __init__(self, storage: Storage, file: str, model_key: str = "model") -> None:
+        self._file = file
+        super().__init__(storage, model_key=model_key)
+
+    @property
+    def where(self) -> str:
+        return self.files.where(self._file)
+
+    def _find(self) -> WeightFiles:
+        return WeightFiles(dict.fromkeys(self._read(self._file), self._file), "its header")
+
+
+def open_weights(storage: Storage, key: str, model_key: str = "model") -> HuggingFaceDirectory:
+    """Open the directory ``key``, or the file of that name with a whole model. Raises the errors of opening it."""
+    if storage.is_file(key):
+        refuse_part(key, f"{storage.url}/{key}")
+        return WholeModelFile(storage, key, model_key)
+    require_directory(storage, key, "input")
+    return HuggingFaceDirectory(storage, key, model_key)
+
+
+class WeightsLayout(ModelOnly):
+    """Layout (`TagLayout`) of a model in Hugging Face's form as it is: its own names, on one rank."""
+
+    def __init__(self, directory: HuggingFaceDirectory) -> None:
+        self.files, self._directory = directory.files, directory
+        directory.dequantize(quantization_of(directory.config, directory.where))
+
+    def topology(self) -> Topology:
+        return Topology()
+
+    @reading
+    def model_tree(self, at: Coordinates) -> dict[str, Any]:
+        return {name: self._directory.tensor(name) for name in self._directory.names}

@@ -23,16 +23,15 @@ class _Kind(NamedTuple):
     """What it is, with its path or URL as ``{url}``."""
 
 
+_LOADS = "load_checkpoint({url!r}, model=model) loads it, and nxd-ckpt inspect {url} shows it"
 _KINDS = (
     _Kind(
         lambda files: ".metadata" in files,
-        "it is a torch DCP checkpoint: make a tag of it with nxd_ckpt.convert.from_dcp() or nxd-ckpt from-dcp, or "
-        "read it as it is with torch.distributed.checkpoint",
+        f"it is a torch DCP checkpoint: {_LOADS}",
     ),
     _Kind(
         rank_items.is_present,
-        "it is a checkpoint of torch_checkpointing: make a tag of it with nxd-ckpt migrate --to tag, or read it as "
-        "it is with nxd_ckpt.dcp.load",
+        f"it is a checkpoint of torch_checkpointing: {_LOADS}",
     ),
     _Kind(
         lambda files: files & {"trainer_state.json", "training_args.bin"},
@@ -50,22 +49,17 @@ _KINDS = (
         "it is a checkpoint of DeepSpeed: its zero_to_fp32.py makes weights of it that nxd-ckpt import takes",
     ),
     _Kind(
-        lambda files: "config.json" in files and any(name.endswith((".safetensors", ".bin")) for name in files),
-        "it is a Hugging Face directory: load_checkpoint({url!r}, model=model), without a tag, loads its weights, "
-        "and nxd-ckpt import makes a tag of it",
-    ),
-    _Kind(
         lambda files: not files.isdisjoint(ADAPTERS),
         "it is a PEFT adapter, without its base model: peft loads it onto that",
     ),
     _Kind(
         has_weights,
-        "it holds a model's weights without config.json: put the model's beside them, and load_checkpoint({url!r}, "
-        "model=model), without a tag, loads them; or nxd-ckpt import --config makes a tag of them",
+        f"it is a model in Hugging Face's form: {_LOADS}",
     ),
     _Kind(
         lambda files: matching(files, "*.ckpt"),
-        "it holds checkpoint files of Lightning: resume from one with nxd_ckpt.integrations.lightning",
+        "it holds checkpoint files of Lightning: pass one of them, or resume with "
+        "nxd_ckpt.integrations.lightning",
     ),
 )
 

@@ -30,7 +30,7 @@ def is_untagged(listing: Iterable[str]) -> bool:
     return TIERED_DATA in names or bool(_layouts(names))
 
 
-def open_untagged(storage: Storage, key: str) -> TagLayout:
+def open_untagged(storage: Storage, key: str, *, trust_pickle: bool = False) -> TagLayout:
     """Return the layout of the directory or file ``key``.
 
     Raises:
@@ -44,9 +44,9 @@ def open_untagged(storage: Storage, key: str) -> TagLayout:
         if key.endswith(".safetensors"):
             raise UnsupportedState(f"{storage.url}/{key} has Hugging Face's form: nxd-ckpt import makes a tag of it")
         if nemo.is_of_rank(key):
-            return nemo.open_files(TagFiles(storage, folder.rpartition("/")[0]), file)
-        return torch_xla_files.open_files(TagFiles(storage, folder), file)
-    files = TagFiles(storage, key)
+            return nemo.open_files(TagFiles(storage, folder.rpartition("/")[0], trust_pickle=trust_pickle), file)
+        return torch_xla_files.open_files(TagFiles(storage, folder, trust_pickle=trust_pickle), file)
+    files = TagFiles(storage, key, trust_pickle=trust_pickle)
     listing = set(files.names())
     layouts = _layouts(listing)
     if len(layouts) > 1:
@@ -103,7 +103,7 @@ class Writer(Enum):
     NEMO = "neuronx-nemo-megatron"
     TIERED = "SageMaker's tiered storage"
     PRESHARDED = "NxD inference"
-    TORCH_XLA = "torch-xla"
+    TORCH_XLA = "torch.save or torch-xla"
     TORCH_DCP = "torch DCP"
     TORCH_CHECKPOINTING = "torch_checkpointing"
     HUGGING_FACE = "Hugging Face transformers"
@@ -156,7 +156,7 @@ def recognise(storage: Storage, folder: str) -> Recognised:
         raise MalformedFile(f"{where} has the files of two layouts: {both}; move those of one to a place of their own")
     if not writers:
         inner = (name for name, is_dir in listing.items() if is_dir)
-        below = sorted(name for name in inner if _Folder(storage, f"{folder}/{name}").writers())
+        below = sorted(name for name in inner if _Folder(storage, candidate.below(name)).writers())
         if below:
             holds = "several checkpoints, expected one" if len(below) > 1 else "one checkpoint, and is none; pass that"
             raise CheckpointNotFound(f"{where} holds {holds}: {', '.join(below[:8])}")

@@ -1,0 +1,257 @@
+"""A checkpoint that its own path names: one tag, a file, or what another program wrote into a directory of its own."""
+
+from __future__ import annotations
+
+import json
+import tarfile
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as torch_dcp
+from safetensors.torch import save_file
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+
+from nxd_ckpt import Checkpointer, close_checkpointers, diff_checkpoints, load_checkpoint, load_keys, open_checkpoint
+from nxd_ckpt.cli.main import main
+from nxd_ckpt.errors import CheckpointNotFound, KeyMismatch, PartNotFound, UnsafePickle
+from nxd_ckpt.tag.verify import verify_checkpoint
+from tests.support.rank_pool import RankPool
+
+pytestmark = [pytest.mark.plain]
+
+
+class Net(torch.nn.Module):
+    """A model whose first weight has an odd number of rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = torch.nn.Linear(4, 9), torch.nn.Linear(9, 2)
+
+    def forward(self, given: torch.Tensor) -> torch.Tensor:
+        return self.second(self.first(given).relu())  # type: ignore[no-any-return]
+
+
+Job = tuple[Net, torch.optim.Optimizer, Any]
+
+
+def trained() -> Job:
+    """A model after three steps, its optimizer and its scheduler."""
+    torch.manual_seed(3)
+    model = Net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    for _ in range(3):
+        optimizer.zero_grad()
+        model(torch.randn(4, 4)).sum().backward()
+        optimizer.step()
+    return model, optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 2)
+
+
+def tag(path: Path, job: Job) -> Path:
+    with Checkpointer(path) as checkpointer:
+        checkpointer.save("step_3", *job, {"step": 3})
+    return path / "step_3"
+
+
+def tar(path: Path, job: Job) -> Path:
+    tag(path, job)
+    with tarfile.open(path / "step_3.tar.xz", "w:xz") as archive:
+        archive.add(path / "step_3", "step_3")
+    return path / "step_3.tar.xz"
+
+
+def file_of(name: str, content: Callable[[Job], Any]) -> Callable[[Path, Job], Path]:
+    def write(path: Path, job: Job) -> Path:
+        path.mkdir()
+        torch.save(content(job), path / name)
+        return path / name
+
+    return write
+
+
+def safetensors(path: Path, job: Job) -> Path:
+    path.mkdir()
+    save_file(job[0].state_dict(), path / "any name.safetensors")
+    return path / "any name.safetensors"
+
+
+def shards(path: Path, job: Job) -> Path:
+    """Two files with an index, as huggingface_hub writes them, without config.json."""
+    path.mkdir()
+    places = {}
+    for number, (name, tensor) in enumerate(job[0].state_dict().items()):
+        places[name] = f"model-{1 + number // 3:05}-of-00002.safetensors"
+        others = {other: job[0].state_dict()[other] for other, place in places.items() if place == places[name]}
+        save_file({**others, name: tensor}, path / places[name])
+    (path / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": places}))
+    return path
+
+
+def hugging_face(path: Path, job: Job) -> Path:
+    """Of a kind of model that no mapping knows."""
+    path.mkdir()
+    save_file(job[0].state_dict(), path / "model.safetensors")
+    (path / "config.json").write_text(json.dumps({"model_type": "nobody"}))
+    return path
+
+
+def dcp(path: Path, job: Job) -> Path:
+    model, optimizer, _ = job
+    state = {"model": model.state_dict(), "optimizer": get_optimizer_state_dict(model, optimizer)}
+    torch_dcp.save(state, checkpoint_id=path, no_dist=True)
+    return path
+
+
+def by_names(job: Job) -> dict[str, Any]:
+    """A file of Composer: all below "state", optimizers by their class and their state by name."""
+    state = get_optimizer_state_dict(job[0], job[1])
+    return {"state": {"model": job[0].state_dict(), "optimizers": {"AdamW": state}}, "rng": []}
+
+
+def lightning(job: Job) -> dict[str, Any]:
+    counts = {"epoch": 1, "global_step": 3, "pytorch-lightning_version": "2.5", "loops": {}, "callbacks": {}}
+    states = {"optimizer_states": [job[1].state_dict()], "lr_schedulers": [job[2].state_dict()]}
+    return {"state_dict": job[0].state_dict(), **states, **counts}
+
+
+WITH_OPTIMIZER: dict[str, Callable[[Path, Job], Path]] = {
+    "a tag": tag,
+    "an archive": tar,
+    "a script's file": file_of(
+        "x.pt", lambda job: {"model": job[0].state_dict(), "optimizer": job[1].state_dict(), "step": 3}
+    ),
+    "a script's other file": file_of(
+        "x.pth", lambda job: {"model_state_dict": job[0].state_dict(), "optimizer_state_dict": job[1].state_dict()}
+    ),
+    "Lightning": file_of("x.ckpt", lightning),
+    "Composer": file_of("ep0-ba3", by_names),
+    "torch DCP": dcp,
+}
+MODEL_ONLY: dict[str, Callable[[Path, Job], Path]] = {
+    "a state dict": file_of("x.bin", lambda job: job[0].state_dict()),
+    "one safetensors file": safetensors,
+    "shards": shards,
+    "an index": lambda path, job: shards(path, job) / "model.safetensors.index.json",
+    "Hugging Face": hugging_face,
+}
+SOURCES = WITH_OPTIMIZER | MODEL_ONLY
+
+
+def whole(tensor: Any) -> torch.Tensor:
+    full: torch.Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+    return full
+
+
+def differs(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None, job: Job) -> list[str]:
+    """The tensors that are not those of the job, and the learning rate."""
+    wrong = [
+        name for name, tensor in model.state_dict().items() if not torch.equal(whole(tensor), job[0].state_dict()[name])
+    ]
+    if optimizer is None:
+        return wrong
+    states, saved = optimizer.state_dict()["state"], job[1].state_dict()["state"]
+    wrong += [
+        f"{number} {name}"
+        for number, state in saved.items()
+        for name, value in state.items()
+        if not torch.equal(whole(states[number][name]), value)
+    ]
+    return wrong + ([] if optimizer.param_groups[0]["lr"] == 1e-3 else ["lr"])
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_it_loads_and_opens(tmp_path: Path, capsys: pytest.CaptureFixture[str], source: str) -> None:
+    """Into a live model, with the optimizer if it is there; through a Checkpointer too; each question is answered."""
+    job = trained()
+    path = SOURCES[source](tmp_path / "there", job)
+    model = Net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=7.0) if source in WITH_OPTIMIZER else None
+    content = load_checkpoint(path, model=model, optimizer=optimizer)
+    assert [] == differs(model, optimizer, job)
+    if source in ("a tag", "an archive", "a script's file"):
+        assert {"step": 3} == content
+    Checkpointer(path).load(model=(other := Net()))
+    assert [] == differs(other, None, job)
+    opened = open_checkpoint(path)
+    assert {f"model/{name}" for name in job[0].state_dict()} <= {*opened.metadata}
+    assert torch.equal(job[0].first.weight, next(load_keys(path, ["model/first.weight"])))
+    assert () == verify_checkpoint(path).problems
+    for command in ("inspect", "verify", "doctor"):
+        assert 0 == main([command, str(path)]), capsys.readouterr()
+    again = tag(tmp_path / "again", job)
+    names = [each.name for each in diff_checkpoints(open_checkpoint(again), opened).tensors if each.name[:5] == "model"]
+    assert [] == names
+
+
+@pytest.mark.parametrize("source", MODEL_ONLY)
+def test_what_has_no_optimizer_says_so(tmp_path: Path, source: str) -> None:
+    """Before anything changes."""
+    path = SOURCES[source](tmp_path / "there", trained())
+    model = Net()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    with pytest.raises(PartNotFound, match="optimizer=None"):
+        load_checkpoint(path, model=model, optimizer=torch.optim.AdamW(model.parameters()))
+    assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
+
+
+def test_another_model_is_refused(tmp_path: Path) -> None:
+    """By the names that differ, whatever the form."""
+    job = trained()
+    for number, source in enumerate(("a state dict", "one safetensors file", "torch DCP", "Hugging Face")):
+        path = SOURCES[source](tmp_path / str(number), job)
+        with pytest.raises(KeyMismatch, match="weight"):
+            load_checkpoint(path, model=torch.nn.Linear(4, 9))
+
+
+def test_what_was_taken_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = SOURCES["Lightning"](tmp_path / "there", trained())
+    load_checkpoint(path, model=Net())
+    assert "the model under 'state_dict', the optimizer under 'optimizer_states'" in caplog.text
+
+
+def test_no_code_is_run(tmp_path: Path) -> None:
+    """A pickle with more than data is refused by name; so is what no reader knows."""
+    path = file_of("x.pt", lambda job: {"model": job[0].state_dict(), "hook": print})(tmp_path / "there", trained())
+    with pytest.raises(UnsafePickle, match="print"):
+        load_checkpoint(path, model=Net())
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(CheckpointNotFound, match="empty or absent"):
+        load_checkpoint(tmp_path / "empty", model=Net())
+
+
+def test_a_url_names_one_too() -> None:
+    """A tag, and a file beside tags."""
+    run, job = f"memory://{uuid.uuid4().hex}", trained()
+    with Checkpointer(run) as checkpointer:
+        checkpointer.save("step_3", *job, {"step": 3})
+    close_checkpointers()
+    model = Net()
+    assert {"step": 3} == load_checkpoint(f"{run}/step_3", model=model)
+    assert [] == differs(model, None, job)
+    assert "step_3" == open_checkpoint(f"{run}/step_3").tag
+
+
+def loaded_by_ranks(rank: int, paths: list[str], with_optimizer: bool) -> list[list[str]]:
+    """Load each path into an FSDP2 model; return what differs."""
+    from torch.distributed.fsdp import fully_shard
+
+    found = []
+    for path in paths:
+        torch.manual_seed(7)
+        model = Net()
+        fully_shard(model)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=7.0) if with_optimizer else None
+        load_checkpoint(path, model=model, optimizer=optimizer)
+        found.append(differs(model, optimizer, trained()))
+    return found
+
+
+@pytest.mark.once
+def test_ranks_take_their_shards(gloo_ranks: RankPool, tmp_path: Path) -> None:
+    """Four of FSDP2, from what has no ranks."""
+    for sources, with_optimizer in ((WITH_OPTIMIZER, True), (MODEL_ONLY, False)):
+        written = [write(tmp_path / name, trained()) for name, write in sources.items()]
+        assert 4 * [len(written) * [[]]] == gloo_ranks.run(loaded_by_ranks, [*map(str, written)], with_optimizer)
