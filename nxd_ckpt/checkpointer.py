@@ -187,11 +187,10 @@ class Checkpointer(ClosesUnheld):
         Other keywords are the fields of `LoadOptions`. Everything is validated on all ranks before anything is
         changed on any (digests too, unless ``verify`` says otherwise). Empty dicts are filled.
 
-        A directory without tags that holds a Hugging Face model (config.json and safetensors files) is loaded into a
-        live model of any sizes: each rank reads its slices only. Such files hold no optimizer, no scheduler and no
-        digests. Numbers take the live dtype, unless that has a smaller range. Parameters and buffers on the meta device
-        get memory on the CPU, this rank's part of the model and no more, and stay the same objects, with their
-        attributes and ties; what is on another device stays there.
+        A path without tags may name a checkpoint of another program (``docs/layouts.md``). Of Hugging Face's, which has
+        no optimizer and no digests, each rank reads its slices only. Numbers take the live dtype, unless that has a
+        smaller range. Parameters and buffers on the meta device get memory on the CPU, this rank's part of the model
+        and no more, and stay the same objects, with their attributes and ties; what is on another device stays there.
 
         Args:
             tag: its name, or its step: 300 is "300" or else the newest tag of that step. None takes the newest of all.
@@ -265,8 +264,8 @@ class Checkpointer(ClosesUnheld):
     def _request(self, agreement: Agreement | None, objects: Any, options: Any, call: str) -> LoadRequest:
         ranks, (model, optimizer, scheduler, state) = agreement or SingleProcessAgreement(), objects
         chosen = agreed_options(ranks, {"progress": self._options.progress, **options}, f"Checkpointer.{call}")
-        given = (model, optimizer, scheduler, chosen, self._options.timeout, state, self._places.place)
-        return LoadRequest(self.topology, ranks, *given)
+        more = (chosen, self._options.timeout, state, self._places.place)
+        return LoadRequest(self.topology, ranks, model, optimizer, scheduler, *more)
 
     @as_checkpoint_errors()
     def latest_step(self) -> int | None:
