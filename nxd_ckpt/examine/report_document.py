@@ -38,7 +38,7 @@ from nxd_ckpt.examine.run_state import (
 )
 from nxd_ckpt.examine.statistics import StatisticsByName, checkpoint_statistics, not_finite, read_statistics
 from nxd_ckpt.storage.urls import is_url, open_storage
-from nxd_ckpt.tag.directory import describe_incomplete, holds_tags, list_tags, require_directory
+from nxd_ckpt.tag.directory import describe_incomplete, holds_tags, is_tag, list_tags, require_directory
 from nxd_ckpt.tag.foreign.hugging_face_directory import HuggingFaceDirectory
 from nxd_ckpt.tag.listing import locate, opened_document, time_text
 
@@ -210,7 +210,7 @@ def _hugging_face(path: str, options: Mapping[str, Any] | None) -> dict[str, Any
     require_directory(storage)
     if not any(entry.name.endswith(".safetensors") for entry in storage.list()):
         return None
-    if holds_tags(storage) or locate(path, None, options)[1] is not None:
+    if holds_tags(storage) or is_tag(storage):
         return None
     directory = HuggingFaceDirectory(storage, "")
     sizes = {f"model/{name}": directory.stub(name).nbytes for name in directory.names}

@@ -9,7 +9,7 @@ which load the same model or the same shards of it, share the verifying, and if 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -35,7 +35,7 @@ from nxd_ckpt.load.overwriting import overwriting
 from nxd_ckpt.load.retries import LoadRetries
 from nxd_ckpt.storage.base import Storage
 from nxd_ckpt.storage.progress import report
-from nxd_ckpt.tag.by_path import ByPath, around, find_by_path, open_by_path
+from nxd_ckpt.tag.by_path import ByPath, Opens, around, find_by_path, open_by_path
 from nxd_ckpt.tag.identity import of_latest
 from nxd_ckpt.tag.mappings import find_mapping
 from nxd_ckpt.tag.opened import OpenTag, open_complete_tag
@@ -43,7 +43,6 @@ from nxd_ckpt.tag.union import Copy, Source, choose_nearest
 
 logger = logging.getLogger("nxd_ckpt")
 
-Open = Callable[..., OpenTag]
 
 
 class Loaded(NamedTuple):
@@ -112,7 +111,7 @@ def load(storages: Sequence[Storage], tag: Tag | None, request: LoadRequest) -> 
 
 
 def _load(
-    storage: Storage, source: Source, request: LoadRequest, touched: list[str], opens: Open = open_complete_tag
+    storage: Storage, source: Source, request: LoadRequest, touched: list[str], opens: Opens = open_complete_tag
 ) -> PreparedLoad:
     """Load the tag of ``source`` through ``storage``. It is added to ``touched`` once live objects change."""
     with ExitStack() as caches:
@@ -149,7 +148,7 @@ def require_fit(storage: Storage, tag: str, request: LoadRequest) -> None:
 
 
 def _prepared(
-    storage: Storage, source: Source, request: LoadRequest, caches: ExitStack, opens: Open = open_complete_tag
+    storage: Storage, source: Source, request: LoadRequest, caches: ExitStack, opens: Opens = open_complete_tag
 ) -> PreparedLoad:
     """Return the load of a tag that fits the live objects on all ranks. ``caches`` is closed once it is done."""
     agreement, options = request.agreement, request.options

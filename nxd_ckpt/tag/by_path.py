@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Callable
 from typing import NamedTuple
 
 from nxd_ckpt.core.tags import Tag
@@ -28,6 +29,8 @@ from nxd_ckpt.tag.payload import PayloadFile
 logger = logging.getLogger("nxd_ckpt")
 
 _INDEX = ".index.json"
+_FILES = (".safetensors", ".pt", ".pth", ".bin", ".ckpt")
+_ZIP = b"PK\x03\x04"
 _TAGS = (Writer.NXD_CKPT, Writer.NXD, Writer.NXDT)
 
 
@@ -40,6 +43,9 @@ class ByPath(NamedTuple):
 
 Place = tuple[StrPath, StorageOptions | None]
 """A path or URL, with the options for opening it."""
+
+Opens = Callable[..., OpenTag]
+"""`open_complete_tag`, or `open_by_path`."""
 
 
 def around(storage: Storage, tag: Tag | None, place: Place | None) -> tuple[Storage, str]:
@@ -57,15 +63,20 @@ def around(storage: Storage, tag: Tag | None, place: Place | None) -> tuple[Stor
 
 def open_anything(storage: Storage, tag: Tag | None, place: Place | None, *, trust_pickle: bool = False) -> OpenTag:
     """Open the tag that `choose` takes, or else what the path itself names. Raises the errors of both."""
+    inside, key, opens = choose_anything(storage, tag, place)
+    return opens(inside, key, trust_pickle=trust_pickle)
+
+
+def choose_anything(storage: Storage, tag: Tag | None, place: Place | None) -> tuple[Storage, str, Opens]:
+    """Return the tag that `choose` takes, or else what the path itself names; with the function that opens it."""
     try:
-        chosen = choose(storage, tag).tag
+        return storage, choose(storage, tag).tag, open_complete_tag
     except CheckpointNotFound:
         inside, key = around(storage, tag, place)
         found = find_by_path(inside, key)
         if found is None:
             raise
-        return open_by_path(inside, found.key, trust_pickle=trust_pickle)
-    return open_complete_tag(storage, chosen, trust_pickle=trust_pickle)
+        return inside, found.key, open_by_path
 
 
 def find_by_path(storage: Storage, key: str) -> ByPath | None:
@@ -75,6 +86,8 @@ def find_by_path(storage: Storage, key: str) -> ByPath | None:
         MalformedFile: it has two layouts at once.
         UnsupportedState: it is a file with a part of a model.
     """
+    if not (storage.is_dir(key) or _may_be_one(storage, key)):
+        return None
     try:
         what = recognise(storage, key)
         if what.writer in _TAGS:
@@ -82,6 +95,16 @@ def find_by_path(storage: Storage, key: str) -> ByPath | None:
     except (CheckpointNotFound, InvalidTag, FileNotFoundError):
         return None
     return ByPath(what.tag, what.writer is Writer.HUGGING_FACE)
+
+
+def _may_be_one(storage: Storage, key: str) -> bool:
+    """Return whether the file may be a checkpoint: by its name, or because it begins as files of torch.save do."""
+    if not storage.is_file(key):
+        return False
+    beginning = bytearray(min(len(_ZIP), storage.size(key)))
+    if not key.endswith(_FILES):
+        storage.read_into(key, 0, memoryview(beginning))
+    return key.endswith(_FILES) or beginning == _ZIP
 
 
 def open_by_path(storage: Storage, key: str, *, trust_pickle: bool = False, tells: bool = True) -> OpenTag:

@@ -80,14 +80,14 @@ def tag_around(storage: Storage) -> str | None:
 
     Else None.
     """
-    if _is_tag(storage):
+    if is_tag(storage):
         return storage.url
     paths = [storage.root, *map(Path, aliases(storage.root))] if isinstance(storage, LocalStorage) else []
     above = dict.fromkeys(folder for path in paths for folder in path.parents)
-    return next((str(folder) for folder in above if _is_tag(LocalStorage(folder))), None)
+    return next((str(folder) for folder in above if is_tag(LocalStorage(folder))), None)
 
 
-def _is_tag(storage: Storage) -> bool:
+def is_tag(storage: Storage) -> bool:
     """True if the directory itself is a complete tag: with both of NxD's markers, or with an index and manifest."""
     return any(
         storage.is_file(file) and storage.is_file(DONE) and any(map(storage.is_dir, folders))
@@ -252,7 +252,7 @@ def describe_incomplete(storage: Storage) -> str:
 def _describe_other_kind(storage: Storage) -> str | None:
     """Describe a directory that is no directory of tags, with the call that reads it; None if it is unknown."""
     url = storage.url.rstrip("/")
-    if _is_tag(storage):
+    if is_tag(storage):
         directory = url.rpartition("/")[0]
         return (
             f"it is itself a tag: load_checkpoint({url!r}) loads it, nxd-ckpt inspect {url} shows it, and nxd-ckpt "

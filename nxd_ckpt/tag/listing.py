@@ -40,6 +40,7 @@ from nxd_ckpt.tag.directory import (
     find_tag,
     holds_tags,
     is_of_its_marker,
+    is_tag,
     require_directory,
 )
 from nxd_ckpt.tag.facts import fact_of, recalled, stamp_of
@@ -247,7 +248,7 @@ def _listing(
     at_hand: Callable[[TagInfo, TagInfo | None], dict[str, Any] | None] = lambda info, newest: None,
 ) -> dict[str, Any]:
     tags = in_order(settled_tags(storage, only_look=only_look))
-    if not tags and locate(path, None, options)[1] is not None:
+    if not tags and is_tag(storage):
         raise CheckpointNotFound(f"{storage.url}: no checkpoints; {describe_incomplete(storage)}")
     newest = latest(tags)
     if only is not None and all(info.tag != only for info in tags):

@@ -39,7 +39,7 @@ from nxd_ckpt.formats.torch_zip import read_directory
 from nxd_ckpt.storage.base import Storage, pread_of
 from nxd_ckpt.storage.progress import Counter, report, watched
 from nxd_ckpt.storage.urls import open_storage
-from nxd_ckpt.tag.by_path import Place, open_anything
+from nxd_ckpt.tag.by_path import Place, choose_anything
 from nxd_ckpt.tag.directory import NO_TAG, find_tag, is_of_its_marker
 from nxd_ckpt.tag.facts import recalled
 from nxd_ckpt.tag.files import MissingTensor, TagFiles
@@ -107,8 +107,8 @@ def _verify(storage: Storage, tag: Tag | None, place: Place, progress: bool) -> 
     started = effects.monotonic()
     chosen = "" if tag is None else str(tag)
     try:
-        opened = open_anything(storage, tag, place)
-        chosen = opened.tag
+        inside, chosen, opens = choose_anything(storage, tag, place)
+        opened = opens(inside, chosen)
         if opened.manifest is not None:
             len(opened.manifest.parameters)  # which are parsed then
     except CorruptCheckpoint as error:  # without marker and manifest the expected content is unknown

@@ -203,7 +203,8 @@ def test_a_tag_is_no_directory_of_tags(run: Run, examples: Path) -> None:
     """The error says which directory is meant."""
     outcome = run("list", examples / "cut")
     assert (1, "") == (outcome.code, outcome.out)
-    assert f"itself a tag: load it with load_checkpoint('{examples}', tag='cut')" in outcome.err
+    assert f"itself a tag: load_checkpoint('{examples}/cut') loads it" in outcome.err
+    assert f"nxd-ckpt list {examples} lists its directory" in outcome.err
 
 
 def test_a_damaged_tag_does_not_hide_the_others(run: Run, copied: Path) -> None:

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 import torch
-from torch.distributed.checkpoint.state_dict_saver import save as save_dcp
 from safetensors.torch import save_file
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+from torch.distributed.checkpoint.state_dict_saver import save as save_dcp
 
 from nxd_ckpt import Checkpointer, close_checkpointers, diff_checkpoints, load_checkpoint, load_keys, open_checkpoint
 from nxd_ckpt.cli.main import main
