@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 from nxd_ckpt.core.box import Box
@@ -242,10 +243,9 @@ class Partition(Options):
             shape[0] *= ep
         return tuple(shape)
 
-    def pieces(self, local_shape: tuple[int, ...], tp_rank: int, tp: int, ep_rank: int) -> list[Piece] | None:
+    def pieces(self, local_shape: tuple[int, ...], tp_rank: int, tp: int, ep_rank: int) -> tuple[Piece, ...] | None:
         """Return the pieces of the rank at these coordinates; None if the cut is irregular."""
-        layouts = self.section_layouts(local_shape, tp, ep_rank)
-        return None if layouts is None else [layout.piece(layout.section.partition_of(tp_rank)) for layout in layouts]
+        return _pieces(self, local_shape, tp_rank, tp, ep_rank)
 
     def section_layouts(self, local_shape: tuple[int, ...], tp: int, ep_rank: int) -> list[SectionLayout] | None:
         """Return the sections over the ``tp`` ranks of this ``ep_rank``; None if the cut is irregular."""
@@ -273,6 +273,16 @@ class Partition(Options):
         block, rest = divmod(local_shape[dim], self.partition_stride)
         section = Section(block * self.num_partitions, self.num_partitions, self.rank_ordering)
         return None if rest else [section] * self.partition_stride
+
+
+@lru_cache(maxsize=4096)  # a model has many tensors, but few shapes
+def _pieces(
+    cut: Partition, local_shape: tuple[int, ...], tp_rank: int, tp: int, ep_rank: int
+) -> tuple[Piece, ...] | None:
+    layouts = cut.section_layouts(local_shape, tp, ep_rank)
+    if layouts is None:
+        return None
+    return tuple(layout.piece(layout.section.partition_of(tp_rank)) for layout in layouts)
 
 
 def zero1_rows(rows: int, dp: int) -> int:

@@ -22,8 +22,8 @@ from nxd_ckpt.formats.crc32 import crc32
 from nxd_ckpt.formats.tensors import allocated, byte_view
 from nxd_ckpt.keywords import LoadKeywords
 from nxd_ckpt.load.attempt import LoadAttempt
+from nxd_ckpt.load.comparison import recorded_digest
 from nxd_ckpt.load.options import LoadOptions, LoadRequest
-from nxd_ckpt.load.proof import recorded_digest
 from nxd_ckpt.storage.progress import Counter
 from nxd_ckpt.tag.opened import OpenTag
 from nxd_ckpt.tag.reading import Leaf
@@ -159,6 +159,6 @@ def _live_findings(opened: OpenTag, request: LoadRequest, compared: Counter) -> 
             return crc32(byte_view(out))
 
         proof = load.proof(digest, everything=True)
-        found = proof.findings(request.model, request.optimizer, request.scheduler)
+        found = proof.run(request.model, request.optimizer, request.scheduler)
         compared.add(proof.nbytes)
         yield from found

@@ -427,7 +427,7 @@ def allocated(shape: tuple[int, ...], dtype: str, stride: tuple[int, ...] | None
 
 def byte_view(tensor: torch.Tensor) -> memoryview:
     """Return the memory of a contiguous CPU tensor, one byte per item; it keeps the tensor alive."""
-    if tensor.device.type != "cpu" or not tensor.is_contiguous():
+    if not (tensor.is_cpu and tensor.is_contiguous()):
         raise InvalidArgument(
             f"a contiguous CPU tensor is needed, got one on {tensor.device} strided {tensor.stride()}"
         )

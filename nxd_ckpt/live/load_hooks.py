@@ -53,6 +53,8 @@ class ModuleHooks:
 
     def may_change(self, name: str) -> bool:
         """Return whether a module loads this name by itself, or a hook that is called after a load sees it."""
+        if not (self or self._seen_after):  # as for most models, whose names are many
+            return False
         return self.owns(name) or any(name.startswith(prefix) for prefix in self._seen_after)
 
     def load(self, state: dict[str, Any], strict: bool) -> None:

@@ -261,14 +261,26 @@ class ModelAdapter:
     def is_on_host(self, name: str) -> bool:
         """Return whether the name is a live tensor on the CPU."""
         live = self.live.get(name)
-        return isinstance(live, torch.Tensor) and live.device.type == "cpu"
+        return isinstance(live, torch.Tensor) and live.is_cpu
+
+    def is_as(self, before: ModelAdapter) -> bool:
+        """Return whether the tensors are those that the model had ``before``, in the same memory.
+
+        Then their ties and specifications are the same, too.
+        """
+        own, old = ({name: id(tensor) for name, tensor in model._tensors.items()} for model in (self, before))
+        return own == old and self._begins == before._begins
+
+    @cached_property
+    def _begins(self) -> dict[str, int]:
+        return {name: plain_address(tensor) for name, tensor in self._tensors.items()}
 
     @cached_property
     def _ties(self) -> dict[str, str]:
         for name, tensor in self._tensors.items():
             if not (tensor.is_meta and self._may_be_meta) or is_dtensor(tensor):
                 refuse_unsupported(f"model/{name}", tensor)
-        return _find_ties(self._tensors)
+        return _find_ties(self._tensors, self._begins)
 
     @cached_property
     def _names_by_tie(self) -> dict[str, list[str]]:
@@ -554,25 +566,19 @@ def _is_extra_state(name: str) -> bool:
     return name.rpartition(".")[2] == _EXTRA_STATE
 
 
-def _find_ties(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
-    """Map every name whose memory has several names to the first of them."""
-    shared = _of_shared_beginning(tensors)
-    memory = {name: memory_of(tensor) for name, tensor in shared.items()}
+def _find_ties(tensors: Mapping[str, torch.Tensor], begins: Mapping[str, int]) -> dict[str, str]:
+    """Map every name whose memory has several names to the first of them.
+
+    Most ``begins`` where no other one does, by one quick look. Tensors of other classes have none: one of these may
+    share memory with any.
+    """
+    alike = Counter(begins.values())
+    memory = {name: memory_of(tensor) for name, tensor in tensors.items() if alike[0] or alike[begins[name]] > 1}
     times = Counter(memory.values())
     first: dict[Hashable, str] = {}
     for name, place in memory.items():
         first.setdefault(place, name)
     return {name: first[place] for name, place in memory.items() if times[place] > 1}
-
-
-def _of_shared_beginning(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return the tensors without those that are known to begin where no other one does: most, by one quick look.
-
-    Where tensors of other classes are among them, which may share memory with a plain one, it is all of them.
-    """
-    begins = {name: plain_address(tensor) for name, tensor in tensors.items()}
-    times = Counter(begins.values())
-    return {name: tensor for name, tensor in tensors.items() if times[0] or times[begins[name]] > 1}
 
 
 def _check_form(name: str, saved: Any, live: Any) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from functools import cached_property
 from itertools import chain, islice
 from typing import Any, NamedTuple
@@ -230,7 +229,7 @@ class NamedOptimizers(OptimizerAdapter):
                 for path, about in state.tensors.items():
                     joint = _joint(name, path, firsts[name])
                     is_by_path = about.name == _name_at(path)  # of no parameter
-                    described[joint] = replace(about, name=_name_at(joint)) if is_by_path else about
+                    described[joint] = about._replace(name=_name_at(joint)) if is_by_path else about
             return described
 
         cache_key = [(name, state.cache_key) for name, state in states.items()]

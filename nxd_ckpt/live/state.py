@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -20,8 +20,7 @@ MASTER_WEIGHTS = "master_weights"
 """Last part of the global name of a ZeRO-1 shard's full-precision values."""
 
 
-@dataclass(frozen=True)
-class StateTensor:
+class StateTensor(NamedTuple):
     """The global description of one tensor of a state tree.
 
     ``name`` is "model/embed.weight", "optim/embed.weight/exp_avg", "optim/embed.weight/master_weights", or
@@ -48,7 +47,7 @@ class StateTensor:
             return None
         pieces = spec.partition.pieces(spec.shape, topology.tp_rank, topology.tp, topology.ep_rank)
         if pieces is None or self.shards == 1:
-            return None if pieces is None or tuple(shape) != spec.shape else tuple(pieces)
+            return None if tuple(shape) != spec.shape else pieces
         return tuple(zero1_pieces(pieces, spec.shape, self.shards, self.shard))
 
 
@@ -177,7 +176,7 @@ class Frozen:
         Raises UnsupportedState for a DTensor that is not cut into boxes.
         """
         live = self._dtensors.get(id(leaf))
-        return about if live is None else replace(about, placed=placed_of(about.name, live))
+        return about if live is None else about._replace(placed=placed_of(about.name, live))
 
     def _freeze(self, tensor: torch.Tensor) -> torch.Tensor:
         if is_dtensor(tensor):

@@ -15,7 +15,9 @@ from nxd_ckpt.live.zero1 import EXPERT_KEYS, MASTERS
 PARAM_GROUPS = "optim/param_groups"
 """Name of the options of all param groups."""
 
-_SECTIONS = ("state", "base_state", MASTERS)
+SECTIONS = ("state", "base_state", MASTERS)
+"""Keys of a state dict under which state is by the indices of parameters."""
+
 _SHAPES = "shape_info"
 
 
@@ -24,7 +26,7 @@ def state_entries(tree: Mapping[str, Any], names: Sequence[str]) -> Iterator[tup
 
     ``names`` are the parameters' names, in order.
     """
-    for section in _SECTIONS:
+    for section in SECTIONS:
         name_by_index = _name_by_index(tree, section, names)
         for key, value in tree.get(section, {}).items():
             if isinstance(key, str):
@@ -44,7 +46,7 @@ def without(
     A parameter's shape is left out if ``covers`` accepts the parameter's name. A param group's options are left out if
     that is true of all its parameters, or if `PARAM_GROUPS` is ignored.
     """
-    left = {**tree, **{section: dict(tree[section]) for section in (*_SECTIONS, _SHAPES) if section in tree}}
+    left = {**tree, **{section: dict(tree[section]) for section in (*SECTIONS, _SHAPES) if section in tree}}
     for path, name in state_entries(tree, names):
         if ignores(name):
             _remove(left, path)
@@ -62,7 +64,7 @@ def leaf_name(part: str, path: Path, names: Sequence[str] | None) -> str:
     """
     if part != "optimizer":
         return "/".join(map(str, (part, *path)))
-    if len(path) < 2 or path[0] not in _SECTIONS or not isinstance(path[1], int):
+    if len(path) < 2 or path[0] not in SECTIONS or not isinstance(path[1], int):
         return "/".join(map(str, ("optim", *path)))
     name = names[path[1]] if names is not None and path[1] < len(names) else f"#{path[1]}"
     return "/".join(map(str, ("optim", name, *(path[2:] or (MASTER_WEIGHTS,)))))
@@ -129,7 +131,7 @@ def replaced(tree: Any, values: Mapping[Path, Any], absent: Collection[Path] = (
 
 def parameter_sections(tree: Mapping[str, Any]) -> list[str]:
     """Return the keys of the state dict under which entries are by the parameters' indices."""
-    return [section for section in (*_SECTIONS, _SHAPES) if section in tree]
+    return [section for section in (*SECTIONS, _SHAPES) if section in tree]
 
 
 def put_back(tree: dict[str, Any], path: Path, value: Any) -> None:

@@ -19,7 +19,7 @@ from nxd_ckpt.core.mapping import ModelMapping
 from nxd_ckpt.core.renaming import NOT_LIVE, Renaming
 from nxd_ckpt.core.suggestions import listed
 from nxd_ckpt.core.topology import Coordinates, Topology
-from nxd_ckpt.errors import CorruptCheckpoint, KeyMismatch, OptimizerMismatch, ResumeDiffers
+from nxd_ckpt.errors import CorruptCheckpoint, KeyMismatch, OptimizerMismatch
 from nxd_ckpt.formats.tensors import TensorStub, map_tensors
 from nxd_ckpt.gc_paused import gc_paused
 from nxd_ckpt.live import torch_xla
@@ -28,6 +28,7 @@ from nxd_ckpt.live.model import ModelAdapter
 from nxd_ckpt.live.named_models import open_model
 from nxd_ckpt.live.state_names import is_in, parameter_sections
 from nxd_ckpt.load.collective_checks import ComparedNames, Unmatched, judge_model, judge_optimizer
+from nxd_ckpt.load.comparison import Digests, Witness, is_proved, judge, recorded_digest
 from nxd_ckpt.load.filters import Filter
 from nxd_ckpt.load.load_context import LoadContext, load_context
 from nxd_ckpt.load.options import LoadRequest
@@ -43,7 +44,7 @@ from nxd_ckpt.load.parts import (
     require_taken,
 )
 from nxd_ckpt.load.planner import LoadPlanner
-from nxd_ckpt.load.proof import Digests, Proof, Witness, in_words, recorded_digest
+from nxd_ckpt.load.proof import Proof
 from nxd_ckpt.load.replicas import SharedReads, delivery_of, measured_rate, open_shared_reads
 from nxd_ckpt.load.scheduled_rates import lacks_scheduled_rates, with_scheduled_rates
 from nxd_ckpt.load.shares import ReplicaShares, agree_on_shares
@@ -430,11 +431,6 @@ class PreparedLoad:
         return self._opened.manifest is not None and self._options.verify is not False
 
     @property
-    def _is_proved(self) -> bool:
-        """True if the digests of live tensors are compared: with ``verify=False`` no digest is."""
-        return self._options.verify is not False or self._options.prove is True
-
-    @property
     def nbytes(self) -> int:
         """Bytes of all tensors that this rank loads."""
         return sum(nbytes_of(leaf) for _, leaf in self._trees.leaves())
@@ -466,18 +462,18 @@ class PreparedLoad:
         ):
             self._fill()
             findings = self._findings()
-        self._judge(findings)
+        judge(findings, self.where, self._options.prove)
 
     def _findings(self) -> list[Finding]:
         """Return the differences between the live objects and what was loaded into them."""
-        request, prove = self._request, self._options.prove
-        if prove is False or not self._is_proved:
+        request, options = self._request, self._options
+        if not is_proved(options):
             return []
         with gc_paused():
-            how = {"before": self._before, "everything": prove is True, "verify_again": self._verify_again}
+            how = {"before": self._before, "everything": options.prove is True, "verify_again": self._verify_again}
             proof = self.proof(self._witness.digest, **how)
-            content = (self._rank_content, self._options.rank_content)
-            return proof.findings(request.model, request.optimizer, self._scheduler, content)
+            content = (self._rank_content, options.rank_content)
+            return proof.run(request.model, request.optimizer, self._scheduler, content)
 
     def proof(self, digest: Digests, **how: Any) -> Proof:
         """Return the comparison of live objects with what this load puts there; see `Proof`."""
@@ -496,22 +492,6 @@ class PreparedLoad:
         with self._opened.reader() as reader:
             reader.verify(leaf, name)
             reader.finish()
-
-    def _judge(self, findings: list[Finding]) -> None:
-        """Raise ResumeDiffers for problems; warn of what user code may explain, unless all is to be proved."""
-        problems = [each for each in findings if each.severity == "problem" or self._options.prove]
-        doubts = [each for each in findings if each not in problems]
-        if problems:
-            raise ResumeDiffers(
-                f"{self.where} was loaded, and the live objects are not what was saved: {in_words(problems)}. Do not "
-                "train on from this state. prove=False loads without this comparison"
-            )
-        if doubts:
-            logger.warning(
-                "%s was loaded; what code of yours (hooks, state_dict and load_state_dict of own classes) does in a "
-                "load is not proved: %s. prove=True makes this an error",
-                self.where, in_words(doubts),
-            )  # fmt: skip
 
     def _fill(self) -> None:
         model, optimizer = self._trees.model, self._trees.optimizer

@@ -1,7 +1,8 @@
 """Loading a Hugging Face directory into a live model: every rank reads its own slices, and no rank the whole.
 
 The phases are those of a tag: all ranks check the fit, from headers alone, before anything changes on any.
-Such files have no digests. Only their lengths can be checked beforehand, against their headers.
+Such files have no digests. Only their lengths can be checked beforehand, against their headers. The proof of the
+load compares live tensors with what was put together from them.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import torch
 
 from nxd_ckpt import effects
 from nxd_ckpt.coordination.agreement import Agreement, decided_by_rank0, on_all
+from nxd_ckpt.core.findings import Finding
 from nxd_ckpt.core.mapping import Match
 from nxd_ckpt.core.renaming import Renaming
 from nxd_ckpt.core.suggestions import first_of
@@ -39,7 +41,9 @@ from nxd_ckpt.live.dtensor import plain_names, refuse_sizes
 from nxd_ckpt.live.named_models import open_model
 from nxd_ckpt.live.optimizer import open_optimizer
 from nxd_ckpt.live.parameters import refuse_fake_mode
+from nxd_ckpt.live.state import MASTER_WEIGHTS
 from nxd_ckpt.load.collective_checks import Unmatched, refuse_unmatched
+from nxd_ckpt.load.comparison import Comparison, Witness, is_proved, judge
 from nxd_ckpt.load.filters import Filter
 from nxd_ckpt.load.options import LoadRequest
 from nxd_ckpt.load.overwriting import fill_model, nbytes_of, overwriting
@@ -47,6 +51,7 @@ from nxd_ckpt.load.replicas import SharedReads, delivery_of, measured_rate, open
 from nxd_ckpt.load.shares import agree_on_shares
 from nxd_ckpt.load.tied import refuse_unequal_ties, unequal_ties
 from nxd_ckpt.load.trees import local_tree
+from nxd_ckpt.reshard.plain_values import ABSENT
 from nxd_ckpt.storage.base import Storage
 from nxd_ckpt.storage.progress import report, watched
 from nxd_ckpt.tag.foreign.hugging_face_directory import HuggingFaceDirectory, open_weights
@@ -112,7 +117,7 @@ class _HuggingFaceLoad:
 
     def __init__(self, directory: HuggingFaceDirectory, request: LoadRequest) -> None:
         topology, options, optimizer = request.topology, request.options, request.optimizer
-        self._directory, self._strict = directory, options.strict_names
+        self._directory, self._strict, self._request = directory, options.strict_names, request
         self.loose: list[str] = []
         config = text_config(self._directory.config)
         quantization = quantization_of(self._directory.config, self._directory.where)
@@ -203,16 +208,37 @@ class _HuggingFaceLoad:
             def fill(leaf: Leaf, out: torch.Tensor) -> None:
                 reader.read_into(leaf, out, f"model/{names[id(leaf)]}", compare=False)
 
-            before = reader.done.nbytes
+            before, witness = reader.done.nbytes, Witness()
             with watched("load", self.nbytes, lambda: reader.done.nbytes - before, shown):
                 self._model.materialize(self._leaves)
-                delivery = delivery_of(reader, fill, reads, lambda leaf, value: None)
+                delivery = delivery_of(reader, fill, reads, witness.saw)
                 fill_model(self._model, list(self._leaves), self._leaves, delivery)
                 delivery.finish()
             self._model.after_load()
             if self._optimizer is not None:
                 self._optimizer.follow(self.filtered.keeps(self._leaves))
-        torch_xla.sync()  # as after the load of a tag
+            torch_xla.sync()  # as after the load of a tag
+            findings = self._findings(reader, witness)
+        judge(findings, self.where, self._request.options.prove)
+
+    def _findings(self, reader: LeafReader, witness: Witness) -> list[Finding]:
+        """Return the differences between the live model, ZeRO-1's shards of it, and what was loaded."""
+        request, options = self._request, self._request.options
+        if not is_proved(options):
+            return []
+        comparison = Comparison(reader, witness.digest, everything=options.prove is True)
+        with comparison.capturing("model"):
+            live = open_model(request.model)
+            for name, leaf in self._leaves.items():
+                by_user = self._model.passes_user_code(name)
+                comparison.compare("weights", f"model/{name}", leaf, live.live.get(name, ABSENT), by_user)
+            if request.optimizer is not None:
+                optimizer = open_optimizer(request.optimizer, model=live, topology=request.topology)
+                keeps = self.filtered.keeps(self._leaves)
+                for slot in optimizer.shards(optimizer.capture().tree).values():
+                    if not keeps(slot.global_name(MASTER_WEIGHTS)):
+                        comparison.compare_shard(slot, optimizer.passes_user_code)
+        return comparison.finish()
 
     def _matches(self, left_out: Collection[str]) -> list[Match]:
         """Return the rules of the live names; names that are left out need none."""

@@ -1,4 +1,4 @@
-"""Digests of live tensors: computed by the threads that read, in bounded memory."""
+"""Digests of live tensors, in bounded memory."""
 
 from __future__ import annotations
 
@@ -11,101 +11,94 @@ import torch
 from nxd_ckpt.formats.copying import copy_values
 from nxd_ckpt.formats.crc32 import BLOCK, block_crcs, combine_blocks, crc32
 from nxd_ckpt.formats.tensors import allocated, byte_view, dtype_name
-from nxd_ckpt.live.dtensor import local_of
 from nxd_ckpt.live.torch_xla import to_cpu
 from nxd_ckpt.tag.reading import LeafReader
 
 SMALL = 2**16
-"""Bytes of a tensor on a device that is always compared: a transfer of many such takes no time."""
+"""Bytes of a tensor that takes no time: even on a device it is always compared."""
 
 _TOGETHER = 64 * 2**20
 """Bytes of tensors that come from a device in one transfer."""
-
-_AT_ONCE = 500
-"""Maximum number of tiny tensors in one task."""
 
 
 class _Tensor(NamedTuple):
     """A tensor, and the digest of each of its blocks; ``take`` gets that of all of them."""
 
-    name: str
     nbytes: int
     crcs: list[int]
     take: Callable[[int], None]
 
 
 class LiveDigests:
-    """Digests of the row-major bytes of tensors, on the host and on devices, on the threads of ``reader``.
+    """Digests of the row-major bytes of tensors, on the host and on devices.
 
-    Of those on a device only small ones, unless ``everything`` is to be compared: each costs a transfer.
+    Small ones are computed at once, in less time than another thread is told; others on the threads of ``reader``. Of
+    tensors on a device only small ones, unless ``everything`` is to be compared: each costs a transfer.
     """
 
     def __init__(self, reader: LeafReader, everything: bool) -> None:
         self._reader, self._everything = reader, everything
         self._tensors: list[_Tensor] = []
-        self._tiny: list[tuple[_Tensor, memoryview]] = []
-        self._tiny_nbytes = 0
+        self._blocks: list[tuple[list[int], int, memoryview]] = []
+        self._blocks_nbytes = 0
         self._on_device: list[tuple[_Tensor, torch.Tensor]] = []
         self._on_device_nbytes = 0
 
     def add(self, name: str, tensor: torch.Tensor, take: Callable[[int], None]) -> None:
-        """Call ``take`` in `finish` with the CRC-32 of this rank's part of the tensor."""
-        local = local_of(tensor).detach()
-        item = _Tensor(name, local.nbytes, [], take)
-        if local.device.type == "cpu":
-            self._tensors.append(item)
-            self._add_on_host(item, local)
-        elif self._everything or item.nbytes <= SMALL:
-            self._tensors.append(item)
-            if self._on_device_nbytes + item.nbytes > _TOGETHER:
-                self._transfer()
-            self._on_device.append((item, local))
-            self._on_device_nbytes += item.nbytes
+        """Call ``take``, by the time that `finish` returns, with the CRC-32 of a tensor that is no DTensor."""
+        nbytes, is_small = tensor.nbytes, tensor.nbytes <= SMALL
+        if not tensor.is_cpu:
+            if self._everything or is_small:
+                self._add_on_device(_Tensor(nbytes, [], take), tensor)
+        elif not tensor.is_contiguous() or tensor.is_neg() or tensor.is_conj():
+            item = self._added(_Tensor(nbytes, [], take))
+            self._reader.call(name, partial(_digest_copy, item.crcs, tensor.detach()))
+        elif is_small:
+            take(crc32(byte_view(tensor)))
+        else:
+            self._add_blocks(name, self._added(_Tensor(nbytes, [0] * -(-nbytes // BLOCK), take)), byte_view(tensor))
 
     def finish(self) -> None:
-        """Compute all digests, and hand them over in the order of the tensors."""
+        """Compute all digests, and hand them over."""
         self._transfer()
-        self._compute_tiny()
+        self._compute("the last tensors")
         self._reader.finish()
         tensors, self._tensors = self._tensors, []
         for item in tensors:
             item.take(combine_blocks(item.crcs, item.nbytes))
 
-    def _add_on_host(self, item: _Tensor, tensor: torch.Tensor) -> None:
-        if not tensor.is_contiguous() or tensor.is_neg() or tensor.is_conj():
-            self._reader.call(item.name, partial(_digest_copy, item.crcs, tensor))
-            return
-        memory = byte_view(tensor)
-        if item.nbytes <= BLOCK:
-            item.crcs.append(0)
-            self._tiny.append((item, memory))
-            self._tiny_nbytes += item.nbytes
-            if self._tiny_nbytes >= BLOCK or len(self._tiny) >= _AT_ONCE:
-                self._compute_tiny()
-            return
-        item.crcs.extend([0] * -(-item.nbytes // BLOCK))
+    def _added(self, item: _Tensor) -> _Tensor:
+        self._tensors.append(item)
+        return item
+
+    def _add_blocks(self, name: str, item: _Tensor, memory: memoryview) -> None:
         for number in range(len(item.crcs)):
             block = memory[number * BLOCK : (number + 1) * BLOCK]
-            self._reader.call(item.name, partial(_digest, item.crcs, number, block))
+            self._blocks.append((item.crcs, number, block))
+            self._blocks_nbytes += len(block)
+            if self._blocks_nbytes >= BLOCK:
+                self._compute(name)
 
-    def _compute_tiny(self) -> None:
-        tiny, self._tiny, self._tiny_nbytes = self._tiny, [], 0
-        if tiny:
-            self._reader.call(tiny[0][0].name, partial(_digest_each, tiny))
+    def _compute(self, name: str) -> None:
+        blocks, self._blocks, self._blocks_nbytes = self._blocks, [], 0
+        if blocks:
+            self._reader.call(name, partial(_digest, blocks))
+
+    def _add_on_device(self, item: _Tensor, tensor: torch.Tensor) -> None:
+        if self._on_device_nbytes + item.nbytes > _TOGETHER:
+            self._transfer()
+        self._on_device.append((self._added(item), tensor))
+        self._on_device_nbytes += item.nbytes
 
     def _transfer(self) -> None:
         waiting, self._on_device, self._on_device_nbytes = self._on_device, [], 0
-        for (item, _), value in zip(waiting, to_cpu([tensor for _, tensor in waiting]), strict=True):
+        for (item, _), value in zip(waiting, to_cpu([tensor.detach() for _, tensor in waiting]), strict=True):
             _digest_copy(item.crcs, value)
 
 
-def _digest(crcs: list[int], number: int, block: memoryview) -> None:
-    crcs[number] = crc32(block)
-
-
-def _digest_each(tiny: list[tuple[_Tensor, memoryview]]) -> None:
-    for item, memory in tiny:
-        item.crcs[0] = crc32(memory)
+def _digest(blocks: list[tuple[list[int], int, memoryview]]) -> None:
+    for crcs, number, block in blocks:
+        crcs[number] = crc32(block)
 
 
 def _digest_copy(crcs: list[int], tensor: torch.Tensor) -> None:

@@ -35,11 +35,16 @@ class Provenance:
 
     def fault(self, about: StateTensor, leaf: Leaf) -> str | None:
         """Return why ``leaf`` is not what belongs into the live tensor; None if it is, or nothing is known."""
-        if self._opened.manifest is None or not leaf.numel:
+        if self._opened.manifest is None:
+            return None
+        pieces = about.pieces(self._topology, leaf.shape)
+        stored = self._entry(leaf) if isinstance(leaf, TensorStub) else None
+        if stored is not None and stored.pieces == pieces and self._live(stored.name) == _parts_of(about.name):
+            return None  # as nearly all: a whole tensor of the tag, by its own name, in its own place
+        if not leaf.numel:
             return None
         if self._is_rounded(about, leaf):
             return "it was put together from rounded values, and the tag has the exact ones"
-        pieces = about.pieces(self._topology, leaf.shape)
         fragments = [fragment for fragment in Assembly.of(leaf).fragments if fragment.source.numel]
         entries = [self._entry(fragment.stub) for fragment in fragments]
         for entry in entries:
@@ -50,8 +55,6 @@ class Provenance:
         covered = 0
         for fragment, entry in zip(fragments, entries, strict=True):
             if entry is None or entry.pieces is None:
-                return None
-            if leaf is fragment.stub and entry.pieces == pieces:
                 return None
             own = sum(box.numel for box in _rightly_placed(fragment, entry.pieces, pieces))
             if own != fragment.source.numel:

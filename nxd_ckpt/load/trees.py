@@ -83,13 +83,18 @@ class LoadTrees:
         for path, leaf in iter_tensors(self.optimizer_tree):
             yield self._optimizer_name(path), leaf
 
+    @cached_property
+    def seen_by_users(self) -> set[str]:
+        """Names of the model that user code, which a load calls, may give another value than was saved."""
+        return set() if self.model is None else set(filter(self.model.passes_user_code, self.names))
+
     def verbatim_leaves(self) -> Iterator[Leaf]:
         """Yield the tensors that are put into host memory as they are, and seen by no user code."""
         model, optimizer = self.model, self.optimizer
         if model is None:
             return
         on_host = [name for name in self.names if model.is_on_host(name)]
-        yield from (self.model_tree[name] for name in on_host if not model.passes_user_code(name))
+        yield from (self.model_tree[name] for name in on_host if name not in self.seen_by_users)
         if optimizer is not None and len(on_host) == len(self.names) and not optimizer.passes_user_code:
             yield from (leaf for path, leaf in iter_tensors(self.optimizer_tree) if leaf.numel > 1)
 

@@ -7,7 +7,7 @@ Otherwise both cuts must be known, and reads are planned through the whole tenso
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from nxd_ckpt.core.box import Box
@@ -256,12 +256,12 @@ def _sizes(cut: Cut) -> str:
     return f"tp={cut.tp} ep={cut.ep}"
 
 
-def _shard(pieces: list[Piece], local_shape: tuple[int, ...], shards: int, shard: int) -> list[Piece]:
+def _shard(pieces: Sequence[Piece], local_shape: tuple[int, ...], shards: int, shard: int) -> Sequence[Piece]:
     return pieces if shards == 1 else zero1_pieces(pieces, local_shape, shards, shard)
 
 
 def _reads(
-    name: str, targets: list[Piece], partition: Partition, shape: tuple[int, ...], cut: Cut, near: CutIndex
+    name: str, targets: Sequence[Piece], partition: Partition, shape: tuple[int, ...], cut: Cut, near: CutIndex
 ) -> list[Read[CutIndex]]:
     sources: dict[tuple[CutIndex, Piece], None] = {}
     for target in targets:

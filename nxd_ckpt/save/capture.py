@@ -307,7 +307,7 @@ def _repartitioned(state: _StateT, partitions: Mapping[str, Partition]) -> _Stat
         if partition is None:
             return about
         spec = None if about.spec is None else replace(about.spec, partition=partition)
-        return replace(about, spec=spec, expert=partition.expert)
+        return about._replace(spec=spec, expert=partition.expert)
 
     def describe() -> dict[Path, StateTensor]:
         return {path: repartitioned(about) for path, about in state.tensors.items()}

@@ -192,7 +192,7 @@ class Planner:
             if part in plan.writers
         ]
         replicas = Replicas(rank, copies, last.compared, tensors, values, self._known, last.times < _WHOLE_SAVES)
-        own, (staged, _) = replicas.own, replicas.to_stage
+        own, staged = replicas.own, replicas.to_stage
         objects = (*plan.objects, *([own.file(rank, 0)] if own else []))
         if not staged:
             return replace(plan, objects=objects, replicas=replicas)

@@ -186,7 +186,7 @@ class Replicas:
     known: set[str]
     whole: bool
     stays: bool = False
-    _staged: dict[int, torch.Tensor] = field(default_factory=dict)
+    _staged: dict[int, memoryview] = field(default_factory=dict)
     _blocks: dict[int, list[int]] = field(default_factory=dict)
     _samples: dict[tuple[int, int], list[bytearray]] = field(default_factory=dict)
 
@@ -208,16 +208,18 @@ class Replicas:
         return {copy.name for copy in self.copies}
 
     @cached_property
-    def to_stage(self) -> tuple[list[torch.Tensor], list[tuple[int, int]]]:
-        """Tensors to stage, whole or samples, and for each storage its number in ``compared``, and of its sample."""
-        staged: list[torch.Tensor] = []
-        of: list[tuple[int, int]] = []
-        for number, copy in enumerate(self.compared):
-            tensor = self.tensors[copy.part][copy.number]
-            parts = [tensor] if self.whole or tensor.nbytes <= _LARGE else _samples_of(tensor)
-            staged += parts
-            of += [(number, sample) for sample in range(len(parts))]
-        return staged, of
+    def to_stage(self) -> list[torch.Tensor]:
+        """Tensors to stage: those that are ``compared``, whole or samples of them."""
+        # Each save's caller waits for it.
+        tensors = [self.tensors[copy.part][copy.number] for copy in self.compared]
+        return tensors if self.whole else [part for tensor in tensors for part in _compared_parts(tensor)]
+
+    @cached_property
+    def _number_of(self) -> list[int]:
+        """The number in ``compared`` of each of these."""
+        tensors = (self.tensors[copy.part][copy.number] for copy in self.compared)
+        counts = (1 if self.whole else len(_compared_parts(tensor)) for tensor in tensors)
+        return [number for number, count in enumerate(counts) for _ in range(count)]
 
     def look(self, wave: Wave, views: Sequence[memoryview], files: Sequence[PlannedFile]) -> None:
         """Take from a staged wave of ``files`` what is compared: one without a name is not written."""
@@ -231,7 +233,7 @@ class Replicas:
                 if is_staged:
                     self._blocks.setdefault(storage, []).extend(block_crcs(view[at : at + last - first]))
                     if not span.is_part:
-                        self._staged[storage] = _tensor_at(view[at : at + last - first], image.tensors[storage])
+                        self._staged[storage] = view[at : at + last - first]
                 elif (span.file, storage) in sampled:
                     spans = _sample_spans(image.storages[storage].nbytes)
                     samples = self._samples.setdefault((span.file, storage), [bytearray() for _ in spans])
@@ -263,7 +265,7 @@ class Replicas:
             elif samples is not None:
                 digests.setdefault(copy.claim(SAMPLES), {})[copy.name] = _joint([crc32(sample) for sample in samples])
         by_copy: dict[int, list[int]] = {}
-        for storage, (number, _) in enumerate(self.to_stage[1]):
+        for storage, number in enumerate(self._number_of):
             by_copy.setdefault(number, []).append(storage)
         how = WHOLE if self.whole else SAMPLES
         for number, storages in by_copy.items():
@@ -310,7 +312,7 @@ class Replicas:
         """Return what differs from ``theirs``: digests by claim and name."""
         own = Own()
         mine = self.digests(lambda place: [])
-        storage_of = {number: storage for storage, (number, _) in enumerate(self.to_stage[1])}
+        storage_of = {number: storage for storage, number in enumerate(self._number_of)}
         number_of = {id(self.tensors[copy.part][copy.number]): number for number, copy in enumerate(self.compared)}
 
         def held(tensor: torch.Tensor) -> Any:
@@ -335,7 +337,7 @@ class Replicas:
         if self.whole or tensor.nbytes <= _LARGE:
             staged = self._staged.get(storage_of[number])
             if staged is not None:
-                return staged
+                return _tensor_at(staged, tensor)
         return tensor if self.stays else None
 
 
@@ -352,6 +354,10 @@ def _sample_spans(nbytes: int) -> list[tuple[int, int]]:
     """Return the bytes (from, up to) of the samples of a large tensor."""
     middle = nbytes // 2 // 16 * 16
     return [(0, _SAMPLE), (middle, middle + _SAMPLE), (nbytes - _SAMPLE, nbytes)]
+
+
+def _compared_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
+    return [tensor] if tensor.nbytes <= _LARGE else _samples_of(tensor)
 
 
 def _samples_of(tensor: torch.Tensor) -> list[torch.Tensor]:

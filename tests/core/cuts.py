@@ -5,6 +5,7 @@ Upstream splits the whole tensor and concatenates what a rank holds; nothing her
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import lcm
 from typing import Any
@@ -52,7 +53,7 @@ class Job:
         more = np.full((extra, *part.shape[1:]), padding, dtype=part.dtype)
         return np.split(np.concatenate([part, more]), self.cut.shards)[place.shard]
 
-    def pieces(self, whole: Array, place: CutIndex) -> list[Piece]:
+    def pieces(self, whole: Array, place: CutIndex) -> Sequence[Piece]:
         """The same by the library."""
         shape = self.local_shape(whole)
         pieces = self.partition.pieces(shape, place.tp_rank, self.cut.tp, place.ep_rank)

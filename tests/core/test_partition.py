@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from tests.core.cuts import Array, Job, two_fused_jobs, two_jobs
 pytestmark = [pytest.mark.plain, pytest.mark.once]
 
 
-def along(pieces: list[Piece] | None, dim: int = 0) -> list[int]:
+def along(pieces: Sequence[Piece] | None, dim: int = 0) -> list[int]:
     """Indices of the whole tensor along ``dim``, in the order in which the rank holds them."""
     assert pieces is not None
     ordered = sorted(pieces, key=lambda piece: piece.local.offset[dim])
@@ -56,7 +57,7 @@ def test_one_partition_is_replicated() -> None:
     """A parallel layer whose group has one rank is whole everywhere, also with a stride."""
     partition = Partition(0, 3, 1)
     assert partition.replicated_over_tp
-    assert [Piece(Box.whole((6,)), Box.whole((6,)))] == partition.pieces((6,), 1, 2, 0)
+    assert (Piece(Box.whole((6,)), Box.whole((6,))),) == partition.pieces((6,), 1, 2, 0)
 
 
 def test_rank_ordering_maps_ranks_to_partitions() -> None:

@@ -9,7 +9,10 @@ from __future__ import annotations
 
 import sys
 import tempfile
-from typing import NamedTuple
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from multiprocessing.connection import Connection
+from typing import Any, NamedTuple
 
 from tests.load import proof_jobs
 from tests.support.processes import FORKED
@@ -19,7 +22,9 @@ _SECONDS = 300.0
 
 _LIVE, _LOAD, _RESHARD, _SAVE = "nxd_ckpt/live/", "nxd_ckpt/load/", "nxd_ckpt/reshard/", "nxd_ckpt/save/"
 _STATE, _MODEL, _PLAIN, _ZERO1 = (f"{_LIVE}{name}.py" for name in ("optimizer_state", "model", "plain", "zero1"))
-_ATTEMPT, _OVER, _PLANNER, _PARTS = (f"{_LOAD}{name}.py" for name in ("attempt", "overwriting", "planner", "parts"))
+_ATTEMPT, _OVER, _PLANNER, _PARTS, _TREES = (
+    f"{_LOAD}{name}.py" for name in ("attempt", "overwriting", "planner", "parts", "trees")
+)
 _RESHARDING, _OPTIMIZER = (f"{_RESHARD}{name}.py" for name in ("resharding", "resharded_optimizer"))
 
 
@@ -40,30 +45,42 @@ class Edit(NamedTuple):
 
 def saving_job(job: str) -> str:
     """The job that saves what a load takes."""
-    if job == "load rounded":
-        return "save rounded"
-    return "save ranks" if job.startswith("load ranks") else job.replace("load", "save", 1)
+    return job.replace("load", "save", 1).partition(",")[0]
 
 
 def outcome(edit: Edit | None, job: str) -> tuple[str, str]:
     """Return the class and the text of the error of a load with the edit, or of one after a save with it, if any."""
     change = None if edit is None else (edit.file, edit.old, edit.new)
     is_of_save = edit is not None and edit.file.startswith(_SAVE)
-    with tempfile.TemporaryDirectory(prefix="nxd_ckpt_proof_") as place:
-        here, there = FORKED.Pipe()
-        given = change, is_of_save, saving_job(job), job, f"{place}/saved", there
-        process = FORKED.Process(target=proof_jobs.run, args=given)
-        process.start()
-        there.close()
-        found = "TimeoutError", ""
-        if here.poll(_SECONDS):
-            try:
-                found = here.recv()
-            except EOFError:
-                found = "EOFError", ""
+    with tempfile.TemporaryDirectory(prefix="nxd_ckpt_proof_") as place, ExitStack() as ranks:
+        world_size = 2 if "mesh" in job else 1
+        given = change, is_of_save, saving_job(job), job, f"{place}/saved", world_size
+        answers = [ranks.enter_context(_rank(*given, rank)) for rank in range(world_size)]
+        found = [_answer(each) for each in answers]
+    return max(found, key=lambda each: (each[0] == PROOF, each[0]))  # other ranks may only say that one failed
+
+
+@contextmanager
+def _rank(*given: Any) -> Iterator[Connection]:
+    here, there = FORKED.Pipe()
+    process = FORKED.Process(target=proof_jobs.run, args=(*given, there))
+    process.start()
+    there.close()
+    try:
+        yield here
+    finally:
         process.kill()
         process.join()
-        return found
+
+
+def _answer(rank: Connection) -> tuple[str, str]:
+    if not rank.poll(_SECONDS):
+        return "TimeoutError", ""
+    try:
+        answer: tuple[str, str] = rank.recv()
+        return answer
+    except EOFError:
+        return "EOFError", ""
 
 
 _MOMENTS = '{"exp_avg": "exp_avg_sq", "exp_avg_sq": "exp_avg"}'
@@ -136,6 +153,19 @@ EDITS = [
     Edit("a parameter's state is lost on other sizes", _OPTIMIZER, "            if state:\n                entries[index] = state", "            if state and index:\n                entries[index] = state", "load ranks, more dp"),
     Edit("the step is another's on other sizes", _OPTIMIZER, "        if key == STEP:\n            return reference", "        if key == STEP:\n            return 1.0", "load ranks, more dp", NOTHING, "a plan that makes up a number says what the load means; tensors alone have names in the index"),
     Edit("options are those of the live group", _OPTIMIZER, 'groups.append({**options, "params"', 'groups.append({**options, "lr": 0.5, "params"', "load ranks, more dp", NOTHING, "as the line before: values of groups are not in the index"),
+    # DTensors: FSDP2 on two ranks, and loaded into columns.
+    Edit("each rank loads the first one's part", _TREES, "part_of(leaf, placed.pieces, placed.local_shape)", "part_of(leaf, placed.layout.pieces(placed.shape, (0,)), placed.local_shape)", "load mesh", f"{PROOF}|ShapeMismatch"),
+    Edit("ranks exchange their parts", _TREES, "part_of(leaf, placed.pieces, placed.local_shape)", "part_of(leaf, placed.layout.pieces(placed.shape, (1 - placed.coordinate[0],) if placed.shape[:1] != (9,) else placed.coordinate), placed.local_shape)", "load mesh"),
+    Edit("a shard is filled in a copy", f"{_LIVE}parameters.py", "    local = dtensor.local_of(live)\n    if not local.is_contiguous() or local.is_neg()", "    local = dtensor.local_of(live).clone()\n    if not local.is_contiguous() or local.is_neg()", "load mesh"),
+    Edit("moments of shards go into a copy", _STATE, "slot.as_placed(entry, _new(leaf, self.read, key))", "slot.as_placed(entry, _new(leaf, self.read, key).clone())", "load mesh"),
+    Edit("moments of shards are plain tensors", _STATE, "        return like(tensor, self.models.get(entry, self.key))", "        return tensor", "load mesh"),
+    Edit("moments of shards are exchanged", _STATE, "parameter.fill(entry, value)", f"parameter.fill({_MOMENTS}.get(entry, entry), value)", "load mesh"),
+    Edit("a shard loses what another rank saved of it", _TREES, "    return Assembly(leaf.dtype, shape, tuple(fragments))", "    return Assembly(leaf.dtype, shape, tuple(fragments[:-1]))", "load mesh, columns"),
+    Edit("parts of a shard are in the wrong place", _TREES, "        fragments += (fragment.moved(piece.local.offset) for fragment in inside)", "        fragments += (fragment.moved(piece.local.offset) for fragment in inside)\n    if len({fragment.target.size for fragment in fragments}) == 1:\n        targets = [fragment.target for fragment in fragments][::-1]\n        fragments = [Fragment(fragment.stub, fragment.source, target) for fragment, target in zip(fragments, targets, strict=True)]", "load mesh, columns"),
+    # Hugging Face directories.
+    Edit("the first tensor of a directory is not filled", f"{_LOAD}hugging_face.py", "fill_model(self._model, list(self._leaves), ", "fill_model(self._model, list(self._leaves)[1:], ", "load hugging face"),
+    Edit("a directory's tensors go into copies", _MODEL, "memory_for(self.live.get(name))", "(lambda m: m if m is None else m.clone())(memory_for(self.live.get(name)))", "load hugging face"),
+    Edit("shards do not follow a directory's weights", f"{_LOAD}hugging_face.py", "                self._optimizer.follow(self.filtered.keeps(self._leaves))", "                pass", "load hugging face"),
     # Precision.
     Edit("weights are rounded though the tag has exact ones", _PLANNER, "            return master\n        is_wider", "            return Assembly.of(leaf).cast(spec.dtype)\n        is_wider", "load rounded"),
     Edit("master weights are those that were rounded", _PLANNER, "return {**tree, MASTERS: {**shards, **tree.get(MASTERS, {})}} if shards else tree", "return tree", "load exact"),

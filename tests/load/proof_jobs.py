@@ -19,10 +19,23 @@ Change = tuple[str, str, str]
 """A file of the package, what is there once, and what is put in its place."""
 
 
-def run(change: Change | None, is_of_save: bool, saving: str, loading: str, directory: str, answer: Connection) -> None:
+def run(
+    change: Change | None,
+    is_of_save: bool,
+    saving: str,
+    loading: str,
+    directory: str,
+    world_size: int,
+    rank: int,
+    answer: Connection,
+) -> None:
     """Save and load, one of them with the code changed; answer with the class and the text of the error, if any."""
     gc.unfreeze()
     logging.disable()
+    if world_size > 1:
+        import torch.distributed as dist
+
+        dist.init_process_group("gloo", init_method=f"file://{directory}-store", rank=rank, world_size=world_size)
     try:
         broken, sound = (None, None) if change is None else _codes_of(*change)
         jobs()[saving](Path(directory), True)  # imports everything, and saves
@@ -64,6 +77,11 @@ def jobs() -> dict[str, Callable[[Path, bool], Any]]:
         "load exact": _load_exact,
         "save rounded": partial(_save_exact, False),
         "load rounded": _load_rounded,
+        "save mesh": _save_mesh,
+        "load mesh": partial(_load_mesh, False),
+        "load mesh, columns": partial(_load_mesh, True),
+        "save hugging face": _save_hugging_face,
+        "load hugging face": _load_hugging_face,
     }
 
 
@@ -235,3 +253,58 @@ def _load_rounded(directory: Path, prove: bool) -> None:
     torch.manual_seed(1)
     model = torch.nn.Linear(6, 5)
     load_checkpoint(directory, "t", model, torch.optim.AdamW(model.parameters()), prove=prove)
+
+
+def _mesh_job(in_columns: bool, seed: int) -> tuple[Any, Any]:
+    import torch
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor.parallel import RowwiseParallel, parallelize_module
+
+    from tests.mesh import jobs
+
+    model, mesh = jobs.net(seed=seed), init_device_mesh("cpu", (2,))
+    if in_columns:
+        for block in model.blocks.values():
+            parallelize_module(block, mesh, {"up": RowwiseParallel(), "down": RowwiseParallel()})
+    else:
+        jobs.sharded(model, mesh)
+    return model, torch.optim.AdamW(model.parameters(), lr=0.1 + seed)
+
+
+def _save_mesh(directory: Path, prove: bool) -> None:
+    import torch
+
+    from nxd_ckpt import save_checkpoint
+
+    model, optimizer = _mesh_job(False, 0)
+    model(torch.arange(8)).square().mean().backward()
+    optimizer.step()
+    save_checkpoint(directory, "t", model, optimizer, durable=False)
+
+
+def _load_mesh(in_columns: bool, directory: Path, prove: bool) -> None:
+    from nxd_ckpt import load_checkpoint
+
+    load_checkpoint(directory, "t", *_mesh_job(in_columns, 1), prove=prove)
+
+
+def _save_hugging_face(directory: Path, prove: bool) -> None:
+    from tests.hugging_face.reference import Model
+    from tests.hugging_face.saved import write_model
+
+    write_model(directory, Model())
+
+
+def _load_hugging_face(directory: Path, prove: bool) -> None:
+    """Into rounded weights, of which ZeRO-1's shards are exact copies."""
+    import torch
+
+    from nxd_ckpt import Topology, load_checkpoint
+    from tests.hugging_face.reference import Job, Model
+    from tests.hugging_face.saved import live, local_state, write_model
+    from tests.live.doubles import ShardedOptimizer
+
+    weights = write_model(directory, Model())
+    model = live(local_state(Job(Model()), weights, Topology()), dtype=torch.bfloat16)
+    optimizer = ShardedOptimizer([{"params": list(model.parameters())}], 0, [[0]], lr=1.0, save_master_weights=True)
+    load_checkpoint(directory, model=model, optimizer=optimizer, weights_only=True, prove=prove)

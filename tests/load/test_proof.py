@@ -10,10 +10,12 @@ from typing import Any
 import pytest
 import torch
 
-from nxd_ckpt import load_checkpoint, save_checkpoint
+from nxd_ckpt import Topology, load_checkpoint, save_checkpoint
 from nxd_ckpt.errors import ResumeDiffers
 from nxd_ckpt.load import overwriting
 from tests.examine.runs import Run
+from tests.hugging_face.reference import Job, Model
+from tests.hugging_face.saved import live, local_state, write_model
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]
 
@@ -78,3 +80,21 @@ def test_a_fault_of_the_load_is_an_error(directory: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr("nxd_ckpt.load.attempt.fill_model", _skips(overwriting.fill_model))
     with pytest.raises(ResumeDiffers, match=r"model/0\.weight: .* Do not train on from this state"):
         _load(directory, Run(seed=1))
+
+
+def test_a_hugging_face_directory_is_proved(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Its files have no digests: what was put together counts. A hook's change is a warning; prove=True refuses it."""
+    job = Job(Model())
+    model = live(local_state(job, write_model(tmp_path, job.model), Topology()))
+    load_checkpoint(tmp_path, model=model, prove=True)
+    name = next(iter(model.state_dict()))
+
+    def zero(module: torch.nn.Module, keys: Any) -> None:
+        with torch.no_grad():
+            module.get_parameter(name).zero_()
+
+    model.register_load_state_dict_post_hook(zero)
+    load_checkpoint(tmp_path, model=model)
+    assert f"model/{name}" in caplog.text
+    with pytest.raises(ResumeDiffers, match="the live tensor is not the one that was saved"):
+        load_checkpoint(tmp_path, model=model, prove=True)

@@ -12,6 +12,7 @@ SLOW = "nxd_ckpt, 200 MB/s"
 ONCE = 'nxd_ckpt, verify="reading"'
 UNVERIFIED = "nxd_ckpt, verify=False"
 TWICE = "nxd_ckpt, verify=True"
+UNPROVED = "nxd_ckpt, verify=True, prove=False"
 XSER = "nxd_ckpt xser"
 DIRECT = ("floor: O_DIRECT write",)
 READS = ("floor: read, 1 thread", "floor: read, 2 threads")
@@ -24,6 +25,9 @@ SAVERS = ("torch.save", "safetensors", *DCP)
 LOADERS = ("torch.save", "torch.save, mmap=True", "safetensors", *DCP)
 
 NOT_SLOWER = 1.0
+
+PROOF = 1.2
+"""What the proof of a load may cost."""
 
 
 @dataclass(frozen=True)
@@ -100,6 +104,7 @@ def _load(workload: str, floor: float) -> list[Target]:
         Target(scenario, WARM, ONCE, LOADERS, NOT_SLOWER),
         Target(scenario, WARM, TWICE, READS),
         Target(scenario, WARM, ONCE, (UNVERIFIED,), 1.15),
+        Target(scenario, WARM, TWICE, (UNPROVED,), PROOF),
     ]
 
 
@@ -111,6 +116,7 @@ def _fsdp2(workload: str) -> list[Target]:
         Target(scenario, STALL, NXD, COPY, 1.2),
         Target(scenario, STALL, NXD, DCPS, NOT_SLOWER),
         Target(scenario, WARM, ONCE, DCP, NOT_SLOWER),
+        Target(scenario, WARM, TWICE, (UNPROVED,), PROOF),
     ]
 
 

@@ -12,14 +12,20 @@ from tools.bench.workloads import State
 from tools.bench.world import World
 
 TWICE, ONCE, UNVERIFIED = "verify=True", 'verify="reading"', "verify=False"
-VERIFY: dict[str, Any] = {TWICE: True, ONCE: "reading", UNVERIFIED: False}
+UNPROVED = "verify=True, prove=False"
+OPTIONS: dict[str, dict[str, Any]] = {
+    TWICE: {"verify": True},
+    ONCE: {"verify": "reading"},
+    UNVERIFIED: {"verify": False},
+    UNPROVED: {"verify": True, "prove": False},
+}
 
 
 class NxdCkpt(Contestant):
     """Plain files, or xser files. Digests are always written."""
 
     measures = ASYNCS | LOADS | {SAVE}
-    loads: tuple[str, ...] = (TWICE, ONCE, UNVERIFIED)
+    loads: tuple[str, ...] = tuple(OPTIONS)
     # Its staging memory is its own after the first save, and what is written goes past the page cache: only the save
     # that is not durable needs memory that nobody has touched.
     fresh = frozenset({RETURNED})
@@ -45,8 +51,8 @@ class NxdCkpt(Contestant):
         return self._save(async_save=True, max_bytes_per_second=RATE)
 
     def load(self, how: str) -> None:
-        state, options = self.state, {"verify": VERIFY[how]}
-        self._checkpointer.load(self.path.name, model=state.model, optimizer=state.optimizer, **options)
+        state = self.state
+        self._checkpointer.load(self.path.name, model=state.model, optimizer=state.optimizer, **OPTIONS[how])
         state.settle()
 
     def close(self) -> None:

@@ -1,0 +1,227 @@
+"""Comparison of live values with what was meant to be there, and what is made of the differences.
+
+Values are compared as they are, and tensors by digest: by the one in the tag's index, or for a tensor that was put
+together by the one of its bytes in that moment, before a live object had them. No file is read again.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+
+from nxd_ckpt.core.box import Box
+from nxd_ckpt.core.findings import Finding, doubt, problem
+from nxd_ckpt.core.partition import Piece, zero1_pieces, zero1_shape
+from nxd_ckpt.errors import CorruptCheckpoint, ResumeDiffers
+from nxd_ckpt.formats.assembly import box_of
+from nxd_ckpt.formats.crc32 import crc32
+from nxd_ckpt.formats.tensors import Assembly, Path, TensorStub, allocated, byte_view, dtype_name, iter_leaves
+from nxd_ckpt.live.dtensor import local_of
+from nxd_ckpt.live.optimizer_state import Slot
+from nxd_ckpt.live.parameters import form_of
+from nxd_ckpt.live.state import MASTER_WEIGHTS
+from nxd_ckpt.live.torch_xla import to_cpu
+from nxd_ckpt.load.live_digests import SMALL, LiveDigests
+from nxd_ckpt.load.options import LoadOptions
+from nxd_ckpt.reshard.plain_values import ABSENT, equal_values
+from nxd_ckpt.tag.reading import Leaf, LeafReader
+
+logger = logging.getLogger("nxd_ckpt")
+
+_SHOWN = 5
+"""Differences that an error names."""
+
+_PLAIN = (bool, int, float, complex, str, type(None))
+
+Digests = Callable[[Leaf, str], int | None]
+"""Returns the CRC-32 of the row-major bytes of a leaf, by its name; None if it was not read."""
+
+
+def recorded_digest(leaf: Leaf) -> int | None:
+    """Return the digest of exactly this tensor, row-major, in the tag; None if it has none."""
+    is_whole = isinstance(leaf, TensorStub) and leaf.is_contiguous and leaf.nbytes == leaf.storage.nbytes
+    return leaf.storage.crc32 if isinstance(leaf, TensorStub) and is_whole else None
+
+
+class Witness:
+    """Digests of the tensors of a load: those of the tag, and of those that it puts together what it `saw`."""
+
+    def __init__(self) -> None:
+        self._digests: dict[int, int | None] = {}
+
+    def recorded(self, leaf: Leaf) -> int | None:
+        """Return the `recorded_digest`, or that of what it saw of the leaf."""
+        if id(leaf) not in self._digests:
+            self._digests[id(leaf)] = recorded_digest(leaf)
+        return self._digests[id(leaf)]
+
+    def saw(self, leaf: Leaf, value: torch.Tensor) -> None:
+        """Remember a leaf as it was read: a contiguous CPU tensor."""
+        if self.recorded(leaf) is None:
+            self._digests[id(leaf)] = crc32(byte_view(value))
+
+    def digest(self, leaf: Leaf, name: str) -> int | None:
+        """Return the digest that the live tensor should have; None if the leaf was never read."""
+        return self.recorded(leaf)
+
+
+class Comparison:
+    """Comparison of live values with those that were saved, whose digests ``digest`` knows.
+
+    ``findings`` are the differences, and ``nbytes`` counts what was compared. ``everything``: also large tensors on
+    devices. ``verify_again`` is called with the first tensor that differs from its record in the tag.
+    """
+
+    def __init__(
+        self,
+        reader: LeafReader,
+        digest: Digests,
+        *,
+        everything: bool = False,
+        verify_again: Callable[[Leaf, str], None] | None = None,
+    ) -> None:
+        self._reader, self._digest, self._verify_again = reader, digest, verify_again
+        self._digests = LiveDigests(reader, everything)
+        self._everything, self.nbytes = everything, 0
+        self.findings: list[Finding] = []
+
+    def finish(self) -> list[Finding]:
+        """Return all differences, when all digests are computed."""
+        self._digests.finish()
+        return self.findings
+
+    @contextmanager
+    def capturing(self, part: str) -> Iterator[None]:
+        """Context in which a part is captured; an error in that, which may be user code's, proves nothing."""
+        try:
+            yield
+        except CorruptCheckpoint:
+            raise
+        except Exception as error:
+            message = f"it cannot be captured, as a save would have to: {type(error).__name__}: {error}"
+            self.find("parts", part, message, True)
+
+    def find(self, kind: str, name: str, message: str, by_user: bool) -> None:
+        self.findings.append((doubt if by_user else problem)(kind, name, message))
+
+    def compare(self, kind: str, name: str, saved: Any, now: Any, by_user: bool) -> list[tuple[Path, Leaf, Any]]:
+        """Compare what was saved under a name: a leaf, or all those of a tree.
+
+        Return the tensors in it that are live in the form that was saved: path, leaf and live tensor.
+        """
+        if isinstance(saved, (TensorStub, Assembly)):
+            return [((), saved, now)] if self._compare(kind, name, saved, now, by_user) else []
+        values = dict(iter_leaves(now))
+        return [
+            (path, leaf, values[path])
+            for path, leaf in iter_leaves(saved)
+            if self._compare(kind, "/".join(map(str, (name, *path))), leaf, values.get(path, ABSENT), by_user)
+        ]
+
+    def compare_shard(self, slot: Slot, by_user: bool) -> bool:
+        """Compare a ZeRO-1 shard with its parameter. Return whether it was compared, and is equal."""
+        key = slot.key
+        if not (self._everything or key.is_cpu or key.nbytes <= SMALL):
+            return False
+        is_equal = _is_shard_of_parameter(slot)
+        if not is_equal:
+            name = slot.global_name(MASTER_WEIGHTS)
+            self.find("weights", name, "it is not this rank's shard of the loaded parameter", by_user)
+        return is_equal
+
+    def _compare(self, kind: str, name: str, saved: Any, now: Any, by_user: bool) -> bool:
+        """Compare one value, or begin to. Return whether both are tensors of one form."""
+        if not isinstance(saved, (TensorStub, Assembly)):
+            self._compare_values(kind, name, saved, now, by_user)
+            return False
+        if not isinstance(now, (torch.Tensor, int, float)):
+            self.find(kind, name, "the tag holds it, and the live objects do not: it was not loaded", by_user)
+            return False
+        live = local_of(now) if isinstance(now, torch.Tensor) else torch.as_tensor(now)
+        if dtype_name(live.dtype) != saved.dtype or live.shape != saved.shape:
+            self._compare_numbers(kind, name, saved, live, by_user)
+            return False
+        if not live.nbytes:
+            return True
+        self.nbytes += live.nbytes
+        expected = self._digest(saved, name)
+        if expected is None:
+            self.find(kind, name, "it was not read", by_user)
+        else:
+            self._digests.add(name, live, partial(self._judge, kind, name, saved, expected, by_user))
+        return True
+
+    def _judge(self, kind: str, name: str, saved: Leaf, expected: int, by_user: bool, found: int) -> None:
+        if found == expected:
+            return
+        if self._verify_again is not None and recorded_digest(saved) is not None and not by_user:
+            verify_again, self._verify_again = self._verify_again, None
+            verify_again(saved, name)
+        message = f"the live tensor is not the one that was saved: expected CRC-32 {expected:08x}, found {found:08x}"
+        self.find(kind, name, message, by_user)
+
+    def _compare_numbers(self, kind: str, name: str, saved: Leaf, live: torch.Tensor, by_user: bool) -> None:
+        """Compare a count or an option, which the live optimizer may keep in another form."""
+        if saved.numel != 1 or live.numel() != 1 or kind == "weights":
+            expected, found = f"{saved.dtype} {list(saved.shape)}", "{} {}".format(*form_of(live))
+            self.find(kind, name, f"expected {expected}, as it was saved, found {found}", by_user)
+            return
+        out = allocated(saved.shape, saved.dtype)
+        self._reader.read_into(saved, out, name, compare=False)
+        self._reader.finish()
+        value = live.detach().cpu().reshape(())
+        if not equal_values(out.reshape(()).to(value.dtype), value):
+            self.find(kind, name, f"expected {out.item()!r}, as it was saved, found {value.item()!r}", by_user)
+
+    def _compare_values(self, kind: str, name: str, saved: Any, now: Any, by_user: bool) -> None:
+        if isinstance(now, torch.Tensor) and isinstance(saved, (int, float)) and now.numel() == 1:
+            value = now.detach().cpu().reshape(())
+            if equal_values(torch.as_tensor(saved, dtype=value.dtype), value):
+                return
+            now = value.item()
+        elif equal_values(saved, now) and (type(saved) is type(now) or not isinstance(saved, _PLAIN)):
+            return
+        self.find(kind, name, f"expected {saved!r}, as it was saved, found {now!r}", by_user)
+
+
+def _is_shard_of_parameter(slot: Slot) -> bool:
+    values, shard = to_cpu([slot.parameter, slot.key])
+    whole = Box.whole(tuple(values.shape))
+    expected = torch.zeros(zero1_shape(whole.size, slot.shards), dtype=shard.dtype)
+    for piece in zero1_pieces([Piece(whole, whole)], whole.size, slot.shards, slot.shard):
+        box_of(expected, piece.local).copy_(box_of(values, piece.box))
+    return expected.shape == shard.shape and crc32(byte_view(expected)) == crc32(byte_view(shard.contiguous()))
+
+
+def _in_words(findings: Sequence[Finding]) -> str:
+    """Return the first findings, and how many more there are."""
+    texts = [f"{each.what}: {each.message}" for each in findings[:_SHOWN]]
+    more = f"; and {len(findings) - _SHOWN} more" if len(findings) > _SHOWN else ""
+    return "; ".join(texts) + more
+
+
+def is_proved(options: LoadOptions) -> bool:
+    """Return whether live state is compared: with ``verify=False``, no digest is."""
+    return options.prove is True or (options.prove is None and options.verify is not False)
+
+
+def judge(findings: Sequence[Finding], where: str, prove: bool | None) -> None:
+    """Raise ResumeDiffers for problems; warn of what user code may explain, unless all is to be proved."""
+    problems = [each for each in findings if each.severity == "problem" or prove]
+    doubts = [each for each in findings if each not in problems]
+    if problems:
+        raise ResumeDiffers(
+            f"{where} was loaded, and the live objects are not what was saved: {_in_words(problems)}. Do not train on "
+            "from this state. prove=False loads without this comparison"
+        )
+    if doubts:
+        logger.warning(
+            "%s was loaded; what code of yours (hooks, state_dict and load_state_dict of own classes) does in a load "
+            "is not proved: %s. prove=True makes this an error",
+            where, _in_words(doubts),
+        )  # fmt: skip
