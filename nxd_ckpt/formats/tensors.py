@@ -344,7 +344,6 @@ class UnfinishedReference(TensorReference):
     __slots__ = ()
 
 
-@cache
 def is_shards(tensor: torch.Tensor) -> bool:
     """Return whether it is torch's ShardedTensor, on which even ``is_nested`` raises."""
     return type(tensor).__module__.startswith("torch.distributed._shard.")

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import sys
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable
 from importlib import import_module
@@ -84,6 +86,19 @@ def test_the_function_is_queued_and_called_later(tmp_path: Path, library: Any):
     function, arguments = closure
     function(*arguments)
     assert library.has_checkpoint(str(tmp_path))
+
+
+def test_what_was_saved_is_freed(tmp_path: Path, library: Any):
+    """A directory for each save, of tensors made for it: none is held on to."""
+    made = []
+    for step in range(2):
+        state = {"weight": torch.zeros(3)}
+        made.append(weakref.ref(state["weight"]))
+        library.save_checkpoint(str(tmp_path / f"checkpoint-{step}"), "shards", state, async_save=True)
+        library.finalize_checkpoint()
+    del state
+    gc.collect()
+    assert [None, None] == [one() for one in made]
 
 
 def test_workers_do_not_count_with_xser(tmp_path: Path, library: Any):
