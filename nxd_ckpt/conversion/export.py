@@ -37,6 +37,7 @@ from nxd_ckpt.hugging_face.imported_model import ImportedModel, ImportTarget
 from nxd_ckpt.hugging_face.mapped_optimizer import MappedOptimizer
 from nxd_ckpt.hugging_face.mapped_tag import MappedTag
 from nxd_ckpt.hugging_face.mapped_tensors import HfTensor
+from nxd_ckpt.hugging_face.model_heads import with_head_of
 from nxd_ckpt.hugging_face.packed_tensors import PackedTensor
 from nxd_ckpt.keywords import ExportKeywords
 from nxd_ckpt.live.model_names import CONFIG, is_adapter
@@ -267,6 +268,7 @@ def _prepared(tag: StrPath, out: StrPath, chosen: ExportOptions, converted: bool
     names = chosen.saved_param_names
     with opened.guarded():
         opened = unwrapped(opened, mapping) if chosen.model is None else OneModelTag(opened, chosen.model)
+        mapping = with_head_of(mapping, config, opened.model_names())
     if names is not None and isinstance(opened, RenamedTag):
         names = opened.live_names(names)
     sizes = replace(sizes, converted=converted, heads_of=opened.topology.tp if chosen.pad_attn_heads else 1)
@@ -439,6 +441,8 @@ def _finish(job: _Job, output: Output) -> None:
 ADAPTER_MODEL = "adapter_model.safetensors"
 _ADAPTER_CONFIG = "adapter_config.json"
 _PEFT_TYPE = "peft_type"
+_OF_PEFT = re.compile(r"\.lora_[AB]\.(?!weight$)\w+\.weight$")
+"""Names in a live model of PEFT's, where each adapter has a name of its own."""
 _AS_IN_NXD = ("lora_alpha", "lora_dropout", "bias", "use_rslora")
 
 
@@ -456,6 +460,12 @@ def settings_of(opened: OpenTag) -> Mapping[str, Any] | None:
     # Beside other tags it may belong to any adapter.
     if opened.tag == ADAPTER_SHARDS and opened.storage.is_file(_ADAPTER_CONFIG):
         return _peft_config(opened)
+    if any(_OF_PEFT.search(name) for name in opened.model_names()):
+        raise UnsupportedState(
+            f"{opened.where} holds PEFT's adapters, whose configuration is no part of the model's state: load this tag "
+            "into the live PEFT model, and call its save_pretrained(), or merge_and_unload() and export a tag of the "
+            "merged model"
+        )
     raise PartNotFound(
         f"{opened.where} holds LoRA adapters, but not the factor that they are multiplied by: neuronx_distributed "
         f"keeps it only in tags with save_lora_config_adapter=True, optimum-neuron in {_ADAPTER_CONFIG} beside the "

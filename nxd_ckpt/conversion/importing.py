@@ -19,6 +19,7 @@ from nxd_ckpt.core.option_classes import options_of, takes
 from nxd_ckpt.errors import TopologyMismatch, as_checkpoint_errors
 from nxd_ckpt.gc_paused import gc_paused
 from nxd_ckpt.hugging_face.imported_model import ImportedModel, ImportTarget, closest
+from nxd_ckpt.hugging_face.model_heads import with_head_of
 from nxd_ckpt.keywords import ImportKeywords
 from nxd_ckpt.options.hugging_face import ImportOptions
 from nxd_ckpt.output.locations import Location, locate_existing, locate_output
@@ -90,7 +91,7 @@ def import_target(source: Location, chosen: ImportOptions, process: int = 0) -> 
     if quantization is not None and chosen.dtype is not None:
         quantization = replace(quantization, dtype=chosen.dtype)
     config = text_config(document)
-    mapping = find_mapping(chosen.mapping, config)
+    mapping = with_head_of(find_mapping(chosen.mapping, config), config, directory.names)
     sizes = mapping.sizes(config, chosen.kv_size_multiplier, chosen.hardware)
     return ImportTarget(
         chosen.topology,

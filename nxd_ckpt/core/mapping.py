@@ -296,6 +296,13 @@ class ModelMapping:
         """Return whether a rule has this Hugging Face tensor."""
         return any(member.name.match(name) is not None for rule in self.rules for member in rule.members)
 
+    def of_base(self, name: str) -> str:
+        """Return the name of a tensor in a file of the base model alone, with the prefix that it lacks."""
+        whole = self.base_prefix + name
+        ignored = any(pattern.match(whole) is not None for pattern in self.ignored)
+        known = ignored or self.has_tensor(whole) or self.packed_as(whole) is not None
+        return whole if known and not self.has_tensor(name) else name
+
     def packed_as(self, name: str) -> Packed | None:
         """Return the packing of a tensor in a file; None if it is not packed."""
         return next((packed for packed in self.packed if packed.hf.match(name) is not None), None)

@@ -67,7 +67,7 @@ class RenamedTensors:
         names, prefix = self._renamed, self._mapping.base_prefix
         if any(name.startswith(prefix) for name in names):
             return names
-        return {name if self._mapping.has_tensor(name) else prefix + name: file for name, file in names.items()}
+        return {self._mapping.of_base(name): file for name, file in names.items()}
 
     @property
     def _renamed(self) -> dict[str, str]:

@@ -35,6 +35,7 @@ from nxd_ckpt.errors import (
 from nxd_ckpt.formats.tensors import Assembly, torch_dtype
 from nxd_ckpt.hugging_face.mapped_directory import MappedDirectory
 from nxd_ckpt.hugging_face.mapped_tag import is_rounded
+from nxd_ckpt.hugging_face.model_heads import with_head_of
 from nxd_ckpt.hugging_face.packed_tensors import UnpackedTensors
 from nxd_ckpt.live import torch_xla
 from nxd_ckpt.live.dtensor import plain_names, refuse_sizes
@@ -129,7 +130,8 @@ class _HuggingFaceLoad:
         spec = options.mapping
         if spec is None and not is_known(config):  # then only a model with the names of the files can be meant
             spec = own_names({name: each.partition.partition_dim for name, each in self._specs.items()})
-        self._mapping = find_mapping(spec, config)
+        known = find_mapping(spec, config)
+        self._mapping = with_head_of(known, config, plain_names(self._directory.names, self.where).values())
         self._sizes = self._mapping.sizes(config, options.kv_size_multiplier, options.hardware)
         self._tensors = UnpackedTensors(self._directory, self._mapping, self._sizes, renaming)
         self._optimizer = None
@@ -258,7 +260,12 @@ class _HuggingFaceLoad:
         base_names = self._model.base_names()
         plain = {name: each for each, name in plain_names(names, "the live model").items()}
         with_rules = {match.name for match in self._mapping.split(name for name in plain if name != plain[name])[0]}
-        return {base_names.get(name, name if name in with_rules else plain[name]): name for name in plain}
+        by_rule = {base_names.get(name, name if name in with_rules else plain[name]): name for name in plain}
+        prefix, has_rule = self._mapping.base_prefix, self._mapping.split
+        if any(name.startswith(prefix) for name in by_rule):
+            return by_rule
+        # The base model alone: its own names lack the prefix.
+        return {prefix + name if has_rule([prefix + name])[0] else name: live for name, live in by_rule.items()}
 
     def _assemblies(self, matches: Iterable[Match], topology: Topology) -> dict[str, Assembly]:
         """Return the assembly of each live tensor; of tied ones, for the first that the directory has."""

@@ -113,6 +113,28 @@ def continued(rank: int, directory: Path, form: str) -> tuple[list[float], list[
     return module.losses, held(module)
 
 
+class AsTheTuner(pl.Callback):  # type: ignore[misc]
+    """In the second epoch it saves under a hidden name, changes the model, and restores it."""
+
+    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+        if trainer.current_epoch != 1:
+            return
+        path = trainer.strategy.broadcast(f"{trainer.checkpoint_callback.dirpath}/.lr_find_1.ckpt")
+        trainer.save_checkpoint(path)
+        with torch.no_grad():
+            for parameter in pl_module.parameters():
+                parameter.zero_()
+        trainer.strategy.load_checkpoint(path)
+        trainer.strategy.barrier()
+        trainer.strategy.remove_checkpoint(path)
+
+
+def tuned(rank: int, directory: Path, form: str) -> tuple[list[float], list[list[float]]]:
+    """Losses and weights of a run in which the model was saved, changed and restored."""
+    module = run(directory, form, callbacks=[ExactResume(), AsTheTuner()])
+    return module.losses, held(module)
+
+
 def loaded(rank: int, directory: Path, form: str, ckpt_path: Path) -> list[list[float]]:
     """The weights that another run saved, as they are loaded here; then they are saved."""
     module = run(directory, form, ckpt_path=ckpt_path, epochs=2, seed=2, callbacks=[])

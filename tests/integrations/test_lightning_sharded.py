@@ -59,6 +59,13 @@ def joined(ranks: list[Any]) -> list[Any]:
     return [first + second for first, second in zip(*ranks, strict=True)]
 
 
+@pytest.mark.parametrize("form", ["fsdp2"], indirect=True)
+def test_lightnings_tuner_saves_and_restores(form: str, tmp_path: Path, pool: RankPool, whole: list[Any]) -> None:
+    """Under a hidden name, as Lightning's own strategy; nothing of that is left."""
+    assert whole == pool.run(runs.tuned, tmp_path, form, timeout=300)
+    assert [] == [path.name for path in tmp_path.glob(".lr_find*")]
+
+
 def rest(whole: list[Any]) -> list[Any]:
     """What a run has from the third epoch on."""
     return [(losses[2:], held) for losses, held in whole]

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 from nxd_ckpt import Topology, save_checkpoint
 from nxd_ckpt.convert import export_checkpoint
-from nxd_ckpt.errors import InvalidArgument, PartNotFound
+from nxd_ckpt.errors import InvalidArgument, PartNotFound, UnsupportedState
 from tests.conversion.tags import as_nxd
 from tests.hugging_face.reference import Job, Model
 from tests.hugging_face.saved import write_config
@@ -116,6 +116,15 @@ def test_adapters_without_their_configuration_are_refused(tmp_path: Path) -> Non
     (tmp_path / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": 1, "lora_alpha": 999}))
     save_checkpoint(tmp_path, "t", live(job, Topology()), ignore_keys=["model/lora_config"], durable=False)
     with pytest.raises(PartNotFound, match="save_lora_config_adapter=True"):
+        export_checkpoint(tmp_path / "t", tmp_path / "out", mapping="llama")
+
+
+def test_peft_exports_what_it_alone_can(tmp_path: Path) -> None:
+    """The configuration of its adapters is not in a model's state: the advice is another than to save it again."""
+    base = transformers.LlamaForCausalLM(transformers.LlamaConfig(**{**model_of(4).config, "num_hidden_layers": 1}))
+    model = peft.get_peft_model(base, peft.LoraConfig(r=2, target_modules=["q_proj"]))
+    save_checkpoint(tmp_path, "t", model, durable=False)
+    with pytest.raises(UnsupportedState, match=r"PEFT's adapters.*save_pretrained\(\), or merge_and_unload\(\)"):
         export_checkpoint(tmp_path / "t", tmp_path / "out", mapping="llama")
 
 
