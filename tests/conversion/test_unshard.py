@@ -274,7 +274,7 @@ def test_arguments_that_cannot_be(tmp_path: Path) -> None:
     save_checkpoint(tmp_path, "step_1", {"w": torch.ones(2)}, durable=False)
     wrong: list[tuple[type[Exception], str, dict[str, Any]]] = [
         (InvalidArgument, "one_file", {"unshard_strategy": "two_files"}),
-        (InvalidArgument, "chunk_size_bytes", {"unshard_strategy": "chunks", "size_per_shard": "much"}),
+        (InvalidArgument, "size_per_shard", {"unshard_strategy": "chunks", "size_per_shard": "much"}),
         (PartNotFound, "without an optimizer", {"optim": True}),
     ]
     for kind, match, options in wrong:

@@ -268,8 +268,8 @@ def test_what_is_left_out_needs_no_rule_and_no_tensor(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("kind", "complaint", "arguments"),
     [
-        (PartNotFound, "holds a model and no optimizer", {"optimizer": {}}),
-        (PartNotFound, "holds a model and no scheduler", {"scheduler": {}}),
+        (PartNotFound, "with a model and no optimizer", {"optimizer": {}}),
+        (PartNotFound, "with a model and no scheduler", {"scheduler": {}}),
         (InvalidArgument, "loaded into a live model", {"model": {}}),
         (InvalidArgument, "loaded into a live model", {"model": None}),
         (InvalidArgument, "without pre_download=True", {"pre_download": True}),
