@@ -93,12 +93,38 @@ def test_a_rank_that_went_on_without_the_call_is_known_soon(
         return next(answers) if threading.current_thread().name == "nxd_ckpt-peers" else 5
 
     monkeypatch.setattr(whereabouts, "operations_begun", begun)
+    monkeypatch.setattr(whereabouts, "stands_in_one", lambda: True)
     ranks = Ranks(2)
     for thread in [ranks.meeting(0, LONG), ranks.meeting(1, LONG)]:
         thread.join()
     ranks.meeting(0, LONG if passed else 1.0).join()
     assert (RanksDisagree if passed else PeerTimeout) is type(ranks.outcomes[0])
     assert ("rank 0 calls save, and rank 1 has gone on without it" in str(ranks.outcomes[0])) == passed
+
+
+@pytest.mark.parametrize(
+    ("file", "function", "stands"),
+    [
+        ("torch/distributed/distributed_c10d.py", "barrier", True),
+        ("torch/autograd/graph.py", "_engine_run_backward", True),
+        ("torch/distributed/distributed_c10d.py", "recv", False),
+        ("train.py", "forward", False),
+    ],
+)
+def test_only_a_rank_in_a_collective_can_have_passed(file: str, function: str, stands: bool) -> None:
+    """One that computes, or waits for another rank, may yet make the call."""
+    names: dict[str, Any] = {}
+    code = f"def {function}(begun, go):\n    begun.set()\n    go.wait()"
+    exec(compile(code, f"/site-packages/{file}", "exec"), names)
+    begun, go = threading.Event(), threading.Event()
+    thread = threading.Thread(target=names[function], args=(begun, go))
+    thread.start()
+    begun.wait()
+    try:
+        assert stands == whereabouts.stands_in_one()
+    finally:
+        go.set()
+        thread.join()
 
 
 def test_an_interrupted_rank_meets_the_others_at_the_next_call(monkeypatch: pytest.MonkeyPatch) -> None:
