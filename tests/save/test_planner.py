@@ -567,10 +567,10 @@ def test_what_becomes_unsupported_is_refused(tmp_path: Path) -> None:
 )
 def test_equal_keys_that_are_not_the_same(tmp_path: Path, before: Any, after: Any) -> None:
     """Keys that compare equal are written as they are."""
-    found = Job(None, {"state": {0: {before: torch.ones(2)}}, "param_groups": [{"params": [0]}]})
+    found = Job(None, {"state": {"of all": {before: torch.ones(2)}}, "param_groups": [{"params": [0]}]})
 
     def another_key(found: Job) -> None:
-        found.optimizer["state"][0] = {after: torch.ones(2)}
+        found.optimizer["state"]["of all"] = {after: torch.ones(2)}
 
     same_as_fresh(tmp_path, [found], [another_key])
 
