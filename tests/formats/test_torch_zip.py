@@ -211,7 +211,7 @@ def overlapping() -> bytes:
 NONE = torch_file(b"\x80\x02N.")
 MALFORMED = {
     "empty": (b"", "0 bytes"),
-    "text": (b"<html>not found</html>", "htm"),
+    "text": (b"<html>not found</html>", "an HTML page"),
     "zeros": (bytes(4096), "expected a torch zip file"),
     "bytes after the end": (NONE + b"x", "1 bytes follow"),
     "a prefix": (b"x" + NONE, "does not end where it should"),
