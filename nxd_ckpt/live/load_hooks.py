@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from nxd_ckpt.core.suggestions import first_of
-from nxd_ckpt.errors import KeyMismatch, ShapeMismatch
+from nxd_ckpt.errors import CheckpointError, IncompatibleState, KeyMismatch, ShapeMismatch
 from nxd_ckpt.surroundings import as_called
 
 _BENIGN = (
@@ -209,3 +209,15 @@ def _home(hook: Any) -> str:
 
 def _is_benign(home: str) -> bool:
     return f"{home}.".startswith(_BENIGN) and not home.startswith(_NOT_BENIGN)
+
+
+def set_extra_state(module: torch.nn.Module, value: Any, name: str) -> None:
+    """Give a module its extra state, which is called ``name`` in errors. Raises IncompatibleState if it takes none."""
+    try:
+        with as_called():
+            module.set_extra_state(value)
+    except (CheckpointError, MemoryError):
+        raise
+    except Exception as error:
+        why = f"set_extra_state() does not take what was saved ({type(error).__name__}: {error})"
+        raise IncompatibleState(f"{name}: {why}") from error

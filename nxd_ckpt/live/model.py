@@ -14,11 +14,11 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from nxd_ckpt.core.manifest import ParameterSpec
 from nxd_ckpt.core.partition import Partition
 from nxd_ckpt.core.suggestions import ShapeProblems, size_advice
-from nxd_ckpt.errors import DtypeMismatch, IncompatibleState, InvalidArgument, ShapeMismatch, UnsupportedState
+from nxd_ckpt.errors import DtypeMismatch, InvalidArgument, ShapeMismatch, UnsupportedState
 from nxd_ckpt.formats.strides import Stride
 from nxd_ckpt.formats.tensors import Path, dtype_name, itemsize, iter_tensors
 from nxd_ckpt.live.dtensor import Placed, canonical, is_dtensor, like, local_of, placed_of, without_wrappers
-from nxd_ckpt.live.load_hooks import ModuleHooks, has_module_of, loads_as_a_whole, own_root
+from nxd_ckpt.live.load_hooks import ModuleHooks, has_module_of, loads_as_a_whole, own_root, set_extra_state
 from nxd_ckpt.live.model_names import gathered_names, name_in_stage, names_in_stage, replicated, without_replication
 from nxd_ckpt.live.parallel_layers import layer_partitions
 from nxd_ckpt.live.parameters import (
@@ -446,12 +446,7 @@ class ModuleModel(ModelAdapter):
 
     def assign(self, name: str, value: Any) -> None:
         if _is_extra_state(name):
-            try:
-                with as_called():
-                    self._owner(name).set_extra_state(value)
-            except Exception as error:
-                why = f"set_extra_state() does not take what was saved ({type(error).__name__}: {error})"
-                raise IncompatibleState(f"{self.path}{name}: {why}") from error
+            set_extra_state(self._owner(name), value, f"{self.path}{name}")
         else:
             super().assign(name, value)
 

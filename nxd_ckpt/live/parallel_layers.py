@@ -65,11 +65,16 @@ def _layer_cuts(layer: torch.nn.Module, tp: int) -> _Cuts:
     """Return the cuts of a parallel layer's own parameters that their attributes do not tell."""
     is_attention = isinstance(getattr(layer, "kv_size_multiplier", None), int)
     cuts = _attention_cuts(layer, tp) if is_attention else _weight_cuts(layer, tp)
-    return {name: cut for name, cut in cuts.items() if isinstance(layer._parameters.get(name), torch.nn.Parameter)}
+    return {name: cut for name, cut in cuts.items() if isinstance(_own(layer).get(name), torch.nn.Parameter)}
+
+
+def _own(layer: torch.nn.Module) -> dict[str, torch.nn.Parameter | None]:
+    """Return the layer's own parameters by name; those of a ScriptModule are in a mapping without ``get``."""
+    return dict(layer._parameters.items())
 
 
 def _weight_cuts(layer: Any, tp: int) -> _Cuts:
-    kind, weight = _kind_of(layer.__class__), layer._parameters.get("weight")
+    kind, weight = _kind_of(layer.__class__), _own(layer).get("weight")
     if kind is None or weight is None:
         return {}
     dim = getattr(layer, "weight_partition_dim", _DIMENSIONS[kind])
@@ -79,7 +84,7 @@ def _weight_cuts(layer: Any, tp: int) -> _Cuts:
     expert = bool(getattr(weight, "expert_model_parallel", False))
     cut = Partition(dim, stride, tp, expert=expert, known=stride == 1 or not is_padded)
     cuts: _Cuts = {} if _is_marked(weight) else {"weight": cut}
-    bias = layer._parameters.get("bias")
+    bias = _own(layer).get("bias")
     # With gather_output each rank has the whole bias.
     if _DIMENSIONS[kind] == 0 and bias is not None and not _is_marked(bias) and bias.shape[-1] == weight.shape[dim]:
         cuts["bias"] = replace(cut, partition_dim=bias.dim() - 1)
@@ -104,7 +109,7 @@ def _attention_cuts(layer: Any, tp: int) -> _Cuts:
         section = Section(key * parts, parts)
         cuts["weight_qkv"] = Partition(0, fused=(Section(query * tp, tp), section, section))
     cuts |= {name.replace("weight", "bias"): cut for name, cut in cuts.items()}
-    return {name: cut for name, cut in cuts.items() if cut != column or not _is_marked(layer._parameters.get(name))}
+    return {name: cut for name, cut in cuts.items() if cut != column or not _is_marked(_own(layer).get(name))}
 
 
 def _adapter_cuts(wrapped: torch.nn.Module, tp: int) -> _Cuts:
@@ -117,7 +122,7 @@ def _adapter_cuts(wrapped: torch.nn.Module, tp: int) -> _Cuts:
     if not isinstance(base, torch.nn.Module):
         return {}
     is_uncut = isinstance(base, _UNCUT) or type(base).__name__ == "Conv1D"
-    held = ((name, weight) for name, weight in base._parameters.items() if name.startswith("weight"))
+    held = ((name, weight) for name, weight in _own(base).items() if name.startswith("weight"))
     weights = {name: weight for name, weight in held if weight is not None}
     cuts_of_base: _Cuts = dict.fromkeys(weights, Partition()) if is_uncut else {}
     cuts_of_base |= {name: spec_of(weight, tp).partition for name, weight in weights.items() if _is_marked(weight)}

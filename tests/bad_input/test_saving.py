@@ -143,7 +143,7 @@ def test_sharded_tensors_are_refused(tmp_path: Path) -> None:
         ({"model": {"a": tensor}}, "model/a"),
         ({"optimizer": optimizer}, "optim/.*/exp_avg"),
         ({"user_content": [tensor]}, "user_content/0"),
-        ({"scheduler": {"ema": tensor}}, "scheduler/ema"),
+        ({"scheduler": {"last_epoch": 1, "ema": tensor}}, "scheduler/ema"),
     ):
         match = f"{name} is a ShardedTensor.*make it a DTensor"
         refuse(tmp_path / "ckpt", "one", errors.UnsupportedState, match, **part)

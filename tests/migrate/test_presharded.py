@@ -76,5 +76,5 @@ def test_what_cannot_be(tmp_path: Path) -> None:
     _refused(place, PartNotFound, "tp2_sharded_checkpoint.safetensors is missing", config=config)
     tag = save_job(tmp_path / "run", Job(model), model.state())
     _refused(tag, TopologyMismatch, "cannot be divided", config=config, presharded=True, tp=3)
-    _refused(tag, InvalidArgument, "tp must be at least 1", config=config, presharded=False, tp=2)
+    _refused(tag, InvalidArgument, "tp is for presharded=True", config=config, presharded=False, tp=2)
     _refused(tag, InvalidArgument, "writes the model alone", config=config, presharded=True, optimizer=True)

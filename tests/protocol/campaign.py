@@ -18,6 +18,7 @@ from typing import NamedTuple
 from nxd_ckpt.coordination.paths import HEARTBEAT, JOURNAL, LEASE, TRASH
 from nxd_ckpt.core.names import HIDDEN
 from nxd_ckpt.errors import OutcomeUnknown, SaveFailed
+from nxd_ckpt.storage.system import sync_path
 from nxd_ckpt.testing.storage import Operation
 from tests.protocol.job import Died, Job, Raised
 from tests.protocol.states import checkpointer, lose_patience, moments, save, saved_value, visible_tags
@@ -193,8 +194,13 @@ class Campaign:
         """The second save's tag, with a file of somebody else in it if it is there."""
         self._number += 1
         tag = f"step_{self._number - 1}" if overwrite else f"extra_{self._number}"
-        if overwrite:
-            (self.path / tag / "theirs.txt").write_text(tag)
+        self._has_guest = overwrite and (self.path / tag).is_dir()  # the first run finds no tag
+        if self._has_guest:
+            with (self.path / tag / "theirs.txt").open("w") as guest:  # a power cut must not take what was not synced
+                guest.write(tag)
+                guest.flush()
+                os.fsync(guest.fileno())
+            sync_path(self.path / tag)
         return tag
 
     def _bury(self, job: Job, rank: int, tag: str) -> None:
@@ -225,7 +231,7 @@ class Campaign:
             order = [*(name for name in order if name != tag), tag][-KEPT:]
         assert set(order) <= set(visible)
         assert latest == found[visible[-1]]
-        assert tag.startswith("extra") or tag == (self.path / tag / "theirs.txt").read_text()
+        assert not self._has_guest or tag == (self.path / tag / "theirs.txt").read_text()
         self._values = found
 
 

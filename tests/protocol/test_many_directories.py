@@ -118,8 +118,8 @@ def faults(call: Callable[[], Any]) -> int:
 def pages_of_a_second_directory(rank: int, path: Path) -> list[int]:
     state = {"weight": torch.ones(8 * MIB)}
     touched = []
-    for number in range(4):
-        saver = Checkpointer(path / str(number), durable=False)
+    savers = [Checkpointer(path / str(number), durable=False) for number in range(4)]  # unheld ones give memory back
+    for saver in savers:
         saver.save("zero", {"weight": torch.ones(1)})  # takes the directory
         touched.append(faults(lambda saver=saver: saver.save("one", state, async_save=True)))  # type: ignore[misc]
         saver.wait()
@@ -130,7 +130,7 @@ def pages_of_a_second_directory(rank: int, path: Path) -> list[int]:
 def test_a_state_goes_into_the_memory_of_another_directory_s(tmp_path: Path) -> None:
     """Fresh pages cost several times as much as the copy: of 32 MiB, 8192 pages or 16 huge ones."""
     (touched,) = Job(1, pages_of_a_second_directory, tmp_path).values()
-    assert max(touched[1:]) < 200, touched
+    assert max(touched[1:]) < 16, touched
 
 
 def in_flight_together(rank: int, path: Path, cap: int | None) -> list[float]:
