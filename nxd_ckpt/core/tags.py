@@ -66,13 +66,19 @@ def validate_tag(tag: object) -> str:
 
 
 def filled_tag(template: object, values: Mapping[str, Any] | None) -> object:
-    """Fill a template such as "ep{epoch}-ba{batch:06d}"; without ``values``, return it unchanged.
+    """Fill a template such as "ep{epoch}-ba{batch:06d}"; a name without fields needs no ``values``.
 
     Raises:
         InvalidArgument: fields without a value, values without a field, attributes or items of values, or a format that
             does not fit.
     """
     if values is None:
+        forgotten = _names_in(template)
+        if forgotten:
+            raise InvalidArgument(
+                f"tag {template!r} has a field for {listed(forgotten, ())} and no value: each save would replace the "
+                f"one before. Pass tag_values={{{forgotten[0]!r}: ...}}, or a name without braces"
+            )
         return template
     if not isinstance(template, str) or not isinstance(values, Mapping):
         raise InvalidArgument(
@@ -96,6 +102,15 @@ def filled_tag(template: object, values: Mapping[str, Any] | None) -> object:
         return template.format_map(values)
     except Exception as error:  # a value's own formatting may raise anything, and it must reach all ranks
         raise InvalidArgument(f"tag {template!r} cannot be filled with {dict(values)}: {error}") from error
+
+
+def _names_in(template: object) -> list[str]:
+    """Return the fields of a template that are plain names; braces that are no such fields are plain characters."""
+    try:
+        fields = [field for _, field, _, _ in Formatter().parse(template)] if isinstance(template, str) else []
+    except ValueError:
+        return []
+    return [field for field in fields if field is not None and field.isidentifier()]
 
 
 def _fields(field: str | None, form: str | None) -> list[str]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any
 
-from nxd_ckpt.checkpoint import Checkpoint
+from nxd_ckpt.checkpoint import Checkpoint, open_checkpoint
 from nxd_ckpt.core.html_table import html_table
 from nxd_ckpt.core.option_classes import takes
 from nxd_ckpt.errors import IncompatibleState, InvalidArgument, PartLost, PartNotFound, as_checkpoint_errors
@@ -16,6 +16,7 @@ from nxd_ckpt.reshard.plain_values import ABSENT, equal_values, plain_values
 from nxd_ckpt.reshard.tally import Tally
 from nxd_ckpt.reshard.whole_tag import GlobalTensor, WholeTag
 from nxd_ckpt.storage.progress import Counter, watched
+from nxd_ckpt.storage.urls import StrPath
 from nxd_ckpt.tag.reading import Leaf
 from nxd_ckpt.tag.side_by_side import Matched, SideBySide
 
@@ -230,8 +231,8 @@ def _rounded(number: float | None) -> str | None:
 @as_checkpoint_errors()
 @takes()
 def diff_checkpoints(
-    a: Checkpoint,
-    b: Checkpoint,
+    a: Checkpoint | StrPath,
+    b: Checkpoint | StrPath,
     *,
     prefix: str | Sequence[str] = (),
     tolerance: float | None = None,
@@ -246,7 +247,7 @@ def diff_checkpoints(
 
     Args:
         a, b: opened by `open_checkpoint`, with ``partitions=`` and ``saved_param_names=`` if the tags do not record
-            them.
+            them; or the path of each.
         prefix: compare only names with this beginning; shell patterns such as "model/" or "optim/*/exp_avg".
         tolerance: treat differences up to this as equal, whatever the dtypes.
         full: also read tensors whose recorded digests (CRC-32) are equal.
@@ -259,6 +260,7 @@ def diff_checkpoints(
     """
     if tolerance is not None and not tolerance >= 0:
         raise InvalidArgument(f"tolerance must be a number, 0 or more, found {tolerance!r}")
+    a, b = (one if isinstance(one, Checkpoint) else open_checkpoint(one) for one in (a, b))
     prefixes = [prefix] if isinstance(prefix, str) else list(prefix)
     with a.opened.guarded(), b.opened.guarded():
         difference = _difference(a, b, prefixes, tolerance, full, progress)

@@ -12,8 +12,9 @@ from nxd_ckpt.core.partition import Partition
 from nxd_ckpt.core.retention import GivenMetrics, NumKept, Retain, Rule, recorded_metrics, rules_of
 from nxd_ckpt.core.tags import filled_tag, tag_of_step, validate_tag
 from nxd_ckpt.core.units import Size, size
-from nxd_ckpt.errors import CheckpointError, InvalidArgument
+from nxd_ckpt.errors import CheckpointError, InvalidArgument, InvalidTag
 from nxd_ckpt.live.ignoring import IgnoreKeys
+from nxd_ckpt.storage.urls import ARCHIVES
 
 CHUNK = 16 * 2**20
 """Bytes per write call: large enough for any disk, small enough for progress to be seen."""
@@ -100,6 +101,8 @@ def understood(
     try:
         filled = filled_tag(tag, values)
         name = validate_tag(tag_of_step(filled) if isinstance(filled, int) else filled)
+        if name.endswith(ARCHIVES):
+            raise InvalidTag(f"tag {name!r} would be a directory, not a file: save it as another tag, and pack that")
         # An asynchronous save reads them later: these are copies, as the caller may change them meanwhile.
         options = options_of(SaveOptions, keywords)
     except CheckpointError as error:

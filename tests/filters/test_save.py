@@ -12,7 +12,7 @@ import torch
 import nxd_ckpt
 from nxd_ckpt import load_checkpoint, open_checkpoint, save_checkpoint
 from nxd_ckpt.core.tags import filled_tag
-from nxd_ckpt.errors import InvalidArgument, PartNotFound, SaveFailed
+from nxd_ckpt.errors import InvalidArgument, InvalidTag, PartNotFound, SaveFailed
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]
 
@@ -55,15 +55,19 @@ def test_save_overwrite_is_another_name_for_overwrite(tmp_path: Path) -> None:
 
 
 def test_a_template_is_filled_or_refused_before_anything_is_written(tmp_path: Path) -> None:
-    """On save; without values a tag with braces is what it is."""
+    """A name with a field and no value too, and an archive's; braces that are no field are plain characters."""
     model = torch.nn.Linear(1, 1)
     values = {"epoch": 3, "batch": 400}
     with pytest.raises(InvalidArgument, match=r"value for 'batches' \(did you mean 'batch'\?\); no field for 'batch'"):
         save_checkpoint(tmp_path, "ep{epoch}-ba{batches}", model, durable=False, tag_values=values)
     assert [] == list(tmp_path.iterdir())
     save_checkpoint(tmp_path, "ep{epoch}-ba{batch:06d}", model, durable=False, tag_values=values)
-    save_checkpoint(tmp_path, "ep{epoch}", model, durable=False)
-    assert ["ep3-ba000400", "ep{epoch}"] == sorted(path.name for path in tmp_path.iterdir() if path.name[0] != ".")
+    with pytest.raises(InvalidArgument, match=r"field for .*epoch.*each save would replace the one before"):
+        save_checkpoint(tmp_path, "ep{epoch}", model, durable=False)
+    save_checkpoint(tmp_path, "ep{3}", model, durable=False)  # no field: plain characters
+    with pytest.raises(InvalidTag, match="would be a directory"):
+        save_checkpoint(tmp_path, "ep3.tar", model, durable=False)
+    assert ["ep3-ba000400", "ep{3}"] == sorted(path.name for path in tmp_path.iterdir() if path.name[0] != ".")
 
 
 @pytest.mark.parametrize(
