@@ -349,6 +349,26 @@ def test_a_load_that_one_rank_refuses(pair: RankPool, tmp_path: Path) -> None:
     assert ["InvalidArgument"] * 2 == pair.run(_loading, str(tmp_path / "run"), [{"verify": "later"}, {}])
 
 
+def _each_load(rank: int, directory: str, names: list[str]) -> list[tuple[str, str, str]]:
+    """What came of a load with each kind of value of each option, on this rank."""
+    found = []
+    for name in names:
+        for kind, values in PLAIN.items():
+            value = values()[0]
+            found.append((name, kind, _loading(rank, directory, [{name: value}] * 2)))
+    return found
+
+
+def test_two_ranks_load_alike(pair: RankPool, tmp_path: Path) -> None:
+    """Each option of a load with each kind of value: the same outcome on both ranks, and at once."""
+    assert ["None", "None"] == pair.run(_saving, str(tmp_path / "run"), [{}, {}])
+    names = [each.name for each in fields(LoadOptions) if each.name not in _ELSEWHERE]
+    first, second = pair.run(_each_load, str(tmp_path / "run"), names)
+    assert first == second
+    assert "PeerTimeout" not in {outcome for _, _, outcome in first}
+    assert {"None"} == {outcome for _, kind, outcome in first if kind == "None"}
+
+
 def test_defaults_are_values_of_their_options() -> None:
     """The checker reads them, too."""
     for kind in CLASSES:
