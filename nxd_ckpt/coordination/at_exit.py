@@ -43,7 +43,7 @@ class Closable(Protocol):
 
 _open: dict[int, Callable[[], Closable | None]] = {}
 _ending: set[int] = set()
-"""Those of them that end in the background, since nobody holds them any more."""
+"""Keys of ``_open`` whose objects end in the background, since nobody holds them any more."""
 
 
 def close_at_exit(closable: Closable, *, while_held: bool = False) -> None:

@@ -1,4 +1,4 @@
-"""What a download that went wrong leaves in place of a file. Pure."""
+"""Kinds of files that a failed download leaves in place of data: pointers, pages, error documents. Pure."""
 
 from __future__ import annotations
 

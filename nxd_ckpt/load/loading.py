@@ -35,7 +35,7 @@ from nxd_ckpt.load.overwriting import overwriting
 from nxd_ckpt.load.retries import LoadRetries
 from nxd_ckpt.storage.base import Storage
 from nxd_ckpt.storage.progress import report
-from nxd_ckpt.tag.by_path import ByPath, Opens, around, find_by_path, open_by_path
+from nxd_ckpt.tag.by_path import ByPath, Opens, around, find_by_path
 from nxd_ckpt.tag.identity import of_latest
 from nxd_ckpt.tag.mappings import find_mapping
 from nxd_ckpt.tag.opened import OpenTag, open_complete_tag
@@ -133,7 +133,7 @@ def _load_by_path(storage: Storage, found: ByPath, request: LoadRequest, touched
     if request.options.pre_download:
         where = f"{storage.url}/{found.key}"
         raise InvalidArgument(f"{where} was named by its path: pre_download= is for the tags of a directory")
-    opens = partial(open_by_path, tells=request.agreement.rank == 0)
+    opens = partial(found.open, tells=request.agreement.rank == 0)
     loaded = _load(storage, Source(found.key, [0]), request, touched, opens)
     return Loaded(found.key, loaded.user_content)
 

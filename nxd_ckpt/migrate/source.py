@@ -33,7 +33,7 @@ from nxd_ckpt.tag.foreign import legacy
 from nxd_ckpt.tag.foreign.hugging_face_directory import CONFIG, OPTIMIZER_DOCUMENT
 from nxd_ckpt.tag.foreign.recognise import Writer, recognise
 from nxd_ckpt.tag.foreign.torch_xla_files import RANDOM_STATES, is_trainers
-from nxd_ckpt.tag.mappings import INFERENCE, NEMO
+from nxd_ckpt.tag.mappings import INFERENCE, NEMO, own_names
 from nxd_ckpt.tag.opened import OpenTag
 
 _OF_THE_RUN = ("optimizer.pt", "scheduler.pt", "trainer_state.json", "training_args.bin")
@@ -288,7 +288,6 @@ def _script(source: _Source) -> Origin:
     model = opened.model_tree(Coordinates()) if opened.parts.model else {}
     if not model or (_TORCHTITAN in model and writer is Writer.TORCH_DCP):
         raise PartNotFound(f"{opened.where} has no model under the usual keys; {_HINTS[writer]}")
-    rules = [{"nxd": name, "hf": [name]} for name, leaf in model.items() if is_tensor(leaf)]
     first: dict[Any, str] = {}  # a tied parameter has several names, but one entry in the optimizer
     for name, leaf in model.items():
         if is_tensor(leaf):
@@ -297,7 +296,7 @@ def _script(source: _Source) -> Origin:
     return replace(
         described,
         step=described.step if described.step is not None else next(steps, None),
-        mapping={"format_version": 1, "name": "the model's own names", "rules": rules},
+        mapping=own_names({name: None for name, leaf in model.items() if is_tensor(leaf)}),
         kv_size_multiplier=1,
         param_names=source.param_names([list(first.values())]),
     )

@@ -118,8 +118,8 @@ def plan_save(state: SaveState, topology: Topology, groups: Sequence[MeshGroup] 
         skipped = set() if parts.lower_precision_weights else _covered(state)
         key = names.model_file(topology, topology.coordinates)
         experts_only = topology.ep_rank > 0
-        files += _shared_files("model", key, state.model, state.use_xser, group, topology, skipped, experts_only)
         writes = _owners(state.model, state.use_xser, group, topology, skipped, experts_only)
+        files += _shared_files("model", key, state.model, state.use_xser, group, topology, writes)
         copies += _copies("model", state.model, writes, group)
         copies += _of_all_experts("model", state.model, topology, skipped) if state.use_xser else ()
         writers["model"] = group[0]
@@ -134,8 +134,8 @@ def plan_save(state: SaveState, topology: Topology, groups: Sequence[MeshGroup] 
         key = names.optimizer_file(topology, topology.coordinates, kind)
         owners = [topology.rank] if kind == "zero1" else group
         experts_only = topology.ep_rank > 0 and not zero1
-        files += _shared_files("optimizer", key, state.optimizer, state.use_xser, owners, topology, set(), experts_only)
         writes = _owners(state.optimizer, state.use_xser, owners, topology, set(), experts_only)
+        files += _shared_files("optimizer", key, state.optimizer, state.use_xser, owners, topology, writes)
         copies += _copies("optimizer", state.optimizer, writes, owners)
         if state.use_xser and not zero1:
             copies += _of_all_experts("optimizer", state.optimizer, topology, set())
@@ -239,14 +239,9 @@ def _shared_files(
     use_xser: bool,
     group: list[int],
     topology: Topology,
-    skipped: Collection[str],
-    experts_only: bool,
+    owners: Mapping[int, int],
 ) -> list[PlannedFile]:
-    """Return this rank's files of a part whose writing the ranks in ``group`` share.
-
-    ``skipped`` names tensors that are referred to but not written. ``experts_only`` does the same for all but expert
-    tensors: the others are equal on all ep ranks, and NxD keeps them in ep_rank_00's folder (xser only).
-    """
+    """Return this rank's files of a part whose writing the ranks in ``group`` share, as ``owners`` of tensors."""
     tree = xser.normalise(state.tree)
     if not use_xser:
         if topology.rank != group[0]:
@@ -255,7 +250,6 @@ def _shared_files(
         return [replace(_planned(key, tree, state, topology, leaves), part=part, contents=xser.normalise)]
     references, tensors = xser.split(tree)
     leaves, experts = list(iter_tensors(tree)), _experts(state, topology)
-    owners = _owners(state, use_xser, group, topology, skipped, experts_only)
     mine = [tid for tid, owner in owners.items() if owner == topology.rank]
     files = [_planned(names.tensor_file(key, tid), leaves[tid][1], state, topology, [leaves[tid]]) for tid in mine]
     if topology.rank == group[0]:
@@ -282,7 +276,11 @@ def _owners(
     skipped: Collection[str],
     experts_only: bool,
 ) -> dict[int, int]:
-    """Return the rank of the ``group`` that writes each tensor of a part, by its number; see `_shared_files`."""
+    """Return the rank of the ``group`` that writes each tensor of a part, by its number.
+
+    ``skipped`` names tensors that are referred to but not written. ``experts_only`` does the same for all but expert
+    tensors: the others are equal on all ep ranks, and NxD keeps them in ep_rank_00's folder (xser only).
+    """
     leaves = list(iter_tensors(state.tree))
     if not use_xser:
         return dict.fromkeys(range(len(leaves)), group[0])

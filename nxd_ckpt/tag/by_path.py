@@ -29,23 +29,44 @@ from nxd_ckpt.tag.payload import PayloadFile
 logger = logging.getLogger("nxd_ckpt")
 
 _INDEX = ".index.json"
-_FILES = (".safetensors", ".pt", ".pth", ".bin", ".ckpt")
+OF_TORCH = (".pt", ".pth", ".bin", ".ckpt")
+"""Ends of the names of files that torch.save wrote."""
+_FILES = (".safetensors", *OF_TORCH)
 _ZIP = b"PK\x03\x04"
 _TAGS = (Writer.NXD_CKPT, Writer.NXD, Writer.NXDT)
 
 
 class ByPath(NamedTuple):
-    """The checkpoint ``key`` of the storage; ``is_weights`` if it is a model in Hugging Face's form, and no more."""
+    """The checkpoint ``key`` of the storage, by ``writer``, a value of `Writer`: plain data, for other ranks."""
 
     key: str
-    is_weights: bool
+    writer: str
+
+    @property
+    def is_weights(self) -> bool:
+        """True if it is a model in Hugging Face's form, and no more."""
+        return self.writer == Writer.HUGGING_FACE.value
+
+    def open(self, storage: Storage, key: str, *, trust_pickle: bool = False, tells: bool = True) -> OpenTag:
+        """Open it as ``key`` of the storage. Raises the errors of opening its layout.
+
+        With ``tells`` a warning says which keys of a script's own dict were taken for model and optimizer.
+        """
+        if self.is_weights:
+            return OpenTag(storage, key, WeightsLayout(open_weights(storage, key)), None)
+        if not storage.is_file(key) and not is_untagged(TagFiles(storage, key).names()):
+            return open_complete_tag(storage, key, trust_pickle=trust_pickle)
+        layout = open_untagged(storage, key, trust_pickle=trust_pickle)
+        if tells and isinstance(layout, PayloadFile) and layout.taken:
+            logger.warning("%s: taken as a script's own dict: %s", layout.where, layout.taken)
+        return OpenTag(storage, key, layout, None)
 
 
 Place = tuple[StrPath, StorageOptions | None]
 """A path or URL, with the options for opening it."""
 
 Opens = Callable[..., OpenTag]
-"""`open_complete_tag`, or `open_by_path`."""
+"""`open_complete_tag`, or `ByPath.open`."""
 
 
 def around(storage: Storage, tag: Tag | None, place: Place | None) -> tuple[Storage, str]:
@@ -76,7 +97,7 @@ def choose_anything(storage: Storage, tag: Tag | None, place: Place | None) -> t
         found = find_by_path(inside, key)
         if found is None:
             raise
-        return inside, found.key, open_by_path
+        return inside, found.key, found.open
 
 
 def find_by_path(storage: Storage, key: str) -> ByPath | None:
@@ -94,7 +115,7 @@ def find_by_path(storage: Storage, key: str) -> ByPath | None:
             choose(storage, what.tag)
     except (CheckpointNotFound, InvalidTag, FileNotFoundError):
         return None
-    return ByPath(what.tag, what.writer is Writer.HUGGING_FACE)
+    return ByPath(what.tag, what.writer.value)
 
 
 def _may_be_one(storage: Storage, key: str) -> bool:
@@ -105,19 +126,3 @@ def _may_be_one(storage: Storage, key: str) -> bool:
     if not key.endswith(_FILES):
         storage.read_into(key, 0, memoryview(beginning))
     return key.endswith(_FILES) or beginning == _ZIP
-
-
-def open_by_path(storage: Storage, key: str, *, trust_pickle: bool = False, tells: bool = True) -> OpenTag:
-    """Open what `find_by_path` found. Raises the errors of opening its layout.
-
-    With ``tells`` a warning says which keys of a script's own dict were taken for model and optimizer.
-    """
-    writer = recognise(storage, key).writer
-    if writer is Writer.HUGGING_FACE:
-        return OpenTag(storage, key, WeightsLayout(open_weights(storage, key)), None)
-    if not storage.is_file(key) and not is_untagged(TagFiles(storage, key).names()):
-        return open_complete_tag(storage, key, trust_pickle=trust_pickle)
-    layout = open_untagged(storage, key, trust_pickle=trust_pickle)
-    if tells and isinstance(layout, PayloadFile) and layout.taken:
-        logger.warning("%s: taken as a script's own dict: %s", layout.where, layout.taken)
-    return OpenTag(storage, key, layout, None)

@@ -39,7 +39,7 @@ from nxd_ckpt.formats.torch_zip import read_directory
 from nxd_ckpt.storage.base import Storage, pread_of
 from nxd_ckpt.storage.progress import Counter, report, watched
 from nxd_ckpt.storage.urls import open_storage
-from nxd_ckpt.tag.by_path import Place, choose_anything
+from nxd_ckpt.tag.by_path import OF_TORCH, Place, choose_anything
 from nxd_ckpt.tag.directory import NO_TAG, find_tag, is_of_its_marker
 from nxd_ckpt.tag.facts import recalled
 from nxd_ckpt.tag.files import MissingTensor, TagFiles
@@ -425,10 +425,6 @@ def _memory(nbytes: int) -> memoryview:
     return memoryview(bytearray(min(_CHUNK, nbytes)))
 
 
-_OF_TORCH = (".pt", ".pth", ".bin", ".ckpt")
-"""Ends of the names of files that torch.save wrote."""
-
-
 class Digested(NamedTuple):
     """Bytes of a file with the CRC-32 that it carries, or None: one record of a zip archive."""
 
@@ -466,7 +462,7 @@ class DigestsInside:
         if file.endswith(".distcp"):
             return self._dcp_archives(file.rpartition("/")[0]).get(file, [])
         payload = file.partition("/")[0]
-        is_of_torch = self._files.key(file).endswith(_OF_TORCH)
+        is_of_torch = self._files.key(file).endswith(OF_TORCH)
         is_torch_file = is_of_torch or legacy.parse(payload) or legacy.parse_zero1(payload)
         return [(0, size)] if is_torch_file else None
 

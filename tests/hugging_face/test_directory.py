@@ -30,7 +30,8 @@ from nxd_ckpt.formats import assembly
 from nxd_ckpt.formats.tensors import dtype_name
 from nxd_ckpt.hugging_face.mapped_directory import MappedDirectory
 from nxd_ckpt.storage.local import LocalStorage
-from nxd_ckpt.tag.foreign.hugging_face_directory import HuggingFaceDirectory, is_hugging_face
+from nxd_ckpt.tag.by_path import find_by_path
+from nxd_ckpt.tag.foreign.hugging_face_directory import HuggingFaceDirectory
 from nxd_ckpt.tag.foreign.weight_files import INDEX
 from nxd_ckpt.tag.mappings import find_mapping
 from nxd_ckpt.testing.storage import HookedStorage, Operation
@@ -40,6 +41,12 @@ from tests.hugging_face.reference import Job, Model
 from tests.hugging_face.saved import live, write_config, write_model
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]
+
+
+def is_hugging_face(storage: LocalStorage) -> bool:
+    """True if a load finds a model in Hugging Face's form."""
+    found = find_by_path(storage, "")
+    return found is not None and found.is_weights
 
 
 def opened(path: Path) -> HuggingFaceDirectory:

@@ -31,7 +31,7 @@ from nxd_ckpt.tag.foreign.quantization import (
     refuse_companions,
     refuse_quantized_dtype,
 )
-from nxd_ckpt.tag.foreign.weight_files import WeightFiles, find_weights, has_weights, refuse_part
+from nxd_ckpt.tag.foreign.weight_files import WeightFiles, find_weights, refuse_part
 from nxd_ckpt.tag.nxd_tag import ModelOnly
 from nxd_ckpt.tag.state_dicts import reading
 
@@ -40,12 +40,6 @@ OPTIMIZER = "optimizer.safetensors"
 OPTIMIZER_INDEX = f"{OPTIMIZER}.index.json"
 OPTIMIZER_DOCUMENT = "optimizer.json"
 """Exported beside a model, and no part of it: its readers look for other names."""
-
-
-def is_hugging_face(storage: Storage) -> bool:
-    """Return whether the storage holds a model in Hugging Face's form, including forms that we refuse to read."""
-    names = {entry.name for entry in storage.list() if not entry.is_dir}
-    return CONFIG in names and has_weights(names)
 
 
 class HuggingFaceDirectory:
