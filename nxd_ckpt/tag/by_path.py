@@ -20,6 +20,7 @@ from nxd_ckpt.storage.urls import (
     open_storage,
 )
 from nxd_ckpt.tag.choosing import choose
+from nxd_ckpt.tag.directory import find_tag
 from nxd_ckpt.tag.files import TagFiles
 from nxd_ckpt.tag.foreign.hugging_face_directory import WeightsLayout, open_weights
 from nxd_ckpt.tag.foreign.recognise import Writer, is_untagged, open_untagged, recognise
@@ -54,6 +55,8 @@ class ByPath(NamedTuple):
         """
         if self.is_weights:
             return OpenTag(storage, key, WeightsLayout(open_weights(storage, key)), None)
+        if Writer(self.writer) in _TAGS:  # whatever files of others are in it
+            return open_complete_tag(storage, key, trust_pickle=trust_pickle)
         if not storage.is_file(key) and not is_untagged(TagFiles(storage, key).names()):
             return open_complete_tag(storage, key, trust_pickle=trust_pickle)
         layout = open_untagged(storage, key, trust_pickle=trust_pickle)
@@ -109,6 +112,9 @@ def find_by_path(storage: Storage, key: str) -> ByPath | None:
     """
     if not (storage.is_dir(key) or _may_be_one(storage, key)):
         return None
+    info = find_tag(storage, key) if key else None
+    if info is not None and info.complete:
+        return ByPath(key, (Writer.NXD_CKPT if info.ours else Writer.NXD).value)
     try:
         what = recognise(storage, key)
         if what.writer in _TAGS:

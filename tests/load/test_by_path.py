@@ -212,6 +212,20 @@ def test_what_was_taken_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture
     assert "the model under 'state_dict', the optimizer under 'optimizer_states'" in caplog.text
 
 
+def test_a_tag_may_hold_files_of_others(tmp_path: Path) -> None:
+    """By its path it is a tag all the same, though they look like another program's checkpoint."""
+    job = trained()
+    path = tag(tmp_path / "run", job)
+    torch.save({}, path / "rng.pth")
+    hugging_face(tmp_path / "hf", job)
+    for file in ("config.json", "model.safetensors"):
+        (path / file).write_bytes((tmp_path / "hf" / file).read_bytes())
+    model = Net()
+    assert {"step": 3} == load_checkpoint(path, model=model)
+    assert [] == differs(model, None, job)
+    assert open_checkpoint(path).manifest is not None
+
+
 def test_no_code_is_run(tmp_path: Path) -> None:
     """A pickle with more than data is refused by name; so is what no reader knows."""
     path = file_of("x.pt", lambda job: {"model": job[0].state_dict(), "hook": print})(tmp_path / "there", trained())
