@@ -22,6 +22,7 @@ from nxd_ckpt.errors import (
     CheckpointNotFound,
     CorruptCheckpoint,
     InvalidArgument,
+    PartLost,
     RanksDisagree,
     TagReplaced,
 )
@@ -202,6 +203,8 @@ def _checkpoint_at(
     """
     try:
         return _Decision(choose_nearest(storages, tag, retries.unfit))
+    except PartLost:  # there is one, and it is damaged
+        raise
     except CheckpointNotFound as error:
         if retries.unfit:
             raise CorruptCheckpoint(
