@@ -170,7 +170,7 @@ def _doctor_lines(document: dict[str, Any]) -> Iterator[str]:
         yield f"  {step or 'steps are not counted'}; examined after {document['before']}{was}"
         if document["step"] is not None and document["step"] < (document["step_before"] or 0):
             yield "  (if the tags were named in the wrong order: as for diff, the earlier one is the first)"
-    yield f"  {units.count(document['parameters'], 'parameter')}, {size(document['nbytes'])} were read and verified"
+    yield f"  {units.count(document['tensors'], 'tensor')}, {size(document['nbytes'])} were read and verified"
     if not document["as_recorded"]:
         yield "  (names and cuts that you passed are not checked: exchanged names of equal shapes go unnoticed)"
 

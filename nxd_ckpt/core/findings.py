@@ -15,8 +15,8 @@ class Finding:
     """One fault, or suspected fault, of a tag.
 
     Attributes:
-        kind: a keyword for programs: "values", "steps", "weights", "moments", "shards", "rounding", "ties", "groups",
-            "scheduler", "position", "random", "parts", "files", "buffers", "loss".
+        kind: a keyword for programs: "values", "steps", "weights", "ties", "groups", "scheduler", "position", "parts",
+            "files", "loss" and others of `ResumeProbe`.
         severity: "problem" cannot occur in a correct run; "doubt" may have a good reason.
         what: the tensor, value or part.
         message: what was expected and what was found.

@@ -64,7 +64,7 @@ def whole_number(value: Any) -> int | None:
         return None
 
 
-def growth(before: Progress, after: Progress) -> dict[str, int]:
+def _growth(before: Progress, after: Progress) -> dict[str, int]:
     """Return the increase in steps of each parameter that both tags have."""
     both = before.steps.keys() & after.steps.keys()
     return {name: max(after.steps[name].values()) - max(before.steps[name].values()) for name in both}
@@ -89,7 +89,7 @@ def check_ranks(now: Progress) -> Iterator[Finding]:
 
 def check_steps(before: Progress, after: Progress) -> Iterator[Finding]:
     """Report steps that fell, stood still, or grew differently between pipeline stages."""
-    grown = growth(before, after)
+    grown = _growth(before, after)
     back = sorted(name for name, by in grown.items() if by < 0)
     if back:
         was, now = (max(max(tag.steps[name].values()) for name in back) for tag in (before, after))
@@ -131,14 +131,14 @@ def moved_counters(before: Progress, after: Progress) -> dict[str, tuple[int, in
     return moved
 
 
-def common_ranks(before: Progress, after: Progress) -> list[int]:
+def _common_ranks(before: Progress, after: Progress) -> list[int]:
     return sorted(before.of_ranks.keys() & after.of_ranks.keys())
 
 
 def _values(before: Progress, after: Progress) -> Iterator[tuple[str, Mapping[str, Any], Mapping[str, Any]]]:
     """Yield the values before and after: those of the whole tag, then those of each rank, which is named in front."""
     yield "", before.values, after.values
-    for rank in common_ranks(before, after):
+    for rank in _common_ranks(before, after):
         yield f"rank {rank}: ", before.of_ranks[rank], after.of_ranks[rank]
 
 
@@ -199,13 +199,12 @@ def check_scheduler(before: Progress, after: Progress) -> Iterator[Finding]:
 
 
 def check_positions(before: Progress, after: Progress) -> Iterator[Finding]:
-    """Report positions in the data that left their steady rate, or moved unevenly between ranks."""
+    """Report positions in the data that left their steady rate."""
     if before.step is None or after.step is None or after.step <= before.step:
         return
     if before.step > 1:  # at the first step too much is equal by chance
         for where, values_before, values_after in _values(before, after):
             yield from _positions(where, values_before, values_after, (before.step, after.step))
-    yield from _uneven(before, after, after.step - before.step)
 
 
 def _other_rates(tag: Progress) -> Iterator[tuple[str, float, float]]:
@@ -271,19 +270,3 @@ def _words(name: str) -> set[str]:
     """Return the words of the last part of a name that is no number: global and step for ``trainer/globalStep``."""
     last = next((part for part in reversed(name.split("/")) if not part.isdigit()), "")
     return set(re.findall(r"[a-z]+", re.sub(r"(?<=[a-z])(?=[A-Z])", "_", last).lower()))
-
-
-def _uneven(before: Progress, after: Progress, steps: int) -> Iterator[Finding]:
-    """Report positions that moved by whole steps on most ranks and by a fraction of a step on others."""
-    moved: dict[str, dict[int, int]] = {}
-    for rank in common_ranks(before, after):
-        for name, value in before.of_ranks[rank].items():
-            was, now = whole_number(value), whole_number(after.of_ranks[rank].get(name))
-            if was is not None and now is not None and _is_position(name):
-                moved.setdefault(name, {})[rank] = now - was
-    for name, by_rank in moved.items():
-        steady = Counter(by for by in by_rank.values() if by > 0 and by % steps == 0)
-        others = [rank for rank, by in by_rank.items() if by % steps]
-        if others and steady and 2 * steady.total() >= len(by_rank) and len(steady) == 1:
-            text = first_of([f"rank {rank} by {by_rank[rank]}" for rank in others])
-            yield problem("position", name, f"on most ranks it moved by {next(iter(steady))}, on {text}")

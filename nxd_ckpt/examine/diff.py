@@ -130,7 +130,7 @@ class _TensorComparison:
         pair.shapes_fit = all(a.shape == b.shape for a, b in leaves)
         if not pair.shapes_fit:
             return []
-        unlike = [(a, b) for a, b in leaves if self._full or not _same_digests(a, b)]
+        unlike = [(a, b) for a, b in leaves if self._full or not same_digests(a, b)]
         self.same_digests += not unlike
         return [Matched(pair.tally, name, ((0, a), (1, b))) for a, b in unlike]
 
@@ -157,7 +157,7 @@ def _without_name(message: str, name: str) -> str:
     return rest if f"/{head}/" in f"/{name}/" else message
 
 
-def _same_digests(a: Leaf, b: Leaf) -> bool:
+def same_digests(a: Leaf, b: Leaf) -> bool:
     """Return whether both consist of the same parts of tensors with the same recorded digests."""
     parts = [_parts(Assembly.of(leaf)) for leaf in (a, b)]
     return a.dtype == b.dtype and None not in parts and parts[0] == parts[1]

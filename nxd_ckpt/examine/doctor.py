@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from nxd_ckpt.checkpoint import Checkpoint
-from nxd_ckpt.core import optimizer_bounds
 from nxd_ckpt.core.findings import Finding, doubt, problem
 from nxd_ckpt.core.html_table import html_table
 from nxd_ckpt.core.option_classes import takes
@@ -17,22 +16,18 @@ from nxd_ckpt.core.suggestions import first_of
 from nxd_ckpt.core.topology import Coordinates
 from nxd_ckpt.errors import CorruptCheckpoint, OptimizerMismatch, PartLost, PartNotFound, as_checkpoint_errors
 from nxd_ckpt.examine import counters
-from nxd_ckpt.examine import shards as shard_rules
 from nxd_ckpt.examine.counters import Progress, whole_number
-from nxd_ckpt.examine.shards import AFTER, WEIGHT, OptimizerContext, Shard, crosswise, merged, read_shards, shards_of
-from nxd_ckpt.formats.tensors import Assembly, TensorStub, torch_dtype
+from nxd_ckpt.examine.diff import same_digests
+from nxd_ckpt.examine.statistics import StatisticsByName, count_leaves, leaves_of, not_finite
+from nxd_ckpt.formats.tensors import Assembly, TensorStub
 from nxd_ckpt.live.optimizer_state import STEP
 from nxd_ckpt.load.scheduled_rates import lacks_scheduled_rates
-from nxd_ckpt.reshard.plain_values import equal_values, plain_values, rank_values
+from nxd_ckpt.reshard.plain_values import plain_values, rank_values
 from nxd_ckpt.reshard.saved_optimizer import saved_optimizer
-from nxd_ckpt.storage.progress import Counter, watched
 from nxd_ckpt.tag.opened import OpenTag
+from nxd_ckpt.tag.reading import Leaf
 
 __all__ = ["Examination", "Finding", "examine_checkpoint"]
-
-_SUSPECTS = 32
-"""Maximum number of shards that are compared with each other: each pair is read."""
-
 
 @dataclass(frozen=True)
 class Examination:
@@ -42,7 +37,7 @@ class Examination:
         tag, before: the tags, as errors name them; ``before`` is None where the tag was examined by itself.
         step, step_before: the optimizer's steps in them; None where nothing counts them.
         findings: problems, then doubts.
-        parameters, nbytes: how many parameters were examined, and the bytes that were read.
+        tensors, nbytes: how many tensors were examined, and the bytes that were read.
         problems: values that were not examined, and why.
         as_recorded: False if a tag was opened with ``partitions`` or ``saved_param_names``, which are not checked.
     """
@@ -52,7 +47,7 @@ class Examination:
     step: int | None
     step_before: int | None
     findings: tuple[Finding, ...]
-    parameters: int
+    tensors: int
     nbytes: int
     problems: tuple[str, ...]
     as_recorded: bool = True
@@ -74,8 +69,8 @@ def examine_checkpoint(
 ) -> Examination:
     """Examine a tag, and whether a run that continued from ``before`` can have saved it.
 
-    Both are read in 64 MiB of memory and verified: once, except weights that changed unexpectedly, which are read
-    again. They may have been saved on any sizes. docs/doctor.md lists the checks and the meaning of each finding.
+    The tensors of ``checkpoint`` are read and verified, as by `checkpoint_statistics`; of ``before`` only values and
+    digests are. They may have been saved on any sizes. docs/doctor.md lists the checks.
 
     Args:
         checkpoint: opened by `open_checkpoint`.
@@ -102,30 +97,31 @@ class _Doctor:
     def __init__(self, before: Checkpoint | None, after: Checkpoint) -> None:
         self._before, self._after = before, after
         self._unread: dict[str, str] = {}
-        self._unexamined: dict[str, str] = {}
         self._was = None if before is None else self._progress(before)
         self._is = self._progress(after)
         if before is not None and self._was is not None and before.topology.sizes != after.topology.sizes:
             self._was = replace(self._was, of_ranks={})  # no rank of then is one of now
-        options = [{} if tag is None else _options(tag) for tag in (before, after)]
-        grown = {} if self._was is None else counters.growth(self._was, self._is)
-        self._context = OptimizerContext(options[0], options[1], grown, counts=bool(self._is.steps))
 
     def result(self, progress: bool) -> Examination:
-        whole = None if self._before is None else self._before.whole
-        shards = [self._with_bounds(shard) for shard in shards_of(whole, self._after.whole, self._unexamined)]
-        done, total = Counter(), sum(leaf.nbytes for shard in shards for leaf in shard.leaves.values())
-        with watched("doctor", total, lambda: done.nbytes, progress):
-            read_shards(whole, self._after.whole, shards, done)
-        findings = merged([*self._shard_findings(shards), *self._tag_findings(), *self._comparison_findings()])
+        whole, unexamined = self._after.whole, dict[str, str]()
+        leaves = leaves_of(whole, unexamined)
+        counts = count_leaves(whole, leaves, "doctor", progress)
+        findings = _merged(
+            [
+                *_not_finite(counts, leaves),
+                *(doubt("parts", name, f"it was not examined: {why}") for name, why in unexamined.items()),
+                *self._counter_findings(),
+                *self._comparison_findings(),
+            ]
+        )
         return Examination(
             self._after.opened.where,
             _where(self._before),
             self._is.step,
             None if self._was is None else self._was.step,
             tuple(findings),
-            len({shard.parameter for shard in shards}),
-            done.nbytes,
+            len(leaves),
+            sum(leaf.nbytes for parts in leaves.values() for leaf in parts),
             tuple(self._unread.values()),
         )
 
@@ -134,42 +130,7 @@ class _Doctor:
         steps, stages = steps_of(tag.opened)
         return Progress(steps, values, stages, rank_values(tag.opened, self._unread))
 
-    def _with_bounds(self, shard: Shard) -> Shard:
-        """Return the shard with the bounds that its optimizer keeps."""
-        was, now = (options.get(shard.parameter, {}) for options in (self._context.before, self._context.after))
-        grown = self._context.grown.get(shard.parameter)
-        for role, side in shard.leaves:
-            if side == AFTER and shard.has(role) and grown is not None and grown >= 0:
-                factor = optimizer_bounds.decay(role, now)
-                dtype = torch_dtype(shard.leaves[role, AFTER].dtype)
-                if factor is not None and factor == optimizer_bounds.decay(role, was) and dtype.is_floating_point:
-                    shard.decays[role] = optimizer_bounds.least_ratio(factor, grown, torch.finfo(dtype).eps)
-        moments = [shard.leaves.get((role, AFTER)) for role in ("exp_avg", "exp_avg_sq")]
-        if all(leaf is not None and leaf.dtype in ("float32", "float64") for leaf in moments):
-            shard.bound = optimizer_bounds.momentum_bound(now)
-        return shard
-
-    def _shard_findings(self, shards: list[Shard]) -> Iterator[Finding]:
-        for shard in shards:
-            yield from shard_rules.check_values(shard)
-        yield from shard_rules.check_rounding(shards)
-        if self._before is None:
-            return
-        for shard in shards:
-            yield from shard_rules.check_moves(shard, self._context)
-        if self._was is not None and self._continued(self._was):
-            yield from shard_rules.check_any_moved(shards, self._context)
-        yield from _stale_buffers(shards)
-        for role, suspects in shard_rules.suspects(shards).items():
-            for origin, target in crosswise(self._before.whole, self._after.whole, suspects[:_SUSPECTS], role):
-                yield shard_rules.exchanged(role, origin, target)
-
-    def _continued(self, was: Progress) -> bool:
-        return (self._is.step or 0) > (was.step or 0) or bool(counters.moved_counters(was, self._is))
-
-    def _tag_findings(self) -> Iterator[Finding]:
-        for name, why in self._unexamined.items():
-            yield doubt("parts", name, f"it was not examined: {why}")
+    def _counter_findings(self) -> Iterator[Finding]:
         yield from counters.check_ranks(self._is)
         if not lacks_scheduled_rates(self._after.opened):
             yield from counters.check_rates(self._was, self._is)
@@ -179,46 +140,53 @@ class _Doctor:
             return
         for check in (counters.check_steps, counters.check_scheduler, counters.check_positions):
             yield from check(self._was, self._is)
+        if (self._is.step or 0) > (self._was.step or 0) or counters.moved_counters(self._was, self._is):
+            yield from _standing_weights(self._before, self._after)
         yield from _lost_parts(self._before, self._after)
         yield from _regrouped(self._before, self._after)
         yield from _untied(self._before, self._after)
-        yield from _standing_random(self._was, self._is)
 
 
-def _options(tag: Checkpoint) -> dict[str, dict[str, Any]]:
-    """Return the options of each parameter's group, with tensors of one element as numbers."""
-    options_by_parameter: dict[str, dict[str, Any]] = {}
-    for group in tag.param_groups:
-        options = {key: _single(value) for key, value in group.items() if key != "params"}
-        options_by_parameter |= dict.fromkeys(group["params"], options)
-    return options_by_parameter
+def _not_finite(counts: StatisticsByName, leaves: Mapping[str, list[Leaf]]) -> Iterator[Finding]:
+    for name in not_finite(counts):
+        files = {fragment.stub.file: None for leaf in leaves[name] for fragment in Assembly.of(leaf).fragments}
+        yield problem(
+            "values",
+            name,
+            f"{counts[name].nans} NaN and {counts[name].infs} infinite of {counts[name].numel} elements "
+            f"(in {first_of(list(files))})",
+        )
 
 
-def _single(value: Any) -> Any:
-    if isinstance(value, (list, tuple)):
-        return [_single(item) for item in value]
-    return value.item() if hasattr(value, "numel") and value.numel() == 1 else value
+def _standing_weights(before: Checkpoint, after: Checkpoint) -> Iterator[Finding]:
+    """Report an optimizer of whose weights not one changed, as their digests say."""
+    names = [f"model/{name}" for group in after.param_groups for name in group["params"]]
+    both = [name for name in names if name in before.whole.tensors and name in after.whole.tensors]
+    if both and all(_has_same_digests(before, after, name) for name in both):
+        yield problem("weights", "model", "not one weight changed since the tag before, though the run continued")
+
+
+def _has_same_digests(before: Checkpoint, after: Checkpoint, name: str) -> bool:
+    was, now = (tag.whole.parts_or_problem(name, {}) for tag in (before, after))
+    if was is None or now is None or len(was) != len(now):
+        return False
+    return all(same_digests(a, b) for a, b in zip(was, now, strict=True))
+
+
+def _merged(findings: Iterable[Finding]) -> list[Finding]:
+    """Merge findings of one kind about one thing; problems come first."""
+    groups: dict[tuple[str, str, str], list[Finding]] = {}
+    for finding in findings:
+        groups.setdefault((finding.severity, finding.kind, finding.what), []).append(finding)
+    merged = []
+    for first, *others in groups.values():
+        more = f" (and {len(others)} more of it)" if others else ""
+        merged.append(replace(first, message=first.message + more))
+    return sorted(merged, key=lambda finding: finding.severity != "problem")
 
 
 def _where(tag: Checkpoint | None) -> str | None:
     return None if tag is None else tag.opened.where
-
-
-def _stale_buffers(shards: list[Shard]) -> Iterator[Finding]:
-    """Report running statistics that stood still in a module that counted batches."""
-    by_name = {shard.parameter: shard for shard in shards}
-    for name, shard in by_name.items():
-        module, _, last = name.rpartition(".")
-        if last != "num_batches_tracked" or not shard.moved.get(WEIGHT):
-            continue
-        for buffer in (f"{module}.running_mean", f"{module}.running_var"):
-            buffer_shard = by_name.get(buffer)
-            if buffer_shard is not None and buffer_shard.moved.get(WEIGHT) is False:
-                yield problem(
-                    "buffers",
-                    f"model/{buffer}",
-                    f"it did not change, though {name} did: it is the buffer of the tag before",
-                )
 
 
 def _lost_parts(before: Checkpoint, after: Checkpoint) -> Iterator[Finding]:
@@ -259,20 +227,6 @@ def _untied(before: Checkpoint, after: Checkpoint) -> Iterator[Finding]:
     for names in groups.values():
         if len({now[name] or name for name in names}) > 1:
             yield problem("ties", f"model/{names[0]}", f"one tensor in the tag before, several now: {first_of(names)}")
-
-
-def _standing_random(before: Progress, after: Progress) -> Iterator[Finding]:
-    """Report random state that moved on some ranks only."""
-    moved: dict[int, bool] = {}
-    for rank in counters.common_ranks(before, after):
-        for name, value in before.of_ranks[rank].items():
-            now = after.of_ranks[rank].get(name)
-            if name.endswith("/torch") and isinstance(value, torch.Tensor) and now is not None:
-                moved[rank] = moved.get(rank, False) or not equal_values(value, now)
-    still = [rank for rank, by in moved.items() if not by]
-    if still and len(still) < len(moved):
-        ranks = first_of(map(str, still))
-        yield doubt("random", f"rank {still[0]}", f"random state did not move on rank {ranks}, on others it did")
 
 
 def steps_of(opened: OpenTag) -> tuple[dict[str, dict[int, int]], dict[str, int]]:

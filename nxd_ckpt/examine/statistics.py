@@ -88,28 +88,34 @@ def checkpoint_statistics(checkpoint: Checkpoint, *, cache: bool = True, progres
         cached = read_statistics(opened) if cache else None
         if cached is not None:
             return Statistics(MappingProxyType(cached), {}, cached=True)
-        statistics = _count(checkpoint.whole, progress)
+        problems: dict[str, str] = {}
+        leaves = leaves_of(checkpoint.whole, problems)
+        statistics = count_leaves(checkpoint.whole, leaves, "statistics", progress)
         opened.require_unchanged()
-    if cache and not statistics.problems:
-        _write_statistics(opened, statistics.tensors)
-    return statistics
+    if cache and not problems:
+        _write_statistics(opened, statistics)
+    return Statistics(MappingProxyType(statistics), MappingProxyType(problems), cached=False)
 
 
-def _count(whole: WholeTag, progress: bool) -> Statistics:
-    tensors: dict[str, list[Leaf]] = {}
-    problems: dict[str, str] = {}
+def leaves_of(whole: WholeTag, problems: dict[str, str]) -> dict[str, list[Leaf]]:
+    """Return the leaves of each tensor; those that cannot be put together are left out, and ``problems`` says why."""
+    leaves_by_name: dict[str, list[Leaf]] = {}
     for name in whole.tensors:
         parts = whole.parts_or_problem(name, problems)
         if parts is not None:
-            tensors[name] = list(dict.fromkeys(parts))  # ranks may hold the same part
-    counts = {name: [_LeafCount() for _ in leaves] for name, leaves in tensors.items()}
-    total = sum(leaf.nbytes for leaves in tensors.values() for leaf in leaves)
-    with (
-        whole.opened.reader() as reader,
-        watched("statistics", total, lambda: reader.done.nbytes, progress),
-    ):
+            leaves_by_name[name] = list(dict.fromkeys(parts))  # ranks may hold the same part
+    return leaves_by_name
+
+
+def count_leaves(
+    whole: WholeTag, leaves_by_name: Mapping[str, list[Leaf]], what: str, progress: bool
+) -> StatisticsByName:
+    """Read and count all leaves, and verify their digests. ``what`` names the bar that ``progress`` shows."""
+    counts = {name: [_LeafCount() for _ in leaves] for name, leaves in leaves_by_name.items()}
+    total = sum(leaf.nbytes for leaves in leaves_by_name.values() for leaf in leaves)
+    with whole.opened.reader() as reader, watched(what, total, lambda: reader.done.nbytes, progress):
         requested = nbytes = 0
-        for name, leaves in tensors.items():
+        for name, leaves in leaves_by_name.items():
             for leaf, counted in zip(leaves, counts[name], strict=True):
                 reader.visit(leaf, name, counted.add)
                 nbytes += leaf.nbytes
@@ -117,10 +123,7 @@ def _count(whole: WholeTag, progress: bool) -> Statistics:
                     reader.wait(requested)
                     requested, nbytes = reader.requested, 0
         reader.finish()
-    statistics = {
-        name: Summary.of_all(leaf.summary for leaf in leaves).statistics for name, leaves in counts.items()
-    }
-    return Statistics(MappingProxyType(statistics), MappingProxyType(problems), cached=False)
+    return {name: Summary.of_all(leaf.summary for leaf in leaves).statistics for name, leaves in counts.items()}
 
 
 class _LeafCount:

@@ -17,7 +17,6 @@ from functools import cached_property
 from itertools import product
 from typing import Any
 
-from nxd_ckpt.core.optimizer_bounds import FIRST
 from nxd_ckpt.core.reads import CutIndex
 from nxd_ckpt.core.topology import Coordinates
 from nxd_ckpt.errors import IncompatibleState, KeyMismatch, MalformedFile, UnsupportedState
@@ -33,6 +32,7 @@ from nxd_ckpt.tag.reading import LeafReader
 
 FORMAT_VERSION = 1
 _SHOWN = 8
+_FIRST_MOMENTS = ("exp_avg", "momentum_buffer")
 
 
 class MappedOptimizer:
@@ -145,7 +145,7 @@ class MappedOptimizer:
         }
         shapes = {tensor.source.name: tensor.source.local_shape for tensor in self._mapped.tensors}
         for name, slot in self._slots.items():
-            for key in (shaped.keys() | FIRST) & slot.state.keys():
+            for key in (shaped.keys() | _FIRST_MOMENTS) & slot.state.keys():
                 value = slot.state[key]
                 is_one_number = is_tensor(value) and not form_of(value)[1] and bool(shapes[name])
                 if is_one_number or not (is_tensor(value) or value is None):

@@ -94,23 +94,8 @@ Mutant = Callable[[int, Run, Held, Mapping[int, Held]], None]
 """Changes what a rank holds, the third; the last is what it held after earlier steps."""
 
 
-def stale_weight(rank: int, run: Run, now: Held, was: Mapping[int, Held]) -> None:
-    _put_back(now, was[STEPS[0]], "model/3.weight", "optim/3.weight/master_weights")
-
-
-def stale_buffer(rank: int, run: Run, now: Held, was: Mapping[int, Held]) -> None:
-    _put_back(now, was[STEPS[0]], "model/1.running_var")
-
-
-def optimizer_skipped(rank: int, run: Run, now: Held, was: Mapping[int, Held]) -> None:
-    _put_back(now, was[STEPS[0]], *(name for name in now if name.startswith("optim/") and "master" not in name))
-
-
-def shards_swapped(rank: int, run: Run, now: Held, was: Mapping[int, Held]) -> None:
-    for name in ("model/0.weight", "optim/0.weight/master_weights"):
-        every = [torch.empty_like(now[name]) for _ in range(dist.get_world_size())]
-        dist.all_gather(every, now[name].contiguous())
-        now[name].copy_(every[{0: 1, 1: 0}.get(rank, rank)])
+def weights_not_saved(rank: int, run: Run, now: Held, was: Mapping[int, Held]) -> None:
+    _put_back(now, was[STEPS[0]], *(name for name in now if name.startswith("model/")))
 
 
 def rank_a_step_behind(rank: int, run: Run, now: Held, was: Mapping[int, Held]) -> None:
@@ -118,14 +103,6 @@ def rank_a_step_behind(rank: int, run: Run, now: Held, was: Mapping[int, Held]) 
     if rank == 3:
         _put_back(now, was[STEPS[1] - 1], *(name for name in now if not name.endswith("/step")))
         run.loader["num_yielded"] -= 1
-
-
-def moments_of_another(rank: int, run: Run, now: Held, was: Mapping[int, Held]) -> None:
-    for moment in ("exp_avg", "exp_avg_sq"):
-        one, other = (now[f"optim/{name}.weight/{moment}"] for name in (4, 5))
-        kept = one.clone()
-        one.copy_(other)
-        other.copy_(kept)
 
 
 def scheduler_ahead(rank: int, run: Run, now: Held, was: Mapping[int, Held]) -> None:
@@ -140,26 +117,17 @@ def loader_of_a_rank_ahead(rank: int, run: Run, now: Held, was: Mapping[int, Hel
     run.loader["num_yielded"] += int(rank == 2)
 
 
-def weights_not_from_masters(rank: int, run: Run, now: Held, was: Mapping[int, Held]) -> None:
-    _put_back(now, was[STEPS[0]], "model/3.weight")
-
-
 def _put_back(now: Held, was: Held, *names: str) -> None:
     for name in names:
         now[name].copy_(was[name])
 
 
 MUTANTS: dict[Mutant, tuple[str, str]] = {
-    stale_weight: ("weights", "optim/3.weight/master_weights"),
-    stale_buffer: ("buffers", "model/1.running_var"),
-    optimizer_skipped: ("steps", "0.weight"),
-    shards_swapped: ("shards", "model/0.weight"),
+    weights_not_saved: ("weights", "model"),
     rank_a_step_behind: ("position", "rank_content/loader/num_yielded"),
-    moments_of_another: ("moments", "exp_avg_sq"),
     scheduler_ahead: ("scheduler", "scheduler/last_epoch"),
     loader_behind: ("position", "user_content/consumed_samples"),
     loader_of_a_rank_ahead: ("position", "rank_content/loader/num_yielded"),
-    weights_not_from_masters: ("rounding", "model/3.weight"),
 }
 
 
