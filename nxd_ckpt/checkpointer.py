@@ -585,7 +585,7 @@ class Checkpointer(ClosesUnheld):
 
     def _tear_down(self, grace: float | None, meets: bool) -> None:
         """Release everything, with nothing in flight; without a ``grace`` once the other tiers are up to date."""
-        self._pipeline.stop(at_once=grace is not None)
+        self._pipeline.stop()
         meet = None if self._session is None else lambda: self._meet("close") if meets else None
         self._places.finish(meet)
         self._places.close(grace)

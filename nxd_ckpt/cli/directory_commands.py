@@ -170,7 +170,7 @@ def _unfit(storage: Storage, tags: Sequence[Mapping[str, Any]]) -> tuple[dict[st
             if lost_files(storage, tag) is not None:
                 unfit[tag] = "lost files"
                 continue
-            statistics = read_statistics(open_complete_tag(storage, tag), stores=False)
+            statistics = read_statistics(open_complete_tag(storage, tag))
         except UnreadableFormat:
             unfit[tag] = "cannot be read by this version"
             continue

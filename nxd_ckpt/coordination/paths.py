@@ -22,7 +22,6 @@ COPIES = f"{HIDDEN}/copies"
 PINS = f"{HIDDEN}/pins"
 FETCHED = f"{HIDDEN}/fetched"
 STATISTICS = f"{HIDDEN}/statistics"
-SUMMARIES = f"{HIDDEN}/summaries"
 
 UNFINISHED = ".unfinished"
 """End of the name in the trash of a directory that was no tag yet."""
@@ -41,14 +40,6 @@ def spare_file(run_id: str, rank: int, number: int) -> str:
 
 def statistics_file(tag: str) -> str:
     return f"{STATISTICS}/{tag}.json"
-
-
-def summaries_dir(tag: str) -> str:
-    return f"{SUMMARIES}/{tag}"
-
-
-def summaries_file(tag: str, rank: int) -> str:
-    return f"{summaries_dir(tag)}/rank_{rank:05d}.json"
 
 
 def staging_dir(attempt: str) -> str:

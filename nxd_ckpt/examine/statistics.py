@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import astuple, dataclass
 from math import inf, isfinite, isinf, nan
 from types import MappingProxyType
@@ -19,17 +19,14 @@ import torch
 from nxd_ckpt import effects
 from nxd_ckpt.checkpoint import Checkpoint
 from nxd_ckpt.coordination.control_files import drop_entries_of_lost_tags
-from nxd_ckpt.coordination.paths import STATISTICS, statistics_file, summaries_dir, summaries_file
+from nxd_ckpt.coordination.paths import STATISTICS, statistics_file
 from nxd_ckpt.core import document
-from nxd_ckpt.core.box import Box, is_tiling
 from nxd_ckpt.core.limits import checked_text
-from nxd_ckpt.core.manifest import Manifest
 from nxd_ckpt.core.option_classes import takes
 from nxd_ckpt.core.parsing import parsing
 from nxd_ckpt.errors import CheckpointError, MalformedFile, as_checkpoint_errors
 from nxd_ckpt.reshard.summary import PART, Summary, TensorStatistics
-from nxd_ckpt.reshard.whole_tag import GlobalTensor, WholeTag
-from nxd_ckpt.save.counting import Boxes, load_summaries
+from nxd_ckpt.reshard.whole_tag import WholeTag
 from nxd_ckpt.storage.progress import watched
 from nxd_ckpt.tag.opened import OpenTag
 from nxd_ckpt.tag.reading import Leaf
@@ -129,8 +126,7 @@ def count_leaves(
 class _LeafCount:
     """Counts of a leaf so far.
 
-    Parts are added in their order, whichever is counted first, so that the last digits never vary and equal those of
-    the ranks that count the same parts at the save.
+    Parts are added in their order, whichever is counted first, so that the last digits never vary.
     """
 
     def __init__(self) -> None:
@@ -159,29 +155,15 @@ def not_finite(statistics: StatisticsByName) -> list[str]:
     return [name for name, counts in statistics.items() if counts.nans + counts.infs]
 
 
-def read_statistics(opened: OpenTag, *, stores: bool = True) -> StatisticsByName | None:
-    """Return the statistics of this very save by tensor name, or None if there are none.
-
-    They were stored by an earlier count, or by the ranks themselves at the save: then they are put together, and if
-    it ``stores``, that is kept.
-    """
-    if not _keeps_statistics(opened):
-        return None
-    statistics = _read_or_none(opened, _read_file)
-    if statistics is None:
-        statistics = _read_or_none(opened, _counted_at_save)
-        if statistics is not None and stores:
-            _write_statistics(opened, statistics)  # put together once
-    return statistics
-
-
-def _read_or_none(opened: OpenTag, read: Callable[[OpenTag], StatisticsByName | None]) -> StatisticsByName | None:
-    """Read with ``read``; None if that fails, because a checkpoint needs no statistics.
+def read_statistics(opened: OpenTag) -> StatisticsByName | None:
+    """Return the statistics of this very save by tensor name, which an earlier count stored; None if there are none.
 
     Anyone may have written there: its content is used as far as it is plausible.
     """
+    if not _keeps_statistics(opened):
+        return None
     try:
-        return read(opened)
+        return _read_file(opened)
     except FileNotFoundError:
         pass
     except MalformedFile as error:
@@ -229,52 +211,3 @@ def _statistics(numbers: Any) -> TensorStatistics:
     if not (counted and not isinf(mean) and 0 <= norm < inf and 0 <= absmax < inf):
         raise ValueError(f"expected counts and measures, found {numbers!r:.80}")
     return TensorStatistics(*counts, *measures)
-
-
-def _counted_at_save(opened: OpenTag) -> StatisticsByName | None:
-    """Return the statistics by tensor name; None unless the ranks counted every element of this very save.
-
-    Raises MalformedFile for files that a save cannot have written.
-    """
-    boxes = {} if opened.manifest is None else _boxes(opened, opened.manifest)
-    if not boxes:
-        return None
-    statistics = {}
-    for name, tensor in WholeTag(opened).tensors.items():
-        summaries = boxes.get(name, {})
-        if tensor.shape is None or sum(box.numel for box in summaries) < Box.whole(tensor.shape).numel:
-            return None
-        _check(f"{opened.storage.url}/{summaries_dir(opened.tag)}", tensor, tensor.shape, summaries)
-        statistics[name] = Summary.of_all(summaries.values()).statistics
-    return statistics
-
-
-def _boxes(opened: OpenTag, manifest: Manifest) -> dict[str, Boxes]:
-    """Return the ranks' counts by tensor and box. The first rank wins where several hold a box."""
-    boxes_by_name: dict[str, Boxes] = {}
-    storage, folder = opened.storage, summaries_dir(opened.tag)
-    listed = {f"{folder}/{entry.name}" for entry in storage.list(folder)}
-    for key in (summaries_file(opened.tag, rank) for rank in range(len(manifest.ranks))):
-        if key not in listed:
-            continue
-        counted = load_summaries(storage.read(key), f"{storage.url}/{key}")
-        if counted is not None and counted.attempt == manifest.attempt:  # else of an earlier save of that name
-            for name, boxes in counted.tensors.items():
-                summaries = boxes_by_name.setdefault(name, {})
-                for box, summary in boxes.items():
-                    summaries.setdefault(box, summary)
-    return boxes_by_name
-
-
-def _check(where: str, tensor: GlobalTensor, shape: tuple[int, ...], summaries: Boxes) -> None:
-    """Raise MalformedFile unless the boxes are the whole tensor, each element once, and have as many numbers."""
-    same_dimensions = all(len(box.size) == len(shape) for box in summaries)
-    if not same_dimensions or not is_tiling(Box.whole(shape), list(summaries)):
-        raise MalformedFile(f"{where}: {tensor.name}: its boxes overlap, or leave the tensor of shape {list(shape)}")
-    each = 2 if tensor.dtype.startswith("complex") else 1
-    for box, summary in summaries.items():
-        if summary.numel != each * box.numel:
-            raise MalformedFile(
-                f"{where}: {tensor.name}, {tensor.dtype}: expected {each * box.numel} numbers in box {box}, "
-                f"found {summary.numel}"
-            )

@@ -29,8 +29,6 @@ _ROW = 2**10
 """Squares that are summed in float32; rows are summed in float64. The relative error of a norm is below 1e-6."""
 _SAFE = 2.0**-80
 """From this size on, squares too small for float32 do not matter to a float32 sum of squares."""
-_COUNTS, _MEASURES = 4, 3
-"""Counts, then measures, in a summary's JSON."""
 _MOST = 2**63 - 1
 """Largest possible number of elements of a tensor."""
 _SMALLER = 2.0**-64
@@ -158,26 +156,6 @@ class Summary:
         self._infs, self._nonzero = self._infs + other._infs, self._nonzero + other._nonzero
         self._sum, self._norm = self._sum + other._sum, hypot(self._norm, other._norm)
         self._absmax = max(self._absmax, other._absmax)
-
-    def to_json(self) -> list[int | float]:
-        """Return counts, then measures, from which `from_json` restores this summary."""
-        counts = [self._numel, self._nans, self._infs, self._nonzero]
-        return [*counts, self._sum, min(self._norm, sys.float_info.max), self._absmax]
-
-    @staticmethod
-    def from_json(numbers: list[int | float]) -> Summary:
-        """Restore a summary. Raises ValueError or TypeError if ``numbers`` are none."""
-        counts, measures = numbers[:_COUNTS], numbers[_COUNTS:]
-        counted = all(type(count) is int and count >= 0 for count in counts)
-        measured = len(measures) == _MEASURES and all(type(measure) in (int, float) for measure in measures)
-        if counted and measured and counts[1] + counts[2] <= counts[3] <= counts[0] <= _MOST:
-            total, norm, absmax = map(float, measures)
-            if isfinite(total) and 0 <= absmax < inf and 0 <= norm < inf:
-                summary = Summary()
-                summary._numel, summary._nans, summary._infs, summary._nonzero = map(int, counts)
-                summary._sum, summary._norm, summary._absmax = total, norm, absmax
-                return summary
-        raise ValueError(f"expected {_COUNTS} counts and {_MEASURES} measures, found {numbers!r:.80}")
 
     @staticmethod
     def of(values: torch.Tensor) -> Summary:

@@ -50,9 +50,6 @@ class SaveOptions(Options):
         ``[Last(3), Every(1000), Best("loss", 3), Within(hours=2)]``. ``num_kept_ckpts=k`` adds ``Last(k)``.""")
     metrics: GivenMetrics = option(None, """numbers by name, such as ``{"loss": 2.1}``, kept in the tag
         for the rule ``Best``. Rank 0's count.""")
-    stats: bool = option(False, """count NaN, zeros, norms and so on of every tensor while it is written. A report then
-        reads no tensor. No save waits for it: if a rank is not done when its next save begins, the counts are
-        dropped.""")
     max_bytes_per_second: Size | None = option(None, """maximum rate at which each rank digests and writes an
         async save, as a number or such as "200MB"; by default unlimited. Once somebody waits for the save, it has no
         effect.""")

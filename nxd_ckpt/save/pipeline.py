@@ -17,7 +17,6 @@ from nxd_ckpt.live.save_state import SaveState
 from nxd_ckpt.save.attempt import SaveAttempt
 from nxd_ckpt.save.background import Helpers, Worker
 from nxd_ckpt.save.ballot import Ballot, tidy
-from nxd_ckpt.save.counting import Counting
 from nxd_ckpt.save.pending import SaveProgress
 from nxd_ckpt.save.plan import SavePlan
 from nxd_ckpt.save.planner import Planner
@@ -52,11 +51,9 @@ class Pipeline:
         self._planner = Planner(topology)
         self._worker: Worker | None = None
         self._helpers: Helpers | None = None
-        self._counter: Helpers | None = None
         self._stager: Stager | None = None  # of the last save
         self._held: Stager | None = None  # until the save is decided: what other ranks hold too is compared in it
         self._buffers = buffers_of(topology.rank if topology.members is None else topology.members[topology.rank])
-        self._counting: Counting | None = None
 
     def plan(self, state: SaveState) -> StagingPlan:
         """Plan a save of ``state``. Raises errors that make it impossible, before anything is written."""
@@ -122,11 +119,6 @@ class Pipeline:
         nbytes = max(map(end_of, planned.waves), default=0)
         stager = self._stager = buffers.take(self, nbytes, self._cap(), self._stager)
         try:
-            self._counting = None
-            if attempt.request.options.stats:
-                if self._counter is None:
-                    self._counter = Helpers(1, "nxd_ckpt-counter")
-                self._counting = stager.counting = Counting(planned.plan.files, self._counter)
             torch_xla.sync()
             if planned.plan.replicas is not None:
                 planned.plan.replicas.stays = awaited is None
@@ -149,9 +141,9 @@ class Pipeline:
 
     def _finish(self, attempt: SaveAttempt, pending: SaveProgress, started: float) -> None:
         """Commit everything handed over, on the writer thread, and settle it."""
-        counting, held, buffers = self._counting, self._held, self._buffers
+        held, buffers = self._held, self._buffers
         self._held = None
-        self.submit(lambda: _conclude(attempt, counting, pending, started))
+        self.submit(lambda: _conclude(attempt, pending, started))
         if held is not None:
             self.submit(lambda: buffers.give_back(held))
 
@@ -168,23 +160,15 @@ class Pipeline:
             self._helpers = Helpers(WRITERS, "nxd_ckpt-helper")
         return self._helpers
 
-    def stop(self, *, at_once: bool = False) -> None:
-        """End the threads, once they have run all submitted tasks. The last one that stops releases the memory.
-
-        With ``at_once``, counting is stopped, and its results are not stored.
-        """
-        if at_once and self._counting is not None:
-            self._counting.stop()
+    def stop(self) -> None:
+        """End the threads, once they have run all submitted tasks. The last one that stops releases the memory."""
         if self._worker is not None:
             self._worker.stop()
             self._worker = None
         if self._helpers is not None:
             self._helpers.shutdown()
             self._helpers = None
-        if self._counter is not None:
-            self._counter.shutdown(wait=not at_once, cancel_futures=at_once)
-            self._counter = None
-        self._stager = self._counting = None
+        self._stager = None
         self._buffers.leave(self)
 
     def _cap(self) -> int:
@@ -214,16 +198,11 @@ class Pipeline:
                 views.clear()  # the arena may only grow once nobody holds a view of it
                 written.set()
 
-        counting = self._counting
-        if counting is not None:
-            counting.add(to_write, own_views)
         self.submit(write)
         if wait:
             written.wait()
             if plan.replicas is not None:
                 plan.replicas.forget_staged()
-            if counting is not None:
-                counting.end_wave()
 
 
 def await_decided(attempt: SaveAttempt, pending: SaveProgress, *, shown: bool) -> None:
@@ -241,7 +220,7 @@ def _must_agree(plans: list[Any] | None) -> None:
             raise RanksDisagree(plan_difference((0, rank), plans[0], plan))
 
 
-def _conclude(attempt: SaveAttempt, counting: Counting | None, pending: SaveProgress, started: float) -> None:
+def _conclude(attempt: SaveAttempt, pending: SaveProgress, started: float) -> None:
     error: BaseException | None = None
     session, nbytes = attempt.session, 0
     try:
@@ -269,6 +248,4 @@ def _conclude(attempt: SaveAttempt, counting: Counting | None, pending: SaveProg
     pending.settle(error)
     if error is None:
         remove_surplus(session, attempt.tag)
-    if error is None and counting is not None:
-        counting.keep(session.storage, attempt.tag, files.publication.attempt, session.topology.rank)
     tidy(attempt, failed=error is not None)

@@ -15,7 +15,6 @@ import torch
 from nxd_ckpt.formats.copying import copy_values
 from nxd_ckpt.formats.image import Image, StorageRecord
 from nxd_ckpt.live import torch_xla
-from nxd_ckpt.save.counting import Counting
 from nxd_ckpt.save.planned_file import PlannedFile
 from nxd_ckpt.save.waves import Span, Wave, end_of, views_of
 from nxd_ckpt.storage.arena import Arena
@@ -35,14 +34,12 @@ class Stager:
     making them takes longer than copying a small tensor.
 
     Attributes:
-        counting: what reads the memory after the last save, if anything does.
         done: the bytes that were copied; a caller may set another counter before each save.
         passed_over: the number of saves in turn that needed another buffer than this idle one.
     """
 
     def __init__(self, arena: Arena) -> None:
         self.arena = arena
-        self.counting: Counting | None = None
         self.done = Counter()
         self.passed_over = 0
         self._places: dict[Span, _ArenaTensors] = {}
@@ -70,12 +67,6 @@ class Stager:
             copies += zip(image.tensors[numbers], places.tensors, strict=True)
         _copy(copies, self.done)
         return views
-
-    def stop_counting(self) -> None:
-        """Stop what reads the memory."""
-        if self.counting is not None:
-            self.counting.stop()
-            self.counting = None
 
     def release(self) -> None:
         """Return the memory to the system, once nothing reads it any more."""

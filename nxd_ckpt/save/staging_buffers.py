@@ -65,7 +65,6 @@ class StagingBuffers:
         began = effects.monotonic()
         while (stager := self._taken(nbytes, cap, former)) is None:
             effects.sleep(pause_after(effects.monotonic() - began))
-        stager.stop_counting()  # it reads the memory
         stager.arena.cap = whole_pages(cap)
         return stager
 

@@ -18,7 +18,6 @@ from nxd_ckpt.commit.session import Session
 from nxd_ckpt.core import limits
 from nxd_ckpt.core.dcp_names import DcpNames
 from nxd_ckpt.examine.statistics import statistics_text
-from nxd_ckpt.save.counting import Summaries, dump_summaries
 from nxd_ckpt.storage.base import Writer
 from nxd_ckpt.storage.local import LocalStorage
 from tests.docs.markdown import DOCS, FORMAT, code_blocks, tables, unquoted
@@ -127,7 +126,6 @@ DOCUMENTED: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
     "`verdict.json`": lambda found: found["verdict.json"],
     "`journal.json`": lambda found: found["journal.json"],
     "`statistics/TAG.json`": lambda found: json.loads(statistics_text("a save", {})),
-    "`summaries/TAG/rank_%05d.json`": lambda found: json.loads(dump_summaries(Summaries("run-1", {}))),
 }
 
 

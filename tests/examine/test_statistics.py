@@ -2,32 +2,21 @@
 
 from __future__ import annotations
 
-import json
 import math
 import shutil
 import sys
-import threading
-from concurrent.futures import Future, wait
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
 from nxd_ckpt import (
-    Checkpointer,
     Partition,
     checkpoint_statistics,
     open_checkpoint,
     save_checkpoint,
 )
-from nxd_ckpt.coordination.paths import SUMMARIES
-from nxd_ckpt.examine.statistics import Statistics
-from nxd_ckpt.reshard.summary import Summary
-from nxd_ckpt.storage.local import LocalStorage
-from nxd_ckpt.tag.directory import list_tags
-from nxd_ckpt.testing.storage import HookedStorage, Operation
 from tests.golden.checkpoints import CONFIGURATIONS, saved
 from tests.reshard.ranks import save_job
 from tests.reshard.transformer import layout_of, weights_of
@@ -200,137 +189,3 @@ def test_tags_of_nxd_are_counted(golden: Path) -> None:
     found = checkpoint_statistics(open_checkpoint(saved(golden, CONFIGURATIONS[0]).directory), cache=False)
     assert {} == found.problems
     assert all(one.norm > 0 for name, one in found.tensors.items() if name.startswith("model/"))
-
-
-def _same(counted: Statistics, read: Statistics) -> None:
-    """Whether nothing was read for the one, and it has the numbers of the other."""
-    assert (True, False) == (counted.cached, read.cached)
-    assert read.tensors.keys() == counted.tensors.keys()
-    for name, told in read.tensors.items():
-        now = counted.tensors[name]
-        counts = [(one.numel, one.nans, one.infs, one.zeros, one.absmax) for one in (told, now)]
-        assert counts[0] == counts[1], name
-        assert (told.norm, told.mean) == pytest.approx((now.norm, now.mean), rel=1e-5, abs=1e-7, nan_ok=True), name
-
-
-@pytest.mark.parametrize(("options", "cap"), [({}, None), ({"use_xser": True}, None), ({}, 8192)])
-def test_a_save_counts_what_it_writes(tmp_path: Path, options: dict[str, Any], cap: int | None) -> None:
-    """Beside the tag, not in it: also of a tensor that is as large as the memory; those of removed tags go."""
-    model = torch.nn.Linear(24, 16)
-    optimizer = torch.optim.AdamW(model.parameters())
-    model(torch.ones(1, 24)).sum().backward()
-    optimizer.step()
-    state = {**model.state_dict(), "bad": torch.tensor([1.0, math.nan, math.inf, 0.0]), "none": torch.ones(0)}
-    state |= {"half": torch.ones(3).bfloat16(), "complex": torch.tensor([1 + 2j]), "count": torch.tensor([0, -7])}
-    for tag in ("old", "t"):
-        with Checkpointer(tmp_path, durable=False, memory_cap=cap) as saver:
-            saver.save(tag, state, optimizer, param_names=[["weight", "bias"]], stats=True, num_kept_ckpts=1, **options)
-    assert not [path.name for path in (tmp_path / "t").iterdir() if "stat" in path.name or "summar" in path.name]
-    assert ["t"] == [path.name for path in (tmp_path / ".nxd_ckpt" / "summaries").iterdir()]
-    _same(*(checkpoint_statistics(open_checkpoint(tmp_path), cache=cache) for cache in (True, False)))
-
-
-@pytest.mark.parametrize("sizes", ["dp2tp2", "tp2pp2"])
-def test_ranks_count_what_is_put_together(tmp_path: Path, sizes: str) -> None:
-    """ZeRO-1 shards with padding, and replicas. If one rank's numbers are damaged or lost, the tag is read."""
-    weights = weights_of()
-    save_job(tmp_path, weights, layout_of(sizes, weights), stats=True)
-    _same(*(checkpoint_statistics(open_checkpoint(tmp_path), cache=cache) for cache in (True, False)))
-
-    (tmp_path / ".nxd_ckpt" / "statistics" / "step_1.json").unlink()
-    counted = tmp_path / ".nxd_ckpt" / "summaries" / "step_1" / "rank_00001.json"
-    for damage in (lambda: counted.write_text(counted.read_text().replace(",0,0,", ",9,-1,")), counted.unlink):
-        damage()
-        assert not checkpoint_statistics(open_checkpoint(tmp_path)).cached
-        (tmp_path / ".nxd_ckpt" / "statistics" / "step_1.json").unlink()
-
-
-def test_counts_that_cannot_be_true_are_reported_and_not_used(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Anyone may have written the file of a rank: then the tensors are read. Files of ranks that never were are not."""
-    with Checkpointer(tmp_path, durable=False) as saver:
-        saver.save("t", {"w": torch.tensor([[3.0], [4.0]]), "c": torch.tensor([1j])}, stats=True)
-    file = tmp_path / ".nxd_ckpt" / "summaries" / "t" / "rank_00000.json"
-    good = json.loads(file.read_text())
-    whole, complex_one = good["tensors"]["model/w"], good["tensors"]["model/c"]
-    assert [[[0, 0], [2, 1], [2, 0, 0, 2, *whole[0][2][4:]]]] == whole
-    halves = [[[0, 0], [1, 1], [1, 0, 0, 1, 1, 1, 1]], [[0, 0], [1, 1], [1, 0, 0, 1, 1, 1, 1]]]
-    overlapping = [[[0, 0], [2, 1], [2, 0, 0, 2, 1, 1, 1]], [[1, 0], [1, 1], [1, 0, 0, 1, 1, 1, 1]]]
-    lies = [
-        {"model/w": [[[0, 0], [2, 1], [4, 0, 0, 4, 1, 1, 1]]]},  # two numbers for an element, which is not complex
-        {"model/c": [[[0], [1], [1, 0, 0, 1, 1, 1, 1]]]},  # one number for an element that is complex
-        {"model/w": halves},
-        {"model/w": overlapping},
-        {"model/w": [[[0, 1], [2, 1], whole[0][2]]]},
-        {"model/w": [[[0], [2], whole[0][2]]]},
-        {"model/w": [[[-1, 0], [2, 1], whole[0][2]]]},
-        *({"model/w": [[[0, 0], [2, 1], [2, 0, 0, 2, *bad]]]} for bad in ([1, -5, 4], [1, 5, -4], [1, 5], ["1", 5, 4])),
-        {"model/w": [[[0, 0], [2, 1], [2, 0, 0, 2, 10**400, 5, 4]]]},
-        {"model/w": 5},
-        [],
-    ]
-    told = [{**good["tensors"], **lie} if isinstance(lie, dict) else lie for lie in lies]
-    texts = [json.dumps({**good, "tensors": tensors}) for tensors in told]
-    for text in (*texts, "[" * 100_000, "\0", json.dumps({**good, "kind": "manifest"})):
-        file.write_text(text)
-        caplog.clear()
-        found = checkpoint_statistics(open_checkpoint(tmp_path))
-        assert (False, 5.0, 2) == (found.cached, found.tensors["model/w"].norm, found.tensors["model/c"].numel), text
-        assert ["WARNING"] == [record.levelname for record in caplog.records], text
-        (tmp_path / ".nxd_ckpt" / "statistics" / "t.json").unlink()
-
-    file.write_text(json.dumps(good))
-    for stranger in ("rank_00001.json", "rank_0.json", "notes"):
-        (file.parent / stranger).write_text("{")
-    caplog.clear()
-    assert (True, []) == (checkpoint_statistics(open_checkpoint(tmp_path)).cached, caplog.records)
-    assert [[[0], [1], [2, 0, 0, 1, *complex_one[0][2][4:]]]] == complex_one
-
-
-def test_no_save_and_no_end_after_an_exception_waits_until_counts_are_kept(tmp_path: Path) -> None:
-    """Though the store hangs that takes them: the next save goes on, and so does what is left by an exception."""
-    goes_on, log = threading.Event(), list[Operation]()
-
-    def hook(operation: Operation) -> None:
-        log.append(operation)
-        if operation.name == "write" and operation.key.startswith(SUMMARIES):
-            goes_on.wait()
-
-    for tag in ("a", "b", "c"):
-        (tmp_path / SUMMARIES / tag).mkdir(parents=True)
-    storage = HookedStorage(LocalStorage(tmp_path, durable=False), hook)
-    saver = Checkpointer("", storage=storage)
-    for tag in ("first", "second", "third"):
-        saver.save(tag, {"w": torch.ones(4)}, stats=True)
-    saver.abandon()  # as after an exception
-    assert ["first", "second", "third"] == [info.tag for info in list_tags(LocalStorage(tmp_path))]
-
-    goes_on.set()
-    with Checkpointer("", storage=storage) as saver:
-        saver.save("fourth", {"w": torch.ones(4)}, stats=True)
-    assert checkpoint_statistics(open_checkpoint(tmp_path, "fourth")).cached
-    lost = {"a", "b", "c"}
-    assert set() == lost & {path.name for path in (tmp_path / SUMMARIES).iterdir()}
-    assert set() == lost & {operation.key for operation in log if operation.name == "is_dir"}
-
-
-def test_a_save_never_waits_for_what_is_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither its own end nor the next save, which takes the memory: what was not counted by then is read later."""
-    needed, add = threading.Event(), Summary.add
-
-    def slow(self: Summary, values: torch.Tensor) -> None:
-        needed.wait()
-        add(self, values)
-
-    def waited(tasks: list[Future[bool]]) -> None:
-        needed.set()
-        wait(tasks)
-
-    monkeypatch.setattr(Summary, "add", slow)
-    monkeypatch.setattr("nxd_ckpt.save.counting.wait", waited)
-    with Checkpointer(tmp_path, durable=False) as saver:
-        for tag in ("first", "second"):
-            saver.save(tag, {"v": torch.ones(3), "w": torch.ones(4)}, async_save=True, stats=True).wait()
-    assert ["second"] == [path.name for path in (tmp_path / ".nxd_ckpt" / "summaries").iterdir()]
-    assert [False, True] == [checkpoint_statistics(open_checkpoint(tmp_path, t)).cached for t in ("first", "second")]

@@ -18,7 +18,7 @@ import torch
 
 from nxd_ckpt import Checkpointer, checkpoint_statistics, open_checkpoint
 from nxd_ckpt.coordination import intents, journal, lease
-from nxd_ckpt.coordination.paths import HEARTBEAT, JOURNAL, LEASE, staging_dir, statistics_file, summaries_file
+from nxd_ckpt.coordination.paths import HEARTBEAT, JOURNAL, LEASE, staging_dir, statistics_file
 from nxd_ckpt.core import document
 from nxd_ckpt.core.dcp_names import DcpNames
 from nxd_ckpt.core.manifest import is_manifest, load_index, load_manifest, load_parameters
@@ -223,26 +223,25 @@ def _digests(data: bytes) -> None:
 
 @cache
 def _counted() -> Path:
-    """A directory with a tag whose tensors were counted when it was saved."""
+    """A directory with a tag whose tensors were counted."""
     directory = Path(_SCRATCH.name, "counted")
     with Checkpointer(directory, durable=False) as saver:
-        saver.save("t", {"w": torch.tensor([[3.0], [4.0]])}, stats=True)
+        saver.save("t", {"w": torch.tensor([[3.0], [4.0]])})
     checkpoint_statistics(open_checkpoint(directory))
     return directory
 
 
-def _statistics(file: str, data: bytes) -> None:
+def _statistics(data: bytes) -> None:
     """What is not used is counted anew."""
     directory = Path(_SCRATCH.name, f"{os.getpid()}-counted")
     if not directory.exists():
         shutil.copytree(_counted(), directory)
-    (directory / statistics_file("t")).unlink(missing_ok=True)
-    (directory / file).write_bytes(data)
+    (directory / _STATISTICS).write_bytes(data)
     checkpoint_statistics(open_checkpoint(directory))
 
 
-def _kept(file: str) -> bytes:
-    return (_counted() / file).read_bytes()
+def _kept() -> bytes:
+    return (_counted() / _STATISTICS).read_bytes()
 
 
 def _optimum(data: bytes) -> None:
@@ -257,7 +256,7 @@ def _pickles_of(files: Sequence[bytes]) -> list[bytes]:
     return [zipfile.ZipFile(io.BytesIO(file)).read("archive/data.pkl") for file in files]
 
 
-_STATISTICS, _SUMMARIES = statistics_file("t"), summaries_file("t", 0)
+_STATISTICS = statistics_file("t")
 _HOSTILE = [b"\x80\x04" + pickled + b"." for pickled in findings.HOSTILE.values()]
 
 _TARGETS = [
@@ -282,8 +281,7 @@ _TARGETS = [
     Target("mapping in YAML", partial(_mapping, ".yaml"), valid.YAML_MAPPINGS, damaged_json),
     Target("digests", _digests, valid.DIGESTS, damaged_json),
     Target("DCP names", lambda data: DcpNames.from_json(data, "dcp_names.json"), valid.DCP_NAMES, damaged_json),
-    Target("statistics", partial(_statistics, _STATISTICS), [_kept(_STATISTICS)], damaged_json),
-    Target("counted at a save", partial(_statistics, _SUMMARIES), [_kept(_SUMMARIES)], damaged_json),
+    Target("statistics", _statistics, [_kept()], damaged_json),
     Target("optimum's metadata", _optimum, valid.OPTIMUMS, damaged_json),
     Target("archive", _archive, valid.ARCHIVES, damaged_tar, [*findings.ARCHIVES.values()]),
     Target("DCP metadata", _metadata, valid.METADATA, damaged_pickle, part=PICKLE_PART),
