@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from nxd_ckpt.examine.run_state import StateLine
     from nxd_ckpt.output.locations import Location
     from nxd_ckpt.storage.base import Storage
-    from nxd_ckpt.tag.listing import TagSummaries
 
 _METRICS = 3
 """Column of the metrics: the first after what identifies a tag."""
@@ -112,9 +111,8 @@ def _watch(args: argparse.Namespace) -> int:
     if not 0 <= args.interval <= _LONGEST:
         raise argparse.ArgumentTypeError(f"--interval must be from 0 to {_LONGEST:.0f} seconds, found {args.interval}")
     before: dict[str, Any] | None = None
-    summaries: TagSummaries = {}
     while True:
-        now, state = _look(args.dir, args.storage_options, summaries, before is None, may_be_absent=not args.once)
+        now, state = _look(args.dir, args.storage_options, before is None, may_be_absent=not args.once)
         if args.json and now != before:
             print(json.dumps(now, allow_nan=False, indent=2 if args.once else None), flush=True)
         elif not args.json:
@@ -126,7 +124,7 @@ def _watch(args: argparse.Namespace) -> int:
 
 
 def _look(
-    directory: str, options: Any, summaries: TagSummaries, is_first: bool, may_be_absent: bool
+    directory: str, options: Any, is_first: bool, may_be_absent: bool
 ) -> tuple[dict[str, Any], list[StateLine]]:
     """Return the document; at the first look, also from which tag the run can be resumed, and how old that is."""
     from dataclasses import asdict
@@ -135,14 +133,14 @@ def _look(
     from nxd_ckpt.examine.run_state import age_line, resume_line
     from nxd_ckpt.storage.urls import open_storage
     from nxd_ckpt.tag.directory import require_directory
-    from nxd_ckpt.tag.listing import watched_document
+    from nxd_ckpt.tag.listing import directory_document
 
     storage = open_storage(directory, storage_options=options)
     if may_be_absent and not storage.is_dir("") and not storage.is_file(""):
         return {"directory": storage.url, "latest": None, "tags": {}, "saves": [], "exists": False}, []
     require_directory(storage)
     saves = [asdict(save) for save in saves_in_flight(storage)]
-    listed = watched_document(directory, options, summaries)
+    listed = directory_document(directory, options, only_look=True)
     complete = (tag for tag in listed["tags"] if tag["complete"])
     tags = {tag["tag"]: {name: tag[name] for name in ("order_time", "nbytes", "topology")} for tag in complete}
     state: list[StateLine | None] = []

@@ -108,7 +108,7 @@ def commit(session: Session, topology: Topology, votes: Sequence[Vote], request:
         parameters.update(by_rank[rank])
     parameters.update(_unknown_where_replicas_differ(index_of, topology, votes, parameters))
     lines = tuple(vote.index or FileEntry(0, 0) for vote in votes)
-    session.listed = {info.tag: info for info in list_tags(now, session.listed)}
+    session.listed = {info.tag: info for info in list_tags(now)}
     order_time = _order_time(session, 0.0 if request.draining is None else request.draining.newest)
     manifest = Manifest(
         tag=publication.tag,
@@ -316,7 +316,7 @@ def retain(
     try:
         if now is None:
             now = surveyed(storage)
-            session.listed = {info.tag: info for info in list_tags(now, session.listed)}
+            session.listed = {info.tag: info for info in list_tags(now)}
         tags, new = session.listed, publication.tag
         judged = {**session.ours, **({new: tags[new]} if new in tags else {})}  # nobody need read what was just written
         judgement = judge_tags(now, tags.values(), rules, whole=[new], judged=judged)

@@ -23,7 +23,7 @@ nothing, a directory is there while a key lies below it, and a key can be seen b
 from __future__ import annotations
 
 import errno
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from typing import NamedTuple, NoReturn, Protocol, runtime_checkable
 
@@ -339,17 +339,6 @@ class Surveying(Protocol):
 
     def read_listed(self, key: str, mark: str, limit: int = DOCUMENT) -> bytes:
         """Return all of a file that a survey showed; raise FileNotFoundError if the key has another one by now."""
-
-
-@runtime_checkable
-class Stamping(Protocol):
-    """A storage that can tell cheaply that a directory has not changed."""
-
-    def stamp(self, folder: str, files: Sequence[str]) -> Hashable | None:
-        """Return a value that is another one once names in a directory, or these files of it, have changed.
-
-        None if that is not certain.
-        """
 
 
 @runtime_checkable

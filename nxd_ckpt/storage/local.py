@@ -7,7 +7,7 @@ import os
 import shutil
 import stat
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from copy import copy
 from pathlib import Path
@@ -24,7 +24,6 @@ from nxd_ckpt.storage.local_files import (
     kind_of,
     open_regular,
     overwrite,
-    stamp_of,
     stat_of,
     version_of,
 )
@@ -210,9 +209,6 @@ class LocalStorage(BaseStorage):
 
     def version(self, key: str) -> Version:
         return version_of(stat_of(self._at(key), stat.S_IFREG))
-
-    def stamp(self, folder: str, files: Sequence[str]) -> bytes | None:
-        return stamp_of(self._at(folder), files)
 
     def duplicate(self, source: str, version: Version, target: str) -> bool:
         path = self._own(target)

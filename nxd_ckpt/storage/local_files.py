@@ -5,10 +5,8 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
-import marshal
 import os
 import stat
-import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -83,31 +81,6 @@ def _of_path(error: OSError, path: Path | str) -> Exception:
 def version_of(status: os.stat_result) -> Version:
     """Return the version. It has no time that changes with the number of links."""
     return Version(status.st_size, f"{status.st_dev} {status.st_ino} {status.st_mtime_ns}")
-
-
-_LATELY = 5 * 10**9
-"""Nanoseconds within which a file may change again without another time, as on file systems that keep whole seconds."""
-
-_BY_VALUE = 2
-"""Marshal's version whose bytes depend on values alone."""
-
-
-def stamp_of(folder: str, files: Sequence[str]) -> bytes | None:
-    """Return the inodes, sizes and times of a directory and files of it. None if they cannot tell a change."""
-    numbers = list[int]()
-    now = time.time_ns()
-    for file in ("", *files):
-        try:
-            status = os.stat(f"{folder}/{file}")
-        except FileNotFoundError:
-            numbers.append(0)
-            continue
-        except OSError:
-            return None
-        if status.st_ctime_ns > now - _LATELY:
-            return None
-        numbers += status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
-    return marshal.dumps(numbers, _BY_VALUE) if os.name == "posix" else None  # elsewhere ctime is that of the creation
 
 
 def overwrite(path: str, data: bytes, durable: bool) -> None:

@@ -9,9 +9,8 @@ is the checkpoint, listed as the tag ``""`` (``NO_TAG``), older than any other.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import MappingProxyType
 
 from nxd_ckpt.coordination.guests import entries_of, guests_of
 from nxd_ckpt.core.limits import NOTE
@@ -30,12 +29,11 @@ from nxd_ckpt.core.names import (
     parse,
 )
 from nxd_ckpt.core.suggestions import closest, first_of
-from nxd_ckpt.core.tags import TagInfo, same_time
+from nxd_ckpt.core.tags import TagInfo
 from nxd_ckpt.errors import CheckpointNotFound, MalformedFile
 from nxd_ckpt.storage.base import DirEntry, Storage
 from nxd_ckpt.storage.local import LocalStorage
 from nxd_ckpt.storage.system import aliases
-from nxd_ckpt.tag.facts import fact_of, recalled
 from nxd_ckpt.tag.foreign import legacy
 from nxd_ckpt.tag.foreign.other_kinds import described, described_below
 from nxd_ckpt.tag.grid import holes, spanned
@@ -95,18 +93,17 @@ def is_tag(storage: Storage) -> bool:
     )
 
 
-def list_tags(storage: Storage, earlier: Mapping[str, TagInfo] = MappingProxyType({})) -> list[TagInfo]:
+def list_tags(storage: Storage) -> list[TagInfo]:
     """Return the tags in a directory, complete or not, in order of name.
 
-    Hidden names and other directories are skipped. A damaged tag never hides the others. Of tags that an ``earlier``
-    listing has, by name, only the time is read again if it is still the same.
+    Hidden names and other directories are skipped. A damaged tag never hides the others.
     """
-    return list(_tags(surveyed(storage), earlier))
+    return list(_tags(surveyed(storage)))
 
 
 def holds_tags(storage: Storage) -> bool:
     """Return whether there is any tag. Inspects no more of them than needed."""
-    return next(_tags(storage, {}), None) is not None
+    return next(_tags(storage), None) is not None
 
 
 def find_tag(storage: Storage, tag: str) -> TagInfo | None:
@@ -119,7 +116,7 @@ def find_tag(storage: Storage, tag: str) -> TagInfo | None:
         return None
 
 
-def _tags(storage: Storage, earlier: Mapping[str, TagInfo]) -> Iterator[TagInfo]:
+def _tags(storage: Storage) -> Iterator[TagInfo]:
     top = storage.list()
     ranks = [name for entry in top if (name := legacy.parse(entry.name)) is not None]
     if ranks:
@@ -128,28 +125,9 @@ def _tags(storage: Storage, earlier: Mapping[str, TagInfo]) -> Iterator[TagInfo]
     folders = [entry.name for entry in top if entry.is_dir and entry.name[0] != "."]
 
     def inspect(tag: str) -> TagInfo | None:
-        info = earlier.get(tag)
-        if info and _is_same(storage, info):
-            return info
-        return recalled(storage, tag, "info", lambda: _inspect(storage, tag, lambda: newest), is_of_its_marker)
+        return _inspect(storage, tag, lambda: newest)
 
-    yield from filter(None, in_parallel(storage, folders, inspect, lambda tag: fact_of(storage, tag, "info")))
-
-
-def is_of_its_marker(info: TagInfo | None) -> bool:
-    """Return whether marker and manifest alone decided these facts: a complete tag, which nobody saved over."""
-    return info is not None and info.complete and info.ours and same_time(info.order_time, info.marked)
-
-
-def _is_same(storage: Storage, info: TagInfo) -> bool:
-    """Return whether the marker of a complete tag of ours still has the time that was read before."""
-    if not (info.complete and info.ours):
-        return False
-    try:
-        read = marker_time(storage, f"{info.tag}/{DONE}") if storage.renames else recorded_order_time(storage, info.tag)
-    except (FileNotFoundError, MalformedFile):
-        return False
-    return read == info.marked
+    yield from filter(None, in_parallel(storage, folders, inspect))
 
 
 def is_checkpoint_of_ours_or_nxd(storage: Storage, tag: str) -> bool:

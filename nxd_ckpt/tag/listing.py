@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime, timezone
@@ -39,11 +39,9 @@ from nxd_ckpt.tag.directory import (
     describe_incomplete,
     find_tag,
     holds_tags,
-    is_of_its_marker,
     is_tag,
     require_directory,
 )
-from nxd_ckpt.tag.facts import fact_of, recalled, stamp_of
 from nxd_ckpt.tag.files import TagFiles
 from nxd_ckpt.tag.foreign import legacy
 from nxd_ckpt.tag.grid import describe, holes
@@ -62,10 +60,6 @@ _LAST = datetime(9999, 1, 1, tzinfo=timezone.utc).timestamp()
 
 Options = Mapping[str, Any] | None
 
-_DESCRIPTION = "description"
-"""Kind of the facts of a listing."""
-
-TagSummaries = dict[TagInfo, dict[str, Any]]
 Summarize = Callable[[TagInfo, TagInfo | None], dict[str, Any]]
 """Returns the summary of a tag, given the newest one."""
 
@@ -183,25 +177,10 @@ def tag_before(opened: OpenTag) -> str | None:
     return None
 
 
-def directory_document(path: str, options: Options = None) -> dict[str, Any]:
+def directory_document(path: str, options: Options = None, *, only_look: bool = False) -> dict[str, Any]:
     """Describe every tag in a directory, in the order in which they became visible.
 
-    Raises:
-        CheckpointNotFound: no such directory, or ``path`` is itself a tag.
-    """
-    storage = _open(path, options)
-
-    def look() -> dict[str, Any]:
-        now = surveyed(storage)
-        return _listing(now, path, options, partial(_described, storage, now), at_hand=partial(_known_description, now))
-
-    return of_latest(True, look)
-
-
-def watched_document(path: str, options: Options, summaries: TagSummaries) -> dict[str, Any]:
-    """Describe every tag in a directory that is observed repeatedly: complete tags are opened once.
-
-    ``summaries`` keeps their descriptions between calls. A replacement that a dead job left half done stays as it is.
+    With ``only_look`` a replacement that a dead job left half done stays as it is.
 
     Raises:
         CheckpointNotFound: no such directory, or ``path`` is itself a tag.
@@ -210,14 +189,7 @@ def watched_document(path: str, options: Options, summaries: TagSummaries) -> di
 
     def look() -> dict[str, Any]:
         now = surveyed(storage)
-
-        def summarize(info: TagInfo, newest: TagInfo | None) -> dict[str, Any]:
-            summary = summaries.get(info) or _described(storage, now, info, newest)
-            if summary["complete"] and not summary["problems"]:
-                summaries[info] = summary
-            return summary | {"latest": info == newest}
-
-        return _listing(now, path, options, summarize, only_look=True)
+        return _listing(now, path, options, partial(_described, storage, now), only_look=only_look)
 
     return of_latest(True, look)
 
@@ -245,7 +217,6 @@ def _listing(
     only: str | None = None,
     *,
     only_look: bool = False,
-    at_hand: Callable[[TagInfo, TagInfo | None], dict[str, Any] | None] = lambda info, newest: None,
 ) -> dict[str, Any]:
     tags = in_order(settled_tags(storage, only_look=only_look))
     if not tags and is_tag(storage):
@@ -258,9 +229,7 @@ def _listing(
     except (OSError, CheckpointError):  # tags are shown without their pins then
         pins = set()
     listed = [info for info in tags if only in (None, info.tag)]
-    summaries = in_parallel(
-        storage, listed, lambda info: summarize(info, newest), lambda info: at_hand(info, newest)
-    )
+    summaries = in_parallel(storage, listed, lambda info: summarize(info, newest))
     return {
         "directory": storage.url,
         "latest": None if newest is None else newest.tag,
@@ -292,55 +261,12 @@ def _open(path: str, options: Options) -> Storage:
     return storage
 
 
-class _Description(NamedTuple):
-    """A tag's document, with the indexes that were read for it, and their stamp: None if that is not known."""
-
-    document: dict[str, Any]
-    read: Sequence[str]
-    stamp: Hashable
-
-    def lasts(self) -> bool:
-        return self.document["complete"] and not self.document["problems"] and self.stamp is not None
-
-    def is_of(self, now: Storage, tag: str) -> bool:
-        return not self.read or self.stamp == stamp_of(now, tag, self.read)
-
-    def shown(self, info: TagInfo, newest: TagInfo | None) -> dict[str, Any]:
-        """Return a document of its own, with the times of this look."""
-        apart = {key: dict(value) for key, value in self.document.items() if isinstance(value, dict)}
-        return {**self.document, **apart, **_name_and_time(info), "latest": info == newest}
-
-
 def _described(storage: Storage, now: Storage, info: TagInfo, newest: TagInfo | None) -> dict[str, Any]:
     """Describe a tag as a survey, ``now``, shows it; with problems, as it is, in case that it was replaced since."""
-
-    def describe() -> _Description:
-        opened = dict[str, OpenTag]()
-        document = _describe_tag(now, info, newest, opened)
-        read = [index for tag in opened.values() for index in _indexes_read(tag)]
-        return _Description(document, read, stamp_of(now, info.tag, read) if read else ())
-
-    if is_of_its_marker(info):
-        description = recalled(now, info.tag, _DESCRIPTION, describe, _Description.lasts)
-        if not description.is_of(now, info.tag):
-            description = describe()
-    else:
-        description = describe()
-    if description.document["problems"] and now is not storage:
+    document = _describe_tag(now, info, newest)
+    if document["problems"] and now is not storage:
         return _describe_tag(storage, info, newest)
-    return description.shown(info, newest)
-
-
-def _known_description(now: Storage, info: TagInfo, newest: TagInfo | None) -> dict[str, Any] | None:
-    """Return what `_described` would, if nothing needs to be read for it."""
-    description = fact_of(now, info.tag, _DESCRIPTION) if is_of_its_marker(info) else None
-    return None if description is None or not description.is_of(now, info.tag) else description.shown(info, newest)
-
-
-def _indexes_read(opened: OpenTag) -> list[str]:
-    """Return the indexes that `summary` reads: those of a mesh job, for the sizes of its mesh."""
-    at, leaders = opened.topology.coordinates_of, () if opened.manifest is None else opened.manifest.leaders or ()
-    return [names.index_file(at(rank)) for rank in leaders]
+    return document
 
 
 def _describe_tag(
@@ -532,4 +458,4 @@ def metrics_of(storage: Storage, info: TagInfo) -> Metrics:
     """Return the metrics of a tag's save; none if it is not ours."""
     if not info.ours:
         return {}
-    return recalled(storage, info.tag, "metrics", lambda: manifest_of(storage, info.tag).metrics, lambda _: True)
+    return manifest_of(storage, info.tag).metrics

@@ -147,15 +147,9 @@ _KEPT = 64
 
 
 def in_parallel(
-    storage: Storage,
-    keys: Sequence[_Key],
-    inspect: Callable[[_Key], _Value],
-    at_hand: Callable[[_Key], _Value | None] = lambda key: None,
+    storage: Storage, keys: Sequence[_Key], inspect: Callable[[_Key], _Value]
 ) -> Iterator[_Value]:
-    """Yield the result for each key. In a store, where each costs requests, as many at a time as it serves at once.
-
-    There ``at_hand`` is asked first: what it returns needs no thread.
-    """
+    """Yield the result for each key. In a store, where each costs requests, as many at a time as it serves at once."""
     if storage.renames or len(keys) < 2:
         yield from map(inspect, keys)
         return
@@ -168,11 +162,7 @@ def in_parallel(
 
             batch = keys[first : first + storage.concurrency]
             for key in batch:
-                value = at_hand(key)
-                if value is None:
-                    pool.submit(partial(look, key=key))
-                else:
-                    results[key] = value
+                pool.submit(partial(look, key=key))
             pool.wait_for(pool.submitted)
             yield from (results[key] for key in batch)
 

@@ -1,16 +1,13 @@
-"""A store as one survey shows it: what directories hold directly is known, and small files are read once.
+"""A store as one survey shows it: what directories hold directly is known.
 
-Listing tags, and judging which of them stay, asks of each what it holds, and for its small files: two to fifteen
-requests of some 30 ms. A survey lists a hundred tags in one. Small files are kept for the whole process, by the mark
-that a listing has of each: a file with another mark is read again.
+Listing tags, and judging which of them stay, asks of each what it holds: several requests of some 30 ms. A survey lists
+a hundred tags in one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
-from sys import intern
+from collections.abc import Mapping, Sequence
 
-from nxd_ckpt import effects
 from nxd_ckpt.core.limits import DOCUMENT
 from nxd_ckpt.storage.base import DirEntry, ListedFile, Storage, Surveying
 from nxd_ckpt.storage.wrapper import StorageWrapper
@@ -21,12 +18,6 @@ _TOGETHER = 124
 
 _RANKS = "/dp_rank_"
 """Beginning of the names of ranks' files, which may be thousands: a survey shows only that there are some."""
-
-_SMALL, _ALL = 2**20, 32 * 2**20
-"""Bytes of a file that is kept, and of all of them."""
-
-_ENTRY = 400
-"""Bytes of an entry beside its content."""
 
 
 def surveyed(storage: Storage) -> Storage:
@@ -94,19 +85,7 @@ class SurveyedStorage(StorageWrapper):
         file = self._file(key)
         if file is None or not isinstance(self.inner, Surveying):
             return self.inner.read(key, limit)
-        place = self.url, key, file.mark
-        data = contents.get(place) if file.nbytes <= limit else None
-        if data is None:
-            data = self.inner.read_listed(key, file.mark, limit)
-            contents.put(place, data)
-        return data
-
-    def stamp(self, folder: str, files: Sequence[str]) -> Hashable | None:
-        names = self._content.get(folder)
-        if names is None or any("/" in file for file in files):
-            return None
-        listing = "\0".join(name if file is not None else f"{name}/" for name, file in names.items())
-        return (intern(listing), *map(names.get, files))
+        return self.inner.read_listed(key, file.mark, limit)
 
     def _file(self, key: str) -> ListedFile | None:
         """Return the file as it was listed; None if it is unknown. Raises FileNotFoundError if there was none."""
@@ -118,34 +97,3 @@ class SurveyedStorage(StorageWrapper):
         if file is None:
             raise FileNotFoundError(f"{self.url}/{key} does not exist")
         return file
-
-
-class _Contents:
-    """Contents of small files by their place and mark. The oldest make room for others."""
-
-    def __init__(self) -> None:
-        self._lock = effects.Lock()
-        self.clear()
-
-    def clear(self) -> None:
-        self._files, self._nbytes = dict[tuple[str, str, str], bytes](), 0
-
-    def get(self, place: tuple[str, str, str]) -> bytes | None:
-        return self._files.get(place)
-
-    def put(self, place: tuple[str, str, str], data: bytes) -> None:
-        if len(data) > _SMALL:
-            return
-        with self._lock:
-            self._nbytes += len(data) + _ENTRY - self._drop(place)
-            self._files[place] = data
-            while self._nbytes > _ALL:
-                self._nbytes -= self._drop(next(iter(self._files)))
-
-    def _drop(self, place: tuple[str, str, str]) -> int:
-        data = self._files.pop(place, None)
-        return 0 if data is None else len(data) + _ENTRY
-
-
-contents = _Contents()
-"""Of this process: a mark belongs to one content, so it does not matter which storage has shown it."""

@@ -12,7 +12,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass, replace
-from functools import lru_cache, partial, wraps
+from functools import partial, wraps
 from typing import Any, NamedTuple
 
 from nxd_ckpt import effects
@@ -40,8 +40,7 @@ from nxd_ckpt.storage.base import Storage, pread_of
 from nxd_ckpt.storage.progress import Counter, report, watched
 from nxd_ckpt.storage.urls import open_storage
 from nxd_ckpt.tag.by_path import OF_TORCH, Place, choose_anything
-from nxd_ckpt.tag.directory import NO_TAG, find_tag, is_of_its_marker
-from nxd_ckpt.tag.facts import recalled
+from nxd_ckpt.tag.directory import NO_TAG
 from nxd_ckpt.tag.files import MissingTensor, TagFiles
 from nxd_ckpt.tag.foreign import legacy
 from nxd_ckpt.tag.foreign.torch_dcp import DcpFiles, read_metadata
@@ -200,26 +199,13 @@ def _in_a_sentence(look: Callable[[Storage, str], str | None]) -> Callable[[Stor
     return damage
 
 
-class _Names(NamedTuple):
-    """The files that every load of a tag needs, and whether its manifest, which nobody saved over, tells them."""
-
-    files: tuple[str, ...]
-    of_manifest: bool
-
-
 @_in_a_sentence
 def lost_names(storage: Storage, tag: str) -> str | None:
     """Describe files that every load needs, and that a tag lacks; or damage that this process found in it before.
 
-    It lists the tag, whatever the number of ranks: rank 0 asks this at each save. It reads the manifest of one that
-    may have changed since it was last asked.
+    It reads the manifest and lists the tag, whatever the number of ranks: rank 0 asks this at each save.
     """
-
-    def expected() -> _Names:
-        opened = _open(storage, tag)
-        return _Names(_few(tuple(_names_of(opened))), opened.manifest is not None and _is_of_its_marker(opened))
-
-    needed = recalled(storage, tag, "names", expected, lambda names: names.of_manifest).files
+    needed = list(_names_of(_open(storage, tag)))
     files = TagFiles(storage, tag)
     folders = (names.INDEX_DIR, names.MODEL_DIR, names.OPTIMIZER_DIR)
     listed = {f"{folder}/{name}" for folder in folders for name in files.names(folder)}
@@ -227,17 +213,6 @@ def lost_names(storage: Storage, tag: str) -> str | None:
     if lost:
         return f"{files.directory} lost {first_of(lost)}"
     return known_damage(storage, Identity(storage, tag)) if is_noted(storage, tag) else None
-
-
-@lru_cache(maxsize=8)
-def _few(files: tuple[str, ...]) -> tuple[str, ...]:
-    """Return an equal tuple from before: of many tags and ranks, all have the same names."""
-    return files
-
-
-def _is_of_its_marker(opened: OpenTag) -> bool:
-    info = find_tag(opened.storage, opened.tag)
-    return info is not None and is_of_its_marker(info)
 
 
 def sealed_loss(storage: Storage) -> str | None:

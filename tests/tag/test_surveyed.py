@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from nxd_ckpt.storage.base import DirEntry
-from nxd_ckpt.tag import surveyed as module
-from nxd_ckpt.tag.surveyed import contents, surveyed
+from nxd_ckpt.tag.surveyed import surveyed
 from nxd_ckpt.testing.storage import MemoryStorage
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]
@@ -39,26 +38,12 @@ def test_a_survey_answers_as_the_store_does(store: MemoryStorage) -> None:
 
 
 def test_a_survey_stays_as_it_was(store: MemoryStorage) -> None:
-    """What comes later is not seen; a file that was replaced counts as missing, unless it was read before."""
+    """What comes later is not seen; a file that was replaced counts as missing."""
     now = surveyed(store)
-    assert b"b/manifest.json" == now.read("b/manifest.json")
     for key in ("a/done", "a/later", "b/manifest.json"):
         store.write(key, b"new")
     assert [DirEntry("done", False), DirEntry("model", True)] == now.list("a")
-    assert b"b/manifest.json" == now.read("b/manifest.json")
-    with pytest.raises(FileNotFoundError, match="a/done"):
-        now.read("a/done")
+    for key in ("a/done", "b/manifest.json"):
+        with pytest.raises(FileNotFoundError, match=key):
+            now.read(key)
     assert b"new" == surveyed(store).read("b/manifest.json")
-
-
-def test_contents_of_small_files_are_bounded(store: MemoryStorage, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The oldest make room, and a large one is not kept."""
-    contents.clear()
-    monkeypatch.setattr(module, "_ALL", 1000)
-    monkeypatch.setattr(module, "_SMALL", 10)
-    places = [("url", f"{number}", "mark") for number in range(4)]
-    for place in (*places, places[2]):
-        contents.put(place, b"1")
-    contents.put(("url", "large", "mark"), bytes(11))
-    assert [None, None, b"1", b"1"] == [contents.get(place) for place in places]
-    assert contents.get(("url", "large", "mark")) is None

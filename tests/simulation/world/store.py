@@ -16,8 +16,6 @@ from threading import RLock
 from typing import Any, NamedTuple
 
 from nxd_ckpt.storage.s3.upload import crc32
-from nxd_ckpt.tag.facts import facts
-from nxd_ckpt.tag.surveyed import contents
 
 Reply = dict[str, Any]
 
@@ -68,8 +66,6 @@ class ObjectStore:
         self._listed_unit = 0.001 if lists_milliseconds else 1.0
         self._lock = RLock()
         self._begun = 0
-        facts.clear()
-        contents.clear()  # else what happens would depend on earlier services of this process
 
     def request(self, operation: str, parameters: Mapping[str, Any]) -> Reply:
         """What the service replies. Raises Refused."""

@@ -12,7 +12,6 @@ from types import SimpleNamespace, TracebackType
 from typing import Any
 
 from nxd_ckpt import effects
-from nxd_ckpt.tag.facts import facts
 from tests.simulation.world.world import Process, Task, World
 
 EPOCH = 1_700_000_000.0
@@ -238,7 +237,6 @@ def inhabited(world: World) -> Iterator[None]:
     for name, value in replaced.items():
         setattr(effects, name, value)
     futures.threading = SimpleNamespace(**replaced)  # type: ignore[assignment, attr-defined]
-    facts.clear()  # its processes are new
     try:
         yield
     finally:
