@@ -525,8 +525,7 @@ class Checkpointer(ClosesUnheld):
         Without a process group nothing can be agreed on before: then the plan is None, and an error becomes a vote.
         """
         try:
-            agreement = self._meet("save")
-            planned = None if agreement is None else self._pipeline.plan_together(agreement, captured, tag)
+            agreement, planned = self._pipeline.plan_together(lambda: self._meet("save"), captured, tag)
             if self._session is None:
                 self._claim(agreement)
         except BaseException:

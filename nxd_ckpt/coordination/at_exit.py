@@ -11,11 +11,11 @@ import logging
 import os
 import sys
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, process
 from contextlib import suppress
 from functools import wraps
-from multiprocessing import parent_process, util
-from typing import ParamSpec, Protocol, TypeVar
+from multiprocessing import current_process, parent_process, util
+from typing import Any, ParamSpec, Protocol, TypeVar
 from weakref import ref
 
 from nxd_ckpt import effects
@@ -36,6 +36,9 @@ class Closable(Protocol):
 
     def close(self) -> None:
         """Finish, and raise failures that were not raised before."""
+
+    def release(self) -> None:
+        """Do the same, but it can be used again."""
 
     def abandon(self) -> None:
         """Finish this rank's part after an exception; never raises."""
@@ -64,6 +67,9 @@ class ClosesUnheld:
         raise NotImplementedError
 
     def close(self) -> None:
+        raise NotImplementedError
+
+    def release(self) -> None:
         raise NotImplementedError
 
     def __del__(self, is_exiting: Callable[[], bool] = sys.is_finalizing) -> None:
@@ -163,6 +169,8 @@ class ToldFuture(Future[_Result]):
         if not self._is_told:
             self.result()
 
+    release = close
+
     def abandon(self) -> None:
         """Do nothing: the interpreter waits for it anyway."""
 
@@ -235,6 +243,40 @@ def _end_with_child() -> None:
     if _end_of_child is None and parent_process() is not None:
         util.Finalize(None, _at_end_of_child, exitpriority=_FIRST)
         _end_of_child = util.Finalize(None, _exit_if_lost, exitpriority=_LAST)
+        _tell_pool()
+
+
+def _tell_pool() -> None:
+    """Let each task of a process pool finish its saves, and raise their failures, before its result goes back.
+
+    Nobody looks at the exit code of a pool's process. torch_xla.launch runs the ranks in such processes.
+    """
+    worker: Any = current_process()
+    if worker._target is process._process_worker:
+        _, results, *_ = worker._args
+        send = results.put
+
+        def finish_and_send(result: object) -> None:
+            if getattr(result, "exception", None) is None:
+                _finish_task()  # what it raises is sent in place of the result
+            send(result)
+
+        results.put = finish_and_send
+
+
+def _finish_task() -> None:
+    """Finish all saves; raise the first failure, and let others be the exit code."""
+    settle_unheld(lambda: None)
+    failures: list[BaseException] = []
+    for closable in open_objects():
+        try:
+            closable.release()
+        except BaseException as error:
+            failures.append(error)
+    for failure in failures[1:]:
+        _lose(failure)
+    if failures:
+        raise failures[0]
 
 
 def _forget_parents() -> None:

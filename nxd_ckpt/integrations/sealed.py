@@ -250,6 +250,8 @@ class SealedDirectory:
         finally:
             self._give_back()
 
+    release = close
+
     def _tidy(self, retire: Callable[[], None]) -> None:
         """Remove older files. The directory is visible, so a failure does not fail the save."""
         try:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 from nxd_ckpt import effects
 from nxd_ckpt.commit.retention import remove_surplus
 from nxd_ckpt.coordination.agreement import Agreement, decided_by_rank0, on_all
+from nxd_ckpt.core.tags import goes_back
 from nxd_ckpt.core.topology import Topology
 from nxd_ckpt.core.votes import plan_difference
 from nxd_ckpt.errors import CheckpointError, OutcomeUnknown, RanksDisagree, as_checkpoint_errors, in_words, to_wire
@@ -61,18 +63,29 @@ class Pipeline:
         _ = self._writer  # raises here if a thread cannot start
         return StagingPlan(plan, plan_waves(plan.staged_files, self._cap()))
 
-    def plan_together(self, agreement: Agreement, captured: Callable[[], SaveState], tag: str) -> StagingPlan:
-        """Plan the first save, under ``tag``, of the ``captured`` state. Collective.
+    def plan_together(
+        self, meet: Callable[[], Agreement | None], captured: Callable[[], SaveState], tag: str
+    ) -> tuple[Agreement | None, StagingPlan | None]:
+        """Plan the first save, under ``tag``, of the ``captured`` state, once all ranks ``meet``. Collective.
 
-        Ranks of a mesh job exchange summaries of their tensors, for all later saves. Raises on all ranks if the save is
-        impossible on any, and RanksDisagree.
+        Ranks of a mesh job exchange summaries of their tensors, for all later saves. A rank that left out saves of the
+        others waits until they come to its own. Both results are None where ranks cannot meet.
+
+        Raises on all ranks if the save is impossible on any. Raises RanksDisagree, where others left out this save only
+        on the ranks that made it.
         """
-        state, summary = on_all(agreement, lambda: mesh_summary(captured(), self._topology.members))
-        self._planner.groups = agree_on_groups(agreement, summary)
-        planned = on_all(agreement, lambda: self.plan(state))
-        plans = agreement.gather(planned.plan.agreed(tag, self._topology))
-        decided_by_rank0(agreement, lambda: _must_agree(plans))
-        return planned
+        while (agreement := meet()) is not None:
+            state, summary = on_all(agreement, lambda: mesh_summary(captured(), self._topology.members))
+            self._planner.groups = agree_on_groups(agreement, summary)
+            planned = on_all(agreement, partial(self.plan, state))
+            plans = agreement.gather(planned.plan.agreed(tag, self._topology))
+            newest = decided_by_rank0(agreement, partial(_newest_tag, plans))
+            if newest is None:
+                return agreement, planned
+            if newest != tag:
+                raise RanksDisagree(f"save of {tag!r} failed: not all ranks made it, others are at {newest!r}")
+            logger.warning("not all ranks made the saves before %r: it waits for those that come later", tag)
+        return None, None
 
     def run(
         self,
@@ -214,10 +227,17 @@ def await_decided(attempt: SaveAttempt, pending: SaveProgress, *, shown: bool) -
         pending.future.wait()
 
 
-def _must_agree(plans: list[Any] | None) -> None:
-    for rank, plan in enumerate(plans or []):
-        if plans is not None and plan != plans[0]:
-            raise RanksDisagree(plan_difference((0, rank), plans[0], plan))
+def _newest_tag(plans: list[dict[str, Any]] | None) -> str | None:
+    """Return None if all ranks save the same, or the tag that all others come before. Raises RanksDisagree."""
+    if plans is None:
+        return None
+    tags: list[str] = [plan["tag"] for plan in plans]
+    newest = next((tag for tag in tags if all(other == tag or goes_back(other, tag) for other in tags)), None)
+    for rank, plan in enumerate(plans):
+        agreed = {**plans[0], "tag": tags[0] if newest is None else plan["tag"]}
+        if plan != agreed:
+            raise RanksDisagree(plan_difference((0, rank), agreed, plan))
+    return newest if len({*tags}) > 1 else None
 
 
 def _conclude(attempt: SaveAttempt, pending: SaveProgress, started: float) -> None:

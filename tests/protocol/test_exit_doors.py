@@ -6,6 +6,7 @@ On two Pythons: from 3.12 on an exiting interpreter starts no threads, and child
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -112,12 +113,56 @@ def test_a_forked_child_finishes_its_saves(tmp_path: Path) -> None:
         assert ["one"] == visible_tags(tmp_path / f"{used} 1")
 
 
+POOLED = """
+import concurrent.futures, multiprocessing, sys
+import torch
+import nxd_ckpt
+from tests.protocol.children import saves_last
+
+made = []
+
+def task(path, fails, own):
+    if own:
+        made.append(nxd_ckpt.Checkpointer(path))
+        made[-1].save(f"own-{own}", {"weight": torch.ones(10)}, async_save=True)
+    else:
+        saves_last(path, fails)
+    return "done"
+
+if __name__ == "__main__":
+    context = multiprocessing.get_context(sys.argv[2])
+    with concurrent.futures.ProcessPoolExecutor(1, context) as pool:
+        for fails, own in ((False, 0), (False, 1), (False, 2), (True, 0)):
+            future = pool.submit(task, f"{sys.argv[1]}/{fails}", fails, own)
+            print(future.exception() or future.result())
+"""
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_a_task_of_a_pool_ends_with_its_saves(tmp_path: Path, method: str) -> None:
+    """A lost one is its exception, since nobody looks at exit codes of a pool. The next task saves again."""
+    script = tmp_path / "pooled.py"
+    script.write_text(POOLED)
+    command = [sys.executable, str(script), str(tmp_path), method]
+    environment = {**os.environ, "PYTHONPATH": os.getcwd()}
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False, env=environment)
+    assert 0 == ended.returncode, ended.stderr
+    *done, lost = ended.stdout.splitlines()
+    assert ["done"] * 3 == done
+    assert "'two'" in lost
+    assert "No space left on device" in lost
+    assert ["one", "two", "own-1", "own-2"] == visible_tags(tmp_path / "False")
+    assert ["one"] == visible_tags(tmp_path / "True")
+
+
 LAUNCHED = """
 import os, sys
 os.environ["PJRT_DEVICE"] = "CPU"
 import torch, torch_xla, nxd_ckpt
 
 def train(index, path):
+    if len(sys.argv) > 2:
+        open(os.path.join(path, "last"), "w").close()  # a file in the place of the tag
     nxd_ckpt.save_checkpoint(path, "one", {"weight": torch.ones(2**18)}, async_save=True)
     nxd_ckpt.save_checkpoint(path, "last", {"weight": torch.ones(2**18)}, async_save=True)
 
@@ -127,12 +172,14 @@ if __name__ == "__main__":
 
 
 @pytest.mark.xla
-def test_what_torch_xla_launches_finishes_its_saves(tmp_path: Path) -> None:
-    """In a process of a pool, whose exit code nobody looks at: a failure is in its log."""
+@pytest.mark.parametrize("fails", [False, True])
+def test_what_torch_xla_launches_finishes_its_saves(tmp_path: Path, fails: bool) -> None:
+    """In a process of a pool; one that is lost is an exception of the launch."""
     pytest.importorskip("torch_xla")
     script = tmp_path / "train.py"
     script.write_text(LAUNCHED)
-    command = [sys.executable, str(script), str(tmp_path / "run")]
+    (tmp_path / "run").mkdir()
+    command = [sys.executable, str(script), str(tmp_path / "run"), *(["fails"] if fails else [])]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
-    assert 0 == ended.returncode, ended.stderr
-    assert ["one", "last"] == visible_tags(tmp_path / "run")
+    assert int(fails) == ended.returncode, ended.stderr
+    assert (["one"] if fails else ["one", "last"]) == visible_tags(tmp_path / "run")

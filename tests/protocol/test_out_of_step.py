@@ -164,3 +164,17 @@ def test_ranks_that_meet_in_different_saves_are_in_step_again_soon(
     assert saved == [saved[0]] * world
     assert LAST in saved[0]
     assert [tags[step:][:1] or f"step_{step}" for step in saved[0]] == visible_tags(tmp_path)
+
+
+FIRST_LEFT_OUT = [(2, {1: {0}}), (2, {0: {0, 1}}), (2, {0: {0}, 1: {1}}), (3, {1: {0}, 2: {1}})]
+
+
+@pytest.mark.parametrize(("world", "left_out"), FIRST_LEFT_OUT, ids=str)
+def test_a_first_save_that_a_rank_left_out_fails_alone(
+    tmp_path: Path, world: int, left_out: dict[int, set[int]]
+) -> None:
+    """The rank that is ahead waits until the others come to its save, however many it left out."""
+    outcomes = Job(world, saves_but_for, tmp_path, world, left_out, True, False, group=True).values()
+    made = [step for step in range(LAST + 1) if step not in set.union(*left_out.values())]
+    assert [made] * world == [[step for step in range(LAST + 1) if told[step] == "saved"] for told in outcomes]
+    assert [f"step_{step}" for step in made] == visible_tags(tmp_path)
