@@ -52,6 +52,9 @@ class RenamedTensors:
     def names(self) -> list[str]:
         return sorted(self._in_files)
 
+    def has(self, name: str) -> bool:
+        return name in self._in_files
+
     @cached_property
     def left_out(self) -> tuple[str, ...]:
         """Tensors of the files that are not the text model's."""
@@ -119,6 +122,10 @@ class UnpackedTensors:
     def names(self) -> list[str]:
         in_files = {*self._directory.names}.difference(self._packed_by_part.values(), self._prediction)
         return sorted(in_files.union(self._packed_by_part))
+
+    def has(self, name: str) -> bool:
+        """Return whether there is such a tensor, or such a part of one."""
+        return name in self._packed_by_part or self._directory.has(name)
 
     @property
     def left_out(self) -> dict[str, tuple[str, ...]]:

@@ -31,6 +31,7 @@ from nxd_ckpt.load.collective_checks import ComparedNames, Unmatched, judge_mode
 from nxd_ckpt.load.comparison import Digests, Witness, is_proved, judge, recorded_digest
 from nxd_ckpt.load.filters import Filter
 from nxd_ckpt.load.load_context import LoadContext, load_context
+from nxd_ckpt.load.mapped_weights import MappedWeights
 from nxd_ckpt.load.options import LoadRequest
 from nxd_ckpt.load.overwriting import fill_model, nbytes_of, overwriting, refuse_lost_elements
 from nxd_ckpt.load.parts import (
@@ -243,10 +244,15 @@ class LoadAttempt:
         self, opened: OpenTag, request: LoadRequest, cache: CachedStorage | None = None, *, is_alone: bool = False
     ) -> None:
         topology, options = request.topology, request.options
+        weights = opened.weights
+        live = None if request.model is None else open_model(request.model, may_be_meta=weights is not None)
+        if weights is not None:
+            opened = MappedWeights(opened, weights, live, request)
+            options = replace(options, key_mapping=None, prefix="")  # which name tensors of the files
         self.filtered = Filter(options)
-        live = None if request.model is None else open_model(request.model)
         base_names = {} if live is None else live.base_names()
-        if live is not None and opened.parts.model and (base_names or _may_be_wrapped(opened, topology, live)):
+        others = live is not None and opened.parts.model and weights is None
+        if live is not None and others and (base_names or _may_be_wrapped(opened, topology, live)):
             saved = opened.model_names()
             wrapped = names_without_wrappers(live.names(), saved)
             self.filtered.know_base_names(live.former_names() | base_names | wrapped, saved)
@@ -406,7 +412,7 @@ class PreparedLoad:
         if self._trees.model is not None:
             read = delivery_of(self.reader, self._begin, None, self._witness.saw)
             refuse_lost_elements(self._trees.model, self._trees.names, self._trees.model_tree, read)
-        if not self._options.verifies_first:
+        if not (self._options.verifies_first and self._opened.has_digests):
             return
         mine = list(self._shares.verified_here(self._trees.leaves()))
         total = partial(self.reader.nbytes_to_verify, [(leaf, takes) for _, leaf, takes in mine])
@@ -498,6 +504,7 @@ class PreparedLoad:
         delivery = delivery_of(self.reader, self._begin, self._reads, self._witness.saw)
         if model is not None:
             with gc_paused():
+                model.materialize(self._trees.names)
                 strict = self._options.strict_names
                 fill_model(model, self._trees.names, self._trees.model_tree, delivery, strict)
             delivery.finish()
@@ -523,7 +530,7 @@ class PreparedLoad:
         torch_xla.sync()
 
     def _begin(self, leaf: Leaf, out: torch.Tensor) -> None:
-        compare = self._options.verify is not False and id(leaf) not in self._compared_live
+        compare = self._opened.has_digests and self._options.verify is not False and id(leaf) not in self._compared_live
         verified = self._options.verifies_first
         name, takes = self._trees.name_by_leaf[id(leaf)], self._shares.takes(leaf)
         self.reader.read_into(leaf, out, name, compare=compare, verified=verified, takes=takes)

@@ -126,6 +126,8 @@ class LoadContext:
     @property
     def _gathered(self) -> dict[str, tuple[int, int]]:
         """Dimension and whole length of live LoRA adapters that ranks hold parts of, unless the tag says the same."""
+        if not self.opened.has_digests:
+            return {}
         recorded = {} if self.opened.manifest is None else self.opened.manifest.parameters
         lengths = {}
         for name in filter(is_adapter, self.specs):

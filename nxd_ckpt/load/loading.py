@@ -30,7 +30,6 @@ from nxd_ckpt.gc_paused import gc_paused
 from nxd_ckpt.live.parameters import refuse_fake_mode
 from nxd_ckpt.load.attempt import LoadAttempt, PreparedLoad, open_cache
 from nxd_ckpt.load.collective_checks import ComparedNames, filter_summary
-from nxd_ckpt.load.hugging_face import load_hugging_face
 from nxd_ckpt.load.options import LoadRequest
 from nxd_ckpt.load.overwriting import overwriting
 from nxd_ckpt.load.retries import LoadRetries
@@ -128,15 +127,12 @@ def _load(
 
 def _load_by_path(storage: Storage, found: ByPath, request: LoadRequest, touched: list[str]) -> Loaded:
     _require_same(request.agreement, f"{storage.url}/{found.key}")
-    if found.is_weights:
-        load_hugging_face(storage, found.key, on_all(request.agreement, request.settled))
-        return Loaded()
     if request.options.pre_download:
         where = f"{storage.url}/{found.key}"
         raise InvalidArgument(f"{where} was named by its path: pre_download= is for the tags of a directory")
     opens = partial(found.open, tells=request.agreement.rank == 0)
     loaded = _load(storage, Source(found.key, [0]), request, touched, opens)
-    return Loaded(found.key, loaded.user_content)
+    return Loaded(None if found.is_weights else found.key, loaded.user_content)
 
 
 def require_fit(storage: Storage, tag: str, request: LoadRequest) -> None:

@@ -47,9 +47,10 @@ def demand(opened: OpenTag, model: Any, optim: Any, scheduler: Any) -> None:
                 f"{_parts_text(parts)}. Leave out state=, or choose another tag"
             )
         if requested and not saved:
+            keeps = " or with weights_only=True, which cuts ZeRO-1's shards from the weights,"
             raise PartNotFound(
                 f"{opened.where} was saved without {name}; it holds {_parts_text(parts)}. "
-                f"Load it with {name}=None, or choose another tag"
+                f"Load it with {name}=None,{keeps * (name == 'optimizer')} or choose another tag"
             )
 
 

@@ -31,6 +31,7 @@ from nxd_ckpt.live.state_names import PARAM_GROUPS, without
 from nxd_ckpt.live.zero1 import MASTERS
 from nxd_ckpt.load.collective_checks import ComparedNames
 from nxd_ckpt.load.load_context import LoadContext
+from nxd_ckpt.load.mapped_weights import MappedWeights
 from nxd_ckpt.load.parts import require_kinds
 from nxd_ckpt.load.rank_state import rank_state
 from nxd_ckpt.load.tied import refuse_unequal_ties, unequal_ties
@@ -158,6 +159,9 @@ class LoadPlanner:
         model, chosen = self._model, self._filter.of_model
         if model is None or self._filter.covers("model") or not model.names():
             return ComparedNames()
+        if isinstance(self._opened, MappedWeights):
+            names = self._opened.compared_names(chosen)
+            return replace(names, unknown=[]) if self._is_alone else names
         saved = chosen(self._saved_tree_names())
         taken = [name for name in saved if model.takes(name)]
         live = chosen(model.names())
@@ -195,11 +199,15 @@ class LoadPlanner:
             trees.model_tree = self._rounded(model, self._own_part(model, self._model_tree(model)))
             require_kinds(model.live, trees.model_tree, self._opened.where, self._opened.refused)
             trees.names = model.validate(trees.model_tree)
+            if isinstance(self._opened, MappedWeights):
+                trees.model_tree = self._opened.leaves(trees.names, filtered.ignores_model)
             trees.model_placed = model.placed(trees.names)
             trees.model_tree = local_tree(trees.model_tree, trees.model_placed)
             trees.model_tree = own.put_into("model", trees.model_tree, None, trees.model_placed)
             assigned = {name: trees.model_tree[name] for name in trees.names}
             refuse_unequal_ties(self._opened.where, assigned, model.aliases, self._opened.reader)
+            if isinstance(self._opened, MappedWeights):
+                trees.names = self._opened.without_ties(trees.names)
         if optimizer is not None and not filtered.covers("optim"):
             self._refuse_positions(optimizer)
             tree = self._optimizer_tree(optimizer)

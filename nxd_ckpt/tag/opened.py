@@ -31,6 +31,7 @@ from nxd_ckpt.formats import crc32
 from nxd_ckpt.formats.tensors import Assembly, TensorStub, allocated, iter_tensors
 from nxd_ckpt.storage.base import Storage
 from nxd_ckpt.tag.files import MissingTensor, TagFiles
+from nxd_ckpt.tag.foreign.hugging_face_directory import HuggingFaceDirectory, WeightsLayout
 from nxd_ckpt.tag.identity import Identity
 from nxd_ckpt.tag.mesh_trees import MeshTrees
 from nxd_ckpt.tag.nxd_tag import TagLayout, layout_of
@@ -91,11 +92,14 @@ class OpenTag:
 
     ``is_one_save`` if ``done`` names the manifest's attempt: the manifest is no other save's, and all that is read
     after it has its digests in an index.
+
+    ``has_digests`` is False if there are none, or only of more than a rank reads.
     """
 
     opens_all = False
     keeps_small = False
     is_one_save = False
+    has_digests = True
     own: tuple[int, Collection[str]] | None = None
     """A rank of a mesh job of this size that loads, and the names of its model."""
 
@@ -160,6 +164,11 @@ class OpenTag:
         """Raise TagReplaced unless it is the save that another reader opened."""
         if self.identity is not None:
             self.identity.must_be(save)
+
+    @property
+    def weights(self) -> HuggingFaceDirectory | None:
+        """The files of a model in Hugging Face's form."""
+        return self._layout.directory if isinstance(self._layout, WeightsLayout) else None
 
     @cached_property
     def topology(self) -> Topology:

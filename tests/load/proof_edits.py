@@ -163,9 +163,9 @@ EDITS = [
     Edit("a shard loses what another rank saved of it", _TREES, "    return Assembly(leaf.dtype, shape, tuple(fragments))", "    return Assembly(leaf.dtype, shape, tuple(fragments[:-1]))", "load mesh, columns"),
     Edit("parts of a shard are in the wrong place", _TREES, "        fragments += (fragment.moved(piece.local.offset) for fragment in inside)", "        fragments += (fragment.moved(piece.local.offset) for fragment in inside)\n    if len({fragment.target.size for fragment in fragments}) == 1:\n        targets = [fragment.target for fragment in fragments][::-1]\n        fragments = [Fragment(fragment.stub, fragment.source, target) for fragment, target in zip(fragments, targets, strict=True)]", "load mesh, columns"),
     # Hugging Face directories.
-    Edit("the first tensor of a directory is not filled", f"{_LOAD}hugging_face.py", "fill_model(self._model, list(self._leaves), ", "fill_model(self._model, list(self._leaves)[1:], ", "load hugging face"),
+    Edit("the first tensor of a directory is not filled", _ATTEMPT, "fill_model(model, self._trees.names, self", "fill_model(model, self._trees.names[1:], self", "load hugging face"),
     Edit("a directory's tensors go into copies", _MODEL, "memory_for(self.live.get(name))", "(lambda m: m if m is None else m.clone())(memory_for(self.live.get(name)))", "load hugging face"),
-    Edit("shards do not follow a directory's weights", f"{_LOAD}hugging_face.py", "                self._optimizer.follow(self.filtered.keeps(self._leaves))", "                pass", "load hugging face"),
+    Edit("shards do not follow a directory's weights", _ATTEMPT, "                    optimizer.follow(self._trees.keeps)", "                    pass", "load hugging face"),
     # Precision.
     Edit("weights are rounded though the tag has exact ones", _PLANNER, "            return master\n        is_wider", "            return Assembly.of(leaf).cast(spec.dtype)\n        is_wider", "load rounded"),
     Edit("master weights are those that were rounded", _PLANNER, "return {**tree, MASTERS: {**shards, **tree.get(MASTERS, {})}} if shards else tree", "return tree", "load exact"),

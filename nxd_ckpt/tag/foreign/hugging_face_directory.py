@@ -225,7 +225,7 @@ class WeightsLayout(ModelOnly):
     """Layout (`TagLayout`) of a model in Hugging Face's form as it is: its own names, on one rank."""
 
     def __init__(self, directory: HuggingFaceDirectory) -> None:
-        self.files, self._directory = directory.files, directory
+        self.files, self.directory = directory.files, directory
         directory.dequantize(quantization_of(directory.config, directory.where))
 
     def topology(self) -> Topology:
@@ -233,4 +233,4 @@ class WeightsLayout(ModelOnly):
 
     @reading
     def model_tree(self, at: Coordinates) -> dict[str, Any]:
-        return {name: self._directory.tensor(name) for name in self._directory.names}
+        return {name: self.directory.tensor(name) for name in self.directory.names}
