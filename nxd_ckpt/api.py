@@ -105,7 +105,7 @@ def save_checkpoint(
             ``load_state_dict()``, such as a grad scaler.
         rank_content: plain data of this rank alone; a load on the same sizes returns it to the same rank. Data
             positions in it (`capture_data_position`) are re-split for other sizes.
-        tag_values: values for a tag such as ``"ep{epoch}-ba{batch}"``, which is refused without them.
+        tag_values: values for a tag such as ``"ep{epoch}-of{world_size}"``; variables of the job need none.
 
     Raises:
         CheckpointError: see `nxd_ckpt.errors`; on every rank, and nothing became visible.

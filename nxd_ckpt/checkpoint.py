@@ -7,7 +7,8 @@ There are two views of a tag: global tensors by name, assembled from the ranks' 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import cached_property
@@ -20,17 +21,22 @@ from typing_extensions import Unpack
 from nxd_ckpt.core.box import Box, box_of
 from nxd_ckpt.core.html_table import html_table
 from nxd_ckpt.core.manifest import Manifest, Parts
-from nxd_ckpt.core.option_classes import takes
+from nxd_ckpt.core.option_classes import split_options, takes
+from nxd_ckpt.core.suggestions import listed
 from nxd_ckpt.core.tags import Tag
 from nxd_ckpt.core.topology import Topology
-from nxd_ckpt.errors import CheckpointError, PartNotFound, as_checkpoint_errors
+from nxd_ckpt.errors import CheckpointError, KeyMismatch, PartNotFound, as_checkpoint_errors
 from nxd_ckpt.formats.tensors import Assembly, TensorStub, map_tensors
-from nxd_ckpt.keywords import OpenKeywords
+from nxd_ckpt.keywords import LoadKeysKeywords, OpenKeywords
 from nxd_ckpt.live.parameters import refuse_fake_mode
-from nxd_ckpt.options.execution import OpenOptions
+from nxd_ckpt.load.attempt import download, open_cache
+from nxd_ckpt.options.execution import DownloadOptions, OpenOptions
+from nxd_ckpt.reshard.plain_values import plain_values
 from nxd_ckpt.reshard.whole_tag import GlobalTensor, WholeTag
+from nxd_ckpt.storage.base import Storage
+from nxd_ckpt.storage.cached import CachedStorage
 from nxd_ckpt.storage.urls import StorageOptions, StrPath, is_url, local_path, open_storage
-from nxd_ckpt.tag.by_path import open_anything
+from nxd_ckpt.tag.by_path import choose_anything
 from nxd_ckpt.tag.files import MissingTensor
 from nxd_ckpt.tag.identity import of_latest
 from nxd_ckpt.tag.opened import OpenTag
@@ -43,12 +49,13 @@ class _OpenArguments:
     path: str = field(repr=False)
     options: OpenOptions
 
-    def open(self, tag: Tag | None) -> Checkpoint:
+    def open(self, tag: Tag | None, copied: Callable[[Storage, str], Storage] | None = None) -> Checkpoint:
+        """Open the tag; with ``copied``, through what that makes of its storage and name."""
         storage = open_storage(self.path, storage_options=self.options.storage_options)
 
         def opened() -> OpenTag:
-            place = (self.path, self.options.storage_options)
-            return open_anything(storage, tag, place, trust_pickle=self.options.trust_pickle)
+            inside, key, opens = choose_anything(storage, tag, (self.path, self.options.storage_options))
+            return opens(copied(inside, key) if copied else inside, key, trust_pickle=self.options.trust_pickle)
 
         return Checkpoint(of_latest(tag is None, opened), self)
 
@@ -270,27 +277,61 @@ def get_checkpoint_metadata(
     return of_latest(tag is None, lambda: open_checkpoint(path, tag, **options).metadata)
 
 
-@takes(OpenOptions)
+@as_checkpoint_errors()
+@takes(OpenOptions, DownloadOptions)
 def load_keys(
-    path: StrPath, keys: Iterable[str], tag: Tag | None = None, **options: Unpack[OpenKeywords]
+    path: StrPath, keys: Iterable[str], tag: Tag | None = None, **options: Unpack[LoadKeysKeywords]
 ) -> Iterator[Any]:
     """Return the tensors or values of these names in a tag, in their order: tensors on the CPU, verified.
 
-    Each is read when the iterator reaches it. Needs no process group.
+    Each tensor is read when the iterator reaches it. Needs no process group.
 
     Args:
         path: a directory or URL.
-        keys: names in `Checkpoint.metadata`; for patterns there is `Checkpoint.keys`.
+        keys: names in `Checkpoint.metadata`, for whose patterns there is `Checkpoint.keys`; and those of plain values,
+            such as "user_content/epoch", "scheduler/last_epoch" and "optim/param_groups/0/lr".
         tag: one of its tags; None takes the latest complete one.
 
     Raises:
-        KeyMismatch: there is no such name; suggests the closest one. Raised before anything is read.
+        KeyMismatch: there is no such name; suggests the closest one. Raised before any tensor is read.
         CheckpointError: the errors of `Checkpoint.read`.
     """
-    checkpoint = open_checkpoint(path, tag, **options)
+    shared, opening = split_options(DownloadOptions, options)
+    downloads = DownloadOptions(**shared)
     names = [keys] if isinstance(keys, str) else list(keys)
-    values = checkpoint.values
-    for name in names:
-        if name not in values and name not in checkpoint.metadata:
-            checkpoint.whole.leaf(name)  # raises, with the closest name
-    return (values[name] if name in values else checkpoint.read(name) for name in names)
+
+    def copied(storage: Storage, key: str) -> Storage:
+        return copies.enter_context(open_cache(storage, key, downloads.work_dir))
+
+    with ExitStack() as copies:
+        checkpoint = _open_arguments(path, OpenOptions(**opening)).open(tag, copied if downloads.pre_download else None)
+        values = _values_of(checkpoint, names)
+        kept = copies.pop_all()  # for as long as the iterator reads from them
+    return _read_each(checkpoint, names, values, kept)
+
+
+def _values_of(checkpoint: Checkpoint, names: Collection[str]) -> Mapping[str, Any]:
+    """Return the plain values by name. Raises KeyMismatch unless each of ``names`` is one of them, or a tensor."""
+    tensors, values, problems = checkpoint.metadata, checkpoint.values, dict[str, str]()
+    if all(name in tensors or name in values for name in names):
+        return values
+    with checkpoint.opened.guarded():
+        values = plain_values(checkpoint.whole, problems)
+    unknown = [name for name in names if name not in tensors and name not in values]
+    if unknown:
+        raise KeyMismatch(
+            f"{checkpoint.opened.where} has no tensor or value {listed(unknown, [*tensors, *values])}"
+            + "".join(f"; {problem}" for problem in problems.values())
+        )
+    return values
+
+
+def _read_each(
+    checkpoint: Checkpoint, names: Iterable[str], values: Mapping[str, Any], copies: ExitStack
+) -> Iterator[Any]:
+    with copies:
+        storage = checkpoint.opened.storage
+        if isinstance(storage, CachedStorage):
+            leaves = [checkpoint.whole.leaf(name) for name in names if name not in values]
+            download(storage, checkpoint.opened, leaves, reports_progress=False, progress=False)
+        yield from (values[name] if name in values else checkpoint.read(name) for name in names)

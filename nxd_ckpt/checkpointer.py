@@ -143,13 +143,14 @@ class Checkpointer(ClosesUnheld):
             rank_content: plain data of this rank alone; a load on the same sizes gives it back to the same rank. Data
                 positions in it (`capture_data_position`) are re-split for other sizes.
             async_save: return once the state is copied, and write in the background.
-            tag_values: the values in a tag such as ``"ep{epoch}-ba{batch:06d}"``, as ``str.format`` does.
+            tag_values: as for `save_checkpoint`: values in a tag such as ``"ep{epoch}-ba{batch:06d}"``.
 
         Raises:
             CheckpointError: see `nxd_ckpt.errors`; on every rank, and nothing became visible.
         """
         require_own(self._pid, self.storage.url)
-        started, (name, chosen, refused) = effects.monotonic(), understood(tag, tag_values, options)
+        started = effects.monotonic()
+        name, chosen, refused = understood(tag, tag_values, options, self.topology.world_size)
 
         def captured() -> SaveState:
             require_locks()

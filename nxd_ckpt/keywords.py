@@ -10,6 +10,7 @@ from nxd_ckpt.core.arguments import Count
 from nxd_ckpt.core.heads import Hardware
 from nxd_ckpt.core.partition import Partition
 from nxd_ckpt.core.retention import GivenMetrics, NumKept, Retain
+from nxd_ckpt.core.tag_templates import TagValues
 from nxd_ckpt.core.topology import Topology
 from nxd_ckpt.core.torchtitan_names import Release
 from nxd_ckpt.live.ignoring import IgnoreKeys
@@ -75,28 +76,33 @@ InstallKeywords = TypedDict("InstallKeywords", {
     "on_save_failure": OnFailure, "max_failed_saves": Count, "topology": Topology | None, "process_group": Any,
     "timeout": Seconds, "storage_options": StorageOptions | None, "strict": bool,
     "saved_param_names": Sequence[Sequence[Sequence[str]]] | None, "rank_content": dict[Any, Any] | None,
-    "verify": Verify | None, "share_reads": bool | None, "pre_download": bool, "work_dir": StrPath | None,
-    "mapping": MappingSpec, "kv_size_multiplier": Count, "hardware": Hardware, "key_mapping": Mapping[str, str] | None,
-    "prefix": str, "load_weights_only": bool, "strict_model_weights": bool | None, "prove": bool | None,
-    "fallback": bool,
+    "verify": Verify | None, "share_reads": bool | None, "mapping": MappingSpec, "kv_size_multiplier": Count,
+    "hardware": Hardware, "key_mapping": Mapping[str, str] | None, "prefix": str, "load_weights_only": bool,
+    "strict_model_weights": bool | None, "tag_values": TagValues | None, "prove": bool | None, "fallback": bool,
+    "pre_download": bool, "work_dir": StrPath | None,
 }, total=False)
 LoadCheckpointKeywords = TypedDict("LoadCheckpointKeywords", {
     "param_names": Sequence[Sequence[str]] | None, "saved_param_names": Sequence[Sequence[Sequence[str]]] | None,
     "partitions": Mapping[str, Partition] | None, "rank_content": dict[Any, Any] | None, "verify": Verify | None,
-    "share_reads": bool | None, "pre_download": bool, "work_dir": StrPath | None, "trust_pickle": bool,
-    "progress": bool, "mapping": MappingSpec, "kv_size_multiplier": Count, "hardware": Hardware,
-    "key_mapping": Mapping[str, str] | None, "prefix": str, "ignore_keys": IgnoreKeys | None, "weights_only": bool,
-    "load_weights_only": bool, "strict_model_weights": bool | None, "prove": bool | None, "fallback": bool,
-    "topology": Topology | None, "process_group": Any, "timeout": Seconds, "storage_options": StorageOptions | None,
+    "share_reads": bool | None, "trust_pickle": bool, "progress": bool, "mapping": MappingSpec,
+    "kv_size_multiplier": Count, "hardware": Hardware, "key_mapping": Mapping[str, str] | None, "prefix": str,
+    "ignore_keys": IgnoreKeys | None, "weights_only": bool, "load_weights_only": bool,
+    "strict_model_weights": bool | None, "tag_values": TagValues | None, "prove": bool | None, "fallback": bool,
+    "pre_download": bool, "work_dir": StrPath | None, "topology": Topology | None, "process_group": Any,
+    "timeout": Seconds, "storage_options": StorageOptions | None,
+}, total=False)
+LoadKeysKeywords = TypedDict("LoadKeysKeywords", {
+    "partitions": Mapping[str, Partition] | None, "saved_param_names": SavedNames | None, "trust_pickle": bool,
+    "storage_options": StorageOptions | None, "pre_download": bool, "work_dir": StrPath | None,
 }, total=False)
 LoadKeywords = TypedDict("LoadKeywords", {
     "strict": bool, "num_workers": int | None, "use_zero1_dcp": bool, "param_names": Sequence[Sequence[str]] | None,
     "saved_param_names": Sequence[Sequence[Sequence[str]]] | None, "partitions": Mapping[str, Partition] | None,
-    "rank_content": dict[Any, Any] | None, "verify": Verify | None, "share_reads": bool | None, "pre_download": bool,
-    "work_dir": StrPath | None, "trust_pickle": bool, "progress": bool, "mapping": MappingSpec,
-    "kv_size_multiplier": Count, "hardware": Hardware, "key_mapping": Mapping[str, str] | None, "prefix": str,
-    "ignore_keys": IgnoreKeys | None, "weights_only": bool, "load_weights_only": bool,
-    "strict_model_weights": bool | None, "prove": bool | None, "fallback": bool,
+    "rank_content": dict[Any, Any] | None, "verify": Verify | None, "share_reads": bool | None, "trust_pickle": bool,
+    "progress": bool, "mapping": MappingSpec, "kv_size_multiplier": Count, "hardware": Hardware,
+    "key_mapping": Mapping[str, str] | None, "prefix": str, "ignore_keys": IgnoreKeys | None, "weights_only": bool,
+    "load_weights_only": bool, "strict_model_weights": bool | None, "tag_values": TagValues | None,
+    "prove": bool | None, "fallback": bool, "pre_download": bool, "work_dir": StrPath | None,
 }, total=False)
 MigrateKeywords = TypedDict("MigrateKeywords", {
     "to": Form, "torchtitan_release": Release, "config": StrPath | None, "mapping": MappingSpec,

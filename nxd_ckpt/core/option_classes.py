@@ -52,6 +52,8 @@ _OTHER_NAMES = {
 }
 """Keywords of ours, each with those of trainers and other libraries whose place it takes, for error messages."""
 _OURS = {other: ours for ours, others in _OTHER_NAMES.items() for other in others.split()}
+_WITHOUT = {"prefix": "the names of a tag's files are fixed, and parameters are saved by their own names: leave it out"}
+"""Keywords of other libraries that have no place here, each with the reason."""
 _EXAMPLES = {"retain": 'retain=[Last(3), Every(1000), Best("loss", 2)]'}
 
 
@@ -64,6 +66,8 @@ def _meant(name: str, own: Collection[str], elsewhere: Mapping[str, Collection[s
 
     ``own`` are the keywords that the function has; ``elsewhere`` those of related functions, by the functions' names.
     """
+    if name in _WITHOUT and name not in own:
+        return f"{name!r} ({_WITHOUT[name]})"
     ours = _OURS.get(name, name)
     if ours == "num_kept_ckpts" and "keep" in own:
         ours = "keep"

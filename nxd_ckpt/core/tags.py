@@ -9,15 +9,13 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from string import Formatter
 from typing import Annotated, Any, TypeAlias
 
 from nxd_ckpt.core.arguments import Kind, scalar
 from nxd_ckpt.core.limits import checked_name
-from nxd_ckpt.core.suggestions import listed
-from nxd_ckpt.errors import InvalidArgument, InvalidTag
+from nxd_ckpt.errors import InvalidTag
 
 LATEST = 1e12
 """Largest time of a file, in seconds since the epoch; no clock shows a later one."""
@@ -62,62 +60,9 @@ def validate_tag(tag: object) -> str:
     try:
         return checked_name(name)
     except ValueError as error:
-        raise InvalidTag(f"tag {error}") from None
-
-
-def filled_tag(template: object, values: Mapping[str, Any] | None) -> object:
-    """Fill a template such as "ep{epoch}-ba{batch:06d}"; a name without fields needs no ``values``.
-
-    Raises:
-        InvalidArgument: fields without a value, values without a field, attributes or items of values, or a format that
-            does not fit.
-    """
-    if values is None:
-        forgotten = _names_in(template)
-        if forgotten:
-            raise InvalidArgument(
-                f"tag {template!r} has a field for {listed(forgotten, ())} and no value: each save would replace the "
-                f"one before. Pass tag_values={{{forgotten[0]!r}: ...}}, or a name without braces"
-            )
-        return template
-    if not isinstance(template, str) or not isinstance(values, Mapping):
-        raise InvalidArgument(
-            f"tag_values={values!r} with tag={template!r}: expected a dict of values for a tag with fields such as "
-            "'ep{epoch}-ba{batch}'"
-        )
-    try:
-        fields = [field for _, field, form, _ in Formatter().parse(template) for field in _fields(field, form)]
-    except ValueError as error:
-        raise InvalidArgument(f"tag {template!r} is not a valid template: {error}; write '{{{{' for a brace") from error
-    missing = [field for field in fields if field not in values]
-    unused = [name for name in values if name not in fields]
-    problems = [f"no value for {listed(missing, list(map(str, values)))}"] if missing else []
-    problems += [f"no field for {listed(map(str, unused), fields)}"] if unused else []
-    if problems:
-        raise InvalidArgument(
-            f"tag {template!r} and tag_values= do not fit: {'; '.join(problems)}; use a field that is a plain name for "
-            "each value"
-        )
-    try:
-        return template.format_map(values)
-    except Exception as error:  # a value's own formatting may raise anything, and it must reach all ranks
-        raise InvalidArgument(f"tag {template!r} cannot be filled with {dict(values)}: {error}") from error
-
-
-def _names_in(template: object) -> list[str]:
-    """Return the fields of a template that are plain names; braces that are no such fields are plain characters."""
-    try:
-        fields = [field for _, field, _, _ in Formatter().parse(template)] if isinstance(template, str) else []
-    except ValueError:
-        return []
-    return [field for field in fields if field is not None and field.isidentifier()]
-
-
-def _fields(field: str | None, form: str | None) -> list[str]:
-    """Return the names in one field of a template: its own, and those in its format."""
-    if field is None:
-        return []
-    return [field, *(inner for _, inner, _, _ in Formatter().parse(form or "") if inner is not None)]
+        folders, _, last = name.rpartition("/")
+        hint = f": end the directory with {folders!r}, and pass {last!r}" if folders and last else ""
+        raise InvalidTag(f"tag {error}{hint}") from None
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from hashlib import sha256
 from typing import Any
 
 from nxd_ckpt.core.filtering import Ignored, paths, with_emptied_parents
-from nxd_ckpt.core.suggestions import listed
+from nxd_ckpt.core.suggestions import first_of, listed
 from nxd_ckpt.errors import InvalidArgument, KeyMismatch
 from nxd_ckpt.live.data_position import is_random_state
 from nxd_ckpt.live.model import ModelAdapter
@@ -64,7 +64,14 @@ class Ignoring:
         if self._choose is None:
             return
         offered = list(names)
-        chosen = self._choose(list(offered))
+        try:
+            chosen = self._choose(list(offered))
+        except Exception as error:  # such as of Composer's functions, which change a state dict
+            raise InvalidArgument(
+                f"ignore_keys= raised {type(error).__name__}: {error}. It is called with a list of names such as "
+                f"{first_of(map(repr, offered[:1])) or repr('model/weight')}, not with the state, and returns those to "
+                "leave out"
+            ) from error
         if isinstance(chosen, str) or not isinstance(chosen, Iterable):
             raise InvalidArgument(
                 f"ignore_keys= was called with a list of names and returned {chosen!r}: expected the names to leave out"

@@ -251,6 +251,7 @@ def filter_summary(options: LoadOptions) -> dict[str, str]:
         "weights_only": options.loads_weights_only,
         "strict_model_weights": options.strict_model_weights,
         "fallback": options.fallback or None,
+        "tag_values": options.tag_values,
     }
     shown = {
         name: _value_text(value) for name, value in options_to_compare.items()

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, cast
 
 from nxd_ckpt import effects
 from nxd_ckpt.coordination.agreement import Agreement, decided_by_rank0, on_all
+from nxd_ckpt.core.tag_templates import narrowed
 from nxd_ckpt.core.tags import Tag, step_of
 from nxd_ckpt.errors import (
     CheckpointNotFound,
@@ -72,7 +73,13 @@ def load(storages: Sequence[Storage], tag: Tag | None, request: LoadRequest) -> 
     """
     started, agreement = effects.monotonic(), request.agreement
     requests = agreement.gather([tag, filter_summary(request.options)])
-    agreed_tag: Tag | None = decided_by_rank0(agreement, lambda: _common_tag(requests or [[tag, {}]]))
+    values = request.options.tag_values
+
+    def agreed() -> Tag | None:
+        common = _common_tag(requests or [[tag, {}]])
+        return common if values is None else narrowed(common, values)
+
+    agreed_tag: Tag | None = decided_by_rank0(agreement, agreed)
 
     touched: list[str] = []
     retries = LoadRetries(storages, request, unnamed=agreed_tag is None)

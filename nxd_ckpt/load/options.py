@@ -9,8 +9,9 @@ from typing import Any, Literal
 from nxd_ckpt.coordination.agreement import Agreement, SingleProcessAgreement, on_all
 from nxd_ckpt.core.arguments import Count
 from nxd_ckpt.core.heads import Hardware
-from nxd_ckpt.core.option_classes import Options, option, options_of
+from nxd_ckpt.core.option_classes import option, options_of
 from nxd_ckpt.core.partition import Partition
+from nxd_ckpt.core.tag_templates import TagValues
 from nxd_ckpt.core.topology import Topology
 from nxd_ckpt.errors import InvalidArgument
 from nxd_ckpt.live.ignoring import IgnoreKeys
@@ -18,15 +19,15 @@ from nxd_ckpt.live.named import LiveObjects, with_state
 from nxd_ckpt.live.named_models import open_model
 from nxd_ckpt.live.optimizer import open_optimizer
 from nxd_ckpt.options.checkpointer_options import DEFAULT_TIMEOUT
+from nxd_ckpt.options.execution import DownloadOptions
 from nxd_ckpt.options.hugging_face import MappingSpec
-from nxd_ckpt.storage.urls import StrPath, is_url
 from nxd_ckpt.tag.by_path import Place
 
 Verify = bool | Literal["reading"]
 
 
 @dataclass(frozen=True)
-class LoadOptions(Options):
+class LoadOptions(DownloadOptions):
     """Options of a load, named as in neuronx_distributed's ``load_checkpoint`` where it has them, with its defaults."""
 
     strict: bool = option(True, """names that are missing or unexpected in the model are an error; False skips them with
@@ -48,10 +49,6 @@ class LoadOptions(Options):
         on file systems and with ``pre_download``, "reading" on object stores.""")
     share_reads: bool | None = option(None, """one of the ranks that load the same tensor or shard reads it and sends
         it to the others. None: if that is measured to be faster. No effect with ``pre_download``.""")
-    pre_download: bool = option(False, """first download whole files to a local disk, once for each host. The files of
-        the last loaded tag stay there.""")
-    work_dir: StrPath | None = option(None, """directory for ``pre_download``. Default: below the system's temporary
-        directory.""")
     trust_pickle: bool = option(False, """allow objects of any class. This can run any code: use it only for
         checkpoints that you trust.""")
     progress: bool = option(True, "show a bar on rank 0's terminal for work of more than two seconds.")
@@ -69,6 +66,8 @@ class LoadOptions(Options):
     load_weights_only: bool = option(False, "another name for ``weights_only``, OLMo-core's.")
     strict_model_weights: bool | None = option(None, """``strict`` for the model's names alone. None uses ``strict``,
         which also counts for filters.""")
+    tag_values: TagValues | None = option(None, """values of fields of a tag such as ``"ep{epoch}-ba{batch}"``:
+        the newest tag that fits is loaded. A field without a value stands for any number.""")
     prove: bool | None = option(None, """compare the live state after the load with what was loaded: names, values,
         strides, and every tensor by digest. None: a difference is an error, or a warning where user code such as a load
         hook may explain it; nothing with ``verify=False``, and of large tensors on a device nothing. True: everything,
@@ -104,10 +103,6 @@ class LoadOptions(Options):
             raise InvalidArgument("pass weights_only= or load_weights_only=, which is another name for it, not both")
         if self.fallback and self.verify is False:
             raise InvalidArgument("fallback=True with verify=False: without digests no damage is found; pass one only")
-        if self.work_dir is not None and not self.pre_download:
-            raise InvalidArgument("work_dir= is the place for the copies of pre_download=True: pass both, or neither")
-        if self.work_dir is not None and is_url(self.work_dir):
-            raise InvalidArgument(f"work_dir={self.work_dir!r} is a URL, expected a directory on a disk of this host")
 
 
 def agreed_options(agreement: Agreement | None, values: Mapping[str, Any], function: str) -> LoadOptions:

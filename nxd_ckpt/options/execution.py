@@ -10,8 +10,9 @@ from nxd_ckpt.core.option_classes import Options, option
 from nxd_ckpt.core.partition import Partition
 from nxd_ckpt.core.topology import Topology
 from nxd_ckpt.core.units import Seconds
+from nxd_ckpt.errors import InvalidArgument
 from nxd_ckpt.options.checkpointer_options import DEFAULT_TIMEOUT
-from nxd_ckpt.storage.urls import StorageOptions
+from nxd_ckpt.storage.urls import StorageOptions, StrPath, is_url
 
 Names = Sequence[Sequence[str]]
 """Names of the parameters of each pipeline stage."""
@@ -88,3 +89,21 @@ class OpenOptions(Options):
     trust_pickle: bool = option(False, "allow objects of any class in it.")
     storage_options: StorageOptions | None = option(None, "storage options for URLs, as in fsspec and s3fs.", repr=False
     )
+
+
+@dataclass(frozen=True)
+class DownloadOptions(Options):
+    """Copies of files on a local disk, to read from."""
+
+    pre_download: bool = option(False, """first download whole files to a local disk, once for each host. The files of
+        the last loaded tag stay there.""")
+    work_dir: StrPath | None = option(None, """directory for ``pre_download``. Default: below the system's temporary
+        directory.""")
+
+    def __post_init__(self) -> None:
+        """Raise InvalidArgument for contradictions, too."""
+        super().__post_init__()
+        if self.work_dir is not None and not self.pre_download:
+            raise InvalidArgument("work_dir= is the place for the copies of pre_download=True: pass both, or neither")
+        if self.work_dir is not None and is_url(self.work_dir):
+            raise InvalidArgument(f"work_dir={self.work_dir!r} is a URL, expected a directory on a disk of this host")

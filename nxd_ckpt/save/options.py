@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -10,7 +11,8 @@ from typing import Any
 from nxd_ckpt.core.option_classes import Options, option, options_of
 from nxd_ckpt.core.partition import Partition
 from nxd_ckpt.core.retention import GivenMetrics, NumKept, Retain, Rule, recorded_metrics, rules_of
-from nxd_ckpt.core.tags import filled_tag, tag_of_step, validate_tag
+from nxd_ckpt.core.tag_templates import filled_tag
+from nxd_ckpt.core.tags import tag_of_step, validate_tag
 from nxd_ckpt.core.units import Size, size
 from nxd_ckpt.errors import CheckpointError, InvalidArgument, InvalidTag
 from nxd_ckpt.live.ignoring import IgnoreKeys
@@ -90,13 +92,23 @@ class SaveOptions(Options):
             )
 
 
+def local_world_size(world_size: int) -> int:
+    """Return the ranks of this host, as the launcher says; without one, all of them."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+
+
 def understood(
-    tag: object, values: Mapping[str, Any] | None, keywords: Mapping[str, Any]
+    tag: object, values: Mapping[str, Any] | None, keywords: Mapping[str, Any], world_size: int
 ) -> tuple[str, SaveOptions, CheckpointError | None]:
-    """Return the name of a save, its options, and the error that prevents it, which must reach all ranks."""
+    """Return the name of a save, its options, and the error that prevents it, which must reach all ranks.
+
+    Fields of the name that Composer fills by itself are filled here too, on each rank with the values of rank 0: one
+    tag is saved by all of them.
+    """
     name, options = str(tag), SaveOptions()
+    known = {"rank": 0, "local_rank": 0, "node_rank": 0, "world_size": world_size}
     try:
-        filled = filled_tag(tag, values)
+        filled = filled_tag(tag, values, known | {"local_world_size": local_world_size(world_size)})
         name = validate_tag(tag_of_step(filled) if isinstance(filled, int) else filled)
         if name.endswith(ARCHIVES):
             raise InvalidTag(f"tag {name!r} would be a directory, not a file: save it as another tag, and pack that")

@@ -7,12 +7,12 @@ cap; else it waits for the first.
 
 from __future__ import annotations
 
-import os
 from contextlib import suppress
 from dataclasses import dataclass
 
 from nxd_ckpt import effects
 from nxd_ckpt.coordination.waiting import pause_after
+from nxd_ckpt.save.options import local_world_size
 from nxd_ckpt.save.staging import Stager
 from nxd_ckpt.storage.arena import Arena, default_cap, whole_pages
 
@@ -49,7 +49,7 @@ class StagingBuffers:
 
         It is the same as long as there are buffers, which are not free memory.
         """
-        local = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+        local = local_world_size(world_size)
         if not (self._idle or self._in_use):
             self._caps.clear()
         if local not in self._caps:

@@ -13,6 +13,7 @@ from nxd_ckpt.coordination.paths import HEARTBEAT, JOURNAL
 from nxd_ckpt.coordination.waiting import Backoff
 from nxd_ckpt.core import names
 from nxd_ckpt.core.suggestions import first_of, listed
+from nxd_ckpt.core.tag_templates import names_that_fit
 from nxd_ckpt.core.tags import Tag, TagInfo, latest, step_of, undated, undecided, validate_tag
 from nxd_ckpt.errors import CheckpointNotFound, CorruptCheckpoint, MalformedFile
 from nxd_ckpt.storage.base import Storage
@@ -46,7 +47,8 @@ def choose_tag(storage: Storage, tag: Tag | None) -> str:
 def choose(storage: Storage, tag: Tag | None, without: Collection[str] = ()) -> TagInfo:
     """Return the tag to load: ``tag`` if it is complete, else the latest complete one that is not in ``without``.
 
-    A named tag may lack every marker, like those of NxD's converter; a warning says so.
+    A named tag may lack every marker, like those of NxD's converter; a warning says so. A name with fields, such as
+    "ep{epoch}-ba{batch}", is the newest complete tag with numbers in their places, unless a tag has that very name.
 
     Raises:
         CheckpointNotFound: no directory, no complete tag, or no such tag; the message lists the directory's content.
@@ -56,7 +58,7 @@ def choose(storage: Storage, tag: Tag | None, without: Collection[str] = ()) -> 
         validate_tag(tag)
     if storage.renames:  # a store is asked only if nothing is found: it takes a request
         require_directory(storage)
-    return _latest(storage, without) if tag is None else _find_named(storage, name_of(storage, tag))
+    return _latest(storage, without) if tag is None else _find_named(storage, _searched(storage, tag))
 
 
 def name_of(storage: Storage, tag: Tag) -> str:
@@ -67,13 +69,24 @@ def name_of(storage: Storage, tag: Tag) -> str:
     digits = validate_tag(tag)
     if not isinstance(tag, int):
         return digits
-    # Two looks, since a directory may hold many tags.
-    for name in (digits, f"step_{digits}"):
+    return _newest_of(storage, (digits, f"step_{digits}"), lambda name: step_of(name) == tag)
+
+
+def _searched(storage: Storage, tag: Tag) -> str:
+    """Return the name that is meant by ``tag``, which may be a template."""
+    pattern = names_that_fit(tag) if isinstance(tag, str) else None
+    return name_of(storage, tag) if pattern is None else _newest_of(storage, (str(tag),), pattern.fullmatch)
+
+
+def _newest_of(storage: Storage, names: Sequence[str], fits: Callable[[str], object]) -> str:
+    """Return the first of ``names`` that is a complete tag, else the newest that ``fits``, else the first of them."""
+    # A look at each, since a directory may hold many tags.
+    for name in names:
         info = find_tag(storage, name)
         if info is not None and info.complete:
             return name
-    newest = latest(info for info in settled_tags(storage) if step_of(info.tag) == tag)
-    return digits if newest is None else newest.tag
+    newest = latest(info for info in settled_tags(storage) if fits(info.tag))
+    return names[0] if newest is None else newest.tag
 
 
 def tag_meant(storage: Storage, name: str) -> str:

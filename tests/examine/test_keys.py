@@ -95,6 +95,27 @@ def test_values_and_param_groups_stand_beside_the_tensors(examples: Path) -> Non
         load_keys(examples, ["model/up.bias", "model/up.weigth"], "zero1")
 
 
+def test_load_keys_gives_plain_values_as_a_difference_names_them(tmp_path: Path) -> None:
+    """User content, options and the scheduler's state, beside tensors; also from copies of the needed files."""
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.5)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3)
+    content = {"epoch": 3, "best": {"losses": [2.0, 1.5]}}
+    save_checkpoint(tmp_path / "run", "t", model, optimizer, scheduler, content, durable=False)
+    names = ["user_content/best/losses/1", "model/bias", "scheduler/last_epoch", "optim/param_groups/0/lr"]
+    copies = {"pre_download": True, "work_dir": tmp_path / "copies"}
+    for options in ({}, copies):
+        value, bias, epoch, rate = load_keys(tmp_path / "run", names, **options)  # type: ignore[arg-type]
+        assert (1.5, 0, 0.5) == (value, epoch, rate)
+        assert torch.equal(model.bias, bias)
+    files = [path for path in (tmp_path / "copies").rglob("*") if path.is_file() and path.stat().st_size]
+    assert ["dp_rank_00_tp_rank_00_pp_rank_00.pt"] == [path.name for path in files]
+    with pytest.raises(KeyMismatch, match="did you mean 'user_content/epoch'"):
+        load_keys(tmp_path / "run", ["user_content/epochs"])
+    with pytest.raises(InvalidArgument, match="pre_download=True"):
+        load_keys(tmp_path / "run", names, work_dir=tmp_path)
+
+
 def test_a_changed_byte_is_found_by_whoever_reads_it(tmp_path: Path) -> None:
     """The digests of what is read are verified, also of a box."""
     save_examples(tmp_path)

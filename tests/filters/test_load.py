@@ -215,6 +215,7 @@ BAD = [
     ({"prefix": 3}, InvalidArgument, "prefix must be a string, found 3"),
     ({"ignore_keys": 3}, InvalidArgument, "ignore_keys must be a string or a list of strings or a function"),
     ({"ignore_keys": lambda names: None}, InvalidArgument, "returned None"),
+    ({"ignore_keys": lambda state: state["model"].clear()}, InvalidArgument, "TypeError.*list of names.*not with"),
 ]
 
 

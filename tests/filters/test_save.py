@@ -11,8 +11,9 @@ import torch
 
 import nxd_ckpt
 from nxd_ckpt import load_checkpoint, open_checkpoint, save_checkpoint
-from nxd_ckpt.core.tags import filled_tag
-from nxd_ckpt.errors import InvalidArgument, InvalidTag, PartNotFound, SaveFailed
+from nxd_ckpt.core.tag_templates import filled_tag
+from nxd_ckpt.errors import CheckpointNotFound, InvalidArgument, InvalidTag, PartNotFound, SaveFailed
+from nxd_ckpt.save.options import understood
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]
 
@@ -90,9 +91,57 @@ def test_a_template_is_filled_or_refused_before_anything_is_written(tmp_path: Pa
 def test_templates_are_plain_names_with_values(template: Any, values: Any) -> None:
     """Attributes, items, positions, and what does not fit, are refused."""
     with pytest.raises(InvalidArgument):
-        filled_tag(template, values)
+        filled_tag(template, values, {"rank": 0})
 
 
 def test_formats_may_have_fields() -> None:
     """As str.format has it."""
-    assert "ep0003" == filled_tag("ep{epoch:0{width}d}", {"epoch": 3, "width": 4})
+    assert "ep0003" == filled_tag("ep{epoch:0{width}d}", {"epoch": 3, "width": 4}, {})
+
+
+def test_variables_of_the_job_fill_themselves_alike_on_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Composer's. All ranks save one tag, so those of a rank are rank 0's. A value that is passed comes first."""
+    template = "ep{epoch}-r{rank}-l{local_rank}-n{node_rank}-of{world_size}-{local_world_size:02d}"
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    for rank in (0, 9):
+        monkeypatch.setenv("RANK", str(rank))
+        assert "ep3-r0-l0-n0-of16-08" == understood(template, {"epoch": 3}, {}, 16)[0]
+    assert "of16" == understood("of{world_size}", None, {}, 16)[0]
+    assert "of2" == understood("of{world_size}", {"world_size": 2}, {}, 16)[0]
+    _, _, refused = understood("{run_name}-rank{rank}", None, {}, 16)
+    assert "field for 'run_name' and no value" in str(refused)
+
+
+def test_a_template_at_a_load_is_the_newest_tag_that_fits(tmp_path: Path) -> None:
+    """Fields stand for numbers; those with a value for that value. A tag of that very name comes first."""
+    for number, tag in enumerate(["ep1-ba10", "ep2-ba000020", "ep1-ba30", "ep2-ba20-best", "epx-ba40"]):
+        save_checkpoint(tmp_path, tag, {"w": torch.tensor([number])}, durable=False)
+
+    def loaded(tag: str | None, values: Any = None) -> int:
+        state: dict[str, Any] = {}
+        load_checkpoint(tmp_path, tag, state, tag_values=values)
+        return int(state["w"])
+
+    assert 2 == loaded("ep{epoch}-ba{batch:06d}") == loaded("ep{epoch}-ba{batch}", {})
+    assert 1 == loaded("ep{epoch}-ba{batch}", {"epoch": 2})
+    assert 1 == loaded("ep{epoch}-ba{batch:06d}", {"epoch": 2, "batch": 20})
+    assert 0 == loaded("ep{epoch}-ba{batch}", {"epoch": 1, "batch": 10})
+    assert 3 == loaded("ep{epoch}-ba{batch}-{kind}", {"kind": "best"})
+    assert 2 == int(open_checkpoint(tmp_path, "ep{epoch}-ba{batch}").read("model/w"))
+    with pytest.raises(CheckpointNotFound, match=r"ep\{epoch\}"):
+        loaded("ep{epoch}")
+    wrong: list[tuple[str | None, Any]] = [(None, {"epoch": 1}), ("ep1-ba10", {"epoch": 1}), ("ep{epoch}", [1])]
+    for template, values in wrong:
+        with pytest.raises(InvalidArgument, match="tag_values"):
+            loaded(template, values)
+    (tmp_path / "epx-ba40").rename(tmp_path / "ep{epoch}")  # as an older version took it
+    assert 4 == loaded("ep{epoch}")
+
+
+def test_a_path_for_a_tag_and_a_prefix_are_refused_with_what_to_do(tmp_path: Path) -> None:
+    """At a load too. ColossalAI's prefix begins the names of files, which are fixed here."""
+    for call in (save_checkpoint, load_checkpoint):
+        with pytest.raises(InvalidTag, match="end the directory with 'a/b', and pass 'step_1'"):
+            call(tmp_path, "a/b/step_1", {"w": torch.zeros(2)})
+    with pytest.raises(TypeError, match=r"'prefix' \(the names of a tag's files are fixed"):
+        save_checkpoint(tmp_path, "t", {"w": torch.zeros(2)}, prefix="a.")  # type: ignore[call-arg]
