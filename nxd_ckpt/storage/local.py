@@ -17,7 +17,6 @@ from nxd_ckpt.core.limits import DOCUMENT
 from nxd_ckpt.errors import MalformedFile
 from nxd_ckpt.storage.base import BaseStorage, DirEntry, Reader, Version, Writer, checked_key, checked_length, completed
 from nxd_ckpt.storage.local_files import (
-    NEW_FILE,
     LocalReader,
     LocalWriter,
     duplicate,
@@ -315,21 +314,22 @@ def _link_new(old: str, new: str) -> bool:
     return True
 
 
-def _claim(temporary: str, path: str) -> bool:
-    """Give a file its final name on a file system without links; False if the name is taken.
+def _claim(written: str, path: str) -> bool:
+    """Give the content of a file a name on a file system without links; False if the name is taken.
 
-    The process that creates the name may replace it by the file that was written beside it.
+    It is written under that name: to rename the file would replace what another process, which took this one for dead
+    while it stood still, has put there since.
     """
+    data = _read(written, DOCUMENT)
     try:
-        os.close(os.open(path, NEW_FILE, 0o666))
+        writer = LocalWriter(path, len(data), True)
     except FileExistsError:
         return False
-    try:
-        _replace(temporary, path)
-    except BaseException:
-        _unlink(path)
-        raise
-    return True
+    with completed(writer):
+        writer.write_at(0, data)
+    with suppress(FileNotFoundError):
+        return _read(path, DOCUMENT) == data
+    return False
 
 
 def _replace(old: str, new: str) -> None:

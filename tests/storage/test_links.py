@@ -5,11 +5,13 @@ from __future__ import annotations
 import errno
 import os
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from nxd_ckpt.storage.local import LocalStorage
+from nxd_ckpt.storage.local_files import LocalWriter
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]
 
@@ -50,14 +52,40 @@ def test_of_several_that_try_at_once_one_succeeds(storage: LocalStorage) -> None
         assert [b"%d" % who for who in won] == [storage.read(str(number))]
 
 
+def at_the_second_file(patched: pytest.MonkeyPatch, happens: Callable[[], None]) -> None:
+    """When it is complete: the first has the content, beside the name; the second has the name."""
+    closed, close = [0], LocalWriter.close
+
+    def counted(writer: LocalWriter) -> None:
+        closed[0] += 1
+        if closed[0] == 2:
+            happens()
+        close(writer)
+
+    patched.setattr(LocalWriter, "close", counted)
+
+
 def test_a_name_that_cannot_be_filled_is_free_again(storage: LocalStorage, monkeypatch: pytest.MonkeyPatch) -> None:
     """What was claimed, and then not written, must not pass for a file."""
 
-    def replace(source: object, target: object) -> None:
+    def fails() -> None:
         raise OSError(errno.EIO, "Input/output error")
 
     with monkeypatch.context() as patched:
-        patched.setattr(os, "replace", replace)
+        at_the_second_file(patched, fails)
         with pytest.raises(OSError, match="Input/output"):
             storage.link_new("done", b"1")
     assert storage.link_new("done", b"2")
+
+
+def test_who_stood_still_replaces_nothing(storage: LocalStorage, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that was taken for dead while it claimed a name finds out that another has it now."""
+
+    def taken_over() -> None:
+        storage.remove("lease")
+        storage.write("lease", b"of another")
+
+    with monkeypatch.context() as patched:
+        at_the_second_file(patched, taken_over)
+        assert not storage.link_new("lease", b"of one")
+    assert storage.read("lease") == b"of another"
