@@ -29,11 +29,10 @@ from nxd_ckpt.coordination.guests import remove_all_but_guests
 from nxd_ckpt.coordination.paths import COPIES, staging_dir, trash_file
 from nxd_ckpt.coordination.replacement import not_undone
 from nxd_ckpt.core.names import DONE, MARKER
-from nxd_ckpt.core.tags import order_text
 from nxd_ckpt.errors import CheckpointError, DirectoryInUse, MalformedFile, OutcomeUnknown, SaveFailed
 from nxd_ckpt.storage.base import DirEntry, Storage, Writer, remove_if
 from nxd_ckpt.tag.directory import clash
-from nxd_ckpt.tag.order import manifest_of
+from nxd_ckpt.tag.order import FOREIGN_MARK, manifest_of, mark_of
 from nxd_ckpt.tag.range_reader import answers_of
 
 _FEW = 8
@@ -103,12 +102,16 @@ class Publication(Protocol):
 
 @dataclass(frozen=True)
 class Staged:
-    """A publication on a file system: one rename makes the tag visible, and an old tag stays until then."""
+    """A publication on a file system: one rename makes the tag visible, and an old tag stays until then.
+
+    Of a copy, ``saved`` is the attempt of the save; it is empty for a tag of NxD, whose ``done`` stays NxD's.
+    """
 
     attempt: str
     tag: str
     overwrite: bool | None = None
     resumes: bool = False
+    saved: str | None = None
     in_place: ClassVar[bool] = False
 
     @property
@@ -144,7 +147,8 @@ class Staged:
         if self.resumes:
             self._publish_copy(session, order_time, files, last)
             return
-        self.put(storage, {**last, MARKER: b"1", DONE: b"1"})
+        mark = _mark(order_time, self.attempt if self.saved is None else self.saved)
+        self.put(storage, {**last, MARKER: FOREIGN_MARK, DONE: mark})
         storage.set_time(f"{self.folder}/{DONE}", order_time)
         self.must_hold(storage, self._not_listed(storage, files))
         try:
@@ -233,7 +237,7 @@ class InPlace:
             session.require()
             storage.discard_unfinished(self.tag)
             storage.make_dir(self.tag)
-            storage.link_new(f"{self.tag}/{MARKER}", b"1")  # tells later whose an interrupted copy is
+            storage.link_new(f"{self.tag}/{MARKER}", FOREIGN_MARK)  # tells later whose an interrupted copy is
             return
         _, entries, earlier, is_file = answers_of(
             storage,
@@ -270,7 +274,7 @@ class InPlace:
         self, session: Session, order_time: float, files: Collection[str], last: Mapping[str, bytes] = NOTHING
     ) -> None:
         storage, done = session.storage, f"{self.tag}/{DONE}"
-        mark = f"{order_text(order_time)} {self.attempt}".encode() if self.attempt else b"1"
+        mark = _mark(order_time, self.attempt)
         self.put(storage, last)
         storage.sync_dir(self.tag)
         session.require()
@@ -390,8 +394,13 @@ def copy_publication(
     ``overwrite`` was checked before.
     """
     if session.storage.renames:
-        return Staged(session.attempt(counter), tag, overwrite, resumes=True)
+        return Staged(session.attempt(counter), tag, overwrite, resumes=True, saved=saved or "")
     return InPlace(saved or "", tag, overwrite, resumes=True)
+
+
+def _mark(order_time: float, attempt: str) -> bytes:
+    """Return the content of ``done``: with an ``attempt`` that of ours, else NxD's."""
+    return mark_of(order_time, attempt) if attempt else FOREIGN_MARK
 
 
 def is_visible(storage: Storage, tag: str, attempt: str) -> bool:

@@ -191,9 +191,11 @@ PHASES_VERSION = 4
 """Version of a manifest with phases by rank, with metrics or not, of a mesh job or not."""
 PER_RANK_VERSION = 5
 """Version of a manifest with names of what ranks saved for themselves, whatever else it has."""
+NAMED_VERSION = 6
+"""Version of all manifests that are written now: ``done`` holds the order time and the attempt, on file systems too."""
 
 _VERSIONS = {
-    "manifest": (FORMAT_VERSION, MESH_VERSION, METRICS_VERSION, PHASES_VERSION, PER_RANK_VERSION),
+    "manifest": (FORMAT_VERSION, MESH_VERSION, METRICS_VERSION, PHASES_VERSION, PER_RANK_VERSION, NAMED_VERSION),
     "rank_index": (FORMAT_VERSION, MESH_VERSION),
 }
 _HEADS = tuple(b'{"format_version":%d,"kind":"manifest",' % version for version in _VERSIONS["manifest"])
@@ -247,6 +249,7 @@ class Manifest:
     ``leaders`` are the first ranks of a mesh job's groups, whose indexes describe the tensors; None for other jobs.
     ``metrics`` are the training's, None for values that were not finite. ``phases`` are by global rank; empty if they
     were not recorded. ``per_rank`` are names of what ranks saved for themselves, because their values differ.
+    ``is_named_by_done``: ``done`` holds the order time and the attempt, unless another program wrote it again.
     """
 
     tag: str
@@ -262,6 +265,7 @@ class Manifest:
     metrics: Metrics = field(default_factory=dict)
     phases: tuple[RankPhases, ...] = ()
     per_rank: tuple[str, ...] = ()
+    is_named_by_done: bool = field(default=True, compare=False)
 
     @property
     def is_converted(self) -> bool:
@@ -324,11 +328,9 @@ def dump_manifest(manifest: Manifest) -> bytes:
     metrics = {"metrics": document.plain(dict(manifest.metrics))} if manifest.metrics else {}
     phases = phases_text(manifest.phases) if manifest.phases else {}
     per_rank = {"per_rank": document.plain(list(manifest.per_rank))} if manifest.per_rank else {}
-    version = METRICS_VERSION if metrics else MESH_VERSION if leaders else FORMAT_VERSION
-    version = PER_RANK_VERSION if per_rank else PHASES_VERSION if phases else version
     text = document.members(
         {
-            "format_version": str(version),
+            "format_version": str(NAMED_VERSION),
             "kind": '"manifest"',
             "tag": document.plain(manifest.tag),
             "attempt": document.plain(manifest.attempt),
@@ -397,7 +399,8 @@ def load_manifest(data: bytes, where: str) -> Manifest:
             leaders=_leaders(fields["leaders"], topology) if _has_leaders(fields) else None,
             metrics=_metrics(fields["metrics"]) if version == METRICS_VERSION or "metrics" in fields else {},
             phases=phases_of(fields, len(ranks)) if version == PHASES_VERSION or _has_phases(fields) else (),
-            per_rank=_texts(fields["per_rank"]) if version == PER_RANK_VERSION else (),
+            per_rank=_texts(fields["per_rank"]) if version == PER_RANK_VERSION or "per_rank" in fields else (),
+            is_named_by_done=version >= NAMED_VERSION,
         )
 
 

@@ -51,7 +51,7 @@ from nxd_ckpt.storage.urls import StrPath, is_url, local_path
 from nxd_ckpt.tag.directory import find_tag
 from nxd_ckpt.tag.identity import Identity
 from nxd_ckpt.tag.known_damage import note_damage
-from nxd_ckpt.tag.order import manifest_of
+from nxd_ckpt.tag.order import manifest_of, mark_of
 from nxd_ckpt.tag.seal import DIGESTS, file_digest, read_seal, seal_problems
 from nxd_ckpt.tag.verify import require_all_files, sealed_loss
 
@@ -389,6 +389,7 @@ class SealedDirectory:
         if manifest.order_time <= newest:
             order_time = next_order_time(newest, newest)
             output.write(f"{key}/{MANIFEST}", dump_manifest(replace(manifest, order_time=order_time)))
+            output.write(f"{key}/{DONE}", mark_of(order_time, manifest.attempt))
             output.set_time(f"{key}/{DONE}", order_time)
 
     def _link_added(self) -> list[str]:

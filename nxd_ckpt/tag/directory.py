@@ -164,12 +164,13 @@ def clash(storage: Storage, tag: str) -> str | None:
     if not entries or is_checkpoint_of_ours_or_nxd(storage, tag):
         return None
     files = {entry.path for entry in entries if not entry.is_dir}
+    recorded = DONE in files and recorded_order_time(storage, tag) is not None
     marks = {name for name in (MARKER, DONE) if name in files and _has_mark(storage, f"{tag}/{name}", b"1", b"")}
+    marks |= {DONE} if recorded else set()
     if MARKER in files:
         marked = MARKER in marks
     else:  # a tag of NxD 0.6 or 0.7 has no mark either
-        foreign = DONE in files and recorded_order_time(storage, tag) is None
-        marked = not storage.renames and not foreign and not storage.is_file(NEWEST)
+        marked = not storage.renames and (recorded or DONE not in files) and not storage.is_file(NEWEST)
     for entry in entries:
         if entry.clashes or not (entry.is_guest or marked or entry.path in marks):
             return f"{tag}/{entry.path}"
@@ -281,8 +282,8 @@ def _inspect(storage: Storage, tag: str, newest: Callable[[], dict[str, float]])
         return None  # another process removed the tag since it was listed
     except MalformedFile as error:
         return TagInfo(tag, 0.0, complete=False, ours=has_manifest, damage=str(error))
-    # Beside a ``done`` of ours there is a manifest, unless a job that was taken over wrote it too late.
-    is_complete = dated == DONE and (has_manifest or recorded is None)
+    # In a store there is a manifest beside a ``done`` of ours, unless a job that was taken over wrote it too late.
+    is_complete = dated == DONE and (has_manifest or recorded is None or storage.renames)
     return TagInfo(tag, order_time, complete=is_complete, ours=is_ours, marked=marked)
 
 

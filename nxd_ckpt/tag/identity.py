@@ -9,12 +9,12 @@ from uuid import uuid4
 
 from nxd_ckpt.core import names
 from nxd_ckpt.core.manifest import Manifest
-from nxd_ckpt.core.tags import order_text
 from nxd_ckpt.errors import CheckpointError, CheckpointNotFound, CorruptCheckpoint, TagReplaced, UnsafePickle
 from nxd_ckpt.formats import crc32
 from nxd_ckpt.storage.base import Storage
 from nxd_ckpt.storage.local import LocalStorage
 from nxd_ckpt.storage.wrapper import LayeredStorage, StorageWrapper
+from nxd_ckpt.tag.order import FOREIGN_MARK, mark_of
 
 T = TypeVar("T")
 
@@ -42,7 +42,7 @@ class Identity:
 
     def is_of(self, manifest: Manifest) -> bool:
         """Return whether ``done`` names the manifest's attempt, as our saves into a store leave it."""
-        return self._done == f"{order_text(manifest.order_time)} {manifest.attempt}".encode()
+        return self._done == mark_of(manifest.order_time, manifest.attempt)
 
     @property
     def names_attempt(self) -> bool:
@@ -130,7 +130,7 @@ class _Seen(NamedTuple):
 
 def _look(storage: Storage, tag: str) -> _Seen:
     prefix = f"{tag}/" if tag else ""
-    if not storage.renames and (done := _content(storage, f"{prefix}{names.DONE}")) not in (None, b"1"):
+    if not storage.renames and (done := _content(storage, f"{prefix}{names.DONE}")) not in (None, FOREIGN_MARK):
         return _Seen(_digest_of(done), done)  # it holds the order time and the attempt
     # A manifest may be large. On a file system the time of `done` orders the tags: no two saves of ours have the same.
     about = _size if storage.renames else _digest

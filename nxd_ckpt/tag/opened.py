@@ -35,7 +35,7 @@ from nxd_ckpt.tag.foreign.hugging_face_directory import HuggingFaceDirectory, We
 from nxd_ckpt.tag.identity import Identity
 from nxd_ckpt.tag.mesh_trees import MeshTrees
 from nxd_ckpt.tag.nxd_tag import TagLayout, layout_of
-from nxd_ckpt.tag.order import file_of_ours, is_written_over, manifest_of
+from nxd_ckpt.tag.order import is_written_over, manifest_of, recorded_order_time
 from nxd_ckpt.tag.range_reader import in_parallel
 from nxd_ckpt.tag.reading import Leaf, LeafReader
 from nxd_ckpt.tag.state_dicts import checked_rank_state
@@ -511,8 +511,8 @@ def _open(storage: Storage, tag: str, identity: Identity, files: TagFiles) -> Op
             raise TagReplaced(f"{where} was removed, or is being replaced, while it was read") from error
         if is_written_over(storage, tag, manifest):
             logger.warning(
-                "%s/%s: the files are not those of its manifest, and neither is its %r marker: another program saved "
-                "over it. Reading it as a plain neuronx_distributed checkpoint, without its index",
+                "%s/%s: its %r marker is not that of its manifest: another program saved over it. Reading it as a "
+                "plain neuronx_distributed checkpoint, without its index",
                 storage.url,
                 tag,
                 names.DONE,
@@ -522,15 +522,15 @@ def _open(storage: Storage, tag: str, identity: Identity, files: TagFiles) -> Op
             raise _part_lost(f"{where}/{names.INDEX_DIR}/", left=names.MANIFEST)
     elif tag and names.INDEX_DIR in listed:
         raise _part_lost(f"{where}/{names.MANIFEST}", left=f"{names.INDEX_DIR}/")
-    elif (file := file_of_ours(storage, tag)) is not None:
+    elif names.DONE in listed and recorded_order_time(storage, tag) is not None:
         logger.warning(
-            "%s has neither %s nor %s/, but nxd_ckpt wrote %s: the tag lost them. It is read as a plain "
+            "%s has neither %s nor %s/, but nxd_ckpt wrote its %r marker: the tag lost them. It is read as a plain "
             "neuronx_distributed checkpoint: whether all its files exist, and belong to one save, is unknown. Restore "
             "the tag from a copy, or load another one",
             where,
             names.MANIFEST,
             names.INDEX_DIR,
-            file,
+            names.DONE,
         )
     return OpenTag(storage, tag, layout_of(files, manifest), manifest, identity)
 

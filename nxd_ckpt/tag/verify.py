@@ -20,7 +20,7 @@ from nxd_ckpt.core import names, units
 from nxd_ckpt.core.manifest import FileEntry, TensorEntry
 from nxd_ckpt.core.option_classes import takes
 from nxd_ckpt.core.suggestions import first_of
-from nxd_ckpt.core.tags import Tag, order_text
+from nxd_ckpt.core.tags import Tag
 from nxd_ckpt.core.topology import Coordinates
 from nxd_ckpt.errors import (
     CheckpointError,
@@ -47,6 +47,7 @@ from nxd_ckpt.tag.foreign.torch_dcp import DcpFiles, read_metadata
 from nxd_ckpt.tag.identity import Identity, of_latest
 from nxd_ckpt.tag.known_damage import is_noted, known_damage, note_damage
 from nxd_ckpt.tag.opened import OpenTag, open_complete_tag
+from nxd_ckpt.tag.order import FOREIGN_MARK, mark_of
 from nxd_ckpt.tag.seal import DIGESTS, read_seal, seal_problems
 from nxd_ckpt.tag.state_dicts import refuse_numbers
 from nxd_ckpt.tag.verification import changed_tensors, crc32_of, verify_file
@@ -385,13 +386,13 @@ def _entries(opened: OpenTag, problems: list[str]) -> Iterator[tuple[str, FileEn
 
 
 def _marker(opened: OpenTag, marker: str) -> FileEntry:
-    """Return the expected marker: NxD's ``1``; in a store that or the order time, followed by the attempt."""
-    data = b"1"
+    """Return the expected marker: NxD's ``1``; or ours, which names the attempt: ``done``, and in stores both."""
+    data = FOREIGN_MARK
     if opened.manifest is not None:
-        first = order_text(opened.manifest.order_time) if marker == names.DONE else "1"
-        in_store = f"{first} {opened.manifest.attempt}".encode()
+        order_time, attempt = opened.manifest.order_time, opened.manifest.attempt
+        ours = mark_of(order_time, attempt) if marker == names.DONE else f"1 {attempt}".encode()
         with suppress(OSError, MalformedFile):  # comparing the file with this reports it
-            data = in_store if opened.storage.size(f"{opened.tag}/{marker}") == len(in_store) else data
+            data = ours if opened.storage.size(f"{opened.tag}/{marker}") == len(ours) else data
     return FileEntry(len(data), crc32.crc32(data))
 
 

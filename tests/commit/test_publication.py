@@ -19,6 +19,7 @@ from nxd_ckpt.commit.voting import AttemptVotes
 from nxd_ckpt.coordination import intents, journal
 from nxd_ckpt.coordination.paths import COPIES, STAGING, TRASH, staging_dir
 from nxd_ckpt.core.names import DONE, MANIFEST, MARKER
+from nxd_ckpt.core.tags import order_text
 from nxd_ckpt.errors import DirectoryInUse, OutcomeUnknown, SaveFailed
 from nxd_ckpt.storage.local import LocalStorage
 from nxd_ckpt.testing.storage import Hook, HookedStorage, MemoryStorage, Operation, failing, recording
@@ -31,19 +32,21 @@ def test_the_storage_chooses_the_way(disk: LocalStorage, store: MemoryStorage) -
     """Staged where there are renames; a copy resumes what an earlier try brought."""
     assert Staged("run-3", TAG, None) == publication_of(session(disk), 3, TAG, None)
     assert InPlace("run-3", TAG, True) == publication_of(session(store), 3, TAG, True)
-    assert Staged("run-1", TAG, False, resumes=True) == copy_publication(session(disk), TAG, False, "of-4")
+    copy = Staged("run-1", TAG, False, resumes=True, saved="of-4")
+    assert copy == copy_publication(session(disk), TAG, False, "of-4")
     assert InPlace("of-4", TAG, True, resumes=True) == copy_publication(session(store), TAG, True, "of-4")
     assert InPlace("", TAG, True, resumes=True) == copy_publication(session(store), TAG, True, None)
 
 
 def test_a_staged_tag_appears_whole(disk: LocalStorage) -> None:
-    """Both markers, ``done`` with the order time; all of it synced before the rename."""
+    """Both markers, ``done`` with order time and attempt; all of it synced before the rename."""
     one, log = Staged(ATTEMPT, TAG), list[Operation]()
     one.begin(session(disk))
     written(disk, one)
     assert staging_dir(ATTEMPT) == one.folder
     one.publish(session(HookedStorage(disk, recording(log))), TIME, [])
-    assert (b"1", b"1", b"new") == tuple(disk.read(f"{TAG}/{name}") for name in (MARKER, DONE, MODEL))
+    expected = (b"1", f"{order_text(TIME)} {ATTEMPT}".encode(), b"new")
+    assert expected == tuple(disk.read(f"{TAG}/{name}") for name in (MARKER, DONE, MODEL))
     assert TIME == disk.time(f"{TAG}/{DONE}")
     steps = [done.name for done in log if done.key.startswith(one.folder) and done.name not in ("is_dir", "is_file")]
     assert ["create", "write_at"] * 2 == steps[:4]

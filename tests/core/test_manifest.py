@@ -46,12 +46,6 @@ def test_a_manifest_is_read_back(manifest: Manifest) -> None:
     assert is_manifest(dump_manifest(manifest))
 
 
-def test_only_a_manifest_with_metrics_has_their_version() -> None:
-    """Others are read by every version that read them before."""
-    manifests = [MANIFEST, MESH_MANIFEST, replace(MANIFEST, metrics=METRICS)]
-    assert [1, 2, 3] == [json.loads(dump_manifest(one))["format_version"] for one in manifests]
-
-
 @pytest.mark.parametrize("metrics", [{"loss": "low"}, {"loss": True}, {"loss": [1]}, [2.0], {"loss": 10**400}])
 def test_metrics_that_are_no_numbers_are_refused(metrics: Any) -> None:
     """In a file, whoever wrote it."""
@@ -89,7 +83,7 @@ def test_a_manifest_is_known_by_its_digest() -> None:
         is_manifest(data[:position] + bytes([data[position] ^ 1]) + data[position + 1 :])
         for position in range(len(data))
     )
-    later = sealed({**json.loads(data), "format_version": 6})
+    later = sealed({**json.loads(data), "format_version": 7})
     assert [False, False] == [is_manifest(dump_index(INDEX)), is_manifest(later)]
 
 
@@ -127,8 +121,8 @@ def test_a_newer_format_says_so() -> None:
     document = {**json.loads(dump_index(INDEX)), "format_version": 3}
     with pytest.raises(MalformedFile, match="format_version 3, this nxd_ckpt reads 1, 2;"):
         load_index(json.dumps(document).encode(), "index")
-    with pytest.raises(MalformedFile, match="format_version 6, this nxd_ckpt reads 1, 2, 3, 4, 5;"):
-        load_manifest(sealed({**json.loads(dump_manifest(MANIFEST)), "format_version": 6}), "manifest.json")
+    with pytest.raises(MalformedFile, match="format_version 7, this nxd_ckpt reads 1, 2, 3, 4, 5, 6;"):
+        load_manifest(sealed({**json.loads(dump_manifest(MANIFEST)), "format_version": 7}), "manifest.json")
 
 
 JUNK: st.SearchStrategy[Any] = st.sampled_from([None, True, -1, 1.5, "x", [], {}, [-1], [[0]], {"x": 1}, 2**70])

@@ -39,12 +39,15 @@ def test_a_tag_is_complete_with_its_done_marker(tmp_path: Path) -> None:
     make(tmp_path / "step_10", "checkpoint", "done", "model/x", at=500.0)
     make(tmp_path / "step_9", "done", at=600.0)
     make(tmp_path / "step_11", "checkpoint", at=700.0)
-    make(tmp_path / "ours", "checkpoint", "manifest.json", "done", at=400.0)
+    make(tmp_path / "ours", "checkpoint", "manifest.json", at=400.0)
+    make(tmp_path / "ours", "done", at=400.0, text=b"1 run-1")
+    make(tmp_path / "was ours", "checkpoint", "manifest.json", "done", at=450.0)
     expected = [
         TagInfo("ours", 1.0, complete=True, ours=True),
         TagInfo("step_10", 500.0, complete=True, ours=False),
         TagInfo("step_11", 700.0, complete=False, ours=False),
         TagInfo("step_9", 600.0, complete=True, ours=False),
+        TagInfo("was ours", 450.0, complete=True, ours=False),  # another program wrote ``done`` again
     ]
     assert expected == list_tags(LocalStorage(tmp_path))
 

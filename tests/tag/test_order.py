@@ -15,8 +15,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.distributed.checkpoint.filesystem import FileSystemWriter
-from torch.distributed.checkpoint.state_dict_saver import save as save_dcp
 
 from nxd_ckpt import (
     Checkpointer,
@@ -32,11 +30,12 @@ from nxd_ckpt import (
 from nxd_ckpt.api import close_checkpointers
 from nxd_ckpt.core.retention import Rule
 from nxd_ckpt.core.tags import in_order, undecided
-from nxd_ckpt.errors import CheckpointError
 from nxd_ckpt.prune import prune_checkpoints
 from nxd_ckpt.storage.local import LocalStorage
 from nxd_ckpt.tag.directory import list_tags
+from nxd_ckpt.verify import verify_checkpoint
 from tests.protocol.states import visible_tags
+from tests.tag.test_unreadable import rewrite
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]
 
@@ -100,6 +99,35 @@ def test_a_copy_that_nxd_saved_over_is_of_the_time_of_that_save(tmp_path: Path) 
     loaded: dict[str, torch.Tensor] = {}
     load_checkpoint(down, model=loaded)
     assert torch.equal(torch.full((4,), 7.0), loaded["w"])
+
+
+@pytest.mark.parametrize("mark", [b"", b"2", b"1795600000.000001", b"1" * 99])
+def test_a_damaged_marker_is_no_save_of_another_program(tmp_path: Path, mark: bytes) -> None:
+    """The tag stays ours, in its place, and a verification tells of it."""
+    for step in (1, 2):
+        save(tmp_path, step)
+    (tmp_path / "step_1" / "done").write_bytes(mark)
+    assert ["step_1", "step_2"] == order(tmp_path)
+    assert {"step": 1} == load_checkpoint(tmp_path, "step_1", model={})
+    assert "step_1/done" in "".join(verify_checkpoint(tmp_path, "step_1").problems)
+
+
+@pytest.mark.parametrize("old", [{"format_version": 1}, {"format_version": 5, "per_rank": []}])
+def test_tags_of_older_versions_are_ours_and_in_their_places(tmp_path: Path, old: dict[str, Any]) -> None:
+    """Their ``done`` holds ``1``, as another program's does: also of a copy with other times, as nobody can tell."""
+    for step in (1, 2, 3):
+        save(tmp_path / "run", step)
+    for step in (1, 2):
+        rewrite(tmp_path / "run" / f"step_{step}", lambda fields: fields.update(old))
+        status = (done := tmp_path / "run" / f"step_{step}" / "done").stat()
+        done.write_bytes(b"1")
+        os.utime(done, ns=(status.st_atime_ns, status.st_mtime_ns))
+    down = copied(tmp_path / "run", tmp_path / "down", {"step_1": 1895600000.0, "step_3": 1795600000.0})
+    for directory in (tmp_path / "run", down):
+        assert ["step_1", "step_2", "step_3"] == order(directory)
+        assert [True] * 3 == [info.ours for info in list_tags(LocalStorage(directory))]
+        assert {"step": 2} == load_checkpoint(directory, "step_2", model={})
+        assert verify_checkpoint(directory, "step_1").ours
 
 
 def test_quick_saves_and_nxds_take_turns(tmp_path: Path) -> None:
@@ -172,116 +200,6 @@ def test_steps_tell_foreign_tags_of_one_time_apart(tmp_path: Path, caplog: pytes
     with Checkpointer(tmp_path) as saver:
         saver.save("step_11", {"w": torch.ones(1)}, num_kept_ckpts=2)
     assert ["step_10", "step_11"] == visible_tags(tmp_path)
-
-
-def padded(path: Path, nbytes: int) -> None:
-    """Make a zip file as long as that, by the comment that zip allows at its end."""
-    data = path.read_bytes()
-    comment = nbytes - len(data)
-    assert comment >= 0
-    path.write_bytes(data[:-2] + comment.to_bytes(2, "little") + bytes(comment))
-
-
-@pytest.mark.parametrize("use_xser", [False, True])
-@pytest.mark.parametrize("writer", ["torch", "ours"])
-def test_a_save_of_another_program_of_the_same_sizes_is_its_own(tmp_path: Path, writer: str, use_xser: bool) -> None:
-    """The digests in the files are not those of the index. A flipped bit in a tensor is none of that, but damage."""
-    state = {"w": torch.zeros(4), "more": torch.zeros(4096)}
-    for step in (1, 2, 3):
-        with Checkpointer(tmp_path / "run", durable=False) as saver:
-            saver.save(f"step_{step}", state, use_xser=use_xser)
-        state = {name: tensor + 1 for name, tensor in state.items()}
-    down = copied(tmp_path / "run", tmp_path / "down", dict.fromkeys(("step_1", "step_2", "step_3"), 1795600000.0))
-    other = {"w": torch.full((4,), 7.0)}
-    files = sorted((down / "step_1" / "model").rglob("*.pt"))
-    for file in (file for file in files if writer == "torch" or file.name != Path(MODEL).name or not use_xser):
-        nbytes = file.stat().st_size
-        if writer == "torch":
-            torch.save(other, file)
-            padded(file, max(nbytes, file.stat().st_size))
-        else:
-            shutil.copyfile(down / "step_3" / file.relative_to(down / "step_1"), file)
-        assert use_xser or nbytes == file.stat().st_size
-    damaged = max((down / "step_2" / "model").rglob("*.pt"), key=lambda file: file.stat().st_size)
-    data = bytearray(damaged.read_bytes())
-    data[len(data) // 2] ^= 1
-    damaged.write_bytes(data)
-    os.utime(down / "step_1" / "done", (1895600060, 1895600060))
-    assert ["step_2", "step_3", "step_1"] == order(down)
-    assert [False, True, True] == [info.ours for info in list_tags(LocalStorage(down))]
-
-
-def test_every_flipped_bit_of_a_copy_is_damage(tmp_path: Path) -> None:
-    """Never a save of another program, which would move the tag to the time of the copy."""
-    for step in (1, 2):
-        save(tmp_path / "run", step)
-    down = copied(tmp_path / "run", tmp_path / "down", {"step_1": 1895600000.0, "step_2": 1795600000.0})
-    data = (down / "step_1" / MODEL).read_bytes()
-    for at in range(0, len(data), 3):
-        flipped = bytearray(data)
-        flipped[at] ^= 1 << at % 8
-        (down / "step_1" / MODEL).write_bytes(flipped)
-        assert (at, ["step_1", "step_2"]) == (at, order(down))
-
-
-@pytest.mark.parametrize("file", ["dp_rank_00_ep_rank_00_tp_rank_00_pp_rank_00.pt", Path(MODEL).name])
-@pytest.mark.parametrize("part", ["model", "optim"])
-def test_files_that_ours_cannot_have_are_of_another_program(tmp_path: Path, part: str, file: str) -> None:
-    """Of a part that was not saved, or of another topology; but not a file of ours that a copy left there."""
-    for step in (1, 2):
-        save(tmp_path / "run", step)
-    down = copied(tmp_path / "run", tmp_path / "down", dict.fromkeys(("step_1", "step_2"), 1895600000.0))
-    added = down / "step_1" / part / file
-    added.parent.mkdir(exist_ok=True)
-    shutil.copyfile(down / "step_1" / MODEL, down / "ours.pt")
-    if not added.exists():
-        shutil.move(down / "ours.pt", added)
-    assert ["step_1", "step_2"] == order(down)
-    torch.save({"w": torch.full((4,), 7.0)}, added)
-    assert ["step_2", "step_1"] == order(down)
-
-
-def zero1(directory: Path, step: int) -> None:
-    """A tag with a ZeRO-1 optimizer as a torch DCP directory."""
-    state = {
-        "state": {},
-        "param_groups": [{"lr": 0.1 * step, "params": [0]}],
-        "base_state": {0: {"step": step, "exp_avg": torch.full((4,), float(step))}},
-        "shape_info": {0: [4]},
-    }
-    options: dict[str, Any] = {"param_names": [["w"]], "use_zero1_dcp": True}
-    with Checkpointer(directory, durable=False) as saver:
-        saver.save(f"step_{step}", {"w": torch.full((4,), float(step))}, state, zero1_optimizer=True, **options)
-
-
-@pytest.mark.parametrize("damage", ["cut", "longer", "gone", "flipped"])
-def test_damaged_dcp_metadata_is_no_save_of_another_program(tmp_path: Path, damage: str) -> None:
-    """Of another size or not: it is no save of another program unless it describes other files, which are there."""
-    for step in (1, 2):
-        zero1(tmp_path / "run", step)
-    down = copied(tmp_path / "run", tmp_path / "down", dict.fromkeys(("step_1", "step_2"), 1895600000.0))
-    metadata = down / "step_1" / "optim" / ".metadata"
-    data = metadata.read_bytes()
-    changed = {"cut": data[:-9], "longer": data + b"..", "flipped": data.replace(b"step", b"stop", 1)}
-    if damage == "gone":
-        metadata.unlink()
-    else:
-        metadata.write_bytes(changed[damage])
-        assert data != changed[damage]
-    assert ["step_1", "step_2"] == order(down)
-    with pytest.raises(CheckpointError):
-        load_checkpoint(down, "step_1", model={}, optimizer={})
-
-
-def test_a_dcp_save_of_another_program_over_ours_is_its_own(tmp_path: Path) -> None:
-    """It wrote metadata, and data that ends where that says: here all of a rank in one file, as torch does."""
-    for step in (1, 2):
-        zero1(tmp_path / "run", step)
-    down = copied(tmp_path / "run", tmp_path / "down", dict.fromkeys(("step_1", "step_2"), 1895600000.0))
-    optimizer = down / "step_1" / "optim"
-    state = {"param_groups.0.lr": 0.5, "base_state.w.exp_avg": torch.ones(4)}
-    save_dcp(state, storage_writer=FileSystemWriter(optimizer, single_file_per_rank=True), no_dist=True)
-    assert ["step_2", "step_1"] == order(down)
 
 
 def test_a_whole_second_of_another_program_is_a_tie_with_ours_in_that_second(
