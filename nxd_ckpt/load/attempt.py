@@ -46,7 +46,7 @@ from nxd_ckpt.load.parts import (
 )
 from nxd_ckpt.load.planner import LoadPlanner
 from nxd_ckpt.load.proof import Proof
-from nxd_ckpt.load.replicas import SharedReads, delivery_of, measured_rate, open_shared_reads
+from nxd_ckpt.load.replicas import SharedReads, delivery_of, open_shared_reads
 from nxd_ckpt.load.scheduled_rates import lacks_scheduled_rates, with_scheduled_rates
 from nxd_ckpt.load.shares import ReplicaShares, agree_on_shares
 from nxd_ckpt.load.trees import LoadTrees
@@ -451,9 +451,8 @@ class PreparedLoad:
 
     def join(self) -> None:
         """Join the replicas for broadcasts, if they are to share the reading as well. Collective."""
-        rate = partial(measured_rate, self.reader, self._trees.replicated_leaves(), self._shares)
         agreement, share_reads, timeout = self._request.agreement, self._options.share_reads, self._request.timeout
-        self._reads = open_shared_reads(agreement, self._shares, share_reads, rate, timeout)
+        self._reads = open_shared_reads(agreement, self._shares, share_reads, self._opened.storage, timeout)
 
     def apply(self) -> None:
         """Change the live objects.

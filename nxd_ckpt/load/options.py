@@ -48,7 +48,7 @@ class LoadOptions(DownloadOptions):
         twice. "reading": in one pass; after an error live state may be partly overwritten. False: never. None: True
         on file systems and with ``pre_download``, "reading" on object stores.""")
     share_reads: bool | None = option(None, """one of the ranks that load the same tensor or shard reads it and sends
-        it to the others. None: if that is measured to be faster. No effect with ``pre_download``.""")
+        it to the others. None: from an object store, of what is large. No effect with ``pre_download``.""")
     trust_pickle: bool = option(False, """allow objects of any class. This can run any code: use it only for
         checkpoints that you trust.""")
     progress: bool = option(True, "show a bar on rank 0's terminal for work of more than two seconds.")

@@ -1,15 +1,14 @@
 """Reading that replicas share: each reads a share of what all load ahead, and sends it to the others, in turns.
 
-Data goes through gloo on the host. It is shared if storage is slow enough for that to be faster.
+Data goes through gloo on the host. By default it is shared where each read goes over a network: in a store.
 """
 
 from __future__ import annotations
 
 import json
 import logging
-import math
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from datetime import timedelta
 from functools import partial
@@ -18,27 +17,23 @@ from typing import Any, NamedTuple
 
 import torch
 
-from nxd_ckpt import effects, errors
+from nxd_ckpt import errors
 from nxd_ckpt.coordination.agreement import Agreement, on_all
 from nxd_ckpt.core.closing import Closing
 from nxd_ckpt.errors import CheckpointError, ReplicaLost
-from nxd_ckpt.formats.tensors import allocated, byte_view
+from nxd_ckpt.formats.tensors import byte_view
 from nxd_ckpt.load.overwriting import Delivery, Fill
-from nxd_ckpt.load.shares import Named, ReplicaGroup, ReplicaShares
+from nxd_ckpt.load.shares import ReplicaGroup, ReplicaShares
+from nxd_ckpt.storage.base import Storage
 from nxd_ckpt.tag.reading import Leaf, LeafReader
 
 logger = logging.getLogger("nxd_ckpt")
 
-FAST = 2**30
-"""Reading speed (bytes per second) from which on no broadcast is tried."""
 WORTH_IT = 256 * 2**20
-"""Bytes that replicas must have in common for a measurement to pay off."""
-_MEASURED = 64 * 2**20
-"""Bytes that are read to measure the speed of reading."""
-_PROBE = 8 * 2**20
-_PROBE_SECONDS = 30.0
-"""Time limit for joining replicas for a measurement; after it they read for themselves, as the network may have no
-route.
+"""Bytes that replicas must have in common to share the reading by default: joining takes its time."""
+_JOINING = 30.0
+"""Seconds for joining replicas that were not told to share; after it they read for themselves, as the network may have
+no route.
 """
 _CHUNK = 256 * 2**20
 """Maximum bytes of one broadcast: a timeout is for lack of progress, not for size."""
@@ -97,14 +92,6 @@ class Broadcast(Closing):
         if out.numel():
             # As bytes: gloo lacks some dtypes.
             self._send(torch.frombuffer(byte_view(out), dtype=torch.uint8), owner)
-
-    def rate(self) -> float:
-        """Measure bytes per second of one broadcast."""
-        block = torch.zeros(_PROBE, dtype=torch.uint8)
-        self._send(block, 0)
-        started = effects.monotonic()
-        self._send(block, 0)
-        return _PROBE / max(effects.monotonic() - started, 1e-9)
 
     def _share_message(self, message: bytes, owner: int) -> bytes:
         """Return the owner's ``message`` on all members."""
@@ -191,10 +178,6 @@ class SharedReads(Closing):
         self._complete(0)
         self._reader.finish()
 
-    def rate(self) -> float:
-        """Measure bytes per second of one broadcast, in the slowest group; inf if there is none."""
-        return min((broadcast.rate() for broadcast in self._broadcasts), default=math.inf)
-
     def _take_turn(self) -> None:
         out, group, owner, mark = self._turns.popleft()
         self._settled += 1
@@ -231,71 +214,38 @@ class _Turn(NamedTuple):
 
 
 def open_shared_reads(
-    agreement: Agreement, shares: ReplicaShares, chosen: bool | None, read_rate: Callable[[], float], timeout: float
+    agreement: Agreement, shares: ReplicaShares, chosen: bool | None, storage: Storage, timeout: float
 ) -> SharedReads | None:
     """Return the reads that replicas share; None if each reads for itself. Collective.
 
-    ``chosen`` decides; None measures: ``read_rate`` is this rank's (bytes per second, inf if unknown), compared with a
-    broadcast and the reading of a share. All ranks get the same result: if they pass different values, False goes
-    before True, and True before None.
+    ``chosen`` decides; None shares what comes from an object store, if it is much. All ranks get the same result: if
+    they pass different values, False goes before True, and True before None.
 
     Raises:
         CheckpointError: replicas that must share could not be joined; on all ranks.
     """
-    rate = read_rate() if chosen is None and shares.nbytes >= WORTH_IT else math.inf
-    requests = agreement.gather([chosen, rate, shares.nbytes, shares.saving])
+    pays_off = not storage.renames and shares.nbytes >= WORTH_IT
+    requests = agreement.gather([chosen, pays_off, shares.saving])
     decision = agreement.broadcast(None if requests is None else _decision(requests))
-    if decision == "measure":
-        rates = agreement.gather(_broadcast_rate(agreement, shares, timeout))
-        decision = agreement.broadcast(None if requests is None or rates is None else _measured(requests, min(rates)))
     if decision == "read":
         return None
-    return on_all(agreement, lambda: SharedReads(agreement, shares, timeout))
-
-
-def measured_rate(reader: LeafReader, leaves: Iterable[Named], shares: ReplicaShares) -> float:
-    """Measure bytes per second of reading leaves that another replica verified; inf if that fails.
-
-    From the page cache, if on one host.
-    """
-    nbytes, started = 0, effects.monotonic()
+    if decision == "share":
+        return on_all(agreement, lambda: SharedReads(agreement, shares, timeout))
     try:
-        for name, leaf in leaves:
-            if nbytes < _MEASURED and not shares.is_verified_here(leaf):
-                out = allocated(leaf.shape, leaf.dtype)
-                reader.read_into(leaf, out, name, compare=False)
-                nbytes += out.nbytes
-        reader.finish()
-    except (CheckpointError, OSError):
-        return math.inf  # the load itself reports it
-    return nbytes / max(effects.monotonic() - started, 1e-9) if nbytes else math.inf
+        return on_all(agreement, lambda: SharedReads(agreement, shares, min(timeout / 2, _JOINING)))
+    except CheckpointError as error:
+        logger.warning("every replica reads everything itself: %s", error)
+        return None
 
 
 def _decision(requests: Sequence[Any]) -> str:
-    """Return "share", "read" (each for itself) or "measure", from the requests of all ranks."""
-    chosen, rates, nbytes, savings = zip(*requests, strict=True)
+    """Return "share", "read" (each for itself) or "try" (share if that is possible), from the requests of all ranks."""
+    chosen, pays_off, savings = zip(*requests, strict=True)
     if not any(savings) or False in chosen:
         return "read"
     if True in chosen:
         return "share"
-    return "measure" if min(rates) < FAST and max(nbytes) >= WORTH_IT else "read"
-
-
-def _measured(requests: Sequence[Any], broadcast_rate: float) -> str:
-    """Return "share" or "read": compare the slowest rank reading all with reading its share and a broadcast of all."""
-    read_rate, saving = (min(request[number] for request in requests if request[3]) for number in (1, 3))
-    return "share" if broadcast_rate and 1 / broadcast_rate < saving / read_rate else "read"
-
-
-def _broadcast_rate(agreement: Agreement, shares: ReplicaShares, timeout: float) -> float:
-    """Measure bytes per second of a broadcast; 0 if it fails."""
-    try:
-        # Half the time that rank 0 waits for this rank.
-        with SharedReads(agreement, shares, min(timeout / 2, _PROBE_SECONDS)) as reads:
-            return reads.rate()
-    except CheckpointError as error:
-        logger.warning("every replica reads everything itself: %s", error)
-        return 0.0
+    return "try" if any(pays_off) else "read"
 
 
 def _first_line(error: Exception) -> str:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,9 +20,12 @@ from nxd_ckpt.core.mesh import Layout, Mesh, Shard
 from nxd_ckpt.errors import CheckpointError, DigestMismatch, ReplicaLost
 from nxd_ckpt.formats.tensors import Assembly, Fragment, StorageSpan, TensorStub
 from nxd_ckpt.live.dtensor import Placed
-from nxd_ckpt.load.replicas import FAST, WORTH_IT, Broadcast, SharedReads, open_shared_reads
+from nxd_ckpt.load.replicas import WORTH_IT, Broadcast, open_shared_reads
 from nxd_ckpt.load.shares import ReplicaShares, agree_on_shares
+from nxd_ckpt.storage.base import Storage
+from nxd_ckpt.storage.local import LocalStorage
 from nxd_ckpt.tag.reading import Leaf
+from nxd_ckpt.testing.storage import MemoryStorage
 from tests.support.ranks import on_ranks
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]
@@ -266,17 +269,16 @@ def test_a_member_that_leaves_is_not_waited_for(leaves: int) -> None:
     assert [(ReplicaLost, True)] * 3 == outcomes
 
 
-def opened(wanted: Sequence[bool | None], rates: Sequence[float] = (math.inf,), nbytes: int = WORTH_IT) -> list[Any]:
+def opened(wanted: Sequence[bool | None], storage: Storage | None = None, nbytes: int = WORTH_IT) -> list[Any]:
     """Whether there is a group, on each rank, or what was raised there."""
     shares = shares_of(Topology(dp=len(wanted)), leaves_of([nbytes]))
 
     def is_opened(agreement: Agreement) -> bool:
         rank = agreement.rank
-        reads = open_shared_reads(agreement, shares[rank], wanted[rank], lambda: rates[rank % len(rates)], 600.0)
+        reads = open_shared_reads(agreement, shares[rank], wanted[rank], storage or MemoryStorage(), 600.0)
         if reads is None:
             return False
-        with reads:
-            assert 0 < reads.rate()
+        reads.close()
         return True
 
     return on_ranks(len(wanted), is_opened)
@@ -299,35 +301,20 @@ def test_ranks_that_want_different_things(wanted: list[bool | None], shared: boo
     assert [shared] * len(wanted) == opened(wanted)
 
 
-@pytest.mark.parametrize(
-    ("rates", "nbytes", "broadcast_rate", "shared"),
-    [
-        ([1e8], WORTH_IT, 3e8, True),
-        ([1e9, 1e8, 1e9], WORTH_IT, 3e8, True),
-        ([1e8], WORTH_IT, 1.4e8, False),
-        ([FAST], WORTH_IT, 1e12, False),
-        ([math.inf], WORTH_IT, 1e12, False),
-        ([1e8], WORTH_IT - 1, 1e12, False),
-    ],
-)
-def test_who_does_not_say_is_measured(
-    monkeypatch: pytest.MonkeyPatch, rates: list[float], nbytes: int, broadcast_rate: float, shared: bool
+@pytest.mark.parametrize(("nbytes", "shared"), [(WORTH_IT, True), (WORTH_IT - 1, False)])
+def test_who_does_not_say_shares_what_comes_from_a_store(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, nbytes: int, shared: bool
 ) -> None:
-    """Two thirds of the reading are saved; they must take longer than the broadcast, on the slowest rank."""
-    monkeypatch.setattr(SharedReads, "rate", lambda reads: broadcast_rate)
-    monkeypatch.setattr("nxd_ckpt.load.replicas._PROBE_SECONDS", 300.0)  # a busy machine is not in a hurry
-    assert [shared] * 3 == opened([None] * 3, rates, nbytes)
-
-
-def test_the_rate_of_a_broadcast_is_measured_on_every_member() -> None:
-    """It is measured on every member, in bytes per second."""
-    assert all(0 < rate < 1e12 for rate in replicas(3, lambda agreement, group: group.rate()))
+    """If it is much; on a file system each reads for itself."""
+    monkeypatch.setattr("nxd_ckpt.load.replicas._JOINING", 300.0)  # a busy machine is not in a hurry
+    assert [shared] * 3 == opened([None] * 3, nbytes=nbytes)
+    assert [False] * 3 == opened([None] * 3, LocalStorage(tmp_path), nbytes)
 
 
 def test_replicas_that_cannot_be_joined(monkeypatch: pytest.MonkeyPatch) -> None:
     """Read for themselves if they were not told to share, with a warning; else all raise, with what to do."""
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "no_such_interface")
-    assert [False] * 2 == opened([None] * 2, [1e6])
+    assert [False] * 2 == opened([None] * 2)
     for error in opened([True] * 2):
         assert CheckpointError is type(error)
         assert "GLOO_SOCKET_IFNAME" in str(error)
