@@ -27,9 +27,9 @@ def ranks_of(ranks: Collection[int]) -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} {first_of(map(str, ranks))}"
 
 
-def closest(name: str, others: Collection[str]) -> str | None:
-    """Return the one of ``others`` that is most similar to the name, if one is."""
-    return next(iter(difflib.get_close_matches(name, others, n=1)), None)
+def closest(name: str, others: Collection[str], least: float = 0.6) -> str | None:
+    """Return the one of ``others`` that is most similar to the name, if one is: ``least`` of 1, which is equal."""
+    return next(iter(difflib.get_close_matches(name, others, n=1, cutoff=least)), None)
 
 
 def prefix_advice(missing: Collection[str], unexpected: Collection[str], all_missing: bool) -> str | None:

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from nxd_ckpt import Checkpointer, Tier, save_checkpoint
+from nxd_ckpt import Checkpointer, Tier, load_checkpoint, save_checkpoint
 from nxd_ckpt.convert import export_checkpoint
-from nxd_ckpt.core.option_classes import _OTHER_NAMES, fields_of
+from nxd_ckpt.core.option_classes import _OURS, fields_of
 from nxd_ckpt.errors import InvalidArgument
 from nxd_ckpt.options.tags import CopyOptions
 from tests.docs.markdown import REPOSITORY
@@ -77,6 +77,11 @@ def _load_latest(*arguments: Any, **options: Any) -> None:
         (save_checkpoint, "fallback", r"\(pass fallback= to load_checkpoint\(\)\)"),
         (export_checkpoint, "max_shard_size", r"\(did you mean 'size_per_shard'\?\)"),
         (export_checkpoint, "retain", "'retain'$"),
+        (Checkpointer, "save_total_limit", r"\(did you mean 'num_kept_ckpts'\?\)"),
+        (save_checkpoint, "save_xser", r"\(did you mean 'use_xser'\?\)"),
+        (load_checkpoint, "shard", "'shard'$"),
+        (load_checkpoint, "process_count", "'process_count'$"),
+        (save_checkpoint, "use_safetensors", "'use_safetensors'$"),
     ],
 )
 def test_a_keyword_of_another_function_or_library_is_known(
@@ -90,8 +95,7 @@ def test_a_keyword_of_another_function_or_library_is_known(
 def test_keywords_of_other_libraries_stand_for_ours() -> None:
     """Each for one that a function has."""
     ours = {name for function in FUNCTIONS for name in inspect.signature(function).parameters}
-    others = [other for names in _OTHER_NAMES.values() for other in names.split()]
-    assert (set(), len(others)) == (_OTHER_NAMES.keys() - ours, len({*others}))
+    assert {*_OURS.values()} <= ours
 
 
 def test_options_of_a_class_come_before_those_of_its_bases() -> None:
