@@ -26,15 +26,6 @@ _OURS = {
     "save_total_limit": "num_kept_ckpts",
     "save_xser": "use_xser",
 }
-_OURS = {
-    "checkpoint_dir_str": "path",
-    "max_shard_size": "size_per_shard",
-    "max_to_keep": "num_kept_ckpts",
-    "save_interval_steps": "every",
-    "save_top_k": "retain",
-    "save_total_limit": "num_kept_ckpts",
-    "save_xser": "use_xser",
-}
 """Keywords of other libraries, each with the one of ours that takes its place, for error messages."""
 _ALIKE = 0.8
 """Similarity from which on an unknown keyword is taken for a misspelt one."""

@@ -569,7 +569,12 @@ BREAKS += [
     ),
     Break(
         "`done` does not name its attempt", "store",
-        {"nxd_ckpt/tag/order.py": ('f"{order_text(order_time)} {attempt}".encode()', "order_text(order_time).encode()")},
+        {
+            "nxd_ckpt/tag/order.py": (
+                'f"{order_text(order_time)} {attempt}".encode()',
+                "order_text(order_time).encode()",
+            )
+        },
     ),
     Break(
         "Lost reply to `done` not looked up", "lost replies",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import shutil
@@ -34,8 +35,8 @@ from nxd_ckpt.prune import prune_checkpoints
 from nxd_ckpt.storage.local import LocalStorage
 from nxd_ckpt.tag.directory import list_tags
 from nxd_ckpt.verify import verify_checkpoint
+from tests.core.documents import sealed
 from tests.protocol.states import visible_tags
-from tests.tag.test_unreadable import rewrite
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]
 
@@ -118,8 +119,9 @@ def test_tags_of_older_versions_are_ours_and_in_their_places(tmp_path: Path, old
     for step in (1, 2, 3):
         save(tmp_path / "run", step)
     for step in (1, 2):
-        rewrite(tmp_path / "run" / f"step_{step}", lambda fields: fields.update(old))
-        status = (done := tmp_path / "run" / f"step_{step}" / "done").stat()
+        manifest, done = (tmp_path / "run" / f"step_{step}" / name for name in ("manifest.json", "done"))
+        manifest.write_bytes(sealed({**json.loads(manifest.read_bytes()), **old}))
+        status = done.stat()
         done.write_bytes(b"1")
         os.utime(done, ns=(status.st_atime_ns, status.st_mtime_ns))
     down = copied(tmp_path / "run", tmp_path / "down", {"step_1": 1895600000.0, "step_3": 1795600000.0})
