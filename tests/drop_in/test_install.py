@@ -150,7 +150,7 @@ def test_wrong_options_are_refused(options: dict[str, Any]):
 def test_unknown_options_are_refused():
     """A misspelt option is refused, with the one that was meant."""
     with pytest.raises(TypeError, match="num_kept_ckpts"):
-        nxd_ckpt.install(num_kept=3)  # type: ignore[call-arg]
+        nxd_ckpt.install(num_kept_ckpt=3)  # type: ignore[call-arg]
 
 
 @pytest.mark.parametrize("options", [{"num_kept_ckpts": 1}, {"retain": [Last(1)]}], ids=str)
