@@ -275,7 +275,7 @@ class _Anew(_Verified):
 
 
 class _Directory:
-    """A Hugging Face directory. Its files have no digests, so only headers can be checked."""
+    """A Hugging Face directory. Its files may have no digests, so only headers can be checked beforehand."""
 
     def __init__(self, directory: HuggingFaceDirectory, target: ImportTarget) -> None:
         self._files, self._model = directory.files, ImportedModel(directory, target)

@@ -101,6 +101,11 @@ def block_crcs(buffer: memoryview, before: Callable[[int], None] | None = None) 
     return crcs
 
 
+def count_blocks(nbytes: int) -> int:
+    """Return the number of blocks of so many bytes."""
+    return -(-nbytes // BLOCK)
+
+
 def combine_blocks(crcs: Sequence[int], nbytes: int) -> int:
     """Return the CRC of all ``nbytes`` bytes from the CRCs of `block_crcs`."""
     if len(crcs) == 1:

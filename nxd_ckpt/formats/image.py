@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar
+from typing import Any
 
 from typing_extensions import Self
 
@@ -33,13 +33,19 @@ class Image(ABC):
     storages: Sequence[StorageRecord] = field(repr=False)
     tensors: Sequence[Any] = field(repr=False)
 
-    holds_crcs: ClassVar[bool] = True
-    """True if the file contains the CRC-32s of its storages; otherwise they are not computed."""
-
     @property
     def tensor_nbytes(self) -> int:
         """Length of the first part of the file: all storages, with the bytes before each."""
-        return self.storages[-1].end if self.storages else 0
+        return self.storages[-1].end if self.storages else self.begin
+
+    @property
+    def begin(self) -> int:
+        """Length of the `head`; 0 without one."""
+        return 0
+
+    def head(self, blocks: Sequence[Sequence[int]]) -> bytes:
+        """Return the bytes before `begin`; ``blocks`` are the CRC-32s of the blocks of all storages, in order."""
+        return b""
 
     @property
     def spans(self) -> Sequence[tuple[int, int]]:

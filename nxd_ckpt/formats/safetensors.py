@@ -11,23 +11,35 @@ import struct
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from math import prod
 from typing import Any, NamedTuple
 
 from nxd_ckpt.core.downloads import HEAD, instead_of_data
 from nxd_ckpt.core.limits import check_form, check_sizes, shown
 from nxd_ckpt.core.parsing import parsing
-from nxd_ckpt.errors import InvalidArgument, MalformedFile, UnsupportedState
+from nxd_ckpt.errors import DigestMismatch, InvalidArgument, MalformedFile, UnsupportedState
+from nxd_ckpt.formats import crc32
 from nxd_ckpt.formats.image import Image, StorageRecord
 from nxd_ckpt.formats.tensors import StorageSpan, TensorStub, contiguous_stride, itemsize
 from nxd_ckpt.formats.zip_directory import Pread
 
 METADATA = "__metadata__"
+DIGESTS = "nxd_ckpt.crc32"
+"""The key in the metadata of our digests: of the list of tensors, then of each block of each tensor, sorted by name.
+
+They lie in the header because other programs keep it together with the bytes, or write the file again without them.
+"""
+
+REWRITTEN = f". If another program wrote it since, and kept our digests: write it without {DIGESTS!r} in its {METADATA}"
+"""What to do, for messages, if a file has not the digests that it carries."""
 
 _LENGTH = struct.Struct("<Q")
 _LONGEST = 100_000_000
 """Largest header in bytes, by the library's limit."""
 _ALIGNMENT = 8
+_DIGITS = 8
+"""Hexadecimal digits of a CRC-32."""
 
 _DTYPES = {
     "BOOL": "bool",
@@ -67,27 +79,37 @@ class TensorForm(NamedTuple):
 
 @dataclass(frozen=True)
 class Header:
-    """A file's header: a stub for each tensor by name, and the writer's metadata (plain strings)."""
+    """A file's header: a stub for each tensor by name, the writer's metadata (plain strings), and our digests.
+
+    ``blocks`` are the CRC-32s of each tensor's blocks, by its name; empty if the file has none.
+    """
 
     tensors: Mapping[str, TensorStub]
     metadata: Mapping[str, str]
+    blocks: Mapping[str, tuple[int, ...]]
 
 
 @dataclass(frozen=True)
 class SafetensorsImage(Image):
-    """A file of ``head`` and a storage for each of ``forms``."""
+    """A file of a head, with room for digests, and a storage for each of ``forms``."""
 
-    head: bytes = field(repr=False)
+    room: bytes = field(repr=False)
     forms: Sequence[TensorForm]
 
-    holds_crcs = False
+    @property
+    def begin(self) -> int:
+        return len(self.room)
 
     def header(self, index: int, crcs: Sequence[int]) -> tuple[int, bytes]:
-        """Return the file's header before the first tensor; nothing before the others."""
-        return (self.storages[index].offset, b"") if index else (0, self.head)
+        return self.storages[index].offset, b""
 
     def tail(self, crcs: Sequence[int]) -> bytes:
-        return b"" if self.storages else self.head
+        return b""
+
+    def head(self, blocks: Sequence[Sequence[int]]) -> bytes:
+        by_name = sorted(zip(self.forms, blocks, strict=True))
+        digests = _digits([_digest_of(self.forms), *(crc for _, crcs in by_name for crc in crcs)])
+        return self.room.replace(_digits([0] * (len(digests) // _DIGITS)), digests, 1)
 
 
 def lay_out(tensors: Iterable[TensorForm], metadata: Mapping[str, str]) -> SafetensorsImage:
@@ -98,7 +120,8 @@ def lay_out(tensors: Iterable[TensorForm], metadata: Mapping[str, str]) -> Safet
         InvalidArgument: more names than a header may hold.
     """
     ordered = sorted(tensors, key=lambda form: (-itemsize(form.dtype), form.name))
-    header: dict[str, Any] = {METADATA: dict(metadata)} if metadata else {}
+    room = _digits([0] * (1 + sum(crc32.count_blocks(form.nbytes) for form in ordered)))
+    header: dict[str, Any] = {METADATA: {DIGESTS: room.decode(), **metadata}}
     at, storages = 0, []
     for form in ordered:
         if form.name == METADATA:
@@ -147,7 +170,33 @@ def _header(pread: Pread, size: int, file: str) -> Header:
         end = span.end
     if begin + end != size:
         raise _malformed(file, f"its header describes {begin + end} bytes, it has {size}: truncated, or not whole")
-    return Header({name: _stub(file, begin, span) for name, span in spans.items()}, metadata)
+    blocks = _blocks(metadata.get(DIGESTS), spans, file)
+    stubs = {name: _stub(file, begin, span, blocks.get(name)) for name, span in spans.items()}
+    return Header(stubs, metadata, blocks)
+
+
+def _blocks(digits: str | None, spans: Mapping[str, _Span], file: str) -> dict[str, tuple[int, ...]]:
+    """Return the digests of each tensor's blocks. Raises DigestMismatch if they are of other tensors."""
+    if digits is None:
+        return {}
+    counts = {name: crc32.count_blocks(spans[name].end - spans[name].begin) for name in sorted(spans)}
+    expected = _digits([_digest_of(TensorForm(name, span.dtype, span.shape) for name, span in spans.items())]).decode()
+    if digits[:_DIGITS] != expected or len(digits) != _DIGITS * (1 + sum(counts.values())):
+        raise DigestMismatch(
+            f"{file}: the list of its tensors is not the one that was written with its digests: restore the file"
+            f"{REWRITTEN}"
+        )
+    numbers = (int(digits[at : at + _DIGITS], 16) for at in range(_DIGITS, len(digits), _DIGITS))
+    return {name: tuple(islice(numbers, count)) for name, count in counts.items()}
+
+
+def _digits(crcs: Iterable[int]) -> bytes:
+    return "".join(f"{crc:0{_DIGITS}x}" for crc in crcs).encode()
+
+
+def _digest_of(forms: Iterable[TensorForm]) -> int:
+    """Return a digest of names, dtypes and shapes, in whatever order they lie in the file."""
+    return crc32.crc32(json.dumps(sorted(forms)).encode())
 
 
 class _Span(NamedTuple):
@@ -201,8 +250,10 @@ def _span(name: str, about: Any, file: str) -> _Span:
     return _Span(begin, end, _DTYPES[dtype], shape)
 
 
-def _stub(file: str, data: int, span: _Span) -> TensorStub:
-    record = StorageSpan("", data + span.begin, span.end - span.begin, None)
+def _stub(file: str, data: int, span: _Span, blocks: Sequence[int] | None) -> TensorStub:
+    nbytes = span.end - span.begin
+    crc = None if blocks is None else crc32.combine_blocks(blocks, nbytes)
+    record = StorageSpan("", data + span.begin, nbytes, crc)
     return TensorStub(file, data + span.begin, span.dtype, span.shape, contiguous_stride(span.shape), record)
 
 

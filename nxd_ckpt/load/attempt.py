@@ -412,9 +412,10 @@ class PreparedLoad:
         if self._trees.model is not None:
             read = delivery_of(self.reader, self._begin, None, self._witness.saw)
             refuse_lost_elements(self._trees.model, self._trees.names, self._trees.model_tree, read)
-        if not (self._options.verifies_first and self._opened.has_digests):
+        if not self._options.verifies_first:
             return
-        mine = list(self._shares.verified_here(self._trees.leaves()))
+        digested = ((name, leaf) for name, leaf in self._trees.leaves() if self._opened.is_digested(leaf))
+        mine = list(self._shares.verified_here(digested))
         total = partial(self.reader.nbytes_to_verify, [(leaf, takes) for _, leaf, takes in mine])
         try:
             with self._watched("verify", total), gc_paused():
@@ -529,7 +530,8 @@ class PreparedLoad:
         torch_xla.sync()
 
     def _begin(self, leaf: Leaf, out: torch.Tensor) -> None:
-        compare = self._opened.has_digests and self._options.verify is not False and id(leaf) not in self._compared_live
+        compare = self._options.verify is not False and id(leaf) not in self._compared_live
+        compare = compare and self._opened.is_digested(leaf)
         verified = self._options.verifies_first
         name, takes = self._trees.name_by_leaf[id(leaf)], self._shares.takes(leaf)
         self.reader.read_into(leaf, out, name, compare=compare, verified=verified, takes=takes)

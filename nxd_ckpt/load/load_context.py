@@ -126,7 +126,7 @@ class LoadContext:
     @property
     def _gathered(self) -> dict[str, tuple[int, int]]:
         """Dimension and whole length of live LoRA adapters that ranks hold parts of, unless the tag says the same."""
-        if not self.opened.has_digests:
+        if self.opened.weights is not None:
             return {}
         recorded = {} if self.opened.manifest is None else self.opened.manifest.parameters
         lengths = {}

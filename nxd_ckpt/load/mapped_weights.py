@@ -1,6 +1,6 @@
 """A model in Hugging Face's form as a tag of this job: under the names of the live model, each rank's slices of it.
 
-Names are known from the list of tensors; headers are read for those that are loaded. Such files have no digests.
+Names are known from the list of tensors; headers are read for those that are loaded. Those that we wrote have digests.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from nxd_ckpt.tag.foreign.hugging_face_directory import HuggingFaceDirectory
 from nxd_ckpt.tag.foreign.quantization import Quantization, quantization_of
 from nxd_ckpt.tag.mappings import find_mapping, is_known, own_names, text_config
 from nxd_ckpt.tag.opened import OpenTag
+from nxd_ckpt.tag.reading import Leaf
 
 logger = logging.getLogger("nxd_ckpt")
 
@@ -44,8 +45,6 @@ class MappedWeights(OpenTag):
         InvalidArgument: there is no live model, whose names and shapes determine each rank's part.
         KeyMismatch: ``prefix`` or ``key_mapping``, which name tensors of the files, name nothing.
     """
-
-    has_digests = False
 
     def __init__(
         self, opened: OpenTag, directory: HuggingFaceDirectory, model: ModelAdapter | None, request: LoadRequest
@@ -84,6 +83,11 @@ class MappedWeights(OpenTag):
 
     def experts(self) -> None:
         return None
+
+    def is_digested(self, leaf: Leaf) -> bool:
+        """Return whether its blocks have digests: the digest of a whole record is of more than a rank reads."""
+        stubs = (fragment.stub for fragment in Assembly.of(leaf).fragments)
+        return any((stub.file, stub.storage.offset) in self._entries for stub in stubs)
 
     @cached_property
     def _tree(self) -> dict[str, Any]:

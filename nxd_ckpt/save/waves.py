@@ -1,7 +1,7 @@
 """Waves: the bytes of files that are in memory at the same time, if the files are larger than that memory.
 
 A file has the same layout in memory as on disk: tensors at their offsets, and the bytes between them filled in once the
-digests are known. Bytes after the last tensor of a file are in no wave.
+digests are known. Bytes after the last tensor of a file are in no wave, nor is its head.
 """
 
 from __future__ import annotations
@@ -81,9 +81,9 @@ class _Plan:
         self.waves: list[Wave] = [[]]
 
     def add(self, file: int, planned: PlannedFile) -> None:
-        image, begin = planned.image, 0
+        image, begin = planned.image, planned.image.begin
         if image.tensor_nbytes <= self._cap:
-            self._put(Span(file, 0, image.tensor_nbytes, 0, range(len(image.storages))))
+            self._put(Span(file, begin, image.tensor_nbytes, 0, range(len(image.storages))))
             return
         for number, storage in enumerate(image.storages):
             if storage.end - begin + begin % _ALIGNMENT <= self._cap:

@@ -66,10 +66,6 @@ class _OpenFile:
     crcs: list[int] = field(default_factory=list)
     crc32: int = 0
 
-    def crcs_of(self, view: memoryview) -> list[int]:
-        """Return the CRC-32s of its blocks; none if the image holds none: then no index lists the file either."""
-        return self.digest(view) if self.planned.image.holds_crcs else []
-
     def header(self) -> tuple[int, bytes]:
         """Return (offset, bytes) of the next header; all blocks of its storage must be known."""
         index = len(self.crcs)
@@ -84,6 +80,12 @@ class _OpenFile:
         tail = self.planned.image.tail(self.crcs)
         self.crc32 = crc32.crc32(tail, self.crc32)
         return tail
+
+    def head(self) -> bytes:
+        """Return the bytes before the first storage, once all blocks are known."""
+        head = self.planned.image.head(self.blocks)
+        self.crc32 = crc32.combine(crc32.crc32(head), self.crc32, self.planned.image.nbytes - len(head))
+        return head
 
 
 @dataclass(frozen=True)
@@ -184,7 +186,7 @@ class FileWriter:
         if span.start == handle.planned.image.storages[span.storages.start].offset:
             self._put_missing_header(handle)
             handle.blocks.append([])
-        handle.blocks[-1] += handle.crcs_of(view)
+        handle.blocks[-1] += handle.digest(view)
         self._put(handle.writer, span.start, view)
 
     def _put_missing_header(self, handle: _OpenFile) -> None:
@@ -287,6 +289,7 @@ class FileWriter:
         self._put_missing_header(handle)
         image = handle.planned.image
         self._put(handle.writer, image.tensor_nbytes, memoryview(handle.tail()))
+        self._put(handle.writer, 0, memoryview(handle.head()))
         if closers is None:
             handle.writer.close()
         else:
@@ -346,7 +349,7 @@ def _digested(
     """
 
     def digest(places: Sequence[StorageRecord]) -> Blocks:
-        return [handle.crcs_of(view[place.offset - start : place.end - start]) for place in places]
+        return [handle.digest(view[place.offset - start : place.end - start]) for place in places]
 
     if ahead is None:
         yield from map(digest, stretches)

@@ -17,6 +17,7 @@ import torch
 from nxd_ckpt import effects
 from nxd_ckpt.core import names
 from nxd_ckpt.core.limits import check_sizes, shown
+from nxd_ckpt.core.manifest import TensorEntry
 from nxd_ckpt.errors import CheckpointError, MalformedFile, PartLost, PartNotFound
 from nxd_ckpt.formats import torch_zip
 from nxd_ckpt.formats.safetensors import read_header
@@ -109,6 +110,8 @@ class TagFiles:
         self._kept: dict[str, memoryview] = {}
         self._kept_nbytes = 0
         self._recorded: dict[str, int] = {}
+        self.entries: dict[tuple[str, int], TensorEntry] = {}
+        """Tensors with digests that are known so far, by file and offset of their first byte in it."""
 
     def record(self, file: str, nbytes: int) -> None:
         """Take from an index that a file is there, with its size: it is neither listed nor asked for its size."""
@@ -194,10 +197,19 @@ class TagFiles:
         return self._parse(file, start, nbytes, lambda stub: stub, dtensors)
 
     def safetensors(self, file: str) -> Mapping[str, TensorStub]:
-        """Return the tensors of a safetensors file by name, from its header. Raises PartNotFound, MalformedFile."""
+        """Return the tensors of a safetensors file by name, from its header, and add their digests to ``entries``.
+
+        Raises PartNotFound, MalformedFile, DigestMismatch.
+        """
         key = self.key(file)
         with self.named(file), closing(self.storage.open(key)) as reader:
-            return read_header(pread_of(reader), self.storage.size(key), file).tensors
+            header = read_header(pread_of(reader), self.storage.size(key), file)
+        for name, crcs in header.blocks.items():
+            stub = header.tensors[name]
+            entry = TensorEntry(name, file, stub.offset, stub.nbytes, stub.dtype, stub.shape, crcs)
+            if crcs:  # an empty tensor lies where the next one does
+                self.entries[file, stub.offset] = entry
+        return header.tensors
 
     def read(self, stub: TensorStub) -> torch.Tensor:
         """Read one tensor to the CPU, and compare it with the CRC-32 in its file, if it has one.

@@ -92,14 +92,11 @@ class OpenTag:
 
     ``is_one_save`` if ``done`` names the manifest's attempt: the manifest is no other save's, and all that is read
     after it has its digests in an index.
-
-    ``has_digests`` is False if there are none, or only of more than a rank reads.
     """
 
     opens_all = False
     keeps_small = False
     is_one_save = False
-    has_digests = True
     own: tuple[int, Collection[str]] | None = None
     """A rank of a mesh job of this size that loads, and the names of its model."""
 
@@ -115,7 +112,7 @@ class OpenTag:
         self._layout = layout
         self._indexes: dict[Coordinates, RankIndex] = {}
         self._verified: set[str] = set()
-        self._entries: Entries = {}
+        self._entries: Entries = layout.files.entries
         self._trees = TreeCache()
 
     @property
@@ -221,6 +218,10 @@ class OpenTag:
     def live_name(self, name: str) -> str:
         """Return the name under which a parameter of the tag's files appears in the trees."""
         return name
+
+    def is_digested(self, leaf: Leaf) -> bool:
+        """Return whether a load compares digests of ``leaf``."""
+        return True
 
     def experts(self) -> set[str] | None:
         """Return the expert parameters, as marked in neuronx_distributed's xser files; None if files mark none."""

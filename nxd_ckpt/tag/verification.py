@@ -14,6 +14,7 @@ from nxd_ckpt import effects
 from nxd_ckpt.core.manifest import FileEntry, RankIndex, TensorEntry
 from nxd_ckpt.errors import DigestMismatch, MalformedFile, PartLost, PartNotFound, UnsupportedState
 from nxd_ckpt.formats import crc32
+from nxd_ckpt.formats.safetensors import REWRITTEN
 from nxd_ckpt.formats.tensors import Assembly, Path, StorageSpan, TensorStub, contiguous_stride, iter_tensors
 from nxd_ckpt.storage.base import Storage
 from nxd_ckpt.storage.progress import Counter
@@ -150,9 +151,10 @@ class Digest:
 
 def mismatch(where: str, expected: int, actual: int) -> DigestMismatch:
     """Return the error for bytes at ``where`` with another CRC-32."""
+    remedy = f"restore the file, or load another tag{REWRITTEN if '.safetensors' in where else ''}"
     return DigestMismatch(
         f"{where}: expected CRC-32 {expected:08x}, found {actual:08x}. The bytes changed since they were written: "
-        "restore the file, or load another tag"
+        f"{remedy}"
     )
 
 

@@ -411,18 +411,21 @@ class Digested(NamedTuple):
 
 
 class DigestsInside:
-    """Digests in the files of a tag itself: those of zip archives, which torch.save writes."""
+    """Digests in the files of a tag itself: of zip archives, which torch.save writes, and of our safetensors files."""
 
     def __init__(self, tag_files: TagFiles) -> None:
         self._files, self._storage = tag_files, tag_files.storage
         self._dcp: dict[str, dict[str, list[tuple[int, int]]]] = {}
 
     def of(self, file: str, nbytes: int) -> Iterator[Digested]:
-        """Yield every record in the file of that size; none for a file of another kind.
+        """Yield every record or tensor in the file of that size; none for a file of another kind.
 
         Raises:
             PartNotFound, MalformedFile: it is damaged, or the file that describes its content is missing.
         """
+        if self._holds_safetensors(file):
+            for name, stub in self._files.safetensors(file).items():
+                yield Digested(name, stub.offset, stub.nbytes, stub.storage.crc32)
         for start, size in self._archives(file, nbytes) or ():
             with closing(self._storage.open(self._files.key(file))) as reader:
                 records = read_directory(pread_of(reader, start), size, self._files.where(file))
@@ -431,7 +434,10 @@ class DigestsInside:
 
     def has_none(self, file: str) -> bool:
         """Return whether the file is of a kind that carries no digests."""
-        return self._archives(file, 0) is None
+        return self._archives(file, 0) is None and not self._holds_safetensors(file)
+
+    def _holds_safetensors(self, file: str) -> bool:
+        return self._files.key(file).endswith(".safetensors")
 
     def _archives(self, file: str, size: int) -> list[tuple[int, int]] | None:
         """Return offset and length of every torch file in this one; None for a file of another kind."""

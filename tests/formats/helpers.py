@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from hypothesis import strategies as st
 
-from nxd_ckpt.formats.crc32 import crc32
+from nxd_ckpt.formats.crc32 import block_crcs, crc32
 from nxd_ckpt.formats.image import Image
 from nxd_ckpt.formats.tensors import byte_view, dtype_name, map_tensors
 from nxd_ckpt.formats.torch_zip import read_tensor, read_tree
@@ -40,7 +40,8 @@ def rendered(image: Image) -> bytes:
     contents = [tight_bytes(tensor) for tensor in image.tensors]
     crcs = list(map(crc32, contents))
     parts = [(storage.offset, content) for storage, content in zip(image.storages, contents, strict=True)]
-    for offset, part in [*parts, *literals_of(image, crcs)]:
+    blocks = [block_crcs(memoryview(content)) for content in contents]
+    for offset, part in [*parts, *literals_of(image, crcs), (0, image.head(blocks))]:
         place = slice(offset, offset + len(part))
         data[place], written[place] = part, bytes(byte + 1 for byte in written[place])
     assert written == b"\x01" * image.nbytes
@@ -48,7 +49,7 @@ def rendered(image: Image) -> bytes:
 
 
 def literals_of(image: Image, crcs: list[int]) -> list[tuple[int, bytes]]:
-    """(offset, bytes) of everything in an image's file that is not a tensor, by offset."""
+    """(offset, bytes) of everything in an image's file that is neither a tensor nor its head, by offset."""
     headers = [image.header(index, crcs) for index in range(len(crcs))]
     return [*headers, (image.tensor_nbytes, image.tail(crcs))]
 

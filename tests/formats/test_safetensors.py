@@ -14,7 +14,8 @@ from safetensors import SafetensorError, deserialize
 from safetensors.torch import load, save
 
 from nxd_ckpt.errors import CheckpointError, MalformedFile, UnsupportedState
-from nxd_ckpt.formats.safetensors import Header, TensorForm, lay_out, read_header
+from nxd_ckpt.formats.crc32 import block_crcs
+from nxd_ckpt.formats.safetensors import DIGESTS, Header, TensorForm, lay_out, read_header
 from nxd_ckpt.formats.tensors import dtype_name, itemsize
 from tests.formats.helpers import rendered, tensors, tight_bytes
 
@@ -55,7 +56,10 @@ def test_the_library_reads_what_we_write(state: States, metadata: dict[str, str]
     data = written(state, metadata)
     assert comparable(state) == comparable(load(data))
     header = header_of(data)
-    assert metadata == header.metadata
+    assert metadata == {key: text for key, text in header.metadata.items() if key != DIGESTS}
+    assert {name: [*crcs] for name, crcs in header.blocks.items()} == {
+        name: block_crcs(memoryview(tight_bytes(tensor))) for name, tensor in state.items()
+    }
     assert [] == [stub for stub in header.tensors.values() if stub.offset % itemsize(stub.dtype)]
 
 

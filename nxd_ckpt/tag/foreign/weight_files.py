@@ -27,14 +27,11 @@ Read = Callable[[str], Mapping[str, TensorStub]]
 
 @dataclass(frozen=True)
 class _Kind:
-    """A kind of files: the name of a single one, and the beginning of the names of shards."""
+    """A kind of files: the name of a single one, of an index, and of shards that need none."""
 
     single: str
+    index: str
     shards: re.Pattern[str]
-
-    @property
-    def index(self) -> str:
-        return f"{self.single}.index.json"
 
     @property
     def suffix(self) -> str:
@@ -42,8 +39,13 @@ class _Kind:
 
 
 _KINDS = (
-    _Kind(SINGLE, re.compile(r"model-(\d{1,6})-of-(\d{1,6})\.safetensors")),
-    _Kind("pytorch_model.bin", re.compile(r"pytorch_model-(\d{1,6})-of-(\d{1,6})\.bin")),
+    _Kind(SINGLE, INDEX, re.compile(r"model-(\d{1,6})-of-(\d{1,6})\.safetensors")),
+    _Kind(
+        "pytorch_model.bin",
+        "pytorch_model.bin.index.json",
+        re.compile(r"pytorch_model-(\d{1,6})-of-(\d{1,6})\.bin"),
+    ),
+    _Kind(SINGLE, "index.json", re.compile(r"(?!)")),  # OLMo-core's and ours, of plain files of whole tensors
 )
 
 ADAPTERS = ("adapter_model.safetensors", "adapter_model.bin")
