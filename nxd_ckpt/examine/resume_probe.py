@@ -144,7 +144,8 @@ def _live_findings(opened: OpenTag, request: LoadRequest, compared: Counter) -> 
     attempt = LoadAttempt(opened, request, is_alone=True)
     if attempt.filtered:
         attempt.apply_filter()
-    attempt.judge_names(attempt.compare_names())
+    attempt.compare_names()
+    attempt.judge_names()
     load = attempt.prepare()
     load.judge_parameters()
     with load.reader as reader:

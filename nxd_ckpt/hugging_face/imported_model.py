@@ -21,8 +21,7 @@ from nxd_ckpt.core.topology import Coordinates, Topology
 from nxd_ckpt.errors import DtypeMismatch, InvalidArgument, KeyMismatch, TopologyMismatch
 from nxd_ckpt.formats.tensors import cast_dtype
 from nxd_ckpt.hugging_face.hf_slice import partition_of, whole_shape
-from nxd_ckpt.hugging_face.mapped_directory import HuggingFaceTensors, MappedDirectory
-from nxd_ckpt.hugging_face.packed_tensors import UnpackedTensors
+from nxd_ckpt.hugging_face.packed_tensors import HuggingFaceTensors, UnpackedTensors
 from nxd_ckpt.live.save_state import SaveState
 from nxd_ckpt.live.state import ModelState, StateTensor
 from nxd_ckpt.reshard.target import interleaved, redistribute_layers
@@ -240,11 +239,11 @@ class ImportedModel:
             ShapeMismatch, InvalidArgument: the tensors do not fit a model with this config.json.
             KeyMismatch, PartNotFound, MalformedFile: the directory lacks a tensor, or is damaged.
         """
-        mapped = MappedDirectory(self._directory, self._target.mapping, self._target.sizes, topology)
         mine = [self.matches[name] for name in self.stages[topology.pp_rank]]
         specs = {match.name: self.spec(match, topology) for match in mine}
         tree: dict[str, Any] = {
-            match.name: mapped.assembly(match, specs[match.name].dtype, specs[match.name].shape) for match in mine
+            match.name: self._directory.assembly(match, topology, specs[match.name].dtype, specs[match.name].shape)
+            for match in mine
         }
         tensors = {
             (name,): StateTensor(f"model/{name}", spec, expert=spec.partition.expert) for name, spec in specs.items()

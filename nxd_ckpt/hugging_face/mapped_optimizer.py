@@ -12,13 +12,10 @@ where its gradients were zeros.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from functools import cached_property
-from itertools import product
 from typing import Any
 
-from nxd_ckpt.core.reads import CutIndex
-from nxd_ckpt.core.topology import Coordinates
 from nxd_ckpt.errors import IncompatibleState, KeyMismatch, MalformedFile, UnsupportedState
 from nxd_ckpt.formats.tensors import allocated
 from nxd_ckpt.hugging_face.mapped_tag import MappedTag
@@ -160,28 +157,8 @@ class MappedOptimizer:
     def _slots(self) -> dict[str, SavedSlot]:
         """Saved slots of the tag's tensors that are parameters of the optimizer, by name."""
         sources = {tensor.source.name: tensor.source for tensor in self._mapped.tensors}
-        slots = {name: self._slot(source) for name, source in sources.items()}
+        slots = {name: self._mapped.slot(source) for name, source in sources.items()}
         return {name: slot for name, slot in slots.items() if slot is not None}
-
-    def _slot(self, source: NxdTensor) -> SavedSlot | None:
-        """Return the slot of the first rank with the parameter.
-
-        Raises IncompatibleState if other ranks have other kinds of state.
-        """
-        stage, sizes = source.pp_rank, self._opened.topology
-        experts = range(sizes.ep if source.match.rule.stacked else 1)
-        places = [CutIndex(tp_rank, ep_rank) for ep_rank, tp_rank in product(experts, range(sizes.tp))]
-        slots = {
-            Coordinates(stage, place.ep_rank, place.tp_rank): self._mapped.slot(source, place) for place in places
-        }
-        first, *others = slots.items()
-        for at, slot in others:
-            if _keys(slot) != _keys(first[1]):
-                raise IncompatibleState(
-                    f"{self._opened.where}: for {source.name!r} the rank at {first[0]} saved {_keys_text(first[1])}, "
-                    f"but the one at {at} {_keys_text(slot)}; the parameter had a gradient on some ranks only"
-                )
-        return first[1]
 
 
 class _PlainValues:
@@ -211,12 +188,3 @@ class _PlainValues:
 
 def _is_scalar(key: str, leaf: Any, source: NxdTensor) -> bool:
     return key == STEP or not is_tensor(leaf) or (not form_of(leaf)[1] and bool(source.local_shape))
-
-
-def _keys(slot: SavedSlot | None) -> set[str] | None:
-    return None if slot is None else {str(key) for key, value in slot.state.items() if value is not None}
-
-
-def _keys_text(slot: SavedSlot | None) -> str:
-    keys: Iterable[str] = _keys(slot) or ()
-    return ", ".join(sorted(keys)) or "nothing"

@@ -15,12 +15,11 @@ from typing import Any
 import torch
 
 from nxd_ckpt.core.box import Box
-from nxd_ckpt.core.manifest import ParameterSpec
 from nxd_ckpt.core.mapping import Match, ModelMapping
 from nxd_ckpt.core.partition import Piece
-from nxd_ckpt.core.reads import Cut, CutIndex, holders, plan_reads
+from nxd_ckpt.core.reads import CutIndex
 from nxd_ckpt.core.sizes import Sizes
-from nxd_ckpt.core.topology import Coordinates, Topology
+from nxd_ckpt.core.topology import Topology
 from nxd_ckpt.errors import (
     IncompatibleState,
     KeyMismatch,
@@ -30,11 +29,11 @@ from nxd_ckpt.errors import (
     ShapeMismatch,
     TopologyMismatch,
 )
-from nxd_ckpt.formats.tensors import Assembly, Fragment, TensorStub, digest_of
+from nxd_ckpt.formats.tensors import Assembly, TensorStub, digest_of
 from nxd_ckpt.hugging_face.hf_slice import HfSlice, hf_slices, partition_of
 from nxd_ckpt.hugging_face.mapped_tensors import HfTensor, NxdTensor
 from nxd_ckpt.hugging_face.packed_tensors import PackedTensor, packed
-from nxd_ckpt.live.parameters import form_of, is_tensor
+from nxd_ckpt.live.parameters import is_tensor
 from nxd_ckpt.reshard.resharded_model import ReshardedModel
 from nxd_ckpt.reshard.resharded_optimizer import ReshardedOptimizer
 from nxd_ckpt.reshard.resharded_state import ReshardedState, recorded_state
@@ -186,22 +185,21 @@ class MappedTag:
         self._prefers_masters = master_weights
         may_be_gathered = opened.manifest is None and opened.topology.tp > 1 and opened.parts.model
         gathered = mapping.whole_lengths(opened.model_names(), sizes) if may_be_gathered else {}
-        self._first = recorded_state(opened, opened.topology, saved_names=param_names, gathered=gathered)
-        self._states = {CutIndex(): self._first}
+        self._recorded = recorded_state(opened, Topology(), saved_names=param_names, gathered=gathered)
+        self._latest: tuple[tuple[str, str | None], Assembly] | None = None
 
     @cached_property
     def _model(self) -> ReshardedModel:
+        """The model of the saving ranks."""
         if not self._opened.parts.model:
             raise PartNotFound(f"{self._opened.where} was saved without a model")
-        return self._first.model
+        return self._recorded.model
 
-    def _state(self, place: CutIndex) -> ReshardedState:
-        """Return the state of the ranks at this place, before ZeRO-1."""
-        if place not in self._states:
-            sizes = self._opened.topology
-            topology = Topology(sizes.dp, sizes.tp, sizes.pp, sizes.ep, dp_rank=place.ep_rank, tp_rank=place.tp_rank)
-            self._states[place] = self._first.seen_from(topology)
-        return self._states[place]
+    @cached_property
+    def _state(self) -> ReshardedState:
+        """The tag as whole tensors, cut as the mapping says."""
+        sources = {tensor.source.name: tensor.source for tensor in self._mapped.values()}
+        return self._recorded.cut_as({name: source.partition for name, source in sources.items()})
 
     @cached_property
     def unknown(self) -> list[str]:
@@ -273,8 +271,7 @@ class MappedTag:
         self._mapping.refuse_misplaced(names, self.sizes)
         self._mapping.refuse_options(names, self.sizes, self._opened.where)
         for source in {tensor.source.name: tensor.source for tensor in self.tensors}.values():
-            self._refuse_holes(source)
-            self._refuse_unequal_copies(source)
+            self._refuse_other_copies(source)
         self.refuse_lost_values(self.tensors)
 
     def refuse_lost_values(self, tensors: Sequence[HfTensor]) -> None:
@@ -283,7 +280,7 @@ class MappedTag:
 
     def named_optimizer(self) -> ReshardedOptimizer:
         """Return the optimizer. Raises PartNotFound without one, OptimizerMismatch if its parameters have no names."""
-        optimizer = self._first.optimizer
+        optimizer = self._recorded.optimizer
         if self._opened.parts.optimizer is None:
             raise PartNotFound(f"{self._opened.where} was saved without an optimizer")
         if any(map(is_number, optimizer.slots)):
@@ -293,12 +290,16 @@ class MappedTag:
             )
         return optimizer
 
-    def slot(self, source: NxdTensor, place: CutIndex) -> SavedSlot | None:
-        """Return the optimizer's slot for the tensor that the ranks at this place saved; None if there is none.
+    def slot(self, source: NxdTensor) -> SavedSlot | None:
+        """Return the optimizer's slot for a tensor, of the first rank that has it; None if there is none.
 
-        Raises IncompatibleState if ranks with its other shards saved more.
+        Raises IncompatibleState if other ranks saved more, or less.
         """
-        return self._state(place).optimizer.slot(source.name, self._spec(source, source.dtype))
+        optimizer = self._state.optimizer
+        slot = optimizer.slot(source.name, source.spec)
+        if slot is not None:
+            optimizer.refuse_partial(source.name, self._opened.topology.ep if source.partition.expert else 1)
+        return slot
 
     def assembly(self, tensor: HfTensor | PackedTensor) -> Assembly:
         """Assemble a Hugging Face tensor, row-major as in its file.
@@ -308,20 +309,12 @@ class MappedTag:
         """
         if isinstance(tensor, PackedTensor):
             return tensor.assembly([self.assembly(part) for part, _ in tensor.parts])
-        source, transposed = tensor.source, tensor.source.match.rule.transposed
-        cut = Cut(self._opened.topology.tp, self._opened.topology.ep)
-        sources = [
-            place
-            for piece in tensor.hf_slice.once
-            for place in holders(source.partition, source.local_shape, piece.box, cut) or ()
-        ]
-        fragments: list[Fragment] = []
-        for read in plan_reads(tensor.hf_slice.once, list(dict.fromkeys(sources)), tensor.name):
-            leaf = Assembly.of(self._leaf(tensor, read.holder)).within(read.source)
-            fragments += [fragment.moved(read.target.offset) for fragment in leaf.fragments]
-        if source.match.rule.stacked is not None:
+        rule, leaf = tensor.source.match.rule, self._leaf(tensor)
+        parts = [(piece, leaf.within(piece.box)) for piece in tensor.hf_slice.once]
+        fragments = [fragment.moved(piece.local.offset) for piece, part in parts for fragment in part.fragments]
+        if rule.stacked is not None:
             fragments = [fragment.without(0) for fragment in fragments]
-        if transposed:
+        if rule.transposed:
             dims = len(tensor.shape)
             order = (*range(dims - 2), dims - 1, dims - 2)
             fragments = [fragment.permuted(order) for fragment in fragments]
@@ -356,7 +349,7 @@ class MappedTag:
         # If every rank holds the whole vocabulary, it was never cut.
         partition = partition_of(match, whole, self.sizes, 1 if whole == shape else tp)
         source = NxdTensor(match, self._model.stages[match.name][0], dtype, shape, whole, partition)
-        if self._preferred(source, CutIndex()) is not None:
+        if self._prefers_masters and self._recorded.has_master(match.name):
             return replace(source, dtype="float32")
         refuse_quantized_dtype(match.name, dtype, self._opened.where)
         return source
@@ -395,80 +388,44 @@ class MappedTag:
                     "values for them; set tie_word_embeddings to false in this model's config.json"
                 )
 
-    def _leaf(self, tensor: HfTensor, place: CutIndex) -> TensorStub | Assembly:
-        """Return the part of the rank at ``place``, from its model file or its optimizer file."""
-        source, entry = tensor.source, tensor.entry
-        if entry is None:
-            return self._weight(source, place)
-        leaf = self._state(place).optimizer.value(source.name, entry, self._spec(source, tensor.dtype))
-        if not isinstance(leaf, (TensorStub, Assembly)):
-            at = Coordinates(source.pp_rank, place.ep_rank, place.tp_rank)
-            raise PartNotFound(f"{self._opened.where}: no file holds optim/{source.name}/{entry} of the rank at {at}")
-        self._refuse_other_form(tensor.source_name, leaf, (tensor.dtype, leaf.shape))
-        return leaf
+    def _leaf(self, tensor: HfTensor) -> Assembly:
+        """Return the whole tensor that has it, from model or optimizer."""
+        key = tensor.source.name, tensor.entry
+        if self._latest is None or self._latest[0] != key:  # those of a stack of experts are asked for in turn
+            leaf = self._weight(tensor.source) if tensor.entry is None else self._entry(tensor.source, tensor.entry)
+            if not isinstance(leaf, (TensorStub, Assembly)):
+                what = f"optim/{tensor.source_name}" if tensor.entry else f"model/{key[0]}, nor its master weights"
+                raise PartNotFound(f"{self._opened.where}: no file holds {what}")
+            self._latest = key, Assembly.of(leaf)
+        return self._latest[1]
 
-    def _weight(self, source: NxdTensor, place: CutIndex) -> TensorStub | Assembly:
-        leaf = self._model.saved_by(source.pp_rank, place).get(source.name)
-        if isinstance(leaf, (TensorStub, Assembly)):
-            self._refuse_other_form(source.name, leaf, self._model.form(source.name))
-        weight_ = self._preferred(source, place)
-        if weight_ is None:
-            weight_ = self._state(place).weight(source.name, leaf)
-        if not isinstance(weight_, (TensorStub, Assembly)):
-            raise PartNotFound(f"{self._opened.where}: no file holds model/{source.name}, nor its master weights")
-        return weight_
+    def _entry(self, source: NxdTensor, entry: str) -> Any:
+        return self._state.optimizer.value(source.name, entry, source.spec)
 
-    def _refuse_other_form(self, name: str, leaf: Any, first: tuple[str, tuple[int, ...]] | None) -> None:
-        """Raise MalformedFile if a rank's tensor differs from the first rank's in dtype or shape."""
-        form = form_of(leaf)
-        if first is not None and form != first:
-            where = f"{leaf.file}: " if isinstance(leaf, TensorStub) else ""
-            (dtype, shape), (expected, whole) = form, first
-            raise MalformedFile(
-                f"{self._opened.where}/{where}{name} is {dtype} {shape}, but on the first rank {expected} {whole}; the "
-                "tag mixes files of two saves"
-            )
+    def _weight(self, source: NxdTensor) -> Any:
+        master = self._state.master_weight(source.name, source.spec) if self._prefers_masters else None
+        if master is not None:
+            return master
+        return self._state.weight(source.name, self._state.model.leaf(source.name, source.spec), source.spec)
 
-    def _preferred(self, source: NxdTensor, place: CutIndex) -> Assembly | None:
-        """Return a rank's master weights, if they are preferred and exist."""
-        if not self._prefers_masters:
-            return None
-        return self._state(place).master_weight(source.name, self._spec(source, "float32"))
+    def _refuse_other_copies(self, source: NxdTensor) -> None:
+        """Raise TopologyMismatch if ranks that by the mapping hold the same part saved different bytes.
 
-    def _spec(self, source: NxdTensor, dtype: str) -> ParameterSpec:
-        """Return the tensor's specification on each rank, in ``dtype``."""
-        spec = self._first.context.as_recorded(source.name, dtype, source.local_shape)
-        return replace(spec, dtype=dtype)
-
-    def _refuse_holes(self, source: NxdTensor) -> None:
-        """Raise MalformedFile if a tensor-parallel rank lacks the tensor, even if only the first rank's is read."""
-        for tp_rank in range(self._opened.topology.tp):
-            if not is_tensor(self._model.saved_by(source.pp_rank, CutIndex(tp_rank)).get(source.name)):
+        This detects a wrong kv_size_multiplier, hardware or mapping, by digests, if the files have any. Raises
+        MalformedFile if a tensor-parallel rank lacks the tensor, even if only the first rank's is read.
+        """
+        tp, first = self._opened.topology.tp, dict[Any, tuple[int, Any]]()
+        slices = hf_slices(source.match, source.shape, self.sizes) if tp > 1 else ()
+        members = [(hf_slice.name, piece) for hf_slice in slices for piece in hf_slice.pieces]
+        for tp_rank in range(tp):
+            leaf = self._model.saved_by(source.pp_rank, CutIndex(tp_rank)).get(source.name)
+            if not is_tensor(leaf):
                 raise MalformedFile(
                     f"{self._opened.where}: tensor-parallel rank {tp_rank} of pipeline stage {source.pp_rank} has no "
                     f"tensor {source.name}, but the first rank has it; the tag mixes files of two saves"
                 )
-
-    def _refuse_unequal_copies(self, source: NxdTensor) -> None:
-        """Raise TopologyMismatch if ranks that by the mapping hold the same part saved different bytes.
-
-        This detects a wrong kv_size_multiplier, hardware or mapping, by digests, if the files have any.
-        """
-        tp = self._opened.topology.tp
-        if tp == 1:
-            return
-        members = [
-            (hf_slice.name, piece)
-            for hf_slice in hf_slices(source.match, source.shape, self.sizes)
-            for piece in hf_slice.pieces
-        ]
-        first: dict[Any, tuple[int, Any]] = {}
-        for tp_rank in range(tp):
-            digest = digest_of(self._model.saved_by(source.pp_rank, CutIndex(tp_rank)).get(source.name))
-            if digest is None:
-                return
-            parts = tuple(self._parts(source, members, tp_rank))
-            if not parts:  # padding
+            digest, parts = digest_of(leaf), tuple(self._parts(source, members, tp_rank))
+            if digest is None or not parts:  # padding
                 continue
             first_rank, expected = first.setdefault(parts, (tp_rank, digest))
             if digest != expected:

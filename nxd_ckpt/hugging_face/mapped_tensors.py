@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from nxd_ckpt.core.manifest import ParameterSpec
 from nxd_ckpt.core.mapping import Match
 from nxd_ckpt.core.partition import Partition
 from nxd_ckpt.formats.tensors import Assembly
@@ -27,6 +28,11 @@ class NxdTensor:
     @property
     def name(self) -> str:
         return self.match.name
+
+    @property
+    def spec(self) -> ParameterSpec:
+        """The whole tensor on a single rank."""
+        return ParameterSpec(self.dtype, self.shape, Partition(expert=self.partition.expert), explicit=True)
 
 
 @dataclass(frozen=True)

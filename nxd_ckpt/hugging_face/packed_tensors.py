@@ -8,16 +8,19 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Protocol
 
 from nxd_ckpt.core.box import Box
-from nxd_ckpt.core.mapping import ModelMapping
+from nxd_ckpt.core.mapping import Match, ModelMapping
 from nxd_ckpt.core.packing import Packed, PartSlice
+from nxd_ckpt.core.partition import Piece
 from nxd_ckpt.core.renaming import NOT_LIVE, Renaming
 from nxd_ckpt.core.sizes import Sizes
 from nxd_ckpt.core.suggestions import first_of
-from nxd_ckpt.errors import IncompatibleState, KeyMismatch, ShapeMismatch, UnsupportedState
+from nxd_ckpt.core.topology import Topology
+from nxd_ckpt.errors import IncompatibleState, KeyMismatch, ShapeMismatch, TopologyMismatch, UnsupportedState
 from nxd_ckpt.formats.tensors import Assembly, Fragment, ReshapedAssembly, TensorStub, itemsize
-from nxd_ckpt.hugging_face.mapped_directory import HuggingFaceTensors
+from nxd_ckpt.hugging_face.hf_slice import hf_slices, partition_of
 from nxd_ckpt.hugging_face.mapped_tensors import HfTensor, NxdTensor
 from nxd_ckpt.live.dtensor import plain_names
 
@@ -28,8 +31,20 @@ _TEXT_MODELS = (
 """Beginnings of the names of text models in multimodal ones, as transformers wrote them; the second shows which."""
 
 
-class RenamedTensors:
-    """The tensors of ``directory`` by their names in the rules of ``mapping``.
+class HuggingFaceTensors(Protocol):
+    """A source of a model's tensors by Hugging Face's names: a directory, or a tag."""
+
+    @property
+    def where(self) -> str: ...
+
+    @property
+    def names(self) -> list[str]: ...
+
+    def tensor(self, name: str, tied: Mapping[str, str] | None = None) -> TensorStub | Assembly: ...
+
+
+class UnpackedTensors:
+    """The tensors of ``directory`` by their names in the rules of ``mapping``, with parts instead of packed tensors.
 
     transformers omits the base model's prefix if it saves that alone, as in openai-community/gpt2, and loads such files
     into the model with the head too. In a multimodal model, the text model has a prefix. ``renaming`` says names in
@@ -38,8 +53,12 @@ class RenamedTensors:
     Raises KeyMismatch if ``renaming`` names nothing in the files.
     """
 
-    def __init__(self, directory: HuggingFaceTensors, mapping: ModelMapping, renaming: Renaming | None = None) -> None:
-        self._directory, self._mapping, self._renaming = directory, mapping, renaming or Renaming()
+    def __init__(
+        self, directory: HuggingFaceTensors, mapping: ModelMapping, sizes: Sizes, renaming: Renaming | None = None
+    ) -> None:
+        self._directory, self._mapping, self._sizes = directory, mapping, sizes
+        self._sliced: dict[str, Mapping[str, PartSlice]] = {}
+        self._renaming = renaming or Renaming()
         self._renaming.validate()
         if self._renaming:
             self._refuse_nothing(self._plain)
@@ -50,19 +69,31 @@ class RenamedTensors:
 
     @property
     def names(self) -> list[str]:
-        return sorted(self._in_files)
+        in_files = {*self._in_files}.difference(self._packed_by_part.values(), self._prediction)
+        return sorted(in_files.union(self._packed_by_part))
 
     def has(self, name: str) -> bool:
-        return name in self._in_files
+        """Return whether there is such a tensor, or such a part of one."""
+        return name in self._packed_by_part or name in self._in_files
+
+    @property
+    def left_out(self) -> dict[str, tuple[str, ...]]:
+        """Tensors in files that NxD's model does not have, by the reason."""
+        outside = tuple(sorted({*self._directory.names}.difference(self._in_files.values())))
+        reasons = {"for multi-token prediction": self._prediction, "outside of the text model": outside}
+        return {reason: names for reason, names in reasons.items() if names}
 
     @cached_property
-    def left_out(self) -> tuple[str, ...]:
-        """Tensors of the files that are not the text model's."""
-        return tuple(sorted({*self._directory.names}.difference(self._in_files.values())))
+    def _prediction(self) -> tuple[str, ...]:
+        return tuple(sorted(self._mapping.predicting(self._in_files, self._sizes)))
 
     def tensor(self, name: str, tied: Mapping[str, str] | None = None) -> TensorStub | Assembly:
-        in_files = {name: self._in_files.get(kept, kept) for name, kept in (tied or {}).items()}
-        return self._directory.tensor(self._in_files.get(name, name), in_files)
+        packed = self._packed_by_part.get(name)
+        if packed is not None:
+            whole = self._directory.tensor(self._in_files[packed])
+            return _part(whole, self._slices(packed, whole.shape)[name])
+        ties = {name: self._in_files.get(kept, kept) for name, kept in (tied or {}).items()}
+        return self._directory.tensor(self._in_files.get(name, name), ties)
 
     @cached_property
     def _in_files(self) -> dict[str, str]:
@@ -104,52 +135,55 @@ class RenamedTensors:
         if prefix and not any(name.startswith(prefix) for name in names):
             raise KeyMismatch(f"{self.where}: no name begins with prefix={prefix!r}; there are {first_of(names)}")
 
+    def assembly(self, match: Match, topology: Topology, dtype: str, shape: tuple[int, ...]) -> Assembly:
+        """Assemble the part, of ``shape``, that a rank of a job holds of the NxD tensor ``match``.
 
-class UnpackedTensors:
-    """The tensors of ``directory``, with parts instead of packed tensors; ``renaming`` is that of `RenamedTensors`."""
+        Numbers are cast to ``dtype``; rows that pad the vocabulary are zero.
 
-    def __init__(
-        self, directory: HuggingFaceTensors, mapping: ModelMapping, sizes: Sizes, renaming: Renaming | None = None
-    ) -> None:
-        self._directory, self._mapping, self._sizes = RenamedTensors(directory, mapping, renaming), mapping, sizes
-        self._sliced: dict[str, Mapping[str, PartSlice]] = {}
+        Raises:
+            ShapeMismatch: the model has another shape on the job's sizes.
+            TopologyMismatch: the sizes do not divide it.
+            KeyMismatch, PartNotFound, MalformedFile: a tensor is missing, or its file damaged.
+        """
+        whole = _whole(match, shape, topology)
+        partition = partition_of(match, whole, self._sizes, topology.tp)
+        pieces = partition.pieces(shape, topology.tp_rank, topology.tp, topology.ep_rank)
+        if pieces is None:
+            raise TopologyMismatch(f"{match.name} cannot have shape {shape} on each of {topology.tp} ranks")
+        fragments: list[Fragment] = []
+        for hf_slice in hf_slices(match, whole, self._sizes, _experts(match, pieces)):
+            pairs = [(piece, member) for piece in pieces for member in hf_slice.pieces]
+            common = [(*pair, box) for pair in pairs if (box := pair[0].box.intersect(pair[1].box)) is not None]
+            if not common:  # its elements are other ranks'
+                continue
+            leaf = self._in_layout(match, hf_slice.name, hf_slice.shape)
+            for piece, member, box in common:
+                part = leaf.within(member.local_of(box))
+                fragments += [fragment.moved(piece.local_of(box).offset) for fragment in part.fragments]
+        return Assembly(dtype, shape, tuple(fragments))
 
-    @property
-    def where(self) -> str:
-        return self._directory.where
-
-    @property
-    def names(self) -> list[str]:
-        in_files = {*self._directory.names}.difference(self._packed_by_part.values(), self._prediction)
-        return sorted(in_files.union(self._packed_by_part))
-
-    def has(self, name: str) -> bool:
-        """Return whether there is such a tensor, or such a part of one."""
-        return name in self._packed_by_part or self._directory.has(name)
-
-    @property
-    def left_out(self) -> dict[str, tuple[str, ...]]:
-        """Tensors in files that NxD's model does not have, by the reason."""
-        outside = self._directory.left_out
-        reasons = {"for multi-token prediction": self._prediction, "outside of the text model": outside}
-        return {reason: names for reason, names in reasons.items() if names}
-
-    @cached_property
-    def _prediction(self) -> tuple[str, ...]:
-        return tuple(sorted(self._mapping.predicting(self._directory.names, self._sizes)))
-
-    def tensor(self, name: str, tied: Mapping[str, str] | None = None) -> TensorStub | Assembly:
-        packed = self._packed_by_part.get(name)
-        if packed is None:
-            return self._directory.tensor(name, tied)
-        whole = self._directory.tensor(packed)
-        return _part(whole, self._slices(packed, whole.shape)[name])
+    def _in_layout(self, match: Match, name: str, shape: tuple[int, ...]) -> Assembly:
+        """Return a tensor in NxD's layout."""
+        leaf, rule = Assembly.of(self.tensor(name, self._mapping.ties_of(self._sizes))), match.rule
+        if leaf.shape != shape:
+            raise ShapeMismatch(
+                f"{self.where}: {name} has shape {leaf.shape}, expected {shape} in {match.name}; pass the model's own "
+                "config.json, or fill a model that is built by it"
+            )
+        if not rule.transposed and rule.stacked is None:
+            return leaf
+        fragments = leaf.fragments
+        if rule.transposed:
+            shape, fragments = shape[::-1], tuple(fragment.permuted((1, 0)) for fragment in fragments)
+        if rule.stacked is not None:
+            shape, fragments = (1, *shape), tuple(fragment.with_dim(0) for fragment in fragments)
+        return Assembly(leaf.dtype, shape, fragments)
 
     @cached_property
     def _packed_by_part(self) -> dict[str, str]:
         """The tensor in the files that holds each part, by part."""
         names: dict[str, str] = {}
-        for name in self._directory.names:
+        for name in sorted(self._in_files):
             packing = self._mapping.packed_as(name)
             if packing is not None:
                 names |= dict.fromkeys(packing.names(packing.hf.match(name) or {}, self._sizes), name)
@@ -160,6 +194,24 @@ class UnpackedTensors:
         if packed not in self._sliced and packing is not None:  # cached, because there are hundreds of experts
             self._sliced[packed] = packing.slices(packed, shape, self._sizes)
         return self._sliced[packed]
+
+
+def _whole(match: Match, local: tuple[int, ...], topology: Topology) -> tuple[int, ...]:
+    shape, rule = list(local), match.rule
+    if rule.dim is not None and rule.dim < len(shape):
+        shape[rule.dim] *= topology.tp
+    if rule.stacked is not None and shape:
+        shape[0] *= topology.ep
+    return tuple(shape)
+
+
+def _experts(match: Match, pieces: Sequence[Piece]) -> slice:
+    """Return the part of a stack that the pieces cover. Hundreds of experts may be stacked, most on other ranks."""
+    if match.rule.stacked is None or not pieces:
+        return slice(None)
+    return slice(
+        min(piece.box.offset[0] for piece in pieces), max(piece.box.offset[0] + piece.box.size[0] for piece in pieces)
+    )
 
 
 @dataclass(frozen=True)

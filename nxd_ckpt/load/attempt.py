@@ -20,7 +20,7 @@ from nxd_ckpt.core.renaming import NOT_LIVE, Renaming
 from nxd_ckpt.core.suggestions import listed
 from nxd_ckpt.core.topology import Coordinates, Topology
 from nxd_ckpt.errors import CorruptCheckpoint, KeyMismatch, OptimizerMismatch
-from nxd_ckpt.formats.tensors import TensorStub, map_tensors
+from nxd_ckpt.formats.tensors import Assembly, TensorStub, map_tensors
 from nxd_ckpt.gc_paused import gc_paused
 from nxd_ckpt.live import torch_xla
 from nxd_ckpt.live.dtensor import names_without_wrappers, plain_names
@@ -72,7 +72,8 @@ def download(
 
     Raises OSError.
     """
-    keys = {f"{opened.tag}/{file}".lstrip("/") for leaf in leaves for file in _files(leaf)}
+    files = {fragment.stub.file for leaf in leaves for fragment in Assembly.of(leaf).fragments}
+    keys = {f"{opened.tag}/{file}".lstrip("/") for file in files}
     shown = reports_progress and progress and is_watched()
     total = sum(cache.size(key) for key in keys) if shown else 0
     counter = Counter()
@@ -81,10 +82,6 @@ def download(
         nbytes = cache.fetch(keys, counter.add)
     if reports_progress:
         report("downloaded", opened.where, nbytes, started)
-
-
-def _files(leaf: Leaf) -> set[str]:
-    return {leaf.file} if isinstance(leaf, TensorStub) else {fragment.stub.file for fragment in leaf.fragments}
 
 
 def _version(storage: Storage, tag: str) -> bytes:
@@ -266,6 +263,7 @@ class LoadAttempt:
             self._demand()
         self._context = load_context(opened, topology, live, request.optimizer, options, self.filtered)
         self._planner = LoadPlanner(self._context, is_alone or request.acts_for_one_stage, request.scheduler)
+        self._names = ComparedNames()
         self._missing: Sequence[str] = ()
         self._unexpected: Sequence[str] = ()
 
@@ -293,19 +291,19 @@ class LoadAttempt:
         demand(self._opened, **{part: None if self.filtered.covers(part) else one for part, one in objects.items()})
         refuse_forgotten(self._opened, request, self.filtered)
 
-    def compare_names(self) -> ComparedNames:
-        """Return the model's names, here and in the tag, which all ranks must judge together."""
+    def compare_names(self) -> None:
+        """Note the model's names, here and in the tag, which all ranks must judge together."""
         with self._opened.guarded(verified=self._opened.is_one_save):
-            return self.compared_names()
+            self.compare()
 
-    def compared_names(self) -> ComparedNames:
+    def compare(self) -> None:
         """Do the same, within a caller's `OpenTag.guarded`, which costs a request."""
         self.filtered.refuse_collisions(self._context.held_names() or ())
-        return self._planner.compared_names()
+        self._names = self._planner.compared_names()
 
-    def judge_names(self, names: ComparedNames) -> None:
+    def judge_names(self) -> None:
         """Raise KeyMismatch if names differ and ``strict``, or if none match; else warn. Collective."""
-        self._missing, self._unexpected = judge_model(self._request, names, self._opened.where)
+        self._missing, self._unexpected = judge_model(self._request, self._names, self._opened.where)
 
     def prepare(self) -> PreparedLoad:
         """Return the load with the trees that fit the live objects. Raises errors if they do not."""

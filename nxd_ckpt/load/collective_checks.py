@@ -93,21 +93,6 @@ class Unmatched:
             yield f"prefix={self._prefix!r}: no name in the checkpoint begins with it; there are {shown or 'none'}"
 
 
-def refuse_unmatched(request: LoadRequest, matches: bool, problem: str | None) -> None:
-    """Raise KeyMismatch, with a rank's ``problem``, if there is one and no rank ``matches``.
-
-    Without strict too, a load that matches nothing is of another model.
-    """
-    gathered = request.agreement.gather([matches, problem])
-
-    def decide() -> None:
-        matches_of_ranks, problems = zip(*(gathered or [[matches, problem]]), strict=True)
-        if any(problems) and not any(matches_of_ranks) and not request.acts_for_one_stage:
-            raise _of_another_model(next(filter(None, problems)))
-
-    decided_by_rank0(request.agreement, decide)
-
-
 def _of_another_model(problem: str) -> KeyMismatch:
     return KeyMismatch(
         f"no name in the checkpoint is one of the model: {problem}. Is it this model's? If its names differ in the "

@@ -213,21 +213,9 @@ class LoadContext:
 
     @cached_property
     def is_recut(self) -> bool:
-        """True if a parameter has another known partition than at the save, of the same whole.
-
-        If the whole differs, the attributes of one side are wrong, and this rank's own files are right.
-        """
+        """True if this rank holds other boxes of a parameter than the rank of its coordinates saved."""
         context = self.state.context
-        for name, spec in self.specs.items():
-            recorded, live = context.recorded.get(name), context.live_spec(name, spec)
-            if recorded is None or recorded.partition == live.partition:
-                continue
-            sides = [side for side in (recorded, live) if side.partition.known]
-            wholes = {side.partition.global_shape(side.shape, self.topology.ep) for side in sides}
-            cuts = {side.partition for side in sides if not side.partition.replicated_over_tp}
-            if len(cuts) == 2 and len(wholes) == 1:
-                return True
-        return False
+        return not all(context.is_as_saved(name, context.live_spec(name, spec)) for name, spec in self.specs.items())
 
     def is_reordered(self, optimizer: OptimizerAdapter) -> bool:
         """Return whether both sides know their parameters' names, and list them in another order."""

@@ -30,7 +30,7 @@ from nxd_ckpt.errors import (
 from nxd_ckpt.gc_paused import gc_paused
 from nxd_ckpt.live.parameters import refuse_fake_mode
 from nxd_ckpt.load.attempt import LoadAttempt, PreparedLoad, open_cache
-from nxd_ckpt.load.collective_checks import ComparedNames, filter_summary
+from nxd_ckpt.load.collective_checks import filter_summary
 from nxd_ckpt.load.options import LoadRequest
 from nxd_ckpt.load.overwriting import overwriting
 from nxd_ckpt.load.retries import LoadRetries
@@ -43,7 +43,6 @@ from nxd_ckpt.tag.opened import OpenTag, open_complete_tag
 from nxd_ckpt.tag.union import Copy, Source, choose_nearest
 
 logger = logging.getLogger("nxd_ckpt")
-
 
 
 class Loaded(NamedTuple):
@@ -71,7 +70,7 @@ def load(storages: Sequence[Storage], tag: Tag | None, request: LoadRequest) -> 
 
     ``storages`` are the places that may have the tag, the nearest first. See `Checkpointer.load`.
     """
-    started, agreement = effects.monotonic(), request.agreement
+    agreement = request.agreement
     requests = agreement.gather([tag, filter_summary(request.options)])
     values = request.options.tag_values
 
@@ -81,7 +80,6 @@ def load(storages: Sequence[Storage], tag: Tag | None, request: LoadRequest) -> 
 
     agreed_tag: Tag | None = decided_by_rank0(agreement, agreed)
 
-    touched: list[str] = []
     retries = LoadRetries(storages, request, unnamed=agreed_tag is None)
     objects = (request.model, request.optimizer, request.scheduler)
     empty = [target for target in objects if isinstance(target, dict) and not target]
@@ -91,7 +89,7 @@ def load(storages: Sequence[Storage], tag: Tag | None, request: LoadRequest) -> 
         for target in empty:  # an earlier try may have filled it from a tag that was given up
             target.clear()
         # If the tag is removed while it is loaded, the next one is loaded over it; there may be none.
-        with overwriting(storages[0].url) if touched else nullcontext():
+        with overwriting(storages[0].url) if request.touched else nullcontext():
             loaded = read_tag()
         return loaded if retries.number == before else read()
 
@@ -101,44 +99,81 @@ def load(storages: Sequence[Storage], tag: Tag | None, request: LoadRequest) -> 
         decided = _Decision(*chosen)
         if decided.by_path is not None:
             inside, _ = around(storages[0], agreed_tag, request.place)
-            return _load_by_path(inside, ByPath(*decided.by_path), request, touched)
+            return _load_by_path(inside, ByPath(*decided.by_path), request)
         source = retries.source(Source(*decided.source))
         try:
-            loaded = _load(source.open(storages), source, request, touched)
+            loaded = one_load(source.open(storages), source, request)
         except Exception as error:  # all ranks get here: the one with the error raises it unchanged
             retries.failed(source, error)
             return Loaded()
         _warn_of_skipped(agreement, loaded.where, retries.unfit)
-        if request.reports_progress and logger.isEnabledFor(logging.INFO):
-            report("loaded", loaded.where, loaded.nbytes, started)
         return Loaded(source.tag, loaded.user_content)
 
     # A named tag may also be on another tier when it is removed from the nearest.
     return of_latest(agreed_tag is None or len(storages) > 1, read)
 
 
-def _load(
-    storage: Storage, source: Source, request: LoadRequest, touched: list[str], opens: Opens = open_complete_tag
+def one_load(
+    storage: Storage, source: Source, request: LoadRequest, opens: Opens = open_complete_tag, *, applies: bool = True
 ) -> PreparedLoad:
-    """Load the tag of ``source`` through ``storage``. It is added to ``touched`` once live objects change."""
+    """Load the tag of ``source`` through ``storage``; see "One load" in docs/architecture.md. Collective.
+
+    Live objects stay as they are until all ranks have agreed; without ``applies`` also then, and no tensor is read.
+    """
+    agreement, started = request.agreement, effects.monotonic()
     with ExitStack() as caches:
-        load = _prepared(storage, source, request, caches, opens)
+        # 1. Open: the same save on every rank.
+        attempt = on_all(agreement, partial(_opened, storage, source, request, opens, caches))
+        _require_one_save(agreement, attempt)
+        # 2. Plan: which names are loaded, by the filters of all ranks.
+        if attempt.filtered:
+            on_all(agreement, attempt.apply_filter).complain(request)
+            on_all(agreement, attempt.compare_names)
+        # 3. Compare: names first, then forms and param groups.
+        attempt.judge_names()
+        load = on_all(agreement, attempt.prepare)
+        load.judge_parameters()
         with load.reader:
+            if not applies:
+                return load
+            # 4. Verify: replicas share the bytes. 5. Agree: an error of one rank is raised on all.
             load.share()
-            on_all(request.agreement, load.verify)
+            on_all(agreement, load.verify)
             load.join()
-            touched.append(source.tag)
-            on_all(request.agreement, load.apply)
+            # 6. Apply, and prove what the live objects hold.
+            request.touched.append(source.tag)
+            on_all(agreement, load.apply)
+    if request.reports_progress and logger.isEnabledFor(logging.INFO):
+        report("loaded", load.where, load.nbytes, started)
     return load
 
 
-def _load_by_path(storage: Storage, found: ByPath, request: LoadRequest, touched: list[str]) -> Loaded:
+def _opened(storage: Storage, source: Source, request: LoadRequest, opens: Opens, caches: ExitStack) -> LoadAttempt:
+    """Open the tag. Names are compared at once unless filters of other ranks count. ``caches`` outlive the load."""
+    refuse_fake_mode()
+    options, cache = request.options, None
+    if options.mapping is not None:  # it has no effect on a tag, but a typo in it has one elsewhere
+        find_mapping(options.mapping, {})
+    settled = replace(request.settled(), options=options.settled(reads_are_cheap=storage.renames))
+    if options.pre_download:
+        cache = caches.enter_context(open_cache(storage, source.tag, options.work_dir))
+    with gc_paused():
+        opened = opens(cache or storage, source.tag, trust_pickle=options.trust_pickle)
+        _require_attempt(opened, source.attempt)
+        with opened.guarded(verified=opened.is_one_save):  # else it is looked at once more when all is prepared
+            attempt = LoadAttempt(opened, settled, cache)
+            if not attempt.filtered:
+                attempt.compare()
+            return attempt
+
+
+def _load_by_path(storage: Storage, found: ByPath, request: LoadRequest) -> Loaded:
     _require_same(request.agreement, f"{storage.url}/{found.key}")
     if request.options.pre_download:
         where = f"{storage.url}/{found.key}"
         raise InvalidArgument(f"{where} was named by its path: pre_download= is for the tags of a directory")
     opens = partial(found.open, tells=request.agreement.rank == 0)
-    loaded = _load(storage, Source(found.key, [0]), request, touched, opens)
+    loaded = one_load(storage, Source(found.key, [0]), request, opens)
     return Loaded(None if found.is_weights else found.key, loaded.user_content)
 
 
@@ -147,41 +182,7 @@ def require_fit(storage: Storage, tag: str, request: LoadRequest) -> None:
 
     Reads no tensor, and changes nothing: for a caller that loads several tags, and all or none.
     """
-    with ExitStack() as caches:
-        caches.enter_context(_prepared(storage, Source(tag, [0]), request, caches).reader)
-
-
-def _prepared(
-    storage: Storage, source: Source, request: LoadRequest, caches: ExitStack, opens: Opens = open_complete_tag
-) -> PreparedLoad:
-    """Return the load of a tag that fits the live objects on all ranks. ``caches`` is closed once it is done."""
-    agreement, options = request.agreement, request.options
-
-    def begin() -> tuple[LoadAttempt, ComparedNames | None]:
-        refuse_fake_mode()
-        if options.mapping is not None:  # it has no effect on a tag, but a typo in it has one elsewhere
-            find_mapping(options.mapping, {})
-        settled = replace(request.settled(), options=options.settled(reads_are_cheap=storage.renames))
-        cache = None
-        if options.pre_download:
-            cache = caches.enter_context(open_cache(storage, source.tag, options.work_dir))
-        with gc_paused():
-            opened = opens(cache or storage, source.tag, trust_pickle=options.trust_pickle)
-            _require_attempt(opened, source.attempt)
-            with opened.guarded(verified=opened.is_one_save):  # else it is looked at once more when all is prepared
-                attempt = LoadAttempt(opened, settled, cache)
-                return attempt, None if attempt.filtered else attempt.compared_names()
-
-    attempt, compared = on_all(agreement, begin)
-    _require_one_save(agreement, attempt)
-    if compared is None:
-        unmatched = on_all(agreement, attempt.apply_filter)
-        unmatched.complain(request)
-        compared = on_all(agreement, attempt.compare_names)
-    attempt.judge_names(compared)
-    prepared = on_all(agreement, attempt.prepare)
-    prepared.judge_parameters()
-    return prepared
+    one_load(storage, Source(tag, [0]), request, applies=False)
 
 
 def _require_attempt(opened: OpenTag, attempt: str | None) -> None:

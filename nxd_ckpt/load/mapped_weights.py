@@ -21,7 +21,6 @@ from nxd_ckpt.core.suggestions import first_of
 from nxd_ckpt.core.topology import Coordinates
 from nxd_ckpt.errors import DtypeMismatch, InvalidArgument, KeyMismatch, ShapeMismatch
 from nxd_ckpt.formats.tensors import Assembly, DeferredAssembly, Fragment, torch_dtype
-from nxd_ckpt.hugging_face.mapped_directory import MappedDirectory
 from nxd_ckpt.hugging_face.mapped_tag import is_rounded
 from nxd_ckpt.hugging_face.model_heads import with_head_of
 from nxd_ckpt.hugging_face.packed_tensors import UnpackedTensors
@@ -69,7 +68,6 @@ class MappedWeights(OpenTag):
         self._sizes = self._mapping.sizes(config, options.kv_size_multiplier, options.hardware)
         renaming = Renaming(options.key_mapping or {}, options.prefix)
         self._tensors = UnpackedTensors(directory, self._mapping, self._sizes, renaming)
-        self._mapped = MappedDirectory(self._tensors, self._mapping, self._sizes, self.topology)
         self._rules = self._rule_names(model.names())
         matches, self._without_rule = self._mapping.split(self._rules)
         self._matches = {self._rules[match.name]: match for match in matches}
@@ -102,7 +100,8 @@ class MappedWeights(OpenTag):
         return lambda box: self._assembly(match, name).within(box).fragments
 
     def _assembly(self, match: Match, name: str) -> Assembly:
-        return self._mapped.assembly(replace(match, name=name), self._specs[name].dtype, self._specs[name].shape)
+        spec = self._specs[name]
+        return self._tensors.assembly(replace(match, name=name), self.topology, spec.dtype, spec.shape)
 
     def _lacking(self, match: Match) -> list[str]:
         """Return the tensors of a rule that the files lack."""

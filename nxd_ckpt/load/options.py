@@ -123,6 +123,7 @@ class LoadRequest:
         state: the objects that were passed by name; `settled` adds them to the three before.
         timeout: seconds without progress after which another rank counts as lost.
         place: the path with its options, if it may be a checkpoint itself, and not a directory of tags.
+        touched: tags with which it began to change live objects.
     """
 
     topology: Topology
@@ -134,6 +135,7 @@ class LoadRequest:
     timeout: float = DEFAULT_TIMEOUT
     state: Mapping[str, Any] | None = None
     place: Place | None = None
+    touched: list[str] = field(default_factory=list, compare=False)
 
     def settled(self) -> LoadRequest:
         """Return the request with the objects of ``state`` as models, optimizers, and in place of the scheduler.

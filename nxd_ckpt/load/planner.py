@@ -11,7 +11,7 @@ master weights.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -162,7 +162,7 @@ class LoadPlanner:
         if isinstance(self._opened, MappedWeights):
             names = self._opened.compared_names(chosen)
             return replace(names, unknown=[]) if self._is_alone else names
-        saved = chosen(self._saved_tree_names())
+        saved = chosen(self._context.state.model.stages)
         taken = [name for name in saved if model.takes(name)]
         live = chosen(model.names())
         return ComparedNames(
@@ -176,12 +176,6 @@ class LoadPlanner:
     def _sees_names_of_others(self) -> bool:
         """True if names in the tag may belong to other ranks, and none of these can be asked."""
         return self._is_alone and (self._context.is_mesh_job or not self._context.state.context.holds_all)
-
-    def _saved_tree_names(self) -> Collection[str]:
-        """Return the names in the tag that may be this rank's."""
-        if self._context.same_sizes("model") and not self._context.is_recut:
-            return self._context.state.context.model_tree(self._topology.coordinates)
-        return self._context.state.model.stages
 
     def trees(self) -> LoadTrees:
         """Return the trees to load. Reads trees, and no tensor.
@@ -323,18 +317,15 @@ class LoadPlanner:
         chosen = self._filter.of_model
         if self._context.specs:  # else a dict to be filled
             check_partitions(self._options.partitions or {}, self._context.specs, self._topology)
-        if self._context.same_sizes("model") and not self._context.is_recut:
-            tree = self._context.state.context.model_tree(self._topology.coordinates)
-            takes_all = not model.names()  # a dict to be filled
-            tree = {name: tree[name] for name in chosen(tree.keys()) if takes_all or model.takes(name)}
-        elif not model.names():  # a dict to be filled
-            tree = self._context.target.model.tree()
+        takes_all = not model.names()  # a dict to be filled
+        if takes_all and not self._context.same_sizes("model"):
+            tree = self._context.target.model_tree()
         else:
             source = self._context.state.model
-            loaded = [name for name in chosen(source.stages) if model.takes(name)]
+            loaded = [name for name in chosen(source.stages) if takes_all or model.takes(name)]
             specs = {name: self._context.specs[name] for name in loaded if name in self._context.specs}
             tree = source.tree(specs, loaded)
-        if not model.names():
+        if takes_all:
             tree = {name: leaf for name, leaf in tree.items() if not name.startswith(NOT_LIVE)}
         return self._completed(tree)
 
@@ -349,7 +340,7 @@ class LoadPlanner:
                 return tree
         form = optimizer.form()
         if form is None:
-            return context.target.optimizer.tree()
+            return context.target.optimizer_tree()
         source, filtered = context.state.optimizer, self._filter
         if context.crosses(optimizer):
             self._refuse_crossing(form, source)

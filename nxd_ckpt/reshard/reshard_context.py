@@ -9,7 +9,6 @@ import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import chain
 from math import prod
 from typing import Any
 
@@ -22,7 +21,7 @@ from nxd_ckpt.core.reads import Cut, CutIndex, Read
 from nxd_ckpt.core.topology import Coordinates, Topology
 from nxd_ckpt.errors import MalformedFile, PartNotFound
 from nxd_ckpt.formats.strides import dense, stride_of
-from nxd_ckpt.formats.tensors import Assembly, Fragment, TensorStub, digest_of
+from nxd_ckpt.formats.tensors import Assembly, TensorStub, digest_of
 from nxd_ckpt.reshard.resharding import derived, plan_parameter, respecified
 from nxd_ckpt.tag.opened import OpenTag
 
@@ -162,6 +161,21 @@ class ReshardContext:
         cut = next((self.partitions[alias] for alias in self.names(name) if alias in self.partitions), None)
         return spec if cut is None else replace(spec, partition=cut, explicit=True)
 
+    def is_as_saved(self, name: str, live: ParameterSpec | None) -> bool:
+        """Return whether this rank holds the boxes of the parameter that the rank of its coordinates saved.
+
+        If two known cuts are of different wholes, the attributes of one side are wrong, and the boxes are equal.
+        """
+        if self.saved_cut != self.live_cut:
+            return False
+        recorded = self.recorded.get(name)
+        if live is None or recorded is None or recorded.partition == live.partition:
+            return True
+        sides = [side for side in (recorded, live) if side.partition.known]
+        wholes = {side.partition.global_shape(side.shape, self.live.ep) for side in sides}
+        cuts = {side.partition for side in sides if not side.partition.replicated_over_tp}
+        return len(cuts) < 2 or len(wholes) > 1
+
     def saved_spec(self, name: str, live: ParameterSpec, shape: tuple[int, ...]) -> ParameterSpec:
         """Return the parameter as saving ranks held it, with ``shape``; cut as recorded, otherwise as the live one."""
         recorded, explicit = self._recorded(name), self._is_live_explicit(name, live)
@@ -295,28 +309,17 @@ def assembled(
     """
     for stub in stubs.values():
         if (stub.dtype, stub.shape) != (dtype, expected):
+            files = ", ".join(sorted({fragment.stub.file for fragment in Assembly.of(stub).fragments}))
             raise MalformedFile(
-                f"{name}: {_files_of(stub)} holds {stub.dtype} {stub.shape}, expected {dtype} {expected} by the other "
+                f"{name}: {files} holds {stub.dtype} {stub.shape}, expected {dtype} {expected} by the other "
                 "ranks' files and the sizes; the tag mixes files of two saves, or of two conversions"
             )
     if len(reads) == 1 and reads[0].source == reads[0].target == Box.whole(shape):
         stub = stubs[reads[0].holder]
         if stub.shape == shape:
             return stub
-    fragments = tuple(chain.from_iterable(_fragments(stubs[read.holder], read) for read in reads))
+    parts = ((read, Assembly.of(stubs[read.holder]).within(read.source)) for read in reads)
+    fragments = tuple(fragment.moved(read.target.offset) for read, part in parts for fragment in part.fragments)
     # With another shape, only the order of dimensions remains of the strides.
     stride = next((stride for stub in stubs.values() if (stride := stride_of(stub)) is not None), None)
     return Assembly(dtype, shape, fragments, stride and stride._replace(steps=dense(stride.steps, shape)))
-
-
-def _fragments(leaf: TensorStub | Assembly, read: Read[CutIndex]) -> Iterator[Fragment]:
-    """Yield the fragments that are copied from one holder's tensor, which may itself be an assembly."""
-    if isinstance(leaf, TensorStub):
-        yield Fragment(leaf, read.source, read.target)
-        return
-    for fragment in leaf.within(read.source).fragments:
-        yield fragment.moved(read.target.offset)
-
-
-def _files_of(leaf: TensorStub | Assembly) -> str:
-    return ", ".join(sorted({fragment.stub.file for fragment in Assembly.of(leaf).fragments}))

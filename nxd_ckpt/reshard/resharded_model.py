@@ -85,7 +85,7 @@ class ReshardedModel:
         Raises ShapeMismatch, TopologyMismatch or IncompatibleState if it cannot be recut.
         """
         context, reference = self._context, self.value(name)
-        if isinstance(reference, MissingTensor):
+        if isinstance(reference, MissingTensor) or context.is_as_saved(name, live):
             return reference
         if live is None or not is_tensor(reference):
             self._refuse_other_values(name, reference)
@@ -95,7 +95,8 @@ class ReshardedModel:
         reads = context.reads(f"model/{name}", saved, live)
         self.refuse_unequal_replicas(name, pp_rank, saved)
         stubs = {read.holder: self.saved_by(pp_rank, read.holder)[name] for read in reads}
-        return assembled(f"model/{name}", dtype, live.shape, reads, stubs, shape)
+        lost = [stub for stub in stubs.values() if isinstance(stub, MissingTensor)]
+        return lost[0] if lost else assembled(f"model/{name}", dtype, live.shape, reads, stubs, shape)
 
     def saved_by(self, pp_rank: int, place: CutIndex) -> Mapping[str, Any]:
         """Return the tree of the saving rank whose model file holds the cut at ``place`` of a stage."""
@@ -126,9 +127,8 @@ class ReshardedModel:
 
     def _refuse_other_values(self, name: str, reference: Any) -> None:
         """Raise TopologyMismatch if tensors in extra state differ between ranks: nothing describes their cut."""
-        saved, live = self._context.saved, self._context.live
-        leaves = list(iter_tensors(reference))
-        if not leaves or (saved.tp, saved.ep) == (live.tp, live.ep):
+        saved = self._context.saved
+        if not any(True for _ in iter_tensors(reference)):
             return
         pp_rank = self.stages[name][0]
         first = self._digests(name, pp_rank, CutIndex())

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import product
 from typing import Any
 
 import torch
@@ -230,16 +231,23 @@ class ReshardedOptimizer:
 
         Experts may differ: each is a parameter of its own.
         """
-        mine = {key for key, value in saved.slot.entries.items() if value is not None}
+        mine = saved.slot.filled
         whole = saved.slot.shape
         if whole is None or (mine and len(mine) == len(saved.slot.entries)):
             return
         for place in {read.holder for read in self._reads(slot, saved, whole)}:
-            other = self._saved_by(self._at(saved, place)).slots.get(saved.name, saved.slot)
-            extra = {key for key, value in other.entries.items() if value is not None} - mine
+            extra = self._saved_by(self._at(saved, place)).slots.get(saved.name, saved.slot).filled - mine
             if extra:
-                near = self._context.near(saved.pp_rank)
-                raise self._saved_by_some(saved, ", ".join(sorted(map(str, extra))), near)
+                raise self._saved_by_some(saved, ", ".join(sorted(extra)), self._context.near(saved.pp_rank))
+
+    def refuse_partial(self, name: str, experts: int) -> None:
+        """Raise IncompatibleState unless all ranks saved the same kinds of state, replicas and ``experts`` too."""
+        saved = self._find(name)
+        for ep_rank, tp_rank in product(range(experts), range(self._context.saved.tp)):
+            at = self._at(saved, CutIndex(tp_rank, ep_rank))
+            other = self._saved_by(at).slots.get(saved.name, SavedSlot(0, {}))
+            if lacking := saved.slot.filled - other.filled:
+                raise self._saved_by_some(saved, ", ".join(sorted(lacking)), at)
 
     def _refuse_unequal_replicas(self, name: str, spec: ParameterSpec, saved: _SavedParameter, key: str) -> None:
         """Raise TopologyMismatch if ranks that should be replicas differ; compares weights where the tag has them."""

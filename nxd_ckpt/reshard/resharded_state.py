@@ -114,6 +114,20 @@ class ReshardedState:
         """Return this state for another rank."""
         return ReshardedState(self.context.seen_from(live), self._names)
 
+    def cut_as(self, partitions: Mapping[str, Partition]) -> ReshardedState:
+        """Return this state if the parameters with these names were cut so, whatever was recorded."""
+        recorded = dict(self.context.recorded)
+        for name, partition in partitions.items():
+            dtype, shape = self.model.form(name) or ("", ())
+            spec = recorded.get(name, ParameterSpec(dtype, shape, partition))
+            recorded[name] = replace(spec, partition=partition, explicit=True)
+        return ReshardedState(replace(self.context, recorded=recorded, _plans={}), self._names)
+
+    def has_master(self, name: str) -> bool:
+        """Return whether the tag has master weights of the parameter."""
+        slots = self.optimizer.slots if self.context.opened.parts.master_weights else {}
+        return any(alias in slots and slots[alias].master is not None for alias in self.context.names(name))
+
     def optimizer_by(self, names: OptimizerNames) -> ReshardedOptimizer:
         """Return the optimizer, with parameter names from ``names``."""
         return ReshardedOptimizer(self.context, names, self.model)

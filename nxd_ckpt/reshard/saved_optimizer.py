@@ -42,6 +42,11 @@ class SavedSlot:
     expert: bool = False
 
     @property
+    def filled(self) -> set[str]:
+        """The keys of its entries that have a value."""
+        return {str(key) for key, value in self.entries.items() if value is not None}
+
+    @property
     def state(self) -> Mapping[str, Any]:
         """The entries, with the master weights if there are any."""
         return self.entries if self.master is None else {**self.entries, MASTER_WEIGHTS: self.master}

@@ -24,7 +24,7 @@ from nxd_ckpt.live.state import MASTER_WEIGHTS, ModelState, OptimizerForm, Optim
 from nxd_ckpt.live.zero1 import MASTERS
 from nxd_ckpt.options.execution import SavedNames
 from nxd_ckpt.reshard.reshard_context import ReshardContext
-from nxd_ckpt.reshard.resharded_state import ReshardedState, recorded_state
+from nxd_ckpt.reshard.resharded_state import recorded_state
 from nxd_ckpt.reshard.saved_optimizer import SavedSlot, is_number, recorded_names
 from nxd_ckpt.tag.opened import OpenTag
 
@@ -132,10 +132,10 @@ def target_state(opened: OpenTag, target: Target) -> SaveState:
         OptimizerMismatch: the parameters of the optimizer's entries are not known.
     """
     rank, parts = TargetRank(opened, target), opened.parts
-    form = None if parts.optimizer is None else rank.optimizer.form
+    form = None if parts.optimizer is None else rank.form
     return SaveState(
-        model=rank.model.state() if parts.model and target.model else None,
-        optimizer=None if parts.optimizer is None else rank.optimizer.state(),
+        model=rank.model_state() if parts.model and target.model else None,
+        optimizer=None if form is None else rank.optimizer_state(),
         optimizer_kind=None if form is None else form.kind,
         optimizer_names=None if form is None else _if_named(slot.name for slot in form.slots),
         use_xser=parts.use_xser if target.use_xser is None else target.use_xser,
@@ -143,59 +143,43 @@ def target_state(opened: OpenTag, target: Target) -> SaveState:
 
 
 class TargetRank:
-    """One rank of the target."""
+    """One rank of the target: the model of its stage, and the saved param groups, restricted to that stage."""
 
     def __init__(self, opened: OpenTag, target: Target) -> None:
-        self._target = target
+        self._target, self._topology, self._parts = target, target.topology, opened.parts
         self._state = recorded_state(
             opened, target.topology, partitions=target.partitions, saved_names=target.saved_names
         )
+        self._context, self._optimizer = self._state.context, self._state.optimizer
         if opened.parts.model:
-            _check_experts(self._state.context)
-
-    @cached_property
-    def model(self) -> TargetModel:
-        return TargetModel(self._state, self._target)
-
-    @cached_property
-    def optimizer(self) -> TargetOptimizer:
-        """Raises OptimizerMismatch where only names could tell whose its entries are, and nobody knows them."""
-        _check_names(self._state.context, self._target)
-        return TargetOptimizer(self._state, self._target, self.model)
-
-
-class TargetModel:
-    """The model of one rank of the target."""
-
-    def __init__(self, state: ReshardedState, target: Target) -> None:
-        self._state, self._source, self._target = state, state.model, target
+            _check_experts(self._context)
 
     @cached_property
     def stages(self) -> Sequence[Sequence[str]]:
         """Names of each pipeline stage of the target."""
-        listed, topology = self._target.stages, self._target.topology
-        if listed is not None and len(listed) != topology.pp:
-            raise TopologyMismatch(f"stages= lists {len(listed)} pipeline stages, but pp is {topology.pp}")
-        return listed or redistribute_layers(list(self._source.names.values()), topology.pp)
+        listed, pp = self._target.stages, self._topology.pp
+        if listed is not None and len(listed) != pp:
+            raise TopologyMismatch(f"stages= lists {len(listed)} pipeline stages, but pp is {pp}")
+        return listed or redistribute_layers(list(self._state.model.names.values()), pp)
 
     @cached_property
     def specs(self) -> dict[str, ParameterSpec]:
         """Tensors of this rank, with the shapes and cuts that it holds."""
-        forms = ((name, self._source.form(name)) for name in self._names)
-        return {name: self._state.context.as_recorded(name, *form) for name, form in forms if form is not None}
+        forms = ((name, self._state.model.form(name)) for name in self._names)
+        return {name: self._context.as_recorded(name, *form) for name, form in forms if form is not None}
 
-    def tree(self) -> dict[str, Any]:
-        """Return the state dict; weights that were not saved come from the optimizer's master weights."""
+    def model_tree(self) -> dict[str, Any]:
+        """Return the model's state dict; weights that were not saved come from the optimizer's master weights."""
         names = self._names
-        tree = self._source.tree(self.specs, names)
+        tree = self._state.model.tree(self.specs, names)
         absent = [name for name in names if name not in tree]
         if absent:
-            raise PartNotFound(f"{self._state.context.opened.where}: no stage holds {absent[:5]}, which stages= lists")
+            raise PartNotFound(f"{self._context.opened.where}: no stage holds {absent[:5]}, which stages= lists")
         return {name: self._state.required_weight(name, tree[name]) for name in names}
 
-    def state(self) -> ModelState:
-        """Return the state dict with the description of each tensor, ready to be saved."""
-        tree = self.tree()
+    def model_state(self) -> ModelState:
+        """Return the model with the description of each tensor, ready to be saved."""
+        tree = self.model_tree()
         ties = _ties(tree)
         tensors: dict[Path, StateTensor] = {}
         for path, _ in iter_tensors(tree, _LEAVES):
@@ -208,26 +192,22 @@ class TargetModel:
     @property
     def _names(self) -> list[str]:
         """Names of this rank's stage, without ignored ones."""
-        return [name for name in self.stages[self._target.topology.pp_rank] if not self._target.ignores(name)]
-
-
-class TargetOptimizer:
-    """The optimizer of one rank of the target: the saved param groups, restricted to this rank's stage."""
-
-    def __init__(self, state: ReshardedState, target: Target, model: TargetModel) -> None:
-        self._context, self._source, self._target, self._model = state.context, state.optimizer, target, model
+        return [name for name in self.stages[self._topology.pp_rank] if not self._target.ignores(name)]
 
     @cached_property
     def form(self) -> OptimizerForm:
         """The optimizer's form.
 
         With ZeRO-1 and expert parallelism each group is there twice, without and of experts.
+
+        Raises OptimizerMismatch where only names could tell whose its entries are, and nobody knows them.
         """
-        kind = self._target.optimizer or self._context.opened.parts.optimizer or "plain"
+        _check_names(self._context, self._target)
+        kind = self._target.optimizer or self._parts.optimizer or "plain"
         kind = "zero1" if kind == "zero1_dcp" else kind
         slots = self._slots_here()
-        numbers = range(len(self._source.groups))
-        apart = kind != "plain" and self._target.topology.ep > 1
+        numbers = range(len(self._optimizer.groups))
+        apart = kind != "plain" and self._topology.ep > 1
         groups = [
             [name for name, slot in slots.items() if slot.group == number and self._is_expert(name, slot) in kinds]
             for kinds in (((False,), (True,)) if apart else ((False, True),))
@@ -241,37 +221,37 @@ class TargetOptimizer:
             (sum(own), len(own)) if apart else None,
         )
 
-    def tree(self) -> dict[str, Any]:
-        """Return the state dict."""
-        return self._source.tree(self.form)
+    def optimizer_tree(self) -> dict[str, Any]:
+        """Return the optimizer's state dict."""
+        return self._optimizer.tree(self.form)
 
-    def state(self) -> State:
-        """Return the state dict with the description of each tensor, ready to be saved."""
-        tree = self.tree()
+    def optimizer_state(self) -> State:
+        """Return the optimizer with the description of each tensor, ready to be saved."""
+        tree = self.optimizer_tree()
         return State(tree, lambda: {path: self._describe(path, leaf) for path, leaf in iter_tensors(tree, _LEAVES)})
 
     def _slots_here(self) -> dict[str, SavedSlot]:
         """Return the saved slots of this rank, in saved order, or in the model's if experts come back to it."""
-        slots = {name: slot for name, slot in self._source.slots.items() if name in self._stage_names}
-        rejoined = self._context.saved.ep > 1 and self._target.topology.ep == 1
-        if not rejoined or not self._context.opened.parts.model:
+        slots = {name: slot for name, slot in self._optimizer.slots.items() if name in self._stage_names}
+        rejoined = self._context.saved.ep > 1 and self._topology.ep == 1
+        if not rejoined or not self._parts.model:
             return slots
-        order = [name for name in self._model.stages[self._target.topology.pp_rank] if name in slots]
+        order = [name for name in self.stages[self._topology.pp_rank] if name in slots]
         return {name: slots[name] for name in [*order, *slots]}
 
     @cached_property
     def _stage_names(self) -> set[str]:
         """Parameters on this rank's stage."""
-        stages, topology = list(self._source.stages.values()), self._target.topology
+        stages, topology = list(self._optimizer.stages.values()), self._topology
         if self._target.stages is None and len(stages) == topology.pp:
             return set(stages[topology.pp_rank])
-        if self._context.opened.parts.model:
-            return set(self._model.stages[topology.pp_rank])
+        if self._parts.model:
+            return set(self.stages[topology.pp_rank])
         return set(redistribute_layers([list(slots) for slots in stages], topology.pp)[topology.pp_rank])
 
     def _slot(self, name: str, saved: SavedSlot, kind: str) -> OptimizerSlot:
         spec = self._context.as_recorded(name, "float32", saved.likely_shape, expert=saved.expert)
-        topology = self._target.topology
+        topology = self._topology
         if kind != "zero1":
             return OptimizerSlot(name, spec)
         if topology.ep > 1 and self._is_expert(name, saved):

@@ -28,7 +28,7 @@ from nxd_ckpt.errors import (
 )
 from nxd_ckpt.formats import assembly
 from nxd_ckpt.formats.tensors import dtype_name
-from nxd_ckpt.hugging_face.mapped_directory import MappedDirectory
+from nxd_ckpt.hugging_face.packed_tensors import UnpackedTensors
 from nxd_ckpt.storage.local import LocalStorage
 from nxd_ckpt.tag.by_path import find_by_path
 from nxd_ckpt.tag.foreign.hugging_face_directory import HuggingFaceDirectory
@@ -53,9 +53,9 @@ def opened(path: Path) -> HuggingFaceDirectory:
     return HuggingFaceDirectory(LocalStorage(path))
 
 
-def mapped(directory: HuggingFaceDirectory, job: Job, topology: Topology) -> MappedDirectory:
+def mapped(directory: HuggingFaceDirectory, job: Job) -> UnpackedTensors:
     sizes = Sizes(directory.config, job.copies, job.hardware)
-    return MappedDirectory(directory, find_mapping(None, directory.config), sizes, topology)
+    return UnpackedTensors(directory, find_mapping(None, directory.config), sizes)
 
 
 @pytest.mark.parametrize("shards", [1, 3])
@@ -133,11 +133,11 @@ def test_every_rank_reads_what_a_conversion_by_hand_gives_it(
     directory = HuggingFaceDirectory(HookedStorage(LocalStorage(path), log.append))
     topology = Topology(dp=job.ep, tp=job.tp, ep=job.ep)
     for at in map(topology.at, range(topology.world_size)):
-        source = mapped(directory, job, at)
+        source = mapped(directory, job)
         held = job.rank(state, at.tp_rank, at.ep_rank)
         for match in find_mapping(None, directory.config).matches(held):
             expected = held[match.name]
-            leaf = source.assembly(match, dtype_name(expected.dtype), tuple(expected.shape))
+            leaf = source.assembly(match, at, dtype_name(expected.dtype), tuple(expected.shape))
             log.clear()
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(assembly, "_GAP", 0)
@@ -154,15 +154,15 @@ def test_tied_tensors_are_read_from_what_they_are_tied_to(tmp_path: Path) -> Non
     job = Job(model)
     (match,) = find_mapping("llama", {}).matches(["lm_head.weight"])
     with pytest.raises(KeyMismatch, match=r"has no tensor lm_head\.weight; is it"):
-        mapped(opened(tmp_path), job, Topology()).assembly(match, "float32", (24, 8))
+        mapped(opened(tmp_path), job).assembly(match, Topology(), "float32", (24, 8))
     write_config(tmp_path, {**model.config, "tie_word_embeddings": True})
     directory = opened(tmp_path)
-    leaf = mapped(directory, job, Topology()).assembly(match, "float32", (24, 8))
+    leaf = mapped(directory, job).assembly(match, Topology(), "float32", (24, 8))
     assert torch.equal(state["model.embed_tokens.weight"], read_leaf(leaf, directory.files.read_ranges))
     del state["model.embed_tokens.weight"]
     save_file(state, tmp_path / "model.safetensors")
     with pytest.raises(KeyMismatch, match=r"nor model\.embed_tokens\.weight, to which it is tied"):
-        mapped(opened(tmp_path), job, Topology()).assembly(match, "float32", (24, 8))
+        mapped(opened(tmp_path), job).assembly(match, Topology(), "float32", (24, 8))
 
 
 def test_a_live_tensor_of_another_model_is_refused(tmp_path: Path) -> None:
@@ -170,7 +170,7 @@ def test_a_live_tensor_of_another_model_is_refused(tmp_path: Path) -> None:
     write_model(tmp_path, Model())
     (match,) = find_mapping("llama", {}).matches(["model.layers.0.mlp.down_proj.weight"])
     with pytest.raises(ShapeMismatch, match=r"down_proj\.weight has shape \(8, 12\), expected \(8, 14\)"):
-        mapped(opened(tmp_path), Job(Model()), Topology(tp=2)).assembly(match, "float32", (8, 7))
+        mapped(opened(tmp_path), Job(Model())).assembly(match, Topology(tp=2), "float32", (8, 7))
 
 
 def _lose_a_shard(path: Path) -> None:
