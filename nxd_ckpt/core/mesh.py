@@ -124,8 +124,7 @@ class Layout:
 
     def local_shape(self, shape: tuple[int, ...], coordinate: Coordinate) -> tuple[int, ...]:
         """Return the shape of the local tensor on the rank at ``coordinate``."""
-        runs = _runs(shape, self.mesh.shape, self.placements, coordinate)
-        return tuple(sum(number for _, number in own) for own in runs)
+        return _local_shape(shape, self.mesh.shape, self.placements, coordinate)
 
     def holders(self, shape: tuple[int, ...], box: Box) -> tuple[Coordinate, ...]:
         """Return the coordinates that hold parts of ``box`` of a tensor of ``shape``; only the first replica.
@@ -162,6 +161,13 @@ def _pieces(
     shape: tuple[int, ...], sizes: tuple[int, ...], placements: tuple[Placement, ...], coordinate: Coordinate
 ) -> tuple[Piece, ...]:
     return tuple(_products(_runs(shape, sizes, placements, coordinate)))
+
+
+@lru_cache(maxsize=4096)
+def _local_shape(
+    shape: tuple[int, ...], sizes: tuple[int, ...], placements: tuple[Placement, ...], coordinate: Coordinate
+) -> tuple[int, ...]:
+    return tuple(sum(number for _, number in own) for own in _runs(shape, sizes, placements, coordinate))
 
 
 def _runs(

@@ -354,6 +354,7 @@ def has_own_operations(tensor: torch.Tensor) -> bool:
     return type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__ or is_shards(tensor)
 
 
+@cache
 def dtype_name(dtype: torch.dtype) -> str:
     """Return the name of a dtype: ``torch.float32`` -> "float32"."""
     return str(dtype).removeprefix("torch.")

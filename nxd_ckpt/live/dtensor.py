@@ -24,6 +24,9 @@ _WRAPPERS = frozenset(
 """Parts of a name that torch.compile, FSDP, activation checkpointing and Lightning put between module names."""
 
 
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+
 @dataclass(frozen=True)
 class Placed:
     """The position of a tensor of ``shape`` on a mesh, seen by the rank at ``coordinate``."""
@@ -43,6 +46,8 @@ class Placed:
 
 
 def is_dtensor(value: Any) -> bool:
+    if type(value) in _PLAIN:  # as nearly all are
+        return False
     library = sys.modules.get("torch.distributed.tensor")
     return library is not None and isinstance(value, library.DTensor)
 
@@ -105,8 +110,8 @@ def model_of(parameter: torch.Tensor, shape: tuple[int, ...], cut: Collection[in
     return as_part(local, about.device_mesh, placements, meta)
 
 
-def placed_of(name: str, tensor: torch.Tensor) -> Placed:
-    """Return the position of a DTensor on its mesh.
+def placed_of(name: str, tensor: torch.Tensor, local: torch.Tensor | None = None) -> Placed:
+    """Return the position of a DTensor on its mesh; ``local`` is this rank's part, if it is known.
 
     Raises:
         UnsupportedState: it is not cut into boxes (``Partial``), this rank is not in its mesh, or the mesh is out of
@@ -119,15 +124,16 @@ def placed_of(name: str, tensor: torch.Tensor) -> Placed:
             f"{name} is a DTensor on the mesh of ranks {about.device_mesh.mesh.flatten().tolist()[:8]}, which this "
             "rank is not in: hold it only on the ranks of its mesh"
         )
-    if not _mesh(about.device_mesh).is_ascending:
+    mesh = _mesh(about.device_mesh)
+    if not mesh.is_ascending:
         raise UnsupportedState(
             f"{name} is a DTensor on the mesh of ranks {about.device_mesh.mesh.tolist()}, which do not ascend along "
             "its dimensions: torch's collectives then place shards by ascending ranks, not by the mesh; make the "
             "mesh with init_device_mesh"
         )
     placements = tuple(_placement(name, placement) for placement in about.placements)
-    placed = Placed(Layout(_mesh(about.device_mesh), placements), tuple(tensor.shape), tuple(coordinate))
-    local_shape = tuple(local_of(tensor).shape)
+    placed = Placed(Layout(mesh, placements), tuple(tensor.shape), tuple(coordinate))
+    local_shape = tuple((local_of(tensor) if local is None else local).shape)
     if placed.local_shape != local_shape:
         raise UnsupportedState(
             f"{name} is a DTensor of shape {tuple(tensor.shape)} with placements {tuple(about.placements)}, of which "

@@ -66,7 +66,7 @@ class DictOptimizer(OptimizerAdapter):
         return None
 
     def entries(self) -> Iterator[str]:
-        return (name for _, name in state_entries(self._state, self._names))
+        return (name for _, name, _ in state_entries(self._state, self._names))
 
     def capture(self) -> State:
         layout = repr([self._state.get(key) for key in ("shape_info", *EXPERT_KEYS)])
@@ -87,7 +87,7 @@ class DictOptimizer(OptimizerAdapter):
 
     def load(self, saved: Mapping[str, Any], read: LeafSource, keeps: Keeps = keeps_nothing) -> None:
         loaded = restore_types(materialise(saved, read, torch.device("cpu")))
-        for path, name in state_entries(self._state, self._names):
+        for path, name, _ in state_entries(self._state, self._names):
             if keeps(name):
                 put_back(loaded, path, reduce(getitem, path, self._state))
         if keeps(PARAM_GROUPS) and "param_groups" in self._state:

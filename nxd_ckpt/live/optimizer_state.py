@@ -6,7 +6,7 @@ from abc import abstractmethod
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, Protocol
 
 import torch
@@ -19,6 +19,7 @@ from nxd_ckpt.live.dtensor import Placed, is_dtensor, like, local_of, model_of, 
 from nxd_ckpt.live.parameters import (
     form_of,
     is_dense,
+    is_row_major,
     is_tensor,
     is_unusual,
     memory_for,
@@ -218,6 +219,10 @@ class Slot:
             if shape == tuple(model.shape):
                 self.placed[entry] = placed_of(self.global_name(entry), model)
 
+    @cached_property
+    def is_row_major(self) -> bool:
+        return is_row_major(local_of(self.key))
+
     def as_placed(self, entry: Any, tensor: torch.Tensor) -> torch.Tensor:
         """Return the loaded ``tensor`` in the form of a new entry: a DTensor if the entry is placed."""
         if entry not in self.placed or is_rows(entry):
@@ -226,7 +231,7 @@ class Slot:
 
     def describe(self, parts: Path, tensor: torch.Tensor) -> StateTensor:
         """Describe the state entry at ``parts`` ("exp_avg", ...): cut like the parameter if shaped like it."""
-        name = "/".join(map(str, (f"optim/{self.name}", *parts)))
+        name = self.global_name(parts[0]) if len(parts) == 1 else "/".join(map(str, ("optim", self.name, *parts)))
         expert = self.spec is not None and self.spec.partition.expert
         if parts == (STEP,) or tensor.shape != self.key.shape:
             return StateTensor(name, expert=expert)
@@ -555,10 +560,10 @@ def state_by_slots(tree: dict[str, Any], slot_at: Callable[[Path], Slot | None],
 def _stride_to_note(path: Path, tensor: torch.Tensor, slot: Slot | None) -> Stride | None:
     if slot is None:
         return own_stride(tensor, None)
-    entry = path[2:]
-    if not entry:  # master weights are written into the live ones
+    # Master weights are written into the live ones. Nearly all others are row-major, in each save: this is quick.
+    if len(path) == 2 or (slot.is_row_major and is_row_major(tensor)):
         return None
-    return own_stride(tensor, _layout_of(slot, entry[0]) if len(entry) == 1 else slot.key)
+    return own_stride(tensor, _layout_of(slot, path[2]) if len(path) == 3 else slot.key)
 
 
 def _replace(state: dict[Any, Any], key: Any, entries: _Entries) -> None:

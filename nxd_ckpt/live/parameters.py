@@ -123,10 +123,14 @@ def overlaps_itself(tensor: torch.Tensor) -> bool:
 def _span(tensor: torch.Tensor) -> tuple[tuple[str, int], int, int]:
     """Return the device, and the first byte in memory and the one after the last."""
     begin, device = tensor.data_ptr(), tensor.device
+    return (device.type, device.index or 0), begin, begin + _reach(tensor) * tensor.element_size()
+
+
+def _reach(tensor: torch.Tensor) -> int:
+    """Return the elements of memory from the first element to the last."""
     if tensor.is_contiguous():
-        return (device.type, device.index or 0), begin, begin + tensor.nbytes
-    reach = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
-    return (device.type, device.index or 0), begin, begin + (reach + 1) * tensor.element_size()
+        return tensor.numel()
+    return 1 + sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
 
 
 def _share_elements(tensor_a: torch.Tensor, tensor_b: torch.Tensor) -> bool:
@@ -174,8 +178,7 @@ def own_stride(value: torch.Tensor, model: torch.Tensor | None) -> Stride | None
 
     They are noted if they differ from the model's, or from those of a tensor that is made without a model.
     """
-    # Nearly all are row-major, in each save: these few checks are quick.
-    if not value.dim() or (_is_row_major(value) and (model is None or _is_row_major(model))):
+    if not value.dim() or (is_row_major(value) and (model is None or is_row_major(model))):
         return None
     local = dtensor.local_of(value)
     if is_unusual(local) or local.is_meta or torch_xla.is_xla(local):
@@ -185,9 +188,10 @@ def own_stride(value: torch.Tensor, model: torch.Tensor | None) -> Stride | None
     return None if as_parameter and steps == contiguous_stride(shape) else Stride(steps, as_parameter)
 
 
-def _is_row_major(tensor: torch.Tensor) -> bool:
+def is_row_major(tensor: torch.Tensor) -> bool:
+    """Return whether a plain tensor's strides are those of a new one."""
     is_plain = type(tensor) in _PLAIN and tensor.layout is torch.strided and not tensor.is_nested
-    return is_plain and tensor.stride() == contiguous_stride(tuple(tensor.shape))
+    return is_plain and tensor.stride() == contiguous_stride(tensor.shape)
 
 
 def is_dense(tensor: torch.Tensor) -> bool:
@@ -281,8 +285,7 @@ def is_short(tensor: torch.Tensor) -> bool:
 
 def _end_in_storage(tensor: torch.Tensor) -> int:
     """Return the bytes from the beginning of the storage to the end of the last element."""
-    _, begin, end = _span(tensor)
-    return int(tensor.storage_offset()) * tensor.element_size() + end - begin
+    return (int(tensor.storage_offset()) + _reach(tensor)) * tensor.element_size()
 
 
 def _partition_of(tensor: torch.Tensor, tp: int) -> Partition:

@@ -212,7 +212,7 @@ class PlainOptimizer(OptimizerAdapter):
 
     def _is_beside(self, slot: Slot) -> bool:
         """Return whether a parameter is known not to be the model's."""
-        return id(slot.parameter) in self._beside
+        return bool(self._beside) and id(slot.parameter) in self._beside
 
     @cached_property
     def _beside(self) -> set[int]:
@@ -220,7 +220,8 @@ class PlainOptimizer(OptimizerAdapter):
 
     def _with_values(self, state: dict[str, Any]) -> dict[str, Any]:
         """Return the state dict with the values of parameters that are not the model's."""
-        values = {index: {VALUE: slot.parameter} for index, slot in enumerate(self._slots) if self._is_beside(slot)}
+        beside = [(index, slot.parameter) for index, slot in enumerate(self._slots) if self._is_beside(slot)]
+        values = {index: {VALUE: parameter} for index, parameter in beside}
         own = {index: {**state["state"].get(index, {}), **value} for index, value in values.items()}
         return {**state, "state": {**state["state"], **own}} if own else state
 

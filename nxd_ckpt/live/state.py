@@ -138,6 +138,8 @@ def state_of(
 
     def described() -> dict[Path, StateTensor]:
         leaves = iter_tensors(frozen.tree, torch.Tensor)
+        if not frozen.is_placed:
+            return {path: describe(path, leaf) for path, leaf in leaves}
         return {path: frozen.placed(describe(path, frozen.live(leaf)), leaf) for path, leaf in leaves}
 
     return State(frozen.tree, described, (cache_key, frozen.cache_key()), frozen.is_placed)
@@ -150,9 +152,11 @@ class Frozen:
     """
 
     def __init__(self, tree: dict[str, Any], stride: Callable[[Path, torch.Tensor], Stride | None]) -> None:
+        # One object for a tensor each time, so that sharing stays visible.
         self._locals: dict[int, torch.Tensor] = {}
+        self._aliases: dict[int, torch.Tensor] = {}
         self._dtensors: dict[int, torch.Tensor] = {}
-        leaves = iter_tensors(tree, torch.Tensor)
+        leaves = ((path, self._local(leaf)) for path, leaf in iter_tensors(tree, torch.Tensor))
         self._strides = {id(leaf): own for path, leaf in leaves if (own := stride(path, leaf)) is not None}
         self.tree: dict[str, Any] = map_tensors(tree, self._freeze, torch.Tensor)
 
@@ -176,23 +180,25 @@ class Frozen:
         Raises UnsupportedState for a DTensor that is not cut into boxes.
         """
         live = self._dtensors.get(id(leaf))
-        return about if live is None else about._replace(placed=placed_of(about.name, live))
+        return about if live is None else about._replace(placed=placed_of(about.name, live, leaf))
+
+    def _local(self, tensor: torch.Tensor) -> torch.Tensor:
+        if not is_dtensor(tensor):
+            return tensor
+        local = self._locals.get(id(tensor))
+        if local is None:
+            local = self._locals[id(tensor)] = local_of(tensor)
+            self._dtensors[id(local)] = tensor
+        return local
 
     def _freeze(self, tensor: torch.Tensor) -> torch.Tensor:
-        if is_dtensor(tensor):
-            local = self._locals.get(id(tensor))  # one object each time, so that sharing stays visible
-            if local is None:
-                local = self._locals[id(tensor)] = self._with_note(local_of(tensor), tensor)
-                self._dtensors[id(local)] = tensor
-            return local
-        if id(tensor) in self._strides:
-            alias = self._locals.get(id(tensor))
-            if alias is None:
-                alias = self._locals[id(tensor)] = self._with_note(tensor, tensor)
-            return alias
-        # Detaching makes a new object; one that needs none keeps its identity, for the same reason.
-        return tensor.detach() if tensor.requires_grad else tensor
-
-    def _with_note(self, leaf: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
-        stride = self._strides.get(id(tensor))
-        return leaf if stride is None else with_note(leaf, stride)
+        local = self._local(tensor)
+        stride = self._strides.get(id(local))
+        if stride is None:
+            return local.detach() if local.requires_grad else local
+        alias = self._aliases.get(id(local))
+        if alias is None:
+            alias = self._aliases[id(local)] = with_note(local, stride)
+            if local is not tensor:
+                self._dtensors[id(alias)] = tensor
+        return alias

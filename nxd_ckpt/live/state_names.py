@@ -21,8 +21,8 @@ SECTIONS = ("state", "base_state", MASTERS)
 _SHAPES = "shape_info"
 
 
-def state_entries(tree: Mapping[str, Any], names: Sequence[str]) -> Iterator[tuple[Path, str]]:
-    """Yield the path and the global name of every entry for one parameter, or for the optimizer as a whole.
+def state_entries(tree: Mapping[str, Any], names: Sequence[str]) -> Iterator[tuple[Path, str, Any]]:
+    """Yield path, global name and value of every entry for one parameter, or for the optimizer as a whole.
 
     ``names`` are the parameters' names, in order.
     """
@@ -30,12 +30,12 @@ def state_entries(tree: Mapping[str, Any], names: Sequence[str]) -> Iterator[tup
         name_by_index = _name_by_index(tree, section, names)
         for key, value in tree.get(section, {}).items():
             if isinstance(key, str):
-                yield (section, key), f"optim/state/{key}"
+                yield (section, key), f"optim/state/{key}", value
             elif section == MASTERS:
-                yield (section, key), f"optim/{name_by_index.get(key, f'#{key}')}/{MASTER_WEIGHTS}"
+                yield (section, key), f"optim/{name_by_index.get(key, f'#{key}')}/{MASTER_WEIGHTS}", value
             else:
                 name = name_by_index.get(key, f"#{key}")
-                yield from (((section, key, entry), f"optim/{name}/{entry}") for entry in value)
+                yield from (((section, key, entry), f"optim/{name}/{entry}", own) for entry, own in value.items())
 
 
 def without(
@@ -47,7 +47,7 @@ def without(
     that is true of all its parameters, or if `PARAM_GROUPS` is ignored.
     """
     left = {**tree, **{section: dict(tree[section]) for section in (*SECTIONS, _SHAPES) if section in tree}}
-    for path, name in state_entries(tree, names):
+    for path, name, _ in state_entries(tree, names):
         if ignores(name):
             _remove(left, path)
     for index, name in _name_by_index(tree, _SHAPES, names).items():

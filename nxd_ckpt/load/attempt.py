@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,7 +28,7 @@ from nxd_ckpt.live.model import ModelAdapter
 from nxd_ckpt.live.named_models import open_model
 from nxd_ckpt.live.state_names import is_in, parameter_sections
 from nxd_ckpt.load.collective_checks import ComparedNames, Unmatched, judge_model, judge_optimizer
-from nxd_ckpt.load.comparison import Digests, Witness, is_proved, judge, recorded_digest
+from nxd_ckpt.load.comparison import Digests, Witness, is_proved, judge
 from nxd_ckpt.load.filters import Filter
 from nxd_ckpt.load.load_context import LoadContext, load_context
 from nxd_ckpt.load.mapped_weights import MappedWeights
@@ -98,6 +98,8 @@ class RenamedTag(OpenTag):
 
     Its model has only the renamed parameters. The optimizer's parameters are all there, since their positions count.
     """
+
+    is_renamed = True
 
     def __init__(self, opened: OpenTag, renaming: Renaming) -> None:
         manifest = opened.manifest
@@ -408,7 +410,7 @@ class PreparedLoad:
             shown = {"reports_progress": self._request.reports_progress, "progress": self._options.progress}
             download(self._cache, self._opened, needed, **shown)
         if self._trees.model is not None:
-            read = delivery_of(self.reader, self._begin, None, self._witness.saw)
+            read = delivery_of(self.reader, self._begin, None, Witness().saw)  # it is read again
             refuse_lost_elements(self._trees.model, self._trees.names, self._trees.model_tree, read)
         if not self._options.verifies_first:
             return
@@ -483,13 +485,10 @@ class PreparedLoad:
         """Return the comparison of live objects with what this load puts there; see `Proof`."""
         return Proof(self._context, self._trees, self.reader, digest, scheduler=self._scheduler_state, **how)
 
-    @cached_property
-    def _compared_live(self) -> set[int]:
-        """Leaves, by id, whose live tensors are compared with the digest that was verified; once more is enough."""
-        if not self._options.verifies_first or self._options.prove is False:
-            return set()
-        compared = self._trees.verbatim_leaves()
-        return {id(leaf) for leaf in compared if recorded_digest(leaf) is not None}
+    def _is_compared_live(self, leaf: Leaf, name: str) -> bool:
+        """Return whether the live tensor is compared with the digest that was verified; once more is enough."""
+        is_compared = self._options.verifies_first and self._options.prove is not False
+        return is_compared and self._witness.digest(leaf) is not None and self._trees.is_verbatim(leaf, name)
 
     def _verify_again(self, leaf: Leaf, name: str) -> None:
         """Raise CorruptCheckpoint if the tag does not hold any more what was verified before."""
@@ -528,10 +527,10 @@ class PreparedLoad:
         torch_xla.sync()
 
     def _begin(self, leaf: Leaf, out: torch.Tensor) -> None:
-        compare = self._options.verify is not False and id(leaf) not in self._compared_live
+        name, takes = self._trees.name_by_leaf[id(leaf)], self._shares.takes(leaf)
+        compare = self._options.verify is not False and not self._is_compared_live(leaf, name)
         compare = compare and self._opened.is_digested(leaf)
         verified = self._options.verifies_first
-        name, takes = self._trees.name_by_leaf[id(leaf)], self._shares.takes(leaf)
         self.reader.read_into(leaf, out, name, compare=compare, verified=verified, takes=takes)
 
 

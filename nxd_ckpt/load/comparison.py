@@ -26,7 +26,7 @@ from nxd_ckpt.live.optimizer_state import Slot
 from nxd_ckpt.live.parameters import form_of
 from nxd_ckpt.live.state import MASTER_WEIGHTS
 from nxd_ckpt.live.torch_xla import to_cpu
-from nxd_ckpt.load.live_digests import SMALL, LiveDigests
+from nxd_ckpt.load.live_digests import SMALL, LiveDigests, digest_at_once
 from nxd_ckpt.load.options import LoadOptions
 from nxd_ckpt.reshard.plain_values import ABSENT, equal_values
 from nxd_ckpt.tag.reading import Leaf, LeafReader
@@ -54,20 +54,16 @@ class Witness:
     def __init__(self) -> None:
         self._digests: dict[int, int | None] = {}
 
-    def recorded(self, leaf: Leaf) -> int | None:
-        """Return the `recorded_digest`, or that of what it saw of the leaf."""
+    def digest(self, leaf: Leaf, name: str = "") -> int | None:
+        """Return the digest that the live tensor should have: `recorded_digest`, or of what it saw; None without."""
         if id(leaf) not in self._digests:
             self._digests[id(leaf)] = recorded_digest(leaf)
         return self._digests[id(leaf)]
 
     def saw(self, leaf: Leaf, value: torch.Tensor) -> None:
         """Remember a leaf as it was read: a contiguous CPU tensor."""
-        if self.recorded(leaf) is None:
+        if self.digest(leaf) is None:
             self._digests[id(leaf)] = crc32(byte_view(value))
-
-    def digest(self, leaf: Leaf, name: str) -> int | None:
-        """Return the digest that the live tensor should have; None if the leaf was never read."""
-        return self.recorded(leaf)
 
 
 class Comparison:
@@ -149,11 +145,13 @@ class Comparison:
         if not live.nbytes:
             return True
         self.nbytes += live.nbytes
-        expected = self._digest(saved, name)
+        expected, found = self._digest(saved, name), digest_at_once(live)
         if expected is None:
             self.find(kind, name, "it was not read", by_user)
-        else:
+        elif found is None:
             self._digests.add(name, live, partial(self._judge, kind, name, saved, expected, by_user))
+        elif found != expected:
+            self._judge(kind, name, saved, expected, by_user, found)
         return True
 
     def _judge(self, kind: str, name: str, saved: Leaf, expected: int, by_user: bool, found: int) -> None:

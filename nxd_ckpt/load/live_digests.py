@@ -17,6 +17,9 @@ from nxd_ckpt.tag.reading import LeafReader
 SMALL = 2**16
 """Bytes of a tensor that takes no time: even on a device it is always compared."""
 
+_AT_ONCE = 2**20
+"""Bytes of a tensor on the host whose digest takes less time than handing it to another thread."""
+
 _TOGETHER = 64 * 2**20
 """Bytes of tensors that come from a device in one transfer."""
 
@@ -32,8 +35,8 @@ class _Tensor(NamedTuple):
 class LiveDigests:
     """Digests of the row-major bytes of tensors, on the host and on devices.
 
-    Small ones are computed at once, in less time than another thread is told; others on the threads of ``reader``. Of
-    tensors on a device only small ones, unless ``everything`` is to be compared: each costs a transfer.
+    They are computed on the threads of ``reader``. Of tensors on a device only small ones are, unless ``everything``
+    is to be compared: each costs a transfer.
     """
 
     def __init__(self, reader: LeafReader, everything: bool) -> None:
@@ -46,15 +49,13 @@ class LiveDigests:
 
     def add(self, name: str, tensor: torch.Tensor, take: Callable[[int], None]) -> None:
         """Call ``take``, by the time that `finish` returns, with the CRC-32 of a tensor that is no DTensor."""
-        nbytes, is_small = tensor.nbytes, tensor.nbytes <= SMALL
+        nbytes = tensor.nbytes
         if not tensor.is_cpu:
-            if self._everything or is_small:
+            if self._everything or nbytes <= SMALL:
                 self._add_on_device(_Tensor(nbytes, [], take), tensor)
-        elif not tensor.is_contiguous() or tensor.is_neg() or tensor.is_conj():
+        elif not _is_dense(tensor):
             item = self._added(_Tensor(nbytes, [], take))
             self._reader.call(name, partial(_digest_copy, item.crcs, tensor.detach()))
-        elif is_small:
-            take(crc32(byte_view(tensor)))
         else:
             self._add_blocks(name, self._added(_Tensor(nbytes, [0] * -(-nbytes // BLOCK), take)), byte_view(tensor))
 
@@ -94,6 +95,18 @@ class LiveDigests:
         waiting, self._on_device, self._on_device_nbytes = self._on_device, [], 0
         for (item, _), value in zip(waiting, to_cpu([tensor.detach() for _, tensor in waiting]), strict=True):
             _digest_copy(item.crcs, value)
+
+
+def digest_at_once(tensor: torch.Tensor) -> int | None:
+    """Return the CRC-32 of a tensor on the host; None for one that another thread should read, or that is not dense."""
+    if tensor.nbytes > _AT_ONCE or not (tensor.is_cpu and _is_dense(tensor)):
+        return None
+    return crc32(byte_view(tensor))
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    """Return whether the memory of a tensor on the host has its row-major bytes."""
+    return tensor.is_contiguous() and not tensor.is_neg() and not tensor.is_conj()
 
 
 def _digest(blocks: list[tuple[list[int], int, memoryview]]) -> None:

@@ -119,26 +119,30 @@ class Proof(Comparison):
             self._compare_shards(optimizer, state, saved, by_user)
 
     def _compare_entries(self, optimizer: OptimizerAdapter, state: State, tree: dict[str, Any], by_user: bool) -> None:
-        names, live, is_dict = self._trees.names_by_index, state.tree, isinstance(optimizer, DictOptimizer)
-        entries = dict(state_entries(tree, names))
+        names, is_dict = self._trees.names_by_index, isinstance(optimizer, DictOptimizer)
+        entries, live = (
+            {path: (name, value) for path, name, value in state_entries(each, names)} for each in (tree, state.tree)
+        )
         aliases = (lambda name: [name]) if self._trees.model is None else self._trees.model.aliases
         provenance = Provenance(self._context.opened, self._context.topology, self._reader, aliases)
-        for path, name in entries.items():
-            if path[0] == MASTERS and MASTERS not in live:
+        for path, (name, saved) in entries.items():
+            if path[0] == MASTERS and MASTERS not in state.tree:
                 continue
             kind = "weights" if path[0] == MASTERS else "moments"
-            for inner, leaf, now in self.compare(kind, name, _at(tree, path), _at(live, path), by_user):
+            _, found = live.get(path, (name, ABSENT))
+            for inner, leaf, now in self.compare(kind, name, saved, found, by_user):
                 about = state.tensors.get((*path, *inner))
                 if about is not None:
                     self._trace(provenance, self._described(about), leaf, by_user)
                     self._compare_stride(name, leaf, now, not is_dict)
-        self._compare_options(tree, live, by_user)
-        for path, name in state_entries(state.tree, names):
+        self._compare_options(tree, state.tree, by_user)
+        for path, (name, _) in live.items():
             is_known = path in entries or path[0] == MASTERS or path[2:] == (VALUE,) or self._trees.keeps(name)
             if not is_known and not (path[0] not in tree and by_user):
                 self.find("moments", name, "the live optimizer has it, and the tag does not", by_user)
         if not is_dict:
-            for name in provenance.unread([name for name in names if not name.startswith("#")], {*entries.values()}):
+            read = {name for name, _ in entries.values()}
+            for name in provenance.unread([name for name in names if not name.startswith("#")], read):
                 if not (self._context.filter.ignores(name) or name in self._trees.rank_state.absent):
                     self.find("moments", name, "the tag has it, and it was not loaded", by_user)
 

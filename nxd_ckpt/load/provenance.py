@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import cached_property
+from typing import Any
 
 from nxd_ckpt.core.box import Box
 from nxd_ckpt.core.manifest import TensorEntry
@@ -31,15 +32,15 @@ class Provenance:
         self, opened: OpenTag, topology: Topology, reader: LeafReader, aliases: Callable[[str], Collection[str]]
     ) -> None:
         self._opened, self._topology, self._reader, self._aliases = opened, topology, reader, aliases
+        self._in_place: dict[tuple[Any, ...], bool] = {}
         self._parameters = {} if opened.manifest is None else opened.manifest.parameters
 
     def fault(self, about: StateTensor, leaf: Leaf) -> str | None:
         """Return why ``leaf`` is not what belongs into the live tensor; None if it is, or nothing is known."""
         if self._opened.manifest is None:
             return None
-        pieces = about.pieces(self._topology, leaf.shape)
         stored = self._entry(leaf) if isinstance(leaf, TensorStub) else None
-        if stored is not None and stored.pieces == pieces and self._live(stored.name) == _parts_of(about.name):
+        if stored is not None and self._is_own(about.name, stored.name) and self._is_in_place(about, stored):
             return None  # as nearly all: a whole tensor of the tag, by its own name, in its own place
         if not leaf.numel:
             return None
@@ -50,6 +51,7 @@ class Provenance:
         for entry in entries:
             if entry is not None and self._is_anothers(about.name, entry.name):
                 return f"it was read from {entry.name}"
+        pieces = about.pieces(self._topology, leaf.shape)
         if pieces is None or not self._is_of_one_whole(about):
             return None
         covered = 0
@@ -69,8 +71,21 @@ class Provenance:
         ``read`` are global names. Master weights are apart: an optimizer may have none.
         """
         names = {alias: name for name in parameters for alias in self._aliases(name)}
-        named = {(names[name], role): f"optim/{names[name]}/{role}" for name, role in self._stored if name in names}
+        known = () if self._opened.is_renamed else read
+        rest = (self._live(entry.name) for entry in self._reader.entries() if entry.name not in known)
+        named = {(names[name], role): f"optim/{names[name]}/{role}" for name, role in rest if name in names}
         return [at for (_, role), at in named.items() if role != _WEIGHT and at not in read]
+
+    def _is_own(self, live: str, saved: str) -> bool:
+        return self._live(saved) == _parts_of(live) if self._opened.is_renamed else saved == live
+
+    def _is_in_place(self, about: StateTensor, stored: TensorEntry) -> bool:
+        if about.placed is not None:
+            return about.pieces(self._topology, stored.shape) == stored.pieces
+        key = id(about.spec), about.shards, about.shard, id(stored.pieces), stored.shape  # of many tensors, few
+        if key not in self._in_place:
+            self._in_place[key] = about.pieces(self._topology, stored.shape) == stored.pieces
+        return self._in_place[key]
 
     def _is_rounded(self, about: StateTensor, leaf: Leaf) -> bool:
         """Return whether a weight is made of one with fewer bits, though the tag has its master weights."""

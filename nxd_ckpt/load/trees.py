@@ -88,15 +88,22 @@ class LoadTrees:
         """Names of the model that user code, which a load calls, may give another value than was saved."""
         return set() if self.model is None else set(filter(self.model.passes_user_code, self.names))
 
-    def verbatim_leaves(self) -> Iterator[Leaf]:
-        """Yield the tensors that are put into host memory as they are, and seen by no user code."""
-        model, optimizer = self.model, self.optimizer
-        if model is None:
-            return
-        on_host = [name for name in self.names if model.is_on_host(name)]
-        yield from (self.model_tree[name] for name in on_host if name not in self.seen_by_users)
-        if optimizer is not None and len(on_host) == len(self.names) and not optimizer.passes_user_code:
-            yield from (leaf for path, leaf in iter_tensors(self.optimizer_tree) if leaf.numel > 1)
+    def is_verbatim(self, leaf: Leaf, name: str) -> bool:
+        """Return whether the leaf of this global name is put into host memory as it is, and seen by no user code."""
+        if not name.startswith("model/"):
+            return self._is_optimizer_verbatim and leaf.numel > 1
+        own = name.removeprefix("model/")
+        return own in self._on_host and own not in self.seen_by_users
+
+    @cached_property
+    def _on_host(self) -> set[str]:
+        return set() if self.model is None else set(filter(self.model.is_on_host, self.names))
+
+    @cached_property
+    def _is_optimizer_verbatim(self) -> bool:
+        optimizer = self.optimizer
+        is_on_host = self.model is not None and len(self._on_host) == len(self.names)
+        return is_on_host and optimizer is not None and not optimizer.passes_user_code
 
     def replicated_leaves(self) -> Iterator[tuple[str, Leaf]]:
         """Return the leaves that replicas of this rank may read, too, in the order of reading.

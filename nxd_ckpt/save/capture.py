@@ -79,7 +79,7 @@ def _names(state: SaveState) -> Iterator[str]:
         yield from (f"model/{name}" for name in state.model.tree)
     if state.optimizer is not None:
         yield PARAM_GROUPS
-        yield from (name for _, name in state_entries(state.optimizer.tree, state.optimizer_names or ()))
+        yield from (name for _, name, _ in state_entries(state.optimizer.tree, state.optimizer_names or ()))
     if state.scheduler is not None:
         yield "scheduler"
     for part, content in (("user_content", state.user_content), ("rank_content", state.rank_content)):

@@ -29,7 +29,7 @@ from nxd_ckpt.live.save_state import SaveState
 from nxd_ckpt.live.state_names import leaf_name
 from nxd_ckpt.save.plan import SavePlan, plan_objects, plan_save
 from nxd_ckpt.save.planned_file import PlannedFile
-from nxd_ckpt.save.replicas import Copy, Replicas, Values, is_below
+from nxd_ckpt.save.replicas import LARGE, Copy, Replicas, Values, is_below
 from nxd_ckpt.tag.state_dicts import checked_optimizer
 
 _VALUES = frozenset({int, float, bool, str, bytes, complex, type(None), torch.dtype, torch.device, torch.Size})
@@ -182,33 +182,40 @@ class Planner:
         copies = (*plan.copies, *of_scheduler) if of_scheduler else plan.copies
         last = self._last
         # Of a cached plan they are the same object, which saves a walk through all of them.
-        if last is None or (last.copies is not copies and last.copies != copies) or last.known != len(self._known):
+        is_known = last is not None and last.copies is copies and last.known == len(self._known)
+        if last is None or last.known != len(self._known) or not (is_known or last.copies == copies):
             compared = [each for each in copies if each.writes != rank and not is_below(each.name, self._known)]
-            last = _Compared(copies, compared, len(self._known))
+            samples = any(tensors[each.part][each.number].nbytes > LARGE for each in compared)
+            last = _Compared(copies, compared, len(self._known), samples)
         self._last = last._replace(copies=copies, times=last.times + 1)
         values = [
             _values_of(part, plan.writers[part], tree, structures[part], parameters, self._known)
             for part, tree in trees.items()
             if part in plan.writers
         ]
-        replicas = Replicas(rank, copies, last.compared, tensors, values, self._known, last.times < _WHOLE_SAVES)
+        whole = last.times < _WHOLE_SAVES or not last.samples
+        replicas = Replicas(rank, copies, last.compared, tensors, values, self._known, whole)
         own, staged = replicas.own, replicas.to_stage
         objects = (*plan.objects, *([own.file(rank, 0)] if own else []))
         if not staged:
             return replace(plan, objects=objects, replicas=replicas)
-        form = [(tensor.dtype, tensor.shape) for tensor in staged]
-        if self._staged is None or self._staged[0] != form:
+        form = None if is_known and whole else [(tensor.dtype, tensor.shape) for tensor in staged]
+        if self._staged is None or (form is not None and self._staged[0] != form):
             self._staged = form, image_of([Assembly(*form_of(tensor), ()) for tensor in staged]).holding(())
         image = self._staged[1].holding(staged)
         return replace(plan, objects=objects, replicas=replicas, staged=PlannedFile("", image))
 
 
 class _Compared(NamedTuple):
-    """The copies of the last save, those that this rank compares, with so many names known, and such saves in a row."""
+    """The copies of the last save, and those that this rank compares, with so many names known.
+
+    ``samples``: there are so large ones that samples are compared; ``times`` are such saves in a row.
+    """
 
     copies: Sequence[Copy]
     compared: Sequence[Copy]
     known: int
+    samples: bool
     times: int = 0
 
 

@@ -28,7 +28,7 @@ from nxd_ckpt.live.state_names import Container, is_in, values_in
 from nxd_ckpt.save.planned_file import NamedTensor, PlannedFile
 from nxd_ckpt.save.waves import Wave
 
-_LARGE = 2**20
+LARGE = 2**20
 """Bytes from which on samples of a tensor are compared."""
 
 _SAMPLE = 2**12
@@ -248,7 +248,7 @@ class Replicas:
     def _sampled(self) -> set[tuple[int, int]]:
         """Places of large tensors that this rank writes for others, which take samples of them."""
         written = ((copy.place, self.tensors[copy.part][copy.number]) for copy in self.copies)
-        return {place for place, tensor in written if place and tensor.nbytes > _LARGE and _samples_of(tensor)}
+        return {place for place, tensor in written if place and tensor.nbytes > LARGE and _samples_of(tensor)}
 
     def digests(self, blocks: Callable[[tuple[int, int]], Sequence[int]]) -> dict[str, dict[str, int]]:
         """Return digests by claim and name. ``blocks`` gives those of a storage that this rank wrote."""
@@ -260,7 +260,7 @@ class Replicas:
             digests.setdefault(copy.claim(WHOLE), {})[copy.name] = whole
             nbytes = self.tensors[copy.part][copy.number].nbytes
             samples = self._samples.get(copy.place)
-            if nbytes <= _LARGE:
+            if nbytes <= LARGE:
                 digests.setdefault(copy.claim(SAMPLES), {})[copy.name] = whole
             elif samples is not None:
                 digests.setdefault(copy.claim(SAMPLES), {})[copy.name] = _joint([crc32(sample) for sample in samples])
@@ -334,7 +334,7 @@ class Replicas:
     def _held(self, number: int, copy: Copy, storage_of: Mapping[int, int]) -> torch.Tensor | None:
         """Return the tensor as it was at the save; None if nothing has it any more."""
         tensor = self.tensors[copy.part][copy.number]
-        if self.whole or tensor.nbytes <= _LARGE:
+        if self.whole or tensor.nbytes <= LARGE:
             staged = self._staged.get(storage_of[number])
             if staged is not None:
                 return _tensor_at(staged, tensor)
@@ -357,7 +357,7 @@ def _sample_spans(nbytes: int) -> list[tuple[int, int]]:
 
 
 def _compared_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
-    return [tensor] if tensor.nbytes <= _LARGE else _samples_of(tensor)
+    return [tensor] if tensor.nbytes <= LARGE else _samples_of(tensor)
 
 
 def _samples_of(tensor: torch.Tensor) -> list[torch.Tensor]:

@@ -92,11 +92,14 @@ class OpenTag:
 
     ``is_one_save`` if ``done`` names the manifest's attempt: the manifest is no other save's, and all that is read
     after it has its digests in an index.
+
+    ``is_renamed`` if `live_name` changes names.
     """
 
     opens_all = False
     keeps_small = False
     is_one_save = False
+    is_renamed = False
     own: tuple[int, Collection[str]] | None = None
     """A rank of a mesh job of this size that loads, and the names of its model."""
 

@@ -137,6 +137,7 @@ TARGETS: Sequence[Target] = (
     *_load("W3", 1.2),
     Target("W1 cpu 1p", COLD, ONCE, READS),
     Target("W2 cpu 1p", COLD, ONCE, READS),
+    *(Target(f"{workload} cpu 2p", STALL, NXD, COPY) for workload in ("W1", "W2")),  # with the comparison of replicas
     Target("W3 cpu 2p", SAVE, NXD, (*DCP, "OLMo-core"), NOT_SLOWER),
     Target("W3 cpu 2p", WARM, ONCE, (*DCP, "OLMo-core"), NOT_SLOWER),
     *_fsdp2("W1"),
