@@ -1,7 +1,4 @@
-"""Facts for a load: the content of a tag, and one rank's live objects.
-
-If their sizes are equal, the rank loads its own files.
-"""
+"""Facts for a load: the content of a tag, and one rank's live objects."""
 
 from __future__ import annotations
 

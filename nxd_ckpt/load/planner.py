@@ -1,7 +1,8 @@
 """Planning of a load: the trees of a tag that fit the live objects of a rank.
 
-On the sizes that a tag was saved on, its files are the trees. On others, or if the optimizer's parameters are in
-another order, the trees are assembled by name (`nxd_ckpt.reshard.resharded_state`).
+The model comes by name (`nxd_ckpt.reshard.resharded_state`): where this rank holds the boxes that were saved, a leaf
+is the saved tensor itself. So does the optimizer on other sizes, or if its parameters are in another order; on the same
+ones its tree is the saved one, which needs no names.
 
 A job that trains rounded weights beside master weights may load weights that were saved in full precision: the master
 weights take the saved values, bit for bit, and the model takes their rounding. A model in full precision may take saved
