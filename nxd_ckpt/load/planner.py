@@ -1,8 +1,8 @@
 """Planning of a load: the trees of a tag that fit the live objects of a rank.
 
 The model comes by name (`nxd_ckpt.reshard.resharded_state`): where this rank holds the boxes that were saved, a leaf
-is the saved tensor itself. The optimizer comes by name on other sizes, and if its parameters are in another order; on the
-same ones its tree is the saved one, which needs no names.
+is the saved tensor itself. The optimizer comes by name on other sizes, and if its parameters are in another order. On
+the sizes of the save its tree is the saved one, which needs no names.
 
 A job that trains rounded weights beside master weights may load weights that were saved in full precision: the master
 weights take the saved values, bit for bit, and the model takes their rounding. A model in full precision may take saved
