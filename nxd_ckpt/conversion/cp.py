@@ -21,8 +21,8 @@ from nxd_ckpt.output.cp_files import CopyMeans, CopyResult, FileCopy, HostCopies
 from nxd_ckpt.output.locations import Location, locate_copy, locate_input
 from nxd_ckpt.output.new_directories import leaving_none
 from nxd_ckpt.output.source import open_source
-from nxd_ckpt.output.transfer import Pace
 from nxd_ckpt.storage.progress import report, watched
+from nxd_ckpt.storage.transfer import Pace
 from nxd_ckpt.storage.urls import StrPath
 from nxd_ckpt.tag.directory import list_tags
 from nxd_ckpt.tag.opened import OpenTag

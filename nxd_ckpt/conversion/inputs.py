@@ -27,10 +27,10 @@ from nxd_ckpt.live.state import StateTensor
 from nxd_ckpt.load.attempt import unwrapped
 from nxd_ckpt.output.locations import Location
 from nxd_ckpt.output.source import open_any
-from nxd_ckpt.output.transfer import Progress, StoredFile, copy, link_or_copy
 from nxd_ckpt.reshard.resharded_state import recorded_parameters
 from nxd_ckpt.reshard.target import Target, target_state
 from nxd_ckpt.storage.base import Storage
+from nxd_ckpt.storage.transfer import Progress, StoredFile, copy, link_or_copy
 from nxd_ckpt.tag.files import TagFiles
 from nxd_ckpt.tag.foreign.dcp_directory import DcpDirectory, entries_of
 from nxd_ckpt.tag.foreign.hugging_face_directory import HuggingFaceDirectory, open_weights

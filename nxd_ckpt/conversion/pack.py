@@ -21,13 +21,13 @@ from nxd_ckpt.output.cp_files import TagFile, files_to_copy, verify
 from nxd_ckpt.output.locations import locate_apart, locate_input
 from nxd_ckpt.output.output import Output
 from nxd_ckpt.output.source import open_source
-from nxd_ckpt.output.transfer import StoredFile, copy_into
 from nxd_ckpt.storage.archive.storage import END, MEMBER_LIST, dump_members
 from nxd_ckpt.storage.archive.unpacking import compressing, compression_of
 from nxd_ckpt.storage.base import Storage, Writer, completed
 from nxd_ckpt.storage.local import LocalStorage
 from nxd_ckpt.storage.progress import Counter, report, watched
 from nxd_ckpt.storage.system import sync_file
+from nxd_ckpt.storage.transfer import StoredFile, copy_into
 from nxd_ckpt.storage.urls import ARCHIVES, StrPath
 from nxd_ckpt.storage.work_dir import default_work_dir
 from nxd_ckpt.tag.opened import OpenTag

@@ -41,12 +41,12 @@ from nxd_ckpt.errors import (
     as_checkpoint_errors,
 )
 from nxd_ckpt.integrations.written_files import WrittenFiles, raise_unless_absent
-from nxd_ckpt.output.transfer import StoredFile, link_or_copy, sync
 from nxd_ckpt.save.background import Helpers
 from nxd_ckpt.save.pending import PendingSave
 from nxd_ckpt.storage.base import DirEntry
 from nxd_ckpt.storage.local import LocalStorage
 from nxd_ckpt.storage.system import is_mount_point
+from nxd_ckpt.storage.transfer import StoredFile, link_or_copy, sync
 from nxd_ckpt.storage.urls import StrPath, is_url, local_path
 from nxd_ckpt.tag.directory import find_tag
 from nxd_ckpt.tag.identity import Identity

@@ -19,9 +19,9 @@ from nxd_ckpt.core import names
 from nxd_ckpt.core.manifest import FileEntry
 from nxd_ckpt.errors import DigestMismatch, MalformedFile, PartNotFound
 from nxd_ckpt.formats import crc32
-from nxd_ckpt.output.transfer import Pace, Progress, StoredFile, copy, digest, link, require_equal, sync
 from nxd_ckpt.storage.base import Replicated, Storage, is_mounted, remove_if
 from nxd_ckpt.storage.hosts.storage import HostsStorage
+from nxd_ckpt.storage.transfer import Pace, Progress, StoredFile, copy, digest, link, require_equal, sync
 from nxd_ckpt.tag.files import TagFiles
 from nxd_ckpt.tag.opened import OpenTag
 from nxd_ckpt.tag.union import changed_everywhere

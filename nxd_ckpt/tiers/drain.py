@@ -24,10 +24,10 @@ from nxd_ckpt.coordination.paths import COPIES
 from nxd_ckpt.core.units import size
 from nxd_ckpt.errors import CheckpointError, CorruptCheckpoint, in_words, to_wire
 from nxd_ckpt.output.cp_files import CopyMeans, HostCopies, files_to_copy
-from nxd_ckpt.output.transfer import Pace
 from nxd_ckpt.save.background import Helpers, Worker
 from nxd_ckpt.storage.base import Storage
 from nxd_ckpt.storage.hosts.storage import HostsStorage
+from nxd_ckpt.storage.transfer import Pace
 from nxd_ckpt.tag.directory import list_tags
 from nxd_ckpt.tag.known_damage import note_damage
 from nxd_ckpt.tag.opened import OpenTag, open_complete_tag

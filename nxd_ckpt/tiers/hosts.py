@@ -27,13 +27,13 @@ from nxd_ckpt.core.tags import in_order
 from nxd_ckpt.core.units import size
 from nxd_ckpt.errors import CheckpointError, InvalidArgument, RanksDisagree
 from nxd_ckpt.output.cp_files import TagFile, files_to_copy
-from nxd_ckpt.output.transfer import StoredFile, digest
 from nxd_ckpt.save.background import Worker
 from nxd_ckpt.storage.base import Storage
 from nxd_ckpt.storage.hosts.remote import Address, RemoteDirectory
 from nxd_ckpt.storage.hosts.server import CopyOut, HostServer
 from nxd_ckpt.storage.hosts.storage import Directory, Hosts, HostsStorage
 from nxd_ckpt.storage.hosts.wire import address_of, group_addresses
+from nxd_ckpt.storage.transfer import StoredFile, digest
 from nxd_ckpt.tag.directory import list_tags
 from nxd_ckpt.tag.opened import OpenTag, open_complete_tag
 

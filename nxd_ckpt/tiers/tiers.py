@@ -14,10 +14,10 @@ from nxd_ckpt.core.tags import latest
 from nxd_ckpt.core.topology import Topology
 from nxd_ckpt.errors import CheckpointError, InvalidArgument
 from nxd_ckpt.options.checkpointer_options import CheckpointerOptions
-from nxd_ckpt.output.transfer import StoredFile, copy_by_pieces
 from nxd_ckpt.storage.base import Storage, may_lack_files
 from nxd_ckpt.storage.hosts.storage import HostsStorage
 from nxd_ckpt.storage.local import LocalStorage
+from nxd_ckpt.storage.transfer import StoredFile, copy_by_pieces
 from nxd_ckpt.storage.urls import StrPath
 from nxd_ckpt.tag.by_path import Place
 from nxd_ckpt.tag.choosing import settled_tags

@@ -19,8 +19,8 @@ from nxd_ckpt import Checkpointer, has_checkpoint, open_checkpoint
 from nxd_ckpt.convert import Copy, copy_checkpoint
 from nxd_ckpt.errors import CheckpointError, CheckpointNotFound, DigestMismatch, InvalidArgument, PartNotFound
 from nxd_ckpt.output.cp_files import CopyMeans, CopyResult, FileCopy, files_to_copy
-from nxd_ckpt.output.transfer import Pace
 from nxd_ckpt.storage.local import LocalStorage
+from nxd_ckpt.storage.transfer import Pace
 from nxd_ckpt.tag.directory import list_tags
 from nxd_ckpt.tag.opened import open_complete_tag
 from nxd_ckpt.tag.verify import verify_checkpoint

@@ -10,9 +10,9 @@ import pytest
 
 from nxd_ckpt.core.manifest import FileEntry
 from nxd_ckpt.errors import PartNotFound
-from nxd_ckpt.output import transfer
-from nxd_ckpt.output.transfer import StoredFile, copy, digest
+from nxd_ckpt.storage import transfer
 from nxd_ckpt.storage.local import LocalStorage
+from nxd_ckpt.storage.transfer import StoredFile, copy, digest
 from nxd_ckpt.testing.storage import HookedStorage, MemoryStorage, failing
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]

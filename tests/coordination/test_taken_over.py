@@ -18,10 +18,10 @@ from nxd_ckpt.core.names import DONE, MANIFEST
 from nxd_ckpt.core.topology import Coordinates
 from nxd_ckpt.errors import DirectoryInUse
 from nxd_ckpt.output.cp_files import CopyMeans, CopyResult, FileCopy, files_to_copy
-from nxd_ckpt.output.transfer import Pace
 from nxd_ckpt.save.writing import write_index
 from nxd_ckpt.storage.base import Storage
 from nxd_ckpt.storage.local import LocalStorage
+from nxd_ckpt.storage.transfer import Pace
 from nxd_ckpt.tag.directory import find_tag
 from nxd_ckpt.tag.opened import open_complete_tag
 from nxd_ckpt.testing.storage import HookedStorage, MemoryStorage, Operation, failing

@@ -12,9 +12,9 @@ import pytest
 from nxd_ckpt import Checkpointer, Tier
 from nxd_ckpt.core.manifest import FileEntry
 from nxd_ckpt.errors import MalformedFile
-from nxd_ckpt.output.transfer import StoredFile, digest
 from nxd_ckpt.storage.hosts.storage import HostsStorage
 from nxd_ckpt.storage.local import LocalStorage
+from nxd_ckpt.storage.transfer import StoredFile, digest
 from nxd_ckpt.storage.urls import open_storage
 from nxd_ckpt.tag.verify import verify_checkpoint
 from nxd_ckpt.testing.storage import Hook, HookedStorage, Operation

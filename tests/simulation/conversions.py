@@ -122,6 +122,6 @@ def _tools_on(stage: DiskStage) -> Iterator[None]:
         patch.setattr("nxd_ckpt.commit.session.uuid", SimpleNamespace(uuid4=lambda: name))
         patch.setattr("concurrent.futures._base.threading", threading)  # nobody waits for what is done at once
         patch.setattr(worker_pool, "_own", worker_pool._Own())
-        for module in ("conversion.cp", "conversion.worker_pool", "output.image_writer", "output.transfer"):
+        for module in ("conversion.cp", "conversion.worker_pool", "output.image_writer", "storage.transfer"):
             patch.setattr(f"nxd_ckpt.{module}.ThreadPoolExecutor", AtOnce)
         yield

@@ -54,7 +54,7 @@ class Network:
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("nxd_ckpt.tiers.hosts.HostServer", serve)
-            patch.setattr("nxd_ckpt.output.transfer.ThreadPoolExecutor", AtOnce)
+            patch.setattr("nxd_ckpt.storage.transfer.ThreadPoolExecutor", AtOnce)
             for name in ("yield_disk_to_others", "yield_processor_to_others"):
                 patch.setattr(f"nxd_ckpt.storage.hosts.server.{name}", lambda: None)
             patch.setattr("nxd_ckpt.tiers.hosts.RemoteDirectory", Remote)
